@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# One Debian guest with one vCPU: boot, console, disk, network, pause, reboot, power button.
+. ./lib.sh
+
+tap_up lab0
+start_guest a 1 --net tap=lab0,mac=52:54:00:00:00:01 || failed start "the VMM did not start"
+check boots_with_one_vcpu wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
+check console_obeys guest a "uname -a; cat /etc/debian_version"
+disk_keeps_content() {
+  guest a "head -c 8388608 /dev/urandom >/root/f; sha256sum </root/f; sync; echo 3 >/proc/sys/vm/drop_caches; sha256sum </root/f" &&
+    [ "$(sed -n 1p $T/out)" = "$(sed -n 2p $T/out)" ]
+}
+check disk_keeps_content disk_keeps_content
+check network_from_guest from_guest a
+check network_to_guest to_guest a
+pauses() {
+  remote a pause && state_is a Paused &&
+    echo "echo ANSWERED-AFTER-PAUSE" >"$(cat $T/a.pty)" && sleep 2 && ! says a "^ANSWERED-AFTER-PAUSE"
+}
+check pauses pauses
+resumes() { remote a resume && state_is a Running && wait_until 60 says a "^ANSWERED-AFTER-PAUSE"; }
+check resumes resumes
+reboots() { echo "sync; busybox reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 2; }
+check guest_reboots reboots
+check disk_after_reboot guest a "test \"\$(stat -c %s /root/f)\" = 8388608"
+power_button() { remote a power-button && wait_until 60 says a "POWER-BUTTON" && ends a 60; }
+check power_button_ends_the_vmm power_button
+check filesystem_clean filesystem_clean

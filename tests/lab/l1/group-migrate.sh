@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# One Debian guest with two vCPUs, moved twice between VMMs on this machine with its disk and network
+# in use: first in precopy, then in postcopy.
+. ./lib.sh
+
+tap_up lab0
+start_guest a 2 --net tap=lab0,mac=52:54:00:00:00:02 || failed start "the VMM did not start"
+check boots_with_two_vcpus wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
+
+# A loop in the guest that writes and reads back from the disk, and a file whose sum is known.
+work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 &'
+check starts_disk_load guest a "$work"
+# A TCP stream that lasts over both moves: one line every tenth of a second.
+nc -l -p 7003 >$T/stream &
+check starts_network_load guest a '(n=0; while :; do echo line $n; n=$((n+1)); sleep 0.1; done | busybox nc 10.9.0.1 7003) >/dev/null 2>&1 &'
+lines() { [ "$(wc -l <$T/stream)" -gt "$1" ]; }
+check stream_flows wait_until 60 lines 10
+
+# move FROM TO MODE
+move() {
+  start_vmm $2 || return 1
+  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
+  receiver=$!
+  wait_until 30 test -S $T/$2.mig || return 1
+  remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
+  wait $receiver || { cat $T/$2.receive.log; return 1; }
+  ends $1 60 || return 1
+  state_is $2 Running && open_console $2
+}
+after_move() {
+  before=$(wc -l <$T/stream)
+  guest $1 'cat /tmp/rounds' || return 1
+  rounds=$(cat $T/out)
+  guest $1 "for i in \$(seq 300); do [ \$(cat /tmp/rounds) -gt $rounds ] && break; sleep 0.1; done; [ \$(cat /tmp/rounds) -gt $rounds ] && [ ! -e /root/bad ]" || return 1
+  guest $1 'echo 3 >/proc/sys/vm/drop_caches; [ "$(sha256sum </root/known)" = "$(cat /root/known.sum)" ] && ! dmesg | grep -E "I/O error|Oops|BUG:|soft lockup|hung task"' || return 1
+  wait_until 60 lines $((before + 5))
+}
+check precopy move a b precopy
+check disk_and_network_after_precopy after_move b
+check postcopy move b c postcopy
+check disk_and_network_after_postcopy after_move c
+stream_is_whole() {
+  head -n -1 $T/stream | awk '$0 != "line " NR-1 {print "line " NR ": " $0; bad=1; exit} END {exit bad}'
+}
+check stream_is_whole stream_is_whole
+power_button() { remote c power-button && wait_until 60 says c "POWER-BUTTON" && ends c 60; }
+check power_button_after_moves power_button
+check filesystem_clean filesystem_clean

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# What the groups share: starting a VMM, talking to its guest over the console, checks. Busybox sh.
+
+WAIT_S=${WAIT_S:-240}
+CMDLINE="console=hvc0 quiet panic=5"
+ROOT_DISK=/dev/nvme0n1
+T=/tmp/lab
+mkdir -p $T
+
+ok() { echo "LAB ok $1"; }
+# failed NAME WHY: reports and shows what the VMMs said.
+failed() {
+  echo "LAB FAILED $1: $2"
+  for log in $T/*.vmm.log $T/*.console; do
+    [ -f "$log" ] && { echo "--- $log"; tail -n 25 "$log"; }
+  done
+}
+# check NAME COMMAND...: one test.
+check() {
+  name=$1
+  shift
+  if "$@"; then ok "$name"; else failed "$name" "$*"; fi
+}
+
+# wait_until SECONDS COMMAND...: polls until the command is true.
+wait_until() {
+  limit=$(($(cut -d. -f1 /proc/uptime) + $1))
+  shift
+  until "$@"; do
+    [ "$(cut -d. -f1 /proc/uptime)" -ge "$limit" ] && return 1
+    sleep 0.2
+  done
+}
+
+remote() {
+  vm=$1
+  shift
+  ch-remote --api-socket $T/$vm.sock "$@"
+}
+answers() { remote "$1" ping >/dev/null 2>&1; }
+state_is() { remote "$1" info 2>/dev/null | grep -q "\"state\": *\"$2\""; }
+
+# start_vmm NAME ARG...: a VMM with an API socket; its pid is in $T/NAME.pid.
+start_vmm() {
+  vm=$1
+  shift
+  cloud-hypervisor --api-socket path=$T/$vm.sock --event-monitor path=$T/$vm.events "$@" >$T/$vm.vmm.log 2>&1 &
+  echo $! >$T/$vm.pid
+  wait_until 30 answers $vm
+}
+# start_guest NAME VCPUS ARG...: a VMM that boots the Debian guest.
+start_guest() {
+  vm=$1
+  vcpus=$2
+  shift 2
+  start_vmm $vm --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" \
+    --cpus boot=$vcpus --memory size=256M,shared=on --disk path=$ROOT_DISK --rng src=/dev/urandom \
+    --serial off --console pty "$@" && open_console $vm
+}
+# open_console NAME: collects what the guest prints in $T/NAME.console from now on.
+open_console() {
+  pty=$(remote "$1" info | sed -n 's/.*"file": *"\(\/dev\/pts\/[0-9]*\)".*/\1/p' | head -n 1)
+  [ -n "$pty" ] || return 1
+  echo "$pty" >$T/$1.pty
+  stty -F "$pty" raw -echo
+  cat "$pty" >>$T/$1.console 2>/dev/null &
+}
+says() { tr -d '\r' <$T/$1.console | grep -q "$2"; }
+# says_times NAME TEXT COUNT: the console has at least that many lines with the text.
+says_times() { [ "$(tr -d '\r' <$T/$1.console | grep -c "$2")" -ge "$3" ]; }
+
+serial_number=0
+# guest NAME COMMAND: runs a command in the guest; its output is in $T/out, its exit code is ours.
+guest() {
+  serial_number=$((serial_number + 1))
+  mark="END-$serial_number-$1"
+  echo "echo BEGIN-$serial_number-$1; { $2; }; echo $mark=\$?" >"$(cat $T/$1.pty)"
+  wait_until "${GUEST_S:-90}" says "$1" "^$mark=" || { echo "the guest did not answer: $2"; return 99; }
+  tr -d '\r' <$T/$1.console | sed -n "/^BEGIN-$serial_number-$1\$/,/^$mark=/p" | sed '1d;$d' >$T/out
+  return "$(tr -d '\r' <$T/$1.console | sed -n "s/^$mark=\([0-9]*\).*/\1/p" | tail -n 1)"
+}
+
+gone() { ! kill -0 "$(cat $T/$1.pid)" 2>/dev/null; }
+# ends NAME SECONDS: the VMM ends by itself, with exit code 0.
+ends() {
+  wait_until "$2" gone "$1" || return 1
+  wait "$(cat $T/$1.pid)"
+}
+filesystem_clean() { e2fsck -fn $ROOT_DISK >$T/fsck 2>&1 || { cat $T/fsck; return 1; }; }
+
+tap_up() {
+  ip tuntap add dev $1 mode tap 2>/dev/null || tunctl -t $1 >/dev/null
+  ip addr add 10.9.0.1/24 dev $1
+  ip link set $1 up
+}
+# to_guest NAME and from_guest NAME: 4 MiB over the network, checksums compared.
+from_guest() {
+  nc -l -p 7001 >$T/got &
+  receiver=$!
+  guest $1 "head -c 4194304 /dev/urandom >/root/out.bin; sha256sum </root/out.bin; busybox nc -w 30 10.9.0.1 7001 </root/out.bin" || return 1
+  wait_until 60 sh -c "! kill -0 $receiver 2>/dev/null" || { kill $receiver; return 1; }
+  [ "$(head -n 1 $T/out)" = "$(sha256sum <$T/got)" ]
+}
+to_guest() {
+  head -c 4194304 /dev/urandom >$T/send
+  nc -l -p 7002 <$T/send &
+  guest $1 "busybox nc -w 30 10.9.0.1 7002 </dev/null >/root/in.bin; sha256sum </root/in.bin" || return 1
+  wait $!
+  [ "$(head -n 1 $T/out)" = "$(sha256sum <$T/send)" ]
+}
