@@ -1,3 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Placeholder head, replaced by the room itself.
+//! What the x86_64 machine looks like to its guest.
+//!
+//! Owns the physical memory map, the boot protocols (PVH and the 64-bit Linux protocol of a
+//! bzImage), the registers a boot vCPU starts with, the CPUID each vCPU sees, and the ACPI and
+//! SMBIOS tables. It reads images and writes guest memory; it never opens a device, makes an
+//! ioctl or knows what is inside a device. Everything in a kernel image or an initramfs is
+//! untrusted: a bad one is a named error, never a panic or an allocation of its choosing.
+
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!("the arch crate describes an x86_64 machine and builds for x86_64 only");
+
+pub mod acpi;
+pub mod boot;
+pub mod cpuid;
+pub mod layout;
+pub mod regs;
+pub mod smbios;
+
+pub use boot::{BootEntry, BootError, BootSpec, load_kernel};
+
+/// Feeds arbitrary bytes to the kernel loader, for fuzzing: whatever they are, it must return.
+#[doc(hidden)]
+pub fn fuzz_kernel_image(bytes: &[u8]) {
+    boot::fuzz_kernel_image(bytes);
+}

@@ -4,5 +4,64 @@
 //!
 //! Owns the VM and vCPU file descriptors, memory slots, interrupt routes, dirty logs and the vCPU
 //! threads. Knows nothing of devices, of guest memory contents or of migration.
+//!
+//! # Making a VM
+//!
+//! [`Hypervisor::open`] probes the host, [`Vm::create`] makes a VM with the interrupt controllers
+//! in the kernel, [`Vm::create_vcpu`] a vCPU, [`Vcpu::init`] gives it its boot state, and
+//! [`VcpuThreads::start`] puts each vCPU on a thread of its own, parked.
+//!
+//! # Moving a VM
+//!
+//! Save, with the vCPUs parked ([`VcpuThreads::pause_all`]), in any order: [`Vm::clock`],
+//! [`Vcpu::state`] of each vCPU, [`Vm::irqchips`].
+//!
+//! Restore in this order, each step rests on the one before:
+//!
+//! 1. create the VM, its memory slots and all vCPUs;
+//! 2. [`Vm::restore_clock`], which says how far guest time has moved;
+//! 3. [`Vcpu::set_state`] of each vCPU with that answer: the TSC follows the clock, and the timers
+//!    of the local APIC follow the TSC;
+//! 4. [`Vm::set_irqchips`]: the IOAPIC may deliver what is pending to local APICs, so they must
+//!    have their state;
+//! 5. MSI vectors are programmed by their devices, which delivers pending triggers.
+//!
+//! State that comes from outside ([`VcpuState`], [`ClockState`], [`IrqchipState`]) is untrusted:
+//! every length in it is checked before the kernel sees it.
 
+mod blob;
+mod caps;
+mod clock;
+mod dirty;
+mod error;
+mod exits;
+pub mod fake;
+mod ioctl;
 pub mod irq;
+mod irqchip;
+mod msi;
+mod msr;
+mod routing;
+mod run_page;
+mod slots;
+mod threads;
+mod tsc;
+mod vcpu;
+mod vcpu_state;
+mod vm;
+
+pub use blob::{Blob, BlobError};
+pub use caps::{Capabilities, Hypervisor, ManualDirtyLog, OpenError};
+pub use clock::{ClockPolicy, ClockState, TimeBase};
+pub use dirty::DirtyLogSource;
+pub use error::KvmError;
+pub use exits::{AfterExit, ExitHandler, FaultAction, FaultedAccess, StopReason};
+pub use irqchip::{IrqchipState, IrqchipStateError};
+pub use msi::InterruptLine;
+pub use msr::MsrValue;
+pub use slots::{SlotConfig, SlotError};
+pub use threads::{ThreadsConfig, ThreadsError, VcpuThreads};
+pub use tsc::TscState;
+pub use vcpu::{BootRegisters, Vcpu, VcpuInit};
+pub use vcpu_state::{CpuidEntry, VCPU_STATE_VERSION, VcpuState, VcpuStateError};
+pub use vm::{Vm, VmConfig};

@@ -5,12 +5,84 @@
 //! Owns the zones of guest memory: their backings, their two mappings, prefault, and the per-page
 //! residency and zero maps that every other room reads. Knows nothing of KVM, of devices or of the
 //! migration protocol.
+//!
+//! # One zone, one backing
+//!
+//! | asked for | memory is | huge pages come from | second mapping |
+//! | --- | --- | --- | --- |
+//! | `shared=on` | memfd, `MAP_SHARED` | `shmem_enabled`, or collapse while prefaulting | yes |
+//! | `hugepages=on` | hugetlb memfd, `MAP_SHARED` | the hugetlb pool | yes |
+//! | `file=PATH` | that file, `MAP_SHARED` | the file system | yes |
+//! | `file=PATH,shared=off`, PATH holds data | that file, `MAP_PRIVATE` | none | no |
+//! | `mergeable=on` | private anonymous | `enabled` | no |
+//! | nothing, see below | memfd or private anonymous | either | memfd: yes |
+//!
+//! With nothing asked for (`shared=off`, [`Backing::Auto`]) the guest gets a memfd, **unless**
+//! `thp=on` and the host's `shmem_enabled` keeps huge pages away from shared memory. Then it gets
+//! private anonymous memory, as upstream would have given it, because a guest on 4 KiB pages is
+//! slower for as long as it lives, whereas migration of private memory costs one copy per page
+//! once. Whoever wants the second mapping all the same asks for `shared=on`
+//! ([`Backing::Memfd`]) or hugetlb. Upstream maps `hugepages=on,shared=off` and
+//! `file=PATH,shared=off` privately; we do so only where it protects what a file already holds,
+//! since a private mapping of a memfd keeps every written page twice.
+//!
+//! # Two mappings
+//!
+//! `main` is what KVM's slots, the devices and userfaultfd see; it exists from the start. `alias`
+//! is a second `MAP_SHARED` mapping of the same pages that is never watched: migration reads and
+//! writes through it without faulting on `main`. It is made on first use, so that boot does not
+//! pay for it.
+//!
+//! # What costs nothing
+//!
+//! Making guest memory takes the same few system calls whatever its size: mappings are not
+//! populated, and the maps are themselves untouched zero pages whose bits have the sense in which
+//! "nothing known yet" is zero.
 
-/// Tracks the guest pages that devices inside this process wrote (KVM does not see those writes).
-pub type DeviceDirtyLog = vm_memory::bitmap::AtomicBitmap;
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("guest RAM needs a 64-bit host");
+
+mod backing;
+mod bitmap;
+mod config;
+mod dirty;
+mod host;
+mod layout;
+mod mapping;
+mod maps;
+mod populate;
+mod populated;
+mod prefault;
+mod ram;
+mod region;
+mod zero;
+
+pub use backing::BackingError;
+pub use bitmap::{PageBitmap, Runs};
+pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
+pub use dirty::DeviceDirtyLog;
+pub use layout::{LayoutError, RamLayout};
+pub use maps::{ResidentMap, ZeroMap};
+pub use populate::PopulateError;
+pub use prefault::{ChunkHook, HookError, Prefault, PrefaultError, PrefaultOptions, Progress};
+pub use ram::{GuestRam, RamError};
+pub use region::{AccessError, RamRegion, ZoneKind};
+pub use zero::is_zero;
+
+/// The grain of every per-page map, and the smallest guest page, in bytes.
+pub const PAGE_BYTES: u64 = 4096;
 
 /// Guest physical memory as devices see it: checked accesses by guest physical address.
 pub type GuestMemory = vm_memory::GuestMemoryMmap<DeviceDirtyLog>;
 
 /// A handle that always gives the current [`GuestMemory`], also after memory was added.
 pub type GuestMemoryHandle = vm_memory::GuestMemoryAtomic<GuestMemory>;
+
+/// A length or offset that fits the address space of the only hosts we build for.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "usize has 64 bits: anything else is refused at compile time above"
+)]
+pub(crate) const fn to_usize(value: u64) -> usize {
+    value as usize
+}

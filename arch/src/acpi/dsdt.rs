@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The DSDT: devices that a guest cannot find by looking.
+//!
+//! Owns all AML. What PCI can enumerate is not here. Must never describe a device that the inputs
+//! do not name: a guest would drive it.
+//!
+//! Format: ACPI 6.5, chapters 6, 19 and 20; `_OSC` of a host bridge: PCI Firmware 3.3, 4.5.1.
+
+use acpi_tables::Aml;
+use acpi_tables::aml::{
+    AddressSpace, AddressSpaceCacheable, And, Arg, CreateDWordField, Device, EISAName, Else, Equal,
+    Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If, Interrupt, Local,
+    Memory32Fixed, Method, Name, NotEqual, Notify, OpRegion, OpRegionSpace, Or, Package,
+    PackageBuilder, Path, ResourceTemplate, Return, Scope, Store, Uuid, ZERO,
+};
+use acpi_tables::sdt::Sdt;
+
+use super::ged::EVENT_POWER_BUTTON;
+use super::inputs::{AcpiCpu, AcpiInputs, GedInputs, PciSegment};
+use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
+use crate::layout;
+
+/// Integers of 64 bits.
+const DSDT_REVISION: u8 = 6;
+const SDT_HEADER_BYTES: u32 = 36;
+/// `_STA`: present, enabled, shown, functioning.
+const STATUS_PRESENT: u8 = 0xf;
+/// Notification "the button was pressed" (section 5.6.6).
+const NOTIFY_BUTTON: u8 = 0x80;
+/// What we let the guest's PCI layer control by itself: the PCI Express capability. Hotplug, power
+/// events and error reporting are not there to be controlled.
+const OSC_GRANTED: u8 = 0x10;
+const OSC_PCI_HOST_UUID: &str = "33DB4D5B-1FF7-401C-9657-7441C03DD766";
+
+/// AML that was already serialised.
+struct Raw(Vec<u8>);
+
+impl Aml for Raw {
+    fn to_aml_bytes(&self, sink: &mut dyn acpi_tables::AmlSink) {
+        sink.vec(&self.0);
+    }
+}
+
+/// Borrows each element as what acpi_tables takes.
+fn refs<T: Aml>(items: &[T]) -> Vec<&dyn Aml> {
+    items.iter().map(|item| -> &dyn Aml { item }).collect()
+}
+
+fn hid(name: &str) -> Name {
+    Name::new("_HID".into(), &EISAName::new(name))
+}
+
+fn uid(number: u32) -> Name {
+    Name::new("_UID".into(), &number)
+}
+
+/// The whole table.
+pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
+    let mut devices = vec![Raw(motherboard(inputs)), Raw(processors(&inputs.cpus))];
+    devices.extend(inputs.segments.iter().map(|segment| Raw(host_bridge(segment))));
+    devices.extend(inputs.serial_gsi.map(|gsi| Raw(serial(gsi))));
+    devices.extend(inputs.ged.map(|ged| Raw(events(ged))));
+    let system_bus = Scope::new("\\_SB_".into(), refs(&devices));
+
+    let s5 = layout::ACPI_S5_SLEEP_TYPE;
+    let soft_off = Name::new("\\_S5_".into(), &Package::new(vec![&s5, &s5, &ZERO, &ZERO]));
+
+    let mut table =
+        Sdt::new(*b"DSDT", SDT_HEADER_BYTES, DSDT_REVISION, OEM_ID, OEM_TABLE_ID, OEM_REVISION);
+    let body = [to_bytes(&system_bus), to_bytes(&soft_off), inputs.extra_aml.clone()].concat();
+    table.append_slice(&body);
+    table.as_slice().to_vec()
+}
+
+/// Addresses that belong to no device: without this Linux does not trust the configuration space.
+fn motherboard(inputs: &AcpiInputs) -> Vec<u8> {
+    let low = |value: u64| u32::try_from(value).unwrap_or(0);
+    let ecams: Vec<_> = inputs
+        .segments
+        .iter()
+        .map(|segment| Memory32Fixed::new(true, low(segment.ecam_gpa), low(segment.ecam_bytes())))
+        .collect();
+    let ports = IO::new(layout::ACPI_POWER_PORT, layout::ACPI_POWER_PORT, 1, 16);
+    let mut resources = refs(&ecams);
+    resources.push(&ports);
+    let resources = Name::new("_CRS".into(), &ResourceTemplate::new(resources));
+    to_bytes(&Device::new("MBRD".into(), vec![&hid("PNP0C02"), &uid(0), &resources]))
+}
+
+/// A container with one device for each vCPU; its UID leads to the MADT entry.
+fn processors(cpus: &[AcpiCpu]) -> Vec<u8> {
+    let mut children = Vec::new();
+    Name::new("_HID".into(), &"ACPI0010").to_aml_bytes(&mut children);
+    Name::new("_CID".into(), &EISAName::new("PNP0A05")).to_aml_bytes(&mut children);
+    for (index, cpu) in (0_u32..).zip(cpus) {
+        let path = Path::new(&format!("C{index:03X}"));
+        let processor = Name::new("_HID".into(), &"ACPI0007");
+        let number = uid(index);
+        let status = if cpu.enabled { STATUS_PRESENT } else { 0 };
+        let status = Name::new("_STA".into(), &status);
+        Device::new(path, vec![&processor, &number, &status]).to_aml_bytes(&mut children);
+    }
+    to_bytes(&Device::new("CPUS".into(), vec![&Raw(children)]))
+}
+
+fn serial(gsi: u32) -> Vec<u8> {
+    let port = layout::SERIAL_PORT;
+    let resources = ResourceTemplate::new(vec![
+        &Interrupt::new(true, true, false, false, gsi),
+        // Sixteen-bit decoding, eight registers.
+        &IO::new(port, port, 1, 8),
+    ])
+    .named("_CRS");
+    let label = Name::new("_DDN".into(), &"COM1");
+    to_bytes(&Device::new("COM1".into(), vec![&hid("PNP0501"), &uid(0), &label, &resources]))
+}
+
+/// Gives a template its name.
+trait Named {
+    fn named(&self, name: &str) -> Name;
+}
+
+impl<T: Aml> Named for T {
+    fn named(&self, name: &str) -> Name {
+        Name::new(name.into(), self)
+    }
+}
+
+/// The generic event device and the power button it speaks for.
+fn events(ged: GedInputs) -> Vec<u8> {
+    let number = uid(0);
+    let button_id = hid("PNP0C0C");
+    let button = Device::new("PWRB".into(), vec![&button_id, &number]);
+    let id = Name::new("_HID".into(), &"ACPI0013");
+    let resources = ResourceTemplate::new(vec![&Interrupt::new(true, true, false, false, ged.gsi)])
+        .named("_CRS");
+    let region = OpRegion::new("GEDR".into(), OpRegionSpace::SystemIO, &ged.port, &1_u8);
+    let register = Field::new(
+        "GEDR".into(),
+        FieldAccessType::Byte,
+        FieldLockRule::NoLock,
+        FieldUpdateRule::WriteAsZeroes,
+        vec![FieldEntry::Named(*b"GEST", 8)],
+    );
+    let status = Path::new("GEST");
+    // One read, which clears; then look at the copy.
+    let read = Store::new(&Local(0), &status);
+    let pressed = And::new(&ZERO, &Local(0), &EVENT_POWER_BUTTON);
+    let button_path = Path::new("\\_SB_.PWRB");
+    let notify = Notify::new(&button_path, &NOTIFY_BUTTON);
+    let was_pressed = If::new(&pressed, vec![&notify]);
+    let handler = Method::new("_EVT".into(), 1, true, vec![&read, &was_pressed]);
+    let device =
+        Device::new("GED_".into(), vec![&id, &number, &resources, &region, &register, &handler]);
+    [to_bytes(&button), to_bytes(&device)].concat()
+}
+
+/// A PCI Express root with its windows.
+fn host_bridge(segment: &PciSegment) -> Vec<u8> {
+    let path = Path::new(&format!("PC{:02X}", segment.id));
+    let legacy = Name::new("_CID".into(), &EISAName::new("PNP0A03"));
+    let number = Name::new("_SEG".into(), &u16::from(segment.id));
+    let first_bus = Name::new("_BBN".into(), &segment.first_bus);
+    let coherent = Name::new("_CCA".into(), &acpi_tables::aml::ONE);
+    let resources = windows(segment);
+    let control = osc();
+    let id = hid("PNP0A08");
+    let unique = uid(u32::from(segment.id));
+    let routes = interrupt_routes(segment);
+    let mut children: Vec<&dyn Aml> =
+        vec![&id, &legacy, &unique, &number, &first_bus, &coherent, &resources, &control];
+    if !segment.intx.is_empty() {
+        children.push(&routes);
+    }
+    to_bytes(&Device::new(path, children))
+}
+
+fn windows(segment: &PciSegment) -> Name {
+    let mut bytes = Vec::new();
+    AddressSpace::<u16>::new_bus_number(u16::from(segment.first_bus), u16::from(segment.last_bus))
+        .to_aml_bytes(&mut bytes);
+    if let Some((first, last)) = segment.io_ports {
+        if segment.id == 0 {
+            // The bridge's own configuration ports.
+            IO::new(
+                layout::PCI_CONFIG_PORT,
+                layout::PCI_CONFIG_PORT,
+                1,
+                u8::try_from(layout::PCI_CONFIG_PORT_COUNT).unwrap_or(8),
+            )
+            .to_aml_bytes(&mut bytes);
+        }
+        AddressSpace::<u16>::new_io(first, last, None).to_aml_bytes(&mut bytes);
+    }
+    let cacheable = AddressSpaceCacheable::NotCacheable;
+    if let Some(window) = segment.mmio32 {
+        let low = |gpa: u64| u32::try_from(gpa).unwrap_or(u32::MAX);
+        let (first, last) = (low(window.gpa), low(window.end_gpa() - 1));
+        AddressSpace::<u32>::new_memory(cacheable, true, first, last, None)
+            .to_aml_bytes(&mut bytes);
+    }
+    if let Some(window) = segment.mmio64 {
+        let (first, last) = (window.gpa, window.end_gpa() - 1);
+        AddressSpace::<u64>::new_memory(cacheable, true, first, last, None)
+            .to_aml_bytes(&mut bytes);
+    }
+    ResourceTemplate::new(vec![&Raw(bytes)]).named("_CRS")
+}
+
+/// `_PRT`: device and pin, the source (zero: an interrupt number), the number.
+fn interrupt_routes(segment: &PciSegment) -> Name {
+    let mut routes = PackageBuilder::new();
+    for route in &segment.intx {
+        let address = u32::from(route.device) << 16 | 0xffff;
+        routes.add_element(&Package::new(vec![&address, &route.pin, &ZERO, &route.gsi]));
+    }
+    routes.named("_PRT")
+}
+
+/// `_OSC`: the guest asks for control of PCI Express features and is told what it gets.
+fn osc() -> Raw {
+    let (buffer, uuid) = (Arg(3), Uuid::new(OSC_PCI_HOST_UUID));
+    let (status, control) = (Path::new("CDW1"), Path::new("CDW3"));
+    let (granted, revision) = (Local(0), Arg(1));
+    let status_field = CreateDWordField::new(&status, &buffer, &ZERO);
+    let control_field = CreateDWordField::new(&control, &buffer, &8_u8);
+    let mask = And::new(&granted, &control, &OSC_GRANTED);
+    let wrong_revision = NotEqual::new(&revision, &acpi_tables::aml::ONE);
+    let say_revision = Or::new(&status, &status, &0x08_u8);
+    let if_revision = If::new(&wrong_revision, vec![&say_revision]);
+    let less = NotEqual::new(&granted, &control);
+    let say_less = Or::new(&status, &status, &0x10_u8);
+    let if_less = If::new(&less, vec![&say_less]);
+    let answer = Store::new(&control, &granted);
+    let is_pci = Equal::new(&Arg(0), &uuid);
+    let known = If::new(&is_pci, vec![&control_field, &mask, &if_revision, &if_less, &answer]);
+    let say_unknown = Or::new(&status, &status, &0x04_u8);
+    let unknown = Else::new(vec![&say_unknown]);
+    let result = Return::new(&buffer);
+    let method =
+        Method::new("_OSC".into(), 4, true, vec![&status_field, &known, &unknown, &result]);
+    Raw(to_bytes(&method))
+}

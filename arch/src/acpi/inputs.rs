@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What the ACPI tables are made from.
+//!
+//! Owns the plain data a caller fills in and the check that it makes sense. Must never refer to a
+//! device object: numbers and addresses only.
+
+use super::AcpiError;
+use crate::layout::{self, GpaRange};
+
+/// One vCPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AcpiCpu {
+    /// Its APIC id, as in CPUID.
+    pub apic_id: u32,
+    /// There from the start; otherwise it can be brought online later.
+    pub enabled: bool,
+}
+
+/// Routes a device's interrupt pin to an I/O APIC pin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IntxRoute {
+    /// PCI device number, below 32.
+    pub device: u8,
+    /// 0 for INTA to 3 for INTD.
+    pub pin: u8,
+    /// Interrupt number.
+    pub gsi: u32,
+}
+
+/// A PCI segment, with one root bus or several.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PciSegment {
+    /// Segment number; its device in the namespace is `\_SB.PCnn`, nn in hexadecimal.
+    pub id: u8,
+    /// Configuration space of the first bus.
+    pub ecam_gpa: u64,
+    /// First bus number.
+    pub first_bus: u8,
+    /// Last bus number.
+    pub last_bus: u8,
+    /// Window for I/O BARs: first and last port. Configuration ports must be outside.
+    pub io_ports: Option<(u16, u16)>,
+    /// Window for 32-bit BARs.
+    pub mmio32: Option<GpaRange>,
+    /// Window for 64-bit BARs.
+    pub mmio64: Option<GpaRange>,
+    /// Interrupt pins, if any device uses them; empty leaves MSI as the only way.
+    pub intx: Vec<IntxRoute>,
+}
+
+impl PciSegment {
+    /// Length of the segment's configuration space.
+    pub fn ecam_bytes(&self) -> u64 {
+        let buses = u64::from(self.last_bus).saturating_sub(u64::from(self.first_bus)) + 1;
+        buses * layout::ECAM_BYTES_PER_BUS
+    }
+}
+
+/// The generic event device; see [`super::ged`] for its register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GedInputs {
+    /// Its interrupt.
+    pub gsi: u32,
+    /// Port of its event status register.
+    pub port: u16,
+}
+
+/// Everything that the tables depend on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AcpiInputs {
+    /// All vCPUs in the order of their indexes; an index is the processor's UID.
+    pub cpus: Vec<AcpiCpu>,
+    /// All PCI segments.
+    pub segments: Vec<PciSegment>,
+    /// Interrupt of COM1 if there is one.
+    pub serial_gsi: Option<u32>,
+    /// Port of the PM timer if there is one.
+    pub pm_timer_port: Option<u16>,
+    /// Generic event device, with the power button.
+    pub ged: Option<GedInputs>,
+    /// There is a CMOS clock at its usual ports.
+    pub cmos: bool,
+    /// Further AML at the top level of the DSDT.
+    pub extra_aml: Vec<u8>,
+}
+
+impl AcpiInputs {
+    /// A machine of this many vCPUs with the fixed devices of [`crate::layout`].
+    pub fn new(apic_ids: impl IntoIterator<Item = u32>, segments: Vec<PciSegment>) -> Self {
+        Self {
+            cpus: apic_ids.into_iter().map(|apic_id| AcpiCpu { apic_id, enabled: true }).collect(),
+            segments,
+            serial_gsi: Some(layout::SERIAL_GSI),
+            pm_timer_port: Some(layout::ACPI_PM_TIMER_PORT),
+            ged: Some(GedInputs { gsi: layout::GED_GSI, port: layout::GED_PORT }),
+            cmos: true,
+            extra_aml: Vec::new(),
+        }
+    }
+
+    /// Refuses what the tables could not express.
+    pub(super) fn check(&self) -> Result<(), AcpiError> {
+        // Three hexadecimal digits name a processor.
+        const MAX_CPUS: usize = 0x1000;
+        if self.cpus.is_empty() || self.cpus.len() > MAX_CPUS {
+            return Err(AcpiError::CpuCount { cpus: self.cpus.len() });
+        }
+        for segment in &self.segments {
+            segment.check()?;
+        }
+        Ok(())
+    }
+}
+
+impl PciSegment {
+    fn check(&self) -> Result<(), AcpiError> {
+        let bad = |what| Err(AcpiError::Segment { id: self.id, what });
+        if self.first_bus > self.last_bus {
+            return bad("the last bus is before the first");
+        }
+        if self.ecam_gpa.saturating_add(self.ecam_bytes()) > u64::from(u32::MAX) {
+            return bad("the configuration space does not end below 4 GiB");
+        }
+        if self.io_ports.is_some_and(|(first, last)| first > last || (first, last) == (0, u16::MAX))
+        {
+            return bad("the port window is empty or all ports");
+        }
+        for window in [self.mmio32, self.mmio64].into_iter().flatten() {
+            if window.len_bytes == 0 || window.gpa.checked_add(window.len_bytes).is_none() {
+                return bad("a memory window is empty or wraps around");
+            }
+        }
+        if self.mmio32.is_some_and(|window| window.end_gpa() > 1 << 32) {
+            return bad("the 32-bit window reaches above 4 GiB");
+        }
+        if self.intx.iter().any(|route| route.device > 31 || route.pin > 3) || self.intx.len() > 128
+        {
+            return bad("an interrupt route names no device or pin");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Tests of the tables' structure, and of the AML by ACPICA's own compiler where it is installed.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::path::Path;
+use std::process::Command;
+
+use super::*;
+use crate::layout::GpaRange;
+
+fn segment(id: u8) -> PciSegment {
+    PciSegment {
+        id,
+        ecam_gpa: layout::ECAM_GPA + u64::from(id) * layout::ECAM_BYTES_PER_BUS,
+        first_bus: 0,
+        last_bus: 0,
+        io_ports: (id == 0).then_some((layout::PCI_IO_PORT, layout::PCI_IO_LAST_PORT)),
+        mmio32: Some(GpaRange { gpa: layout::MMIO32_GPA, len_bytes: layout::MMIO32_BYTES }),
+        mmio64: Some(GpaRange { gpa: 8 << 30, len_bytes: (1 << 45) - (8 << 30) }),
+        intx: Vec::new(),
+    }
+}
+
+fn inputs(vcpus: u32) -> AcpiInputs {
+    AcpiInputs::new(0..vcpus, vec![segment(0)])
+}
+
+fn sum(bytes: &[u8]) -> u8 {
+    bytes.iter().fold(0, |sum, byte| sum.wrapping_add(*byte))
+}
+
+fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_le_bytes(bytes[offset..offset + 4].try_into().unwrap())
+}
+
+fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_le_bytes(bytes[offset..offset + 8].try_into().unwrap())
+}
+
+/// The table at an address, by its own length field.
+fn table_at(area: &[u8], gpa: u64) -> &[u8] {
+    let offset = usize::try_from(gpa - layout::ACPI_GPA).unwrap();
+    assert_eq!(offset % TABLE_ALIGN, 0);
+    let len = u32_at(area, offset + 4) as usize;
+    &area[offset..offset + len]
+}
+
+/// All tables, found the way a guest finds them.
+fn tables(area: &[u8]) -> Vec<&[u8]> {
+    let xsdt = table_at(area, u64_at(area, 24));
+    assert_eq!(&xsdt[..4], b"XSDT");
+    let mut found: Vec<_> =
+        (36..xsdt.len()).step_by(8).map(|at| table_at(area, u64_at(xsdt, at))).collect();
+    let fadt = *found.iter().find(|table| &table[..4] == b"FACP").unwrap();
+    found.push(table_at(area, u64_at(fadt, 140)));
+    found.push(xsdt);
+    found
+}
+
+fn table(area: &[u8], signature: [u8; 4]) -> &[u8] {
+    tables(area).into_iter().find(|table| table[..4] == signature).unwrap()
+}
+
+#[test]
+fn every_checksum_is_right() {
+    for vcpus in [1, 2, 255, 300] {
+        let area = build_tables(&inputs(vcpus)).unwrap();
+        assert_eq!(&area[..8], b"RSD PTR ");
+        assert_eq!((sum(&area[..20]), sum(&area[..36])), (0, 0));
+        assert_eq!(tables(&area).len(), 5);
+        for table in tables(&area) {
+            assert_eq!(sum(table), 0, "{}", String::from_utf8_lossy(&table[..4]));
+        }
+    }
+}
+
+#[test]
+fn tables_are_written_where_the_rsdp_says() {
+    let mem = GuestMemory::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
+    assert_eq!(write_tables(&mem, &inputs(1)).unwrap(), layout::RSDP_GPA);
+    let mut signature = [0; 8];
+    mem.read_slice(&mut signature, GuestAddress(layout::RSDP_GPA)).unwrap();
+    assert_eq!(&signature, b"RSD PTR ");
+    let small = GuestMemory::from_ranges(&[(GuestAddress(0), 64 << 10)]).unwrap();
+    assert!(matches!(write_tables(&small, &inputs(1)), Err(AcpiError::Write { .. })));
+}
+
+#[test]
+fn fadt_has_power_and_reset() {
+    let area = build_tables(&inputs(1)).unwrap();
+    let fadt = table(&area, *b"FACP");
+    let flags = u32_at(fadt, 112);
+    assert_eq!(flags & (1 << 20 | 1 << 10 | 1 << 8), 1 << 20 | 1 << 10 | 1 << 8);
+    let register = [1, 8, 0, 1, 0x00, 0x06, 0, 0, 0, 0, 0, 0];
+    assert_eq!(&fadt[116..128], register, "reset register");
+    assert_eq!(fadt[128], 1);
+    assert_eq!(&fadt[244..256], register, "sleep control");
+    assert_eq!(&fadt[256..268], register, "sleep status");
+    assert_eq!(&fadt[208..220], [1, 32, 0, 3, 0x08, 0x06, 0, 0, 0, 0, 0, 0], "PM timer");
+    let without = AcpiInputs { pm_timer_port: None, cmos: false, ..inputs(1) };
+    let area = build_tables(&without).unwrap();
+    let fadt = table(&area, *b"FACP");
+    assert_eq!((u32_at(fadt, 76), fadt[208], u32_at(fadt, 112) & 1 << 8), (0, 0, 0));
+    assert_eq!(fadt[109], 1 << 5 | 1 << 2);
+}
+
+#[test]
+fn madt_lists_every_vcpu_once() {
+    let mut inputs = inputs(300);
+    inputs.cpus[2].enabled = false;
+    let area = build_tables(&inputs).unwrap();
+    let madt = table(&area, *b"APIC");
+    assert_eq!(u32_at(madt, 36), 0xfee0_0000);
+    let mut cpus = Vec::new();
+    let mut others = Vec::new();
+    let mut at = 44;
+    while at < madt.len() {
+        match madt[at] {
+            0 => cpus.push((madt[at + 2].into(), madt[at + 3].into(), u32_at(madt, at + 4))),
+            9 => cpus.push((u32_at(madt, at + 12), u32_at(madt, at + 4), u32_at(madt, at + 8))),
+            kind => others.push(kind),
+        }
+        at += usize::from(madt[at + 1]);
+    }
+    assert_eq!(at, madt.len());
+    assert_eq!(others, [1, 4, 10]);
+    let expected: Vec<_> = (0..300).map(|n| (n, n, if n == 2 { 2 } else { 1 })).collect();
+    assert_eq!(cpus, expected);
+}
+
+#[test]
+fn mcfg_has_each_segment() {
+    let inputs = AcpiInputs::new(0..1, vec![segment(0), segment(3)]);
+    let area = build_tables(&inputs).unwrap();
+    let mcfg = table(&area, *b"MCFG");
+    assert_eq!(mcfg.len(), 44 + 2 * 16);
+    assert_eq!((u64_at(mcfg, 60), mcfg[68]), (layout::ECAM_GPA + (3 << 20), 3));
+}
+
+#[test]
+fn impossible_inputs_are_refused() {
+    let refused = |change: &dyn Fn(&mut PciSegment)| {
+        let mut segment = segment(0);
+        change(&mut segment);
+        let inputs = AcpiInputs::new(0..1, vec![segment]);
+        assert!(matches!(build_tables(&inputs), Err(AcpiError::Segment { id: 0, .. })));
+    };
+    refused(&|s| s.first_bus = 1);
+    refused(&|s| s.ecam_gpa = 1 << 32);
+    refused(&|s| s.io_ports = Some((2, 1)));
+    refused(&|s| s.io_ports = Some((0, u16::MAX)));
+    refused(&|s| s.mmio32 = Some(GpaRange { gpa: 0, len_bytes: 0 }));
+    refused(&|s| s.mmio64 = Some(GpaRange { gpa: 1, len_bytes: u64::MAX }));
+    refused(&|s| s.mmio32 = Some(GpaRange { gpa: u64::from(u32::MAX), len_bytes: 4096 }));
+    refused(&|s| s.intx = vec![IntxRoute { device: 32, pin: 0, gsi: 16 }]);
+    assert!(matches!(build_tables(&inputs(0)), Err(AcpiError::CpuCount { cpus: 0 })));
+    let many = AcpiInputs { extra_aml: vec![0xa3; 400 << 10], ..inputs(1) };
+    assert!(matches!(build_tables(&many), Err(AcpiError::TooLarge { .. })));
+}
+
+#[test]
+fn largest_machine_fits() {
+    let segments = (0..=255).map(segment).collect();
+    build_tables(&AcpiInputs::new(0..4096, segments)).unwrap();
+}
+
+/// Disassembles, then compiles what came out: the compiler checks names, types and return values.
+fn check_with_iasl(dir: &Path, inputs: &AcpiInputs) -> Option<String> {
+    let area = build_tables(inputs).unwrap();
+    let aml = dir.join("dsdt.aml");
+    std::fs::write(&aml, table(&area, *b"DSDT")).unwrap();
+    let disassembled = Command::new("iasl").current_dir(dir).args(["-d", "dsdt.aml"]).output();
+    let disassembled = match disassembled {
+        Ok(output) => output,
+        Err(error) => {
+            eprintln!("skipped: iasl (package acpica-tools) cannot be run: {error}");
+            return None;
+        }
+    };
+    assert!(disassembled.status.success(), "{disassembled:?}");
+    let source = std::fs::read_to_string(dir.join("dsdt.dsl")).unwrap();
+    let compiled =
+        Command::new("iasl").current_dir(dir).args(["-we", "-p", "again", "dsdt.dsl"]).output();
+    let compiled = compiled.unwrap();
+    let text = String::from_utf8_lossy(&compiled.stdout).into_owned()
+        + &String::from_utf8_lossy(&compiled.stderr);
+    assert!(compiled.status.success(), "{text}\n{source}");
+    for (name, signature) in
+        [("facp.aml", *b"FACP"), ("apic.aml", *b"APIC"), ("mcfg.aml", *b"MCFG")]
+    {
+        std::fs::write(dir.join(name), table(&area, signature)).unwrap();
+        let output = Command::new("iasl").current_dir(dir).args(["-d", name]).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success() && !text.contains("Error"), "{name}: {text}");
+        let decoded = std::fs::read_to_string(dir.join(name).with_extension("dsl")).unwrap();
+        assert!(!decoded.contains("Invalid"), "{decoded}");
+    }
+    Some(source)
+}
+
+#[test]
+fn aml_is_what_acpica_understands() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut full = AcpiInputs::new(0..3, vec![segment(0), segment(1)]);
+    full.segments[0].intx = vec![IntxRoute { device: 3, pin: 1, gsi: 16 }];
+    full.cpus[2].enabled = false;
+    let Some(source) = check_with_iasl(dir.path(), &full) else { return };
+    for expected in [
+        "Device (PC00)",
+        "Device (PC01)",
+        "\"PNP0A08\"",
+        "Device (PWRB)",
+        "\"ACPI0013\"",
+        "Notify (\\_SB.PWRB, 0x80)",
+        "OperationRegion (GEDR, SystemIO, 0x060C, One)",
+        "Name (_PRT",
+        "0x0003FFFF",
+        "Device (COM1)",
+        "Method (_OSC, 4, Serialized)",
+        "33db4d5b-1ff7-401c-9657-7441c03dd766",
+        "Device (C002)",
+        "Name (\\_S5",
+    ] {
+        assert!(source.contains(expected), "no {expected} in\n{source}");
+    }
+    let bare = AcpiInputs {
+        serial_gsi: None,
+        pm_timer_port: None,
+        ged: None,
+        cmos: false,
+        ..AcpiInputs::new(0..300, vec![segment(0)])
+    };
+    let source = check_with_iasl(dir.path(), &bare).unwrap();
+    for absent in ["COM1", "PWRB", "ACPI0013", "_PRT"] {
+        assert!(!source.contains(absent), "{absent} in\n{source}");
+    }
+}

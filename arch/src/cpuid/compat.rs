@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Can a VM that started with one CPUID go on with another?
+//!
+//! Owns the comparison. Both sides are tables made by [`super::common_cpuid`] from the same
+//! configuration, so what they differ in is the hosts. Must never be silent about a bit it does
+//! not know: an unnamed feature counts like a named one.
+
+use std::fmt;
+
+use kvm_bindings::kvm_cpuid_entry2;
+
+use super::features::{FEATURES, FeatureRegister, KVM_FEATURES};
+use super::table::{Register, find, register, vendor_bytes};
+use super::{DEFAULT_PHYS_BITS, LEAF_AMD_ADDRESS};
+
+/// Something the guest was promised at its start that the destination cannot keep.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MissingFeature {
+    /// Another maker: instructions and MSRs differ beyond what bits say.
+    Vendor {
+        /// Vendor string where the guest runs.
+        source: String,
+        /// Vendor string at the destination.
+        dest: String,
+    },
+    /// Fewer physical address bits.
+    PhysBits {
+        /// Bits where the guest runs.
+        source: u8,
+        /// Bits at the destination.
+        dest: u8,
+    },
+    /// A feature bit.
+    Bit {
+        /// CPUID leaf.
+        function: u32,
+        /// Its subleaf.
+        index: u32,
+        /// The register.
+        register: Register,
+        /// Number of the bit.
+        bit: u8,
+        /// As in /proc/cpuinfo, for the common ones.
+        name: Option<&'static str>,
+    },
+}
+
+impl fmt::Display for MissingFeature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Vendor { source, dest } => write!(f, "CPU vendor {source}, there {dest}"),
+            Self::PhysBits { source, dest } => {
+                write!(f, "{source} physical address bits, there {dest}")
+            }
+            Self::Bit { function, index, register, bit, name } => {
+                let name = name.unwrap_or("unnamed feature");
+                write!(f, "{name} (CPUID {function:#x}.{index:#x} {register} bit {bit})")
+            }
+        }
+    }
+}
+
+/// Compares two CPUID tables.
+///
+/// # Errors
+///
+/// Everything that `source` promises and `dest` does not.
+pub fn cpuid_compat(
+    source: &[kvm_cpuid_entry2],
+    dest: &[kvm_cpuid_entry2],
+) -> Result<(), Vec<MissingFeature>> {
+    let mut missing = Vec::new();
+    let (source_vendor, dest_vendor) = (vendor_bytes(source), vendor_bytes(dest));
+    if source_vendor != dest_vendor {
+        let text = |bytes: [u8; 12]| String::from_utf8_lossy(&bytes).into_owned();
+        let (source, dest) = (text(source_vendor), text(dest_vendor));
+        missing.push(MissingFeature::Vendor { source, dest });
+    }
+    let bits = |entries| {
+        find(entries, LEAF_AMD_ADDRESS, 0).map_or(DEFAULT_PHYS_BITS, |e| e.eax.to_le_bytes()[0])
+    };
+    if bits(dest) < bits(source) {
+        missing.push(MissingFeature::PhysBits { source: bits(source), dest: bits(dest) });
+    }
+    for set in FEATURES {
+        compare(set, read(source, set, 0), read(dest, set, 0), &mut missing);
+    }
+    if let Some(source_base) = kvm_base(source) {
+        let promised = read(source, &KVM_FEATURES, source_base);
+        let kept = kvm_base(dest).map_or(0, |base| read(dest, &KVM_FEATURES, base));
+        compare(&KVM_FEATURES, promised, kept, &mut missing);
+    }
+    if missing.is_empty() { Ok(()) } else { Err(missing) }
+}
+
+fn read(entries: &[kvm_cpuid_entry2], set: &FeatureRegister, base: u32) -> u32 {
+    find(entries, set.function + base, set.index).map_or(0, |entry| register(entry, set.register))
+}
+
+/// How far KVM's leaves are from their usual place: they move up when Hyper-V's take it.
+fn kvm_base(entries: &[kvm_cpuid_entry2]) -> Option<u32> {
+    let is_kvm = |base: &u32| {
+        find(entries, 0x4000_0000 + base, 0)
+            .is_some_and(|entry| entry.ebx == u32::from_le_bytes(*b"KVMK"))
+    };
+    (0..0x1_0000).step_by(0x100).find(is_kvm)
+}
+
+fn compare(set: &FeatureRegister, promised: u32, kept: u32, missing: &mut Vec<MissingFeature>) {
+    let lost = promised & !kept & !set.ignored;
+    for bit in (0..32).filter(|bit| lost >> bit & 1 == 1) {
+        let name = set.names.iter().find(|(number, _)| *number == bit).map(|(_, name)| *name);
+        let FeatureRegister { function, index, register, .. } = *set;
+        missing.push(MissingFeature::Bit { function, index, register, bit, name });
+    }
+}

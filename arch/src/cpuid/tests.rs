@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Tests of CPUID on host tables made here.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use kvm_bindings::KVM_CPUID_FLAG_SIGNIFCANT_INDEX;
+use proptest::prelude::*;
+
+use super::table::find;
+use super::*;
+
+fn word(text: &[u8]) -> u32 {
+    u32::from_le_bytes(text.try_into().unwrap())
+}
+
+fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
+    let flags = if matches!(function, 4 | 7 | 0xb | 0xd | 0x1f | 0x8000_001d) {
+        KVM_CPUID_FLAG_SIGNIFCANT_INDEX
+    } else {
+        0
+    };
+    kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, ..Default::default() }
+}
+
+fn host(vendor: &[u8; 12]) -> CpuId {
+    let vendor_words = [0x1f, word(&vendor[..4]), word(&vendor[8..]), word(&vendor[4..8])];
+    let kvm = [0x4000_0001, word(b"KVMK"), word(b"VMKV"), word(b"M\0\0\0")];
+    CpuId::from_entries(&[
+        entry(0, 0, vendor_words),
+        entry(1, 0, [0x50654, 0xff40_0800, OSXSAVE | MONITOR | VMX | 1, 0x078b_fbff]),
+        entry(4, 0, [0xfc00_c121, 0, 63, 0]),
+        entry(4, 1, [0xfc00_c143, 0, 1023, 0]),
+        entry(4, 2, [0xfc00_c163, 0, 4095, 0]),
+        entry(4, 3, [0; 4]),
+        entry(5, 0, [64, 64, 3, 0]),
+        entry(7, 0, [1, 1 << 16 | 1 << 5, OSPKE | 1 << 3, 1 << 24 | 1 << 25 | 1 << 10]),
+        entry(7, 1, [1 << 21 | 1 << 4, 0, 0, 0]),
+        entry(0xb, 0, [9, 9, 9, 9]),
+        entry(0xd, 0, [0x6_02e7, 0, 11008, 0]),
+        entry(0xd, 2, [256, 576, 0, 0]),
+        entry(0xd, 9, [8, 2688, 0, 0]),
+        entry(0xd, 18, [8192, 2816, 6, 0]),
+        entry(0x15, 0, [0; 4]),
+        entry(0x1d, 0, [1, 0, 0, 0]),
+        entry(0x4000_0000, 0, kvm),
+        entry(0x4000_0001, 0, [0x0100_7efb, 0, 0, 0]),
+        entry(0x8000_0001, 0, [0, 0, SVM | 1, 0x2c10_0800]),
+        entry(0x8000_0008, 0, [0x0000_392e, 0, 0x4fff, 0]),
+        entry(0x8000_000a, 0, [1, 8, 0, 0xf]),
+        entry(0x8000_001d, 3, [0x0003_c163, 0, 4095, 0]),
+        entry(0x8000_001e, 0, [77, 77, 77, 0]),
+        entry(0x8000_0026, 0, [1, 1, 1, 1]),
+    ])
+    .unwrap()
+}
+
+const INTEL: &[u8; 12] = b"GenuineIntel";
+const AMD: &[u8; 12] = b"AuthenticAMD";
+
+fn leaf(cpuid: &CpuId, function: u32, index: u32) -> kvm_cpuid_entry2 {
+    *find(cpuid.as_slice(), function, index).unwrap()
+}
+
+fn config(t: u16, c: u16, d: u16, p: u16) -> CpuidConfig {
+    CpuidConfig::new(CpuTopology::new(t, c, d, p).unwrap())
+}
+
+#[test]
+fn features_are_those_of_a_guest() {
+    let cpuid = common_cpuid(&host(INTEL), &config(1, 1, 1, 1)).for_vcpu(0).unwrap();
+    let ecx = leaf(&cpuid, 1, 0).ecx;
+    assert_eq!(ecx & (OSXSAVE | MONITOR), 0);
+    assert_eq!(ecx & (HYPERVISOR | X2APIC | TSC_DEADLINE | VMX | 1), ecx);
+    assert_eq!(leaf(&cpuid, 7, 0).ecx, 1 << 3);
+    assert!(find(cpuid.as_slice(), 5, 0).is_none());
+    assert_eq!(leaf(&cpuid, 0x4000_0000, 0).ebx, word(b"KVMK"));
+    assert_eq!(leaf(&cpuid, 1, 0).edx & HTT, 0);
+}
+
+#[test]
+fn nested_off_hides_both_kinds() {
+    let config = CpuidConfig { nested: false, tsc_deadline: false, ..config(1, 1, 1, 1) };
+    let cpuid = common_cpuid(&host(AMD), &config).for_vcpu(0).unwrap();
+    assert_eq!(leaf(&cpuid, 1, 0).ecx & (VMX | TSC_DEADLINE), 0);
+    assert_eq!(leaf(&cpuid, 0x8000_0001, 0).ecx & SVM, 0);
+    assert!(find(cpuid.as_slice(), 0x8000_000a, 0).is_none());
+}
+
+#[test]
+fn amx_goes_with_its_state() {
+    let without = common_cpuid(&host(INTEL), &config(1, 1, 1, 1)).for_vcpu(0).unwrap();
+    assert_eq!(leaf(&without, 7, 0).edx, 1 << 10);
+    assert_eq!(leaf(&without, 7, 1).eax, 1 << 4);
+    assert_eq!(leaf(&without, 0xd, 0).eax, 0x2e7);
+    assert_eq!(leaf(&without, 0xd, 0).ecx, 2696);
+    assert!(find(without.as_slice(), 0xd, 18).is_none());
+    assert!(find(without.as_slice(), 0x1d, 0).is_none());
+    let with = CpuidConfig { amx: true, ..config(1, 1, 1, 1) };
+    let with = common_cpuid(&host(INTEL), &with).for_vcpu(0).unwrap();
+    assert_eq!(leaf(&with, 0xd, 0).ecx, 11008);
+    assert_eq!(leaf(&with, 7, 0).edx & (3 << 24), 3 << 24);
+}
+
+#[test]
+fn intel_topology_and_caches() {
+    let vm = common_cpuid(&host(INTEL), &config(2, 4, 2, 2));
+    let cpuid = vm.for_vcpu(21).unwrap();
+    // vCPU 21: package 1, die 0, core 2, thread 1; fields of 1, 2, 1 and 1 bits.
+    let id = 1 << 4 | 2 << 1 | 1;
+    assert_eq!(leaf(&cpuid, 1, 0).ebx, id << 24 | 16 << 16 | 0x0800);
+    assert_ne!(leaf(&cpuid, 1, 0).edx & HTT, 0);
+    let levels: Vec<_> = (0..3)
+        .map(|index| leaf(&cpuid, 0xb, index))
+        .map(|e| (e.eax, e.ebx, e.ecx, e.edx))
+        .collect();
+    assert_eq!(levels, [(1, 2, 0x100, id), (4, 16, 0x201, id), (0, 0, 2, id)]);
+    let levels: Vec<_> = (0..3)
+        .map(|index| leaf(&cpuid, 0x1f, index))
+        .map(|e| (e.eax, e.ebx, e.ecx, e.edx))
+        .collect();
+    assert_eq!(levels, [(1, 2, 0x100, id), (3, 8, 0x201, id), (4, 16, 0x502, id)]);
+    let sharing = |index| leaf(&cpuid, 4, index).eax >> 14 & 0xfff;
+    assert_eq!((sharing(0), sharing(1), sharing(2)), (1, 1, 7));
+    assert_eq!(leaf(&cpuid, 4, 0).eax >> 26, 7);
+    assert_eq!(leaf(&cpuid, 4, 3).eax, 0);
+}
+
+#[test]
+fn amd_topology() {
+    let vm = common_cpuid(&host(AMD), &config(2, 3, 2, 2));
+    let cpuid = vm.for_vcpu(23).unwrap();
+    // The last vCPU: package 1, die 1, core 2, thread 1; fields of 1, 2, 1 and 1 bits.
+    let ext = leaf(&cpuid, 0x8000_001e, 0);
+    assert_eq!(ext.eax, 1 << 4 | 1 << 3 | 2 << 1 | 1);
+    assert_eq!(ext.ebx, 0b110 | 1 << 8);
+    assert_eq!(ext.ecx, 3 | 1 << 8);
+    assert_eq!(leaf(&cpuid, 0x8000_0008, 0).ecx & 0xf0ff, 4 << 12 | 0xb);
+    assert_eq!(leaf(&cpuid, 1, 0).ebx >> 16 & 0xff, 12);
+    assert_ne!(leaf(&cpuid, 0x8000_0001, 0).ecx & CMP_LEGACY, 0);
+    assert_eq!(leaf(&cpuid, 0x8000_001d, 3).eax >> 14 & 0xfff, 7);
+    assert!(find(cpuid.as_slice(), 0x8000_0026, 0).is_none());
+    assert!(find(cpuid.as_slice(), 0x1f, 0).is_none());
+}
+
+#[test]
+fn large_apic_ids_are_whole_in_the_extended_leaf() {
+    let config = CpuidConfig::new(CpuTopology::flat(1000).unwrap());
+    let cpuid = common_cpuid(&host(INTEL), &config).for_vcpu(999).unwrap();
+    assert_eq!(leaf(&cpuid, 0xb, 0).edx, 999);
+    assert_eq!(leaf(&cpuid, 1, 0).ebx >> 24, 0xe7);
+}
+
+#[test]
+fn physical_address_bits_are_the_least_of_three() {
+    assert_eq!(phys_bits(&host(INTEL), 52), 46);
+    assert_eq!(phys_bits(&host(INTEL), 40), 40);
+    let mut limited = host(INTEL);
+    for entry in limited.as_mut_slice() {
+        if entry.function == 0x8000_0008 {
+            entry.eax = 0x0030_3934;
+        }
+    }
+    assert_eq!(phys_bits(&limited, 52), 48);
+    let cpuid = common_cpuid(&limited, &CpuidConfig { max_phys_bits: 52, ..config(1, 1, 1, 1) });
+    assert_eq!(leaf(&cpuid.for_vcpu(0).unwrap(), 0x8000_0008, 0).eax, 0x0000_3930);
+}
+
+#[test]
+fn tsc_frequency_is_told() {
+    let config = CpuidConfig { tsc_khz: Some(2_900_000), ..config(1, 1, 1, 1) };
+    let cpuid = common_cpuid(&host(INTEL), &config).for_vcpu(0).unwrap();
+    let tsc = leaf(&cpuid, 0x15, 0);
+    let hz = u64::from(tsc.ecx) * u64::from(tsc.ebx) / u64::from(tsc.eax);
+    assert_eq!(hz, 2_900_000_000);
+    assert_eq!(leaf(&cpuid, 0x4000_0010, 0).eax, 2_900_000);
+    assert_eq!(leaf(&cpuid, 0x4000_0000, 0).eax, 0x4000_0010);
+    let amd = common_cpuid(&host(AMD), &config).for_vcpu(0).unwrap();
+    assert_eq!(leaf(&amd, 0x15, 0).ebx, 0);
+}
+
+#[test]
+fn hyperv_takes_the_first_place() {
+    let config = CpuidConfig { hyperv: true, tsc_khz: Some(1), ..config(1, 4, 1, 1) };
+    let vm = common_cpuid(&host(INTEL), &config);
+    let cpuid = vm.for_vcpu(0).unwrap();
+    assert_eq!(leaf(&cpuid, 0x4000_0000, 0).ebx, word(b"Micr"));
+    assert_eq!(leaf(&cpuid, 0x4000_0001, 0).eax, word(b"Hv#1"));
+    assert_eq!(leaf(&cpuid, 0x4000_0005, 0).eax, 4);
+    assert_eq!(leaf(&cpuid, 0x4000_0100, 0).ebx, word(b"KVMK"));
+    assert_eq!(leaf(&cpuid, 0x4000_0101, 0).eax, 0x0100_7efb);
+    assert_eq!(cpuid_compat(vm.entries(), vm.entries()), Ok(()));
+}
+
+#[test]
+fn compat_names_what_is_missing() {
+    let source = common_cpuid(&host(INTEL), &config(1, 2, 1, 1));
+    let mut dest = source.clone();
+    assert_eq!(cpuid_compat(source.entries(), dest.entries()), Ok(()));
+    dest.table.edit(7, 0, |leaf| leaf.ebx &= !(1 << 16));
+    dest.table.edit(1, 0, |leaf| leaf.ecx &= !1);
+    dest.table.edit(0x4000_0001, 0, |leaf| leaf.eax &= !(1 << 5));
+    dest.table.edit(0x8000_0008, 0, |leaf| leaf.eax = 39);
+    let missing = cpuid_compat(source.entries(), dest.entries()).unwrap_err();
+    let text: Vec<_> = missing.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        text,
+        [
+            "46 physical address bits, there 39",
+            "sse3 (CPUID 0x1.0x0 ECX bit 0)",
+            "avx512f (CPUID 0x7.0x0 EBX bit 16)",
+            "kvm-steal-time (CPUID 0x40000001.0x0 EAX bit 5)",
+        ]
+    );
+    // The way back is open: the other side has more.
+    assert_eq!(cpuid_compat(dest.entries(), source.entries()), Ok(()));
+}
+
+#[test]
+fn compat_counts_unnamed_bits_and_other_vendors() {
+    let source = common_cpuid(&host(INTEL), &config(1, 2, 1, 1));
+    let mut other = common_cpuid(&host(AMD), &config(1, 2, 1, 1));
+    let missing = cpuid_compat(source.entries(), other.entries()).unwrap_err();
+    assert!(matches!(&missing[0], MissingFeature::Vendor { dest, .. } if dest == "AuthenticAMD"));
+    other = source.clone();
+    other.table.edit(7, 1, |leaf| leaf.eax |= 1 << 31);
+    let missing = cpuid_compat(other.entries(), source.entries()).unwrap_err();
+    assert_eq!(missing[0].to_string(), "unnamed feature (CPUID 0x7.0x1 EAX bit 31)");
+}
+
+#[test]
+fn empty_host_table_is_no_panic() {
+    let empty = CpuId::from_entries(&[]).unwrap();
+    let config = CpuidConfig { tsc_khz: Some(1), hyperv: true, ..config(2, 2, 2, 2) };
+    common_cpuid(&empty, &config).for_vcpu(u32::MAX).unwrap();
+}
+
+proptest! {
+    #[test]
+    fn any_host_and_topology_is_no_panic(
+        values in prop::collection::vec((0_u32..0x30, 0_u32..20, any::<[u32; 4]>()), 0..60),
+        counts in any::<[u16; 4]>(),
+        vcpu: u32,
+        flags in any::<[bool; 4]>(),
+    ) {
+        let entries: Vec<_> = values
+            .iter()
+            .flat_map(|&(f, i, regs)| [entry(f, i, regs), entry(f | 0x8000_0000, i, regs)])
+            .chain(host(AMD).as_slice().iter().copied())
+            .collect();
+        let host = CpuId::from_entries(&entries).unwrap();
+        let [t, c, d, p] = counts;
+        if let Ok(topology) = CpuTopology::new(t, c, d, p) {
+            let [nested, amx, hyperv, msi_ext_dest_id] = flags;
+            let config = CpuidConfig { nested, amx, msi_ext_dest_id, hyperv, ..CpuidConfig::new(topology) };
+            let vm = common_cpuid(&host, &config);
+            let _ = vm.for_vcpu(vcpu);
+            prop_assert_eq!(cpuid_compat(vm.entries(), vm.entries()), Ok(()));
+        }
+    }
+}

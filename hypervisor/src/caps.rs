@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Opening KVM and finding out what it can do.
+//!
+//! Owns the handle to /dev/kvm, the list of what this VMM cannot do without, and the record of what
+//! it can use if it is there. Must never guess: a capability counts when the kernel says so.
+
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use kvm_bindings as kvm;
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry};
+use kvm_ioctls::Kvm;
+use serde::Serialize;
+use thiserror::Error;
+
+use crate::error::{Asked, KvmError};
+use crate::msr;
+
+/// The only API version that was ever released for general use.
+const API_VERSION: i32 = 12;
+
+/// What cannot be done without, and what for.
+const REQUIRED: [(u32, &str); 19] = [
+    (kvm::KVM_CAP_USER_MEMORY, "KVM_CAP_USER_MEMORY (memory slots)"),
+    (kvm::KVM_CAP_READONLY_MEM, "KVM_CAP_READONLY_MEM (read-only memory slots)"),
+    (kvm::KVM_CAP_SET_TSS_ADDR, "KVM_CAP_SET_TSS_ADDR (real mode on Intel)"),
+    (kvm::KVM_CAP_SET_IDENTITY_MAP_ADDR, "KVM_CAP_SET_IDENTITY_MAP_ADDR (real mode on Intel)"),
+    (kvm::KVM_CAP_IRQCHIP, "KVM_CAP_IRQCHIP (interrupt controllers in the kernel)"),
+    (kvm::KVM_CAP_IRQ_ROUTING, "KVM_CAP_IRQ_ROUTING (message-signalled interrupts)"),
+    (kvm::KVM_CAP_IRQFD, "KVM_CAP_IRQFD (interrupts from eventfds)"),
+    (kvm::KVM_CAP_IOEVENTFD, "KVM_CAP_IOEVENTFD (notifications by eventfd)"),
+    (kvm::KVM_CAP_IOEVENTFD_ANY_LENGTH, "KVM_CAP_IOEVENTFD_ANY_LENGTH (notifications by eventfd)"),
+    (kvm::KVM_CAP_X2APIC_API, "KVM_CAP_X2APIC_API (more than 255 vCPUs)"),
+    (kvm::KVM_CAP_IMMEDIATE_EXIT, "KVM_CAP_IMMEDIATE_EXIT (pausing vCPUs)"),
+    (kvm::KVM_CAP_EXT_CPUID, "KVM_CAP_EXT_CPUID (vCPU features)"),
+    (kvm::KVM_CAP_MP_STATE, "KVM_CAP_MP_STATE (vCPU state)"),
+    (kvm::KVM_CAP_VCPU_EVENTS, "KVM_CAP_VCPU_EVENTS (vCPU state)"),
+    (kvm::KVM_CAP_DEBUGREGS, "KVM_CAP_DEBUGREGS (vCPU state)"),
+    (kvm::KVM_CAP_XSAVE, "KVM_CAP_XSAVE (vCPU state)"),
+    (kvm::KVM_CAP_XCRS, "KVM_CAP_XCRS (vCPU state)"),
+    (kvm::KVM_CAP_ADJUST_CLOCK, "KVM_CAP_ADJUST_CLOCK (the guest's clock)"),
+    (kvm::KVM_CAP_GET_TSC_KHZ, "KVM_CAP_GET_TSC_KHZ (the guest's TSC)"),
+];
+
+/// Why KVM cannot be used.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// There is no such file.
+    #[error(
+        "{path} does not exist: load the module kvm_intel or kvm_amd, and switch virtualisation \
+         on in the firmware or, in a virtual machine, on its host"
+    )]
+    Missing {
+        /// Path of the device.
+        path: PathBuf,
+    },
+    /// The caller may not use it.
+    #[error("no permission to open {path}: add the user to the group that owns it, or run as root")]
+    NoPermission {
+        /// Path of the device.
+        path: PathBuf,
+    },
+    /// The path contains a NUL or cannot be opened for another reason.
+    #[error("cannot open {path}")]
+    Open {
+        /// Path of the device.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// This is not the KVM API that the program was written for.
+    #[error("{path} answers with API version {version} where KVM has {API_VERSION}")]
+    WrongVersion {
+        /// Path of the device.
+        path: PathBuf,
+        /// What it answered; -1 if it is no KVM device at all.
+        version: i32,
+    },
+    /// Something that this program needs is not there.
+    #[error("KVM of this kernel lacks {}: use a newer kernel", missing.join(", "))]
+    Incapable {
+        /// Names of the missing capabilities, with what they are for.
+        missing: Vec<&'static str>,
+    },
+    /// A probe failed.
+    #[error("cannot find out what KVM can do")]
+    Probe(#[source] KvmError),
+}
+
+/// How far dirty pages can be tracked by hand (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum ManualDirtyLog {
+    /// Reading the log also clears it, and write-protects everything at once.
+    None,
+    /// Reading and clearing are separate.
+    Protect,
+    /// Also, all pages start dirty, and none is write-protected until its bit is cleared.
+    InitiallySet,
+}
+
+/// What the kernel can do beyond what is required. Numbers are zero when the thing is missing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Capabilities {
+    /// Manual dirty log.
+    pub manual_dirty_log: ManualDirtyLog,
+    /// Largest dirty ring per vCPU in bytes.
+    pub dirty_ring_len_bytes_max: u32,
+    /// A vCPU's TSC may have another frequency than the host's.
+    pub tsc_control: bool,
+    /// The same for a whole VM, before it has vCPUs.
+    pub vm_tsc_control: bool,
+    /// Attributes of vCPUs, among them the TSC offset.
+    pub vcpu_attributes: bool,
+    /// XSAVE areas of more than 4 KiB.
+    pub xsave2: bool,
+    /// Special registers with page directory pointers.
+    pub sregs2: bool,
+    /// Largest nested virtualisation state in bytes. Some hosts announce it and then have none.
+    pub nested_state_len_bytes: u32,
+    /// Filling second-stage tables ahead of time.
+    pub pre_fault_memory: bool,
+    /// Memory fault exits carry an address. Not every fault does even so.
+    pub memory_fault_info: bool,
+    /// Telling the guest that it was paused.
+    pub kvmclock_ctrl: bool,
+    /// The clock can be set relative to real time.
+    pub clock_realtime: bool,
+    /// The clock is read together with the host's TSC.
+    pub clock_host_tsc: bool,
+    /// Memory slots a VM can have.
+    pub memory_slots_max: u32,
+    /// Interrupt routes a VM can have.
+    pub irq_routes_max: u32,
+    /// vCPUs a VM can have.
+    pub vcpus_max: u32,
+    /// vCPUs that the kernel recommends as a maximum.
+    pub vcpus_recommended: u32,
+    /// Memory that only the guest can touch.
+    pub guest_memfd: bool,
+}
+
+impl Capabilities {
+    fn probe(ask: impl Fn(u32) -> i32) -> Self {
+        let number = |cap| u32::try_from(ask(cap)).unwrap_or(0);
+        let is = |cap| number(cap) != 0;
+        let has_all = |cap, bits| number(cap) & bits == bits;
+        let enable = kvm::KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE;
+        let manual = number(kvm::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2);
+        Self {
+            manual_dirty_log: if manual & enable == 0 {
+                ManualDirtyLog::None
+            } else if manual & kvm::KVM_DIRTY_LOG_INITIALLY_SET == 0 {
+                ManualDirtyLog::Protect
+            } else {
+                ManualDirtyLog::InitiallySet
+            },
+            dirty_ring_len_bytes_max: number(kvm::KVM_CAP_DIRTY_LOG_RING_ACQ_REL)
+                .max(number(kvm::KVM_CAP_DIRTY_LOG_RING)),
+            tsc_control: is(kvm::KVM_CAP_TSC_CONTROL),
+            vm_tsc_control: is(kvm::KVM_CAP_VM_TSC_CONTROL),
+            vcpu_attributes: is(kvm::KVM_CAP_VCPU_ATTRIBUTES),
+            xsave2: is(kvm::KVM_CAP_XSAVE2),
+            sregs2: is(kvm::KVM_CAP_SREGS2),
+            nested_state_len_bytes: number(kvm::KVM_CAP_NESTED_STATE),
+            pre_fault_memory: is(kvm::KVM_CAP_PRE_FAULT_MEMORY),
+            memory_fault_info: is(kvm::KVM_CAP_MEMORY_FAULT_INFO),
+            kvmclock_ctrl: is(kvm::KVM_CAP_KVMCLOCK_CTRL),
+            clock_realtime: has_all(kvm::KVM_CAP_ADJUST_CLOCK, kvm::KVM_CLOCK_REALTIME),
+            clock_host_tsc: has_all(kvm::KVM_CAP_ADJUST_CLOCK, kvm::KVM_CLOCK_HOST_TSC),
+            memory_slots_max: number(kvm::KVM_CAP_NR_MEMSLOTS),
+            irq_routes_max: number(kvm::KVM_CAP_IRQ_ROUTING),
+            vcpus_max: number(kvm::KVM_CAP_MAX_VCPUS),
+            vcpus_recommended: number(kvm::KVM_CAP_NR_VCPUS),
+            guest_memfd: is(kvm::KVM_CAP_GUEST_MEMFD),
+        }
+    }
+}
+
+/// An open and suitable KVM.
+#[derive(Debug)]
+pub struct Hypervisor {
+    kvm: Kvm,
+    capabilities: Capabilities,
+    msr_indices: Arc<[u32]>,
+}
+
+impl Hypervisor {
+    /// Opens the KVM device at `path`, which is /dev/kvm but in tests.
+    pub fn open(path: &Path) -> Result<Self, OpenError> {
+        let open_error = |source| OpenError::Open { path: path.to_owned(), source };
+        let name = CString::new(path.as_os_str().as_bytes())
+            .map_err(|error| open_error(io::Error::from(error)))?;
+        let kvm = Kvm::new_with_path(name).map_err(|error| match error.errno() {
+            libc::ENOENT | libc::ENODEV | libc::ENXIO => {
+                OpenError::Missing { path: path.to_owned() }
+            }
+            libc::EACCES | libc::EPERM => OpenError::NoPermission { path: path.to_owned() },
+            _ => open_error(error.into()),
+        })?;
+        let version = kvm.get_api_version();
+        if version != API_VERSION {
+            return Err(OpenError::WrongVersion { path: path.to_owned(), version });
+        }
+        let ask = |cap: u32| kvm.check_extension_raw(cap.into());
+        let missing = missing(ask);
+        if !missing.is_empty() {
+            return Err(OpenError::Incapable { missing });
+        }
+        let capabilities = Capabilities::probe(ask);
+        let list = kvm
+            .get_msr_index_list()
+            .asked("list the model-specific registers")
+            .map_err(OpenError::Probe)?;
+        let msr_indices = msr::indices_to_save(list.as_slice()).into();
+        Ok(Self { kvm, capabilities, msr_indices })
+    }
+
+    /// What the kernel can do beyond what is required.
+    pub fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    /// The CPUID leaves that KVM can give to a guest here.
+    pub fn supported_cpuid(&self) -> Result<CpuId, KvmError> {
+        self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).asked("list the supported CPUID leaves")
+    }
+
+    /// Indices of the model-specific registers that a vCPU's state has.
+    pub fn msr_indices(&self) -> &[u32] {
+        &self.msr_indices
+    }
+
+    /// Values of the registers that describe what the processor can do, as KVM supports it.
+    ///
+    /// Registers that the host does not have are left out.
+    pub fn feature_msrs(&self) -> Result<Vec<msr::MsrValue>, KvmError> {
+        let list = self.kvm.get_msr_feature_index_list().asked("list the feature registers")?;
+        Ok(msr::read_all(list.as_slice(), |chunk: &mut Msrs| self.kvm.get_msrs(chunk))
+            .asked("read the feature registers")?
+            .values)
+    }
+
+    pub(crate) fn kvm(&self) -> &Kvm {
+        &self.kvm
+    }
+
+    pub(crate) fn shared_msr_indices(&self) -> Arc<[u32]> {
+        Arc::clone(&self.msr_indices)
+    }
+}
+
+/// Names of the required capabilities that `ask` does not have.
+fn missing(ask: impl Fn(u32) -> i32) -> Vec<&'static str> {
+    REQUIRED.iter().filter(|(cap, _)| ask(*cap) <= 0).map(|(_, name)| *name).collect()
+}
+
+/// An entry that asks for the register `index`.
+pub(crate) fn msr_entry(index: u32, data: u64) -> kvm_msr_entry {
+    kvm_msr_entry { index, reserved: 0, data }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use super::*;
+
+    #[test]
+    fn a_path_that_is_not_there_is_named_with_what_to_do() {
+        let error = Hypervisor::open(Path::new("/nowhere/kvm")).unwrap_err();
+        assert!(matches!(&error, OpenError::Missing { .. }), "{error:?}");
+        assert!(error.to_string().contains("/nowhere/kvm"));
+        assert!(error.to_string().contains("kvm_intel"));
+    }
+
+    #[test]
+    fn a_device_that_is_not_kvm_is_refused() {
+        let error = Hypervisor::open(Path::new("/dev/null")).unwrap_err();
+        assert!(matches!(error, OpenError::WrongVersion { version: -1, .. }), "{error:?}");
+    }
+
+    #[test]
+    fn a_directory_cannot_be_opened_and_the_cause_is_kept() {
+        let error = Hypervisor::open(Path::new("/")).unwrap_err();
+        assert!(matches!(&error, OpenError::Open { .. }), "{error:?}");
+        assert!(std::error::Error::source(&error).is_some());
+    }
+
+    #[test]
+    fn every_missing_capability_is_named() {
+        let lacking = [kvm::KVM_CAP_IRQFD, kvm::KVM_CAP_XCRS];
+        let names = missing(|cap| i32::from(!lacking.contains(&cap)));
+        let text = OpenError::Incapable { missing: names }.to_string();
+        assert!(text.contains("KVM_CAP_IRQFD (") && text.contains("KVM_CAP_XCRS ("), "{text}");
+        assert!(!text.contains("KVM_CAP_IRQCHIP"), "{text}");
+    }
+
+    #[test]
+    fn the_manual_dirty_log_has_three_levels() {
+        let level = |answer: i32| {
+            Capabilities::probe(|cap| {
+                if cap == kvm::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 { answer } else { 0 }
+            })
+            .manual_dirty_log
+        };
+        assert_eq!(level(0), ManualDirtyLog::None);
+        assert_eq!(level(-1), ManualDirtyLog::None);
+        assert_eq!(level(1), ManualDirtyLog::Protect);
+        assert_eq!(level(3), ManualDirtyLog::InitiallySet);
+    }
+}

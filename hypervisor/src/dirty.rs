@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The dirty log as its readers see it.
+//!
+//! Owns the trait between the VM and whoever copies its memory. Must never know who that is.
+
+use crate::slots::SlotError;
+
+/// Tells which pages of a memory slot the guest wrote. A page is 4 KiB, also on huge pages.
+pub trait DirtyLogSource: Send + Sync {
+    /// Reads the log of `slot` into `bitmap`: bit n of word w is page 64 w + n of the slot.
+    ///
+    /// Bits stay set until [`DirtyLogSource::clear_dirty_log`], unless the host has no manual
+    /// dirty log ([`crate::ManualDirtyLog::None`]): then reading clears the whole log.
+    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError>;
+
+    /// Clears the pages that are set in `bitmap`, whose bit 0 is `first_page`, and arms write
+    /// protection for them again. Call it just before the pages are copied.
+    ///
+    /// `first_page` is a multiple of 64; `pages` is, too, or reaches to the end of the slot.
+    fn clear_dirty_log(
+        &self,
+        slot: u32,
+        first_page: u64,
+        pages: u32,
+        bitmap: &[u64],
+    ) -> Result<(), SlotError>;
+}

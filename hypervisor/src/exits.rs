@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a vCPU leaves the guest for.
+//!
+//! Owns one pass through KVM_RUN and the translation of its exit into calls of an
+//! [`ExitHandler`]. Must never decide what becomes of the VM: it reports, the handler decides.
+
+use std::fmt::Write as _;
+
+use kvm_bindings::{
+    KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX,
+    KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON,
+};
+use kvm_ioctls::VcpuExit;
+
+use crate::vcpu::Vcpu;
+
+/// What a vCPU does after its handler has dealt with an exit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterExit {
+    /// Goes back into the guest.
+    Resume,
+    /// Finishes the access and parks itself, as after a reset request: no further instruction of
+    /// the guest runs until it is resumed.
+    Leave,
+}
+
+/// What a vCPU does after a memory fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultAction {
+    /// The memory is there now: goes back into the guest.
+    Retry,
+    /// Gives up, with [`StopReason::MemoryFault`].
+    Stop,
+}
+
+/// A guest access that the host could not resolve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultedAccess {
+    /// Where, if the kernel says so: stock kernels often do not.
+    pub gpa: Option<u64>,
+    /// How much the kernel wants resolved; 0 if it does not say.
+    pub len_bytes: u64,
+    /// The kernel's flags (KVM_MEMORY_EXIT_FLAG_*).
+    pub flags: u64,
+}
+
+/// Why a vCPU has stopped for good.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// Triple fault.
+    Shutdown,
+    /// The guest halted without interrupt controllers in the kernel.
+    Halted,
+    /// The guest asked for reset, shutdown or the like (KVM_SYSTEM_EVENT_*).
+    SystemEvent {
+        /// Kind of the event.
+        kind: u32,
+    },
+    /// KVM gave up.
+    InternalError {
+        /// Kind of the error (KVM_INTERNAL_ERROR_*).
+        suberror: u32,
+        /// Explanation with the instruction pointer.
+        text: String,
+    },
+    /// The processor refused to enter the guest.
+    FailEntry {
+        /// The processor's code.
+        hardware_reason: u64,
+        /// Host CPU.
+        cpu: u32,
+    },
+    /// Guest memory could not be provided.
+    MemoryFault(FaultedAccess),
+    /// KVM_RUN failed.
+    RunFailed {
+        /// Error number.
+        errno: i32,
+    },
+    /// An exit that nobody asked for.
+    UnexpectedExit {
+        /// What kvm-ioctls calls it.
+        name: String,
+    },
+    /// A method of the handler panicked; the access was not finished.
+    HandlerPanicked,
+}
+
+/// Deals with a VM's exits. Called on the vCPUs' threads, on several at once.
+///
+/// Methods must not call [`crate::VcpuThreads::pause_all`] and the like: a vCPU cannot wait for
+/// itself. Those calls are refused.
+pub trait ExitHandler: Send + Sync {
+    /// The guest reads a port; `data` is 1, 2 or 4 bytes long.
+    fn pio_read(&self, port: u16, data: &mut [u8]);
+    /// The guest writes a port; `data` is 1, 2 or 4 bytes long.
+    fn pio_write(&self, port: u16, data: &[u8]) -> AfterExit;
+    /// The guest reads memory where there is none; `data` is 1 to 8 bytes long.
+    fn mmio_read(&self, gpa: u64, data: &mut [u8]);
+    /// The guest writes memory where there is none; `data` is 1 to 8 bytes long.
+    fn mmio_write(&self, gpa: u64, data: &[u8]) -> AfterExit;
+    /// The guest touched memory that the host cannot provide.
+    fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
+        let _ = (vcpu_index, access);
+        FaultAction::Stop
+    }
+    /// A vCPU has stopped for good; its state can still be read. The others go on.
+    fn stopped(&self, vcpu_index: u32, reason: StopReason);
+}
+
+/// What came of one pass.
+#[derive(Debug)]
+pub(crate) enum Pass {
+    /// An exit was dealt with; the next pass finishes it.
+    Handled,
+    /// The same, and the vCPU is to park itself.
+    Leave,
+    /// A signal or `immediate_exit`: nothing is unfinished.
+    Interrupted,
+    /// The vCPU cannot go on.
+    Stopped(StopReason),
+}
+
+impl From<AfterExit> for Pass {
+    fn from(after: AfterExit) -> Self {
+        match after {
+            AfterExit::Resume => Self::Handled,
+            AfterExit::Leave => Self::Leave,
+        }
+    }
+}
+
+/// Enters the guest once, and deals with the exit.
+pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
+    let index = vcpu.index();
+    match vcpu.fd.run() {
+        Ok(VcpuExit::IoIn(port, data)) => {
+            // A string instruction comes as one exit with all its elements.
+            let element_len_bytes = vcpu.run_page.pio_element_len_bytes();
+            data.chunks_mut(element_len_bytes).for_each(|data| handler.pio_read(port, data));
+            Pass::Handled
+        }
+        Ok(VcpuExit::IoOut(port, data)) => {
+            let element_len_bytes = vcpu.run_page.pio_element_len_bytes();
+            let mut after = AfterExit::Resume;
+            for data in data.chunks(element_len_bytes) {
+                if handler.pio_write(port, data) == AfterExit::Leave {
+                    after = AfterExit::Leave;
+                }
+            }
+            after.into()
+        }
+        Ok(VcpuExit::MmioRead(gpa, data)) => {
+            handler.mmio_read(gpa, data);
+            Pass::Handled
+        }
+        Ok(VcpuExit::MmioWrite(gpa, data)) => handler.mmio_write(gpa, data).into(),
+        Ok(VcpuExit::MemoryFault { flags, gpa, size }) => {
+            let access = FaultedAccess { gpa: Some(gpa), len_bytes: size, flags };
+            fault(handler, index, access)
+        }
+        Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => Pass::Handled,
+        Ok(VcpuExit::Shutdown) => Pass::Stopped(StopReason::Shutdown),
+        Ok(VcpuExit::Hlt) => Pass::Stopped(StopReason::Halted),
+        Ok(VcpuExit::SystemEvent(kind, _)) => Pass::Stopped(StopReason::SystemEvent { kind }),
+        Ok(VcpuExit::FailEntry(hardware_reason, cpu)) => {
+            Pass::Stopped(StopReason::FailEntry { hardware_reason, cpu })
+        }
+        Ok(VcpuExit::InternalError) => Pass::Stopped(internal_error(vcpu)),
+        Ok(other) => Pass::Stopped(StopReason::UnexpectedExit { name: format!("{other:?}") }),
+        Err(error) => match error.errno() {
+            libc::EINTR => Pass::Interrupted,
+            // A vCPU that waited for INIT and SIPI was woken up.
+            libc::EAGAIN => Pass::Handled,
+            libc::EFAULT => {
+                fault(handler, index, FaultedAccess { gpa: None, len_bytes: 0, flags: 0 })
+            }
+            errno => Pass::Stopped(StopReason::RunFailed { errno }),
+        },
+    }
+}
+
+fn fault(handler: &dyn ExitHandler, index: u32, access: FaultedAccess) -> Pass {
+    match handler.memory_fault(index, access) {
+        FaultAction::Retry => Pass::Handled,
+        FaultAction::Stop => Pass::Stopped(StopReason::MemoryFault(access)),
+    }
+}
+
+fn internal_error(vcpu: &Vcpu) -> StopReason {
+    let (suberror, data) = vcpu.run_page.internal_error();
+    let rip = vcpu.regs().map(|regs| regs.rip).ok();
+    StopReason::InternalError { suberror, text: describe(suberror, &data, rip) }
+}
+
+/// Explains an internal error for the log.
+fn describe(suberror: u32, data: &[u64], rip: Option<u64>) -> String {
+    let mut text = match suberror {
+        KVM_INTERNAL_ERROR_EMULATION => "KVM cannot emulate the guest's instruction",
+        KVM_INTERNAL_ERROR_SIMUL_EX => "two exceptions at once",
+        KVM_INTERNAL_ERROR_DELIVERY_EV => "an exit while an event was delivered",
+        KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON => "an exit of the processor that KVM ignores",
+        _ => "an internal error of KVM",
+    }
+    .to_owned();
+    if let Some(rip) = rip {
+        let _ = write!(text, " at instruction pointer {rip:#x}");
+    }
+    if !data.is_empty() {
+        text.push_str(", details");
+        for word in data {
+            let _ = write!(text, " {word:#x}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Answers memory faults, and nothing else.
+    struct Faults(FaultAction);
+
+    impl ExitHandler for Faults {
+        fn pio_read(&self, _port: u16, _data: &mut [u8]) {}
+        fn pio_write(&self, _port: u16, _data: &[u8]) -> AfterExit {
+            AfterExit::Resume
+        }
+        fn mmio_read(&self, _gpa: u64, _data: &mut [u8]) {}
+        fn mmio_write(&self, _gpa: u64, _data: &[u8]) -> AfterExit {
+            AfterExit::Resume
+        }
+        fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
+            assert_eq!((vcpu_index, access.gpa), (3, Some(0x5000)));
+            self.0
+        }
+        fn stopped(&self, _vcpu_index: u32, _reason: StopReason) {}
+    }
+
+    #[test]
+    fn the_handler_decides_whether_a_memory_fault_is_retried() {
+        let access = FaultedAccess { gpa: Some(0x5000), len_bytes: 4096, flags: 0 };
+        assert!(matches!(fault(&Faults(FaultAction::Retry), 3, access), Pass::Handled));
+        let Pass::Stopped(reason) = fault(&Faults(FaultAction::Stop), 3, access) else {
+            panic!("the vCPU goes on without its memory");
+        };
+        assert_eq!(reason, StopReason::MemoryFault(access));
+    }
+
+    #[test]
+    fn an_internal_error_names_the_place_and_the_details() {
+        let text = describe(KVM_INTERNAL_ERROR_EMULATION, &[0x10, 0x2], Some(0x1000));
+        let expected = "KVM cannot emulate the guest's instruction at instruction pointer 0x1000, \
+                        details 0x10 0x2";
+        assert_eq!(text, expected);
+        assert_eq!(describe(99, &[], None), "an internal error of KVM");
+    }
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! State of the interrupt controllers that all vCPUs share.
+//!
+//! Owns the saved form of both PICs and the IOAPIC. Local APICs belong to vCPUs. Must never be
+//! restored before those: see the crate's head.
+
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip,
+};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::blob::{Blob, BlobError};
+use crate::error::{Asked, KvmError};
+use crate::vm::Vm;
+
+/// Version of [`IrqchipState`] that this program writes, and the only one that it reads.
+const VERSION: u32 = 1;
+
+/// State of PICs and IOAPIC; untrusted until [`Vm::set_irqchips`] has taken it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IrqchipState {
+    /// Version of this structure.
+    pub version: u32,
+    /// The kernel's `struct kvm_irqchip` of the first PIC.
+    pub pic_master: Blob,
+    /// The same of the second PIC.
+    pub pic_slave: Blob,
+    /// The same of the IOAPIC.
+    pub ioapic: Blob,
+}
+
+/// Why interrupt controllers could not be restored.
+#[derive(Debug, Error)]
+pub enum IrqchipStateError {
+    /// Another program wrote it.
+    #[error("interrupt controller state has version {0}, and only {VERSION} is known here")]
+    Version(u32),
+    /// A part is too long.
+    #[error("interrupt controller state is malformed")]
+    Blob(#[source] BlobError),
+    /// The kernel refused it.
+    #[error("interrupt controller state was not taken")]
+    Kernel(#[source] KvmError),
+}
+
+impl Vm {
+    /// State of PICs and IOAPIC. The vCPUs should be parked.
+    pub fn irqchips(&self) -> Result<IrqchipState, KvmError> {
+        let read = |chip_id| {
+            let mut chip = kvm_irqchip { chip_id, ..Default::default() };
+            self.shared()
+                .fd
+                .get_irqchip(&mut chip)
+                .asked("read an interrupt controller's state")?;
+            Ok(Blob::new(chip.as_bytes()))
+        };
+        Ok(IrqchipState {
+            version: VERSION,
+            pic_master: read(KVM_IRQCHIP_PIC_MASTER)?,
+            pic_slave: read(KVM_IRQCHIP_PIC_SLAVE)?,
+            ioapic: read(KVM_IRQCHIP_IOAPIC)?,
+        })
+    }
+
+    /// Sets PICs and IOAPIC. The vCPUs must have their state already.
+    pub fn set_irqchips(&self, state: &IrqchipState) -> Result<(), IrqchipStateError> {
+        if state.version != VERSION {
+            return Err(IrqchipStateError::Version(state.version));
+        }
+        let chips = [
+            (KVM_IRQCHIP_PIC_MASTER, &state.pic_master),
+            (KVM_IRQCHIP_PIC_SLAVE, &state.pic_slave),
+            (KVM_IRQCHIP_IOAPIC, &state.ioapic),
+        ];
+        for (chip_id, blob) in chips {
+            let mut bytes = [0; size_of::<kvm_irqchip>()];
+            blob.fill(&mut bytes).map_err(IrqchipStateError::Blob)?;
+            let mut chip = kvm_irqchip::read_from_bytes(&bytes).unwrap_or_default();
+            // Which chip it is does not come from outside.
+            chip.chip_id = chip_id;
+            self.shared()
+                .fd
+                .set_irqchip(&chip)
+                .asked("set an interrupt controller's state")
+                .map_err(IrqchipStateError::Kernel)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Interrupts and I/O notifications through KVM: the traits of [`crate::irq`] made real.
+//!
+//! Owns the eventfds of vectors and lines, and their attachment to the kernel. A masked vector is a
+//! detached one: its eventfd counts what happens meanwhile, and the kernel looks at that count when
+//! the eventfd is attached again, so nothing is lost and nothing is delivered twice.
+//!
+//! Locks: a vector's own, then that of the routes. Neither is held while anything waits.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvm_bindings::KvmIrqRouting;
+use kvm_ioctls::NoDatamatch;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use crate::irq::{IoEventAddress, IoEvents, IrqError, MsiMessage, MsiSource, MsiVector};
+use crate::routing::{IOAPIC_LINES, RouteTable};
+use crate::vm::{Vm, VmShared};
+
+/// The interrupt routes of one VM.
+pub(crate) struct Routes(Mutex<RouteTable>);
+
+impl Routes {
+    pub(crate) fn new(limit: u32) -> Self {
+        Self(Mutex::new(RouteTable::new(limit)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, RouteTable> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn kernel(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> IrqError {
+    move |error| IrqError::Kernel { what, source: error.into() }
+}
+
+fn new_event() -> Result<EventFd, IrqError> {
+    EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)
+        .map_err(|source| IrqError::Kernel { what: "create an eventfd", source })
+}
+
+/// Signals an eventfd. A full counter means that the signal is there already.
+fn signal(event: &EventFd) -> Result<(), IrqError> {
+    match event.write(1) {
+        Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
+            Err(IrqError::Kernel { what: "signal an eventfd", source: error })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn borrow(event: &EventFd) -> BorrowedFd<'_> {
+    // SAFETY: the descriptor stays open for as long as `event` is borrowed.
+    unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }
+}
+
+/// A vector of one VM.
+struct Vector {
+    vm: Arc<VmShared>,
+    gsi: u32,
+    event: EventFd,
+    /// Whether the eventfd is attached to the kernel, which means not masked.
+    attached: Mutex<bool>,
+}
+
+impl Vector {
+    fn attached(&self) -> MutexGuard<'_, bool> {
+        self.attached.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn detach(&self, attached: &mut bool) -> Result<(), IrqError> {
+        if *attached {
+            self.vm
+                .fd
+                .unregister_irqfd(&self.event, self.gsi)
+                .map_err(kernel("detach an interrupt's eventfd"))?;
+            *attached = false;
+        }
+        Ok(())
+    }
+}
+
+impl MsiVector for Vector {
+    fn program(&self, message: MsiMessage) -> Result<(), IrqError> {
+        let mut attached = self.attached();
+        let mut routes = self.vm.routes.lock();
+        if routes.set(self.gsi, message) {
+            let table = KvmIrqRouting::from_entries(&routes.entries())
+                .map_err(|_| IrqError::Exhausted { limit: routes.limit() })?;
+            if let Err(error) = self.vm.fd.set_gsi_routing(&table) {
+                // The kernel keeps its old table. Ours forgets the message, so that the next
+                // program() is not taken for one that changes nothing.
+                routes.unset(self.gsi);
+                return Err(kernel("set the interrupt routes")(error));
+            }
+        }
+        drop(routes);
+        if !*attached {
+            self.vm
+                .fd
+                .register_irqfd(&self.event, self.gsi)
+                .map_err(kernel("attach an interrupt's eventfd"))?;
+            *attached = true;
+        }
+        Ok(())
+    }
+
+    fn mask(&self) -> Result<(), IrqError> {
+        self.detach(&mut self.attached())
+    }
+
+    fn trigger(&self) -> Result<(), IrqError> {
+        signal(&self.event)
+    }
+
+    fn eventfd(&self) -> BorrowedFd<'_> {
+        borrow(&self.event)
+    }
+
+    fn take_pending(&self) -> bool {
+        let attached = self.attached();
+        !*attached && self.event.read().is_ok()
+    }
+}
+
+impl Drop for Vector {
+    fn drop(&mut self) {
+        let attached = *self.attached();
+        if attached && let Err(error) = self.vm.fd.unregister_irqfd(&self.event, self.gsi) {
+            log::warn!("interrupt {}: cannot detach its eventfd: {error}", self.gsi);
+        }
+        // The kernel's table loses the entry with the next update; until then nothing raises it.
+        self.vm.routes.lock().free(self.gsi);
+    }
+}
+
+impl MsiSource for Vm {
+    fn create_vector(&self) -> Result<Arc<dyn MsiVector>, IrqError> {
+        let event = new_event()?;
+        let mut routes = self.shared().routes.lock();
+        let limit = routes.limit();
+        let gsi = routes.allocate().ok_or(IrqError::Exhausted { limit })?;
+        drop(routes);
+        let vm = Arc::clone(self.shared());
+        Ok(Arc::new(Vector { vm, gsi, event, attached: Mutex::new(false) }))
+    }
+}
+
+/// An edge-triggered line of the interrupt controllers, raised by an eventfd.
+pub struct InterruptLine {
+    vm: Arc<VmShared>,
+    gsi: u32,
+    event: EventFd,
+}
+
+impl InterruptLine {
+    /// Number of the line.
+    pub fn gsi(&self) -> u32 {
+        self.gsi
+    }
+
+    /// Raises the interrupt.
+    pub fn trigger(&self) -> Result<(), IrqError> {
+        signal(&self.event)
+    }
+
+    /// The eventfd behind [`InterruptLine::trigger`].
+    pub fn event(&self) -> &EventFd {
+        &self.event
+    }
+}
+
+impl Drop for InterruptLine {
+    fn drop(&mut self) {
+        if let Err(error) = self.vm.fd.unregister_irqfd(&self.event, self.gsi) {
+            log::warn!("interrupt line {}: cannot detach its eventfd: {error}", self.gsi);
+        }
+    }
+}
+
+impl Vm {
+    /// Makes an eventfd that raises line `gsi` (0 to 23) as an edge.
+    pub fn create_line(&self, gsi: u32) -> Result<InterruptLine, IrqError> {
+        if gsi >= IOAPIC_LINES {
+            return Err(IrqError::Exhausted { limit: IOAPIC_LINES });
+        }
+        let event = new_event()?;
+        let shared = self.shared();
+        shared
+            .fd
+            .register_irqfd(&event, gsi)
+            .map_err(kernel("attach an interrupt line's eventfd"))?;
+        Ok(InterruptLine { vm: Arc::clone(shared), gsi, event })
+    }
+}
+
+fn address(address: IoEventAddress) -> kvm_ioctls::IoEventAddress {
+    match address {
+        IoEventAddress::Pio(port) => kvm_ioctls::IoEventAddress::Pio(port.into()),
+        IoEventAddress::Mmio(gpa) => kvm_ioctls::IoEventAddress::Mmio(gpa),
+    }
+}
+
+impl IoEvents for Vm {
+    fn register(&self, event: &EventFd, at: IoEventAddress) -> Result<(), IrqError> {
+        self.shared()
+            .fd
+            .register_ioevent(event, &address(at), NoDatamatch)
+            .map_err(kernel("attach an eventfd to guest writes"))
+    }
+
+    fn unregister(&self, event: &EventFd, at: IoEventAddress) -> Result<(), IrqError> {
+        self.shared()
+            .fd
+            .unregister_ioevent(event, &address(at), NoDatamatch)
+            .map_err(kernel("detach an eventfd from guest writes"))
+    }
+}

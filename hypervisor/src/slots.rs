@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory slots of a VM and their dirty logs.
+//!
+//! Owns which slots exist, and with each slot a share in the mapping behind it, so that guest
+//! memory cannot be unmapped while the guest can reach it. Must never touch the memory itself.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
+use kvm_ioctls::VmFd;
+use thiserror::Error;
+
+use crate::caps::ManualDirtyLog;
+use crate::dirty::DirtyLogSource;
+use crate::ioctl;
+use crate::vm::Vm;
+
+/// KVM counts memory in these, whatever the size of the host's pages behind it.
+const PAGE_LEN_BYTES: u64 = 4096;
+
+/// Where a memory slot is and how it behaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotConfig {
+    /// Number of the slot, chosen by the caller.
+    pub slot: u32,
+    /// Guest physical address of its first byte; a multiple of 4 KiB.
+    pub gpa: u64,
+    /// Host virtual address of its first byte; a multiple of 4 KiB.
+    pub hva: u64,
+    /// Length; a multiple of 4 KiB, not zero.
+    pub len_bytes: u64,
+    /// Whether writes are logged from the start.
+    pub log_dirty: bool,
+    /// Whether guest writes leave as MMIO.
+    pub readonly: bool,
+}
+
+/// Why a memory slot or its dirty log could not be used.
+#[derive(Debug, Error)]
+pub enum SlotError {
+    /// The addresses or the length cannot be those of a slot.
+    #[error(
+        "memory slot {slot} ({len_bytes:#x} bytes at guest address {gpa:#x}) is empty, not a \
+         multiple of 4 KiB, or too large"
+    )]
+    Malformed {
+        /// Number of the slot.
+        slot: u32,
+        /// Guest physical address.
+        gpa: u64,
+        /// Length in bytes.
+        len_bytes: u64,
+    },
+    /// The number is in use.
+    #[error("memory slot {slot} exists already")]
+    Taken {
+        /// Number of the slot.
+        slot: u32,
+    },
+    /// There is no such slot.
+    #[error("there is no memory slot {slot}")]
+    Unknown {
+        /// Number of the slot.
+        slot: u32,
+    },
+    /// The slot's writes are not logged.
+    #[error("writes to memory slot {slot} are not logged")]
+    NotLogged {
+        /// Number of the slot.
+        slot: u32,
+    },
+    /// The range to clear is not one that KVM takes.
+    #[error(
+        "cannot clear {pages} pages from page {first_page} of the dirty log of memory slot {slot}, \
+         which has {slot_pages}: the start must be a multiple of 64, the length too unless it ends \
+         with the slot, and the bitmap as long"
+    )]
+    BadRange {
+        /// Number of the slot.
+        slot: u32,
+        /// Pages in the slot.
+        slot_pages: u64,
+        /// First page to clear.
+        first_page: u64,
+        /// Pages to clear.
+        pages: u32,
+    },
+    /// The kernel refused the request.
+    #[error("the kernel refused to {what} memory slot {slot}")]
+    Kernel {
+        /// What was asked for, as an infinitive clause.
+        what: &'static str,
+        /// Number of the slot.
+        slot: u32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+struct Slot {
+    config: SlotConfig,
+    /// Keeps the mapping at `config.hva` alive; never looked at.
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl Slot {
+    fn pages(&self) -> u64 {
+        self.config.len_bytes / PAGE_LEN_BYTES
+    }
+}
+
+/// The memory slots of one VM.
+#[derive(Default)]
+pub(crate) struct Slots(Mutex<BTreeMap<u32, Slot>>);
+
+impl Slots {
+    /// The lock is held across the kernel's call, so that the table and the kernel agree.
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Slot>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Tells the kernel about a slot; `len_bytes` 0 removes it.
+///
+/// # Safety
+///
+/// The mapping at `config.hva` must be there for as long as the kernel has the slot.
+unsafe fn tell_kernel(fd: &VmFd, config: &SlotConfig, len_bytes: u64) -> io::Result<()> {
+    let mut flags = 0;
+    if config.log_dirty {
+        flags |= KVM_MEM_LOG_DIRTY_PAGES;
+    }
+    if config.readonly {
+        flags |= KVM_MEM_READONLY;
+    }
+    let region = kvm_userspace_memory_region {
+        slot: config.slot,
+        flags,
+        guest_phys_addr: config.gpa,
+        memory_size: len_bytes,
+        userspace_addr: config.hva,
+    };
+    // SAFETY: the caller promises that the mapping stays.
+    unsafe { fd.set_user_memory_region(region) }.map_err(io::Error::from)
+}
+
+/// Checks what `KVM_CLEAR_DIRTY_LOG` would refuse, and that the bitmap covers the range.
+pub(crate) fn check_clear(
+    slot: u32,
+    slot_pages: u64,
+    first_page: u64,
+    pages: u32,
+    bitmap_words: usize,
+) -> Result<(), SlotError> {
+    let count = u64::from(pages);
+    let words = u64::try_from(bitmap_words).unwrap_or(u64::MAX);
+    let fits = first_page
+        .checked_add(count)
+        .is_some_and(|end| end <= slot_pages && (count.is_multiple_of(64) || end == slot_pages));
+    if fits && first_page.is_multiple_of(64) && words >= count.div_ceil(64) {
+        Ok(())
+    } else {
+        Err(SlotError::BadRange { slot, slot_pages, first_page, pages })
+    }
+}
+
+fn check(config: &SlotConfig) -> Result<(), SlotError> {
+    let SlotConfig { slot, gpa, hva, len_bytes, .. } = *config;
+    let aligned = [gpa, hva, len_bytes].iter().all(|value| value.is_multiple_of(PAGE_LEN_BYTES));
+    let ends = gpa.checked_add(len_bytes).is_some() && hva.checked_add(len_bytes).is_some();
+    if aligned && ends && len_bytes > 0 && hva > 0 {
+        Ok(())
+    } else {
+        Err(SlotError::Malformed { slot, gpa, len_bytes })
+    }
+}
+
+impl Vm {
+    /// Makes host memory the guest's memory at `config.gpa`.
+    ///
+    /// `owner` is kept until the slot is removed or the VM is gone.
+    ///
+    /// # Safety
+    ///
+    /// `config.hva` must be the start of at least `config.len_bytes` mapped bytes which stay mapped
+    /// until `owner` is dropped and which hold nothing that Rust code assumes to be unchanging or
+    /// unshared: the guest reads and writes them at any time.
+    pub unsafe fn set_memory_slot(
+        &self,
+        config: SlotConfig,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<(), SlotError> {
+        check(&config)?;
+        let SlotConfig { slot, .. } = config;
+        let mut slots = self.shared().slots.lock();
+        if slots.contains_key(&slot) {
+            return Err(SlotError::Taken { slot });
+        }
+        // SAFETY: the caller promises that the mapping lives as long as `owner`, which is kept in
+        // the table below until the kernel has dropped the slot.
+        unsafe { tell_kernel(&self.shared().fd, &config, config.len_bytes) }
+            .map_err(|source| SlotError::Kernel { what: "make", slot, source })?;
+        slots.insert(slot, Slot { config, _owner: owner });
+        Ok(())
+    }
+
+    /// Takes the slot's memory from the guest. Accesses to it are MMIO from now on.
+    pub fn remove_memory_slot(&self, slot: u32) -> Result<(), SlotError> {
+        let mut slots = self.shared().slots.lock();
+        let config = slots.get(&slot).ok_or(SlotError::Unknown { slot })?.config;
+        // SAFETY: a length of zero removes the slot; no mapping is used.
+        unsafe { tell_kernel(&self.shared().fd, &config, 0) }
+            .map_err(|source| SlotError::Kernel { what: "remove", slot, source })?;
+        slots.remove(&slot);
+        Ok(())
+    }
+
+    /// Begins or ends logging the guest's writes to a slot.
+    ///
+    /// With [`ManualDirtyLog::InitiallySet`] all pages are dirty at first.
+    pub fn set_dirty_logging(&self, slot: u32, on: bool) -> Result<(), SlotError> {
+        let mut slots = self.shared().slots.lock();
+        let config = &mut slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?.config;
+        let changed = SlotConfig { log_dirty: on, ..*config };
+        // SAFETY: same addresses as before, and the table keeps the owner of the mapping.
+        unsafe { tell_kernel(&self.shared().fd, &changed, changed.len_bytes) }.map_err(
+            |source| SlotError::Kernel { what: "change dirty logging of", slot, source },
+        )?;
+        *config = changed;
+        Ok(())
+    }
+
+    /// All slots, in order of their numbers.
+    pub fn memory_slots(&self) -> Vec<SlotConfig> {
+        self.shared().slots.lock().values().map(|slot| slot.config).collect()
+    }
+}
+
+impl DirtyLogSource for Vm {
+    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError> {
+        let slots = self.shared().slots.lock();
+        let entry = slots.get(&slot).ok_or(SlotError::Unknown { slot })?;
+        if !entry.config.log_dirty {
+            return Err(SlotError::NotLogged { slot });
+        }
+        let pages = usize::try_from(entry.pages()).unwrap_or(usize::MAX);
+        // SAFETY: `pages` is what the kernel was told for this slot, and the lock keeps it so.
+        unsafe { ioctl::get_dirty_log(&self.shared().fd, slot, pages, bitmap) }
+            .map_err(|source| SlotError::Kernel { what: "read the dirty log of", slot, source })
+    }
+
+    fn clear_dirty_log(
+        &self,
+        slot: u32,
+        first_page: u64,
+        pages: u32,
+        bitmap: &[u64],
+    ) -> Result<(), SlotError> {
+        let slots = self.shared().slots.lock();
+        let entry = slots.get(&slot).ok_or(SlotError::Unknown { slot })?;
+        if !entry.config.log_dirty {
+            return Err(SlotError::NotLogged { slot });
+        }
+        check_clear(slot, entry.pages(), first_page, pages, bitmap.len())?;
+        if pages == 0 || self.shared().capabilities.manual_dirty_log == ManualDirtyLog::None {
+            return Ok(());
+        }
+        ioctl::clear_dirty_log(&self.shared().fd, slot, first_page, pages, bitmap)
+            .map_err(|source| SlotError::Kernel { what: "clear the dirty log of", slot, source })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn malformed_slots_are_refused_before_the_kernel_sees_them() {
+        let good = SlotConfig {
+            slot: 1,
+            gpa: 0x1000,
+            hva: 0x10_0000,
+            len_bytes: 0x2000,
+            log_dirty: false,
+            readonly: false,
+        };
+        assert!(check(&good).is_ok());
+        for bad in [
+            SlotConfig { len_bytes: 0, ..good },
+            SlotConfig { len_bytes: 0x2001, ..good },
+            SlotConfig { gpa: 0x800, ..good },
+            SlotConfig { hva: 0x800, ..good },
+            SlotConfig { hva: 0, ..good },
+            SlotConfig { gpa: !0xfff, ..good },
+            SlotConfig { hva: !0xfff, ..good },
+        ] {
+            assert!(matches!(check(&bad), Err(SlotError::Malformed { .. })), "{bad:?}");
+        }
+    }
+}

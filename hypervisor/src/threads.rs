@@ -1,0 +1,563 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! vCPUs on threads of their own.
+//!
+//! Owns the threads, their pause and resume, and the kick that gets a vCPU out of the guest. Must
+//! never look at guest state: whoever needs it runs a closure on the parked vCPU.
+//!
+//! ```text
+//!            resume_all               KVM_RUN fails, triple fault ...
+//!   Parked ─────────────▶ Running ────────────────────────────────▶ Ended
+//!     ▲                      │                                        │
+//!     └──────────────────────┘                                        │
+//!      pause_all, or a handler says Leave          stop_all: thread gone from any phase
+//! ```
+//!
+//! # The kick
+//!
+//! A thread checks `leave` before it enters the guest; a signal gets it out of there. Between the
+//! check and the entry a signal alone would be lost, therefore `immediate_exit`, which the kernel
+//! checks after the entry:
+//!
+//! | who | does, in this order, all sequentially consistent |
+//! | --- | --- |
+//! | kicker | `leave` = 1; `immediate_exit` = 1; signal |
+//! | vCPU | `immediate_exit` = 0; if `leave`: `immediate_exit` = 1; KVM_RUN |
+//!
+//! If the vCPU's 0 comes after the kicker's 1, the vCPU reads `leave` after that and sees it set.
+//! Otherwise the kernel sees the kicker's 1, or the signal interrupts KVM_RUN.
+//!
+//! A vCPU parks only when KVM_RUN returned EINTR. With an exit behind it, that pass has finished
+//! the port or memory access in the kernel first, so the state that is then read is whole.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::io;
+use std::os::unix::thread::JoinHandleExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use thiserror::Error;
+use vmm_sys_util::signal::SIGRTMIN;
+
+use crate::exits::{ExitHandler, Pass, StopReason, run_once};
+use crate::run_page::RunPage;
+use crate::vcpu::Vcpu;
+
+/// After this long, a wait for a vCPU is worth a line in the log.
+const SLOW_PAUSE: Duration = Duration::from_secs(5);
+
+thread_local! {
+    /// Whether this is a vCPU's thread, which must not wait for vCPUs.
+    static IS_VCPU: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs on a new vCPU thread before anything else, with the vCPU's number.
+pub type OnStart = Arc<dyn Fn(u32) -> io::Result<()> + Send + Sync>;
+
+/// What vCPU threads need.
+#[derive(Clone)]
+pub struct ThreadsConfig {
+    /// Deals with exits.
+    pub handler: Arc<dyn ExitHandler>,
+    /// Sets up each thread: affinity, system call filter.
+    pub on_start: Option<OnStart>,
+}
+
+/// Why vCPU threads could not do what they were asked for.
+#[derive(Debug, Error)]
+pub enum ThreadsError {
+    /// The kick's signal handler cannot be installed.
+    #[error("cannot install the signal handler of vCPU threads")]
+    Signal(#[source] io::Error),
+    /// A thread cannot be started.
+    #[error("cannot start the thread of vCPU {index}")]
+    Spawn {
+        /// Number of the vCPU.
+        index: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The hook for new threads failed.
+    #[error("cannot set up the thread of vCPU {index}")]
+    Start {
+        /// Number of the vCPU.
+        index: u32,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no such vCPU.
+    #[error("there is no vCPU {index}")]
+    Unknown {
+        /// Number of the vCPU.
+        index: u32,
+    },
+    /// The vCPU runs.
+    #[error("vCPU {index} is not paused")]
+    NotParked {
+        /// Number of the vCPU.
+        index: u32,
+    },
+    /// The thread is gone, or the closure panicked.
+    #[error("the thread of vCPU {index} has ended")]
+    Gone {
+        /// Number of the vCPU.
+        index: u32,
+    },
+    /// A vCPU's thread tried to wait for vCPUs.
+    #[error("a vCPU's thread cannot wait for vCPUs")]
+    FromVcpu,
+}
+
+/// What a thread should do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Want {
+    Park,
+    Run,
+    Exit,
+}
+
+/// What a thread does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Waits outside of the guest.
+    Parked,
+    /// In the guest or in the handler.
+    Running,
+    /// Waits outside of the guest and will never enter it again.
+    Ended,
+    /// There is no thread any more.
+    Gone,
+}
+
+type Job = Box<dyn FnOnce(&mut Vcpu) + Send>;
+
+struct Control {
+    want: Want,
+    phase: Phase,
+    jobs: VecDeque<Job>,
+}
+
+/// One vCPU as both sides see it.
+struct Shared {
+    index: u32,
+    control: Mutex<Control>,
+    /// Signalled on every change of `control`.
+    changed: Condvar,
+    /// Whether the vCPU is to leave the guest; written under the lock of `control`.
+    leave: AtomicBool,
+    run_page: Arc<RunPage>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, control: MutexGuard<'a, Control>) -> MutexGuard<'a, Control> {
+        self.changed.wait(control).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_phase(&self, phase: Phase) {
+        self.lock().phase = phase;
+        self.changed.notify_all();
+    }
+
+    /// What the thread is to do next; waits for it.
+    fn next(&self) -> Next {
+        let mut control = self.lock();
+        loop {
+            if control.want == Want::Exit {
+                control.jobs.clear();
+                return Next::Exit;
+            }
+            if let Some(job) = control.jobs.pop_front() {
+                return Next::Job(job);
+            }
+            if control.want == Want::Run && control.phase == Phase::Parked {
+                control.phase = Phase::Running;
+                self.leave.store(false, Ordering::SeqCst);
+                return Next::Run;
+            }
+            control = self.wait(control);
+        }
+    }
+}
+
+enum Next {
+    Run,
+    Job(Job),
+    Exit,
+}
+
+struct Thread {
+    shared: Arc<Shared>,
+    handle: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Thread {
+    /// Asks the thread to leave the guest; does not wait.
+    fn request(&self, want: Want) {
+        let mut control = self.shared.lock();
+        if control.want == Want::Exit || control.phase == Phase::Gone {
+            return;
+        }
+        control.want = want;
+        if want != Want::Run && control.phase == Phase::Running {
+            self.shared.leave.store(true, Ordering::SeqCst);
+            self.shared.run_page.set_immediate_exit(true);
+            self.signal();
+        }
+        drop(control);
+        self.shared.changed.notify_all();
+    }
+
+    fn signal(&self) {
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(handle) = handle.as_ref() {
+            // SAFETY: the thread has not been joined, so its pthread_t is valid, and the signal has
+            // a handler, which `start` installed.
+            unsafe { libc::pthread_kill(handle.as_pthread_t(), SIGRTMIN()) };
+        }
+    }
+
+    /// Waits until the thread is out of the guest.
+    fn wait_out(&self) {
+        let begin = Instant::now();
+        let mut warned = false;
+        let mut control = self.shared.lock();
+        while control.phase == Phase::Running {
+            let (guard, timeout) = self
+                .shared
+                .changed
+                .wait_timeout(control, SLOW_PAUSE)
+                .unwrap_or_else(PoisonError::into_inner);
+            control = guard;
+            if timeout.timed_out() && !warned {
+                warned = true;
+                let index = self.shared.index;
+                log::warn!(
+                    "vcpu{index} has not left the guest or its device for {:?}",
+                    begin.elapsed()
+                );
+            }
+        }
+    }
+
+    fn join(&self) {
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(Err(_)) = handle.map(JoinHandle::join) {
+            log::error!("the thread of vcpu{} panicked", self.shared.index);
+        }
+    }
+}
+
+/// The vCPUs of a VM, each on its own thread.
+///
+/// All methods may be called from any thread but a vCPU's. Dropping it stops the threads.
+pub struct VcpuThreads {
+    threads: Vec<Thread>,
+    first_run: Arc<OnceLock<Instant>>,
+}
+
+impl VcpuThreads {
+    /// Starts a thread per vCPU. All are parked.
+    pub fn start(vcpus: Vec<Vcpu>, config: &ThreadsConfig) -> Result<Self, ThreadsError> {
+        install_kick_handler()?;
+        let mut threads = Self { threads: Vec::new(), first_run: Arc::default() };
+        for vcpu in vcpus {
+            let thread = threads.spawn(vcpu, config)?;
+            threads.threads.push(thread);
+        }
+        Ok(threads)
+    }
+
+    fn spawn(&self, vcpu: Vcpu, config: &ThreadsConfig) -> Result<Thread, ThreadsError> {
+        let index = vcpu.index();
+        let shared = Arc::new(Shared {
+            index,
+            control: Mutex::new(Control {
+                want: Want::Park,
+                phase: Phase::Parked,
+                jobs: VecDeque::new(),
+            }),
+            changed: Condvar::new(),
+            leave: AtomicBool::new(false),
+            run_page: Arc::clone(&vcpu.run_page),
+        });
+        let (started, answer) = mpsc::sync_channel(1);
+        let body = {
+            let shared = Arc::clone(&shared);
+            let first_run = Arc::clone(&self.first_run);
+            let ThreadsConfig { handler, on_start } = config.clone();
+            move || {
+                IS_VCPU.set(true);
+                let setup = set_signal_mask()
+                    .and_then(|()| on_start.map_or(Ok(()), |on_start| on_start(index)));
+                let failed = setup.is_err();
+                let _ = started.send(setup);
+                if !failed {
+                    Runner { shared: &shared, vcpu, handler, first_run }.work();
+                }
+                shared.set_phase(Phase::Gone);
+            }
+        };
+        let handle = std::thread::Builder::new()
+            .name(format!("vcpu{index}"))
+            .spawn(body)
+            .map_err(|source| ThreadsError::Spawn { index, source })?;
+        let thread = Thread { shared, handle: Mutex::new(Some(handle)) };
+        match answer.recv() {
+            Ok(Ok(())) => Ok(thread),
+            Ok(Err(source)) => {
+                thread.join();
+                Err(ThreadsError::Start { index, source })
+            }
+            Err(_) => {
+                thread.join();
+                Err(ThreadsError::Gone { index })
+            }
+        }
+    }
+
+    /// Number of vCPUs.
+    pub fn count(&self) -> usize {
+        self.threads.len()
+    }
+
+    /// When the first vCPU was about to execute its first instruction.
+    pub fn first_run(&self) -> Option<Instant> {
+        self.first_run.get().copied()
+    }
+
+    /// Gets every vCPU out of the guest, and returns when all are and their state is whole.
+    ///
+    /// Waits for handlers: a vCPU whose handler does not return cannot be paused.
+    pub fn pause_all(&self) -> Result<(), ThreadsError> {
+        refuse_vcpu_thread()?;
+        self.threads.iter().for_each(|thread| thread.request(Want::Park));
+        self.threads.iter().for_each(Thread::wait_out);
+        Ok(())
+    }
+
+    /// Lets every vCPU run that has not stopped for good. Returns at once.
+    pub fn resume_all(&self) {
+        self.threads.iter().for_each(|thread| thread.request(Want::Run));
+    }
+
+    /// Ends all threads, wherever their vCPUs are, and waits for them.
+    pub fn stop_all(&self) -> Result<(), ThreadsError> {
+        refuse_vcpu_thread()?;
+        self.threads.iter().for_each(|thread| thread.request(Want::Exit));
+        self.threads.iter().for_each(Thread::join);
+        Ok(())
+    }
+
+    /// Whether every vCPU is out of the guest.
+    pub fn all_parked(&self) -> bool {
+        self.threads.iter().all(|thread| thread.shared.lock().phase != Phase::Running)
+    }
+
+    /// Runs `f` on the parked vCPU `index`, on its own thread.
+    pub fn on_one<R, F>(&self, index: u32, f: F) -> Result<R, ThreadsError>
+    where
+        R: Send + 'static,
+        F: FnOnce(&mut Vcpu) -> R + Send + 'static,
+    {
+        refuse_vcpu_thread()?;
+        let thread = self
+            .threads
+            .iter()
+            .find(|thread| thread.shared.index == index)
+            .ok_or(ThreadsError::Unknown { index })?;
+        thread.submit(f)?.recv().map_err(|_| ThreadsError::Gone { index })
+    }
+
+    /// Runs `f` on every parked vCPU, on their own threads at the same time.
+    ///
+    /// The results are in the order in which the vCPUs were given to [`VcpuThreads::start`].
+    pub fn on_each<R, F>(&self, f: F) -> Result<Vec<R>, ThreadsError>
+    where
+        R: Send + 'static,
+        F: Fn(&mut Vcpu) -> R + Send + Sync + 'static,
+    {
+        refuse_vcpu_thread()?;
+        let f = Arc::new(f);
+        let mut answers = Vec::with_capacity(self.threads.len());
+        for thread in &self.threads {
+            let f = Arc::clone(&f);
+            answers.push((thread.shared.index, thread.submit(move |vcpu| f(vcpu))?));
+        }
+        answers
+            .into_iter()
+            .map(|(index, answer)| answer.recv().map_err(|_| ThreadsError::Gone { index }))
+            .collect()
+    }
+}
+
+impl Thread {
+    fn submit<R, F>(&self, f: F) -> Result<mpsc::Receiver<R>, ThreadsError>
+    where
+        R: Send + 'static,
+        F: FnOnce(&mut Vcpu) -> R + Send + 'static,
+    {
+        let index = self.shared.index;
+        let (done, answer) = mpsc::sync_channel(1);
+        let mut control = self.shared.lock();
+        match (control.phase, control.want) {
+            (Phase::Gone, _) | (_, Want::Exit) => return Err(ThreadsError::Gone { index }),
+            (Phase::Running, _) | (Phase::Parked, Want::Run) => {
+                return Err(ThreadsError::NotParked { index });
+            }
+            (Phase::Parked, Want::Park) | (Phase::Ended, _) => {}
+        }
+        control.jobs.push_back(Box::new(move |vcpu: &mut Vcpu| {
+            let _ = done.send(f(vcpu));
+        }));
+        drop(control);
+        self.shared.changed.notify_all();
+        Ok(answer)
+    }
+}
+
+impl Drop for VcpuThreads {
+    fn drop(&mut self) {
+        if self.stop_all().is_err() {
+            // The last owner is a handler: its own thread ends by itself, nobody waits for it.
+            self.threads.iter().for_each(|thread| thread.request(Want::Exit));
+        }
+    }
+}
+
+/// A vCPU's thread from the inside.
+struct Runner<'a> {
+    shared: &'a Shared,
+    vcpu: Vcpu,
+    handler: Arc<dyn ExitHandler>,
+    first_run: Arc<OnceLock<Instant>>,
+}
+
+impl Runner<'_> {
+    fn work(&mut self) {
+        loop {
+            match self.shared.next() {
+                Next::Exit => return,
+                Next::Job(job) => {
+                    let vcpu = &mut self.vcpu;
+                    if catch_unwind(AssertUnwindSafe(|| job(vcpu))).is_err() {
+                        log::error!("vcpu{}: a task on the vCPU panicked", self.shared.index);
+                    }
+                }
+                Next::Run => {
+                    self.first_run.get_or_init(Instant::now);
+                    match catch_unwind(AssertUnwindSafe(|| self.run())) {
+                        Ok(Ok(())) => self.park(),
+                        Ok(Err(reason)) => self.end(reason),
+                        Err(_) => self.end(StopReason::HandlerPanicked),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Runs the guest until the vCPU is to leave it.
+    fn run(&mut self) -> Result<(), StopReason> {
+        let Shared { run_page, leave, .. } = self.shared;
+        loop {
+            run_page.set_immediate_exit(false);
+            if leave.load(Ordering::SeqCst) {
+                run_page.set_immediate_exit(true);
+            }
+            match run_once(&mut self.vcpu, &*self.handler) {
+                Pass::Interrupted if leave.load(Ordering::SeqCst) => return Ok(()),
+                // Interrupted without being asked to leave: by a signal that came late.
+                Pass::Handled | Pass::Interrupted => {}
+                Pass::Leave => self.leave_by_itself(),
+                Pass::Stopped(reason) => return Err(reason),
+            }
+        }
+    }
+
+    /// As if somebody had paused this vCPU.
+    fn leave_by_itself(&self) {
+        let mut control = self.shared.lock();
+        if control.want == Want::Run {
+            control.want = Want::Park;
+        }
+        self.shared.leave.store(true, Ordering::SeqCst);
+    }
+
+    fn park(&self) {
+        self.vcpu.tell_paused();
+        self.shared.set_phase(Phase::Parked);
+    }
+
+    fn end(&self, reason: StopReason) {
+        // Before the report, so that the reader of the report can pause the VM.
+        self.shared.set_phase(Phase::Ended);
+        let index = self.shared.index;
+        let report = AssertUnwindSafe(|| self.handler.stopped(index, reason));
+        if catch_unwind(report).is_err() {
+            log::error!("vcpu{index}: the report of its end panicked");
+        }
+    }
+}
+
+fn refuse_vcpu_thread() -> Result<(), ThreadsError> {
+    if IS_VCPU.get() { Err(ThreadsError::FromVcpu) } else { Ok(()) }
+}
+
+extern "C" fn on_kick(_signal: libc::c_int) {}
+
+/// Gives the kick's signal a handler that does nothing, once per process.
+///
+/// Not through vmm-sys-util, which cannot set SA_RESTART: the signal may also hit a device that is
+/// in a system call. KVM_RUN returns EINTR all the same.
+fn install_kick_handler() -> Result<(), ThreadsError> {
+    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
+    let install = || {
+        // SAFETY: all zeros is a valid sigaction: no flags, an empty mask, the default action.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        let handler: extern "C" fn(libc::c_int) = on_kick;
+        action.sa_sigaction = handler as *const () as libc::sighandler_t;
+        action.sa_flags = libc::SA_RESTART;
+        // SAFETY: the handler does nothing, which is safe at any point of any thread.
+        match unsafe { libc::sigaction(SIGRTMIN(), &raw const action, std::ptr::null_mut()) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL)),
+        }
+    };
+    INSTALLED
+        .get_or_init(install)
+        .map_err(|errno| ThreadsError::Signal(io::Error::from_raw_os_error(errno)))
+}
+
+/// Lets only the kick, and signals of this thread's own making, interrupt a vCPU thread.
+fn set_signal_mask() -> io::Result<()> {
+    let open = [
+        SIGRTMIN(),
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGILL,
+        libc::SIGFPE,
+        libc::SIGTRAP,
+        libc::SIGABRT,
+        libc::SIGSYS,
+    ];
+    // SAFETY: an all-zero sigset is overwritten by sigfillset, the signal numbers are valid, and
+    // the mask is that of this thread only.
+    let error = unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&raw mut set);
+        for signal in open {
+            libc::sigdelset(&raw mut set, signal);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut())
+    };
+    if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error)) }
+}

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A virtual processor.
+//!
+//! Owns the vCPU's file descriptor and its boot state. Saved state is in `vcpu_state`, running in
+//! `exits` and `threads`. Must never know what the guest boots.
+
+use std::sync::Arc;
+
+use kvm_bindings::{
+    CpuId, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED, Msrs, kvm_fpu, kvm_lapic_state,
+    kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
+};
+use kvm_ioctls::VcpuFd;
+
+use crate::error::{Asked, KvmError};
+use crate::ioctl;
+use crate::msr::{self, MsrValue};
+use crate::run_page::RunPage;
+use crate::vcpu_state::VcpuStateError;
+use crate::vm::VmShared;
+
+/// Offsets of the local vector table entries of the two local interrupt pins.
+const APIC_LVT_LINT0: usize = 0x350;
+const APIC_LVT_LINT1: usize = 0x360;
+/// Delivery modes of a local vector table entry (Intel SDM volume 3, 13.5.1).
+const APIC_MODE_NMI: u32 = 0b100 << 8;
+const APIC_MODE_EXT_INT: u32 = 0b111 << 8;
+
+/// Registers of the processor that runs first.
+#[derive(Clone, Debug)]
+pub struct BootRegisters {
+    /// General registers.
+    pub regs: kvm_regs,
+    /// Special registers. Begin with [`Vcpu::sregs`]: the APIC base must stay.
+    pub sregs: kvm_sregs,
+    /// Floating point registers.
+    pub fpu: kvm_fpu,
+    /// Model-specific registers.
+    pub msrs: Vec<kvm_msr_entry>,
+}
+
+/// State of a vCPU before its first instruction.
+#[derive(Clone, Debug)]
+pub struct VcpuInit {
+    /// Features that the guest sees.
+    pub cpuid: CpuId,
+    /// Registers; without them the vCPU waits for INIT and SIPI.
+    pub registers: Option<BootRegisters>,
+}
+
+/// A virtual processor.
+pub struct Vcpu {
+    pub(crate) fd: VcpuFd,
+    pub(crate) run_page: Arc<RunPage>,
+    index: u32,
+    xsave_len_bytes: usize,
+    /// Keeps guest memory mapped; last, so that it outlives the file descriptor.
+    vm: Arc<VmShared>,
+}
+
+impl Vcpu {
+    pub(crate) fn create(vm: Arc<VmShared>, index: u32) -> Result<Self, KvmError> {
+        let fd = vm.fd.create_vcpu(u64::from(index)).asked("create a vCPU")?;
+        let run_page = Arc::new(RunPage::map(&fd).asked("map a vCPU's run page")?);
+        if let Ok(khz) = fd.get_tsc_khz() {
+            vm.host_tsc_khz.get_or_init(|| khz);
+        }
+        // After the vCPU exists, as that is when the kernel fixes the answer.
+        let xsave_len_bytes = vm.xsave_len_bytes();
+        Ok(Self { fd, run_page, index, xsave_len_bytes, vm })
+    }
+
+    /// Number of the vCPU, which is its APIC number.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    pub(crate) fn vm(&self) -> &VmShared {
+        &self.vm
+    }
+
+    pub(crate) fn xsave_len_bytes(&self) -> usize {
+        self.xsave_len_bytes
+    }
+
+    /// Frequency of the TSC, if the host knows it.
+    pub fn tsc_khz(&self) -> Option<u32> {
+        self.fd.get_tsc_khz().ok().filter(|khz| *khz != 0)
+    }
+
+    /// General registers.
+    pub fn regs(&self) -> Result<kvm_regs, KvmError> {
+        self.fd.get_regs().asked("read a vCPU's general registers")
+    }
+
+    /// Special registers.
+    pub fn sregs(&self) -> Result<kvm_sregs, KvmError> {
+        self.fd.get_sregs().asked("read a vCPU's special registers")
+    }
+
+    /// Gives the vCPU the state that it boots with.
+    pub fn init(&self, init: &VcpuInit) -> Result<(), VcpuStateError> {
+        let kernel = VcpuStateError::Kernel;
+        self.fd.set_cpuid2(&init.cpuid).asked("set a vCPU's features").map_err(kernel)?;
+        self.connect_local_pins().map_err(kernel)?;
+        let mp_state = if let Some(registers) = &init.registers {
+            self.fd.set_regs(&registers.regs).asked("set a vCPU's registers").map_err(kernel)?;
+            self.fd
+                .set_sregs(&registers.sregs)
+                .asked("set a vCPU's special registers")
+                .map_err(kernel)?;
+            self.fd
+                .set_fpu(&registers.fpu)
+                .asked("set a vCPU's floating point registers")
+                .map_err(kernel)?;
+            let msrs: Vec<_> = registers.msrs.iter().copied().map(MsrValue::from).collect();
+            let refused = self.write_msrs(&msrs).map_err(kernel)?;
+            if !refused.is_empty() {
+                return Err(VcpuStateError::MsrsRefused(refused));
+            }
+            KVM_MP_STATE_RUNNABLE
+        } else {
+            KVM_MP_STATE_UNINITIALIZED
+        };
+        self.fd
+            .set_mp_state(kvm_mp_state { mp_state })
+            .asked("set whether a vCPU runs")
+            .map_err(kernel)
+    }
+
+    /// Connects the local APIC's pins as on a PC: LINT0 to the PIC, LINT1 to NMI.
+    fn connect_local_pins(&self) -> Result<(), KvmError> {
+        let mut apic = self.fd.get_lapic().asked("read a local APIC")?;
+        set_apic_register(&mut apic, APIC_LVT_LINT0, APIC_MODE_EXT_INT);
+        set_apic_register(&mut apic, APIC_LVT_LINT1, APIC_MODE_NMI);
+        self.fd.set_lapic(&apic).asked("set a local APIC")
+    }
+
+    /// Writes registers; returns those that the kernel refused.
+    pub(crate) fn write_msrs(&self, values: &[MsrValue]) -> Result<Vec<MsrValue>, KvmError> {
+        msr::write_all(values, |chunk: &Msrs| self.fd.set_msrs(chunk))
+            .asked("set a vCPU's model-specific registers")
+    }
+
+    /// Tells the guest's watchdogs that it was stopped. Best effort: most guests have none.
+    pub(crate) fn tell_paused(&self) {
+        if self.vm.capabilities.kvmclock_ctrl
+            && let Err(error) = self.fd.kvmclock_ctrl()
+        {
+            // EINVAL: the guest does not use the clock.
+            log::trace!("vcpu{}: the guest cannot be told of the pause: {error}", self.index);
+        }
+    }
+
+    /// Fills second-stage tables for guest memory that is there already; returns bytes done.
+    ///
+    /// Fails with ENOTTY or EOPNOTSUPP where [`crate::Capabilities::pre_fault_memory`] is false.
+    pub fn pre_fault_memory(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
+        ioctl::pre_fault_memory(&self.fd, gpa, len_bytes).asked("fill second-stage tables")
+    }
+}
+
+fn set_apic_register(apic: &mut kvm_lapic_state, offset: usize, value: u32) {
+    for (target, byte) in apic.regs.iter_mut().skip(offset).zip(value.to_le_bytes()) {
+        *target = byte.cast_signed();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_apic_register_is_little_endian_at_its_offset() {
+        let mut apic = kvm_lapic_state::default();
+        set_apic_register(&mut apic, APIC_LVT_LINT0, 0x0102_0384);
+        assert_eq!(apic.regs[0x350..0x354], [-0x7c, 3, 2, 1]);
+        assert!(apic.regs[..0x350].iter().chain(&apic.regs[0x354..]).all(|byte| *byte == 0));
+    }
+}

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Tests of the saved form of a vCPU that need no KVM.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use kvm_bindings::kvm_segment;
+use proptest::prelude::*;
+
+use super::*;
+
+fn sample() -> VcpuState {
+    VcpuState {
+        version: VCPU_STATE_VERSION,
+        cpuid: vec![CpuidEntry { function: 7, index: 1, flags: 1, answer: [1, 2, 3, 4] }],
+        mp_state: 3,
+        regs: kvm_regs { rip: 0x1234_5678_9abc_def0, ..Default::default() },
+        sregs: kvm_sregs {
+            cs: kvm_segment { base: 0xffff_0000, selector: 0xf000, ..Default::default() },
+            cr3: 0x1000,
+            ..Default::default()
+        },
+        pdptrs: Some([1, 2, 3, 4]),
+        xsave: Blob::new(&[0x7f, 3, 0, 1]),
+        xcrs: kvm_xcrs { nr_xcrs: 1, ..Default::default() },
+        debugregs: kvm_debugregs { dr7: 0x400, ..Default::default() },
+        lapic: Blob::new(&[0xff; 1024]),
+        msrs: vec![MsrValue { index: 0xc000_0082, value: u64::MAX }],
+        events: kvm_vcpu_events { sipi_vector: 9, ..Default::default() },
+        tsc: TscState { khz: Some(2_000_000), value: 5, offset: Some(u64::MAX) },
+        nested: None,
+    }
+}
+
+#[test]
+fn every_field_survives_json() {
+    let state = sample();
+    let text = serde_json::to_string(&state).unwrap();
+    assert_eq!(serde_json::from_str::<VcpuState>(&text).unwrap(), state);
+}
+
+#[test]
+fn a_sound_state_passes_the_check() {
+    sample().check().unwrap();
+}
+
+#[test]
+fn another_version_is_refused() {
+    let state = VcpuState { version: 2, ..sample() };
+    assert!(matches!(state.check(), Err(VcpuStateError::Version(2))));
+}
+
+#[test]
+fn lists_have_limits() {
+    let state = VcpuState { cpuid: vec![CpuidEntry::default(); 257], ..sample() };
+    assert!(matches!(state.check(), Err(VcpuStateError::TooMany { count: 257, .. })));
+    let state = VcpuState { msrs: vec![MsrValue::default(); 1025], ..sample() };
+    assert!(matches!(state.check(), Err(VcpuStateError::TooMany { count: 1025, .. })));
+}
+
+#[test]
+fn an_oversized_local_apic_is_refused() {
+    let state = VcpuState { lapic: Blob::new(&[1; 1025]), ..sample() };
+    assert!(matches!(state.check(), Err(VcpuStateError::Blob { what: "local APIC", .. })));
+}
+
+#[test]
+fn a_nested_state_that_lies_about_its_size_is_refused() {
+    let with_size = |size: u32, bytes: usize| {
+        let mut buffer = vec![0_u8; bytes];
+        buffer[4..8].copy_from_slice(&size.to_le_bytes());
+        buffer[bytes - 1] = 1;
+        VcpuState { nested: Some(Blob::new(&buffer)), ..sample() }.check()
+    };
+    with_size(128, 128).unwrap();
+    with_size(8320, 8320).unwrap();
+    // The kernel would read past the end of the buffer.
+    assert!(matches!(with_size(8321, 8320), Err(VcpuStateError::Nested)));
+    assert!(matches!(with_size(u32::MAX, 128), Err(VcpuStateError::Nested)));
+    assert!(matches!(with_size(127, 128), Err(VcpuStateError::Nested)));
+    assert!(matches!(with_size(128, 8321), Err(VcpuStateError::Blob { .. })));
+}
+
+#[test]
+fn special_registers_survive_both_forms() {
+    let state = sample();
+    let (sregs, pdptrs) = split_sregs(&join_sregs(&state.sregs, state.pdptrs));
+    assert_eq!((sregs, pdptrs), (state.sregs, state.pdptrs));
+    let (_, none) = split_sregs(&join_sregs(&state.sregs, None));
+    assert_eq!(none, None);
+}
+
+#[test]
+fn refused_registers_are_named_with_their_values() {
+    let error = VcpuStateError::MsrsRefused(vec![MsrValue { index: 0x10a, value: 0x2b }]);
+    assert_eq!(error.to_string(), "this host does not take MSR 0x10a = 0x2b");
+    assert!(!is_diagnostic(0x10a));
+    assert!(is_diagnostic(0xc1));
+}
+
+#[test]
+fn pages_shared_with_kvm_are_found_with_the_second_half_of_a_straddling_one() {
+    let msr = |index, value| MsrValue { index, value };
+    let state = VcpuState {
+        msrs: vec![
+            msr(0x4b56_4d01, 0x5ff1),
+            msr(0x4b56_4d03, 0x9041),
+            msr(0x4b56_4d04, 0),
+            msr(0x174, 0x7_0000),
+        ],
+        ..sample()
+    };
+    assert_eq!(Vec::from_iter(state.pages_used_by_kvm()), [0x5000, 0x6000, 0x9000]);
+}
+
+proptest! {
+    #[test]
+    fn any_text_is_a_state_or_an_error(cut in 0_usize..4000, byte in any::<u8>()) {
+        let mut text = serde_json::to_vec(&sample()).unwrap();
+        let at = cut % text.len();
+        text[at] = byte;
+        if let Ok(state) = serde_json::from_slice::<VcpuState>(&text) {
+            let _ = state.check();
+        }
+        let _ = serde_json::from_slice::<VcpuState>(&text[..at]);
+    }
+}

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A virtual machine: memory slots, interrupt controllers, vCPUs.
+//!
+//! Owns the VM's file descriptor and what must live as long as the VM. The parts are in modules of
+//! their own: `slots`, `msi`, `irqchip`, `clock`, `vcpu`. Must never know what the guest is.
+
+use std::io;
+use std::sync::{Arc, OnceLock};
+
+use kvm_bindings as kvm;
+use kvm_bindings::kvm_enable_cap;
+use kvm_ioctls::{Cap, VmFd};
+
+use crate::caps::{Capabilities, Hypervisor, ManualDirtyLog};
+use crate::error::{Asked, KvmError};
+use crate::msi::Routes;
+use crate::slots::Slots;
+use crate::vcpu::Vcpu;
+
+/// Addresses that a VM needs below 4 GiB on processors that cannot run real mode directly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VmConfig {
+    /// Guest physical address of three pages that the guest never uses.
+    pub tss_gpa: u64,
+    /// Guest physical address of one page that the guest never uses.
+    pub identity_map_gpa: u64,
+}
+
+impl Default for VmConfig {
+    /// The identity map at 0xfffb_c000, the three pages behind it at 0xfffb_d000.
+    fn default() -> Self {
+        Self { tss_gpa: 0xfffb_d000, identity_map_gpa: 0xfffb_c000 }
+    }
+}
+
+/// What a VM, its vCPUs and its interrupt vectors share.
+pub(crate) struct VmShared {
+    pub(crate) fd: VmFd,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) msr_indices: Arc<[u32]>,
+    pub(crate) routes: Routes,
+    /// Frequency that a vCPU has before anybody sets it; unknown until there is a vCPU.
+    pub(crate) host_tsc_khz: OnceLock<u32>,
+    /// Last, so that the mappings outlive the VM's file descriptor.
+    pub(crate) slots: Slots,
+}
+
+/// A virtual machine; clones are the same one.
+#[derive(Clone)]
+pub struct Vm(Arc<VmShared>);
+
+impl Vm {
+    /// Makes a VM with PIC, IOAPIC and local APICs in the kernel, and no timer chip.
+    pub fn create(hypervisor: &Hypervisor, config: &VmConfig) -> Result<Self, KvmError> {
+        let fd = create_fd(hypervisor).asked("create a virtual machine")?;
+        let tss = usize::try_from(config.tss_gpa)
+            .map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
+            .asked("set the TSS address")?;
+        fd.set_identity_map_address(config.identity_map_gpa)
+            .asked("set the identity map address")?;
+        fd.set_tss_address(tss).asked("set the TSS address")?;
+        let x2apic =
+            kvm::KVM_X2APIC_API_USE_32BIT_IDS | kvm::KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK;
+        enable(&fd, kvm::KVM_CAP_X2APIC_API, x2apic).asked("use 32-bit APIC numbers")?;
+        let capabilities = hypervisor.capabilities().clone();
+        let manual = match capabilities.manual_dirty_log {
+            ManualDirtyLog::None => 0,
+            ManualDirtyLog::Protect => kvm::KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
+            ManualDirtyLog::InitiallySet => {
+                kvm::KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | kvm::KVM_DIRTY_LOG_INITIALLY_SET
+            }
+        };
+        if manual != 0 {
+            enable(&fd, kvm::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, manual)
+                .asked("separate reading and clearing of the dirty log")?;
+        }
+        fd.create_irq_chip().asked("create the interrupt controllers")?;
+        let routes = Routes::new(capabilities.irq_routes_max);
+        Ok(Self(Arc::new(VmShared {
+            fd,
+            capabilities,
+            msr_indices: hypervisor.shared_msr_indices(),
+            routes,
+            host_tsc_khz: OnceLock::new(),
+            slots: Slots::default(),
+        })))
+    }
+
+    /// What the kernel can do beyond what is required.
+    pub fn capabilities(&self) -> &Capabilities {
+        &self.0.capabilities
+    }
+
+    /// Makes the vCPU whose number, and APIC number, is `index`.
+    pub fn create_vcpu(&self, index: u32) -> Result<Vcpu, KvmError> {
+        Vcpu::create(Arc::clone(&self.0), index)
+    }
+
+    /// Sets the level of a line of the interrupt controllers.
+    pub fn set_interrupt_level(&self, gsi: u32, high: bool) -> Result<(), KvmError> {
+        self.0.fd.set_irq_line(gsi, high).asked("set the level of an interrupt line")
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<VmShared> {
+        &self.0
+    }
+}
+
+impl VmShared {
+    /// Length of the XSAVE area of this VM's vCPUs. Fixed once there is a vCPU.
+    pub(crate) fn xsave_len_bytes(&self) -> usize {
+        usize::try_from(self.fd.check_extension_int(Cap::Xsave2)).unwrap_or(0)
+    }
+}
+
+/// Creating a VM is interrupted by any signal, so it is tried again.
+fn create_fd(hypervisor: &Hypervisor) -> Result<VmFd, kvm_ioctls::Error> {
+    loop {
+        match hypervisor.kvm().create_vm() {
+            Err(error) if error.errno() == libc::EINTR => {}
+            result => return result,
+        }
+    }
+}
+
+fn enable(fd: &VmFd, cap: u32, bits: u32) -> Result<(), kvm_ioctls::Error> {
+    let mut request = kvm_enable_cap { cap, ..Default::default() };
+    request.args[0] = u64::from(bits);
+    fd.enable_cap(&request)
+}

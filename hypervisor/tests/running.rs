@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guests on real KVM: exits, pausing, stopping. Skipped, loudly, without /dev/kvm.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use common::{
+    CODE, Event, Guest, LEAVE_PORT, PANIC_PORT, PATIENCE, Recorder, boot, kvm, start, vm,
+};
+use hypervisor::{
+    ExitHandler, FaultAction, StopReason, ThreadsConfig, ThreadsError, VcpuInit, VcpuThreads,
+};
+
+#[test]
+fn a_guest_writes_ports_and_can_be_paused_in_hlt() {
+    let Some(kvm) = kvm() else { return };
+    #[rustfmt::skip]
+    let guest = Guest::new(&kvm, &[
+        0xba, 0x70, 0x00,       // mov dx, 0x70
+        0xb0, b'H',             // mov al, 'H'
+        0xee,                   // out dx, al
+        0xb8, b'i', b'!',       // mov ax, "i!"
+        0xef,                   // out dx, ax
+        0xf4,                   // hlt
+        0xeb, 0xfd,             // jmp to the hlt
+    ]);
+    assert_eq!(guest.threads.first_run(), None);
+    let before = Instant::now();
+    guest.threads.resume_all();
+    assert_eq!(guest.next(), Event::Out(0x70, b"H".to_vec()));
+    assert_eq!(guest.next(), Event::Out(0x70, b"i!".to_vec()));
+    assert!(guest.threads.first_run().unwrap() >= before);
+    guest.threads.pause_all().unwrap();
+    assert!(guest.threads.all_parked());
+}
+
+#[test]
+fn a_string_instruction_is_split_into_its_elements() {
+    let Some(kvm) = kvm() else { return };
+    #[rustfmt::skip]
+    let guest = Guest::new(&kvm, &[
+        0xfc,                   // cld
+        0xbe, 0x00, 0x20,       // mov si, 0x2000
+        0xb9, 0x03, 0x00,       // mov cx, 3
+        0xba, 0x70, 0x00,       // mov dx, 0x70
+        0xf3, 0x6e,             // rep outsb
+        0xb9, 0x02, 0x00,       // mov cx, 2
+        0xf3, 0x6f,             // rep outsw
+        0xf4,                   // hlt
+    ]);
+    guest.memory.write(0x2000, b"abcdefg");
+    guest.threads.resume_all();
+    for expected in [&b"a"[..], b"b", b"c", b"de", b"fg"] {
+        assert_eq!(guest.next(), Event::Out(0x70, expected.to_vec()));
+    }
+}
+
+#[test]
+fn a_vcpu_that_leaves_has_finished_its_access_and_goes_on_behind_it() {
+    let Some(kvm) = kvm() else { return };
+    #[rustfmt::skip]
+    let guest = Guest::new(&kvm, &[
+        0xe4, 0x5a,             // in al, 0x5a
+        0xe6, 0x10,             // out LEAVE_PORT, al
+        0xe6, 0x70,             // out 0x70, al
+        0xf4,                   // hlt
+    ]);
+    guest.threads.resume_all();
+    guest.wait_for_leave();
+    let (rip, rax) = guest
+        .threads
+        .on_one(0, |vcpu| vcpu.regs().map(|regs| (regs.rip, regs.rax)).unwrap())
+        .unwrap();
+    assert_eq!((rip, rax & 0xff), (u64::from(CODE) + 4, 0x5a));
+    guest.threads.resume_all();
+    assert_eq!(guest.next(), Event::Out(0x70, vec![0x5a]));
+}
+
+/// Two vCPUs loop, one in the guest, one through its handler; no kick may be lost.
+#[test]
+fn a_thousand_pauses_never_lose_a_kick() {
+    let Some(kvm) = kvm() else { return };
+    let (done, finished) = channel();
+    let work = std::thread::spawn(move || {
+        let (vm, memory) = vm(&kvm, false);
+        memory.write(CODE, &[0x66, 0xff, 0x06, 0x00, 0x20, 0xeb, 0xf9]); // inc dword [0x2000]; loop
+        memory.write(0x1100, &[0xe4, 0x70, 0xeb, 0xfc]); // in al, 0x70; loop
+        let vcpus: Vec<_> = [CODE, 0x1100]
+            .into_iter()
+            .zip(0..)
+            .map(|(entry, index)| {
+                let vcpu = vm.create_vcpu(index).unwrap();
+                boot(&kvm, &vcpu, entry, 0);
+                vcpu
+            })
+            .collect();
+        let (recorder, _events) = Recorder::new();
+        let threads = start(vcpus, recorder);
+        let mut longest = Duration::ZERO;
+        for round in 0..1000 {
+            let count = memory.read_u32(0x2000);
+            threads.resume_all();
+            match round % 4 {
+                // At once, so that the kick meets a thread that is about to enter the guest;
+                0 => {}
+                // a little later, at moments that differ;
+                1 => (0..round * 10).for_each(|_| std::hint::spin_loop()),
+                // in the guest.
+                _ => {
+                    while memory.read_u32(0x2000) == count {
+                        std::thread::yield_now();
+                    }
+                }
+            }
+            let begin = Instant::now();
+            threads.pause_all().unwrap();
+            longest = longest.max(begin.elapsed());
+            assert!(threads.all_parked());
+            let count = memory.read_u32(0x2000);
+            if round % 50 == 0 {
+                // Parked means parked.
+                std::thread::yield_now();
+                assert_eq!(memory.read_u32(0x2000), count);
+            }
+        }
+        // The guest still runs.
+        let count = memory.read_u32(0x2000);
+        threads.resume_all();
+        while memory.read_u32(0x2000) == count {
+            std::thread::yield_now();
+        }
+        threads.stop_all().unwrap();
+        done.send(longest).unwrap();
+    });
+    match finished.recv_timeout(PATIENCE) {
+        Ok(longest) => assert!(longest < Duration::from_secs(5), "{longest:?}"),
+        Err(error) => panic!("a kick was lost, or the guest stands still: {error}"),
+    }
+    work.join().unwrap();
+}
+
+#[test]
+fn an_application_processor_waits_for_init_and_sipi() {
+    let Some(kvm) = kvm() else { return };
+    let (vm, memory) = vm(&kvm, false);
+    #[rustfmt::skip]
+    memory.write(CODE, &[ // data segment at the local APIC
+        0x66, 0xc7, 0x06, 0x10, 0x03, 0, 0, 0, 1,       // mov dword [0x310], 1 << 24
+        0x66, 0xc7, 0x06, 0x00, 0x03, 0, 0x45, 0, 0,    // mov dword [0x300], INIT
+        0x66, 0xc7, 0x06, 0x00, 0x03, 2, 0x46, 0, 0,    // mov dword [0x300], SIPI to 0x2000
+        0xf4,                                           // hlt
+    ]);
+    memory.write(0x2000, &[0xe6, 0x77, 0xf4]); // out 0x77, al; hlt
+    let boot_vcpu = vm.create_vcpu(0).unwrap();
+    boot(&kvm, &boot_vcpu, CODE, 0xfee0_0000);
+    let second = vm.create_vcpu(1).unwrap();
+    second.init(&VcpuInit { cpuid: kvm.supported_cpuid().unwrap(), registers: None }).unwrap();
+    let (recorder, events) = Recorder::new();
+    let threads = start(vec![boot_vcpu, second], recorder);
+    threads.resume_all();
+    // A vCPU that waits for its start can be paused as well.
+    threads.pause_all().unwrap();
+    threads.resume_all();
+    let event = events.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(event, Event::Out(0x77, _)), "{event:?}");
+}
+
+#[test]
+fn a_triple_fault_stops_its_vcpu_and_leaves_its_state_readable() {
+    let Some(kvm) = kvm() else { return };
+    // lidt [0x2000], which is empty; ud2
+    let guest = Guest::new(&kvm, &[0x0f, 0x01, 0x1e, 0x00, 0x20, 0x0f, 0x0b]);
+    guest.threads.resume_all();
+    assert_eq!(guest.next(), Event::Stopped(0, StopReason::Shutdown));
+    guest.threads.pause_all().unwrap();
+    guest.threads.resume_all();
+    assert!(guest.threads.all_parked());
+    guest.threads.on_one(0, |vcpu| vcpu.regs().map(drop).unwrap()).unwrap();
+}
+
+#[test]
+fn a_panicking_handler_stops_its_vcpu_only() {
+    let Some(kvm) = kvm() else { return };
+    let guest = Guest::new(&kvm, &[0xe6, PANIC_PORT.to_le_bytes()[0], 0xf4]);
+    guest.threads.resume_all();
+    assert_eq!(guest.next(), Event::Stopped(0, StopReason::HandlerPanicked));
+    guest.threads.stop_all().unwrap();
+}
+
+#[test]
+fn a_memory_fault_is_reported_and_can_be_retried() {
+    let Some(kvm) = kvm() else { return };
+    let (vm, memory) = vm(&kvm, false);
+    // mov [0x5000], al; out LEAVE_PORT, al
+    memory.write(CODE, &[0xa2, 0x00, 0x50, 0xe6, 0x10]);
+    memory.write(0x5000, &[1]);
+    memory.protect(5, libc::PROT_NONE);
+    let (mut recorder, events) = Recorder::new();
+    let target = Arc::clone(&memory);
+    recorder.on_fault = Some(Box::new(move |access| {
+        assert!(access.gpa.is_none_or(|gpa| gpa & !0xfff == 0x5000));
+        target.protect(5, libc::PROT_READ | libc::PROT_WRITE);
+        FaultAction::Retry
+    }));
+    let vcpu = vm.create_vcpu(0).unwrap();
+    boot(&kvm, &vcpu, CODE, 0);
+    let threads = start(vec![vcpu], recorder);
+    threads.resume_all();
+    match events.recv_timeout(PATIENCE).unwrap() {
+        Event::Fault(_) => {
+            let event = events.recv_timeout(PATIENCE).unwrap();
+            assert!(matches!(event, Event::Out(LEAVE_PORT, _)), "{event:?}");
+        }
+        // An emulated write that meets the fault becomes MMIO, as if there were no memory.
+        event => assert!(matches!(event, Event::MmioWrite(0x5000, _)), "{event:?}"),
+    }
+}
+
+#[test]
+fn only_parked_vcpus_take_closures_and_each_runs_on_its_own_thread() {
+    let Some(kvm) = kvm() else { return };
+    let guest = Guest::new(&kvm, &[0xeb, 0xfe]);
+    let name = guest
+        .threads
+        .on_each(|vcpu| (vcpu.index(), std::thread::current().name().map(str::to_owned)))
+        .unwrap();
+    assert_eq!(name, [(0, Some("vcpu0".to_owned()))]);
+    let unknown = guest.threads.on_one(7, |_| ()).unwrap_err();
+    assert!(matches!(unknown, ThreadsError::Unknown { index: 7 }));
+    guest.threads.resume_all();
+    let running = guest.threads.on_one(0, |_| ()).unwrap_err();
+    assert!(matches!(running, ThreadsError::NotParked { index: 0 }));
+    guest.threads.pause_all().unwrap();
+    let panicked = guest.threads.on_one(0, |_| panic!("as the test wished")).unwrap_err();
+    assert!(matches!(panicked, ThreadsError::Gone { index: 0 }));
+    guest.rip();
+    guest.threads.stop_all().unwrap();
+    assert!(matches!(guest.threads.on_one(0, |_| ()), Err(ThreadsError::Gone { .. })));
+}
+
+#[test]
+fn a_vcpu_thread_cannot_wait_for_vcpus() {
+    let Some(kvm) = kvm() else { return };
+    let (vm, memory) = vm(&kvm, false);
+    memory.write(CODE, &[0xe6, 0x70, 0xf4]);
+    let vcpu = vm.create_vcpu(0).unwrap();
+    boot(&kvm, &vcpu, CODE, 0);
+    let threads: Arc<OnceLock<Weak<VcpuThreads>>> = Arc::default();
+    let answers = Arc::new(Mutex::new(Vec::new()));
+    let (mut recorder, events) = Recorder::new();
+    let (seen, kept) = (Arc::clone(&threads), Arc::clone(&answers));
+    recorder.on_out = Some(Box::new(move || {
+        let threads = seen.get().and_then(Weak::upgrade).unwrap();
+        kept.lock().unwrap().push((threads.pause_all(), threads.stop_all()));
+    }));
+    let running = Arc::new(start(vec![vcpu], recorder));
+    threads.set(Arc::downgrade(&running)).unwrap();
+    running.resume_all();
+    events.recv_timeout(PATIENCE).unwrap();
+    let answers = answers.lock().unwrap();
+    let [(pause, stop)] = answers.as_slice() else { panic!("{answers:?}") };
+    assert!(matches!(pause, Err(ThreadsError::FromVcpu)));
+    assert!(matches!(stop, Err(ThreadsError::FromVcpu)));
+}
+
+#[test]
+fn a_hook_that_fails_is_an_error_of_the_start() {
+    let Some(kvm) = kvm() else { return };
+    let (vm, _memory) = vm(&kvm, false);
+    let vcpu = vm.create_vcpu(0).unwrap();
+    let handler: Arc<dyn ExitHandler> = Arc::new(Recorder::new().0);
+    let on_start = Arc::new(|_index| Err(std::io::Error::from_raw_os_error(libc::EPERM)));
+    let config = ThreadsConfig { handler, on_start: Some(on_start) };
+    let answer = VcpuThreads::start(vec![vcpu], &config);
+    assert!(matches!(answer.map(drop), Err(ThreadsError::Start { index: 0, .. })));
+}

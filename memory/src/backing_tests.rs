@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Which backing a zone gets, and what files go through.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+const SMALL_SHMEM: HugePagePolicy = HugePagePolicy { private: true, shared: false };
+const HUGE_SHMEM: HugePagePolicy = HugePagePolicy { private: true, shared: true };
+const NO_HUGE: HugePagePolicy = HugePagePolicy { private: false, shared: false };
+
+fn zone(change: impl FnOnce(&mut ZoneSpec)) -> ZoneSpec {
+    let mut zone = ZoneSpec::new("z", 4 * MIB);
+    change(&mut zone);
+    zone
+}
+
+fn create(zone: &ZoneSpec) -> Result<ZoneBacking, BackingError> {
+    ZoneBacking::create(zone, &Host::real(), SMALL_SHMEM)
+}
+
+fn kind(policy: HugePagePolicy, change: impl FnOnce(&mut ZoneSpec)) -> ZoneKind {
+    ZoneBacking::create(&zone(change), &Host::real(), policy).unwrap().kind
+}
+
+fn file_zone(path: &Path, shared: bool) -> ZoneSpec {
+    zone(|z| {
+        z.backing = Backing::File(path.to_owned());
+        z.shared = shared;
+    })
+}
+
+#[test]
+fn left_to_choose_huge_pages_decide() {
+    use ZoneKind::{PrivateAnonymous, Shared};
+    assert_eq!(kind(SMALL_SHMEM, |_| {}), PrivateAnonymous);
+    assert_eq!(kind(SMALL_SHMEM, |z| z.thp = false), Shared);
+    assert_eq!(kind(SMALL_SHMEM, |z| z.shared = true), Shared);
+    assert_eq!(kind(SMALL_SHMEM, |z| z.backing = Backing::Memfd), Shared);
+    assert_eq!(kind(HUGE_SHMEM, |_| {}), Shared);
+    assert_eq!(kind(NO_HUGE, |_| {}), Shared);
+    assert_eq!(kind(HUGE_SHMEM, |z| z.mergeable = true), PrivateAnonymous);
+    assert_eq!(kind(HUGE_SHMEM, |z| z.backing = Backing::Anonymous), PrivateAnonymous);
+}
+
+#[test]
+fn a_memfd_is_named_after_its_zone_and_cannot_be_cut() {
+    let backing = create(&zone(|z| z.shared = true)).unwrap();
+    let file = backing.file.unwrap();
+    let link = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+    assert!(link.to_str().unwrap().starts_with("/memfd:ram-z"), "{link:?}");
+    assert_eq!(file.metadata().unwrap().len(), 4 * MIB);
+    let cut = file.set_len(MIB).unwrap_err();
+    assert_eq!(cut.raw_os_error(), Some(libc::EPERM));
+}
+
+#[test]
+fn a_file_is_created_with_its_size_and_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    let backing = create(&file_zone(&path, false)).unwrap();
+    assert_eq!(backing.kind, ZoneKind::Shared);
+    assert!(!backing.holds_data);
+    assert_eq!(fs::metadata(&path).unwrap().len(), 4 * MIB);
+    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+    // Longer files are never cut.
+    fs::File::create(&path).unwrap().set_len(8 * MIB).unwrap();
+    create(&file_zone(&path, true)).unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().len(), 8 * MIB);
+}
+
+#[test]
+fn a_directory_gets_a_file_without_a_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let backing = create(&file_zone(dir.path(), false)).unwrap();
+    assert_eq!(backing.kind, ZoneKind::Shared);
+    assert_eq!(backing.file.unwrap().metadata().unwrap().len(), 4 * MIB);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    named_then_removed(dir.path(), &options).unwrap();
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn data_in_a_file_is_safe_from_an_unshared_zone() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("precious");
+    fs::write(&path, vec![7; 4 << 20]).unwrap();
+    let private = create(&file_zone(&path, false)).unwrap();
+    assert_eq!(private.kind, ZoneKind::PrivateFile);
+    let shared = create(&file_zone(&path, true)).unwrap();
+    assert_eq!(shared.kind, ZoneKind::Shared);
+    assert!(private.holds_data && shared.holds_data);
+
+    fs::write(&path, b"short").unwrap();
+    let error = create(&file_zone(&path, false)).unwrap_err();
+    assert!(matches!(error, BackingError::ShortPrivateFile { .. }), "{error}");
+    assert_eq!(fs::read(&path).unwrap(), b"short");
+}
+
+#[test]
+fn unusable_paths_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let nowhere = dir.path().join("no/such/dir");
+    let error = create(&file_zone(&nowhere, false)).unwrap_err();
+    assert!(error.to_string().contains("no/such/dir"), "{error}");
+    let error = create(&file_zone(Path::new("/dev/null"), true)).unwrap_err();
+    assert!(matches!(error, BackingError::NotAFile { .. }), "{error}");
+    let text = dir.path().join("text");
+    fs::write(&text, "").unwrap();
+    let error = create(&file_zone(&text.join("below"), false)).unwrap_err();
+    assert!(error.to_string().contains("text/below"), "{error}");
+}
+
+#[test]
+fn a_file_that_was_made_in_vain_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("huge");
+    let error = create(&zone(|z| {
+        z.backing = Backing::File(path.clone());
+        z.size_bytes = 1 << 62;
+        z.reserve = true;
+    }))
+    .unwrap_err();
+    assert!(error.to_string().contains("huge"), "{error}");
+    assert!(!path.exists());
+}
+
+#[test]
+fn files_handed_over_are_examined() {
+    let spec = zone(|_| {});
+    let given = |file: File| ZoneBacking::given(&spec, Arc::new(file));
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(4 * MIB - 4096).unwrap();
+    assert!(matches!(given(file.try_clone().unwrap()), Err(BackingError::GivenFile { .. })));
+    file.set_len(4 * MIB).unwrap();
+    assert_eq!(given(file).unwrap().kind, ZoneKind::Shared);
+    let readable = File::open("/dev/null").unwrap();
+    assert!(matches!(given(readable), Err(BackingError::GivenFile { .. })));
+    let named = tempfile::NamedTempFile::new().unwrap();
+    named.as_file().set_len(4 * MIB).unwrap();
+    let read_only = File::open(named.path()).unwrap();
+    assert!(matches!(given(read_only), Err(BackingError::GivenFile { .. })));
+}
+
+#[test]
+fn huge_pages_of_an_odd_or_missing_size_are_refused_by_name() {
+    let root = tempfile::tempdir().unwrap();
+    let host = Host::pretended(root.path());
+    let spec = |size_bytes| {
+        zone(|z| {
+            z.backing = Backing::Hugetlb { page_size: HugePageSize::HostDefault };
+            z.size_bytes = size_bytes;
+        })
+    };
+    let missing = ZoneBacking::create(&spec(4 * MIB), &host, NO_HUGE).unwrap_err();
+    assert!(matches!(missing, BackingError::NoSuchHugePages { .. }), "{missing}");
+    fs::create_dir_all(root.path().join("proc")).unwrap();
+    fs::write(root.path().join("proc/meminfo"), "Hugepagesize: 1048576 kB\n").unwrap();
+    let odd = ZoneBacking::create(&spec(4 * MIB), &host, NO_HUGE).unwrap_err();
+    assert!(odd.to_string().contains("not a multiple of its page size"), "{odd}");
+}

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What several test modules need: looking at this process's memory, and borrowing huge pages.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::Host;
+use crate::populated::{PAGE_IS_ZERO_PAGE, scan_pagemap};
+
+impl Host {
+    /// A host that is a folder with `sys` and `proc` in it.
+    pub fn pretended(root: &Path) -> Self {
+        Self { sys: root.join("sys"), proc: root.join("proc") }
+    }
+}
+
+/// Bytes of `start..start + len_bytes` that have memory of their own (the shared zero page does
+/// not count).
+pub fn resident_bytes(start: *const u8, len_bytes: u64) -> u64 {
+    let pagemap = fs::File::open("/proc/self/pagemap").unwrap();
+    if let Ok(runs) = scan_pagemap(&pagemap, start, 0..len_bytes, PAGE_IS_ZERO_PAGE) {
+        return runs.into_iter().map(|run| run.end - run.start).sum();
+    }
+    // Before Linux 6.7: every entry by itself, told from the zero page by its frame.
+    let probe = crate::PageBitmap::new(1).unwrap();
+    assert!(!probe.test(0));
+    let zero_page = page_entry(&pagemap, probe.storage());
+    assert_ne!(zero_page << 9, 0, "frame numbers are for root only");
+    let pages = (0..len_bytes).step_by(4096);
+    let entry = |offset| page_entry(&pagemap, start.wrapping_add(crate::to_usize(offset)));
+    let own = pages.filter(|offset| entry(*offset) >> 62 != 0 && entry(*offset) != zero_page);
+    own.count() as u64 * 4096
+}
+
+fn page_entry(pagemap: &fs::File, address: *const u8) -> u64 {
+    let mut entry = [0; 8];
+    pagemap.read_exact_at(&mut entry, address.addr() as u64 / 4096 * 8).unwrap();
+    u64::from_ne_bytes(entry)
+}
+
+/// Whether the page at `address` is present in this process's page table.
+pub fn is_mapped(address: *const u8) -> bool {
+    let pagemap = fs::File::open("/proc/self/pagemap").unwrap();
+    page_entry(&pagemap, address) >> 63 == 1
+}
+
+/// A field of the `smaps` entry that contains `address`, in bytes.
+pub fn smaps_bytes(address: *const u8, field: &str) -> u64 {
+    let text = fs::read_to_string("/proc/self/smaps").unwrap();
+    let mut inside = false;
+    for line in text.lines() {
+        let first = line.split(' ').next().unwrap();
+        if let Some((low, high)) = first.split_once('-')
+            && let Ok(low) = usize::from_str_radix(low, 16)
+        {
+            let high = usize::from_str_radix(high, 16).unwrap();
+            inside = (low..high).contains(&address.addr());
+        } else if inside && let Some(rest) = line.strip_prefix(field) {
+            let kib = rest.trim_start_matches(':').trim().trim_end_matches(" kB");
+            return kib.parse::<u64>().unwrap() << 10;
+        }
+    }
+    panic!("no {field} for {address:?}");
+}
+
+/// Extra pages in the host's 2 MiB hugetlb pool; given back on drop. One test at a time has them.
+pub struct BorrowedHugePages {
+    pool: PathBuf,
+    before: u64,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl BorrowedHugePages {
+    /// `None`, loudly, where the host will not lend any (not root, no memory, no hugetlb).
+    pub fn new(test: &str, pages: u64) -> Option<Self> {
+        static TURN: Mutex<()> = Mutex::new(());
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let pool = Host::hugetlb_path(2 << 20);
+        let number = || fs::read_to_string(&pool).ok()?.trim().parse::<u64>().ok();
+        let Some(before) = number() else {
+            eprintln!("SKIPPED {test}: no {}", pool.display());
+            return None;
+        };
+        let written = fs::write(&pool, (before + pages).to_string());
+        let borrowed = Self { pool: pool.clone(), before, _turn: turn };
+        if written.is_err() || number() != Some(before + pages) {
+            eprintln!("SKIPPED {test}: could not get {pages} huge pages ({written:?})");
+            return None;
+        }
+        Some(borrowed)
+    }
+}
+
+impl Drop for BorrowedHugePages {
+    fn drop(&mut self) {
+        let _ = fs::write(&self.pool, self.before.to_string());
+    }
+}

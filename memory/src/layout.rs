@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Where in the guest's address space each zone lies.
+//!
+//! Owns the rule: zones one after another from address 0, cut at the hole for devices below
+//! 4 GiB. Must never depend on the host, or a migrated guest would find its memory elsewhere.
+
+use std::ops::Range;
+
+/// The guest's address space as far as RAM is concerned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RamLayout {
+    /// First guest physical address that is kept free for devices.
+    pub hole_start: u64,
+    /// First guest physical address at which RAM goes on.
+    pub hole_end: u64,
+    /// No RAM at or above this guest physical address.
+    pub end: u64,
+}
+
+impl Default for RamLayout {
+    /// A hole from 3 to 4 GiB and an address space of 52 bits, the most that x86-64 has.
+    fn default() -> Self {
+        Self { hole_start: 0xC000_0000, hole_end: 0x1_0000_0000, end: 1 << 52 }
+    }
+}
+
+/// A piece of a zone that is contiguous for the guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Placement {
+    /// Which zone, by its place in the configuration.
+    pub zone: usize,
+    /// Where the guest sees the piece.
+    pub gpa: u64,
+    /// Which bytes of the zone it is.
+    pub bytes: Range<u64>,
+}
+
+/// RAM that does not fit.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// More RAM than addresses.
+    #[error(
+        "memory zone '{id}' does not fit: it would end at guest address {end:#x}, and the guest's \
+         address space ends at {limit:#x}"
+    )]
+    TooLarge {
+        /// The zone that crosses the end.
+        id: String,
+        /// Where it would end (the highest address, if that cannot be counted).
+        end: u64,
+        /// Where the address space ends.
+        limit: u64,
+    },
+    /// The hole cuts a huge page.
+    #[error(
+        "memory zone '{id}' would be cut at its byte {at:#x} by the hole for devices, which is not \
+         a multiple of its page size, {page_bytes} bytes: put smaller zones behind it"
+    )]
+    CutPage {
+        /// The zone.
+        id: String,
+        /// Where in the zone.
+        at: u64,
+        /// The zone's page size.
+        page_bytes: u64,
+    },
+    /// The caller's hole makes no sense.
+    #[error("the hole for devices {start:#x}..{end:#x} is not an ordered, page-aligned range")]
+    BadHole {
+        /// Start of the hole.
+        start: u64,
+        /// End of the hole.
+        end: u64,
+    },
+}
+
+/// What the layout has to know about a zone.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ZoneExtent<'a> {
+    pub id: &'a str,
+    pub size_bytes: u64,
+    pub page_bytes: u64,
+}
+
+impl RamLayout {
+    pub(crate) fn place(&self, zones: &[ZoneExtent<'_>]) -> Result<Vec<Placement>, LayoutError> {
+        let (start, end) = (self.hole_start, self.hole_end);
+        if start > end || !start.is_multiple_of(4096) || !end.is_multiple_of(4096) {
+            return Err(LayoutError::BadHole { start, end });
+        }
+        let mut placed = Vec::new();
+        let mut gpa = 0;
+        for (index, zone) in zones.iter().enumerate() {
+            gpa = self.place_zone(index, zone, gpa, &mut placed)?;
+        }
+        Ok(placed)
+    }
+
+    /// Places one zone from `gpa` on; returns where the next one begins.
+    fn place_zone(
+        &self,
+        index: usize,
+        zone: &ZoneExtent<'_>,
+        mut gpa: u64,
+        placed: &mut Vec<Placement>,
+    ) -> Result<u64, LayoutError> {
+        let mut at = 0;
+        while at < zone.size_bytes {
+            if (self.hole_start..self.hole_end).contains(&gpa) {
+                gpa = self.hole_end;
+            }
+            let left = zone.size_bytes - at;
+            let room = if gpa < self.hole_start { self.hole_start - gpa } else { u64::MAX };
+            let len = left.min(room);
+            if len < left && !(at + len).is_multiple_of(zone.page_bytes) {
+                let (id, page_bytes) = (zone.id.to_owned(), zone.page_bytes);
+                return Err(LayoutError::CutPage { id, at: at + len, page_bytes });
+            }
+            let end = gpa.checked_add(len);
+            if end.is_none_or(|end| end > self.end) {
+                let (id, end) = (zone.id.to_owned(), end.unwrap_or(u64::MAX));
+                return Err(LayoutError::TooLarge { id, end, limit: self.end });
+            }
+            placed.push(Placement { zone: index, gpa, bytes: at..at + len });
+            gpa += len;
+            at += len;
+        }
+        Ok(gpa)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn zone(id: &str, size_bytes: u64, page_bytes: u64) -> ZoneExtent<'_> {
+        ZoneExtent { id, size_bytes, page_bytes }
+    }
+
+    #[test]
+    fn one_zone_is_cut_at_the_hole() {
+        let placed = RamLayout::default().place(&[zone("a", 8 * GIB, 4096)]).unwrap();
+        let low = Placement { zone: 0, gpa: 0, bytes: 0..3 * GIB };
+        let high = Placement { zone: 0, gpa: 4 * GIB, bytes: 3 * GIB..8 * GIB };
+        assert_eq!(placed, [low, high]);
+    }
+
+    #[test]
+    fn a_zone_that_ends_at_the_hole_is_not_cut() {
+        let zones = [zone("a", 3 * GIB, GIB), zone("b", 4096, 4096)];
+        let placed = RamLayout::default().place(&zones).unwrap();
+        let first = Placement { zone: 0, gpa: 0, bytes: 0..3 * GIB };
+        let second = Placement { zone: 1, gpa: 4 * GIB, bytes: 0..4096 };
+        assert_eq!(placed, [first, second]);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        let layout = RamLayout { end: 16 * GIB, ..RamLayout::default() };
+        let error = layout.place(&[zone("a", GIB, 4096), zone("big", 15 * GIB, 4096)]).unwrap_err();
+        assert!(error.to_string().contains("'big'"), "{error}");
+        let all = layout.place(&[zone("a", u64::MAX - 4095, 4096)]);
+        assert!(matches!(all, Err(LayoutError::TooLarge { .. })));
+        assert!(layout.place(&[zone("a", 15 * GIB, 4096)]).is_ok());
+        assert!(layout.place(&[zone("a", 15 * GIB + 4096, 4096)]).is_err());
+    }
+
+    #[test]
+    fn huge_pages_are_not_cut() {
+        let zones = [zone("a", 4096, 4096), zone("b", 4 * GIB, 2 << 20)];
+        let error = RamLayout::default().place(&zones).unwrap_err();
+        assert!(matches!(error, LayoutError::CutPage { ref id, .. } if id == "b"), "{error}");
+    }
+
+    #[test]
+    fn a_mad_hole_is_refused() {
+        for (hole_start, hole_end) in [(2, 4096), (8192, 4096), (4096, 8193)] {
+            let layout = RamLayout { hole_start, hole_end, ..RamLayout::default() };
+            assert!(matches!(layout.place(&[]), Err(LayoutError::BadHole { .. })));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_cover_each_zone_once_and_never_the_hole(
+            pages in prop::collection::vec(1..40_u64, 1..8),
+            hole in (0..100_u64, 0..50_u64),
+        ) {
+            let hole = hole.0 * 4096..(hole.0 + hole.1) * 4096;
+            let layout =
+                RamLayout { hole_start: hole.start, hole_end: hole.end, ..RamLayout::default() };
+            let zones: Vec<_> = pages.iter().map(|n| zone("z", n * 4096, 4096)).collect();
+            let placed = layout.place(&zones).unwrap();
+            let mut next_gpa = 0;
+            let mut sizes = vec![0; zones.len()];
+            for piece in &placed {
+                let len = piece.bytes.end - piece.bytes.start;
+                prop_assert!(len > 0 && piece.gpa >= next_gpa);
+                next_gpa = piece.gpa + len;
+                prop_assert!(next_gpa <= hole.start || piece.gpa >= hole.end || hole.is_empty());
+                prop_assert_eq!(piece.bytes.start, sizes[piece.zone]);
+                sizes[piece.zone] += len;
+            }
+            let wanted: Vec<u64> = zones.iter().map(|zone| zone.size_bytes).collect();
+            prop_assert_eq!(sizes, wanted);
+        }
+    }
+}

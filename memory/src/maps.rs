@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What is known about each page of a region: is its content here, and is it zero.
+//!
+//! Owns the senses of the two bitmaps. In both, the state at boot is all-clear, so that a fresh
+//! guest costs nothing: everything is resident, and everything is zero.
+//!
+//! Must never be read as a statement about what the guest does: its stores change neither map.
+//! See [`ZeroMap`] for how to ask about a running guest.
+
+use std::io;
+use std::ops::Range;
+
+use crate::bitmap::{PageBitmap, Runs};
+
+/// Pages whose content is here: it has arrived, or it was always local.
+///
+/// Stored as the pages that are **absent**, so that a guest that was booted here has an untouched
+/// map. Written by the destination of a migration (all absent at first; whoever brings a page in
+/// claims it), by restore on demand, and by discard (a discarded page is here: it is zero). Read
+/// by prefault and DMA mapping, which leave absent pages alone, and by recovery, which sends the
+/// map to the source.
+#[derive(Debug)]
+pub struct ResidentMap {
+    absent: PageBitmap,
+}
+
+impl ResidentMap {
+    pub(crate) fn new(len_pages: u64) -> io::Result<Self> {
+        Ok(Self { absent: PageBitmap::new(len_pages)? })
+    }
+
+    /// Whether the content of `page` is here. True for pages past the end: nothing is awaited.
+    pub fn is_resident(&self, page: u64) -> bool {
+        !self.absent.test(page)
+    }
+
+    /// The content of these pages is here.
+    pub fn set_resident(&self, pages: Range<u64>) {
+        self.absent.clear_range(pages);
+    }
+
+    /// The content of these pages is still to arrive.
+    pub fn set_absent(&self, pages: Range<u64>) {
+        self.absent.set_range(pages);
+    }
+
+    /// Takes it upon the caller to bring `page` in; true for exactly one caller. The page counts
+    /// as resident from here on, so claim after the content is in place, or let nobody look.
+    pub fn claim_absent(&self, page: u64) -> bool {
+        self.absent.claim(page)
+    }
+
+    /// Number of pages still to arrive.
+    pub fn absent_count(&self) -> u64 {
+        self.absent.count()
+    }
+
+    /// Runs of pages still to arrive.
+    pub fn absent_runs(&self, pages: Range<u64>) -> Runs<'_> {
+        self.absent.runs(pages)
+    }
+
+    /// The bitmap of absent pages, for claims of runs and for words to and from a peer.
+    pub fn absent(&self) -> &PageBitmap {
+        &self.absent
+    }
+}
+
+/// Pages that are known to be zero: never populated, ballooned, reported free, discarded, or
+/// received as zero.
+///
+/// Stored as the pages that **may hold data**. Written by discard and by receivers of zero pages
+/// (zero), by whoever writes through the alias (data), and by
+/// [`RamRegion::sync_zero_map`](crate::RamRegion::sync_zero_map) (data wherever the kernel has a
+/// page).
+///
+/// A running guest writes without telling: for it, a zero page is one that **was** zero when last
+/// looked at. The protocol for migration and snapshot is: switch dirty logging on, call
+/// `sync_zero_map`, and then treat a page that is zero here and not in the dirty log as zero.
+/// "Data" is always safe to believe; it only costs work.
+#[derive(Debug)]
+pub struct ZeroMap {
+    data: PageBitmap,
+}
+
+impl ZeroMap {
+    pub(crate) fn new(len_pages: u64) -> io::Result<Self> {
+        Ok(Self { data: PageBitmap::new(len_pages)? })
+    }
+
+    /// Whether `page` was zero when last looked at. False past the end: nothing is known there.
+    pub fn is_zero(&self, page: u64) -> bool {
+        page < self.data.len_pages() && !self.data.test(page)
+    }
+
+    /// These pages are zero.
+    pub fn set_zero(&self, pages: Range<u64>) {
+        self.data.clear_range(pages);
+    }
+
+    /// These pages may hold data.
+    pub fn set_data(&self, pages: Range<u64>) {
+        self.data.set_range(pages);
+    }
+
+    /// Number of pages that may hold data.
+    pub fn data_count(&self) -> u64 {
+        self.data.count()
+    }
+
+    /// Runs of pages that may hold data.
+    pub fn data_runs(&self, pages: Range<u64>) -> Runs<'_> {
+        self.data.runs(pages)
+    }
+
+    /// The bitmap of pages that may hold data.
+    pub fn data(&self) -> &PageBitmap {
+        &self.data
+    }
+}

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Give a range of guest memory its pages, now, and huge ones where they are wanted.
+//!
+//! Owns the choice between the kernel's own populate, huge pages by collapse, and touching. Must
+//! never change what the guest reads, must never raise SIGBUS, and must not be used on memory whose
+//! content is still to arrive.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::host::Host;
+use crate::mapping::{Advice, Mapping};
+use crate::{PAGE_BYTES, to_usize};
+
+/// The size of a transparent huge page.
+pub const THP_BYTES: u64 = 2 << 20;
+
+/// Memory that could not be had.
+#[derive(Debug, thiserror::Error)]
+pub enum PopulateError {
+    /// The hugetlb pool ran dry.
+    #[error(
+        "memory zone '{zone}' got no further huge page: raise the number in {pool}, or release \
+         huge pages that others hold"
+    )]
+    HugetlbShortage {
+        /// The zone.
+        zone: String,
+        /// Where the pool is set.
+        pool: String,
+    },
+    /// No memory, or a cgroup's limit.
+    #[error(
+        "memory zone '{zone}' could not be populated at byte {at:#x}: the host (or this process's \
+         cgroup, or the NUMA node that the zone is bound to) is out of memory"
+    )]
+    OutOfMemory {
+        /// The zone.
+        zone: String,
+        /// Where in the region.
+        at: u64,
+    },
+    /// Broken hardware.
+    #[error(
+        "memory zone '{zone}' has a page with a hardware memory error at byte {at:#x}: take the \
+         faulty memory out of use"
+    )]
+    HardwarePoison {
+        /// The zone.
+        zone: String,
+        /// Where in the region.
+        at: u64,
+    },
+    /// Anything else, a full file system among it.
+    #[error("memory zone '{zone}' could not be populated at byte {at:#x}")]
+    Failed {
+        /// The zone.
+        zone: String,
+        /// Where in the region.
+        at: u64,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What populating has to know of a region.
+#[derive(Debug)]
+pub struct Target<'a> {
+    pub zone: &'a str,
+    pub mapping: &'a Mapping,
+    pub file: Option<(&'a File, u64)>,
+    pub page_bytes: u64,
+    pub hugetlb: bool,
+    /// Ask for huge pages by collapsing: for shared memory that the host's settings would give
+    /// small pages.
+    pub collapse: bool,
+}
+
+/// How to populate; anything but the first only where the first is not to be had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    Advise,
+    Touch,
+}
+
+impl Target<'_> {
+    /// Populates `range`, offsets into the mapping.
+    pub fn populate(&self, range: Range<u64>) -> Result<(), PopulateError> {
+        self.populate_by(Method::Advise, range)
+    }
+
+    pub fn populate_by(&self, method: Method, range: Range<u64>) -> Result<(), PopulateError> {
+        let result = match method {
+            Method::Advise => {
+                if self.collapse {
+                    self.collapse_blocks(&range)?;
+                }
+                retry(|| self.mapping.advise(&range, Advice::PopulateWrite))
+            }
+            Method::Touch => self.allocate_then_touch(&range),
+        };
+        match result {
+            // The kernel is older than the advice (5.14).
+            Err(error)
+                if method == Method::Advise && error.raw_os_error() == Some(libc::EINVAL) =>
+            {
+                self.populate_by(Method::Touch, range)
+            }
+            result => result.map_err(|source| self.explain(range.start, source)),
+        }
+    }
+
+    /// Makes huge pages of whole blocks that have next to nothing yet: one page each, then
+    /// collapse. Works whatever `shmem_enabled` says (except `deny`), and is faster than
+    /// populating small pages. Where it does not work, small pages follow; so failures to
+    /// collapse are no errors.
+    fn collapse_blocks(&self, range: &Range<u64>) -> Result<(), PopulateError> {
+        let blocks = aligned_inside(self.mapping.start().addr() as u64, range);
+        for block in blocks.clone().step_by(to_usize(THP_BYTES)) {
+            let first_page = block..block + PAGE_BYTES;
+            match retry(|| self.mapping.advise(&first_page, Advice::PopulateWrite)) {
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ok(()),
+                result => result.map_err(|source| self.explain(block, source))?,
+            }
+        }
+        if !blocks.is_empty() {
+            let _ = self.mapping.advise(&blocks, Advice::Collapse);
+        }
+        Ok(())
+    }
+
+    /// For a file the pages are allocated first, by a call that fails properly; touching a page
+    /// that a file cannot get would be a SIGBUS.
+    #[expect(clippy::cast_ptr_alignment, reason = "the word at the start of a page is aligned")]
+    fn allocate_then_touch(&self, range: &Range<u64>) -> io::Result<()> {
+        if let Some((file, offset)) = self.file {
+            let at = libc::off_t::try_from(offset + range.start).map_err(io::Error::other)?;
+            let len = libc::off_t::try_from(range.end - range.start).map_err(io::Error::other)?;
+            retry(|| {
+                // SAFETY: takes numbers only; the descriptor is open.
+                match unsafe { libc::fallocate(file.as_raw_fd(), 0, at, len) } {
+                    0 => Ok(()),
+                    _ => Err(io::Error::last_os_error()),
+                }
+            })?;
+        }
+        for offset in range.clone().step_by(to_usize(self.page_bytes)) {
+            // SAFETY: inside the mapping and aligned to a page.
+            let word = unsafe { self.mapping.start().add(to_usize(offset)) }.cast::<u64>();
+            // SAFETY: as above; an atomic may alias whatever else writes this memory.
+            let word = unsafe { AtomicU64::from_ptr(word) };
+            // A write that changes nothing, whoever else writes: if the value is no longer the
+            // one just read, somebody has written the page already.
+            let now = word.load(Ordering::Relaxed);
+            let _ = word.compare_exchange(now, now, Ordering::Relaxed, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn explain(&self, at: u64, source: io::Error) -> PopulateError {
+        let zone = self.zone.to_owned();
+        match source.raw_os_error() {
+            Some(libc::ENOMEM | libc::EFAULT | libc::ENOSPC) if self.hugetlb => {
+                let pool = Host::hugetlb_path(self.page_bytes).display().to_string();
+                PopulateError::HugetlbShortage { zone, pool }
+            }
+            Some(libc::EHWPOISON) => PopulateError::HardwarePoison { zone, at },
+            Some(libc::ENOMEM) => PopulateError::OutOfMemory { zone, at },
+            _ => PopulateError::Failed { zone, at, source },
+        }
+    }
+}
+
+/// The part of `range` that is whole huge pages in terms of host addresses.
+pub fn aligned_inside(base: u64, range: &Range<u64>) -> Range<u64> {
+    let start = (base + range.start).next_multiple_of(THP_BYTES) - base;
+    let end = base + range.end;
+    let end = (end - end % THP_BYTES).saturating_sub(base);
+    start..end.max(start)
+}
+
+/// Interruptions and momentary shortages of the kernel's own are not errors.
+fn retry(mut call: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    /// `EAGAIN` is momentary; a kernel that keeps saying it is broken.
+    const TRIES_MAX: u32 = 1000;
+    for _ in 1..TRIES_MAX {
+        match call() {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {}
+            result => return result,
+        }
+    }
+    call()
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::host::testing::is_mapped;
+    use crate::mapping::MapRequest;
+
+    const LEN_BYTES: u64 = 1 << 20;
+
+    fn target<'a>(mapping: &'a Mapping, file: Option<&'a File>) -> Target<'a> {
+        Target {
+            zone: "z",
+            mapping,
+            file: file.map(|file| (file, 0)),
+            page_bytes: PAGE_BYTES,
+            hugetlb: false,
+            collapse: false,
+        }
+    }
+
+    fn map(file: Option<&File>) -> Mapping {
+        Mapping::new(&MapRequest {
+            len_bytes: LEN_BYTES,
+            align_bytes: PAGE_BYTES,
+            congruent_to: 0,
+            file: file.map(|file| (file, 0)),
+            shared: file.is_some(),
+            reserve: false,
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn both_methods_populate_and_change_nothing() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LEN_BYTES).unwrap();
+        for file in [None, Some(&file)] {
+            for method in [Method::Advise, Method::Touch] {
+                let mapping = map(file);
+                // SAFETY: inside the mapping, for as long as it lives.
+                let byte = unsafe { mapping.start().add(0x5000) };
+                // SAFETY: as above.
+                unsafe { byte.write_volatile(0xa5) };
+                assert!(!is_mapped(mapping.start()));
+                target(&mapping, file).populate_by(method, 0..LEN_BYTES).unwrap();
+                for page in 0..LEN_BYTES / PAGE_BYTES {
+                    // SAFETY: inside the mapping; the address is not read.
+                    let at = unsafe { mapping.start().add(to_usize(page * PAGE_BYTES)) };
+                    assert!(is_mapped(at), "{method:?} page {page}");
+                }
+                // SAFETY: as above.
+                assert_eq!(unsafe { byte.read_volatile() }, 0xa5);
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_lost_its_end_is_an_error_and_not_a_signal() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LEN_BYTES).unwrap();
+        let mapping = map(Some(&file));
+        file.set_len(PAGE_BYTES).unwrap();
+        let error = target(&mapping, Some(&file)).populate(0..LEN_BYTES).unwrap_err();
+        assert!(matches!(error, PopulateError::Failed { .. }), "{error}");
+        assert!(error.to_string().contains("'z'"));
+    }
+
+    #[test]
+    fn errors_say_what_to_do() {
+        let mapping = map(None);
+        let explain = |hugetlb, errno| {
+            let target = Target { hugetlb, page_bytes: THP_BYTES, ..target(&mapping, None) };
+            target.explain(0, io::Error::from_raw_os_error(errno)).to_string()
+        };
+        let pool = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+        assert!(explain(true, libc::EFAULT).contains(pool));
+        assert!(explain(true, libc::ENOMEM).contains(pool));
+        assert!(explain(false, libc::ENOMEM).contains("out of memory"));
+        assert!(explain(false, libc::EHWPOISON).contains("hardware memory error"));
+    }
+
+    #[test]
+    fn blocks_are_aligned_by_host_address() {
+        let huge = THP_BYTES;
+        assert_eq!(aligned_inside(0, &(0..2 * huge)), 0..2 * huge);
+        assert_eq!(aligned_inside(4096, &(0..3 * huge)), huge - 4096..3 * huge - 4096);
+        assert!(aligned_inside(4096, &(0..huge)).is_empty());
+        assert!(aligned_inside(10 * huge, &(4096..8192)).is_empty());
+    }
+}

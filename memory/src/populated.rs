@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Which parts of guest memory ever held data, found without populating the others.
+//!
+//! Owns the three ways to ask the kernel: holes of a file, page tables of this process, and the
+//! tables of every mapping for hugetlb. Must never answer "no data" when in doubt, and must never
+//! touch guest memory: reading a hole of shared memory would fill it.
+//!
+//! All offsets are bytes; runs come sorted, apart from each other, and in whole 4 KiB pages.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::Arc;
+
+use crate::mapping::Mapping;
+use crate::{PAGE_BYTES, to_usize};
+
+/// Adds `run` at the end of `runs`, joined to the last one where they touch.
+pub fn push_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
+    match runs.last_mut() {
+        Some(last) if last.end >= run.start => last.end = last.end.max(run.end),
+        _ => runs.push(run),
+    }
+}
+
+/// The parts of `range` of `file` that are not holes, as offsets into the file.
+///
+/// For memfds exact (swapped pages count as data, pages that were only reserved as holes); a file
+/// system may call a hole data, never the reverse.
+pub fn file_data_runs(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    let mut runs = Vec::new();
+    let mut at = range.start;
+    while at < range.end {
+        let Some(data) = seek(file, at, libc::SEEK_DATA)? else { break };
+        if data >= range.end {
+            break;
+        }
+        // There is always a hole at the end of the file.
+        let hole = seek(file, data, libc::SEEK_HOLE)?.unwrap_or(range.end);
+        let start = data - data % PAGE_BYTES;
+        let end = hole.next_multiple_of(PAGE_BYTES).min(range.end);
+        push_run(&mut runs, start.max(range.start)..end);
+        at = end.max(at + PAGE_BYTES);
+    }
+    Ok(runs)
+}
+
+/// `lseek`; `None` where there is nothing of the kind up to the end. The file's position changes,
+/// which nobody uses: all access is by mapping or by offset.
+fn seek(file: &File, at: u64, whence: i32) -> io::Result<Option<u64>> {
+    let offset = libc::off_t::try_from(at).map_err(io::Error::other)?;
+    // SAFETY: takes and returns numbers; the descriptor is open for as long as `file` lives.
+    let found = unsafe { libc::lseek(file.as_raw_fd(), offset, whence) };
+    if let Ok(found) = u64::try_from(found) {
+        return Ok(Some(found));
+    }
+    match io::Error::last_os_error() {
+        error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+        error => Err(error),
+    }
+}
+
+/// As the kernel lays it out for `PAGEMAP_SCAN`.
+#[repr(C)]
+#[derive(Default)]
+struct ScanRequest {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct ScanRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
+/// Only ever read: shows the page of zeroes that all processes share.
+pub const PAGE_IS_ZERO_PAGE: u64 = 1 << 5;
+/// `_IOWR('f', 16, struct pm_scan_arg)`.
+const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
+
+/// Present or swapped pages of `range` of this process, but for those of a category in `but_not`;
+/// `range` and the answer are offsets from `base`.
+///
+/// # Errors
+/// The kernel has no `PAGEMAP_SCAN` (before 6.7), or refuses.
+pub fn scan_pagemap(
+    pagemap: &File,
+    base: *const u8,
+    range: Range<u64>,
+    but_not: u64,
+) -> io::Result<Vec<Range<u64>>> {
+    const REGIONS_PER_CALL: usize = 512;
+    let base = base.addr() as u64;
+    let end = base + range.end;
+    let mut found = [ScanRegion::default(); REGIONS_PER_CALL];
+    let mut runs = Vec::new();
+    let mut at = base + range.start;
+    while at < end {
+        let mut request = ScanRequest {
+            size: size_of::<ScanRequest>() as u64,
+            start: at,
+            end,
+            vec: found.as_mut_ptr().addr() as u64,
+            vec_len: REGIONS_PER_CALL as u64,
+            category_inverted: but_not,
+            category_mask: but_not,
+            category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+            return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+            ..ScanRequest::default()
+        };
+        // SAFETY: both structures have the kernel's layout and outlive the call; `vec_len` is the
+        // number of regions that `found` has room for.
+        let count = unsafe {
+            libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, std::ptr::from_mut(&mut request))
+        };
+        let Ok(count) = usize::try_from(count) else {
+            let error = io::Error::last_os_error();
+            if error.kind() == io::ErrorKind::Interrupted {
+                continue;
+            }
+            return Err(error);
+        };
+        for region in found.iter().take(count) {
+            push_run(&mut runs, region.start - base..region.end - base);
+        }
+        if request.walk_end <= at {
+            return Err(io::Error::other("PAGEMAP_SCAN made no progress"));
+        }
+        at = request.walk_end;
+    }
+    Ok(runs)
+}
+
+/// The parts of private memory that have a page of their own, present or swapped.
+///
+/// Pages that were only read show the shared zero page: no data where the kernel can tell, data
+/// where it cannot.
+pub fn private_runs(
+    pagemap: &File,
+    mapping: &Mapping,
+    range: Range<u64>,
+) -> io::Result<Vec<Range<u64>>> {
+    match scan_pagemap(pagemap, mapping.start(), range.clone(), PAGE_IS_ZERO_PAGE) {
+        Ok(runs) => Ok(runs),
+        Err(_) => read_pagemap(pagemap, mapping.start(), range),
+    }
+}
+
+/// The same on kernels without the scan: eight bytes per page.
+fn read_pagemap(pagemap: &File, base: *const u8, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    const PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
+    let mut buffer = vec![0; 64 << 10];
+    let mut runs = Vec::new();
+    let mut at = range.start;
+    while at < range.end {
+        let pages = ((range.end - at) / PAGE_BYTES).min(buffer.len() as u64 / 8);
+        let entries = &mut buffer[..to_usize(pages * 8)];
+        pagemap.read_exact_at(entries, (base.addr() as u64 + at) / PAGE_BYTES * 8)?;
+        for entry in entries.as_chunks::<8>().0 {
+            if u64::from_ne_bytes(*entry) & PRESENT_OR_SWAPPED != 0 {
+                push_run(&mut runs, at..at + PAGE_BYTES);
+            }
+            at += PAGE_BYTES;
+        }
+    }
+    Ok(runs)
+}
+
+/// One mapping of a hugetlb file and the file offset at which it begins.
+#[derive(Debug)]
+pub struct View {
+    pub mapping: Arc<Mapping>,
+    pub file_offset: u64,
+}
+
+/// The populated parts of `range` of a hugetlb file, seen through all mappings that we have.
+///
+/// hugetlbfs cannot list its holes, and a page shows only in the tables of who touched it. So the
+/// pages that our mappings show are counted against the pages that the file has: if some are
+/// missing (another process filled them), everything is called data.
+pub fn hugetlb_runs(
+    file: &File,
+    file_bytes: u64,
+    page_bytes: u64,
+    views: &[View],
+    range: Range<u64>,
+) -> io::Result<Vec<Range<u64>>> {
+    let allocated_bytes = file.metadata()?.blocks().saturating_mul(512);
+    if allocated_bytes == 0 {
+        return Ok(Vec::new());
+    }
+    let mut seen = vec![false; to_usize(file_bytes.div_ceil(page_bytes))];
+    for view in views {
+        mark_present(view, page_bytes, &mut seen)?;
+    }
+    let seen_pages = seen.iter().filter(|seen| **seen).count() as u64;
+    if seen_pages * page_bytes < allocated_bytes {
+        return Ok(vec![range]);
+    }
+    let mut runs = Vec::new();
+    for (page, _) in seen.iter().enumerate().filter(|(_, seen)| **seen) {
+        let start = page as u64 * page_bytes;
+        let part = start.max(range.start)..(start + page_bytes).min(range.end);
+        if !part.is_empty() {
+            push_run(&mut runs, part);
+        }
+    }
+    Ok(runs)
+}
+
+fn mark_present(view: &View, page_bytes: u64, seen: &mut [bool]) -> io::Result<()> {
+    /// Divided by 4 KiB the answer of one call; a multiple of every huge page but 1 GiB.
+    const STEP_BYTES: u64 = 256 << 20;
+    let mut answer = vec![0; to_usize(STEP_BYTES / PAGE_BYTES)];
+    let len_bytes = view.mapping.len_bytes();
+    let mut at = 0;
+    while at < len_bytes {
+        let end = len_bytes.min(at + STEP_BYTES);
+        view.mapping.mincore(&(at..end), &mut answer)?;
+        // Base pages of one huge page agree, so one of each is enough.
+        for offset in (at..end).step_by(to_usize(page_bytes.min(STEP_BYTES))) {
+            let present =
+                answer.get(to_usize((offset - at) / PAGE_BYTES)).is_some_and(|b| b & 1 == 1);
+            let page = to_usize((view.file_offset + offset) / page_bytes);
+            if let Some(seen) = seen.get_mut(page).filter(|_| present) {
+                *seen = true;
+            }
+        }
+        at = end;
+    }
+    Ok(())
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::mapping::MapRequest;
+
+    #[test]
+    fn holes_are_rounded_to_pages() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 20).unwrap();
+        assert_eq!(file_data_runs(&file, 0..1 << 20).unwrap(), []);
+        file.write_all_at(&[1], 0x2_0001).unwrap();
+        file.write_all_at(&[1], 0x3_0001).unwrap();
+        let runs = file_data_runs(&file, 0..1 << 20).unwrap();
+        for (offset, data) in [(0x2_0000, true), (0x3_0fff, true), (0, false), (0x8_0000, false)] {
+            assert_eq!(runs.iter().any(|run| run.contains(&offset)), data, "{offset:#x}");
+        }
+        assert_eq!(file_data_runs(&file, 0x8_0000..0x9_0000).unwrap(), []);
+    }
+
+    #[test]
+    fn scan_and_pagemap_agree_on_private_memory() {
+        let len_bytes = 1 << 20;
+        let mapping = Mapping::new(&MapRequest {
+            len_bytes,
+            align_bytes: PAGE_BYTES,
+            congruent_to: 0,
+            file: None,
+            shared: false,
+            reserve: false,
+        })
+        .unwrap();
+        let write = |page: usize| {
+            // SAFETY: inside the mapping, which is writable.
+            unsafe { mapping.start().add(page * 4096).write_volatile(1) }
+        };
+        [3, 4, 5, 200].into_iter().for_each(write);
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        let expected = vec![0x3000..0x6000, 200 * 4096..201 * 4096];
+        let read = read_pagemap(&pagemap, mapping.start(), 0..len_bytes).unwrap();
+        assert_eq!(read, expected);
+        assert_eq!(private_runs(&pagemap, &mapping, 0..len_bytes).unwrap(), expected);
+        let part = private_runs(&pagemap, &mapping, 0x4000..0x5000).unwrap();
+        assert_eq!(part, vec![0x4000..0x5000]);
+    }
+
+    #[test]
+    fn runs_that_touch_are_joined() {
+        let mut runs = Vec::new();
+        for run in [0..1, 1..2, 4..6, 5..7, 9..10] {
+            push_run(&mut runs, run);
+        }
+        assert_eq!(runs, vec![0..2, 4..7, 9..10]);
+    }
+}

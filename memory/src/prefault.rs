@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The one engine that populates guest memory ahead of time: at boot, on restore, in the
+//! background.
+//!
+//! Owns its threads, a queue of chunks per NUMA node and the progress counter. Must never populate
+//! what is still to arrive (see [`ResidentMap`](crate::ResidentMap)), must start before userfaultfd
+//! watches the memory, and must stop soon after it is told to.
+//!
+//! ```text
+//!   regions --cut--> queue of node 0 --> threads bound to node 0 --> populate --> hook
+//!                    queue of node 1 --> threads bound to node 1 --> populate --> hook
+//! ```
+
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use crate::host::Host;
+use crate::populate::{PopulateError, THP_BYTES};
+use crate::region::RamRegion;
+
+/// Large enough that a queue is no bottleneck, small enough to stop and to show progress: 10 to
+/// 30 ms of work.
+const CHUNK_BYTES: u64 = 64 << 20;
+/// More threads by default only fight for the memory controller.
+const DEFAULT_THREADS_MAX: usize = 16;
+/// A bound on what a caller can ask for.
+const THREADS_MAX: usize = 512;
+/// The threads call the kernel and little else.
+const STACK_BYTES: usize = 256 << 10;
+
+/// What a hook reports when it fails.
+pub type HookError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Called on an engine thread for every range (bytes of the region) as soon as it is populated,
+/// for instance to map it for DMA. An error stops the engine.
+pub type ChunkHook = Arc<dyn Fn(&RamRegion, Range<u64>) -> Result<(), HookError> + Send + Sync>;
+
+/// How to populate.
+#[derive(Clone)]
+pub struct PrefaultOptions {
+    /// How many threads in all; by default one per usable CPU, at most 16. Every NUMA node that
+    /// has work gets at least one.
+    pub threads: Option<NonZeroUsize>,
+    /// The unit of work in bytes, rounded up to whole huge pages.
+    pub chunk_bytes: u64,
+    /// Called for whatever is populated.
+    pub on_chunk: Option<ChunkHook>,
+}
+
+impl Default for PrefaultOptions {
+    fn default() -> Self {
+        Self { threads: None, chunk_bytes: CHUNK_BYTES, on_chunk: None }
+    }
+}
+
+impl fmt::Debug for PrefaultOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PrefaultOptions")
+            .field("threads", &self.threads)
+            .field("chunk_bytes", &self.chunk_bytes)
+            .field("on_chunk", &self.on_chunk.is_some())
+            .finish()
+    }
+}
+
+/// How far populating has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes dealt with; parts that were still to arrive and were left alone count.
+    pub done_bytes: u64,
+    /// Bytes in all.
+    pub total_bytes: u64,
+}
+
+/// Populating that did not get to the end.
+#[derive(Debug, thiserror::Error)]
+pub enum PrefaultError {
+    /// Memory could not be had.
+    #[error(transparent)]
+    Populate(#[from] PopulateError),
+    /// The hook refused.
+    #[error("memory zone '{zone}' was populated at byte {at:#x}, but could not be put to use")]
+    Hook {
+        /// The zone.
+        zone: String,
+        /// Where in the region.
+        at: u64,
+        /// The hook's reason.
+        #[source]
+        source: HookError,
+    },
+    /// No threads.
+    #[error("could not start a thread to populate guest memory")]
+    Spawn(#[source] std::io::Error),
+    /// [`Prefault::cancel`] came first.
+    #[error("populating guest memory was cancelled after {done_bytes} of {total_bytes} bytes")]
+    Cancelled {
+        /// Bytes done.
+        done_bytes: u64,
+        /// Bytes in all.
+        total_bytes: u64,
+    },
+    /// A defect in a hook or here.
+    #[error("a thread that populated guest memory panicked")]
+    Panicked,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    region: Arc<RamRegion>,
+    bytes: Range<u64>,
+}
+
+/// The work of one NUMA node; `None` for memory that is bound to none.
+#[derive(Debug)]
+struct Queue {
+    node: Option<u32>,
+    chunks: Vec<Chunk>,
+    next: AtomicUsize,
+}
+
+struct Engine {
+    queues: Vec<Queue>,
+    done_bytes: AtomicU64,
+    total_bytes: u64,
+    stop: AtomicBool,
+    on_chunk: Option<ChunkHook>,
+    /// The first failure; taken once by `wait`. Locked for an instant by whoever fails.
+    failure: Mutex<Option<PrefaultError>>,
+}
+
+/// Guest memory being populated. Dropping it cancels and waits for the threads.
+pub struct Prefault {
+    engine: Arc<Engine>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl fmt::Debug for Prefault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prefault").field("progress", &self.progress()).finish_non_exhaustive()
+    }
+}
+
+impl Prefault {
+    /// Begins to populate all of `regions` and returns at once.
+    ///
+    /// # Errors
+    /// No thread could be started.
+    pub fn start(
+        regions: &[Arc<RamRegion>],
+        options: &PrefaultOptions,
+    ) -> Result<Self, PrefaultError> {
+        let queues = cut(regions, options.chunk_bytes);
+        let total_bytes = regions.iter().map(|region| region.len_bytes()).sum();
+        let counts = share_threads(&queues, options.threads);
+        let engine = Arc::new(Engine {
+            queues,
+            done_bytes: AtomicU64::new(0),
+            total_bytes,
+            stop: AtomicBool::new(false),
+            on_chunk: options.on_chunk.clone(),
+            failure: Mutex::new(None),
+        });
+        let mut started = Self { engine: Arc::clone(&engine), threads: Vec::new() };
+        for (queue, count) in counts.into_iter().enumerate() {
+            for number in 0..count {
+                let engine = Arc::clone(&engine);
+                let name = format!("prefault{queue}.{number}");
+                let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
+                let thread =
+                    builder.spawn(move || engine.work(queue)).map_err(PrefaultError::Spawn)?;
+                started.threads.push(thread);
+            }
+        }
+        Ok(started)
+    }
+
+    /// How far it is.
+    pub fn progress(&self) -> Progress {
+        Progress {
+            done_bytes: self.engine.done_bytes.load(Ordering::Relaxed),
+            total_bytes: self.engine.total_bytes,
+        }
+    }
+
+    /// Whether every thread has ended, so that [`wait`](Self::wait) will not block.
+    pub fn is_finished(&self) -> bool {
+        self.threads.iter().all(JoinHandle::is_finished)
+    }
+
+    /// Tells the threads to end after the chunk they are at. What is populated stays so.
+    pub fn cancel(&self) {
+        self.engine.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits for the end.
+    ///
+    /// # Errors
+    /// The first failure of any thread, or that it was cancelled before all was done.
+    pub fn wait(mut self) -> Result<(), PrefaultError> {
+        let joined: Vec<_> = self.threads.drain(..).map(JoinHandle::join).collect();
+        if joined.iter().any(Result::is_err) {
+            return Err(PrefaultError::Panicked);
+        }
+        let failure = self.engine.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Progress { done_bytes, total_bytes } = self.progress();
+        match failure {
+            Some(failure) => Err(failure),
+            None if done_bytes < total_bytes => {
+                Err(PrefaultError::Cancelled { done_bytes, total_bytes })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Prefault {
+    fn drop(&mut self) {
+        self.cancel();
+        for thread in self.threads.drain(..) {
+            // A panic was reported by the thread itself, and nobody asks for the result here.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Engine {
+    fn work(&self, queue: usize) {
+        let Some(queue) = self.queues.get(queue) else { return };
+        if let Some(node) = queue.node {
+            run_on_node(node);
+        }
+        while !self.stop.load(Ordering::Relaxed) {
+            let next = queue.next.fetch_add(1, Ordering::Relaxed);
+            let Some(chunk) = queue.chunks.get(next) else { return };
+            if let Err(error) = self.populate(chunk) {
+                self.stop.store(true, Ordering::Relaxed);
+                let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+                failure.get_or_insert(error);
+                return;
+            }
+            let len_bytes = chunk.bytes.end - chunk.bytes.start;
+            self.done_bytes.fetch_add(len_bytes, Ordering::Relaxed);
+        }
+    }
+
+    fn populate(&self, chunk: &Chunk) -> Result<(), PrefaultError> {
+        let region = &*chunk.region;
+        region.populate(&chunk.bytes, |range| {
+            let Some(hook) = &self.on_chunk else { return Ok(()) };
+            let at = range.start;
+            let zone = || region.zone_id().to_owned();
+            hook(region, range).map_err(|source| PrefaultError::Hook { zone: zone(), at, source })
+        })
+    }
+}
+
+/// Cuts `regions` into chunks that begin and end at huge pages wherever they can.
+fn cut(regions: &[Arc<RamRegion>], chunk_bytes: u64) -> Vec<Queue> {
+    let mut queues: Vec<Queue> = Vec::new();
+    for region in regions {
+        let node = region.spec().host_numa_node;
+        let index = queues.iter().position(|queue| queue.node == node).unwrap_or_else(|| {
+            queues.push(Queue { node, chunks: Vec::new(), next: AtomicUsize::new(0) });
+            queues.len() - 1
+        });
+        let Some(queue) = queues.get_mut(index) else { continue };
+        let align = region.page_bytes().max(THP_BYTES);
+        let skew = region.host_addr() % align;
+        let mut start = 0;
+        while start < region.len_bytes() {
+            let end = chunk_end(start, skew, chunk_bytes, align).min(region.len_bytes());
+            queue.chunks.push(Chunk { region: Arc::clone(region), bytes: start..end });
+            start = end;
+        }
+    }
+    queues
+}
+
+/// Where the chunk that begins at `start` ends, for memory whose host address is `skew` modulo
+/// `align`: always at a multiple of `align` in host addresses.
+fn chunk_end(start: u64, skew: u64, chunk_bytes: u64, align: u64) -> u64 {
+    let begin = skew + start;
+    let wanted = begin.saturating_add(chunk_bytes.max(1));
+    let aligned = wanted - wanted % align;
+    let end = if aligned > begin { aligned } else { begin - begin % align + align };
+    end - skew
+}
+
+/// How many threads each queue gets: in proportion to its chunks, at least one, never more than
+/// it has chunks.
+fn share_threads(queues: &[Queue], threads: Option<NonZeroUsize>) -> Vec<usize> {
+    let default =
+        || thread::available_parallelism().map_or(1, NonZeroUsize::get).min(DEFAULT_THREADS_MAX);
+    let threads = threads.map_or_else(default, NonZeroUsize::get).min(THREADS_MAX);
+    let all: usize = queues.iter().map(|queue| queue.chunks.len()).sum();
+    let share = |queue: &Queue| {
+        let chunks = queue.chunks.len();
+        (threads * chunks).checked_div(all).unwrap_or(0).clamp(1, chunks.max(1))
+    };
+    queues.iter().map(share).collect()
+}
+
+/// Moves the calling thread to the CPUs of a node: the kernel clears pages on the CPU that asks.
+/// Where that is not allowed the memory still comes from the right node, only slower.
+fn run_on_node(node: u32) {
+    let cpus = Host::real().node_cpus(node);
+    if cpus.is_empty() {
+        return;
+    }
+    // SAFETY: all-zero bytes are the empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    for cpu in cpus {
+        // SAFETY: the list holds no CPU beyond the size of the set.
+        unsafe { libc::CPU_SET(cpu, &mut set) };
+    }
+    // SAFETY: the set outlives the call; 0 is the calling thread.
+    let result = unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) };
+    if result != 0 {
+        let error = std::io::Error::last_os_error();
+        log::debug!("could not run on NUMA node {node}: {error}");
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+#[path = "prefault_tests.rs"]
+mod tests;

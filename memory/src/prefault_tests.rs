@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Prefault really populates, with huge pages where they are wanted, and stops when told to.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::BTreeMap;
+use std::sync::Barrier;
+
+use proptest::prelude::*;
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+
+use super::*;
+use crate::host::testing::{BorrowedHugePages, is_mapped, smaps_bytes};
+use crate::{Backing, GuestRam, HugePageSize, RamConfig, RamLayout, ZoneSpec};
+
+const MIB: u64 = 1 << 20;
+
+fn ram(id: &str, size_bytes: u64, backing: Backing, thp: bool) -> GuestRam {
+    let zone = ZoneSpec { backing, thp, prefault: true, ..ZoneSpec::new(id, size_bytes) };
+    GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default()).unwrap()
+}
+
+fn small_chunks() -> PrefaultOptions {
+    let threads = NonZeroUsize::new(3);
+    PrefaultOptions { threads, chunk_bytes: 4 * MIB, on_chunk: None }
+}
+
+fn all_mapped(region: &RamRegion) -> bool {
+    (0..region.len_pages())
+        .all(|page| is_mapped(region.as_ptr().wrapping_add(usize::try_from(page * 4096).unwrap())))
+}
+
+#[test]
+fn everything_is_resident_afterwards_and_nothing_changed() {
+    let borrowed = BorrowedHugePages::new("prefault of hugetlb", 8);
+    let huge = Backing::Hugetlb { page_size: HugePageSize::Mib2 };
+    let dir = tempfile::tempdir().unwrap();
+    let file = Backing::File(dir.path().to_owned());
+    let backings = [Backing::Anonymous, Backing::Memfd, file, huge];
+    let available = if borrowed.is_some() { 4 } else { 3 };
+    for backing in backings.into_iter().take(available) {
+        for thp in [false, true] {
+            let ram = ram("p", 16 * MIB, backing.clone(), thp);
+            let region = &ram.regions()[0];
+            let memory = ram.guest_memory().memory().clone();
+            memory.write_slice(&[1, 2, 3], GuestAddress(5 * MIB)).unwrap();
+            let prefault = ram.prefault(&small_chunks()).unwrap();
+            let engine = Arc::clone(&prefault.engine);
+            prefault.wait().unwrap();
+            assert_eq!(engine.done_bytes.load(Ordering::Relaxed), 16 * MIB);
+            assert!(all_mapped(region), "{backing:?} thp={thp}");
+            let mut bytes = [0; 4];
+            memory.read_slice(&mut bytes, GuestAddress(5 * MIB)).unwrap();
+            assert_eq!(bytes, [1, 2, 3, 0]);
+        }
+    }
+}
+
+#[test]
+fn huge_pages_come_where_the_host_has_them() {
+    let policy = Host::real().huge_page_policy();
+    if policy.private {
+        let ram = ram("private", 16 * MIB, Backing::Anonymous, true);
+        ram.prefault(&small_chunks()).unwrap().wait().unwrap();
+        assert_eq!(smaps_bytes(ram.regions()[0].as_ptr(), "AnonHugePages"), 16 * MIB);
+    } else {
+        eprintln!("SKIPPED huge pages for private memory: the host's setting is 'never'");
+    }
+    // Shared memory: by advice where allowed, by collapse where the kernel can.
+    let shared = |id| ram(id, 16 * MIB, Backing::Memfd, true);
+    let probe = shared("probe");
+    probe.guest_memory().memory().write_slice(&vec![1; 2 << 20], GuestAddress(0)).unwrap();
+    let collapses = probe.regions()[0].collapse(&(0..2 * MIB)).unwrap();
+    if policy.shared || collapses {
+        let shared = shared("shared");
+        shared.prefault(&small_chunks()).unwrap().wait().unwrap();
+        assert_eq!(smaps_bytes(shared.regions()[0].as_ptr(), "ShmemPmdMapped"), 16 * MIB);
+    } else {
+        eprintln!("SKIPPED huge pages for shared memory: neither advice nor collapse give any");
+    }
+    let small = ram("small", 16 * MIB, Backing::Anonymous, false);
+    small.prefault(&small_chunks()).unwrap().wait().unwrap();
+    assert_eq!(smaps_bytes(small.regions()[0].as_ptr(), "AnonHugePages"), 0);
+}
+
+#[test]
+fn only_zones_that_ask_are_prefaulted() {
+    let mut zones = vec![ZoneSpec::new("lazy", 4 * MIB), ZoneSpec::new("eager", 4 * MIB)];
+    zones[1].prefault = true;
+    let ram = GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap();
+    ram.prefault(&PrefaultOptions::default()).unwrap().wait().unwrap();
+    assert_eq!(smaps_bytes(ram.regions()[0].as_ptr(), "Rss"), 0);
+    assert_eq!(smaps_bytes(ram.regions()[1].as_ptr(), "Rss"), 4 * MIB);
+    ram.prefault(&PrefaultOptions::default()).unwrap();
+    let nothing = Prefault::start(&[], &PrefaultOptions::default()).unwrap();
+    nothing.wait().unwrap();
+}
+
+#[test]
+fn what_is_still_to_arrive_is_left_alone() {
+    let ram = ram("p", 16 * MIB, Backing::Memfd, false);
+    let region = &ram.regions()[0];
+    region.resident().set_absent(5..9);
+    region.resident().set_absent(2000..3000);
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let hook_seen = Arc::clone(&seen);
+    let on_chunk: ChunkHook = Arc::new(move |_, range| {
+        hook_seen.lock().unwrap().push(range);
+        Ok(())
+    });
+    let options = PrefaultOptions { on_chunk: Some(on_chunk), ..small_chunks() };
+    ram.prefault(&options).unwrap().wait().unwrap();
+    let seen = seen.lock().unwrap();
+    for page in 0..region.len_pages() {
+        let resident = region.resident().is_resident(page);
+        let address = region.as_ptr().wrapping_add(usize::try_from(page * 4096).unwrap());
+        assert_eq!(is_mapped(address), resident, "page {page}");
+        let told = seen.iter().filter(|range| range.contains(&(page * 4096))).count();
+        assert_eq!(told, usize::from(resident), "page {page}");
+    }
+}
+
+#[test]
+fn a_cancelled_run_says_how_far_it_came() {
+    let ram = ram("p", 16 * MIB, Backing::Memfd, false);
+    // The only thread stops in its first chunk until it has been cancelled.
+    let gate = Arc::new(Barrier::new(2));
+    let inside = Arc::clone(&gate);
+    let on_chunk: ChunkHook = Arc::new(move |_, _| {
+        inside.wait();
+        inside.wait();
+        Ok(())
+    });
+    let threads = NonZeroUsize::new(1);
+    let options = PrefaultOptions { threads, chunk_bytes: 4 * MIB, on_chunk: Some(on_chunk) };
+    let prefault = ram.prefault(&options).unwrap();
+    gate.wait();
+    assert_eq!(prefault.progress(), Progress { done_bytes: 0, total_bytes: 16 * MIB });
+    assert!(!prefault.is_finished());
+    prefault.cancel();
+    gate.wait();
+    let error = prefault.wait().unwrap_err();
+    let PrefaultError::Cancelled { done_bytes, total_bytes } = error else { panic!("{error}") };
+    assert_eq!((done_bytes, total_bytes), (4 * MIB, 16 * MIB));
+}
+
+#[test]
+fn a_failing_hook_stops_the_engine_and_is_reported() {
+    let ram = ram("p", 16 * MIB, Backing::Memfd, false);
+    let on_chunk: ChunkHook = Arc::new(|_, range| match range.start {
+        0 => Ok(()),
+        _ => Err("no IOMMU".into()),
+    });
+    let options = PrefaultOptions { on_chunk: Some(on_chunk), ..small_chunks() };
+    let error = ram.prefault(&options).unwrap().wait().unwrap_err();
+    let PrefaultError::Hook { zone, source, .. } = error else { panic!("{error}") };
+    assert_eq!((zone.as_str(), source.to_string().as_str()), ("p", "no IOMMU"));
+}
+
+#[test]
+fn a_panicking_hook_is_an_error() {
+    let ram = ram("p", 4 * MIB, Backing::Memfd, false);
+    let on_chunk: ChunkHook = Arc::new(|_, _| panic!("on purpose"));
+    let options = PrefaultOptions { on_chunk: Some(on_chunk), ..small_chunks() };
+    assert!(matches!(ram.prefault(&options).unwrap().wait(), Err(PrefaultError::Panicked)));
+}
+
+#[test]
+fn a_bound_zone_is_populated_on_its_node() {
+    if !Host::real().has_node(0) {
+        eprintln!("SKIPPED a_bound_zone_is_populated_on_its_node: no NUMA in this kernel");
+        return;
+    }
+    let zone = ZoneSpec { host_numa_node: Some(0), prefault: true, ..ZoneSpec::new("n", 4 * MIB) };
+    let ram = GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default()).unwrap();
+    let prefault = ram.prefault(&small_chunks()).unwrap();
+    assert_eq!(prefault.engine.queues[0].node, Some(0));
+    prefault.wait().unwrap();
+    let maps = std::fs::read_to_string("/proc/self/numa_maps").unwrap();
+    let address = format!("{:x} ", ram.regions()[0].host_addr());
+    let line = maps.lines().find(|line| line.starts_with(&address)).unwrap();
+    assert!(line.contains("bind:0"), "{line}");
+}
+
+#[test]
+fn threads_are_shared_in_proportion() {
+    let ram = ram("p", 64 * MIB, Backing::Memfd, false);
+    let queue = |chunks: usize| Queue {
+        node: None,
+        chunks: (0..chunks)
+            .map(|_| Chunk { region: Arc::clone(&ram.regions()[0]), bytes: 0..1 })
+            .collect(),
+        next: AtomicUsize::new(0),
+    };
+    let share = |sizes: &[usize], threads| {
+        let queues: Vec<_> = sizes.iter().map(|size| queue(*size)).collect();
+        share_threads(&queues, NonZeroUsize::new(threads))
+    };
+    assert_eq!(share(&[30, 10], 8), [6, 2]);
+    assert_eq!(share(&[1000, 1], 4), [3, 1]);
+    assert_eq!(share(&[2], 8), [2]);
+    assert_eq!(share(&[10_000], 100_000), [THREADS_MAX]);
+    assert_eq!(share(&[], 8), Vec::<usize>::new());
+}
+
+proptest! {
+    #[test]
+    fn chunks_cover_everything_once(chunk_bytes in 0..9 * MIB, pages in 1..4000_u64) {
+        let ram = ram("p", pages * 4096, Backing::Memfd, false);
+        let queues = cut(ram.regions(), chunk_bytes);
+        let mut ends = BTreeMap::new();
+        for chunk in queues.iter().flat_map(|queue| &queue.chunks) {
+            ends.insert(chunk.bytes.start, chunk.bytes.end);
+            let host_end = ram.regions()[0].host_addr() + chunk.bytes.end;
+            prop_assert!(host_end.is_multiple_of(THP_BYTES) || chunk.bytes.end == pages * 4096);
+        }
+        let mut at = 0;
+        while let Some(end) = ends.remove(&at) {
+            at = end;
+        }
+        prop_assert_eq!(at, pages * 4096);
+        prop_assert!(ends.is_empty());
+    }
+}

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Giving guest memory back to the host.
+//!
+//! Owns the ways in which each kind of memory is given back. Whatever the way, the range reads as
+//! zero afterwards; must never give back or zero a byte outside it, whole huge pages included.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+use super::{AccessError, RamRegion, ZoneKind};
+use crate::PAGE_BYTES;
+use crate::mapping::Advice;
+
+impl RamRegion {
+    /// Gives the memory of `range` back to the host, in both mappings and for every process that
+    /// shares it; it reads as zero from then on. Both maps are updated: resident and zero.
+    ///
+    /// What cannot be given back (parts of hugetlb pages, private mappings of files, file systems
+    /// without holes) is zeroed in place. Must not be used on memory that is mapped for DMA: the
+    /// device would go on using the old pages.
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region, or the kernel refuses.
+    pub fn discard(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.check_pages(range)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let failed = |source| AccessError::Discard {
+            zone: self.zone_id().to_owned(),
+            start: range.start,
+            end: range.end,
+            source,
+        };
+        match self.kind() {
+            ZoneKind::PrivateAnonymous => {
+                self.main.advise(range, Advice::DontNeed).map_err(failed)?;
+            }
+            ZoneKind::PrivateFile => self.zero_in_place(range)?,
+            ZoneKind::Shared => self.discard_shared(range).map_err(failed)?,
+        }
+        self.zero.set_zero(Self::pages_of(range));
+        self.resident.set_resident(Self::pages_of(range));
+        Ok(())
+    }
+
+    fn discard_shared(&self, range: &Range<u64>) -> io::Result<()> {
+        let page = self.page_bytes();
+        let start = range.start.next_multiple_of(page);
+        let end = range.end - range.end % page;
+        if start >= end {
+            return self.zero_populated(range);
+        }
+        match self.punch_hole(&(start..end)) {
+            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                self.zero_populated(range)
+            }
+            Err(error) => Err(error),
+            Ok(()) => {
+                self.zero_populated(&(range.start..start))?;
+                self.zero_populated(&(end..range.end))
+            }
+        }
+    }
+
+    fn punch_hole(&self, range: &Range<u64>) -> io::Result<()> {
+        let Some(file) = self.file() else { return Ok(()) };
+        let at = libc::off_t::try_from(self.file_offset + range.start).map_err(io::Error::other)?;
+        let len = libc::off_t::try_from(range.end - range.start).map_err(io::Error::other)?;
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        loop {
+            // SAFETY: takes numbers only; the descriptor is open.
+            if unsafe { libc::fallocate(file.as_raw_fd(), mode, at, len) } == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        }
+    }
+
+    /// Zeroes the parts of `range` that are populated; the others are zero already.
+    fn zero_populated(&self, range: &Range<u64>) -> io::Result<()> {
+        for run in self.ask_populated(range)? {
+            self.zero_in_place(&run).map_err(io::Error::other)?;
+        }
+        Ok(())
+    }
+
+    fn zero_in_place(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        const ZEROES: [u8; 4096] = [0; 4096];
+        for page in range.clone().step_by(ZEROES.len()) {
+            self.io_slice(&(page..page + PAGE_BYTES))?.copy_from(&ZEROES[..]);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,545 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! One contiguous piece of guest RAM: its two mappings, its maps, and access to its bytes.
+//!
+//! Owns the mappings and the per-page maps. Must never make a reference to guest memory (the guest
+//! writes it at any time), and must never touch a byte outside what it was asked for.
+//!
+//! Offsets are bytes from the start of the region; pages are 4 KiB, counted from there.
+
+mod discard;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use vm_memory::VolatileSlice;
+
+use crate::backing::ZoneBacking;
+use crate::config::ZoneSpec;
+use crate::dirty::DeviceDirtyLog;
+use crate::layout::Placement;
+use crate::mapping::{Advice, MapRequest, Mapping};
+use crate::maps::{ResidentMap, ZeroMap};
+use crate::populate::{PopulateError, THP_BYTES, Target, aligned_inside};
+use crate::populated::{View, file_data_runs, hugetlb_runs, private_runs};
+use crate::zero::is_zero_volatile;
+use crate::{PAGE_BYTES, to_usize};
+
+/// What kind of memory a zone is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ZoneKind {
+    /// A memfd, hugetlb memfd or file, mapped `MAP_SHARED`: has a file to share and an alias.
+    Shared,
+    /// Private anonymous memory: neither.
+    PrivateAnonymous,
+    /// A file that held data before, mapped `MAP_PRIVATE`: the guest's writes stay in memory.
+    PrivateFile,
+}
+
+/// An access that could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum AccessError {
+    /// Beyond the region, or not whole pages where only those will do.
+    #[error(
+        "bytes {start:#x}..{end:#x} are not a range of memory zone '{zone}' at guest address \
+         {gpa:#x} ({len_bytes:#x} bytes long)"
+    )]
+    BadRange {
+        /// The zone.
+        zone: String,
+        /// Where the region begins for the guest.
+        gpa: u64,
+        /// How long the region is.
+        len_bytes: u64,
+        /// What was asked for.
+        start: u64,
+        /// What was asked for.
+        end: u64,
+    },
+    /// Private memory has one mapping only.
+    #[error("memory zone '{zone}' is private and has no second mapping")]
+    NoAlias {
+        /// The zone.
+        zone: String,
+    },
+    /// The second mapping could not be made.
+    #[error("memory zone '{zone}' could not be mapped a second time")]
+    MapAlias {
+        /// The zone.
+        zone: String,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// Memory could not be given back.
+    #[error("memory zone '{zone}' could not give back bytes {start:#x}..{end:#x}")]
+    Discard {
+        /// The zone.
+        zone: String,
+        /// What was to be given back.
+        start: u64,
+        /// What was to be given back.
+        end: u64,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// No RAM there.
+    #[error("guest address {gpa:#x} with {len_bytes:#x} bytes behind it is not within one region")]
+    NoSuchGpa {
+        /// Where.
+        gpa: u64,
+        /// How much.
+        len_bytes: u64,
+    },
+}
+
+/// What the regions of one zone share.
+#[derive(Debug)]
+pub(crate) struct Zone {
+    pub spec: ZoneSpec,
+    pub backing: ZoneBacking,
+    /// Huge pages of this zone have to be made by collapsing.
+    pub collapse: bool,
+    /// Every mapping of a hugetlb file: a page shows only where it was touched. The lock is held
+    /// for a push or a copy, never while asking the kernel.
+    views: Mutex<Vec<(Weak<Mapping>, u64)>>,
+}
+
+impl Zone {
+    pub fn new(spec: ZoneSpec, backing: ZoneBacking, collapse: bool) -> Self {
+        Self { spec, backing, collapse, views: Mutex::default() }
+    }
+
+    fn add_view(&self, mapping: &Arc<Mapping>, file_offset: u64) {
+        if self.backing.hugetlb {
+            let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+            views.push((Arc::downgrade(mapping), file_offset));
+        }
+    }
+
+    fn views(&self) -> Vec<View> {
+        let views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        let live = |(mapping, at): &(Weak<Mapping>, u64)| {
+            mapping.upgrade().map(|mapping| View { mapping, file_offset: *at })
+        };
+        views.iter().filter_map(live).collect()
+    }
+}
+
+/// A region of guest RAM. Threads share it without a lock; see each map for who writes it.
+#[derive(Debug)]
+pub struct RamRegion {
+    zone: Arc<Zone>,
+    gpa: u64,
+    len_bytes: u64,
+    file_offset: u64,
+    main: Arc<Mapping>,
+    alias: OnceLock<Arc<Mapping>>,
+    /// Held while the alias is made, so that it is made once.
+    making_alias: Mutex<()>,
+    /// This process's page map, for private memory; opened early, because a sandbox closes `/proc`.
+    pagemap: Option<Arc<File>>,
+    resident: ResidentMap,
+    zero: ZeroMap,
+    device_dirty: DeviceDirtyLog,
+}
+
+impl RamRegion {
+    /// Maps the region. Nothing is populated.
+    pub(crate) fn new(
+        zone: &Arc<Zone>,
+        placement: &Placement,
+        pagemap: Option<Arc<File>>,
+    ) -> io::Result<Self> {
+        let zone = Arc::clone(zone);
+        let len_bytes = placement.bytes.end - placement.bytes.start;
+        let file_offset = if zone.backing.file.is_some() { placement.bytes.start } else { 0 };
+        let main = Arc::new(map(&zone, placement.gpa, len_bytes, file_offset)?);
+        zone.add_view(&main, file_offset);
+        let pages = len_bytes / PAGE_BYTES;
+        let region = Self {
+            gpa: placement.gpa,
+            len_bytes,
+            file_offset,
+            alias: OnceLock::new(),
+            making_alias: Mutex::new(()),
+            pagemap,
+            resident: ResidentMap::new(pages)?,
+            zero: ZeroMap::new(pages)?,
+            device_dirty: DeviceDirtyLog::keeping_mapped(len_bytes, Arc::clone(&main))?,
+            main,
+            zone,
+        };
+        if let Some(node) = region.zone.spec.host_numa_node {
+            region.main.bind_to_node(node)?;
+        }
+        region.advise_huge_pages(&region.main);
+        if region.zone.backing.holds_data {
+            region.note_populated(0..len_bytes);
+        }
+        Ok(region)
+    }
+
+    /// Huge pages are a matter of speed: a kernel without them is no reason to fail.
+    fn advise_huge_pages(&self, mapping: &Mapping) {
+        if self.is_hugetlb() || self.kind() == ZoneKind::PrivateFile {
+            return;
+        }
+        let thp = self.zone.spec.thp;
+        let advice = if thp { Advice::HugePage } else { Advice::NoHugePage };
+        if let Err(error) = mapping.advise(&(0..self.len_bytes), advice) {
+            log::debug!("memory zone '{}': {advice:?} not taken: {error}", self.zone_id());
+        }
+    }
+
+    /// Lets the host merge identical pages.
+    pub(crate) fn make_mergeable(&self) -> io::Result<()> {
+        self.main.advise(&(0..self.len_bytes), Advice::Mergeable)
+    }
+
+    /// Guest physical address of the first byte.
+    pub fn gpa(&self) -> u64 {
+        self.gpa
+    }
+
+    /// Length in bytes, a multiple of 4 KiB and of [`page_bytes`](Self::page_bytes).
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Length in pages of 4 KiB.
+    pub fn len_pages(&self) -> u64 {
+        self.len_bytes / PAGE_BYTES
+    }
+
+    /// The zone that the region is part of.
+    pub fn zone_id(&self) -> &str {
+        &self.zone.spec.id
+    }
+
+    /// The zone's configuration, as it was asked for.
+    pub fn spec(&self) -> &ZoneSpec {
+        &self.zone.spec
+    }
+
+    /// What kind of memory it is.
+    pub fn kind(&self) -> ZoneKind {
+        self.zone.backing.kind
+    }
+
+    /// Whether it consists of hugetlb pages.
+    pub fn is_hugetlb(&self) -> bool {
+        self.zone.backing.hugetlb
+    }
+
+    /// The smallest page that the backing gives or takes back: 4 KiB, or the size of a hugetlb
+    /// page. Transparent huge pages do not count, they can be split.
+    pub fn page_bytes(&self) -> u64 {
+        self.zone.backing.page_bytes
+    }
+
+    /// Host address of the first byte in the `main` mapping: for KVM's slot and for userfaultfd.
+    pub fn host_addr(&self) -> u64 {
+        self.main.start().addr() as u64
+    }
+
+    /// The same as a pointer. Valid for `len_bytes` as long as the region lives; what it points to
+    /// is written by others at any time: no references, only volatile or atomic accesses.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.main.start()
+    }
+
+    /// `mmap` flags of the `main` mapping.
+    pub(crate) fn map_flags(&self) -> i32 {
+        self.main.flags()
+    }
+
+    /// The file that other processes may map to share this memory; `None` for private memory.
+    pub fn file(&self) -> Option<&Arc<File>> {
+        self.zone.backing.file.as_ref().filter(|_| self.kind() == ZoneKind::Shared)
+    }
+
+    /// Where in [`file`](Self::file) the region begins.
+    pub fn file_offset(&self) -> u64 {
+        self.file_offset
+    }
+
+    /// Which pages have their content.
+    pub fn resident(&self) -> &ResidentMap {
+        &self.resident
+    }
+
+    /// Which pages are known to be zero.
+    pub fn zero(&self) -> &ZeroMap {
+        &self.zero
+    }
+
+    /// Which pages devices of this process wrote.
+    pub fn device_dirty(&self) -> &DeviceDirtyLog {
+        &self.device_dirty
+    }
+
+    /// The pages that `range` touches.
+    pub fn pages_of(range: &Range<u64>) -> Range<u64> {
+        range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES)
+    }
+
+    fn bad_range(&self, range: &Range<u64>) -> AccessError {
+        AccessError::BadRange {
+            zone: self.zone_id().to_owned(),
+            gpa: self.gpa,
+            len_bytes: self.len_bytes,
+            start: range.start,
+            end: range.end,
+        }
+    }
+
+    fn check(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        if range.start <= range.end && range.end <= self.len_bytes {
+            Ok(())
+        } else {
+            Err(self.bad_range(range))
+        }
+    }
+
+    fn check_pages(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.check(range)?;
+        if range.start.is_multiple_of(PAGE_BYTES) && range.end.is_multiple_of(PAGE_BYTES) {
+            Ok(())
+        } else {
+            Err(self.bad_range(range))
+        }
+    }
+
+    fn alias(&self) -> Result<&Arc<Mapping>, AccessError> {
+        if let Some(alias) = self.alias.get() {
+            return Ok(alias);
+        }
+        if self.kind() != ZoneKind::Shared {
+            return Err(AccessError::NoAlias { zone: self.zone_id().to_owned() });
+        }
+        let _making = self.making_alias.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(alias) = self.alias.get() {
+            return Ok(alias);
+        }
+        let made = map(&self.zone, self.gpa, self.len_bytes, self.file_offset);
+        let made = made
+            .map_err(|source| AccessError::MapAlias { zone: self.zone_id().to_owned(), source })?;
+        self.advise_huge_pages(&made);
+        let made = Arc::new(made);
+        self.zone.add_view(&made, self.file_offset);
+        Ok(self.alias.get_or_init(|| made))
+    }
+
+    /// Whether there is, or can be, a second mapping that userfaultfd does not watch.
+    pub fn has_alias(&self) -> bool {
+        self.kind() == ZoneKind::Shared
+    }
+
+    fn slice<'a>(
+        &self,
+        mapping: &'a Mapping,
+        range: &Range<u64>,
+    ) -> Result<VolatileSlice<'a>, AccessError> {
+        self.check(range)?;
+        // SAFETY: the range was checked against the region, and a mapping is as long as its
+        // region; the mapping lives for 'a, and only volatile accesses are made through it.
+        Ok(unsafe {
+            VolatileSlice::new(
+                mapping.start().add(to_usize(range.start)),
+                to_usize(range.end - range.start),
+            )
+        })
+    }
+
+    /// `range` in the `main` mapping. An access may fault into userfaultfd.
+    ///
+    /// Writes through it appear in no dirty log.
+    ///
+    /// # Errors
+    /// The range lies outside the region.
+    pub fn main_slice(&self, range: &Range<u64>) -> Result<VolatileSlice<'_>, AccessError> {
+        self.slice(&self.main, range)
+    }
+
+    /// `range` in the `alias` mapping, made on first use: accesses never meet userfaultfd.
+    ///
+    /// For vectored sends and receives, take [`VolatileSlice::ptr_guard_mut`]: the pointer stays
+    /// valid while the region lives. Who writes through it tells [`zero`](Self::zero) (data), and
+    /// [`resident`](Self::resident) once the content is complete. Reading a part that was never
+    /// populated populates it: ask [`populated_runs`](Self::populated_runs) first.
+    ///
+    /// # Errors
+    /// The range lies outside the region, the memory is private, or the mapping cannot be made.
+    pub fn alias_slice(&self, range: &Range<u64>) -> Result<VolatileSlice<'_>, AccessError> {
+        self.slice(self.alias()?, range)
+    }
+
+    /// `range` in the best mapping for migration: `alias` where there is one, else `main`.
+    ///
+    /// # Errors
+    /// The range lies outside the region, or the alias cannot be made.
+    pub fn io_slice(&self, range: &Range<u64>) -> Result<VolatileSlice<'_>, AccessError> {
+        if self.has_alias() { self.alias_slice(range) } else { self.main_slice(range) }
+    }
+
+    /// Copies guest memory at `offset` into `into`, through the mapping of [`io_slice`].
+    ///
+    /// A guest that runs may change it meanwhile: torn content is what the dirty log is for.
+    ///
+    /// # Errors
+    /// As [`io_slice`].
+    ///
+    /// [`io_slice`]: Self::io_slice
+    pub fn read_page_range(&self, offset: u64, into: &mut [u8]) -> Result<(), AccessError> {
+        let end = offset.saturating_add(into.len() as u64);
+        self.io_slice(&(offset..end))?.copy_to(into);
+        Ok(())
+    }
+
+    /// Copies `from` to guest memory at `offset`, through the mapping of [`io_slice`], and notes
+    /// the pages as data. Residency is the caller's to declare.
+    ///
+    /// # Errors
+    /// As [`io_slice`].
+    ///
+    /// [`io_slice`]: Self::io_slice
+    pub fn write_range(&self, offset: u64, from: &[u8]) -> Result<(), AccessError> {
+        let end = offset.saturating_add(from.len() as u64);
+        let slice = self.io_slice(&(offset..end))?;
+        // Before the bytes: a zero page must at no moment hold data.
+        self.zero.set_data(Self::pages_of(&(offset..end)));
+        slice.copy_from(from);
+        Ok(())
+    }
+
+    /// Whether the bytes of `page` are all zero right now. Reads the page, and so populates it if
+    /// it is shared memory that never was.
+    ///
+    /// # Errors
+    /// As [`io_slice`](Self::io_slice).
+    pub fn page_is_zero(&self, page: u64) -> Result<bool, AccessError> {
+        let start = page.saturating_mul(PAGE_BYTES);
+        let slice = self.io_slice(&(start..start.saturating_add(PAGE_BYTES)))?;
+        let guard = slice.ptr_guard();
+        // SAFETY: a whole page inside a mapping that `slice` borrows.
+        Ok(unsafe { is_zero_volatile(guard.as_ptr().cast(), guard.len()) })
+    }
+
+    /// The parts of `range` that ever held data and were not given back, found without populating
+    /// anything. May name too much, never too little; sorted, apart, whole pages.
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region.
+    pub fn populated_runs(&self, range: &Range<u64>) -> Result<Vec<Range<u64>>, AccessError> {
+        self.check_pages(range)?;
+        let answer = self.ask_populated(range);
+        Ok(answer.unwrap_or_else(|error| {
+            log::debug!("memory zone '{}': populated pages unknown: {error}", self.zone_id());
+            vec![range.clone()]
+        }))
+    }
+
+    fn ask_populated(&self, range: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let base = self.file_offset;
+        let in_file = base + range.start..base + range.end;
+        let runs = match (self.kind(), &self.zone.backing.file, &self.pagemap) {
+            (ZoneKind::Shared, Some(file), _) if self.is_hugetlb() => {
+                let size = self.zone.spec.size_bytes;
+                hugetlb_runs(file, size, self.page_bytes(), &self.zone.views(), in_file)?
+            }
+            (ZoneKind::Shared, Some(file), _) => file_data_runs(file, in_file)?,
+            (ZoneKind::PrivateAnonymous, _, Some(pagemap)) => {
+                return private_runs(pagemap, &self.main, range.clone());
+            }
+            // A private file's own data shows in no page table.
+            _ => return Ok(vec![range.clone()]),
+        };
+        Ok(runs.into_iter().map(|run| run.start - base..run.end - base).collect())
+    }
+
+    fn note_populated(&self, range: Range<u64>) {
+        let runs = self.ask_populated(&range).unwrap_or_else(|_| vec![range]);
+        for run in runs {
+            self.zero.set_data(Self::pages_of(&run));
+        }
+    }
+
+    /// Brings the zero map up to what the kernel knows: whatever is populated may hold data.
+    ///
+    /// Switch dirty logging on first; see [`ZeroMap`].
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region.
+    pub fn sync_zero_map(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.check_pages(range)?;
+        self.note_populated(range.clone());
+        Ok(())
+    }
+
+    /// Brings huge pages back to `range` after it was filled by small ones; best effort, returns
+    /// whether the kernel did all of it. Costs a copy of every small page.
+    ///
+    /// # Errors
+    /// The range lies outside the region.
+    pub fn collapse(&self, range: &Range<u64>) -> Result<bool, AccessError> {
+        self.check(range)?;
+        let blocks = aligned_inside(self.host_addr(), range);
+        let possible = !self.is_hugetlb() && !blocks.is_empty();
+        Ok(possible && self.main.advise(&blocks, Advice::Collapse).is_ok())
+    }
+
+    /// Populates those parts of `range` whose content is here, calling `done` for each. Parts that
+    /// are still to arrive are left alone, to whole pages of the backing.
+    pub(crate) fn populate<E: From<PopulateError>>(
+        &self,
+        range: &Range<u64>,
+        mut done: impl FnMut(Range<u64>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let target = Target {
+            zone: self.zone_id(),
+            mapping: &self.main,
+            file: self.file().map(|file| (&**file, self.file_offset)),
+            page_bytes: self.page_bytes(),
+            hugetlb: self.is_hugetlb(),
+            collapse: self.zone.collapse,
+        };
+        let page = self.page_bytes();
+        let mut at = range.start;
+        while at < range.end {
+            let absent = self.resident.absent_runs(Self::pages_of(&(at..range.end))).next();
+            let absent = absent.map_or(range.end..range.end, |run| {
+                let start = run.start * PAGE_BYTES;
+                start - start % page..(run.end * PAGE_BYTES).next_multiple_of(page)
+            });
+            let here = at..absent.start.min(range.end);
+            if !here.is_empty() {
+                target.populate(here.clone())?;
+                done(here)?;
+            }
+            at = absent.end.max(at + page);
+        }
+        Ok(())
+    }
+}
+
+/// Maps a piece of `zone` so that huge pages line up in the guest, here and in the file.
+fn map(zone: &Zone, gpa: u64, len_bytes: u64, file_offset: u64) -> io::Result<Mapping> {
+    let backing = &zone.backing;
+    let huge = if len_bytes >= THP_BYTES { THP_BYTES } else { PAGE_BYTES };
+    let file = backing.file.as_deref().map(|file| (file, file_offset));
+    Mapping::new(&MapRequest {
+        len_bytes,
+        align_bytes: backing.page_bytes.max(huge),
+        congruent_to: if file.is_some() { file_offset } else { gpa },
+        file,
+        shared: backing.kind == ZoneKind::Shared,
+        // Without a reservation, a hugetlb pool that runs dry would be a SIGBUS for the guest.
+        reserve: zone.spec.reserve || backing.hugetlb,
+    })
+}

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! One region of every kind: content, maps, discard, and what the kernel says of it.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::Path;
+
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, VolatileMemory};
+
+use crate::host::testing::{BorrowedHugePages, is_mapped, smaps_bytes};
+use crate::{
+    AccessError, Backing, GuestRam, HugePageSize, RamConfig, RamLayout, RamRegion, ZoneKind,
+    ZoneSpec,
+};
+
+const MIB: u64 = 1 << 20;
+const PAGE: u64 = 4096;
+
+fn ram(change: impl FnOnce(&mut ZoneSpec)) -> GuestRam {
+    let mut zone = ZoneSpec::new("t", 8 * MIB);
+    change(&mut zone);
+    GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default()).unwrap()
+}
+
+fn anonymous() -> GuestRam {
+    ram(|z| z.backing = Backing::Anonymous)
+}
+
+fn memfd() -> GuestRam {
+    ram(|z| z.backing = Backing::Memfd)
+}
+
+fn file(dir: &Path) -> GuestRam {
+    ram(|z| z.backing = Backing::File(dir.to_owned()))
+}
+
+fn hugetlb() -> GuestRam {
+    ram(|z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 })
+}
+
+/// Every kind that this machine has, each with 8 MiB; `test` is told which.
+fn each_kind(name: &str, test: impl Fn(&GuestRam, &RamRegion)) {
+    let dir = tempfile::tempdir().unwrap();
+    let private = dir.path().join("private");
+    std::fs::write(&private, vec![0; 8 << 20]).unwrap();
+    let private_file = ram(|z| z.backing = Backing::File(private));
+    assert_eq!(private_file.regions()[0].kind(), ZoneKind::PrivateFile);
+    let mut all = vec![anonymous(), memfd(), file(dir.path()), private_file];
+    let borrowed = BorrowedHugePages::new(name, 8);
+    if borrowed.is_some() {
+        all.push(hugetlb());
+    }
+    for ram in &all {
+        test(ram, &ram.regions()[0]);
+    }
+    drop(all);
+}
+
+fn write_main(ram: &GuestRam, gpa: u64, bytes: &[u8]) {
+    ram.guest_memory().memory().write_slice(bytes, GuestAddress(gpa)).unwrap();
+}
+
+fn read_main(ram: &GuestRam, gpa: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0xee; len];
+    ram.guest_memory().memory().read_slice(&mut bytes, GuestAddress(gpa)).unwrap();
+    bytes
+}
+
+fn contains(runs: &[std::ops::Range<u64>], offset: u64) -> bool {
+    runs.iter().any(|run| run.contains(&offset))
+}
+
+#[test]
+fn devices_and_migration_see_the_same_bytes() {
+    each_kind("devices_and_migration_see_the_same_bytes", |ram, region| {
+        write_main(ram, 0x3ff8, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+        let mut got = [0; 10];
+        region.read_page_range(0x3ff8, &mut got).unwrap();
+        assert_eq!(got, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], "{:?}", region.kind());
+        region.write_range(5 * MIB, &[42; 5000]).unwrap();
+        assert_eq!(read_main(ram, 5 * MIB, 5001)[4999..], [42, 0]);
+        assert!(!region.zero().is_zero(5 * MIB / PAGE + 1));
+    });
+}
+
+#[test]
+fn the_alias_is_another_mapping_of_shared_memory_only() {
+    each_kind("the_alias_is_another_mapping_of_shared_memory_only", |_, region| {
+        let alias = region.alias_slice(&(0..4096));
+        if region.kind() == ZoneKind::Shared {
+            let address = alias.unwrap().ptr_guard().as_ptr().addr() as u64;
+            assert_ne!(address, region.host_addr());
+            let again = region.alias_slice(&(0..4096)).unwrap().ptr_guard().as_ptr();
+            assert_eq!(again.addr() as u64, address);
+            assert!(region.file().is_some());
+            // Writing by the alias does not populate what userfaultfd watches.
+            region.write_range(3 * MIB, &[1]).unwrap();
+            assert!(!is_mapped(region.as_ptr().wrapping_add(3 << 20)));
+        } else {
+            assert!(matches!(alias, Err(AccessError::NoAlias { .. })));
+            assert!(region.file().is_none());
+            let main = region.io_slice(&(0..4096)).unwrap().ptr_guard().as_ptr();
+            assert_eq!(main.addr() as u64, region.host_addr());
+        }
+    });
+}
+
+#[test]
+fn discarded_memory_is_zero_and_the_maps_know() {
+    each_kind("discarded_memory_is_zero_and_the_maps_know", |ram, region| {
+        write_main(ram, 0, &vec![7; 8 << 20]);
+        region.sync_zero_map(&(0..8 * MIB)).unwrap();
+        assert_eq!(region.zero().data_count(), region.len_pages());
+        region.resident().set_absent(0..region.len_pages());
+        // Starts and ends inside huge pages.
+        let gone = 3 * MIB..7 * MIB;
+        region.discard(&gone).unwrap();
+        let kind = (region.kind(), region.is_hugetlb());
+        assert!(read_main(ram, 3 * MIB, 4 << 20).iter().all(|byte| *byte == 0), "{kind:?}");
+        assert_eq!(read_main(ram, 3 * MIB - 1, 1), [7], "{kind:?}");
+        assert_eq!(read_main(ram, 7 * MIB, 1), [7], "{kind:?}");
+        let pages = RamRegion::pages_of(&gone);
+        for page in 0..region.len_pages() {
+            assert_eq!(region.zero().is_zero(page), pages.contains(&page), "{kind:?} {page}");
+            assert_eq!(region.resident().is_resident(page), pages.contains(&page));
+        }
+    });
+}
+
+#[test]
+fn discard_gives_memory_back() {
+    for ram in [anonymous(), memfd()] {
+        let region = &ram.regions()[0];
+        write_main(&ram, 0, &vec![7; 4 << 20]);
+        assert!(smaps_bytes(region.as_ptr(), "Rss") >= 4 * MIB);
+        region.discard(&(0..8 * MIB)).unwrap();
+        assert_eq!(smaps_bytes(region.as_ptr(), "Rss"), 0, "{:?}", region.kind());
+        assert_eq!(region.populated_runs(&(0..8 * MIB)).unwrap(), []);
+    }
+}
+
+#[test]
+fn populated_runs_are_found_without_populating() {
+    // 4 KiB pages, so that the runs are known exactly.
+    let small = |backing| {
+        ram(|z| {
+            z.backing = backing;
+            z.thp = false;
+        })
+    };
+    for ram in [small(Backing::Anonymous), small(Backing::Memfd)] {
+        let region = &ram.regions()[0];
+        let all = 0..8 * MIB;
+        assert_eq!(region.populated_runs(&all).unwrap(), []);
+        write_main(&ram, MIB, &[1; 8192]);
+        write_main(&ram, 6 * MIB - 1, &[1]);
+        let expected = vec![MIB..MIB + 8192, 6 * MIB - PAGE..6 * MIB];
+        assert_eq!(region.populated_runs(&all).unwrap(), expected, "{:?}", region.kind());
+        // Asking changed nothing.
+        assert_eq!(region.populated_runs(&all).unwrap(), expected);
+        assert_eq!(smaps_bytes(region.as_ptr(), "Rss"), 3 * PAGE);
+        let part = region.populated_runs(&(MIB + PAGE..2 * MIB)).unwrap();
+        assert_eq!(part, vec![MIB + PAGE..MIB + 8192]);
+    }
+}
+
+#[test]
+fn populated_runs_never_leave_data_out() {
+    each_kind("populated_runs_never_leave_data_out", |ram, region| {
+        write_main(ram, 2 * MIB + 5, &[1]);
+        region.write_range(7 * MIB, &[1]).unwrap();
+        let runs = region.populated_runs(&(0..8 * MIB)).unwrap();
+        assert!(contains(&runs, 2 * MIB) && contains(&runs, 7 * MIB), "{runs:?}");
+        // Whole pages of the region only.
+        assert!(region.populated_runs(&(0..8 * MIB + PAGE)).is_err());
+        assert!(region.populated_runs(&(1..PAGE)).is_err());
+    });
+}
+
+#[test]
+fn populated_huge_pages_are_found_in_every_mapping() {
+    let name = "populated_huge_pages_are_found_in_every_mapping";
+    let Some(_borrowed) = BorrowedHugePages::new(name, 4) else { return };
+    let ram = hugetlb();
+    let region = &ram.regions()[0];
+    let all = 0..8 * MIB;
+    assert_eq!(region.populated_runs(&all).unwrap(), []);
+    write_main(&ram, 2 * MIB, &[1]);
+    assert_eq!(region.populated_runs(&all).unwrap(), vec![2 * MIB..4 * MIB]);
+    region.write_range(6 * MIB, &[1]).unwrap();
+    assert_eq!(region.populated_runs(&all).unwrap(), vec![2 * MIB..4 * MIB, 6 * MIB..8 * MIB]);
+    // A page that only another process touched: here, a mapping that the region knows nothing of.
+    let elsewhere = vm_memory::MmapRegion::<()>::build(
+        Some(vm_memory::FileOffset::from_arc(region.file().unwrap().clone(), 0)),
+        8 << 20,
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_SHARED,
+    )
+    .unwrap();
+    elsewhere.get_slice(0, 1).unwrap().copy_from(&[1_u8]);
+    assert_eq!(region.populated_runs(&all).unwrap(), vec![all]);
+}
+
+#[test]
+fn the_zero_map_follows_the_kernel() {
+    let ram = memfd();
+    let region = &ram.regions()[0];
+    let page = 3 * MIB / PAGE;
+    assert!(region.zero().is_zero(page));
+    write_main(&ram, 3 * MIB, &[1]);
+    region.sync_zero_map(&(0..MIB)).unwrap();
+    assert!(region.zero().is_zero(page), "outside of what was asked");
+    region.sync_zero_map(&(0..8 * MIB)).unwrap();
+    assert!(!region.zero().is_zero(page));
+    assert!(!region.page_is_zero(page).unwrap());
+    assert!(region.page_is_zero(0).unwrap());
+}
+
+#[test]
+fn a_file_keeps_what_the_guest_wrote_only_if_shared() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    std::fs::write(&path, vec![9; 8 << 20]).unwrap();
+    for shared in [false, true] {
+        let ram = ram(|z| {
+            z.backing = Backing::File(path.clone());
+            z.shared = shared;
+        });
+        let region = &ram.regions()[0];
+        assert_eq!(read_main(&ram, 0, 1), [9]);
+        assert!(!region.zero().is_zero(0), "what the file held is data");
+        write_main(&ram, 0, &[1]);
+        region.discard(&(PAGE..2 * PAGE)).unwrap();
+        assert_eq!(read_main(&ram, 0, 1), [1]);
+        assert_eq!(read_main(&ram, PAGE, 1), [0]);
+        drop(ram);
+        let kept = std::fs::read(&path).unwrap();
+        assert_eq!((kept[0], kept[4096]), if shared { (1, 0) } else { (9, 9) });
+    }
+}
+
+#[test]
+fn accesses_outside_are_refused() {
+    let ram = memfd();
+    let region = &ram.regions()[0];
+    let end = 8 * MIB;
+    let mut bytes = [0; 8];
+    assert!(region.read_page_range(end - 8, &mut bytes).is_ok());
+    for offset in [end - 7, end, u64::MAX - 3, u64::MAX] {
+        assert!(region.read_page_range(offset, &mut bytes).is_err(), "{offset:#x}");
+        assert!(region.write_range(offset, &bytes).is_err(), "{offset:#x}");
+    }
+    #[expect(clippy::reversed_empty_ranges, reason = "that is what is to be refused")]
+    let backwards = 8192..4096;
+    let error = region.alias_slice(&backwards).unwrap_err();
+    assert!(error.to_string().contains("'t'"), "{error}");
+    assert!(region.discard(&backwards).is_err());
+    assert!(region.discard(&(0..end + PAGE)).is_err());
+    assert!(region.discard(&(0..100)).is_err());
+    assert!(region.page_is_zero(u64::MAX).is_err());
+    assert!(region.collapse(&(0..end + 1)).is_err());
+    assert!(region.discard(&(PAGE..PAGE)).is_ok());
+}
+
+#[test]
+fn small_pages_become_huge_by_collapse() {
+    let ram = memfd();
+    let region = &ram.regions()[0];
+    write_main(&ram, 0, &vec![5; 8 << 20]);
+    // Where the host made huge pages at once there is nothing left to collapse.
+    let done = region.collapse(&(0..8 * MIB)).unwrap();
+    let huge = smaps_bytes(region.as_ptr(), "ShmemPmdMapped");
+    if !done {
+        eprintln!("SKIPPED small_pages_become_huge_by_collapse: this kernel does not collapse");
+        return;
+    }
+    assert_eq!(huge, 8 * MIB);
+    assert!(read_main(&ram, 0, 8 << 20).iter().all(|byte| *byte == 5));
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A freestanding guest for testing migration, postcopy and boot: see `README.md`.
+//!
+//! `boot.rs` brings each vCPU to CPL 3, where everything else runs: memory is laid out from the
+//! loader's memory map, the other vCPUs are started, and each works on pages of its own. There
+//! are no interrupts, no IDT and no devices; the host learns all it needs from memory (`abi.rs`).
+#![no_std]
+#![no_main]
+
+#[expect(dead_code, reason = "some of it is for the reader on the host")]
+mod abi;
+mod boot;
+mod clock;
+#[expect(dead_code, reason = "some of it is for the reader on the host")]
+mod cmdline;
+mod layout;
+mod mem;
+mod pattern;
+mod pvh;
+mod runtime;
+mod smp;
+mod worker;
+
+use abi::{control, event, failure, param, stage};
+use cmdline::Settings;
+use layout::{Layout, Span};
+use mem::Block;
+use worker::Worker;
+
+const CONTROL: Block = Block::at(abi::CONTROL_GPA);
+const PARAM: Block = Block::at(abi::PARAM_GPA);
+const GIB: u64 = 1 << 30;
+const LARGE_PAGE_BYTES: u64 = 2 << 20;
+/// Present, writable, user, accessed, dirty, large.
+const LARGE_PAGE_FLAGS: u64 = 0xe7;
+const TABLE_FLAGS: u64 = 7;
+
+/// What the other vCPUs need; written before they start, never after.
+static SHARED: runtime::Once<Shared> = runtime::Once::new();
+
+struct Shared {
+    vcpus: u64,
+    layout: Layout,
+    seed: u64,
+    khz: u64,
+}
+
+/// First Rust code on vCPU 0, at CPL 3.
+#[unsafe(no_mangle)]
+extern "C" fn bsp_main(start_info: u64) -> ! {
+    mem::load32(abi::MMIO_FIRST_GPA);
+    let first_tsc = clock::now();
+    let Some(info) = pvh::StartInfo::read(start_info) else { fail(failure::START_INFO) };
+    let settings = Settings::parse(info.cmdline());
+    let wanted = if settings.vcpus == 0 { info.processors } else { settings.vcpus };
+    let vcpus = wanted.clamp(1, abi::MAX_VCPUS);
+
+    mem::clear(abi::CONTROL_GPA, abi::PAGE_BYTES);
+    CONTROL.set(control::VERSION, abi::VERSION);
+    CONTROL.set(control::STAGE, stage::ENTERED);
+    CONTROL.set(control::FIRST_TSC, first_tsc);
+    note_cmdline(info.cmdline(), settings.refused);
+    CONTROL.set(control::VCPUS, vcpus);
+
+    let Some(layout) = Layout::new(info.ram.as_slice(), vcpus) else { fail(failure::MEMORY) };
+    map_high_memory(info.ram.as_slice(), layout.tables_gpa);
+    let (khz, source) = clock::frequency_khz(settings.tsc_khz);
+    CONTROL.set(control::SEED, settings.seed);
+    CONTROL.set(control::TSC_KHZ, khz);
+    CONTROL.set(control::TSC_KHZ_SOURCE, source);
+    publish(&layout);
+    write_parameters(&settings, &layout, vcpus);
+    CONTROL.set(control::STAGE, stage::MAPPED);
+    CONTROL.set(control::MAGIC, abi::MAGIC);
+
+    for index in 0..vcpus {
+        mem::clear(abi::vcpu_gpa(index), abi::vcpu::STATISTICS_BYTES);
+    }
+    let shared = SHARED.set(Shared { vcpus, layout, seed: settings.seed, khz });
+    let online = smp::start_others(vcpus, khz, ap_main);
+    CONTROL.set(control::VCPUS_ONLINE, online);
+    if online < vcpus {
+        CONTROL.set(control::FAILURE, failure::VCPU);
+        mem::store32(abi::MMIO_EVENT_GPA, event::FAILED);
+    }
+    CONTROL.set(control::READY_TSC, clock::now());
+    CONTROL.set(control::STAGE, stage::RUNNING);
+    mem::store32(abi::MMIO_EVENT_GPA, event::READY);
+    Worker::new(0, vcpus, &shared.layout, shared.seed, khz).run()
+}
+
+/// First Rust code on the other vCPUs, at CPL 3.
+extern "C" fn ap_main(vcpu: u64) -> ! {
+    let Some(shared) = SHARED.get() else { fail(failure::PANIC) };
+    let mut worker = Worker::new(vcpu, shared.vcpus, &shared.layout, shared.seed, shared.khz);
+    while CONTROL.get(control::STAGE) < stage::RUNNING {
+        worker.idle();
+    }
+    worker.run()
+}
+
+/// Leaves the reason where the host finds it and stays there.
+fn fail(reason: u64) -> ! {
+    CONTROL.set(control::FAILURE, reason);
+    CONTROL.set(control::STAGE, stage::FAILED);
+    CONTROL.set(control::VERSION, abi::VERSION);
+    CONTROL.set(control::MAGIC, abi::MAGIC);
+    mem::store32(abi::MMIO_EVENT_GPA, event::FAILED);
+    loop {
+        core::hint::spin_loop();
+    }
+}
+
+fn note_cmdline(line: &[u8], refused: u64) {
+    for (byte, offset) in line.iter().zip(control::CMDLINE..) {
+        mem::store8(CONTROL.gpa_of(offset), *byte);
+    }
+    CONTROL.set(control::CMDLINE_BYTES, line.len() as u64);
+    CONTROL.set(control::CMDLINE_REFUSED, refused);
+}
+
+/// Maps RAM above 4 GiB with 2 MiB pages. A directory is complete before it is linked: where the
+/// hypervisor shadows page tables, a write to a linked one is expensive.
+fn map_high_memory(ram: &[Span], tables_gpa: u64) {
+    for entry in 4..512u64 {
+        let start = entry * GIB;
+        if !ram.iter().any(|span| span.start < start + GIB && start < span.end) {
+            continue;
+        }
+        let directory = tables_gpa + (entry - 4) * abi::PAGE_BYTES;
+        for slot in 0..512 {
+            mem::store(directory + slot * 8, (start + slot * LARGE_PAGE_BYTES) | LARGE_PAGE_FLAGS);
+        }
+        let pdpt = &raw const boot::pdpt as u64;
+        mem::store(pdpt + entry * 8, directory | TABLE_FLAGS);
+    }
+}
+
+fn publish(layout: &Layout) {
+    CONTROL.set(control::PAGES, layout.pages);
+    CONTROL.set(control::TABLES_GPA, layout.tables_gpa);
+    CONTROL.set(control::SHADOW_GPA, layout.shadow_gpa);
+    CONTROL.set(control::SHADOW_STRIDE, layout.shadow_stride);
+    CONTROL.set(control::RAM_BYTES, layout.ram_bytes);
+    CONTROL.set(control::RAM_END, layout.ram_end);
+    CONTROL.set(control::RANGE_COUNT, layout.ranges.as_slice().len() as u64);
+    for (range, index) in layout.ranges.as_slice().iter().zip(0..) {
+        let entry = control::RANGES + index * control::RANGE_BYTES;
+        CONTROL.set(entry, range.gpa);
+        CONTROL.set(entry + 8, range.first);
+        CONTROL.set(entry + 16, range.pages);
+    }
+}
+
+fn write_parameters(settings: &Settings, layout: &Layout, vcpus: u64) {
+    mem::clear(abi::PARAM_GPA, abi::PAGE_BYTES);
+    for (field, value) in settings.fields(layout.pages, vcpus) {
+        PARAM.set(field, value);
+    }
+    PARAM.set(param::GENERATION, 1);
+}
