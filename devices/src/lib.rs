@@ -4,7 +4,14 @@
 //!
 //! A device knows what it does and nothing of how the guest reaches it: not PCI, not KVM, not the
 //! configuration file. Legacy devices sit on a [`bus::Bus`], virtio devices behind
-//! [`virtio::VirtioDevice`].
+//! [`virtio::VirtioDevice`]. Serial port and virtio console share the [`endpoint`]s that connect
+//! them to a terminal, a file or a socket.
 
 pub mod bus;
+pub mod endpoint;
+pub mod legacy;
+mod state;
+mod syscalls;
 pub mod virtio;
+
+pub use state::Snapshot;

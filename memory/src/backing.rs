@@ -256,7 +256,7 @@ fn sized_memfd(zone: &ZoneSpec, flags: u32) -> Result<File, BackingError> {
     make().map_err(|source| BackingError::Memfd { zone: id.clone(), size_bytes, source })
 }
 
-fn memfd(name: &str, flags: u32) -> io::Result<File> {
+pub(crate) fn memfd(name: &str, flags: u32) -> io::Result<File> {
     let name = CString::new(name).map_err(io::Error::other)?;
     let common = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | flags;
     let create = |flags: u32| {

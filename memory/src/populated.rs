@@ -48,6 +48,60 @@ pub fn file_data_runs(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u6
     Ok(runs)
 }
 
+/// Pages that one question to `mincore` covers: 64 MiB, one byte each.
+const RESIDENCE_PAGES: usize = 16384;
+
+/// The same as [`file_data_runs`] for a file in memory whose `range` is mapped at `hva`.
+///
+/// `SEEK_HOLE` walks page by page to the end of the data, so that asking piece by piece about a
+/// full memfd takes quadratic time. Here the kernel is asked which pages are in its cache, in one
+/// call for many, and only what is not (a hole, or a page in swap) is looked up in the file.
+///
+/// # Safety
+///
+/// `range`, which is whole pages, must be mapped from `hva` on.
+pub unsafe fn mapped_data_runs(
+    file: &File,
+    range: Range<u64>,
+    hva: u64,
+) -> io::Result<Vec<Range<u64>>> {
+    let mut runs = Vec::new();
+    let mut residence = vec![0_u8; RESIDENCE_PAGES];
+    let mut at = range.start;
+    while at < range.end {
+        let pages = (range.end - at).div_ceil(PAGE_BYTES).min(RESIDENCE_PAGES as u64);
+        let first =
+            std::ptr::with_exposed_provenance_mut::<libc::c_void>(to_usize(hva + (at - range.start)));
+        // SAFETY: mincore reads no memory of ours but the page tables of a range that the caller
+        // promises to be mapped, and writes one byte a page into `residence`, which has as many.
+        let asked =
+            unsafe { libc::mincore(first, to_usize(pages * PAGE_BYTES), residence.as_mut_ptr()) };
+        if asked != 0 {
+            return file_data_runs(file, range);
+        }
+        let end = at + pages * PAGE_BYTES;
+        let mut page_at = at;
+        while page_at < end {
+            let index = to_usize((page_at - at) / PAGE_BYTES);
+            if residence[index] & 1 == 0 {
+                match seek(file, page_at, libc::SEEK_DATA)? {
+                    None => return Ok(runs),
+                    Some(data) if data >= range.end => return Ok(runs),
+                    Some(data) if data >= page_at + PAGE_BYTES => {
+                        page_at = data - data % PAGE_BYTES;
+                        continue;
+                    }
+                    Some(_) => {}
+                }
+            }
+            push_run(&mut runs, page_at..(page_at + PAGE_BYTES).min(range.end));
+            page_at += PAGE_BYTES;
+        }
+        at = page_at.max(end);
+    }
+    Ok(runs)
+}
+
 /// `lseek`; `None` where there is nothing of the kind up to the end. The file's position changes,
 /// which nobody uses: all access is by mapping or by offset.
 fn seek(file: &File, at: u64, whence: i32) -> io::Result<Option<u64>> {
@@ -268,6 +322,31 @@ mod tests {
             assert_eq!(runs.iter().any(|run| run.contains(&offset)), data, "{offset:#x}");
         }
         assert_eq!(file_data_runs(&file, 0x8_0000..0x9_0000).unwrap(), []);
+    }
+
+    #[test]
+    fn the_mapped_way_agrees_with_the_file() {
+        let len_bytes = 256 << 20;
+        let file = crate::backing::memfd("runs", 0).unwrap();
+        file.set_len(len_bytes).unwrap();
+        for page in [0, 1, 2, 700, 16383, 16384, 16385, 40000, 65535] {
+            file.write_all_at(&[1], page * PAGE_BYTES).unwrap();
+        }
+        let mapping = Mapping::new(&MapRequest {
+            len_bytes,
+            align_bytes: PAGE_BYTES,
+            congruent_to: 0,
+            file: Some((&file, 0)),
+            shared: true,
+            reserve: false,
+        })
+        .unwrap();
+        let hva = mapping.start().expose_provenance() as u64;
+        for range in [0..len_bytes, 0x1000..0x2c_0000, 700 * 4096..701 * 4096, 3 * 4096..0x20_0000] {
+            // SAFETY: the range lies in the mapping, whose first byte is the file's.
+            let mapped = unsafe { mapped_data_runs(&file, range.clone(), hva + range.start) };
+            assert_eq!(mapped.unwrap(), file_data_runs(&file, range).unwrap());
+        }
     }
 
     #[test]

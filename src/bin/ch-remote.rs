@@ -1,5 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The ch-remote binary.
+//! `ch-remote`: asks a running VMM for one thing. See [`godwit::cli::remote`].
 
-fn main() {}
+use std::process::ExitCode;
+
+use godwit::cli::exit::{self, Failure};
+use godwit::cli::remote;
+
+fn main() -> ExitCode {
+    // clap prints help and mistakes by itself, with exit codes 0 and 2.
+    let matches = remote::command().get_matches();
+    match remote::run(&matches) {
+        Ok(answer) => {
+            if let Some(answer) = answer {
+                println!("{answer}");
+            }
+            ExitCode::from(exit::OK)
+        }
+        Err(error) if error.is_usage() => {
+            Failure::usage(&error).hint("ch-remote <command> --help shows the syntax").report()
+        }
+        Err(error) => Failure::failed(&error).report(),
+    }
+}

@@ -1,3 +1,84 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Placeholder head, replaced by the room itself.
+//! Live migration: protocol, connections, precopy, postcopy, progress.
+//!
+//! This room owns how a guest moves and nothing of what a guest is. The monitor implements the
+//! traits in [`vm`] and [`ram`] and calls two functions; everything here runs, and is tested,
+//! without KVM, devices or HTTP. It must never know any of the three.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | [`source`], [`destination`] | the two state machines |
+//! | [`protocol`] | messages and their bytes |
+//! | [`transport`] | addresses, sockets, waits |
+//! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
+//! | [`uffd`] | userfaultfd, the fault source of stock kernels |
+//! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
+//! | [`options`], [`progress`], [`error`], [`cancel`] | what a person chooses, sees, and can stop |
+//!
+//! ```no_run
+//! # use std::sync::Arc;
+//! # use vm_migration::{Address, Cancel, MemoryMode, Progress, ReceiveOptions, SendOptions, Side};
+//! # use vm_migration::{destination, source, vm::{DestinationBuilder, SourceVm}};
+//! fn send<V: SourceVm>(vm: V) -> Result<(), Box<dyn std::error::Error>> {
+//!     let mut options = SendOptions::new("tcp:target.example:4444".parse::<Address>()?);
+//!     options.memory_mode = MemoryMode::Postcopy;
+//!     let progress = Arc::new(Progress::new(Side::Source));
+//!     match source::migrate(vm, &options, &progress, &Cancel::new()?) {
+//!         Ok(finished) => println!("{:?}", finished.report),
+//!         Err(failure) => match *failure {
+//!             source::SendFailure::Resumed { vm, error } => { /* the guest runs here, in `vm` */ }
+//!             other => eprintln!("{}", other.error()),
+//!         },
+//!     }
+//!     Ok(())
+//! }
+//!
+//! fn receive<B: DestinationBuilder>(builder: B) -> Result<(), Box<dyn std::error::Error>> {
+//!     let listener = destination::Listener::bind(&"tcp:0.0.0.0:4444".parse()?)?;
+//!     let progress = Arc::new(Progress::new(Side::Destination));
+//!     let options = ReceiveOptions::default();
+//!     match listener.receive(builder, &options, &progress, &Cancel::new()?) {
+//!         Ok(received) => {
+//!             // `received.vm` runs. In postcopy its pages still arrive:
+//!             if let Some(faults) = received.faults {
+//!                 faults.wait().map_err(|paused| paused.error)?;
+//!             }
+//!         }
+//!         Err(failure) => return Err(failure.error.into()),
+//!     }
+//!     Ok(())
+//! }
+//! ```
+
+pub mod bitmap;
+pub mod cancel;
+mod channel;
+pub mod destination;
+pub mod error;
+pub mod fault;
+pub mod layout;
+pub mod options;
+pub mod progress;
+pub mod protocol;
+pub mod ram;
+pub mod source;
+pub mod transport;
+pub mod uffd;
+pub mod vm;
+
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+pub use cancel::Cancel;
+pub use error::{Cause, GuestIs, MigrationError, Side};
+pub use options::{Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy};
+pub use progress::{Event, Observer, Phase, Progress, Snapshot};
+pub use transport::Address;
+pub use vm::VmError;
+
+#[doc(hidden)]
+pub use protocol::message::fuzz_stream;

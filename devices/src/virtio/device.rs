@@ -138,6 +138,9 @@ pub trait VirtioDevice: Send {
     fn reset(&mut self);
     /// Stops all work on guest memory, requests in flight included, and returns the state of the
     /// active queues, with their indexes. Empty for a device that is not active. Idempotent.
+    ///
+    /// A device that is paused while it is not active starts paused when it is activated, and
+    /// does not touch guest memory before `resume`: that is how a VM is restored.
     fn pause(&mut self) -> Vec<(u16, QueueState)>;
     /// Goes on after `pause`. Idempotent.
     fn resume(&mut self);

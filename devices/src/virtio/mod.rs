@@ -1,10 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Virtio 1.3 devices and the trait that a transport drives them by.
+//!
+//! | module | what it is |
+//! | --- | --- |
+//! | `device` | the contract with the transport |
+//! | `worker` | the threads of a device: events, pause, resume, stop |
+//! | `queue`, `buffers` | rings and guest memory, with everything that a driver wrote checked |
+//! | [`block`], [`net`], [`console`], [`rng`] | the devices |
+//!
+//! A driver that breaks the rules of a queue gets its device stopped with DEVICE_NEEDS_RESET; one
+//! that asks for something impossible in a request gets an error in its answer. Neither ever makes
+//! a device panic, wait without end or touch memory outside of guest RAM.
 
+pub mod block;
+mod buffers;
+pub mod console;
+mod counters;
 mod device;
+pub mod net;
+mod queue;
+pub mod rng;
+mod worker;
 
+#[doc(hidden)]
+pub mod fuzz;
+
+#[cfg(test)]
+mod conformance;
+#[cfg(test)]
+mod test_driver;
+
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
+pub use counters::Counters;
 pub use device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
     VirtioInterrupt,
 };
+
+/// Features that every device offers, whatever it does.
+pub(crate) const RING_FEATURES: u64 =
+    1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX;
+
+/// Serves a read of any width and offset from a configuration space; the rest reads as zero.
+pub(crate) fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
+    data.fill(0);
+    let start = usize::try_from(offset).unwrap_or(usize::MAX);
+    for (to, from) in data.iter_mut().zip(config.iter().skip(start)) {
+        *to = *from;
+    }
+}

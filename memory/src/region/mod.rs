@@ -25,7 +25,7 @@ use crate::layout::Placement;
 use crate::mapping::{Advice, MapRequest, Mapping};
 use crate::maps::{ResidentMap, ZeroMap};
 use crate::populate::{PopulateError, THP_BYTES, Target, aligned_inside};
-use crate::populated::{View, file_data_runs, hugetlb_runs, private_runs};
+use crate::populated::{View, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
 use crate::{PAGE_BYTES, to_usize};
 
@@ -453,7 +453,11 @@ impl RamRegion {
                 let size = self.zone.spec.size_bytes;
                 hugetlb_runs(file, size, self.page_bytes(), &self.zone.views(), in_file)?
             }
-            (ZoneKind::Shared, Some(file), _) => file_data_runs(file, in_file)?,
+            (ZoneKind::Shared, Some(file), _) => {
+                // SAFETY: the region maps its part of the file from `host_addr` on, and `range`
+                // lies in the region.
+                unsafe { mapped_data_runs(file, in_file, self.host_addr() + range.start)? }
+            }
             (ZoneKind::PrivateAnonymous, _, Some(pagemap)) => {
                 return private_runs(pagemap, &self.main, range.clone());
             }

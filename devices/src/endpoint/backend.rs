@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The kinds of things that a console can be connected to.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use log::{info, warn};
+
+use super::WRITE_CHUNK_BYTES;
+use crate::syscalls;
+
+/// Puts a terminal into raw mode, and back when it is dropped.
+pub struct RawTerminal {
+    fd: OwnedFd,
+    before: libc::termios,
+}
+
+impl RawTerminal {
+    /// Puts the terminal into raw mode; `None` if the descriptor is not a terminal.
+    pub fn enter(fd: BorrowedFd<'_>) -> io::Result<Option<Self>> {
+        if !syscalls::is_terminal(fd) {
+            return Ok(None);
+        }
+        let before = syscalls::terminal_settings(fd)?;
+        let guard = Self { fd: fd.try_clone_to_owned()?, before };
+        syscalls::set_terminal_settings(fd, &syscalls::raw_settings(before))?;
+        Ok(Some(guard))
+    }
+
+    /// Puts the terminal back as it was; safe to be called more than once.
+    pub fn restore(&self) {
+        if let Err(error) = syscalls::set_terminal_settings(self.fd.as_fd(), &self.before) {
+            warn!("cannot restore the terminal: {error}");
+        }
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        self.restore();
+    }
+}
+
+/// Where bytes come from and go to now. Input and output are descriptors of their own even when
+/// they are the same file, as each is watched by itself.
+#[derive(Default)]
+pub(super) struct Channel {
+    pub(super) input: Option<File>,
+    pub(super) output: Option<File>,
+}
+
+impl Channel {
+    /// Writes what can be written without waiting, and says how much that was. A broken output is
+    /// closed.
+    pub(super) fn write(&mut self, bytes: &[u8]) -> usize {
+        let mut written = 0;
+        while let Some(output) = &mut self.output {
+            let rest = bytes.get(written..).unwrap_or_default();
+            let chunk = rest.get(..rest.len().min(WRITE_CHUNK_BYTES)).unwrap_or_default();
+            if chunk.is_empty() {
+                break;
+            }
+            match syscalls::poll_now(output.as_fd(), libc::POLLOUT) {
+                Ok(ready) if ready & (libc::POLLOUT | libc::POLLERR | libc::POLLHUP) != 0 => {}
+                _ => break,
+            }
+            match output.write(chunk) {
+                Ok(len_bytes) => written += len_bytes,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    warn!("console output is gone: {error}");
+                    self.output = None;
+                }
+            }
+        }
+        written
+    }
+
+    /// Reads what is there. At the end of the input `Err` is given.
+    fn read(&mut self, buffer: &mut [u8]) -> Result<usize, ()> {
+        let Some(input) = &mut self.input else { return Ok(0) };
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        match syscalls::poll_now(input.as_fd(), libc::POLLIN) {
+            Ok(0) => return Ok(0),
+            Ok(_) => {}
+            Err(_) => return Err(()),
+        }
+        match input.read(buffer) {
+            Ok(0) => Err(()),
+            Ok(len_bytes) => Ok(len_bytes),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                ) =>
+            {
+                Ok(0)
+            }
+            Err(_) => Err(()),
+        }
+    }
+}
+
+/// What keeps the channel open or makes new ones.
+enum Keeper {
+    Nothing,
+    /// The terminal's guard: dropped with the endpoint.
+    Terminal {
+        _raw: Option<RawTerminal>,
+    },
+    /// As long as a slave is open somewhere, the master neither hangs up nor fails.
+    Slave {
+        _slave: OwnedFd,
+    },
+    Listener {
+        listener: UnixListener,
+        path: PathBuf,
+    },
+}
+
+pub(super) struct Backend {
+    pub(super) channel: Channel,
+    keeper: Keeper,
+}
+
+impl Backend {
+    pub(super) fn null() -> Self {
+        Self { channel: Channel::default(), keeper: Keeper::Nothing }
+    }
+
+    pub(super) fn file(path: &Path) -> io::Result<Self> {
+        let output = File::create(path)?;
+        Ok(Self { channel: Channel { input: None, output: Some(output) }, keeper: Keeper::Nothing })
+    }
+
+    pub(super) fn stdio() -> io::Result<Self> {
+        let stdin = io::stdin().as_fd().try_clone_to_owned()?;
+        let stdout = io::stdout().as_fd().try_clone_to_owned()?;
+        let raw = RawTerminal::enter(stdin.as_fd())?;
+        Ok(Self {
+            channel: Channel { input: Some(stdin.into()), output: Some(stdout.into()) },
+            keeper: Keeper::Terminal { _raw: raw },
+        })
+    }
+
+    pub(super) fn pty() -> io::Result<(Self, PathBuf)> {
+        let (master, slave, path) = syscalls::open_pty()?;
+        let raw = syscalls::raw_settings(syscalls::terminal_settings(slave.as_fd())?);
+        syscalls::set_terminal_settings(slave.as_fd(), &raw)?;
+        let backend = Self {
+            channel: Channel {
+                input: Some(master.try_clone()?.into()),
+                output: Some(master.into()),
+            },
+            keeper: Keeper::Slave { _slave: slave },
+        };
+        Ok((backend, path.into()))
+    }
+
+    pub(super) fn socket(path: &Path) -> io::Result<Self> {
+        let listener = UnixListener::bind(path)?;
+        listener.set_nonblocking(true)?;
+        let keeper = Keeper::Listener { listener, path: path.to_owned() };
+        Ok(Self { channel: Channel::default(), keeper })
+    }
+
+    /// Whether output can never be read by anybody.
+    pub(super) fn discards(&self) -> bool {
+        self.channel.output.is_none() && !matches!(self.keeper, Keeper::Listener { .. })
+    }
+
+    /// The listener's descriptor while there is no peer.
+    pub(super) fn waiting_listener(&self) -> Option<RawFd> {
+        match &self.keeper {
+            Keeper::Listener { listener, .. } if self.needs_peer() => Some(listener.as_raw_fd()),
+            _ => None,
+        }
+    }
+
+    fn needs_peer(&self) -> bool {
+        self.channel.input.is_none() || self.channel.output.is_none()
+    }
+
+    pub(super) fn accept(&mut self) {
+        let Keeper::Listener { listener, path } = &self.keeper else { return };
+        if !self.needs_peer() {
+            return;
+        }
+        let Ok((peer, _)) = listener.accept() else { return };
+        info!("a peer connected to the console socket {}", path.display());
+        self.channel = channel_of(peer).unwrap_or_default();
+    }
+
+    pub(super) fn read(&mut self, buffer: &mut [u8]) -> usize {
+        if let Ok(len_bytes) = self.channel.read(buffer) {
+            return len_bytes;
+        }
+        self.channel.input = None;
+        if matches!(self.keeper, Keeper::Listener { .. }) {
+            self.channel.output = None;
+        }
+        0
+    }
+}
+
+fn channel_of(peer: UnixStream) -> io::Result<Channel> {
+    peer.set_nonblocking(true)?;
+    let output = OwnedFd::from(peer.try_clone()?);
+    Ok(Channel { input: Some(OwnedFd::from(peer).into()), output: Some(output.into()) })
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        if let Keeper::Listener { path, .. } = &self.keeper {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The outer ends of serial port, virtio console and debug console.
+//!
+//! Owns the terminal, pseudo terminal, file or socket that a guest's console is connected to.
+//! Output never waits for whoever reads it: what cannot be written at once is kept, up to a limit
+//! from which the oldest is lost. So a vCPU may write from its own thread. Input is taken only
+//! when the device has room for it.
+//!
+//! An endpoint is one descriptor to watch, [`ConsoleEndpoint::poll_fd`], and one call to make when
+//! it is readable, [`ConsoleEndpoint::service`].
+
+mod backend;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use log::warn;
+use thiserror::Error;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+pub use backend::RawTerminal;
+use backend::{Backend, Channel};
+
+/// Output that is kept for a reader that is slow or not there yet.
+const PENDING_BYTES_MAX: usize = 64 << 10;
+/// Written at a time after the descriptor said that it is ready: pipes and terminals that are
+/// ready take that much without waiting.
+const WRITE_CHUNK_BYTES: usize = 512;
+
+/// Why an endpoint could not be opened.
+#[derive(Debug, Error)]
+pub enum EndpointError {
+    /// The output file cannot be created.
+    #[error("cannot open {path} for console output")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// No pseudo terminal.
+    #[error("cannot open a pseudo terminal")]
+    Pty(#[source] io::Error),
+    /// The terminal cannot be used.
+    #[error("cannot set up the terminal")]
+    Terminal(#[source] io::Error),
+    /// The socket cannot be made.
+    #[error("cannot listen on the console socket {path}")]
+    Socket {
+        /// Path of the socket.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// No event descriptor.
+    #[error("cannot watch the console")]
+    Epoll(#[source] io::Error),
+}
+
+/// What a console is connected to. See the module's description.
+pub struct ConsoleEndpoint {
+    epoll: Epoll,
+    pty_path: Option<PathBuf>,
+    /// Held for one read or write that does not wait.
+    inner: Mutex<Inner>,
+}
+
+struct Inner {
+    backend: Backend,
+    pending: VecDeque<u8>,
+    lost_bytes: u64,
+    input_wanted: bool,
+    /// Descriptors that the epoll instance has now.
+    watched: Watched,
+}
+
+#[derive(Default)]
+struct Watched {
+    input: Option<RawFd>,
+    output: Option<RawFd>,
+    listener: Option<RawFd>,
+}
+
+impl ConsoleEndpoint {
+    /// Drops output and has no input.
+    pub fn null() -> Result<Self, EndpointError> {
+        Self::new(Backend::null(), None)
+    }
+
+    /// Writes output to a file, which is created or emptied; no input.
+    pub fn file(path: &Path) -> Result<Self, EndpointError> {
+        let backend = Backend::file(path)
+            .map_err(|source| EndpointError::File { path: path.to_owned(), source })?;
+        Self::new(backend, None)
+    }
+
+    /// Standard input and output. A terminal is put into raw mode until the endpoint is dropped.
+    pub fn tty() -> Result<Self, EndpointError> {
+        Self::new(Backend::stdio().map_err(EndpointError::Terminal)?, None)
+    }
+
+    /// A new pseudo terminal; [`Self::pty_path`] tells its path.
+    pub fn pty() -> Result<Self, EndpointError> {
+        let (backend, path) = Backend::pty().map_err(EndpointError::Pty)?;
+        Self::new(backend, Some(path))
+    }
+
+    /// Listens on a Unix socket for one peer at a time. The socket is removed on drop.
+    pub fn socket(path: &Path) -> Result<Self, EndpointError> {
+        let backend = Backend::socket(path)
+            .map_err(|source| EndpointError::Socket { path: path.to_owned(), source })?;
+        Self::new(backend, None)
+    }
+
+    fn new(backend: Backend, pty_path: Option<PathBuf>) -> Result<Self, EndpointError> {
+        let epoll = Epoll::new().map_err(EndpointError::Epoll)?;
+        let inner = Inner {
+            backend,
+            pending: VecDeque::new(),
+            lost_bytes: 0,
+            input_wanted: false,
+            watched: Watched::default(),
+        };
+        let endpoint = Self { epoll, pty_path, inner: Mutex::new(inner) };
+        endpoint.with(Inner::update_watches);
+        Ok(endpoint)
+    }
+
+    /// Path of the pseudo terminal, if that is what the endpoint is.
+    pub fn pty_path(&self) -> Option<&Path> {
+        self.pty_path.as_deref()
+    }
+
+    /// Columns and rows of the terminal, if it is one.
+    pub fn size(&self) -> Option<(u16, u16)> {
+        self.with(|inner, _| {
+            let fd = inner.backend.channel.output.as_ref()?;
+            crate::syscalls::terminal_size(fd.as_fd()).ok()
+        })
+    }
+
+    /// Readable when [`Self::service`] has something to do. Valid as long as the endpoint.
+    pub fn poll_fd(&self) -> RawFd {
+        self.epoll.as_raw_fd()
+    }
+
+    /// Whether input is to be read by [`Self::service`]. At first it is not.
+    pub fn want_input(&self, wanted: bool) {
+        self.with(|inner, epoll| {
+            inner.input_wanted = wanted;
+            inner.update_watches(epoll);
+        });
+    }
+
+    /// Takes output of the guest; never waits and never fails.
+    pub fn write(&self, bytes: &[u8]) {
+        self.with(|inner, epoll| {
+            inner.write(bytes);
+            inner.update_watches(epoll);
+        });
+    }
+
+    /// Accepts a peer, writes what is pending, and reads input if that is wanted; says how many
+    /// bytes of `buffer` it filled.
+    pub fn service(&self, buffer: &mut [u8]) -> usize {
+        self.with(|inner, epoll| {
+            inner.backend.accept();
+            inner.flush();
+            let len_bytes = if inner.input_wanted { inner.read(buffer) } else { 0 };
+            inner.update_watches(epoll);
+            len_bytes
+        })
+    }
+
+    /// Bytes of output that were lost because nobody took them.
+    pub fn lost_bytes(&self) -> u64 {
+        self.with(|inner, _| inner.lost_bytes)
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut Inner, &Epoll) -> T) -> T {
+        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        work(&mut inner, &self.epoll)
+    }
+}
+
+impl Inner {
+    fn write(&mut self, bytes: &[u8]) {
+        if self.backend.discards() {
+            return;
+        }
+        if self.pending.is_empty() {
+            let written = self.backend.channel.write(bytes);
+            self.keep(bytes.get(written..).unwrap_or_default());
+        } else {
+            self.keep(bytes);
+            self.flush();
+        }
+    }
+
+    /// Keeps the newest bytes.
+    fn keep(&mut self, bytes: &[u8]) {
+        self.pending.extend(bytes);
+        let excess = self.pending.len().saturating_sub(PENDING_BYTES_MAX);
+        self.pending.drain(..excess);
+        self.lost_bytes = self.lost_bytes.saturating_add(u64::try_from(excess).unwrap_or(u64::MAX));
+    }
+
+    fn flush(&mut self) {
+        while !self.pending.is_empty() {
+            let (front, _) = self.pending.as_slices();
+            let written = self.backend.channel.write(front);
+            if written == 0 {
+                break;
+            }
+            self.pending.drain(..written);
+        }
+    }
+
+    fn read(&mut self, buffer: &mut [u8]) -> usize {
+        self.backend.read(buffer)
+    }
+
+    fn update_watches(&mut self, epoll: &Epoll) {
+        let Channel { input, output } = &self.backend.channel;
+        let input = input.as_ref().filter(|_| self.input_wanted).map(AsRawFd::as_raw_fd);
+        let output = output.as_ref().filter(|_| !self.pending.is_empty()).map(AsRawFd::as_raw_fd);
+        let listener = self.backend.waiting_listener();
+        self.watched.input = watch(epoll, self.watched.input, input, EventSet::IN);
+        self.watched.output = watch(epoll, self.watched.output, output, EventSet::OUT);
+        self.watched.listener = watch(epoll, self.watched.listener, listener, EventSet::IN);
+    }
+}
+
+/// Replaces one watched descriptor by another and says which one is watched then.
+fn watch(epoll: &Epoll, old: Option<RawFd>, new: Option<RawFd>, events: EventSet) -> Option<RawFd> {
+    if old == new {
+        return new;
+    }
+    if let Some(fd) = old {
+        // Fails only for a descriptor that was closed meanwhile, which removed it as well.
+        let _ = epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
+    }
+    let fd = new?;
+    match epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(events, 0)) {
+        Ok(()) => {}
+        // Regular files cannot be watched and never need to be: they are always ready.
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => {}
+        Err(error) => warn!("cannot watch a console descriptor: {error}"),
+    }
+    Some(fd)
+}

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Endpoints with readers that are there, slow, late or gone.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::fs::OpenOptions;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+
+use super::*;
+use crate::syscalls;
+
+fn is_ready(endpoint: &ConsoleEndpoint) -> bool {
+    // SAFETY: the descriptor is open as long as the endpoint, which is borrowed.
+    let fd = unsafe { BorrowedFd::borrow_raw(endpoint.poll_fd()) };
+    syscalls::poll_now(fd, libc::POLLIN).unwrap() != 0
+}
+
+fn slave(endpoint: &ConsoleEndpoint) -> std::fs::File {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NOCTTY | libc::O_NONBLOCK)
+        .open(endpoint.pty_path().unwrap())
+        .unwrap()
+}
+
+#[test]
+fn a_pty_without_a_reader_blocks_nobody_and_keeps_the_newest() {
+    let endpoint = ConsoleEndpoint::pty().unwrap();
+    let block = [b'.'; 4096];
+    for _ in 0..100 {
+        endpoint.write(&block);
+    }
+    endpoint.write(b"the end");
+    assert!(endpoint.lost_bytes() > 0);
+
+    let mut reader = slave(&endpoint);
+    let mut received = Vec::new();
+    let mut buffer = [0; 4096];
+    // Raw output, as much as the kernel holds, and again after the endpoint was served.
+    loop {
+        endpoint.service(&mut []);
+        match reader.read(&mut buffer) {
+            Ok(len_bytes) => received.extend_from_slice(&buffer[..len_bytes]),
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                if !is_ready(&endpoint) {
+                    break;
+                }
+            }
+        }
+    }
+    assert!(received.ends_with(b"the end"));
+    assert!(received.len() >= PENDING_BYTES_MAX);
+}
+
+#[test]
+fn a_pty_carries_bytes_as_they_are_in_both_directions() {
+    let endpoint = ConsoleEndpoint::pty().unwrap();
+    let mut peer = slave(&endpoint);
+    endpoint.write(b"a\r\n\x03b");
+    let mut buffer = [0; 64];
+    let len_bytes = peer.read(&mut buffer).unwrap();
+    assert_eq!(&buffer[..len_bytes], b"a\r\n\x03b");
+
+    peer.write_all(b"in\r\x03").unwrap();
+    assert!(!is_ready(&endpoint), "input is not wanted");
+    assert_eq!(endpoint.service(&mut buffer), 0);
+    endpoint.want_input(true);
+    assert!(is_ready(&endpoint));
+    let len_bytes = endpoint.service(&mut buffer);
+    assert_eq!(&buffer[..len_bytes], b"in\r\x03");
+    assert!(!is_ready(&endpoint));
+}
+
+#[test]
+fn input_stays_outside_until_there_is_room() {
+    let endpoint = ConsoleEndpoint::pty().unwrap();
+    slave(&endpoint).write_all(b"abcdef").unwrap();
+    endpoint.want_input(true);
+    let mut small = [0; 4];
+    assert_eq!(endpoint.service(&mut small), 4);
+    assert!(is_ready(&endpoint));
+    assert_eq!(endpoint.service(&mut small), 2);
+    assert_eq!(&small[..2], b"ef");
+}
+
+#[test]
+fn a_socket_serves_one_peer_after_the_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.sock");
+    let endpoint = ConsoleEndpoint::socket(&path).unwrap();
+    endpoint.want_input(true);
+    endpoint.write(b"before anybody came");
+    for greeting in ["first", "second"] {
+        let mut peer = UnixStream::connect(&path).unwrap();
+        assert!(is_ready(&endpoint));
+        let mut buffer = [0; 64];
+        assert_eq!(endpoint.service(&mut buffer), 0);
+        endpoint.write(greeting.as_bytes());
+        let len_bytes = peer.read(&mut buffer).unwrap();
+        let text = std::str::from_utf8(&buffer[..len_bytes]).unwrap();
+        assert!(text.contains("before anybody") || text == greeting, "{text}");
+        peer.write_all(b"x").unwrap();
+        assert_eq!(endpoint.service(&mut buffer), 1);
+        drop(peer);
+        assert!(is_ready(&endpoint));
+        assert_eq!(endpoint.service(&mut buffer), 0);
+        assert!(!is_ready(&endpoint), "a peer that is gone is forgotten");
+    }
+    drop(endpoint);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_socket_peer_that_does_not_read_blocks_nobody() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.sock");
+    let endpoint = ConsoleEndpoint::socket(&path).unwrap();
+    let _peer = UnixStream::connect(&path).unwrap();
+    endpoint.service(&mut []);
+    for _ in 0..500 {
+        endpoint.write(&[b'x'; 4096]);
+    }
+    assert!(endpoint.lost_bytes() > 0);
+}
+
+#[test]
+fn a_file_gets_everything_and_null_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("out");
+    std::fs::write(&path, "old").unwrap();
+    let endpoint = ConsoleEndpoint::file(&path).unwrap();
+    let long = vec![b'y'; 100_000];
+    endpoint.write(&long);
+    assert_eq!(std::fs::read(&path).unwrap(), long);
+    assert_eq!(endpoint.size(), None);
+
+    let null = ConsoleEndpoint::null().unwrap();
+    null.write(&long);
+    null.want_input(true);
+    assert!(!is_ready(&null));
+    assert_eq!(null.lost_bytes(), 0, "nothing is kept for nobody");
+
+    let missing = directory.path().join("no/such/directory");
+    let error = ConsoleEndpoint::file(&missing).err().unwrap();
+    assert!(error.to_string().contains("no/such/directory"), "{error}");
+}
+
+#[test]
+fn raw_mode_ends_with_its_guard() {
+    let (_master, terminal, _path) = syscalls::open_pty().unwrap();
+    let modes = || syscalls::terminal_settings(terminal.as_fd()).unwrap().c_lflag;
+    let before = modes();
+    assert_ne!(before & libc::ICANON, 0);
+    let guard = RawTerminal::enter(terminal.as_fd()).unwrap().unwrap();
+    assert_eq!(modes() & (libc::ICANON | libc::ECHO | libc::ISIG), 0);
+    drop(guard);
+    assert_eq!(modes(), before);
+    let (file, _) = UnixStream::pair().unwrap();
+    assert!(RawTerminal::enter(file.as_fd()).unwrap().is_none(), "not a terminal");
+}

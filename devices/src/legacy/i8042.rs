@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The one command of the keyboard controller that operating systems still use: reset.
+//!
+//! There is no keyboard and no mouse behind it.
+
+use std::sync::Arc;
+
+use log::info;
+use serde::{Deserialize, Serialize};
+
+use super::PowerEvents;
+use crate::Snapshot;
+use crate::bus::BusDevice;
+use crate::state::StateFormat;
+use crate::virtio::{DeviceSnapshot, StateError};
+
+/// First port of the [`I8042`].
+pub const I8042_PORT: u16 = 0x60;
+/// Ports that the [`I8042`] takes: data, system control port B and command.
+pub const I8042_LEN_BYTES: u64 = 5;
+
+const SYSTEM_CONTROL_B_OFFSET: u64 = 1;
+const COMMAND_OFFSET: u64 = 4;
+/// Pulses output line 0, which is wired to the CPUs' reset pin.
+const COMMAND_RESET: u8 = 0xfe;
+/// The output of timer 2 is high, so that loops that wait for it end.
+const TIMER_2_OUTPUT: u8 = 0x20;
+
+/// Keyboard controller that can reset the machine.
+pub struct I8042 {
+    events: Arc<dyn PowerEvents>,
+}
+
+impl I8042 {
+    /// A controller that reports to `events`.
+    pub fn new(events: Arc<dyn PowerEvents>) -> Self {
+        Self { events }
+    }
+}
+
+impl BusDevice for I8042 {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        // Status 0: no data to read, ready for a command.
+        data.fill(0);
+        if let (SYSTEM_CONTROL_B_OFFSET, Some(first)) = (offset, data.first_mut()) {
+            *first = TIMER_2_OUTPUT;
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        if offset == COMMAND_OFFSET && data == [COMMAND_RESET] {
+            info!("guest asked for a reset by the keyboard controller");
+            self.events.reset();
+        }
+    }
+}
+
+const I8042_STATE: StateFormat = StateFormat { kind: "i8042", newest: 1 };
+
+#[derive(Serialize, Deserialize)]
+struct I8042State {}
+
+impl Snapshot for I8042 {
+    fn save(&self) -> DeviceSnapshot {
+        I8042_STATE.encode(&I8042State {})
+    }
+
+    fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        I8042_STATE.decode::<I8042State>(state).map(|_| ())
+    }
+}

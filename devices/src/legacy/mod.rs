@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Devices of the PC platform that are not on PCI.
+//!
+//! Each sits on a [`crate::bus::Bus`] at the address that the constants here name, and each has
+//! its state behind [`crate::Snapshot`]. What ends or restarts the machine is told to the VMM
+//! through [`PowerEvents`]; interrupts leave through an `EventFd`.
+
+mod acpi;
+mod cmos;
+mod debug;
+mod i8042;
+mod serial;
+#[cfg(test)]
+mod tests;
+
+pub use acpi::{
+    GED_CPU_DEVICES_CHANGED, GED_MEMORY_DEVICES_CHANGED, GED_PCI_DEVICES_CHANGED,
+    GED_POWER_BUTTON_CHANGED, GED_REGISTER_LEN_BYTES, GedDevice, PM_TIMER_FREQUENCY_HZ,
+    PM_TIMER_LEN_BYTES, PM_TIMER_PORT, POWER_CONTROL_LEN_BYTES, POWER_CONTROL_PORT, PmTimer,
+    PowerControl, RESET_VALUE, SLEEP_S5_VALUE,
+};
+pub use cmos::{CMOS_LEN_BYTES, CMOS_PORT, Clock, Cmos, HostClock};
+pub use debug::{
+    DEBUG_CONSOLE_LEN_BYTES, DEBUG_CONSOLE_PORT, DEBUG_PORT, DEBUG_PORT_LEN_BYTES, DebugConsole,
+    DebugPort,
+};
+pub use i8042::{I8042, I8042_LEN_BYTES, I8042_PORT};
+pub use serial::{SERIAL_COM1_IRQ, SERIAL_COM1_PORT, SERIAL_LEN_BYTES, Serial, SerialError};
+
+/// What the guest can ask of the whole machine.
+///
+/// Called from vCPU threads, so an implementation only leaves a note (an eventfd, say) for the
+/// thread that owns the VM.
+pub trait PowerEvents: Send + Sync {
+    /// The guest wants a reset.
+    fn reset(&self);
+    /// The guest wants to be switched off.
+    fn shutdown(&self);
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Safe forms of the system calls that neither `std` nor `vmm-sys-util` wrap.
+//!
+//! Owns the `unsafe` of plain calls with owned or borrowed descriptors. Whatever takes addresses
+//! of guest memory is not here but in [`crate::virtio`]'s guest buffers.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// Turns a return value of -1 into the error of the last system call.
+pub(crate) fn check(value: libc::c_int) -> io::Result<libc::c_int> {
+    if value < 0 { Err(io::Error::last_os_error()) } else { Ok(value) }
+}
+
+/// Turns a negative length into the error of the last system call.
+pub(crate) fn check_len(value: libc::ssize_t) -> io::Result<usize> {
+    usize::try_from(value).map_err(|_| io::Error::last_os_error())
+}
+
+/// Which of `events` (`POLLIN`, `POLLOUT`) `fd` is ready for now, and error conditions.
+pub(crate) fn poll_now(fd: BorrowedFd<'_>, events: libc::c_short) -> io::Result<libc::c_short> {
+    let mut entry = libc::pollfd { fd: fd.as_raw_fd(), events, revents: 0 };
+    // SAFETY: `entry` is one valid pollfd, lives during the call, and the descriptor is open.
+    check(unsafe { libc::poll(&raw mut entry, 1, 0) })?;
+    Ok(entry.revents)
+}
+
+/// Makes reads and writes of the open file description not wait.
+pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: F_GETFL takes no third argument; the descriptor is open.
+    let flags = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) })?;
+    // SAFETY: F_SETFL takes an int; the descriptor is open.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) })?;
+    Ok(())
+}
+
+/// Whether the descriptor is a terminal.
+pub(crate) fn is_terminal(fd: BorrowedFd<'_>) -> bool {
+    // SAFETY: the descriptor is open and nothing else is passed.
+    unsafe { libc::isatty(fd.as_raw_fd()) == 1 }
+}
+
+/// Settings of a terminal.
+pub(crate) fn terminal_settings(fd: BorrowedFd<'_>) -> io::Result<libc::termios> {
+    // SAFETY: termios is a plain C struct for which all zeros is a valid value.
+    let mut settings: libc::termios = unsafe { std::mem::zeroed() };
+    // SAFETY: `settings` is a valid termios to be filled, and the descriptor is open.
+    check(unsafe { libc::tcgetattr(fd.as_raw_fd(), &raw mut settings) })?;
+    Ok(settings)
+}
+
+/// Changes the settings of a terminal at once.
+pub(crate) fn set_terminal_settings(
+    fd: BorrowedFd<'_>,
+    settings: &libc::termios,
+) -> io::Result<()> {
+    // SAFETY: `settings` is a valid termios that is only read, and the descriptor is open.
+    check(unsafe { libc::tcsetattr(fd.as_raw_fd(), libc::TCSANOW, settings) })?;
+    Ok(())
+}
+
+/// The settings with all processing of input and output switched off.
+pub(crate) fn raw_settings(mut settings: libc::termios) -> libc::termios {
+    // SAFETY: `settings` is a valid termios that is changed in place.
+    unsafe { libc::cfmakeraw(&raw mut settings) };
+    settings
+}
+
+/// Columns and rows of a terminal.
+pub(crate) fn terminal_size(fd: BorrowedFd<'_>) -> io::Result<(u16, u16)> {
+    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: TIOCGWINSZ fills one winsize, which is what it gets; the descriptor is open.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCGWINSZ, &raw mut size) })?;
+    Ok((size.ws_col, size.ws_row))
+}
+
+/// Opens a new pseudo terminal: its master (not blocking), its slave, and the slave's path.
+pub(crate) fn open_pty() -> io::Result<(OwnedFd, OwnedFd, String)> {
+    let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;
+    // SAFETY: the path is a C string; the result is checked before use.
+    let fd = check(unsafe { libc::open(c"/dev/ptmx".as_ptr(), flags | libc::O_NONBLOCK) })?;
+    // SAFETY: `fd` was just opened and belongs to nobody else.
+    let master = unsafe { OwnedFd::from_raw_fd(fd) };
+    let unlock: libc::c_int = 0;
+    // SAFETY: TIOCSPTLCK reads one int; the descriptor is open.
+    check(unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCSPTLCK, &raw const unlock) })?;
+    let mut number: libc::c_uint = 0;
+    // SAFETY: TIOCGPTN writes one unsigned int; the descriptor is open.
+    check(unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCGPTN, &raw mut number) })?;
+    // SAFETY: TIOCGPTPEER takes open flags and returns a descriptor; the descriptor is open.
+    let fd = check(unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCGPTPEER, flags) })?;
+    // SAFETY: `fd` was just opened and belongs to nobody else.
+    let slave = unsafe { OwnedFd::from_raw_fd(fd) };
+    Ok((master, slave, format!("/dev/pts/{number}")))
+}
+
+/// Binds the calling thread to CPUs. CPUs beyond the kernel's limit are an error.
+pub(crate) fn bind_thread(cpus: &[usize]) -> io::Result<()> {
+    // SAFETY: cpu_set_t is a plain bit set for which all zeros is the empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    let limit = usize::try_from(libc::CPU_SETSIZE).unwrap_or(0);
+    for &cpu in cpus {
+        if cpu >= limit {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        // SAFETY: `cpu` is below CPU_SETSIZE, so the bit is inside the set.
+        unsafe { libc::CPU_SET(cpu, &mut set) };
+    }
+    // SAFETY: pid 0 is the calling thread; `set` is a valid cpu_set_t of the size given.
+    check(unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) })?;
+    Ok(())
+}
+
+/// Fills a buffer from the kernel's random number generator.
+pub(crate) fn random(buffer: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        // SAFETY: `rest` is valid for writes of its length during the call.
+        match check_len(unsafe { libc::getrandom(rest.as_mut_ptr().cast(), rest.len(), 0) }) {
+            Ok(len_bytes) => done += len_bytes,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// A file without a name that lives in memory.
+pub(crate) fn memory_file(len_bytes: u64) -> io::Result<std::fs::File> {
+    // SAFETY: the name is a C string; the result is checked before use.
+    let fd = check(unsafe { libc::memfd_create(c"devices".as_ptr(), libc::MFD_CLOEXEC) })?;
+    // SAFETY: `fd` was just opened and belongs to nobody else.
+    let file = std::fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    file.set_len(len_bytes)?;
+    Ok(file)
+}

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The block device.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use virtio_bindings::virtio_blk as abi;
+use virtio_queue::QueueState;
+
+use super::config::{self, ConfigInput};
+use super::counters::BlockCounters;
+use super::image::{Disk, DiskError};
+use super::lock::{DiskLock, LockGranularity};
+use super::request::SERIAL_BYTES;
+use super::ring::Ring;
+use super::state;
+use super::worker::{BlockWorker, CacheMode, Shared};
+use crate::virtio::buffers::RANGES_MAX;
+use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
+use crate::virtio::queue::WorkQueue;
+use crate::virtio::worker::Workers;
+use crate::virtio::{RING_FEATURES, read_config_bytes};
+
+/// Virtio device ID of block devices.
+const DEVICE_ID: u16 = 2;
+/// Descriptors of a request beside those of its data: header and status.
+const OVERHEAD_DESCRIPTORS: u32 = 2;
+
+/// What a block device is made from.
+#[derive(Clone, Debug)]
+pub struct BlockConfig {
+    /// Name of the device, for its threads and for messages.
+    pub id: String,
+    /// Raw image or block device.
+    pub path: PathBuf,
+    /// The guest cannot write.
+    pub readonly: bool,
+    /// Go past the host's page cache.
+    pub direct: bool,
+    /// Offer discard and write zeroes that free space.
+    pub sparse: bool,
+    /// Queues, each with a thread of its own.
+    pub num_queues: u16,
+    /// Size of each queue, a power of two.
+    pub queue_size: u16,
+    /// Serial string; the ID if none. At most 20 bytes are used.
+    pub serial: Option<String>,
+    /// Do not use io_uring.
+    pub disable_io_uring: bool,
+    /// Which bytes [`DiskLock`] locks.
+    pub lock_granularity: LockGranularity,
+    /// CPUs of the host for each queue's thread; none means all.
+    pub queue_affinity: Vec<Vec<usize>>,
+}
+
+impl Default for BlockConfig {
+    fn default() -> Self {
+        Self {
+            id: String::new(),
+            path: PathBuf::new(),
+            readonly: false,
+            direct: false,
+            sparse: true,
+            num_queues: 1,
+            queue_size: 128,
+            serial: None,
+            disable_io_uring: false,
+            lock_granularity: LockGranularity::default(),
+            queue_affinity: Vec::new(),
+        }
+    }
+}
+
+/// A block device.
+pub struct Block {
+    config: BlockConfig,
+    disk: Arc<Disk>,
+    queue_sizes: Vec<u16>,
+    features: u64,
+    acknowledged: u64,
+    writeback: Arc<AtomicBool>,
+    counters: Arc<BlockCounters>,
+    workers: Workers,
+}
+
+impl Block {
+    /// Opens the image. The lock is not taken: see [`Self::lock`].
+    pub fn new(config: BlockConfig) -> Result<Self, DiskError> {
+        check_queues(&config)?;
+        let disk = Arc::new(Disk::open(&config.path, config.readonly, config.direct)?);
+        Ok(Self::with_disk(config, disk))
+    }
+
+    pub(super) fn with_disk(config: BlockConfig, disk: Arc<Disk>) -> Self {
+        Self {
+            queue_sizes: vec![config.queue_size; config.num_queues.into()],
+            features: offered_features(&config),
+            config,
+            disk,
+            acknowledged: 0,
+            writeback: Arc::new(AtomicBool::new(true)),
+            counters: Arc::default(),
+            workers: Workers::default(),
+        }
+    }
+
+    /// The lock of the image, to be taken before the guest runs and to be given back when another
+    /// VMM takes the guest over.
+    pub fn lock(&self) -> DiskLock {
+        DiskLock { disk: Arc::clone(&self.disk), granularity: self.config.lock_granularity }
+    }
+
+    /// The device's counters.
+    pub fn counters(&self) -> Arc<BlockCounters> {
+        Arc::clone(&self.counters)
+    }
+
+    fn serial(&self) -> [u8; SERIAL_BYTES] {
+        let text = self.config.serial.as_deref().unwrap_or(&self.config.id);
+        let mut serial = [0; SERIAL_BYTES];
+        for (to, from) in serial.iter_mut().zip(text.bytes()) {
+            *to = from;
+        }
+        serial
+    }
+
+    fn seg_max(&self) -> u32 {
+        let ranges_max = u32::try_from(RANGES_MAX).unwrap_or(u32::MAX);
+        let descriptors = u32::from(self.config.queue_size).min(ranges_max);
+        descriptors.saturating_sub(OVERHEAD_DESCRIPTORS).max(1)
+    }
+
+    fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation { memory, interrupt, queues, features } = activation;
+        if queues.first().is_none_or(|queue| queue.index != 0) {
+            return Err(ActivateError::MissingQueue { index: 0 });
+        }
+        let shared = Shared {
+            disk: Arc::clone(&self.disk),
+            serial: self.serial(),
+            counters: Arc::clone(&self.counters),
+            cache: CacheMode {
+                flush_negotiated: has(features, abi::VIRTIO_BLK_F_FLUSH)
+                    || has(features, abi::VIRTIO_BLK_F_CONFIG_WCE),
+                writeback: Arc::clone(&self.writeback),
+            },
+            sparse: self.config.sparse,
+        };
+        let with_ring = !self.config.disable_io_uring && Ring::is_available();
+        for active in queues {
+            let index = active.index;
+            let name = format!("{}_q{index}", self.config.id);
+            let cpus = self.config.queue_affinity.get(usize::from(index));
+            let cpus = cpus.map(Vec::as_slice).unwrap_or_default();
+            let queue = WorkQueue::new(active, &memory, &interrupt, features);
+            let worker = BlockWorker::new(queue, shared.clone(), with_ring);
+            self.workers.spawn(&name, cpus, worker)?;
+        }
+        Ok(())
+    }
+}
+
+fn check_queues(config: &BlockConfig) -> Result<(), DiskError> {
+    let error = |what, value, allowed| {
+        Err(DiskError::Queues { path: config.path.clone(), what, value, allowed })
+    };
+    if config.num_queues == 0 {
+        return error("num_queues", config.num_queues, "at least 1");
+    }
+    if !config.queue_size.is_power_of_two() || config.queue_size < 2 || config.queue_size > 32768 {
+        return error("queue_size", config.queue_size, "a power of two from 2 to 32768");
+    }
+    Ok(())
+}
+
+fn offered_features(config: &BlockConfig) -> u64 {
+    let mut features = RING_FEATURES
+        | 1 << abi::VIRTIO_BLK_F_SEG_MAX
+        | 1 << abi::VIRTIO_BLK_F_BLK_SIZE
+        | 1 << abi::VIRTIO_BLK_F_FLUSH
+        | 1 << abi::VIRTIO_BLK_F_TOPOLOGY
+        | 1 << abi::VIRTIO_BLK_F_CONFIG_WCE;
+    if config.readonly {
+        features |= 1 << abi::VIRTIO_BLK_F_RO;
+    } else {
+        features |= 1 << abi::VIRTIO_BLK_F_WRITE_ZEROES;
+        if config.sparse {
+            features |= 1 << abi::VIRTIO_BLK_F_DISCARD;
+        }
+    }
+    if config.num_queues > 1 {
+        features |= 1 << abi::VIRTIO_BLK_F_MQ;
+    }
+    features
+}
+
+fn has(features: u64, bit: u32) -> bool {
+    features & (1 << bit) != 0
+}
+
+impl VirtioDevice for Block {
+    fn device_id(&self) -> u16 {
+        DEVICE_ID
+    }
+
+    fn queue_sizes_max(&self) -> &[u16] {
+        &self.queue_sizes
+    }
+
+    fn features(&self) -> u64 {
+        self.features
+    }
+
+    fn acknowledge_features(&mut self, features: u64) {
+        self.acknowledged = features & self.features;
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        let input = ConfigInput {
+            seg_max: self.seg_max(),
+            num_queues: self.config.num_queues,
+            writeback: self.writeback.load(Ordering::Acquire),
+            sparse: self.config.sparse,
+        };
+        read_config_bytes(&config::build(&self.disk, &input), offset, data);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        if offset == config::WRITEBACK_OFFSET
+            && has(self.acknowledged, abi::VIRTIO_BLK_F_CONFIG_WCE)
+            && let [value @ (0 | 1)] = data
+        {
+            self.writeback.store(*value == 1, Ordering::Release);
+        }
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let started = self.start(activation);
+        if started.is_err() {
+            self.workers.stop();
+        }
+        started
+    }
+
+    fn reset(&mut self) {
+        self.workers.stop();
+        self.acknowledged = 0;
+        self.writeback.store(true, Ordering::Release);
+    }
+
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        self.workers.pause()
+    }
+
+    fn resume(&mut self) {
+        self.workers.resume();
+    }
+
+    fn save(&self) -> DeviceSnapshot {
+        state::save(&self.disk, self.writeback.load(Ordering::Acquire))
+    }
+
+    fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        let writeback = state::check(&self.disk, state)?;
+        self.writeback.store(writeback, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The image behind a block device: a raw file or a block device of the host.
+//!
+//! Owns the open file and what the host says about its size and alignment.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use log::warn;
+use thiserror::Error;
+
+use crate::syscalls::check;
+
+/// Unit of sector numbers (virtio 1.3, 5.2.4).
+pub(super) const SECTOR_BYTES: u64 = 512;
+/// Largest logical block that is taken over from the host.
+const BLOCK_BYTES_MAX: u64 = 4096;
+/// Alignment for direct I/O where the host does not say.
+const DIRECT_ALIGN_DEFAULT_BYTES: u64 = 4096;
+
+// Block device ioctls (linux/fs.h), which libc has not.
+const BLKSSZGET: libc::Ioctl = 0x1268;
+const BLKPBSZGET: libc::Ioctl = 0x127b;
+const BLKIOMIN: libc::Ioctl = 0x1278;
+const BLKIOOPT: libc::Ioctl = 0x1279;
+const BLKGETSIZE64: libc::Ioctl = 0x8008_1272;
+
+/// Why a disk cannot be used.
+#[derive(Debug, Error)]
+pub enum DiskError {
+    /// The image cannot be opened.
+    #[error("cannot open disk {path}{}", if *.direct { " with direct=on" } else { "" })]
+    Open {
+        /// The image.
+        path: PathBuf,
+        /// Whether direct I/O was asked for.
+        direct: bool,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It is neither a file nor a block device.
+    #[error("disk {path} is neither a regular file nor a block device")]
+    Kind {
+        /// The image.
+        path: PathBuf,
+    },
+    /// Its size is not known.
+    #[error("cannot find out about disk {path}")]
+    Inspect {
+        /// The image.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Another VM has the lock.
+    #[error(
+        "disk {path} is in use by another VM (lock held): stop that VM, or give both readonly=on"
+    )]
+    InUse {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The lock cannot be set.
+    #[error("cannot change the lock on disk {path}")]
+    Lock {
+        /// The image.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A queue count or size that a device cannot have.
+    #[error("disk {path} cannot have {what} {value}: it must be {allowed}")]
+    Queues {
+        /// The image.
+        path: PathBuf,
+        /// Which number.
+        what: &'static str,
+        /// The number.
+        value: u16,
+        /// What it may be.
+        allowed: &'static str,
+    },
+}
+
+/// Sizes that the guest is told for its own layout.
+#[expect(clippy::struct_field_names, reason = "the unit belongs to the name")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Topology {
+    pub(super) logical_block_bytes: u64,
+    pub(super) physical_block_bytes: u64,
+    pub(super) io_min_bytes: u64,
+    pub(super) io_opt_bytes: u64,
+}
+
+/// An open image.
+pub(crate) struct Disk {
+    path: PathBuf,
+    file: File,
+    readonly: bool,
+    file_len_bytes: u64,
+    topology: Topology,
+    /// Alignment of addresses and of offsets that direct I/O needs; 1 without direct I/O.
+    address_align_bytes: usize,
+    offset_align_bytes: u64,
+    /// Held while a block is read, changed in part and written.
+    pub(super) partial_write: Mutex<()>,
+}
+
+impl Disk {
+    pub(crate) fn open(path: &Path, readonly: bool, direct: bool) -> Result<Self, DiskError> {
+        let flags = if direct { libc::O_DIRECT } else { 0 };
+        let file = OpenOptions::new()
+            .read(true)
+            .write(!readonly)
+            .custom_flags(flags | libc::O_CLOEXEC)
+            .open(path)
+            .map_err(|source| DiskError::Open { path: path.to_owned(), direct, source })?;
+        Self::inspect(path, file, readonly, direct)
+    }
+
+    fn inspect(path: &Path, file: File, readonly: bool, direct: bool) -> Result<Self, DiskError> {
+        let inspect = |source| DiskError::Inspect { path: path.to_owned(), source };
+        let metadata = file.metadata().map_err(inspect)?;
+        let kind = metadata.file_type();
+        let is_device = kind.is_block_device();
+        if !is_device && !kind.is_file() {
+            return Err(DiskError::Kind { path: path.to_owned() });
+        }
+        let (address_align, offset_align) =
+            if direct { direct_alignment(&file, is_device) } else { (1, 1) };
+        let (file_len_bytes, topology) = if is_device {
+            let len_bytes = device_len_bytes(&file).map_err(inspect)?;
+            (len_bytes, device_topology(&file))
+        } else {
+            let block_bytes = offset_align.clamp(SECTOR_BYTES, BLOCK_BYTES_MAX);
+            let topology = Topology {
+                logical_block_bytes: block_bytes,
+                physical_block_bytes: block_bytes,
+                io_min_bytes: block_bytes,
+                io_opt_bytes: 0,
+            };
+            (metadata.len(), topology)
+        };
+        if !file_len_bytes.is_multiple_of(topology.logical_block_bytes) {
+            warn!(
+                "disk {}: the last {} bytes are not a whole block and are not visible to the guest",
+                path.display(),
+                file_len_bytes % topology.logical_block_bytes
+            );
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            readonly,
+            file_len_bytes,
+            topology,
+            address_align_bytes: usize::try_from(address_align).unwrap_or(4096),
+            offset_align_bytes: offset_align,
+            partial_write: Mutex::new(()),
+        })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    pub(super) fn readonly(&self) -> bool {
+        self.readonly
+    }
+
+    pub(super) fn file_len_bytes(&self) -> u64 {
+        self.file_len_bytes
+    }
+
+    pub(super) fn topology(&self) -> Topology {
+        self.topology
+    }
+
+    /// Size of the disk in sectors, in whole blocks.
+    pub(super) fn capacity_sectors(&self) -> u64 {
+        let block_bytes = self.topology.logical_block_bytes;
+        self.file_len_bytes / block_bytes * (block_bytes / SECTOR_BYTES)
+    }
+
+    pub(super) fn address_align_bytes(&self) -> usize {
+        self.address_align_bytes
+    }
+
+    pub(super) fn offset_align_bytes(&self) -> u64 {
+        self.offset_align_bytes
+    }
+
+    /// The disk with other alignments, as if the host had asked for them.
+    #[cfg(test)]
+    pub(super) fn with_alignment(mut self, address_bytes: usize, offset_bytes: u64) -> Self {
+        self.address_align_bytes = address_bytes;
+        self.offset_align_bytes = offset_bytes;
+        self
+    }
+}
+
+/// Alignments of memory and of file offsets for direct I/O, in bytes.
+fn direct_alignment(file: &File, is_device: bool) -> (u64, u64) {
+    if let Some((memory, offset)) = reported_alignment(file) {
+        return (memory, offset);
+    }
+    if is_device {
+        let block_bytes = device_topology(file).logical_block_bytes;
+        return (block_bytes, block_bytes);
+    }
+    (DIRECT_ALIGN_DEFAULT_BYTES, DIRECT_ALIGN_DEFAULT_BYTES)
+}
+
+/// What the kernel says (Linux 6.1 and later), if it is usable.
+fn reported_alignment(file: &File) -> Option<(u64, u64)> {
+    // SAFETY: statx is a plain C struct for which all zeros is a valid value.
+    let mut answer: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is an empty C string, `answer` is a valid statx to be filled, and the
+    // descriptor is open.
+    let result = unsafe {
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_DIOALIGN,
+            &raw mut answer,
+        )
+    };
+    check(result).ok()?;
+    let usable = |bytes: u32| bytes.is_power_of_two() && u64::from(bytes) <= BLOCK_BYTES_MAX;
+    let (memory, offset) = (answer.stx_dio_mem_align, answer.stx_dio_offset_align);
+    let known = answer.stx_mask & libc::STATX_DIOALIGN != 0;
+    (known && usable(memory) && usable(offset)).then(|| (memory.into(), offset.into()))
+}
+
+fn device_len_bytes(file: &File) -> io::Result<u64> {
+    let mut len_bytes: u64 = 0;
+    // SAFETY: BLKGETSIZE64 writes one u64, which is what it gets; the descriptor is open.
+    check(unsafe { libc::ioctl(file.as_raw_fd(), BLKGETSIZE64, &raw mut len_bytes) })?;
+    Ok(len_bytes)
+}
+
+fn device_topology(file: &File) -> Topology {
+    let ask = |request: libc::Ioctl| {
+        let mut value: libc::c_uint = 0;
+        // SAFETY: each of these requests writes one (unsigned) int; the descriptor is open.
+        let result = unsafe { libc::ioctl(file.as_raw_fd(), request, &raw mut value) };
+        check(result).ok().map(|_| u64::from(value))
+    };
+    let block = |bytes: Option<u64>, least: u64| {
+        bytes.filter(|bytes| bytes.is_power_of_two()).unwrap_or(least).max(least)
+    };
+    let logical_block_bytes = block(ask(BLKSSZGET), SECTOR_BYTES);
+    Topology {
+        logical_block_bytes,
+        physical_block_bytes: block(ask(BLKPBSZGET), logical_block_bytes),
+        io_min_bytes: block(ask(BLKIOMIN), logical_block_bytes),
+        io_opt_bytes: ask(BLKIOOPT).unwrap_or(0),
+    }
+}

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! virtio block device (virtio 1.3, 5.2) on a raw image or a block device.
+//!
+//! ```text
+//!   queue > worker (a thread per queue) > request: parsed, checked against the disk
+//!                                            |
+//!                       io_uring  <----------+----------> synchronous calls
+//!                 (read, write, flush)              (discard, write zeroes, unaligned direct I/O,
+//!                                                    and everything where io_uring is not to be had)
+//! ```
+//!
+//! Owns the image and its lock. Never knows an image format other than raw.
+
+mod config;
+mod counters;
+mod device;
+mod image;
+mod lock;
+mod request;
+mod ring;
+mod state;
+mod synchronous;
+#[cfg(test)]
+mod tests;
+pub(super) mod worker;
+
+pub use counters::BlockCounters;
+pub use device::{Block, BlockConfig};
+pub(super) use image::Disk;
+pub use image::DiskError;
+pub use lock::{DiskLock, LockGranularity};

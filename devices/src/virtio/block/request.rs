@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Requests of a block device's driver (virtio 1.3, 5.2.6).
+//!
+//! A chain becomes a request here: its parts are found, its numbers are checked against the disk.
+//! A chain in which there is no place for the answer is the driver's breach of the rules; whatever
+//! else is wrong goes into that answer.
+
+use memory::GuestMemory;
+use virtio_bindings::virtio_blk as abi;
+
+use super::config::{DISCARD, RangeLimits, WRITE_ZEROES};
+use super::image::SECTOR_BYTES;
+use crate::virtio::buffers::Segments;
+use crate::virtio::queue::Chain;
+
+const HEADER_BYTES: usize = 16;
+/// Length of the device's serial string (virtio 1.3, 5.2.6).
+pub(super) const SERIAL_BYTES: usize = 20;
+/// One element of a discard or write-zeroes request.
+const RANGE_BYTES: usize = 16;
+/// Flag of an element: the space may be freed. All other bits are reserved.
+const RANGE_FLAG_UNMAP: u32 = 1;
+
+/// The answer to a request: the byte at its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Status {
+    Ok,
+    IoError,
+    Unsupported,
+}
+
+impl Status {
+    fn byte(self) -> u8 {
+        match self {
+            Self::Ok => 0,
+            Self::IoError => 1,
+            Self::Unsupported => 2,
+        }
+    }
+}
+
+/// Sectors, checked to lie on the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Range {
+    pub(super) offset: u64,
+    pub(super) len_bytes: u64,
+    /// The space may be freed.
+    pub(super) unmap: bool,
+}
+
+/// What is to be done.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Operation {
+    /// Transfer from the disk at `offset` to guest memory.
+    Read { offset: u64, data: Segments },
+    /// Transfer from guest memory to the disk at `offset`.
+    Write { offset: u64, data: Segments },
+    /// Put on stable storage what was written before.
+    Flush,
+    /// Tell the device's serial string.
+    GetId { data: Segments },
+    /// The content of these ranges is not needed any more.
+    Discard(Vec<Range>),
+    /// These ranges shall read as zeros.
+    WriteZeroes(Vec<Range>),
+    /// Nothing: this is the answer.
+    Refused(Status),
+}
+
+/// A request and where its answer goes.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) head: u16,
+    status: Segments,
+    pub(super) operation: Operation,
+}
+
+/// What the checks depend on.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) capacity_sectors: u64,
+    pub(super) readonly: bool,
+}
+
+impl Request {
+    /// Takes a chain apart; an error says why there can be no answer to it.
+    pub(super) fn parse(
+        mut chain: Chain,
+        memory: &GuestMemory,
+        limits: Limits,
+    ) -> Result<Self, &'static str> {
+        let status = chain.writable.split_back(1).ok_or("has no room for a status byte")?;
+        let header = u64::try_from(HEADER_BYTES).unwrap_or(0);
+        let header = chain.readable.split_front(header).ok_or("is shorter than a header")?;
+        let mut bytes = [0; HEADER_BYTES];
+        let operation = match header.copy_out(memory, &mut bytes) {
+            Ok(_) => {
+                operation(bytes, &mut chain, memory, limits).unwrap_or_else(Operation::Refused)
+            }
+            Err(_) => Operation::Refused(Status::IoError),
+        };
+        Ok(Self { head: chain.head, status, operation })
+    }
+
+    /// Writes the answer. An answer that cannot be written is lost, and so is the chain's use to
+    /// the driver; there is nobody to tell.
+    pub(super) fn answer(&self, memory: &GuestMemory, status: Status) {
+        let _ = self.status.copy_in(memory, &[status.byte()]);
+    }
+}
+
+fn operation(
+    header: [u8; HEADER_BYTES],
+    chain: &mut Chain,
+    memory: &GuestMemory,
+    limits: Limits,
+) -> Result<Operation, Status> {
+    let [t0, t1, t2, t3, _, _, _, _, sector @ ..] = header;
+    let sector = u64::from_le_bytes(sector);
+    match u32::from_le_bytes([t0, t1, t2, t3]) {
+        abi::VIRTIO_BLK_T_IN => {
+            let data = std::mem::take(&mut chain.writable);
+            Ok(Operation::Read { offset: place(sector, &data, limits)?, data })
+        }
+        abi::VIRTIO_BLK_T_OUT => {
+            let data = std::mem::take(&mut chain.readable);
+            refuse_if_readonly(limits)?;
+            Ok(Operation::Write { offset: place(sector, &data, limits)?, data })
+        }
+        abi::VIRTIO_BLK_T_FLUSH => Ok(Operation::Flush),
+        abi::VIRTIO_BLK_T_GET_ID => {
+            Ok(Operation::GetId { data: std::mem::take(&mut chain.writable) })
+        }
+        abi::VIRTIO_BLK_T_DISCARD => {
+            refuse_if_readonly(limits)?;
+            let ranges = ranges(&chain.readable, memory, limits, DISCARD)?;
+            // The flag belongs to writing zeroes only (virtio 1.3, 5.2.6.2).
+            if ranges.iter().any(|range| range.unmap) {
+                return Err(Status::Unsupported);
+            }
+            Ok(Operation::Discard(ranges))
+        }
+        abi::VIRTIO_BLK_T_WRITE_ZEROES => {
+            refuse_if_readonly(limits)?;
+            let ranges = ranges(&chain.readable, memory, limits, WRITE_ZEROES)?;
+            Ok(Operation::WriteZeroes(ranges))
+        }
+        _ => Err(Status::Unsupported),
+    }
+}
+
+fn refuse_if_readonly(limits: Limits) -> Result<(), Status> {
+    if limits.readonly { Err(Status::IoError) } else { Ok(()) }
+}
+
+/// The offset of a transfer in bytes, if it consists of whole sectors and lies on the disk.
+fn place(sector: u64, data: &Segments, limits: Limits) -> Result<u64, Status> {
+    let len_bytes = data.len_bytes();
+    if !len_bytes.is_multiple_of(SECTOR_BYTES) {
+        return Err(Status::IoError);
+    }
+    offset(sector, len_bytes / SECTOR_BYTES, limits)
+}
+
+fn offset(sector: u64, sectors: u64, limits: Limits) -> Result<u64, Status> {
+    let end = sector.checked_add(sectors).ok_or(Status::IoError)?;
+    if end > limits.capacity_sectors {
+        return Err(Status::IoError);
+    }
+    sector.checked_mul(SECTOR_BYTES).ok_or(Status::IoError)
+}
+
+fn ranges(
+    data: &Segments,
+    memory: &GuestMemory,
+    limits: Limits,
+    range_limits: RangeLimits,
+) -> Result<Vec<Range>, Status> {
+    let len_bytes = usize::try_from(data.len_bytes()).map_err(|_| Status::IoError)?;
+    let count_max = usize::try_from(range_limits.count_max).unwrap_or(0);
+    let count = len_bytes / RANGE_BYTES;
+    if count == 0 || !len_bytes.is_multiple_of(RANGE_BYTES) {
+        return Err(Status::IoError);
+    }
+    if count > count_max {
+        return Err(Status::IoError);
+    }
+    let mut bytes = vec![0; len_bytes];
+    data.copy_out(memory, &mut bytes).map_err(|_| Status::IoError)?;
+    let (elements, _) = bytes.as_chunks::<RANGE_BYTES>();
+    elements.iter().map(|element| range(*element, limits, range_limits)).collect()
+}
+
+fn range(
+    element: [u8; RANGE_BYTES],
+    limits: Limits,
+    range_limits: RangeLimits,
+) -> Result<Range, Status> {
+    let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, flags @ ..] = element;
+    let sector = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
+    let sectors = u32::from_le_bytes([n0, n1, n2, n3]);
+    let flags = u32::from_le_bytes(flags);
+    if flags & !RANGE_FLAG_UNMAP != 0 {
+        return Err(Status::Unsupported);
+    }
+    if sectors > range_limits.sectors_max {
+        return Err(Status::IoError);
+    }
+    let offset = offset(sector, sectors.into(), limits)?;
+    let len_bytes = u64::from(sectors) * SECTOR_BYTES;
+    Ok(Range { offset, len_bytes, unmap: flags & RANGE_FLAG_UNMAP != 0 })
+}

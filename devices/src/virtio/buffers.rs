@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Buffers in guest memory as a driver describes them.
+//!
+//! Owns the step from guest physical ranges to host addresses for system calls that read and write
+//! guest memory by themselves. Those go past the dirty tracking of `vm-memory`: whoever lets the
+//! kernel write must call [`Segments::mark_written`] afterwards. Ranges are believed in nothing;
+//! one that is not guest RAM is an error.
+
+use std::fs::File;
+use std::io;
+use std::ops::Deref;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use memory::GuestMemory;
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
+
+use crate::syscalls::check_len;
+
+/// Most ranges that one system call takes (`IOV_MAX`).
+pub(crate) const RANGES_MAX: usize = 1024;
+
+/// A range of guest physical addresses, not known to be RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) gpa: GuestAddress,
+    pub(crate) len_bytes: u32,
+}
+
+/// Ranges that together are one buffer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Segments(Vec<Segment>);
+
+impl Segments {
+    pub(crate) fn push(&mut self, segment: Segment) {
+        if segment.len_bytes > 0 {
+            self.0.push(segment);
+        }
+    }
+
+    pub(crate) fn len_bytes(&self) -> u64 {
+        self.0.iter().map(|segment| u64::from(segment.len_bytes)).sum()
+    }
+
+    /// Takes `len_bytes` off the front; `None`, and nothing is taken, if there is less.
+    pub(crate) fn split_front(&mut self, len_bytes: u64) -> Option<Segments> {
+        if len_bytes > self.len_bytes() {
+            return None;
+        }
+        let mut front = Vec::new();
+        let mut back = Vec::new();
+        let mut wanted = len_bytes;
+        for segment in &self.0 {
+            let taken = u32::try_from(wanted).unwrap_or(u32::MAX).min(segment.len_bytes);
+            wanted -= u64::from(taken);
+            if taken > 0 {
+                front.push(Segment { gpa: segment.gpa, len_bytes: taken });
+            }
+            if taken < segment.len_bytes {
+                // An address that overflows is no RAM anyway, which is found out on access.
+                let gpa = GuestAddress(segment.gpa.0.saturating_add(u64::from(taken)));
+                back.push(Segment { gpa, len_bytes: segment.len_bytes - taken });
+            }
+        }
+        self.0 = back;
+        Some(Segments(front))
+    }
+
+    /// Takes `len_bytes` off the back; `None`, and nothing is taken, if there is less.
+    pub(crate) fn split_back(&mut self, len_bytes: u64) -> Option<Segments> {
+        let front = self.split_front(self.len_bytes().checked_sub(len_bytes)?)?;
+        Some(std::mem::replace(self, front))
+    }
+
+    /// Copies from guest memory; fills the front of `to` and says how much.
+    pub(crate) fn copy_out(
+        &self,
+        memory: &GuestMemory,
+        to: &mut [u8],
+    ) -> Result<usize, GuestMemoryError> {
+        let mut done = 0;
+        for segment in &self.0 {
+            let rest = to.get_mut(done..).unwrap_or_default();
+            let len_bytes = rest.len().min(usize_of(segment.len_bytes));
+            memory.read_slice(rest.get_mut(..len_bytes).unwrap_or_default(), segment.gpa)?;
+            done += len_bytes;
+        }
+        Ok(done)
+    }
+
+    /// Copies to guest memory; takes the front of `from` and says how much.
+    pub(crate) fn copy_in(
+        &self,
+        memory: &GuestMemory,
+        from: &[u8],
+    ) -> Result<usize, GuestMemoryError> {
+        let mut done = 0;
+        for segment in &self.0 {
+            let rest = from.get(done..).unwrap_or_default();
+            let len_bytes = rest.len().min(usize_of(segment.len_bytes));
+            memory.write_slice(rest.get(..len_bytes).unwrap_or_default(), segment.gpa)?;
+            done += len_bytes;
+        }
+        Ok(done)
+    }
+
+    /// Copies to guest memory, `offset` bytes behind the start of the buffer; all of `from` or, if
+    /// there is no room for it, less.
+    pub(crate) fn copy_in_at(
+        &self,
+        memory: &GuestMemory,
+        offset: u64,
+        from: &[u8],
+    ) -> Result<(), GuestMemoryError> {
+        let mut rest = self.clone();
+        if rest.split_front(offset).is_some() {
+            rest.copy_in(memory, from)?;
+        }
+        Ok(())
+    }
+
+    /// Notes that the first `len_bytes` were written by the kernel.
+    pub(crate) fn mark_written(&self, memory: &GuestMemory, len_bytes: u64) {
+        let mut left = len_bytes;
+        for segment in &self.0 {
+            let written = u32::try_from(left).unwrap_or(u32::MAX).min(segment.len_bytes);
+            for slice in memory.get_slices(segment.gpa, usize_of(written)).flatten() {
+                slice.bitmap().mark_dirty(0, slice.len());
+            }
+            left -= u64::from(written);
+        }
+    }
+
+    /// Host addresses of the buffer.
+    pub(crate) fn host_ranges<M>(&self, memory: M) -> Result<HostRanges<M>, GuestMemoryError>
+    where
+        M: Deref<Target = GuestMemory>,
+    {
+        let mut ranges = Vec::with_capacity(self.0.len());
+        for segment in &self.0 {
+            for slice in memory.get_slices(segment.gpa, usize_of(segment.len_bytes)) {
+                let slice = slice?;
+                ranges.push(libc::iovec {
+                    iov_base: slice.ptr_guard_mut().as_ptr().cast(),
+                    iov_len: slice.len(),
+                });
+            }
+        }
+        Ok(HostRanges { ranges, memory })
+    }
+}
+
+fn usize_of(len_bytes: u32) -> usize {
+    usize::try_from(len_bytes).unwrap_or(usize::MAX)
+}
+
+/// Host addresses of guest buffers, which stay mapped as long as this lives.
+pub(crate) struct HostRanges<M> {
+    ranges: Vec<libc::iovec>,
+    /// Keeps the mapping.
+    memory: M,
+}
+
+// SAFETY: the addresses are those of a shared mapping that `memory` keeps alive wherever the value
+// goes; no thread has a special relation to them, and they are only handed to the kernel.
+unsafe impl<M: Send> Send for HostRanges<M> {}
+
+impl HostRanges<Arc<GuestMemory>> {
+    /// The memory that the ranges lie in.
+    pub(crate) fn memory_arc(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+}
+
+impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
+    /// Adds a buffer of the device's own behind the guest's.
+    ///
+    /// # Safety
+    /// `len_bytes` bytes at `base` must be valid for reads and writes until this value is dropped
+    /// or was last used in a system call.
+    pub(crate) unsafe fn push_own(&mut self, base: *mut u8, len_bytes: usize) {
+        self.ranges.push(libc::iovec { iov_base: base.cast(), iov_len: len_bytes });
+    }
+
+    pub(crate) fn len_bytes(&self) -> usize {
+        self.ranges.iter().map(|range| range.iov_len).sum()
+    }
+
+    /// Whether each range begins and ends at a multiple of `align_bytes`.
+    pub(crate) fn is_aligned(&self, align_bytes: usize) -> bool {
+        self.ranges.iter().all(|range| {
+            range.iov_base.addr().is_multiple_of(align_bytes)
+                && range.iov_len.is_multiple_of(align_bytes)
+        })
+    }
+
+    /// Drops the first `len_bytes`, after they were transferred.
+    pub(crate) fn advance(&mut self, mut len_bytes: usize) {
+        let mut gone = 0;
+        for range in &mut self.ranges {
+            let taken = len_bytes.min(range.iov_len);
+            range.iov_base = range.iov_base.wrapping_byte_add(taken);
+            range.iov_len -= taken;
+            len_bytes -= taken;
+            if range.iov_len > 0 {
+                break;
+            }
+            gone += 1;
+        }
+        self.ranges.drain(..gone);
+    }
+
+    /// Address and number of the first ranges, as many as one system call takes. Valid until the
+    /// value is changed or dropped; moving it does not matter.
+    pub(crate) fn as_raw(&self) -> (*const libc::iovec, u32) {
+        let count = self.ranges.len().min(RANGES_MAX);
+        (self.ranges.as_ptr(), u32::try_from(count).unwrap_or(0))
+    }
+
+    fn as_raw_c(&self) -> (*const libc::iovec, libc::c_int) {
+        let (ranges, count) = self.as_raw();
+        (ranges, libc::c_int::try_from(count).unwrap_or(0))
+    }
+
+    /// `preadv` into the ranges.
+    pub(crate) fn read_at(&self, file: &File, offset: u64) -> io::Result<usize> {
+        let (ranges, count) = self.as_raw_c();
+        let offset = offset_of(offset)?;
+        // SAFETY: the ranges lie in the mapping that `self` keeps alive or in buffers that
+        // `push_own` vouches for, so the kernel may write there; nobody has Rust references to
+        // guest memory. The descriptor is open.
+        check_len(unsafe { libc::preadv(file.as_raw_fd(), ranges, count, offset) })
+    }
+
+    /// `pwritev2` from the ranges; `flags` are `RWF_*`.
+    pub(crate) fn write_at(
+        &self,
+        file: &File,
+        offset: u64,
+        flags: libc::c_int,
+    ) -> io::Result<usize> {
+        let (ranges, count) = self.as_raw_c();
+        let offset = offset_of(offset)?;
+        // SAFETY: as for `read_at`, but the kernel only reads.
+        check_len(unsafe { libc::pwritev2(file.as_raw_fd(), ranges, count, offset, flags) })
+    }
+
+    /// `readv` into the ranges.
+    pub(crate) fn read(&self, file: &File) -> io::Result<usize> {
+        let (ranges, count) = self.as_raw_c();
+        // SAFETY: as for `read_at`.
+        check_len(unsafe { libc::readv(file.as_raw_fd(), ranges, count) })
+    }
+
+    /// `writev` from the ranges.
+    pub(crate) fn write(&self, file: &File) -> io::Result<usize> {
+        let (ranges, count) = self.as_raw_c();
+        // SAFETY: as for `read_at`, but the kernel only reads.
+        check_len(unsafe { libc::writev(file.as_raw_fd(), ranges, count) })
+    }
+}
+
+fn offset_of(offset: u64) -> io::Result<libc::off_t> {
+    libc::off_t::try_from(offset).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn segments(parts: &[(u64, u32)]) -> Segments {
+        let mut segments = Segments::default();
+        for &(gpa, len_bytes) in parts {
+            segments.push(Segment { gpa: GuestAddress(gpa), len_bytes });
+        }
+        segments
+    }
+
+    #[test]
+    fn splits_take_from_the_end_that_they_name() {
+        let mut whole = segments(&[(0x100, 10), (0x200, 10)]);
+        let front = whole.split_front(12).unwrap();
+        assert_eq!(front, segments(&[(0x100, 10), (0x200, 2)]));
+        assert_eq!(whole, segments(&[(0x202, 8)]));
+
+        let mut whole = segments(&[(0x100, 10), (0x200, 10)]);
+        let back = whole.split_back(1).unwrap();
+        assert_eq!(back, segments(&[(0x209, 1)]));
+        assert_eq!(whole, segments(&[(0x100, 10), (0x200, 9)]));
+        assert!(whole.split_back(20).is_none());
+        assert_eq!(whole.len_bytes(), 19);
+    }
+
+    #[test]
+    fn a_segment_across_two_regions_becomes_two_ranges() {
+        let regions = [(GuestAddress(0), 0x1000), (GuestAddress(0x1000), 0x1000)];
+        let memory = GuestMemory::from_ranges(&regions).unwrap();
+        let ranges = segments(&[(0xff0, 0x20)]).host_ranges(&memory).unwrap();
+        assert_eq!(ranges.as_raw().1, 2);
+        assert_eq!(ranges.len_bytes(), 0x20);
+        assert!(segments(&[(0x1ff0, 0x20)]).host_ranges(&memory).is_err());
+        assert!(segments(&[(u64::MAX - 1, 0x20)]).host_ranges(&memory).is_err());
+    }
+
+    #[test]
+    fn advance_continues_where_a_transfer_ended() {
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+        let mut ranges = segments(&[(0, 4), (0x10, 4), (0x20, 4)]).host_ranges(&memory).unwrap();
+        let start = ranges.as_raw().0;
+        ranges.advance(0);
+        assert_eq!(ranges.len_bytes(), 12);
+        ranges.advance(6);
+        assert_eq!(ranges.len_bytes(), 6);
+        assert_eq!(ranges.as_raw(), (start, 2));
+        ranges.advance(6);
+        assert_eq!(ranges.as_raw().1, 0);
+    }
+
+    proptest! {
+        #[test]
+        fn splitting_never_loses_a_byte(
+            parts in proptest::collection::vec((any::<u64>(), 0_u32..5000), 0..10),
+            at in 0_u64..50_000,
+        ) {
+            let whole = segments(&parts);
+            let mut rest = whole.clone();
+            if let Some(front) = rest.split_front(at) {
+                prop_assert_eq!(front.len_bytes(), at);
+                prop_assert_eq!(front.len_bytes() + rest.len_bytes(), whole.len_bytes());
+            } else {
+                prop_assert!(at > whole.len_bytes());
+                prop_assert_eq!(rest, whole);
+            }
+        }
+    }
+}

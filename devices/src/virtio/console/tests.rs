@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A console, seen from its driver and from its terminal.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::sync::Arc;
+
+use super::{Console, ConsoleConfig};
+use crate::endpoint::ConsoleEndpoint;
+use crate::virtio::VirtioDevice;
+use crate::virtio::test_driver::{DATA, Driver, readable, writable};
+
+const RECEIVE: usize = 0;
+const TRANSMIT: usize = 1;
+
+struct Fixture {
+    driver: Driver,
+    device: Console,
+    endpoint: Arc<ConsoleEndpoint>,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let endpoint = Arc::new(ConsoleEndpoint::pty().unwrap());
+        let config = ConsoleConfig { id: "console".to_owned(), endpoint: Arc::clone(&endpoint) };
+        let mut device = Console::new(config);
+        let driver = Driver::new(2, 16);
+        driver.activate_all(&mut device);
+        Self { driver, device, endpoint }
+    }
+
+    fn terminal(&self) -> File {
+        let path = self.endpoint.pty_path().unwrap();
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).custom_flags(libc::O_NOCTTY).open(path).unwrap()
+    }
+}
+
+#[test]
+fn output_reaches_the_terminal() {
+    let mut fixture = Fixture::new();
+    fixture.driver.write(DATA, b"hello, world");
+    fixture.driver.queues[TRANSMIT].add(&[readable(DATA, 5), readable(DATA + 5, 7)]);
+    fixture.driver.queues[TRANSMIT].kick();
+    assert_eq!(fixture.driver.wait_used(TRANSMIT), (0, 0));
+    let mut buffer = [0; 12];
+    fixture.terminal().read_exact(&mut buffer).unwrap();
+    assert_eq!(&buffer, b"hello, world");
+}
+
+#[test]
+fn input_waits_for_buffers_and_is_marked_dirty() {
+    let mut fixture = Fixture::new();
+    let mut terminal = fixture.terminal();
+    terminal.write_all(b"abcdefgh").unwrap();
+    fixture.driver.track_writes();
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 5)]);
+    fixture.driver.queues[RECEIVE].kick();
+    assert_eq!(fixture.driver.wait_used(RECEIVE).1, 5);
+    assert_eq!(fixture.driver.read(DATA, 5), b"abcde");
+    assert!(fixture.driver.was_written(DATA));
+
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 5)]);
+    fixture.driver.queues[RECEIVE].kick();
+    assert_eq!(fixture.driver.wait_used(RECEIVE).1, 3);
+    assert_eq!(fixture.driver.read(DATA, 3), b"fgh");
+
+    // Buffers first, then input.
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 5)]);
+    fixture.driver.queues[RECEIVE].kick();
+    terminal.write_all(b"z").unwrap();
+    assert_eq!(fixture.driver.wait_used(RECEIVE).1, 1);
+    assert_eq!(fixture.driver.read(DATA, 1), b"z");
+}
+
+#[test]
+fn a_paused_console_takes_no_input() {
+    let mut fixture = Fixture::new();
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 5)]);
+    fixture.driver.queues[RECEIVE].kick();
+    fixture.device.pause();
+    fixture.terminal().write_all(b"q").unwrap();
+    let states = fixture.device.pause();
+    assert_eq!(states[0].1.next_avail, 0, "the buffer is still the driver's");
+    fixture.device.resume();
+    assert_eq!(fixture.driver.wait_used(RECEIVE).1, 1);
+}
+
+#[test]
+fn a_new_size_is_told_once() {
+    let mut fixture = Fixture::new();
+    let resizer = fixture.device.resizer();
+    resizer.resize(132, 43);
+    resizer.resize(132, 43);
+    assert_eq!(fixture.driver.interrupt.config_changes(), 1);
+    let mut config = [0; 8];
+    fixture.device.read_config(0, &mut config);
+    assert_eq!(config, [132, 0, 43, 0, 1, 0, 0, 0]);
+    fixture.device.reset();
+    resizer.resize(80, 24);
+    assert_eq!(fixture.driver.interrupt.config_changes(), 1, "there is no driver");
+}
+
+#[test]
+fn buffers_outside_of_ram_need_a_reset() {
+    let mut fixture = Fixture::new();
+    fixture.driver.queues[TRANSMIT].add(&[readable(1 << 40, 10)]);
+    fixture.driver.queues[TRANSMIT].kick();
+    fixture.driver.interrupt.wait_broken();
+}

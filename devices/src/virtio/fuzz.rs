@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Entry points that treat bytes as what a hostile driver left in guest memory.
+//!
+//! The input is the content of guest memory, rings included. Each function serves the queues of
+//! one device once, on the calling thread, and must return.
+
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use memory::{GuestMemory, GuestMemoryHandle};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestAddress};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::RING_FEATURES;
+use super::block::Disk;
+use super::block::worker::{BlockWorker, CacheMode, Shared};
+use super::console::worker::ConsoleWorker;
+use super::device::{ActiveQueue, VirtioInterrupt};
+use super::net::worker::NetWorker;
+use super::net::{ControlWorker, Link, MacAddress, NetCounters, Tap, TapConfig, TapSlot};
+use super::queue::WorkQueue;
+use super::rng::worker::RngWorker;
+use super::worker::{Watch, Work};
+use crate::endpoint::ConsoleEndpoint;
+use crate::syscalls;
+
+/// Guest memory: two regions, so that buffers can lie across their border.
+pub const MEMORY_BYTES: u64 = 0x1_0000;
+const BORDER: u64 = MEMORY_BYTES / 2;
+/// Where the parts of queue N are: this times N, plus the offsets below.
+pub const QUEUE_STRIDE: u64 = 0x1000;
+/// Available ring of queue 0.
+pub const AVAILABLE_OFFSET: u64 = 0x400;
+/// Used ring of queue 0.
+pub const USED_OFFSET: u64 = 0x800;
+/// Entries of each queue.
+pub const QUEUE_SIZE: u16 = 16;
+const DISK_BYTES: u64 = 64 << 10;
+
+struct Nobody;
+
+impl VirtioInterrupt for Nobody {
+    fn queue_used(&self, _queue_index: u16) {}
+    fn config_changed(&self) {}
+    fn needs_reset(&self) {}
+}
+
+/// What could not be had on this host; nothing was tested then.
+type Setup<T> = Result<T, Box<dyn std::error::Error>>;
+
+struct Guest {
+    memory: GuestMemoryHandle,
+    interrupt: Arc<dyn VirtioInterrupt>,
+    features: u64,
+}
+
+impl Guest {
+    fn new(data: &[u8], features: u64) -> Setup<Self> {
+        let half = usize::try_from(BORDER)?;
+        let memory =
+            GuestMemory::from_ranges(&[(GuestAddress(0), half), (GuestAddress(BORDER), half)])?;
+        let len_bytes = data.len().min(half * 2);
+        memory.write_slice(data.get(..len_bytes).unwrap_or_default(), GuestAddress(0))?;
+        let memory = GuestMemoryHandle::new(memory);
+        Ok(Self { memory, interrupt: Arc::new(Nobody), features })
+    }
+
+    fn queue(&self, index: u16) -> Setup<WorkQueue> {
+        let base = QUEUE_STRIDE * u64::from(index);
+        let mut queue = Queue::new(QUEUE_SIZE)?;
+        queue.try_set_desc_table_address(GuestAddress(base))?;
+        queue.try_set_avail_ring_address(GuestAddress(base + AVAILABLE_OFFSET))?;
+        queue.try_set_used_ring_address(GuestAddress(base + USED_OFFSET))?;
+        queue.set_ready(true);
+        let active = ActiveQueue { index, queue, kick: EventFd::new(EFD_NONBLOCK)? };
+        Ok(WorkQueue::new(active, &self.memory, &self.interrupt, self.features))
+    }
+}
+
+fn features_of(data: &[u8]) -> u64 {
+    match data.last() {
+        Some(last) if last & 1 == 1 => RING_FEATURES,
+        _ => 0,
+    }
+}
+
+fn run(mut work: impl Work) -> Setup<()> {
+    let mut watch = Watch::new()?;
+    let mut result = work.start(&mut watch);
+    for token in 0..3 {
+        if result.is_ok() {
+            result = work.ready(token, &mut watch);
+        }
+    }
+    // A breach of the rules is what is to be expected here.
+    let _ = work.drain();
+    let _ = work.queue_states();
+    Ok(())
+}
+
+fn report(result: Setup<()>) {
+    if let Err(error) = result {
+        log::warn!("nothing was tested: {error}");
+    }
+}
+
+/// Serves the queue of a block device.
+#[doc(hidden)]
+pub fn fuzz_block(data: &[u8]) {
+    report(run_block(data));
+}
+
+fn run_block(data: &[u8]) -> Setup<()> {
+    use std::os::fd::AsRawFd;
+    let choice = data.last().copied().unwrap_or(0);
+    let file = syscalls::memory_file(DISK_BYTES)?;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let disk = Disk::open(Path::new(&path), choice & 2 != 0, false)?;
+    let shared = Shared {
+        disk: Arc::new(disk),
+        serial: [b'x'; 20],
+        counters: Arc::default(),
+        cache: CacheMode {
+            flush_negotiated: choice & 4 != 0,
+            writeback: Arc::new(AtomicBool::new(true)),
+        },
+        sparse: choice & 8 != 0,
+    };
+    let guest = Guest::new(data, features_of(data))?;
+    run(BlockWorker::new(guest.queue(0)?, shared, choice & 16 != 0))
+}
+
+/// Serves the queues of a console.
+#[doc(hidden)]
+pub fn fuzz_console(data: &[u8]) {
+    report(run_console(data));
+}
+
+fn run_console(data: &[u8]) -> Setup<()> {
+    let guest = Guest::new(data, features_of(data))?;
+    let endpoint = Arc::new(ConsoleEndpoint::null()?);
+    run(ConsoleWorker::new(guest.queue(0)?, guest.queue(1)?, endpoint))
+}
+
+/// Serves the queue of an entropy device.
+#[doc(hidden)]
+pub fn fuzz_rng(data: &[u8]) {
+    report(run_rng(data));
+}
+
+fn run_rng(data: &[u8]) -> Setup<()> {
+    let guest = Guest::new(data, features_of(data))?;
+    let source = Arc::new(std::fs::File::open("/dev/urandom")?);
+    run(RngWorker::new(guest.queue(0)?, source))
+}
+
+fn link() -> Setup<(Arc<Link>, UnixDatagram)> {
+    let (near, far) = UnixDatagram::pair()?;
+    near.set_nonblocking(true)?;
+    far.set_nonblocking(true)?;
+    let tap = Tap::from_file(std::os::fd::OwnedFd::from(near).into());
+    let slot = Arc::new(TapSlot::with_taps(TapConfig::default(), vec![tap]));
+    Ok((Arc::new(Link::new(slot, MacAddress([2; 6]), 1, None)), far))
+}
+
+/// Serves a queue pair of a network device.
+#[doc(hidden)]
+pub fn fuzz_net(data: &[u8]) {
+    report(run_net(data));
+}
+
+fn run_net(data: &[u8]) -> Setup<()> {
+    let choice = data.last().copied().unwrap_or(0);
+    let guest = Guest::new(data, features_of(data))?;
+    let (link, network) = link()?;
+    // Frames of several lengths wait for the guest.
+    for len_bytes in [20, 1526, 9000, 3] {
+        network.send(&vec![0xa5; len_bytes])?;
+    }
+    let counters = Arc::new(NetCounters::default());
+    let (receive, transmit) = (guest.queue(0)?, guest.queue(1)?);
+    run(NetWorker::new(receive, transmit, 0, link, counters, choice & 2 != 0))
+}
+
+/// Serves the control queue of a network device.
+#[doc(hidden)]
+pub fn fuzz_net_control(data: &[u8]) {
+    report(run_net_control(data));
+}
+
+fn run_net_control(data: &[u8]) -> Setup<()> {
+    let guest = Guest::new(data, features_of(data))?;
+    let (link, _network) = link()?;
+    run(ControlWorker::new(guest.queue(0)?, link, u64::MAX))
+}
+
+/// Reads bytes as the saved state of every device.
+#[doc(hidden)]
+pub fn fuzz_state(data: &[u8]) {
+    report(run_state(data));
+}
+
+fn run_state(data: &[u8]) -> Setup<()> {
+    use super::VirtioDevice;
+    let Ok(snapshot) = serde_json::from_slice(data) else { return Ok(()) };
+    let mut console = super::console::Console::new(super::console::ConsoleConfig {
+        id: String::new(),
+        endpoint: Arc::new(ConsoleEndpoint::null()?),
+    });
+    let _ = console.restore(&snapshot);
+    let mut rng = super::rng::Rng::new(super::rng::RngConfig::default())?;
+    let _ = rng.restore(&snapshot);
+    let mut net = super::net::Net::new(super::net::NetConfig {
+        open_tap_later: true,
+        ..super::net::NetConfig::default()
+    })?;
+    let _ = net.restore(&snapshot);
+    Ok(())
+}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Features, configuration space and the driver's choices of a network device (virtio 1.3, 5.1.3
+//! and 5.1.4).
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use virtio_bindings::virtio_net as abi;
+
+use super::slot::{Settings, TapSlot};
+use super::tap::MacAddress;
+use crate::virtio::device::VirtioInterrupt;
+
+/// Length of the part of the configuration that this device has.
+const CONFIG_BYTES: usize = 12;
+
+/// The guest's offloads that the driver may switch at run time.
+pub(super) const GUEST_OFFLOADS: u64 = 1 << abi::VIRTIO_NET_F_GUEST_CSUM
+    | 1 << abi::VIRTIO_NET_F_GUEST_TSO4
+    | 1 << abi::VIRTIO_NET_F_GUEST_TSO6
+    | 1 << abi::VIRTIO_NET_F_GUEST_ECN
+    | 1 << abi::VIRTIO_NET_F_GUEST_UFO;
+
+/// The tap's flags for guest offloads, which are named by their feature bits.
+pub(super) fn tun_flags(offloads: u64) -> u32 {
+    let flags = [
+        (abi::VIRTIO_NET_F_GUEST_CSUM, libc::TUN_F_CSUM),
+        (abi::VIRTIO_NET_F_GUEST_TSO4, libc::TUN_F_TSO4),
+        (abi::VIRTIO_NET_F_GUEST_TSO6, libc::TUN_F_TSO6),
+        (abi::VIRTIO_NET_F_GUEST_ECN, libc::TUN_F_TSO_ECN),
+        (abi::VIRTIO_NET_F_GUEST_UFO, libc::TUN_F_UFO),
+    ];
+    // Segmentation without checksums is nothing that a tap can do.
+    if offloads & 1 << abi::VIRTIO_NET_F_GUEST_CSUM == 0 {
+        return 0;
+    }
+    flags.iter().filter(|(bit, _)| offloads & 1 << bit != 0).fold(0, |all, (_, flag)| all | flag)
+}
+
+/// What the driver has chosen, and what it is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LinkState {
+    pub(super) mac: MacAddress,
+    /// Guest offloads, named by their feature bits.
+    pub(super) offloads: u64,
+    pub(super) active_pairs: u16,
+    /// The driver was asked to announce itself and has not yet answered.
+    pub(super) announce_pending: bool,
+}
+
+/// What all parts of one network device share.
+pub(crate) struct Link {
+    pub(super) tap: Arc<TapSlot>,
+    pub(super) max_pairs: u16,
+    pub(super) mtu: Option<u16>,
+    /// Held only to look and to set.
+    state: Mutex<LinkState>,
+    interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
+}
+
+impl Link {
+    pub(crate) fn new(
+        tap: Arc<TapSlot>,
+        mac: MacAddress,
+        max_pairs: u16,
+        mtu: Option<u16>,
+    ) -> Self {
+        let state = LinkState { mac, offloads: 0, active_pairs: 1, announce_pending: false };
+        let link =
+            Self { tap, max_pairs, mtu, state: Mutex::new(state), interrupt: Mutex::new(None) };
+        link.apply();
+        link
+    }
+
+    fn lock(&self) -> MutexGuard<'_, LinkState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn state(&self) -> LinkState {
+        *self.lock()
+    }
+
+    /// Changes what the driver has chosen, and the tap with it.
+    pub(super) fn change(&self, change: impl FnOnce(&mut LinkState)) {
+        change(&mut self.lock());
+        self.apply();
+    }
+
+    fn apply(&self) {
+        let state = self.state();
+        self.tap.set(Settings {
+            offloads: tun_flags(state.offloads),
+            active_pairs: state.active_pairs,
+        });
+    }
+
+    /// Who is told of changes of the configuration, while there is a driver.
+    pub(super) fn set_interrupt(&self, interrupt: Option<Arc<dyn VirtioInterrupt>>) {
+        *self.interrupt.lock().unwrap_or_else(PoisonError::into_inner) = interrupt;
+    }
+
+    pub(super) fn interrupt(&self) -> Option<Arc<dyn VirtioInterrupt>> {
+        self.interrupt.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {
+        let state = self.state();
+        let announce = if state.announce_pending { abi::VIRTIO_NET_S_ANNOUNCE } else { 0 };
+        let status = u16::try_from(abi::VIRTIO_NET_S_LINK_UP | announce).unwrap_or(0);
+        let mut config = [0; CONFIG_BYTES];
+        config[..6].copy_from_slice(&state.mac.0);
+        config[6..8].copy_from_slice(&status.to_le_bytes());
+        config[8..10].copy_from_slice(&self.max_pairs.to_le_bytes());
+        config[10..12].copy_from_slice(&self.mtu.unwrap_or(0).to_le_bytes());
+        config
+    }
+}

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The control queue of a network device (virtio 1.3, 5.1.6.5).
+//!
+//! Filters are best effort in virtio: receive modes and VLANs are accepted, and frames that they
+//! would keep away are delivered all the same.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use memory::GuestMemory;
+use virtio_bindings::virtio_net as abi;
+use virtio_queue::QueueState;
+
+use super::config::{GUEST_OFFLOADS, Link};
+use super::tap::MacAddress;
+use crate::virtio::queue::{Broken, Chain, WorkQueue};
+use crate::virtio::worker::{Watch, Work};
+
+const KICK_TOKEN: u64 = 0;
+/// Chains taken before other events are looked at.
+const BUDGET: u32 = 64;
+/// Longest command that is looked at: a table of addresses is longer, and is not looked at.
+const COMMAND_BYTES_MAX: usize = 64;
+const OK: u8 = 0;
+const ERROR: u8 = 1;
+
+/// Serves the control queue.
+pub(crate) struct ControlWorker {
+    queue: WorkQueue,
+    link: Arc<Link>,
+    features: u64,
+}
+
+impl ControlWorker {
+    pub(crate) fn new(queue: WorkQueue, link: Arc<Link>, features: u64) -> Self {
+        Self { queue, link, features }
+    }
+
+    fn serve(&mut self) -> Result<(), Broken> {
+        let memory = self.queue.memory();
+        let mut budget = BUDGET;
+        loop {
+            self.queue.suppress_kicks(&memory)?;
+            while let Some(chain) = self.queue.pop(&memory)? {
+                self.execute(&memory, &chain)?;
+                self.queue.add_used(&memory, chain.head, 1)?;
+                budget -= 1;
+                if budget == 0 {
+                    self.queue.kick_self();
+                    return self.queue.notify(&memory);
+                }
+            }
+            self.queue.notify(&memory)?;
+            if !self.queue.allow_kicks(&memory)? {
+                return Ok(());
+            }
+        }
+    }
+
+    fn execute(&self, memory: &GuestMemory, chain: &Chain) -> Result<(), Broken> {
+        let bad = |why| self.queue.bad_chain(chain.head, why);
+        if chain.writable.len_bytes() == 0 {
+            return Err(bad("has no room for an answer"));
+        }
+        let mut command = [0; COMMAND_BYTES_MAX];
+        let len_bytes = chain
+            .readable
+            .copy_out(memory, &mut command)
+            .map_err(|_| bad("points outside of guest RAM"))?;
+        let accepted = match command.get(..len_bytes).unwrap_or_default() {
+            [class, command, data @ ..] => self.command(u32::from(*class), *command, data),
+            _ => false,
+        };
+        let answer = if accepted { OK } else { ERROR };
+        chain
+            .writable
+            .copy_in(memory, &[answer])
+            .map_err(|_| bad("points outside of guest RAM"))?;
+        Ok(())
+    }
+
+    fn has(&self, feature: u32) -> bool {
+        self.features & 1 << feature != 0
+    }
+
+    /// Says whether the command was carried out.
+    fn command(&self, class: u32, command: u8, data: &[u8]) -> bool {
+        let command = u32::from(command);
+        match (class, command, data) {
+            (abi::VIRTIO_NET_CTRL_RX, mode, [_on]) => match mode {
+                abi::VIRTIO_NET_CTRL_RX_PROMISC | abi::VIRTIO_NET_CTRL_RX_ALLMULTI => {
+                    self.has(abi::VIRTIO_NET_F_CTRL_RX)
+                }
+                abi::VIRTIO_NET_CTRL_RX_ALLUNI..=abi::VIRTIO_NET_CTRL_RX_NOBCAST => {
+                    self.has(abi::VIRTIO_NET_F_CTRL_RX_EXTRA)
+                }
+                _ => false,
+            },
+            (abi::VIRTIO_NET_CTRL_MAC, abi::VIRTIO_NET_CTRL_MAC_TABLE_SET, _) => {
+                self.has(abi::VIRTIO_NET_F_CTRL_RX)
+            }
+            (abi::VIRTIO_NET_CTRL_MAC, abi::VIRTIO_NET_CTRL_MAC_ADDR_SET, data) => {
+                self.set_mac(data)
+            }
+            (
+                abi::VIRTIO_NET_CTRL_VLAN,
+                abi::VIRTIO_NET_CTRL_VLAN_ADD | abi::VIRTIO_NET_CTRL_VLAN_DEL,
+                [_, _],
+            ) => self.has(abi::VIRTIO_NET_F_CTRL_VLAN),
+            (abi::VIRTIO_NET_CTRL_ANNOUNCE, abi::VIRTIO_NET_CTRL_ANNOUNCE_ACK, _) => {
+                let known = self.has(abi::VIRTIO_NET_F_GUEST_ANNOUNCE);
+                if known {
+                    self.link.change(|state| state.announce_pending = false);
+                }
+                known
+            }
+            (abi::VIRTIO_NET_CTRL_MQ, abi::VIRTIO_NET_CTRL_MQ_VQ_PAIRS_SET, [low, high]) => {
+                self.set_pairs(u16::from_le_bytes([*low, *high]))
+            }
+            (
+                abi::VIRTIO_NET_CTRL_GUEST_OFFLOADS,
+                abi::VIRTIO_NET_CTRL_GUEST_OFFLOADS_SET,
+                data,
+            ) => self.set_offloads(data),
+            _ => false,
+        }
+    }
+
+    fn set_mac(&self, data: &[u8]) -> bool {
+        let Ok(mac) = <[u8; 6]>::try_from(data) else { return false };
+        let known = self.has(abi::VIRTIO_NET_F_CTRL_MAC_ADDR);
+        if known {
+            self.link.change(|state| state.mac = MacAddress(mac));
+        }
+        known
+    }
+
+    fn set_pairs(&self, pairs: u16) -> bool {
+        let known = self.has(abi::VIRTIO_NET_F_MQ) && (1..=self.link.max_pairs).contains(&pairs);
+        if known {
+            self.link.change(|state| state.active_pairs = pairs);
+        }
+        known
+    }
+
+    fn set_offloads(&self, data: &[u8]) -> bool {
+        let Ok(offloads) = <[u8; 8]>::try_from(data) else { return false };
+        let offloads = u64::from_le_bytes(offloads);
+        let known = self.has(abi::VIRTIO_NET_F_CTRL_GUEST_OFFLOADS)
+            && offloads & !(self.features & GUEST_OFFLOADS) == 0;
+        if known {
+            self.link.change(|state| state.offloads = offloads);
+        }
+        known
+    }
+}
+
+impl Work for ControlWorker {
+    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        watch.on(KICK_TOKEN, self.queue.kick().as_raw_fd())?;
+        self.serve()
+    }
+
+    fn ready(&mut self, _token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        self.queue.take_kick();
+        self.serve()
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        vec![self.queue.state()]
+    }
+
+    fn report_broken(&self) {
+        self.queue.interrupt().needs_reset();
+    }
+}

@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The network device.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use thiserror::Error;
+use virtio_bindings::virtio_net as abi;
+use virtio_queue::QueueState;
+
+use super::announce::Announcer;
+use super::config::{GUEST_OFFLOADS, Link};
+use super::control::ControlWorker;
+use super::counters::NetCounters;
+use super::slot::{TapConfig, TapSlot};
+use super::state;
+use super::tap::{MacAddress, TapError};
+use super::worker::NetWorker;
+use crate::virtio::device::{
+    ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
+};
+use crate::virtio::queue::WorkQueue;
+use crate::virtio::worker::Workers;
+use crate::virtio::{RING_FEATURES, read_config_bytes};
+
+/// Virtio device ID of network devices.
+const DEVICE_ID: u16 = 1;
+/// Queue pairs at most: as many as a tap has queues.
+const PAIRS_MAX: u16 = 256;
+
+/// What a network device is made from.
+#[derive(Debug)]
+pub struct NetConfig {
+    /// Name of the device, for its threads and for messages.
+    pub id: String,
+    /// The tap, if it is opened by name. Its `queue_pairs` is that of the device.
+    pub tap: TapConfig,
+    /// Descriptors of the tap, one for each queue pair, if somebody else opened it.
+    pub fds: Vec<OwnedFd>,
+    /// The guest's Ethernet address; a random one if none.
+    pub mac: Option<MacAddress>,
+    /// Size of each queue, a power of two.
+    pub queue_size: u16,
+    /// Offer TCP segmentation in both directions.
+    pub offload_tso: bool,
+    /// Offer UDP fragmentation in both directions.
+    pub offload_ufo: bool,
+    /// Offer checksums in both directions, which the other two rest on.
+    pub offload_csum: bool,
+    /// Leave the tap closed until the device runs (the destination of a migration).
+    pub open_tap_later: bool,
+}
+
+impl Default for NetConfig {
+    fn default() -> Self {
+        Self {
+            id: String::new(),
+            tap: TapConfig { queue_pairs: 1, ..TapConfig::default() },
+            fds: Vec::new(),
+            mac: None,
+            queue_size: 256,
+            offload_tso: true,
+            offload_ufo: true,
+            offload_csum: true,
+            open_tap_later: false,
+        }
+    }
+}
+
+/// Why a network device could not be made.
+#[derive(Debug, Error)]
+pub enum NetError {
+    /// The tap.
+    #[error("network device {id} has no tap")]
+    Tap {
+        /// Name of the device.
+        id: String,
+        /// What is wrong with it.
+        #[source]
+        source: TapError,
+    },
+    /// A number that the device cannot have.
+    #[error("network device {id} cannot have {what} {value}: it must be {allowed}")]
+    Number {
+        /// Name of the device.
+        id: String,
+        /// Which number.
+        what: &'static str,
+        /// The number.
+        value: u16,
+        /// What it may be.
+        allowed: &'static str,
+    },
+    /// No address.
+    #[error("network device {id} gets no random MAC address")]
+    Mac {
+        /// Name of the device.
+        id: String,
+        /// The host's answer.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// A network device.
+pub struct Net {
+    id: String,
+    link: Arc<Link>,
+    /// What `reset` goes back to.
+    mac: MacAddress,
+    queue_sizes: Vec<u16>,
+    features: u64,
+    counters: Arc<NetCounters>,
+    workers: Workers,
+}
+
+impl Net {
+    /// Makes the device and, unless it is to be opened later, opens the tap.
+    pub fn new(config: NetConfig) -> Result<Self, NetError> {
+        let id = config.id.clone();
+        let tap_error = |source| NetError::Tap { id: id.clone(), source };
+        let NetConfig { tap, fds, .. } = config;
+        let mut tap = tap;
+        let is_opened = !fds.is_empty();
+        if is_opened {
+            tap.queue_pairs = u16::try_from(fds.len()).unwrap_or(u16::MAX);
+        }
+        let settings = NetSettings {
+            id: config.id,
+            mac: config.mac,
+            queue_size: config.queue_size,
+            pairs: tap.queue_pairs,
+            mtu: tap.mtu,
+            offload_tso: config.offload_tso,
+            offload_ufo: config.offload_ufo,
+            offload_csum: config.offload_csum,
+        };
+        settings.check()?;
+        let slot = if is_opened {
+            TapSlot::with_fds(tap, fds).map_err(tap_error)?
+        } else {
+            let slot = TapSlot::new(tap);
+            if !config.open_tap_later {
+                slot.acquire().map_err(tap_error)?;
+            }
+            slot
+        };
+        Self::with_slot(settings, Arc::new(slot))
+    }
+
+    pub(super) fn with_slot(settings: NetSettings, slot: Arc<TapSlot>) -> Result<Self, NetError> {
+        let features = settings.features();
+        let mac = match settings.mac {
+            Some(mac) => mac,
+            None => MacAddress::random()
+                .map_err(|source| NetError::Mac { id: settings.id.clone(), source })?,
+        };
+        // A queue more, for control.
+        let queues = usize::from(settings.pairs) * 2 + 1;
+        Ok(Self {
+            link: Arc::new(Link::new(slot, mac, settings.pairs, settings.mtu)),
+            mac,
+            queue_sizes: vec![settings.queue_size; queues],
+            features,
+            counters: Arc::default(),
+            workers: Workers::default(),
+            id: settings.id,
+        })
+    }
+
+    /// The guest's Ethernet address.
+    pub fn mac(&self) -> MacAddress {
+        self.link.state().mac
+    }
+
+    /// The tap, to be given to another VMM and to be taken from one.
+    pub fn tap(&self) -> Arc<TapSlot> {
+        Arc::clone(&self.link.tap)
+    }
+
+    /// The handle by which the guest's new place is made known after a migration.
+    pub fn announcer(&self) -> Announcer {
+        Announcer { link: Arc::clone(&self.link) }
+    }
+
+    /// The device's counters.
+    pub fn counters(&self) -> Arc<NetCounters> {
+        Arc::clone(&self.counters)
+    }
+
+    /// Index of the control queue, which depends on whether the driver knows of several pairs.
+    fn control_index(&self, features: u64) -> u16 {
+        let known = features & 1 << abi::VIRTIO_NET_F_MQ != 0;
+        if known { self.link.max_pairs * 2 } else { 2 }
+    }
+
+    fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation { memory, interrupt, queues, features } = activation;
+        let control_index = self.control_index(features);
+        let mergeable = features & 1 << abi::VIRTIO_NET_F_MRG_RXBUF != 0;
+        let mut queues: Vec<Option<ActiveQueue>> = queues.into_iter().map(Some).collect();
+        let mut take = |index: u16| {
+            let found = queues
+                .iter_mut()
+                .find(|queue| queue.as_ref().is_some_and(|queue| queue.index == index));
+            let active = found.and_then(Option::take)?;
+            Some(WorkQueue::new(active, &memory, &interrupt, features))
+        };
+        let has_control = features & 1 << abi::VIRTIO_NET_F_CTRL_VQ != 0;
+        if has_control && let Some(queue) = take(control_index) {
+            let worker = ControlWorker::new(queue, Arc::clone(&self.link), features);
+            self.workers.spawn(&format!("{}_ctrl", self.id), &[], worker)?;
+        }
+        for pair in 0..self.link.max_pairs {
+            let (receive_index, transmit_index) = (pair * 2, pair * 2 + 1);
+            if receive_index == control_index {
+                break;
+            }
+            let (receive, transmit) = match (take(receive_index), take(transmit_index)) {
+                (Some(receive), Some(transmit)) => (receive, transmit),
+                // Only the first pair has to be there.
+                (None, _) if pair == 0 => {
+                    return Err(ActivateError::MissingQueue { index: receive_index });
+                }
+                (_, None) if pair == 0 => {
+                    return Err(ActivateError::MissingQueue { index: transmit_index });
+                }
+                _ => continue,
+            };
+            let worker = NetWorker::new(
+                receive,
+                transmit,
+                pair,
+                Arc::clone(&self.link),
+                Arc::clone(&self.counters),
+                mergeable,
+            );
+            self.workers.spawn(&format!("{}_qp{pair}", self.id), &[], worker)?;
+        }
+        if features & 1 << abi::VIRTIO_NET_F_GUEST_ANNOUNCE != 0 {
+            self.link.set_interrupt(Some(interrupt));
+        }
+        Ok(())
+    }
+}
+
+/// What the device itself is made from, without the tap.
+pub(super) struct NetSettings {
+    pub(super) id: String,
+    pub(super) mac: Option<MacAddress>,
+    pub(super) queue_size: u16,
+    pub(super) pairs: u16,
+    pub(super) mtu: Option<u16>,
+    pub(super) offload_tso: bool,
+    pub(super) offload_ufo: bool,
+    pub(super) offload_csum: bool,
+}
+
+impl NetSettings {
+    fn check(&self) -> Result<(), NetError> {
+        let error = |what, value, allowed| {
+            Err(NetError::Number { id: self.id.clone(), what, value, allowed })
+        };
+        if !(1..=PAIRS_MAX).contains(&self.pairs) {
+            return error("queue pairs", self.pairs, "from 1 to 256");
+        }
+        let size = self.queue_size;
+        if !size.is_power_of_two() || !(2..=32768).contains(&size) {
+            return error("queue_size", size, "a power of two from 2 to 32768");
+        }
+        // The least that IPv6 needs is more, the least that virtio allows is this.
+        if self.mtu.is_some_and(|mtu| mtu < 68) {
+            return error("mtu", self.mtu.unwrap_or(0), "at least 68");
+        }
+        Ok(())
+    }
+
+    fn features(&self) -> u64 {
+        let mut features = RING_FEATURES
+            | 1 << abi::VIRTIO_NET_F_MAC
+            | 1 << abi::VIRTIO_NET_F_STATUS
+            | 1 << abi::VIRTIO_NET_F_MRG_RXBUF
+            | 1 << abi::VIRTIO_NET_F_CTRL_VQ
+            | 1 << abi::VIRTIO_NET_F_CTRL_RX
+            | 1 << abi::VIRTIO_NET_F_CTRL_VLAN
+            | 1 << abi::VIRTIO_NET_F_CTRL_MAC_ADDR
+            | 1 << abi::VIRTIO_NET_F_GUEST_ANNOUNCE;
+        if self.pairs > 1 {
+            features |= 1 << abi::VIRTIO_NET_F_MQ;
+        }
+        if self.mtu.is_some() {
+            features |= 1 << abi::VIRTIO_NET_F_MTU;
+        }
+        if !self.offload_csum {
+            return features;
+        }
+        features |= 1 << abi::VIRTIO_NET_F_CSUM
+            | 1 << abi::VIRTIO_NET_F_GUEST_CSUM
+            | 1 << abi::VIRTIO_NET_F_CTRL_GUEST_OFFLOADS;
+        if self.offload_tso {
+            features |= 1 << abi::VIRTIO_NET_F_HOST_TSO4
+                | 1 << abi::VIRTIO_NET_F_HOST_TSO6
+                | 1 << abi::VIRTIO_NET_F_HOST_ECN
+                | 1 << abi::VIRTIO_NET_F_GUEST_TSO4
+                | 1 << abi::VIRTIO_NET_F_GUEST_TSO6
+                | 1 << abi::VIRTIO_NET_F_GUEST_ECN;
+        }
+        if self.offload_ufo {
+            features |= 1 << abi::VIRTIO_NET_F_HOST_UFO | 1 << abi::VIRTIO_NET_F_GUEST_UFO;
+        }
+        features
+    }
+}
+
+impl VirtioDevice for Net {
+    fn device_id(&self) -> u16 {
+        DEVICE_ID
+    }
+
+    fn queue_sizes_max(&self) -> &[u16] {
+        &self.queue_sizes
+    }
+
+    fn features(&self) -> u64 {
+        self.features
+    }
+
+    /// The offloads that the driver may change at run time begin as those that it accepted; a
+    /// state that was restored before has its own.
+    fn acknowledge_features(&mut self, features: u64) {
+        self.link.change(|state| {
+            if state.offloads == 0 {
+                state.offloads = features & self.features & GUEST_OFFLOADS;
+            }
+        });
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.link.config(), offset, data);
+    }
+
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let started = self.start(activation);
+        if started.is_err() {
+            self.workers.stop();
+        }
+        started
+    }
+
+    fn reset(&mut self) {
+        self.link.set_interrupt(None);
+        self.workers.stop();
+        self.link.change(|state| {
+            state.mac = self.mac;
+            state.offloads = 0;
+            state.active_pairs = 1;
+            state.announce_pending = false;
+        });
+    }
+
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        self.workers.pause()
+    }
+
+    fn resume(&mut self) {
+        self.workers.resume();
+    }
+
+    fn save(&self) -> DeviceSnapshot {
+        state::save(&self.link)
+    }
+
+    fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        let restored = state::check(&self.link, state)?;
+        self.link.change(|state| *state = restored);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+impl Net {
+    /// A device with one queue pair, whose tap is anything that keeps the borders between frames.
+    pub(in crate::virtio) fn for_test(tap: std::fs::File) -> Self {
+        let slot = TapSlot::with_taps(TapConfig::default(), vec![super::tap::Tap::from_file(tap)]);
+        let settings = NetSettings {
+            id: "net".to_owned(),
+            mac: Some(MacAddress([0x02, 1, 2, 3, 4, 5])),
+            queue_size: 256,
+            pairs: 1,
+            mtu: Some(1500),
+            offload_tso: true,
+            offload_ufo: true,
+            offload_csum: true,
+        };
+        #[expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+        Self::with_slot(settings, Arc::new(slot)).unwrap()
+    }
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The place where a network device's tap is, or is not.
+//!
+//! A tap can be open in one process only, so its owner changes with the guest's: the source of a
+//! migration lets it go, the destination takes it. The device's threads ask here whenever they
+//! begin to work and keep nothing while they are paused.
+
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use log::warn;
+
+use super::tap::{MacAddress, Tap, TapError};
+
+/// What a tap is to be.
+#[derive(Clone, Debug, Default)]
+pub struct TapConfig {
+    /// Name of the interface; it is made if there is none. Without a name a new one is made.
+    pub name: Option<String>,
+    /// Address of the host's side.
+    pub ip: Option<IpAddr>,
+    /// Netmask of the host's side.
+    pub mask: Option<IpAddr>,
+    /// Ethernet address of the host's side.
+    pub host_mac: Option<MacAddress>,
+    /// MTU of the host's side.
+    pub mtu: Option<u16>,
+    /// Queue pairs, each of which is a descriptor of the tap.
+    pub queue_pairs: u16,
+}
+
+/// Holds a tap or the recipe for it; a handle for the VMM while the transport owns the device.
+pub struct TapSlot {
+    config: TapConfig,
+    /// Held while the tap is opened or let go, and to look something up.
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    taps: Vec<Arc<Tap>>,
+    settings: Settings,
+    /// The descriptors came from outside, so they cannot be opened again.
+    from_outside: bool,
+}
+
+/// What the driver chose; applied to whatever tap comes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Settings {
+    /// `TUN_F_*`.
+    pub(crate) offloads: u32,
+    pub(crate) active_pairs: u16,
+}
+
+impl TapSlot {
+    pub(crate) fn new(config: TapConfig) -> Self {
+        Self { config, inner: Mutex::default() }
+    }
+
+    pub(super) fn with_fds(config: TapConfig, fds: Vec<OwnedFd>) -> Result<Self, TapError> {
+        let taps = fds.into_iter().map(Tap::from_fd).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self::with_taps(config, taps))
+    }
+
+    pub(crate) fn with_taps(config: TapConfig, taps: Vec<Tap>) -> Self {
+        let taps = taps.into_iter().map(Arc::new).collect();
+        let inner = Inner { taps, settings: Settings::default(), from_outside: true };
+        Self { config, inner: Mutex::new(inner) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens and configures the tap, if it is not open.
+    pub fn acquire(&self) -> Result<(), TapError> {
+        let mut inner = self.lock();
+        if !inner.taps.is_empty() || inner.from_outside {
+            return Ok(());
+        }
+        let taps = Tap::open(self.config.name.as_deref(), self.config.queue_pairs)?;
+        if let Some(tap) = taps.first() {
+            self.configure(tap)?;
+        }
+        inner.taps = taps.into_iter().map(Arc::new).collect();
+        inner.apply();
+        Ok(())
+    }
+
+    fn configure(&self, tap: &Tap) -> Result<(), TapError> {
+        let config = &self.config;
+        if let Some(mac) = config.host_mac {
+            tap.set_mac(mac)?;
+        }
+        if let Some(mtu) = config.mtu {
+            tap.set_mtu(mtu)?;
+        }
+        if let (Some(ip), Some(mask)) = (config.ip, config.mask) {
+            tap.set_ip(ip, mask)?;
+        }
+        tap.set_up()
+    }
+
+    /// Closes the tap. The device must be paused, or frames are lost until [`Self::acquire`].
+    /// Descriptors that were passed in from outside are gone for good.
+    pub fn release(&self) {
+        self.lock().taps.clear();
+    }
+
+    /// Name of the host's interface, while it is open.
+    pub fn name(&self) -> Option<String> {
+        self.lock().taps.first().map(|tap| tap.name().to_owned())
+    }
+
+    pub(super) fn pair(&self, pair: u16) -> Option<Arc<Tap>> {
+        self.lock().taps.get(usize::from(pair)).cloned()
+    }
+
+    /// Applies the driver's choice to the tap, if there is one, and to any that comes.
+    pub(super) fn set(&self, settings: Settings) {
+        let mut inner = self.lock();
+        if inner.settings != settings {
+            inner.settings = settings;
+            inner.apply();
+        }
+    }
+}
+
+impl Inner {
+    fn apply(&self) {
+        let Some(first) = self.taps.first() else { return };
+        // Offloads are the interface's, whichever queue they are set through.
+        if let Err(error) = first.set_offloads(self.settings.offloads) {
+            warn!("{error}");
+        }
+        if self.taps.len() == 1 {
+            return;
+        }
+        for (index, tap) in self.taps.iter().enumerate() {
+            let attached = index < usize::from(self.settings.active_pairs.max(1));
+            // Changing nothing is an error to the kernel, and to nobody else.
+            if let Err(error) = tap.set_attached(attached)
+                && error.raw_os_error() != Some(libc::EINVAL)
+            {
+                warn!("cannot change the queues of tap {}: {error}", tap.name());
+            }
+        }
+    }
+}

@@ -1,0 +1,400 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A network device, seen from its driver and from the network.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use virtio_bindings::virtio_net as abi;
+
+use super::config::tun_flags;
+use super::{MacAddress, Net, NetConfig, NetError, TapConfig, TapError};
+use crate::virtio::test_driver::{BORDER, DATA, Driver, readable, writable};
+use crate::virtio::{Counters, VirtioDevice};
+
+const RECEIVE: usize = 0;
+const TRANSMIT: usize = 1;
+const CONTROL: usize = 2;
+const HEADER: usize = 12;
+
+struct Fixture {
+    driver: Driver,
+    device: Net,
+    network: UnixDatagram,
+}
+
+impl Fixture {
+    /// With all features but `without`.
+    fn new(without: u64) -> Self {
+        let (near, network) = UnixDatagram::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        network.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut device = Net::for_test(OwnedFd::from(near).into());
+        let driver = Driver::new(3, 16);
+        let features = device.features() & !without;
+        driver.activate(&mut device, features);
+        Self { driver, device, network }
+    }
+
+    fn send_frame(&self, len_bytes: usize) -> Vec<u8> {
+        let mut frame = vec![0; HEADER];
+        frame.extend((0..len_bytes).map(|index| u8::try_from(index % 251).unwrap()));
+        self.network.send(&frame).unwrap();
+        frame
+    }
+
+    /// A command on the control queue; gives its answer.
+    fn control(&mut self, command: &[u8]) -> u8 {
+        const ANSWER: u64 = DATA + 0x8000;
+        self.driver.write(DATA, command);
+        self.driver.write(ANSWER, &[0xee]);
+        let len_bytes = u32::try_from(command.len() - 2).unwrap();
+        let buffers = [readable(DATA, 2), readable(DATA + 2, len_bytes), writable(ANSWER, 1)];
+        self.driver.queues[CONTROL].add(&buffers);
+        self.driver.queues[CONTROL].kick();
+        self.driver.wait_used(CONTROL);
+        self.driver.read(ANSWER, 1)[0]
+    }
+
+    fn status(&self) -> u8 {
+        let mut status = [0; 2];
+        self.device.read_config(6, &mut status);
+        status[0]
+    }
+}
+
+#[test]
+fn frames_leave_as_the_driver_wrote_them() {
+    let mut fixture = Fixture::new(0);
+    let frame: Vec<u8> = (0..112).collect();
+    fixture.driver.write(DATA, &frame);
+    fixture.driver.queues[TRANSMIT].add(&[readable(DATA, 12), readable(DATA + 12, 100)]);
+    fixture.driver.queues[TRANSMIT].kick();
+    let mut received = [0; 200];
+    let len_bytes = fixture.network.recv(&mut received).unwrap();
+    assert_eq!(received[..len_bytes], frame);
+    assert_eq!(fixture.driver.wait_used(TRANSMIT), (0, 0));
+    let counters = fixture.device.counters().counters();
+    assert_eq!((counters["tx_frames"], counters["tx_bytes"]), (1, 100));
+}
+
+#[test]
+fn impossible_frames_are_dropped_and_given_back() {
+    let mut fixture = Fixture::new(0);
+    for buffer in [readable(DATA, 12), readable(DATA, 100_000), readable(1 << 40, 100)] {
+        fixture.driver.queues[TRANSMIT].add(&[buffer]);
+        fixture.driver.queues[TRANSMIT].kick();
+        fixture.driver.wait_used(TRANSMIT);
+    }
+    let counters = fixture.device.counters();
+    assert_eq!(counters.dropped(), 3);
+    assert_eq!(counters.counters()["tx_frames"], 0);
+    assert!(!fixture.driver.interrupt.is_broken());
+}
+
+#[test]
+fn frames_arrive_in_one_buffer_and_are_marked_dirty() {
+    for without in [0, 1 << abi::VIRTIO_NET_F_MRG_RXBUF] {
+        let mut fixture = Fixture::new(without);
+        fixture.driver.track_writes();
+        let target = BORDER - 600;
+        fixture.driver.queues[RECEIVE].add(&[writable(target, 2000)]);
+        fixture.driver.queues[RECEIVE].kick();
+        let mut frame = fixture.send_frame(1500);
+        frame[10] = 1;
+        assert_eq!(fixture.driver.wait_used(RECEIVE), (0, 1512));
+        assert_eq!(fixture.driver.read(target, frame.len()), frame);
+        assert!(fixture.driver.was_written(target) && fixture.driver.was_written(BORDER));
+        let counters = fixture.device.counters().counters();
+        assert_eq!((counters["rx_frames"], counters["rx_bytes"]), (1, 1500));
+    }
+}
+
+#[test]
+fn long_frames_are_spread_over_buffers_that_appear_together() {
+    let mut fixture = Fixture::new(0);
+    for index in 0..4 {
+        fixture.driver.queues[RECEIVE].add(&[writable(DATA + index * 0x1000, 1000)]);
+    }
+    fixture.driver.queues[RECEIVE].kick();
+    let mut frame = fixture.send_frame(2500);
+    frame[10] = 3;
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (0, 1000));
+    assert_eq!(fixture.driver.queues[RECEIVE].used_index(), 3, "all at once");
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (1, 1000));
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (2, 512));
+    let mut received = fixture.driver.read(DATA, 1000);
+    received.extend(fixture.driver.read(DATA + 0x1000, 1000));
+    received.extend(fixture.driver.read(DATA + 0x2000, 512));
+    assert_eq!(received, frame);
+
+    fixture.send_frame(10);
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (3, 22), "the queue goes on behind it");
+}
+
+#[test]
+fn a_long_frame_waits_for_more_buffers() {
+    let mut fixture = Fixture::new(0);
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 1000)]);
+    fixture.driver.queues[RECEIVE].kick();
+    let mut frame = fixture.send_frame(2500);
+    frame[10] = 3;
+    for index in 1..3 {
+        fixture.driver.queues[RECEIVE].add(&[writable(DATA + index * 0x1000, 1000)]);
+        fixture.driver.queues[RECEIVE].kick();
+    }
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (0, 1000));
+    let mut received = fixture.driver.read(DATA, 1000);
+    received.extend(fixture.driver.read(DATA + 0x1000, 1000));
+    received.extend(fixture.driver.read(DATA + 0x2000, 512));
+    assert_eq!(received, frame);
+}
+
+#[test]
+fn a_frame_that_does_not_fit_is_dropped_and_the_buffer_kept() {
+    let mut fixture = Fixture::new(1 << abi::VIRTIO_NET_F_MRG_RXBUF);
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 1000)]);
+    fixture.driver.queues[RECEIVE].kick();
+    fixture.send_frame(2500);
+    fixture.send_frame(100);
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (0, 112));
+    assert_eq!(fixture.device.counters().dropped(), 1);
+}
+
+#[test]
+fn a_paused_device_leaves_frames_to_the_tap() {
+    let mut fixture = Fixture::new(0);
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 2000)]);
+    fixture.driver.queues[RECEIVE].kick();
+    fixture.device.pause();
+    fixture.send_frame(64);
+    let states = fixture.device.pause();
+    assert_eq!(states[0].1.next_avail, 0);
+    fixture.device.resume();
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (0, 76));
+}
+
+#[test]
+fn the_control_queue_answers_what_it_knows() {
+    let mut fixture = Fixture::new(0);
+    let (class_rx, class_mac, class_vlan) = (0, 1, 2);
+    assert_eq!(fixture.control(&[class_rx, 0, 1]), 0, "promiscuous");
+    assert_eq!(fixture.control(&[class_rx, 2, 1]), 1, "extra modes are not offered");
+    assert_eq!(fixture.control(&[class_vlan, 0, 5, 0]), 0);
+    assert_eq!(fixture.control(&[class_vlan, 2, 5, 0]), 1);
+    assert_eq!(fixture.control(&[class_mac, 0, 0, 0, 0, 0, 0, 0, 0, 0]), 0);
+    assert_eq!(fixture.control(&[class_mac, 1, 1, 2, 3]), 1, "too short");
+    assert_eq!(fixture.control(&[class_mac, 1, 2, 0, 0, 0, 0, 9]), 0);
+    assert_eq!(fixture.device.mac(), MacAddress([2, 0, 0, 0, 0, 9]));
+    let mut mac = [0; 6];
+    fixture.device.read_config(0, &mut mac);
+    assert_eq!(mac, [2, 0, 0, 0, 0, 9]);
+    assert_eq!(fixture.control(&[4, 0, 1, 0]), 1, "several pairs are not offered");
+    assert_eq!(fixture.control(&[77, 0, 1]), 1);
+
+    let saved = fixture.device.save();
+    fixture.device.reset();
+    assert_eq!(fixture.device.mac(), MacAddress([2, 1, 2, 3, 4, 5]));
+    fixture.device.restore(&saved).unwrap();
+    assert_eq!(fixture.device.mac(), MacAddress([2, 0, 0, 0, 0, 9]));
+}
+
+#[test]
+fn offloads_can_be_switched_within_what_was_negotiated() {
+    let mut fixture = Fixture::new(1 << abi::VIRTIO_NET_F_GUEST_UFO);
+    let command = |offloads: u64| {
+        let mut command = vec![5, 0];
+        command.extend(offloads.to_le_bytes());
+        command
+    };
+    let checksum = 1 << abi::VIRTIO_NET_F_GUEST_CSUM;
+    assert_eq!(fixture.control(&command(checksum)), 0);
+    assert_eq!(fixture.device.save().data["offloads"], checksum);
+    assert_eq!(fixture.control(&command(1 << abi::VIRTIO_NET_F_GUEST_UFO)), 1);
+    assert_eq!(fixture.control(&command(1 << 60)), 1);
+    assert_eq!(fixture.device.save().data["offloads"], checksum);
+}
+
+#[test]
+fn tap_flags_follow_the_offloads() {
+    let bit = |feature: u32| 1_u64 << feature;
+    let checksum = bit(abi::VIRTIO_NET_F_GUEST_CSUM);
+    assert_eq!(tun_flags(checksum), libc::TUN_F_CSUM);
+    let all = checksum
+        | bit(abi::VIRTIO_NET_F_GUEST_TSO4)
+        | bit(abi::VIRTIO_NET_F_GUEST_TSO6)
+        | bit(abi::VIRTIO_NET_F_GUEST_ECN)
+        | bit(abi::VIRTIO_NET_F_GUEST_UFO);
+    assert_eq!(tun_flags(all), 0x1f);
+    assert_eq!(tun_flags(all & !checksum), 0, "segmentation rests on checksums");
+}
+
+#[test]
+fn an_announcement_goes_out_and_asks_the_driver_until_it_answers() {
+    let mut fixture = Fixture::new(0);
+    assert_eq!(fixture.status(), 1, "link up");
+    fixture.device.announcer().announce();
+    assert_eq!(fixture.driver.interrupt.config_changes(), 1);
+    assert_eq!(fixture.status(), 3);
+    let mut frame = [0; 100];
+    assert_eq!(fixture.network.recv(&mut frame).unwrap(), HEADER + 60);
+    assert_eq!(frame[HEADER..HEADER + 6], [0xff; 6]);
+    assert_eq!(frame[HEADER + 6..HEADER + 12], [2, 1, 2, 3, 4, 5]);
+    assert_eq!(frame[HEADER + 12..HEADER + 14], [0x80, 0x35]);
+    let saved = fixture.device.save();
+    assert_eq!(fixture.control(&[3, 0]), 0);
+    assert_eq!(fixture.status(), 1);
+    fixture.device.restore(&saved).unwrap();
+    assert_eq!(fixture.status(), 3, "not lost with a second migration");
+}
+
+#[test]
+fn a_driver_that_cannot_announce_is_not_asked() {
+    let fixture = Fixture::new(1 << abi::VIRTIO_NET_F_GUEST_ANNOUNCE);
+    fixture.device.announcer().announce();
+    assert_eq!(fixture.driver.interrupt.config_changes(), 0);
+    assert_eq!(fixture.status(), 1);
+}
+
+#[test]
+fn impossible_states_are_refused() {
+    let mut fixture = Fixture::new(0);
+    let good = fixture.device.save();
+    for (field, value) in [("active_pairs", 0_u64), ("active_pairs", 2), ("offloads", 1 << 40)] {
+        let mut bad = good.clone();
+        bad.data[field] = serde_json::json!(value);
+        assert!(fixture.device.restore(&bad).is_err(), "{field} = {value}");
+    }
+    fixture.device.restore(&good).unwrap();
+}
+
+#[test]
+fn addresses_are_read_and_shown() {
+    let mac: MacAddress = "02:aB:00:ff:10:7e".parse().unwrap();
+    assert_eq!(mac.to_string(), "02:ab:00:ff:10:7e");
+    for bad in
+        ["", "02:ab:00:ff:10", "02:ab:00:ff:10:7e:00", "02:ab:00:ff:10:7", "+2:ab:00:ff:10:7e"]
+    {
+        assert!(bad.parse::<MacAddress>().is_err(), "{bad}");
+    }
+    let random = MacAddress::random().unwrap();
+    assert_eq!(random.0[0] & 3, 2, "administered locally, not a group's");
+}
+
+fn config(name: &str, queue_pairs: u16) -> NetConfig {
+    let tap = TapConfig { name: Some(name.to_owned()), queue_pairs, ..TapConfig::default() };
+    NetConfig { id: "net0".to_owned(), tap, ..NetConfig::default() }
+}
+
+#[test]
+fn bad_numbers_and_names_are_refused() {
+    let zero = Net::new(config("x", 0)).err().unwrap();
+    assert!(matches!(zero, NetError::Number { what: "queue pairs", .. }), "{zero}");
+    let odd = Net::new(NetConfig { queue_size: 3, ..config("x", 1) }).err().unwrap();
+    assert!(matches!(odd, NetError::Number { what: "queue_size", .. }), "{odd}");
+    for name in ["", "a/b", "a name", "sixteen-letters-"] {
+        let error = Net::new(config(name, 1)).err().unwrap();
+        let NetError::Tap { source, .. } = error else { panic!("{error}") };
+        assert!(matches!(source, TapError::Name { .. }), "{name}: {source}");
+    }
+    let (socket, _other) = UnixDatagram::pair().unwrap();
+    let fds = NetConfig { fds: vec![socket.into()], ..config("x", 1) };
+    let NetError::Tap { source, .. } = Net::new(fds).err().unwrap() else { panic!("no tap error") };
+    assert!(matches!(source, TapError::NotTap { .. }), "{source}");
+}
+
+/// A name that no other test and no other process uses.
+fn tap_name(suffix: char) -> String {
+    format!("gt{}{suffix}", std::process::id())
+}
+
+/// Whether this process can make taps here.
+fn can_make_taps() -> bool {
+    let usable = super::Tap::open(None, 1);
+    if let Err(error) = &usable {
+        eprintln!("SKIPPED: no taps here: {error}");
+    }
+    usable.is_ok()
+}
+
+#[test]
+fn a_tap_exists_as_long_as_its_device() {
+    if !can_make_taps() {
+        return;
+    }
+    let name = tap_name('a');
+    let mut wanted = config(&name, 1);
+    wanted.tap.mtu = Some(1400);
+    wanted.tap.host_mac = Some(MacAddress([2, 0, 0, 0, 0, 1]));
+    wanted.tap.ip = Some("192.0.2.1".parse().unwrap());
+    wanted.tap.mask = Some("255.255.255.0".parse().unwrap());
+    let device = Net::new(wanted).unwrap();
+    let entry = |file: &str| {
+        let path = Path::new("/sys/class/net").join(&name).join(file);
+        std::fs::read_to_string(path).unwrap().trim().to_owned()
+    };
+    assert_eq!(entry("mtu"), "1400");
+    assert_eq!(entry("address"), "02:00:00:00:00:01");
+    assert_eq!(device.tap().name(), Some(name.clone()));
+
+    let error = Net::new(config(&name, 1)).err().unwrap();
+    let NetError::Tap { source, .. } = error else { panic!("{error}") };
+    assert!(matches!(source, TapError::InUse { .. }), "{source}");
+    let error = Net::new(config(&name, 2)).err().unwrap();
+    let NetError::Tap { source, .. } = error else { panic!("{error}") };
+    assert!(matches!(source, TapError::Kind { multi_queue: true, .. }), "{source}");
+
+    drop(device);
+    assert!(!Path::new("/sys/class/net").join(&name).exists());
+}
+
+#[test]
+fn a_tap_moves_to_another_device() {
+    if !can_make_taps() {
+        return;
+    }
+    let name = tap_name('b');
+    let mut source = Net::new(config(&name, 1)).unwrap();
+    let destination = Net::new(NetConfig { open_tap_later: true, ..config(&name, 1) }).unwrap();
+    let driver = Driver::new(3, 16);
+    driver.activate_all(&mut source);
+    source.pause();
+    assert!(destination.tap().acquire().is_err());
+    source.tap().release();
+    destination.tap().acquire().unwrap();
+    // The migration fails after all: the source takes its tap back when it goes on.
+    destination.tap().release();
+    source.resume();
+    let start = Instant::now();
+    while source.tap().name().is_none() {
+        assert!(start.elapsed() < Duration::from_secs(20), "the tap was not taken back");
+        std::thread::yield_now();
+    }
+    assert_eq!(source.tap().name(), Some(name));
+}
+
+#[test]
+fn several_queue_pairs_share_one_tap() {
+    if !can_make_taps() {
+        return;
+    }
+    let name = tap_name('c');
+    let mut device = Net::new(config(&name, 2)).unwrap();
+    assert_ne!(device.features() & 1 << abi::VIRTIO_NET_F_MQ, 0);
+    assert_eq!(device.queue_sizes_max().len(), 5);
+    let mut driver = Driver::new(5, 16);
+    driver.activate_all(&mut device);
+    for (pairs, answer) in [(2, 0), (1, 0), (2, 0), (3, 1), (0, 1)] {
+        driver.write(DATA, &[4, 0, pairs, 0]);
+        driver.queues[4].add(&[readable(DATA, 4), writable(DATA + 0x100, 1)]);
+        driver.queues[4].kick();
+        driver.wait_used(4);
+        assert_eq!(driver.read(DATA + 0x100, 1), [answer], "{pairs} pairs");
+    }
+    assert_eq!(device.save().data["active_pairs"], 2);
+    assert_eq!(device.pause().len(), 5);
+}

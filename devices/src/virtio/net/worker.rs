@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The thread of one queue pair of a network device.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use log::{debug, warn};
+use memory::GuestMemory;
+use virtio_queue::QueueState;
+
+use super::config::Link;
+use super::counters::NetCounters;
+use super::tap::{HEADER_BYTES, Tap};
+use crate::virtio::queue::{Broken, Chain, WorkQueue};
+use crate::virtio::worker::{Watch, Work};
+
+const RECEIVE_TOKEN: u64 = 0;
+const TRANSMIT_TOKEN: u64 = 1;
+const TAP_TOKEN: u64 = 2;
+/// Frames moved before other events are looked at.
+const BUDGET: u32 = 256;
+/// Longest frame that a tap gives or takes: 64 KiB of IP with Ethernet and VLAN headers.
+const FRAME_BYTES_MAX: usize = HEADER_BYTES + 14 + 4 + 65_535;
+/// Where the header tells the number of buffers that a frame is in.
+const NUM_BUFFERS_OFFSET: usize = 10;
+
+/// Serves a queue pair.
+pub(crate) struct NetWorker {
+    receive: WorkQueue,
+    transmit: WorkQueue,
+    pair: u16,
+    link: Arc<Link>,
+    counters: Arc<NetCounters>,
+    /// The driver takes a frame in several buffers.
+    mergeable: bool,
+    /// Only while running: paused, the tap may be given to somebody else.
+    tap: Option<Arc<Tap>>,
+    /// What does not fit into the first buffer is read into here.
+    tail: Box<[u8]>,
+    /// A frame that waits for buffers.
+    waiting: Option<Vec<u8>>,
+}
+
+/// Why receiving stops for now.
+enum Pause {
+    /// Until the driver gives buffers.
+    NoBuffers,
+    /// Until the driver gives more buffers than these.
+    FewBuffers(u16),
+    /// Until the tap has a frame.
+    NoFrame,
+    /// Until the tap works again; looked at with the next notification.
+    NoTap,
+    /// Until other events were looked at.
+    Budget,
+}
+
+/// What became of a frame.
+enum Delivery {
+    /// It was delivered or dropped.
+    Finished,
+    /// It waits for more than this number of buffers.
+    Waiting(u16),
+}
+
+impl NetWorker {
+    pub(crate) fn new(
+        receive: WorkQueue,
+        transmit: WorkQueue,
+        pair: u16,
+        link: Arc<Link>,
+        counters: Arc<NetCounters>,
+        mergeable: bool,
+    ) -> Self {
+        Self {
+            receive,
+            transmit,
+            pair,
+            link,
+            counters,
+            mergeable,
+            tap: None,
+            tail: vec![0; FRAME_BYTES_MAX].into_boxed_slice(),
+            waiting: None,
+        }
+    }
+
+    /// Sends what the driver made available.
+    fn transmit(&mut self) -> Result<(), Broken> {
+        let memory = self.transmit.memory();
+        let mut budget = BUDGET;
+        loop {
+            self.transmit.suppress_kicks(&memory)?;
+            while let Some(chain) = self.transmit.pop(&memory)? {
+                self.send(&memory, &chain);
+                self.transmit.add_used(&memory, chain.head, 0)?;
+                budget -= 1;
+                if budget == 0 {
+                    self.transmit.kick_self();
+                    return self.transmit.notify(&memory);
+                }
+            }
+            self.transmit.notify(&memory)?;
+            if !self.transmit.allow_kicks(&memory)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Sends a frame or drops it: whatever is wrong with a frame is between driver and network.
+    fn send(&self, memory: &GuestMemory, chain: &Chain) {
+        let len_bytes = chain.readable.len_bytes();
+        let sent = self.tap.as_ref().is_some_and(|tap| {
+            let in_range = len_bytes > HEADER_BYTES as u64 && len_bytes <= FRAME_BYTES_MAX as u64;
+            let Ok(ranges) = chain.readable.host_ranges(memory) else { return false };
+            in_range && ranges.write(tap.file()).is_ok()
+        });
+        if sent {
+            self.counters.tx_bytes.add(len_bytes - HEADER_BYTES as u64);
+            self.counters.tx_frames.add(1);
+        } else {
+            self.counters.dropped.add(1);
+        }
+    }
+
+    /// Receives as long as there are both frames and buffers.
+    fn receive(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        let memory = self.receive.memory();
+        loop {
+            self.receive.suppress_kicks(&memory)?;
+            let stopped = self.receive_frames(&memory);
+            self.receive.notify(&memory)?;
+            match stopped? {
+                Pause::NoBuffers => {
+                    watch.off(TAP_TOKEN);
+                    if !self.receive.allow_kicks(&memory)? {
+                        return Ok(());
+                    }
+                }
+                Pause::FewBuffers(count) => {
+                    watch.off(TAP_TOKEN);
+                    if !self.receive.allow_kicks_beyond(&memory, count)? {
+                        return Ok(());
+                    }
+                }
+                Pause::NoTap => {
+                    watch.off(TAP_TOKEN);
+                    // What comes with a race is not lost: the next notification is enough.
+                    self.receive.allow_kicks(&memory)?;
+                    return Ok(());
+                }
+                Pause::NoFrame | Pause::Budget => {
+                    // The tap is ready at once if there are more.
+                    if let Some(tap) = &self.tap {
+                        watch.on(TAP_TOKEN, tap.file().as_raw_fd())?;
+                    }
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    fn receive_frames(&mut self, memory: &GuestMemory) -> Result<Pause, Broken> {
+        let Some(tap) = self.tap.clone() else { return Ok(Pause::NoTap) };
+        for _ in 0..BUDGET {
+            let Some(chain) = self.receive.pop(memory)? else { return Ok(Pause::NoBuffers) };
+            if chain.writable.len_bytes() < HEADER_BYTES as u64 {
+                return Err(self.receive.bad_chain(chain.head, "has no room for a frame"));
+            }
+            if let Some(frame) = self.waiting.take() {
+                if let Delivery::Waiting(count) = self.deliver(memory, chain, frame)? {
+                    return Ok(Pause::FewBuffers(count));
+                }
+                continue;
+            }
+            let len_bytes = match self.read_frame(&tap, memory, &chain)? {
+                Ok(len_bytes) if len_bytes >= HEADER_BYTES => len_bytes,
+                Ok(_) => {
+                    self.receive.undo_pop();
+                    self.counters.dropped.add(1);
+                    continue;
+                }
+                Err(error) => {
+                    self.receive.undo_pop();
+                    if error.kind() == io::ErrorKind::WouldBlock {
+                        return Ok(Pause::NoFrame);
+                    }
+                    debug!("tap {} gives no frames: {error}", tap.name());
+                    return Ok(Pause::NoTap);
+                }
+            };
+            if let Delivery::Waiting(count) = self.received(memory, chain, len_bytes)? {
+                return Ok(Pause::FewBuffers(count));
+            }
+        }
+        Ok(Pause::Budget)
+    }
+
+    /// Reads a frame into a buffer, and what does not fit into the tail.
+    fn read_frame(
+        &mut self,
+        tap: &Tap,
+        memory: &GuestMemory,
+        chain: &Chain,
+    ) -> Result<io::Result<usize>, Broken> {
+        let mut ranges = chain
+            .writable
+            .host_ranges(memory)
+            .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+        // SAFETY: the tail is not moved, freed or otherwise used before `ranges` is dropped at the
+        // end of this function.
+        unsafe { ranges.push_own(self.tail.as_mut_ptr(), self.tail.len()) };
+        Ok(ranges.read(tap.file()))
+    }
+
+    /// Completes the delivery of a frame that was read into `chain` and, perhaps, the tail.
+    fn received(
+        &mut self,
+        memory: &GuestMemory,
+        chain: Chain,
+        len_bytes: usize,
+    ) -> Result<Delivery, Broken> {
+        let room = usize::try_from(chain.writable.len_bytes()).unwrap_or(usize::MAX);
+        let written = len_bytes.min(room);
+        chain.writable.mark_written(memory, written as u64);
+        if len_bytes <= room {
+            let one_buffer = 1_u16.to_le_bytes();
+            let offset = NUM_BUFFERS_OFFSET as u64;
+            chain
+                .writable
+                .copy_in_at(memory, offset, &one_buffer)
+                .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+            self.count_received(len_bytes);
+            self.receive.add_used(memory, chain.head, len_bytes as u64)?;
+            return Ok(Delivery::Finished);
+        }
+        if !self.mergeable {
+            self.receive.undo_pop();
+            self.counters.dropped.add(1);
+            return Ok(Delivery::Finished);
+        }
+        let mut frame = vec![0; room];
+        chain
+            .writable
+            .copy_out(memory, &mut frame)
+            .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+        frame.extend_from_slice(self.tail.get(..len_bytes - room).unwrap_or_default());
+        self.deliver(memory, chain, frame)
+    }
+
+    /// Copies a frame into as many buffers as it takes, the first of which is `chain`. If there
+    /// are too few, all of them are given back and the frame is kept.
+    fn deliver(
+        &mut self,
+        memory: &GuestMemory,
+        chain: Chain,
+        mut frame: Vec<u8>,
+    ) -> Result<Delivery, Broken> {
+        let mut room = chain.writable.len_bytes();
+        let mut chains = vec![chain];
+        while room < frame.len() as u64 {
+            let ring_is_full = chains.len() >= usize::from(self.receive.size());
+            let next = if ring_is_full { None } else { self.receive.pop(memory)? };
+            let Some(next) = next else {
+                for _ in &chains {
+                    self.receive.undo_pop();
+                }
+                if ring_is_full {
+                    // It can never fit.
+                    self.counters.dropped.add(1);
+                    return Ok(Delivery::Finished);
+                }
+                self.waiting = Some(frame);
+                let count = u16::try_from(chains.len()).unwrap_or(u16::MAX);
+                return Ok(Delivery::Waiting(count));
+            };
+            room += next.writable.len_bytes();
+            chains.push(next);
+        }
+        let count = u16::try_from(chains.len()).unwrap_or(u16::MAX).to_le_bytes();
+        for (to, from) in frame.iter_mut().skip(NUM_BUFFERS_OFFSET).zip(count) {
+            *to = from;
+        }
+        let mut used = Vec::with_capacity(chains.len());
+        let mut done = 0;
+        for chain in &chains {
+            let rest = frame.get(done..).unwrap_or_default();
+            let copied = chain
+                .writable
+                .copy_in(memory, rest)
+                .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+            used.push((chain.head, copied as u64));
+            done += copied;
+        }
+        self.count_received(frame.len());
+        self.receive.add_used_together(memory, &used)?;
+        Ok(Delivery::Finished)
+    }
+
+    fn count_received(&self, len_bytes: usize) {
+        self.counters.rx_bytes.add((len_bytes - HEADER_BYTES) as u64);
+        self.counters.rx_frames.add(1);
+    }
+}
+
+impl Work for NetWorker {
+    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        if let Err(error) = self.link.tap.acquire() {
+            warn!("network device goes on without its tap: {error}");
+        }
+        self.tap = self.link.tap.pair(self.pair);
+        // A new tap may have the number of the old one, which must not be taken for being watched.
+        watch.off(TAP_TOKEN);
+        watch.on(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
+        watch.on(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;
+        self.transmit()?;
+        self.receive(watch)
+    }
+
+    fn ready(&mut self, token: u64, watch: &mut Watch) -> Result<(), Broken> {
+        match token {
+            TRANSMIT_TOKEN => {
+                self.transmit.take_kick();
+                self.transmit()
+            }
+            RECEIVE_TOKEN => {
+                self.receive.take_kick();
+                self.receive(watch)
+            }
+            _ => self.receive(watch),
+        }
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        self.tap = None;
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        vec![self.receive.state(), self.transmit.state()]
+    }
+
+    fn report_broken(&self) {
+        self.receive.interrupt().needs_reset();
+    }
+}

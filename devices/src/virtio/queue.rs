@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! One queue as a device's worker sees it.
+//!
+//! Owns taking chains off the available ring, putting them on the used ring and notifying the
+//! driver. Everything in the rings was written by the driver: a rule that it broke is [`Broken`],
+//! after which the queue must not be used again before a reset.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use memory::{GuestMemory, GuestMemoryHandle};
+use thiserror::Error;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VRING_AVAIL_F_NO_INTERRUPT};
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryLoadGuard};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::buffers::{RANGES_MAX, Segment, Segments};
+use super::device::{ActiveQueue, VirtioInterrupt};
+
+/// The driver broke a rule of the queue; the device needs a reset.
+#[derive(Debug, Error)]
+pub(crate) enum Broken {
+    #[error("queue {index}: {source}")]
+    Ring {
+        index: u16,
+        #[source]
+        source: virtio_queue::Error,
+    },
+    #[error("queue {index}: descriptor chain {head} {why}")]
+    Chain { index: u16, head: u16, why: &'static str },
+    #[error("{0}")]
+    Device(&'static str),
+}
+
+/// A descriptor chain: readable buffers, then writable ones.
+#[derive(Debug, Default)]
+pub(crate) struct Chain {
+    /// Identifies the chain to the driver.
+    pub(crate) head: u16,
+    /// What the driver wrote for the device.
+    pub(crate) readable: Segments,
+    /// What the device may write to.
+    pub(crate) writable: Segments,
+}
+
+/// A queue that the driver enabled, with what is needed to serve it.
+pub(crate) struct WorkQueue {
+    index: u16,
+    queue: Queue,
+    kick: EventFd,
+    memory: GuestMemoryHandle,
+    interrupt: Arc<dyn VirtioInterrupt>,
+    /// The next notification is sent whatever the event index says.
+    notify_anyway: bool,
+}
+
+impl WorkQueue {
+    pub(crate) fn new(
+        active: ActiveQueue,
+        memory: &GuestMemoryHandle,
+        interrupt: &Arc<dyn VirtioInterrupt>,
+        features: u64,
+    ) -> Self {
+        let ActiveQueue { index, mut queue, kick } = active;
+        queue.set_event_idx(features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
+        Self {
+            index,
+            queue,
+            kick,
+            memory: memory.clone(),
+            interrupt: Arc::clone(interrupt),
+            notify_anyway: false,
+        }
+    }
+
+    pub(crate) fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
+    pub(crate) fn state(&self) -> (u16, QueueState) {
+        (self.index, self.queue.state())
+    }
+
+    pub(crate) fn kick(&self) -> &EventFd {
+        &self.kick
+    }
+
+    pub(crate) fn interrupt(&self) -> &Arc<dyn VirtioInterrupt> {
+        &self.interrupt
+    }
+
+    /// Guest memory as it is now.
+    pub(crate) fn memory(&self) -> GuestMemoryLoadGuard<GuestMemory> {
+        self.memory.memory()
+    }
+
+    /// Takes note of a notification.
+    pub(crate) fn take_kick(&self) {
+        // An error means that there was none, which is as good.
+        let _ = self.kick.read();
+    }
+
+    /// Notifies itself, to go on after other events were looked at.
+    pub(crate) fn kick_self(&self) {
+        // Fails only if the counter is full, and then it is readable as well.
+        let _ = self.kick.write(1);
+    }
+
+    /// Takes the next chain, if there is one.
+    pub(crate) fn pop(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, Broken> {
+        let index = self.index;
+        let ring = |source| Broken::Ring { index, source };
+        let available = self.queue.avail_idx(memory, Ordering::Acquire).map_err(ring)?;
+        if available.0 == self.queue.next_avail() {
+            return Ok(None);
+        }
+        let chain = self.queue.iter(memory).map_err(ring)?.next();
+        let chain = chain
+            .ok_or(Broken::Ring { index, source: virtio_queue::Error::InvalidAvailRingIndex })?;
+        parse(chain).map(Some).map_err(|(head, why)| Broken::Chain { index, head, why })
+    }
+
+    /// Gives the chain back to the available ring that was taken last.
+    pub(crate) fn undo_pop(&mut self) {
+        self.queue.go_to_previous_position();
+    }
+
+    /// The error for a chain that does not have what a request of this device needs.
+    pub(crate) fn bad_chain(&self, head: u16, why: &'static str) -> Broken {
+        Broken::Chain { index: self.index, head, why }
+    }
+
+    /// Gives a chain back to the driver, with `written_bytes` written to its writable part.
+    pub(crate) fn add_used(
+        &mut self,
+        memory: &GuestMemory,
+        head: u16,
+        written_bytes: u64,
+    ) -> Result<(), Broken> {
+        let index = self.index;
+        let written = u32::try_from(written_bytes).unwrap_or(u32::MAX);
+        self.queue.add_used(memory, head, written).map_err(|source| Broken::Ring { index, source })
+    }
+
+    /// Gives several chains back in such a way that the driver sees all of them at once.
+    pub(crate) fn add_used_together(
+        &mut self,
+        memory: &GuestMemory,
+        used: &[(u16, u64)],
+    ) -> Result<(), Broken> {
+        const HEADER_BYTES: u64 = 4;
+        const ELEMENT_BYTES: u64 = 8;
+        let Some(((last_head, last_bytes), rest)) = used.split_last() else { return Ok(()) };
+        let index = self.index;
+        let size = self.queue.size().max(1);
+        for (head, written_bytes) in rest {
+            let slot = u64::from(self.queue.next_used() % size);
+            let written = u32::try_from(*written_bytes).unwrap_or(u32::MAX);
+            let mut element = [0; 8];
+            element[..4].copy_from_slice(&u32::from(*head).to_le_bytes());
+            element[4..].copy_from_slice(&written.to_le_bytes());
+            let gpa = self.queue.used_ring().checked_add(HEADER_BYTES + slot * ELEMENT_BYTES);
+            let gpa =
+                gpa.ok_or(Broken::Ring { index, source: virtio_queue::Error::AddressOverflow })?;
+            memory.write_slice(&element, GuestAddress(gpa)).map_err(|error| Broken::Ring {
+                index,
+                source: virtio_queue::Error::GuestMemory(error),
+            })?;
+            self.queue.set_next_used(self.queue.next_used().wrapping_add(1));
+            // The queue counts only what it adds itself, by which it decides on notifications.
+            self.notify_anyway = true;
+        }
+        self.add_used(memory, *last_head, *last_bytes)
+    }
+
+    /// Tells the driver about used chains, if it wants to know.
+    pub(crate) fn notify(&mut self, memory: &GuestMemory) -> Result<(), Broken> {
+        let index = self.index;
+        let ring = |source| Broken::Ring { index, source };
+        let needed = self.queue.needs_notification(memory).map_err(ring)?;
+        if !needed && !std::mem::take(&mut self.notify_anyway) {
+            return Ok(());
+        }
+        self.notify_anyway = false;
+        if !self.queue.event_idx_enabled() {
+            let flags: u16 = memory
+                .load(GuestAddress(self.queue.avail_ring()), Ordering::Acquire)
+                .map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))?;
+            let unwanted = u16::try_from(VRING_AVAIL_F_NO_INTERRUPT).unwrap_or(0);
+            if u16::from_le(flags) & unwanted != 0 {
+                return Ok(());
+            }
+        }
+        self.interrupt.queue_used(index);
+        Ok(())
+    }
+
+    /// Asks the driver not to notify while chains are taken anyway.
+    pub(crate) fn suppress_kicks(&mut self, memory: &GuestMemory) -> Result<(), Broken> {
+        let index = self.index;
+        self.queue.disable_notification(memory).map_err(|source| Broken::Ring { index, source })
+    }
+
+    /// Asks the driver for notifications again; `true` if a chain came meanwhile that would not
+    /// be notified.
+    pub(crate) fn allow_kicks(&mut self, memory: &GuestMemory) -> Result<bool, Broken> {
+        let index = self.index;
+        self.queue.enable_notification(memory).map_err(|source| Broken::Ring { index, source })
+    }
+
+    /// Like [`Self::allow_kicks`], for a queue of which `seen` chains are available and too few:
+    /// asks for a notification when there are more. `true` if there are already.
+    pub(crate) fn allow_kicks_beyond(
+        &mut self,
+        memory: &GuestMemory,
+        seen: u16,
+    ) -> Result<bool, Broken> {
+        // The notification is asked for by the position that the queue is at.
+        let position = self.queue.next_avail();
+        self.queue.set_next_avail(position.wrapping_add(seen));
+        let more = self.allow_kicks(memory);
+        self.queue.set_next_avail(position);
+        more
+    }
+}
+
+/// Reads a chain's descriptors.
+///
+/// The iterator below ends at the end of a chain and at anything that is wrong with it, and does
+/// not tell which. A chain has ended well if its last descriptor says so.
+fn parse(chain: DescriptorChain<&GuestMemory>) -> Result<Chain, (u16, &'static str)> {
+    let head = chain.head_index();
+    let mut parsed = Chain { head, ..Chain::default() };
+    let mut ended = false;
+    let mut writable_seen = false;
+    for (count, descriptor) in chain.enumerate() {
+        if count >= RANGES_MAX {
+            return Err((head, "has more than 1024 descriptors"));
+        }
+        ended = !descriptor.has_next();
+        let segment = Segment { gpa: descriptor.addr(), len_bytes: descriptor.len() };
+        if descriptor.is_write_only() {
+            writable_seen = true;
+            parsed.writable.push(segment);
+        } else if writable_seen {
+            return Err((head, "has a readable buffer behind a writable one"));
+        } else {
+            parsed.readable.push(segment);
+        }
+    }
+    if ended { Ok(parsed) } else { Err((head, "is cut off, loops or points outside of its table")) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use super::*;
+    use crate::virtio::RING_FEATURES;
+    use crate::virtio::test_driver::{DATA, Driver, readable, writable};
+
+    fn queue(driver: &Driver, features: u64) -> WorkQueue {
+        let activation = driver.fresh(features);
+        let active = activation.queues.into_iter().next().unwrap();
+        WorkQueue::new(active, &driver.memory, &activation.interrupt, features)
+    }
+
+    fn use_one(driver: &mut Driver, queue: &mut WorkQueue) {
+        let memory = queue.memory();
+        driver.queues[0].add(&[readable(DATA, 1)]);
+        let chain = queue.pop(&memory).unwrap().unwrap();
+        queue.add_used(&memory, chain.head, 0).unwrap();
+    }
+
+    #[test]
+    fn the_driver_is_interrupted_at_the_index_that_it_names() {
+        let mut driver = Driver::new(1, 16);
+        let mut queue = queue(&driver, RING_FEATURES);
+        driver.queues[0].want_interrupt_at(2);
+        let memory = queue.memory();
+        let mut interrupts = Vec::new();
+        for _ in 0..5 {
+            use_one(&mut driver, &mut queue);
+            queue.notify(&memory).unwrap();
+            interrupts.push(driver.interrupt.queue_interrupts(0));
+        }
+        assert_eq!(interrupts, [0, 0, 1, 1, 1]);
+    }
+
+    #[test]
+    fn without_event_indexes_the_flag_of_the_driver_counts() {
+        let mut driver = Driver::new(1, 16);
+        let mut queue = queue(&driver, 0);
+        let memory = queue.memory();
+        use_one(&mut driver, &mut queue);
+        queue.notify(&memory).unwrap();
+        assert_eq!(driver.interrupt.queue_interrupts(0), 1);
+        driver.write(driver.queues[0].available_ring(), &[1, 0]);
+        use_one(&mut driver, &mut queue);
+        queue.notify(&memory).unwrap();
+        assert_eq!(driver.interrupt.queue_interrupts(0), 1);
+    }
+
+    #[test]
+    fn chains_that_break_the_rules_are_found_out() {
+        let next = virtio_bindings::virtio_ring::VRING_DESC_F_NEXT;
+        let indirect = virtio_bindings::virtio_ring::VRING_DESC_F_INDIRECT;
+        type Build = fn(&mut Driver, u32, u32);
+        let cases: [(&str, Build); 6] = [
+            ("loop", |driver, next, _| {
+                driver.queues[0].put_descriptor(0, readable(DATA, 1), next, 0);
+                driver.queues[0].publish(0);
+            }),
+            ("next outside of the table", |driver, next, _| {
+                driver.queues[0].put_descriptor(0, readable(DATA, 1), next, 16);
+                driver.queues[0].publish(0);
+            }),
+            ("head outside of the table", |driver, _, _| driver.queues[0].publish(16)),
+            ("readable behind writable", |driver, _, _| {
+                driver.queues[0].add(&[writable(DATA, 1), readable(DATA, 1)]);
+            }),
+            ("indirect table of odd length", |driver, _, indirect| {
+                driver.queues[0].put_descriptor(0, readable(DATA, 17), indirect, 0);
+                driver.queues[0].publish(0);
+            }),
+            ("indirect table outside of RAM", |driver, _, indirect| {
+                driver.queues[0].put_descriptor(0, readable(1 << 40, 16), indirect, 0);
+                driver.queues[0].publish(0);
+            }),
+        ];
+        for (name, build) in cases {
+            let mut driver = Driver::new(1, 16);
+            let mut queue = queue(&driver, RING_FEATURES);
+            build(&mut driver, next, indirect);
+            let memory = queue.memory();
+            assert!(queue.pop(&memory).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_chain_as_long_as_its_queue_is_fine() {
+        let mut driver = Driver::new(1, 16);
+        let mut queue = queue(&driver, RING_FEATURES);
+        driver.queues[0].add(&[readable(DATA, 1); 16]);
+        let memory = queue.memory();
+        let chain = queue.pop(&memory).unwrap().unwrap();
+        assert_eq!(chain.readable.len_bytes(), 16);
+        assert!(queue.pop(&memory).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_race_with_the_driver_is_seen_when_kicks_are_allowed_again() {
+        let mut driver = Driver::new(1, 16);
+        let mut queue = queue(&driver, RING_FEATURES);
+        let memory = queue.memory();
+        queue.suppress_kicks(&memory).unwrap();
+        assert!(!queue.allow_kicks(&memory).unwrap());
+        driver.queues[0].add(&[readable(DATA, 1)]);
+        assert!(queue.allow_kicks(&memory).unwrap());
+        assert!(!queue.allow_kicks_beyond(&memory, 1).unwrap());
+        driver.queues[0].add(&[readable(DATA, 1)]);
+        assert!(queue.allow_kicks_beyond(&memory, 1).unwrap());
+        assert_eq!(queue.pop(&memory).unwrap().unwrap().head, 0, "the position is as it was");
+    }
+}

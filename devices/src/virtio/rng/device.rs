@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The entropy device.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use thiserror::Error;
+use virtio_queue::QueueState;
+
+use super::state;
+use super::worker::RngWorker;
+use crate::virtio::RING_FEATURES;
+use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
+use crate::virtio::queue::WorkQueue;
+use crate::virtio::worker::Workers;
+
+/// Virtio device ID of entropy devices.
+const DEVICE_ID: u16 = 4;
+const QUEUE_SIZE: u16 = 256;
+
+/// What an entropy device is made from.
+#[derive(Clone, Debug)]
+pub struct RngConfig {
+    /// Name of the device, for its thread.
+    pub id: String,
+    /// Where the bytes come from.
+    pub source: PathBuf,
+}
+
+impl Default for RngConfig {
+    fn default() -> Self {
+        Self { id: "rng".to_owned(), source: PathBuf::from("/dev/urandom") }
+    }
+}
+
+/// Why an entropy device could not be made.
+#[derive(Debug, Error)]
+pub enum RngError {
+    /// The source cannot be opened.
+    #[error("cannot open {path} as a source of entropy")]
+    Open {
+        /// The source.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// An entropy device.
+pub struct Rng {
+    config: RngConfig,
+    source: Arc<File>,
+    workers: Workers,
+}
+
+impl Rng {
+    /// Opens the source.
+    pub fn new(config: RngConfig) -> Result<Self, RngError> {
+        let source = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
+            .open(&config.source)
+            .map_err(|source| RngError::Open { path: config.source.clone(), source })?;
+        Ok(Self { config, source: Arc::new(source), workers: Workers::default() })
+    }
+}
+
+impl VirtioDevice for Rng {
+    fn device_id(&self) -> u16 {
+        DEVICE_ID
+    }
+
+    fn queue_sizes_max(&self) -> &[u16] {
+        &[QUEUE_SIZE]
+    }
+
+    fn features(&self) -> u64 {
+        RING_FEATURES
+    }
+
+    fn acknowledge_features(&mut self, _features: u64) {}
+
+    fn read_config(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation { memory, interrupt, queues, features } = activation;
+        let queue = queues.into_iter().find(|queue| queue.index == 0);
+        let queue = queue.ok_or(ActivateError::MissingQueue { index: 0 })?;
+        let queue = WorkQueue::new(queue, &memory, &interrupt, features);
+        let worker = RngWorker::new(queue, Arc::clone(&self.source));
+        self.workers.spawn(&self.config.id, &[], worker)
+    }
+
+    fn reset(&mut self) {
+        self.workers.stop();
+    }
+
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        self.workers.pause()
+    }
+
+    fn resume(&mut self) {
+        self.workers.resume();
+    }
+
+    fn save(&self) -> DeviceSnapshot {
+        state::save()
+    }
+
+    fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        state::check(state)
+    }
+}

@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The threads that serve a device's queues.
+//!
+//! Owns their life: start, pause, resume, stop. What a thread shall do is a value that it looks up
+//! whenever it is woken, so a request cannot be lost however the wake-ups fall. A thread that is
+//! paused has nothing in flight, has published the state of its queues and waits on the condition
+//! variable alone. A thread whose driver broke a rule serves nothing any more, and still answers
+//! pause, resume and stop.
+//!
+//! ```text
+//!            +---- resume ----+
+//!            v                |
+//!   start > Run -- pause --> Paused
+//!            |                |
+//!            +---- stop ------+----> ended
+//! ```
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use log::{debug, error, warn};
+use virtio_queue::QueueState;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::device::ActivateError;
+use super::queue::Broken;
+use crate::syscalls;
+
+const CONTROL_TOKEN: u64 = u64::MAX;
+/// Events taken from the kernel at a time; the rest comes with the next call.
+const EVENTS_MAX: usize = 16;
+
+/// What a worker's thread runs. All methods are called on that thread.
+pub(crate) trait Work: Send + 'static {
+    /// Begins to work, or goes on after a pause: sets what is to be watched and serves what has
+    /// come already, as notifications may have been taken by whoever served the queue before.
+    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken>;
+    /// Something that is watched is ready.
+    fn ready(&mut self, token: u64, watch: &mut Watch) -> Result<(), Broken>;
+    /// Finishes what is in flight, so that guest memory is not touched afterwards.
+    fn drain(&mut self) -> Result<(), Broken>;
+    /// The state of the queues, after `drain`.
+    fn queue_states(&self) -> Vec<(u16, QueueState)>;
+    /// Tells the driver that the device needs a reset.
+    fn report_broken(&self);
+}
+
+/// The descriptors that a worker watches for input.
+pub(crate) struct Watch {
+    epoll: Epoll,
+    watched: Vec<(u64, RawFd)>,
+}
+
+impl Watch {
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(Self { epoll: Epoll::new()?, watched: Vec::new() })
+    }
+
+    fn set(&mut self, token: u64, fd: Option<RawFd>) -> io::Result<()> {
+        let index = self.watched.iter().position(|(watched, _)| *watched == token);
+        let old = index.and_then(|index| self.watched.get(index)).map(|(_, fd)| *fd);
+        if old == fd {
+            return Ok(());
+        }
+        if let (Some(index), Some(old)) = (index, old) {
+            self.watched.swap_remove(index);
+            // Fails only for a descriptor that was closed, which removed it as well.
+            let _ = self.epoll.ctl(ControlOperation::Delete, old, EpollEvent::default());
+        }
+        if let Some(fd) = fd {
+            let event = EpollEvent::new(EventSet::IN, token);
+            self.epoll.ctl(ControlOperation::Add, fd, event)?;
+            self.watched.push((token, fd));
+        }
+        Ok(())
+    }
+
+    /// Watches `fd` for input under `token`, instead of what was watched under it.
+    pub(crate) fn on(&mut self, token: u64, fd: RawFd) -> Result<(), Broken> {
+        self.set(token, Some(fd)).map_err(|error| {
+            error!("cannot watch a descriptor: {error}");
+            Broken::Device("the host refused to watch a descriptor")
+        })
+    }
+
+    /// Watches nothing under `token`.
+    pub(crate) fn off(&mut self, token: u64) {
+        // Removing cannot fail.
+        let _ = self.set(token, None);
+    }
+
+    fn clear(&mut self) {
+        let tokens: Vec<u64> = self.watched.iter().map(|(token, _)| *token).collect();
+        for token in tokens {
+            if token != CONTROL_TOKEN {
+                self.off(token);
+            }
+        }
+    }
+
+    fn wait(&self) -> io::Result<Vec<u64>> {
+        let mut events = [EpollEvent::default(); EVENTS_MAX];
+        let count = self.epoll.wait(-1, &mut events)?;
+        Ok(events.iter().take(count).map(EpollEvent::data).collect())
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    Run,
+    Pause,
+    Stop,
+}
+
+enum Actual {
+    Running,
+    Paused(Vec<(u16, QueueState)>),
+    Ended,
+}
+
+struct Control {
+    /// Held only to look and to set; never while work is done.
+    state: Mutex<(Wanted, Actual)>,
+    changed: Condvar,
+    /// Wakes the thread from its wait for events.
+    wake: EventFd,
+}
+
+impl Control {
+    fn lock(&self) -> MutexGuard<'_, (Wanted, Actual)> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn want(&self, wanted: Wanted) {
+        self.lock().0 = wanted;
+        self.changed.notify_all();
+        if let Err(error) = self.wake.write(1) {
+            // The counter is full: the thread has wake-ups enough.
+            debug!("worker is being woken already: {error}");
+        }
+    }
+
+    fn set_actual(&self, actual: Actual) {
+        self.lock().1 = actual;
+        self.changed.notify_all();
+    }
+
+    /// Called by the thread when it is paused; returns what comes next.
+    fn wait_while_paused(&self) -> Wanted {
+        let mut state = self.lock();
+        while state.0 == Wanted::Pause {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.1 = Actual::Running;
+        state.0
+    }
+
+    /// Waits until the thread has paused or ended.
+    fn wait_until_paused(&self) -> Vec<(u16, QueueState)> {
+        let mut state = self.lock();
+        loop {
+            match &state.1 {
+                Actual::Paused(states) => return states.clone(),
+                Actual::Ended => return Vec::new(),
+                Actual::Running => {
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        }
+    }
+}
+
+/// Says that the thread has ended, whatever ended it.
+struct EndGuard(Arc<Control>);
+
+impl Drop for EndGuard {
+    fn drop(&mut self) {
+        self.0.set_actual(Actual::Ended);
+    }
+}
+
+struct Worker {
+    control: Arc<Control>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    fn join(&mut self) {
+        self.control.want(Wanted::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            error!("a device's thread had failed");
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+/// All threads of one device.
+#[derive(Default)]
+pub(crate) struct Workers {
+    workers: Vec<Worker>,
+    /// Set by `pause`, also while there are no threads: those that come start paused.
+    paused: bool,
+}
+
+impl Workers {
+    /// Starts a thread, bound to `cpus` if there are any.
+    pub(crate) fn spawn(
+        &mut self,
+        name: &str,
+        cpus: &[usize],
+        work: impl Work,
+    ) -> Result<(), ActivateError> {
+        self.try_spawn(name, cpus, work).map_err(|source| ActivateError::Resource {
+            what: "start a thread for the device",
+            source,
+        })
+    }
+
+    fn try_spawn(&mut self, name: &str, cpus: &[usize], work: impl Work) -> io::Result<()> {
+        let wake = EventFd::new(EFD_NONBLOCK)?;
+        let mut watch = Watch::new()?;
+        watch.set(CONTROL_TOKEN, Some(wake.as_raw_fd()))?;
+        let wanted = if self.paused { Wanted::Pause } else { Wanted::Run };
+        let control = Arc::new(Control {
+            state: Mutex::new((wanted, Actual::Running)),
+            changed: Condvar::new(),
+            wake,
+        });
+        let for_thread = Arc::clone(&control);
+        let cpus = cpus.to_vec();
+        // Linux cuts names of threads off after 15 bytes.
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            let guard = EndGuard(for_thread);
+            if !cpus.is_empty()
+                && let Err(error) = syscalls::bind_thread(&cpus)
+            {
+                warn!("cannot bind a device's thread to CPUs {cpus:?}: {error}");
+            }
+            run(work, watch, &guard.0);
+        })?;
+        self.workers.push(Worker { control, thread: Some(thread) });
+        Ok(())
+    }
+
+    /// Makes all threads finish what is in flight and stop; returns the states of their queues in
+    /// rising order of their indexes.
+    pub(crate) fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        self.paused = true;
+        for worker in &self.workers {
+            worker.control.want(Wanted::Pause);
+        }
+        let states = self.workers.iter().flat_map(|worker| worker.control.wait_until_paused());
+        let mut states: Vec<_> = states.collect();
+        states.sort_by_key(|(index, _)| *index);
+        states
+    }
+
+    pub(crate) fn resume(&mut self) {
+        self.paused = false;
+        for worker in &self.workers {
+            worker.control.want(Wanted::Run);
+        }
+    }
+
+    /// Ends all threads and waits for them.
+    pub(crate) fn stop(&mut self) {
+        for worker in &self.workers {
+            worker.control.want(Wanted::Stop);
+        }
+        self.workers.clear();
+    }
+}
+
+fn run(mut work: impl Work, mut watch: Watch, control: &Control) {
+    let mut serving = false;
+    let mut broken = false;
+    let check = |result: Result<(), Broken>, work: &dyn Work, watch: &mut Watch| {
+        let Err(error) = result else { return false };
+        warn!("device needs a reset: {error}");
+        watch.clear();
+        work.report_broken();
+        true
+    };
+    loop {
+        let mut wanted = control.lock().0;
+        if wanted == Wanted::Pause {
+            let drained = work.drain();
+            if !broken {
+                broken = check(drained, &work, &mut watch);
+            }
+            control.set_actual(Actual::Paused(work.queue_states()));
+            wanted = control.wait_while_paused();
+            serving = false;
+        }
+        if wanted == Wanted::Stop {
+            if let Err(error) = work.drain() {
+                debug!("broken driver while stopping: {error}");
+            }
+            return;
+        }
+        if wanted == Wanted::Pause {
+            continue;
+        }
+        if !serving && !broken {
+            serving = true;
+            let started = work.start(&mut watch);
+            broken = check(started, &work, &mut watch);
+        }
+        let tokens = match watch.wait() {
+            Ok(tokens) => tokens,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => {
+                error!("a device's thread cannot wait for events and ends: {error}");
+                let _ = work.drain();
+                work.report_broken();
+                return;
+            }
+        };
+        for token in tokens {
+            if token == CONTROL_TOKEN {
+                // An error means that there is nothing to take, which is as good.
+                let _ = control.wake.read();
+            } else if !broken {
+                let served = work.ready(token, &mut watch);
+                broken = check(served, &work, &mut watch);
+            }
+        }
+    }
+}

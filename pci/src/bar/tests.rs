@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Tests of placement and relocation.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::device::{PciDeviceState, PciStateError};
+use crate::fakes::{FakeMapper, MapCall};
+use crate::locks::lock;
+
+const LOW: u64 = 0xc000_0000;
+const HIGH: u64 = 0x40_0000_0000;
+const WINDOWS: MmioWindows = MmioWindows {
+    below_4g: MmioRange { start_gpa: LOW, len_bytes: 0x10_0000 },
+    above_4g: MmioRange { start_gpa: HIGH, len_bytes: 0x10_0000 },
+};
+
+/// A function whose registers a test sets directly.
+struct Function {
+    bars: Vec<BarDescription>,
+    decode: Mutex<BarDecode>,
+    moves: Mutex<Vec<Option<u64>>>,
+}
+
+impl Function {
+    fn new(bars: &[(BarKind, u64)]) -> Arc<Self> {
+        let bars = (0..)
+            .step_by(2)
+            .zip(bars)
+            .map(|(index, &(kind, len_bytes))| BarDescription {
+                index,
+                kind,
+                prefetchable: false,
+                len_bytes,
+            })
+            .collect();
+        Arc::new(Self {
+            bars,
+            decode: Mutex::new(BarDecode { enabled: false, gpas: Vec::new() }),
+            moves: Mutex::default(),
+        })
+    }
+
+    fn gpa(&self, index: u8) -> u64 {
+        lock(&self.decode).gpas.iter().find(|(at, _)| *at == index).unwrap().1
+    }
+
+    fn take_moves(&self) -> Vec<Option<u64>> {
+        std::mem::take(&mut lock(&self.moves))
+    }
+}
+
+impl PciDevice for Function {
+    fn id(&self) -> &'static str {
+        "function"
+    }
+    fn kind(&self) -> &'static str {
+        "test"
+    }
+    fn read_config(&self, _offset: u16, _data: &mut [u8]) {}
+    fn write_config(&self, _offset: u16, _data: &[u8]) {}
+    fn bars(&self) -> Vec<BarDescription> {
+        self.bars.clone()
+    }
+    fn bar_decode(&self) -> BarDecode {
+        lock(&self.decode).clone()
+    }
+    fn place_bar(&self, index: u8, gpa: u64) {
+        let mut decode = lock(&self.decode);
+        decode.gpas.retain(|(at, _)| *at != index);
+        decode.gpas.push((index, gpa));
+    }
+    fn bar_moved(&self, _index: u8, gpa: Option<u64>) {
+        lock(&self.moves).push(gpa);
+    }
+    fn read_bar(&self, index: u8, _offset: u64, data: &mut [u8]) {
+        data.fill(index);
+    }
+    fn write_bar(&self, _index: u8, _offset: u64, _data: &[u8]) {}
+    fn save(&self) -> Result<PciDeviceState, PciStateError> {
+        PciDeviceState::encode(self, 1, &())
+    }
+    fn restore(&self, _state: &PciDeviceState) -> Result<(), PciStateError> {
+        Ok(())
+    }
+}
+
+struct Rig {
+    placement: BarPlacement,
+    mapper: Arc<FakeMapper>,
+    functions: Vec<Arc<Function>>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
+        let placement = BarPlacement::new(WINDOWS, mapper.clone()).unwrap();
+        Self { placement, mapper, functions: Vec::new() }
+    }
+
+    /// A rig with functions that have one 64-bit BAR of 64 KiB each.
+    fn with_functions(count: usize) -> Self {
+        let mut rig = Self::new();
+        for _ in 0..count {
+            rig.add(&[(BarKind::Memory64, 0x1_0000)]).unwrap();
+        }
+        rig
+    }
+
+    fn number(at: usize) -> DeviceNumber {
+        DeviceNumber::new(u8::try_from(at + 1).unwrap()).unwrap()
+    }
+
+    fn add(&mut self, bars: &[(BarKind, u64)]) -> Result<Arc<Function>, PlacementError> {
+        let function = Function::new(bars);
+        let device: Arc<dyn PciDevice> = function.clone();
+        self.placement.add(Self::number(self.functions.len()), &device)?;
+        self.functions.push(Arc::clone(&function));
+        Ok(function)
+    }
+
+    fn set(&mut self, at: usize, gpa: u64, enabled: bool) {
+        self.functions[at].place_bar(0, gpa);
+        self.decode(at, enabled);
+    }
+
+    fn decode(&mut self, at: usize, enabled: bool) {
+        lock(&self.functions[at].decode).enabled = enabled;
+        self.placement.refresh(Self::number(at));
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            assert_eq!(self.mapper.violations(), Vec::<String>::new());
+        }
+    }
+}
+
+#[test]
+fn bars_are_placed_by_width_and_aligned_to_their_size() {
+    let mut rig = Rig::new();
+    let function = rig
+        .add(&[
+            (BarKind::Memory32, 0x1000),
+            (BarKind::Memory64, 0x1000),
+            (BarKind::Memory64, 0x4_0000),
+        ])
+        .unwrap();
+    assert_eq!(function.gpa(0), LOW);
+    assert_eq!(function.gpa(4), HIGH, "the largest comes first");
+    assert_eq!(function.gpa(2), HIGH + 0x4_0000);
+    assert_eq!(rig.mapper.take_calls(), [], "nothing is mapped before the guest says so");
+}
+
+#[test]
+fn a_function_without_room_gives_back_what_it_got() {
+    let mut rig = Rig::new();
+    let refused = rig.add(&[(BarKind::Memory64, 0x8_0000), (BarKind::Memory32, 0x100_0000)]);
+    let error = refused.err().unwrap();
+    assert!(matches!(error, PlacementError::NoRoom { index: 2, start_gpa: LOW, .. }), "{error}");
+    let function = rig.add(&[(BarKind::Memory64, 0x10_0000)]).unwrap();
+    assert_eq!(function.gpa(0), HIGH);
+}
+
+#[test]
+fn impossible_windows_are_refused() {
+    let window = MmioRange { start_gpa: u64::MAX, len_bytes: 2 };
+    let windows = MmioWindows { above_4g: window, ..WINDOWS };
+    let refused = BarPlacement::new(windows, Arc::new(FakeMapper::default()));
+    assert!(matches!(refused, Err(PlacementError::Window { start_gpa: u64::MAX, .. })));
+}
+
+#[test]
+fn decode_maps_and_unmaps() {
+    let mut rig = Rig::with_functions(1);
+    rig.decode(0, true);
+    assert_eq!(rig.mapper.take_calls(), [MapCall::Map(HIGH)]);
+    assert_eq!(rig.functions[0].take_moves(), [Some(HIGH)]);
+    let mut data = [0xff; 4];
+    assert!(rig.mapper.read(HIGH + 0x8000, &mut data));
+    assert_eq!(data, [0; 4], "the BAR with index 0 answered");
+    rig.decode(0, false);
+    assert_eq!(rig.mapper.take_calls(), [MapCall::Unmap(HIGH)]);
+    assert_eq!(rig.functions[0].take_moves(), [None]);
+}
+
+#[test]
+fn a_decoding_bar_moves_with_its_register() {
+    let mut rig = Rig::with_functions(1);
+    rig.decode(0, true);
+    rig.mapper.take_calls();
+    rig.functions[0].take_moves();
+    rig.set(0, HIGH + 0x4_0000, true);
+    assert_eq!(rig.mapper.take_calls(), [MapCall::Relocate(HIGH, HIGH + 0x4_0000)]);
+    assert_eq!(rig.functions[0].take_moves(), [None, Some(HIGH + 0x4_0000)]);
+    rig.set(0, LOW, true);
+    assert_eq!(rig.mapper.mapped(), [LOW], "a 64-bit BAR may lie below 4 GiB");
+}
+
+#[test]
+fn a_silent_bar_moves_only_its_register() {
+    let mut rig = Rig::with_functions(1);
+    rig.set(0, HIGH + 0x4_0000, false);
+    assert_eq!(rig.mapper.take_calls(), []);
+    rig.decode(0, true);
+    assert_eq!(rig.mapper.take_calls(), [MapCall::Map(HIGH + 0x4_0000)]);
+}
+
+#[test]
+fn a_bar_outside_of_the_windows_is_not_mapped_until_it_comes_back() {
+    let mut rig = Rig::with_functions(1);
+    rig.decode(0, true);
+    for gpa in [0, 0x10_0000, HIGH - 0x1_0000, HIGH + 0x10_0000, 0xffff_ffff_ffff_0000] {
+        rig.set(0, gpa, true);
+        assert_eq!(rig.mapper.mapped(), [0_u64; 0], "{gpa:#x}");
+    }
+    rig.set(0, HIGH, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH]);
+}
+
+#[test]
+fn a_bar_on_top_of_another_is_not_mapped_until_that_goes_away() {
+    let mut rig = Rig::with_functions(2);
+    rig.decode(0, true);
+    rig.decode(1, true);
+    rig.set(1, HIGH, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH]);
+    assert_eq!(rig.functions[0].take_moves(), [Some(HIGH)], "the first one keeps its place");
+    rig.set(0, HIGH + 0x8_0000, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH, HIGH + 0x8_0000]);
+    assert_eq!(rig.functions[1].take_moves().last(), Some(&Some(HIGH)));
+}
+
+#[test]
+fn two_decoding_bars_can_change_places() {
+    let mut rig = Rig::with_functions(2);
+    rig.decode(0, true);
+    rig.decode(1, true);
+    rig.set(0, HIGH + 0x1_0000, true);
+    rig.set(1, HIGH, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH, HIGH + 0x1_0000]);
+}
+
+#[test]
+fn two_silent_bars_can_change_places() {
+    let mut rig = Rig::with_functions(2);
+    rig.set(0, HIGH + 0x1_0000, false);
+    rig.set(1, HIGH, false);
+    rig.decode(0, true);
+    rig.decode(1, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH, HIGH + 0x1_0000]);
+}
+
+#[test]
+fn a_bar_that_leaves_makes_room_for_one_that_comes_before_it() {
+    let mut rig = Rig::with_functions(2);
+    rig.decode(0, true);
+    rig.set(0, HIGH + 0x1_0000, true);
+    rig.set(1, HIGH + 0x1_0000, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH + 0x1_0000]);
+    rig.functions[0].take_moves();
+    // The first one waits for the range that the second one holds while it falls silent.
+    rig.set(0, HIGH, true);
+    rig.set(0, HIGH + 0x1_0000, true);
+    rig.set(1, HIGH, false);
+    assert_eq!(rig.mapper.mapped(), [HIGH + 0x1_0000]);
+    assert_eq!(rig.functions[0].take_moves().last(), Some(&Some(HIGH + 0x1_0000)));
+}
+
+#[test]
+fn a_new_function_is_not_placed_where_a_silent_bar_points() {
+    let mut rig = Rig::with_functions(1);
+    rig.set(0, HIGH + 0x1_0000, false);
+    rig.add(&[(BarKind::Memory64, 0x1_0000)]).unwrap();
+    rig.add(&[(BarKind::Memory64, 0x1_0000)]).unwrap();
+    assert_eq!(rig.functions[1].gpa(0), HIGH);
+    assert_eq!(rig.functions[2].gpa(0), HIGH + 0x2_0000);
+}
+
+#[test]
+fn a_refused_mapping_leaves_the_bar_unmapped() {
+    let mut rig = Rig::with_functions(1);
+    rig.mapper.refuses.store(true, Ordering::Relaxed);
+    rig.decode(0, true);
+    assert_eq!(rig.functions[0].take_moves(), []);
+    rig.mapper.refuses.store(false, Ordering::Relaxed);
+    rig.decode(0, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH], "it is tried again");
+
+    rig.mapper.refuses.store(true, Ordering::Relaxed);
+    rig.set(0, HIGH + 0x4_0000, true);
+    assert_eq!(rig.mapper.mapped(), [0_u64; 0]);
+    assert_eq!(rig.functions[0].take_moves(), [Some(HIGH), None, None]);
+}
+
+proptest! {
+    /// Guests shuffle BARs at will: mappings never overlap or leave the windows, and whenever all
+    /// BARs point to places of their own, all are mapped.
+    #[test]
+    fn any_shuffle_ends_well(
+        steps in prop::collection::vec((0_usize..3, 0_u64..20, any::<bool>()), 0..64)
+    ) {
+        let mut rig = Rig::with_functions(3);
+        for (at, place, enabled) in steps {
+            // Places 16 to 19 are outside of the window.
+            rig.set(at, HIGH + place * 0x1_0000, enabled);
+            let mapped = rig.mapper.mapped();
+            for function in &rig.functions {
+                let gpa = function.gpa(0);
+                let decodes = |other: &&Arc<Function>| lock(&other.decode).enabled && other.gpa(0) == gpa;
+                let rivals = rig.functions.iter().filter(decodes).count();
+                let inside = gpa < HIGH + 0x10_0000;
+                prop_assert_eq!(mapped.contains(&gpa), rivals > 0 && inside);
+            }
+            prop_assert_eq!(rig.mapper.violations(), Vec::<String>::new());
+        }
+    }
+}

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A PCI segment: one root bus with its host bridge, and the two ways to its configuration space.
+//!
+//! Owns the device numbers and, through the placement, the mappings of BARs. Never holds a lock
+//! while a function handles an access, as that may wait.
+
+mod config_io;
+mod ecam;
+mod host_bridge;
+#[cfg(test)]
+mod tests;
+
+use std::sync::{Arc, Mutex, RwLock};
+
+use thiserror::Error;
+
+use crate::address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
+use crate::bar::{BarMapper, BarPlacement, MmioWindows, PlacementError};
+use crate::config_space::{BARS_COUNT, register};
+use crate::device::PciDevice;
+use crate::locks::{lock, read, write};
+
+pub use config_io::PciConfigIo;
+pub use ecam::{ECAM_SEGMENT_LEN_BYTES, PciEcam};
+pub use host_bridge::HostBridge;
+
+/// Why a function could not be put on the bus.
+#[derive(Debug, Error)]
+pub enum PciError {
+    /// The device number asked for is taken.
+    #[error(
+        "PCI address {bdf} asked for by {id} is taken by {holder}; choose another pci_device_id"
+    )]
+    Taken {
+        /// Address asked for.
+        bdf: Bdf,
+        /// Who asked.
+        id: String,
+        /// Id of the device that has it.
+        holder: String,
+    },
+    /// All device numbers are taken.
+    #[error("PCI segment {segment} is full: no device number is left for {id}")]
+    Full {
+        /// The segment.
+        segment: u16,
+        /// Who asked.
+        id: String,
+    },
+    /// Two functions have one id.
+    #[error("PCI segment {segment} has a device {id} already")]
+    DuplicateId {
+        /// The segment.
+        segment: u16,
+        /// The id.
+        id: String,
+    },
+    /// The BARs found no room.
+    #[error("cannot place the BARs of PCI segment {segment}")]
+    Placement {
+        /// The segment.
+        segment: u16,
+        /// The reason.
+        #[source]
+        source: PlacementError,
+    },
+}
+
+/// What a segment is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct PciSegmentOptions {
+    /// Segment number (ACPI `_SEG`).
+    pub segment: u16,
+    /// Where its BARs may lie.
+    pub windows: MmioWindows,
+}
+
+#[derive(Clone)]
+enum Slot {
+    Free,
+    /// Kept for a device that will ask for this number.
+    Reserved,
+    Taken(Arc<dyn PciDevice>),
+}
+
+/// One root bus.
+///
+/// The MMIO bus holds [`PciEcam`], which holds this only weakly, as this holds the MMIO bus by its
+/// [`BarMapper`]: the owner of the VM keeps segments alive.
+pub struct PciSegment {
+    segment: u16,
+    slots: RwLock<[Slot; DEVICES_PER_BUS_COUNT as usize]>,
+    placement: Mutex<BarPlacement>,
+}
+
+impl PciSegment {
+    /// A segment with nothing but a host bridge at device number 0.
+    pub fn new(
+        options: PciSegmentOptions,
+        mapper: Arc<dyn BarMapper>,
+    ) -> Result<Arc<Self>, PciError> {
+        let segment = options.segment;
+        let placement = BarPlacement::new(options.windows, mapper)
+            .map_err(|source| PciError::Placement { segment, source })?;
+        let mut slots = [const { Slot::Free }; DEVICES_PER_BUS_COUNT as usize];
+        slots[0] = Slot::Taken(Arc::new(HostBridge::new(segment)));
+        Ok(Arc::new(Self { segment, slots: RwLock::new(slots), placement: Mutex::new(placement) }))
+    }
+
+    /// Number of the segment.
+    pub fn segment(&self) -> u16 {
+        self.segment
+    }
+
+    /// Keeps a device number for a later [`PciSegment::add_device`] that asks for it, so that no
+    /// device without a wish gets it.
+    pub fn reserve(&self, number: DeviceNumber, id: &str) -> Result<(), PciError> {
+        let mut slots = write(&self.slots);
+        let slot = &mut slots[usize::from(number.get())];
+        match slot {
+            Slot::Free => {
+                *slot = Slot::Reserved;
+                Ok(())
+            }
+            Slot::Reserved => Err(self.taken(number, id, "another device's pci_device_id")),
+            Slot::Taken(holder) => Err(self.taken(number, id, holder.id())),
+        }
+    }
+
+    /// Puts a function on the bus, at `requested` or at the lowest free device number, and gives
+    /// its BARs addresses. They are mapped when the guest switches memory decode on.
+    pub fn add_device(
+        &self,
+        device: &Arc<dyn PciDevice>,
+        requested: Option<DeviceNumber>,
+    ) -> Result<Bdf, PciError> {
+        let mut slots = write(&self.slots);
+        let id = device.id();
+        let same_id = |slot: &Slot| matches!(slot, Slot::Taken(other) if other.id() == id);
+        if slots.iter().any(same_id) {
+            return Err(PciError::DuplicateId { segment: self.segment, id: id.to_owned() });
+        }
+        let number = match requested {
+            Some(number) => {
+                if let Slot::Taken(holder) = &slots[usize::from(number.get())] {
+                    return Err(self.taken(number, id, holder.id()));
+                }
+                number
+            }
+            None => DeviceNumber::all()
+                .find(|number| matches!(slots[usize::from(number.get())], Slot::Free))
+                .ok_or_else(|| PciError::Full { segment: self.segment, id: id.to_owned() })?,
+        };
+        lock(&self.placement)
+            .add(number, device)
+            .map_err(|source| PciError::Placement { segment: self.segment, source })?;
+        slots[usize::from(number.get())] = Slot::Taken(Arc::clone(device));
+        Ok(Bdf::on_root_bus(self.segment, number))
+    }
+
+    fn taken(&self, number: DeviceNumber, id: &str, holder: &str) -> PciError {
+        PciError::Taken {
+            bdf: Bdf::on_root_bus(self.segment, number),
+            id: id.to_owned(),
+            holder: holder.to_owned(),
+        }
+    }
+
+    /// All functions, the host bridge included, in the order of their addresses.
+    pub fn devices(&self) -> Vec<(Bdf, Arc<dyn PciDevice>)> {
+        let slots = read(&self.slots);
+        DeviceNumber::all()
+            .zip(slots.iter())
+            .filter_map(|(number, slot)| match slot {
+                Slot::Taken(device) => {
+                    Some((Bdf::on_root_bus(self.segment, number), Arc::clone(device)))
+                }
+                Slot::Free | Slot::Reserved => None,
+            })
+            .collect()
+    }
+
+    /// Brings all mappings in line with the BAR registers, after the devices were restored.
+    pub fn refresh_mappings(&self) {
+        lock(&self.placement).refresh_all();
+    }
+
+    /// Fills `data` from a function's configuration space; ones where there is no function.
+    pub fn read_config(&self, address: ConfigAddress, data: &mut [u8]) {
+        match self.function(address) {
+            Some((_, device)) => device.read_config(address.offset, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    /// Takes a write to a function's configuration space.
+    pub fn write_config(&self, address: ConfigAddress, data: &[u8]) {
+        let Some((number, device)) = self.function(address) else { return };
+        device.write_config(address.offset, data);
+        if concerns_decoding(address.offset, data.len()) {
+            // Whoever comes last sees the registers as they are by then, so the mappings end up
+            // right in whatever order concurrent writers get here.
+            lock(&self.placement).refresh(number);
+        }
+    }
+
+    fn function(&self, address: ConfigAddress) -> Option<(DeviceNumber, Arc<dyn PciDevice>)> {
+        if address.bus != 0 || address.function != 0 {
+            return None;
+        }
+        let number = DeviceNumber::new(address.device).ok()?;
+        match &read(&self.slots)[usize::from(number.get())] {
+            Slot::Taken(device) => Some((number, Arc::clone(device))),
+            Slot::Free | Slot::Reserved => None,
+        }
+    }
+}
+
+/// Where in the configuration space of a segment an access goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConfigAddress {
+    /// Bus number.
+    pub bus: u8,
+    /// Device number.
+    pub device: u8,
+    /// Function number.
+    pub function: u8,
+    /// Offset in the function's configuration space.
+    pub offset: u16,
+}
+
+/// Whether a write may have changed the command register or a BAR.
+fn concerns_decoding(offset: u16, len_bytes: usize) -> bool {
+    let start = usize::from(offset);
+    let end = start.saturating_add(len_bytes);
+    let touches = |first: u16, last: u16| start <= usize::from(last) && end > usize::from(first);
+    let bars_last = register::BAR0 + u16::from(BARS_COUNT) * 4 - 1;
+    touches(register::COMMAND, register::COMMAND + 1) || touches(register::BAR0, bars_last)
+}

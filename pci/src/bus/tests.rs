@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Tests of the segment and of both ways to configuration space.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use devices::bus::BusDevice;
+use memory::{GuestMemory, GuestMemoryHandle};
+use vm_memory::GuestAddress;
+
+use super::*;
+use crate::bar::MmioRange;
+use crate::fakes::{FakeDevice, FakeIoEvents, FakeMapper, FakeMsiSource};
+use crate::virtio::VirtioPciDevice;
+
+const HIGH: u64 = 0x40_0000_0000;
+const WINDOWS: MmioWindows = MmioWindows {
+    below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x10_0000 },
+    above_4g: MmioRange { start_gpa: HIGH, len_bytes: 0x100_0000 },
+};
+
+fn device(id: &str) -> Arc<dyn PciDevice> {
+    let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+    let memory = GuestMemoryHandle::new(memory);
+    let events = Arc::new(FakeIoEvents::default());
+    let interrupts = FakeMsiSource::new(16);
+    let device = VirtioPciDevice::new(
+        id.to_owned(),
+        FakeDevice::with_record().0,
+        memory,
+        &interrupts,
+        events,
+    );
+    Arc::new(device.unwrap())
+}
+
+fn segment(segment: u16) -> (Arc<PciSegment>, Arc<FakeMapper>) {
+    let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
+    let options = PciSegmentOptions { segment, windows: WINDOWS };
+    (PciSegment::new(options, mapper.clone()).unwrap(), mapper)
+}
+
+fn number(device: u8) -> Option<DeviceNumber> {
+    DeviceNumber::new(device).ok()
+}
+
+fn read_u32(bus: &dyn BusDevice, offset: u64) -> u32 {
+    let mut data = [0; 4];
+    bus.read(offset, &mut data);
+    u32::from_le_bytes(data)
+}
+
+#[test]
+fn numbers_are_given_in_order_and_wishes_honoured() {
+    let (segment, _) = segment(3);
+    let add = |id, wish| segment.add_device(&device(id), wish).map(|bdf| bdf.to_string());
+    assert_eq!(add("a", None).unwrap(), "0003:00:01.0");
+    assert_eq!(add("b", number(2)).unwrap(), "0003:00:02.0");
+    assert_eq!(add("c", number(31)).unwrap(), "0003:00:1f.0");
+    assert_eq!(add("d", None).unwrap(), "0003:00:03.0");
+    let ids: Vec<String> =
+        segment.devices().into_iter().map(|(_, device)| device.id().to_owned()).collect();
+    assert_eq!(ids, ["_pci_host_bridge_3", "a", "b", "d", "c"]);
+}
+
+#[test]
+fn a_taken_number_is_refused_by_name() {
+    let (segment, _) = segment(0);
+    segment.add_device(&device("a"), number(5)).unwrap();
+    let error = segment.add_device(&device("b"), number(5)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "PCI address 0000:00:05.0 asked for by b is taken by a; choose another pci_device_id"
+    );
+    let error = segment.add_device(&device("b"), number(0)).unwrap_err();
+    assert!(matches!(error, PciError::Taken { holder, .. } if holder == "_pci_host_bridge_0"));
+    let error = segment.add_device(&device("a"), None).unwrap_err();
+    assert!(matches!(error, PciError::DuplicateId { id, .. } if id == "a"));
+}
+
+#[test]
+fn reserved_numbers_wait_for_their_device() {
+    let (segment, _) = segment(0);
+    segment.reserve(number(1).unwrap(), "late").unwrap();
+    assert!(segment.reserve(number(1).unwrap(), "other").is_err());
+    assert!(segment.reserve(DeviceNumber::HOST_BRIDGE, "other").is_err());
+    assert_eq!(segment.add_device(&device("early"), None).unwrap().device(), 2);
+    assert_eq!(segment.add_device(&device("late"), number(1)).unwrap().device(), 1);
+}
+
+#[test]
+fn a_full_segment_says_so() {
+    let (segment, _) = segment(0);
+    for at in 1..32 {
+        segment.add_device(&device(&format!("d{at}")), None).unwrap();
+    }
+    let error = segment.add_device(&device("one-too-many"), None).unwrap_err();
+    assert!(matches!(error, PciError::Full { segment: 0, id } if id == "one-too-many"));
+}
+
+#[test]
+fn no_room_for_bars_leaves_the_number_free() {
+    let mapper = Arc::new(FakeMapper::default());
+    let tiny = MmioRange { start_gpa: HIGH, len_bytes: 0x1000 };
+    let windows = MmioWindows { above_4g: tiny, ..WINDOWS };
+    let segment = PciSegment::new(PciSegmentOptions { segment: 0, windows }, mapper).unwrap();
+    let error = segment.add_device(&device("a"), None).unwrap_err();
+    assert!(matches!(error, PciError::Placement { .. }));
+    assert_eq!(segment.devices().len(), 1);
+}
+
+#[test]
+fn ecam_finds_functions_and_ones_elsewhere() {
+    let (segment, _) = segment(0);
+    segment.add_device(&device("a"), number(5)).unwrap();
+    let ecam = PciEcam::new(&segment);
+    assert_eq!(read_u32(&ecam, 0), 0x0d57_8086);
+    assert_eq!(read_u32(&ecam, 8), 0x0600_0000);
+    assert_eq!(read_u32(&ecam, 5 << 15), 0x1042_1af4);
+    for absent in [4 << 15, 5 << 15 | 1 << 12, 1 << 20 | 5 << 15, u64::MAX] {
+        assert_eq!(read_u32(&ecam, absent), 0xffff_ffff, "{absent:#x}");
+    }
+    assert_eq!(read_u32(&ecam, (5 << 15) + 4094), 0xffff_0000, "over the end of a function");
+}
+
+#[test]
+fn ports_find_the_same_functions() {
+    let (segment, _) = segment(0);
+    segment.add_device(&device("a"), number(5)).unwrap();
+    let ports = PciConfigIo::new(&segment);
+    assert_eq!(read_u32(&ports, 4), 0xffff_ffff, "not enabled");
+    ports.write(0, &0x8000_2803_u32.to_le_bytes());
+    assert_eq!(read_u32(&ports, 0), 0x8000_2800);
+    assert_eq!(read_u32(&ports, 4), 0x1042_1af4);
+    let mut device_id = [0; 2];
+    ports.read(6, &mut device_id);
+    assert_eq!(device_id, [0x42, 0x10]);
+    ports.write(0, &[0; 2]);
+    ports.write(1, &[6]);
+    assert_eq!(ports.address(), 0x8000_2800, "only whole words reach the address register");
+
+    ports.write(0, &0x8000_283c_u32.to_le_bytes());
+    ports.write(4, &[9]);
+    assert_eq!(read_u32(&ports, 4) & 0xff, 9);
+    ports.write(0, &0x8001_2800_u32.to_le_bytes());
+    assert_eq!(read_u32(&ports, 4), 0xffff_ffff, "another bus");
+    for offset in [1, 2, 3, 8, u64::MAX] {
+        assert_eq!(read_u32(&ports, offset), 0xffff_ffff);
+    }
+}
+
+#[test]
+fn the_address_register_can_be_saved() {
+    let (segment, _) = segment(0);
+    let ports = PciConfigIo::new(&segment);
+    ports.write(0, &0x8000_2804_u32.to_le_bytes());
+    let other = PciConfigIo::new(&segment);
+    other.set_address(ports.address());
+    assert_eq!(read_u32(&other, 0), 0x8000_2804);
+    other.set_address(u32::MAX);
+    assert_eq!(other.address(), 0x80ff_fffc);
+}
+
+#[test]
+fn the_command_register_maps_the_bar() {
+    let (segment, mapper) = segment(0);
+    segment.add_device(&device("a"), number(5)).unwrap();
+    let ecam = PciEcam::new(&segment);
+    ecam.write(5 << 15 | 4, &[2, 0]);
+    assert_eq!(mapper.mapped(), [HIGH]);
+    ecam.write(5 << 15 | 0x10, &0x0010_0000_u32.to_le_bytes());
+    assert_eq!(mapper.mapped(), [HIGH + 0x10_0000]);
+    ecam.write(5 << 15 | 3, &[0, 0]);
+    assert_eq!(
+        mapper.mapped(),
+        [0_u64; 0],
+        "a write that only touches the command register's first byte"
+    );
+    assert_eq!(mapper.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn a_segment_that_is_gone_reads_as_ones() {
+    let (segment, _) = segment(0);
+    let (ecam, ports) = (PciEcam::new(&segment), PciConfigIo::new(&segment));
+    ports.write(0, &0x8000_0000_u32.to_le_bytes());
+    drop(segment);
+    assert_eq!(read_u32(&ecam, 0), 0xffff_ffff);
+    assert_eq!(read_u32(&ports, 4), 0xffff_ffff);
+    ecam.write(0, &[0]);
+}
+
+#[test]
+fn the_host_bridge_saves_and_refuses_foreign_states() {
+    let bridge = HostBridge::new(0);
+    let state = bridge.save().unwrap();
+    bridge.restore(&state).unwrap();
+    let mut foreign = state.clone();
+    foreign.kind = "virtio-pci".to_owned();
+    assert!(matches!(bridge.restore(&foreign), Err(crate::PciStateError::Kind { .. })));
+    let mut newer = state.clone();
+    newer.version = 2;
+    assert!(matches!(bridge.restore(&newer), Err(crate::PciStateError::Version { .. })));
+    let mut other = state;
+    other.data["registers"][0] = 1.into();
+    assert!(matches!(bridge.restore(&other), Err(crate::PciStateError::Device { .. })));
+}

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What lies where in the BAR, and the capabilities that say so (virtio 1.3, 4.1.4).
+//!
+//! The layout is the same for every device whatever its number of queues, so that saved states
+//! stay exchangeable. Each structure has pages of its own.
+
+use crate::bar::{BarDescription, BarKind};
+use crate::config_space::{ConfigError, ConfigSpace};
+use crate::msix::{self, Msix};
+
+/// The BAR of the transport.
+pub const BAR_INDEX: u8 = 0;
+/// Its size.
+pub const BAR_LEN_BYTES: u64 = 0x1_0000;
+/// Queues of one device: what the page of notification addresses has room for.
+pub const VIRTIO_QUEUES_MAX_COUNT: u16 = 1024;
+/// Distance between the notification addresses of neighbouring queues.
+pub const NOTIFY_MULTIPLIER: u32 = 4;
+
+const COMMON: Structure = Structure { offset: 0x0000, len_bytes: 0x40 };
+const ISR: Structure = Structure { offset: 0x1000, len_bytes: 0x4 };
+const DEVICE: Structure = Structure { offset: 0x2000, len_bytes: 0x1000 };
+const NOTIFY: Structure = Structure { offset: 0x3000, len_bytes: 0x1000 };
+const MSIX_TABLE: Structure = Structure { offset: 0x4000, len_bytes: 0x8000 };
+const MSIX_PBA: Structure = Structure { offset: 0xc000, len_bytes: 0x1000 };
+
+const VENDOR_CAPABILITY_ID: u8 = 0x09;
+/// Length of `virtio_pci_cap`, and of the two that have a word more.
+const CAPABILITY_LEN_BYTES: u8 = 16;
+const CAPABILITY_LONG_LEN_BYTES: u8 = 20;
+
+const CFG_TYPE_COMMON: u8 = 1;
+const CFG_TYPE_NOTIFY: u8 = 2;
+const CFG_TYPE_ISR: u8 = 3;
+const CFG_TYPE_DEVICE: u8 = 4;
+const CFG_TYPE_PCI: u8 = 5;
+
+/// Offset of the notification addresses in the BAR.
+pub const NOTIFY_OFFSET: u64 = NOTIFY.offset as u64;
+
+#[derive(Clone, Copy)]
+struct Structure {
+    offset: u32,
+    len_bytes: u32,
+}
+
+impl Structure {
+    fn offset_of(self, bar_offset: u64) -> Option<u64> {
+        bar_offset.checked_sub(self.offset.into()).filter(|offset| *offset < self.len_bytes.into())
+    }
+}
+
+/// What an access to the BAR is for, with the offset in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Region {
+    /// Common configuration.
+    Common(u64),
+    /// ISR status.
+    Isr(u64),
+    /// Device configuration.
+    Device(u64),
+    /// Notifications.
+    Notify(u64),
+    /// MSI-X table.
+    MsixTable(u64),
+    /// MSI-X pending bits.
+    MsixPba(u64),
+    /// Nothing.
+    Hole,
+}
+
+impl Region {
+    /// The region at an offset of the BAR.
+    pub fn at(bar_offset: u64) -> Self {
+        let within = |structure: Structure| structure.offset_of(bar_offset);
+        within(COMMON)
+            .map(Self::Common)
+            .or_else(|| within(ISR).map(Self::Isr))
+            .or_else(|| within(DEVICE).map(Self::Device))
+            .or_else(|| within(NOTIFY).map(Self::Notify))
+            .or_else(|| within(MSIX_TABLE).map(Self::MsixTable))
+            .or_else(|| within(MSIX_PBA).map(Self::MsixPba))
+            .unwrap_or(Self::Hole)
+    }
+}
+
+/// Offsets of the capabilities that the transport has to watch.
+#[derive(Clone, Copy, Debug)]
+pub struct Capabilities {
+    /// MSI-X.
+    msix: u16,
+    /// The window from configuration space into the BAR.
+    window: u16,
+}
+
+/// An access to the BAR through the window in configuration space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowAccess {
+    /// Where in the BAR.
+    pub bar_offset: u64,
+    /// 1, 2 or 4.
+    pub len_bytes: usize,
+}
+
+impl Capabilities {
+    /// Adds the BAR and all capabilities.
+    pub fn add(config: &mut ConfigSpace, msix: &Msix) -> Result<Self, ConfigError> {
+        config.add_bar(BarDescription {
+            index: BAR_INDEX,
+            kind: BarKind::Memory64,
+            prefetchable: false,
+            len_bytes: BAR_LEN_BYTES,
+        })?;
+        let (body, writable) = msix.capability(BAR_INDEX, MSIX_TABLE.offset, MSIX_PBA.offset);
+        let msix = config.add_capability(msix::CAPABILITY_ID, &body, &writable)?;
+        for (cfg_type, structure) in
+            [(CFG_TYPE_COMMON, COMMON), (CFG_TYPE_ISR, ISR), (CFG_TYPE_DEVICE, DEVICE)]
+        {
+            let body = capability_body(CAPABILITY_LEN_BYTES, cfg_type, structure);
+            config.add_capability(VENDOR_CAPABILITY_ID, &body, &[])?;
+        }
+        let mut notify =
+            capability_body(CAPABILITY_LONG_LEN_BYTES, CFG_TYPE_NOTIFY, NOTIFY).to_vec();
+        notify.extend_from_slice(&NOTIFY_MULTIPLIER.to_le_bytes());
+        config.add_capability(VENDOR_CAPABILITY_ID, &notify, &[])?;
+
+        let nowhere = Structure { offset: 0, len_bytes: 0 };
+        let mut window = capability_body(CAPABILITY_LONG_LEN_BYTES, CFG_TYPE_PCI, nowhere).to_vec();
+        window.extend_from_slice(&[0; 4]);
+        // The driver chooses BAR, offset and length, and moves data.
+        let mut writable = [0xff; 18];
+        writable[..2].fill(0);
+        writable[3..6].fill(0);
+        let window = config.add_capability(VENDOR_CAPABILITY_ID, &window, &writable)?;
+        Ok(Self { msix, window })
+    }
+
+    /// The message control register, if a write of `len_bytes` at `offset` may have changed it.
+    pub fn written_msix_control(
+        self,
+        config: &ConfigSpace,
+        offset: u16,
+        len_bytes: usize,
+    ) -> Option<u16> {
+        overlaps(offset, len_bytes, self.msix + msix::CONTROL_OFFSET, 2)
+            .then(|| self.msix_control(config))
+    }
+
+    /// The message control register.
+    pub fn msix_control(self, config: &ConfigSpace) -> u16 {
+        config.read_u16(self.msix + msix::CONTROL_OFFSET)
+    }
+
+    /// The access to the BAR that an access to configuration space stands for, if it touches the
+    /// window's data and the window points to a place that exists (virtio 1.3, 4.1.4.9).
+    pub fn window_access(
+        self,
+        config: &ConfigSpace,
+        offset: u16,
+        len_bytes: usize,
+    ) -> Option<WindowAccess> {
+        if !overlaps(offset, len_bytes, self.window_data_offset(), 4) {
+            return None;
+        }
+        let mut bar = [0];
+        config.read(self.window + 4, &mut bar);
+        let bar_offset = u64::from(config.read_u32(self.window + 8));
+        let len_bytes = usize::try_from(config.read_u32(self.window + 12)).ok()?;
+        let aligned = matches!(len_bytes, 1 | 2 | 4) && bar_offset.is_multiple_of(len_bytes as u64);
+        (bar == [BAR_INDEX] && aligned && bar_offset < BAR_LEN_BYTES)
+            .then_some(WindowAccess { bar_offset, len_bytes })
+    }
+
+    /// Where the window's data lie.
+    pub fn window_data_offset(self) -> u16 {
+        self.window + u16::from(CAPABILITY_LEN_BYTES)
+    }
+}
+
+/// `virtio_pci_cap` from its length field on.
+fn capability_body(len: u8, cfg_type: u8, structure: Structure) -> [u8; 14] {
+    let mut body = [0; 14];
+    body[..3].copy_from_slice(&[len, cfg_type, BAR_INDEX]);
+    body[6..10].copy_from_slice(&structure.offset.to_le_bytes());
+    body[10..].copy_from_slice(&structure.len_bytes.to_le_bytes());
+    body
+}
+
+fn overlaps(offset: u16, len_bytes: usize, first: u16, count: u16) -> bool {
+    let (start, first) = (usize::from(offset), usize::from(first));
+    start < first + usize::from(count) && start.saturating_add(len_bytes) > first
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn structures_fit_and_do_not_overlap() {
+        let structures = [COMMON, ISR, DEVICE, NOTIFY, MSIX_TABLE, MSIX_PBA];
+        for pair in structures.windows(2) {
+            assert!(pair[0].offset + pair[0].len_bytes <= pair[1].offset);
+        }
+        assert!(u64::from(MSIX_PBA.offset + MSIX_PBA.len_bytes) <= BAR_LEN_BYTES);
+        let vectors = u64::from(VIRTIO_QUEUES_MAX_COUNT) + 1;
+        assert!(vectors * msix::ENTRY_LEN_BYTES <= MSIX_TABLE.len_bytes.into());
+        assert!(u32::from(VIRTIO_QUEUES_MAX_COUNT) * NOTIFY_MULTIPLIER <= NOTIFY.len_bytes);
+    }
+
+    #[test]
+    fn regions_are_found() {
+        assert_eq!(Region::at(0x3f), Region::Common(0x3f));
+        assert_eq!(Region::at(0x40), Region::Hole);
+        assert_eq!(Region::at(0x3ffc), Region::Notify(0xffc));
+        assert_eq!(Region::at(0xbfff), Region::MsixTable(0x7fff));
+        assert_eq!(Region::at(u64::MAX), Region::Hole);
+    }
+}

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The virtio 1.x transport over PCI (virtio 1.3, 4.1), without legacy parts.
+//!
+//! ```text
+//!   VirtioPciDevice ── ConfigSpace (capabilities, BAR, command)
+//!        │        ├── Msix ── MsiVector
+//!        │        ├── PciInterrupt  which event raises which vector; no lock
+//!        │        └── Notify        kick eventfds, ioeventfds; trapped kicks take no lock
+//!        └── Transport (one lock) ── status, queue registers ── Box<dyn VirtioDevice>
+//! ```
+//!
+//! Knows the registers and the life cycle; never what a device does with its queues.
+
+mod common;
+mod identity;
+mod interrupt;
+mod layout;
+mod notify;
+mod pci_device;
+mod queue;
+mod state;
+mod status;
+#[cfg(test)]
+mod tests;
+mod transport;
+
+pub use layout::VIRTIO_QUEUES_MAX_COUNT;
+pub use pci_device::{VirtioPciDevice, VirtioPciError};
+pub use queue::QueueError;
+pub use state::{
+    CommonState, QueueProgressState, QueueRegisterState, VirtioPciState, VirtioStateError,
+};

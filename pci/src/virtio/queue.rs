@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The registers of one queue, and the check that makes a queue of them.
+//!
+//! Whatever a driver writes is kept and read back; only [`QueueRegisters::build`] decides whether
+//! it is a queue. Never touches guest memory: a ring's pages may not have arrived yet.
+
+use memory::GuestMemory;
+use thiserror::Error;
+use virtio_queue::{Queue, QueueState};
+use vm_memory::{GuestAddress, GuestMemoryBackend};
+
+use super::state::QueueProgressState;
+
+/// Why registers do not make a queue.
+#[derive(Debug, Error)]
+pub enum QueueError {
+    /// Size or alignment are against the rules (virtio 1.3, 2.7).
+    #[error("its size or the alignment of its addresses is not allowed")]
+    Registers {
+        /// Which of them.
+        #[source]
+        source: virtio_queue::Error,
+    },
+    /// A ring lies outside of guest memory.
+    #[error("its {ring} of {len_bytes} bytes at {gpa:#x} is not in guest memory")]
+    Outside {
+        /// Which ring.
+        ring: &'static str,
+        /// Where it begins.
+        gpa: u64,
+        /// Its length.
+        len_bytes: u64,
+    },
+}
+
+/// What the driver wrote for one queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueRegisters {
+    /// Largest size, from the device.
+    pub size_max: u16,
+    /// Size chosen.
+    pub size: u16,
+    /// Enabled by the driver.
+    pub enabled: bool,
+    /// Descriptor area.
+    pub desc_gpa: u64,
+    /// Driver area (available ring).
+    pub driver_gpa: u64,
+    /// Device area (used ring).
+    pub device_gpa: u64,
+}
+
+impl QueueRegisters {
+    /// After a reset.
+    pub fn new(size_max: u16) -> Self {
+        Self { size_max, size: size_max, enabled: false, desc_gpa: 0, driver_gpa: 0, device_gpa: 0 }
+    }
+
+    /// Checks the registers against the rules and against guest memory.
+    pub fn build(
+        &self,
+        progress: QueueProgressState,
+        event_idx: bool,
+        memory: &GuestMemory,
+    ) -> Result<Queue, QueueError> {
+        let state = QueueState {
+            max_size: self.size_max,
+            next_avail: progress.next_avail,
+            next_used: progress.next_used,
+            event_idx_enabled: event_idx,
+            size: self.size,
+            ready: self.enabled,
+            desc_table: self.desc_gpa,
+            avail_ring: self.driver_gpa,
+            used_ring: self.device_gpa,
+        };
+        let queue = Queue::try_from(state).map_err(|source| QueueError::Registers { source })?;
+        // Lengths with the event words that VIRTIO_F_EVENT_IDX adds (virtio 1.3, 2.7).
+        let size = u64::from(self.size);
+        inside(memory, "descriptor table", self.desc_gpa, 16 * size)?;
+        inside(memory, "available ring", self.driver_gpa, 6 + 2 * size)?;
+        inside(memory, "used ring", self.device_gpa, 6 + 8 * size)?;
+        Ok(queue)
+    }
+}
+
+fn inside(
+    memory: &GuestMemory,
+    ring: &'static str,
+    gpa: u64,
+    len_bytes: u64,
+) -> Result<(), QueueError> {
+    let fits = gpa.checked_add(len_bytes).is_some()
+        && usize::try_from(len_bytes)
+            .is_ok_and(|len| GuestMemoryBackend::check_range(memory, GuestAddress(gpa), len));
+    if fits { Ok(()) } else { Err(QueueError::Outside { ring, gpa, len_bytes }) }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn memory() -> GuestMemory {
+        GuestMemory::from_ranges(&[(GuestAddress(0), 0x1_0000), (GuestAddress(0x2_0000), 0x1000)])
+            .unwrap()
+    }
+
+    fn good() -> QueueRegisters {
+        QueueRegisters {
+            size_max: 256,
+            size: 128,
+            enabled: true,
+            desc_gpa: 0x1000,
+            driver_gpa: 0x2000,
+            device_gpa: 0x3000,
+        }
+    }
+
+    fn build(registers: QueueRegisters) -> Result<Queue, QueueError> {
+        registers.build(QueueProgressState { next_avail: 3, next_used: 2 }, true, &memory())
+    }
+
+    #[test]
+    fn good_registers_make_a_queue() {
+        let state = build(good()).unwrap().state();
+        assert_eq!((state.size, state.max_size, state.ready), (128, 256, true));
+        assert_eq!((state.next_avail, state.next_used, state.event_idx_enabled), (3, 2, true));
+        assert_eq!((state.desc_table, state.avail_ring, state.used_ring), (0x1000, 0x2000, 0x3000));
+    }
+
+    #[test]
+    fn bad_sizes_and_alignments_are_refused() {
+        for size in [0, 3, 512, u16::MAX] {
+            let refused = build(QueueRegisters { size, ..good() });
+            assert!(matches!(refused, Err(QueueError::Registers { .. })), "{size}");
+        }
+        for registers in [
+            QueueRegisters { desc_gpa: 0x1008, ..good() },
+            QueueRegisters { driver_gpa: 0x2001, ..good() },
+            QueueRegisters { device_gpa: 0x3002, ..good() },
+        ] {
+            assert!(matches!(build(registers), Err(QueueError::Registers { .. })));
+        }
+    }
+
+    #[test]
+    fn rings_outside_of_memory_are_refused() {
+        for gpa in [0xf900, 0x1_0000, 0x1_f000, 0x2_0ff0, 0xffff_ffff_ffff_fff0] {
+            let outside = build(QueueRegisters { desc_gpa: gpa, ..good() });
+            assert!(matches!(outside, Err(QueueError::Outside { ring: "descriptor table", .. })));
+        }
+        for registers in [
+            QueueRegisters { driver_gpa: 0xff00, ..good() },
+            QueueRegisters { device_gpa: 0xfc00, ..good() },
+        ] {
+            assert!(matches!(build(registers), Err(QueueError::Outside { .. })));
+        }
+        build(QueueRegisters { desc_gpa: 0xf800, ..good() }).unwrap();
+    }
+}

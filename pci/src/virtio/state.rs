@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Saved form of a virtio PCI device: plain, versioned, untrusted.
+//!
+//! The only way from here to a live device is [`super::VirtioPciDevice::restore`], which checks
+//! everything before it changes anything. Addresses are checked against guest memory, whose
+//! content is never looked at: after a postcopy handover it may not be there yet.
+
+use devices::virtio::{DeviceSnapshot, StateError};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::interrupt::{ISR_CONFIG, ISR_QUEUE, PciInterrupt};
+use super::queue::{QueueError, QueueRegisters};
+use super::status::{DeviceStatus, Phase};
+use super::transport::{Run, Transport, build_queues};
+use crate::config_space::{ConfigSpaceState, ConfigStateError};
+use crate::msix::{MsixError, MsixState};
+
+/// Version of [`VirtioPciState`] that this program writes, and the newest that it reads.
+pub(super) const VERSION: u32 = 1;
+
+/// A saved device with its transport.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VirtioPciState {
+    /// Version of this structure.
+    pub version: u32,
+    /// Virtio device ID.
+    pub device_id: u16,
+    /// Configuration space, with the MSI-X control register and the BAR addresses.
+    pub config: ConfigSpaceState,
+    /// MSI-X table.
+    pub msix: MsixState,
+    /// Registers of the device as a whole.
+    pub common: CommonState,
+    /// Registers of each queue.
+    pub queues: Vec<QueueRegisterState>,
+    /// The device's own part.
+    pub device: DeviceSnapshot,
+}
+
+/// Registers of the device as a whole (virtio 1.3, 4.1.4.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommonState {
+    /// Which word of the offered features is shown.
+    pub device_feature_select: u32,
+    /// Which word of the accepted features is shown.
+    pub driver_feature_select: u32,
+    /// Features that the driver accepted.
+    pub driver_features: u64,
+    /// The driver accepted a feature beyond bit 63.
+    pub driver_features_beyond: bool,
+    /// Which queue's registers are shown.
+    pub queue_select: u16,
+    /// Status register.
+    pub status: u8,
+    /// The device works on its queues (DRIVER_OK, and its activation did not fail).
+    pub active: bool,
+    /// Counts configuration changes.
+    pub config_generation: u8,
+    /// ISR register.
+    pub isr: u8,
+    /// Vector of configuration changes.
+    pub config_vector: u16,
+}
+
+/// Registers of one queue, and where it stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueueRegisterState {
+    /// Size that the driver chose.
+    pub size: u16,
+    /// The driver enabled it.
+    pub enabled: bool,
+    /// Descriptor area.
+    pub desc_gpa: u64,
+    /// Driver area.
+    pub driver_gpa: u64,
+    /// Device area.
+    pub device_gpa: u64,
+    /// Vector of used buffers.
+    pub vector: u16,
+    /// Where the queue stands; for enabled queues of an active device only.
+    pub progress: Option<QueueProgressState>,
+}
+
+/// Where a queue stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueueProgressState {
+    /// Next entry of the available ring to take.
+    pub next_avail: u16,
+    /// Next entry of the used ring to fill.
+    pub next_used: u16,
+}
+
+/// Why a state could not be saved or was refused.
+#[derive(Debug, Error)]
+pub enum VirtioStateError {
+    /// The device works; its state is moving.
+    #[error("virtio device {id} is not paused")]
+    NotPaused {
+        /// Its id.
+        id: String,
+    },
+    /// The device has been used already.
+    #[error("virtio device {id} has a driver already; a state is restored into a new device only")]
+    InUse {
+        /// Its id.
+        id: String,
+    },
+    /// The device did not say where a queue stands.
+    #[error("virtio device {id} reported nothing about its queue {index}")]
+    NotReported {
+        /// Its id.
+        id: String,
+        /// Index of the queue.
+        index: u16,
+    },
+    /// A newer program wrote it.
+    #[error("virtio state version {found} is not known here (newest known: {VERSION})")]
+    Version {
+        /// Version found.
+        found: u32,
+    },
+    /// Another kind of device wrote it.
+    #[error("the state is that of a virtio device of type {found}, not {expected}")]
+    DeviceId {
+        /// Type of this device.
+        expected: u16,
+        /// Type in the state.
+        found: u16,
+    },
+    /// The number of queues differs.
+    #[error("the state has {found} queues, the device has {expected}; give it the same options")]
+    QueueCount {
+        /// Queues of this device.
+        expected: usize,
+        /// Queues in the state.
+        found: usize,
+    },
+    /// The status cannot be.
+    #[error("status {status:#x} (active: {active}) is impossible")]
+    Status {
+        /// Status register.
+        status: u8,
+        /// Whether the device works.
+        active: bool,
+    },
+    /// This device does not have the features that the driver uses.
+    #[error("the driver uses features {found:#x}, this device offers {offered:#x}")]
+    Features {
+        /// Features in the state.
+        found: u64,
+        /// Features of this device.
+        offered: u64,
+    },
+    /// There is no such vector.
+    #[error("interrupt vector {vector} does not exist")]
+    Vector {
+        /// The vector.
+        vector: u16,
+    },
+    /// The ISR register has bits that do not exist.
+    #[error("ISR status {isr:#x} is impossible")]
+    Isr {
+        /// The register.
+        isr: u8,
+    },
+    /// Progress is there for a queue that is not in use, or missing for one that is.
+    #[error("queue {index} is in use or not, and its saved position says the opposite")]
+    Progress {
+        /// Index of the queue.
+        index: u16,
+    },
+    /// A queue cannot be used.
+    #[error("queue {index} cannot be used")]
+    Queue {
+        /// Index of the queue.
+        index: u16,
+        /// The reason.
+        #[source]
+        source: QueueError,
+    },
+    /// The configuration space does not fit.
+    #[error("the configuration space does not fit")]
+    Config(#[from] ConfigStateError),
+    /// The MSI-X table does not fit.
+    #[error("the MSI-X table cannot be restored")]
+    Msix(#[from] MsixError),
+    /// The device refused its own part.
+    #[error("the device refused its own part")]
+    Device(#[from] StateError),
+    /// The host is out of file descriptors.
+    #[error("no eventfd for the queues")]
+    Eventfd(#[from] std::io::Error),
+}
+
+impl Transport {
+    pub(super) fn save_common(&self) -> CommonState {
+        CommonState {
+            device_feature_select: self.device_feature_select,
+            driver_feature_select: self.driver_feature_select,
+            driver_features: self.driver_features,
+            driver_features_beyond: self.driver_features_beyond,
+            queue_select: self.queue_select,
+            status: self.status.bits(self.interrupt.is_reset_needed()),
+            active: !matches!(self.run, Run::Stopped),
+            config_generation: self.interrupt.config_generation(),
+            isr: self.interrupt.isr(),
+            config_vector: self.interrupt.config_vector(),
+        }
+    }
+
+    pub(super) fn save_queues(&self) -> Result<Vec<QueueRegisterState>, VirtioStateError> {
+        let queues = (0..).zip(&self.queues);
+        queues.map(|(index, queue)| self.save_queue(index, queue)).collect()
+    }
+
+    fn save_queue(
+        &self,
+        index: u16,
+        queue: &QueueRegisters,
+    ) -> Result<QueueRegisterState, VirtioStateError> {
+        let reported = match &self.run {
+            Run::Running => return Err(VirtioStateError::NotPaused { id: self.id.clone() }),
+            Run::Stopped => None,
+            Run::Prepared(activation) => activation
+                .queues
+                .iter()
+                .find(|active| active.index == index)
+                .map(|active| active.queue.state()),
+            Run::Paused(states) => {
+                states.iter().find(|(at, _)| *at == index).map(|(_, state)| *state)
+            }
+        };
+        let in_use = queue.enabled && !matches!(self.run, Run::Stopped);
+        if in_use && reported.is_none() {
+            return Err(VirtioStateError::NotReported { id: self.id.clone(), index });
+        }
+        let progress = reported.filter(|_| in_use).map(|state| QueueProgressState {
+            next_avail: state.next_avail,
+            next_used: state.next_used,
+        });
+        Ok(QueueRegisterState {
+            size: queue.size,
+            enabled: queue.enabled,
+            desc_gpa: queue.desc_gpa,
+            driver_gpa: queue.driver_gpa,
+            device_gpa: queue.device_gpa,
+            vector: self.interrupt.queue_vector(index),
+            progress,
+        })
+    }
+
+    /// Takes a state's registers, if all of them make sense, and readies the activation. Changes
+    /// nothing before everything has been checked.
+    pub(super) fn restore(&mut self, state: &VirtioPciState) -> Result<(), VirtioStateError> {
+        let common = &state.common;
+        let (status, needs_reset) = self.check_registers(state)?;
+        let registers: Vec<QueueRegisters> = self
+            .queues
+            .iter()
+            .zip(&state.queues)
+            .map(|(own, saved)| QueueRegisters {
+                size_max: own.size_max,
+                size: saved.size,
+                enabled: saved.enabled,
+                desc_gpa: saved.desc_gpa,
+                driver_gpa: saved.driver_gpa,
+                device_gpa: saved.device_gpa,
+            })
+            .collect();
+        let queues = if common.active {
+            let progress = |index: u16| {
+                state
+                    .queues
+                    .get(usize::from(index))
+                    .and_then(|queue| queue.progress)
+                    .unwrap_or_default()
+            };
+            build_queues(&registers, common.driver_features, &self.memory, progress)
+                .map_err(|(index, source)| VirtioStateError::Queue { index, source })?
+        } else {
+            Vec::new()
+        };
+        self.device.restore(&state.device)?;
+
+        self.status = status;
+        self.device_feature_select = common.device_feature_select;
+        self.driver_feature_select = common.driver_feature_select;
+        self.driver_features = common.driver_features;
+        self.driver_features_beyond = common.driver_features_beyond;
+        self.queue_select = common.queue_select;
+        self.queues = registers;
+        restore_interrupt(&self.interrupt, state, needs_reset);
+        if status.phase >= Phase::FeaturesOk {
+            self.device.acknowledge_features(common.driver_features);
+        }
+        if common.active {
+            let activation = self.activation(queues)?;
+            self.notify.arm(activation.queues.iter().map(|queue| queue.index).collect());
+            self.run = Run::Prepared(activation);
+        }
+        Ok(())
+    }
+
+    /// Checks what can be checked without guest memory.
+    fn check_registers(
+        &self,
+        state: &VirtioPciState,
+    ) -> Result<(DeviceStatus, bool), VirtioStateError> {
+        if self.status != DeviceStatus::RESET || !matches!(self.run, Run::Stopped) {
+            return Err(VirtioStateError::InUse { id: self.id.clone() });
+        }
+        if state.version != VERSION {
+            return Err(VirtioStateError::Version { found: state.version });
+        }
+        let (found, expected) = (state.device_id, self.device.device_id());
+        if found != expected {
+            return Err(VirtioStateError::DeviceId { expected, found });
+        }
+        let (found, expected) = (state.queues.len(), self.queues.len());
+        if found != expected {
+            return Err(VirtioStateError::QueueCount { expected, found });
+        }
+        let common = &state.common;
+        let impossible = VirtioStateError::Status { status: common.status, active: common.active };
+        let Some((status, needs_reset)) = DeviceStatus::from_bits(common.status) else {
+            return Err(impossible);
+        };
+        let ready = status.phase == Phase::DriverOk;
+        if common.active && !ready || ready && !common.active && !needs_reset {
+            return Err(impossible);
+        }
+        let (features, beyond) = (common.driver_features, common.driver_features_beyond);
+        if status.phase >= Phase::FeaturesOk && !self.are_features_acceptable(features, beyond) {
+            let offered = self.offered_features();
+            return Err(VirtioStateError::Features { found: features, offered });
+        }
+        if common.isr & !(ISR_QUEUE | ISR_CONFIG) != 0 {
+            return Err(VirtioStateError::Isr { isr: common.isr });
+        }
+        let vectors = state.queues.iter().map(|queue| queue.vector);
+        for vector in vectors.chain([common.config_vector]) {
+            if !self.interrupt.is_vector_valid(vector) {
+                return Err(VirtioStateError::Vector { vector });
+            }
+        }
+        for (index, queue) in (0..).zip(&state.queues) {
+            if queue.progress.is_some() != (common.active && queue.enabled) {
+                return Err(VirtioStateError::Progress { index });
+            }
+        }
+        Ok((status, needs_reset))
+    }
+}
+
+fn restore_interrupt(interrupt: &PciInterrupt, state: &VirtioPciState, needs_reset: bool) {
+    interrupt.set_reset_needed(needs_reset);
+    interrupt.set_config_generation(state.common.config_generation);
+    interrupt.set_isr(state.common.isr);
+    interrupt.set_config_vector(state.common.config_vector);
+    for (index, queue) in (0..).zip(&state.queues) {
+        interrupt.set_queue_vector(index, queue.vector);
+    }
+}

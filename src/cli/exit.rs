@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Exit codes, and the one place where an error is printed.
+//!
+//! | code | meaning |
+//! | --- | --- |
+//! | 0 | done: the guest shut down, was sent away, or the VMM was told to end; for `ch-remote`, the request was carried out |
+//! | 1 | it failed: the host cannot do it, the VM could not be started or ended badly; for `ch-remote`, no answer or a refusal |
+//! | 2 | the command line is wrong: nothing was started, nothing was sent |
+//!
+//! A process that a signal kills has no code of ours (the shell shows 128 plus the signal).
+
+use std::error::Error;
+use std::process::ExitCode;
+
+/// Done.
+pub const OK: u8 = 0;
+/// It failed.
+pub const FAILED: u8 = 1;
+/// The command line is wrong.
+pub const USAGE: u8 = 2;
+
+/// Why a program ends badly.
+#[derive(Debug)]
+pub struct Failure {
+    /// [`FAILED`] or [`USAGE`].
+    pub code: u8,
+    /// What is printed: the sentences of the whole chain.
+    pub message: String,
+    /// What the person may do.
+    pub hint: Option<String>,
+}
+
+impl Failure {
+    /// It failed.
+    pub fn failed(error: &dyn Error) -> Self {
+        Self { code: FAILED, message: chain(error), hint: None }
+    }
+
+    /// The command line is wrong.
+    pub fn usage(error: &dyn Error) -> Self {
+        Self { code: USAGE, message: chain(error), hint: None }
+    }
+
+    /// Adds a hint.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// Prints it once, on stderr, and gives the exit code.
+    pub fn report(&self) -> ExitCode {
+        eprintln!("{}", self.text());
+        ExitCode::from(self.code)
+    }
+
+    fn text(&self) -> String {
+        match &self.hint {
+            Some(hint) => format!("Error: {}\nHint: {hint}", self.message),
+            None => format!("Error: {}", self.message),
+        }
+    }
+}
+
+/// All sentences of an error, outermost first. A layer that only passes its source on is not
+/// printed twice.
+pub fn chain(error: &dyn Error) -> String {
+    let mut sentences = vec![error.to_string()];
+    let mut source = error.source();
+    while let Some(inner) = source {
+        let sentence = inner.to_string();
+        if sentences.last() != Some(&sentence) {
+            sentences.push(sentence);
+        }
+        source = inner.source();
+    }
+    sentences.join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    enum Sample {
+        #[error("outer")]
+        Outer(#[source] Box<Sample>),
+        #[error("inner")]
+        Inner,
+    }
+
+    #[test]
+    fn an_error_is_one_line_and_a_hint() {
+        let error = Sample::Outer(Box::new(Sample::Outer(Box::new(Sample::Inner))));
+        let failure = Failure::failed(&error).hint("try again");
+        assert_eq!(failure.text(), "Error: outer: inner\nHint: try again");
+        assert_eq!(Failure::usage(&Sample::Inner).code, USAGE);
+    }
+}

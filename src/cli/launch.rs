@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The command line of `cloud-hypervisor`.
+//!
+//! Owns the options of the process; those that describe a VM have the help of their families. It
+//! must never start anything.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use thiserror::Error;
+use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
+use vmm::api::{ApiSocket, SocketError};
+use vmm::config::console::{ConsoleConfig, DebugConsoleConfig, SerialConfig};
+use vmm::config::cpus::CpusConfig;
+use vmm::config::later::{
+    DeviceConfig, FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
+    VsockConfig,
+};
+use vmm::config::memory::{MemoryConfig, MemoryZoneConfig};
+use vmm::config::migration::RestoreConfig;
+use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
+use vmm::config::rate_limiter::RateLimitGroupConfig;
+use vmm::config::reference::help;
+use vmm::config::small::{BalloonConfig, LandlockConfig, NumaConfig, RngConfig, TpmConfig};
+use vmm::config::{ConfigError, DiskConfig, NetConfig, VmParams};
+use vmm::events::{EventError, EventTarget};
+use vmm::options::{SeccompMode, VmmOptions};
+
+/// What the command line asks for.
+#[derive(Debug)]
+pub enum Launch {
+    /// Print this and end.
+    Print(String),
+    /// Run a VMM.
+    Run(Box<RunArgs>),
+}
+
+/// How to run a VMM. Descriptors and sockets are still texts: they are opened later, once.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct RunArgs {
+    /// `-v`, counted.
+    pub verbosity: u8,
+    /// `--log-file`.
+    pub log_file: Option<PathBuf>,
+    /// `--event-monitor`.
+    pub event_monitor: Option<String>,
+    /// `--api-socket`.
+    pub api_socket: Option<String>,
+    /// `--seccomp`.
+    pub seccomp: SeccompMode,
+    /// `--no-shutdown`.
+    pub no_shutdown: bool,
+    /// The VM, if one is described.
+    pub vm: Option<VmParams>,
+}
+
+/// What is wrong with a command line that clap accepts.
+#[derive(Debug, Error)]
+pub enum LaunchError {
+    /// The configuration.
+    #[error("the configuration is not valid")]
+    Config(#[source] ConfigError),
+    /// `--api-socket`.
+    #[error("the API cannot be offered")]
+    ApiSocket(#[source] SocketError),
+    /// `--event-monitor`.
+    #[error("events cannot be written")]
+    Events(#[source] EventError),
+    /// Known and not built.
+    #[error("'--{option}' is not supported by this version")]
+    Unsupported {
+        /// The option.
+        option: &'static str,
+    },
+    /// A VM without anything to boot.
+    #[error("--{option} describes a VM, and there is no --kernel for it to boot")]
+    NoKernel {
+        /// The option.
+        option: String,
+    },
+    /// Nothing to do.
+    #[error("there is nothing to do: give a VM (--kernel) or an API socket (--api-socket)")]
+    Nothing,
+}
+
+impl RunArgs {
+    /// Opens what was inherited and reads the configuration.
+    ///
+    /// # Errors
+    /// What is wrong with the command line.
+    pub fn into_options(self) -> Result<(VmmOptions, Option<EventTarget>), LaunchError> {
+        let initial_vm =
+            self.vm.map(VmParams::into_config).transpose().map_err(LaunchError::Config)?;
+        let api_socket = self
+            .api_socket
+            .map(|text| ApiSocket::parse(&text))
+            .transpose()
+            .map_err(LaunchError::ApiSocket)?;
+        let events = self
+            .event_monitor
+            .map(|text| EventTarget::parse(&text))
+            .transpose()
+            .map_err(LaunchError::Events)?;
+        let (seccomp, no_shutdown) = (self.seccomp, self.no_shutdown);
+        Ok((VmmOptions { api_socket, initial_vm, seccomp, no_shutdown }, events))
+    }
+}
+
+/// Reads a command line; the first argument is the program.
+///
+/// # Errors
+/// What clap says about it, help included.
+pub fn parse<I>(args: I) -> Result<Result<Launch, LaunchError>, clap::Error>
+where
+    I: IntoIterator,
+    I::Item: Into<OsString>,
+{
+    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    // Making the help texts costs more than everything else, and almost nobody reads them.
+    let with_help = args.len() == 1 || args.iter().any(|arg| arg == "--help" || arg == "-h");
+    let matches = command(with_help).try_get_matches_from(args)?;
+    Ok(read(&matches))
+}
+
+fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
+    if matches.get_flag("version") {
+        return Ok(Launch::Print(format!(
+            "cloud-hypervisor v{COMPATIBLE_VERSION}\n{BUILD_VERSION}"
+        )));
+    }
+    if matches.get_flag("print-openapi") {
+        let text = vmm::api::openapi::document_json();
+        return Ok(Launch::Print(text.trim_end().to_owned()));
+    }
+    if matches.contains_id("restore") {
+        return Err(LaunchError::Unsupported { option: "restore" });
+    }
+    let one = |name: &str| matches.get_one::<String>(name).cloned();
+    let payload = ["kernel", "firmware", "igvm"].iter().any(|name| matches.contains_id(name));
+    let vm = if payload {
+        Some(params(matches))
+    } else if let Some(option) = VM_OPTIONS.iter().find(|name| given(matches, name)) {
+        return Err(LaunchError::NoKernel { option: (*option).to_owned() });
+    } else {
+        None
+    };
+    let run = RunArgs {
+        verbosity: matches.get_count("v"),
+        log_file: one("log-file").map(PathBuf::from),
+        event_monitor: one("event-monitor"),
+        api_socket: one("api-socket"),
+        seccomp: match one("seccomp").as_deref() {
+            Some("false") => SeccompMode::Off,
+            Some("log") => SeccompMode::Log,
+            _ => SeccompMode::Enforce,
+        },
+        no_shutdown: matches.get_flag("no-shutdown"),
+        vm,
+    };
+    if run.vm.is_none() && run.api_socket.is_none() {
+        return Err(LaunchError::Nothing);
+    }
+    Ok(Launch::Run(Box::new(run)))
+}
+
+/// Options that make no sense without a VM.
+const VM_OPTIONS: [&str; 28] = [
+    "cpus",
+    "memory",
+    "memory-zone",
+    "initramfs",
+    "cmdline",
+    "host-data",
+    "rate-limit-group",
+    "disk",
+    "net",
+    "rng",
+    "balloon",
+    "fs",
+    "generic-vhost-user",
+    "pmem",
+    "serial",
+    "console",
+    "debug-console",
+    "device",
+    "user-device",
+    "vdpa",
+    "vsock",
+    "numa",
+    "pci-segment",
+    "platform",
+    "tpm",
+    "watchdog",
+    "pvpanic",
+    "landlock-rules",
+];
+
+fn given(matches: &ArgMatches, name: &str) -> bool {
+    matches.value_source(name) == Some(clap::parser::ValueSource::CommandLine)
+}
+
+fn params(matches: &ArgMatches) -> VmParams {
+    let one = |name: &str| matches.get_one::<String>(name).cloned();
+    let many = |name: &str| -> Vec<String> {
+        matches.get_many::<String>(name).into_iter().flatten().cloned().collect()
+    };
+    VmParams {
+        cpus: one("cpus"),
+        memory: one("memory"),
+        memory_zones: many("memory-zone"),
+        firmware: one("firmware"),
+        kernel: one("kernel"),
+        initramfs: one("initramfs"),
+        cmdline: one("cmdline"),
+        igvm: one("igvm"),
+        host_data: one("host-data"),
+        rate_limit_groups: many("rate-limit-group"),
+        disks: many("disk"),
+        net: many("net"),
+        rng: one("rng"),
+        balloon: one("balloon"),
+        fs: many("fs"),
+        generic_vhost_user: many("generic-vhost-user"),
+        pmem: many("pmem"),
+        serial: one("serial"),
+        console: one("console"),
+        debug_console: one("debug-console"),
+        devices: many("device"),
+        user_devices: many("user-device"),
+        vdpa: many("vdpa"),
+        vsock: one("vsock"),
+        numa: many("numa"),
+        pci_segments: many("pci-segment"),
+        platform: one("platform"),
+        tpm: one("tpm"),
+        watchdog: matches.get_flag("watchdog"),
+        pvpanic: matches.get_flag("pvpanic"),
+        landlock: matches.get_flag("landlock"),
+        landlock_rules: many("landlock-rules"),
+    }
+}
+
+/// The command line; with empty help texts unless they are wanted.
+pub fn command(with_help: bool) -> Command {
+    let text = |make: fn() -> String| if with_help { make() } else { String::new() };
+    let say = |help: &'static str| if with_help { help } else { "" };
+    let one = |name: &'static str, help: String| {
+        Arg::new(name).long(name).num_args(1).value_name("OPTIONS").help(help)
+    };
+    let many =
+        |name: &'static str, help: String| one(name, help).num_args(1..).action(ArgAction::Append);
+    let path = |name: &'static str, help: &'static str| {
+        Arg::new(name).long(name).num_args(1).value_name("PATH").help(say(help))
+    };
+    let flag = |name: &'static str, help: &'static str| {
+        Arg::new(name).long(name).action(ArgAction::SetTrue).help(say(help))
+    };
+    let where_to = |name: &'static str, help: &'static str| {
+        Arg::new(name).long(name).num_args(1).value_name("path=PATH|fd=FD").help(say(help))
+    };
+    Command::new("cloud-hypervisor")
+        .about("Launch a VMM, and in it a VM if one is described.")
+        .arg_required_else_help(true)
+        .args_override_self(false)
+        .after_help(say("Exit codes: 0 done, 1 it failed, 2 the command line is wrong.\n\
+             The options are described in docs/options.md."))
+        .args([
+            where_to("api-socket", "Unix socket on which the HTTP API listens"),
+            one("balloon", text(help::<BalloonConfig>)),
+            one("cmdline", say("Kernel command line").to_owned()).value_name("TEXT"),
+            one("console", text(help::<ConsoleConfig>)),
+            one("cpus", text(help::<CpusConfig>)),
+            one("debug-console", text(help::<DebugConsoleConfig>)),
+            many("device", text(help::<DeviceConfig>)),
+            many("disk", text(help::<DiskConfig>)),
+            where_to("event-monitor", "Where events are written"),
+            path("firmware", "Firmware image (not supported by this version)"),
+            many("fs", text(help::<FsConfig>)),
+            many("generic-vhost-user", text(help::<GenericVhostUserConfig>)),
+            one("host-data", say("Host data (not supported by this version)").to_owned())
+                .value_name("TEXT"),
+            path("igvm", "IGVM image (not supported by this version)"),
+            path("initramfs", "Initial RAM file system"),
+            path("kernel", "Kernel: an ELF file with a PVH entry, or a bzImage"),
+            flag("landlock", "Confine the process (not supported by this version)"),
+            many("landlock-rules", text(help::<LandlockConfig>)),
+            path("log-file", "File for log messages instead of stderr"),
+            one("memory", text(help::<MemoryConfig>)),
+            many("memory-zone", text(help::<MemoryZoneConfig>)),
+            many("net", text(help::<NetConfig>)),
+            flag("no-shutdown", "Stay when the guest shuts down"),
+            many("numa", text(help::<NumaConfig>)),
+            many("pci-segment", text(help::<PciSegmentConfig>)),
+            one("platform", text(help::<PlatformConfig>)),
+            many("pmem", text(help::<PmemConfig>)),
+            flag("print-openapi", "Print the description of the API").hide(true),
+            flag("pvpanic", "Panic device (not supported by this version)"),
+            many("rate-limit-group", text(help::<RateLimitGroupConfig>)),
+            one("restore", text(help::<RestoreConfig>)),
+            one("rng", text(help::<RngConfig>)),
+            one("seccomp", say("What happens at a forbidden system call").to_owned())
+                .value_name("MODE")
+                .value_parser(["true", "false", "log"])
+                .default_value("true"),
+            one("serial", text(help::<SerialConfig>)),
+            one("tpm", text(help::<TpmConfig>)),
+            many("user-device", text(help::<UserDeviceConfig>)),
+            Arg::new("v")
+                .short('v')
+                .action(ArgAction::Count)
+                .help(say("More messages; twice, more")),
+            many("vdpa", text(help::<VdpaConfig>)),
+            flag("version", "Print the version").short('V'),
+            one("vsock", text(help::<VsockConfig>)),
+            flag("watchdog", "Watchdog device (not supported by this version)"),
+        ])
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    fn run(args: &str) -> RunArgs {
+        let args = std::iter::once("cloud-hypervisor").chain(args.split(' '));
+        match parse(args).unwrap().unwrap() {
+            Launch::Run(run) => *run,
+            other @ Launch::Print(_) => panic!("{other:?}"),
+        }
+    }
+
+    fn error(args: &str) -> LaunchError {
+        let args = std::iter::once("cloud-hypervisor").chain(args.split(' '));
+        parse(args).unwrap().unwrap_err()
+    }
+
+    #[test]
+    fn several_values_may_follow_one_option() {
+        let vm = run("--kernel k --disk path=a path=b --disk path=c --net tap=t -vv").vm.unwrap();
+        assert_eq!(vm.disks, ["path=a", "path=b", "path=c"]);
+        assert_eq!(vm.net, ["tap=t"]);
+        assert_eq!(run("--kernel k -vvv").verbosity, 3);
+    }
+
+    #[test]
+    fn the_command_line_of_everyday_use() {
+        let run = run("--api-socket /s --cpus boot=2 --memory size=1G --kernel /k --initramfs /i \
+                       --cmdline x --serial tty --console off --rng src=/dev/urandom \
+                       --seccomp log --event-monitor path=/e --log-file /l");
+        assert_eq!(run.api_socket.as_deref(), Some("/s"));
+        assert_eq!(run.seccomp, SeccompMode::Log);
+        let (options, events) = run.into_options().unwrap();
+        assert!(matches!(events, Some(EventTarget::Path(_))));
+        assert_eq!(options.initial_vm.unwrap().cpus.boot_vcpus, 2);
+        assert!(matches!(options.api_socket, Some(ApiSocket::Path(_))));
+    }
+
+    #[test]
+    fn mistakes() {
+        assert!(matches!(error("--api-socket /s --disk path=a"), LaunchError::NoKernel { .. }));
+        assert!(matches!(error("-v"), LaunchError::Nothing));
+        assert!(matches!(error("--restore source_url=x"), LaunchError::Unsupported { .. }));
+        let args = ["cloud-hypervisor", "--kernal", "k"];
+        let message = parse(args).unwrap_err().to_string();
+        assert!(message.contains("--kernel"), "a suggestion is missing: {message}");
+        assert!(parse(["cloud-hypervisor", "--seccomp", "maybe"]).is_err());
+        let config = run("--kernel k --disk pth=/a").into_options().unwrap_err();
+        assert!(super::super::exit::chain(&config).ends_with("did you mean 'path'?"));
+    }
+
+    #[test]
+    fn the_version_can_be_read_by_tools() {
+        let Launch::Print(text) = parse(["cloud-hypervisor", "--version"]).unwrap().unwrap() else {
+            panic!("nothing is printed");
+        };
+        assert_eq!(text.lines().next(), Some("cloud-hypervisor v53.0.0"));
+    }
+
+    #[test]
+    fn every_option_has_help_and_a_sorted_place() {
+        let command = command(true);
+        command.clone().debug_assert();
+        let names: Vec<_> = command.get_arguments().map(|arg| arg.get_id().to_string()).collect();
+        assert!(names.is_sorted(), "{names:?}");
+        for arg in command.get_arguments() {
+            assert!(arg.get_help().is_some_and(|help| !help.to_string().is_empty()), "{arg}");
+        }
+        for name in VM_OPTIONS {
+            assert!(names.iter().any(|known| known == name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Where log messages go: stderr or a file, a line each, with the time since the start.
+//!
+//! Owns the form of a line. Lines of different threads never mix: each is one write.
+
+use std::fs::File;
+use std::io::{self, IsTerminal as _, Write as _};
+use std::path::Path;
+
+use log::{LevelFilter, Log, Metadata, Record};
+use thiserror::Error;
+use vmm::events;
+
+/// Why there is no log.
+#[derive(Debug, Error)]
+pub enum LogError {
+    /// The file cannot be made.
+    #[error("the log file '{path}' cannot be made")]
+    Create {
+        /// Its path.
+        path: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// There is one already.
+    #[error("there is a logger already")]
+    Twice,
+}
+
+enum Output {
+    Stderr,
+    File(File),
+}
+
+struct Logger {
+    output: Output,
+    line_end: &'static str,
+}
+
+impl Log for Logger {
+    fn enabled(&self, _metadata: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        let line = line(record, self.line_end);
+        // Nobody can be told that telling failed.
+        let _ = match &self.output {
+            Output::Stderr => io::stderr().write_all(line.as_bytes()),
+            Output::File(file) => (&*file).write_all(line.as_bytes()),
+        };
+    }
+
+    fn flush(&self) {}
+}
+
+fn line(record: &Record<'_>, end: &str) -> String {
+    let thread = std::thread::current();
+    let place = match (record.file(), record.line()) {
+        (Some(file), Some(line)) => format!("{file}:{line}"),
+        _ => record.target().to_owned(),
+    };
+    format!(
+        "cloud-hypervisor: {:>10.6}s: <{}> {}:{place} -- {}{end}",
+        events::uptime().as_secs_f64(),
+        thread.name().unwrap_or("anonymous"),
+        record.level(),
+        record.args(),
+    )
+}
+
+/// Starts logging.
+///
+/// # Errors
+/// The file cannot be made, or logging was started before.
+pub fn start(verbosity: u8, file: Option<&Path>) -> Result<(), LogError> {
+    let output = match file {
+        None => Output::Stderr,
+        Some(path) => Output::File(
+            File::create(path)
+                .map_err(|source| LogError::Create { path: path.display().to_string(), source })?,
+        ),
+    };
+    // A terminal may be in raw mode while the guest uses it.
+    let raw = matches!(output, Output::Stderr) && io::stderr().is_terminal();
+    let logger = Logger { output, line_end: if raw { "\r\n" } else { "\n" } };
+    log::set_boxed_logger(Box::new(logger)).map_err(|_| LogError::Twice)?;
+    log::set_max_level(match verbosity {
+        0 => LevelFilter::Warn,
+        1 => LevelFilter::Info,
+        2 => LevelFilter::Debug,
+        _ => LevelFilter::Trace,
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_names_time_thread_level_and_place() {
+        let record = Record::builder()
+            .args(format_args!("hello"))
+            .level(log::Level::Warn)
+            .file(Some("a.rs"))
+            .line(Some(7))
+            .build();
+        let line = line(&record, "\n");
+        assert!(line.starts_with("cloud-hypervisor:   "), "{line}");
+        assert!(line.ends_with("> WARN:a.rs:7 -- hello\n"), "{line}");
+    }
+}

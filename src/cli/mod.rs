@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The command lines of both binaries.
+//!
+//! - [`launch`]: `cloud-hypervisor`, from arguments to what the VMM is started with.
+//! - [`remote`]: `ch-remote`, from arguments to one request and its output.
+//! - [`exit`]: exit codes, and how an error is printed.
+//! - [`logger`]: where log messages go.
+
+pub mod exit;
+pub mod launch;
+pub mod logger;
+pub mod remote;

@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The command line of `ch-remote`: one subcommand, one request, its answer on stdout.
+//!
+//! Owns the table of subcommands. What the VMM refuses is not judged here: unsupported requests
+//! are sent and come back with the VMM's own words.
+
+use std::io::Read as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use serde::Serialize;
+use serde_json::{Value, json};
+use thiserror::Error;
+use vmm::api::client::{Client, ClientError};
+use vmm::api::endpoints::Method;
+use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
+use vmm::config::codec::{Bytes, ValueCodec as _};
+use vmm::config::later::{
+    DeviceConfig, FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
+    VsockConfig,
+};
+use vmm::config::migration::RestoreConfig;
+use vmm::config::reference::help;
+use vmm::config::{
+    ConfigError, DiskConfig, Family, NetConfig, OptionError, ReceiveMigrationData,
+    SendMigrationData,
+};
+
+/// Time between two looks at a migration.
+const POLL: Duration = Duration::from_millis(100);
+
+/// Why a command was not carried out.
+#[derive(Debug, Error)]
+pub enum RemoteError {
+    /// The VMM refuses, or does not answer.
+    #[error("{command} failed")]
+    Request {
+        /// The subcommand.
+        command: String,
+        /// Why.
+        #[source]
+        source: ClientError,
+    },
+    /// An option string cannot be read.
+    #[error("the argument of {command} cannot be read")]
+    Option {
+        /// The subcommand.
+        command: String,
+        /// Why.
+        #[source]
+        source: OptionError,
+    },
+    /// An argument is not allowed.
+    #[error("the argument of {command} is not valid")]
+    Config {
+        /// The subcommand.
+        command: String,
+        /// Why.
+        #[source]
+        source: ConfigError,
+    },
+    /// A number cannot be read.
+    #[error("'{text}' is not a valid {what}: {reason}")]
+    Number {
+        /// What it should be.
+        what: &'static str,
+        /// What it is.
+        text: String,
+        /// What was expected.
+        reason: String,
+    },
+    /// The configuration cannot be read.
+    #[error("the configuration '{path}' cannot be read")]
+    Read {
+        /// The file, `-` for stdin.
+        path: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The migration that was waited for failed.
+    #[error("the migration failed in phase {phase}{reason}; ask vm.info where the guest is")]
+    Migration {
+        /// Its last phase.
+        phase: String,
+        /// Empty, or why, after a colon.
+        reason: String,
+    },
+    /// The VMM went away while it was asked about the migration.
+    #[error("the VMM ended in phase {phase} of the migration, look at the destination")]
+    Vanished {
+        /// The last phase that was seen.
+        phase: String,
+        /// What asking ended with.
+        #[source]
+        source: ClientError,
+    },
+}
+
+impl RemoteError {
+    /// Whether the command line is to blame and nothing was sent.
+    pub fn is_usage(&self) -> bool {
+        matches!(self, Self::Option { .. } | Self::Config { .. } | Self::Number { .. })
+    }
+}
+
+/// What is sent.
+#[derive(Debug, PartialEq)]
+pub struct Call {
+    /// Method.
+    pub method: Method,
+    /// Path below the root of the API.
+    pub path: &'static str,
+    /// Body as JSON text.
+    pub body: Option<String>,
+    /// Wait for the end of the migration that this begins.
+    pub wait: bool,
+}
+
+/// A subcommand without arguments.
+const SIMPLE: [(&str, Method, &str, &str); 13] = [
+    ("boot", Method::Put, "vm.boot", "Boot a created VM"),
+    ("counters", Method::Get, "vm.counters", "Counters from the VM"),
+    ("delete", Method::Put, "vm.delete", "Delete a VM"),
+    ("info", Method::Get, "vm.info", "Info on the VM"),
+    (
+        "migration-progress",
+        Method::Get,
+        "vm.migration-progress",
+        "Progress of the migration that goes on, or the last one",
+    ),
+    ("nmi", Method::Put, "vm.nmi", "Trigger an NMI"),
+    ("pause", Method::Put, "vm.pause", "Pause the VM"),
+    ("ping", Method::Get, "vmm.ping", "Ping the VMM to check for API server availability"),
+    ("power-button", Method::Put, "vm.power-button", "Trigger a power button in the VM"),
+    ("reboot", Method::Put, "vm.reboot", "Reboot the VM"),
+    ("resume", Method::Put, "vm.resume", "Resume the VM"),
+    ("shutdown", Method::Put, "vm.shutdown", "Shutdown the VM"),
+    ("shutdown-vmm", Method::Put, "vmm.shutdown", "Shutdown the VMM"),
+];
+
+/// The command line.
+pub fn command() -> Command {
+    let option = |name: &'static str, help: String| {
+        Command::new(name).arg(Arg::new("config").index(1).required(true).help(help))
+    };
+    let number =
+        |name: &'static str, help: &'static str| Arg::new(name).long(name).num_args(1).help(help);
+    let mut commands: Vec<Command> =
+        SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();
+    commands.extend([
+        option("add-device", help::<DeviceConfig>()).about("Add a host device"),
+        option("add-disk", help::<DiskConfig>()).about("Add a block device"),
+        option("add-fs", help::<FsConfig>()).about("Add a shared directory"),
+        option("add-generic-vhost-user", help::<GenericVhostUserConfig>())
+            .about("Add a vhost-user device"),
+        option("add-net", help::<NetConfig>()).about("Add a network device"),
+        option("add-pmem", help::<PmemConfig>()).about("Add persistent memory"),
+        option("add-user-device", help::<UserDeviceConfig>())
+            .about("Add a device of another process"),
+        option("add-vdpa", help::<VdpaConfig>()).about("Add a vDPA device"),
+        option("add-vsock", help::<VsockConfig>()).about("Add a socket device"),
+        option("coredump", "Where the dump goes: file:///<path>".to_owned())
+            .about("Create a coredump from the VM"),
+        Command::new("create").about("Create a VM from a JSON configuration").arg(
+            Arg::new("path").index(1).default_value("-").help("File with the JSON, - for stdin"),
+        ),
+        option("receive-migration", receive_help()).about("Receive a VM migration"),
+        option("remove-device", "Name of the device".to_owned()).about("Remove a device"),
+        Command::new("resize")
+            .about("Resize the VM")
+            .arg(number("balloon", "New balloon size in bytes (K, M, G allowed)"))
+            .arg(number("cpus", "New number of vCPUs"))
+            .arg(number("memory", "New memory size in bytes (K, M, G allowed)")),
+        Command::new("resize-disk")
+            .about("Resize a disk")
+            .arg(number("disk", "Name of the disk").required(true))
+            .arg(number("size", "New size in bytes (K, M, G allowed)").required(true)),
+        Command::new("resize-zone")
+            .about("Resize a memory zone")
+            .arg(number("id", "Name of the zone").required(true))
+            .arg(number("size", "New size in bytes (K, M, G allowed)").required(true)),
+        option("restore", help::<RestoreConfig>()).about("Restore a VM from a snapshot"),
+        option("send-migration", send_help())
+            .about("Send the VM to another VMM")
+            .arg(
+                Arg::new("local")
+                    .long("local")
+                    .action(ArgAction::SetTrue)
+                    .help("Same as local=on (older spelling)"),
+            )
+            .arg(
+                Arg::new("wait")
+                    .long("wait")
+                    .action(ArgAction::SetTrue)
+                    .help("Return when the migration has ended"),
+            ),
+        option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
+            .about("Create a snapshot from the VM"),
+    ]);
+    commands.sort_by(|left, right| left.get_name().cmp(right.get_name()));
+    Command::new("ch-remote")
+        .about("Remotely control a cloud-hypervisor VMM.")
+        .version(format!("v{COMPATIBLE_VERSION} ({BUILD_VERSION})"))
+        .arg_required_else_help(true)
+        .subcommand_required(true)
+        .arg(
+            Arg::new("api-socket")
+                .long("api-socket")
+                .num_args(1)
+                .required(true)
+                .value_name("PATH")
+                .help("Unix socket of the VMM"),
+        )
+        .after_help("Exit codes: 0 done, 1 it failed, 2 the command line is wrong.")
+        .subcommands(commands)
+}
+
+fn send_help() -> String {
+    format!("<destination_url>, or {}", help::<SendMigrationData>())
+}
+
+fn receive_help() -> String {
+    format!("<receiver_url>, or {}", help::<ReceiveMigrationData>())
+}
+
+/// Carries out what the command line says; the text is what goes to stdout.
+///
+/// # Errors
+/// It was not done.
+pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
+    let socket = matches.get_one::<String>("api-socket").map(PathBuf::from).unwrap_or_default();
+    let Some((name, sub)) = matches.subcommand() else { return Ok(None) };
+    let call = call(name, sub)?;
+    let client = Client::new(socket);
+    let answer = client
+        .ask(call.method, call.path, call.body)
+        .map_err(|source| RemoteError::Request { command: name.to_owned(), source })?;
+    if call.wait {
+        wait(&client)?;
+    }
+    Ok(answer.map(|text| pretty(&text)))
+}
+
+/// JSON for people.
+fn pretty(text: &str) -> String {
+    serde_json::from_str::<Value>(text)
+        .and_then(|value| serde_json::to_string_pretty(&value))
+        .unwrap_or_else(|_| text.to_owned())
+}
+
+/// Turns a subcommand into a request.
+///
+/// # Errors
+/// Its arguments cannot be read.
+pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
+    if let Some((_, method, path, _)) = SIMPLE.iter().find(|(known, ..)| *known == name) {
+        return Ok(Call { method: *method, path, body: None, wait: false });
+    }
+    let config = || matches.get_one::<String>("config").cloned().unwrap_or_default();
+    let put = |path, body: &Value| Call {
+        method: Method::Put,
+        path,
+        body: Some(body.to_string()),
+        wait: false,
+    };
+    Ok(match name {
+        "add-device" => put("vm.add-device", &family::<DeviceConfig>(name, &config())?),
+        "add-disk" => put("vm.add-disk", &family::<DiskConfig>(name, &config())?),
+        "add-fs" => put("vm.add-fs", &family::<FsConfig>(name, &config())?),
+        "add-generic-vhost-user" => {
+            put("vm.add-generic-vhost-user", &family::<GenericVhostUserConfig>(name, &config())?)
+        }
+        "add-net" => put("vm.add-net", &family::<NetConfig>(name, &config())?),
+        "add-pmem" => put("vm.add-pmem", &family::<PmemConfig>(name, &config())?),
+        "add-user-device" => {
+            put("vm.add-user-device", &family::<UserDeviceConfig>(name, &config())?)
+        }
+        "add-vdpa" => put("vm.add-vdpa", &family::<VdpaConfig>(name, &config())?),
+        "add-vsock" => put("vm.add-vsock", &family::<VsockConfig>(name, &config())?),
+        "restore" => put("vm.restore", &family::<RestoreConfig>(name, &config())?),
+        "coredump" => put("vm.coredump", &json!({"destination_url": config()})),
+        "snapshot" => put("vm.snapshot", &json!({"destination_url": config()})),
+        "remove-device" => put("vm.remove-device", &json!({"id": config()})),
+        "resize" => put("vm.resize", &resize(matches)?),
+        "resize-disk" => {
+            let id = matches.get_one::<String>("disk");
+            put("vm.resize-disk", &json!({"id": id, "desired_size": bytes(matches, "size")?}))
+        }
+        "resize-zone" => {
+            let id = matches.get_one::<String>("id");
+            put("vm.resize-zone", &json!({"id": id, "desired_ram": bytes(matches, "size")?}))
+        }
+        "create" => Call {
+            method: Method::Put,
+            path: "vm.create",
+            body: Some(configuration(matches)?),
+            wait: false,
+        },
+        "send-migration" => send(matches, &config())?,
+        "receive-migration" => {
+            let data = ReceiveMigrationData::parse_or_url(&config())
+                .map_err(|source| RemoteError::Option { command: name.to_owned(), source })?;
+            data.validate()
+                .map_err(|source| RemoteError::Config { command: name.to_owned(), source })?;
+            put("vm.receive-migration", &to_json(&data))
+        }
+        // clap knows no other.
+        other => unreachable!("subcommand {other}"),
+    })
+}
+
+fn send(matches: &ArgMatches, config: &str) -> Result<Call, RemoteError> {
+    let command = || "send-migration".to_owned();
+    let mut data = SendMigrationData::parse_or_url(config)
+        .map_err(|source| RemoteError::Option { command: command(), source })?;
+    data.local |= matches.get_flag("local");
+    data.validate().map_err(|source| RemoteError::Config { command: command(), source })?;
+    Ok(Call {
+        method: Method::Put,
+        path: "vm.send-migration",
+        body: Some(to_json(&data).to_string()),
+        wait: matches.get_flag("wait"),
+    })
+}
+
+fn to_json<T: Serialize>(value: &T) -> Value {
+    // Families have string keys and plain values only; writing them cannot fail.
+    serde_json::to_value(value).unwrap_or_default()
+}
+
+fn family<T: Family + Serialize>(command: &str, text: &str) -> Result<Value, RemoteError> {
+    T::parse(text)
+        .map(|value| to_json(&value))
+        .map_err(|source| RemoteError::Option { command: command.to_owned(), source })
+}
+
+fn bytes(matches: &ArgMatches, name: &'static str) -> Result<Option<u64>, RemoteError> {
+    let Some(text) = matches.get_one::<String>(name) else { return Ok(None) };
+    Bytes::parse(text).map(Some).map_err(|reason| RemoteError::Number {
+        what: "size",
+        text: text.clone(),
+        reason,
+    })
+}
+
+fn resize(matches: &ArgMatches) -> Result<Value, RemoteError> {
+    let cpus = matches.get_one::<String>("cpus");
+    let cpus: Option<u32> = cpus
+        .map(|text| {
+            text.parse().map_err(|_| RemoteError::Number {
+                what: "number of vCPUs",
+                text: text.clone(),
+                reason: "expected a whole number".to_owned(),
+            })
+        })
+        .transpose()?;
+    Ok(json!({
+        "desired_vcpus": cpus,
+        "desired_ram": bytes(matches, "memory")?,
+        "desired_balloon": bytes(matches, "balloon")?,
+    }))
+}
+
+fn configuration(matches: &ArgMatches) -> Result<String, RemoteError> {
+    let path = matches.get_one::<String>("path").cloned().unwrap_or_default();
+    let mut text = String::new();
+    let read = if path == "-" {
+        std::io::stdin().read_to_string(&mut text).map(|_| ())
+    } else {
+        std::fs::read_to_string(&path).map(|content| text = content)
+    };
+    read.map_err(|source| RemoteError::Read { path, source })?;
+    Ok(text)
+}
+
+/// Waits until the migration that goes on has ended.
+fn wait(client: &Client) -> Result<(), RemoteError> {
+    let mut phase = "unknown".to_owned();
+    loop {
+        let text = client
+            .ask(Method::Get, "vm.migration-progress", None)
+            .map_err(|source| RemoteError::Vanished { phase: phase.clone(), source })?;
+        let document: Value =
+            text.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default();
+        let now = document["phase"].as_str().unwrap_or("unknown");
+        match now {
+            "done" => return Ok(()),
+            "failed" => {
+                let reason = document["error"].as_str().map(|why| format!(": {why}"));
+                return Err(RemoteError::Migration { phase, reason: reason.unwrap_or_default() });
+            }
+            _ => now.clone_into(&mut phase),
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    fn parse(args: &str) -> Result<Call, RemoteError> {
+        let args = ["ch-remote", "--api-socket", "/s"].into_iter().chain(args.split(' '));
+        let matches = command().try_get_matches_from(args).unwrap();
+        let (name, sub) = matches.subcommand().unwrap();
+        call(name, sub)
+    }
+
+    #[test]
+    fn simple_commands() {
+        let call = parse("info").unwrap();
+        assert_eq!((call.method, call.path, call.body), (Method::Get, "vm.info", None));
+        assert_eq!(parse("shutdown-vmm").unwrap().path, "vmm.shutdown");
+        assert_eq!(parse("power-button").unwrap().path, "vm.power-button");
+    }
+
+    #[test]
+    fn migrations() {
+        let body = |args: &str| -> Value {
+            serde_json::from_str(&parse(args).unwrap().body.unwrap()).unwrap()
+        };
+        let old = body("send-migration unix:/x --local");
+        assert_eq!((&old["destination_url"], &old["local"]), (&json!("unix:/x"), &json!(true)));
+        let new = body("send-migration destination_url=tcp:h:1,memory_mode=postcopy,downtime_ms=5");
+        assert_eq!((&new["memory_mode"], &new["downtime_ms"]), (&json!("Postcopy"), &json!(5)));
+        assert!(parse("send-migration --wait tcp:h:1").unwrap().wait);
+        let receive = body("receive-migration receiver_url=tcp:0.0.0.0:1,memory_mode=postcopy");
+        assert_eq!(receive["receiver_url"], "tcp:0.0.0.0:1");
+        for bad in ["send-migration http://x", "receive-migration receiver=x"] {
+            assert!(parse(bad).unwrap_err().is_usage(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_the_vmm_refuses_is_sent_all_the_same() {
+        let disk = parse("add-disk path=/d,readonly=on").unwrap();
+        assert_eq!(disk.path, "vm.add-disk");
+        let body: Value = serde_json::from_str(&disk.body.unwrap()).unwrap();
+        assert_eq!((&body["path"], &body["readonly"]), (&json!("/d"), &json!(true)));
+        let resize = parse("resize --memory 2G").unwrap().body.unwrap();
+        let body: Value = serde_json::from_str(&resize).unwrap();
+        assert_eq!(body["desired_ram"], json!(2_u64 << 30));
+        assert!(parse("resize --memory 2X").unwrap_err().is_usage());
+        assert!(parse("add-disk pth=/d").unwrap_err().is_usage());
+    }
+
+    #[test]
+    fn every_subcommand_has_help() {
+        let command = command();
+        command.clone().debug_assert();
+        for sub in command.get_subcommands() {
+            assert!(sub.get_about().is_some(), "{}", sub.get_name());
+        }
+        let names: Vec<_> = command.get_subcommands().map(Command::get_name).collect();
+        assert!(names.is_sorted());
+    }
+
+    #[test]
+    fn output_is_pretty() {
+        assert_eq!(pretty(r#"{"a":1}"#), "{\n  \"a\": 1\n}");
+        assert_eq!(pretty("plain"), "plain");
+    }
+}

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What the binaries `cloud-hypervisor` and `ch-remote` share: command lines, logging, exit codes.
+//!
+//! It must never know how anything works; that is the business of the `vmm` crate.
+
+pub mod cli;

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The name of the machine that figures come from.
+
+use std::fs;
+
+/// Processor, number of CPUs, memory, kernel.
+pub fn name() -> String {
+    let field = |path: &str, name: &str| {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        text.lines()
+            .find_map(|line| Some(line.strip_prefix(name)?.split_once(':')?.1.trim().to_owned()))
+            .unwrap_or_else(|| "?".to_owned())
+    };
+    let cpus = std::thread::available_parallelism().map_or(0, usize::from);
+    let kib: u64 = field("/proc/meminfo", "MemTotal")
+        .split_ascii_whitespace()
+        .next()
+        .and_then(|word| word.parse().ok())
+        .unwrap_or(0);
+    let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    format!(
+        "{}, {cpus} CPUs, {} GiB, Linux {}",
+        field("/proc/cpuinfo", "model name"),
+        kib.div_ceil(1 << 20),
+        kernel.trim()
+    )
+}

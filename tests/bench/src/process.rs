@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A VMM's memory beside guest RAM, and guest RAM as a file, from `/proc`.
+//!
+//! Owns the reading of `smaps`. Must never bring a page into memory.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::PathBuf;
+
+/// What is resident beside guest RAM, KiB.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// All.
+    pub total_kib: u64,
+    /// Of it, anonymous.
+    pub anonymous_kib: u64,
+}
+
+/// Sums up all mappings but those of memfds, which hold guest RAM.
+pub fn resident(pid: u32) -> io::Result<Resident> {
+    Ok(sum(&fs::read_to_string(format!("/proc/{pid}/smaps"))?))
+}
+
+fn sum(smaps: &str) -> Resident {
+    let mut sum = Resident::default();
+    let mut counted = true;
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let Some(first) = words.next() else { continue };
+        let value = || line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok();
+        match first {
+            "Rss:" if counted => sum.total_kib += value().unwrap_or(0),
+            "Anonymous:" if counted => sum.anonymous_kib += value().unwrap_or(0),
+            // A header: addresses, permissions, offset, device, inode, path.
+            range if !range.ends_with(':') && range.contains('-') => {
+                counted = !line.contains("/memfd:");
+            }
+            _ => {}
+        }
+    }
+    sum
+}
+
+/// The memfd of guest RAM that a process has open; none before it has made it.
+pub fn guest_ram(pid: u32) -> Option<File> {
+    for entry in fs::read_dir(format!("/proc/{pid}/fd")).ok()? {
+        let path: PathBuf = entry.ok()?.path();
+        let target = fs::read_link(&path).ok()?.to_string_lossy().into_owned();
+        let is_ram = ["/memfd:ram-", "/memfd:memory-backend-memfd", "/memfd:ch_ram"]
+            .iter()
+            .any(|name| target.starts_with(name));
+        if is_ram {
+            return File::open(path).ok();
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMAPS: &str = "\
+00400000-00500000 r-xp 00000000 08:01 12 /usr/bin/vmm
+Size:               1024 kB
+Rss:                 800 kB
+Anonymous:             4 kB
+VmFlags: rd ex mr mw me
+7f0000000000-7f0040000000 rw-s 00000000 00:01 99 /memfd:ram-0 (deleted)
+Rss:              900000 kB
+Anonymous:             0 kB
+7f1000000000-7f1000100000 rw-p 00000000 00:00 0
+Rss:                 100 kB
+Anonymous:           100 kB
+";
+
+    #[test]
+    fn guest_ram_is_left_out() {
+        assert_eq!(sum(SMAPS), Resident { total_kib: 900, anonymous_kib: 104 });
+    }
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What a benchmark found: figures, and targets that are met or not; as text and as JSON.
+//!
+//! Owns the form of both. Must never know what was measured.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+/// One measured thing.
+#[derive(Debug, Serialize)]
+pub struct Figure {
+    /// What was measured, in words.
+    pub name: String,
+    /// Median.
+    pub value: f64,
+    /// Smallest.
+    pub min: f64,
+    /// Largest.
+    pub max: f64,
+    /// Unit.
+    pub unit: &'static str,
+    /// Runs.
+    pub runs: usize,
+}
+
+impl Figure {
+    /// The median of `values`; none without values.
+    pub fn of(name: String, unit: &'static str, mut values: Vec<f64>) -> Option<Self> {
+        values.sort_by(f64::total_cmp);
+        let value = median(&values)?;
+        let (min, max) = (*values.first()?, *values.last()?);
+        Some(Self { name, value, min, max, unit, runs: values.len() })
+    }
+}
+
+/// The middle of sorted values.
+fn median(sorted: &[f64]) -> Option<f64> {
+    let high = *sorted.get(sorted.len() / 2)?;
+    let low = *sorted.get(sorted.len().saturating_sub(1) / 2)?;
+    Some(f64::midpoint(low, high))
+}
+
+/// What a value should be.
+#[derive(Debug, Serialize)]
+pub struct Target {
+    /// What it is about.
+    pub name: String,
+    /// What was measured.
+    pub value: f64,
+    /// What it may be.
+    pub limit: f64,
+    /// `lower` or `higher`.
+    pub better: &'static str,
+    /// Whether it is.
+    pub met: bool,
+}
+
+impl Target {
+    /// A value that must not be above its limit.
+    pub fn at_most(name: &str, value: f64, limit: f64) -> Self {
+        Self { name: name.to_owned(), value, limit, better: "lower", met: value <= limit }
+    }
+}
+
+/// All of it.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// The benchmark.
+    pub name: &'static str,
+    /// Where it ran.
+    pub machine: String,
+    /// What was found.
+    pub figures: Vec<Figure>,
+    /// What it should be.
+    pub targets: Vec<Target>,
+    /// What could not be measured, and why.
+    pub notes: Vec<String>,
+}
+
+impl Report {
+    /// Whether every target is met.
+    pub fn all_met(&self) -> bool {
+        self.targets.iter().all(|target| target.met)
+    }
+
+    /// One JSON object.
+    pub fn json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        let mut out = format!("bench {} on {}\n", self.name, self.machine);
+        for figure in &self.figures {
+            let Figure { name, value, min, max, unit, runs } = figure;
+            let _ = writeln!(
+                out,
+                "  {name:<58} {value:>9.2} {unit:<4} ({min:.2} to {max:.2}, {runs} runs)"
+            );
+        }
+        for Target { name, value, limit, met, .. } in &self.targets {
+            let word = if *met { "met    " } else { "NOT MET" };
+            let _ = writeln!(out, "  {word} {name}: {value:.2}, at most {limit:.2}");
+        }
+        for note in &self.notes {
+            let _ = writeln!(out, "  note: {note}");
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn median_of_even_and_odd_counts() {
+        assert_eq!(median(&[]), None);
+        assert_eq!(median(&[3.0]), Some(3.0));
+        assert_eq!(median(&[1.0, 3.0]), Some(2.0));
+        assert_eq!(median(&[1.0, 2.0, 9.0]), Some(2.0));
+    }
+
+    #[test]
+    fn a_missed_target_is_seen() {
+        let target = |value| vec![Target::at_most("x", value, 10.0)];
+        let report = |value| Report {
+            name: "n",
+            machine: String::new(),
+            figures: Vec::new(),
+            targets: target(value),
+            notes: Vec::new(),
+        };
+        assert!(report(10.0).all_met());
+        assert!(!report(10.1).all_met());
+        assert!(report(10.1).text().contains("NOT MET"));
+    }
+}

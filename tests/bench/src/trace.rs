@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Sees from outside, through the kernel's tracing, when a VMM first runs a vCPU and when its guest
+//! first touches an unassigned address. The same for every VMM, with nothing added to any of them.
+//!
+//! Owns an instance of tracefs, removed when dropped. Only the two filtered events are on, which
+//! occur a handful of times per boot. Must never be needed: without tracefs there is none.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// `KVM_RUN`, as the ioctl's number.
+const KVM_RUN: u32 = 0xae80;
+
+/// Microseconds on the monotonic clock.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Marks {
+    /// First `KVM_RUN`.
+    pub first_run_us: Option<f64>,
+    /// First access to the address.
+    pub first_mmio_us: Option<f64>,
+}
+
+/// A trace.
+pub struct Trace {
+    folder: PathBuf,
+    mounted: Option<PathBuf>,
+}
+
+impl Trace {
+    /// Begins to trace; `mmio_gpa` is the address of interest.
+    pub fn start(mmio_gpa: u64) -> io::Result<Self> {
+        let (root, mounted) = tracefs()?;
+        let folder = root.join(format!("instances/godwit-bench-{}", std::process::id()));
+        fs::create_dir(&folder)?;
+        let trace = Self { folder, mounted };
+        trace.set("trace_clock", "mono")?;
+        trace.set("events/syscalls/sys_enter_ioctl/filter", &format!("cmd == {KVM_RUN:#x}"))?;
+        trace.set("events/kvm/kvm_mmio/filter", &format!("gpa == {mmio_gpa:#x}"))?;
+        trace.set("events/syscalls/sys_enter_ioctl/enable", "1")?;
+        trace.set("events/kvm/kvm_mmio/enable", "1")?;
+        Ok(trace)
+    }
+
+    fn set(&self, name: &str, value: &str) -> io::Result<()> {
+        fs::write(self.folder.join(name), value)
+    }
+
+    /// Forgets what was seen.
+    pub fn clear(&self) -> io::Result<()> {
+        self.set("trace", "")
+    }
+
+    /// What was seen since.
+    pub fn marks(&self) -> io::Result<Marks> {
+        Ok(parse(&fs::read_to_string(self.folder.join("trace"))?))
+    }
+}
+
+impl Drop for Trace {
+    fn drop(&mut self) {
+        let _ = self.set("events/enable", "0");
+        let _ = fs::remove_dir(&self.folder);
+        if let Some(path) = &self.mounted {
+            let _ = Command::new("umount").arg(path).status();
+            let _ = fs::remove_dir(path);
+        }
+    }
+}
+
+/// Where tracefs is; it is mounted for the time of the benchmark if it is not.
+fn tracefs() -> io::Result<(PathBuf, Option<PathBuf>)> {
+    let usual = Path::new("/sys/kernel/tracing");
+    if usual.join("instances").exists() {
+        return Ok((usual.to_owned(), None));
+    }
+    let path = std::env::temp_dir().join(format!("godwit-tracefs-{}", std::process::id()));
+    fs::create_dir_all(&path)?;
+    let done = Command::new("mount").args(["-t", "tracefs", "none"]).arg(&path).output()?;
+    if done.status.success() {
+        Ok((path.clone(), Some(path)))
+    } else {
+        let _ = fs::remove_dir(&path);
+        Err(io::Error::other(String::from_utf8_lossy(&done.stderr).trim().to_owned()))
+    }
+}
+
+/// Lines such as `vcpu0-123 [001] ..... 456.789012: kvm_mmio: mmio read len 4 gpa 0x… val 0x0`.
+fn parse(text: &str) -> Marks {
+    let mut marks = Marks::default();
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let slot = if line.contains(" sys_ioctl(") || line.contains(" sys_enter_ioctl") {
+            &mut marks.first_run_us
+        } else if line.contains(" kvm_mmio:") {
+            &mut marks.first_mmio_us
+        } else {
+            continue;
+        };
+        let seconds = line
+            .split_ascii_whitespace()
+            .filter_map(|word| word.strip_suffix(':'))
+            .find_map(|word| word.contains('.').then(|| word.parse::<f64>().ok())?);
+        if slot.is_none() {
+            *slot = seconds.map(|seconds| seconds * 1e6);
+        }
+    }
+    marks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_the_kernel() {
+        let text = "# tracer: nop\n\
+            \x20          vcpu0-901     [001] .....  1234.500100: sys_ioctl(fd: c, cmd: ae80, arg: 0)\n\
+            \x20          vcpu0-901     [001] .....  1234.500900: kvm_mmio: mmio unsatisfied-read len 4 gpa 0xe0000000 val 0x0\n\
+            \x20          vcpu0-901     [001] .....  1234.600000: sys_ioctl(fd: c, cmd: ae80, arg: 0)\n";
+        let marks = parse(text);
+        assert!((marks.first_run_us.unwrap_or(0.0) - 1_234_500_100.0).abs() < 0.5);
+        assert!((marks.first_mmio_us.unwrap_or(0.0) - 1_234_500_900.0).abs() < 0.5);
+        assert_eq!(parse(""), Marks::default());
+    }
+}

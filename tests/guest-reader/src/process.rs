@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Where a VMM process keeps guest RAM: its memfds, or a private anonymous mapping.
+//!
+//! Owns what is found in `/proc/PID`. Files are opened again rather than shared, so positions
+//! are our own. Must never read a page that is not there: see [`Backing::resident`].
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+
+use rustix::fs::{SeekFrom, seek};
+use thiserror::Error;
+
+use crate::abi::PAGE_BYTES;
+
+/// Names that VMMs give the memfds of guest RAM; the last is a prefix.
+const RAM_NAMES: [&str; 2] = ["memory-backend-memfd", "ch_ram"];
+const RAM_PREFIX: &str = "ram-";
+/// Anonymous mappings smaller than this are not guest RAM.
+const LEAST_RAM_BYTES: u64 = 8 << 20;
+/// Bit 63 of a pagemap entry: the page is present.
+const PAGEMAP_PRESENT: u64 = 1 << 63;
+/// Bit 62: it is in swap.
+const PAGEMAP_SWAPPED: u64 = 1 << 62;
+
+/// Why guest RAM was not found or not read.
+#[derive(Debug, Error)]
+pub enum ProcessError {
+    /// A file of `/proc` could not be used.
+    #[error("cannot use {path}, is the process alive and may it be inspected?")]
+    Proc {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// No memfd with a known name and no large anonymous mapping.
+    #[error("process {pid} has no memory that looks like guest RAM")]
+    NoRam {
+        /// Which process.
+        pid: u32,
+    },
+    /// Reading or writing guest RAM failed.
+    #[error("cannot access guest RAM in {name} at offset {offset:#x}")]
+    Access {
+        /// Name of the backing.
+        name: String,
+        /// Where in it.
+        offset: u64,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// One piece of host memory that holds guest RAM.
+#[derive(Debug)]
+pub enum Backing {
+    /// A memfd or file that the VMM has mapped.
+    File {
+        /// Its name, as in `/proc/PID/fd`.
+        name: String,
+        /// Opened again, for reading and writing where that is allowed.
+        file: File,
+        /// Its size.
+        len_bytes: u64,
+    },
+    /// A private anonymous mapping.
+    Anonymous {
+        /// Its address in the process.
+        address: u64,
+        /// Its size.
+        len_bytes: u64,
+        /// `/proc/PID/mem`.
+        memory: File,
+        /// `/proc/PID/pagemap`.
+        pagemap: File,
+    },
+}
+
+impl Backing {
+    /// Its size, bytes.
+    pub fn len_bytes(&self) -> u64 {
+        match self {
+            Self::File { len_bytes, .. } | Self::Anonymous { len_bytes, .. } => *len_bytes,
+        }
+    }
+
+    /// What to call it.
+    pub fn name(&self) -> String {
+        match self {
+            Self::File { name, .. } => name.clone(),
+            Self::Anonymous { address, .. } => format!("anonymous memory at {address:#x}"),
+        }
+    }
+
+    /// How many bytes from `offset` on are of one kind, at most `limit_bytes`, and whether they
+    /// are resident. For files that cannot tell (hugetlb), everything is.
+    pub fn resident(&self, offset: u64, limit_bytes: u64) -> Result<(bool, u64), ProcessError> {
+        let end = offset.saturating_add(limit_bytes).min(self.len_bytes());
+        let outcome = match self {
+            Self::File { file, .. } => resident_in_file(file, offset, end),
+            Self::Anonymous { address, pagemap, .. } => {
+                resident_in_pagemap(pagemap, address + offset, address + end)
+            }
+        };
+        outcome.map_err(|source| self.access_error(offset, source))
+    }
+
+    /// Reads bytes. Call [`Backing::resident`] first where a hole must not be touched.
+    pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), ProcessError> {
+        match self {
+            Self::File { file, .. } => file.read_exact_at(buffer, offset),
+            Self::Anonymous { memory, address, .. } => {
+                memory.read_exact_at(buffer, address + offset)
+            }
+        }
+        .map_err(|source| self.access_error(offset, source))
+    }
+
+    /// Writes bytes.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), ProcessError> {
+        match self {
+            Self::File { file, .. } => file.write_all_at(bytes, offset),
+            Self::Anonymous { memory, address, .. } => memory.write_all_at(bytes, address + offset),
+        }
+        .map_err(|source| self.access_error(offset, source))
+    }
+
+    fn access_error(&self, offset: u64, source: io::Error) -> ProcessError {
+        ProcessError::Access { name: self.name(), offset, source }
+    }
+}
+
+/// Asks page by page. `SEEK_HOLE` would give a whole run at once, but it walks to the end of that
+/// run however little of it is wanted, which for full memory makes every question a long one.
+fn resident_in_file(file: &File, offset: u64, end: u64) -> io::Result<(bool, u64)> {
+    let mut at = offset;
+    while at < end {
+        match seek(file, SeekFrom::Data(at)) {
+            Ok(data) if data > at => {
+                return Ok(if at > offset {
+                    (true, at - offset)
+                } else {
+                    (false, data.min(end) - at)
+                });
+            }
+            Ok(_) => at = at / PAGE_BYTES * PAGE_BYTES + PAGE_BYTES,
+            // Nothing but a hole up to the end of the file.
+            Err(rustix::io::Errno::NXIO) if at > offset => return Ok((true, at - offset)),
+            Err(rustix::io::Errno::NXIO) => return Ok((false, end - at)),
+            Err(rustix::io::Errno::INVAL) => return Ok((true, end - offset)),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok((true, end.saturating_sub(offset)))
+}
+
+fn resident_in_pagemap(pagemap: &File, address: u64, end: u64) -> io::Result<(bool, u64)> {
+    let mut first = None;
+    let mut at = address;
+    while at < end {
+        let mut entry = [0; 8];
+        pagemap.read_exact_at(&mut entry, at / PAGE_BYTES * 8)?;
+        let here = u64::from_le_bytes(entry) & (PAGEMAP_PRESENT | PAGEMAP_SWAPPED) != 0;
+        if *first.get_or_insert(here) != here {
+            break;
+        }
+        at = at / PAGE_BYTES * PAGE_BYTES + PAGE_BYTES;
+    }
+    Ok((first.unwrap_or(false), at.min(end) - address))
+}
+
+/// The files of guest RAM that a process has open, in the order of their descriptors, each once.
+pub(crate) fn ram_files(pid: u32, more_names: &[String]) -> Result<Vec<Backing>, ProcessError> {
+    let folder = PathBuf::from(format!("/proc/{pid}/fd"));
+    let proc_error = |path: &PathBuf| {
+        let path = path.clone();
+        move |source| ProcessError::Proc { path, source }
+    };
+    let mut descriptors = Vec::new();
+    for entry in fs::read_dir(&folder).map_err(proc_error(&folder))? {
+        let entry = entry.map_err(proc_error(&folder))?;
+        if let Some(number) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) {
+            descriptors.push(number);
+        }
+    }
+    descriptors.sort_unstable();
+
+    let mut seen = Vec::new();
+    let mut backings = Vec::new();
+    for number in descriptors {
+        let path = folder.join(number.to_string());
+        // A descriptor may be closed while we look; that is no error.
+        let Ok(target) = fs::read_link(&path) else { continue };
+        let target = target.to_string_lossy().into_owned();
+        if !is_ram_name(&target, more_names) {
+            continue;
+        }
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&path)
+            .or_else(|_| File::open(&path))
+            .map_err(proc_error(&path))?;
+        let data = file.metadata().map_err(proc_error(&path))?;
+        let identity = (data.dev(), data.ino());
+        if data.len() >= PAGE_BYTES && !seen.contains(&identity) {
+            seen.push(identity);
+            backings.push(Backing::File { name: target, file, len_bytes: data.len() });
+        }
+    }
+    Ok(backings)
+}
+
+fn is_ram_name(target: &str, more_names: &[String]) -> bool {
+    let plain = target.strip_suffix(" (deleted)").unwrap_or(target);
+    if more_names.iter().any(|name| plain.contains(name.as_str())) {
+        return true;
+    }
+    let Some(name) = plain.strip_prefix("/memfd:") else { return false };
+    RAM_NAMES.contains(&name) || name.starts_with(RAM_PREFIX)
+}
+
+/// Private anonymous mappings that are large enough, as backings to be probed.
+pub(crate) fn anonymous_mappings(pid: u32) -> Result<Vec<Backing>, ProcessError> {
+    let path = PathBuf::from(format!("/proc/{pid}/maps"));
+    let text = fs::read_to_string(&path).map_err(|source| ProcessError::Proc { path, source })?;
+    let mut backings = Vec::new();
+    for (address, end) in text.lines().filter_map(anonymous_line) {
+        if end - address < LEAST_RAM_BYTES {
+            continue;
+        }
+        let open = |name: &str, write: bool| {
+            let path = PathBuf::from(format!("/proc/{pid}/{name}"));
+            OpenOptions::new()
+                .read(true)
+                .write(write)
+                .open(&path)
+                .map_err(|source| ProcessError::Proc { path, source })
+        };
+        backings.push(Backing::Anonymous {
+            address,
+            len_bytes: end - address,
+            memory: open("mem", true)?,
+            pagemap: open("pagemap", false)?,
+        });
+    }
+    Ok(backings)
+}
+
+/// Start and end of the mapping that a line of `/proc/PID/maps` describes, if it is private,
+/// writable and anonymous.
+#[doc(hidden)]
+pub fn anonymous_line(line: &str) -> Option<(u64, u64)> {
+    let mut fields = line.split_ascii_whitespace();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let flags = fields.next()?;
+    let inode = fields.nth(2)?;
+    let named = fields.next().is_some_and(|name| !name.starts_with("[anon"));
+    if !flags.starts_with("rw") || !flags.ends_with('p') || inode != "0" || named {
+        return None;
+    }
+    let start = u64::from_str_radix(start, 16).ok()?;
+    let end = u64::from_str_radix(end, 16).ok()?;
+    (start < end).then_some((start, end))
+}

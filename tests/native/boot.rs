@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The guest boots and its memory is what was asked for: numbers of vCPUs, sizes, backings.
+
+use std::fs;
+
+use crate::harness::{Suite, Vmm, VmmBuilder, process, skip};
+
+pub fn add(suite: &mut Suite) {
+    for vcpus in [1, 2, 4] {
+        suite.add(&format!("boot::vcpus_{vcpus}"), move || boots_with_vcpus(vcpus));
+    }
+    let backings: [(&str, &str); 6] = [
+        ("anonymous", "size=192M"),
+        ("shared", "size=192M,shared=on"),
+        ("no_thp", "size=192M,shared=on,thp=off"),
+        ("prefault", "size=192M,shared=on,prefault=on"),
+        ("reserve", "size=192M,shared=on,reserve=on"),
+        ("mergeable", "size=192M,mergeable=on"),
+    ];
+    for (name, memory) in backings {
+        suite.add(&format!("boot::memory_{name}"), move || works_in(memory));
+    }
+    suite.add("boot::memory_hugepages", hugepages);
+    suite.add("boot::memory_zones", zones);
+    suite.add("boot::memory_file_zone", file_zone);
+    suite.add("boot::memory_beyond_4_gib_is_sparse", beyond_4_gib);
+    suite.add("boot::prefault_brings_all_memory_in", prefault_is_complete);
+}
+
+fn boots_with_vcpus(vcpus: u32) {
+    let vmm = Vmm::boot(vcpus, "size=192M,shared=on", "workload=random-write mem=64M");
+    let status = vmm.guest_status();
+    assert_eq!(status.vcpus_wanted, u64::from(vcpus), "{status:?}");
+    assert_eq!(status.vcpus_online, u64::from(vcpus), "{status:?}");
+    vmm.wait_for_heartbeat();
+    let info = vmm.api().get("vm.info").ok().json();
+    assert_eq!(info["state"], "Running");
+    assert_eq!(info["config"]["cpus"]["boot_vcpus"], vcpus);
+    vmm.verify();
+    vmm.shut_down();
+}
+
+fn works_in(memory: &str) {
+    let vmm = Vmm::boot(2, memory, "workload=random-write mem=64M");
+    vmm.wait_for_work(20_000);
+    let report = vmm.verify();
+    assert_eq!(report.pages, (64 << 20) / 4096);
+    vmm.shut_down();
+}
+
+fn hugepages() {
+    let free = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
+    let count = |path: &str| {
+        fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok())
+    };
+    let pool = "/proc/sys/vm/nr_hugepages";
+    let before = count(pool);
+    if count(free).unwrap_or(0) < 96 {
+        let wanted = before.unwrap_or(0) + 128;
+        let _ = fs::write(pool, wanted.to_string());
+    }
+    if count(free).unwrap_or(0) < 96 {
+        skip("there are no 2 MiB huge pages, and none can be set aside");
+    }
+    let vmm = Vmm::boot(1, "size=192M,shared=on,hugepages=on", "workload=random-write mem=64M");
+    vmm.wait_for_work(10_000);
+    vmm.verify();
+    vmm.shut_down();
+    if let Some(before) = before {
+        let _ = fs::write(pool, before.to_string());
+    }
+}
+
+fn zones() {
+    let vmm = VmmBuilder::guest(2, "size=0,shared=on", "workload=random-write mem=96M")
+        .with(&["--memory-zone", "id=zone0,size=128M,shared=on", "id=zone1,size=64M,shared=on"])
+        .start();
+    vmm.wait_for_work(20_000);
+    let ram = vmm.guest_status().ram_bytes;
+    assert!(ram > 190 << 20 && ram <= 192 << 20, "{ram}");
+    vmm.verify();
+    vmm.shut_down();
+}
+
+fn file_zone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("ram-file");
+    fs::File::create(&file).and_then(|file| file.set_len(192 << 20)).expect("a file");
+    let zone = format!("id=zone0,size=192M,shared=on,file={}", file.display());
+    let vmm = VmmBuilder::guest(1, "size=0", "workload=random-write mem=64M")
+        .with(&["--memory-zone", &zone])
+        .start();
+    let api = vmm.api();
+    // The reader looks for memfds; what a file backs is read from the file.
+    let control = usize::try_from(guest_reader::abi::CONTROL_GPA).expect("an offset");
+    crate::harness::wait_for("the guest's magic word in the file", || {
+        use std::os::unix::fs::FileExt as _;
+        let mut word = [0; 8];
+        let at = u64::try_from(control).expect("an offset");
+        fs::File::open(&file).and_then(|file| file.read_exact_at(&mut word, at)).ok()?;
+        (u64::from_le_bytes(word) == guest_reader::abi::MAGIC).then_some(())
+    });
+    assert_eq!(api.state(), "Running");
+    vmm.shut_down();
+}
+
+fn beyond_4_gib() {
+    let vmm = Vmm::boot(2, "size=8G,shared=on", "workload=random-write mem=7G..64M prefill=1");
+    let status = vmm.guest_status();
+    assert!(status.ram_bytes > 8_580_000_000, "{} bytes of RAM", status.ram_bytes);
+    vmm.wait_for_work(20_000);
+    vmm.verify();
+    let resident_kib = process::status_kib(vmm.pid(), "VmRSS");
+    assert!(resident_kib < 400 << 10, "{resident_kib} KiB are resident for 64 MiB in use");
+    vmm.shut_down();
+}
+
+fn prefault_is_complete() {
+    let vmm = VmmBuilder::guest(1, "size=256M,shared=on,prefault=on", "workload=idle prefill=0")
+        .start();
+    vmm.guest();
+    let resident_kib = process::status_kib(vmm.pid(), "RssShmem");
+    assert!(resident_kib >= 256 << 10, "{resident_kib} KiB of 256 MiB are resident");
+    vmm.shut_down();
+}

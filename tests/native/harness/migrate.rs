@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Moving a VM from one process to another, as a user would: `ch-remote` on both sides.
+//!
+//! Owns addresses (a port that the receiver chose, a socket in its folder) and the order of steps.
+//! Must never judge what arrived; [`Vmm::verify`] does.
+
+use std::process::{Child, Output};
+
+use serde_json::Value;
+
+use super::vmm::finish;
+use super::{Vmm, wait_for};
+
+/// What carries it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// TCP on loopback.
+    Tcp,
+    /// A Unix socket.
+    Unix,
+}
+
+/// When memory travels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Before the guest runs there.
+    Precopy,
+    /// After.
+    Postcopy,
+}
+
+impl Mode {
+    /// As in an option string.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Precopy => "precopy",
+            Self::Postcopy => "postcopy",
+        }
+    }
+}
+
+/// A VMM that listens, and the `ch-remote` that waits for the VM's arrival.
+pub struct Reception {
+    remote: Child,
+    /// Where it listens.
+    pub url: String,
+}
+
+impl Reception {
+    /// Makes `destination` listen.
+    #[track_caller]
+    pub fn start(destination: &Vmm, transport: Transport, mode: Mode) -> Self {
+        let wanted = match transport {
+            Transport::Tcp => "tcp:127.0.0.1:0".to_owned(),
+            Transport::Unix => format!("unix:{}", destination.path("migration").display()),
+        };
+        let seen = ready_addresses(destination).len();
+        let option = format!("receiver_url={wanted},memory_mode={}", mode.name());
+        let remote = destination.remote_spawn(&["receive-migration", &option]);
+        let url = wait_for("the destination to listen", || {
+            ready_addresses(destination).into_iter().nth(seen)
+        });
+        Self { remote, url }
+    }
+
+    /// Waits for `ch-remote` to end.
+    #[track_caller]
+    pub fn finish(self) -> Output {
+        finish(self.remote)
+    }
+}
+
+fn ready_addresses(vmm: &Vmm) -> Vec<String> {
+    vmm.events()
+        .iter()
+        .filter(|event| event["event"] == "migration-receive-ready")
+        .map(|event| event["properties"]["address"].as_str().unwrap_or_default().to_owned())
+        .collect()
+}
+
+/// The option string for a migration to `url` that must come to an end.
+pub fn send_option(url: &str, mode: Mode) -> String {
+    let url = url.to_owned();
+    let mode = mode.name();
+    format!(
+        "destination_url={url},memory_mode={mode},downtime_ms=300,timeout_s=20,\
+         timeout_strategy=ignore"
+    )
+}
+
+/// Moves the VM, and waits until the destination has all of it and the source has ended.
+#[track_caller]
+pub fn migrate(mut source: Vmm, destination: &Vmm, transport: Transport, mode: Mode) {
+    let reception = Reception::start(destination, transport, mode);
+    source.remote_ok(&["send-migration", &send_option(&reception.url, mode)]);
+    let event = source.wait_for_events(&["migration-finished", "migration-failed"]);
+    assert_eq!(
+        event["event"],
+        "migration-finished",
+        "{event}\n--- source\n{}\n--- destination\n{}",
+        source.output(),
+        destination.output()
+    );
+    let output = reception.finish();
+    assert!(output.status.success(), "{output:?}\n{}", destination.output());
+    destination.wait_for_event("migration-receive-finished");
+    if mode == Mode::Postcopy {
+        destination.wait_for_event("postcopy-migration-completed");
+    }
+    let code = source.wait_for_exit();
+    assert_eq!(code, 0, "the source after its migration:\n{}", source.output());
+}
+
+/// The reason that the source gave for a migration that failed.
+#[track_caller]
+pub fn failure_of(source: &Vmm) -> String {
+    let event = source.wait_for_events(&["migration-failed", "migration-finished"]);
+    assert_eq!(event["event"], "migration-failed", "{event}");
+    text(&event)
+}
+
+/// The reason in an event.
+pub fn text(event: &Value) -> String {
+    event["properties"]["error"].as_str().unwrap_or_default().to_owned()
+}

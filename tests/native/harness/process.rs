@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What a process holds, from `/proc`: descriptors, mappings, memory.
+//!
+//! Owns the reading of those files. Must never wait for anything.
+
+use std::fs;
+
+/// What its descriptors point to, sorted, with numbers of inodes taken out.
+pub fn descriptors(pid: u32) -> Vec<String> {
+    let mut targets: Vec<String> = fs::read_dir(format!("/proc/{pid}/fd"))
+        .expect("the process is there")
+        .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
+        .map(|path| path.to_string_lossy().split('[').next().unwrap_or_default().to_owned())
+        .collect();
+    targets.sort();
+    targets
+}
+
+/// Threads that it has.
+pub fn threads(pid: u32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/task")).expect("the process is there").count()
+}
+
+/// A field of `/proc/PID/status` in KiB.
+pub fn status_kib(pid: u32, field: &str) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).expect("the process is there");
+    text.lines()
+        .find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))
+        .and_then(|value| value.split_ascii_whitespace().next()?.parse().ok())
+        .unwrap_or_else(|| panic!("no {field} in the status of {pid}"))
+}

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Runs the tests one after the other and prints what came of them, in the words of cargo's own
+//! test harness.
+//!
+//! Owns the order, the time limit of each test and the third outcome beside passed and failed: a
+//! test that cannot run on this machine says why (`SKIPPED name: reason`). The usual harness has no
+//! such outcome, and it would run these tests at the unit level too; here they need
+//! `GODWIT_NATIVE=1`. Must never know what is tested.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::process::ExitCode;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use super::vmm::kill_all;
+
+/// Longest time for a test that names no other.
+const USUAL_LIMIT: Duration = Duration::from_secs(120);
+/// Set to run the tests.
+const SWITCH: &str = "GODWIT_NATIVE";
+
+/// Why a test did not run; the payload of an unwinding that is no panic.
+struct Skip(String);
+
+/// Ends the test as one that cannot run here.
+pub fn skip(reason: impl Into<String>) -> ! {
+    resume_unwind(Box::new(Skip(reason.into())))
+}
+
+/// One test.
+pub struct Case {
+    name: String,
+    limit: Duration,
+    run: Box<dyn FnOnce() + Send>,
+}
+
+/// All tests.
+#[derive(Default)]
+pub struct Suite {
+    cases: Vec<Case>,
+}
+
+impl Suite {
+    /// Adds a test.
+    pub fn add(&mut self, name: &str, run: impl FnOnce() + Send + 'static) {
+        self.add_long(name, USUAL_LIMIT, run);
+    }
+
+    /// Adds a test that may take so long.
+    pub fn add_long(&mut self, name: &str, limit: Duration, run: impl FnOnce() + Send + 'static) {
+        self.cases.push(Case { name: name.to_owned(), limit, run: Box::new(run) });
+    }
+
+    /// Runs what the arguments choose: parts of names, `--exact`, `--skip PART`, `--list`.
+    pub fn main(self) -> ExitCode {
+        let selection = Selection::from_arguments(std::env::args().skip(1));
+        let enabled = std::env::var_os(SWITCH).is_some_and(|value| value == "1");
+        let total = self.cases.len();
+        let chosen: Vec<Case> =
+            self.cases.into_iter().filter(|case| selection.takes(&case.name)).collect();
+        if selection.list {
+            for case in &chosen {
+                println!("{}: test", case.name);
+            }
+            return ExitCode::SUCCESS;
+        }
+        let start = Instant::now();
+        let mut tally = Tally { filtered: total - chosen.len(), ..Tally::default() };
+        if !enabled {
+            println!("these tests need real KVM: scripts/test native (or {SWITCH}=1)");
+            tally.ignored = chosen.len();
+            return tally.report(start.elapsed());
+        }
+        println!("\nrunning {} tests", chosen.len());
+        for case in chosen {
+            tally.run(case);
+        }
+        tally.report(start.elapsed())
+    }
+}
+
+#[derive(Default)]
+struct Selection {
+    parts: Vec<String>,
+    without: Vec<String>,
+    exact: bool,
+    list: bool,
+}
+
+impl Selection {
+    fn from_arguments(mut arguments: impl Iterator<Item = String>) -> Self {
+        let mut selection = Self::default();
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "--exact" => selection.exact = true,
+                "--list" => selection.list = true,
+                "--skip" => selection.without.extend(arguments.next()),
+                // The tests always run one at a time, and print as they go.
+                "--test-threads" | "--color" | "--format" => drop(arguments.next()),
+                flag if flag.starts_with('-') => {}
+                part => selection.parts.push(part.to_owned()),
+            }
+        }
+        selection
+    }
+
+    fn takes(&self, name: &str) -> bool {
+        let fits = |part: &String| if self.exact { name == part } else { name.contains(part.as_str()) };
+        (self.parts.is_empty() || self.parts.iter().any(fits)) && !self.without.iter().any(fits)
+    }
+}
+
+#[derive(Default)]
+struct Tally {
+    passed: usize,
+    failed: Vec<String>,
+    skipped: usize,
+    ignored: usize,
+    filtered: usize,
+}
+
+impl Tally {
+    fn run(&mut self, case: Case) {
+        let start = Instant::now();
+        let outcome = run_limited(case.run, case.limit);
+        kill_all();
+        let took = start.elapsed().as_secs_f64();
+        match outcome {
+            Ok(()) => {
+                self.passed += 1;
+                println!("test {} ... ok ({took:.1} s)", case.name);
+            }
+            Err(payload) => {
+                if let Some(Skip(reason)) = payload.downcast_ref() {
+                    self.skipped += 1;
+                    println!("SKIPPED {}: {reason}", case.name);
+                } else {
+                    println!("test {} ... FAILED ({took:.1} s)", case.name);
+                    self.failed.push(case.name);
+                }
+            }
+        }
+    }
+
+    fn report(self, took: Duration) -> ExitCode {
+        if !self.failed.is_empty() {
+            println!("\nfailures:");
+            for name in &self.failed {
+                println!("    {name}");
+            }
+        }
+        println!(
+            "\ntest result: {}. {} passed; {} failed; {} ignored; 0 measured; {} filtered out; \
+             finished in {:.2}s ({} skipped)",
+            if self.failed.is_empty() { "ok" } else { "FAILED" },
+            self.passed,
+            self.failed.len(),
+            self.ignored,
+            self.filtered,
+            took.as_secs_f64(),
+            self.skipped,
+        );
+        if self.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(101) }
+    }
+}
+
+/// Runs a test on a thread of its own. One that takes too long has failed; its processes are ended,
+/// and its thread is left behind.
+fn run_limited(
+    run: Box<dyn FnOnce() + Send>,
+    limit: Duration,
+) -> Result<(), Box<dyn Any + Send>> {
+    let (report, outcome) = channel();
+    let worker = std::thread::Builder::new().name("test".to_owned()).spawn(move || {
+        let _ = report.send(catch_unwind(AssertUnwindSafe(run)));
+    });
+    if let Err(error) = worker {
+        return Err(Box::new(format!("no thread: {error}")));
+    }
+    match outcome.recv_timeout(limit) {
+        Ok(outcome) => outcome,
+        Err(RecvTimeoutError::Timeout) => {
+            eprintln!("not done after {} s", limit.as_secs());
+            Err(Box::new("not done in time"))
+        }
+        Err(RecvTimeoutError::Disconnected) => Err(Box::new("the test thread is gone")),
+    }
+}

@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A VMM process with its socket, event file and log in a folder of its own; killed when dropped.
+//!
+//! Owns starting, watching and ending it. Must never look into the VMM other than a user could.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use guest_reader::{Guest, Patience, Status, VerifyReport};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::{Api, image, wait_for, wait_within};
+
+/// The VMM under test.
+pub const VMM: &str = env!("CARGO_BIN_EXE_cloud-hypervisor");
+/// Its remote control.
+pub const CH_REMOTE: &str = env!("CARGO_BIN_EXE_ch-remote");
+/// For the guest to start, or its pages to arrive.
+pub const GUEST_PATIENCE: Patience = Patience::millis(60_000);
+
+/// Process ids that have not been waited for; a test that overran left them behind.
+static RUNNING: Mutex<Vec<u32>> = Mutex::new(Vec::new());
+
+fn running() -> std::sync::MutexGuard<'static, Vec<u32>> {
+    RUNNING.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Ends every VMM that is still there.
+pub fn kill_all() {
+    for pid in running().drain(..) {
+        if let Ok(pid) = libc::pid_t::try_from(pid) {
+            // SAFETY: a child of this process that has not been waited for, so the id is its own.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+        }
+    }
+}
+
+/// What a VMM is started with.
+pub struct VmmBuilder {
+    arguments: Vec<OsString>,
+    wrapper: Vec<OsString>,
+    socket: bool,
+}
+
+impl VmmBuilder {
+    /// A VMM with an API socket and these arguments.
+    pub fn new<T: AsRef<OsStr>>(arguments: &[T]) -> Self {
+        let arguments = arguments.iter().map(|word| word.as_ref().to_owned()).collect();
+        Self { arguments, wrapper: Vec::new(), socket: true }
+    }
+
+    /// The test guest with so many vCPUs, this `--memory` and this command line.
+    pub fn guest(vcpus: u32, memory: &str, cmdline: &str) -> Self {
+        Self::new(&["--serial", "off", "--console", "off", "--kernel", image()])
+            .with(&["--cpus", &format!("boot={vcpus}"), "--memory", memory, "--cmdline", cmdline])
+    }
+
+    /// More arguments.
+    #[must_use]
+    pub fn with<T: AsRef<OsStr>>(mut self, arguments: &[T]) -> Self {
+        self.arguments.extend(arguments.iter().map(|word| word.as_ref().to_owned()));
+        self
+    }
+
+    /// Started by another program, such as `unshare`.
+    #[must_use]
+    pub fn wrapped<T: AsRef<OsStr>>(mut self, words: &[T]) -> Self {
+        self.wrapper = words.iter().map(|word| word.as_ref().to_owned()).collect();
+        self
+    }
+
+    /// Without `--api-socket`, `--event-monitor` and `--log-file`.
+    #[must_use]
+    pub fn bare(mut self) -> Self {
+        self.socket = false;
+        self
+    }
+
+    /// Starts it without waiting for anything.
+    pub fn spawn(&self) -> Vmm {
+        let folder = TempDir::with_prefix("godwit-test-").expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        let mut words = self.wrapper.clone();
+        words.push(VMM.into());
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).args(&self.arguments);
+        if self.socket {
+            let event_path = format!("path={}", at("events").display());
+            command.arg("--api-socket").arg(at("api")).args(["--event-monitor", &event_path]);
+            command.arg("--log-file").arg(at("log")).arg("-v");
+        }
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(File::create(at("stdout")).expect("a file"))
+            .stderr(File::create(at("stderr")).expect("a file"))
+            .spawn()
+            .expect("the VMM can be started");
+        running().push(child.id());
+        Vmm { child, folder, status: None }
+    }
+
+    /// Starts it and waits until its API answers.
+    pub fn start(&self) -> Vmm {
+        let mut vmm = self.spawn();
+        vmm.wait_for_api();
+        vmm
+    }
+
+    /// Runs it to its end: exit code (or minus the signal), and everything it printed.
+    pub fn run(&self) -> (i32, String) {
+        let mut vmm = self.spawn();
+        let code = vmm.wait_for_exit();
+        (code, vmm.output())
+    }
+}
+
+/// A VMM process.
+#[derive(Debug)]
+pub struct Vmm {
+    child: Child,
+    folder: TempDir,
+    status: Option<ExitStatus>,
+}
+
+impl Vmm {
+    /// One without a VM.
+    pub fn empty() -> Self {
+        VmmBuilder::new::<&str>(&[]).start()
+    }
+
+    /// One that runs the test guest, which has started its workload.
+    pub fn boot(vcpus: u32, memory: &str, cmdline: &str) -> Self {
+        let vmm = VmmBuilder::guest(vcpus, memory, cmdline).start();
+        vmm.guest();
+        vmm
+    }
+
+    /// Process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// A path in its folder.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Path of the API socket.
+    pub fn socket(&self) -> PathBuf {
+        self.path("api")
+    }
+
+    /// Its API.
+    pub fn api(&self) -> Api {
+        Api::new(&self.socket())
+    }
+
+    fn wait_for_api(&mut self) {
+        let api = self.api();
+        wait_for("an answer of the API", || {
+            assert!(self.exited().is_none(), "the VMM ended: {}", self.output());
+            api.request("GET", "vmm.ping", None).ok().filter(|answer| answer.status == 200)
+        });
+    }
+
+    /// Its guest, once the workload runs.
+    #[track_caller]
+    pub fn guest(&self) -> Guest {
+        let guest = Guest::attach_within(self.pid(), GUEST_PATIENCE)
+            .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
+        guest
+            .wait_until("the workload", GUEST_PATIENCE, |status| {
+                status.stage == "running" && status.complete()
+            })
+            .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
+        guest
+    }
+
+    /// The guest's status.
+    #[track_caller]
+    pub fn guest_status(&self) -> Status {
+        self.guest().status().expect("the guest's status")
+    }
+
+    /// Waits until every vCPU of the guest has moved on.
+    #[track_caller]
+    pub fn wait_for_heartbeat(&self) {
+        let guest = self.guest();
+        guest
+            .wait_for_heartbeat(GUEST_PATIENCE)
+            .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
+    }
+
+    /// Waits until the guest has visited so many more pages.
+    #[track_caller]
+    pub fn wait_for_work(&self, visits: u64) {
+        let guest = self.guest();
+        let before = guest.status().expect("the guest's status").iterations();
+        guest
+            .wait_until("work", GUEST_PATIENCE, |status| status.iterations() >= before + visits)
+            .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
+    }
+
+    /// Pauses the VM, compares every page with what the guest should have written, checks that the
+    /// guest itself saw no error, and resumes.
+    #[track_caller]
+    pub fn verify(&self) -> VerifyReport {
+        self.api().put("vm.pause", "").ok();
+        let report = self.verify_paused();
+        self.api().put("vm.resume", "").ok();
+        report
+    }
+
+    /// The same for a VM that is paused.
+    #[track_caller]
+    pub fn verify_paused(&self) -> VerifyReport {
+        let guest = Guest::attach_within(self.pid(), GUEST_PATIENCE).expect("the guest");
+        let report = guest.verify_all(2).expect("every page can be read");
+        let status = guest.status().expect("the guest's status");
+        assert!(report.is_clean(), "{report:?}");
+        assert!(report.written > 0, "nothing was written: {report:?}");
+        assert!(status.complete(), "status pages are missing");
+        assert_eq!(status.errors(), 0, "the guest saw errors: {status:?}");
+        for vcpu in status.known() {
+            assert_eq!(vcpu.tsc_backwards, 0, "the TSC went backwards");
+        }
+        report
+    }
+
+    /// How it ended, if it has.
+    pub fn exited(&mut self) -> Option<i32> {
+        if self.status.is_none() {
+            self.status = self.child.try_wait().expect("the child can be waited for");
+            if self.status.is_some() {
+                running().retain(|pid| *pid != self.child.id());
+            }
+        }
+        self.status.map(|status| status.code().unwrap_or_else(|| -status.signal().unwrap_or(0)))
+    }
+
+    /// Waits for its end: exit code, or minus the signal that ended it.
+    #[track_caller]
+    pub fn wait_for_exit(&mut self) -> i32 {
+        let start = std::time::Instant::now();
+        loop {
+            if let Some(code) = self.exited() {
+                return code;
+            }
+            assert!(start.elapsed() < super::PATIENCE, "the VMM does not end\n{}", self.output());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&mut self, signal: i32) {
+        assert!(self.exited().is_none(), "it has ended");
+        let pid = libc::pid_t::try_from(self.pid()).expect("a process id");
+        // SAFETY: the child has not been waited for, so the id is still its own.
+        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    }
+
+    /// Everything it printed, and its log.
+    pub fn output(&self) -> String {
+        ["stdout", "stderr", "log"]
+            .iter()
+            .filter_map(|name| fs::read(self.path(name)).ok())
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            .collect::<Vec<_>>()
+            .join("\n")
+    }
+
+    /// All events so far.
+    pub fn events(&self) -> Vec<Value> {
+        let text = fs::read_to_string(self.path("events")).unwrap_or_default();
+        // The last one may be half written.
+        serde_json::Deserializer::from_str(&text).into_iter().map_while(Result::ok).collect()
+    }
+
+    /// Names of all events so far, without their sources.
+    pub fn event_names(&self) -> Vec<String> {
+        let name = |event: &Value| event["event"].as_str().unwrap_or_default().to_owned();
+        self.events().iter().map(name).collect()
+    }
+
+    /// Waits for an event; gives it.
+    #[track_caller]
+    pub fn wait_for_event(&self, name: &str) -> Value {
+        self.wait_for_events(&[name])
+    }
+
+    /// Waits for one of several events; gives the first that there is.
+    #[track_caller]
+    pub fn wait_for_events(&self, names: &[&str]) -> Value {
+        self.find_event(names).unwrap_or_else(|| {
+            panic!("no event {names:?}, only {:?}\n{}", self.event_names(), self.output())
+        })
+    }
+
+    fn find_event(&self, names: &[&str]) -> Option<Value> {
+        let start = std::time::Instant::now();
+        loop {
+            let found = self
+                .events()
+                .into_iter()
+                .find(|event| names.iter().any(|name| event["event"] == *name));
+            if found.is_some() || start.elapsed() > Duration::from_secs(60) {
+                return found;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// `ch-remote` on this VMM.
+    pub fn remote(&self, arguments: &[&str]) -> Output {
+        let socket = self.socket();
+        let mut words = vec!["--api-socket", socket.to_str().expect("a path in UTF-8")];
+        words.extend_from_slice(arguments);
+        ch_remote(&words)
+    }
+
+    /// The same, which must succeed; gives its standard output.
+    #[track_caller]
+    pub fn remote_ok(&self, arguments: &[&str]) -> String {
+        let output = self.remote(arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "ch-remote {arguments:?}: {error}\n{}", self.output());
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// `ch-remote` in the background.
+    pub fn remote_spawn(&self, arguments: &[&str]) -> Child {
+        Command::new(CH_REMOTE)
+            .arg("--api-socket")
+            .arg(self.socket())
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("ch-remote can be started")
+    }
+
+    /// Ends it through its API, and expects exit code 0.
+    #[track_caller]
+    pub fn shut_down(mut self) {
+        self.api().put("vmm.shutdown", "").ok();
+        let code = self.wait_for_exit();
+        assert_eq!(code, 0, "{}", self.output());
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        if self.exited().is_none() {
+            let _ = self.child.kill();
+            self.status = self.child.wait().ok();
+            running().retain(|pid| *pid != self.child.id());
+        }
+        if std::thread::panicking() {
+            eprintln!("--- VMM {} ---\n{}", self.child.id(), tail(&self.output(), 60));
+        }
+    }
+}
+
+fn tail(text: &str, lines: usize) -> String {
+    let all: Vec<&str> = text.lines().collect();
+    all.get(all.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
+}
+
+/// Runs `ch-remote`.
+pub fn ch_remote(arguments: &[&str]) -> Output {
+    Command::new(CH_REMOTE).args(arguments).stdin(Stdio::null()).output().expect("ch-remote runs")
+}
+
+/// Waits for a process in the background; kills it when that takes too long.
+pub fn finish(mut child: Child) -> Output {
+    wait_within(Duration::from_secs(100), "the end of a process", || {
+        child.try_wait().expect("it can be waited for")
+    });
+    child.wait_with_output().expect("its output")
+}
+
+/// A file with this content in the VMM's folder or elsewhere.
+pub fn write_file(path: &Path, content: &[u8]) -> String {
+    fs::write(path, content).expect("a file can be written");
+    path.to_str().expect("a path in UTF-8").to_owned()
+}

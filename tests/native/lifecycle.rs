@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The life of a VM through the API: created, running, paused, shut down, booted again, deleted;
+//! requests at the wrong time; and how the process ends.
+
+use crate::harness::{Suite, Vmm, VmmBuilder, image};
+
+pub fn add(suite: &mut Suite) {
+    suite.add("lifecycle::create_boot_shutdown_boot_delete", whole_life);
+    suite.add("lifecycle::requests_at_the_wrong_time", wrong_time);
+    suite.add("lifecycle::reboot_starts_afresh", reboot);
+    suite.add("lifecycle::pause_stops_every_vcpu", pause_stops);
+    suite.add("lifecycle::api_shutdown_ends_with_0", || {
+        Vmm::boot(1, "size=128M,shared=on", "workload=idle prefill=0").shut_down();
+    });
+    for (name, signal) in [("term", libc::SIGTERM), ("int", libc::SIGINT)] {
+        suite.add(&format!("lifecycle::sig{name}_ends_with_0"), move || ends_on_signal(signal));
+    }
+    suite.add("lifecycle::triple_fault_is_a_reset", triple_fault);
+}
+
+/// A configuration with the test guest.
+pub fn config(memory_mib: u64) -> String {
+    serde_json::json!({
+        "cpus": { "boot_vcpus": 2, "max_vcpus": 2 },
+        "memory": { "size": memory_mib << 20, "shared": true },
+        "payload": { "kernel": image(), "cmdline": "workload=random-write mem=32M" },
+        "serial": { "mode": "Off" },
+        "console": { "mode": "Off" },
+    })
+    .to_string()
+}
+
+fn whole_life() {
+    let vmm = Vmm::empty();
+    let api = vmm.api();
+    for _ in 0..2 {
+        api.put("vm.create", &config(128)).ok();
+        assert_eq!(api.state(), "Created");
+        api.put("vm.boot", "").ok();
+        assert_eq!(api.state(), "Running");
+        vmm.wait_for_heartbeat();
+        api.put("vm.pause", "").ok();
+        assert_eq!(api.state(), "Paused");
+        api.put("vm.resume", "").ok();
+        assert_eq!(api.state(), "Running");
+        vmm.wait_for_heartbeat();
+        api.put("vm.shutdown", "").ok();
+        assert!(["Shutdown", "Created"].contains(&api.state().as_str()), "{}", api.state());
+        api.put("vm.boot", "").ok();
+        vmm.wait_for_heartbeat();
+        vmm.verify();
+        api.put("vm.delete", "").ok();
+        assert_eq!(api.get("vm.info").status, 404);
+    }
+    vmm.shut_down();
+}
+
+fn wrong_time() {
+    let vmm = Vmm::empty();
+    let api = vmm.api();
+    for name in ["vm.boot", "vm.pause", "vm.resume", "vm.shutdown", "vm.reboot", "vm.delete"] {
+        let answer = api.put(name, "");
+        assert!((400..500).contains(&answer.status), "{name}: {answer:?}");
+        assert!(answer.body.contains("there is no VM"), "{name}: {answer:?}");
+    }
+    api.put("vm.create", &config(128)).ok();
+    let again = api.put("vm.create", &config(128));
+    assert_eq!(again.status, 409, "{again:?}");
+    for name in ["vm.pause", "vm.resume", "vm.power-button", "vm.reboot"] {
+        let answer = api.put(name, "");
+        assert!((400..500).contains(&answer.status), "{name}: {answer:?}");
+    }
+    api.put("vm.boot", "").ok();
+    let twice = api.put("vm.boot", "");
+    assert!((400..500).contains(&twice.status), "{twice:?}");
+    let resumed = api.put("vm.resume", "");
+    assert!((400..500).contains(&resumed.status), "{resumed:?}");
+    vmm.wait_for_heartbeat();
+    vmm.shut_down();
+}
+
+fn reboot() {
+    let vmm = Vmm::boot(2, "size=128M,shared=on", "workload=random-write mem=32M");
+    vmm.wait_for_work(10_000);
+    let before = vmm.guest_status().first_tsc;
+    vmm.api().put("vm.reboot", "").ok();
+    crate::harness::wait_for("a guest that started anew", || {
+        let guest = guest_reader::Guest::attach(vmm.pid()).ok()?;
+        let status = guest.status().ok()?;
+        (status.first_tsc != before && status.stage == "running").then_some(())
+    });
+    vmm.wait_for_heartbeat();
+    vmm.verify();
+    let events = vmm.event_names();
+    assert!(events.iter().any(|name| name == "rebooting"), "{events:?}");
+    assert!(events.iter().any(|name| name == "rebooted"), "{events:?}");
+    vmm.shut_down();
+}
+
+fn pause_stops() {
+    let vmm = Vmm::boot(2, "size=128M,shared=on", "workload=random-write mem=32M");
+    vmm.api().put("vm.pause", "").ok();
+    let first = vmm.guest_status();
+    // Long enough for thousands of visits, had a vCPU gone on.
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    let second = vmm.guest_status();
+    let beats = |status: &guest_reader::Status| -> Vec<u64> {
+        status.known().map(|vcpu| vcpu.heartbeat).collect()
+    };
+    assert_eq!(beats(&first), beats(&second));
+    vmm.verify_paused();
+    vmm.api().put("vm.resume", "").ok();
+    vmm.wait_for_heartbeat();
+    vmm.shut_down();
+}
+
+fn ends_on_signal(signal: i32) {
+    let mut vmm = Vmm::boot(1, "size=128M,shared=on", "workload=idle prefill=0");
+    vmm.signal(signal);
+    assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
+    assert!(!vmm.socket().exists(), "the API socket is left behind");
+    assert!(vmm.event_names().iter().any(|name| name == "shutdown"), "{:?}", vmm.event_names());
+}
+
+/// An image whose first instruction cannot be executed: no descriptor table, so a triple fault.
+fn triple_fault() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut bytes = std::fs::read(image()).expect("the image");
+    let word = |at: usize| {
+        u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+    };
+    // The entry that the PVH note names is in the first loaded segment; its first bytes become ud2.
+    let note = find_pvh_entry(&bytes).expect("a PVH note");
+    let headers = usize::try_from(word(0x20)).expect("an offset");
+    let mut patched = false;
+    for index in 0..16 {
+        let at = headers + index * 56;
+        if at + 56 > bytes.len() || bytes[at..at + 4] != 1_u32.to_le_bytes() {
+            continue;
+        }
+        let word = |at: usize| {
+            u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+        };
+        let (offset, gpa, length) = (word(at + 8), word(at + 24), word(at + 32));
+        if (gpa..gpa + length).contains(&note) {
+            let entry = usize::try_from(offset + note - gpa).expect("an offset");
+            bytes[entry..entry + 2].copy_from_slice(&[0x0f, 0x0b]);
+            patched = true;
+            break;
+        }
+    }
+    assert!(patched, "no segment holds the entry {note:#x}");
+    let kernel = crate::harness::vmm::write_file(&folder.path().join("bad"), &bytes);
+    let vmm = VmmBuilder::new(&["--serial", "off", "--console", "off", "--kernel", &kernel])
+        .with(&["--memory", "size=64M"])
+        .start();
+    // A guest that always triple-faults would reboot for ever; the VMM goes on answering.
+    vmm.wait_for_events(&["rebooting", "rebooted", "shutdown"]);
+    vmm.api().get("vmm.ping").ok();
+    vmm.shut_down();
+}
+
+fn find_pvh_entry(bytes: &[u8]) -> Option<u64> {
+    // Name size 4, descriptor size 4 or 8, type 18 (XEN_ELFNOTE_PHYS32_ENTRY), "Xen\0".
+    let at = bytes.windows(8).position(|window| window == [18, 0, 0, 0, b'X', b'e', b'n', 0])?;
+    Some(u64::from(u32::from_le_bytes(bytes.get(at + 8..at + 12)?.try_into().ok()?)))
+}

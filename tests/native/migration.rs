@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Live migration between two processes while every vCPU writes: every page is compared, and the
+//! guest itself must have seen nothing wrong.
+//!
+//! `GODWIT_MIGRATIONS=20` makes the full number of each kind; otherwise 3.
+
+use std::time::Duration;
+
+use crate::harness::migrate::migrate;
+use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
+
+/// For one migration with start, fill and check of 1 GiB.
+const LIMIT_EACH: Duration = Duration::from_secs(90);
+
+pub fn add(suite: &mut Suite) {
+    let count = std::env::var("GODWIT_MIGRATIONS").ok().and_then(|text| text.parse().ok());
+    let count: u32 = count.unwrap_or(3);
+    for mode in [Mode::Precopy, Mode::Postcopy] {
+        for (transport, name) in [(Transport::Tcp, "tcp"), (Transport::Unix, "unix")] {
+            for number in 1..=count {
+                let name = format!("migration::{}_{name}_{number}_of_{count}", mode.name());
+                suite.add_long(&name, LIMIT_EACH, move || one_gib(mode, transport));
+            }
+        }
+        let name = format!("migration::{}_back_and_forth", mode.name());
+        suite.add_long(&name, LIMIT_EACH, move || back_and_forth(mode));
+        let name = format!("migration::{}_of_a_paused_vm", mode.name());
+        suite.add(&name, move || paused(mode));
+        let name = format!("migration::{}_of_memory_beyond_4_gib", mode.name());
+        suite.add(&name, move || beyond_4_gib(mode));
+        let name = format!("migration::{}_with_zones", mode.name());
+        suite.add(&name, move || zones(mode));
+        let name = format!("migration::{}_of_4_vcpus", mode.name());
+        suite.add(&name, move || of_4_vcpus(mode));
+    }
+    suite.add("migration::precopy_of_anonymous_memory", || of_anonymous(Mode::Precopy));
+    suite.add("migration::postcopy_of_anonymous_memory", || of_anonymous(Mode::Postcopy));
+    suite.add("migration::local_hands_memory_over", local);
+    suite.add("migration::several_connections", several_connections);
+    suite.add("migration::events_of_both_sides", events);
+}
+
+fn one_gib(mode: Mode, transport: Transport) {
+    let source = Vmm::boot(2, "size=1280M,shared=on", "workload=random-write mem=1G");
+    source.wait_for_work(20_000);
+    let destination = Vmm::empty();
+    migrate(source, &destination, transport, mode);
+    destination.wait_for_work(20_000);
+    let report = destination.verify();
+    assert_eq!(report.pages, (1 << 30) / 4096);
+    assert_eq!(report.written, report.pages, "every page was filled before");
+    assert_eq!(report.resident, report.pages, "pages are missing: {report:?}");
+    let gap_ms = destination.guest_status().gap_max_ns() / 1_000_000;
+    println!("     longest gap of a vCPU {gap_ms} ms");
+    destination.shut_down();
+}
+
+fn back_and_forth(mode: Mode) {
+    let mut here = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=64M");
+    for _ in 0..6 {
+        here.wait_for_work(5_000);
+        let there = Vmm::empty();
+        migrate(here, &there, Transport::Tcp, mode);
+        there.wait_for_work(5_000);
+        there.verify();
+        here = there;
+    }
+    here.shut_down();
+}
+
+fn paused(mode: Mode) {
+    let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=64M");
+    source.api().put("vm.pause", "").ok();
+    let beats = source.guest().heartbeat().expect("a heartbeat");
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Unix, mode);
+    assert_eq!(destination.api().state(), "Paused", "a paused VM arrives paused");
+    let guest = destination.guest();
+    assert_eq!(guest.heartbeat().expect("a heartbeat"), beats, "the guest ran");
+    destination.verify_paused();
+    destination.api().put("vm.resume", "").ok();
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn beyond_4_gib(mode: Mode) {
+    let cmdline = "workload=random-write mem=5G..64M";
+    let source = Vmm::boot(2, "size=6G,shared=on", cmdline);
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn zones(mode: Mode) {
+    let source = VmmBuilder::guest(2, "size=0,shared=on", "workload=random-write mem=96M")
+        .with(&["--memory-zone", "id=zone0,size=128M,shared=on", "id=zone1,size=64M,shared=on"])
+        .start();
+    source.wait_for_work(5_000);
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn of_4_vcpus(mode: Mode) {
+    let source = Vmm::boot(4, "size=256M,shared=on", "workload=random-write mem=128M");
+    source.wait_for_work(10_000);
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    destination.wait_for_work(10_000);
+    assert_eq!(destination.guest_status().vcpus_online, 4);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn of_anonymous(mode: Mode) {
+    let source = Vmm::boot(1, "size=192M", "workload=random-write mem=64M");
+    source.wait_for_work(5_000);
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn local() {
+    let mut source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=64M");
+    let destination = Vmm::empty();
+    let reception =
+        crate::harness::migrate::Reception::start(&destination, Transport::Unix, Mode::Precopy);
+    let option = format!("destination_url={},local=on", reception.url);
+    source.remote_ok(&["send-migration", &option]);
+    assert!(reception.finish().status.success(), "{}", destination.output());
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn several_connections() {
+    let mut source = Vmm::boot(2, "size=320M,shared=on", "workload=random-write mem=192M");
+    let destination = Vmm::empty();
+    let reception =
+        crate::harness::migrate::Reception::start(&destination, Transport::Tcp, Mode::Precopy);
+    let option = format!(
+        "destination_url={},connections=4,timeout_s=20,timeout_strategy=ignore",
+        reception.url
+    );
+    source.remote_ok(&["send-migration", &option]);
+    assert!(reception.finish().status.success(), "{}", destination.output());
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn events() {
+    let source = Vmm::boot(1, "size=128M,shared=on", "workload=random-write mem=32M");
+    let destination = Vmm::empty();
+    let log = source.path("events");
+    let kept = destination.path("source-events");
+    std::fs::hard_link(&log, &kept).expect("the source's events can be kept");
+    migrate(source, &destination, Transport::Tcp, Mode::Postcopy);
+    let text = std::fs::read_to_string(kept).expect("the source's events");
+    for name in [
+        "migration-starting",
+        "migration-started",
+        "migration-finished",
+        "postcopy-migration-completed",
+    ] {
+        assert!(text.contains(&format!("\"{name}\"")), "no {name} at the source: {text}");
+    }
+    let names = destination.event_names();
+    let wanted = [
+        "migration-receive-ready",
+        "migration-receive-started",
+        "migration-receive-finished",
+        "postcopy-migration-completed",
+    ];
+    for name in wanted {
+        assert!(names.iter().any(|event| event == name), "no {name} at the destination: {names:?}");
+    }
+    let progress = destination.api().get("vm.migration-progress").ok().json();
+    assert_eq!(progress["phase"], "done", "{progress}");
+    assert_eq!(progress["remaining_bytes"], 0, "{progress}");
+    destination.shut_down();
+}

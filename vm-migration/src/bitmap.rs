@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Page ownership as atomic bits.
+//!
+//! Owns [`ClaimMap`]: a set bit means "still to be sent" on the source and "still to arrive" on
+//! the destination. Whoever clears a bit with an atomic fetch-and owns the page from then on, and
+//! nobody else does: bulk pushers and urgent servers need no lock and no queue between them. It
+//! must never grow a lock. Checked by a loom model (`--cfg loom`).
+
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicU64, Ordering, fence};
+#[cfg(not(loom))]
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use crate::layout::to_usize;
+
+/// Bits in one word: the most that one claim takes.
+pub const WORD_BITS: u64 = 64;
+
+/// A fixed number of bits that are set once and then claimed.
+#[derive(Debug)]
+pub struct ClaimMap {
+    words: Box<[AtomicU64]>,
+    bits: u64,
+}
+
+/// Orders what this thread has set or claimed in one map before what it looks at in another.
+///
+/// Two threads that each change their own map, call this, and look at the other's: at least one of
+/// the two sees the other's change.
+pub fn change_then_look() {
+    fence(Ordering::SeqCst);
+}
+
+/// What one claim got: bits of one word, all of them ours now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claimed {
+    /// Number of the word's first bit.
+    pub base: u64,
+    /// The claimed bits, bit 0 being `base`.
+    pub mask: u64,
+}
+
+impl Claimed {
+    /// The claimed bits as ascending runs of (first, count).
+    pub fn runs(self) -> impl Iterator<Item = (u64, u64)> {
+        let mut mask = self.mask;
+        std::iter::from_fn(move || {
+            if mask == 0 {
+                return None;
+            }
+            let first = mask.trailing_zeros();
+            let count = (mask >> first).trailing_ones();
+            mask &= !span(first, count);
+            Some((self.base + u64::from(first), u64::from(count)))
+        })
+    }
+
+    /// Number of bits claimed.
+    pub fn count(self) -> u64 {
+        u64::from(self.mask.count_ones())
+    }
+}
+
+/// `count` ones from bit `first` on; `first + count` is at most 64.
+const fn span(first: u32, count: u32) -> u64 {
+    if count == 0 {
+        return 0;
+    }
+    (u64::MAX >> (64 - count)) << first
+}
+
+const fn bit_in_word(bit: u64) -> u32 {
+    (bit % WORD_BITS) as u32
+}
+
+impl ClaimMap {
+    /// All bits clear.
+    pub fn new(bits: u64) -> Self {
+        let words = (0..bits.div_ceil(WORD_BITS)).map(|_| AtomicU64::new(0)).collect();
+        Self { words, bits }
+    }
+
+    /// Number of bits.
+    pub fn len(&self) -> u64 {
+        self.bits
+    }
+
+    /// True when the map has no bits at all.
+    pub fn is_empty(&self) -> bool {
+        self.bits == 0
+    }
+
+    fn word(&self, bit: u64) -> &AtomicU64 {
+        assert!(bit < self.bits);
+        &self.words[to_usize(bit / WORD_BITS)]
+    }
+
+    /// True when the bit is set.
+    pub fn get(&self, bit: u64) -> bool {
+        self.word(bit).load(Ordering::Acquire) & (1 << bit_in_word(bit)) != 0
+    }
+
+    /// Sets a bit; true when this call did it.
+    pub fn set(&self, bit: u64) -> bool {
+        let mask = 1 << bit_in_word(bit);
+        self.word(bit).fetch_or(mask, Ordering::AcqRel) & mask == 0
+    }
+
+    /// Clears a bit; true when this call did it, and the page is then the caller's.
+    pub fn claim(&self, bit: u64) -> bool {
+        let mask = 1u64 << bit_in_word(bit);
+        self.word(bit).fetch_and(!mask, Ordering::AcqRel) & mask != 0
+    }
+
+    /// Sets a run of bits; returns how many were clear.
+    pub fn set_run(&self, first: u64, count: u64) -> u64 {
+        self.for_words(first, count, |word, mask| {
+            mask & !self.words[word].fetch_or(mask, Ordering::AcqRel)
+        })
+    }
+
+    /// Claims what is left of a run; returns how many bits this call cleared.
+    pub fn claim_run(&self, first: u64, count: u64) -> u64 {
+        self.for_words(first, count, |word, mask| {
+            mask & self.words[word].fetch_and(!mask, Ordering::AcqRel)
+        })
+    }
+
+    fn for_words(&self, first: u64, count: u64, mut each: impl FnMut(usize, u64) -> u64) -> u64 {
+        let end = first.checked_add(count).filter(|end| *end <= self.bits);
+        let end = end.expect("a run of this map's own bits");
+        let mut bit = first;
+        let mut changed = 0;
+        while bit < end {
+            let in_word = (WORD_BITS - bit % WORD_BITS).min(end - bit);
+            let mask = span(bit_in_word(bit), u32::try_from(in_word).unwrap_or(64));
+            changed += u64::from(each(to_usize(bit / WORD_BITS), mask).count_ones());
+            bit += in_word;
+        }
+        changed
+    }
+
+    /// Claims up to `max` (1 to 64) neighbouring bits: of the first word that has any at or after
+    /// `from`, the set bits within `max` of the first. `None` when no bit at or after `from` is
+    /// set.
+    pub fn claim_next(&self, from: u64, max: u32) -> Option<Claimed> {
+        let max = max.clamp(1, 64);
+        let mut bit = from;
+        while bit < self.bits {
+            let word = &self.words[to_usize(bit / WORD_BITS)];
+            let here = u64::MAX << bit_in_word(bit);
+            let mut seen = word.load(Ordering::Acquire) & here;
+            while seen != 0 {
+                let first = seen.trailing_zeros();
+                let wanted = seen & span(first, max.min(64 - first));
+                let mask = word.fetch_and(!wanted, Ordering::AcqRel) & wanted;
+                if mask != 0 {
+                    return Some(Claimed { base: bit - bit % WORD_BITS, mask });
+                }
+                // Others took all of these between the look and the claim; look again.
+                seen = word.load(Ordering::Acquire) & here;
+            }
+            bit = bit - bit % WORD_BITS + WORD_BITS;
+        }
+        None
+    }
+
+    /// Number of set bits (a snapshot, when others claim meanwhile).
+    pub fn count(&self) -> u64 {
+        self.words.iter().map(|w| u64::from(w.load(Ordering::Acquire).count_ones())).sum()
+    }
+
+    /// The set bits as ascending runs of (first, count) (a snapshot).
+    pub fn runs(&self) -> Vec<(u64, u64)> {
+        let mut all: Vec<(u64, u64)> = Vec::new();
+        for (index, word) in (0u64..).zip(&self.words) {
+            let claimed = Claimed { base: index * WORD_BITS, mask: word.load(Ordering::Acquire) };
+            for (first, count) in claimed.runs() {
+                match all.last_mut() {
+                    Some(last) if last.0 + last.1 == first => last.1 += count,
+                    _ => all.push((first, count)),
+                }
+            }
+        }
+        all
+    }
+}
+
+/// The set bits of plain words as ascending runs, word 0 bit 0 being number `base`.
+pub(crate) fn word_runs(words: &[u64], base: u64) -> Vec<(u64, u64)> {
+    let mut all: Vec<(u64, u64)> = Vec::new();
+    for (index, mask) in (0u64..).zip(words) {
+        for (first, count) in (Claimed { base: base + index * WORD_BITS, mask: *mask }).runs() {
+            match all.last_mut() {
+                Some(last) if last.0 + last.1 == first => last.1 += count,
+                _ => all.push((first, count)),
+            }
+        }
+    }
+    all
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_claim_takes_a_bit_once() {
+        let map = ClaimMap::new(130);
+        assert!(map.set(129));
+        assert!(!map.set(129));
+        assert!(map.claim(129));
+        assert!(!map.claim(129));
+        assert_eq!(map.count(), 0);
+    }
+
+    #[test]
+    fn claims_stay_within_max_of_the_first_bit() {
+        let map = ClaimMap::new(200);
+        map.set_run(3, 10);
+        map.set(70);
+        assert_eq!(map.claim_next(0, 4).unwrap().runs().collect::<Vec<_>>(), [(3, 4)]);
+        assert_eq!(map.claim_next(12, 4).unwrap().runs().collect::<Vec<_>>(), [(12, 1)]);
+        assert_eq!(map.claim_next(13, 64).unwrap(), Claimed { base: 64, mask: 1 << 6 });
+        assert_eq!(map.claim_next(13, 64), None);
+        assert_eq!(map.count(), 5);
+    }
+
+    proptest! {
+        #[test]
+        fn claiming_all_gives_each_bit_once(
+            bits in prop::collection::btree_set(0u64..500, 0..200), max in 1u32..65, from in 0u64..500,
+        ) {
+            let map = ClaimMap::new(500);
+            for bit in &bits {
+                map.set(*bit);
+            }
+            let listed: BTreeSet<u64> =
+                map.runs().iter().flat_map(|(first, count)| *first..first + count).collect();
+            prop_assert_eq!(&listed, &bits);
+            let mut got = BTreeSet::new();
+            for start in [from, 0] {
+                while let Some(claimed) = map.claim_next(start, max) {
+                    prop_assert!(claimed.count() <= u64::from(max));
+                    for (first, count) in claimed.runs() {
+                        for bit in first..first + count {
+                            prop_assert!(got.insert(bit));
+                        }
+                    }
+                }
+            }
+            prop_assert_eq!(got, bits);
+        }
+
+        #[test]
+        fn runs_are_set_and_claimed_exactly(first in 0u64..300, count in 0u64..200) {
+            let map = ClaimMap::new(500);
+            map.set(first);
+            prop_assert_eq!(map.set_run(first, count), count.saturating_sub(1));
+            prop_assert_eq!(map.claim_run(first, count), count);
+            prop_assert_eq!(map.count(), u64::from(count == 0));
+        }
+    }
+
+    #[test]
+    fn threads_never_share_a_page() {
+        let map = ClaimMap::new(4096);
+        map.set_run(0, 4096);
+        let got: Vec<u64> = std::thread::scope(|scope| {
+            let bulk = scope.spawn(|| {
+                let mut mine = Vec::new();
+                while let Some(claimed) = map.claim_next(0, 7) {
+                    mine.extend(claimed.runs().flat_map(|(first, count)| first..first + count));
+                }
+                mine
+            });
+            let urgent =
+                scope.spawn(|| (0..4096).rev().filter(|bit| map.claim(*bit)).collect::<Vec<u64>>());
+            let mut all = bulk.join().unwrap();
+            all.extend(urgent.join().unwrap());
+            all
+        });
+        assert_eq!(got.len(), 4096);
+        assert_eq!(got.iter().collect::<BTreeSet<_>>().len(), 4096);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// Bulk claims runs while an urgent server claims single pages: every page goes out once.
+    #[test]
+    fn bulk_and_urgent_claim_each_page_once() {
+        loom::model(|| {
+            let map = Arc::new(ClaimMap::new(4));
+            map.set_run(0, 4);
+            let bulk = {
+                let map = Arc::clone(&map);
+                thread::spawn(move || {
+                    let mut sent = 0;
+                    while let Some(claimed) = map.claim_next(0, 2) {
+                        assert_eq!(sent & claimed.mask, 0);
+                        sent |= claimed.mask;
+                    }
+                    sent
+                })
+            };
+            let urgent = u64::from(map.claim(1)) << 1 | u64::from(map.claim(3)) << 3;
+            let bulk = bulk.join().unwrap();
+            assert_eq!(bulk & urgent, 0);
+            assert_eq!(bulk | urgent, 0b1111);
+        });
+    }
+
+    /// A faulting reader notes its wish and then looks whether the page is still to come; the
+    /// receiver marks it as come and then looks for wishes. One of the two must wake the waiter.
+    #[test]
+    fn a_fault_and_the_arrival_of_its_page_never_miss_each_other() {
+        loom::model(|| {
+            let pending = Arc::new(ClaimMap::new(1));
+            let wanted = Arc::new(ClaimMap::new(1));
+            pending.set(0);
+            let receiver = {
+                let (pending, wanted) = (Arc::clone(&pending), Arc::clone(&wanted));
+                thread::spawn(move || {
+                    pending.claim(0);
+                    change_then_look();
+                    wanted.get(0)
+                })
+            };
+            wanted.set(0);
+            change_then_look();
+            let reader_wakes = !pending.get(0);
+            let receiver_wakes = receiver.join().unwrap();
+            assert!(reader_wakes || receiver_wakes);
+        });
+    }
+}

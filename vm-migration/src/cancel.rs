@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A request to stop that interrupts every wait of a migration.
+//!
+//! Owns one eventfd that becomes readable once and stays so; every poll in this crate has it in
+//! its set, so a cancel takes effect within microseconds whatever the migration waits for. It
+//! must never be reset: a new attempt takes a new [`Cancel`].
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+/// A handle with which anyone may ask the migration to stop; clones are the same request.
+#[derive(Clone, Debug)]
+pub struct Cancel(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    asked: AtomicBool,
+    event: EventFd,
+}
+
+impl Cancel {
+    /// Makes a request that nobody has made yet.
+    ///
+    /// # Errors
+    /// When the process may not open another file descriptor.
+    pub fn new() -> io::Result<Self> {
+        let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        Ok(Self(Arc::new(Inner { asked: AtomicBool::new(false), event })))
+    }
+
+    /// Asks. Asking twice is asking once.
+    pub fn cancel(&self) {
+        if !self.0.asked.swap(true, Ordering::AcqRel) {
+            // The counter cannot overflow: it is written once in the life of the eventfd.
+            let _ = self.0.event.write(1);
+        }
+    }
+
+    /// True once anybody asked.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.asked.load(Ordering::Acquire)
+    }
+
+    /// Readable once anybody asked; for poll.
+    pub(crate) fn fd(&self) -> RawFd {
+        self.0.event.as_raw_fd()
+    }
+}

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A connection on which messages travel: questions, answers, and the reason when one is refused.
+//!
+//! Owns the pairing of messages with answers. It does not know which message is due.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cancel::Cancel;
+use crate::error::Cause;
+use crate::protocol::capabilities::TOKEN_BYTES;
+use crate::protocol::message::{Answer, Message, Role};
+use crate::transport::{Address, Connection, Reader, TransportError};
+
+/// After a failed send, how long to look for the refusal that explains it.
+const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// How long last words may be stuck behind what a stalled peer does not read.
+const LAST_SEND_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// How long last words may take to reach a peer that still sends.
+const LAST_WORDS_DRAIN: Duration = Duration::from_secs(1);
+
+/// A connection and its reading end.
+#[derive(Debug)]
+pub(crate) struct Channel {
+    pub connection: Arc<Connection>,
+    pub reader: Reader,
+}
+
+/// A positive answer.
+#[derive(Debug)]
+pub(crate) struct Yes {
+    pub offer_taken: bool,
+    pub payload: Vec<u8>,
+}
+
+impl Channel {
+    pub(crate) fn new(connection: Connection) -> Self {
+        let connection = Arc::new(connection);
+        let reader = Reader::new(Arc::clone(&connection));
+        Self { connection, reader }
+    }
+
+    /// Opens an extra connection. With a token (negotiated) the destination confirms it.
+    pub(crate) fn open_extra(
+        to: &Address,
+        role: Role,
+        token: Option<&[u8; TOKEN_BYTES]>,
+        cancel: &Cancel,
+        limits: &crate::options::Limits,
+    ) -> Result<Self, Cause> {
+        let mut channel =
+            Self::new(Connection::connect(to, cancel, limits.connect, limits.answer)?);
+        let mut hello = role.code().to_le_bytes().to_vec();
+        hello.extend_from_slice(token.map_or(&[], |token| token.as_slice()));
+        channel.connection.send(&hello)?;
+        if token.is_some() {
+            channel.answer(limits.answer)?;
+        }
+        Ok(channel)
+    }
+
+    /// Sends a message and waits for its answer.
+    pub(crate) fn ask(&mut self, message: &Message, timeout: Duration) -> Result<Yes, Cause> {
+        self.tell(message)?;
+        self.answer(timeout)
+    }
+
+    /// Sends a message, the answer to which is read later.
+    pub(crate) fn tell(&mut self, message: &Message) -> Result<(), Cause> {
+        let sent = self.connection.send(&message.encode());
+        sent.map_err(|error| self.explain(error))
+    }
+
+    /// Waits for the answer to the oldest message that has none.
+    pub(crate) fn answer(&mut self, timeout: Duration) -> Result<Yes, Cause> {
+        if !self.reader.has_buffered() {
+            self.connection.wait_for_data(Some(timeout))?;
+        }
+        match Answer::read(&mut self.reader)? {
+            Answer::Ok { offer_taken, payload } => Ok(Yes { offer_taken, payload }),
+            Answer::Error { reason } => Err(refused(reason)),
+        }
+    }
+
+    /// Why the peer stopped listening, when it said so before it did.
+    pub(crate) fn explain(&mut self, error: TransportError) -> Cause {
+        if matches!(error, TransportError::Cancelled) {
+            return error.into();
+        }
+        loop {
+            if !self.reader.has_buffered()
+                && self.connection.wait_for_data(Some(LAST_WORDS_TIMEOUT)).is_err()
+            {
+                return error.into();
+            }
+            match Answer::read(&mut self.reader) {
+                // An answer to an earlier message.
+                Ok(Answer::Ok { .. }) => {}
+                Ok(Answer::Error { reason }) => return refused(reason),
+                Err(_) => return error.into(),
+            }
+        }
+    }
+
+    /// Answers yes.
+    pub(crate) fn yes(&self) -> Result<(), TransportError> {
+        self.connection.send(&Answer::ok().encode())
+    }
+
+    /// Answers no, as best one can, and ends the connection.
+    pub(crate) fn refuse(&self, reason: &str) {
+        // A cancelled connection could not be written to; these last words are not cancelled.
+        if let Ok(never) = Cancel::new() {
+            self.connection.set_cancel(&never);
+            self.connection.set_stall_timeout(LAST_SEND_TIMEOUT);
+            let answer = Answer::Error { reason: reason.to_string() };
+            if self.connection.send(&answer.encode()).is_ok() {
+                self.connection.finish_sending(LAST_WORDS_DRAIN);
+            }
+        }
+    }
+
+    /// Tells the peer that this side gives up, as best one can, and ends the connection.
+    pub(crate) fn abandon(&self, reason: &str) {
+        if let Ok(never) = Cancel::new() {
+            self.connection.set_cancel(&never);
+            self.connection.set_stall_timeout(LAST_SEND_TIMEOUT);
+            if self.connection.send(&Message::Abandon(reason.to_string()).encode()).is_ok() {
+                self.connection.finish_sending(LAST_WORDS_DRAIN);
+            }
+        }
+    }
+}
+
+fn refused(reason: String) -> Cause {
+    if reason.is_empty() {
+        return Cause::Refused("it gave no reason, see its log".to_string());
+    }
+    Cause::Refused(reason)
+}

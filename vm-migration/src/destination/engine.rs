@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The page engine of postcopy: which pages are missing, which were asked for, what an arrival
+//! means.
+//!
+//! Owns two bits a page. `missing`: contents are still to arrive. `wanted`: somebody waits and the
+//! source has been asked. A fault sets `wanted` and then looks at `missing`; an arrival clears
+//! `missing` and then looks at `wanted`. Between the two steps both order them, so that one of the
+//! two always sees the other (there is a loom model of this in `bitmap`), and no waiter is
+//! forgotten. It opens, waits on and writes to no connection.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use super::receive::locate;
+use crate::bitmap::{ClaimMap, change_then_look};
+use crate::cancel::Cancel;
+use crate::error::{Cause, Failure};
+use crate::fault::{Fault, FaultSource};
+use crate::layout::{GpaRange, PAGE_BYTES, PageRun, to_usize};
+use crate::progress::Progress;
+use crate::protocol::codec::ByteSource;
+use crate::protocol::{ProtocolError, runs};
+use crate::ram::{self, GuestMemoryMap};
+
+/// Pages that the copying path buffers at once, rounded up to a unit.
+const COPY_PAGES: u64 = 256;
+
+/// How pages came here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Via {
+    /// Pushed.
+    Bulk,
+    /// Asked for.
+    Urgent,
+}
+
+/// State of all missing memory.
+pub(crate) struct Engine<M> {
+    memory: Arc<M>,
+    source: Arc<dyn FaultSource>,
+    /// Per region, in units.
+    missing: Vec<ClaimMap>,
+    wanted: Vec<ClaimMap>,
+    /// Per region: pages of 4 KiB in a unit.
+    unit_pages: Vec<u64>,
+    /// Units missing in all regions.
+    left: AtomicU64,
+    /// Readable once nothing is missing.
+    complete: Cancel,
+    /// Readable once something failed; also interrupts every wait of the engine's threads.
+    failed: Cancel,
+    /// What failed first, and whether the guest may run on this memory. Held for one look.
+    fate: Mutex<Fate>,
+    /// When the units that are waited for were asked for. Held for one insertion or removal.
+    asked: Mutex<HashMap<(usize, u64), Instant>>,
+    progress: Arc<Progress>,
+}
+
+/// How the engine stands.
+#[derive(Default)]
+struct Fate {
+    committed: bool,
+    failure: Option<Failure>,
+}
+
+impl<M: GuestMemoryMap> Engine<M> {
+    /// Begins with what the source says is missing. Contents that are here in its place (a machine
+    /// that was built with populated memory) are thrown away: nobody may see them.
+    pub(crate) fn new(
+        memory: &Arc<M>,
+        source: Arc<dyn FaultSource>,
+        pending: &[u8],
+        progress: Arc<Progress>,
+    ) -> Result<Self, Cause> {
+        let regions = memory.layout().regions();
+        let unit_pages: Vec<u64> =
+            regions.iter().map(|region| region.host_page_bytes / PAGE_BYTES).collect();
+        let maps = || -> Vec<ClaimMap> {
+            let sizes = regions.iter().zip(&unit_pages);
+            sizes.map(|(region, unit)| ClaimMap::new(region.pages() / unit)).collect()
+        };
+        let missing = maps();
+        runs::decode(pending, &missing)?;
+        let mut left = 0;
+        let mut missing_bytes = 0;
+        for (region, map) in missing.iter().enumerate() {
+            let unit = unit_pages[region];
+            left += map.count();
+            missing_bytes += map.count() * unit * PAGE_BYTES;
+            for (first, count) in map.runs() {
+                let run = PageRun { region, first: first * unit, count: count * unit };
+                memory.mark_absent(run);
+                empty(&**memory, run).map_err(Cause::Memory)?;
+            }
+        }
+        progress.counters.remaining_bytes.store(missing_bytes, Ordering::Relaxed);
+        let engine = Self {
+            source,
+            wanted: maps(),
+            missing,
+            unit_pages,
+            left: AtomicU64::new(left),
+            complete: Cancel::new().map_err(Cause::Resource)?,
+            failed: Cancel::new().map_err(Cause::Resource)?,
+            fate: Mutex::default(),
+            asked: Mutex::new(HashMap::new()),
+            progress,
+            memory: Arc::clone(memory),
+        };
+        if left == 0 {
+            engine.complete.cancel();
+        }
+        Ok(engine)
+    }
+
+    pub(crate) fn source(&self) -> &Arc<dyn FaultSource> {
+        &self.source
+    }
+
+    pub(crate) fn progress(&self) -> &Arc<Progress> {
+        &self.progress
+    }
+
+    /// Readable once nothing is missing.
+    pub(crate) fn complete(&self) -> &Cancel {
+        &self.complete
+    }
+
+    /// Readable once something failed.
+    pub(crate) fn failed(&self) -> &Cancel {
+        &self.failed
+    }
+
+    /// Notes a failure and stops everybody. Before the engine is committed, whoever waits for a
+    /// page is let go: the machine is about to be thrown away, and nobody may wait for ever.
+    pub(crate) fn fail(&self, failure: Failure) {
+        let mut fate = self.fate.lock().unwrap_or_else(PoisonError::into_inner);
+        // What others suffer because of the stop is not a cause, and after the end nothing is.
+        if !self.complete.is_cancelled() && !matches!(failure.cause, Cause::Cancelled) {
+            fate.failure.get_or_insert(failure);
+        }
+        if !fate.committed
+            && let Err(error) = self.source.release()
+        {
+            log::warn!("{error}");
+        }
+        self.failed.cancel();
+    }
+
+    /// From here on the guest may run on this memory: a failure makes it wait, not go on.
+    pub(crate) fn commit(&self) -> Result<(), Failure> {
+        let mut fate = self.fate.lock().unwrap_or_else(PoisonError::into_inner);
+        match fate.failure.take() {
+            Some(failure) => Err(failure),
+            None if self.failed.is_cancelled() => {
+                Err(Failure::new("receiving pages", Cause::Cancelled))
+            }
+            None => {
+                fate.committed = true;
+                Ok(())
+            }
+        }
+    }
+
+    pub(crate) fn take_failure(&self) -> Option<Failure> {
+        self.fate.lock().unwrap_or_else(PoisonError::into_inner).failure.take()
+    }
+
+    /// Pages of 4 KiB that are missing.
+    pub(crate) fn missing_pages(&self) -> u64 {
+        self.missing.iter().zip(&self.unit_pages).map(|(map, unit)| map.count() * unit).sum()
+    }
+
+    /// Looks at faults; returns the ranges to ask the source for. The others need nothing, or have
+    /// been resolved here.
+    pub(crate) fn take_faults(&self, faults: &[Fault]) -> Result<Vec<GpaRange>, Cause> {
+        let counters = &self.progress.counters;
+        let mut ask = Vec::new();
+        for fault in faults {
+            counters.faults.fetch_add(1, Ordering::Relaxed);
+            let region = fault.region;
+            let index = fault.page / self.unit_pages[region];
+            let run = self.pages_of(region, index);
+            let first_wish = self.wanted[region].set(index);
+            change_then_look();
+            if !self.missing[region].get(index) {
+                // It has just arrived, or was never sent because it is zero.
+                counters.faults_local.fetch_add(1, Ordering::Relaxed);
+                self.show(region, index)?;
+            } else if first_wish {
+                counters.faults_requested.fetch_add(1, Ordering::Relaxed);
+                self.asked_now(region, index);
+                ask.push(self.memory.layout().range_of(run));
+            } else {
+                counters.faults_merged.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        Ok(ask)
+    }
+
+    fn pages_of(&self, region: usize, index: u64) -> PageRun {
+        let unit = self.unit_pages[region];
+        PageRun { region, first: index * unit, count: unit }
+    }
+
+    fn asked_now(&self, region: usize, index: u64) {
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.insert((region, index), Instant::now());
+    }
+
+    /// Takes contents off a connection, straight into place, and lets the guest see them.
+    pub(crate) fn take_contents(
+        &self,
+        from: &mut impl ByteSource,
+        ranges: &[GpaRange],
+        via: Via,
+    ) -> Result<(), Cause> {
+        let runs = self.check(ranges)?;
+        let bytes: u64 = runs.iter().map(PageRun::len_bytes).sum();
+        if runs.iter().all(|run| self.source.receives_in_place(run.region)) {
+            let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
+            from.read_guest(&slices)?;
+            for run in &runs {
+                self.source.make_present(*run)?;
+            }
+        } else {
+            for run in &runs {
+                self.copy_in(from, *run)?;
+            }
+        }
+        self.progress.counters.memory_bytes_received.fetch_add(bytes, Ordering::Relaxed);
+        for run in runs {
+            self.memory.mark_resident(run);
+            // Showing the pages has woken whoever waited for them.
+            self.arrived(run, via, |_, _| Ok(()))?;
+        }
+        Ok(())
+    }
+
+    /// Takes contents through a buffer: memory with one mapping is filled in one step a piece.
+    fn copy_in(&self, from: &mut impl ByteSource, run: PageRun) -> Result<(), Cause> {
+        let step = COPY_PAGES.next_multiple_of(self.unit_pages[run.region]);
+        let mut buffer = Vec::new();
+        let mut first = run.first;
+        while first < run.end() {
+            let piece = PageRun { region: run.region, first, count: step.min(run.end() - first) };
+            buffer.resize(to_usize(piece.len_bytes()), 0);
+            from.read_exact(&mut buffer)?;
+            self.source.copy_in(piece, &buffer)?;
+            first = piece.end();
+        }
+        Ok(())
+    }
+
+    /// Takes pages that are zero. They stay holes unless somebody waits for them.
+    pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
+        for run in self.check(ranges)? {
+            self.memory.mark_zero(run);
+            self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
+            self.arrived(run, via, |region, index| self.show(region, index))?;
+        }
+        Ok(())
+    }
+
+    /// The source says that requested pages are on another connection. If they have come
+    /// meanwhile, whoever waits looks again; else the arrival wakes them.
+    pub(crate) fn take_elsewhere(&self, ranges: &[GpaRange]) -> Result<(), Cause> {
+        for run in locate(self.memory.layout(), ranges)? {
+            let unit = self.unit_pages[run.region];
+            for index in run.first / unit..run.end().div_ceil(unit) {
+                self.progress.counters.faults_elsewhere.fetch_add(1, Ordering::Relaxed);
+                let waited_for = self.wanted[run.region].get(index);
+                if waited_for && !self.missing[run.region].get(index) {
+                    self.show(run.region, index)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whole units of guest memory that are missing; contents for anything else would overwrite
+    /// what the guest has written here.
+    fn check(&self, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
+        let runs = locate(self.memory.layout(), ranges)?;
+        for run in &runs {
+            let unit = self.unit_pages[run.region];
+            let whole = run.first.is_multiple_of(unit) && run.count.is_multiple_of(unit);
+            let map = &self.missing[run.region];
+            if !whole || !(run.first / unit..run.end() / unit).all(|index| map.get(index)) {
+                let why = "it names pages that are not missing";
+                return Err(ProtocolError::Malformed { what: "memory table", why });
+            }
+        }
+        Ok(runs)
+    }
+
+    /// Pages are in place: they are not missing any more, and `wake` is called for each unit that
+    /// somebody waits for.
+    fn arrived(
+        &self,
+        run: PageRun,
+        via: Via,
+        wake: impl Fn(usize, u64) -> Result<(), Cause>,
+    ) -> Result<(), Cause> {
+        let unit = self.unit_pages[run.region];
+        let (first, count) = (run.first / unit, run.count / unit);
+        let cleared = self.missing[run.region].claim_run(first, count);
+        change_then_look();
+        for index in first..first + count {
+            if self.wanted[run.region].get(index) {
+                wake(run.region, index)?;
+                self.wait_is_over(run.region, index);
+            }
+        }
+        let counters = &self.progress.counters;
+        match via {
+            Via::Bulk => counters.bulk_pages.fetch_add(run.count, Ordering::Relaxed),
+            Via::Urgent => counters.urgent_pages.fetch_add(run.count, Ordering::Relaxed),
+        };
+        self.progress.sent_down(run.len_bytes());
+        if self.left.fetch_sub(cleared, Ordering::AcqRel) == cleared {
+            self.complete.cancel();
+        }
+        Ok(())
+    }
+
+    /// Lets waiters of a unit that is not missing go on: with its contents, or else with zeros.
+    fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
+        Ok(self.source.make_zero(self.pages_of(region, index))?)
+    }
+
+    fn wait_is_over(&self, region: usize, index: u64) {
+        let asked =
+            self.asked.lock().unwrap_or_else(PoisonError::into_inner).remove(&(region, index));
+        if let Some(since) = asked {
+            self.progress.fault_took(since.elapsed());
+        }
+    }
+}
+
+/// Throws away what is populated of a run.
+fn empty<M: GuestMemoryMap>(memory: &M, run: PageRun) -> std::io::Result<()> {
+    let unit = memory.layout().regions()[run.region].host_page_bytes / PAGE_BYTES;
+    for pages in memory.populated_runs(run.region, run.first..run.end())? {
+        let first = pages.start / unit * unit;
+        let end = pages.end.next_multiple_of(unit);
+        memory.discard(PageRun { region: run.region, first, count: end - first })?;
+    }
+    Ok(())
+}

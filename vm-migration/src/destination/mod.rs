@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The destination of a migration: `Listen > Negotiate > Receive > Prepare > Run > [Fault] > Done`.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `mod` | the order of the phases, and the one exit for failures |
+//! | `negotiate` | Listen and Negotiate: versions, capabilities, building the machine |
+//! | `receive` | Receive: memory arrives, extra connections join |
+//! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
+//! | `engine` | the page engine of postcopy: what is missing, what is asked for |
+//! | `fault` | Fault: the engine's threads, and the end |
+//!
+//! Nothing that the peer says is believed before it is checked against the machine that was built
+//! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
+
+mod engine;
+mod fault;
+mod negotiate;
+mod receive;
+mod run;
+
+use std::sync::Arc;
+
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::{Failure, GuestIs, MigrationError, Side};
+use crate::options::ReceiveOptions;
+use crate::progress::{Phase, Progress};
+use crate::transport::{self, Address, TransportError};
+use crate::vm::{DestinationBuilder, DestinationVm};
+
+pub use fault::{Faulting, PostcopyPaused};
+
+/// What every phase of one migration uses.
+#[derive(Clone, Copy)]
+pub(crate) struct Context<'a> {
+    pub options: &'a ReceiveOptions,
+    pub progress: &'a Arc<Progress>,
+    pub cancel: &'a Cancel,
+    pub listener: &'a transport::Listener,
+}
+
+/// A place where a source can connect. One migration at a time.
+#[derive(Debug)]
+pub struct Listener {
+    listener: transport::Listener,
+}
+
+/// The guest is here.
+pub struct Received<V: DestinationVm> {
+    /// The machine, running (or paused by its user, as it was at the source).
+    pub vm: V::Running,
+    /// Pages still arrive: wait on this, and keep the machine until it says that it is over.
+    pub faults: Option<Faulting<V::Memory>>,
+}
+
+impl<V: DestinationVm> std::fmt::Debug for Received<V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Received").field("faults", &self.faults.is_some()).finish_non_exhaustive()
+    }
+}
+
+/// A migration that failed here.
+pub struct ReceiveFailure<V> {
+    /// What happened, and where the guest is.
+    pub error: MigrationError,
+    /// The machine, when it is complete and did not start: see [`GuestIs::InDoubt`] and
+    /// [`GuestIs::OnDestination`]. `None` when there is nothing worth keeping.
+    pub vm: Option<V>,
+}
+
+impl<V> std::fmt::Debug for ReceiveFailure<V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("ReceiveFailure").field(&self.error).finish()
+    }
+}
+
+/// How a phase failed.
+pub(crate) struct Setback<V> {
+    pub peer: Option<Channel>,
+    pub failure: Failure,
+    pub guest: GuestIs,
+    pub vm: Option<V>,
+}
+
+impl<V> Setback<V> {
+    /// A failure before the handover.
+    pub(crate) fn early(peer: Option<Channel>, failure: Failure) -> Self {
+        Self { peer, failure, guest: GuestIs::NotHere, vm: None }
+    }
+}
+
+impl Listener {
+    /// Listens on `address`; with TCP port 0 the system chooses, see [`address`](Self::address).
+    ///
+    /// # Errors
+    /// When the address is taken, not ours, or does not resolve.
+    pub fn bind(address: &Address) -> Result<Self, TransportError> {
+        Ok(Self { listener: transport::Listener::bind(address)? })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &Address {
+        self.listener.address()
+    }
+
+    /// Waits for a source and takes its guest.
+    ///
+    /// Blocks until the guest runs here, or the migration has failed. After a postcopy handover
+    /// pages still arrive: see [`Received::faults`]. `cancel` works until the guest runs.
+    ///
+    /// # Errors
+    /// The source has been told why as best one can. Unless [`ReceiveFailure::error`] says
+    /// otherwise, the guest goes on there and everything built here is gone.
+    pub fn receive<B: DestinationBuilder>(
+        self,
+        builder: B,
+        options: &ReceiveOptions,
+        progress: &Arc<Progress>,
+        cancel: &Cancel,
+    ) -> Result<Received<B::Vm>, Box<ReceiveFailure<B::Vm>>> {
+        let context = Context { options, progress, cancel, listener: &self.listener };
+        match drive(builder, context) {
+            Ok(received) => {
+                if received.faults.is_none() {
+                    progress.finish(Phase::Done);
+                }
+                Ok(received)
+            }
+            Err(setback) => Err(Box::new(give_up(context, setback))),
+        }
+    }
+}
+
+/// The phases, in order.
+fn drive<B: DestinationBuilder>(
+    builder: B,
+    context: Context<'_>,
+) -> Result<Received<B::Vm>, Setback<B::Vm>> {
+    let run = context.progress;
+    let connected = run.run(Phase::Listen, || negotiate::listen(context))?;
+    let built = run.run(Phase::Negotiate, || connected.negotiate(builder, context))?;
+    let received = run.run(Phase::Receive, || built.receive(context))?;
+    let ready = run.run(Phase::Prepare, || received.prepare(context))?;
+    let mut received = run.run(Phase::Run, || ready.run(context))?;
+    if let Some(faults) = &mut received.faults {
+        faults.begin();
+    }
+    Ok(received)
+}
+
+/// The one exit for failures: tells the peer and says where the guest is.
+fn give_up<V>(context: Context<'_>, setback: Setback<V>) -> ReceiveFailure<V> {
+    let Setback { peer, failure, guest, vm } = setback;
+    let phase = context.progress.phase();
+    if let Some(peer) = peer.filter(|_| failure.peer_listens()) {
+        peer.refuse(&failure.for_peer());
+    }
+    context.progress.finish(Phase::Failed);
+    let Failure { step, cause } = failure;
+    ReceiveFailure {
+        error: MigrationError { side: Side::Destination, phase, step, guest, cause },
+        vm,
+    }
+}

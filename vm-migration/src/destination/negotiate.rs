@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Listen and Negotiate: the first connection, what both sides can do, the machine built here.
+//!
+//! Owns the checks that must fail before anything starts: versions, capabilities, the right to use
+//! userfaultfd, the memory layout.
+
+use std::fs::File;
+use std::io::Read;
+use std::sync::Arc;
+
+use super::receive::{Built, Terms};
+use super::{Context, Setback};
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, Step};
+use crate::fault::FaultSource;
+use crate::layout::Layout;
+use crate::options::MemoryMode;
+use crate::protocol::ProtocolError;
+use crate::protocol::capabilities::{
+    Accepted, FEATURE_CONFIRM, FEATURE_POSTCOPY, Offer, Prepared, TOKEN_BYTES, common, features,
+    software,
+};
+use crate::protocol::message::{Answer, Message, VERSION};
+use crate::ram::GuestMemoryMap;
+use crate::uffd::{self, Uffd};
+use crate::vm::{DestinationBuilder, DestinationVm};
+
+/// A source has connected and said nothing yet.
+pub(crate) struct Connected {
+    control: Channel,
+}
+
+/// Waits for the source.
+pub(crate) fn listen<V>(context: Context<'_>) -> Result<Connected, Setback<V>> {
+    let options = context.options;
+    context
+        .listener
+        .accept(context.cancel, options.accept_timeout, options.limits.answer)
+        .step("waiting for the source")
+        .map(|connection| Connected { control: Channel::new(connection) })
+        .map_err(|failure| Setback::early(None, failure))
+}
+
+impl Connected {
+    /// Agrees on the protocol and builds the machine.
+    pub(crate) fn negotiate<B: DestinationBuilder>(
+        mut self,
+        builder: B,
+        context: Context<'_>,
+    ) -> Result<Built<B::Vm>, Setback<B::Vm>> {
+        match self.try_negotiate(builder, context) {
+            Ok((vm, memory, terms, fault_source)) => {
+                Ok(Built::new(vm, memory, self.control, terms, fault_source))
+            }
+            Err(failure) => Err(Setback::early(Some(self.control), failure)),
+        }
+    }
+
+    #[expect(clippy::type_complexity, reason = "the parts of one state, named by the caller")]
+    fn try_negotiate<B: DestinationBuilder>(
+        &mut self,
+        builder: B,
+        context: Context<'_>,
+    ) -> Result<
+        (B::Vm, Arc<<B::Vm as DestinationVm>::Memory>, Terms, Option<Arc<dyn FaultSource>>),
+        Failure,
+    > {
+        let control = &mut self.control;
+        let offer = agree(control)?;
+        let config = match read(control, "waiting for the configuration")? {
+            Message::Config(config) => config,
+            other => return Err(unexpected(&other, "Config")),
+        };
+        let mut vm = builder
+            .prepare(&config)
+            .map_err(Cause::Vm)
+            .step("building the machine at the destination")?;
+        let memory = vm.memory();
+        let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();
+        let counters = &context.progress.counters;
+        counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
+        let mut payload = Vec::new();
+        let mut fault_source = None;
+        if let Terms::Negotiated { offer, .. } = &offer {
+            check_layout(memory.layout(), offer)?;
+            payload = Prepared { regions: memory.layout().regions().to_vec() }.to_json();
+            if offer.memory_mode == MemoryMode::Postcopy {
+                fault_source = Some(watch(&mut vm, &memory, context)?);
+            }
+        }
+        let answer = Answer::Ok { offer_taken: false, payload };
+        control.connection.send(&answer.encode()).step("answering the configuration")?;
+        Ok((vm, memory, offer, fault_source))
+    }
+}
+
+/// Start, and Capabilities where the source offers them.
+fn agree(control: &mut Channel) -> Result<Terms, Failure> {
+    const STEP: &str = "negotiating";
+    let offer = match read(control, "waiting for the start of the protocol")? {
+        Message::Start { version: VERSION, offer } => offer,
+        Message::Start { version, .. } => return Err(ProtocolError::Version(version)).step(STEP),
+        other => return Err(unexpected(&other, "Start")),
+    };
+    let answer = Answer::Ok { offer_taken: offer, payload: Vec::new() };
+    control.connection.send(&answer.encode()).step(STEP)?;
+    if !offer {
+        return Ok(Terms::Plain);
+    }
+    let offer = match read(control, "waiting for the source's capabilities")? {
+        Message::Capabilities(json) => Offer::parse(&json).step(STEP)?,
+        other => return Err(unexpected(&other, "Capabilities")),
+    };
+    log::info!("the source is {:?}", offer.software);
+    let layout = offer.layout().step(STEP)?;
+    let ours = features();
+    let common = common(&ours, &offer.features);
+    let needed: &[&str] = match offer.memory_mode {
+        MemoryMode::Precopy => &[FEATURE_CONFIRM],
+        MemoryMode::Postcopy => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
+    };
+    if let Some(missing) = needed.iter().find(|feature| !common.contains(**feature)) {
+        let what = format!("the source lacks {missing}");
+        return Err(Cause::Unsupported { what, remedy: "update the source" }).step(STEP);
+    }
+    if offer.memory_mode == MemoryMode::Postcopy {
+        // Here, before anything is built, so that nobody waits for a refusal.
+        uffd::check(layout.regions()).step("checking for userfaultfd")?;
+    }
+    let token = random_token().map_err(Cause::Resource).step(STEP)?;
+    let accepted = Accepted { software: software(), features: ours, token };
+    let answer = Answer::Ok { offer_taken: false, payload: accepted.to_json() };
+    control.connection.send(&answer.encode()).step(STEP)?;
+    Ok(Terms::Negotiated { offer, token })
+}
+
+fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
+    let mut token = [0; TOKEN_BYTES];
+    File::open("/dev/urandom")?.read_exact(&mut token)?;
+    Ok(token)
+}
+
+fn check_layout(ours: &Layout, offer: &Offer) -> Result<(), Failure> {
+    const STEP: &str = "comparing memory layouts";
+    let theirs = offer.layout().step(STEP)?;
+    ours.same_for_guest(&theirs).map_err(ProtocolError::from).step(STEP)
+}
+
+/// Sets up the best way there is to catch accesses to missing pages.
+fn watch<V: DestinationVm>(
+    vm: &mut V,
+    memory: &Arc<V::Memory>,
+    context: Context<'_>,
+) -> Result<Arc<dyn FaultSource>, Failure> {
+    const STEP: &str = "preparing to catch page faults";
+    let own = vm.fault_source().map_err(Cause::Vm).step(STEP)?;
+    let source = if let Some(source) = own {
+        source
+    } else {
+        let readers = context.options.fault_readers;
+        Arc::new(Uffd::register(Arc::clone(memory), readers).step(STEP)?)
+    };
+    context.progress.set_fault_source(source.kind());
+    Ok(source)
+}
+
+/// Reads the next message; the source's giving up is an error.
+pub(crate) fn read(control: &mut Channel, step: &'static str) -> Result<Message, Failure> {
+    match Message::read(&mut control.reader).step(step)? {
+        Message::Abandon(reason) if reason.is_empty() => {
+            Err(Cause::Abandoned("it gave no reason, see its log".to_string())).step(step)
+        }
+        Message::Abandon(reason) => Err(Cause::Abandoned(reason)).step(step),
+        message => Ok(message),
+    }
+}
+
+pub(crate) fn unexpected(message: &Message, expected: &'static str) -> Failure {
+    let got = message.command().name();
+    Failure::new("reading a message", ProtocolError::Unexpected { got, expected })
+}

@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Receive: memory arrives on the first connection and on extra ones, until state does.
+//!
+//! Owns what a source may send in this phase. Every range is checked against the machine that was
+//! built here before a byte of it is taken; contents go straight into guest memory. A connection
+//! that does not show the session's token is closed and forgotten: it is not the source's.
+
+use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::engine::Engine;
+use super::fault::FaultThreads;
+use super::negotiate::{read, unexpected};
+use super::{Context, Setback};
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, Step};
+use crate::fault::FaultSource;
+use crate::layout::{GpaRange, Layout, PageRun};
+use crate::options::{CONNECTIONS_MAX, MemoryMode};
+use crate::progress::Progress;
+use crate::protocol::ProtocolError;
+use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
+use crate::protocol::codec::ByteSource;
+use crate::protocol::message::{Message, Role};
+use crate::ram::{self, GuestMemoryMap};
+use crate::transport::{TransportError, WaitEnd, wait_readable};
+use crate::vm::DestinationVm;
+
+/// How long an extra connection may take to say what it is for. While it does, memory waits.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What was agreed.
+pub(crate) enum Terms {
+    /// Plain version 0.
+    Plain,
+    /// The negotiated protocol.
+    Negotiated { offer: Offer, token: [u8; TOKEN_BYTES] },
+}
+
+/// The machine is built; memory is to come.
+pub(crate) struct Built<V: DestinationVm> {
+    vm: V,
+    memory: Arc<V::Memory>,
+    control: Channel,
+    terms: Terms,
+    fault_source: Option<Arc<dyn FaultSource>>,
+    bulk: Vec<Channel>,
+    urgent: Vec<Channel>,
+}
+
+/// All memory, or the list of what is missing, is here, and so is the state.
+pub(crate) struct HasState<V: DestinationVm> {
+    pub vm: V,
+    pub control: Channel,
+    pub state: Vec<u8>,
+    pub negotiated: bool,
+    pub faults: Option<FaultThreads<V::Memory>>,
+}
+
+/// What ends Receive.
+type StateAndFaults<V> = (Vec<u8>, Option<FaultThreads<<V as DestinationVm>::Memory>>);
+
+/// What a loop of Receive found to do.
+enum Next {
+    Message(Message),
+    Connection,
+}
+
+impl<V: DestinationVm> Built<V> {
+    pub(crate) fn new(
+        vm: V,
+        memory: Arc<V::Memory>,
+        control: Channel,
+        terms: Terms,
+        fault_source: Option<Arc<dyn FaultSource>>,
+    ) -> Self {
+        Self { vm, memory, control, terms, fault_source, bulk: Vec::new(), urgent: Vec::new() }
+    }
+
+    /// Takes memory until the state arrives.
+    pub(crate) fn receive(mut self, context: Context<'_>) -> Result<HasState<V>, Setback<V>> {
+        match self.try_receive(context) {
+            Ok((state, faults)) => Ok(HasState {
+                vm: self.vm,
+                control: self.control,
+                state,
+                negotiated: matches!(self.terms, Terms::Negotiated { .. }),
+                faults,
+            }),
+            Err(failure) => Err(Setback::early(Some(self.control), failure)),
+        }
+    }
+
+    fn try_receive(&mut self, context: Context<'_>) -> Result<StateAndFaults<V>, Failure> {
+        const STEP: &str = "receiving memory";
+        let mut helpers = Helpers::new().step(STEP)?;
+        let mut faults = None;
+        loop {
+            let message = match self.next(&helpers, context)? {
+                Next::Connection => {
+                    self.join(&mut helpers, context)?;
+                    continue;
+                }
+                Next::Message(message) => message,
+            };
+            match message {
+                Message::Memory(_) | Message::ZeroPages(_) if faults.is_some() => {
+                    return Err(unexpected(&message, "State"));
+                }
+                Message::Memory(ranges) => {
+                    let reader = &mut self.control.reader;
+                    take_memory(&*self.memory, reader, &ranges, context.progress).step(STEP)?;
+                }
+                Message::ZeroPages(ranges) if matches!(self.terms, Terms::Negotiated { .. }) => {
+                    take_zeros(&*self.memory, &ranges, context.progress).step(STEP)?;
+                }
+                Message::Pending(bytes) if faults.is_none() => {
+                    faults = Some(self.start_engine(&bytes, context)?);
+                }
+                Message::State(state) => {
+                    if self.fault_source.is_some() && faults.is_none() {
+                        return Err(unexpected(&Message::State(Vec::new()), "Pending"));
+                    }
+                    helpers.finish()?;
+                    return Ok((state, faults));
+                }
+                other => return Err(unexpected(&other, "Memory or State")),
+            }
+            self.control.yes().step("acknowledging memory")?;
+        }
+    }
+
+    /// Waits for a message or a connection, or for a helper to fail.
+    fn next(&mut self, helpers: &Helpers, context: Context<'_>) -> Result<Next, Failure> {
+        const STEP: &str = "waiting for memory or state";
+        let limit = context.options.limits.answer;
+        if !self.control.reader.has_buffered() {
+            let fds = [
+                helpers.failed.fd(),
+                self.control.connection.as_raw_fd(),
+                context.listener.as_raw_fd(),
+            ];
+            let end = wait_readable(&fds, context.cancel, Some(limit));
+            match end.map_err(TransportError::io("waiting")).step(STEP)? {
+                WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
+                WaitEnd::TimedOut => {
+                    let what = "waiting for memory or state";
+                    return Err(TransportError::Timeout { what, after: limit }).step(STEP);
+                }
+                WaitEnd::Ready(0) => return Err(helpers.failure()),
+                WaitEnd::Ready(1) => {}
+                WaitEnd::Ready(_) => return Ok(Next::Connection),
+            }
+        }
+        read(&mut self.control, STEP).map(Next::Message)
+    }
+
+    /// Lets an extra connection in, or closes it.
+    fn join(&mut self, helpers: &mut Helpers, context: Context<'_>) -> Result<(), Failure> {
+        let (role, channel) = match greet(&self.terms, context) {
+            Ok(joined) => joined,
+            Err(Cause::Cancelled) => return Err(Cause::Cancelled).step("accepting connections"),
+            Err(cause) => {
+                log::warn!("an extra connection was turned away: {}", crate::error::chain(&cause));
+                return Ok(());
+            }
+        };
+        let postcopy = self.fault_source.is_some();
+        let count = helpers.threads.len() + self.bulk.len() + self.urgent.len();
+        match role {
+            _ if count >= 2 * usize::from(CONNECTIONS_MAX) => {
+                log::warn!("an extra connection was turned away: there are {count} already");
+                Ok(())
+            }
+            Role::Memory if postcopy => {
+                self.bulk.push(channel);
+                Ok(())
+            }
+            Role::Fault if postcopy => {
+                self.urgent.push(channel);
+                Ok(())
+            }
+            Role::Memory => helpers.start(
+                Arc::clone(&self.memory),
+                channel,
+                matches!(self.terms, Terms::Negotiated { .. }),
+                Arc::clone(context.progress),
+            ),
+            Role::Fault => {
+                log::warn!("an extra connection for page requests was turned away: not postcopy");
+                Ok(())
+            }
+        }
+    }
+
+    /// The pages that are missing are known: from here on the engine rules over memory.
+    fn start_engine(
+        &mut self,
+        pending: &[u8],
+        context: Context<'_>,
+    ) -> Result<FaultThreads<V::Memory>, Failure> {
+        const STEP: &str = "preparing for missing pages";
+        let Terms::Negotiated { offer, .. } = &self.terms else {
+            return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
+        };
+        let Some(source) = &self.fault_source else {
+            return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
+        };
+        debug_assert_eq!(offer.memory_mode, MemoryMode::Postcopy);
+        if self.bulk.is_empty() || self.urgent.is_empty() {
+            let why = "postcopy needs connections for bulk memory and for requested pages";
+            return Err(ProtocolError::Malformed { what: "set of connections", why }).step(STEP);
+        }
+        let engine =
+            Engine::new(&self.memory, Arc::clone(source), pending, Arc::clone(context.progress))
+                .step(STEP)?;
+        let bulk = std::mem::take(&mut self.bulk);
+        let urgent = std::mem::take(&mut self.urgent);
+        FaultThreads::start(Arc::new(engine), bulk, urgent)
+    }
+}
+
+/// Accepts an extra connection and finds out what it is for.
+fn greet(terms: &Terms, context: Context<'_>) -> Result<(Role, Channel), Cause> {
+    let connection = context.listener.accept(context.cancel, Some(HELLO_TIMEOUT), HELLO_TIMEOUT)?;
+    let mut channel = Channel::new(connection);
+    let role = Role::read(&mut channel.reader)?;
+    if let Terms::Negotiated { token, .. } = terms {
+        let mut shown = [0; TOKEN_BYTES];
+        channel.reader.read_exact(&mut shown)?;
+        if shown != *token {
+            return Err(ProtocolError::Token.into());
+        }
+        channel.yes()?;
+    }
+    channel.connection.set_stall_timeout(context.options.limits.answer);
+    Ok((role, channel))
+}
+
+/// Finds the pages of a table.
+pub(crate) fn locate(layout: &Layout, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
+    ranges.iter().map(|range| Ok(layout.locate(*range)?)).collect()
+}
+
+/// Takes the contents that follow a table.
+fn take_memory<M: GuestMemoryMap>(
+    memory: &M,
+    from: &mut impl ByteSource,
+    ranges: &[GpaRange],
+    progress: &Progress,
+) -> Result<(), Cause> {
+    let runs = locate(memory.layout(), ranges)?;
+    let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
+    from.read_guest(&slices).map_err(Cause::from)?;
+    let mut bytes = 0;
+    for run in runs {
+        memory.mark_resident(run);
+        bytes += run.len_bytes();
+    }
+    progress.counters.memory_bytes_received.fetch_add(bytes, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Makes ranges zero.
+fn take_zeros<M: GuestMemoryMap>(
+    memory: &M,
+    ranges: &[GpaRange],
+    progress: &Progress,
+) -> Result<(), Cause> {
+    for run in locate(memory.layout(), ranges)? {
+        ram::clear(memory, run).map_err(Cause::Memory)?;
+        progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+/// Threads that take memory from extra connections. Dropping ends them.
+struct Helpers {
+    threads: Vec<(Arc<crate::transport::Connection>, JoinHandle<()>)>,
+    /// Readable once one of them failed.
+    failed: Cancel,
+    /// Why. Held for one look.
+    failure: Arc<Mutex<Option<Failure>>>,
+}
+
+impl Helpers {
+    fn new() -> Result<Self, Cause> {
+        let failed = Cancel::new().map_err(Cause::Resource)?;
+        Ok(Self { threads: Vec::new(), failed, failure: Arc::default() })
+    }
+
+    fn start<M: GuestMemoryMap>(
+        &mut self,
+        memory: Arc<M>,
+        mut channel: Channel,
+        zero_flags: bool,
+        progress: Arc<Progress>,
+    ) -> Result<(), Failure> {
+        let connection = Arc::clone(&channel.connection);
+        let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
+        let body = move || {
+            if let Err(error) = take_rounds(&*memory, &mut channel, zero_flags, &progress) {
+                // The peer hears it on this connection, and we on the first one.
+                channel.refuse(&error.for_peer());
+                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                failed.cancel();
+            }
+        };
+        let thread = std::thread::Builder::new().name("mig-receive".into()).spawn(body);
+        let thread = thread.map_err(Cause::Resource).step("starting a receiver thread")?;
+        self.threads.push((connection, thread));
+        Ok(())
+    }
+
+    fn failure(&self) -> Failure {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        failure.unwrap_or_else(|| Failure::new("receiving memory", Cause::Panicked))
+    }
+
+    /// Everything that they were sent is acknowledged: they can go.
+    fn finish(&mut self) -> Result<(), Failure> {
+        self.end();
+        if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(()) }
+    }
+
+    fn end(&mut self) {
+        for (connection, thread) in self.threads.drain(..) {
+            connection.shut_down();
+            if thread.join().is_err() {
+                self.failed.cancel();
+            }
+        }
+    }
+}
+
+impl Drop for Helpers {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Takes memory from an extra connection until it ends between two messages.
+fn take_rounds<M: GuestMemoryMap>(
+    memory: &M,
+    channel: &mut Channel,
+    zero_flags: bool,
+    progress: &Progress,
+) -> Result<(), Failure> {
+    const STEP: &str = "receiving memory on an extra connection";
+    loop {
+        if !channel.reader.has_buffered() {
+            channel.connection.wait_for_data(None).step(STEP)?;
+        }
+        let message = match Message::read(&mut channel.reader) {
+            Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(()),
+            message => message.step(STEP)?,
+        };
+        match message {
+            Message::Memory(ranges) => {
+                take_memory(memory, &mut channel.reader, &ranges, progress).step(STEP)?;
+            }
+            Message::ZeroPages(ranges) if zero_flags => {
+                take_zeros(memory, &ranges, progress).step(STEP)?;
+            }
+            other => return Err(unexpected(&other, "Memory")),
+        }
+        channel.yes().step(STEP)?;
+    }
+}

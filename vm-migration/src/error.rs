@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Errors of whole migrations: side, phase, step, cause, and where the guest is now.
+//!
+//! Owns the vocabulary in which failures reach a person. Each layer adds one sentence and never
+//! repeats its source; the chain is printed once, by whoever reports it.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::options::OptionsError;
+use crate::protocol::ProtocolError;
+use crate::transport::TransportError;
+use crate::uffd::UffdError;
+use crate::vm::VmError;
+
+/// Which of the two machines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Side {
+    /// Where the guest comes from.
+    Source,
+    /// Where it goes.
+    Destination,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+        })
+    }
+}
+
+/// Where the guest is after a failure, as far as the side that reports it can know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestIs {
+    /// On the source, as before the migration.
+    OnSource,
+    /// On the source, but it could not be resumed.
+    PausedOnSource,
+    /// Not on this side: the source still has it.
+    NotHere,
+    /// The destination owns it.
+    OnDestination,
+    /// On this destination, complete, and it never ran: whether the source still runs it is not
+    /// known here.
+    InDoubt,
+    /// On the destination with pages missing; both sides hold still.
+    PostcopyPaused,
+}
+
+impl fmt::Display for GuestIs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OnSource => "the guest goes on at the source",
+            Self::PausedOnSource => "the guest is paused at the source and could not be resumed",
+            Self::NotHere => "the guest stays at the source",
+            Self::OnDestination => "the guest belongs to the destination, look there how it is",
+            Self::InDoubt => {
+                "the guest did not start here; start it by hand only if the source does not run it"
+            }
+            Self::PostcopyPaused => {
+                "postcopy is paused: the guest waits at the destination for pages of the source, \
+                 end neither of the two"
+            }
+        })
+    }
+}
+
+/// What went wrong, without where.
+#[derive(Debug, thiserror::Error)]
+pub enum Cause {
+    /// Somebody asked to stop.
+    #[error("the migration was cancelled")]
+    Cancelled,
+    /// Options that cannot work.
+    #[error(transparent)]
+    Options(#[from] OptionsError),
+    /// The connection.
+    #[error(transparent)]
+    Transport(TransportError),
+    /// What the peer said.
+    #[error(transparent)]
+    Protocol(ProtocolError),
+    /// The peer said no.
+    #[error("the peer refused: {0}")]
+    Refused(String),
+    /// The source gave up.
+    #[error("the source gave up: {0}")]
+    Abandoned(String),
+    /// The machine.
+    #[error("the virtual machine reported an error")]
+    Vm(#[source] VmError),
+    /// Guest memory.
+    #[error("guest memory could not be handled")]
+    Memory(#[source] std::io::Error),
+    /// userfaultfd.
+    #[error(transparent)]
+    Uffd(#[from] UffdError),
+    /// Something that this peer or this machine cannot do.
+    #[error("{what}; {remedy}")]
+    Unsupported {
+        /// What cannot be done.
+        what: String,
+        /// What to do instead.
+        remedy: &'static str,
+    },
+    /// Precopy ended without reaching its downtime.
+    #[error(
+        "the guest writes faster than the link carries: after {rounds} rounds and {elapsed_s} s \
+         the expected downtime is {expected_ms} ms with {downtime_ms} ms allowed; raise \
+         downtime_ms, use timeout_strategy=ignore or memory_mode=postcopy"
+    )]
+    NotConverging {
+        /// Rounds done.
+        rounds: u32,
+        /// Seconds since the first round began.
+        elapsed_s: u64,
+        /// What a stop would have cost.
+        expected_ms: u64,
+        /// What it may cost.
+        downtime_ms: u64,
+    },
+    /// A thread could not be started, or an eventfd not made.
+    #[error("the host refused a resource for the migration")]
+    Resource(#[source] std::io::Error),
+    /// A thread of the migration ended by itself.
+    #[error("a migration thread panicked; this is a defect, please report it")]
+    Panicked,
+}
+
+impl From<TransportError> for Cause {
+    fn from(error: TransportError) -> Self {
+        match error {
+            TransportError::Cancelled => Self::Cancelled,
+            error => Self::Transport(error),
+        }
+    }
+}
+
+impl From<ProtocolError> for Cause {
+    fn from(error: ProtocolError) -> Self {
+        match error {
+            ProtocolError::Transport(error) => error.into(),
+            error => Self::Protocol(error),
+        }
+    }
+}
+
+/// A cause and the step at which it struck.
+#[derive(Debug)]
+pub struct Failure {
+    /// What was being done, as a phrase after "while".
+    pub step: &'static str,
+    /// Why it failed.
+    pub cause: Cause,
+}
+
+impl Failure {
+    pub(crate) fn new(step: &'static str, cause: impl Into<Cause>) -> Self {
+        Self { step, cause: cause.into() }
+    }
+
+    /// True when a message to the peer could still arrive.
+    pub(crate) fn peer_listens(&self) -> bool {
+        !matches!(
+            self.cause,
+            Cause::Transport(TransportError::Closed) | Cause::Refused(_) | Cause::Abandoned(_)
+        )
+    }
+
+    /// The whole chain in one line, for the peer.
+    pub(crate) fn for_peer(&self) -> String {
+        format!("while {}: {}", self.step, chain(&self.cause))
+    }
+}
+
+/// Error texts from the outermost to the root.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        source = error.source();
+    }
+    text
+}
+
+/// Adds the step to a result.
+pub(crate) trait Step<T> {
+    fn step(self, step: &'static str) -> Result<T, Failure>;
+}
+
+impl<T, E: Into<Cause>> Step<T> for Result<T, E> {
+    fn step(self, step: &'static str) -> Result<T, Failure> {
+        self.map_err(|error| Failure::new(step, error))
+    }
+}
+
+/// A migration that failed on this side.
+#[derive(Debug, thiserror::Error)]
+#[error("migration failed on the {side} in phase {phase}, while {step}; {guest}")]
+pub struct MigrationError {
+    /// The side that reports.
+    pub side: Side,
+    /// Its phase.
+    pub phase: crate::progress::Phase,
+    /// The step in the phase.
+    pub step: &'static str,
+    /// Where the guest is now.
+    pub guest: GuestIs,
+    /// Why.
+    #[source]
+    pub cause: Cause,
+}

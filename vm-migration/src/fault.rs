@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! How accesses to pages that have not arrived are caught, and let go on once they have.
+//!
+//! Owns the trait only. The userfaultfd implementation is in [`crate::uffd`]; fault exits of KVM
+//! come as further implementations. A fault source never decides what a page contains: the engine
+//! in `destination::engine` does.
+
+use crate::layout::PageRun;
+use crate::uffd::UffdError;
+
+/// Which kind of source catches faults; reported in the progress document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FaultSourceKind {
+    /// userfaultfd, with reader threads.
+    Uffd,
+    /// userfaultfd in SIGBUS mode: the vCPU thread resolves its own fault.
+    Sigbus,
+    /// A patched KVM leaves the guest on a missing page.
+    Exit,
+}
+
+/// One access that waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The region.
+    pub region: usize,
+    /// The page of 4 KiB in it.
+    pub page: u64,
+    /// The thread that waits, where the source knows it.
+    pub thread: Option<u32>,
+}
+
+/// What a wait for faults ended with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultWait {
+    /// Faults are there.
+    Faults,
+    /// Somebody asked the readers to stop.
+    Stopped,
+}
+
+/// A registered memory whose missing pages make the accessor wait.
+///
+/// All methods may be called from several threads. Making a page present wakes who waits for it;
+/// doing so twice, or for a page that is present already, is harmless. Dropping the source lets
+/// every waiter go on with whatever its page then holds: drop it only after
+/// [`release`](Self::release), or when the guest is gone.
+pub trait FaultSource: Send + Sync {
+    /// The kind.
+    fn kind(&self) -> FaultSourceKind;
+
+    /// Number of independent queues of faults, each to be read by its own thread.
+    fn readers(&self) -> usize;
+
+    /// Waits for faults of one queue and appends as many as one read gives.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn next_faults(&self, reader: usize, faults: &mut Vec<Fault>) -> Result<FaultWait, UffdError>;
+
+    /// Makes every [`next_faults`](Self::next_faults) return [`FaultWait::Stopped`], for good.
+    fn stop_readers(&self);
+
+    /// True when pages are received in place (through the alias) and then made visible with
+    /// [`make_present`](Self::make_present); otherwise [`copy_in`](Self::copy_in) is the way.
+    fn receives_in_place(&self, region: usize) -> bool;
+
+    /// Contents are complete in the alias: let the guest see them. Whole host pages.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn make_present(&self, run: PageRun) -> Result<(), UffdError>;
+
+    /// Puts contents in, atomically for the guest. Whole host pages; `bytes` is as long as the run.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError>;
+
+    /// Makes pages without contents present as zeros. Whole host pages. A page that has contents
+    /// keeps and shows them.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn make_zero(&self, run: PageRun) -> Result<(), UffdError>;
+
+    /// Lets waiters look again.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn wake(&self, run: PageRun) -> Result<(), UffdError>;
+
+    /// All memory is complete: stop watching it and wake everybody.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn release(&self) -> Result<(), UffdError>;
+}

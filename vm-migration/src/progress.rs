@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! How a migration is seen from outside while it runs: one shared document, one stream of events.
+//!
+//! Owns the counters that every thread of a migration adds to, and the only place that announces
+//! the begin and end of phases. Reading a snapshot never disturbs the migration. It must never
+//! decide anything.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::error::Side;
+use crate::fault::FaultSourceKind;
+
+/// States of the two machines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[repr(u8)]
+pub enum Phase {
+    /// Nothing yet.
+    Idle,
+    /// Source: connecting.
+    Connect,
+    /// Destination: waiting for the source.
+    Listen,
+    /// Both: versions, capabilities, configuration.
+    Negotiate,
+    /// Source: memory while the guest runs.
+    Precopy,
+    /// Destination: memory arrives.
+    Receive,
+    /// Source: the guest is stopped, the last pages go.
+    Stop,
+    /// Source: state goes, the destination acknowledges.
+    Handover,
+    /// Destination: state goes in.
+    Prepare,
+    /// Destination: the guest starts.
+    Run,
+    /// Source: pages are served.
+    Serve,
+    /// Destination: pages arrive on demand.
+    Fault,
+    /// A connection is lost in postcopy; both sides hold still.
+    PostcopyPaused,
+    /// Over, well.
+    Done,
+    /// Over, not well.
+    Failed,
+}
+
+impl Phase {
+    const ALL: [Self; 15] = [
+        Self::Idle,
+        Self::Connect,
+        Self::Listen,
+        Self::Negotiate,
+        Self::Precopy,
+        Self::Receive,
+        Self::Stop,
+        Self::Handover,
+        Self::Prepare,
+        Self::Run,
+        Self::Serve,
+        Self::Fault,
+        Self::PostcopyPaused,
+        Self::Done,
+        Self::Failed,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Connect => "connect",
+            Self::Listen => "listen",
+            Self::Negotiate => "negotiate",
+            Self::Precopy => "precopy",
+            Self::Receive => "receive",
+            Self::Stop => "stop",
+            Self::Handover => "handover",
+            Self::Prepare => "prepare",
+            Self::Run => "run",
+            Self::Serve => "serve",
+            Self::Fault => "fault",
+            Self::PostcopyPaused => "postcopy-paused",
+            Self::Done => "done",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One thing that happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A phase begins.
+    Begin(Phase),
+    /// A phase ended well after so long.
+    End(Phase, Duration),
+    /// A phase failed after so long.
+    Fail(Phase, Duration),
+    /// A precopy round begins with so many bytes to send.
+    Round {
+        /// Number, from 1.
+        round: u32,
+        /// Bytes to send in it.
+        remaining_bytes: u64,
+    },
+}
+
+/// Gets every event, in order, on the thread that caused it. Must not block.
+pub trait Observer: Send + Sync {
+    /// Takes one.
+    fn event(&self, side: Side, event: Event);
+}
+
+/// Counters; each is only ever added to, or set by one thread.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub round: AtomicU32,
+    pub total_bytes: AtomicU64,
+    pub remaining_bytes: AtomicU64,
+    pub memory_bytes_sent: AtomicU64,
+    pub memory_bytes_received: AtomicU64,
+    pub zero_pages: AtomicU64,
+    pub link_bytes_per_s: AtomicU64,
+    pub dirty_bytes_per_s: AtomicU64,
+    pub expected_downtime_us: AtomicU64,
+    pub downtime_us: AtomicU64,
+    pub stalled_rounds: AtomicU32,
+    pub faults: AtomicU64,
+    pub faults_requested: AtomicU64,
+    pub faults_merged: AtomicU64,
+    pub faults_local: AtomicU64,
+    pub faults_elsewhere: AtomicU64,
+    pub urgent_pages: AtomicU64,
+    pub bulk_pages: AtomicU64,
+}
+
+/// Longest fault latency that the histogram tells apart: one hour, in microseconds.
+const LATENCY_MAX_US: u64 = 3_600_000_000;
+
+/// What a running migration shows. Shared by all its threads and everyone who watches.
+pub struct Progress {
+    side: Side,
+    observer: Option<Box<dyn Observer>>,
+    phase: AtomicU8,
+    started: OnceLock<Instant>,
+    ended: OnceLock<Instant>,
+    pub(crate) counters: Counters,
+    fault_source: OnceLock<FaultSourceKind>,
+    /// Latencies of faults that waited for the peer. Held for one addition or one copy.
+    latency: Mutex<Histogram<u64>>,
+}
+
+impl fmt::Debug for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Progress")
+            .field("side", &self.side)
+            .field("phase", &self.phase())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Progress {
+    /// A migration that has not begun, seen by nobody but readers of snapshots.
+    pub fn new(side: Side) -> Self {
+        Self::build(side, None)
+    }
+
+    /// The same with somebody who gets each event.
+    pub fn observed(side: Side, observer: Box<dyn Observer>) -> Self {
+        Self::build(side, Some(observer))
+    }
+
+    fn build(side: Side, observer: Option<Box<dyn Observer>>) -> Self {
+        let latency = Histogram::new_with_max(LATENCY_MAX_US, 3)
+            .expect("the bounds are constants that the histogram accepts");
+        Self {
+            side,
+            observer,
+            phase: AtomicU8::new(Phase::Idle as u8),
+            started: OnceLock::new(),
+            ended: OnceLock::new(),
+            counters: Counters::default(),
+            fault_source: OnceLock::new(),
+            latency: Mutex::new(latency),
+        }
+    }
+
+    /// Whose progress this is.
+    pub fn side(&self) -> Side {
+        self.side
+    }
+
+    /// The phase now.
+    pub fn phase(&self) -> Phase {
+        let number = usize::from(self.phase.load(Relaxed));
+        Phase::ALL.get(number).copied().unwrap_or(Phase::Failed)
+    }
+
+    /// Runs one phase: announces its begin and its end. The only way to be in a phase.
+    pub(crate) fn run<T, E>(
+        &self,
+        phase: Phase,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let began = *self.started.get_or_init(Instant::now);
+        let start = if self.phase() == Phase::Idle { began } else { Instant::now() };
+        self.enter(phase);
+        let result = work();
+        let took = start.elapsed();
+        self.tell(match result {
+            Ok(_) => Event::End(phase, took),
+            Err(_) => Event::Fail(phase, took),
+        });
+        result
+    }
+
+    /// Begins a phase that outlives the call that entered it; [`end_long`](Self::end_long) ends it.
+    pub(crate) fn begin_long(&self, phase: Phase) {
+        self.enter(phase);
+    }
+
+    /// Ends such a phase.
+    pub(crate) fn end_long(&self, phase: Phase, took: Duration, well: bool) {
+        self.tell(if well { Event::End(phase, took) } else { Event::Fail(phase, took) });
+    }
+
+    /// Enters a last phase, one that does no work.
+    pub(crate) fn finish(&self, phase: Phase) {
+        let _ = self.ended.set(Instant::now());
+        self.enter(phase);
+    }
+
+    fn enter(&self, phase: Phase) {
+        self.phase.store(phase as u8, Relaxed);
+        log::info!("migration {}: {phase}", self.side);
+        self.tell(Event::Begin(phase));
+    }
+
+    fn tell(&self, event: Event) {
+        if let Some(observer) = &self.observer {
+            observer.event(self.side, event);
+        }
+    }
+
+    pub(crate) fn begin_round(&self, round: u32, remaining_bytes: u64) {
+        self.counters.round.store(round, Relaxed);
+        self.counters.remaining_bytes.store(remaining_bytes, Relaxed);
+        self.tell(Event::Round { round, remaining_bytes });
+    }
+
+    pub(crate) fn sent_down(&self, bytes: u64) {
+        let subtract = |left: u64| Some(left.saturating_sub(bytes));
+        let _ = self.counters.remaining_bytes.fetch_update(Relaxed, Relaxed, subtract);
+    }
+
+    pub(crate) fn set_fault_source(&self, kind: FaultSourceKind) {
+        let _ = self.fault_source.set(kind);
+    }
+
+    pub(crate) fn fault_took(&self, latency: Duration) {
+        let latency_us = u64::try_from(latency.as_micros()).unwrap_or(u64::MAX);
+        self.latency.lock().unwrap_or_else(PoisonError::into_inner).saturating_record(latency_us);
+    }
+
+    /// Everything, as of now.
+    pub fn snapshot(&self) -> Snapshot {
+        let get = |counter: &AtomicU64| counter.load(Relaxed);
+        let c = &self.counters;
+        let end = self.ended.get().copied().unwrap_or_else(Instant::now);
+        let elapsed = self.started.get().map_or(Duration::ZERO, |start| end.duration_since(*start));
+        Snapshot {
+            side: self.side,
+            phase: self.phase(),
+            elapsed_ms: u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX),
+            round: c.round.load(Relaxed),
+            total_bytes: get(&c.total_bytes),
+            remaining_bytes: get(&c.remaining_bytes),
+            memory_bytes_sent: get(&c.memory_bytes_sent),
+            memory_bytes_received: get(&c.memory_bytes_received),
+            zero_pages: get(&c.zero_pages),
+            link_bytes_per_s: get(&c.link_bytes_per_s),
+            dirty_bytes_per_s: get(&c.dirty_bytes_per_s),
+            expected_downtime_us: get(&c.expected_downtime_us),
+            downtime_us: get(&c.downtime_us),
+            stalled_rounds: c.stalled_rounds.load(Relaxed),
+            faults: FaultSnapshot {
+                source: self.fault_source.get().copied(),
+                seen: get(&c.faults),
+                requested: get(&c.faults_requested),
+                merged: get(&c.faults_merged),
+                local: get(&c.faults_local),
+                elsewhere: get(&c.faults_elsewhere),
+                urgent_pages: get(&c.urgent_pages),
+                bulk_pages: get(&c.bulk_pages),
+                latency_us: self.latencies(),
+            },
+        }
+    }
+
+    fn latencies(&self) -> LatencySnapshot {
+        let histogram = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = |quantile| histogram.value_at_quantile(quantile);
+        LatencySnapshot {
+            count: histogram.len(),
+            min: if histogram.is_empty() { 0 } else { histogram.min() },
+            p50: at(0.5),
+            p90: at(0.9),
+            p99: at(0.99),
+            p999: at(0.999),
+            max: histogram.max(),
+        }
+    }
+}
+
+/// The progress document. Bytes are of guest memory; rates are measured, not wished.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Snapshot {
+    /// Whose.
+    pub side: Side,
+    /// The phase now.
+    pub phase: Phase,
+    /// Since the first phase began, until the last ended.
+    pub elapsed_ms: u64,
+    /// Precopy round, from 1.
+    pub round: u32,
+    /// All guest memory.
+    pub total_bytes: u64,
+    /// Still to go in this round (precopy) or at all (postcopy).
+    pub remaining_bytes: u64,
+    /// Contents sent, each time counted.
+    pub memory_bytes_sent: u64,
+    /// Contents received, each time counted.
+    pub memory_bytes_received: u64,
+    /// Pages that were zero and did not travel, or as a flag.
+    pub zero_pages: u64,
+    /// Rate of the last round.
+    pub link_bytes_per_s: u64,
+    /// Rate at which the guest dirtied memory in the last round.
+    pub dirty_bytes_per_s: u64,
+    /// What a stop now would cost.
+    pub expected_downtime_us: u64,
+    /// What it did cost; 0 before.
+    pub downtime_us: u64,
+    /// Rounds in a row that did not help.
+    pub stalled_rounds: u32,
+    /// Postcopy faults.
+    pub faults: FaultSnapshot,
+}
+
+/// Faults of a postcopy destination.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FaultSnapshot {
+    /// What catches them.
+    pub source: Option<FaultSourceKind>,
+    /// All that were reported.
+    pub seen: u64,
+    /// That made a request.
+    pub requested: u64,
+    /// For pages that had been requested already.
+    pub merged: u64,
+    /// Resolved without the peer (zero pages, pages that had just arrived).
+    pub local: u64,
+    /// Requested pages that were under way in bulk.
+    pub elsewhere: u64,
+    /// Pages that came as answers to requests.
+    pub urgent_pages: u64,
+    /// Pages that came in the background.
+    pub bulk_pages: u64,
+    /// Time from the report of a fault to its end, for those that waited for the peer.
+    pub latency_us: LatencySnapshot,
+}
+
+/// A distribution in microseconds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[expect(missing_docs, reason = "quantiles name themselves")]
+pub struct LatencySnapshot {
+    pub count: u64,
+    pub min: u64,
+    pub p50: u64,
+    pub p90: u64,
+    pub p99: u64,
+    pub p999: u64,
+    pub max: u64,
+}

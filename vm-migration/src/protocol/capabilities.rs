@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What two peers agree on after Start: one JSON document each way.
+//!
+//! Owns the documents. Unknown fields and features are ignored, so that either side can be newer;
+//! a feature is used only when both name it.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use super::ProtocolError;
+use crate::layout::{Layout, RegionInfo};
+use crate::options::MemoryMode;
+
+/// Pages that became zeros travel as a flag.
+pub const FEATURE_ZERO_PAGES: &str = "zero-pages";
+/// The guest runs only after Confirm. Every negotiating peer has it.
+pub const FEATURE_CONFIRM: &str = "confirm-handover";
+/// Postcopy with bulk and urgent connections.
+pub const FEATURE_POSTCOPY: &str = "postcopy";
+
+/// Length of the token that extra connections show.
+pub const TOKEN_BYTES: usize = 16;
+
+/// What this version can do.
+pub fn features() -> BTreeSet<String> {
+    [FEATURE_ZERO_PAGES, FEATURE_CONFIRM, FEATURE_POSTCOPY].map(String::from).into()
+}
+
+/// The source's document.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// Name and version of the source, for messages and logs.
+    pub software: String,
+    /// What the source can do.
+    pub features: BTreeSet<String>,
+    /// How memory shall travel.
+    pub memory_mode: MemoryMode,
+    /// Connections for bulk memory beside this one.
+    pub bulk_connections: u16,
+    /// Connections for requested pages.
+    pub urgent_connections: u16,
+    /// The guest's memory.
+    pub regions: Vec<RegionInfo>,
+}
+
+/// The destination's document.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Accepted {
+    /// Name and version of the destination.
+    pub software: String,
+    /// What the destination can do.
+    pub features: BTreeSet<String>,
+    /// What extra connections show to prove that they belong here.
+    pub token: [u8; TOKEN_BYTES],
+}
+
+/// The destination's answer to Config: its backing decides the unit in which pages travel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Prepared {
+    /// The guest's memory as the destination backs it.
+    pub regions: Vec<RegionInfo>,
+}
+
+/// Name and version of this software.
+pub fn software() -> String {
+    format!("godwit {}", env!("CARGO_PKG_VERSION"))
+}
+
+macro_rules! document {
+    ($name:ident, $what:literal) => {
+        impl $name {
+            /// Its bytes.
+            pub fn to_json(&self) -> Vec<u8> {
+                // Maps have string keys and no number is a float: serialising cannot fail.
+                serde_json::to_vec(self).unwrap_or_default()
+            }
+
+            /// Reads one from a peer; nothing in it is trusted.
+            ///
+            /// # Errors
+            /// When it is not such a document.
+            pub fn parse(bytes: &[u8]) -> Result<Self, ProtocolError> {
+                serde_json::from_slice(bytes)
+                    .map_err(|source| ProtocolError::Json { what: $what, source })
+            }
+        }
+    };
+}
+
+document!(Offer, "capability offer");
+document!(Accepted, "capability answer");
+document!(Prepared, "memory layout");
+
+impl Offer {
+    /// The peer's memory, checked.
+    ///
+    /// # Errors
+    /// When it is no memory layout.
+    pub fn layout(&self) -> Result<Layout, ProtocolError> {
+        Ok(Layout::new(self.regions.clone())?)
+    }
+}
+
+/// What both sides can do.
+pub fn common(one: &BTreeSet<String>, other: &BTreeSet<String>) -> BTreeSet<String> {
+    one.intersection(other).cloned().collect()
+}

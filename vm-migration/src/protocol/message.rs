@@ -1,0 +1,420 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The messages: one variant each, one command number each, read and written in one place.
+//!
+//! Owns the mapping between commands and payloads. A new message does not compile until it has a
+//! number, a form and a limit. Whether a message is allowed now is for the state machines.
+
+use super::ProtocolError;
+use super::codec::{
+    ANSWER_BYTES_MAX, ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header,
+    PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
+};
+use crate::layout::GpaRange;
+
+/// The protocol version that Start announces.
+pub const VERSION: u16 = 0;
+
+/// Marks in the spare header bytes of Start (an offer) and of its answer (the offer is taken).
+/// Version 0 peers send zeros there and ignore what they receive.
+const OFFER: [u8; 4] = *b"GwC1";
+
+/// What a message is about; the number is its command on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Command {
+    /// Begins a migration.
+    Start = 1,
+    /// The machine's configuration.
+    Config = 2,
+    /// Device and vCPU state.
+    State = 3,
+    /// Ranges and, behind the table, their contents.
+    Memory = 4,
+    /// Everything has been sent; the guest is to run.
+    Complete = 5,
+    /// The source gives up.
+    Abandon = 6,
+    /// A memory region as a file descriptor (local migration).
+    MemoryFd = 7,
+    /// Everything has been sent; the guest is to stay paused.
+    CompletePaused = 8,
+    /// The destination asks for pages.
+    PageFault = 9,
+    /// What the source can do and wants. Own numbers start far from version 0's.
+    Capabilities = 0x4701,
+    /// Ranges that hold zeros.
+    ZeroPages = 0x4702,
+    /// The pages that a postcopy destination will have to wait for.
+    Pending = 0x4703,
+    /// The source has seen the acknowledgement and can run the guest no more.
+    Confirm = 0x4704,
+    /// Requested pages that are under way on another connection.
+    Elsewhere = 0x4705,
+    /// The destination has every page.
+    PostcopyDone = 0x4706,
+}
+
+impl Command {
+    /// All commands, for tables and tests.
+    pub const ALL: [Self; 15] = [
+        Self::Start,
+        Self::Config,
+        Self::State,
+        Self::Memory,
+        Self::Complete,
+        Self::Abandon,
+        Self::MemoryFd,
+        Self::CompletePaused,
+        Self::PageFault,
+        Self::Capabilities,
+        Self::ZeroPages,
+        Self::Pending,
+        Self::Confirm,
+        Self::Elsewhere,
+        Self::PostcopyDone,
+    ];
+
+    /// The number on the wire.
+    pub fn code(self) -> u16 {
+        self as u16
+    }
+
+    /// The command with this number.
+    ///
+    /// # Errors
+    /// [`ProtocolError::UnknownCommand`].
+    pub fn from_code(code: u16) -> Result<Self, ProtocolError> {
+        Self::ALL
+            .into_iter()
+            .find(|command| command.code() == code)
+            .ok_or(ProtocolError::UnknownCommand(code))
+    }
+
+    /// Its name in messages to people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Start => "Start",
+            Self::Config => "Config",
+            Self::State => "State",
+            Self::Memory => "Memory",
+            Self::Complete => "Complete",
+            Self::Abandon => "Abandon",
+            Self::MemoryFd => "MemoryFd",
+            Self::CompletePaused => "CompletePaused",
+            Self::PageFault => "PageFault",
+            Self::Capabilities => "Capabilities",
+            Self::ZeroPages => "ZeroPages",
+            Self::Pending => "Pending",
+            Self::Confirm => "Confirm",
+            Self::Elsewhere => "Elsewhere",
+            Self::PostcopyDone => "PostcopyDone",
+        }
+    }
+}
+
+/// One message of source or destination. Tables are unchecked; JSON is unparsed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// See [`Command::Start`].
+    Start {
+        /// Protocol version of the sender.
+        version: u16,
+        /// The sender would like to negotiate.
+        offer: bool,
+    },
+    /// See [`Command::Config`].
+    Config(Vec<u8>),
+    /// See [`Command::State`].
+    State(Vec<u8>),
+    /// See [`Command::Memory`]; the contents follow and are read by whoever checked the table.
+    Memory(Vec<GpaRange>),
+    /// See [`Command::Complete`].
+    Complete,
+    /// See [`Command::Abandon`]; a version 0 peer gives no reason.
+    Abandon(String),
+    /// See [`Command::MemoryFd`].
+    MemoryFd {
+        /// Memory slot.
+        slot: u32,
+        /// Number of the descriptor at the sender.
+        fd: u32,
+    },
+    /// See [`Command::CompletePaused`].
+    CompletePaused,
+    /// See [`Command::PageFault`]; version 0 peers ask for one range at a time.
+    PageFault(Vec<GpaRange>),
+    /// See [`Command::Capabilities`].
+    Capabilities(Vec<u8>),
+    /// See [`Command::ZeroPages`].
+    ZeroPages(Vec<GpaRange>),
+    /// See [`Command::Pending`].
+    Pending(Vec<u8>),
+    /// See [`Command::Confirm`].
+    Confirm,
+    /// See [`Command::Elsewhere`].
+    Elsewhere(Vec<GpaRange>),
+    /// See [`Command::PostcopyDone`].
+    PostcopyDone,
+}
+
+impl Message {
+    /// Its command.
+    pub fn command(&self) -> Command {
+        match self {
+            Self::Start { .. } => Command::Start,
+            Self::Config(_) => Command::Config,
+            Self::State(_) => Command::State,
+            Self::Memory(_) => Command::Memory,
+            Self::Complete => Command::Complete,
+            Self::Abandon(_) => Command::Abandon,
+            Self::MemoryFd { .. } => Command::MemoryFd,
+            Self::CompletePaused => Command::CompletePaused,
+            Self::PageFault(_) => Command::PageFault,
+            Self::Capabilities(_) => Command::Capabilities,
+            Self::ZeroPages(_) => Command::ZeroPages,
+            Self::Pending(_) => Command::Pending,
+            Self::Confirm => Command::Confirm,
+            Self::Elsewhere(_) => Command::Elsewhere,
+            Self::PostcopyDone => Command::PostcopyDone,
+        }
+    }
+
+    /// Its bytes: header and payload, without the contents of memory.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut payload = Vec::new();
+        let mut extra = [0; 6];
+        match self {
+            Self::Start { version, offer } => {
+                extra[..2].copy_from_slice(&version.to_le_bytes());
+                if *offer {
+                    extra[2..].copy_from_slice(&OFFER);
+                }
+            }
+            Self::Config(bytes)
+            | Self::State(bytes)
+            | Self::Capabilities(bytes)
+            | Self::Pending(bytes) => return framed(self.command().code(), extra, bytes),
+            Self::Memory(ranges)
+            | Self::PageFault(ranges)
+            | Self::ZeroPages(ranges)
+            | Self::Elsewhere(ranges) => put_table(&mut payload, ranges),
+            Self::Abandon(reason) => payload.extend_from_slice(bounded_reason(reason).as_bytes()),
+            Self::MemoryFd { slot, fd } => {
+                payload.extend_from_slice(&slot.to_le_bytes());
+                payload.extend_from_slice(&fd.to_le_bytes());
+            }
+            Self::Complete | Self::CompletePaused | Self::Confirm | Self::PostcopyDone => {}
+        }
+        framed(self.command().code(), extra, &payload)
+    }
+
+    /// Reads one, bounded.
+    ///
+    /// # Errors
+    /// When the bytes are not a message; see [`ProtocolError`].
+    pub fn read(from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
+        let header = Header::read(from)?;
+        let command = Command::from_code(header.code)?;
+        let (what, len) = (command.name(), header.len_bytes);
+        let table = |from: &mut _| read_table(from, what, len);
+        Ok(match command {
+            Command::Start => {
+                empty(what, len)?;
+                let [v0, v1, offer @ ..] = header.extra;
+                Self::Start { version: u16::from_le_bytes([v0, v1]), offer: offer == OFFER }
+            }
+            Command::Config => Self::Config(read_payload(from, what, len, CONFIG_BYTES_MAX)?),
+            Command::State => Self::State(read_payload(from, what, len, STATE_BYTES_MAX)?),
+            Command::Memory => Self::Memory(table(from)?),
+            Command::Complete => empty(what, len).map(|()| Self::Complete)?,
+            Command::Abandon => Self::Abandon(read_reason(from, what, len)?),
+            Command::MemoryFd => {
+                let mut bytes = [0; 8];
+                if len != bytes.len() as u64 {
+                    return Err(ProtocolError::BadLength { what, len_bytes: len });
+                }
+                from.read_exact(&mut bytes)?;
+                let [s0, s1, s2, s3, f0, f1, f2, f3] = bytes;
+                Self::MemoryFd {
+                    slot: u32::from_le_bytes([s0, s1, s2, s3]),
+                    fd: u32::from_le_bytes([f0, f1, f2, f3]),
+                }
+            }
+            Command::CompletePaused => empty(what, len).map(|()| Self::CompletePaused)?,
+            Command::PageFault => Self::PageFault(table(from)?),
+            Command::Capabilities => {
+                Self::Capabilities(read_payload(from, what, len, CAPABILITIES_BYTES_MAX)?)
+            }
+            Command::ZeroPages => Self::ZeroPages(table(from)?),
+            Command::Pending => Self::Pending(read_payload(from, what, len, PENDING_BYTES_MAX)?),
+            Command::Confirm => empty(what, len).map(|()| Self::Confirm)?,
+            Command::Elsewhere => Self::Elsewhere(table(from)?),
+            Command::PostcopyDone => empty(what, len).map(|()| Self::PostcopyDone)?,
+        })
+    }
+}
+
+fn empty(what: &'static str, len_bytes: u64) -> Result<(), ProtocolError> {
+    if len_bytes == 0 { Ok(()) } else { Err(ProtocolError::BadLength { what, len_bytes }) }
+}
+
+fn framed(code: u16, extra: [u8; 6], payload: &[u8]) -> Vec<u8> {
+    let header = Header { code, extra, len_bytes: payload.len() as u64 };
+    let mut bytes = Vec::with_capacity(payload.len() + super::codec::HEADER_BYTES);
+    bytes.extend_from_slice(&header.encode());
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+/// Cuts a reason to what a peer accepts, at a character boundary.
+fn bounded_reason(reason: &str) -> &str {
+    &reason[..reason.floor_char_boundary(usize::try_from(REASON_BYTES_MAX).unwrap_or(0))]
+}
+
+/// Text from a peer, made safe to show: control characters would let it write on terminals.
+fn read_reason(
+    from: &mut impl ByteSource,
+    what: &'static str,
+    len_bytes: u64,
+) -> Result<String, ProtocolError> {
+    let bytes = read_payload(from, what, len_bytes, REASON_BYTES_MAX)?;
+    let text = String::from_utf8_lossy(&bytes);
+    Ok(text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
+}
+
+const STATUS_OK: u16 = 1;
+const STATUS_ERROR: u16 = 2;
+
+/// The answer to a message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// Done.
+    Ok {
+        /// In the answer to Start: the offer to negotiate is taken.
+        offer_taken: bool,
+        /// What the message's answer carries; empty for version 0.
+        payload: Vec<u8>,
+    },
+    /// Not done, and the migration is over.
+    Error {
+        /// Why; empty from a version 0 peer.
+        reason: String,
+    },
+}
+
+impl Answer {
+    /// A plain yes.
+    pub fn ok() -> Self {
+        Self::Ok { offer_taken: false, payload: Vec::new() }
+    }
+
+    /// Its bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Ok { offer_taken, payload } => {
+                let mut extra = [0; 6];
+                if *offer_taken {
+                    extra[2..].copy_from_slice(&OFFER);
+                }
+                framed(STATUS_OK, extra, payload)
+            }
+            Self::Error { reason } => {
+                framed(STATUS_ERROR, [0; 6], bounded_reason(reason).as_bytes())
+            }
+        }
+    }
+
+    /// Reads one, bounded.
+    ///
+    /// # Errors
+    /// When the bytes are not an answer.
+    pub fn read(from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
+        let header = Header::read(from)?;
+        match header.code {
+            STATUS_OK => Ok(Self::Ok {
+                offer_taken: header.extra[2..] == OFFER,
+                payload: read_payload(from, "an answer", header.len_bytes, ANSWER_BYTES_MAX)?,
+            }),
+            STATUS_ERROR => {
+                let reason = read_reason(from, "a refusal", header.len_bytes)?;
+                Ok(Self::Error { reason })
+            }
+            status => Err(ProtocolError::UnknownStatus(status)),
+        }
+    }
+}
+
+/// What an extra connection is for; the first two bytes on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Role {
+    /// Bulk memory.
+    Memory = 1,
+    /// Page requests and their answers.
+    Fault = 2,
+}
+
+impl Role {
+    /// The number on the wire.
+    pub fn code(self) -> u16 {
+        self as u16
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// [`ProtocolError::UnknownRole`].
+    pub fn read(from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
+        let mut bytes = [0; 2];
+        from.read_exact(&mut bytes)?;
+        match u16::from_le_bytes(bytes) {
+            1 => Ok(Self::Memory),
+            2 => Ok(Self::Fault),
+            code => Err(ProtocolError::UnknownRole(code)),
+        }
+    }
+}
+
+/// Reads messages and answers from bytes until they end or make no sense, and checks every table
+/// against a small machine: the whole of what is read from a peer, for fuzzing.
+#[doc(hidden)]
+pub fn fuzz_stream(data: &[u8]) {
+    use crate::bitmap::ClaimMap;
+    use crate::layout::{Backing, Layout, PAGE_BYTES, RegionInfo};
+    let region = |gpa, pages: u64| RegionInfo {
+        name: String::new(),
+        gpa,
+        len_bytes: pages * PAGE_BYTES,
+        host_page_bytes: PAGE_BYTES,
+        backing: Backing::Shared,
+    };
+    let Ok(layout) = Layout::new(vec![region(0, 256), region(1 << 32, 64)]) else { return };
+    let mut from = data;
+    while let Ok(message) = Message::read(&mut from) {
+        assert_eq!(Command::from_code(message.command().code()).ok(), Some(message.command()));
+        match &message {
+            Message::Memory(ranges)
+            | Message::PageFault(ranges)
+            | Message::ZeroPages(ranges)
+            | Message::Elsewhere(ranges) => {
+                for range in ranges {
+                    let _ = layout.locate(*range);
+                }
+            }
+            Message::Pending(bytes) => {
+                let maps: Vec<ClaimMap> =
+                    layout.regions().iter().map(|r| ClaimMap::new(r.pages())).collect();
+                let _ = super::runs::decode(bytes, &maps);
+            }
+            Message::Capabilities(bytes) => {
+                let _ = super::capabilities::Offer::parse(bytes);
+                let _ = super::capabilities::Accepted::parse(bytes);
+            }
+            _ => {}
+        }
+    }
+    let mut from = data;
+    while Answer::read(&mut from).is_ok() {}
+    let _ = Role::read(&mut &*data);
+}

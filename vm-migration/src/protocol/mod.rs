@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The migration protocol, version 0 of cloud-hypervisor's framing and what is negotiated on top.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `codec` | bytes: headers, tables, variable-length numbers, bounds |
+//! | `message` | meaning of single messages: which command, which payload |
+//! | `capabilities` | what two peers agree on after Start |
+//! | `runs` | compressed sets of pages |
+//!
+//! Order of messages (who may say what when) is not known here: that is what the state machines
+//! in `source` and `destination` are.
+//!
+//! ```text
+//! source                               destination
+//!   Start (offer in spare header bytes)  ->  Ok (offer taken, in spare header bytes)
+//!   Capabilities (JSON)                  ->  Ok + JSON, or Error + reason      [negotiated]
+//!   Config (JSON)                        ->  Ok [+ layout JSON, negotiated]
+//!   Memory | ZeroPages [negotiated] ...  ->  Ok for each
+//!   Pending                              ->  Ok                                [postcopy]
+//!   State (JSON)                         ->  Ok
+//!   Complete | CompletePaused            ->  Ok: the handover is acknowledged
+//!   Confirm                              ->  Ok: the guest runs                [negotiated]
+//!                                        <-  PostcopyDone, answered with Ok    [postcopy]
+//! ```
+//!
+//! Without negotiation the guest runs when Complete is answered, as with every version 0 peer.
+//! With it, the destination runs the guest only after Confirm: were it to run on Complete, an
+//! answer that gets lost would leave the guest running on both sides.
+
+pub mod capabilities;
+pub mod codec;
+pub mod message;
+pub mod runs;
+
+#[cfg(test)]
+mod tests;
+
+use crate::layout::LayoutError;
+use crate::transport::TransportError;
+
+/// What a peer said that it must not say, or that is not a message.
+#[derive(Debug, thiserror::Error)]
+pub enum ProtocolError {
+    /// The connection, not the message.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    /// A command number that nobody knows.
+    #[error("the peer sent the unknown command {0:#x}; is it a migration peer at all?")]
+    UnknownCommand(u16),
+    /// An answer that is neither Ok nor Error.
+    #[error("the peer answered with the unknown status {0:#x}; is it a migration peer at all?")]
+    UnknownStatus(u16),
+    /// A role that is not given to extra connections.
+    #[error("an extra connection announced the unknown role {0:#x}")]
+    UnknownRole(u16),
+    /// A length beyond what the message may have.
+    #[error("the peer announced {what} of {len_bytes} bytes, at most {max_bytes} are accepted")]
+    TooLong {
+        /// The message.
+        what: &'static str,
+        /// What it announced.
+        len_bytes: u64,
+        /// The limit.
+        max_bytes: u64,
+    },
+    /// A length that the message cannot have.
+    #[error("the peer sent {what} with a malformed payload of {len_bytes} bytes")]
+    BadLength {
+        /// The message.
+        what: &'static str,
+        /// What it announced.
+        len_bytes: u64,
+    },
+    /// A protocol version that we do not speak.
+    #[error("the peer speaks migration protocol version {0}, this side speaks version 0")]
+    Version(u16),
+    /// A message that is not allowed now.
+    #[error("the peer sent {got} where {expected} was due")]
+    Unexpected {
+        /// What came.
+        got: &'static str,
+        /// What would have been right.
+        expected: &'static str,
+    },
+    /// A JSON payload that does not parse.
+    #[error("the peer's {what} is not valid")]
+    Json {
+        /// Which one.
+        what: &'static str,
+        /// The parser's words.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// A payload with contents that make no sense.
+    #[error("the peer's {what} is not valid: {why}")]
+    Malformed {
+        /// Which message.
+        what: &'static str,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// A range that is not guest memory.
+    #[error("the peer named memory that the guest does not have")]
+    Layout(#[from] LayoutError),
+    /// An extra connection without the session's token.
+    #[error("an extra connection does not belong to this migration (wrong session token)")]
+    Token,
+}

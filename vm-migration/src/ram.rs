@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guest memory as migration sees it: a trait with two mappings, and slices that only the kernel
+//! or racy-safe readers touch.
+//!
+//! May contain `unsafe`: it turns the raw mappings promised by [`GuestMemoryMap`] into bounded
+//! [`GuestSlice`]s, and reads guest words with atomics, because a guest writes at the same time.
+//! It must never make a `&[u8]` or `&mut [u8]` of guest memory.
+
+use std::io;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
+
+/// Guest RAM, in the form that the memory crate's regions are adapted to.
+///
+/// Page numbers count 4 KiB pages from the start of a region; `region` is an index into
+/// [`layout`](Self::layout). All methods may be called from several threads.
+///
+/// # Safety
+/// For every region, [`main`](Self::main) and (where it is `Some`) [`alias`](Self::alias) must
+/// point to at least `len_bytes` bytes that stay mapped readable and writable for as long as the
+/// value lives, and the layout must never change.
+pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
+    /// The regions.
+    fn layout(&self) -> &Layout;
+
+    /// Start of the mapping that the guest and the devices use, the one that userfaultfd watches.
+    fn main(&self, region: usize) -> *mut u8;
+
+    /// Start of the second mapping of the same pages, never watched; `None` for anonymous memory.
+    fn alias(&self, region: usize) -> Option<*mut u8>;
+
+    /// Which of `pages` have ever been populated, as ascending runs. Must not populate any.
+    /// Memory that cannot tell answers with the whole range.
+    ///
+    /// # Errors
+    /// What the host's query reports.
+    fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>>;
+
+    /// The pages have been discarded or are known to be zeros.
+    fn mark_zero(&self, run: PageRun);
+
+    /// Contents of the pages have arrived.
+    fn mark_resident(&self, run: PageRun);
+
+    /// The pages' contents are still to arrive (postcopy).
+    fn mark_absent(&self, run: PageRun);
+
+    /// Gives the pages back to the host; they read as zeros afterwards. Whole host pages only.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn discard(&self, run: PageRun) -> io::Result<()>;
+}
+
+/// A piece of guest memory for the kernel to read from or write into.
+#[derive(Clone, Copy, Debug)]
+pub struct GuestSlice<'m> {
+    start: *mut u8,
+    len_bytes: usize,
+    memory: PhantomData<&'m ()>,
+}
+
+// SAFETY: the pointer is only handed to the kernel or read with atomics, and the memory that it
+// points to is shared with the guest anyway; no thread has more right to it than another.
+unsafe impl Send for GuestSlice<'_> {}
+
+impl GuestSlice<'_> {
+    /// First byte.
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
+        self.start
+    }
+
+    /// Length in bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.len_bytes
+    }
+
+    /// The slice without its first `len_bytes` bytes.
+    pub(crate) fn skip(self, len_bytes: usize) -> Self {
+        assert!(len_bytes <= self.len_bytes);
+        // SAFETY: stays within the slice, or one past its end.
+        let start = unsafe { self.start.add(len_bytes) };
+        Self { start, len_bytes: self.len_bytes - len_bytes, memory: PhantomData }
+    }
+
+    /// Copies bytes to the start of the slice.
+    pub(crate) fn write(&self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.len_bytes);
+        // SAFETY: the slice is mapped writable for its length (contract of `GuestMemoryMap`) and
+        // `bytes` is ordinary memory of this process, so the two do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, bytes.len()) };
+    }
+
+    #[expect(clippy::cast_ptr_alignment, reason = "slices begin at pages")]
+    /// True when every byte is zero. The guest may write meanwhile; the answer is then true or
+    /// false, and the dirty log has the page.
+    fn is_zero(&self) -> bool {
+        const WORDS: usize = 8;
+        let step = WORDS * size_of::<u64>();
+        debug_assert!(self.len_bytes.is_multiple_of(step));
+        let mut offset = 0;
+        while offset < self.len_bytes {
+            // SAFETY: pages are aligned to 4 KiB and whole, so eight aligned words lie inside the
+            // slice; atomic loads may race with anybody's writes.
+            let words: &[AtomicU64; WORDS] =
+                unsafe { &*self.start.add(offset).cast::<[AtomicU64; WORDS]>() };
+            if words.iter().fold(0, |all, word| all | word.load(Ordering::Relaxed)) != 0 {
+                return false;
+            }
+            offset += step;
+        }
+        true
+    }
+}
+
+/// The mapping through which this crate reads and writes: the alias, or `main` without one.
+///
+/// # Panics
+/// When the run does not lie in the memory's layout: runs come from checked constructors.
+pub(crate) fn slice<M: GuestMemoryMap>(memory: &M, run: PageRun) -> GuestSlice<'_> {
+    let base = memory.alias(run.region).unwrap_or_else(|| memory.main(run.region));
+    slice_of(memory, base, run)
+}
+
+fn slice_of<M: GuestMemoryMap>(memory: &M, base: *mut u8, run: PageRun) -> GuestSlice<'_> {
+    let info = &memory.layout().regions()[run.region];
+    assert!(run.first.checked_add(run.count).is_some_and(|end| end <= info.pages()));
+    // SAFETY: the run lies inside the region (asserted), which is mapped for `len_bytes` bytes
+    // from `base` for as long as `memory` is borrowed (contract of `GuestMemoryMap`).
+    let start = unsafe { base.add(to_usize(run.first * PAGE_BYTES)) };
+    GuestSlice { start, len_bytes: to_usize(run.len_bytes()), memory: PhantomData }
+}
+
+/// True when the pages hold nothing but zeros. Reads them, which populates holes: ask only about
+/// populated pages.
+pub(crate) fn is_zero<M: GuestMemoryMap>(memory: &M, run: PageRun) -> bool {
+    slice(memory, run).is_zero()
+}
+
+/// Makes pages read as zeros before a guest runs on this memory. Pages that were never populated
+/// stay so where the backing can discard.
+pub(crate) fn clear<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<()> {
+    let info = &memory.layout().regions()[run.region];
+    let host_page = info.host_page_bytes / PAGE_BYTES;
+    let whole = run.first.is_multiple_of(host_page) && run.count.is_multiple_of(host_page);
+    if whole {
+        memory.discard(run)?;
+    } else {
+        const ZEROS: [u8; 4096] = [0; 4096];
+        for page in run.first..run.end() {
+            slice(memory, PageRun { region: run.region, first: page, count: 1 }).write(&ZEROS);
+        }
+    }
+    memory.mark_zero(run);
+    Ok(())
+}
+
+/// Populates pages by reading one byte of each host page, through the unwatched mapping.
+pub(crate) fn touch<M: GuestMemoryMap>(memory: &M, run: PageRun) {
+    let step = memory.layout().regions()[run.region].host_page_bytes;
+    let slice = slice(memory, run);
+    for offset in (0..run.len_bytes()).step_by(to_usize(step)) {
+        // SAFETY: inside the slice, which is mapped readable; a volatile read may race.
+        let _ = unsafe { slice.start.add(to_usize(offset)).read_volatile() };
+    }
+}

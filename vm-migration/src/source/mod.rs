@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The source of a migration: `Connect > Negotiate > Precopy > Stop > Handover > [Serve] > Done`.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `mod` | the order of the phases, and the one exit for failures |
+//! | `negotiate` | Connect and Negotiate: what both sides can do, all connections |
+//! | `precopy` | rounds over several connections |
+//! | `convergence` | when to stop precopy: pure policy |
+//! | `stop` | Stop: the guest is paused, what is left is sent or noted |
+//! | `handover` | Handover: the exchange after which the guest belongs to the destination |
+//! | `serve` | Serve: bulk pushers and urgent servers |
+//!
+//! Each state is a type that owns the machine; what a state cannot do does not exist on it. The
+//! machine is in a state of type `V` (it can run) up to Stop, `V::Paused` up to the point of no
+//! return in Handover, and only its remains exist after that.
+
+mod convergence;
+mod handover;
+mod negotiate;
+mod precopy;
+mod serve;
+mod stop;
+
+use std::sync::Arc;
+
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::{Failure, GuestIs, MigrationError, Side, Step, chain};
+use crate::options::SendOptions;
+use crate::progress::{Phase, Progress, Snapshot};
+use crate::vm::{PausedVm, SourceVm};
+
+pub use serve::Held;
+
+/// What every phase of one migration uses.
+#[derive(Clone, Copy)]
+pub(crate) struct Context<'a> {
+    pub options: &'a SendOptions,
+    pub progress: &'a Arc<Progress>,
+    pub cancel: &'a Cancel,
+}
+
+/// A migration that is over, well: the guest is at the destination, with all its memory.
+#[derive(Debug)]
+pub struct Finished<R> {
+    /// What is left of the machine here.
+    pub remains: R,
+    /// The last progress document.
+    pub report: Snapshot,
+}
+
+/// What is left of a source machine.
+pub type Remains<V> = <<V as SourceVm>::Paused as PausedVm>::Remains;
+
+/// A migration that failed; where the guest is decides which form there is.
+pub enum SendFailure<V: SourceVm> {
+    /// The guest goes on here, as before.
+    Resumed {
+        /// The machine.
+        vm: V,
+        /// What happened.
+        error: MigrationError,
+    },
+    /// The guest is here and could not be resumed.
+    StillPaused {
+        /// The machine.
+        vm: V::Paused,
+        /// What happened first. The reason why resuming failed has been logged.
+        error: MigrationError,
+    },
+    /// The destination owns the guest, and something failed after that.
+    HandedOver {
+        /// What is left of the machine.
+        remains: Remains<V>,
+        /// Pages that the destination may still need: keep this value, and the process, until the
+        /// destination is known to be complete or gone. `None` after precopy.
+        held: Option<Held<V::Memory>>,
+        /// What happened.
+        error: MigrationError,
+    },
+}
+
+impl<V: SourceVm> SendFailure<V> {
+    /// What happened.
+    pub fn error(&self) -> &MigrationError {
+        match self {
+            Self::Resumed { error, .. }
+            | Self::StillPaused { error, .. }
+            | Self::HandedOver { error, .. } => error,
+        }
+    }
+}
+
+impl<V: SourceVm> std::fmt::Debug for SendFailure<V> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("SendFailure").field(self.error()).finish()
+    }
+}
+
+/// How a phase failed, with whatever then owns the guest.
+pub(crate) enum Setback<V: SourceVm> {
+    Running(V, Option<Channel>, Failure),
+    Paused(V::Paused, Channel, Failure),
+    HandedOver(Remains<V>, Option<Held<V::Memory>>, Failure),
+}
+
+/// Moves a machine to another host.
+///
+/// Blocks until the guest is at the destination with all its memory, or the migration has failed.
+/// While it runs, it owns the machine; watch it through `progress` and stop it through `cancel`,
+/// which works until the handover and does nothing after it.
+///
+/// # Errors
+/// On any failure before the destination owns the guest, the guest is resumed and comes back in
+/// [`SendFailure::Resumed`]; the peer has been told as best one can. After that the source can
+/// never run it again: [`SendFailure::HandedOver`].
+pub fn migrate<V: SourceVm>(
+    vm: V,
+    options: &SendOptions,
+    progress: &Arc<Progress>,
+    cancel: &Cancel,
+) -> Result<Finished<Remains<V>>, Box<SendFailure<V>>> {
+    let context = Context { options, progress, cancel };
+    match drive(vm, context) {
+        Ok(remains) => {
+            progress.finish(Phase::Done);
+            Ok(Finished { remains, report: progress.snapshot() })
+        }
+        Err(setback) => Err(Box::new(give_up(context, setback))),
+    }
+}
+
+/// The phases, in order.
+fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<Remains<V>, Setback<V>> {
+    let run = context.progress;
+    let connected = run.run(Phase::Connect, || negotiate::connect(vm, context))?;
+    let negotiated = run.run(Phase::Negotiate, || connected.negotiate(context))?;
+    let copied = run.run(Phase::Precopy, || negotiated.precopy(context))?;
+    let stopped = run.run(Phase::Stop, || copied.stop(context))?;
+    let handed_over = run.run(Phase::Handover, || stopped.hand_over(context))?;
+    if handed_over.has_pages_to_serve() {
+        return run.run(Phase::Serve, || handed_over.serve(context));
+    }
+    Ok(handed_over.into_remains())
+}
+
+/// The one exit for failures: tells the peer, resumes the guest where it is still ours.
+fn give_up<V: SourceVm>(context: Context<'_>, setback: Setback<V>) -> SendFailure<V> {
+    let phase = context.progress.phase();
+    let error = |guest, failure: Failure| {
+        let Failure { step, cause } = failure;
+        MigrationError { side: Side::Source, phase, step, guest, cause }
+    };
+    match setback {
+        Setback::Running(vm, peer, failure) => {
+            tell_peer(peer, &failure);
+            context.progress.finish(Phase::Failed);
+            SendFailure::Resumed { vm, error: error(GuestIs::OnSource, failure) }
+        }
+        Setback::Paused(vm, peer, failure) => {
+            // The guest first; the peer does not run it without a Confirm.
+            let resumed = vm.resume();
+            tell_peer(Some(peer), &failure);
+            context.progress.finish(Phase::Failed);
+            match resumed {
+                Ok(vm) => SendFailure::Resumed { vm, error: error(GuestIs::OnSource, failure) },
+                Err((vm, reason)) => {
+                    log::error!("the guest could not be resumed: {}", chain(&*reason));
+                    SendFailure::StillPaused { vm, error: error(GuestIs::PausedOnSource, failure) }
+                }
+            }
+        }
+        Setback::HandedOver(remains, held, failure) => {
+            let (phase, guest) = match held {
+                Some(_) => (Phase::PostcopyPaused, GuestIs::PostcopyPaused),
+                None => (Phase::Failed, GuestIs::OnDestination),
+            };
+            context.progress.finish(phase);
+            SendFailure::HandedOver { remains, held, error: error(guest, failure) }
+        }
+    }
+}
+
+fn tell_peer(peer: Option<Channel>, failure: &Failure) {
+    if let Some(peer) = peer.filter(|_| failure.peer_listens()) {
+        peer.abandon(&failure.for_peer());
+    }
+}
+
+/// A connection to the destination, nothing said yet.
+pub(crate) struct Connected<V> {
+    vm: V,
+    control: Channel,
+}
+
+impl<V: SourceVm> Connected<V> {
+    /// Agrees on the protocol and gets the machine built at the other side.
+    fn negotiate(mut self, context: Context<'_>) -> Result<precopy::Negotiated<V>, Setback<V>> {
+        let memory = self.vm.memory();
+        match negotiate::agree(&mut self.vm, &memory, &mut self.control, context) {
+            Ok(links) => {
+                Ok(precopy::Negotiated { vm: self.vm, memory, control: self.control, links })
+            }
+            Err(failure) => Err(Setback::Running(self.vm, Some(self.control), failure)),
+        }
+    }
+}
+
+/// Stands for `cancel` where a loop of our own does not wait on a descriptor.
+pub(crate) fn check_cancel(cancel: &Cancel, step: &'static str) -> Result<(), Failure> {
+    if cancel.is_cancelled() {
+        return Err(crate::error::Cause::Cancelled).step(step);
+    }
+    Ok(())
+}

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Connect and Negotiate: one connection, what both sides can do, the machine built at the other
+//! side, and then all further connections.
+//!
+//! Owns the decision between the negotiated protocol and plain version 0. A peer that does not
+//! negotiate gets plain version 0, or a clear refusal when the person asked for more than that.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::{Connected, Context, Setback};
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, Step};
+use crate::layout::Layout;
+use crate::options::MemoryMode;
+use crate::protocol::ProtocolError;
+use crate::protocol::capabilities::{
+    Accepted, FEATURE_CONFIRM, FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, Offer, Prepared, TOKEN_BYTES,
+    common, features, software,
+};
+use crate::protocol::message::{Message, Role, VERSION};
+use crate::ram::GuestMemoryMap;
+use crate::transport::Connection;
+use crate::vm::SourceVm;
+
+/// What was agreed, and every connection that it needs.
+#[derive(Debug)]
+pub(crate) struct Links {
+    /// Extra connections for memory.
+    pub memory: Vec<Channel>,
+    /// Connections for requested pages (postcopy).
+    pub urgent: Vec<Channel>,
+    pub terms: Terms,
+}
+
+/// What was agreed.
+#[derive(Debug)]
+pub(crate) enum Terms {
+    /// Plain version 0.
+    Plain,
+    /// The negotiated protocol.
+    Negotiated {
+        zero_pages: bool,
+        /// The destination's memory, which decides the unit in which pages travel.
+        layout: Layout,
+    },
+}
+
+impl Terms {
+    pub(crate) fn zero_pages(&self) -> bool {
+        matches!(self, Self::Negotiated { zero_pages: true, .. })
+    }
+}
+
+/// Connects. Options that cannot work fail here, before anybody is bothered.
+pub(crate) fn connect<V: SourceVm>(
+    vm: V,
+    context: Context<'_>,
+) -> Result<Connected<V>, Setback<V>> {
+    let options = context.options;
+    let limits = &options.limits;
+    let connect = || {
+        options.check().step("checking the options")?;
+        Connection::connect(&options.to, context.cancel, limits.connect, limits.answer)
+            .step("connecting")
+    };
+    match connect() {
+        Ok(connection) => Ok(Connected { vm, control: Channel::new(connection) }),
+        Err(failure) => Err(Setback::Running(vm, None, failure)),
+    }
+}
+
+/// Start, Capabilities, Config, and the extra connections.
+pub(crate) fn agree<V: SourceVm>(
+    vm: &mut V,
+    memory: &Arc<V::Memory>,
+    control: &mut Channel,
+    context: Context<'_>,
+) -> Result<Links, Failure> {
+    let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();
+    let counters = &context.progress.counters;
+    counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
+
+    let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
+    let token = offer(memory, control, context)?;
+    let answer = control
+        .ask(&Message::Config(config), context.options.limits.prepare)
+        .step("waiting for the destination to build the machine")?;
+    let terms = match &token {
+        None => Terms::Plain,
+        Some((features, _)) => {
+            let prepared = Prepared::parse(&answer.payload).step("reading its memory layout")?;
+            let layout = Layout::new(prepared.regions)
+                .map_err(ProtocolError::from)
+                .step("reading its memory layout")?;
+            memory
+                .layout()
+                .same_for_guest(&layout)
+                .map_err(ProtocolError::from)
+                .step("comparing memory layouts")?;
+            Terms::Negotiated { zero_pages: features.contains(FEATURE_ZERO_PAGES), layout }
+        }
+    };
+    let token = token.map(|(_, token)| token);
+    let extra = |role, count: u16| {
+        (0..count)
+            .map(|_| {
+                let options = context.options;
+                let limits = &options.limits;
+                Channel::open_extra(&options.to, role, token.as_ref(), context.cancel, limits)
+            })
+            .collect::<Result<Vec<_>, _>>()
+            .step("opening further connections")
+    };
+    let (bulk_count, urgent_count) = extra_connections(context);
+    let memory_links = extra(Role::Memory, bulk_count)?;
+    let urgent = extra(Role::Fault, urgent_count)?;
+    Ok(Links { memory: memory_links, urgent, terms })
+}
+
+/// How many connections beside the first: precopy uses the first one for memory, too.
+fn extra_connections(context: Context<'_>) -> (u16, u16) {
+    let options = context.options;
+    match options.memory_mode {
+        MemoryMode::Precopy => (options.connections - 1, 0),
+        MemoryMode::Postcopy => (options.connections, options.urgent_connections),
+    }
+}
+
+/// What a negotiating destination said.
+type Taken = (BTreeSet<String>, [u8; TOKEN_BYTES]);
+
+/// Start and Capabilities; `None` from a peer that knows only version 0.
+fn offer<M: GuestMemoryMap>(
+    memory: &Arc<M>,
+    control: &mut Channel,
+    context: Context<'_>,
+) -> Result<Option<Taken>, Failure> {
+    let options = context.options;
+    let limit = options.limits.answer;
+    let start = Message::Start { version: VERSION, offer: true };
+    let answer = control.ask(&start, limit).step("starting the protocol")?;
+    if !answer.offer_taken {
+        if options.memory_mode == MemoryMode::Postcopy {
+            return Err(Failure::new(
+                "negotiating",
+                Cause::Unsupported {
+                    what: "the destination speaks only version 0 of the protocol, which has no \
+                           postcopy"
+                        .to_string(),
+                    remedy: "use memory_mode=precopy, or update the destination",
+                },
+            ));
+        }
+        log::info!("the destination speaks plain version 0: zero pages and reasons do not travel");
+        return Ok(None);
+    }
+    let (bulk_connections, urgent_connections) = extra_connections(context);
+    let document = Offer {
+        software: software(),
+        features: features(),
+        memory_mode: options.memory_mode,
+        bulk_connections,
+        urgent_connections,
+        regions: memory.layout().regions().to_vec(),
+    };
+    let answer = control
+        .ask(&Message::Capabilities(document.to_json()), limit)
+        .step("negotiating capabilities")?;
+    let accepted = Accepted::parse(&answer.payload).step("negotiating capabilities")?;
+    log::info!("the destination is {:?}", accepted.software);
+    let features = common(&document.features, &accepted.features);
+    let needed: &[&str] = match options.memory_mode {
+        MemoryMode::Precopy => &[FEATURE_CONFIRM],
+        MemoryMode::Postcopy => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
+    };
+    match needed.iter().find(|feature| !features.contains(**feature)) {
+        None => Ok(Some((features, accepted.token))),
+        Some(missing) => Err(Failure::new(
+            "negotiating capabilities",
+            Cause::Unsupported {
+                what: format!("the destination lacks {missing}"),
+                remedy: "update the destination",
+            },
+        )),
+    }
+}

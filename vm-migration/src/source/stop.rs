@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Stop: the guest is paused, and what memory is left is sent (precopy) or noted (postcopy).
+//!
+//! Owns the order that no write can escape: first the machine with all its devices stops, then the
+//! dirty log is read for the last time.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::negotiate::Links;
+use super::precopy::{Cargo, Copied, RoundKind, send_round};
+use super::serve::Server;
+use super::{Context, Setback};
+use crate::bitmap::{ClaimMap, word_runs};
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, Step};
+use crate::layout::{PAGE_BYTES, to_usize};
+use crate::ram::GuestMemoryMap;
+use crate::vm::{DirtyLog, SourceVm};
+
+/// Pages whose dirty bits are read at once: 2 MiB of guest memory is 8 words, this is 4 KiB of
+/// bitmap.
+const COLLECT_PAGES: u64 = 32 * 1024;
+
+/// The guest does not run, and nothing but state is left to send before it can run over there.
+pub(crate) struct Stopped<V: SourceVm> {
+    pub vm: V::Paused,
+    pub control: Channel,
+    pub links: Links,
+    pub later: Option<Arc<Server<V::Memory>>>,
+    /// When the pause began.
+    pub since: Instant,
+}
+
+impl<V: SourceVm> Copied<V> {
+    /// Pauses the guest and deals with what it dirtied last.
+    pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, Setback<V>> {
+        let Self { vm, memory, mut control, mut links, log, cargo } = self;
+        let since = Instant::now();
+        let vm = match vm.pause() {
+            Ok(paused) => paused,
+            Err((vm, reason)) => {
+                let failure = Failure::new("pausing the guest", Cause::Vm(reason));
+                return Err(Setback::Running(vm, Some(control), failure));
+            }
+        };
+        let rest = || -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
+            let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
+            match cargo {
+                Cargo::Rest => {
+                    let remaining = &context.progress.counters.remaining_bytes;
+                    remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
+                    let kind = RoundKind::Dirty;
+                    send_round(&*memory, &log, kind, &mut control, &mut links, context)?;
+                    // The destination sees the end of these as the end of their work.
+                    links.memory.clear();
+                    Ok(None)
+                }
+                Cargo::Later(pages) => {
+                    add_dirty(&*memory, &log, &pages)?;
+                    let pending = in_units(pages, &links);
+                    let progress = Arc::clone(context.progress);
+                    let server = Server::new(Arc::clone(&memory), pending, &links, progress)?;
+                    Ok(Some(Arc::new(server)))
+                }
+            }
+        };
+        match rest() {
+            Ok(later) => Ok(Stopped { vm, control, links, later, since }),
+            Err(failure) => Err(Setback::Paused(vm, control, failure)),
+        }
+    }
+}
+
+/// Adds the pages that were dirtied since the scan.
+fn add_dirty<M: GuestMemoryMap>(
+    memory: &M,
+    log: &impl DirtyLog,
+    maps: &[ClaimMap],
+) -> Result<(), Failure> {
+    let mut words = vec![0; to_usize(COLLECT_PAGES / 64)];
+    for (region, info) in memory.layout().regions().iter().enumerate() {
+        for first in (0..info.pages()).step_by(to_usize(COLLECT_PAGES)) {
+            let count = COLLECT_PAGES.min(info.pages() - first);
+            let words = &mut words[..to_usize(count.div_ceil(64))];
+            log.collect_and_clear(region, first..first + count, words)
+                .map_err(Cause::Vm)
+                .step("reading the dirty log")?;
+            for (run_first, run_count) in word_runs(words, first) {
+                let run_end = (run_first + run_count).min(info.pages());
+                maps[region].set_run(run_first, run_end.saturating_sub(run_first));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The same pages in the units in which they travel.
+fn in_units(pages: Vec<ClaimMap>, links: &Links) -> Vec<ClaimMap> {
+    let convert = |(region, map): (usize, ClaimMap)| {
+        let unit = links.unit_pages(region);
+        if unit == 1 {
+            return map;
+        }
+        let units = ClaimMap::new(map.len() / unit);
+        for (first, count) in map.runs() {
+            let start = first / unit;
+            units.set_run(start, (first + count).div_ceil(unit) - start);
+        }
+        units
+    };
+    pages.into_iter().enumerate().map(convert).collect()
+}

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Fake machines on both sides, which fail where they are told to and note what was done to them.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::guest::{Guest, Pace, Writers};
+use super::memory::{FakeLog, FakeMemory};
+use crate::ram::GuestMemoryMap;
+use crate::vm::{DestinationBuilder, DestinationVm, PausedVm, SourceVm, VmError};
+
+/// What was done to a machine, in order.
+pub type Calls = Arc<Mutex<Vec<&'static str>>>;
+
+/// Where a machine fails.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "each is named after the step that fails")]
+pub enum Inject {
+    #[default]
+    Nothing,
+    Config,
+    StartLog,
+    Pause,
+    State,
+    Release,
+    Resume,
+    Prepare,
+    Apply,
+    Run,
+    /// No failure: the guest dirties all of its memory all the time.
+    Busy,
+}
+
+#[derive(Clone)]
+struct Common {
+    memory: Arc<FakeMemory>,
+    guest: Arc<Guest>,
+    vcpus: u64,
+    hot: u64,
+    pace: Pace,
+    inject: Inject,
+    calls: Calls,
+}
+
+impl Common {
+    fn call(&self, step: Inject, name: &'static str) -> Result<(), VmError> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).push(name);
+        if self.inject == step { Err(format!("injected failure in {name}").into()) } else { Ok(()) }
+    }
+
+    fn start(&self) -> Writers {
+        Writers::start(&self.guest, &self.memory, self.vcpus, self.hot, self.pace)
+    }
+}
+
+/// A machine that may run.
+pub struct FakeVm {
+    common: Common,
+    writers: Option<Writers>,
+}
+
+/// A machine that does not run.
+pub struct FakePaused {
+    common: Common,
+    ran: bool,
+}
+
+impl FakeVm {
+    /// A machine over memory, not running yet.
+    pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
+        let common = Common {
+            memory: Arc::clone(memory),
+            guest: Arc::clone(guest),
+            vcpus: 2,
+            hot: 100,
+            pace: Pace::Paced(64, std::time::Duration::from_micros(200)),
+            inject: Inject::Nothing,
+            calls: Calls::default(),
+        };
+        Self { common, writers: None }
+    }
+
+    /// Number of vCPUs, share of memory they write, and how fast.
+    #[must_use]
+    pub fn load(mut self, vcpus: u64, hot: u64, pace: Pace) -> Self {
+        (self.common.vcpus, self.common.hot, self.common.pace) = (vcpus, hot, pace);
+        self
+    }
+
+    /// Where it fails.
+    #[must_use]
+    pub fn inject(mut self, inject: Inject) -> Self {
+        self.common.inject = inject;
+        self
+    }
+
+    /// Runs it.
+    #[must_use]
+    pub fn running(mut self) -> Self {
+        self.writers = Some(self.common.start());
+        self
+    }
+
+    /// What was done to it.
+    pub fn calls(&self) -> Calls {
+        Arc::clone(&self.common.calls)
+    }
+
+    /// True while its vCPUs run.
+    pub fn runs(&self) -> bool {
+        self.writers.is_some()
+    }
+
+    /// Its guest.
+    pub fn guest(&self) -> &Arc<Guest> {
+        &self.common.guest
+    }
+
+    /// Its memory.
+    pub fn memory(&self) -> &Arc<FakeMemory> {
+        &self.common.memory
+    }
+
+    /// Stops it for good.
+    pub fn stop(&mut self) {
+        self.writers = None;
+    }
+}
+
+impl SourceVm for FakeVm {
+    type Memory = FakeMemory;
+    type Log = FakeLog;
+    type Paused = FakePaused;
+
+    fn config_json(&mut self) -> Result<Vec<u8>, VmError> {
+        self.common.call(Inject::Config, "config")?;
+        Ok(br#"{"fake":true}"#.to_vec())
+    }
+
+    fn memory(&self) -> Arc<FakeMemory> {
+        Arc::clone(&self.common.memory)
+    }
+
+    fn start_dirty_log(&mut self) -> Result<FakeLog, VmError> {
+        self.common.call(Inject::StartLog, "start log")?;
+        let busy = self.common.inject == Inject::Busy;
+        Ok(FakeLog::new(Arc::clone(&self.common.memory), busy))
+    }
+
+    fn pause(self) -> Result<FakePaused, (Self, VmError)> {
+        if let Err(error) = self.common.call(Inject::Pause, "pause") {
+            return Err((self, error));
+        }
+        let ran = self.writers.is_some();
+        drop(self.writers);
+        Ok(FakePaused { common: self.common, ran })
+    }
+}
+
+impl PausedVm for FakePaused {
+    type Running = FakeVm;
+    type Remains = Arc<FakeMemory>;
+
+    fn ran_before(&self) -> bool {
+        self.ran
+    }
+
+    fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
+        self.common.call(Inject::State, "state")?;
+        Ok(br#"{"vcpus":[1,2]}"#.to_vec())
+    }
+
+    fn release_exclusive(&mut self) -> Result<(), VmError> {
+        self.common.call(Inject::Release, "release")
+    }
+
+    fn resume(self) -> Result<FakeVm, (Self, VmError)> {
+        if let Err(error) = self.common.call(Inject::Resume, "resume") {
+            return Err((self, error));
+        }
+        let writers = self.ran.then(|| self.common.start());
+        Ok(FakeVm { common: self.common, writers })
+    }
+
+    fn handed_over(self) -> Arc<FakeMemory> {
+        let _ = self.common.call(Inject::Nothing, "handed over");
+        self.common.memory
+    }
+}
+
+/// Builds a destination over memory that is there already.
+pub struct Builder {
+    common: Common,
+    touch: Vec<(usize, u64)>,
+}
+
+/// A machine on the destination.
+pub struct FakeDestination {
+    common: Common,
+    touch: Vec<(usize, u64)>,
+}
+
+impl Builder {
+    /// A destination for `guest`, in `memory`.
+    pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
+        Self { common: FakeVm::new(memory, guest).common, touch: Vec::new() }
+    }
+
+    /// Number of vCPUs, share of memory they write, and how fast.
+    #[must_use]
+    pub fn load(mut self, vcpus: u64, hot: u64, pace: Pace) -> Self {
+        (self.common.vcpus, self.common.hot, self.common.pace) = (vcpus, hot, pace);
+        self
+    }
+
+    /// Where it fails.
+    #[must_use]
+    pub fn inject(mut self, inject: Inject) -> Self {
+        self.common.inject = inject;
+        self
+    }
+
+    /// Pages (region, page) that restoring state reads through the guest's mapping.
+    #[must_use]
+    pub fn touch(mut self, pages: Vec<(usize, u64)>) -> Self {
+        self.touch = pages;
+        self
+    }
+
+    /// What was done to it.
+    pub fn calls(&self) -> Calls {
+        Arc::clone(&self.common.calls)
+    }
+}
+
+impl DestinationBuilder for Builder {
+    type Vm = FakeDestination;
+
+    fn prepare(self, config_json: &[u8]) -> Result<FakeDestination, VmError> {
+        self.common.call(Inject::Prepare, "prepare")?;
+        let _: serde_json::Value = serde_json::from_slice(config_json)?;
+        Ok(FakeDestination { common: self.common, touch: self.touch })
+    }
+}
+
+impl DestinationVm for FakeDestination {
+    type Memory = FakeMemory;
+    type Running = FakeVm;
+
+    fn memory(&self) -> Arc<FakeMemory> {
+        Arc::clone(&self.common.memory)
+    }
+
+    fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
+        self.common.call(Inject::Apply, "apply")?;
+        let _: serde_json::Value = serde_json::from_slice(state_json)?;
+        for (region, page) in &self.touch {
+            self.common.memory.word(*region, *page, 0).load(std::sync::atomic::Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn run(self, resume: bool) -> Result<FakeVm, (Self, VmError)> {
+        if let Err(error) = self.common.call(Inject::Run, "run") {
+            return Err((self, error));
+        }
+        debug_assert!(!self.common.memory.layout().regions().is_empty());
+        let writers = resume.then(|| self.common.start());
+        Ok(FakeVm { common: self.common, writers })
+    }
+}

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guest memory from memfds with two mappings (or anonymous with one), and a dirty log over it.
+//!
+//! May contain `unsafe`: mappings. Owns its mappings until it is dropped.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, RegionInfo, to_usize};
+use crate::ram::GuestMemoryMap;
+use crate::vm::{DirtyLog, VmError};
+
+/// Why there is no fake memory.
+pub type FakeMemoryError = Box<dyn std::error::Error + Send + Sync>;
+
+struct Region {
+    file: Option<File>,
+    main: *mut u8,
+    alias: Option<*mut u8>,
+    len: usize,
+    dirty: Vec<AtomicU64>,
+}
+
+/// Fake guest RAM.
+pub struct FakeMemory {
+    layout: Layout,
+    regions: Vec<Region>,
+}
+
+// SAFETY: the raw pointers are mappings that live as long as the value; what they show is shared
+// with threads that write at any time anyway, through atomics or the kernel.
+unsafe impl Send for FakeMemory {}
+// SAFETY: as above.
+unsafe impl Sync for FakeMemory {}
+
+impl std::fmt::Debug for FakeMemory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FakeMemory").field("layout", &self.layout).finish_non_exhaustive()
+    }
+}
+
+impl FakeMemory {
+    /// Regions as (gpa, pages of 4 KiB), backed alike.
+    ///
+    /// # Errors
+    /// When the host has no memory or no hugetlb pages for it.
+    pub fn new(
+        regions: &[(u64, u64)],
+        backing: Backing,
+        host_page_bytes: u64,
+    ) -> Result<Arc<Self>, FakeMemoryError> {
+        let infos = regions.iter().enumerate().map(|(index, (gpa, pages))| RegionInfo {
+            name: format!("ram{index}"),
+            gpa: *gpa,
+            len_bytes: pages * PAGE_BYTES,
+            host_page_bytes,
+            backing,
+        });
+        let layout = Layout::new(infos.collect())?;
+        let regions = layout.regions().iter().map(Region::new).collect::<io::Result<_>>()?;
+        Ok(Arc::new(Self { layout, regions }))
+    }
+
+    /// The word at `word` of a page, through the guest's mapping.
+    pub fn word(&self, region: usize, page: u64, word: u64) -> &AtomicU64 {
+        assert!(page < self.layout.regions()[region].pages() && word < PAGE_BYTES / 8);
+        let offset = to_usize(page * PAGE_BYTES + word * 8);
+        // SAFETY: inside the mapping (asserted) and aligned; everyone uses atomics.
+        unsafe { &*self.regions[region].main.add(offset).cast() }
+    }
+
+    /// Notes a write, as the hardware or a device model would.
+    pub fn mark_dirty(&self, region: usize, page: u64) {
+        let word = &self.regions[region].dirty[to_usize(page / 64)];
+        word.fetch_or(1 << (page % 64), Ordering::SeqCst);
+    }
+
+    /// Bytes of memory that the host has given to a region.
+    ///
+    /// # Errors
+    /// What the host reports.
+    pub fn populated_bytes(&self, region: usize) -> io::Result<u64> {
+        let pages = 0..self.layout.regions()[region].pages();
+        let runs = self.populated_runs(region, pages)?;
+        Ok(runs.iter().map(|run| (run.end - run.start) * PAGE_BYTES).sum())
+    }
+}
+
+impl Region {
+    fn new(info: &RegionInfo) -> io::Result<Self> {
+        let len = to_usize(info.len_bytes);
+        let (file, main, alias) = match info.backing {
+            Backing::Anonymous => (None, map(None, len)?, None),
+            Backing::Shared => {
+                let file = memfd(info)?;
+                let (main, alias) = (map(Some(&file), len)?, map(Some(&file), len)?);
+                (Some(file), main, Some(alias))
+            }
+        };
+        let words = to_usize(info.pages().div_ceil(64));
+        let dirty = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Ok(Self { file, main, alias, len, dirty })
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        for start in [Some(self.main), self.alias].into_iter().flatten() {
+            // SAFETY: our own mapping, unmapped once; nobody can use it without the region.
+            unsafe { libc::munmap(start.cast(), self.len) };
+        }
+    }
+}
+
+fn memfd(info: &RegionInfo) -> io::Result<File> {
+    let huge = if info.host_page_bytes > PAGE_BYTES {
+        libc::MFD_HUGETLB | info.host_page_bytes.trailing_zeros() << libc::MFD_HUGE_SHIFT
+    } else {
+        0
+    };
+    // SAFETY: a constant, terminated name.
+    let fd = unsafe { libc::memfd_create(c"fake-ram".as_ptr(), libc::MFD_CLOEXEC | huge) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(info.len_bytes)?;
+    Ok(file)
+}
+
+fn map(file: Option<&File>, len: usize) -> io::Result<*mut u8> {
+    let (fd, flags) = match file {
+        Some(file) => (file.as_raw_fd(), libc::MAP_SHARED | libc::MAP_NORESERVE),
+        None => (-1, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
+    };
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice touches nothing of ours.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, fd, 0) };
+    if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(start.cast()) }
+}
+
+// SAFETY: both mappings are `len` bytes, readable and writable, and live as long as the value.
+unsafe impl GuestMemoryMap for FakeMemory {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn main(&self, region: usize) -> *mut u8 {
+        self.regions[region].main
+    }
+
+    fn alias(&self, region: usize) -> Option<*mut u8> {
+        self.regions[region].alias
+    }
+
+    fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let Some(file) = &self.regions[region].file else { return Ok(vec![pages]) };
+        let mut runs = Vec::new();
+        let mut at = pages.start;
+        while at < pages.end {
+            let Some(start) = seek(file, at, libc::SEEK_DATA)?.filter(|s| *s < pages.end) else {
+                break;
+            };
+            let end = seek(file, start, libc::SEEK_HOLE)?.unwrap_or(pages.end).min(pages.end);
+            runs.push(start..end);
+            at = end;
+        }
+        Ok(runs)
+    }
+
+    fn mark_zero(&self, _: PageRun) {}
+
+    fn mark_resident(&self, _: PageRun) {}
+
+    fn mark_absent(&self, _: PageRun) {}
+
+    fn discard(&self, run: PageRun) -> io::Result<()> {
+        let region = &self.regions[run.region];
+        let (offset, len) = (run.first * PAGE_BYTES, run.len_bytes());
+        let result = if let Some(file) = &region.file {
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            let (offset, len) = (offset.cast_signed(), len.cast_signed());
+            // SAFETY: a call on our own file.
+            unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) }
+        } else {
+            // SAFETY: a range of our own mapping, given up on purpose.
+            unsafe {
+                let start = region.main.add(to_usize(offset));
+                libc::madvise(start.cast(), to_usize(len), libc::MADV_DONTNEED)
+            }
+        };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+/// The page at which data or a hole begins, from `page` on.
+fn seek(file: &File, page: u64, whence: i32) -> io::Result<Option<u64>> {
+    let offset = (page * PAGE_BYTES).cast_signed();
+    // SAFETY: a call on our own file, which nobody reads by its position.
+    let found = unsafe { libc::lseek(file.as_raw_fd(), offset, whence) };
+    match u64::try_from(found) {
+        Ok(found) => Ok(Some(found / PAGE_BYTES)),
+        Err(_) => match io::Error::last_os_error() {
+            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            error => Err(error),
+        },
+    }
+}
+
+/// A dirty log with the manners of KVM's: what was noted and is then collected is re-armed at that
+/// moment, and a write to a noted page before it is not reported again.
+pub struct FakeLog {
+    memory: Arc<FakeMemory>,
+    noted: Mutex<Vec<Vec<u64>>>,
+    busy: bool,
+}
+
+impl FakeLog {
+    /// Starts with every page noted; a busy log notes every page again in each round.
+    pub fn new(memory: Arc<FakeMemory>, busy: bool) -> Self {
+        let noted = memory.regions.iter().map(|region| vec![u64::MAX; region.dirty.len()]);
+        let noted = Mutex::new(noted.collect());
+        Self { memory, noted, busy }
+    }
+}
+
+impl DirtyLog for FakeLog {
+    fn begin_round(&self) -> Result<u64, VmError> {
+        let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = 0;
+        for (noted, region) in noted.iter_mut().zip(&self.memory.regions) {
+            for (noted, dirty) in noted.iter_mut().zip(&region.dirty) {
+                *noted |= dirty.swap(0, Ordering::SeqCst);
+                if self.busy {
+                    *noted = u64::MAX;
+                }
+                count += u64::from(noted.count_ones());
+            }
+        }
+        Ok(count)
+    }
+
+    fn collect_and_clear(
+        &self,
+        region: usize,
+        pages: Range<u64>,
+        words: &mut [u64],
+    ) -> Result<(), VmError> {
+        assert!(pages.start.is_multiple_of(64));
+        assert_eq!(words.len() as u64, (pages.end - pages.start).div_ceil(64));
+        let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+        for (index, word) in words.iter_mut().enumerate() {
+            let index = to_usize(pages.start / 64) + index;
+            *word = std::mem::take(&mut noted[region][index]);
+            self.memory.regions[region].dirty[index].fetch_and(!*word, Ordering::SeqCst);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guests without KVM: memory, dirty log, machines, and threads that write like vCPUs.
+//!
+//! For tests and benches. A fake guest checks itself: every page holds its number and a counter
+//! that only its one writer raises, and a shadow table outside guest memory knows each counter, so
+//! a stale, torn or misplaced page shows at the next visit.
+
+mod guest;
+mod machine;
+mod memory;
+
+pub use guest::{Guest, Pace, Writers};
+pub use machine::{Builder, Calls, FakeDestination, FakePaused, FakeVm, Inject};
+pub use memory::{FakeLog, FakeMemory, FakeMemoryError};

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Machines that fail at each step, and cancels in each phase: one guest runs, the right one, and
+//! the reason reaches the person at the source.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::{
+    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, options,
+    send,
+};
+use crate::error::chain;
+use crate::progress::{Event, Observer, Phase};
+use crate::source::{SendFailure, migrate};
+use crate::testing::{FakeMemory, Inject};
+use crate::{Cancel, Cause, GuestIs, MemoryMode, Progress, Side};
+
+struct Rig {
+    from: Arc<FakeMemory>,
+    to: Arc<FakeMemory>,
+    guest: Arc<Guest>,
+    mode: MemoryMode,
+}
+
+impl Rig {
+    fn new(mode: MemoryMode) -> Self {
+        let (from, to) = (memory(), memory());
+        let guest = Guest::new(&from, 31);
+        guest.fill(&from, 50);
+        Self { from, to, guest, mode }
+    }
+
+    fn vm(&self, inject: Inject) -> FakeVm {
+        FakeVm::new(&self.from, &self.guest).inject(inject).running()
+    }
+
+    fn target(&self, inject: Inject) -> Target {
+        let builder = Builder::new(&self.to, &self.guest).inject(inject);
+        Target::start(&loopback(), builder, LIMITS)
+    }
+
+    fn options(&self, target: &Target) -> crate::SendOptions {
+        let mut options = options(&target.address);
+        options.memory_mode = self.mode;
+        options
+    }
+
+    /// The guest goes on at the source, whole.
+    fn assert_goes_on(&self, vm: &mut FakeVm) {
+        assert!(vm.runs());
+        let before = self.guest.visits();
+        while self.guest.visits() < before + 1000 {
+            std::thread::yield_now();
+        }
+        vm.stop();
+        assert_whole(&self.guest, &self.from);
+    }
+}
+
+fn modes() -> Vec<MemoryMode> {
+    let mut modes = vec![MemoryMode::Precopy];
+    if have_uffd() {
+        modes.push(MemoryMode::Postcopy);
+    }
+    modes
+}
+
+#[test]
+fn a_source_that_fails_at_any_step_keeps_its_guest() {
+    for mode in modes() {
+        for inject in
+            [Inject::Config, Inject::StartLog, Inject::Pause, Inject::State, Inject::Release]
+        {
+            let rig = Rig::new(mode);
+            let target = rig.target(Inject::Nothing);
+            let options = rig.options(&target);
+            let failure = *send(rig.vm(inject), &options).unwrap_err();
+            let SendFailure::Resumed { mut vm, error } = failure else {
+                panic!("{mode:?} {inject:?}: {failure:?}")
+            };
+            assert_eq!(error.guest, GuestIs::OnSource);
+            assert!(chain(&error).contains("injected failure"), "{}", chain(&error));
+            rig.assert_goes_on(&mut vm);
+            let error = target.join().unwrap_err().error;
+            let told = chain(&error);
+            assert!(told.contains("injected failure"), "{mode:?} {inject:?}: {told}");
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_cannot_be_resumed_comes_back_paused() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let target = rig.target(Inject::Apply);
+    let options = rig.options(&target);
+    let failure = *send(rig.vm(Inject::Resume), &options).unwrap_err();
+    assert!(matches!(failure, SendFailure::StillPaused { .. }), "{failure:?}");
+    assert_eq!(failure.error().guest, GuestIs::PausedOnSource);
+    target.join().unwrap_err();
+}
+
+#[test]
+fn the_reason_of_the_destination_reaches_the_source() {
+    for mode in modes() {
+        for inject in [Inject::Prepare, Inject::Apply] {
+            let rig = Rig::new(mode);
+            let target = rig.target(inject);
+            let options = rig.options(&target);
+            let failure = *send(rig.vm(Inject::Nothing), &options).unwrap_err();
+            let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+            assert!(
+                matches!(&error.cause, Cause::Refused(why) if why.contains("injected failure"))
+            );
+            rig.assert_goes_on(&mut vm);
+            let error = target.join().unwrap_err().error;
+            assert_eq!((error.side, error.guest), (Side::Destination, GuestIs::NotHere));
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_does_not_start_at_the_destination_is_not_resumed_at_the_source() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let target = rig.target(Inject::Run);
+    let options = rig.options(&target);
+    let failure = *send(rig.vm(Inject::Nothing), &options).unwrap_err();
+    assert!(matches!(failure, SendFailure::HandedOver { .. }), "{failure:?}");
+    assert!(chain(failure.error()).contains("injected failure"));
+    let failure = *target.join().unwrap_err();
+    assert_eq!(failure.error.guest, GuestIs::OnDestination);
+    assert!(failure.vm.is_some(), "the machine is kept for another try");
+    assert_whole(&rig.guest, &rig.to);
+}
+
+#[test]
+fn different_memory_layouts_are_refused_with_both_named() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let other =
+        FakeMemory::new(&[(0, 64)], crate::layout::Backing::Shared, crate::layout::PAGE_BYTES);
+    let builder = Builder::new(&other.unwrap(), &rig.guest);
+    let target = Target::start(&loopback(), builder, LIMITS);
+    let failure = *send(rig.vm(Inject::Nothing), &rig.options(&target)).unwrap_err();
+    let text = chain(failure.error());
+    assert!(text.contains("0x0+0x40000 here") && text.contains("0x0+0x800000"), "{text}");
+    target.join().unwrap_err();
+}
+
+#[test]
+fn nobody_there_is_an_error_that_says_so() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    // Bound and not listening: nobody else gets the port, and nobody answers on it.
+    let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    held.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
+    let port = held.local_addr().unwrap().as_socket().unwrap().port();
+    let address: crate::Address = format!("tcp:127.0.0.1:{port}").parse().unwrap();
+    let failure = *send(rig.vm(Inject::Nothing), &options(&address)).unwrap_err();
+    let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+    assert_eq!(error.phase, Phase::Connect);
+    assert!(chain(&error).contains(&address.to_string()), "{}", chain(&error));
+    rig.assert_goes_on(&mut vm);
+}
+
+#[test]
+fn local_migration_is_refused_by_name() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let mut options = options(&loopback());
+    options.local = true;
+    let failure = *send(rig.vm(Inject::Nothing), &options).unwrap_err();
+    assert!(chain(failure.error()).contains("local=on"));
+}
+
+/// Cancels when a phase begins.
+struct CancelAt(Phase, Cancel);
+
+impl Observer for CancelAt {
+    fn event(&self, _: Side, event: Event) {
+        if event == Event::Begin(self.0) {
+            self.1.cancel();
+        }
+    }
+}
+
+#[test]
+fn a_cancel_in_any_phase_leaves_the_guest_at_the_source() {
+    let phases = [Phase::Connect, Phase::Negotiate, Phase::Precopy, Phase::Stop, Phase::Handover];
+    for mode in modes() {
+        for phase in phases {
+            let rig = Rig::new(mode);
+            let target = rig.target(Inject::Nothing);
+            let options = rig.options(&target);
+            let cancel = Cancel::new().unwrap();
+            let observer = Box::new(CancelAt(phase, cancel.clone()));
+            let progress = Arc::new(Progress::observed(Side::Source, observer));
+            let result = migrate(rig.vm(Inject::Nothing), &options, &progress, &cancel);
+            let failure = *result.unwrap_err();
+            let SendFailure::Resumed { mut vm, error } = failure else {
+                panic!("{mode:?} {phase}: {failure:?}")
+            };
+            assert!(matches!(error.cause, Cause::Cancelled), "{mode:?} {phase}: {error:?}");
+            assert_eq!(progress.phase(), Phase::Failed);
+            rig.assert_goes_on(&mut vm);
+            // Before the connection is made, the destination hears of nothing.
+            target.cancel.cancel();
+            target.join().unwrap_err();
+        }
+    }
+}
+
+#[test]
+fn a_cancel_at_the_destination_is_told_to_the_source() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let listener = crate::destination::Listener::bind(&loopback()).unwrap();
+    let options = options(listener.address());
+    let cancel = Cancel::new().unwrap();
+    let observer = Box::new(CancelAt(Phase::Receive, cancel.clone()));
+    let progress = Arc::new(Progress::observed(Side::Destination, observer));
+    let builder = Builder::new(&rig.to, &rig.guest);
+    let receiver = std::thread::spawn(move || {
+        let options = crate::ReceiveOptions { limits: LIMITS, ..Default::default() };
+        listener.receive(builder, &options, &progress, &cancel).unwrap_err().error
+    });
+    let failure = *send(rig.vm(Inject::Nothing), &options).unwrap_err();
+    let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+    assert!(chain(&error).contains("cancelled"), "{}", chain(&error));
+    rig.assert_goes_on(&mut vm);
+    assert!(matches!(receiver.join().unwrap().cause, Cause::Cancelled));
+}
+
+#[test]
+fn a_guest_that_never_converges_stays_when_it_must_not_be_stopped_for_long() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let target = rig.target(Inject::Nothing);
+    let mut options = rig.options(&target);
+    options.downtime = Duration::ZERO;
+    options.timeout = Duration::from_millis(300);
+    let failure = *send(rig.vm(Inject::Busy), &options).unwrap_err();
+    let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+    assert!(matches!(error.cause, Cause::NotConverging { .. }), "{error:?}");
+    rig.assert_goes_on(&mut vm);
+    target.join().unwrap_err();
+}
+
+/// Events of a migration, in order.
+#[derive(Clone, Default)]
+struct Record(Arc<Mutex<Vec<Event>>>);
+
+impl Observer for Record {
+    fn event(&self, _: Side, event: Event) {
+        self.0.lock().unwrap().push(event);
+    }
+}
+
+#[test]
+fn every_phase_is_announced_with_its_begin_and_its_end() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let target = rig.target(Inject::Nothing);
+    let record = Record::default();
+    let progress = Arc::new(Progress::observed(Side::Source, Box::new(record.clone())));
+    let cancel = Cancel::new().unwrap();
+    migrate(rig.vm(Inject::Nothing), &rig.options(&target), &progress, &cancel).unwrap();
+    drop(target.join().unwrap());
+    let mut seen = Vec::new();
+    for event in record.0.lock().unwrap().iter() {
+        match event {
+            Event::Begin(phase) => seen.push((*phase, true)),
+            Event::End(phase, _) => seen.push((*phase, false)),
+            Event::Fail(phase, _) => panic!("{phase} failed"),
+            Event::Round { round, .. } => assert!(*round > 0),
+        }
+    }
+    let phases = [Phase::Connect, Phase::Negotiate, Phase::Precopy, Phase::Stop, Phase::Handover];
+    let mut expected: Vec<_> =
+        phases.into_iter().flat_map(|phase| [(phase, true), (phase, false)]).collect();
+    expected.push((Phase::Done, true));
+    assert_eq!(seen, expected);
+    assert!(serde_json::to_string(&progress.snapshot()).unwrap().contains("\"phase\":\"done\""));
+}

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A source that sends what it must not: an error each time, nothing written, nothing allocated.
+
+use std::sync::Arc;
+
+use super::{Builder, Guest, LIMITS, Target, have_uffd, loopback, memory};
+use crate::channel::Channel;
+use crate::layout::{GpaRange, PAGE_BYTES};
+use crate::options::MemoryMode;
+use crate::protocol::ProtocolError;
+use crate::protocol::capabilities::{Accepted, Offer, features};
+use crate::protocol::codec::Header;
+use crate::protocol::message::{Message, Role, VERSION};
+use crate::ram::GuestMemoryMap;
+use crate::testing::FakeMemory;
+use crate::transport::Connection;
+use crate::{Cancel, Cause};
+
+const HUGE: u64 = 1 << 62;
+
+/// A source that is negotiated up to the point where memory may come.
+struct Enemy {
+    control: Channel,
+    target: Target,
+    to: Arc<FakeMemory>,
+    token: [u8; 16],
+    cancel: Cancel,
+}
+
+impl Enemy {
+    fn connect() -> Self {
+        let to = memory();
+        let target = Target::start(&loopback(), Builder::new(&to, &Guest::new(&to, 1)), LIMITS);
+        let cancel = Cancel::new().unwrap();
+        let connection =
+            Connection::connect(&target.address, &cancel, LIMITS.connect, LIMITS.answer).unwrap();
+        Self { control: Channel::new(connection), target, to, token: [0; 16], cancel }
+    }
+
+    fn negotiated(mode: MemoryMode) -> Self {
+        let mut enemy = Self::connect();
+        let limit = LIMITS.answer;
+        enemy.control.ask(&Message::Start { version: VERSION, offer: true }, limit).unwrap();
+        let offer = Offer {
+            software: "enemy".into(),
+            features: features(),
+            memory_mode: mode,
+            bulk_connections: 1,
+            urgent_connections: 1,
+            regions: enemy.to.layout().regions().to_vec(),
+        };
+        let answer = enemy.control.ask(&Message::Capabilities(offer.to_json()), limit).unwrap();
+        enemy.token = Accepted::parse(&answer.payload).unwrap().token;
+        enemy.control.ask(&Message::Config(b"{}".to_vec()), limit).unwrap();
+        enemy
+    }
+
+    fn extra(&self, role: Role) -> Channel {
+        let address = &self.target.address;
+        Channel::open_extra(address, role, Some(&self.token), &self.cancel, &LIMITS).unwrap()
+    }
+
+    /// Sends bytes and expects a refusal; returns the destination's cause.
+    fn provoke(mut self, bytes: &[u8]) -> Cause {
+        self.control.connection.send(bytes).unwrap();
+        let answer = self.control.answer(LIMITS.answer);
+        assert!(matches!(answer, Err(Cause::Refused(_))), "{answer:?}");
+        drop(self.control);
+        let failure = *self.target.join().unwrap_err();
+        for region in 0..2 {
+            assert_eq!(self.to.populated_bytes(region).unwrap(), 0, "memory was written");
+        }
+        failure.error.cause
+    }
+}
+
+fn memory_of(ranges: &[(u64, u64)]) -> Vec<u8> {
+    let ranges =
+        ranges.iter().map(|(gpa, len_bytes)| GpaRange { gpa: *gpa, len_bytes: *len_bytes });
+    Message::Memory(ranges.collect()).encode()
+}
+
+#[test]
+fn tables_that_leave_guest_memory_are_refused_before_a_byte_is_taken() {
+    let page = PAGE_BYTES;
+    for ranges in [
+        vec![(HUGE, page)],
+        vec![(0, HUGE)],
+        vec![(0, u64::MAX)],
+        vec![(u64::MAX - page + 1, page)],
+        vec![(2047 * page, 2 * page)],
+        vec![(1, page)],
+        vec![(0, 1)],
+        vec![(0, 0)],
+        vec![(0, page), (2048 * page, page)],
+    ] {
+        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&memory_of(&ranges));
+        assert!(
+            matches!(cause, Cause::Protocol(ProtocolError::Layout(_))),
+            "{ranges:?}: {cause:?}"
+        );
+    }
+}
+
+#[test]
+fn lengths_beyond_every_limit_are_refused_without_allocating() {
+    for code in [2u16, 3, 4, 6, 9, 0x4701, 0x4702, 0x4703, 0x4705] {
+        let bytes = Header::new(code, HUGE).encode();
+        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&bytes);
+        assert!(
+            matches!(cause, Cause::Protocol(ProtocolError::TooLong { len_bytes: HUGE, .. })),
+            "{code:#x}: {cause:?}"
+        );
+    }
+}
+
+#[test]
+fn messages_out_of_place_are_refused() {
+    let wrong = [
+        Message::Start { version: VERSION, offer: true },
+        Message::Config(b"{}".to_vec()),
+        Message::Complete,
+        Message::CompletePaused,
+        Message::Confirm,
+        Message::PostcopyDone,
+        Message::MemoryFd { slot: 0, fd: 1 },
+        Message::PageFault(vec![]),
+        Message::Elsewhere(vec![]),
+        Message::Pending(vec![0, 0, 0, 0]),
+    ];
+    for message in wrong {
+        let name = message.command().name();
+        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&message.encode());
+        assert!(
+            matches!(&cause, Cause::Protocol(ProtocolError::Unexpected { got, .. }) if *got == name),
+            "{name}: {cause:?}"
+        );
+    }
+    // And before anything was agreed.
+    for message in [Message::Complete, Message::State(b"{}".to_vec()), Message::Confirm] {
+        Enemy::connect().provoke(&message.encode());
+    }
+    for noise in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &[0; 16]] {
+        Enemy::connect().provoke(noise);
+    }
+}
+
+#[test]
+fn a_stranger_with_the_wrong_token_is_turned_away_and_the_migration_goes_on() {
+    let mut enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let stranger = Channel::open_extra(
+        &enemy.target.address,
+        Role::Memory,
+        Some(&[7; 16]),
+        &enemy.cancel,
+        &LIMITS,
+    );
+    assert!(stranger.is_err());
+    let mut friend = enemy.extra(Role::Memory);
+    let mut message = memory_of(&[(0, PAGE_BYTES)]);
+    message.resize(message.len() + 4096, 9);
+    friend.connection.send(&message).unwrap();
+    friend.answer(LIMITS.answer).unwrap();
+    drop(friend);
+    enemy.control.ask(&Message::State(b"{}".to_vec()), LIMITS.answer).unwrap();
+    enemy.control.ask(&Message::CompletePaused, LIMITS.answer).unwrap();
+    enemy.control.ask(&Message::Confirm, LIMITS.answer).unwrap();
+    enemy.target.join().unwrap();
+    let word = enemy.to.word(0, 0, 0).load(std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(word, u64::from_le_bytes([9; 8]));
+}
+
+#[test]
+fn a_bad_table_on_an_extra_connection_ends_the_migration() {
+    let mut enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let mut extra = enemy.extra(Role::Memory);
+    extra.connection.send(&memory_of(&[(HUGE, PAGE_BYTES)])).unwrap();
+    let refusal = extra.answer(LIMITS.answer);
+    assert!(matches!(refusal, Err(Cause::Refused(_))), "{refusal:?}");
+    drop(extra);
+    let refusal = enemy.control.answer(LIMITS.answer);
+    assert!(matches!(refusal, Err(Cause::Refused(_))), "{refusal:?}");
+    drop(enemy.control);
+    enemy.target.join().unwrap_err();
+}
+
+#[test]
+fn nonsense_as_the_set_of_missing_pages_is_refused() {
+    if !have_uffd() {
+        return;
+    }
+    for bytes in [
+        &[][..],
+        &[0],
+        &[7, 0, 0, 0],
+        &[0, 0, 0, 0, 0],
+        // Region 0 has 2048 pages: a run of 2049, one that starts beyond, one that wraps.
+        &[0, 1, 0, 0x81, 0x10, 0, 0],
+        &[0, 1, 0x81, 0x10, 1, 0, 0],
+        &[0, 1, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 1, 0, 0],
+        &[1, 0, 0],
+    ] {
+        let enemy = Enemy::negotiated(MemoryMode::Postcopy);
+        let _links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
+        enemy.provoke(&Message::Pending(bytes.to_vec()).encode());
+    }
+    // Without the connections that postcopy needs, and state before the set.
+    Enemy::negotiated(MemoryMode::Postcopy).provoke(&Message::Pending(vec![0, 0, 0, 0]).encode());
+    Enemy::negotiated(MemoryMode::Postcopy).provoke(&Message::State(b"{}".to_vec()).encode());
+}
+
+#[test]
+fn pages_that_nobody_misses_are_not_overwritten_in_postcopy() {
+    if !have_uffd() {
+        return;
+    }
+    let mut enemy = Enemy::negotiated(MemoryMode::Postcopy);
+    let links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
+    // Page 0 of region 0 is missing, nothing else.
+    enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    let mut message = memory_of(&[(PAGE_BYTES, PAGE_BYTES)]);
+    message.resize(message.len() + 4096, 9);
+    links[0].connection.send(&message).unwrap();
+    // The engine closes its doors; whether state still gets a yes depends on who is first, but the
+    // handover never does.
+    let _ = enemy.control.tell(&Message::State(b"{}".to_vec()));
+    links[0].connection.wait_for_data(Some(LIMITS.answer)).unwrap();
+    let _ = enemy.control.tell(&Message::Complete);
+    let _ = enemy.control.answer(LIMITS.answer);
+    assert!(enemy.control.answer(LIMITS.answer).is_err());
+    drop(enemy.control);
+    let error = enemy.target.join().unwrap_err().error;
+    assert!(matches!(error.cause, Cause::Protocol(ProtocolError::Malformed { .. })), "{error:?}");
+    assert_eq!(enemy.to.populated_bytes(0).unwrap(), 0);
+}

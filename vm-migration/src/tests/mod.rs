@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Whole migrations in one process: fake guests, real sockets, real userfaultfd.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `mod` | the set-up that all share |
+//! | `moves` | migrations that go well |
+//! | `plain` | peers that know only version 0 |
+//! | `failures` | machines that fail, cancels |
+//! | `cuts` | a peer that closes, lies or stalls at every message |
+//! | `hostile` | a source that sends what it must not |
+
+#![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+
+mod cuts;
+mod failures;
+mod hostile;
+mod moves;
+mod plain;
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::destination::{Listener, ReceiveFailure, Received};
+use crate::layout::{Backing, PAGE_BYTES};
+use crate::options::{Limits, ReceiveOptions, SendOptions};
+use crate::source::{Finished, SendFailure, migrate};
+use crate::testing::{Builder, FakeDestination, FakeMemory, FakeVm, Guest};
+use crate::{Address, Cancel, Progress, Side};
+
+/// Two regions around a hole, 8 MiB and 4 MiB and one page.
+pub(super) const REGIONS: &[(u64, u64)] = &[(0, 2048), (1 << 32, 1025)];
+
+/// Limits short enough for a stalled peer to be found soon, long enough for a loaded machine.
+pub(super) const LIMITS: Limits = Limits {
+    connect: Duration::from_secs(5),
+    answer: Duration::from_secs(20),
+    prepare: Duration::from_secs(20),
+};
+
+pub(super) fn memory() -> Arc<FakeMemory> {
+    FakeMemory::new(REGIONS, Backing::Shared, PAGE_BYTES).unwrap()
+}
+
+pub(super) fn loopback() -> Address {
+    "tcp:127.0.0.1:0".parse().unwrap()
+}
+
+/// False, loudly, where this machine lets nobody use userfaultfd.
+pub(super) fn have_uffd() -> bool {
+    match crate::uffd::check(memory().layout_regions()) {
+        Ok(()) => true,
+        Err(error) => {
+            eprintln!("SKIPPED: {error}");
+            false
+        }
+    }
+}
+
+impl FakeMemory {
+    fn layout_regions(&self) -> &[crate::layout::RegionInfo] {
+        crate::ram::GuestMemoryMap::layout(self).regions()
+    }
+}
+
+pub(super) type ReceiveResult =
+    Result<Received<FakeDestination>, Box<ReceiveFailure<FakeDestination>>>;
+pub(super) type SendResult = Result<Finished<Arc<FakeMemory>>, Box<SendFailure<FakeVm>>>;
+
+/// A destination that waits on a thread.
+pub(super) struct Target {
+    pub address: Address,
+    pub cancel: Cancel,
+    pub progress: Arc<Progress>,
+    thread: JoinHandle<ReceiveResult>,
+}
+
+impl Target {
+    pub(super) fn start(at: &Address, builder: Builder, limits: Limits) -> Self {
+        let listener = Listener::bind(at).unwrap();
+        let address = listener.address().clone();
+        let cancel = Cancel::new().unwrap();
+        let progress = Arc::new(Progress::new(Side::Destination));
+        let thread = {
+            let (cancel, progress) = (cancel.clone(), Arc::clone(&progress));
+            let options = ReceiveOptions { limits, ..ReceiveOptions::default() };
+            std::thread::spawn(move || listener.receive(builder, &options, &progress, &cancel))
+        };
+        Self { address, cancel, progress, thread }
+    }
+
+    pub(super) fn join(self) -> ReceiveResult {
+        self.thread.join().unwrap()
+    }
+}
+
+/// Options for a test's sender.
+pub(super) fn options(to: &Address) -> SendOptions {
+    SendOptions { limits: LIMITS, ..SendOptions::new(to.clone()) }
+}
+
+/// Sends with a progress and a cancel of its own.
+pub(super) fn send(vm: FakeVm, options: &SendOptions) -> SendResult {
+    let progress = Arc::new(Progress::new(Side::Source));
+    migrate(vm, options, &progress, &Cancel::new().unwrap())
+}
+
+/// Asserts that a guest is whole.
+pub(super) fn assert_whole(guest: &Guest, memory: &FakeMemory) {
+    let wrong = guest.wrong_pages(memory);
+    assert!(wrong.is_empty(), "{} wrong pages, the first {:?}", wrong.len(), wrong.first());
+    assert_eq!(guest.errors(), 0, "a vCPU found stale pages");
+}

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Migrations that go well: content is checked page by page while the guest writes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{
+    Builder, FakeMemory, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory,
+    options, send,
+};
+use crate::MemoryMode;
+use crate::layout::{Backing, PAGE_BYTES};
+use crate::progress::{Phase, Snapshot};
+use crate::testing::Pace;
+use crate::transport::Address;
+
+/// Memory and guest of one case.
+struct Case {
+    from: Arc<FakeMemory>,
+    to: Arc<FakeMemory>,
+    guest: Arc<Guest>,
+    pace: Pace,
+}
+
+impl Case {
+    fn new(from: Arc<FakeMemory>, to: Arc<FakeMemory>, seed: u64) -> Self {
+        let guest = Guest::new(&from, seed);
+        guest.fill(&from, 60);
+        Self { from, to, guest, pace: Pace::Paced(64, Duration::from_micros(300)) }
+    }
+
+    fn vm(&self) -> FakeVm {
+        FakeVm::new(&self.from, &self.guest).load(2, 90, self.pace).running()
+    }
+
+    fn builder(&self) -> Builder {
+        Builder::new(&self.to, &self.guest).load(2, 90, self.pace)
+    }
+
+    /// Migrates; returns what both sides reported.
+    fn go(
+        &self,
+        at: &Address,
+        adjust: impl FnOnce(&mut crate::SendOptions),
+    ) -> (Snapshot, Snapshot) {
+        let target = Target::start(at, self.builder(), LIMITS);
+        let mut options = options(&target.address);
+        adjust(&mut options);
+        let progress = Arc::clone(&target.progress);
+        let receiver = std::thread::spawn(move || {
+            let received = target.join().unwrap();
+            let visits = received.vm.guest().visits();
+            let report = received.faults.map(|faults| faults.wait().unwrap());
+            (received.vm, report, visits)
+        });
+        let finished = send(self.vm(), &options).unwrap();
+        let (mut vm, report, visits_before) = receiver.join().unwrap();
+        while vm.guest().visits() < visits_before + 5000 {
+            std::thread::yield_now();
+        }
+        vm.stop();
+        assert_whole(&self.guest, &self.to);
+        (finished.report, report.unwrap_or_else(|| progress.snapshot()))
+    }
+}
+
+fn postcopy(options: &mut crate::SendOptions) {
+    options.memory_mode = MemoryMode::Postcopy;
+}
+
+#[test]
+fn precopy_over_tcp_twenty_times() {
+    for seed in 1..=20 {
+        let case = Case::new(memory(), memory(), seed);
+        let (source, destination) = case.go(&loopback(), |o| o.downtime = Duration::from_millis(5));
+        assert_eq!((source.phase, destination.phase), (Phase::Done, Phase::Done));
+        assert_eq!(source.memory_bytes_sent, destination.memory_bytes_received);
+        assert!(source.downtime_us > 0);
+    }
+}
+
+#[test]
+fn precopy_over_a_unix_socket() {
+    let dir = tempfile::tempdir().unwrap();
+    let address = format!("unix:{}", dir.path().join("mig").display()).parse().unwrap();
+    let case = Case::new(memory(), memory(), 7);
+    case.go(&address, |_| ());
+    assert!(!dir.path().join("mig").exists(), "the socket file outlived its listener");
+}
+
+#[test]
+fn precopy_over_four_connections() {
+    for seed in 1..=5 {
+        let case = Case::new(memory(), memory(), seed);
+        case.go(&loopback(), |o| {
+            o.connections = 4;
+            o.downtime = Duration::from_millis(2);
+        });
+    }
+}
+
+#[test]
+fn precopy_of_anonymous_memory() {
+    let anonymous = || FakeMemory::new(super::REGIONS, Backing::Anonymous, PAGE_BYTES).unwrap();
+    Case::new(anonymous(), anonymous(), 3).go(&loopback(), |_| ());
+}
+
+#[test]
+fn an_idle_guest_is_sent_once_and_holes_stay_holes() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 5);
+    for page in [3, 4, 500, 1024] {
+        guest.visit(&from, 1, page, false);
+    }
+    // Populated, and zero.
+    guest.visit(&from, 1, 700, true);
+    let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
+    let finished = send(FakeVm::new(&from, &guest), &options(&target.address)).unwrap();
+    let received = target.join().unwrap();
+    assert!(!received.vm.runs(), "a guest that was paused must stay paused");
+    assert_eq!(finished.report.memory_bytes_sent, 4 * PAGE_BYTES);
+    assert_eq!(finished.report.zero_pages, 1);
+    assert_eq!(from.populated_bytes(0).unwrap(), 0, "reading populated holes at the source");
+    assert_eq!(to.populated_bytes(1).unwrap(), 4 * PAGE_BYTES);
+    assert_whole(&guest, &to);
+}
+
+#[test]
+fn postcopy_over_tcp_twenty_times() {
+    if !have_uffd() {
+        return;
+    }
+    for seed in 1..=20 {
+        let mut case = Case::new(memory(), memory(), seed);
+        case.pace = Pace::Full;
+        let (source, destination) = case.go(&loopback(), postcopy);
+        assert_eq!((source.phase, destination.phase), (Phase::Done, Phase::Done));
+        assert_eq!(source.memory_bytes_sent, destination.memory_bytes_received);
+        let (sent, got) = (&source.faults, &destination.faults);
+        assert_eq!(sent.bulk_pages + sent.urgent_pages, got.bulk_pages + got.urgent_pages);
+        assert_eq!(destination.remaining_bytes, 0);
+    }
+}
+
+#[test]
+fn postcopy_over_a_unix_socket() {
+    if !have_uffd() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let address = format!("unix:{}", dir.path().join("mig").display()).parse().unwrap();
+    Case::new(memory(), memory(), 11).go(&address, postcopy);
+}
+
+#[test]
+fn postcopy_with_several_channels_of_each_kind() {
+    if !have_uffd() {
+        return;
+    }
+    for seed in 1..=5 {
+        Case::new(memory(), memory(), seed).go(&loopback(), |options| {
+            postcopy(options);
+            (options.connections, options.urgent_connections) = (3, 2);
+        });
+    }
+}
+
+#[test]
+fn postcopy_of_anonymous_memory() {
+    if !have_uffd() {
+        return;
+    }
+    let anonymous = || FakeMemory::new(super::REGIONS, Backing::Anonymous, PAGE_BYTES).unwrap();
+    for seed in 1..=3 {
+        Case::new(anonymous(), anonymous(), seed).go(&loopback(), postcopy);
+        Case::new(memory(), anonymous(), seed).go(&loopback(), postcopy);
+    }
+}
+
+#[test]
+fn postcopy_discards_what_the_destination_had_populated() {
+    if !have_uffd() {
+        return;
+    }
+    let case = Case::new(memory(), memory(), 9);
+    let junk = Guest::new(&case.to, 99);
+    junk.fill(&case.to, 100);
+    // Pages that are holes at the source are not announced: a builder leaves those zero.
+    for (region, pages) in [(0usize, 2048u64), (1, 1025)] {
+        for page in 0..pages {
+            if case.from.word(region, page, 1).load(std::sync::atomic::Ordering::Relaxed) == 0 {
+                junk.visit(&case.to, region, page, true);
+            }
+        }
+    }
+    case.go(&loopback(), postcopy);
+}
+
+#[test]
+fn restoring_state_may_touch_memory_that_has_not_arrived() {
+    if !have_uffd() {
+        return;
+    }
+    let case = Case::new(memory(), memory(), 13);
+    let builder = case.builder().touch(vec![(0, 1), (0, 2047), (1, 1024), (1, 0)]);
+    let target = Target::start(&loopback(), builder, LIMITS);
+    let mut options = options(&target.address);
+    postcopy(&mut options);
+    let receiver = std::thread::spawn(move || {
+        let received = target.join().unwrap();
+        received.faults.unwrap().wait().unwrap();
+        received.vm
+    });
+    send(case.vm(), &options).unwrap();
+    receiver.join().unwrap().stop();
+    assert_whole(&case.guest, &case.to);
+}
+
+#[test]
+fn postcopy_onto_hugetlb_moves_whole_huge_pages() {
+    if !have_uffd() {
+        return;
+    }
+    const HUGE: u64 = 2 << 20;
+    let regions = &[(0, 4 * HUGE / PAGE_BYTES)];
+    let huge = FakeMemory::new(regions, Backing::Shared, HUGE);
+    let _pool = HugePool::ask(8);
+    let Ok(to) = huge else {
+        eprintln!("SKIPPED: no memfd of 2 MiB pages");
+        return;
+    };
+    if !HugePool::has(4) {
+        eprintln!("SKIPPED: the host gives no 2 MiB pages");
+        return;
+    }
+    let from = FakeMemory::new(regions, Backing::Shared, PAGE_BYTES).unwrap();
+    Case::new(from, to, 17).go(&loopback(), postcopy);
+}
+
+/// Asks the host for 2 MiB pages, and gives them back.
+struct HugePool(u64);
+
+impl HugePool {
+    const FILE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/";
+
+    fn read(name: &str) -> u64 {
+        let text = std::fs::read_to_string(format!("{}{name}", Self::FILE)).unwrap_or_default();
+        text.trim().parse().unwrap_or(0)
+    }
+
+    fn has(pages: u64) -> bool {
+        Self::read("free_hugepages") >= pages
+    }
+
+    fn ask(pages: u64) -> Self {
+        let before = Self::read("nr_hugepages");
+        let _ = std::fs::write(format!("{}nr_hugepages", Self::FILE), (before + pages).to_string());
+        Self(before)
+    }
+}
+
+impl Drop for HugePool {
+    fn drop(&mut self) {
+        let _ = std::fs::write(format!("{}nr_hugepages", Self::FILE), self.0.to_string());
+    }
+}

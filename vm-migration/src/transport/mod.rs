@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Connections between two machines: addresses, sockets, waits that end.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `address` | `tcp:` and `unix:` addresses as text |
+//! | `wait` | poll with a time limit and a cancel |
+//! | `socket` | connections and listeners, vectored transfer to and from guest memory |
+//!
+//! Nothing here knows what the bytes mean. No wait is unbounded, except a listener's when its
+//! caller asks for that, and each ends at once when the migration is cancelled.
+
+mod address;
+mod socket;
+mod wait;
+
+#[cfg(test)]
+mod tests;
+
+pub use address::{Address, AddressError};
+pub use socket::{Connection, Listener, Part, Reader};
+pub(crate) use wait::{WaitEnd, wait_readable};
+
+use std::io;
+use std::time::Duration;
+
+/// Idle time after which TCP asks whether the peer is still there.
+pub const KEEPALIVE_IDLE: Duration = Duration::from_secs(5);
+
+/// Time between two such questions.
+pub const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Questions without an answer after which the connection is dead: found within about 11 s.
+pub const KEEPALIVE_PROBES: u32 = 3;
+
+/// How long sent data may stay unacknowledged before the connection is dead.
+pub const TCP_USER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Bytes that a bulk socket of postcopy keeps unsent: two chunks, so that a page which was claimed
+/// for bulk and is then asked for waits for little.
+pub const BULK_UNSENT_BYTES_MAX: u32 = 128 << 10;
+
+/// What a connection can suffer.
+#[derive(Debug, thiserror::Error)]
+pub enum TransportError {
+    /// An address that does not resolve.
+    #[error("{address} does not resolve to a network address")]
+    Resolve {
+        /// The address.
+        address: Address,
+        /// The resolver's words.
+        #[source]
+        source: io::Error,
+    },
+    /// Nobody there.
+    #[error("cannot connect to {address}; is a VM waiting there in receive-migration?")]
+    Connect {
+        /// The address.
+        address: Address,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}")]
+    Listen {
+        /// The address.
+        address: Address,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Somebody else listens there.
+    #[error("cannot listen on {0}: another process already listens there")]
+    InUse(Address),
+    /// The peer ended the connection.
+    #[error("the peer closed the connection")]
+    Closed,
+    /// Nothing moved for too long.
+    #[error("the peer did not react for {} s while this side was {what}", after.as_secs_f32())]
+    Timeout {
+        /// What was waited for.
+        what: &'static str,
+        /// How long.
+        after: Duration,
+    },
+    /// Somebody asked to stop.
+    #[error("the wait was cancelled")]
+    Cancelled,
+    /// The system's own error.
+    #[error("the connection failed while {what}")]
+    Io {
+        /// What was being done.
+        what: &'static str,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl TransportError {
+    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { what, source }
+    }
+}

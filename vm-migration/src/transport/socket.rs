@@ -1,0 +1,598 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Connections and listeners.
+//!
+//! May contain `unsafe`: vectored send and receive on raw slices of guest memory. All sockets are
+//! non-blocking, and every call that would block polls together with the cancel. A connection has
+//! at most one reading and one sending thread at a time.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, SockAddr, Socket, TcpKeepalive, Type};
+
+use super::wait::{WaitEnd, wait};
+use super::{
+    Address, BULK_UNSENT_BYTES_MAX, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES,
+    TCP_USER_TIMEOUT, TransportError,
+};
+use crate::cancel::Cancel;
+use crate::protocol::codec::ByteSource;
+use crate::ram::GuestSlice;
+
+/// Most pieces that one system call takes (the kernel's UIO_MAXIOV).
+const PIECES_MAX: usize = 1024;
+
+/// Connections that wait in a listener: a migration opens up to 257 at once.
+const BACKLOG: i32 = 257;
+
+/// Bytes that [`Reader`] takes ahead: a header, a table of some entries, and little of what
+/// follows, because pages are better received in place.
+const AHEAD_BYTES: usize = 256;
+
+/// How often a wait for name resolution looks at the cancel.
+const RESOLVE_POLL: Duration = Duration::from_millis(20);
+
+/// A piece of a message.
+#[derive(Clone, Copy, Debug)]
+pub enum Part<'a> {
+    /// Own bytes.
+    Bytes(&'a [u8]),
+    /// Guest memory, sent from where it is.
+    Guest(GuestSlice<'a>),
+}
+
+/// A connected socket.
+#[derive(Debug)]
+pub struct Connection {
+    socket: Socket,
+    /// What interrupts waits now; exchanged at the handover, after which a cancel comes too late.
+    cancel: Mutex<Cancel>,
+    /// Longest time without progress, in microseconds.
+    stall_timeout_us: AtomicU64,
+}
+
+impl Connection {
+    /// Connects.
+    ///
+    /// # Errors
+    /// When nobody is there, in time or at all.
+    pub fn connect(
+        to: &Address,
+        cancel: &Cancel,
+        timeout: Duration,
+        stall_timeout: Duration,
+    ) -> Result<Self, TransportError> {
+        let deadline = Instant::now() + timeout;
+        let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+        for address in resolve(to, cancel, timeout)? {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match connect_one(&address, cancel, left) {
+                Ok(socket) => return Self::new(socket, cancel, stall_timeout),
+                Err(ConnectEnd::Cancelled) => return Err(TransportError::Cancelled),
+                Err(ConnectEnd::Failed(error)) => last = error,
+            }
+        }
+        Err(TransportError::Connect { address: to.clone(), source: last })
+    }
+
+    fn new(
+        socket: Socket,
+        cancel: &Cancel,
+        stall_timeout: Duration,
+    ) -> Result<Self, TransportError> {
+        let set_up = || -> io::Result<()> {
+            socket.set_nonblocking(true)?;
+            if is_tcp(&socket)? {
+                socket.set_tcp_nodelay(true)?;
+                let keepalive = TcpKeepalive::new()
+                    .with_time(KEEPALIVE_IDLE)
+                    .with_interval(KEEPALIVE_INTERVAL)
+                    .with_retries(KEEPALIVE_PROBES);
+                socket.set_tcp_keepalive(&keepalive)?;
+                socket.set_tcp_user_timeout(Some(TCP_USER_TIMEOUT))?;
+            }
+            Ok(())
+        };
+        set_up().map_err(TransportError::io("setting socket options"))?;
+        Ok(Self {
+            socket,
+            cancel: Mutex::new(cancel.clone()),
+            stall_timeout_us: AtomicU64::new(micros(stall_timeout)),
+        })
+    }
+
+    /// Keeps the queue of unsent bytes short, so that what is sent is soon there.
+    pub(crate) fn keep_queue_short(&self) -> Result<(), TransportError> {
+        let set = || {
+            if is_tcp(&self.socket)? {
+                self.socket.set_tcp_notsent_lowat(BULK_UNSENT_BYTES_MAX)
+            } else {
+                self.socket.set_send_buffer_size(BULK_UNSENT_BYTES_MAX as usize)
+            }
+        };
+        set().map_err(TransportError::io("limiting a socket's queue"))
+    }
+
+    /// From now on this interrupts the waits of this connection.
+    pub(crate) fn set_cancel(&self, cancel: &Cancel) {
+        *self.cancel.lock().unwrap_or_else(PoisonError::into_inner) = cancel.clone();
+    }
+
+    /// Longest time without progress.
+    pub(crate) fn stall_timeout(&self) -> Duration {
+        Duration::from_micros(self.stall_timeout_us.load(Ordering::Relaxed))
+    }
+
+    /// Changes it for the waits that follow.
+    pub(crate) fn set_stall_timeout(&self, timeout: Duration) {
+        self.stall_timeout_us.store(micros(timeout), Ordering::Relaxed);
+    }
+
+    fn cancel(&self) -> Cancel {
+        self.cancel.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sends bytes.
+    ///
+    /// # Errors
+    /// When the peer is gone, stalls, or the migration is cancelled.
+    pub fn send(&self, bytes: &[u8]) -> Result<(), TransportError> {
+        self.send_parts(&[Part::Bytes(bytes)])
+    }
+
+    /// Sends all parts, in order, without copying them here.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn send_parts(&self, parts: &[Part<'_>]) -> Result<(), TransportError> {
+        let mut pieces: Vec<libc::iovec> = parts.iter().map(part_iovec).collect();
+        let mut at = 0;
+        loop {
+            while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
+                at += 1;
+            }
+            if at == pieces.len() {
+                return Ok(());
+            }
+            let now = &mut pieces[at..];
+            let now_len = now.len().min(PIECES_MAX);
+            // SAFETY: the pieces point to bytes or guest memory that `parts` borrows; the kernel
+            // only reads them.
+            match unsafe { transfer(self.socket.as_raw_fd(), &mut now[..now_len], true) } {
+                Ok(0) => return Err(TransportError::Closed),
+                Ok(sent) => advance(now, sent),
+                Err(error) => self.wait_after(error, libc::POLLOUT, "sending")?,
+            }
+        }
+    }
+
+    /// Receives into pieces until all are full. The pieces point to memory that may be written.
+    ///
+    /// # Safety
+    /// Each piece must be writable for its length, by this thread alone or by anyone if nothing
+    /// but the kernel and racing guests looks at it.
+    unsafe fn receive(&self, pieces: &mut [libc::iovec]) -> Result<(), TransportError> {
+        let mut at = 0;
+        loop {
+            while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
+                at += 1;
+            }
+            if at == pieces.len() {
+                return Ok(());
+            }
+            let now = &mut pieces[at..];
+            let now_len = now.len().min(PIECES_MAX);
+            // SAFETY: writable, as the caller promises.
+            match unsafe { transfer(self.socket.as_raw_fd(), &mut now[..now_len], false) } {
+                Ok(0) => return Err(TransportError::Closed),
+                Ok(received) => advance(now, received),
+                Err(error) => self.wait_after(error, libc::POLLIN, "receiving")?,
+            }
+        }
+    }
+
+    /// Receives what is there, at least one byte.
+    fn receive_some(&self, buf: &mut [u8]) -> Result<usize, TransportError> {
+        loop {
+            // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only
+            // ever writes initialised bytes into them.
+            let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
+            match self.socket.recv(uninit) {
+                Ok(0) => return Err(TransportError::Closed),
+                Ok(received) => return Ok(received),
+                Err(error) => self.wait_after(error, libc::POLLIN, "receiving")?,
+            }
+        }
+    }
+
+    /// After a call that did not transfer: waits if it would have blocked.
+    fn wait_after(
+        &self,
+        error: io::Error,
+        events: i16,
+        what: &'static str,
+    ) -> Result<(), TransportError> {
+        match error.kind() {
+            io::ErrorKind::WouldBlock => self.wait(events, Some(self.stall_timeout()), what),
+            io::ErrorKind::Interrupted => Ok(()),
+            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                Err(TransportError::Closed)
+            }
+            _ => Err(TransportError::Io { what, source: error }),
+        }
+    }
+
+    fn wait(
+        &self,
+        events: i16,
+        timeout: Option<Duration>,
+        what: &'static str,
+    ) -> Result<(), TransportError> {
+        match wait(&[self.socket.as_raw_fd()], events, &self.cancel(), timeout) {
+            Ok(WaitEnd::Ready(_)) => Ok(()),
+            Ok(WaitEnd::Cancelled) => Err(TransportError::Cancelled),
+            Ok(WaitEnd::TimedOut) => {
+                Err(TransportError::Timeout { what, after: timeout.unwrap_or_default() })
+            }
+            Err(source) => Err(TransportError::Io { what, source }),
+        }
+    }
+
+    /// Waits until there is something to read, for up to `timeout` instead of the stall timeout,
+    /// or for as long as the peer's machine is there.
+    ///
+    /// # Errors
+    /// As for reading.
+    pub(crate) fn wait_for_data(&self, timeout: Option<Duration>) -> Result<(), TransportError> {
+        self.wait(libc::POLLIN, timeout, "waiting for an answer")
+    }
+
+    /// Ends both directions: whoever waits on this connection, here or there, goes on at once.
+    pub(crate) fn shut_down(&self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Ends our direction and reads what the peer still sends, for up to `limit`: closing with
+    /// unread bytes would make the peer's system throw our last words away.
+    pub(crate) fn finish_sending(&self, limit: Duration) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Write);
+        let deadline = Instant::now() + limit;
+        let mut sink = vec![MaybeUninit::uninit(); 64 << 10];
+        loop {
+            match self.socket.recv(&mut sink) {
+                Ok(0) => return,
+                Ok(_) if Instant::now() < deadline => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    let ready = self.wait(libc::POLLIN, Some(left), "draining");
+                    if ready.is_err() {
+                        return;
+                    }
+                }
+                _ => return,
+            }
+        }
+    }
+}
+
+impl AsRawFd for Connection {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn is_tcp(socket: &Socket) -> io::Result<bool> {
+    Ok(socket.domain()? != Domain::UNIX)
+}
+
+fn part_iovec(part: &Part<'_>) -> libc::iovec {
+    match part {
+        Part::Bytes(bytes) => {
+            libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() }
+        }
+        Part::Guest(slice) => guest_iovec(slice),
+    }
+}
+
+fn guest_iovec(slice: &GuestSlice<'_>) -> libc::iovec {
+    libc::iovec { iov_base: slice.as_ptr().cast(), iov_len: slice.len() }
+}
+
+/// One sendmsg or recvmsg.
+///
+/// # Safety
+/// The pieces must be readable (sending) or writable (receiving) for their lengths.
+unsafe fn transfer(fd: RawFd, pieces: &mut [libc::iovec], send: bool) -> io::Result<usize> {
+    // SAFETY: all-zero is a valid msghdr: no name, no control data.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = pieces.as_mut_ptr();
+    message.msg_iovlen = pieces.len();
+    // SAFETY: `message` describes `pieces`, which the caller vouches for.
+    let moved = unsafe {
+        if send {
+            libc::sendmsg(fd, &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
+        } else {
+            libc::recvmsg(fd, &raw mut message, libc::MSG_DONTWAIT)
+        }
+    };
+    usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+}
+
+/// Takes `len` transferred bytes off the front of the pieces.
+fn advance(pieces: &mut [libc::iovec], mut len: usize) {
+    for piece in pieces {
+        let taken = len.min(piece.iov_len);
+        // SAFETY: within the piece, or one past its end.
+        piece.iov_base = unsafe { piece.iov_base.cast::<u8>().add(taken) }.cast();
+        piece.iov_len -= taken;
+        len -= taken;
+        if len == 0 {
+            return;
+        }
+    }
+}
+
+/// The reading end of a connection, with a little read-ahead.
+#[derive(Debug)]
+pub struct Reader {
+    connection: Arc<Connection>,
+    ahead: Box<[u8; AHEAD_BYTES]>,
+    start: usize,
+    end: usize,
+}
+
+impl Reader {
+    /// Reads from a connection of which nobody else reads.
+    pub fn new(connection: Arc<Connection>) -> Self {
+        Self { connection, ahead: Box::new([0; AHEAD_BYTES]), start: 0, end: 0 }
+    }
+
+    /// True when bytes are here that a poll of the socket does not see.
+    pub(crate) fn has_buffered(&self) -> bool {
+        self.start < self.end
+    }
+
+    fn take(&mut self, len_max: usize) -> &[u8] {
+        let len = len_max.min(self.end - self.start);
+        self.start += len;
+        &self.ahead[self.start - len..self.start]
+    }
+}
+
+impl ByteSource for Reader {
+    fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError> {
+        let mut at = 0;
+        while at < buf.len() {
+            if !self.has_buffered() {
+                if buf.len() - at >= AHEAD_BYTES {
+                    at += self.connection.receive_some(&mut buf[at..])?;
+                    continue;
+                }
+                (self.start, self.end) = (0, self.connection.receive_some(&mut self.ahead[..])?);
+            }
+            let left = buf.len() - at;
+            let taken = self.take(left);
+            let len = taken.len();
+            buf[at..at + len].copy_from_slice(taken);
+            at += len;
+        }
+        Ok(())
+    }
+
+    fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError> {
+        let mut pieces = Vec::with_capacity(slices.len());
+        for slice in slices {
+            let taken = self.take(slice.len());
+            slice.write(taken);
+            let len = taken.len();
+            pieces.push(guest_iovec(&slice.skip(len)));
+        }
+        // SAFETY: guest memory is mapped writable while `slices` borrows it, and nobody in this
+        // process holds references into it.
+        unsafe { self.connection.receive(&mut pieces) }
+    }
+}
+
+/// A listening socket. A Unix socket's file is removed when the listener is dropped.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+    address: Address,
+    unlink: Option<PathBuf>,
+}
+
+impl Listener {
+    /// Listens. A stale socket file is replaced; one that somebody listens on is not.
+    ///
+    /// # Errors
+    /// When the address is taken or not ours.
+    pub fn bind(address: &Address) -> Result<Self, TransportError> {
+        let failed = |source| TransportError::Listen { address: address.clone(), source };
+        let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+        let cancel = Cancel::new().map_err(failed)?;
+        for candidate in resolve(address, &cancel, crate::options::CONNECT_TIMEOUT)? {
+            if let Address::Unix(path) = address {
+                remove_stale(path, &candidate).map_err(|error| match error.kind() {
+                    io::ErrorKind::AddrInUse => TransportError::InUse(address.clone()),
+                    _ => failed(error),
+                })?;
+            }
+            match Self::bind_one(address, &candidate) {
+                Ok(listener) => return Ok(listener),
+                Err(error) => last = error,
+            }
+        }
+        if last.kind() == io::ErrorKind::AddrInUse {
+            return Err(TransportError::InUse(address.clone()));
+        }
+        Err(failed(last))
+    }
+
+    fn bind_one(address: &Address, candidate: &SockAddr) -> io::Result<Self> {
+        let socket = Socket::new(candidate.domain(), Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        if is_tcp(&socket)? {
+            socket.set_reuse_address(true)?;
+        }
+        socket.bind(candidate)?;
+        let unlink = match address {
+            Address::Unix(path) => Some(path.clone()),
+            Address::Tcp { .. } => None,
+        };
+        let mut listener = Self { socket, address: address.clone(), unlink };
+        listener.socket.listen(BACKLOG)?;
+        if let (Address::Tcp { port, .. }, Some(bound)) =
+            (&mut listener.address, listener.socket.local_addr()?.as_socket())
+        {
+            *port = bound.port();
+        }
+        Ok(listener)
+    }
+
+    /// Where it listens, with the port that was chosen.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Waits for a connection.
+    ///
+    /// # Errors
+    /// When none comes in time, or the wait is cancelled.
+    pub fn accept(
+        &self,
+        cancel: &Cancel,
+        timeout: Option<Duration>,
+        stall_timeout: Duration,
+    ) -> Result<Connection, TransportError> {
+        const WHAT: &str = "waiting for a connection";
+        loop {
+            match self.socket.accept() {
+                Ok((socket, _)) => return Connection::new(socket, cancel, stall_timeout),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => {}
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
+                    _ => return Err(TransportError::Io { what: WHAT, source: error }),
+                },
+            }
+            match wait(&[self.socket.as_raw_fd()], libc::POLLIN, cancel, timeout) {
+                Ok(WaitEnd::Ready(_)) => {}
+                Ok(WaitEnd::Cancelled) => return Err(TransportError::Cancelled),
+                Ok(WaitEnd::TimedOut) => {
+                    let after = timeout.unwrap_or_default();
+                    return Err(TransportError::Timeout { what: WHAT, after });
+                }
+                Err(source) => return Err(TransportError::Io { what: WHAT, source }),
+            }
+        }
+    }
+}
+
+impl AsRawFd for Listener {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(path) = &self.unlink {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// Removes a socket file that nobody listens on; an error of kind `AddrInUse` if somebody does.
+fn remove_stale(path: &std::path::Path, address: &SockAddr) -> io::Result<()> {
+    use std::os::unix::fs::FileTypeExt;
+    let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
+    if !metadata.file_type().is_socket() {
+        return Err(io::Error::other("a file that is not a socket is in the way"));
+    }
+    let probe = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    probe.set_nonblocking(true)?;
+    match probe.connect(address) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path)
+        }
+        _ => Err(io::Error::from(io::ErrorKind::AddrInUse)),
+    }
+}
+
+enum ConnectEnd {
+    Cancelled,
+    Failed(io::Error),
+}
+
+fn connect_one(
+    address: &SockAddr,
+    cancel: &Cancel,
+    timeout: Duration,
+) -> Result<Socket, ConnectEnd> {
+    let attempt = || -> io::Result<(Socket, bool)> {
+        let socket = Socket::new(address.domain(), Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        match socket.connect(address) {
+            Ok(()) => Ok((socket, true)),
+            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => Ok((socket, false)),
+            Err(error) => Err(error),
+        }
+    };
+    let (socket, connected) = attempt().map_err(ConnectEnd::Failed)?;
+    if connected {
+        return Ok(socket);
+    }
+    match wait(&[socket.as_raw_fd()], libc::POLLOUT, cancel, Some(timeout)) {
+        Ok(WaitEnd::Ready(_)) => match socket.take_error() {
+            Ok(None) => Ok(socket),
+            Ok(Some(error)) | Err(error) => Err(ConnectEnd::Failed(error)),
+        },
+        Ok(WaitEnd::Cancelled) => Err(ConnectEnd::Cancelled),
+        Ok(WaitEnd::TimedOut) => Err(ConnectEnd::Failed(io::Error::from(io::ErrorKind::TimedOut))),
+        Err(error) => Err(ConnectEnd::Failed(error)),
+    }
+}
+
+/// The socket addresses behind an address. Names are resolved on a thread of their own, because
+/// the resolver knows neither time limits nor a cancel; a thread left behind ends with it.
+fn resolve(
+    address: &Address,
+    cancel: &Cancel,
+    timeout: Duration,
+) -> Result<Vec<SockAddr>, TransportError> {
+    let failed = |source| TransportError::Resolve { address: address.clone(), source };
+    let (host, port) = match address {
+        Address::Unix(path) => return SockAddr::unix(path).map(|one| vec![one]).map_err(failed),
+        Address::Tcp { host, port } => (host.clone(), *port),
+    };
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(ip, port).into()]);
+    }
+    let (sender, receiver) = mpsc::channel();
+    std::thread::Builder::new()
+        .name("mig-resolve".into())
+        .spawn(move || {
+            let found = (host.as_str(), port).to_socket_addrs();
+            let _ = sender.send(found.map(|all| all.map(SockAddr::from).collect::<Vec<_>>()));
+        })
+        .map_err(failed)?;
+    let deadline = Instant::now() + timeout;
+    loop {
+        match receiver.recv_timeout(RESOLVE_POLL) {
+            Ok(found) => return found.map_err(failed),
+            Err(_) if cancel.is_cancelled() => return Err(TransportError::Cancelled),
+            Err(_) if Instant::now() < deadline => {}
+            Err(_) => return Err(failed(io::Error::from(io::ErrorKind::TimedOut))),
+        }
+    }
+}

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Waiting on descriptors with a time limit and a cancel.
+//!
+//! May contain `unsafe`: one call of poll. Every blocking wait of the crate goes through here.
+
+use std::io;
+use std::os::fd::RawFd;
+use std::time::{Duration, Instant};
+
+use crate::cancel::Cancel;
+
+/// How a wait ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WaitEnd {
+    /// The descriptor with this index is ready (or has failed, which reading will tell).
+    Ready(usize),
+    /// Somebody asked to stop.
+    Cancelled,
+    /// The time is over.
+    TimedOut,
+}
+
+/// Waits until one of the descriptors can be read.
+pub(crate) fn wait_readable(
+    fds: &[RawFd],
+    cancel: &Cancel,
+    timeout: Option<Duration>,
+) -> io::Result<WaitEnd> {
+    wait(fds, libc::POLLIN, cancel, timeout)
+}
+
+/// Waits until one of the descriptors is ready for `events`. The cancel wins over readiness.
+pub(crate) fn wait(
+    fds: &[RawFd],
+    events: i16,
+    cancel: &Cancel,
+    timeout: Option<Duration>,
+) -> io::Result<WaitEnd> {
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    let mut polled: Vec<libc::pollfd> = Vec::with_capacity(fds.len() + 1);
+    polled.push(libc::pollfd { fd: cancel.fd(), events: libc::POLLIN, revents: 0 });
+    polled.extend(fds.iter().map(|fd| libc::pollfd { fd: *fd, events, revents: 0 }));
+    loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        // Rounded up, so that the last millisecond is not spent in a busy loop.
+        let left_ms = left.map_or(-1, |left| {
+            i32::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX)
+        });
+        // SAFETY: `polled` is a live, exclusively borrowed array of `polled.len()` entries.
+        let ready =
+            unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, left_ms) };
+        if ready < 0 {
+            let error = io::Error::last_os_error();
+            if error.kind() == io::ErrorKind::Interrupted {
+                continue;
+            }
+            return Err(error);
+        }
+        if polled[0].revents != 0 {
+            return Ok(WaitEnd::Cancelled);
+        }
+        if let Some(index) = polled[1..].iter().position(|entry| entry.revents != 0) {
+            return Ok(WaitEnd::Ready(index));
+        }
+        if left.is_some_and(|left| left.is_zero()) {
+            return Ok(WaitEnd::TimedOut);
+        }
+    }
+}

@@ -1,0 +1,395 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The fault source of stock kernels: userfaultfd on the mapping that the guest uses.
+//!
+//! Owns the descriptors and knows which part of which region each of them watches. Memory is split
+//! over several descriptors by address, because one descriptor's queue is one lock. Shared memory
+//! is watched for missing pages and for pages that are in the page cache but not mapped (minor
+//! faults): bytes are received through the alias while the guest cannot see them, and shown with
+//! one UFFDIO_CONTINUE a run. Anonymous memory is filled with UFFDIO_COPY. It must never fill a
+//! page with anything that its caller did not say.
+
+mod sys;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::cancel::Cancel;
+use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
+use crate::layout::{Backing, PAGE_BYTES, PageRun, RegionInfo};
+use crate::ram::{self, GuestMemoryMap};
+use crate::transport::{WaitEnd, wait_readable};
+use sys::Descriptor;
+
+/// Tries of an operation that the kernel asks to repeat because mappings change.
+const AGAIN_MAX: u32 = 10_000;
+
+/// Smallest part of a region that gets a descriptor of its own.
+const PART_BYTES_MIN: u64 = 64 << 20;
+
+/// What userfaultfd can fail with.
+#[derive(Debug, thiserror::Error)]
+pub enum UffdError {
+    /// No right to use it.
+    #[error(
+        "this process may not use userfaultfd, which postcopy needs; give it access to \
+         /dev/userfaultfd (chmod or setfacl), or CAP_SYS_PTRACE, or run \
+         'sysctl -w vm.unprivileged_userfaultfd=1'"
+    )]
+    NotPermitted(#[source] io::Error),
+    /// Not in this kernel.
+    #[error(
+        "this kernel has no userfaultfd, which postcopy needs (CONFIG_USERFAULTFD); use \
+         memory_mode=precopy"
+    )]
+    NotThere(#[source] io::Error),
+    /// Too old for a kind of memory.
+    #[error(
+        "this kernel's userfaultfd lacks features that postcopy needs for this memory (minor \
+         faults on shared memory are there since Linux 5.14); use memory_mode=precopy"
+    )]
+    Features(#[source] io::Error),
+    /// Pages too large.
+    #[error(
+        "region {name} is backed by pages of {page_bytes} bytes: postcopy with userfaultfd would \
+         stop the guest for the transfer of each; use pages of at most 2 MiB or memory_mode=precopy"
+    )]
+    PageSize {
+        /// The region.
+        name: String,
+        /// Its page size.
+        page_bytes: u64,
+    },
+    /// Any operation on pages.
+    #[error("userfaultfd cannot {what} {pages} pages at page {first} of memory region {region}")]
+    Pages {
+        /// The operation.
+        what: &'static str,
+        /// Region index.
+        region: usize,
+        /// First page.
+        first: u64,
+        /// Number of pages.
+        pages: u64,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Reading events.
+    #[error("userfaultfd cannot report faults")]
+    Events(#[source] io::Error),
+}
+
+/// Largest host page with which a fault through userfaultfd is bearable.
+const HOST_PAGE_BYTES_MAX: u64 = 2 << 20;
+
+/// Finds out, before anything starts, whether [`Uffd::register`] can work for this memory.
+///
+/// # Errors
+/// Why not, and what to do about it.
+pub fn check(regions: &[RegionInfo]) -> Result<(), UffdError> {
+    open(features_for(regions)?).map(drop)
+}
+
+fn features_for(regions: &[RegionInfo]) -> Result<u64, UffdError> {
+    let mut features = sys::FEATURE_THREAD_ID;
+    for region in regions {
+        if region.host_page_bytes > HOST_PAGE_BYTES_MAX {
+            let name = region.name.clone();
+            return Err(UffdError::PageSize { name, page_bytes: region.host_page_bytes });
+        }
+        features |= match (region.backing, region.host_page_bytes) {
+            (Backing::Anonymous, _) => 0,
+            (Backing::Shared, PAGE_BYTES) => sys::FEATURE_MISSING_SHMEM | sys::FEATURE_MINOR_SHMEM,
+            (Backing::Shared, _) => sys::FEATURE_MISSING_HUGETLBFS | sys::FEATURE_MINOR_HUGETLBFS,
+        };
+    }
+    Ok(features)
+}
+
+fn open(features: u64) -> Result<Descriptor, UffdError> {
+    let descriptor = Descriptor::open().map_err(|error| match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => UffdError::NotPermitted(error),
+        _ => UffdError::NotThere(error),
+    })?;
+    descriptor.handshake(features).map_err(UffdError::Features)?;
+    Ok(descriptor)
+}
+
+/// A part of a region and the descriptor that watches it.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    region: usize,
+    first: u64,
+    pages: u64,
+    /// Address of the part's first page in the watched mapping.
+    address: u64,
+    descriptor: usize,
+    host_page_bytes: u64,
+    in_place: bool,
+}
+
+/// userfaultfd on all guest memory.
+pub struct Uffd<M: GuestMemoryMap> {
+    memory: Arc<M>,
+    descriptors: Vec<Descriptor>,
+    /// Sorted by region and page.
+    parts: Vec<Part>,
+    stop: Cancel,
+    /// Nothing is watched any more: what is not registered needs no filling.
+    released: AtomicBool,
+}
+
+impl<M: GuestMemoryMap> std::fmt::Debug for Uffd<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Uffd").field("parts", &self.parts).finish_non_exhaustive()
+    }
+}
+
+impl<M: GuestMemoryMap> Uffd<M> {
+    /// Watches all of `memory`, split over up to `descriptors` descriptors.
+    ///
+    /// # Errors
+    /// See [`UffdError`].
+    pub fn register(memory: Arc<M>, descriptors: usize) -> Result<Self, UffdError> {
+        let regions = memory.layout().regions();
+        let features = features_for(regions)?;
+        let total: u64 = regions.iter().map(|region| region.len_bytes).sum();
+        let wanted = u64::try_from(descriptors.max(1)).unwrap_or(1);
+        let part_bytes = total.div_ceil(wanted).max(PART_BYTES_MIN);
+        let stop = Cancel::new().map_err(UffdError::Events)?;
+        let parts = split(&*memory, part_bytes);
+        let count = parts.iter().map(|part| part.descriptor + 1).max().unwrap_or(1);
+        let descriptors = (0..count).map(|_| open(features)).collect::<Result<Vec<_>, _>>()?;
+        let uffd = Self { memory, descriptors, parts, stop, released: AtomicBool::new(false) };
+        for part in &uffd.parts {
+            let mode = if part.in_place {
+                sys::REGISTER_MISSING | sys::REGISTER_MINOR
+            } else {
+                sys::REGISTER_MISSING
+            };
+            uffd.descriptors[part.descriptor]
+                .register(part.address, part.pages * PAGE_BYTES, mode)
+                .map_err(|source| pages_error("watch", part.run(), source))?;
+        }
+        Ok(uffd)
+    }
+
+    /// The parts that a run touches, each with the piece of the run inside it.
+    fn pieces(&self, run: PageRun) -> impl Iterator<Item = (&Part, PageRun)> {
+        self.parts.iter().filter_map(move |part| {
+            let first = run.first.max(part.first);
+            let end = run.end().min(part.first + part.pages);
+            (part.region == run.region && first < end)
+                .then(|| (part, PageRun { region: run.region, first, count: end - first }))
+        })
+    }
+
+    /// Fills a piece, step by step past what is there already. `fill` does as much as it can from
+    /// an address on and says how much that was; `present` is called for a host page that `fill`
+    /// found to be there.
+    fn fill(
+        &self,
+        what: &'static str,
+        part: &Part,
+        piece: PageRun,
+        mut fill: impl FnMut(&Descriptor, u64, u64) -> (u64, io::Result<()>),
+        mut present: impl FnMut(&Descriptor, u64) -> io::Result<()>,
+    ) -> Result<(), UffdError> {
+        let descriptor = &self.descriptors[part.descriptor];
+        let start = part.address_of(piece.first);
+        let end = start + piece.len_bytes();
+        let mut at = start;
+        let mut again = 0;
+        while at < end {
+            let (done, result) = fill(descriptor, at, end - at);
+            at += done;
+            let Err(error) = result else { continue };
+            match error.raw_os_error() {
+                Some(libc::EEXIST) => {
+                    present(descriptor, at).map_err(|e| pages_error(what, piece, e))?;
+                    at += part.host_page_bytes;
+                }
+                Some(libc::EAGAIN) if done > 0 => {}
+                Some(libc::EAGAIN) if again < AGAIN_MAX => {
+                    again += 1;
+                    std::thread::yield_now();
+                }
+                Some(libc::ENOENT) if self.released.load(Ordering::SeqCst) => return Ok(()),
+                _ => return Err(pages_error(what, piece, error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Part {
+    fn run(&self) -> PageRun {
+        PageRun { region: self.region, first: self.first, count: self.pages }
+    }
+
+    fn address_of(&self, page: u64) -> u64 {
+        self.address + (page - self.first) * PAGE_BYTES
+    }
+}
+
+fn pages_error(what: &'static str, run: PageRun, source: io::Error) -> UffdError {
+    UffdError::Pages { what, region: run.region, first: run.first, pages: run.count, source }
+}
+
+/// Cuts the regions into parts of about `part_bytes`, whole 2 MiB each, and deals them out.
+fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64) -> Vec<Part> {
+    let part_pages = part_bytes.next_multiple_of(HOST_PAGE_BYTES_MAX) / PAGE_BYTES;
+    let mut parts = Vec::new();
+    let mut filled = 0;
+    let mut descriptor = 0;
+    for (region, info) in memory.layout().regions().iter().enumerate() {
+        let main = memory.main(region).expose_provenance() as u64;
+        let mut first = 0;
+        while first < info.pages() {
+            if filled >= part_pages {
+                descriptor += 1;
+                filled = 0;
+            }
+            let pages = (part_pages - filled).min(info.pages() - first);
+            // A cut inside a region must not cut a host page.
+            let pages = pages.next_multiple_of(info.host_page_bytes / PAGE_BYTES);
+            parts.push(Part {
+                region,
+                first,
+                pages,
+                address: main + first * PAGE_BYTES,
+                descriptor,
+                host_page_bytes: info.host_page_bytes,
+                in_place: info.backing == Backing::Shared,
+            });
+            first += pages;
+            filled += pages;
+        }
+    }
+    parts
+}
+
+impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
+    fn kind(&self) -> FaultSourceKind {
+        FaultSourceKind::Uffd
+    }
+
+    fn readers(&self) -> usize {
+        self.descriptors.len()
+    }
+
+    fn next_faults(&self, reader: usize, faults: &mut Vec<Fault>) -> Result<FaultWait, UffdError> {
+        let descriptor = &self.descriptors[reader];
+        loop {
+            let had = faults.len();
+            descriptor
+                .read_faults(|raw| {
+                    let part = self.parts.iter().find(|part| {
+                        (part.address..part.address + part.pages * PAGE_BYTES)
+                            .contains(&raw.address)
+                    });
+                    // The kernel reports only what was registered; anything else is not ours.
+                    if let Some(part) = part {
+                        faults.push(Fault {
+                            region: part.region,
+                            page: part.first + (raw.address - part.address) / PAGE_BYTES,
+                            thread: Some(raw.thread),
+                        });
+                    }
+                })
+                .map_err(UffdError::Events)?;
+            if faults.len() > had {
+                return Ok(FaultWait::Faults);
+            }
+            match wait_readable(&[descriptor.as_raw_fd()], &self.stop, None) {
+                Ok(WaitEnd::Cancelled) => return Ok(FaultWait::Stopped),
+                Ok(_) => {}
+                Err(error) => return Err(UffdError::Events(error)),
+            }
+        }
+    }
+
+    fn stop_readers(&self) {
+        self.stop.cancel();
+    }
+
+    fn receives_in_place(&self, region: usize) -> bool {
+        self.memory.layout().regions()[region].backing == Backing::Shared
+    }
+
+    fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
+        for (part, piece) in self.pieces(run) {
+            self.fill("show", part, piece, Descriptor::show, |descriptor, address| {
+                descriptor.wake(address, part.host_page_bytes)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
+        for (part, piece) in self.pieces(run) {
+            let start = part.address_of(piece.first);
+            let skip = (piece.first - run.first) * PAGE_BYTES;
+            self.fill(
+                "fill",
+                part,
+                piece,
+                |descriptor, address, len| {
+                    let from = crate::layout::to_usize(skip + (address - start));
+                    descriptor.copy(address, &bytes[from..from + crate::layout::to_usize(len)])
+                },
+                |descriptor, address| descriptor.wake(address, part.host_page_bytes),
+            )?;
+        }
+        Ok(())
+    }
+
+    fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
+        for (part, piece) in self.pieces(run) {
+            if part.host_page_bytes > PAGE_BYTES {
+                // hugetlb knows no zero page: reading through the alias makes one of zeros.
+                ram::touch(&*self.memory, piece);
+                self.make_present(piece)?;
+                continue;
+            }
+            let show = |descriptor: &Descriptor, address| {
+                if part.in_place {
+                    // There is a page already, with contents that the guest may not see yet.
+                    match descriptor.show(address, PAGE_BYTES).1 {
+                        Err(error) if error.raw_os_error() != Some(libc::EEXIST) => Err(error),
+                        _ => descriptor.wake(address, PAGE_BYTES),
+                    }
+                } else {
+                    descriptor.wake(address, PAGE_BYTES)
+                }
+            };
+            self.fill("zero", part, piece, Descriptor::zero, show)?;
+        }
+        Ok(())
+    }
+
+    fn wake(&self, run: PageRun) -> Result<(), UffdError> {
+        for (part, piece) in self.pieces(run) {
+            self.descriptors[part.descriptor]
+                .wake(part.address_of(piece.first), piece.len_bytes())
+                .map_err(|source| pages_error("wake waiters of", piece, source))?;
+        }
+        Ok(())
+    }
+
+    fn release(&self) -> Result<(), UffdError> {
+        self.released.store(true, Ordering::SeqCst);
+        for part in &self.parts {
+            self.descriptors[part.descriptor]
+                .unregister(part.address, part.pages * PAGE_BYTES)
+                .map_err(|source| pages_error("stop watching", part.run(), source))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What the virtual machine monitor implements so that its guests can move.
+//!
+//! Owns the traits and the promises between the migration and the machine. Ownership carries the
+//! phase: a [`SourceVm`] can run the guest, a [`PausedVm`] can be resumed or handed over, and what
+//! is left after the handover ([`PausedVm::Remains`]) has no way to run it. Nothing here may know
+//! what a machine consists of.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::fault::FaultSource;
+use crate::ram::GuestMemoryMap;
+
+/// An error of the machine; its own sentence names the device or resource.
+pub type VmError = Box<dyn std::error::Error + Send + Sync + 'static>;
+
+/// The record of pages that anybody (vCPU, device, vhost-user process) wrote.
+///
+/// Tracking runs from [`SourceVm::start_dirty_log`] until the value is dropped. At the start every
+/// page may be reported dirty (KVM's initially-set mode) or none.
+pub trait DirtyLog: Send + Sync {
+    /// Takes note of what is dirty now, in addition to what was noted and not collected yet, and
+    /// returns the number of noted pages. Called at the beginning of each round, with the guest
+    /// running or (the last time) stopped together with all its devices.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn begin_round(&self) -> Result<u64, VmError>;
+
+    /// Returns the dirty bits of `pages` that the last [`begin_round`](Self::begin_round) noted,
+    /// clears them and re-arms tracking **before it returns**, so that a later write is reported
+    /// by a later round. It may report more. `pages.start` is a multiple of 64; bit `i` of word
+    /// `w` is page `pages.start + 64 * w + i`; `words` holds just enough words and is overwritten.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn collect_and_clear(
+        &self,
+        region: usize,
+        pages: Range<u64>,
+        words: &mut [u64],
+    ) -> Result<(), VmError>;
+}
+
+/// A machine on the source that may run.
+pub trait SourceVm: Sized + Send {
+    /// Its memory.
+    type Memory: GuestMemoryMap;
+    /// Its dirty log.
+    type Log: DirtyLog;
+    /// The machine when it does not run.
+    type Paused: PausedVm<Running = Self>;
+
+    /// The configuration from which the destination builds the same machine.
+    ///
+    /// # Errors
+    /// When this machine cannot move; say which device and why.
+    fn config_json(&mut self) -> Result<Vec<u8>, VmError>;
+
+    /// Its memory. It stays mapped as long as anyone holds it, also after the handover.
+    fn memory(&self) -> Arc<Self::Memory>;
+
+    /// Starts to record writes. The log stops when it is dropped.
+    ///
+    /// # Errors
+    /// When the host cannot.
+    fn start_dirty_log(&mut self) -> Result<Self::Log, VmError>;
+
+    /// Stops the vCPUs and then everything else that writes guest memory, finished requests
+    /// included. After it nothing writes. A machine that was paused before stays so.
+    ///
+    /// # Errors
+    /// The running machine comes back with the reason.
+    fn pause(self) -> Result<Self::Paused, (Self, VmError)>;
+}
+
+/// A machine on the source that does not run.
+pub trait PausedVm: Sized + Send {
+    /// The machine when it runs.
+    type Running;
+    /// What is left after the guest went: memory and threads to end, and no way to run it.
+    type Remains: Send;
+
+    /// True when the guest ran before the migration paused it, so the destination starts it.
+    fn ran_before(&self) -> bool;
+
+    /// State of all devices and vCPUs.
+    ///
+    /// # Errors
+    /// Naming the device or vCPU.
+    fn state_json(&mut self) -> Result<Vec<u8>, VmError>;
+
+    /// Lets go of what only one side may hold: disk locks, taps. Called once, right before the
+    /// destination takes them. [`resume`](Self::resume) takes them back.
+    ///
+    /// # Errors
+    /// Naming the resource; the migration then fails and the guest resumes.
+    fn release_exclusive(&mut self) -> Result<(), VmError>;
+
+    /// Ends the pause after a failure, exclusive resources taken back first. A machine that was
+    /// paused by its user stays paused and counts as resumed.
+    ///
+    /// # Errors
+    /// The paused machine comes back with the reason.
+    fn resume(self) -> Result<Self::Running, (Self, VmError)>;
+
+    /// The destination owns the guest now. Cannot fail: there is no way back.
+    fn handed_over(self) -> Self::Remains;
+}
+
+/// What builds the machine on the destination.
+pub trait DestinationBuilder: Send {
+    /// The machine that it builds.
+    type Vm: DestinationVm;
+
+    /// Builds the machine, memory mapped but not populated, back ends opened as far as that is
+    /// possible while the source still holds them.
+    ///
+    /// # Errors
+    /// Say what is missing here; the person at the source reads it.
+    fn prepare(self, config_json: &[u8]) -> Result<Self::Vm, VmError>;
+}
+
+/// A machine on the destination that has not run yet. Dropping it frees everything.
+pub trait DestinationVm: Sized + Send {
+    /// Its memory.
+    type Memory: GuestMemoryMap;
+    /// The machine when it runs (or is paused by its user, when it was so at the source).
+    type Running: Send;
+
+    /// Its memory. It stays mapped as long as anyone holds it.
+    fn memory(&self) -> Arc<Self::Memory>;
+
+    /// A way to catch accesses to missing pages that is better than userfaultfd, if there is one.
+    ///
+    /// # Errors
+    /// When one is there and cannot be set up.
+    fn fault_source(&mut self) -> Result<Option<Arc<dyn FaultSource>>, VmError> {
+        Ok(None)
+    }
+
+    /// Puts device and vCPU state in. With postcopy, memory that this touches arrives on demand.
+    /// Everything that can fail belongs here rather than in [`run`](Self::run).
+    ///
+    /// # Errors
+    /// Naming the device or vCPU; the guest then resumes on the source.
+    fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError>;
+
+    /// Takes exclusive resources (disk locks, taps), which the source has let go of, and runs the
+    /// guest, or leaves it paused with `resume` false. The source cannot run it any more.
+    ///
+    /// # Errors
+    /// The machine comes back with the reason, so that a person may try again.
+    fn run(self, resume: bool) -> Result<Self::Running, (Self, VmError)>;
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A blocking client of the API, for `ch-remote` and tests.
+//!
+//! Owns one request per connection. It must never know what a request means.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::Request;
+use hyper::body::Bytes;
+use hyper::header::{CONTENT_TYPE, HOST};
+use hyper_util::rt::TokioIo;
+use thiserror::Error;
+
+use super::endpoints::{API_ROOT, Method};
+
+/// Longest response that is taken; `vm.info` of a large VM has about a megabyte.
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
+
+/// Why there is no good answer.
+#[derive(Debug, Error)]
+pub enum ClientError {
+    /// Nobody listens.
+    #[error("the API socket '{path}' cannot be reached")]
+    Connect {
+        /// Path of the socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The request cannot be made.
+    #[error("the request cannot be sent")]
+    Runtime(#[source] io::Error),
+    /// The connection broke, or the other end does not speak HTTP.
+    #[error("the VMM did not answer")]
+    Http(#[source] hyper::Error),
+    /// The response is too long or breaks off.
+    #[error("the answer cannot be read")]
+    Body(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The VMM refuses.
+    #[error("server responded with {status}{}", list(reasons))]
+    Refused {
+        /// Status, such as `NotFound`.
+        status: String,
+        /// Reasons, outermost first.
+        reasons: Vec<String>,
+    },
+}
+
+fn list(reasons: &[String]) -> String {
+    if reasons.is_empty() { String::new() } else { format!(": {}", reasons.join(": ")) }
+}
+
+/// A client of one VMM.
+#[derive(Debug)]
+pub struct Client {
+    path: PathBuf,
+}
+
+impl Client {
+    /// A client of the VMM that listens at `path`.
+    pub fn new(path: impl AsRef<Path>) -> Self {
+        Self { path: path.as_ref().to_owned() }
+    }
+
+    /// Asks and waits for the answer, however long that takes: its body, if it has one.
+    ///
+    /// # Errors
+    /// No connection, no HTTP, or a status of 400 and above.
+    pub fn ask(
+        &self,
+        method: Method,
+        name: &str,
+        body: Option<String>,
+    ) -> Result<Option<String>, ClientError> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .build()
+            .map_err(ClientError::Runtime)?;
+        let connected = UnixStream::connect(&self.path)
+            .and_then(|stream| stream.set_nonblocking(true).map(|()| stream));
+        let stream =
+            connected.map_err(|source| ClientError::Connect { path: self.path.clone(), source })?;
+        runtime.block_on(exchange(stream, method, name, body))
+    }
+}
+
+async fn exchange(
+    stream: UnixStream,
+    method: Method,
+    name: &str,
+    body: Option<String>,
+) -> Result<Option<String>, ClientError> {
+    let stream = tokio::net::UnixStream::from_std(stream).map_err(ClientError::Runtime)?;
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(ClientError::Http)?;
+    let driver = tokio::task::spawn(connection);
+    let request = Request::builder()
+        .method(method.as_str())
+        .uri(format!("{API_ROOT}{name}"))
+        .header(HOST, "localhost")
+        .header(CONTENT_TYPE, "application/json")
+        .body(Full::new(Bytes::from(body.unwrap_or_default())))
+        .map_err(|error| ClientError::Runtime(io::Error::other(error)))?;
+    let response = sender.send_request(request).await.map_err(ClientError::Http)?;
+    let status = response.status();
+    let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES)
+        .collect()
+        .await
+        .map_err(ClientError::Body)?
+        .to_bytes();
+    driver.abort();
+    let text = String::from_utf8_lossy(&body).into_owned();
+    if status.is_success() {
+        return Ok((!text.is_empty()).then_some(text));
+    }
+    let reasons = serde_json::from_str(&text)
+        .unwrap_or_else(|_| if text.is_empty() { Vec::new() } else { vec![text] });
+    Err(ClientError::Refused { status: status_name(status), reasons })
+}
+
+/// `InternalServerError` for 500, as old tools print it.
+fn status_name(status: hyper::StatusCode) -> String {
+    match status.canonical_reason() {
+        Some(reason) => reason.split(' ').collect(),
+        None => status.as_u16().to_string(),
+    }
+}

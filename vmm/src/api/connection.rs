@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! One HTTP request: from its head and body to the VMM and back to a response.
+//!
+//! Owns the limits of a body and the form of errors (a JSON list of sentences, outermost first).
+//! It must never block the thread.
+
+use std::convert::Infallible;
+
+use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
+use hyper::body::{Body as _, Bytes, Incoming};
+use hyper::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue};
+use hyper::{Request, Response, StatusCode};
+
+use super::endpoints::{self, Endpoint, Route};
+use super::request::{ApiError, ApiHandle};
+use super::server::Limits;
+
+type HttpResponse = Response<Full<Bytes>>;
+
+/// Answers one request.
+pub async fn serve(
+    request: Request<Incoming>,
+    handle: ApiHandle,
+    limits: Limits,
+) -> Result<HttpResponse, Infallible> {
+    let endpoint = match endpoints::route(request.method().as_str(), request.uri().path()) {
+        Route::Found(endpoint) => endpoint,
+        Route::WrongMethod(endpoint) => {
+            let mut response = refuse(
+                StatusCode::METHOD_NOT_ALLOWED,
+                &format!("{} takes {}", endpoint.path, endpoint.method.as_str()),
+            );
+            response
+                .headers_mut()
+                .insert(ALLOW, HeaderValue::from_static(endpoint.method.as_str()));
+            return Ok(response);
+        }
+        Route::Unsupported(name) => {
+            let message = format!("{name} is not supported by this version");
+            return Ok(refuse(StatusCode::NOT_IMPLEMENTED, &message));
+        }
+        Route::Unknown => {
+            let message = format!("there is no endpoint '{}'", request.uri().path());
+            return Ok(refuse(StatusCode::NOT_FOUND, &message));
+        }
+    };
+    let body = match read_body(request.into_body(), limits).await {
+        Ok(body) => body,
+        Err(refusal) => return Ok(refusal),
+    };
+    Ok(match carry_out(endpoint, &body, &handle).await {
+        Ok(response) => response,
+        Err(error) => failure(&error),
+    })
+}
+
+async fn carry_out(
+    endpoint: &Endpoint,
+    body: &[u8],
+    handle: &ApiHandle,
+) -> Result<HttpResponse, ApiError> {
+    let request = (endpoint.decode)(body)?;
+    let reply = handle.ask(request).await?;
+    Ok(match endpoints::encode(&reply)? {
+        None => empty(StatusCode::NO_CONTENT),
+        Some(json) => with_json(StatusCode::OK, json),
+    })
+}
+
+/// Reads a body within its limits of size and time.
+async fn read_body(body: Incoming, limits: Limits) -> Result<Bytes, HttpResponse> {
+    let too_large = || {
+        let message = format!("the body exceeds {} bytes", limits.body_bytes);
+        closing(refuse(StatusCode::PAYLOAD_TOO_LARGE, &message))
+    };
+    let limit = u64::try_from(limits.body_bytes).unwrap_or(u64::MAX);
+    if body.size_hint().lower() > limit {
+        return Err(too_large());
+    }
+    let collect = Limited::new(body, limits.body_bytes).collect();
+    match tokio::time::timeout(limits.body_time, collect).await {
+        Ok(Ok(collected)) => Ok(collected.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large()),
+        Ok(Err(error)) => {
+            Err(closing(refuse(StatusCode::BAD_REQUEST, &format!("the body is broken: {error}"))))
+        }
+        Err(_) => {
+            Err(closing(refuse(StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time")))
+        }
+    }
+}
+
+fn empty(status: StatusCode) -> HttpResponse {
+    let mut response = Response::new(Full::new(Bytes::new()));
+    *response.status_mut() = status;
+    response
+}
+
+fn with_json(status: StatusCode, json: Vec<u8>) -> HttpResponse {
+    let mut response = Response::new(Full::new(Bytes::from(json)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+/// A failure of the VMM.
+fn failure(error: &ApiError) -> HttpResponse {
+    let status =
+        StatusCode::from_u16(error.kind.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    with_json(status, serde_json::to_vec(&error.chain).unwrap_or_default())
+}
+
+/// A failure of the client.
+pub fn refuse(status: StatusCode, message: &str) -> HttpResponse {
+    with_json(status, serde_json::to_vec(&[message]).unwrap_or_default())
+}
+
+/// Ends the connection after the response: what the client still sends means nothing.
+fn closing(mut response: HttpResponse) -> HttpResponse {
+    response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    response
+}
+
+/// What a client gets that comes when there are too many already, as raw bytes.
+pub fn too_many() -> Vec<u8> {
+    let body = br#"["too many clients are connected, try again"]"#;
+    let mut out = format!(
+        "HTTP/1.1 503 Service Unavailable\r\n{CONTENT_TYPE}: application/json\r\n\
+         {CONTENT_LENGTH}: {}\r\n{CONNECTION}: close\r\n\r\n",
+        body.len()
+    )
+    .into_bytes();
+    out.extend_from_slice(body);
+    out
+}

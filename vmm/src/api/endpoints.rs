@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The endpoints: one table from which routing, the OpenAPI description and the refusal of what
+//! is not built are made.
+//!
+//! Owns paths, methods, bodies and what they turn into. It must never know sockets.
+
+use serde::de::DeserializeOwned;
+
+use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
+use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
+
+/// Where all paths begin.
+pub const API_ROOT: &str = "/api/v1/";
+
+/// The methods that occur.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// GET.
+    Get,
+    /// PUT.
+    Put,
+}
+
+impl Method {
+    /// As in the request line.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Get => "GET",
+            Self::Put => "PUT",
+        }
+    }
+}
+
+/// The JSON that goes in or comes out, by the name of its schema.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Body {
+    /// None.
+    Empty,
+    /// This schema.
+    Schema(&'static str),
+}
+
+/// An endpoint that works.
+#[derive(Debug)]
+pub struct Endpoint {
+    /// Path without [`API_ROOT`].
+    pub path: &'static str,
+    /// Method.
+    pub method: Method,
+    /// What it does.
+    pub summary: &'static str,
+    /// Name of the operation for generated clients.
+    pub operation: Option<&'static str>,
+    /// What it takes.
+    pub takes: Body,
+    /// What it gives.
+    pub gives: Body,
+    /// Failures that it may have beside 400 and 500.
+    pub errors: &'static [ApiErrorKind],
+    /// Turns the body into a request.
+    pub decode: fn(&[u8]) -> Result<VmmRequest, ApiError>,
+}
+
+use ApiErrorKind::{AlreadyCreated, Conflict, NotBooted, NotCreated};
+use Method::{Get, Put};
+
+const LIVE: &[ApiErrorKind] = &[NotCreated, NotBooted, Conflict];
+
+/// The endpoints that work.
+pub const ENDPOINTS: &[Endpoint] = &[
+    Endpoint {
+        path: "vmm.ping",
+        method: Get,
+        summary: "Says that the VMM is there, and which one.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Schema("VmmPingResponse"),
+        errors: &[],
+        decode: |_| Ok(VmmRequest::Ping),
+    },
+    Endpoint {
+        path: "vmm.shutdown",
+        method: Put,
+        summary: "Ends the VMM.",
+        operation: Some("shutdownVMM"),
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: &[],
+        decode: |_| Ok(VmmRequest::VmmShutdown),
+    },
+    Endpoint {
+        path: "vm.info",
+        method: Get,
+        summary: "Describes the VM.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Schema("VmInfo"),
+        errors: &[NotCreated],
+        decode: |_| Ok(VmmRequest::Info),
+    },
+    Endpoint {
+        path: "vm.counters",
+        method: Get,
+        summary: "Gives the counters of the VM's devices.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Schema("VmCounters"),
+        errors: LIVE,
+        decode: |_| Ok(VmmRequest::Counters),
+    },
+    Endpoint {
+        path: "vm.create",
+        method: Put,
+        summary: "Creates the VM without booting it.",
+        operation: Some("createVM"),
+        takes: Body::Schema("VmConfig"),
+        gives: Body::Empty,
+        errors: &[AlreadyCreated],
+        decode: decode_create,
+    },
+    Endpoint {
+        path: "vm.delete",
+        method: Put,
+        summary: "Deletes the VM.",
+        operation: Some("deleteVM"),
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: &[NotCreated, Conflict],
+        decode: |_| Ok(VmmRequest::Delete),
+    },
+    Endpoint {
+        path: "vm.boot",
+        method: Put,
+        summary: "Boots the VM that was created.",
+        operation: Some("bootVM"),
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: &[NotCreated, Conflict],
+        decode: |_| Ok(VmmRequest::Boot),
+    },
+    Endpoint {
+        path: "vm.pause",
+        method: Put,
+        summary: "Stops the vCPUs of the running VM.",
+        operation: Some("pauseVM"),
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: |_| Ok(VmmRequest::Pause),
+    },
+    Endpoint {
+        path: "vm.resume",
+        method: Put,
+        summary: "Lets the vCPUs of the paused VM go on.",
+        operation: Some("resumeVM"),
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: |_| Ok(VmmRequest::Resume),
+    },
+    Endpoint {
+        path: "vm.shutdown",
+        method: Put,
+        summary: "Stops the VM and keeps its configuration.",
+        operation: Some("shutdownVM"),
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: |_| Ok(VmmRequest::Shutdown),
+    },
+    Endpoint {
+        path: "vm.reboot",
+        method: Put,
+        summary: "Stops the VM and boots it again.",
+        operation: Some("rebootVM"),
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: |_| Ok(VmmRequest::Reboot),
+    },
+    Endpoint {
+        path: "vm.power-button",
+        method: Put,
+        summary: "Presses the VM's power button.",
+        operation: Some("power-buttonVM"),
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: |_| Ok(VmmRequest::PowerButton),
+    },
+    Endpoint {
+        path: "vm.send-migration",
+        method: Put,
+        summary: "Starts sending the VM to another VMM.",
+        operation: None,
+        takes: Body::Schema("SendMigrationData"),
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: decode_send,
+    },
+    Endpoint {
+        path: "vm.receive-migration",
+        method: Put,
+        summary: "Waits for a VM from another VMM, and answers when it has arrived.",
+        operation: None,
+        takes: Body::Schema("ReceiveMigrationData"),
+        gives: Body::Empty,
+        errors: &[AlreadyCreated, Conflict],
+        decode: decode_receive,
+    },
+    Endpoint {
+        path: "vm.migration-progress",
+        method: Get,
+        summary: "Gives the progress of the migration that goes on, or the report of the last one.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Schema("MigrationProgress"),
+        errors: &[NotCreated],
+        decode: |_| Ok(VmmRequest::MigrationProgress),
+    },
+];
+
+/// Endpoints that clients may know and that are answered with "not supported".
+pub const UNSUPPORTED: [&str; 17] = [
+    "vm.add-device",
+    "vm.add-disk",
+    "vm.add-fs",
+    "vm.add-generic-vhost-user",
+    "vm.add-net",
+    "vm.add-pmem",
+    "vm.add-user-device",
+    "vm.add-vdpa",
+    "vm.add-vsock",
+    "vm.coredump",
+    "vm.nmi",
+    "vm.remove-device",
+    "vm.resize",
+    "vm.resize-disk",
+    "vm.resize-zone",
+    "vm.restore",
+    "vm.snapshot",
+];
+
+/// What became of a path and a method.
+#[derive(Debug)]
+pub enum Route {
+    /// An endpoint.
+    Found(&'static Endpoint),
+    /// The path exists with this other method.
+    WrongMethod(&'static Endpoint),
+    /// Known and not built.
+    Unsupported(&'static str),
+    /// Nobody knows it.
+    Unknown,
+}
+
+/// Finds the endpoint of a request.
+pub fn route(method: &str, path: &str) -> Route {
+    let Some(name) = path.strip_prefix(API_ROOT) else { return Route::Unknown };
+    if let Some(endpoint) = ENDPOINTS.iter().find(|endpoint| endpoint.path == name) {
+        return if endpoint.method.as_str() == method {
+            Route::Found(endpoint)
+        } else {
+            Route::WrongMethod(endpoint)
+        };
+    }
+    match UNSUPPORTED.iter().find(|known| **known == name) {
+        Some(name) => Route::Unsupported(name),
+        None => Route::Unknown,
+    }
+}
+
+fn json<T: DeserializeOwned>(what: &str, body: &[u8]) -> Result<T, ApiError> {
+    let bad = |reason: String| ApiError {
+        kind: ApiErrorKind::BadRequest,
+        chain: vec![format!("the body is not a valid {what}"), reason],
+    };
+    if body.is_empty() {
+        return Err(bad("it is empty".to_owned()));
+    }
+    serde_json::from_slice(body).map_err(|error| bad(error.to_string()))
+}
+
+fn bad_config(error: &crate::config::ConfigError) -> ApiError {
+    ApiError::from_error(ApiErrorKind::BadConfig, error).context("the request is not valid")
+}
+
+fn decode_create(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let config = json::<VmConfig>("VmConfig", body)?;
+    Ok(VmmRequest::Create(Box::new(config.complete().map_err(|error| bad_config(&error))?)))
+}
+
+fn decode_send(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let data = json::<SendMigrationData>("SendMigrationData", body)?;
+    data.validate().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::SendMigration(Box::new(data)))
+}
+
+fn decode_receive(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let data = json::<ReceiveMigrationData>("ReceiveMigrationData", body)?;
+    data.validate().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::ReceiveMigration(Box::new(data)))
+}
+
+/// Turns an answer into JSON; nothing for [`ApiReply::Empty`].
+///
+/// # Errors
+/// The answer cannot be written as JSON.
+pub fn encode(reply: &ApiReply) -> Result<Option<Vec<u8>>, ApiError> {
+    let json = match reply {
+        ApiReply::Empty => return Ok(None),
+        ApiReply::Ping(ping) => serde_json::to_vec(ping),
+        ApiReply::Info(info) => serde_json::to_vec(info),
+        ApiReply::Counters(counters) => serde_json::to_vec(counters),
+        ApiReply::Progress(progress) => serde_json::to_vec(progress),
+    };
+    json.map(Some).map_err(|error| {
+        ApiError::new(ApiErrorKind::Failed, format!("the answer cannot be written: {error}"))
+    })
+}

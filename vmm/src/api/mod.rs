@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The HTTP API on a Unix socket, and the channel from it to the VMM thread.
+//!
+//! ```text
+//! client ──HTTP──> http-server thread ──ApiCall──> VMM thread
+//!                  (tokio, one task     <─ reply ─
+//!                   per connection)
+//! ```
+//!
+//! Owns the endpoints ([`endpoints`]: one table that routing and OpenAPI share), the server, the
+//! messages and the client that `ch-remote` uses. It must never know how a request is carried
+//! out, and a client must never be able to hold up another one or the VMM.
+
+pub mod client;
+pub mod endpoints;
+pub mod openapi;
+pub mod request;
+pub mod server;
+pub mod socket;
+pub mod types;
+
+mod connection;
+mod guarded;
+
+#[cfg(test)]
+mod tests;
+
+pub use request::{
+    ApiCall, ApiError, ApiErrorKind, ApiHandle, ApiQueue, ApiReply, ApiResult, VmmRequest, channel,
+};
+pub use server::ApiServer;
+pub use socket::{ApiListener, ApiSocket, SocketError};
+pub use types::{DeviceNode, VmCounters, VmInfo, VmState, VmmPingResponse};

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The OpenAPI description, made from the endpoint table and the definitions of the types.
+//!
+//! Owns the form of the document. `docs/openapi.json` is a copy that a test keeps up to date. It
+//! must never describe anything that the table does not have.
+
+use std::collections::BTreeMap;
+
+use utoipa::openapi::path::{HttpMethod, OperationBuilder, PathItem};
+use utoipa::openapi::request_body::RequestBodyBuilder;
+use utoipa::openapi::response::{ResponseBuilder, ResponsesBuilder};
+use utoipa::openapi::schema::{AdditionalProperties, ArrayBuilder, ObjectBuilder, Schema, Type};
+use utoipa::openapi::{
+    ComponentsBuilder, ContentBuilder, InfoBuilder, License, OpenApi, OpenApiBuilder, PathsBuilder,
+    Ref, RefOr, Required, Server,
+};
+
+use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
+use super::request::ApiErrorKind;
+use super::types::{API_VERSION, VmCounters, VmInfo, VmmPingResponse};
+use crate::config::value::{FieldValue, SchemaSet};
+use crate::config::{ReceiveMigrationData, SendMigrationData};
+
+/// The description of the API.
+pub fn document() -> OpenApi {
+    let mut info = InfoBuilder::new()
+        .title("Godwit API")
+        .description(Some(
+            "Local HTTP API for a virtual machine, compatible with that of cloud-hypervisor.",
+        ))
+        .version(API_VERSION)
+        .build();
+    info.license = Some(License::new("Apache-2.0 OR BSD-3-Clause"));
+    let mut paths = PathsBuilder::new();
+    for endpoint in ENDPOINTS {
+        let method = match endpoint.method {
+            Method::Get => HttpMethod::Get,
+            Method::Put => HttpMethod::Put,
+        };
+        paths =
+            paths.path(format!("/{}", endpoint.path), PathItem::new(method, operation(endpoint)));
+    }
+    OpenApiBuilder::new()
+        .info(info)
+        .servers(Some([Server::new("http://localhost/api/v1")]))
+        .paths(paths)
+        .components(Some(ComponentsBuilder::new().schemas_from_iter(schemas()).build()))
+        .build()
+}
+
+/// The description as JSON text with a newline at the end.
+pub fn document_json() -> String {
+    let mut text = document().to_pretty_json().unwrap_or_default();
+    text.push('\n');
+    text
+}
+
+fn schemas() -> SchemaSet {
+    let mut out = BTreeMap::new();
+    VmmPingResponse::collect_schemas(&mut out);
+    VmInfo::collect_schemas(&mut out);
+    SendMigrationData::collect_schemas(&mut out);
+    ReceiveMigrationData::collect_schemas(&mut out);
+    out.insert("VmCounters".to_owned(), VmCounters::schema());
+    out.insert(
+        "MigrationProgress".to_owned(),
+        ObjectBuilder::new()
+            .schema_type(Type::Object)
+            .description(Some("Phase, amounts, rates and latencies of a migration."))
+            .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(true)))
+            .into(),
+    );
+    out.insert(
+        "ErrorChain".to_owned(),
+        RefOr::T(
+            ArrayBuilder::new()
+                .items(<String as FieldValue>::schema())
+                .description(Some("What failed and why, one sentence a layer, outermost first."))
+                .into(),
+        ),
+    );
+    out
+}
+
+fn operation(endpoint: &Endpoint) -> OperationBuilder {
+    let mut operation =
+        OperationBuilder::new().summary(Some(endpoint.summary)).operation_id(endpoint.operation);
+    if let Body::Schema(name) = endpoint.takes {
+        operation = operation.request_body(Some(
+            RequestBodyBuilder::new()
+                .content("application/json", content(name))
+                .required(Some(Required::True))
+                .build(),
+        ));
+    }
+    let mut responses = ResponsesBuilder::new();
+    responses = match endpoint.gives {
+        Body::Empty => {
+            responses.response("204", ResponseBuilder::new().description("Done.").build())
+        }
+        Body::Schema(name) => responses.response(
+            "200",
+            ResponseBuilder::new()
+                .description("The answer.")
+                .content("application/json", content(name))
+                .build(),
+        ),
+    };
+    let mut failures = vec![ApiErrorKind::Failed];
+    if endpoint.takes != Body::Empty {
+        failures.push(ApiErrorKind::BadRequest);
+    }
+    failures.extend_from_slice(endpoint.errors);
+    for kind in failures {
+        let response = ResponseBuilder::new()
+            .description(describe(kind))
+            .content("application/json", content("ErrorChain"))
+            .build();
+        responses = responses.response(kind.http_status().to_string(), response);
+    }
+    operation.responses(responses.build())
+}
+
+fn content(schema: &str) -> utoipa::openapi::Content {
+    ContentBuilder::new().schema(Some(Ref::from_schema_name(schema))).build()
+}
+
+const fn describe(kind: ApiErrorKind) -> &'static str {
+    match kind {
+        ApiErrorKind::BadRequest | ApiErrorKind::BadConfig => "The request is not valid.",
+        ApiErrorKind::NotCreated => "There is no VM.",
+        ApiErrorKind::NotBooted => "The VM is not in a state for this.",
+        ApiErrorKind::AlreadyCreated | ApiErrorKind::Conflict => {
+            "There is a VM already, or something goes on that excludes this."
+        }
+        ApiErrorKind::NotSupported => "Not supported by this version.",
+        ApiErrorKind::Failed => "It was tried and failed.",
+    }
+}

@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The messages between whoever asks (HTTP clients, `main`) and the VMM thread that answers.
+//!
+//! Owns the closed set of requests, answers and errors, and the queue with its event descriptor.
+//! A request is answered exactly once; one that is dropped unanswered answers itself with an
+//! error, so that nobody waits for ever. It must never know HTTP beyond one table of status codes.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+
+use tokio::sync::oneshot;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::types::{VmCounters, VmInfo, VmmPingResponse};
+use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
+
+/// What can be asked of the VMM.
+#[derive(Debug)]
+pub enum VmmRequest {
+    /// Is anybody there?
+    Ping,
+    /// Take this (complete) configuration.
+    Create(Box<VmConfig>),
+    /// Start the guest.
+    Boot,
+    /// Describe the VM.
+    Info,
+    /// Count.
+    Counters,
+    /// Stop the vCPUs.
+    Pause,
+    /// Let them go on.
+    Resume,
+    /// Stop the guest and keep the configuration.
+    Shutdown,
+    /// Stop the guest and start it again.
+    Reboot,
+    /// Press the power button.
+    PowerButton,
+    /// Forget the VM.
+    Delete,
+    /// Start sending the VM; answered when the migration has been started.
+    SendMigration(Box<SendMigrationData>),
+    /// Wait for a VM; answered when it has arrived.
+    ReceiveMigration(Box<ReceiveMigrationData>),
+    /// How far is the migration?
+    MigrationProgress,
+    /// End the process.
+    VmmShutdown,
+}
+
+impl VmmRequest {
+    /// Name as in the HTTP path, for logs.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Ping => "vmm.ping",
+            Self::Create(_) => "vm.create",
+            Self::Boot => "vm.boot",
+            Self::Info => "vm.info",
+            Self::Counters => "vm.counters",
+            Self::Pause => "vm.pause",
+            Self::Resume => "vm.resume",
+            Self::Shutdown => "vm.shutdown",
+            Self::Reboot => "vm.reboot",
+            Self::PowerButton => "vm.power-button",
+            Self::Delete => "vm.delete",
+            Self::SendMigration(_) => "vm.send-migration",
+            Self::ReceiveMigration(_) => "vm.receive-migration",
+            Self::MigrationProgress => "vm.migration-progress",
+            Self::VmmShutdown => "vmm.shutdown",
+        }
+    }
+}
+
+/// What the VMM answers.
+#[derive(Debug)]
+pub enum ApiReply {
+    /// Done.
+    Empty,
+    /// To [`VmmRequest::Ping`].
+    Ping(VmmPingResponse),
+    /// To [`VmmRequest::Info`].
+    Info(Box<VmInfo>),
+    /// To [`VmmRequest::Counters`].
+    Counters(VmCounters),
+    /// To [`VmmRequest::MigrationProgress`]: the progress document.
+    Progress(serde_json::Value),
+}
+
+/// The kind of a failure, from which the HTTP status follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ApiErrorKind {
+    /// The request itself is wrong.
+    BadRequest,
+    /// The configuration is wrong.
+    BadConfig,
+    /// There is no VM.
+    NotCreated,
+    /// The VM does not run, or not in the way that the request needs.
+    NotBooted,
+    /// There is a VM already.
+    AlreadyCreated,
+    /// Something else goes on that excludes this, such as a migration.
+    Conflict,
+    /// Known and not built.
+    NotSupported,
+    /// It was tried and failed.
+    Failed,
+}
+
+impl ApiErrorKind {
+    /// The HTTP status; this is the only place that knows.
+    pub const fn http_status(self) -> u16 {
+        match self {
+            Self::BadRequest | Self::BadConfig => 400,
+            Self::NotCreated => 404,
+            Self::NotBooted => 405,
+            Self::AlreadyCreated | Self::Conflict => 409,
+            Self::Failed => 500,
+            Self::NotSupported => 501,
+        }
+    }
+}
+
+/// A failure with its whole chain of reasons, outermost first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ApiError {
+    /// What kind of failure.
+    pub kind: ApiErrorKind,
+    /// One sentence per layer.
+    pub chain: Vec<String>,
+}
+
+impl ApiError {
+    /// A failure with one sentence.
+    pub fn new(kind: ApiErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, chain: vec![message.into()] }
+    }
+
+    /// A failure that an error and its sources describe.
+    pub fn from_error(kind: ApiErrorKind, error: &dyn std::error::Error) -> Self {
+        let mut chain = vec![error.to_string()];
+        let mut source = error.source();
+        while let Some(inner) = source {
+            chain.push(inner.to_string());
+            source = inner.source();
+        }
+        Self { kind, chain }
+    }
+
+    /// Puts a sentence before the others.
+    #[must_use]
+    pub fn context(mut self, message: impl Into<String>) -> Self {
+        self.chain.insert(0, message.into());
+        self
+    }
+
+    /// There is no VM.
+    pub fn not_created() -> Self {
+        Self::new(ApiErrorKind::NotCreated, "there is no VM, create one first")
+    }
+
+    /// The VM does not run.
+    pub fn not_booted() -> Self {
+        Self::new(ApiErrorKind::NotBooted, "the VM is not running, boot it first")
+    }
+}
+
+impl fmt::Display for ApiError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.chain.join(": "))
+    }
+}
+
+impl std::error::Error for ApiError {}
+
+/// The answer to a request.
+pub type ApiResult = Result<ApiReply, ApiError>;
+
+/// A request and the obligation to answer it.
+#[derive(Debug)]
+pub struct ApiCall {
+    request: VmmRequest,
+    responder: Responder,
+}
+
+impl ApiCall {
+    /// Takes the call apart; the responder may outlive the request, so that a long one is
+    /// answered later by somebody else.
+    pub fn into_parts(self) -> (VmmRequest, Responder) {
+        (self.request, self.responder)
+    }
+}
+
+/// The obligation to answer a request, once.
+#[derive(Debug)]
+pub struct Responder {
+    name: &'static str,
+    reply: Option<oneshot::Sender<ApiResult>>,
+}
+
+impl Responder {
+    /// Answers. Whoever asked may be gone; that is no failure.
+    pub fn answer(mut self, result: ApiResult) {
+        if let Err(error) = &result {
+            log::warn!("{} failed: {error}", self.name);
+        }
+        if let Some(reply) = self.reply.take() {
+            let _ = reply.send(result);
+        }
+    }
+}
+
+impl Drop for Responder {
+    fn drop(&mut self) {
+        if let Some(reply) = self.reply.take() {
+            let _ = reply.send(Err(gone()));
+        }
+    }
+}
+
+fn gone() -> ApiError {
+    ApiError::new(ApiErrorKind::Failed, "the VMM ended before it answered")
+}
+
+/// The asking end; cheap to clone.
+#[derive(Clone)]
+pub struct ApiHandle {
+    calls: Sender<ApiCall>,
+    event: Arc<EventFd>,
+}
+
+impl fmt::Debug for ApiHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ApiHandle")
+    }
+}
+
+impl ApiHandle {
+    /// Puts a request into the queue and wakes the VMM thread.
+    ///
+    /// # Errors
+    /// The VMM thread is gone.
+    fn submit(&self, request: VmmRequest) -> Result<oneshot::Receiver<ApiResult>, ApiError> {
+        let (reply, answer) = oneshot::channel();
+        let responder = Responder { name: request.name(), reply: Some(reply) };
+        self.calls.send(ApiCall { request, responder }).map_err(|_| gone())?;
+        // A full counter also means that the thread will look; nothing else can fail here.
+        let _ = self.event.write(1);
+        Ok(answer)
+    }
+
+    /// Asks and waits without blocking the thread.
+    ///
+    /// # Errors
+    /// What the VMM says, or that it is gone.
+    pub async fn ask(&self, request: VmmRequest) -> ApiResult {
+        self.submit(request)?.await.unwrap_or_else(|_| Err(gone()))
+    }
+
+    /// Asks and blocks; never to be called from the VMM thread or the HTTP thread.
+    ///
+    /// # Errors
+    /// What the VMM says, or that it is gone.
+    pub fn ask_blocking(&self, request: VmmRequest) -> ApiResult {
+        self.submit(request)?.blocking_recv().unwrap_or_else(|_| Err(gone()))
+    }
+}
+
+/// The answering end, for the event loop of the VMM thread.
+#[derive(Debug)]
+pub struct ApiQueue {
+    calls: Receiver<ApiCall>,
+    event: Arc<EventFd>,
+}
+
+impl ApiQueue {
+    /// Readable while there may be calls; never blocks when read.
+    pub fn event(&self) -> &EventFd {
+        &self.event
+    }
+
+    /// The next call, or nothing. Clear the event with [`ApiQueue::clear`] *before* taking calls,
+    /// or a wake-up is lost.
+    pub fn take(&self) -> Option<ApiCall> {
+        self.calls.try_recv().ok()
+    }
+
+    /// Waits for a call, for tests without an event loop; `None` if nobody can ask any more.
+    #[cfg(test)]
+    pub(super) fn wait(&self) -> Option<ApiCall> {
+        self.calls.recv().ok()
+    }
+
+    /// Makes the event unreadable.
+    pub fn clear(&self) {
+        // WouldBlock means that it was clear.
+        let _ = self.event.read();
+    }
+}
+
+/// Makes the two ends.
+///
+/// # Errors
+/// The host has no event descriptor left.
+pub fn channel() -> std::io::Result<(ApiHandle, ApiQueue)> {
+    let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let handle = ApiHandle { calls: sender, event: Arc::clone(&event) };
+    Ok((handle, ApiQueue { calls: receiver, event }))
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    #[test]
+    fn a_dropped_call_answers_itself() {
+        let (handle, queue) = channel().unwrap();
+        let asker = std::thread::spawn(move || handle.ask_blocking(VmmRequest::Boot));
+        loop {
+            if let Some(call) = queue.take() {
+                drop(call);
+                break;
+            }
+            std::thread::yield_now();
+        }
+        assert_eq!(asker.join().unwrap().unwrap_err(), gone());
+    }
+
+    #[test]
+    fn without_a_vmm_thread_asking_fails() {
+        let (handle, queue) = channel().unwrap();
+        drop(queue);
+        assert_eq!(handle.ask_blocking(VmmRequest::Ping).unwrap_err(), gone());
+    }
+
+    #[test]
+    fn the_event_is_readable_while_a_call_waits() {
+        let (handle, queue) = channel().unwrap();
+        assert!(queue.event().read().is_err());
+        let _answer = handle.submit(VmmRequest::Info).unwrap();
+        assert_eq!(queue.event().read().unwrap(), 1);
+        assert!(matches!(queue.take().unwrap().into_parts().0, VmmRequest::Info));
+        assert!(queue.take().is_none());
+    }
+
+    #[test]
+    fn chains_keep_every_layer() {
+        let error = crate::config::VmParams {
+            disks: vec!["x".into()],
+            ..crate::config::VmParams::default()
+        }
+        .into_config()
+        .unwrap_err();
+        let error = ApiError::from_error(ApiErrorKind::BadConfig, &error).context("vm.create");
+        assert_eq!(error.chain.len(), 3);
+        assert!(error.to_string().starts_with("vm.create: --disk cannot be read: 'x'"));
+    }
+}

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The HTTP server: one thread with a single-threaded runtime, one task per connection.
+//!
+//! Owns accepting, the limits of a connection, and an orderly end: the response to
+//! `vmm.shutdown` still goes out. The thread exists only if an API socket was asked for. It must
+//! never run anything of a VM.
+
+use std::future::{Future, poll_fn};
+use std::io;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+
+use super::connection;
+use super::guarded::Guarded;
+use super::request::ApiHandle;
+use super::socket::{ApiListener, SocketError};
+
+/// What a client may do.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Connections at the same time. A client is a tool or a manager; there are never many.
+    pub connections: usize,
+    /// Bytes of a request head. Ours are below 300.
+    pub head_bytes: usize,
+    /// Headers of a request.
+    pub headers: usize,
+    /// Bytes of a body. A configuration with a thousand disks has about 300 KiB.
+    pub body_bytes: usize,
+    /// Time in which a head must arrive, and a connection may stand idle.
+    pub head_time: Duration,
+    /// Time in which a body must arrive.
+    pub body_time: Duration,
+    /// Time in which a client must take some of its response.
+    pub write_time: Duration,
+    /// Time that open requests have to end when the server does.
+    pub end_time: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 128,
+            head_bytes: 16 << 10,
+            headers: 64,
+            body_bytes: 512 << 10,
+            head_time: Duration::from_secs(15),
+            body_time: Duration::from_secs(10),
+            write_time: Duration::from_secs(10),
+            end_time: Duration::from_millis(500),
+        }
+    }
+}
+
+/// Stack of the server thread: reading a large configuration is the deepest thing it does.
+const STACK_BYTES: usize = 1 << 20;
+
+/// Pause after the host had no descriptor left for a new connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// The running server; it ends when this is dropped.
+#[derive(Debug)]
+pub struct ApiServer {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ApiServer {
+    /// Starts the server on a listening socket.
+    ///
+    /// # Errors
+    /// The host gives no thread or no poll descriptor.
+    pub fn start(listener: ApiListener, handle: ApiHandle) -> Result<Self, SocketError> {
+        Self::start_with(listener, handle, Limits::default())
+    }
+
+    /// Starts the server with other limits.
+    ///
+    /// # Errors
+    /// The host gives no thread or no poll descriptor.
+    pub fn start_with(
+        listener: ApiListener,
+        handle: ApiHandle,
+        limits: Limits,
+    ) -> Result<Self, SocketError> {
+        let (stop, stopped) = oneshot::channel();
+        let (started, start) = std::sync::mpsc::sync_channel(1);
+        let thread = std::thread::Builder::new()
+            .name("http-server".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || {
+                crate::events::block_signals();
+                match prepare(&listener) {
+                    Ok((runtime, accept)) => {
+                        let _ = started.send(Ok(()));
+                        let local = tokio::task::LocalSet::new();
+                        local.block_on(&runtime, run(accept, handle, limits, stopped));
+                    }
+                    Err(error) => {
+                        let _ = started.send(Err(error));
+                    }
+                }
+                drop(listener);
+            })
+            .map_err(SocketError::Start)?;
+        match start.recv() {
+            Ok(Ok(())) => Ok(Self { stop: Some(stop), thread: Some(thread) }),
+            Ok(Err(error)) => Err(SocketError::Start(error)),
+            Err(_) => Err(SocketError::Start(io::ErrorKind::BrokenPipe.into())),
+        }
+    }
+
+    /// Ends the server: open responses go out (within a limit), the socket is removed.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("the API server has panicked");
+        }
+    }
+}
+
+impl Drop for ApiServer {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn prepare(
+    listener: &ApiListener,
+) -> io::Result<(tokio::runtime::Runtime, std::os::unix::net::UnixListener)> {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    let accept = listener.listener().try_clone()?;
+    accept.set_nonblocking(true)?;
+    Ok((runtime, accept))
+}
+
+/// Accepts until told to stop, then waits for the connections.
+async fn run(
+    accept: std::os::unix::net::UnixListener,
+    handle: ApiHandle,
+    limits: Limits,
+    stopped: oneshot::Receiver<()>,
+) {
+    let listener = match UnixListener::from_std(accept) {
+        Ok(listener) => listener,
+        Err(error) => {
+            log::error!("the API socket cannot be polled: {error}");
+            return;
+        }
+    };
+    let room = std::sync::Arc::new(Semaphore::new(limits.connections));
+    let (end, ended) = watch::channel(false);
+    let mut stopped = pin!(stopped);
+    let http = Rc::new(http(limits));
+    loop {
+        let next = {
+            let mut next = pin!(listener.accept());
+            poll_fn(|cx| match stopped.as_mut().poll(cx) {
+                Poll::Ready(_) => Poll::Ready(None),
+                Poll::Pending => next.as_mut().poll(cx).map(Some),
+            })
+            .await
+        };
+        match next {
+            None => break,
+            Some(Ok((stream, _))) => match std::sync::Arc::clone(&room).try_acquire_owned() {
+                Ok(permit) => {
+                    let (handle, ended) = (handle.clone(), ended.clone());
+                    let client = client(Rc::clone(&http), stream, handle, limits, ended, permit);
+                    tokio::task::spawn_local(client);
+                }
+                Err(_) => turn_away(stream),
+            },
+            Some(Err(error)) => {
+                log::warn!("a connection to the API cannot be accepted: {error}");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+    // Every connection holds a permit; all permits back means that all are done.
+    let _ = end.send(true);
+    let all = u32::try_from(limits.connections).unwrap_or(u32::MAX);
+    let _ = tokio::time::timeout(limits.end_time, room.acquire_many(all)).await;
+}
+
+fn http(limits: Limits) -> http1::Builder {
+    let mut http = http1::Builder::new();
+    // Old clients look for `Content-Length` in exactly this spelling.
+    http.title_case_headers(true)
+        .auto_date_header(false)
+        .max_headers(limits.headers)
+        .max_header_size(limits.head_bytes)
+        .max_buf_size(limits.head_bytes.max(8192))
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.head_time);
+    http
+}
+
+/// Serves one client until it goes, is too slow, or the server ends.
+async fn client(
+    http: Rc<http1::Builder>,
+    stream: UnixStream,
+    handle: ApiHandle,
+    limits: Limits,
+    mut ended: watch::Receiver<bool>,
+    permit: OwnedSemaphorePermit,
+) {
+    let io = TokioIo::new(Guarded::new(stream, limits.write_time));
+    let service = service_fn(move |request| connection::serve(request, handle.clone(), limits));
+    let mut connection = pin!(http.serve_connection(io, service));
+    let mut end = pin!(async move {
+        let _ = ended.wait_for(|ended| *ended).await;
+    });
+    let mut ending = false;
+    let result = poll_fn(|cx| {
+        if !ending && end.as_mut().poll(cx).is_ready() {
+            ending = true;
+            connection.as_mut().graceful_shutdown();
+        }
+        connection.as_mut().poll(cx)
+    })
+    .await;
+    if let Err(error) = result {
+        log::debug!("a connection to the API ended: {error}");
+    }
+    drop(permit);
+}
+
+/// Says at once that there is no room; what does not fit into the socket is dropped.
+fn turn_away(mut stream: UnixStream) {
+    tokio::task::spawn_local(async move {
+        let goodbye = connection::too_many();
+        let _ = tokio::time::timeout(Duration::from_secs(1), stream.write_all(&goodbye)).await;
+    });
+}

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The Unix socket on which the API listens.
+//!
+//! Owns taking the path over from a dead process, refusing it to a second live one, and removing
+//! it at the end. It must never remove a socket that somebody else answers on.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+/// Where the API listens.
+#[derive(Debug)]
+pub enum ApiSocket {
+    /// A socket is made at this path.
+    Path(PathBuf),
+    /// A listening socket that was inherited.
+    Fd(OwnedFd),
+}
+
+/// Why the API cannot listen.
+#[derive(Debug, Error)]
+pub enum SocketError {
+    /// `--api-socket` cannot be read.
+    #[error("--api-socket '{text}' is neither path=<path> nor fd=<number>")]
+    Syntax {
+        /// What was given.
+        text: String,
+    },
+    /// The descriptor is not open or not a listening Unix socket.
+    #[error("descriptor {fd} of --api-socket is not a listening Unix socket")]
+    BadFd {
+        /// The descriptor.
+        fd: i32,
+    },
+    /// Somebody answers at the path.
+    #[error("the API socket '{path}' is in use by another process, choose another path")]
+    Live {
+        /// The path.
+        path: PathBuf,
+    },
+    /// There is something else at the path.
+    #[error("'{path}' exists and is not a socket, remove it or choose another path")]
+    NotASocket {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The kernel refuses.
+    #[error("the API socket '{path}' cannot be made")]
+    Bind {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The server cannot be started.
+    #[error("the API server cannot be started")]
+    Start(#[source] io::Error),
+}
+
+impl ApiSocket {
+    /// Reads `path=<path>`, `fd=<number>` or a path alone.
+    ///
+    /// # Errors
+    /// The text is none of these, or the descriptor is not a listening Unix socket.
+    pub fn parse(text: &str) -> Result<Self, SocketError> {
+        let bad = || SocketError::Syntax { text: text.to_owned() };
+        if let Some(number) = text.strip_prefix("fd=") {
+            return inherited(number.parse().map_err(|_| bad())?).map(Self::Fd);
+        }
+        let path = text.strip_prefix("path=").unwrap_or(text);
+        if path.is_empty() { Err(bad()) } else { Ok(Self::Path(PathBuf::from(path))) }
+    }
+}
+
+/// Takes over a descriptor that the process was started with.
+fn inherited(fd: i32) -> Result<OwnedFd, SocketError> {
+    let (mut accepts, mut domain) = (0_i32, 0_i32);
+    let check = |option, value: &mut i32| {
+        let mut len = libc::socklen_t::try_from(size_of::<i32>()).unwrap_or_default();
+        // SAFETY: `value` and `len` are valid for writes of their sizes for the whole call.
+        fd > 2
+            && unsafe {
+                libc::getsockopt(
+                    fd,
+                    libc::SOL_SOCKET,
+                    option,
+                    std::ptr::from_mut(value).cast(),
+                    &raw mut len,
+                ) == 0
+            }
+    };
+    let known = check(libc::SO_ACCEPTCONN, &mut accepts) && check(libc::SO_DOMAIN, &mut domain);
+    if !known || accepts == 0 || domain != libc::AF_UNIX {
+        return Err(SocketError::BadFd { fd });
+    }
+    // SAFETY: the descriptor is open (getsockopt has just succeeded on it); the person who gave
+    // its number on the command line gives it to this process, and nothing else here knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A socket that listens; its path is removed when this is dropped.
+#[derive(Debug)]
+pub struct ApiListener {
+    listener: UnixListener,
+    made: Option<Made>,
+}
+
+/// A socket file that this process made.
+#[derive(Debug)]
+struct Made {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl ApiListener {
+    /// Starts to listen.
+    ///
+    /// # Errors
+    /// The path is in use, is not a socket, or cannot be made.
+    pub fn bind(socket: ApiSocket) -> Result<Self, SocketError> {
+        match socket {
+            ApiSocket::Fd(fd) => Ok(Self { listener: UnixListener::from(fd), made: None }),
+            ApiSocket::Path(path) => {
+                remove_stale(&path)?;
+                let failed = |source| SocketError::Bind { path: path.clone(), source };
+                let listener = UnixListener::bind(&path).map_err(failed)?;
+                fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
+                let metadata = fs::symlink_metadata(&path).map_err(failed)?;
+                let (device, inode) = (metadata.dev(), metadata.ino());
+                Ok(Self { listener, made: Some(Made { path, device, inode }) })
+            }
+        }
+    }
+
+    /// The listening socket.
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+}
+
+impl Drop for ApiListener {
+    fn drop(&mut self) {
+        let Some(made) = &self.made else { return };
+        // Somebody may have put another socket there meanwhile; that one stays.
+        if let Ok(metadata) = fs::symlink_metadata(&made.path)
+            && (metadata.dev(), metadata.ino()) == (made.device, made.inode)
+            && let Err(error) = fs::remove_file(&made.path)
+        {
+            log::warn!("the API socket '{}' cannot be removed: {error}", made.path.display());
+        }
+    }
+}
+
+/// Removes the socket of a process that is gone.
+fn remove_stale(path: &Path) -> Result<(), SocketError> {
+    let failed = |source| SocketError::Bind { path: path.to_owned(), source };
+    let metadata = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(failed(error)),
+    };
+    if !metadata.file_type().is_socket() {
+        return Err(SocketError::NotASocket { path: path.to_owned() });
+    }
+    match probe(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            log::info!("replacing the stale API socket '{}'", path.display());
+            fs::remove_file(path).map_err(failed)
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        // Connected, or the queue of a live listener is full.
+        _ => Err(SocketError::Live { path: path.to_owned() }),
+    }
+}
+
+/// Whether somebody listens. Does not wait for a listener whose queue is full: connecting to that
+/// one fails with `WouldBlock`, which also means that it lives.
+fn probe(path: &Path) -> io::Result<()> {
+    // SAFETY: all zero is a valid sockaddr_un.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::sa_family_t::try_from(libc::AF_UNIX).unwrap_or_default();
+    let bytes = path.as_os_str().as_bytes();
+    if bytes.len() >= address.sun_path.len() {
+        return Err(io::Error::from(io::ErrorKind::InvalidFilename));
+    }
+    for (slot, byte) in address.sun_path.iter_mut().zip(bytes) {
+        *slot = libc::c_char::from_ne_bytes([*byte]);
+    }
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    // SAFETY: no memory is passed.
+    let fd = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let len = libc::socklen_t::try_from(size_of_val(&address)).unwrap_or_default();
+    // SAFETY: `address` is an initialised sockaddr_un of `len` bytes that outlives the call.
+    let done = unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), len) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

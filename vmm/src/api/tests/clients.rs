@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Clients that behave, and clients that do not.
+
+use std::io::{BufRead as _, BufReader};
+use std::time::Instant;
+
+use super::super::client::ClientError;
+use super::super::endpoints::Method::{Get, Put};
+use super::*;
+
+const PING: &[u8] = b"GET /api/v1/vmm.ping HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n";
+
+fn short() -> Limits {
+    Limits {
+        head_time: Duration::from_millis(150),
+        body_time: Duration::from_millis(150),
+        write_time: Duration::from_millis(150),
+        ..Limits::default()
+    }
+}
+
+fn head(path: &str, headers: &str) -> String {
+    format!("PUT /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n")
+}
+
+#[test]
+fn answers_have_bodies_or_none() {
+    let fixture = Fixture::new();
+    let ask = |method, name| fixture.client().ask(method, name, None).unwrap();
+    assert_eq!(ask(Put, "vm.shutdown"), None);
+    assert_eq!(ask(Get, "vm.counters").as_deref(), Some(r#"{"_net0":{"rx_bytes":7}}"#));
+    assert_eq!(ask(Get, "vm.migration-progress").as_deref(), Some(r#"{"phase":"precopy"}"#));
+    let info: VmInfo = serde_json::from_str(&ask(Get, "vm.info").unwrap()).unwrap();
+    assert_eq!(info, large_info());
+}
+
+#[test]
+fn every_kind_of_failure_has_its_status_and_keeps_its_chain() {
+    let fixture = Fixture::new();
+    for (name, expected) in [
+        ("vm.boot", "NotFound"),
+        ("vm.pause", "MethodNotAllowed"),
+        ("vm.resume", "Conflict"),
+        ("vm.reboot", "InternalServerError"),
+    ] {
+        let error = fixture.client().ask(Put, name, None).unwrap_err();
+        let ClientError::Refused { status, reasons } = error else { panic!("{error}") };
+        assert_eq!((status.as_str(), reasons.join("/").as_str()), (expected, "outer/inner"));
+    }
+}
+
+#[test]
+fn paths_and_methods() {
+    let fixture = Fixture::new();
+    let status = |method: &str, path: &str| {
+        let text = fixture.raw(
+            format!("{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes(),
+        );
+        text.split(' ').nth(1).unwrap().to_owned()
+    };
+    assert_eq!(status("GET", "/api/v1/vmm.ping"), "200");
+    assert_eq!(status("GET", "/api/v1/vm.boot"), "405");
+    assert_eq!(status("POST", "/api/v1/vm.create"), "405");
+    assert_eq!(status("GET", "/api/v1/nothing"), "404");
+    assert_eq!(status("GET", "/"), "404");
+    assert_eq!(status("GET", "/api/v2/vmm.ping"), "404");
+    for name in endpoints::UNSUPPORTED {
+        assert_eq!(status("PUT", &format!("/api/v1/{name}")), "501", "{name}");
+    }
+}
+
+#[test]
+fn headers_are_spelled_as_old_clients_look_for_them() {
+    let fixture = Fixture::new();
+    let text = fixture
+        .raw(b"GET /api/v1/vmm.ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    assert!(text.starts_with("HTTP/1.1 200 OK\r\n"), "{text}");
+    assert!(text.contains("\r\nContent-Length: "), "{text}");
+}
+
+#[test]
+fn bodies_that_are_wrong_get_reasons() {
+    let fixture = Fixture::new();
+    let refused = |name, body: &str| {
+        let error = fixture.client().ask(Put, name, Some(body.to_owned())).unwrap_err();
+        let ClientError::Refused { status, reasons } = error else { panic!("{error}") };
+        assert_eq!(status, "BadRequest");
+        reasons.join(": ")
+    };
+    assert!(refused("vm.create", "").contains("it is empty"));
+    assert!(refused("vm.create", "{").contains("EOF"));
+    assert!(refused("vm.create", "{}").contains("missing field `payload`"));
+    assert!(refused("vm.create", r#"{"payload":{}}"#).contains("no kernel"));
+    let unsupported = refused("vm.create", r#"{"payload":{"kernel":"/k"},"pvpanic":true}"#);
+    assert!(unsupported.ends_with("'pvpanic' is not supported by this version"), "{unsupported}");
+    assert!(refused("vm.send-migration", "{}").contains("destination_url"));
+    let url = r#"{"destination_url":"http://x"}"#;
+    assert!(refused("vm.send-migration", url).contains("is not an address"));
+    let good = r#"{"payload":{"kernel":"/k"},"unknown_field":{"x":1}}"#.to_owned();
+    assert_eq!(fixture.client().ask(Put, "vm.create", Some(good)).unwrap(), None);
+}
+
+#[test]
+fn rubbish_is_answered_and_forgotten() {
+    let fixture = Fixture::new();
+    let rubbish: [&[u8]; 6] = [
+        b"\0\xff\0\xff\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PUT /api/v1/vm.create HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"PUT /api/v1/vm.create HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"PUT /api/v1/vm.create HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    ];
+    for bytes in rubbish {
+        let text = fixture.raw(bytes);
+        assert!(text.is_empty() || text.starts_with("HTTP/1.1 4"), "{bytes:?}: {text}");
+        fixture.ping();
+    }
+}
+
+#[test]
+fn oversized_heads_and_bodies_are_refused_without_reading_them() {
+    let fixture = Fixture::with(Limits { body_bytes: 1000, ..Limits::default() });
+    let long = format!("X: {}\r\n", "x".repeat(64 << 10));
+    let text = fixture.raw(head("vm.create", &long).as_bytes());
+    assert!(text.starts_with("HTTP/1.1 431"), "{text}");
+    let many = "X: y\r\n".repeat(500);
+    let text = fixture.raw(head("vm.create", &many).as_bytes());
+    assert!(text.starts_with("HTTP/1.1 431"), "{text}");
+    let text = fixture.raw(head("vm.create", "Content-Length: 99999999999\r\n").as_bytes());
+    assert!(text.starts_with("HTTP/1.1 413"), "{text}");
+    let mut chunked = head("vm.create", "Transfer-Encoding: chunked\r\n");
+    for _ in 0..20 {
+        chunked.push_str("64\r\n");
+        chunked.push_str(&"x".repeat(100));
+        chunked.push_str("\r\n");
+    }
+    let text = fixture.raw(chunked.as_bytes());
+    assert!(text.starts_with("HTTP/1.1 413"), "{text}");
+    fixture.ping();
+}
+
+#[test]
+fn slow_heads_and_idle_connections_are_closed_and_block_nobody() {
+    let fixture = Fixture::with(short());
+    let mut slow = fixture.connect();
+    slow.write_all(b"GET /api/v1/vmm.ping HT").unwrap();
+    let mut idle = fixture.connect();
+    for _ in 0..20 {
+        fixture.ping();
+    }
+    // Both end by themselves; the read timeout of the test would show if they did not.
+    read_to_end(&mut slow);
+    assert_eq!(read_to_end(&mut idle), "");
+}
+
+#[test]
+fn slow_bodies_are_given_up() {
+    let fixture = Fixture::with(short());
+    let mut slow = fixture.connect();
+    slow.write_all(head("vm.create", "Content-Length: 100\r\n").as_bytes()).unwrap();
+    fixture.ping();
+    let text = read_to_end(&mut slow);
+    assert!(text.starts_with("HTTP/1.1 408"), "{text}");
+}
+
+#[test]
+fn clients_that_do_not_read_are_given_up() {
+    let fixture = Fixture::with(short());
+    let mut deaf = fixture.connect();
+    deaf.set_write_timeout(Some(Duration::from_secs(20))).unwrap();
+    let info = b"GET /api/v1/vm.info HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    // Each answer has 400 KiB, which the socket cannot hold; the server must hang up.
+    let begun = Instant::now();
+    while deaf.write_all(info).is_ok() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "the server never hung up");
+        std::thread::yield_now();
+    }
+    fixture.ping();
+}
+
+#[test]
+fn pipelined_requests_are_answered_in_order() {
+    let fixture = Fixture::new();
+    let mut stream = fixture.connect();
+    let boot = head("vm.boot", "");
+    stream.write_all(&[PING, boot.as_bytes(), PING].concat()).unwrap();
+    let mut reader = BufReader::new(stream);
+    let mut statuses = Vec::new();
+    while statuses.len() < 3 {
+        let mut length = 0;
+        let mut line = String::new();
+        reader.read_line(&mut line).unwrap();
+        statuses.push(line.split(' ').nth(1).unwrap().to_owned());
+        while line != "\r\n" {
+            if let Some(value) = line.strip_prefix("Content-Length: ") {
+                length = value.trim().parse().unwrap();
+            }
+            line.clear();
+            reader.read_line(&mut line).unwrap();
+        }
+        reader.read_exact(&mut vec![0; length]).unwrap();
+    }
+    assert_eq!(statuses, ["200", "404", "200"]);
+}
+
+#[test]
+fn many_clients_at_once() {
+    let fixture = Fixture::new();
+    std::thread::scope(|scope| {
+        for _ in 0..64 {
+            let client = fixture.client();
+            scope.spawn(move || {
+                for _ in 0..5 {
+                    assert!(client.ask(Get, "vmm.ping", None).unwrap().is_some());
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn too_many_clients_are_turned_away_and_later_ones_served() {
+    let fixture = Fixture::with(Limits { connections: 2, ..Limits::default() });
+    let mut first = fixture.connect();
+    let mut second = fixture.connect();
+    // Answers prove that both are connected, not merely queued.
+    let mut answer = [0_u8; 16];
+    for stream in [&mut first, &mut second] {
+        stream.write_all(PING).unwrap();
+        stream.read_exact(&mut answer).unwrap();
+    }
+    let text = read_to_end(&mut fixture.connect());
+    assert!(text.starts_with("HTTP/1.1 503"), "{text}");
+    drop((first, second));
+    // The places become free as soon as the server notices.
+    let begun = Instant::now();
+    while fixture.client().ask(Get, "vmm.ping", None).is_err() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "the places never became free");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_long_request_blocks_nobody_and_is_answered_when_it_ends() {
+    let fixture = Fixture::with(short());
+    let waiting = fixture.client();
+    let body = r#"{"receiver_url":"unix:/x"}"#.to_owned();
+    let long = std::thread::spawn(move || waiting.ask(Put, "vm.receive-migration", Some(body)));
+    let responder = fixture.held.recv().unwrap();
+    for _ in 0..20 {
+        fixture.ping();
+    }
+    assert!(!long.is_finished());
+    responder.answer(Ok(ApiReply::Empty));
+    assert_eq!(long.join().unwrap().unwrap(), None);
+}
+
+#[test]
+fn a_client_that_leaves_during_a_long_request_does_no_harm() {
+    let fixture = Fixture::new();
+    let mut stream = fixture.connect();
+    let body = r#"{"receiver_url":"unix:/x"}"#;
+    let length = format!("Content-Length: {}\r\n", body.len());
+    stream.write_all((head("vm.receive-migration", &length) + body).as_bytes()).unwrap();
+    let responder = fixture.held.recv().unwrap();
+    drop(stream);
+    fixture.ping();
+    responder.answer(Ok(ApiReply::Empty));
+    fixture.ping();
+}
+
+#[test]
+fn the_last_answer_goes_out_when_the_server_ends() {
+    let mut fixture = Fixture::with(Limits { end_time: Duration::from_secs(20), ..short() });
+    let waiting = fixture.client();
+    let body = r#"{"receiver_url":"unix:/x"}"#.to_owned();
+    let long = std::thread::spawn(move || waiting.ask(Put, "vm.receive-migration", Some(body)));
+    let responder = fixture.held.recv().unwrap();
+    let server = fixture.server.take().unwrap();
+    let ending = std::thread::spawn(move || server.stop());
+    responder.answer(Ok(ApiReply::Empty));
+    assert_eq!(long.join().unwrap().unwrap(), None);
+    ending.join().unwrap();
+    assert!(!fixture.path().exists());
+}
+
+#[test]
+fn an_unanswered_request_does_not_keep_the_server() {
+    let mut fixture = Fixture::new();
+    let waiting = fixture.client();
+    let body = r#"{"receiver_url":"unix:/x"}"#.to_owned();
+    let long = std::thread::spawn(move || waiting.ask(Put, "vm.receive-migration", Some(body)));
+    let responder = fixture.held.recv().unwrap();
+    fixture.server.take().unwrap().stop();
+    assert!(long.join().unwrap().is_err());
+    responder.answer(Ok(ApiReply::Empty));
+}
+
+#[test]
+fn nobody_there() {
+    let error = client::Client::new("/nonexistent/socket").ask(Get, "vmm.ping", None).unwrap_err();
+    assert!(error.to_string().contains("'/nonexistent/socket' cannot be reached"), "{error}");
+}

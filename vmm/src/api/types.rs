@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The answers of the API, as JSON has them.
+//!
+//! Owns their definitions (schema included) and the version that is reported. It must never
+//! compute an answer.
+
+use std::collections::BTreeMap;
+
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, Schema, Type};
+
+use crate::config::VmConfig;
+use crate::config::codec::JsonOnly;
+use crate::config::family::{option_enum, option_family};
+use crate::config::value::{FieldValue, SchemaSet};
+
+/// Version of the program whose interface this is; clients choose by it what they may ask for.
+pub const COMPATIBLE_VERSION: &str = "53.0.0";
+
+/// Version of this program.
+pub const BUILD_VERSION: &str = concat!("godwit v", env!("CARGO_PKG_VERSION"));
+
+/// Version of the API description.
+pub const API_VERSION: &str = "0.3.0";
+
+option_enum! {
+    /// Where a VM is in its life.
+    VmState = "created|running|shutdown|paused|breakpoint", default Created {
+        /// It has a configuration and has not run yet.
+        Created = "created",
+        /// Its vCPUs run.
+        Running = "running",
+        /// It has run and was shut down.
+        Shutdown = "shutdown",
+        /// Its vCPUs stand still.
+        Paused = "paused",
+        /// It stands at a breakpoint.
+        BreakPoint = "breakpoint",
+    }
+}
+
+option_family! {
+    /// What answers at the other end.
+    VmmPingResponse "ping" {
+        /// Name and version of the program.
+        build_version: String = BUILD_VERSION.to_owned(), "" as JsonOnly;
+        /// Version of the interface.
+        version: String = COMPATIBLE_VERSION.to_owned(), "" as JsonOnly, required_json();
+        /// Process.
+        pid: i64 = i64::from(std::process::id()), "" as JsonOnly;
+        /// Optional features that were built in.
+        features: Vec<String> = vec!["kvm".to_owned()], "" as JsonOnly;
+    }
+}
+
+option_family! {
+    /// A device of a VM.
+    DeviceNode "device-node" {
+        /// Name.
+        id: String = String::new(), "" as JsonOnly;
+        /// What it uses.
+        resources: Vec<serde_json::Value> = Vec::new(), "" as JsonOnly;
+        /// What it hangs on.
+        parent: Option<String> = None, "" as JsonOnly;
+        /// What hangs on it.
+        children: Vec<String> = Vec::new(), "" as JsonOnly;
+        /// Its place on the PCI bus.
+        pci_bdf: Option<String> = None, "" as JsonOnly;
+    }
+}
+
+option_family! {
+    /// A VM: its configuration and what has become of it.
+    VmInfo "info" {
+        /// Configuration, with everything that was filled in.
+        config: VmConfig = VmConfig::default(), "" as JsonOnly, required_json();
+        /// Where it is in its life.
+        state: VmState = VmState::Created, "" as JsonOnly, required_json();
+        /// Bytes of memory that the guest has now.
+        memory_actual_size: u64 = 0, "" as JsonOnly;
+        /// Its devices by name.
+        device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly;
+    }
+}
+
+/// Counters of the devices: device, then counter.
+pub type VmCounters = BTreeMap<String, BTreeMap<String, u64>>;
+
+impl<T: FieldValue> FieldValue for BTreeMap<String, T> {
+    fn schema() -> RefOr<Schema> {
+        ObjectBuilder::new()
+            .schema_type(Type::Object)
+            .additional_properties(Some(AdditionalProperties::RefOr(T::schema())))
+            .into()
+    }
+
+    fn type_name() -> String {
+        format!("map of {}", T::type_name())
+    }
+
+    fn collect_schemas(out: &mut SchemaSet) {
+        T::collect_schemas(out);
+    }
+}
+
+impl FieldValue for serde_json::Value {
+    fn schema() -> RefOr<Schema> {
+        ObjectBuilder::new().schema_type(Type::Object).into()
+    }
+
+    fn type_name() -> String {
+        "object".to_owned()
+    }
+}

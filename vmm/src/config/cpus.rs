@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `--cpus`: how many vCPUs, how they look to the guest, where they run.
+//!
+//! Owns the family and the rules within it. It must never ask the host what it can do.
+
+use super::codec::{Choice, Int, IntList, JsonOnly, One, Opt, Toggle, ValueCodec, pair_items};
+use super::error::ConfigError;
+use super::family::{option_enum, option_family};
+use super::option_string::list_items;
+
+/// Most vCPUs of a VM: local APIC ids are eight bits wide in the tables that the guest gets, and
+/// 255 means "all".
+pub const MAX_VCPUS: u32 = 254;
+
+/// Physical address bits of a guest that was booted through PVH with 4-level paging.
+pub const DEFAULT_MAX_PHYS_BITS: u8 = 46;
+
+option_enum! {
+    /// Which vCPUs may share a physical core at the same time.
+    CoreSchedulingMode = "vm|vcpu|off", default Vm {
+        /// Those of one VM.
+        Vm = "vm",
+        /// None but the vCPU itself.
+        Vcpu = "vcpu",
+        /// Anything may.
+        Off = "off",
+    }
+}
+
+option_family! {
+    /// Number of threads, cores, dies and packages that the guest sees.
+    CpuTopology "topology" {
+        /// Threads of a core.
+        threads_per_core: u16 = 1, "" as JsonOnly, range(1, 254);
+        /// Cores of a die.
+        cores_per_die: u16 = 1, "" as JsonOnly, range(1, 254);
+        /// Dies of a package.
+        dies_per_package: u16 = 1, "" as JsonOnly, range(1, 254);
+        /// Packages (sockets).
+        packages: u16 = 1, "" as JsonOnly, range(1, 254);
+    }
+}
+
+impl CpuTopology {
+    /// Number of logical CPUs.
+    pub fn product(&self) -> u64 {
+        u64::from(self.threads_per_core)
+            * u64::from(self.cores_per_die)
+            * u64::from(self.dies_per_package)
+            * u64::from(self.packages)
+    }
+}
+
+option_family! {
+    /// Host CPUs on which a vCPU may run.
+    CpuAffinity "affinity" {
+        /// The vCPU.
+        vcpu: u32 = 0, "" as JsonOnly, required_json();
+        /// The host CPUs.
+        host_cpus: Vec<u32> = Vec::new(), "" as JsonOnly, required_json();
+    }
+}
+
+option_family! {
+    /// CPU features beyond what every host has.
+    CpuFeatures "features" {
+        /// Advanced matrix extensions.
+        amx: bool = false, "" as JsonOnly;
+    }
+}
+
+option_family! {
+    /// Virtual CPUs.
+    CpusConfig "cpus" {
+        /// Number of vCPUs that run at boot.
+        boot_vcpus: u32 = 1, "boot" as One<Int>, required_json(), range(1, 254);
+        /// Number of vCPUs that the guest is prepared for; as many as at boot unless given.
+        max_vcpus: u32 = 1, "max" as One<Int>, required_json(), range(1, 254);
+        /// Threads, cores, dies and packages; their product must be the maximum number of vCPUs.
+        topology: Option<CpuTopology> = None, "topology" as Opt<TopologyText>;
+        /// Hyper-V enlightenments.
+        kvm_hyperv: bool = false, "kvm_hyperv" as One<Toggle>, unsupported();
+        /// Most physical address bits that the guest sees.
+        max_phys_bits: u8 = DEFAULT_MAX_PHYS_BITS, "max_phys_bits" as One<Int>, range(32, 52);
+        /// Host CPUs for each vCPU.
+        affinity: Option<Vec<CpuAffinity>> = None, "affinity" as Opt<AffinityText>;
+        /// CPU features to switch on.
+        features: CpuFeatures = CpuFeatures::default(), "features" as One<FeaturesText>;
+        /// Whether the guest may use virtualization itself, where the host has it.
+        nested: bool = true, "nested" as One<Toggle>;
+        /// Core scheduling.
+        core_scheduling: CoreSchedulingMode = CoreSchedulingMode::Vm,
+            "core_scheduling" as One<Choice>;
+    }
+}
+
+impl CpusConfig {
+    /// Reads the option string. `max` follows `boot` if it is not given, which a plain default
+    /// cannot say.
+    ///
+    /// # Errors
+    /// As [`super::family::Family::parse`].
+    pub fn parse_cpus(text: &str) -> Result<Self, super::option_string::OptionError> {
+        use super::family::Family as _;
+        let mut config = Self::parse(text)?;
+        let keys = [super::option_string::KeySyntax { key: "max", value: Some("") }];
+        let max_given =
+            super::option_string::split_commas(text).unwrap_or_default().iter().any(|part| {
+                part.split_once('=')
+                    .is_some_and(|(k, v)| k.trim() == keys[0].key && !v.trim().is_empty())
+            });
+        if !max_given {
+            config.max_vcpus = config.boot_vcpus;
+        }
+        Ok(config)
+    }
+
+    /// Checks the rules within the family.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        if self.max_vcpus < self.boot_vcpus {
+            return Err(ConfigError::VcpusMaxBelowBoot {
+                max: self.max_vcpus,
+                boot: self.boot_vcpus,
+            });
+        }
+        if let Some(topology) = &self.topology {
+            let product = topology.product();
+            if product != u64::from(self.max_vcpus) {
+                return Err(ConfigError::TopologyProduct { product, max: self.max_vcpus });
+            }
+        }
+        if self.core_scheduling == CoreSchedulingMode::Vcpu {
+            return Err(ConfigError::Unsupported {
+                names: vec!["cpus.core_scheduling=vcpu".into()],
+            });
+        }
+        let mut seen = std::collections::BTreeSet::new();
+        for entry in self.affinity.iter().flatten() {
+            if entry.vcpu >= self.max_vcpus {
+                return Err(ConfigError::AffinityVcpu { vcpu: entry.vcpu, max: self.max_vcpus });
+            }
+            if entry.host_cpus.is_empty() || !seen.insert(entry.vcpu) {
+                return Err(ConfigError::AffinityEntry { vcpu: entry.vcpu });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `threads:cores:dies:packages`.
+#[derive(Debug)]
+pub struct TopologyText;
+
+impl ValueCodec<CpuTopology> for TopologyText {
+    const SYNTAX: &'static str = "<threads_per_core>:<cores_per_die>:<dies_per_package>:<packages>";
+
+    fn parse(raw: &str) -> Result<CpuTopology, String> {
+        const EXPECTED: &str = "expected threads:cores:dies:packages, each from 1 to 254";
+        let parts: Option<Vec<u16>> = raw
+            .split(':')
+            .map(|part| part.parse().ok().filter(|n| (1..=254).contains(n)))
+            .collect();
+        match parts.as_deref() {
+            Some(&[threads_per_core, cores_per_die, dies_per_package, packages]) => {
+                Ok(CpuTopology { threads_per_core, cores_per_die, dies_per_package, packages })
+            }
+            _ => Err(EXPECTED.to_owned()),
+        }
+    }
+
+    fn print(value: &CpuTopology) -> String {
+        format!(
+            "{}:{}:{}:{}",
+            value.threads_per_core, value.cores_per_die, value.dies_per_package, value.packages
+        )
+    }
+}
+
+/// `[vcpu@[cpus],...]`.
+#[derive(Debug)]
+pub struct AffinityText;
+
+impl ValueCodec<Vec<CpuAffinity>> for AffinityText {
+    const SYNTAX: &'static str = "<list_of_vcpus_with_their_associated_cpuset>";
+
+    fn parse(raw: &str) -> Result<Vec<CpuAffinity>, String> {
+        const EXPECTED: &str = "expected vCPUs with their host CPUs, like [0@[0,1],1@[2-3]]";
+        let mut out = Vec::new();
+        for (vcpu, cpus) in pair_items(raw).ok_or(EXPECTED)? {
+            let vcpu = vcpu.parse().map_err(|_| EXPECTED)?;
+            out.push(CpuAffinity {
+                vcpu,
+                host_cpus: <IntList as ValueCodec<Vec<u32>>>::parse(cpus)?,
+            });
+        }
+        Ok(out)
+    }
+
+    fn print(value: &Vec<CpuAffinity>) -> String {
+        let items: Vec<_> = value
+            .iter()
+            .map(|entry| format!("{}@{}", entry.vcpu, IntList::print(&entry.host_cpus)))
+            .collect();
+        format!("[{}]", items.join(","))
+    }
+}
+
+/// `amx` or `[amx]`.
+#[derive(Debug)]
+pub struct FeaturesText;
+
+impl ValueCodec<CpuFeatures> for FeaturesText {
+    const SYNTAX: &'static str = "<list_of_features_to_enable>";
+
+    fn parse(raw: &str) -> Result<CpuFeatures, String> {
+        let mut features = CpuFeatures::default();
+        for name in list_items(raw).ok_or("expected a list of features, like [amx]")? {
+            match name {
+                "amx" => features.amx = true,
+                _ => return Err(format!("feature '{name}' is unknown (known: amx)")),
+            }
+        }
+        Ok(features)
+    }
+
+    fn print(value: &CpuFeatures) -> String {
+        if value.amx { "[amx]" } else { "[]" }.to_owned()
+    }
+}

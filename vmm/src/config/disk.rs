@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `--disk`: block devices.
+//!
+//! Owns the family and the rules within it. It must never open an image.
+
+use std::path::PathBuf;
+
+use super::codec::{
+    Choice, File, Id, Int, IntList, JsonOnly, One, Opt, Text, Toggle, ValueCodec, pair_items,
+};
+use super::error::ConfigError;
+use super::family::{option_enum, option_family};
+use super::rate_limiter::{RateLimiterConfig, RateLimiterKeys};
+
+/// Bytes of a serial number in the virtio block specification (5.2.6.1).
+pub const MAX_SERIAL_BYTES: usize = 20;
+
+/// Smallest queue that a block device works with: a request takes three descriptors.
+pub const MIN_QUEUE_SIZE: u16 = 4;
+
+option_enum! {
+    /// Format of a disk image.
+    ImageType = "raw|qcow2|vhd|vhdx|unknown", default Unknown {
+        /// Fixed VHD.
+        FixedVhd = "vhd",
+        /// QCOW2.
+        Qcow2 = "qcow2",
+        /// Raw.
+        Raw = "raw",
+        /// VHDX.
+        Vhdx = "vhdx",
+        /// To be found out.
+        Unknown = "unknown",
+    }
+}
+
+option_enum! {
+    /// What is locked while a disk image is in use.
+    LockGranularity = "byte-range|full", default ByteRange {
+        /// The bytes that the image has when it is opened.
+        ByteRange = "byte-range",
+        /// The whole file, however it grows.
+        Full = "full",
+    }
+}
+
+option_family! {
+    /// Host CPUs on which a queue is served.
+    VirtQueueAffinity "queue-affinity" {
+        /// The queue.
+        queue_index: u16 = 0, "" as JsonOnly, required_json();
+        /// The host CPUs.
+        host_cpus: Vec<u32> = Vec::new(), "" as JsonOnly, required_json();
+    }
+}
+
+option_family! {
+    /// A block device.
+    DiskConfig "disk" {
+        /// Disk image or block device.
+        path: Option<PathBuf> = None, "path" as Opt<File>;
+        /// The guest cannot write.
+        readonly: bool = false, "readonly" as One<Toggle>;
+        /// Bypass the host's page cache.
+        direct: bool = false, "direct" as One<Toggle>;
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        /// Number of queues.
+        num_queues: u16 = 1, "num_queues" as One<Int>, range(1, 254);
+        /// Descriptors of each queue, a power of two.
+        queue_size: u16 = 128, "queue_size" as One<Int>, range(4, 32768);
+        /// Served by another process through vhost-user.
+        vhost_user: bool = false, "vhost_user" as One<Toggle>, unsupported();
+        /// Socket of that process.
+        vhost_socket: Option<String> = None, "socket" as Opt<Text>, unsupported();
+        /// Limits of bytes and operations.
+        rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys, unsupported();
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// Serial number that the guest sees, at most 20 bytes.
+        serial: Option<String> = None, "serial" as Opt<Text>;
+        /// Rate limit group that the disk belongs to.
+        rate_limit_group: Option<String> = None, "rate_limit_group" as Opt<Id>, unsupported();
+        /// Host CPUs for each queue.
+        queue_affinity: Option<Vec<VirtQueueAffinity>> = None,
+            "queue_affinity" as Opt<QueueAffinityText>, unsupported();
+        /// Follow references to backing files in the image.
+        backing_files: bool = false, "backing_files" as One<Toggle>, unsupported();
+        /// Give space back to the host when the guest discards.
+        sparse: bool = true, "sparse" as One<Toggle>;
+        /// Format of the image.
+        image_type: ImageType = ImageType::Unknown, "image_type" as One<Choice>;
+        /// What is locked while the image is in use.
+        lock_granularity: LockGranularity = LockGranularity::ByteRange,
+            "lock_granularity" as One<Choice>;
+        /// Do not use io_uring.
+        disable_io_uring: bool = false, "_disable_io_uring" as One<Toggle>, hidden();
+        /// Do not use Linux AIO (never used here, accepted for old scripts).
+        disable_aio: bool = false, "_disable_aio" as One<Toggle>, hidden();
+    }
+}
+
+impl DiskConfig {
+    /// Checks the rules within the family.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self, boot_vcpus: u32) -> Result<(), ConfigError> {
+        let name = self.id.as_deref().unwrap_or_default();
+        let refuse = |problem: String| {
+            Err(ConfigError::Device { what: "disk", id: name.to_owned(), problem })
+        };
+        if self.path.as_ref().is_none_or(|path| path.as_os_str().is_empty()) {
+            return refuse("needs a path".into());
+        }
+        if !self.queue_size.is_power_of_two() || self.queue_size < MIN_QUEUE_SIZE {
+            return refuse(format!(
+                "queue_size {} is not a power of two from 4 on",
+                self.queue_size
+            ));
+        }
+        if u32::from(self.num_queues) > boot_vcpus {
+            return refuse(format!(
+                "num_queues {} exceeds the number of vCPUs ({boot_vcpus})",
+                self.num_queues
+            ));
+        }
+        if let Some(serial) = &self.serial
+            && serial.len() > MAX_SERIAL_BYTES
+        {
+            return refuse(format!("serial '{serial}' is longer than {MAX_SERIAL_BYTES} bytes"));
+        }
+        if !matches!(self.image_type, ImageType::Raw | ImageType::Unknown) {
+            return Err(ConfigError::Unsupported {
+                names: vec![format!("disk image_type {:?} ('{name}')", self.image_type)],
+            });
+        }
+        Ok(())
+    }
+}
+
+/// `[queue@[cpus],...]`.
+#[derive(Debug)]
+pub struct QueueAffinityText;
+
+impl ValueCodec<Vec<VirtQueueAffinity>> for QueueAffinityText {
+    const SYNTAX: &'static str = "<list_of_queue_indices_with_their_associated_cpuset>";
+
+    fn parse(raw: &str) -> Result<Vec<VirtQueueAffinity>, String> {
+        const EXPECTED: &str = "expected queues with their host CPUs, like [0@[0,1],1@[2-3]]";
+        let mut out = Vec::new();
+        for (queue, cpus) in pair_items(raw).ok_or(EXPECTED)? {
+            let queue_index = queue.parse().map_err(|_| EXPECTED)?;
+            let host_cpus = <IntList as ValueCodec<Vec<u32>>>::parse(cpus)?;
+            out.push(VirtQueueAffinity { queue_index, host_cpus });
+        }
+        Ok(out)
+    }
+
+    fn print(value: &Vec<VirtQueueAffinity>) -> String {
+        let items: Vec<_> = value
+            .iter()
+            .map(|entry| format!("{}@{}", entry.queue_index, IntList::print(&entry.host_cpus)))
+            .collect();
+        format!("[{}]", items.join(","))
+    }
+}

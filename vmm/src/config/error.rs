@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What can be wrong with a configuration.
+//!
+//! Owns one enum; each variant names the thing and says what to change.
+
+use thiserror::Error;
+
+use super::option_string::OptionError;
+
+/// Why a configuration was refused.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum ConfigError {
+    /// An option string could not be read.
+    #[error("--{option} cannot be read")]
+    Option {
+        /// The command line option, without dashes.
+        option: &'static str,
+        /// What is wrong with it.
+        #[source]
+        source: OptionError,
+    },
+    /// Things that are known but not built.
+    #[error("{} not supported by this version", list_names(names))]
+    Unsupported {
+        /// JSON paths or options.
+        names: Vec<String>,
+    },
+    /// There is nothing to boot.
+    #[error("there is no kernel to boot, give --kernel or payload.kernel")]
+    KernelMissing,
+    /// The command line does not fit.
+    #[error("the kernel command line has {bytes} bytes, at most {max_bytes} are possible")]
+    CmdlineTooLong {
+        /// Bytes that it has.
+        bytes: usize,
+        /// Bytes that it may have.
+        max_bytes: usize,
+    },
+    /// The command line has a zero byte.
+    #[error("the kernel command line contains a zero byte")]
+    CmdlineHasNul,
+    /// Fewer vCPUs at most than at boot.
+    #[error("the maximum number of vCPUs ({max}) is below the number at boot ({boot})")]
+    VcpusMaxBelowBoot {
+        /// Most vCPUs.
+        max: u32,
+        /// vCPUs at boot.
+        boot: u32,
+    },
+    /// The topology describes another number of vCPUs.
+    #[error("the topology has {product} logical CPUs, the VM has at most {max} vCPUs")]
+    TopologyProduct {
+        /// Threads times cores times dies times packages.
+        product: u64,
+        /// Most vCPUs.
+        max: u32,
+    },
+    /// Affinity of a vCPU that is not there.
+    #[error("affinity names vCPU {vcpu}, the VM has at most {max}")]
+    AffinityVcpu {
+        /// The vCPU.
+        vcpu: u32,
+        /// Most vCPUs.
+        max: u32,
+    },
+    /// Affinity given twice, or to no CPU.
+    #[error("affinity of vCPU {vcpu} is empty or given twice")]
+    AffinityEntry {
+        /// The vCPU.
+        vcpu: u32,
+    },
+    /// Memory or a zone that cannot be made.
+    #[error("{what}: {problem}")]
+    Memory {
+        /// `memory`, or which zone.
+        what: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A device that cannot be made.
+    #[error("{what}{}{}{}: {problem}", if id.is_empty() { "" } else { " '" }, id, if id.is_empty() { "" } else { "'" })]
+    Device {
+        /// Family.
+        what: &'static str,
+        /// Its name, if it has one.
+        id: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Two things have one name.
+    #[error("the id '{id}' is used twice")]
+    DuplicateId {
+        /// The name.
+        id: String,
+    },
+    /// A name that devices of the VMM have.
+    #[error("the id '{id}' begins with '__', which is kept for names given by the VMM")]
+    ReservedId {
+        /// The name.
+        id: String,
+    },
+    /// A name without letters.
+    #[error("a {family} has an empty id")]
+    EmptyId {
+        /// Family.
+        family: &'static str,
+    },
+    /// Two devices in one PCI slot.
+    #[error("pci_device_id {slot} is used twice")]
+    DuplicateSlot {
+        /// PCI device number.
+        slot: u8,
+    },
+    /// One terminal for two consoles.
+    #[error("console and serial cannot both be tty, set one of them to off, null or file")]
+    DoubleTty,
+    /// Not an address of a migration.
+    #[error("'{url}' is not an address, expected tcp:<host>:<port> or unix:<path>")]
+    MigrationUrl {
+        /// The text.
+        url: String,
+    },
+    /// No random bytes for a MAC address.
+    #[error("the host gave no random bytes for a MAC address")]
+    Random,
+}
+
+fn list_names(names: &[String]) -> String {
+    let quoted: Vec<_> = names.iter().map(|name| format!("'{name}'")).collect();
+    format!("{} {}", quoted.join(", "), if names.len() == 1 { "is" } else { "are" })
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Families of devices that this version knows by name only: file systems, persistent memory,
+//! vsock, vDPA, passthrough and other vhost-user devices.
+//!
+//! Owns their definitions, so that option strings and JSON are checked the same as ever and the
+//! refusal names what is missing rather than calling it unknown.
+
+use std::path::PathBuf;
+
+use super::codec::{Bytes, File, Id, Int, IntList, One, Opt, Text, Toggle};
+use super::family::option_family;
+
+option_family! {
+    /// A shared directory (virtio-fs).
+    FsConfig "fs" {
+        /// Name by which the guest mounts it.
+        tag: String = String::new(), "tag" as One<Text>, required();
+        /// Socket of the file server.
+        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
+        /// Number of request queues.
+        num_queues: u16 = 1, "num_queues" as One<Int>;
+        /// Descriptors of each queue.
+        queue_size: u16 = 1024, "queue_size" as One<Int>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+    }
+}
+
+option_family! {
+    /// A virtio device of any kind that another process serves through vhost-user.
+    GenericVhostUserConfig "generic-vhost-user" {
+        /// Socket of that process.
+        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
+        /// Descriptors of each queue.
+        queue_sizes: Vec<u16> = Vec::new(), "queue_sizes" as One<IntList>, required();
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// Number of the virtio device type.
+        device_type: u32 = 0, "virtio_id" as One<Int>, required();
+    }
+}
+
+option_family! {
+    /// Persistent memory.
+    PmemConfig "pmem" {
+        /// File behind it.
+        file: PathBuf = PathBuf::new(), "file" as One<File>, required();
+        /// Size in bytes.
+        size: Option<u64> = None, "size" as Opt<Bytes>;
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>;
+        /// Forget what the guest writes.
+        discard_writes: bool = false, "discard_writes" as One<Toggle>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+    }
+}
+
+option_family! {
+    /// A socket device (virtio-vsock).
+    VsockConfig "vsock" {
+        /// Context id of the guest.
+        cid: u64 = 3, "cid" as One<Int>, required(), range(3, 0xffff_ffff);
+        /// Unix socket behind it.
+        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+    }
+}
+
+option_family! {
+    /// A passed-through host device (VFIO).
+    DeviceConfig "device" {
+        /// The device in sysfs.
+        path: Option<PathBuf> = None, "path" as Opt<File>;
+        /// Open descriptor of the device.
+        fd: Option<u32> = None, "fd" as Opt<Int>;
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// GPUDirect clique.
+        x_nv_gpudirect_clique: Option<u8> = None, "x_nv_gpudirect_clique" as Opt<Int>;
+        /// BARs that are not mapped.
+        x_exclude_mmap_bars: Vec<u64> = Vec::new(), "x_exclude_mmap_bars" as One<IntList>;
+    }
+}
+
+option_family! {
+    /// A device of another process (vfio-user).
+    UserDeviceConfig "user-device" {
+        /// Socket of that process.
+        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+    }
+}
+
+option_family! {
+    /// A vDPA device.
+    VdpaConfig "vdpa" {
+        /// The device.
+        path: PathBuf = PathBuf::new(), "path" as One<File>, required();
+        /// Number of queues.
+        num_queues: u16 = 1, "num_queues" as One<Int>, required_json();
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+    }
+}

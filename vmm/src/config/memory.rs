@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `--memory` and `--memory-zone`: how much guest memory, in which pieces, from what.
+//!
+//! Owns the families and their rules. Whether the host has the memory is not decided here.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use super::codec::{Bytes, Choice, File, Id, Int, JsonOnly, One, Opt, Toggle};
+use super::error::ConfigError;
+use super::family::{option_enum, option_family};
+
+/// Guest memory is cut at multiples of this.
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Huge page size that is assumed for rules if none is given.
+pub const DEFAULT_HUGEPAGE_BYTES: u64 = 2 << 20;
+
+/// Guest memory if no size is given.
+pub const DEFAULT_MEMORY_BYTES: u64 = 512 << 20;
+
+option_enum! {
+    /// How memory is added to a running guest.
+    HotplugMethod = "acpi|virtio-mem", default Acpi {
+        /// Memory devices in ACPI.
+        Acpi = "acpi",
+        /// A virtio-mem device.
+        VirtioMem = "virtio-mem",
+    }
+}
+
+option_family! {
+    /// A piece of guest memory with properties of its own.
+    MemoryZoneConfig "memory-zone" {
+        /// Name of the zone.
+        id: String = String::new(), "id" as One<Id>, required();
+        /// Size in bytes.
+        size: u64 = DEFAULT_MEMORY_BYTES, "size" as One<Bytes>, required_json();
+        /// File or directory that backs the zone.
+        file: Option<PathBuf> = None, "file" as Opt<File>;
+        /// Let the host merge equal pages.
+        mergeable: bool = false, "mergeable" as One<Toggle>;
+        /// Shareable with other processes.
+        shared: bool = false, "shared" as One<Toggle>;
+        /// Back with huge pages.
+        hugepages: bool = false, "hugepages" as One<Toggle>;
+        /// Size of a huge page in bytes.
+        hugepage_size: Option<u64> = None, "hugepage_size" as Opt<Bytes>;
+        /// Host NUMA node that the memory comes from.
+        host_numa_node: Option<u32> = None, "host_numa_node" as Opt<Int>;
+        /// Bytes that may be added later.
+        hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>, unsupported();
+        /// Bytes that have been added.
+        hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>, unsupported();
+        /// Allocate all pages before the guest runs.
+        prefault: bool = false, "prefault" as One<Toggle>;
+        /// Fail at once if the host cannot promise the memory.
+        reserve: bool = false, "reserve" as One<Toggle>;
+    }
+}
+
+option_family! {
+    /// Guest memory.
+    MemoryConfig "memory" {
+        /// Size in bytes; 0 if zones are given.
+        size: u64 = DEFAULT_MEMORY_BYTES, "size" as One<Bytes>, required_json();
+        /// Bytes that may be added later.
+        hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>, unsupported();
+        /// Bytes that have been added.
+        hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>, unsupported();
+        /// Let the host merge equal pages.
+        mergeable: bool = false, "mergeable" as One<Toggle>;
+        /// How memory is added.
+        hotplug_method: HotplugMethod = HotplugMethod::Acpi, "hotplug_method" as One<Choice>,
+            unsupported();
+        /// Shareable with other processes.
+        shared: bool = false, "shared" as One<Toggle>;
+        /// Back with huge pages.
+        hugepages: bool = false, "hugepages" as One<Toggle>;
+        /// Size of a huge page in bytes.
+        hugepage_size: Option<u64> = None, "hugepage_size" as Opt<Bytes>;
+        /// Allocate all pages before the guest runs.
+        prefault: bool = false, "prefault" as One<Toggle>;
+        /// Fail at once if the host cannot promise the memory.
+        reserve: bool = false, "reserve" as One<Toggle>;
+        /// Ask for transparent huge pages.
+        thp: bool = true, "thp" as One<Toggle>;
+        /// The zones, if the memory is made of zones.
+        zones: Option<Vec<MemoryZoneConfig>> = None, "" as JsonOnly;
+    }
+}
+
+/// The properties that a whole memory and a zone have in common.
+struct Backing<'a> {
+    what: &'a str,
+    size_bytes: u64,
+    has_file: bool,
+    mergeable: bool,
+    shared: bool,
+    hugepages: bool,
+    hugepage_bytes: Option<u64>,
+}
+
+impl Backing<'_> {
+    fn validate(&self) -> Result<(), ConfigError> {
+        let refuse =
+            |problem: String| Err(ConfigError::Memory { what: self.what.to_owned(), problem });
+        if self.size_bytes == 0 {
+            return refuse("the size must not be 0".into());
+        }
+        if let Some(bytes) = self.hugepage_bytes {
+            if !self.hugepages {
+                return refuse("hugepage_size needs hugepages=on".into());
+            }
+            if !bytes.is_power_of_two() || bytes <= PAGE_BYTES {
+                return refuse(format!("hugepage_size {bytes} is not a huge page size"));
+            }
+        }
+        let unit = if self.hugepages {
+            self.hugepage_bytes.unwrap_or(DEFAULT_HUGEPAGE_BYTES)
+        } else {
+            PAGE_BYTES
+        };
+        if !self.size_bytes.is_multiple_of(unit) {
+            return refuse(format!("the size {} is not a multiple of {unit}", self.size_bytes));
+        }
+        if self.hugepages && self.has_file {
+            return refuse("hugepages and file exclude each other, use a file on hugetlbfs".into());
+        }
+        if self.mergeable && (self.shared || self.hugepages || self.has_file) {
+            return refuse(
+                "mergeable needs private anonymous memory, without shared, hugepages \
+                           and file"
+                    .into(),
+            );
+        }
+        Ok(())
+    }
+}
+
+impl MemoryConfig {
+    /// Bytes of guest memory at boot, zones included; `None` if the sum does not fit.
+    pub fn total_bytes(&self) -> Option<u64> {
+        self.zones.iter().flatten().try_fold(self.size, |sum, zone| sum.checked_add(zone.size))
+    }
+
+    /// Checks the rules within the two families.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let zones = self.zones.as_deref().unwrap_or_default();
+        if self.total_bytes().is_none_or(|bytes| bytes > 1 << 46) {
+            return Err(ConfigError::Memory {
+                what: "memory".into(),
+                problem: "the sizes add up to more than 64 TiB".into(),
+            });
+        }
+        if zones.is_empty() {
+            return Backing {
+                what: "memory",
+                size_bytes: self.size,
+                has_file: false,
+                mergeable: self.mergeable,
+                shared: self.shared,
+                hugepages: self.hugepages,
+                hugepage_bytes: self.hugepage_size,
+            }
+            .validate();
+        }
+        if self.size != 0
+            || self.mergeable
+            || self.shared
+            || self.hugepages
+            || self.prefault
+            || self.reserve
+            || self.hugepage_size.is_some()
+        {
+            return Err(ConfigError::Memory {
+                what: "memory".into(),
+                problem: "with zones, size must be 0 and properties belong to the zones".into(),
+            });
+        }
+        let mut ids = BTreeSet::new();
+        for zone in zones {
+            if zone.id.is_empty() {
+                return Err(ConfigError::EmptyId { family: "memory-zone" });
+            }
+            if !ids.insert(zone.id.as_str()) {
+                return Err(ConfigError::DuplicateId { id: zone.id.clone() });
+            }
+            Backing {
+                what: &format!("memory zone '{}'", zone.id),
+                size_bytes: zone.size,
+                has_file: zone.file.is_some(),
+                mergeable: zone.mergeable,
+                shared: zone.shared,
+                hugepages: zone.hugepages,
+                hugepage_bytes: zone.hugepage_size,
+            }
+            .validate()?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The requests that move a VM: send and receive a migration, restore, snapshot.
+//!
+//! Owns the families and the two kinds of address (`tcp:host:port`, `unix:path`). It must never
+//! connect to anything.
+
+use std::path::PathBuf;
+
+use super::codec::{Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
+use super::error::ConfigError;
+use super::family::{Family as _, option_enum, option_family};
+use super::option_string::OptionError;
+
+/// Most parallel connections of a migration.
+pub const MAX_CONNECTIONS: u64 = 128;
+
+option_enum! {
+    /// What happens to a migration that does not get done in time.
+    TimeoutStrategy = "cancel|ignore", default Cancel {
+        /// It is given up, and the guest goes on here.
+        Cancel = "cancel",
+        /// The guest is moved, however long it stands still.
+        Ignore = "ignore",
+    }
+}
+
+option_enum! {
+    /// When memory travels.
+    MigrationMode = "precopy|postcopy", default Precopy {
+        /// Before the guest runs at its destination.
+        Precopy = "precopy",
+        /// After the guest has been started there, on demand and in the background.
+        Postcopy = "postcopy",
+    }
+}
+
+option_enum! {
+    /// How memory is brought in from a snapshot.
+    MemoryRestoreMode = "copy|ondemand", default Copy {
+        /// All of it before the guest runs.
+        Copy = "copy",
+        /// When the guest touches it.
+        OnDemand = "ondemand",
+    }
+}
+
+option_family! {
+    /// Another host NUMA node for a memory zone.
+    VmMemoryZoneUpdateData "zone-update" {
+        /// The zone.
+        id: String = String::new(), "" as JsonOnly, required_json();
+        /// The node.
+        host_numa_node: u32 = 0, "" as JsonOnly, required_json();
+    }
+}
+
+option_family! {
+    /// Where and how to send the VM.
+    SendMigrationData "send-migration" {
+        /// `tcp:<host>:<port>` or `unix:<path>`.
+        destination_url: String = String::new(), "destination_url" as One<Text>, required();
+        /// Hand memory over as descriptors instead of copying it; needs a unix address.
+        local: bool = false, "local" as One<Toggle>;
+        /// Longest time in milliseconds that the guest should stand still.
+        downtime_ms: u64 = 300, "downtime_ms" as One<Int>, range(1, 86_400_000);
+        /// Longest time in seconds that the migration may take.
+        timeout_s: u64 = 3600, "timeout_s" as One<Int>, range(1, 31_536_000);
+        /// What happens then.
+        timeout_strategy: TimeoutStrategy = TimeoutStrategy::Cancel,
+            "timeout_strategy" as One<Choice>;
+        /// Number of parallel connections; more than one needs a tcp address.
+        connections: u64 = 1, "connections" as One<Int>, range(1, MAX_CONNECTIONS);
+        /// Directory with certificates and key.
+        tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>, unsupported();
+        /// When memory travels.
+        memory_mode: MigrationMode = MigrationMode::Precopy, "memory_mode" as One<Choice>;
+    }
+}
+
+option_family! {
+    /// Where to wait for a VM.
+    ReceiveMigrationData "receive-migration" {
+        /// `tcp:<address>:<port>` or `unix:<path>`.
+        receiver_url: String = String::new(), "receiver_url" as One<Text>, required();
+        /// Directory with certificates and key.
+        tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>, unsupported();
+        /// When memory travels.
+        memory_mode: MigrationMode = MigrationMode::Precopy, "memory_mode" as One<Choice>;
+        /// Other host NUMA nodes for memory zones.
+        zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly, unsupported();
+    }
+}
+
+option_family! {
+    /// Where to restore a VM from.
+    RestoreConfig "restore" {
+        /// The snapshot.
+        source_url: String = String::new(), "source_url" as One<Text>, required();
+        /// Bring all memory in before the guest runs.
+        prefault: bool = false, "prefault" as One<Toggle>;
+        /// How memory is brought in.
+        memory_restore_mode: MemoryRestoreMode = MemoryRestoreMode::Copy,
+            "memory_restore_mode" as One<Choice>;
+        /// Let the guest run afterwards.
+        resume: bool = false, "resume" as One<Toggle>;
+        /// Other host NUMA nodes for memory zones.
+        zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly;
+    }
+}
+
+/// The address of a migration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MigrationUrl {
+    /// `tcp:<host>:<port>`; the host may be a name, or an IPv6 address in brackets.
+    Tcp {
+        /// Host name or address, without brackets.
+        host: String,
+        /// Port.
+        port: u16,
+    },
+    /// `unix:<path>`.
+    Unix(PathBuf),
+}
+
+impl std::str::FromStr for MigrationUrl {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let bad = || ConfigError::MigrationUrl { url: text.to_owned() };
+        if let Some(path) = text.strip_prefix("unix:") {
+            return if path.is_empty() { Err(bad()) } else { Ok(Self::Unix(PathBuf::from(path))) };
+        }
+        let (host, port) =
+            text.strip_prefix("tcp:").and_then(|rest| rest.rsplit_once(':')).ok_or_else(bad)?;
+        let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+        let host = match bare {
+            Some(v6) if v6.parse::<std::net::Ipv6Addr>().is_ok() => v6,
+            None if !host.is_empty() && !host.contains([':', '[', ']', '/', ' ']) => host,
+            _ => return Err(bad()),
+        };
+        Ok(Self::Tcp { host: host.to_owned(), port: port.parse().map_err(|_| bad())? })
+    }
+}
+
+/// Whether the text is an address by itself rather than an option string.
+fn is_bare_url(text: &str) -> bool {
+    ["tcp:", "unix:"].iter().any(|scheme| text.starts_with(scheme)) && !text.contains(',')
+}
+
+impl SendMigrationData {
+    /// Reads an option string or an address alone.
+    ///
+    /// # Errors
+    /// As [`super::family::Family::parse`].
+    pub fn parse_or_url(text: &str) -> Result<Self, OptionError> {
+        if is_bare_url(text) {
+            return Ok(Self { destination_url: text.to_owned(), ..Self::default() });
+        }
+        Self::parse(text)
+    }
+
+    /// The address.
+    ///
+    /// # Errors
+    /// The text is not an address.
+    pub fn url(&self) -> Result<MigrationUrl, ConfigError> {
+        self.destination_url.parse()
+    }
+
+    /// Checks the rules within the family.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        super::refuse_unsupported(self)?;
+        let url = self.url()?;
+        let unix = matches!(url, MigrationUrl::Unix(_));
+        let refuse = |problem: &str| {
+            Err(ConfigError::Device {
+                what: "send-migration",
+                id: String::new(),
+                problem: problem.to_owned(),
+            })
+        };
+        if self.local && !unix {
+            return refuse("local needs a unix address");
+        }
+        if self.connections > 1 && unix {
+            return refuse("several connections need a tcp address");
+        }
+        if self.local && self.memory_mode == MigrationMode::Postcopy {
+            return refuse("local and postcopy exclude each other");
+        }
+        Ok(())
+    }
+}
+
+impl ReceiveMigrationData {
+    /// Reads an option string or an address alone.
+    ///
+    /// # Errors
+    /// As [`super::family::Family::parse`].
+    pub fn parse_or_url(text: &str) -> Result<Self, OptionError> {
+        if is_bare_url(text) {
+            return Ok(Self { receiver_url: text.to_owned(), ..Self::default() });
+        }
+        Self::parse(text)
+    }
+
+    /// The address.
+    ///
+    /// # Errors
+    /// The text is not an address.
+    pub fn url(&self) -> Result<MigrationUrl, ConfigError> {
+        self.receiver_url.parse()
+    }
+
+    /// Checks the rules within the family.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        super::refuse_unsupported(self)?;
+        self.url().map(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    #[test]
+    fn addresses() {
+        let tcp = |host: &str, port| MigrationUrl::Tcp { host: host.to_owned(), port };
+        assert_eq!("tcp:10.0.0.1:49000".parse::<MigrationUrl>().unwrap(), tcp("10.0.0.1", 49000));
+        assert_eq!("tcp:[2001:db8::1]:4".parse::<MigrationUrl>().unwrap(), tcp("2001:db8::1", 4));
+        assert_eq!("tcp:host.local:4".parse::<MigrationUrl>().unwrap(), tcp("host.local", 4));
+        assert_eq!("unix:/a:b".parse::<MigrationUrl>().unwrap(), MigrationUrl::Unix("/a:b".into()));
+        for bad in
+            ["", "tcp:", "tcp:1", "tcp::1", "tcp:h:99999", "tcp:::1:1", "unix:", "http://x:1"]
+        {
+            assert!(bad.parse::<MigrationUrl>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn bare_address_and_option_string_mean_the_same() {
+        let bare = SendMigrationData::parse_or_url("tcp:127.0.0.1:4000").unwrap();
+        let long = SendMigrationData::parse_or_url("destination_url=tcp:127.0.0.1:4000").unwrap();
+        assert_eq!(bare, long);
+        let full = SendMigrationData::parse_or_url(
+            "destination_url=tcp:h:1,local=off,downtime_ms=5,timeout_s=6,timeout_strategy=ignore,\
+             connections=8,memory_mode=postcopy",
+        )
+        .unwrap();
+        assert_eq!(full.memory_mode, MigrationMode::Postcopy);
+        assert_eq!((full.downtime_ms, full.timeout_s, full.connections), (5, 6, 8));
+        assert!(full.validate().is_ok());
+    }
+
+    #[test]
+    fn rules() {
+        let parse = |text| SendMigrationData::parse_or_url(text).unwrap().validate();
+        assert!(parse("destination_url=tcp:h:1,local=on").is_err());
+        assert!(parse("destination_url=unix:/s,connections=2").is_err());
+        assert!(matches!(
+            parse("destination_url=tcp:h:1,tls_dir=/x"),
+            Err(ConfigError::Unsupported { .. })
+        ));
+        assert!(
+            SendMigrationData::parse_or_url("destination_url=tcp:h:1,connections=129").is_err()
+        );
+        assert!(ReceiveMigrationData::parse_or_url("memory_mode=postcopy").is_err());
+    }
+}

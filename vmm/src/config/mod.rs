@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a VM is made of: one module per option family, and what holds them together.
+//!
+//! ```text
+//! command line ──> VmParams ──> raw VmConfig ──complete()──> VmConfig ──> the VM, vm.info,
+//! HTTP body    ──> serde    ──^                                           the migration
+//! ```
+//!
+//! An option is defined once, in its family ([`family`]); option string, JSON, schema, help and
+//! reference page are made from that. Rules within a family live beside it, rules across families
+//! in [`vm`]. Nothing in here opens a file, a device or a socket.
+
+pub mod codec;
+pub mod console;
+pub mod cpus;
+pub mod disk;
+pub mod error;
+pub mod family;
+pub mod later;
+pub mod memory;
+pub mod migration;
+pub mod net;
+pub mod option_string;
+pub mod params;
+pub mod payload;
+pub mod platform;
+pub mod rate_limiter;
+pub mod reference;
+pub mod small;
+pub mod value;
+pub mod vm;
+
+#[cfg(test)]
+mod tests;
+
+pub use console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
+pub use cpus::{CpuAffinity, CpuTopology, CpusConfig};
+pub use disk::{DiskConfig, ImageType, LockGranularity};
+pub use error::ConfigError;
+pub use family::Family;
+pub use memory::{MemoryConfig, MemoryZoneConfig};
+pub use migration::{
+    MigrationMode, MigrationUrl, ReceiveMigrationData, SendMigrationData, TimeoutStrategy,
+};
+pub use net::NetConfig;
+pub use option_string::OptionError;
+pub use params::VmParams;
+pub use payload::PayloadConfig;
+pub use platform::PlatformConfig;
+pub use small::RngConfig;
+pub use value::{InheritedFds, MacAddr};
+pub use vm::VmConfig;
+
+use value::FieldValue;
+
+/// Refuses everything in `value` that this version knows by name only, all of it at once.
+///
+/// # Errors
+/// [`ConfigError::Unsupported`] with the JSON paths.
+pub fn refuse_unsupported<T: FieldValue>(value: &T) -> Result<(), ConfigError> {
+    let mut names = Vec::new();
+    value.refuse("", &mut names);
+    if names.is_empty() { Ok(()) } else { Err(ConfigError::Unsupported { names }) }
+}
+
+/// Feeds bytes to every option string parser: the first line chooses the family.
+#[doc(hidden)]
+pub fn fuzz_option_string(data: &[u8]) {
+    fn check<T: Family + std::fmt::Debug>(text: &str) {
+        if let Ok(value) = T::parse(text) {
+            let printed = value.print();
+            let again = T::parse(&printed);
+            assert_eq!(again.as_ref(), Ok(&value), "{text:?} printed as {printed:?}");
+        }
+    }
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    let (family, text) = text.split_once('\n').unwrap_or(("", text));
+    match family {
+        "cpus" => {
+            let _ = CpusConfig::parse_cpus(text);
+            check::<CpusConfig>(text);
+        }
+        "memory" => check::<MemoryConfig>(text),
+        "memory-zone" => check::<MemoryZoneConfig>(text),
+        "platform" => check::<PlatformConfig>(text),
+        "net" => check::<NetConfig>(text),
+        "rng" => check::<RngConfig>(text),
+        "console" => check::<ConsoleConfig>(text),
+        "serial" => check::<SerialConfig>(text),
+        "debug-console" => check::<DebugConsoleConfig>(text),
+        "numa" => check::<small::NumaConfig>(text),
+        "device" => check::<later::DeviceConfig>(text),
+        "send-migration" => {
+            let _ = SendMigrationData::parse_or_url(text).map(|data| data.validate());
+            check::<SendMigrationData>(text);
+        }
+        "rate-limit-group" => check::<rate_limiter::RateLimitGroupConfig>(text),
+        _ => check::<DiskConfig>(text),
+    }
+}
+
+/// Feeds bytes to the JSON parsers of the API.
+#[doc(hidden)]
+pub fn fuzz_api_json(data: &[u8]) {
+    if let Ok(config) = serde_json::from_slice::<VmConfig>(data)
+        && let Ok(config) = config.complete()
+    {
+        // A complete configuration survives the way through JSON and stays what it is.
+        let json = serde_json::to_vec(&config).unwrap_or_default();
+        let again = serde_json::from_slice::<VmConfig>(&json).map_err(|e| e.to_string());
+        let again = again.and_then(|config| config.complete().map_err(|e| e.to_string()));
+        assert_eq!(again.as_ref().map(|config| &config.payload), Ok(&config.payload));
+    }
+    let _ = serde_json::from_slice::<SendMigrationData>(data).map(|data| data.validate());
+    let _ = serde_json::from_slice::<ReceiveMigrationData>(data).map(|data| data.validate());
+}

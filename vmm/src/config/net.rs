@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `--net`: network devices.
+//!
+//! Owns the family and the rules within it. It must never open a tap.
+
+use std::net::IpAddr;
+
+use super::codec::{Address, Choice, Fds, Id, Int, One, Opt, Text, Toggle};
+use super::error::ConfigError;
+use super::family::{option_enum, option_family};
+use super::rate_limiter::{RateLimiterConfig, RateLimiterKeys};
+use super::value::{InheritedFds, MacAddr};
+
+/// Smallest MTU that the virtio specification lets a device offer together with IPv6.
+pub const MIN_MTU: u16 = 1280;
+
+/// Longest name of a network interface in Linux.
+pub const MAX_IFNAME_BYTES: usize = 15;
+
+option_enum! {
+    /// Who listens on a vhost-user socket.
+    VhostMode = "client|server", default Client {
+        /// The other process.
+        Client = "client",
+        /// This one.
+        Server = "server",
+    }
+}
+
+option_family! {
+    /// A network device.
+    NetConfig "net" {
+        /// Tap interface; one is made if there is no name.
+        tap: Option<String> = None, "tap" as Opt<Id>;
+        /// Address of the host's end.
+        ip: Option<IpAddr> = None, "ip" as Opt<Address>;
+        /// Netmask of the host's end.
+        mask: Option<IpAddr> = None, "mask" as Opt<Address>;
+        /// MAC address of the guest's end; random if not given.
+        mac: Option<MacAddr> = None, "mac" as Opt<Address>;
+        /// MAC address of the host's end.
+        host_mac: Option<MacAddr> = None, "host_mac" as Opt<Address>;
+        /// Largest packet.
+        mtu: Option<u16> = None, "mtu" as Opt<Int>, range(1280, 65535);
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        /// Number of queues, two for each pair.
+        num_queues: u16 = 2, "num_queues" as One<Int>, range(2, 508);
+        /// Descriptors of each queue, a power of two.
+        queue_size: u16 = 256, "queue_size" as One<Int>, range(2, 32768);
+        /// Served by another process through vhost-user.
+        vhost_user: bool = false, "vhost_user" as One<Toggle>, unsupported();
+        /// Socket of that process.
+        vhost_socket: Option<String> = None, "socket" as Opt<Text>, unsupported();
+        /// Who listens on the socket.
+        vhost_mode: VhostMode = VhostMode::Client, "vhost_mode" as One<Choice>, unsupported();
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// Open tap descriptors, one for each queue pair.
+        fds: Option<InheritedFds> = None, "fd" as Opt<Fds>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Limits of bytes and operations.
+        rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys, unsupported();
+        /// TCP segmentation offload.
+        offload_tso: bool = true, "offload_tso" as One<Toggle>;
+        /// UDP fragmentation offload.
+        offload_ufo: bool = true, "offload_ufo" as One<Toggle>;
+        /// Checksum offload.
+        offload_csum: bool = true, "offload_csum" as One<Toggle>;
+    }
+}
+
+impl NetConfig {
+    /// Checks the rules within the family.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self, boot_vcpus: u32) -> Result<(), ConfigError> {
+        let name = self.id.clone().unwrap_or_default();
+        let refuse =
+            |problem: String| Err(ConfigError::Device { what: "net", id: name.clone(), problem });
+        if !self.num_queues.is_multiple_of(2) {
+            return refuse(format!("num_queues {} is not even", self.num_queues));
+        }
+        let pairs = self.num_queues / 2;
+        if u32::from(pairs) > boot_vcpus {
+            return refuse(format!(
+                "{pairs} queue pairs exceed the number of vCPUs ({boot_vcpus})"
+            ));
+        }
+        if !self.queue_size.is_power_of_two() {
+            return refuse(format!("queue_size {} is not a power of two", self.queue_size));
+        }
+        if let Some(tap) = &self.tap
+            && (tap.is_empty() || tap.len() > MAX_IFNAME_BYTES || tap.contains(['/', '\0', ' ']))
+        {
+            return refuse(format!("'{tap}' cannot be the name of an interface"));
+        }
+        for mac in [self.mac, self.host_mac].into_iter().flatten() {
+            if mac.is_multicast() {
+                return refuse(format!("{mac} is a multicast address"));
+            }
+        }
+        match (self.ip, self.mask) {
+            (None, Some(_)) => return refuse("mask needs ip".into()),
+            (Some(ip), Some(mask)) if ip.is_ipv4() != mask.is_ipv4() => {
+                return refuse("ip and mask are not of the same kind".into());
+            }
+            (Some(IpAddr::V4(_)), Some(IpAddr::V4(mask)))
+                if mask.to_bits().leading_ones() + mask.to_bits().trailing_zeros() < 32 =>
+            {
+                return refuse(format!("{mask} is not a netmask"));
+            }
+            _ => {}
+        }
+        let Some(InheritedFds(fds)) = &self.fds else { return Ok(()) };
+        if self.tap.is_some() {
+            return refuse("tap and fd exclude each other".into());
+        }
+        if fds.len() != usize::from(pairs) {
+            return refuse(format!("{} descriptors for {pairs} queue pairs", fds.len()));
+        }
+        if fds.iter().any(|fd| (0..=2).contains(fd)) {
+            return refuse("descriptors 0 to 2 are stdin, stdout and stderr".into());
+        }
+        Ok(())
+    }
+}

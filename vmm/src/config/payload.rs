@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `--kernel`, `--initramfs`, `--cmdline`, `--firmware`: what the guest starts with.
+//!
+//! Owns the JSON object. Whether the files can be read and loaded is decided at boot.
+
+use std::path::PathBuf;
+
+use super::codec::{File, Opt, Text};
+use super::error::ConfigError;
+use super::family::option_family;
+
+/// Longest kernel command line that x86 Linux takes, without its terminating zero.
+pub const MAX_CMDLINE_BYTES: usize = 2047;
+
+option_family! {
+    /// What the guest boots.
+    PayloadConfig "payload" {
+        /// Firmware image.
+        firmware: Option<PathBuf> = None, "firmware" as Opt<File>, unsupported();
+        /// Kernel: an ELF file with a PVH entry, or a bzImage.
+        kernel: Option<PathBuf> = None, "kernel" as Opt<File>;
+        /// Kernel command line.
+        cmdline: Option<String> = None, "cmdline" as Opt<Text>;
+        /// Initial RAM file system.
+        initramfs: Option<PathBuf> = None, "initramfs" as Opt<File>;
+        /// IGVM image.
+        igvm: Option<PathBuf> = None, "igvm" as Opt<File>, unsupported();
+        /// Host data of a confidential guest.
+        host_data: Option<String> = None, "host_data" as Opt<Text>, unsupported();
+    }
+}
+
+impl PayloadConfig {
+    /// Checks the rules within the family.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        if self.kernel.as_ref().is_none_or(|path| path.as_os_str().is_empty()) {
+            return Err(ConfigError::KernelMissing);
+        }
+        let cmdline = self.cmdline.as_deref().unwrap_or_default();
+        if cmdline.len() > MAX_CMDLINE_BYTES {
+            return Err(ConfigError::CmdlineTooLong {
+                bytes: cmdline.len(),
+                max_bytes: MAX_CMDLINE_BYTES,
+            });
+        }
+        if cmdline.contains('\0') {
+            return Err(ConfigError::CmdlineHasNul);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `--platform` and `--pci-segment`: what the machine says about itself, and its PCI segments.
+//!
+//! Owns the families and the rules within them.
+
+use super::codec::{Int, IntList, One, Opt, Text, TextList, Toggle};
+use super::error::ConfigError;
+use super::family::option_family;
+
+/// Longest string in an SMBIOS table that common guests still show.
+pub const MAX_SMBIOS_STRING_BYTES: usize = 255;
+
+option_family! {
+    /// A PCI segment.
+    PciSegmentConfig "pci-segment" {
+        /// Number of the segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>, required_json();
+        /// Share of the 32-bit MMIO space.
+        mmio32_aperture_weight: u32 = 1, "mmio32_aperture_weight" as One<Int>;
+        /// Share of the 64-bit MMIO space.
+        mmio64_aperture_weight: u32 = 1, "mmio64_aperture_weight" as One<Int>;
+    }
+}
+
+option_family! {
+    /// The machine as a whole.
+    PlatformConfig "platform" {
+        /// Number of PCI segments.
+        num_pci_segments: u16 = 1, "num_pci_segments" as One<Int>, unsupported();
+        /// PCI segments behind the virtual IOMMU.
+        iommu_segments: Option<Vec<u16>> = None, "iommu_segments" as Opt<IntList>, unsupported();
+        /// Address bits of the virtual IOMMU.
+        iommu_address_width_bits: u8 = 64, "iommu_address_width" as One<Int>, unsupported();
+        /// Serial number in the system table.
+        system_serial_number: Option<String> = None, "system_serial_number" as Opt<Text>;
+        /// Serial number in the system table, older name.
+        serial_number: Option<String> = None, "serial_number" as Opt<Text>, deprecated();
+        /// UUID in the system table.
+        system_uuid: Option<String> = None, "system_uuid" as Opt<Text>;
+        /// UUID in the system table, older name.
+        uuid: Option<String> = None, "uuid" as Opt<Text>, deprecated();
+        /// Strings in the OEM table.
+        oem_strings: Option<Vec<String>> = None, "oem_strings" as Opt<TextList>;
+        /// Manufacturer in the system table.
+        system_manufacturer: Option<String> = None, "system_manufacturer" as Opt<Text>;
+        /// Product name in the system table.
+        system_product_name: Option<String> = None, "system_product_name" as Opt<Text>;
+        /// Version in the system table.
+        system_version: Option<String> = None, "system_version" as Opt<Text>;
+        /// Family in the system table.
+        system_family: Option<String> = None, "system_family" as Opt<Text>;
+        /// SKU number in the system table.
+        system_sku_number: Option<String> = None, "system_sku_number" as Opt<Text>;
+        /// Asset tag in the chassis table.
+        chassis_asset_tag: Option<String> = None, "chassis_asset_tag" as Opt<Text>;
+        /// Intel TDX guest.
+        tdx: bool = false, "tdx" as One<Toggle>, unsupported();
+        /// AMD SEV-SNP guest.
+        sev_snp: bool = false, "sev_snp" as One<Toggle>, unsupported();
+        /// Passthrough through iommufd.
+        iommufd: bool = false, "iommufd" as One<Toggle>, unsupported();
+        /// Open descriptor of iommufd.
+        iommufd_fd: Option<u32> = None, "iommufd_fd" as Opt<Int>, unsupported();
+        /// DMA between passed-through devices.
+        vfio_p2p_dma: bool = true, "vfio_p2p_dma" as One<Toggle>, unsupported();
+    }
+}
+
+impl PlatformConfig {
+    /// Serial number under either name.
+    pub fn serial(&self) -> Option<&str> {
+        self.system_serial_number.as_deref().or(self.serial_number.as_deref())
+    }
+
+    /// UUID under either name, as its sixteen bytes in the order of the text; `None` if there is
+    /// none or it is not one.
+    pub fn uuid_bytes(&self) -> Option<[u8; 16]> {
+        parse_uuid(self.system_uuid.as_deref().or(self.uuid.as_deref())?)
+    }
+
+    /// Checks the rules within the family.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let refuse = |problem: String| {
+            Err(ConfigError::Device { what: "platform", id: String::new(), problem })
+        };
+        let twice = |left: &Option<String>, right: &Option<String>| {
+            left.is_some() && right.is_some() && left != right
+        };
+        if twice(&self.system_serial_number, &self.serial_number)
+            || twice(&self.system_uuid, &self.uuid)
+        {
+            return refuse("an old and a new name of one string contradict each other".into());
+        }
+        let uuid = self.system_uuid.as_deref().or(self.uuid.as_deref());
+        if let Some(uuid) = uuid
+            && parse_uuid(uuid).is_none()
+        {
+            return refuse(format!("'{uuid}' is not a UUID"));
+        }
+        let texts = [
+            &self.system_serial_number,
+            &self.serial_number,
+            &self.system_manufacturer,
+            &self.system_product_name,
+            &self.system_version,
+            &self.system_family,
+            &self.system_sku_number,
+            &self.chassis_asset_tag,
+        ];
+        let oem = self.oem_strings.iter().flatten();
+        for text in texts.into_iter().flatten().chain(oem) {
+            if text.len() > MAX_SMBIOS_STRING_BYTES || text.contains('\0') {
+                return refuse(format!("'{text}' is too long for SMBIOS or has a zero byte"));
+            }
+        }
+        if self.oem_strings.as_ref().is_some_and(|list| list.len() > 255) {
+            return refuse("there are more than 255 OEM strings".into());
+        }
+        Ok(())
+    }
+}
+
+/// Reads `xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, with or without dashes.
+fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+    let digits: Vec<u32> =
+        text.chars().filter(|c| *c != '-').map(|c| c.to_digit(16)).collect::<Option<_>>()?;
+    if digits.len() != 32 || !matches!(text.len(), 32 | 36) {
+        return None;
+    }
+    let mut bytes = [0_u8; 16];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = u8::try_from(pair.iter().fold(0, |sum, digit| sum * 16 + digit)).ok()?;
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuids() {
+        let bytes = parse_uuid("00112233-4455-6677-8899-aAbBcCdDeEfF");
+        assert_eq!(bytes.map(|b| (b[0], b[15])), Some((0, 0xff)));
+        for bad in ["", "0011", "00112233-4455-6677-8899-aabbccddeefg", "é0112233"] {
+            assert!(parse_uuid(bad).is_none(), "{bad}");
+        }
+    }
+}

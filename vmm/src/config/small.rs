@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Small families: `--rng`, `--balloon`, `--numa`, `--tpm`, `--landlock-rules` and the real-time
+//! clock.
+//!
+//! Owns their definitions. All but the first are known by name only in this version.
+
+use std::path::PathBuf;
+
+use super::codec::{
+    Bytes, File, Id, Int, IntList, JsonOnly, One, Opt, Text, TextList, Toggle, ValueCodec,
+    pair_items,
+};
+use super::family::option_family;
+
+option_family! {
+    /// The entropy device.
+    RngConfig "rng" {
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        /// Source of entropy.
+        src: PathBuf = PathBuf::from("/dev/urandom"), "src" as One<File>, required_json();
+    }
+}
+
+option_family! {
+    /// The virtio real-time clock.
+    RtcConfig "rtc" {
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>;
+    }
+}
+
+option_family! {
+    /// The balloon device.
+    BalloonConfig "balloon" {
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>;
+        /// Bytes that the balloon takes from the guest.
+        size: u64 = 0, "size" as One<Bytes>, required_json();
+        /// Give memory back when the guest runs out of it.
+        deflate_on_oom: bool = false, "deflate_on_oom" as One<Toggle>;
+        /// Let the guest report free pages.
+        free_page_reporting: bool = false, "free_page_reporting" as One<Toggle>;
+    }
+}
+
+option_family! {
+    /// Distance to another NUMA node.
+    NumaDistance "distance" {
+        /// The other node.
+        destination: u32 = 0, "" as JsonOnly, required_json();
+        /// The distance.
+        distance: u8 = 0, "" as JsonOnly, required_json();
+    }
+}
+
+option_family! {
+    /// A NUMA node of the guest.
+    NumaConfig "numa" {
+        /// Number of the node.
+        guest_numa_id: u32 = 0, "guest_numa_id" as One<Int>, required_json();
+        /// Its vCPUs.
+        cpus: Option<Vec<u32>> = None, "cpus" as Opt<IntList>;
+        /// Distances to other nodes.
+        distances: Option<Vec<NumaDistance>> = None, "distances" as Opt<DistancesText>;
+        /// Its memory zones.
+        memory_zones: Option<Vec<String>> = None, "memory_zones" as Opt<TextList>;
+        /// Its PCI segments.
+        pci_segments: Option<Vec<u16>> = None, "pci_segments" as Opt<IntList>;
+        /// Its device.
+        device_id: Option<String> = None, "device_id" as Opt<Id>;
+    }
+}
+
+option_family! {
+    /// A trusted platform module.
+    TpmConfig "tpm" {
+        /// Socket of the process that implements it.
+        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
+    }
+}
+
+option_family! {
+    /// A path that the sandboxed process may use.
+    LandlockConfig "landlock-rules" {
+        /// The path.
+        path: PathBuf = PathBuf::new(), "path" as One<File>, required();
+        /// `r`, `w` or `rw`.
+        access: String = String::new(), "access" as One<Text>, required();
+    }
+}
+
+/// `[node@distance,...]`.
+#[derive(Debug)]
+pub struct DistancesText;
+
+impl ValueCodec<Vec<NumaDistance>> for DistancesText {
+    const SYNTAX: &'static str = "<list_of_distances_to_destination_nodes>";
+
+    fn parse(raw: &str) -> Result<Vec<NumaDistance>, String> {
+        const EXPECTED: &str = "expected nodes with their distances, like [1@20,2@30]";
+        pair_items(raw)
+            .ok_or(EXPECTED)?
+            .into_iter()
+            .map(|(node, distance)| {
+                let destination = node.parse().map_err(|_| EXPECTED.to_owned())?;
+                let distance = distance.parse().map_err(|_| EXPECTED.to_owned())?;
+                Ok(NumaDistance { destination, distance })
+            })
+            .collect()
+    }
+
+    fn print(value: &Vec<NumaDistance>) -> String {
+        let items: Vec<_> =
+            value.iter().map(|d| format!("{}@{}", d.destination, d.distance)).collect();
+        format!("[{}]", items.join(","))
+    }
+}

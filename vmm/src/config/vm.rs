@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The whole configuration of a VM, as JSON has it, and the rules that span families.
+//!
+//! Raw values (what was asked for) become complete ones in [`VmConfig::complete`]: rules checked,
+//! names and MAC addresses filled in. After that the value is what `vm.info` shows and what
+//! travels with a migration; completing it again changes nothing.
+//!
+//! It must never touch the host except for random bytes.
+
+use std::collections::BTreeSet;
+
+use super::codec::JsonOnly;
+use super::console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
+use super::cpus::CpusConfig;
+use super::disk::DiskConfig;
+use super::error::ConfigError;
+use super::family::option_family;
+use super::later::{
+    DeviceConfig, FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
+    VsockConfig,
+};
+use super::memory::MemoryConfig;
+use super::net::NetConfig;
+use super::payload::PayloadConfig;
+use super::platform::{PciSegmentConfig, PlatformConfig};
+use super::rate_limiter::RateLimitGroupConfig;
+use super::small::{BalloonConfig, LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
+use super::value::MacAddr;
+
+/// Name of the console device.
+pub const CONSOLE_ID: &str = "__console";
+/// Name of the entropy device.
+pub const RNG_ID: &str = "__rng";
+
+option_family! {
+    /// The configuration of a virtual machine.
+    VmConfig "vm" {
+        /// Virtual CPUs.
+        cpus: CpusConfig = CpusConfig::default(), "" as JsonOnly;
+        /// Guest memory.
+        memory: MemoryConfig = MemoryConfig::default(), "" as JsonOnly;
+        /// What the guest boots.
+        payload: PayloadConfig = PayloadConfig::default(), "" as JsonOnly, required_json();
+        /// Rate limiters that disks share.
+        rate_limit_groups: Option<Vec<RateLimitGroupConfig>> = None, "" as JsonOnly, unsupported();
+        /// Block devices.
+        disks: Option<Vec<DiskConfig>> = None, "" as JsonOnly;
+        /// Network devices.
+        net: Option<Vec<NetConfig>> = None, "" as JsonOnly;
+        /// Entropy device.
+        rng: RngConfig = RngConfig::default(), "" as JsonOnly;
+        /// Balloon device.
+        balloon: Option<BalloonConfig> = None, "" as JsonOnly, unsupported();
+        /// Shared directories.
+        fs: Option<Vec<FsConfig>> = None, "" as JsonOnly, unsupported();
+        /// Other vhost-user devices.
+        generic_vhost_user: Option<Vec<GenericVhostUserConfig>> = None, "" as JsonOnly,
+            unsupported(), alias("generic-vhost-user");
+        /// Persistent memory.
+        pmem: Option<Vec<PmemConfig>> = None, "" as JsonOnly, unsupported();
+        /// Serial port.
+        serial: SerialConfig = SerialConfig::default(), "" as JsonOnly;
+        /// Virtio console.
+        console: ConsoleConfig = ConsoleConfig::default(), "" as JsonOnly;
+        /// Debug console.
+        debug_console: DebugConsoleConfig = DebugConsoleConfig::default(), "" as JsonOnly;
+        /// Passed-through host devices.
+        devices: Option<Vec<DeviceConfig>> = None, "" as JsonOnly, unsupported();
+        /// Devices of other processes.
+        user_devices: Option<Vec<UserDeviceConfig>> = None, "" as JsonOnly, unsupported();
+        /// vDPA devices.
+        vdpa: Option<Vec<VdpaConfig>> = None, "" as JsonOnly, unsupported();
+        /// Socket device.
+        vsock: Option<VsockConfig> = None, "" as JsonOnly, unsupported();
+        /// NUMA nodes of the guest.
+        numa: Option<Vec<NumaConfig>> = None, "" as JsonOnly, unsupported();
+        /// Virtual IOMMU.
+        iommu: bool = false, "" as JsonOnly, unsupported();
+        /// Watchdog device.
+        watchdog: bool = false, "" as JsonOnly, unsupported();
+        /// Real-time clock device.
+        rtc: Option<RtcConfig> = None, "" as JsonOnly, unsupported();
+        /// Device through which the guest reports a panic.
+        pvpanic: bool = false, "" as JsonOnly, unsupported();
+        /// PCI segments.
+        pci_segments: Option<Vec<PciSegmentConfig>> = None, "" as JsonOnly, unsupported();
+        /// The machine as a whole.
+        platform: Option<PlatformConfig> = None, "" as JsonOnly;
+        /// Trusted platform module.
+        tpm: Option<TpmConfig> = None, "" as JsonOnly, unsupported();
+        /// Confine the process with Landlock.
+        landlock_enable: bool = false, "" as JsonOnly, unsupported();
+        /// Paths that stay usable then.
+        landlock_rules: Option<Vec<LandlockConfig>> = None, "" as JsonOnly, unsupported();
+    }
+}
+
+impl VmConfig {
+    /// Checks every rule and fills in the names and MAC addresses that were left out.
+    ///
+    /// # Errors
+    /// Everything unsupported at once, or the first rule that is broken.
+    pub fn complete(mut self) -> Result<Self, ConfigError> {
+        super::refuse_unsupported(&self)?;
+        self.validate_families()?;
+        if self.console.mode == ConsoleMode::Tty && self.serial.mode == ConsoleMode::Tty {
+            return Err(ConfigError::DoubleTty);
+        }
+        self.assign_ids()?;
+        self.check_slots()?;
+        for net in self.net.iter_mut().flatten() {
+            if net.mac.is_none() {
+                net.mac = Some(random_mac()?);
+            }
+        }
+        Ok(self)
+    }
+
+    fn validate_families(&self) -> Result<(), ConfigError> {
+        self.cpus.validate()?;
+        self.memory.validate()?;
+        self.payload.validate()?;
+        for disk in self.disks.iter().flatten() {
+            disk.validate(self.cpus.boot_vcpus)?;
+        }
+        for net in self.net.iter().flatten() {
+            net.validate(self.cpus.boot_vcpus)?;
+        }
+        self.console.validate()?;
+        self.serial.validate()?;
+        self.debug_console.validate()?;
+        if let Some(platform) = &self.platform {
+            platform.validate()?;
+        }
+        Ok(())
+    }
+
+    /// Gives `_disk0`, `_net1` and so on to the devices without a name; one count for all kinds.
+    fn assign_ids(&mut self) -> Result<(), ConfigError> {
+        let mut ids = BTreeSet::new();
+        let mut take = |family: &'static str, id: &str, own: &str| {
+            if id.is_empty() {
+                return Err(ConfigError::EmptyId { family });
+            }
+            if id.starts_with("__") && id != own {
+                return Err(ConfigError::ReservedId { id: id.to_owned() });
+            }
+            if ids.insert(id.to_owned()) {
+                Ok(())
+            } else {
+                Err(ConfigError::DuplicateId { id: id.to_owned() })
+            }
+        };
+        let console = self.console.id.get_or_insert_with(|| CONSOLE_ID.to_owned());
+        take("console", console, CONSOLE_ID)?;
+        let rng = self.rng.id.get_or_insert_with(|| RNG_ID.to_owned());
+        take("rng", rng, RNG_ID)?;
+        for id in self.disks.iter().flatten().filter_map(|disk| disk.id.as_deref()) {
+            take("disk", id, "")?;
+        }
+        for id in self.net.iter().flatten().filter_map(|net| net.id.as_deref()) {
+            take("net", id, "")?;
+        }
+        let disks = self.disks.iter_mut().flatten().map(|disk| ("_disk", &mut disk.id));
+        let nets = self.net.iter_mut().flatten().map(|net| ("_net", &mut net.id));
+        let mut count = 0_u32;
+        for (prefix, id) in disks.chain(nets) {
+            while id.is_none() {
+                let name = format!("{prefix}{count}");
+                count += 1;
+                if ids.insert(name.clone()) {
+                    *id = Some(name);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_slots(&self) -> Result<(), ConfigError> {
+        let disks = self.disks.iter().flatten().map(|disk| disk.pci_device_id);
+        let nets = self.net.iter().flatten().map(|net| net.pci_device_id);
+        let others = [self.rng.pci_device_id, self.console.pci_device_id];
+        let mut slots = BTreeSet::new();
+        for slot in disks.chain(nets).chain(others).flatten() {
+            if !slots.insert(slot) {
+                return Err(ConfigError::DuplicateSlot { slot });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn random_mac() -> Result<MacAddr, ConfigError> {
+    let mut bytes = [0_u8; 6];
+    // SAFETY: the kernel writes at most `bytes.len()` bytes into `bytes`, which outlives the call.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if usize::try_from(got) == Ok(bytes.len()) {
+        Ok(MacAddr::locally_administered(bytes))
+    } else {
+        Err(ConfigError::Random)
+    }
+}

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Descriptions of the VM for people who ask: `vm.info` and `vm.counters`.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use crate::api::{DeviceNode, VmCounters, VmInfo, VmState};
+use crate::config::VmConfig;
+use crate::machine::Machine;
+
+/// Name under which the VMM's own figures stand among the counters.
+const OWN_COUNTERS: &str = "__vmm";
+
+/// A VM that does not run.
+pub fn of_config(config: &VmConfig) -> VmInfo {
+    VmInfo {
+        memory_actual_size: config.memory.total_bytes().unwrap_or(0),
+        config: config.clone(),
+        state: VmState::Created,
+        device_tree: None,
+    }
+}
+
+/// A machine.
+pub fn of_machine(machine: &Machine) -> VmInfo {
+    let state = if machine.is_paused() { VmState::Paused } else { VmState::Running };
+    let device_tree: BTreeMap<String, DeviceNode> = machine
+        .functions()
+        .into_iter()
+        .map(|function| {
+            let node = DeviceNode {
+                id: function.id.clone(),
+                pci_bdf: Some(function.bdf.to_string()),
+                ..DeviceNode::default()
+            };
+            (function.id, node)
+        })
+        .collect();
+    VmInfo {
+        config: machine.config().clone(),
+        state,
+        memory_actual_size: machine.ram().total_bytes(),
+        device_tree: Some(device_tree),
+    }
+}
+
+/// Microseconds on the host's monotonic clock, which other processes can read as well.
+fn monotonic_us(at: Instant) -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the kernel writes one timespec, which lives across the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    let now_us = u64::try_from(now.tv_sec).unwrap_or(0).saturating_mul(1_000_000)
+        + u64::try_from(now.tv_nsec).unwrap_or(0) / 1000;
+    now_us.saturating_sub(u64::try_from(at.elapsed().as_micros()).unwrap_or(u64::MAX))
+}
+
+/// Counters of the devices, and when the guest began.
+pub fn counters(machine: &Machine) -> VmCounters {
+    let mut counters = machine.counters();
+    let marks = [
+        ("first_instruction_monotonic_us", machine.first_run()),
+        ("first_mmio_monotonic_us", machine.first_mmio()),
+    ];
+    let own = marks
+        .into_iter()
+        .filter_map(|(name, at)| Some((name.to_owned(), monotonic_us(at?))))
+        .collect();
+    counters.insert(OWN_COUNTERS.to_owned(), own);
+    counters
+}

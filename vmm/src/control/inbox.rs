@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What other threads of this process tell the VMM thread.
+//!
+//! Owns the queue. A sender never waits.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::receiving::Arrival;
+use super::sending::Departure;
+use crate::machine::GuestEvent;
+
+/// A message to the VMM thread.
+pub enum Message {
+    /// From the machine with this number: those of machines that are gone are ignored.
+    Guest(u64, GuestEvent),
+    /// A migration from here is over.
+    Departed(Box<Departure>),
+    /// A migration to here is over, or its guest runs.
+    Arrived(Box<Arrival>),
+    /// All pages of a guest that arrived in postcopy are here, or are not going to be.
+    PagesComplete(Result<(), String>),
+}
+
+/// The sending end; cheap to clone.
+#[derive(Clone)]
+pub struct Mailer {
+    sender: Sender<Message>,
+    event: Arc<EventFd>,
+}
+
+impl Mailer {
+    /// Puts a message into the queue. Nobody may be there any more; then nobody needs it.
+    pub fn send(&self, message: Message) {
+        if self.sender.send(message).is_ok() {
+            // A full counter wakes as well.
+            let _ = self.event.write(1);
+        }
+    }
+}
+
+/// The receiving end.
+pub struct Inbox {
+    receiver: Receiver<Message>,
+    event: Arc<EventFd>,
+}
+
+impl Inbox {
+    /// Both ends.
+    ///
+    /// # Errors
+    /// The host gives no descriptor.
+    pub fn new() -> io::Result<(Mailer, Self)> {
+        let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
+        let (sender, receiver) = channel();
+        Ok((Mailer { sender, event: Arc::clone(&event) }, Self { receiver, event }))
+    }
+
+    /// Readable while there may be messages.
+    pub fn event(&self) -> &EventFd {
+        &self.event
+    }
+
+    /// Makes the event unreadable; call it before taking messages.
+    pub fn clear(&self) {
+        // WouldBlock means that it was clear.
+        let _ = self.event.read();
+    }
+
+    /// The next message.
+    pub fn take(&self) -> Option<Message> {
+        self.receiver.try_recv().ok()
+    }
+}

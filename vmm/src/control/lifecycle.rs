@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Create, boot, pause, resume, reboot, shut down, delete.
+//!
+//! Owns the events that tell about it.
+
+use super::{Next, RunError, Vm, Vmm};
+use crate::api::{ApiError, ApiErrorKind};
+use crate::config::VmConfig;
+use crate::events;
+use crate::machine::{Consoles, GuestEvent, Machine, MachineError};
+use crate::options::ExitReason;
+
+fn failed(error: &dyn std::error::Error) -> ApiError {
+    ApiError::from_error(ApiErrorKind::Failed, error)
+}
+
+fn emit(event: &'static str) {
+    events::emit("vm", event, &[]);
+}
+
+impl Vmm {
+    pub(super) fn create(&mut self, config: Box<VmConfig>) -> Result<(), ApiError> {
+        if !matches!(self.vm, Vm::None) {
+            return Err(ApiError::new(
+                ApiErrorKind::AlreadyCreated,
+                "there is a VM already; delete it first",
+            ));
+        }
+        self.vm = Vm::Idle(config);
+        emit("created");
+        Ok(())
+    }
+
+    pub(super) fn boot(&mut self) -> Result<(), ApiError> {
+        let config = match &self.vm {
+            Vm::Idle(config) => config.as_ref().clone(),
+            Vm::Live(_) => {
+                return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM runs already"));
+            }
+            other => return Err(other.why_not_live()),
+        };
+        emit("booting");
+        let mut config = config;
+        let consoles = Consoles::open(&mut config).map_err(|error| failed(&error))?;
+        let machine = self.start_machine(config, consoles).map_err(|error| failed(&error))?;
+        self.vm = Vm::Live(Box::new(machine));
+        emit("booted");
+        Ok(())
+    }
+
+    fn start_machine(
+        &mut self,
+        config: VmConfig,
+        consoles: Consoles,
+    ) -> Result<Machine, MachineError> {
+        let sink = self.new_sink();
+        let mut machine = Machine::boot(config, consoles, &self.host, sink)?;
+        machine.take_exclusive()?;
+        machine.resume()?;
+        Ok(machine)
+    }
+
+    pub(super) fn pause(&mut self) -> Result<(), ApiError> {
+        let machine = self.machine_mut()?;
+        if machine.is_paused() {
+            return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is paused already"));
+        }
+        emit("pausing");
+        machine.pause().map_err(|error| failed(&error))?;
+        emit("paused");
+        Ok(())
+    }
+
+    pub(super) fn resume(&mut self) -> Result<(), ApiError> {
+        let machine = self.machine_mut()?;
+        if !machine.is_paused() {
+            return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is not paused"));
+        }
+        emit("resuming");
+        machine.resume().map_err(|error| failed(&error))?;
+        emit("resumed");
+        Ok(())
+    }
+
+    /// Ends the machine and keeps what it was asked to be.
+    pub(super) fn shutdown(&mut self) -> Result<(), ApiError> {
+        self.machine_mut()?;
+        self.refuse_while_pages_arrive()?;
+        if let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) {
+            let config = machine.config().clone();
+            drop(machine);
+            self.vm = Vm::Idle(Box::new(config));
+        }
+        emit("shutdown");
+        Ok(())
+    }
+
+    pub(super) fn reboot(&mut self) -> Result<(), ApiError> {
+        self.machine_mut()?;
+        self.refuse_while_pages_arrive()?;
+        emit("rebooting");
+        let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
+            return Err(ApiError::not_booted());
+        };
+        let (config, consoles) = (machine.config().clone(), machine.consoles().clone());
+        // Locks, taps and memory of the old machine go before the new one wants them.
+        drop(machine);
+        match self.start_machine(config.clone(), consoles) {
+            Ok(machine) => {
+                self.vm = Vm::Live(Box::new(machine));
+                emit("rebooted");
+                Ok(())
+            }
+            Err(error) => {
+                self.vm = Vm::Idle(Box::new(config));
+                Err(failed(&error))
+            }
+        }
+    }
+
+    pub(super) fn delete(&mut self) -> Result<(), ApiError> {
+        match &self.vm {
+            Vm::None => return Err(ApiError::not_created()),
+            Vm::Idle(_) => {}
+            Vm::Live(_) => self.shutdown()?,
+            Vm::Awaited(receiving) => {
+                // The thread answers whoever asked, and the message that follows ends the wait.
+                receiving.cancel.cancel();
+                return Ok(());
+            }
+            other => return Err(other.why_not_live()),
+        }
+        self.vm = Vm::None;
+        emit("deleted");
+        Ok(())
+    }
+
+    fn refuse_while_pages_arrive(&self) -> Result<(), ApiError> {
+        if self.pages_missing {
+            return Err(ApiError::new(
+                ApiErrorKind::Conflict,
+                "pages of the VM are still arriving from another VMM; wait until they are here",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Ends everything before the process does.
+    pub(super) fn shut_vmm_down(&mut self) -> crate::api::ApiResult {
+        match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Leaving { info, sending, pending } => {
+                // Only the migration may decide where the guest is.
+                self.vm = Vm::Leaving { info, sending, pending };
+                Err(self.vm.why_not_live())
+            }
+            Vm::Live(machine) => {
+                drop(machine);
+                emit("shutdown");
+                Ok(crate::api::ApiReply::Empty)
+            }
+            other => {
+                if let Vm::Awaited(receiving) = &other {
+                    receiving.cancel.cancel();
+                }
+                Ok(crate::api::ApiReply::Empty)
+            }
+        }
+    }
+
+    /// Acts on what the guest did.
+    pub(super) fn guest_event(&mut self, event: GuestEvent) -> Next {
+        if let Vm::Leaving { sending, pending, .. } = &mut self.vm {
+            log::info!(
+                "the guest ends or reboots while it is migrated: the migration is cancelled"
+            );
+            sending.cancel.cancel();
+            pending.push(event);
+            return Next::Continue;
+        }
+        if self.machine_mut().is_err() {
+            return Next::Continue;
+        }
+        match event {
+            GuestEvent::Reset => match self.reboot() {
+                Ok(()) => Next::Continue,
+                Err(error) => Next::Fail(RunError::Reboot(error)),
+            },
+            GuestEvent::Shutdown => {
+                log::info!("the guest has shut down");
+                match self.shutdown() {
+                    Ok(()) if self.no_shutdown => Next::Continue,
+                    Ok(()) => Next::Exit(ExitReason::GuestShutdown),
+                    Err(error) => Next::Fail(RunError::Shutdown(error)),
+                }
+            }
+            GuestEvent::VcpuStopped { index, reason } => {
+                events::emit("guest", "panic", &[("vcpu", &index.to_string())]);
+                Next::Fail(RunError::VcpuStopped { index, reason: format!("{reason:?}") })
+            }
+        }
+    }
+}

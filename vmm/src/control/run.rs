@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The event loop of the VMM thread.
+//!
+//! Owns the process from the parsed command line to its end.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::time::Instant;
+
+use thiserror::Error;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use super::inbox::Inbox;
+use super::signals::Signals;
+use super::{Next, Vmm};
+use crate::api::{self, ApiError, ApiListener, ApiServer, SocketError};
+use crate::events;
+use crate::machine::{Host, HostError};
+use crate::options::{ExitReason, VmmOptions};
+
+/// Why the VMM ended with an error.
+#[derive(Debug, Error)]
+pub enum RunError {
+    /// The host.
+    #[error("this host cannot run VMs")]
+    Host(#[from] HostError),
+    /// The API.
+    #[error("cannot serve the API")]
+    Api(#[from] SocketError),
+    /// Descriptors.
+    #[error("cannot set up the event loop")]
+    Loop(#[source] io::Error),
+    /// The VM of the command line.
+    #[error("cannot start the VM")]
+    Start(#[source] ApiError),
+    /// The guest rebooted.
+    #[error("the VM did not come back from its reboot")]
+    Reboot(#[source] ApiError),
+    /// The guest shut down.
+    #[error("the VM did not end well")]
+    Shutdown(#[source] ApiError),
+    /// The guest cannot go on.
+    #[error("vCPU {index} cannot go on: {reason}")]
+    VcpuStopped {
+        /// Its number.
+        index: u32,
+        /// What KVM says.
+        reason: String,
+    },
+}
+
+const API: u64 = 0;
+const INBOX: u64 = 1;
+const SIGNALS: u64 = 2;
+
+fn watch(epoll: &Epoll, fd: i32, token: u64) -> Result<(), RunError> {
+    epoll
+        .ctl(ControlOperation::Add, fd, EpollEvent::new(EventSet::IN, token))
+        .map_err(RunError::Loop)
+}
+
+/// Runs the VMM until it is told to end, its guest ends, or nothing is left to do.
+///
+/// # Errors
+/// [`RunError`]; the VM, if there was one, is gone.
+pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
+    events::emit("vmm", "starting", &[]);
+    let signals = Signals::new().map_err(RunError::Loop)?;
+    let host = Host::open()?;
+    let listener = options.api_socket.map(ApiListener::bind).transpose()?;
+    let (mailer, inbox) = Inbox::new().map_err(RunError::Loop)?;
+    let mut vmm = Vmm::new(host, mailer, options.no_shutdown);
+    if let Some(config) = options.initial_vm {
+        vmm.create(Box::new(config)).map_err(RunError::Start)?;
+        vmm.boot().map_err(RunError::Start)?;
+    }
+    let (handle, queue) = api::channel().map_err(RunError::Loop)?;
+    let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;
+    let result = serve(&mut vmm, &queue, &inbox, signals);
+    drop(vmm);
+    if let Some(server) = server {
+        server.stop();
+    }
+    events::emit("vmm", "shutdown", &[]);
+    events::flush();
+    result
+}
+
+fn serve(
+    vmm: &mut Vmm,
+    queue: &api::ApiQueue,
+    inbox: &Inbox,
+    mut signals: Signals,
+) -> Result<ExitReason, RunError> {
+    let epoll = Epoll::new().map_err(RunError::Loop)?;
+    watch(&epoll, queue.event().as_raw_fd(), API)?;
+    watch(&epoll, inbox.event().as_raw_fd(), INBOX)?;
+    watch(&epoll, signals.as_raw_fd(), SIGNALS)?;
+    let mut ready = [EpollEvent::default(); 3];
+    loop {
+        match epoll.wait(timeout_ms(vmm), &mut ready) {
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(RunError::Loop(error)),
+        }
+        if signals.next().is_some() {
+            match vmm.shut_vmm_down() {
+                Ok(_) => return Ok(ExitReason::Signal),
+                Err(error) => log::warn!("not ending yet: {error}"),
+            }
+        }
+        inbox.clear();
+        while let Some(message) = inbox.take() {
+            match vmm.message(message) {
+                Next::Continue => {}
+                Next::Exit(reason) => return Ok(reason),
+                Next::Fail(error) => return Err(error),
+            }
+        }
+        queue.clear();
+        while let Some(call) = queue.take() {
+            match vmm.call(call) {
+                Next::Continue => {}
+                Next::Exit(reason) => return Ok(reason),
+                Next::Fail(error) => return Err(error),
+            }
+        }
+        if let Some((until, reason)) = vmm.farewell
+            && until <= Instant::now()
+        {
+            return Ok(reason);
+        }
+    }
+}
+
+/// How long the loop may sleep: for ever, or until the last watcher has had its time.
+fn timeout_ms(vmm: &Vmm) -> i32 {
+    vmm.farewell.map_or(-1, |(until, _)| {
+        let left = until.saturating_duration_since(Instant::now());
+        i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+    })
+}

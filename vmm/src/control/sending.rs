@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The VM leaves: the thread that carries it, and what comes of it.
+//!
+//! Owns the machine while it migrates, on a thread of its own; the VMM thread only has a
+//! description of it and the means to watch and to cancel.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vm_migration::source::{Held, SendFailure, migrate};
+use vm_migration::{
+    Address, Cancel, MemoryMode, MigrationError, Progress, SendOptions, Side, TimeoutStrategy,
+};
+
+use super::inbox::{Mailer, Message};
+use super::observer::Herald;
+use crate::api::{ApiError, ApiErrorKind};
+use crate::config::{MigrationMode, SendMigrationData, TimeoutStrategy as ConfigStrategy};
+use crate::machine::Machine;
+use crate::migration::memory::MigratingRam;
+use crate::migration::source::{LeavingMachine, Remains};
+
+/// How a migration from here ended.
+pub enum Departure {
+    /// The guest is elsewhere, whole.
+    Gone(Remains),
+    /// The guest is here, running or paused.
+    Stayed(Box<Machine>, String),
+    /// The guest is elsewhere, and may miss pages that only this process has.
+    Incomplete {
+        /// What is left of the machine.
+        remains: Remains,
+        /// The pages.
+        held: Option<Held<MigratingRam>>,
+        /// What happened.
+        reason: String,
+    },
+}
+
+/// A migration that is under way.
+pub struct Sending {
+    /// How far it is.
+    pub progress: Arc<Progress>,
+    /// Ends it.
+    pub cancel: Cancel,
+}
+
+/// Turns the request into options.
+///
+/// # Errors
+/// What cannot be.
+pub fn options(data: &SendMigrationData) -> Result<SendOptions, ApiError> {
+    let bad = |error: &dyn std::error::Error| ApiError::from_error(ApiErrorKind::BadRequest, error);
+    let to: Address = data.destination_url.parse().map_err(|error| bad(&error))?;
+    let options = SendOptions {
+        memory_mode: match data.memory_mode {
+            MigrationMode::Precopy => MemoryMode::Precopy,
+            MigrationMode::Postcopy => MemoryMode::Postcopy,
+        },
+        local: data.local,
+        connections: u16::try_from(data.connections).unwrap_or(u16::MAX),
+        downtime: Duration::from_millis(data.downtime_ms),
+        timeout: Duration::from_secs(data.timeout_s),
+        timeout_strategy: match data.timeout_strategy {
+            ConfigStrategy::Cancel => TimeoutStrategy::Cancel,
+            ConfigStrategy::Ignore => TimeoutStrategy::Ignore,
+        },
+        ..SendOptions::new(to)
+    };
+    options.check().map_err(|error| bad(&error))?;
+    Ok(options)
+}
+
+fn chain(error: &MigrationError) -> String {
+    ApiError::from_error(ApiErrorKind::Failed, error).to_string()
+}
+
+fn carry(
+    machine: Machine,
+    options: &SendOptions,
+    progress: &Arc<Progress>,
+    cancel: &Cancel,
+) -> Departure {
+    let leaving = match LeavingMachine::new(machine) {
+        Ok(leaving) => leaving,
+        Err((machine, error)) => {
+            let reason = ApiError::from_error(ApiErrorKind::Failed, &error).to_string();
+            return Departure::Stayed(Box::new(machine), reason);
+        }
+    };
+    match migrate(leaving, options, progress, cancel) {
+        Ok(finished) => Departure::Gone(finished.remains),
+        Err(failure) => match *failure {
+            SendFailure::Resumed { vm, error } => {
+                Departure::Stayed(Box::new(vm.into_machine()), chain(&error))
+            }
+            SendFailure::StillPaused { vm, error } => {
+                Departure::Stayed(Box::new(vm.into_machine()), chain(&error))
+            }
+            SendFailure::HandedOver { remains, held, error } => {
+                Departure::Incomplete { remains, held, reason: chain(&error) }
+            }
+        },
+    }
+}
+
+/// Starts to send a machine.
+///
+/// # Errors
+/// The machine comes back with the reason.
+pub fn start(
+    machine: Box<Machine>,
+    options: SendOptions,
+    mailer: Mailer,
+) -> Result<Sending, (Box<Machine>, std::io::Error)> {
+    let cancel = match Cancel::new() {
+        Ok(cancel) => cancel,
+        Err(error) => return Err((machine, error)),
+    };
+    let progress = Arc::new(Progress::observed(Side::Source, Box::new(Herald)));
+    // The machine goes through a slot, so that it is not lost when there is no thread for it.
+    let slot = Arc::new(std::sync::Mutex::new(Some(machine)));
+    let spawned = {
+        let (slot, progress, cancel) = (Arc::clone(&slot), Arc::clone(&progress), cancel.clone());
+        std::thread::Builder::new().name("migration-send".to_owned()).spawn(move || {
+            let taken = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+            if let Some(machine) = taken {
+                let departure = carry(*machine, &options, &progress, &cancel);
+                mailer.send(Message::Departed(Box::new(departure)));
+            }
+        })
+    };
+    let back = || slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+    match spawned {
+        Ok(_detached) => Ok(Sending { progress, cancel }),
+        Err(error) => match back() {
+            Some(machine) => Err((machine, error)),
+            // Only the thread takes it, and there is none.
+            None => unreachable!("no thread was made"),
+        },
+    }
+}

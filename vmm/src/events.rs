@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The event monitor: what happens to the VMM and the VM, one JSON object after the other, for
+//! programs that watch.
+//!
+//! Owns the clock of the time stamps, the names of the events, and the thread that writes. Telling
+//! an event never blocks: it is put into a queue, and if the reader of the file does not read, the
+//! event is lost and counted, and the next one that gets through says how many were lost.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::time::{Duration, Instant};
+
+use serde::ser::{Serialize, SerializeMap as _, SerializeStruct as _, Serializer};
+use thiserror::Error;
+
+/// Events that wait to be written.
+const QUEUE_EVENTS: usize = 1024;
+
+/// Longest wait at the end for a reader that has stopped reading.
+const FLUSH_TIME: Duration = Duration::from_secs(1);
+
+/// The names of all events: source, event, and what it means.
+pub const NAMES: &[(&str, &str, &str)] = &[
+    ("vmm", "starting", "the VMM begins to start"),
+    ("vmm", "started", "the VMM takes requests"),
+    ("vmm", "shutdown", "the VMM ends"),
+    ("vm", "booting", "the VM begins to boot"),
+    ("vm", "booted", "the vCPUs run"),
+    ("vm", "pausing", "the vCPUs are being stopped"),
+    ("vm", "paused", "the vCPUs stand still"),
+    ("vm", "resuming", "the vCPUs are about to go on"),
+    ("vm", "resumed", "the vCPUs run again"),
+    ("vm", "rebooting", "the VM begins to reboot"),
+    ("vm", "rebooted", "the VM runs again after a reboot"),
+    ("vm", "shutdown", "the VM was shut down"),
+    ("vm", "deleted", "the VM was deleted"),
+    ("vm", "migration-starting", "the VM is about to be sent"),
+    ("vm", "migration-started", "the destination takes the VM"),
+    ("vm", "migration-memory-iteration", "a round of precopy is done (id: its number)"),
+    ("vm", "migration-phase", "the migration is in a new phase (phase: its name)"),
+    ("vm", "migration-finished", "the VM runs at the destination"),
+    ("vm", "migration-failed", "the VM could not be sent (error: why)"),
+    ("vm", "migration-receive-ready", "the destination listens"),
+    ("vm", "migration-receive-starting", "a source has connected"),
+    ("vm", "migration-receive-started", "the source was accepted"),
+    ("vm", "migration-receive-finished", "the VM runs here"),
+    ("vm", "migration-receive-failed", "the VM could not be received (error: why)"),
+    ("vm", "postcopy-migration-completed", "all memory is at the destination"),
+    ("virtio-device", "activated", "a driver uses the device (id: its name)"),
+    ("virtio-device", "reset", "a driver has let go of the device (id: its name)"),
+    ("guest", "panic", "the guest reported a panic (event: which)"),
+];
+
+/// Where the events go.
+#[derive(Debug)]
+pub enum EventTarget {
+    /// A file that is made or emptied; a named pipe works too.
+    Path(PathBuf),
+    /// A descriptor that was inherited.
+    Fd(OwnedFd),
+}
+
+/// Why there is no event monitor.
+#[derive(Debug, Error)]
+pub enum EventError {
+    /// `--event-monitor` cannot be read.
+    #[error("--event-monitor '{text}' is neither path=<path> nor fd=<number>")]
+    Syntax {
+        /// What was given.
+        text: String,
+    },
+    /// The descriptor is not open for writing.
+    #[error("descriptor {fd} of --event-monitor is not open for writing")]
+    BadFd {
+        /// The descriptor.
+        fd: i32,
+    },
+    /// The file cannot be opened.
+    #[error("the event file '{path}' cannot be opened")]
+    Open {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The host gives no thread.
+    #[error("the event monitor cannot be started")]
+    Thread(#[source] io::Error),
+    /// There is one already.
+    #[error("there is an event monitor already")]
+    Twice,
+}
+
+impl EventTarget {
+    /// Reads `path=<path>` or `fd=<number>`.
+    ///
+    /// # Errors
+    /// The text is neither, or the descriptor is not open for writing.
+    pub fn parse(text: &str) -> Result<Self, EventError> {
+        let bad = || EventError::Syntax { text: text.to_owned() };
+        if let Some(number) = text.strip_prefix("fd=") {
+            let fd: i32 = number.parse().map_err(|_| bad())?;
+            // SAFETY: F_GETFL takes no pointer; a bad descriptor makes it fail.
+            let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+            if fd < 0 || flags < 0 || flags & libc::O_ACCMODE == libc::O_RDONLY {
+                return Err(EventError::BadFd { fd });
+            }
+            // SAFETY: the descriptor is open (fcntl has just succeeded on it); the person who
+            // gave its number on the command line gives it to this process.
+            return Ok(Self::Fd(unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+        match text.strip_prefix("path=") {
+            Some(path) if !path.is_empty() => Ok(Self::Path(PathBuf::from(path))),
+            _ => Err(bad()),
+        }
+    }
+
+    fn open(self) -> Result<File, EventError> {
+        match self {
+            Self::Fd(fd) => Ok(File::from(fd)),
+            Self::Path(path) => OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&path)
+                .map_err(|source| EventError::Open { path, source }),
+        }
+    }
+}
+
+/// One thing that happened.
+struct Event {
+    time: Duration,
+    source: &'static str,
+    name: &'static str,
+    properties: Vec<(&'static str, String)>,
+}
+
+struct Time(Duration);
+
+impl Serialize for Time {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut time = serializer.serialize_struct("timestamp", 2)?;
+        time.serialize_field("secs", &self.0.as_secs())?;
+        time.serialize_field("nanos", &self.0.subsec_nanos())?;
+        time.end()
+    }
+}
+
+struct Properties<'a>(&'a [(&'static str, String)]);
+
+impl Serialize for Properties<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.0.is_empty() {
+            return serializer.serialize_none();
+        }
+        let mut map = serializer.serialize_map(Some(self.0.len()))?;
+        for (key, value) in self.0 {
+            map.serialize_entry(key, value)?;
+        }
+        map.end()
+    }
+}
+
+impl Serialize for Event {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut event = serializer.serialize_struct("event", 4)?;
+        event.serialize_field("timestamp", &Time(self.time))?;
+        event.serialize_field("source", self.source)?;
+        event.serialize_field("event", self.name)?;
+        event.serialize_field("properties", &Properties(&self.properties))?;
+        event.end()
+    }
+}
+
+enum Message {
+    Event(Event),
+    Flush(SyncSender<()>),
+}
+
+/// A queue with a thread that writes what is in it.
+#[derive(Debug)]
+pub struct EventMonitor {
+    queue: SyncSender<Message>,
+    lost: AtomicU64,
+}
+
+impl EventMonitor {
+    /// Opens the target and starts the thread `event-monitor`.
+    ///
+    /// # Errors
+    /// The file cannot be opened, or the host gives no thread.
+    pub fn start(target: EventTarget) -> Result<Self, EventError> {
+        let file = target.open()?;
+        let (queue, events) = sync_channel(QUEUE_EVENTS);
+        std::thread::Builder::new()
+            .name("event-monitor".to_owned())
+            .stack_size(128 << 10)
+            .spawn(move || {
+                block_signals();
+                write_all(&events, file);
+            })
+            .map_err(EventError::Thread)?;
+        Ok(Self { queue, lost: AtomicU64::new(0) })
+    }
+
+    /// Tells an event; never blocks.
+    pub fn tell(
+        &self,
+        source: &'static str,
+        event: &'static str,
+        properties: &[(&'static str, &str)],
+    ) {
+        debug_assert!(
+            NAMES.iter().any(|(s, e, _)| (*s, *e) == (source, event)),
+            "{source}.{event} is not among the names of the events"
+        );
+        let mut properties: Vec<_> =
+            properties.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
+        let lost = self.lost.swap(0, Relaxed);
+        if lost > 0 {
+            properties.push(("lost_events_before", lost.to_string()));
+        }
+        let event = Event { time: uptime(), source, name: event, properties };
+        if let Err(TrySendError::Full(_)) = self.queue.try_send(Message::Event(event)) {
+            self.lost.fetch_add(lost + 1, Relaxed);
+        }
+    }
+
+    /// Waits until everything told so far is written, or `limit` has passed. True if it is.
+    pub fn flush(&self, limit: Duration) -> bool {
+        let (done, wait) = sync_channel(1);
+        let deadline = Instant::now() + limit;
+        let mut message = Message::Flush(done);
+        loop {
+            match self.queue.try_send(message) {
+                Ok(()) => break,
+                Err(TrySendError::Full(back)) if Instant::now() < deadline => {
+                    message = back;
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(_) => return false,
+            }
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        !matches!(wait.recv_timeout(left), Err(RecvTimeoutError::Timeout))
+    }
+}
+
+fn write_all(events: &Receiver<Message>, mut file: File) {
+    let mut broken = false;
+    let mut text = Vec::new();
+    while let Ok(message) = events.recv() {
+        match message {
+            Message::Event(event) if !broken => {
+                text.clear();
+                // Writing JSON into a Vec cannot fail.
+                let _ = serde_json::to_writer_pretty(&mut text, &event);
+                text.extend_from_slice(b"\n\n");
+                if let Err(error) = file.write_all(&text) {
+                    log::error!("events are not written any more: {error}");
+                    broken = true;
+                }
+            }
+            Message::Event(_) => {}
+            Message::Flush(done) => {
+                let _ = done.send(());
+            }
+        }
+    }
+    log::debug!("event monitor on descriptor {} ends", file.as_raw_fd());
+}
+
+static START: OnceLock<Instant> = OnceLock::new();
+static MONITOR: OnceLock<EventMonitor> = OnceLock::new();
+
+/// Starts the clock of the time stamps; call it first of all in `main`.
+pub fn start_clock() {
+    let _ = START.set(Instant::now());
+}
+
+/// Time since the process was started.
+pub fn uptime() -> Duration {
+    START.get_or_init(Instant::now).elapsed()
+}
+
+/// Starts the event monitor of the process.
+///
+/// # Errors
+/// As [`EventMonitor::start`], or there is one already.
+pub fn start(target: EventTarget) -> Result<(), EventError> {
+    MONITOR.set(EventMonitor::start(target)?).map_err(|_| EventError::Twice)
+}
+
+/// Tells an event to the monitor of the process, if there is one; never blocks.
+pub fn emit(source: &'static str, event: &'static str, properties: &[(&'static str, &str)]) {
+    if let Some(monitor) = MONITOR.get() {
+        monitor.tell(source, event, properties);
+    }
+}
+
+/// Waits a moment until all events are written; for the end of the process.
+pub fn flush() {
+    if let Some(monitor) = MONITOR.get()
+        && !monitor.flush(FLUSH_TIME)
+    {
+        log::warn!("the last events were not written, their reader does not read");
+    }
+}
+
+/// Blocks all signals in the calling thread, so that they reach the one that waits for them.
+pub fn block_signals() {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigfillset initialises the set it is given; pthread_sigmask only reads it and
+    // changes nothing but the mask of the calling thread.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::io::Read as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn events_are_pretty_and_separated_by_blank_lines() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("events");
+        std::fs::write(&path, "old").unwrap();
+        let monitor =
+            EventMonitor::start(EventTarget::parse(&format!("path={}", path.display())).unwrap())
+                .unwrap();
+        monitor.tell("vm", "booting", &[]);
+        monitor.tell("virtio-device", "activated", &[("id", "__rng")]);
+        assert!(monitor.flush(Duration::from_secs(10)));
+        let text = std::fs::read_to_string(&path).unwrap();
+        let blocks: Vec<_> = text.split("\n\n").collect();
+        assert_eq!((blocks.len(), blocks[2]), (3, ""));
+        assert!(blocks[0].starts_with("{\n  \"timestamp\": {\n    \"secs\": "), "{text}");
+        assert!(blocks[0].ends_with(
+            "\n  },\n  \"source\": \"vm\",\n  \"event\": \"booting\",\n  \"properties\": null\n}"
+        ));
+        let second: serde_json::Value = serde_json::from_str(blocks[1]).unwrap();
+        assert_eq!(second["properties"]["id"], "__rng");
+    }
+
+    #[test]
+    fn a_reader_that_does_not_read_never_blocks_and_losses_are_counted() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let monitor = EventMonitor::start(EventTarget::Fd(ours.into())).unwrap();
+        let long = "x".repeat(4096);
+        for _ in 0..QUEUE_EVENTS * 2 {
+            monitor.tell("vm", "migration-failed", &[("error", &long)]);
+        }
+        assert!(monitor.lost.load(Relaxed) > 0);
+        assert!(!monitor.flush(Duration::from_millis(1)));
+        // Once it reads, what is left arrives and says how much is missing.
+        let reader = std::thread::spawn(move || {
+            let mut text = String::new();
+            let mut chunk = vec![0_u8; 1 << 16];
+            while !text.contains("lost_events_before") {
+                let n = theirs.read(&mut chunk).unwrap();
+                text.push_str(std::str::from_utf8(&chunk[..n]).unwrap());
+            }
+        });
+        while !reader.is_finished() {
+            monitor.tell("vm", "booted", &[]);
+            std::thread::yield_now();
+        }
+        reader.join().unwrap();
+    }
+
+    #[test]
+    fn a_reader_that_is_gone_does_no_harm() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        drop(theirs);
+        let monitor = EventMonitor::start(EventTarget::Fd(ours.into())).unwrap();
+        monitor.tell("vm", "booted", &[]);
+        monitor.tell("vm", "deleted", &[]);
+        assert!(monitor.flush(Duration::from_secs(10)));
+    }
+
+    #[test]
+    fn targets() {
+        assert!(matches!(EventTarget::parse("path=/x"), Ok(EventTarget::Path(_))));
+        for bad in ["", "/x", "path=", "fd=", "fd=x", "fd=-1", "fd=1000000"] {
+            assert!(EventTarget::parse(bad).is_err(), "{bad}");
+        }
+        let missing = EventTarget::Path("/nonexistent/dir/file".into());
+        assert!(matches!(EventMonitor::start(missing), Err(EventError::Open { .. })));
+    }
+}

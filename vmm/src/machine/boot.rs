@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a machine starts with: CPUID, tables, kernel, registers.
+//!
+//! Owns the translation from options to what the `arch` crate needs.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use arch::acpi::{self, AcpiError, AcpiInputs};
+use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, VmCpuid};
+use arch::layout::{self, GpaRange};
+use arch::smbios::{self, SmbiosError, SmbiosInputs};
+use arch::{BootEntry, BootError, BootSpec, regs};
+use hypervisor::{BootRegisters, KvmError, Vcpu};
+use memory::{GuestMemory, GuestRam};
+use pci::{MmioRange, MmioWindows};
+use thiserror::Error;
+
+use crate::config::{CpusConfig, PlatformConfig, VmConfig};
+
+/// Why a machine cannot boot.
+#[derive(Debug, Error)]
+pub enum MachineBootError {
+    /// A file of the payload.
+    #[error("cannot open the {what} {path}")]
+    Open {
+        /// Kernel or initramfs.
+        what: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// There is none.
+    #[error("no kernel is configured: give --kernel, or payload.kernel in the JSON")]
+    NoKernel,
+    /// The payload is not one that boots.
+    #[error("cannot load the payload")]
+    Load(#[source] BootError),
+    /// The tables.
+    #[error("cannot write the ACPI tables")]
+    Acpi(#[source] AcpiError),
+    /// The other tables.
+    #[error("cannot write the SMBIOS tables")]
+    Smbios(#[source] SmbiosError),
+    /// The arrangement of vCPUs.
+    #[error("the CPU topology is impossible")]
+    Topology(#[source] TopologyError),
+    /// The features of vCPUs.
+    #[error("cannot describe the vCPUs")]
+    Cpuid(#[source] CpuidTooLong),
+    /// KVM.
+    #[error("cannot read the registers of the boot vCPU")]
+    Registers(#[source] KvmError),
+    /// RAM leaves no room for devices.
+    #[error("guest memory leaves no address space for PCI devices; raise max_phys_bits")]
+    NoDeviceWindow,
+}
+
+/// The arrangement of vCPUs that the options ask for.
+///
+/// # Errors
+/// When it is impossible.
+pub fn topology(config: &CpusConfig) -> Result<CpuTopology, MachineBootError> {
+    let topology = match &config.topology {
+        Some(t) => {
+            CpuTopology::new(t.threads_per_core, t.cores_per_die, t.dies_per_package, t.packages)
+        }
+        None => CpuTopology::flat(u16::try_from(config.max_vcpus).unwrap_or(u16::MAX)),
+    };
+    topology.map_err(MachineBootError::Topology)
+}
+
+/// The features of all vCPUs.
+pub fn vm_cpuid(
+    host: &kvm_bindings::CpuId,
+    config: &CpusConfig,
+    topology: CpuTopology,
+    tsc_khz: Option<u32>,
+) -> VmCpuid {
+    let options = CpuidConfig {
+        max_phys_bits: config.max_phys_bits,
+        tsc_khz,
+        nested: config.nested,
+        amx: config.features.amx,
+        ..CpuidConfig::new(topology)
+    };
+    cpuid::common_cpuid(host, &options)
+}
+
+/// Where the BARs of PCI devices may lie.
+///
+/// # Errors
+/// When RAM leaves no room.
+pub fn device_windows(ram: &GuestRam, phys_bits: u8) -> Result<MmioWindows, MachineBootError> {
+    let ram_end =
+        ram.regions().iter().map(|region| region.gpa() + region.len_bytes()).max().unwrap_or(0);
+    let high = layout::mmio64_window(ram_end, phys_bits, layout::HighHole::None)
+        .ok_or(MachineBootError::NoDeviceWindow)?;
+    Ok(MmioWindows {
+        below_4g: MmioRange { start_gpa: layout::MMIO32_GPA, len_bytes: layout::MMIO32_BYTES },
+        above_4g: MmioRange { start_gpa: high.gpa, len_bytes: high.len_bytes },
+    })
+}
+
+fn range(range: MmioRange) -> GpaRange {
+    GpaRange { gpa: range.start_gpa, len_bytes: range.len_bytes }
+}
+
+fn open(what: &'static str, path: &Path) -> Result<File, MachineBootError> {
+    File::open(path).map_err(|source| MachineBootError::Open {
+        what,
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn smbios_inputs(platform: Option<&PlatformConfig>) -> SmbiosInputs {
+    let Some(platform) = platform else { return SmbiosInputs::default() };
+    SmbiosInputs {
+        manufacturer: platform.system_manufacturer.clone(),
+        product_name: platform.system_product_name.clone(),
+        version: platform.system_version.clone(),
+        serial_number: platform.serial().map(ToOwned::to_owned),
+        uuid: platform.uuid_bytes(),
+        sku_number: platform.system_sku_number.clone(),
+        family: platform.system_family.clone(),
+        asset_tag: platform.chassis_asset_tag.clone(),
+        oem_strings: platform.oem_strings.clone().unwrap_or_default(),
+    }
+}
+
+/// Writes tables, kernel, initramfs and command line into guest memory.
+///
+/// # Errors
+/// Naming the file or table.
+pub fn load(
+    memory: &GuestMemory,
+    config: &VmConfig,
+    topology: &CpuTopology,
+    windows: MmioWindows,
+    has_serial: bool,
+) -> Result<BootEntry, MachineBootError> {
+    let kernel = config.payload.kernel.as_deref().ok_or(MachineBootError::NoKernel)?;
+    let mut kernel = open("kernel", kernel)?;
+    let mut initramfs = match &config.payload.initramfs {
+        Some(path) => Some(open("initramfs", path)?),
+        None => None,
+    };
+    let segment = acpi::PciSegment {
+        id: 0,
+        ecam_gpa: layout::ECAM_GPA,
+        first_bus: 0,
+        last_bus: 0,
+        io_ports: None,
+        mmio32: Some(range(windows.below_4g)),
+        mmio64: Some(range(windows.above_4g)),
+        intx: Vec::new(),
+    };
+    let apic_ids = (0..config.cpus.boot_vcpus).map(|index| topology.apic_id(index));
+    let mut inputs = AcpiInputs::new(apic_ids, vec![segment]);
+    if !has_serial {
+        inputs.serial_gsi = None;
+    }
+    let rsdp_gpa = acpi::write_tables(memory, &inputs).map_err(MachineBootError::Acpi)?;
+    smbios::write_tables(memory, &smbios_inputs(config.platform.as_ref()))
+        .map_err(MachineBootError::Smbios)?;
+    let spec = BootSpec {
+        cmdline: config.payload.cmdline.as_deref().unwrap_or_default(),
+        rsdp_gpa,
+        reserved: &[],
+        ram_is_zero: true,
+    };
+    arch::load_kernel(memory, &mut kernel, initramfs.as_mut(), &spec)
+        .map_err(MachineBootError::Load)
+}
+
+/// Registers of the vCPU that runs first.
+///
+/// # Errors
+/// When KVM does not give its own.
+pub fn registers(vcpu: &Vcpu, entry: &BootEntry) -> Result<BootRegisters, MachineBootError> {
+    let current = vcpu.sregs().map_err(MachineBootError::Registers)?;
+    Ok(BootRegisters {
+        regs: regs::boot_regs(entry),
+        sregs: regs::boot_sregs(entry, &current),
+        fpu: regs::boot_fpu(),
+        msrs: regs::boot_msrs(),
+    })
+}

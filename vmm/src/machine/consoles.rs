@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The ends of a machine's consoles on the host: terminals, files, sockets.
+//!
+//! Owns the endpoints. They outlive a reboot, so that whoever is attached stays attached.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use devices::endpoint::{ConsoleEndpoint, EndpointError};
+use thiserror::Error;
+
+use crate::config::{ConsoleMode, VmConfig};
+
+/// Why a console is not there.
+#[derive(Debug, Error)]
+#[error("cannot open the {console}")]
+pub struct ConsoleError {
+    /// Which console.
+    console: &'static str,
+    /// Why.
+    #[source]
+    source: EndpointError,
+}
+
+/// The endpoints of one VM, for as long as the VM is there.
+#[derive(Clone, Default)]
+pub struct Consoles {
+    /// Of the serial port.
+    pub serial: Option<Arc<ConsoleEndpoint>>,
+    /// Of the virtio console.
+    pub virtio: Option<Arc<ConsoleEndpoint>>,
+    /// Of the debug console.
+    pub debug: Option<Arc<ConsoleEndpoint>>,
+}
+
+fn open(
+    console: &'static str,
+    mode: ConsoleMode,
+    file: Option<&PathBuf>,
+    socket: Option<&PathBuf>,
+) -> Result<Option<Arc<ConsoleEndpoint>>, ConsoleError> {
+    let opened = match (mode, file, socket) {
+        (ConsoleMode::Off, ..) => return Ok(None),
+        (ConsoleMode::Pty, ..) => ConsoleEndpoint::pty(),
+        (ConsoleMode::Tty, ..) => ConsoleEndpoint::tty(),
+        (ConsoleMode::File, Some(path), _) => ConsoleEndpoint::file(path),
+        (ConsoleMode::Socket, _, Some(path)) => ConsoleEndpoint::socket(path),
+        _ => ConsoleEndpoint::null(),
+    };
+    opened
+        .map(|endpoint| Some(Arc::new(endpoint)))
+        .map_err(|source| ConsoleError { console, source })
+}
+
+impl Consoles {
+    /// Opens what the configuration names, and writes the paths of new pseudo terminals into it.
+    ///
+    /// # Errors
+    /// Naming the console.
+    pub fn open(config: &mut VmConfig) -> Result<Self, ConsoleError> {
+        let VmConfig { serial, console, debug_console, .. } = config;
+        let consoles = Self {
+            serial: open(
+                "serial console",
+                serial.mode,
+                serial.file.as_ref(),
+                serial.socket.as_ref(),
+            )?,
+            virtio: open("console", console.mode, console.file.as_ref(), console.socket.as_ref())?,
+            debug: open("debug console", debug_console.mode, debug_console.file.as_ref(), None)?,
+        };
+        let pty = |endpoint: &Option<Arc<ConsoleEndpoint>>| {
+            endpoint.as_ref().and_then(|end| end.pty_path().map(ToOwned::to_owned))
+        };
+        for (mode, file, endpoint) in [
+            (serial.mode, &mut serial.file, &consoles.serial),
+            (console.mode, &mut console.file, &consoles.virtio),
+            (debug_console.mode, &mut debug_console.file, &consoles.debug),
+        ] {
+            if mode == ConsoleMode::Pty {
+                *file = pty(endpoint);
+            }
+        }
+        Ok(consoles)
+    }
+}

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a guest does that its VMM must act on.
+//!
+//! Owns the vocabulary between vCPU and device threads on one side and the VMM thread on the
+//! other. It must never decide anything.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use devices::legacy::PowerEvents;
+use hypervisor::StopReason;
+
+/// Something that the guest did.
+#[derive(Clone, Debug)]
+pub enum GuestEvent {
+    /// It asked for a reset.
+    Reset,
+    /// It switched itself off.
+    Shutdown,
+    /// One of its vCPUs cannot go on.
+    VcpuStopped {
+        /// Number of the vCPU.
+        index: u32,
+        /// Why.
+        reason: StopReason,
+    },
+}
+
+/// Takes events of one machine, on any thread; must not wait.
+pub type EventSink = Arc<dyn Fn(GuestEvent) + Send + Sync>;
+
+/// The power signals of one machine: passes them on, and remembers that there was one, so that a
+/// vCPU leaves the guest at once and a migration does not move a guest that is about to end.
+pub struct Power {
+    sink: EventSink,
+    pending: AtomicBool,
+}
+
+impl Power {
+    /// Signals that go to `sink`.
+    pub fn new(sink: EventSink) -> Arc<Self> {
+        Arc::new(Self { sink, pending: AtomicBool::new(false) })
+    }
+
+    /// Whether the guest has asked for a reset or a shutdown, or lost a vCPU.
+    pub fn is_pending(&self) -> bool {
+        self.pending.load(Ordering::Acquire)
+    }
+
+    /// Takes note of an event and passes it on.
+    pub fn signal(&self, event: GuestEvent) {
+        self.pending.store(true, Ordering::Release);
+        (self.sink)(event);
+    }
+}
+
+impl PowerEvents for Power {
+    fn reset(&self) {
+        self.signal(GuestEvent::Reset);
+    }
+
+    fn shutdown(&self) {
+        self.signal(GuestEvent::Shutdown);
+    }
+}

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Wiring of the devices that sit at fixed ports.
+//!
+//! Owns which of them a machine has and where. What they do is the business of the devices.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use arch::layout;
+use devices::Snapshot;
+use devices::bus::{BusDevice, BusError};
+use devices::legacy::{
+    CMOS_LEN_BYTES, Cmos, DEBUG_CONSOLE_LEN_BYTES, DEBUG_PORT_LEN_BYTES, DebugConsole, DebugPort,
+    GED_REGISTER_LEN_BYTES, GedDevice, HostClock, I8042, I8042_LEN_BYTES, PM_TIMER_LEN_BYTES,
+    POWER_CONTROL_LEN_BYTES, PmTimer, PowerControl, SERIAL_LEN_BYTES, Serial, SerialError,
+};
+use devices::virtio::{DeviceSnapshot, StateError};
+use hypervisor::Vm;
+use hypervisor::irq::IrqError;
+use memory::GuestRam;
+use thiserror::Error;
+
+use super::consoles::Consoles;
+use super::events::Power;
+use super::space::AddressSpace;
+
+/// Why a machine lacks a legacy device.
+#[derive(Debug, Error)]
+pub enum LegacyError {
+    /// Its place is taken.
+    #[error("cannot place a legacy device")]
+    Bus(#[from] BusError),
+    /// Its interrupt cannot be had.
+    #[error("cannot connect the interrupt of a legacy device")]
+    Irq(#[from] IrqError),
+    /// The eventfd of its interrupt cannot be duplicated.
+    #[error("cannot share the interrupt of a legacy device")]
+    Event(#[source] std::io::Error),
+    /// The serial port.
+    #[error("cannot make the serial port")]
+    Serial(#[from] SerialError),
+}
+
+/// The legacy devices of one machine.
+pub struct LegacyDevices {
+    serial: Option<Arc<Serial>>,
+    ged: Arc<GedDevice>,
+    /// All that have state, by name.
+    stateful: BTreeMap<&'static str, Arc<dyn Snapshot + Send + Sync>>,
+    /// Interrupt lines stay connected for as long as these live.
+    _lines: Vec<hypervisor::InterruptLine>,
+}
+
+impl LegacyDevices {
+    /// Makes the devices and puts them into `space`.
+    ///
+    /// # Errors
+    /// Naming the place or resource.
+    pub fn wire(
+        vm: &Vm,
+        space: &AddressSpace,
+        ram: &GuestRam,
+        consoles: &Consoles,
+        debug_port: u16,
+        power: &Arc<Power>,
+    ) -> Result<Self, LegacyError> {
+        let mut lines = Vec::new();
+        let mut stateful: BTreeMap<&'static str, Arc<dyn Snapshot + Send + Sync>> = BTreeMap::new();
+        let mut line = |gsi| -> Result<_, LegacyError> {
+            let line = vm.create_line(gsi)?;
+            let event = line.event().try_clone().map_err(LegacyError::Event)?;
+            lines.push(line);
+            Ok(event)
+        };
+        let mut place = |name, port, len_bytes, device: Arc<dyn BusDevice>, state| {
+            stateful.insert(name, state);
+            space.insert_ports(port, len_bytes, name, device)
+        };
+
+        let serial = match &consoles.serial {
+            Some(endpoint) => {
+                let serial =
+                    Arc::new(Serial::new(Arc::clone(endpoint), line(layout::SERIAL_GSI)?)?);
+                place(
+                    "serial",
+                    layout::SERIAL_PORT,
+                    SERIAL_LEN_BYTES,
+                    serial.clone(),
+                    serial.clone(),
+                )?;
+                Some(serial)
+            }
+            None => None,
+        };
+        let (low, high) = sizes(ram);
+        let cmos = Arc::new(Cmos::new(low, high, Box::new(HostClock)));
+        place("cmos", layout::CMOS_PORT, CMOS_LEN_BYTES, cmos.clone(), cmos)?;
+        let i8042 = Arc::new(I8042::new(power.clone()));
+        place("i8042", layout::I8042_PORT, I8042_LEN_BYTES, i8042.clone(), i8042)?;
+        let control = Arc::new(PowerControl::new(power.clone()));
+        place(
+            "acpi-power",
+            layout::ACPI_POWER_PORT,
+            POWER_CONTROL_LEN_BYTES,
+            control.clone(),
+            control,
+        )?;
+        let timer = Arc::new(PmTimer::new());
+        place("pm-timer", layout::ACPI_PM_TIMER_PORT, PM_TIMER_LEN_BYTES, timer.clone(), timer)?;
+        let ged = Arc::new(GedDevice::new(line(layout::GED_GSI)?));
+        place("ged", layout::GED_PORT, GED_REGISTER_LEN_BYTES, ged.clone(), ged.clone())?;
+        if let Some(endpoint) = &consoles.debug {
+            let console = Arc::new(DebugConsole::new(Arc::clone(endpoint)));
+            place("debug-console", debug_port, DEBUG_CONSOLE_LEN_BYTES, console.clone(), console)?;
+        }
+        space.insert_ports(
+            layout::POST_PORT,
+            DEBUG_PORT_LEN_BYTES,
+            "post-code",
+            Arc::new(DebugPort),
+        )?;
+        Ok(Self { serial, ged, stateful, _lines: lines })
+    }
+
+    /// Presses the power button.
+    pub fn press_power_button(&self) {
+        self.ged.set_power_button();
+    }
+
+    /// Stops input to the guest.
+    pub fn pause(&self) {
+        if let Some(serial) = &self.serial {
+            serial.pause();
+        }
+    }
+
+    /// Goes on.
+    pub fn resume(&self) {
+        if let Some(serial) = &self.serial {
+            serial.resume();
+        }
+    }
+
+    /// States by name.
+    pub fn save(&self) -> BTreeMap<String, DeviceSnapshot> {
+        self.stateful.iter().map(|(name, device)| ((*name).to_owned(), device.save())).collect()
+    }
+
+    /// Takes saved states; every device must have one, and every state a device.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn restore(
+        &self,
+        states: &BTreeMap<String, DeviceSnapshot>,
+    ) -> Result<(), LegacyStateError> {
+        for name in states.keys() {
+            if !self.stateful.contains_key(name.as_str()) {
+                return Err(LegacyStateError::Unknown(name.clone()));
+            }
+        }
+        for (name, device) in &self.stateful {
+            let state = states.get(*name).ok_or(LegacyStateError::Missing(name))?;
+            device.restore(state).map_err(|source| LegacyStateError::Refused { name, source })?;
+        }
+        Ok(())
+    }
+}
+
+/// Why saved states of legacy devices were refused.
+#[derive(Debug, Error)]
+pub enum LegacyStateError {
+    /// There is no such device here.
+    #[error("the state is that of a machine with a device '{0}', which this one does not have")]
+    Unknown(String),
+    /// There is no state for a device.
+    #[error("there is no state for the device '{0}'")]
+    Missing(&'static str),
+    /// A device refused its state.
+    #[error("the device '{name}' refused its state")]
+    Refused {
+        /// The device.
+        name: &'static str,
+        /// Why.
+        #[source]
+        source: StateError,
+    },
+}
+
+/// Bytes of RAM below and above 4 GiB.
+fn sizes(ram: &GuestRam) -> (u64, u64) {
+    ram.regions().iter().fold((0, 0), |(low, high), region| {
+        if region.gpa() < layout::LOW_RAM_END_GPA {
+            (low + region.len_bytes(), high)
+        } else {
+            (low, high + region.len_bytes())
+        }
+    })
+}

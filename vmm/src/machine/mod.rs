@@ -1,0 +1,564 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A machine: guest memory, vCPUs and devices, wired together.
+//!
+//! Owns everything that a guest sees, and the order in which it starts, stops, is saved and comes
+//! back. Knows nothing of HTTP, of migration, or of what becomes of the process.
+//!
+//! ```text
+//!            boot()                     arriving(), restore()
+//!               \                         /
+//!                v                       v
+//!   take_exclusive -> resume <-> pause -> save, release_exclusive
+//! ```
+
+mod boot;
+mod consoles;
+mod disks;
+mod events;
+mod legacy;
+mod nets;
+mod ram;
+mod space;
+mod state;
+mod virtio;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use arch::cpuid::{CpuTopology, CpuidTooLong, phys_bits};
+use arch::layout;
+use devices::bus::BusError;
+use hypervisor::{
+    ClockPolicy, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig, ThreadsError,
+    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
+};
+use memory::GuestRam;
+use pci::{
+    Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
+    PciSegment, PciSegmentOptions, PciStateError,
+};
+use thiserror::Error;
+use vm_memory::GuestAddressSpace as _;
+
+use crate::config::VmConfig;
+use crate::config::console::DEBUG_CONSOLE_PORT;
+
+pub use boot::MachineBootError;
+pub use consoles::{ConsoleError, Consoles};
+pub use events::{EventSink, GuestEvent, Power};
+pub use legacy::{LegacyError, LegacyStateError};
+pub use ram::MachineRamError;
+pub use state::{MACHINE_STATE_VERSION, MachineState, PciFunctionState};
+pub use virtio::{ExclusiveError, VirtioError};
+
+use legacy::LegacyDevices;
+use space::{AddressSpace, Exits};
+use virtio::{Sockets, VirtioDevices};
+
+/// Why a machine cannot be made, run, stopped, saved or restored.
+#[derive(Debug, Error)]
+pub enum MachineError {
+    /// Memory.
+    #[error("cannot give the VM its memory")]
+    Ram(#[from] MachineRamError),
+    /// KVM.
+    #[error("cannot make the VM")]
+    Kvm(#[from] KvmError),
+    /// What boots.
+    #[error("cannot boot the VM")]
+    Boot(#[from] MachineBootError),
+    /// Features of vCPUs.
+    #[error("cannot describe the vCPUs")]
+    Cpuid(#[from] CpuidTooLong),
+    /// The initial or saved state of a vCPU.
+    #[error("cannot set up vCPU {index}")]
+    Vcpu {
+        /// Its number.
+        index: u32,
+        /// Why.
+        #[source]
+        source: VcpuStateError,
+    },
+    /// The threads of vCPUs.
+    #[error("cannot control the vCPUs")]
+    Threads(#[from] ThreadsError),
+    /// Legacy devices.
+    #[error("cannot make the legacy devices")]
+    Legacy(#[from] LegacyError),
+    /// Virtio devices.
+    #[error("cannot make the virtio devices")]
+    Virtio(#[from] VirtioError),
+    /// The PCI bus.
+    #[error("cannot make the PCI bus")]
+    Pci(#[from] PciError),
+    /// A place on a bus.
+    #[error("cannot place the PCI configuration space")]
+    Bus(#[from] BusError),
+    /// Locks and taps.
+    #[error("a resource that only one VM may use is not free")]
+    Exclusive(#[from] ExclusiveError),
+    /// State of a version that is not known.
+    #[error(
+        "the machine state has version {0}, and the newest known here is {MACHINE_STATE_VERSION}"
+    )]
+    StateVersion(u32),
+    /// State of another machine.
+    #[error("the machine state does not fit this machine: {0}")]
+    StateMismatch(String),
+    /// State of the interrupt controllers.
+    #[error("cannot restore the interrupt controllers")]
+    Irqchips(#[from] IrqchipStateError),
+    /// State of legacy devices.
+    #[error("cannot restore the legacy devices")]
+    LegacyState(#[from] LegacyStateError),
+    /// State of PCI devices.
+    #[error("cannot save or restore a PCI device")]
+    PciState(#[from] PciStateError),
+}
+
+/// What machines on this host are made with.
+pub struct Host {
+    hypervisor: Hypervisor,
+    cpuid: kvm_bindings::CpuId,
+}
+
+/// Why this host cannot run machines.
+#[derive(Debug, Error)]
+pub enum HostError {
+    /// No KVM.
+    #[error("cannot use KVM")]
+    Open(#[from] OpenError),
+    /// KVM does not say what it has.
+    #[error("cannot ask KVM for the features of its vCPUs")]
+    Cpuid(#[from] KvmError),
+}
+
+impl Host {
+    /// Opens KVM.
+    ///
+    /// # Errors
+    /// What is missing and how to get it.
+    pub fn open() -> Result<Self, HostError> {
+        let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
+        let cpuid = hypervisor.supported_cpuid()?;
+        Ok(Self { hypervisor, cpuid })
+    }
+}
+
+/// One PCI function, for people who ask.
+pub struct FunctionInfo {
+    /// Its id.
+    pub id: String,
+    /// Its address.
+    pub bdf: Bdf,
+}
+
+/// A machine.
+pub struct Machine {
+    // Order matters on drop: vCPU threads end first, then devices, then memory.
+    vcpus: VcpuThreads,
+    paused: bool,
+    devices: VirtioDevices,
+    legacy: LegacyDevices,
+    segment: Arc<PciSegment>,
+    config_ports: Arc<PciConfigIo>,
+    space: Arc<AddressSpace>,
+    power: Arc<Power>,
+    vm: Vm,
+    ram: Arc<GuestRam>,
+    consoles: Consoles,
+    topology: CpuTopology,
+    config: VmConfig,
+}
+
+/// A machine without vCPU threads.
+struct Chassis {
+    devices: VirtioDevices,
+    legacy: LegacyDevices,
+    segment: Arc<PciSegment>,
+    config_ports: Arc<PciConfigIo>,
+    space: Arc<AddressSpace>,
+    power: Arc<Power>,
+    vm: Vm,
+    ram: Arc<GuestRam>,
+    topology: CpuTopology,
+    windows: MmioWindows,
+}
+
+impl Chassis {
+    fn build(
+        config: &VmConfig,
+        consoles: &Consoles,
+        host: &Host,
+        sink: EventSink,
+        populate: bool,
+    ) -> Result<Self, MachineError> {
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let ram = ram::make(&config.memory, bits, populate)?;
+        let vm = Vm::create(
+            &host.hypervisor,
+            &hypervisor::VmConfig {
+                tss_gpa: layout::KVM_TSS_GPA,
+                identity_map_gpa: layout::KVM_IDENTITY_MAP_GPA,
+            },
+        )?;
+        ram::attach(&vm, &ram)?;
+        let space = Arc::new(AddressSpace::default());
+        let power = Power::new(sink);
+        let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
+        let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
+
+        let windows = boot::device_windows(&ram, bits)?;
+        let segment = PciSegment::new(PciSegmentOptions { segment: 0, windows }, space.clone())?;
+        space.insert_memory(
+            layout::ECAM_GPA,
+            ECAM_SEGMENT_LEN_BYTES,
+            "PCI ECAM",
+            Arc::new(PciEcam::new(&segment)),
+        )?;
+        let config_ports = Arc::new(PciConfigIo::new(&segment));
+        space.insert_ports(
+            layout::PCI_CONFIG_PORT,
+            u64::from(layout::PCI_CONFIG_PORT_COUNT),
+            "PCI configuration ports",
+            config_ports.clone(),
+        )?;
+        let sockets = Sockets { segment: &segment, vm: &vm, memory: ram.guest_memory() };
+        let devices = VirtioDevices::wire(config, consoles, &sockets)?;
+        let topology = boot::topology(&config.cpus)?;
+        Ok(Self {
+            devices,
+            legacy,
+            segment,
+            config_ports,
+            space,
+            power,
+            vm,
+            ram,
+            topology,
+            windows,
+        })
+    }
+
+    fn create_vcpus(&self, config: &VmConfig) -> Result<Vec<Vcpu>, MachineError> {
+        (0..config.cpus.boot_vcpus)
+            .map(|index| Ok(self.vm.create_vcpu(self.topology.apic_id(index))?))
+            .collect()
+    }
+
+    fn start(
+        self,
+        vcpus: Vec<Vcpu>,
+        config: VmConfig,
+        consoles: Consoles,
+    ) -> Result<Machine, MachineError> {
+        let exits = Exits::new(Arc::clone(&self.space), Arc::clone(&self.power));
+        let threads = ThreadsConfig {
+            handler: Arc::new(exits),
+            on_start: Some(affinity_setter(&config, &self.topology)),
+        };
+        Ok(Machine {
+            vcpus: VcpuThreads::start(vcpus, &threads)?,
+            paused: true,
+            devices: self.devices,
+            legacy: self.legacy,
+            segment: self.segment,
+            config_ports: self.config_ports,
+            space: self.space,
+            power: self.power,
+            vm: self.vm,
+            ram: self.ram,
+            consoles,
+            topology: self.topology,
+            config,
+        })
+    }
+}
+
+/// Binds each vCPU's thread to the host CPUs that the options give it.
+fn affinity_setter(
+    config: &VmConfig,
+    topology: &CpuTopology,
+) -> Arc<dyn Fn(u32) -> std::io::Result<()> + Send + Sync> {
+    let wishes: BTreeMap<u32, Vec<u32>> = config
+        .cpus
+        .affinity
+        .iter()
+        .flatten()
+        .map(|entry| (topology.apic_id(entry.vcpu), entry.host_cpus.clone()))
+        .collect();
+    Arc::new(move |index| wishes.get(&index).map_or(Ok(()), |cpus| bind_to(cpus)))
+}
+
+fn bind_to(cpus: &[u32]) -> std::io::Result<()> {
+    // SAFETY: the set is a plain array of bits, and all zeroes is the empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    for cpu in cpus {
+        let cpu = usize::try_from(*cpu).unwrap_or(usize::MAX);
+        if cpu >= 8 * size_of::<libc::cpu_set_t>() {
+            return Err(std::io::Error::other(format!("host CPU {cpu} does not exist")));
+        }
+        // SAFETY: `cpu` is a bit inside the set, checked above.
+        unsafe { libc::CPU_SET(cpu, &mut set) };
+    }
+    // SAFETY: the kernel reads the set, which lives across the call.
+    if unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) } == 0 {
+        Ok(())
+    } else {
+        Err(std::io::Error::last_os_error())
+    }
+}
+
+impl Machine {
+    /// A machine at its first instruction, paused.
+    ///
+    /// # Errors
+    /// Naming what is missing.
+    pub fn boot(
+        config: VmConfig,
+        consoles: Consoles,
+        host: &Host,
+        sink: EventSink,
+    ) -> Result<Self, MachineError> {
+        let chassis = Chassis::build(&config, &consoles, host, sink, true)?;
+        let vcpus = chassis.create_vcpus(&config)?;
+        let memory = chassis.ram.guest_memory();
+        let entry = boot::load(
+            &memory.memory(),
+            &config,
+            &chassis.topology,
+            chassis.windows,
+            consoles.serial.is_some(),
+        )?;
+        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
+        let cpuid = boot::vm_cpuid(&host.cpuid, &config.cpus, chassis.topology, tsc_khz);
+        for (index, vcpu) in (0_u32..).zip(&vcpus) {
+            let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };
+            vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
+                .map_err(|source| MachineError::Vcpu { index, source })?;
+        }
+        chassis.start(vcpus, config, consoles)
+    }
+
+    /// A machine whose memory and state are still to come, paused.
+    ///
+    /// # Errors
+    /// Naming what is missing here.
+    pub fn arriving(
+        config: VmConfig,
+        consoles: Consoles,
+        host: &Host,
+        sink: EventSink,
+    ) -> Result<Self, MachineError> {
+        let chassis = Chassis::build(&config, &consoles, host, sink, false)?;
+        let vcpus = chassis.create_vcpus(&config)?;
+        let machine = chassis.start(vcpus, config, consoles)?;
+        machine.devices.pause();
+        machine.legacy.pause();
+        Ok(machine)
+    }
+
+    /// Its configuration.
+    pub fn config(&self) -> &VmConfig {
+        &self.config
+    }
+
+    /// The endpoints of its consoles.
+    pub fn consoles(&self) -> &Consoles {
+        &self.consoles
+    }
+
+    /// Its memory.
+    pub fn ram(&self) -> &Arc<GuestRam> {
+        &self.ram
+    }
+
+    /// Its VM.
+    pub fn vm(&self) -> &Vm {
+        &self.vm
+    }
+
+    /// Whether the guest is stopped by its owner.
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
+    /// Whether the guest has asked for a reset or a shutdown, or lost a vCPU.
+    pub fn is_ending(&self) -> bool {
+        self.power.is_pending()
+    }
+
+    /// When the guest's first instruction ran here.
+    pub fn first_run(&self) -> Option<Instant> {
+        self.vcpus.first_run()
+    }
+
+    /// When the guest first touched device memory here.
+    pub fn first_mmio(&self) -> Option<Instant> {
+        self.space.first_mmio()
+    }
+
+    /// Takes image locks and taps.
+    ///
+    /// # Errors
+    /// Naming the device that another VM holds.
+    pub fn take_exclusive(&mut self) -> Result<(), MachineError> {
+        Ok(self.devices.take_exclusive()?)
+    }
+
+    /// Gives image locks and taps back. The machine must be paused.
+    ///
+    /// # Errors
+    /// When it runs.
+    pub fn release_exclusive(&mut self) -> Result<(), MachineError> {
+        if !self.paused {
+            return Err(MachineError::StateMismatch("it still runs".to_owned()));
+        }
+        self.devices.release_exclusive();
+        Ok(())
+    }
+
+    /// Lets the guest run.
+    ///
+    /// # Errors
+    /// None today; the signature leaves room for back ends that can refuse.
+    pub fn resume(&mut self) -> Result<(), MachineError> {
+        if self.paused {
+            self.devices.resume();
+            self.legacy.resume();
+            self.vcpus.resume_all();
+            self.paused = false;
+        }
+        Ok(())
+    }
+
+    /// Stops the vCPUs, then everything else that writes guest memory.
+    ///
+    /// # Errors
+    /// When a vCPU cannot be stopped; the machine runs on.
+    pub fn pause(&mut self) -> Result<(), MachineError> {
+        if !self.paused {
+            self.vcpus.pause_all()?;
+            self.devices.pause();
+            self.legacy.pause();
+            self.paused = true;
+        }
+        Ok(())
+    }
+
+    /// Asks guests to tell the network where they are now.
+    pub fn announce(&self) {
+        self.devices.announce();
+    }
+
+    /// Presses the power button.
+    pub fn press_power_button(&self) {
+        self.legacy.press_power_button();
+    }
+
+    /// Counters by device and name.
+    pub fn counters(&self) -> BTreeMap<String, BTreeMap<String, u64>> {
+        self.devices.counters()
+    }
+
+    /// The PCI functions.
+    pub fn functions(&self) -> Vec<FunctionInfo> {
+        self.devices
+            .functions()
+            .iter()
+            .map(|(bdf, function)| FunctionInfo { id: function.id().to_owned(), bdf: *bdf })
+            .collect()
+    }
+
+    /// The state of everything but memory. The machine must be paused.
+    ///
+    /// # Errors
+    /// Naming the vCPU or device.
+    pub fn save(&self) -> Result<MachineState, MachineError> {
+        let clock = self.vm.clock()?;
+        let mut vcpus = Vec::new();
+        for (index, state) in (0_u32..).zip(self.vcpus.on_each(|vcpu| vcpu.state())?) {
+            vcpus.push(state.map_err(|source| MachineError::Vcpu { index, source })?);
+        }
+        let mut pci = BTreeMap::new();
+        for (bdf, function) in self.devices.functions() {
+            let state = PciDevice::save(function.as_ref())?;
+            pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
+        }
+        Ok(MachineState {
+            version: MACHINE_STATE_VERSION,
+            clock,
+            vcpus,
+            irqchips: self.vm.irqchips()?,
+            legacy: self.legacy.save(),
+            pci_config_address: self.config_ports.address(),
+            pci,
+        })
+    }
+
+    /// Takes a saved state. The machine stays paused.
+    ///
+    /// # Errors
+    /// Naming the part that does not fit; the machine cannot be used then.
+    pub fn restore(&mut self, state: MachineState) -> Result<(), MachineError> {
+        if state.version != MACHINE_STATE_VERSION {
+            return Err(MachineError::StateVersion(state.version));
+        }
+        if state.vcpus.len() != self.vcpus.count() {
+            let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());
+            return Err(mismatch(format!("it has {theirs} vCPUs, this machine {ours}")));
+        }
+        let functions = self.devices.functions();
+        if state.pci.len() != functions.len() {
+            return Err(mismatch("it has another number of PCI devices".to_owned()));
+        }
+        let time = self.vm.restore_clock(&state.clock, ClockPolicy::CatchUp)?;
+        self.restore_vcpus(state.vcpus, time)?;
+        self.vm.set_irqchips(&state.irqchips)?;
+        self.legacy.restore(&state.legacy)?;
+        self.config_ports.set_address(state.pci_config_address);
+        for (bdf, function) in functions {
+            let id = function.id();
+            let saved = state
+                .pci
+                .get(id)
+                .ok_or_else(|| mismatch(format!("it has no PCI device '{id}'")))?;
+            if saved.bdf != bdf.to_string() {
+                return Err(mismatch(format!("'{id}' is at {}, here at {bdf}", saved.bdf)));
+            }
+            PciDevice::restore(function.as_ref(), &saved.state)?;
+        }
+        self.segment.refresh_mappings();
+        Ok(())
+    }
+
+    fn restore_vcpus(
+        &self,
+        states: Vec<VcpuState>,
+        time: hypervisor::TimeBase,
+    ) -> Result<(), MachineError> {
+        for (index, state) in (0_u32..).zip(states) {
+            let apic_id = self.topology.apic_id(index);
+            self.vcpus
+                .on_one(apic_id, move |vcpu| vcpu.set_state(&state, &time))?
+                .map_err(|source| MachineError::Vcpu { index, source })?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Err(error) = self.vcpus.stop_all() {
+            log::warn!("vCPU threads did not end well: {error}");
+        }
+        self.devices.release_exclusive();
+    }
+}
+
+fn mismatch(what: String) -> MachineError {
+    MachineError::StateMismatch(what)
+}

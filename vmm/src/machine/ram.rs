@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guest RAM of a machine: from its options to mapped memory in KVM's slots.
+//!
+//! Owns the translation only; slot number and region index are the same number.
+
+use std::sync::Arc;
+
+use arch::layout;
+use hypervisor::{SlotConfig, SlotError, Vm};
+use memory::{
+    Backing, GuestRam, HugePageSize, PrefaultError, PrefaultOptions, RamConfig, RamError,
+    RamLayout, ZoneSpec,
+};
+use thiserror::Error;
+
+use crate::config::{MemoryConfig, MemoryZoneConfig};
+
+/// Name of the only zone of a machine without zones.
+pub const DEFAULT_ZONE: &str = "mem0";
+
+/// Why a machine has no memory.
+#[derive(Debug, Error)]
+pub enum MachineRamError {
+    /// A huge page size that does not exist.
+    #[error("cannot use these huge pages")]
+    HugePages(#[source] memory::ConfigError),
+    /// The memory cannot be made.
+    #[error("cannot make guest memory")]
+    Make(#[source] RamError),
+    /// It cannot be populated.
+    #[error("cannot populate guest memory, as prefault=on asks")]
+    Prefault(#[source] PrefaultError),
+    /// KVM does not take it.
+    #[error("KVM does not take guest memory")]
+    Slot(#[source] SlotError),
+}
+
+fn backing(config: &MemoryZoneConfig) -> Result<Backing, memory::ConfigError> {
+    if let Some(path) = &config.file {
+        return Ok(Backing::File(path.clone()));
+    }
+    if config.hugepages {
+        let page_size = match config.hugepage_size {
+            Some(bytes) => HugePageSize::from_bytes(bytes)?,
+            None => HugePageSize::HostDefault,
+        };
+        return Ok(Backing::Hugetlb { page_size });
+    }
+    Ok(match (config.mergeable, config.shared) {
+        (true, _) => Backing::Anonymous,
+        (false, true) => Backing::Memfd,
+        (false, false) => Backing::Auto,
+    })
+}
+
+fn zone_spec(config: &MemoryZoneConfig, thp: bool) -> Result<ZoneSpec, MachineRamError> {
+    Ok(ZoneSpec {
+        id: config.id.clone(),
+        size_bytes: config.size,
+        backing: backing(config).map_err(MachineRamError::HugePages)?,
+        shared: config.shared,
+        mergeable: config.mergeable,
+        thp,
+        prefault: config.prefault,
+        reserve: config.reserve,
+        host_numa_node: config.host_numa_node,
+    })
+}
+
+/// The zones that the options describe.
+fn zones(config: &MemoryConfig) -> Vec<MemoryZoneConfig> {
+    match &config.zones {
+        Some(zones) if !zones.is_empty() => zones.clone(),
+        _ => vec![MemoryZoneConfig {
+            id: DEFAULT_ZONE.to_owned(),
+            size: config.size,
+            mergeable: config.mergeable,
+            shared: config.shared,
+            hugepages: config.hugepages,
+            hugepage_size: config.hugepage_size,
+            prefault: config.prefault,
+            reserve: config.reserve,
+            ..MemoryZoneConfig::default()
+        }],
+    }
+}
+
+/// Makes guest RAM. `populate` is false where contents are still to arrive.
+///
+/// # Errors
+/// Naming the zone and the limit.
+pub fn make(
+    config: &MemoryConfig,
+    phys_bits: u8,
+    populate: bool,
+) -> Result<Arc<GuestRam>, MachineRamError> {
+    let specs =
+        zones(config).iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<_, _>>()?;
+    let layout = RamLayout {
+        hole_start: layout::LOW_RAM_END_GPA,
+        hole_end: layout::HIGH_RAM_64_GPA,
+        end: 1 << phys_bits.min(52),
+    };
+    let ram = GuestRam::new(&RamConfig { zones: specs }, layout).map_err(MachineRamError::Make)?;
+    for warning in ram.warnings() {
+        log::warn!("{warning}");
+    }
+    if populate {
+        let prefault =
+            ram.prefault(&PrefaultOptions::default()).map_err(MachineRamError::Prefault)?;
+        prefault.wait().map_err(MachineRamError::Prefault)?;
+    }
+    Ok(Arc::new(ram))
+}
+
+/// Gives the RAM to the guest.
+///
+/// # Errors
+/// Naming the slot.
+pub fn attach(vm: &Vm, ram: &Arc<GuestRam>) -> Result<(), MachineRamError> {
+    for (slot, region) in (0_u32..).zip(ram.regions()) {
+        let config = SlotConfig {
+            slot,
+            gpa: region.gpa(),
+            hva: region.host_addr(),
+            len_bytes: region.len_bytes(),
+            log_dirty: false,
+            readonly: false,
+        };
+        // SAFETY: the region maps `len_bytes` bytes from `hva` for as long as it lives, and the
+        // slot keeps the whole of guest RAM alive; RAM is only ever reached by volatile and atomic
+        // accesses.
+        unsafe { vm.set_memory_slot(config, Arc::<GuestRam>::clone(ram)) }
+            .map_err(MachineRamError::Slot)?;
+    }
+    Ok(())
+}

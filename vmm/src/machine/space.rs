@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The guest's ports and device memory, and what a vCPU's exits do there.
+//!
+//! Owns the two buses. Holds no lock during an access.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use devices::bus::{Bus, BusDevice, BusError};
+use hypervisor::{AfterExit, ExitHandler, StopReason};
+use pci::{BarMapper, MapError, MmioRange};
+
+use super::events::{GuestEvent, Power};
+
+/// Ports and device memory of one machine.
+#[derive(Default)]
+pub struct AddressSpace {
+    pio: Bus,
+    mmio: Bus,
+    first_mmio: OnceLock<Instant>,
+}
+
+impl AddressSpace {
+    /// Puts a device at `port`.
+    ///
+    /// # Errors
+    /// When the ports are taken.
+    pub fn insert_ports(
+        &self,
+        port: u16,
+        len_bytes: u64,
+        name: &str,
+        device: Arc<dyn BusDevice>,
+    ) -> Result<(), BusError> {
+        self.pio.insert(name, u64::from(port), len_bytes, device)
+    }
+
+    /// Puts a device at `gpa`.
+    ///
+    /// # Errors
+    /// When the addresses are taken.
+    pub fn insert_memory(
+        &self,
+        gpa: u64,
+        len_bytes: u64,
+        name: &str,
+        device: Arc<dyn BusDevice>,
+    ) -> Result<(), BusError> {
+        self.mmio.insert(name, gpa, len_bytes, device)
+    }
+
+    /// When the guest first touched an address without RAM.
+    pub fn first_mmio(&self) -> Option<Instant> {
+        self.first_mmio.get().copied()
+    }
+}
+
+impl BarMapper for AddressSpace {
+    fn map(&self, range: MmioRange, device: Arc<dyn BusDevice>) -> Result<(), MapError> {
+        let inserted = self.mmio.insert("PCI BAR", range.start_gpa, range.len_bytes, device);
+        inserted.map_err(|error| MapError { source: Box::new(error) })
+    }
+
+    fn unmap(&self, range: MmioRange) -> Result<(), MapError> {
+        let removed = self.mmio.remove(range.start_gpa);
+        removed.map(drop).map_err(|error| MapError { source: Box::new(error) })
+    }
+
+    fn relocate(&self, from: MmioRange, to: MmioRange) -> Result<(), MapError> {
+        let moved = self.mmio.move_range(from.start_gpa, to.start_gpa);
+        moved.map_err(|error| MapError { source: Box::new(error) })
+    }
+}
+
+/// Answers the exits of one machine's vCPUs.
+pub struct Exits {
+    space: Arc<AddressSpace>,
+    power: Arc<Power>,
+}
+
+impl Exits {
+    /// For the vCPUs that see `space`.
+    pub fn new(space: Arc<AddressSpace>, power: Arc<Power>) -> Self {
+        Self { space, power }
+    }
+
+    /// After a write that asked for a reset or a shutdown no further instruction runs.
+    fn after_write(&self) -> AfterExit {
+        if self.power.is_pending() { AfterExit::Leave } else { AfterExit::Resume }
+    }
+}
+
+impl ExitHandler for Exits {
+    fn pio_read(&self, port: u16, data: &mut [u8]) {
+        self.space.pio.read(u64::from(port), data);
+    }
+
+    fn pio_write(&self, port: u16, data: &[u8]) -> AfterExit {
+        self.space.pio.write(u64::from(port), data);
+        self.after_write()
+    }
+
+    fn mmio_read(&self, gpa: u64, data: &mut [u8]) {
+        self.space.first_mmio.get_or_init(Instant::now);
+        self.space.mmio.read(gpa, data);
+    }
+
+    fn mmio_write(&self, gpa: u64, data: &[u8]) -> AfterExit {
+        self.space.first_mmio.get_or_init(Instant::now);
+        self.space.mmio.write(gpa, data);
+        self.after_write()
+    }
+
+    fn stopped(&self, vcpu_index: u32, reason: StopReason) {
+        // A triple fault is how a PC resets itself when all else fails.
+        let event = match reason {
+            StopReason::Shutdown => GuestEvent::Reset,
+            reason => GuestEvent::VcpuStopped { index: vcpu_index, reason },
+        };
+        self.power.signal(event);
+    }
+}

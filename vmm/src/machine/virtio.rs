@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Wiring of virtio devices onto the PCI bus.
+//!
+//! Owns the devices in the order in which they were plugged, which is the order of their
+//! addresses, and the handles by which a running VM reaches them: locks, taps, counters.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use devices::virtio::block::{DiskError, DiskLock};
+use devices::virtio::console::{Console, ConsoleConfig};
+use devices::virtio::net::TapError;
+use devices::virtio::rng::{Rng, RngConfig, RngError};
+use devices::virtio::{Counters, VirtioDevice};
+use hypervisor::Vm;
+use hypervisor::irq::IoEvents;
+use memory::GuestMemoryHandle;
+use pci::{
+    Bdf, BdfError, DeviceNumber, PciDevice, PciError, PciSegment, VirtioPciDevice, VirtioPciError,
+};
+use thiserror::Error;
+
+use super::consoles::Consoles;
+use super::disks::{self, DiskWiringError};
+use super::nets::{self, NetHandle, NetWiringError};
+use crate::config::VmConfig;
+
+/// Why a machine lacks a virtio device.
+#[derive(Debug, Error)]
+pub enum VirtioError {
+    /// A disk.
+    #[error(transparent)]
+    Disk(#[from] DiskWiringError),
+    /// A network device.
+    #[error(transparent)]
+    Net(#[from] NetWiringError),
+    /// The entropy device.
+    #[error("cannot make the entropy device")]
+    Rng(#[from] RngError),
+    /// The number that was asked for.
+    #[error("cannot use the pci_device_id of '{id}'")]
+    Number {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: BdfError,
+    },
+    /// The transport.
+    #[error("cannot put '{id}' on the PCI bus")]
+    Transport {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: VirtioPciError,
+    },
+    /// The bus.
+    #[error("cannot give '{id}' a place on the PCI bus")]
+    Bus {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: PciError,
+    },
+}
+
+/// Why a resource that only one VM may hold is not ours.
+#[derive(Debug, Error)]
+pub enum ExclusiveError {
+    /// An image.
+    #[error("disk '{id}' is not ours")]
+    Disk {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: DiskError,
+    },
+    /// A tap.
+    #[error("the tap of '{id}' is not ours")]
+    Tap {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: TapError,
+    },
+}
+
+/// The virtio devices of one machine.
+#[derive(Default)]
+pub struct VirtioDevices {
+    functions: Vec<(Bdf, Arc<VirtioPciDevice>)>,
+    locks: Vec<(String, DiskLock)>,
+    nets: Vec<(String, NetHandle)>,
+    counters: Vec<(String, Arc<dyn Counters>)>,
+}
+
+/// Where devices are plugged into.
+pub struct Sockets<'a> {
+    /// The bus.
+    pub segment: &'a Arc<PciSegment>,
+    /// The VM, for interrupts and notifications.
+    pub vm: &'a Vm,
+    /// Guest memory.
+    pub memory: GuestMemoryHandle,
+}
+
+impl VirtioDevices {
+    /// Makes all devices of the configuration. Locks and taps are not taken yet.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn wire(
+        config: &VmConfig,
+        consoles: &Consoles,
+        sockets: &Sockets<'_>,
+    ) -> Result<Self, VirtioError> {
+        let mut devices = Self::default();
+        for (id, number) in wishes(config) {
+            sockets
+                .segment
+                .reserve(number, &id)
+                .map_err(|source| VirtioError::Bus { id, source })?;
+        }
+        if let Some(endpoint) = &consoles.virtio {
+            let id = config.console.id.clone().unwrap_or_default();
+            let console =
+                Console::new(ConsoleConfig { id: id.clone(), endpoint: Arc::clone(endpoint) });
+            devices.plug(sockets, &id, Box::new(console), config.console.pci_device_id)?;
+        }
+        for disk in config.disks.iter().flatten() {
+            let id = disk.id.clone().unwrap_or_default();
+            let (block, lock) = disks::make(disk)?;
+            devices.locks.push((id.clone(), lock));
+            devices.counters.push((id.clone(), block.counters()));
+            devices.plug(sockets, &id, Box::new(block), disk.pci_device_id)?;
+        }
+        for net in config.net.iter().flatten() {
+            let id = net.id.clone().unwrap_or_default();
+            let (device, handle) = nets::make(net)?;
+            devices.counters.push((id.clone(), handle.counters()));
+            devices.nets.push((id.clone(), handle));
+            devices.plug(sockets, &id, Box::new(device), net.pci_device_id)?;
+        }
+        let id = config.rng.id.clone().unwrap_or_default();
+        let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
+        devices.plug(sockets, &id, Box::new(rng), config.rng.pci_device_id)?;
+        Ok(devices)
+    }
+
+    fn plug(
+        &mut self,
+        sockets: &Sockets<'_>,
+        id: &str,
+        device: Box<dyn VirtioDevice>,
+        wish: Option<u8>,
+    ) -> Result<(), VirtioError> {
+        let number = wish.map(|number| device_number(id, number)).transpose()?;
+        let events: Arc<dyn IoEvents> = Arc::new(sockets.vm.clone());
+        let function =
+            VirtioPciDevice::new(id.to_owned(), device, sockets.memory.clone(), sockets.vm, events)
+                .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
+        let function = Arc::new(function);
+        let as_pci: Arc<dyn PciDevice> = function.clone();
+        let bdf = sockets
+            .segment
+            .add_device(&as_pci, number)
+            .map_err(|source| VirtioError::Bus { id: id.to_owned(), source })?;
+        self.functions.push((bdf, function));
+        Ok(())
+    }
+
+    /// Takes image locks and taps. What was taken is given back if one fails.
+    ///
+    /// # Errors
+    /// Naming the device that another VM holds.
+    pub fn take_exclusive(&self) -> Result<(), ExclusiveError> {
+        let taken = self.take_all();
+        if taken.is_err() {
+            self.release_exclusive();
+        }
+        taken
+    }
+
+    fn take_all(&self) -> Result<(), ExclusiveError> {
+        for (id, lock) in &self.locks {
+            lock.lock().map_err(|source| ExclusiveError::Disk { id: id.clone(), source })?;
+        }
+        for (id, net) in &self.nets {
+            net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
+        }
+        Ok(())
+    }
+
+    /// Gives image locks and taps back; the devices must be paused.
+    pub fn release_exclusive(&self) {
+        for (id, net) in &self.nets {
+            log::debug!("{id}: giving back its tap");
+            net.detach();
+        }
+        for (id, lock) in &self.locks {
+            if let Err(error) = lock.unlock() {
+                log::warn!("disk '{id}' stays locked: {error}");
+            }
+        }
+    }
+
+    /// Asks guests to tell the network where they are now.
+    pub fn announce(&self) {
+        for (_, net) in &self.nets {
+            net.announce();
+        }
+    }
+
+    /// Stops all work on guest memory.
+    pub fn pause(&self) {
+        self.functions.iter().for_each(|(_, function)| function.pause());
+    }
+
+    /// Goes on.
+    pub fn resume(&self) {
+        self.functions.iter().for_each(|(_, function)| function.resume());
+    }
+
+    /// The functions and where they sit.
+    pub fn functions(&self) -> &[(Bdf, Arc<VirtioPciDevice>)] {
+        &self.functions
+    }
+
+    /// Counters by device and name.
+    pub fn counters(&self) -> BTreeMap<String, BTreeMap<String, u64>> {
+        let count = |counters: &Arc<dyn Counters>| {
+            counters.counters().into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+        };
+        self.counters.iter().map(|(id, counters)| (id.clone(), count(counters))).collect()
+    }
+}
+
+fn device_number(id: &str, number: u8) -> Result<DeviceNumber, VirtioError> {
+    DeviceNumber::new(number).map_err(|source| VirtioError::Number { id: id.to_owned(), source })
+}
+
+/// Devices that ask for a number, so that no other gets it first.
+fn wishes(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
+    let disks = config.disks.iter().flatten().map(|disk| (&disk.id, disk.pci_device_id));
+    let nets = config.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
+    let others = [
+        (&config.console.id, config.console.pci_device_id),
+        (&config.rng.id, config.rng.pci_device_id),
+    ];
+    disks
+        .chain(nets)
+        .chain(others)
+        .filter_map(|(id, wish)| {
+            let number = DeviceNumber::new(wish?).ok()?;
+            Some((id.clone().unwrap_or_default(), number))
+        })
+        .collect()
+}

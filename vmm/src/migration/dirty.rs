@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Which pages the guest and its devices wrote, while a migration watches.
+//!
+//! Owns the union of KVM's log (vCPUs) and of the log of device writes in this process. Tracking
+//! starts when the value is made and stops when it is dropped.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use hypervisor::{DirtyLogSource, ManualDirtyLog, SlotError, Vm};
+use memory::GuestRam;
+use vm_migration::VmError;
+use vm_migration::vm::DirtyLog;
+
+/// The dirty log of a machine that migrates.
+pub struct MachineDirtyLog {
+    vm: Vm,
+    ram: Arc<GuestRam>,
+    /// KVM's bits as of the last round, by region. Locked once a slice by the one thread that
+    /// copies it.
+    noted: Vec<Mutex<Vec<u64>>>,
+}
+
+fn slot_of(region: usize) -> u32 {
+    u32::try_from(region).unwrap_or(u32::MAX)
+}
+
+impl MachineDirtyLog {
+    /// Starts tracking.
+    ///
+    /// # Errors
+    /// What KVM says; tracking is off then.
+    pub fn start(vm: Vm, ram: Arc<GuestRam>) -> Result<Self, SlotError> {
+        ram.track_device_writes(true);
+        let noted = ram.regions().iter().map(|_| Mutex::new(Vec::new())).collect();
+        let log = Self { vm, ram, noted };
+        for region in 0..log.ram.regions().len() {
+            log.vm.set_dirty_logging(slot_of(region), true)?;
+        }
+        Ok(log)
+    }
+}
+
+impl Drop for MachineDirtyLog {
+    fn drop(&mut self) {
+        for region in 0..self.ram.regions().len() {
+            if let Err(error) = self.vm.set_dirty_logging(slot_of(region), false) {
+                log::warn!("the dirty log of region {region} stays on: {error}");
+            }
+        }
+        self.ram.track_device_writes(false);
+    }
+}
+
+impl DirtyLog for MachineDirtyLog {
+    fn begin_round(&self) -> Result<u64, VmError> {
+        let mut pages = 0;
+        for (index, region) in self.ram.regions().iter().enumerate() {
+            let mut noted = self.noted[index].lock().unwrap_or_else(PoisonError::into_inner);
+            self.vm.dirty_log(slot_of(index), &mut noted)?;
+            pages += noted.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
+            pages += region.device_dirty().count();
+        }
+        Ok(pages)
+    }
+
+    fn collect_and_clear(
+        &self,
+        region: usize,
+        pages: Range<u64>,
+        words: &mut [u64],
+    ) -> Result<(), VmError> {
+        let first_word = usize::try_from(pages.start / 64)?;
+        {
+            let mut noted = self.noted[region].lock().unwrap_or_else(PoisonError::into_inner);
+            for (word, bits) in words.iter_mut().zip(noted.iter_mut().skip(first_word)) {
+                *word = std::mem::take(bits);
+            }
+        }
+        // Write protection first: what is written after it is in the next round's log.
+        if self.vm.capabilities().manual_dirty_log != ManualDirtyLog::None
+            && words.iter().any(|word| *word != 0)
+        {
+            let count = u32::try_from(pages.end - pages.start)?;
+            self.vm.clear_dirty_log(slot_of(region), pages.start, count, words)?;
+        }
+        let mut device = vec![0; words.len()];
+        self.ram.regions()[region].device_dirty().take(pages, &mut device);
+        for (word, bits) in words.iter_mut().zip(device) {
+            *word |= bits;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guest RAM in the form that the migration works on.
+//!
+//! Owns the adaption of regions to a layout; region indexes are the same as in [`GuestRam`].
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use memory::{AccessError, GuestRam, RamRegion, ZoneKind};
+use vm_migration::layout::{Backing, Layout, LayoutError, PAGE_BYTES, PageRun, RegionInfo};
+use vm_migration::ram::GuestMemoryMap;
+
+/// Guest RAM and its layout.
+pub struct MigratingRam {
+    ram: Arc<GuestRam>,
+    layout: Layout,
+}
+
+fn to_io(error: AccessError) -> io::Error {
+    io::Error::other(error)
+}
+
+fn bytes(pages: &Range<u64>) -> Range<u64> {
+    pages.start * PAGE_BYTES..pages.end * PAGE_BYTES
+}
+
+impl MigratingRam {
+    /// Describes `ram`, and makes the second mappings.
+    ///
+    /// # Errors
+    /// When the layout is impossible or a second mapping cannot be made.
+    pub fn new(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
+        let mut regions = Vec::new();
+        for region in ram.regions() {
+            let backing = match region.kind() {
+                ZoneKind::Shared => Backing::Shared,
+                ZoneKind::PrivateAnonymous | ZoneKind::PrivateFile => Backing::Anonymous,
+            };
+            if backing == Backing::Shared {
+                region.alias_slice(&(0..region.len_bytes())).map_err(MigratingRamError::Alias)?;
+            }
+            regions.push(RegionInfo {
+                name: region.zone_id().to_owned(),
+                gpa: region.gpa(),
+                len_bytes: region.len_bytes(),
+                host_page_bytes: region.page_bytes(),
+                backing,
+            });
+        }
+        let layout = Layout::new(regions).map_err(MigratingRamError::Layout)?;
+        Ok(Self { ram, layout })
+    }
+
+    fn region(&self, index: usize) -> &RamRegion {
+        &self.ram.regions()[index]
+    }
+}
+
+/// Why RAM cannot migrate.
+#[derive(Debug, thiserror::Error)]
+pub enum MigratingRamError {
+    /// A second mapping cannot be made.
+    #[error("guest memory cannot be mapped a second time")]
+    Alias(#[source] AccessError),
+    /// The layout is impossible.
+    #[error("the layout of guest memory is not one that can migrate")]
+    Layout(#[source] LayoutError),
+}
+
+// SAFETY: main and alias mappings are as long as their region, which `ram` keeps mapped readable
+// and writable; regions never change once RAM is made.
+unsafe impl GuestMemoryMap for MigratingRam {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn main(&self, region: usize) -> *mut u8 {
+        self.region(region).as_ptr()
+    }
+
+    fn alias(&self, region: usize) -> Option<*mut u8> {
+        let region = self.region(region);
+        let whole = region.alias_slice(&(0..region.len_bytes())).ok()?;
+        Some(whole.ptr_guard_mut().as_ptr())
+    }
+
+    fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let runs = self.region(region).populated_runs(&bytes(&pages)).map_err(to_io)?;
+        Ok(runs
+            .into_iter()
+            .map(|run| run.start / PAGE_BYTES..run.end.div_ceil(PAGE_BYTES))
+            .collect())
+    }
+
+    fn mark_zero(&self, run: PageRun) {
+        self.region(run.region).zero().set_zero(run.first..run.end());
+    }
+
+    fn mark_resident(&self, run: PageRun) {
+        let region = self.region(run.region);
+        region.zero().set_data(run.first..run.end());
+        region.resident().set_resident(run.first..run.end());
+    }
+
+    fn mark_absent(&self, run: PageRun) {
+        self.region(run.region).resident().set_absent(run.first..run.end());
+    }
+
+    fn discard(&self, run: PageRun) -> io::Result<()> {
+        self.region(run.region).discard(&bytes(&(run.first..run.end()))).map_err(to_io)
+    }
+}

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The machine as the migration sees it.
+//!
+//! Owns the adapters between [`crate::machine`] and the traits of the `vm-migration` crate. Knows
+//! nothing of the wire and nothing of the HTTP API.
+
+pub mod destination;
+pub mod dirty;
+pub mod memory;
+pub mod source;

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A machine that leaves.
+//!
+//! Owns the machine while it migrates: nothing else can reach it. Each type is a phase; what is
+//! left after the handover has no way to run the guest.
+
+use std::sync::Arc;
+
+use vm_migration::VmError;
+use vm_migration::vm::{PausedVm, SourceVm};
+
+use super::dirty::MachineDirtyLog;
+use super::memory::{MigratingRam, MigratingRamError};
+use crate::machine::Machine;
+
+/// A machine whose guest may run.
+pub struct LeavingMachine {
+    machine: Machine,
+    memory: Arc<MigratingRam>,
+}
+
+/// A machine whose guest does not run.
+pub struct PausedMachine {
+    machine: Machine,
+    memory: Arc<MigratingRam>,
+    ran_before: bool,
+}
+
+/// Memory and threads of a machine whose guest has gone. They end when this is dropped.
+pub struct Remains {
+    _machine: Machine,
+}
+
+/// The guest has asked for something that ends it, so it cannot be moved as it is.
+#[derive(Debug, thiserror::Error)]
+#[error("the guest is rebooting or shutting down; migrate again when it runs")]
+pub struct GuestIsEnding;
+
+impl LeavingMachine {
+    /// Takes the machine over.
+    ///
+    /// # Errors
+    /// The machine comes back with the reason.
+    pub fn new(machine: Machine) -> Result<Self, (Machine, MigratingRamError)> {
+        match MigratingRam::new(Arc::clone(machine.ram())) {
+            Ok(memory) => Ok(Self { machine, memory: Arc::new(memory) }),
+            Err(error) => Err((machine, error)),
+        }
+    }
+
+    /// Gives the machine back.
+    pub fn into_machine(self) -> Machine {
+        self.machine
+    }
+}
+
+impl PausedMachine {
+    /// Gives the machine back, paused as it is.
+    pub fn into_machine(self) -> Machine {
+        self.machine
+    }
+}
+
+impl SourceVm for LeavingMachine {
+    type Memory = MigratingRam;
+    type Log = MachineDirtyLog;
+    type Paused = PausedMachine;
+
+    fn config_json(&mut self) -> Result<Vec<u8>, VmError> {
+        Ok(serde_json::to_vec(self.machine.config())?)
+    }
+
+    fn memory(&self) -> Arc<MigratingRam> {
+        Arc::clone(&self.memory)
+    }
+
+    fn start_dirty_log(&mut self) -> Result<MachineDirtyLog, VmError> {
+        Ok(MachineDirtyLog::start(self.machine.vm().clone(), Arc::clone(self.machine.ram()))?)
+    }
+
+    fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
+        let Self { mut machine, memory } = self;
+        let ran_before = !machine.is_paused();
+        if let Err(error) = machine.pause() {
+            return Err((Self { machine, memory }, error.into()));
+        }
+        if machine.is_ending() {
+            return Err((Self { machine, memory }, GuestIsEnding.into()));
+        }
+        Ok(PausedMachine { machine, memory, ran_before })
+    }
+}
+
+impl PausedVm for PausedMachine {
+    type Running = LeavingMachine;
+    type Remains = Remains;
+
+    fn ran_before(&self) -> bool {
+        self.ran_before
+    }
+
+    fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
+        Ok(serde_json::to_vec(&self.machine.save()?)?)
+    }
+
+    fn release_exclusive(&mut self) -> Result<(), VmError> {
+        Ok(self.machine.release_exclusive()?)
+    }
+
+    fn resume(self) -> Result<LeavingMachine, (Self, VmError)> {
+        let Self { mut machine, memory, ran_before } = self;
+        let back = machine
+            .take_exclusive()
+            .and_then(|()| if ran_before { machine.resume() } else { Ok(()) });
+        match back {
+            Ok(()) => Ok(LeavingMachine { machine, memory }),
+            Err(error) => Err((Self { machine, memory, ran_before }, error.into())),
+        }
+    }
+
+    fn handed_over(self) -> Remains {
+        Remains { _machine: self.machine }
+    }
+}

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What `main` asks of the VMM, and why the VMM came to its end.
+//!
+//! Owns plain values only; it must never do anything.
+
+use crate::api::ApiSocket;
+use crate::config::VmConfig;
+
+/// What happens at a system call that the process should not make.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SeccompMode {
+    /// The process is ended (`--seccomp true`).
+    #[default]
+    Enforce,
+    /// It is let through (`--seccomp false`).
+    Off,
+    /// It is let through and logged (`--seccomp log`).
+    Log,
+}
+
+/// What a VMM is started with.
+#[derive(Debug, Default)]
+pub struct VmmOptions {
+    /// Where the API listens, if it does.
+    pub api_socket: Option<ApiSocket>,
+    /// A (complete) VM to create and boot at once.
+    pub initial_vm: Option<VmConfig>,
+    /// Sandbox of system calls.
+    pub seccomp: SeccompMode,
+    /// Stay when the guest shuts down (`--no-shutdown`).
+    pub no_shutdown: bool,
+}
+
+/// Why the VMM ended without an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExitReason {
+    /// The guest shut down.
+    GuestShutdown,
+    /// `vmm.shutdown` was asked for.
+    ApiShutdown,
+    /// SIGTERM or SIGINT.
+    Signal,
+    /// The VM was sent to another VMM.
+    MigratedAway,
+}
