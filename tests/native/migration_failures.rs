@@ -15,13 +15,16 @@ pub fn add(suite: &mut Suite) {
         let name = mode.name();
         suite.add(&format!("migration_failures::{name}_no_listener"), move || no_listener(mode));
         suite.add(&format!("migration_failures::{name}_peer_closes"), move || peer_closes(mode));
-        suite.add(&format!("migration_failures::{name}_peer_speaks_rubbish"), move || rubbish(mode));
+        suite
+            .add(&format!("migration_failures::{name}_peer_speaks_rubbish"), move || rubbish(mode));
         for answers in 1..5 {
             let name = format!("migration_failures::{name}_peer_gone_after_{answers}_answers");
             suite.add(&name, move || gone_after(mode, answers));
         }
         suite.add(&format!("migration_failures::{name}_destination_killed"), move || killed(mode));
-        suite.add(&format!("migration_failures::{name}_destination_has_a_vm"), move || has_a_vm(mode));
+        suite.add(&format!("migration_failures::{name}_destination_has_a_vm"), move || {
+            has_a_vm(mode)
+        });
     }
     suite.add("migration_failures::destination_gets_rubbish", destination_gets_rubbish);
     suite.add("migration_failures::modes_differ", modes_differ);
@@ -164,11 +167,8 @@ fn has_a_vm(mode: Mode) {
 
 fn destination_gets_rubbish() {
     let destination = Vmm::empty();
-    let mut attempts: Vec<Vec<u8>> = vec![
-        vec![0xa5; 64],
-        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
-        Vec::new(),
-    ];
+    let mut attempts: Vec<Vec<u8>> =
+        vec![vec![0xa5; 64], b"GET / HTTP/1.1\r\n\r\n".to_vec(), Vec::new()];
     // Well formed headers: config first, a length beyond reason, state before anything.
     for (command, length) in [(2_u16, 1_u64 << 60), (1, 1 << 40), (3, 8), (4, u64::MAX), (77, 0)] {
         let mut bytes = vec![0; 16];
@@ -179,8 +179,8 @@ fn destination_gets_rubbish() {
     }
     for bytes in attempts {
         let reception = Reception::start(&destination, Transport::Tcp, Mode::Precopy);
-        let mut stream = TcpStream::connect(reception.url.trim_start_matches("tcp:"))
-            .expect("it listens");
+        let mut stream =
+            TcpStream::connect(reception.url.trim_start_matches("tcp:")).expect("it listens");
         stream.write_all(&bytes).expect("bytes can be sent");
         let _ = stream.shutdown(std::net::Shutdown::Write);
         let output = reception.finish();
@@ -242,7 +242,8 @@ fn address_taken() {
 }
 
 fn then_it_works() {
-    let source = VmmBuilder::guest(2, "size=192M,shared=on", "workload=random-write mem=64M").start();
+    let source =
+        VmmBuilder::guest(2, "size=192M,shared=on", "workload=random-write mem=64M").start();
     source.guest();
     for mode in [Mode::Precopy, Mode::Postcopy] {
         send(&source, &format!("tcp:127.0.0.1:{}", free_port()), mode);

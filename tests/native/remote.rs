@@ -9,8 +9,20 @@ use crate::lifecycle::config;
 
 /// Subcommands that do something, and those that are known and refused by name.
 const WORKING: [&str; 15] = [
-    "boot", "counters", "create", "delete", "info", "pause", "ping", "power-button", "reboot",
-    "receive-migration", "resume", "send-migration", "shutdown", "shutdown-vmm",
+    "boot",
+    "counters",
+    "create",
+    "delete",
+    "info",
+    "pause",
+    "ping",
+    "power-button",
+    "reboot",
+    "receive-migration",
+    "resume",
+    "send-migration",
+    "shutdown",
+    "shutdown-vmm",
     "migration-progress",
 ];
 

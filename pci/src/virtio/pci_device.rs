@@ -201,9 +201,9 @@ impl VirtioPciDevice {
     /// Takes a saved state, after checking all of it; a new device only.
     ///
     /// An active device gets its queues back and is activated by [`VirtioPciDevice::resume`], so
-    /// that it cannot write to a guest that may yet go on elsewhere. After an error the device is
-    /// as good as new. BARs move when the segment is told
-    /// ([`crate::PciSegment::refresh_mappings`]).
+    /// that it cannot write to a guest that may yet go on elsewhere. After an error the
+    /// transport is as after a reset, and another state may be restored. BARs move when the segment
+    /// is told ([`crate::PciSegment::refresh_mappings`]).
     pub fn restore(&self, state: &VirtioPciState) -> Result<(), VirtioStateError> {
         let mut transport = lock(&self.transport);
         let mut config = lock(&self.config);

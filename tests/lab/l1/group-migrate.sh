@@ -8,11 +8,11 @@ start_guest a 2 --net tap=lab0,mac=52:54:00:00:00:02 || failed start "the VMM di
 check boots_with_two_vcpus wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
 
 # A loop in the guest that writes and reads back from the disk, and a file whose sum is known.
-work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 &'
+work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 & :'
 check starts_disk_load guest a "$work"
 # A TCP stream that lasts over both moves: one line every tenth of a second.
-nc -l -p 7003 >$T/stream &
-check starts_network_load guest a '(n=0; while :; do echo line $n; n=$((n+1)); sleep 0.1; done | busybox nc 10.9.0.1 7003) >/dev/null 2>&1 &'
+nc -l -p 7003 </dev/null >$T/stream &
+check starts_network_load guest a '(n=0; while :; do echo line $n; n=$((n+1)); sleep 0.1; done >/dev/tcp/10.9.0.1/7003) >/dev/null 2>&1 & :'
 lines() { [ "$(wc -l <$T/stream)" -gt "$1" ]; }
 check stream_flows wait_until 60 lines 10
 

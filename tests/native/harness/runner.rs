@@ -106,7 +106,8 @@ impl Selection {
     }
 
     fn takes(&self, name: &str) -> bool {
-        let fits = |part: &String| if self.exact { name == part } else { name.contains(part.as_str()) };
+        let fits =
+            |part: &String| if self.exact { name == part } else { name.contains(part.as_str()) };
         (self.parts.is_empty() || self.parts.iter().any(fits)) && !self.without.iter().any(fits)
     }
 }
@@ -167,10 +168,7 @@ impl Tally {
 
 /// Runs a test on a thread of its own. One that takes too long has failed; its processes are ended,
 /// and its thread is left behind.
-fn run_limited(
-    run: Box<dyn FnOnce() + Send>,
-    limit: Duration,
-) -> Result<(), Box<dyn Any + Send>> {
+fn run_limited(run: Box<dyn FnOnce() + Send>, limit: Duration) -> Result<(), Box<dyn Any + Send>> {
     let (report, outcome) = channel();
     let worker = std::thread::Builder::new().name("test".to_owned()).spawn(move || {
         let _ = report.send(catch_unwind(AssertUnwindSafe(run)));

@@ -57,8 +57,14 @@ impl VmmBuilder {
 
     /// The test guest with so many vCPUs, this `--memory` and this command line.
     pub fn guest(vcpus: u32, memory: &str, cmdline: &str) -> Self {
-        Self::new(&["--serial", "off", "--console", "off", "--kernel", image()])
-            .with(&["--cpus", &format!("boot={vcpus}"), "--memory", memory, "--cmdline", cmdline])
+        Self::new(&["--serial", "off", "--console", "off", "--kernel", image()]).with(&[
+            "--cpus",
+            &format!("boot={vcpus}"),
+            "--memory",
+            memory,
+            "--cmdline",
+            cmdline,
+        ])
     }
 
     /// More arguments.
@@ -169,14 +175,15 @@ impl Vmm {
         });
     }
 
-    /// Its guest, once the workload runs.
+    /// Its guest, once it has filled its pages and the workload runs.
     #[track_caller]
     pub fn guest(&self) -> Guest {
         let guest = Guest::attach_within(self.pid(), GUEST_PATIENCE)
             .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
         guest
             .wait_until("the workload", GUEST_PATIENCE, |status| {
-                status.stage == "running" && status.complete()
+                let filled = status.known().all(|vcpu| vcpu.state != "prefill");
+                status.stage == "running" && status.complete() && filled
             })
             .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
         guest

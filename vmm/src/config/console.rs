@@ -93,7 +93,9 @@ fn validate_target(
         ConsoleMode::Socket => {
             Err(ConfigError::Unsupported { names: vec![format!("{what} mode Socket")] })
         }
-        _ if mode != ConsoleMode::File && file.is_some() => refuse("file needs mode File"),
+        // `vm.info` tells the path of a pseudo terminal here, and people send back what they got.
+        ConsoleMode::Pty | ConsoleMode::File => Ok(()),
+        _ if file.is_some() => refuse("file needs mode File"),
         _ if socket.is_some() => refuse("socket needs mode Socket"),
         _ => Ok(()),
     }

@@ -231,9 +231,7 @@ pub fn unquote(raw: &str) -> String {
 
 /// Writes `text` so that [`unquote`] after [`split_commas`] gives it back.
 pub fn quote(text: &str) -> String {
-    let plain = !text.is_empty()
-        && text.trim() == text
-        && !text.contains([',', '[', ']', '"']);
+    let plain = !text.is_empty() && text.trim() == text && !text.contains([',', '[', ']', '"']);
     if plain { text.to_owned() } else { format!("\"{}\"", text.replace('"', "\"\"")) }
 }
 

@@ -29,10 +29,8 @@ use std::time::{Duration, Instant};
 use vm_migration::Progress;
 use vm_migration::source::Held;
 
-use crate::api::{
-    ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest,
-};
 use crate::api::request::Responder;
+use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
 use crate::events;
 use crate::machine::{EventSink, GuestEvent, Host, Machine};

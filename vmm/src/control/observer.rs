@@ -13,26 +13,25 @@ impl Observer for Herald {
     fn event(&self, side: Side, event: Event) {
         let side = side.to_string();
         match event {
-            Event::Begin(phase) => {
-                log::info!("migration ({side}): {phase}");
-                events::emit(
-                    "vm",
-                    "migration-phase",
-                    &[("side", &side), ("phase", &phase.to_string())],
-                );
-            }
-            Event::End(phase, time) => {
-                log::info!("migration ({side}): {phase} took {:.3} ms", time.as_secs_f64() * 1e3);
-            }
+            Event::Begin(phase) => events::emit(
+                "vm",
+                "migration-phase",
+                &[("side", &side), ("phase", &phase.to_string())],
+            ),
+            Event::Round { round, remaining_bytes } => events::emit(
+                "vm",
+                "migration-round",
+                &[
+                    ("side", &side),
+                    ("round", &round.to_string()),
+                    ("remaining_bytes", &remaining_bytes.to_string()),
+                ],
+            ),
             Event::Fail(phase, time) => {
-                log::warn!(
-                    "migration ({side}): {phase} failed after {:.3} ms",
-                    time.as_secs_f64() * 1e3
-                );
+                log::warn!("migration ({side}): {phase} failed after {} ms", time.as_millis());
             }
-            Event::Round { round, remaining_bytes } => {
-                log::info!("migration ({side}): round {round}, {remaining_bytes} bytes to send");
-            }
+            // The crate's own log has the times.
+            Event::End(..) => {}
         }
     }
 }

@@ -5,6 +5,7 @@
 use std::error::Error;
 
 use super::*;
+use crate::NO_VECTOR;
 use crate::virtio::{QueueProgressState, VirtioPciState, VirtioStateError};
 
 fn save(rig: &Rig) -> VirtioPciState {
@@ -221,6 +222,22 @@ fn impossible_states_are_refused_and_leave_no_trace() {
         assert_eq!(rig.programmed(3), None, "{what}");
         restore(&mut rig, &good).unwrap();
     }
+}
+
+#[test]
+fn a_vector_that_cannot_be_programmed_leaves_no_trace() {
+    let state = save(&paused());
+    let mut rig = Rig::cold();
+    let fresh = save(&rig);
+    rig.interrupts.vector(2).unwrap().record().refuses = true;
+    let refused = restore(&mut rig, &state);
+    assert!(matches!(refused, Err(VirtioStateError::Msix(_))));
+    let left = save(&rig);
+    assert_eq!((left.config, left.msix, left.queues), (fresh.config, fresh.msix, fresh.queues));
+    assert_eq!(left.common.config_vector, NO_VECTOR);
+    assert_eq!(rig.programmed(0), None);
+    assert_eq!(rig.take_calls().last(), Some(&DeviceCall::Reset));
+    assert_eq!(left.common.status, 0);
 }
 
 /// Fields that may have any value, because a guest could have written it.
