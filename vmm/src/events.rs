@@ -30,6 +30,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vmm", "starting", "the VMM begins to start"),
     ("vmm", "started", "the VMM takes requests"),
     ("vmm", "shutdown", "the VMM ends"),
+    ("vm", "created", "the VM has a configuration"),
     ("vm", "booting", "the VM begins to boot"),
     ("vm", "booted", "the vCPUs run"),
     ("vm", "pausing", "the vCPUs are being stopped"),
@@ -44,6 +45,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-started", "the destination takes the VM"),
     ("vm", "migration-memory-iteration", "a round of precopy is done (id: its number)"),
     ("vm", "migration-phase", "the migration is in a new phase (phase: its name)"),
+    ("vm", "migration-round", "a round of precopy begins (side, round, remaining_bytes)"),
     ("vm", "migration-finished", "the VM runs at the destination"),
     ("vm", "migration-failed", "the VM could not be sent (error: why)"),
     ("vm", "migration-receive-ready", "the destination listens"),
@@ -52,6 +54,8 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-receive-finished", "the VM runs here"),
     ("vm", "migration-receive-failed", "the VM could not be received (error: why)"),
     ("vm", "postcopy-migration-completed", "all memory is at the destination"),
+    ("vm", "postcopy-completed", "the same, under a shorter name"),
+    ("vm", "postcopy-paused", "the connection is lost, both sides hold still (reason: why)"),
     ("virtio-device", "activated", "a driver uses the device (id: its name)"),
     ("virtio-device", "reset", "a driver has let go of the device (id: its name)"),
     ("guest", "panic", "the guest reported a panic (event: which)"),
@@ -218,10 +222,6 @@ impl EventMonitor {
         event: &'static str,
         properties: &[(&'static str, &str)],
     ) {
-        debug_assert!(
-            NAMES.iter().any(|(s, e, _)| (*s, *e) == (source, event)),
-            "{source}.{event} is not among the names of the events"
-        );
         let mut properties: Vec<_> =
             properties.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
         let lost = self.lost.swap(0, Relaxed);
@@ -391,6 +391,41 @@ mod tests {
         monitor.tell("vm", "booted", &[]);
         monitor.tell("vm", "deleted", &[]);
         assert!(monitor.flush(Duration::from_secs(10)));
+    }
+
+    /// Every `emit("source", "event"` in a file.
+    fn emitted(text: &str) -> Vec<(String, String)> {
+        let literal = |text: &str| {
+            let (name, rest) = text.trim_start().strip_prefix('"')?.split_once('"')?;
+            Some((name.to_owned(), rest.trim_start().strip_prefix(',')?.to_owned()))
+        };
+        text.split("emit(")
+            .skip(1)
+            .filter_map(|after| {
+                let (source, rest) = literal(after)?;
+                Some((source, literal(&rest)?.0))
+            })
+            .collect()
+    }
+
+    #[test]
+    fn every_event_that_is_told_is_among_the_names() {
+        let mut folders = vec![PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|ext| ext == "rs") {
+                    for (source, event) in emitted(&std::fs::read_to_string(&path).unwrap()) {
+                        let known = NAMES.iter().any(|(s, e, _)| (*s, *e) == (&*source, &*event));
+                        assert!(known, "{source}.{event} of {path:?} is not among the names");
+                    }
+                }
+            }
+        }
+        let text = "emit(\n \"vm\",\n \"booted\", &[])";
+        assert_eq!(emitted(text), [("vm".to_owned(), "booted".to_owned())]);
     }
 
     #[test]

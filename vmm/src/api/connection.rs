@@ -6,6 +6,7 @@
 //! It must never block the thread.
 
 use std::convert::Infallible;
+use std::rc::Rc;
 
 use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Bytes, Incoming};
@@ -14,6 +15,7 @@ use hyper::{Request, Response, StatusCode};
 
 use super::endpoints::{self, Endpoint, Route};
 use super::request::{ApiError, ApiHandle};
+use super::roster::Seat;
 use super::server::Limits;
 
 type HttpResponse = Response<Full<Bytes>>;
@@ -23,6 +25,7 @@ pub async fn serve(
     request: Request<Incoming>,
     handle: ApiHandle,
     limits: Limits,
+    seat: Rc<Seat>,
 ) -> Result<HttpResponse, Infallible> {
     let endpoint = match endpoints::route(request.method().as_str(), request.uri().path()) {
         Route::Found(endpoint) => endpoint,
@@ -49,7 +52,7 @@ pub async fn serve(
         Ok(body) => body,
         Err(refusal) => return Ok(refusal),
     };
-    Ok(match carry_out(endpoint, &body, &handle).await {
+    Ok(match carry_out(endpoint, &body, &handle, &seat).await {
         Ok(response) => response,
         Err(error) => failure(&error),
     })
@@ -59,8 +62,10 @@ async fn carry_out(
     endpoint: &Endpoint,
     body: &[u8],
     handle: &ApiHandle,
+    seat: &Seat,
 ) -> Result<HttpResponse, ApiError> {
     let request = (endpoint.decode)(body)?;
+    let _busy = seat.work();
     let reply = handle.ask(request).await?;
     Ok(match endpoints::encode(&reply)? {
         None => empty(StatusCode::NO_CONTENT),

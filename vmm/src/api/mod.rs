@@ -22,6 +22,7 @@ pub mod types;
 
 mod connection;
 mod guarded;
+mod roster;
 
 #[cfg(test)]
 mod tests;

@@ -19,11 +19,12 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 
 use super::connection;
 use super::guarded::Guarded;
 use super::request::ApiHandle;
+use super::roster::{Roster, Seat};
 use super::socket::{ApiListener, SocketError};
 
 /// What a client may do.
@@ -165,7 +166,7 @@ async fn run(
             return;
         }
     };
-    let room = std::sync::Arc::new(Semaphore::new(limits.connections));
+    let roster = Roster::new(limits.connections);
     let (end, ended) = watch::channel(false);
     let mut stopped = pin!(stopped);
     let http = Rc::new(http(limits));
@@ -180,13 +181,12 @@ async fn run(
         };
         match next {
             None => break,
-            Some(Ok((stream, _))) => match std::sync::Arc::clone(&room).try_acquire_owned() {
-                Ok(permit) => {
-                    let (handle, ended) = (handle.clone(), ended.clone());
-                    let client = client(Rc::clone(&http), stream, handle, limits, ended, permit);
-                    tokio::task::spawn_local(client);
+            Some(Ok((stream, _))) => match roster.sit() {
+                Some((seat, leave)) => {
+                    let server = Common { http: Rc::clone(&http), handle: handle.clone(), limits };
+                    tokio::task::spawn_local(client(server, stream, seat, leave, ended.clone()));
                 }
-                Err(_) => turn_away(stream),
+                None => turn_away(stream),
             },
             Some(Err(error)) => {
                 log::warn!("a connection to the API cannot be accepted: {error}");
@@ -194,10 +194,8 @@ async fn run(
             }
         }
     }
-    // Every connection holds a permit; all permits back means that all are done.
     let _ = end.send(true);
-    let all = u32::try_from(limits.connections).unwrap_or(u32::MAX);
-    let _ = tokio::time::timeout(limits.end_time, room.acquire_many(all)).await;
+    let _ = tokio::time::timeout(limits.end_time, roster.empty()).await;
 }
 
 fn http(limits: Limits) -> http1::Builder {
@@ -213,23 +211,37 @@ fn http(limits: Limits) -> http1::Builder {
     http
 }
 
-/// Serves one client until it goes, is too slow, or the server ends.
-async fn client(
+/// What all clients share.
+struct Common {
     http: Rc<http1::Builder>,
-    stream: UnixStream,
     handle: ApiHandle,
     limits: Limits,
+}
+
+/// Serves one client until it goes, is too slow, has to make room, or the server ends.
+async fn client(
+    server: Common,
+    stream: UnixStream,
+    seat: Seat,
+    leave: oneshot::Receiver<()>,
     mut ended: watch::Receiver<bool>,
-    permit: OwnedSemaphorePermit,
 ) {
+    let Common { http, handle, limits } = server;
+    let seat = Rc::new(seat);
     let io = TokioIo::new(Guarded::new(stream, limits.write_time));
-    let service = service_fn(move |request| connection::serve(request, handle.clone(), limits));
+    let service =
+        service_fn(|request| connection::serve(request, handle.clone(), limits, Rc::clone(&seat)));
     let mut connection = pin!(http.serve_connection(io, service));
+    let mut leave = pin!(leave);
     let mut end = pin!(async move {
         let _ = ended.wait_for(|ended| *ended).await;
     });
     let mut ending = false;
     let result = poll_fn(|cx| {
+        if leave.as_mut().poll(cx).is_ready() {
+            log::debug!("a client of the API makes room for another");
+            return Poll::Ready(Ok(()));
+        }
         if !ending && end.as_mut().poll(cx).is_ready() {
             ending = true;
             connection.as_mut().graceful_shutdown();
@@ -240,7 +252,6 @@ async fn client(
     if let Err(error) = result {
         log::debug!("a connection to the API ended: {error}");
     }
-    drop(permit);
 }
 
 /// Says at once that there is no room; what does not fit into the socket is dropped.

@@ -36,12 +36,12 @@ option_enum! {
 option_family! {
     /// The virtio console.
     ConsoleConfig "console" {
+        /// Where the text goes.
+        mode: ConsoleMode = ConsoleMode::Tty, "" as ModeWords, required();
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;
         /// Socket for mode `Socket`.
         socket: Option<PathBuf> = None, "socket" as Opt<File>;
-        /// Where the text goes.
-        mode: ConsoleMode = ConsoleMode::Tty, "" as ModeWords, required();
         /// Behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// Name of the device.
@@ -56,22 +56,22 @@ option_family! {
 option_family! {
     /// The serial port (16550, COM1).
     SerialConfig "serial" {
+        /// Where the text goes.
+        mode: ConsoleMode = ConsoleMode::Null, "" as ModeWords, required();
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;
         /// Socket for mode `Socket`.
         socket: Option<PathBuf> = None, "socket" as Opt<File>;
-        /// Where the text goes.
-        mode: ConsoleMode = ConsoleMode::Null, "" as ModeWords, required();
     }
 }
 
 option_family! {
     /// The debug console, one I/O port.
     DebugConsoleConfig "debug-console" {
-        /// File for mode `File`.
-        file: Option<PathBuf> = None, "file" as Opt<File>;
         /// Where the text goes.
         mode: ConsoleMode = ConsoleMode::Off, "" as ModeWords, required();
+        /// File for mode `File`.
+        file: Option<PathBuf> = None, "file" as Opt<File>;
         /// I/O port.
         iobase: Option<u16> = Some(DEBUG_CONSOLE_PORT), "iobase" as Opt<Port>;
     }

@@ -104,12 +104,11 @@ impl CpusConfig {
     pub fn parse_cpus(text: &str) -> Result<Self, super::option_string::OptionError> {
         use super::family::Family as _;
         let mut config = Self::parse(text)?;
-        let keys = [super::option_string::KeySyntax { key: "max", value: Some("") }];
-        let max_given =
-            super::option_string::split_commas(text).unwrap_or_default().iter().any(|part| {
-                part.split_once('=')
-                    .is_some_and(|(k, v)| k.trim() == keys[0].key && !v.trim().is_empty())
-            });
+        let parts = super::option_string::split_commas(text).unwrap_or_default();
+        let max_given = parts
+            .iter()
+            .filter_map(|part| part.split_once('='))
+            .any(|(key, value)| key.trim() == "max" && !value.trim().is_empty());
         if !max_given {
             config.max_vcpus = config.boot_vcpus;
         }

@@ -145,7 +145,9 @@ impl std::str::FromStr for MigrationUrl {
 
 /// Whether the text is an address by itself rather than an option string.
 fn is_bare_url(text: &str) -> bool {
-    ["tcp:", "unix:"].iter().any(|scheme| text.starts_with(scheme)) && !text.contains(',')
+    let scheme = ["tcp:", "unix:"].iter().any(|scheme| text.starts_with(scheme));
+    // Without a key it can only be meant as an address, a wrong one perhaps.
+    (scheme && !text.contains(',')) || (!text.is_empty() && !text.contains('='))
 }
 
 impl SendMigrationData {

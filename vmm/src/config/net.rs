@@ -124,7 +124,10 @@ impl NetConfig {
         if fds.len() != usize::from(pairs) {
             return refuse(format!("{} descriptors for {pairs} queue pairs", fds.len()));
         }
-        if fds.iter().any(|fd| (0..=2).contains(fd)) {
+        if fds.iter().any(|fd| *fd < 0) {
+            return refuse("descriptors do not travel in JSON, give them with --net fd=".into());
+        }
+        if fds.iter().any(|fd| *fd <= 2) {
             return refuse("descriptors 0 to 2 are stdin, stdout and stderr".into());
         }
         Ok(())

@@ -123,7 +123,8 @@ impl<'a> Options<'a> {
 
     /// Whether `key` was given, as a flag or with a value that is not empty.
     pub fn is_set(&self, key: &str) -> bool {
-        self.items.iter().rev().any(|(item, value)| *item == key && *value != Some(""))
+        let last = self.items.iter().rev().find(|(item, _)| *item == key);
+        last.is_some_and(|(_, value)| *value != Some(""))
     }
 
     /// The raw (still quoted) value of `key`; an empty value counts as not given.
@@ -324,6 +325,14 @@ mod tests {
         assert_eq!(options.raw("path"), Some("/b=c"));
         assert!(options.is_set("tty") && !options.is_set("readonly"));
         assert_eq!(Options::split("d", "path=", KEYS).unwrap().raw("path"), None);
+    }
+
+    #[test]
+    fn an_empty_value_takes_back_an_earlier_one() {
+        let options = Options::split("d", "path=/a,path=", KEYS).unwrap();
+        assert_eq!((options.raw("path"), options.is_set("path")), (None, false));
+        let options = Options::split("d", "path=,path=/a", KEYS).unwrap();
+        assert_eq!((options.raw("path"), options.is_set("path")), (Some("/a"), true));
     }
 
     #[test]

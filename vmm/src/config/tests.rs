@@ -99,6 +99,8 @@ fn console_modes() {
     assert!(parse("tty,off").is_err() && parse("tty,file=/x").is_err());
     let debug = DebugConsoleConfig::parse("off,iobase=0xe9").unwrap();
     assert_eq!(debug, DebugConsoleConfig::default());
+    // The last `file=` counts, and it names no file: nothing says where the text goes.
+    DebugConsoleConfig::parse("file=/a,file=").unwrap_err();
     assert!(matches!(
         params(|p| p.serial = Some("socket=/x".into())),
         Err(ConfigError::Unsupported { .. })
@@ -305,6 +307,25 @@ fn rules_of_disks_and_nets() {
     ] {
         assert!(matches!(net(bad), Err(ConfigError::Device { .. })), "{bad}");
     }
+}
+
+#[test]
+fn descriptors_come_from_the_command_line_only() {
+    let net = NetConfig::parse("fd=[5,6],num_queues=4").unwrap();
+    assert!(net.validate(2).is_ok());
+    let json = serde_json::to_string(&net).unwrap();
+    let travelled: NetConfig = serde_json::from_str(&json).unwrap();
+    assert!(matches!(travelled.validate(2), Err(ConfigError::Device { .. })));
+}
+
+#[test]
+fn hidden_options_work_and_are_not_shown() {
+    let disk = DiskConfig::parse("path=/a,_disable_io_uring=on").unwrap();
+    assert!(disk.disable_io_uring);
+    assert!(!reference::help::<DiskConfig>().contains("_disable"));
+    assert!(!reference::reference_page().contains("_disable"));
+    let json = serde_json::to_string(&DiskConfig::default()).unwrap();
+    assert!(!json.contains("disable_io_uring"));
 }
 
 #[test]

@@ -44,8 +44,9 @@ use inbox::{Mailer, Message};
 use receiving::{Arrival, Receiving, Reception};
 use sending::{Departure, Sending};
 
-/// A client that asked for the progress within this time is thought to be watching.
-const WATCHER_TIME: Duration = Duration::from_secs(2);
+/// Whoever asked for the progress of a migration has this long to ask once more and see its end,
+/// before the process ends. Long enough for a slow poll on a busy host.
+const WATCHER_TIME: Duration = Duration::from_secs(10);
 
 /// The VM, in the form that it has now.
 enum Vm {
@@ -65,7 +66,13 @@ enum Vm {
     /// One is awaited.
     Awaited(Receiving),
     /// The guest is elsewhere and may still need pages from here.
-    HandedOver { reason: String, _remains: Remains, _held: Option<Held<MigratingRam>> },
+    HandedOver { reason: String, _kept: Box<Kept> },
+}
+
+/// What must not end while a guest elsewhere may need it.
+struct Kept {
+    _remains: Remains,
+    _held: Option<Held<MigratingRam>>,
 }
 
 /// What the event loop does next.
@@ -89,7 +96,8 @@ struct Vmm {
     pages_missing: bool,
     /// Of the last migration.
     progress: Option<Arc<Progress>>,
-    progress_asked: Option<Instant>,
+    /// Somebody has asked for the progress of the migration from here.
+    is_watched: bool,
     no_shutdown: bool,
     /// Set when all is over but somebody may still want to see how it went.
     farewell: Option<(Instant, ExitReason)>,
@@ -104,7 +112,7 @@ impl Vmm {
             machine_number: 0,
             pages_missing: false,
             progress: None,
-            progress_asked: None,
+            is_watched: false,
             no_shutdown,
             farewell: None,
         }
@@ -189,7 +197,7 @@ impl Vmm {
         })?;
         let document = serde_json::to_value(progress.snapshot())
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
-        self.progress_asked = Some(Instant::now());
+        self.is_watched = true;
         if let Some((until, _)) = &mut self.farewell {
             // The watcher has seen the end.
             *until = Instant::now();
@@ -214,6 +222,7 @@ impl Vmm {
             Ok(sending) => {
                 events::emit("vm", "migration-started", &[("destination", &data.destination_url)]);
                 self.progress = Some(Arc::clone(&sending.progress));
+                self.is_watched = false;
                 self.vm = Vm::Leaving { info, sending, pending: Vec::new() };
                 Ok(())
             }
@@ -281,8 +290,7 @@ impl Vmm {
                 events::emit("vm", "migration-finished", &[]);
                 log::info!("the VM has moved");
                 drop(remains);
-                let watched = self.progress_asked.is_some_and(|at| at.elapsed() < WATCHER_TIME);
-                if watched {
+                if self.is_watched {
                     self.farewell = Some((Instant::now() + WATCHER_TIME, ExitReason::MigratedAway));
                     return Next::Continue;
                 }
@@ -303,7 +311,8 @@ impl Vmm {
             Departure::Incomplete { remains, held, reason } => {
                 events::emit("vm", "migration-failed", &[("reason", &reason)]);
                 log::error!("{reason}");
-                self.vm = Vm::HandedOver { reason, _remains: remains, _held: held };
+                let kept = Box::new(Kept { _remains: remains, _held: held });
+                self.vm = Vm::HandedOver { reason, _kept: kept };
                 Next::Continue
             }
         }

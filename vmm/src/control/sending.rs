@@ -77,7 +77,7 @@ fn chain(error: &MigrationError) -> String {
 }
 
 fn carry(
-    machine: Machine,
+    machine: Box<Machine>,
     options: &SendOptions,
     progress: &Arc<Progress>,
     cancel: &Cancel,
@@ -86,17 +86,17 @@ fn carry(
         Ok(leaving) => leaving,
         Err((machine, error)) => {
             let reason = ApiError::from_error(ApiErrorKind::Failed, &error).to_string();
-            return Departure::Stayed(Box::new(machine), reason);
+            return Departure::Stayed(machine, reason);
         }
     };
     match migrate(leaving, options, progress, cancel) {
         Ok(finished) => Departure::Gone(finished.remains),
         Err(failure) => match *failure {
             SendFailure::Resumed { vm, error } => {
-                Departure::Stayed(Box::new(vm.into_machine()), chain(&error))
+                Departure::Stayed(vm.into_machine(), chain(&error))
             }
             SendFailure::StillPaused { vm, error } => {
-                Departure::Stayed(Box::new(vm.into_machine()), chain(&error))
+                Departure::Stayed(vm.into_machine(), chain(&error))
             }
             SendFailure::HandedOver { remains, held, error } => {
                 Departure::Incomplete { remains, held, reason: chain(&error) }
@@ -126,7 +126,7 @@ pub fn start(
         std::thread::Builder::new().name("migration-send".to_owned()).spawn(move || {
             let taken = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
             if let Some(machine) = taken {
-                let departure = carry(*machine, &options, &progress, &cancel);
+                let departure = carry(machine, &options, &progress, &cancel);
                 mailer.send(Message::Departed(Box::new(departure)));
             }
         })

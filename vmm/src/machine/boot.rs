@@ -37,8 +37,14 @@ pub enum MachineBootError {
     #[error("no kernel is configured: give --kernel, or payload.kernel in the JSON")]
     NoKernel,
     /// The payload is not one that boots.
-    #[error("cannot load the payload")]
-    Load(#[source] BootError),
+    #[error("cannot load {files}")]
+    Load {
+        /// The kernel, and the initramfs if there is one.
+        files: String,
+        /// Why.
+        #[source]
+        source: BootError,
+    },
     /// The tables.
     #[error("cannot write the ACPI tables")]
     Acpi(#[source] AcpiError),
@@ -117,6 +123,11 @@ fn open(what: &'static str, path: &Path) -> Result<File, MachineBootError> {
     })
 }
 
+fn payload_files(config: &VmConfig) -> String {
+    let paths = [config.payload.kernel.as_deref(), config.payload.initramfs.as_deref()];
+    paths.iter().flatten().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
 fn smbios_inputs(platform: Option<&PlatformConfig>) -> SmbiosInputs {
     let Some(platform) = platform else { return SmbiosInputs::default() };
     SmbiosInputs {
@@ -174,7 +185,7 @@ pub fn load(
         ram_is_zero: true,
     };
     arch::load_kernel(memory, &mut kernel, initramfs.as_mut(), &spec)
-        .map_err(MachineBootError::Load)
+        .map_err(|source| MachineBootError::Load { files: payload_files(config), source })
 }
 
 /// Registers of the vCPU that runs first.

@@ -16,20 +16,20 @@ use crate::machine::Machine;
 
 /// A machine whose guest may run.
 pub struct LeavingMachine {
-    machine: Machine,
+    machine: Box<Machine>,
     memory: Arc<MigratingRam>,
 }
 
 /// A machine whose guest does not run.
 pub struct PausedMachine {
-    machine: Machine,
+    machine: Box<Machine>,
     memory: Arc<MigratingRam>,
     ran_before: bool,
 }
 
 /// Memory and threads of a machine whose guest has gone. They end when this is dropped.
 pub struct Remains {
-    _machine: Machine,
+    _machine: Box<Machine>,
 }
 
 /// The guest has asked for something that ends it, so it cannot be moved as it is.
@@ -42,7 +42,7 @@ impl LeavingMachine {
     ///
     /// # Errors
     /// The machine comes back with the reason.
-    pub fn new(machine: Machine) -> Result<Self, (Machine, MigratingRamError)> {
+    pub fn new(machine: Box<Machine>) -> Result<Self, (Box<Machine>, MigratingRamError)> {
         match MigratingRam::new(Arc::clone(machine.ram())) {
             Ok(memory) => Ok(Self { machine, memory: Arc::new(memory) }),
             Err(error) => Err((machine, error)),
@@ -50,14 +50,14 @@ impl LeavingMachine {
     }
 
     /// Gives the machine back.
-    pub fn into_machine(self) -> Machine {
+    pub fn into_machine(self) -> Box<Machine> {
         self.machine
     }
 }
 
 impl PausedMachine {
     /// Gives the machine back, paused as it is.
-    pub fn into_machine(self) -> Machine {
+    pub fn into_machine(self) -> Box<Machine> {
         self.machine
     }
 }

@@ -221,8 +221,12 @@ fn many_clients_at_once() {
 }
 
 #[test]
-fn too_many_clients_are_turned_away_and_later_ones_served() {
-    let fixture = Fixture::with(Limits { connections: 2, ..Limits::default() });
+fn clients_that_only_hold_connections_keep_nobody_out() {
+    let fixture = Fixture::with(Limits {
+        connections: 2,
+        head_time: Duration::from_secs(600),
+        ..Limits::default()
+    });
     let mut first = fixture.connect();
     let mut second = fixture.connect();
     // Answers prove that both are connected, not merely queued.
@@ -231,15 +235,26 @@ fn too_many_clients_are_turned_away_and_later_ones_served() {
         stream.write_all(PING).unwrap();
         stream.read_exact(&mut answer).unwrap();
     }
+    second.write_all(b"GET /half a head").unwrap();
+    for _ in 0..5 {
+        fixture.ping();
+    }
+    // The server has hung up on the one that was idle for longest.
+    read_to_end(&mut first);
+}
+
+#[test]
+fn when_all_clients_are_busy_others_are_told_so() {
+    let fixture = Fixture::with(Limits { connections: 1, ..Limits::default() });
+    let waiting = fixture.client();
+    let body = r#"{"receiver_url":"unix:/x"}"#.to_owned();
+    let long = std::thread::spawn(move || waiting.ask(Put, "vm.receive-migration", Some(body)));
+    let responder = fixture.held.recv().unwrap();
     let text = read_to_end(&mut fixture.connect());
     assert!(text.starts_with("HTTP/1.1 503"), "{text}");
-    drop((first, second));
-    // The places become free as soon as the server notices.
-    let begun = Instant::now();
-    while fixture.client().ask(Get, "vmm.ping", None).is_err() {
-        assert!(begun.elapsed() < Duration::from_secs(20), "the places never became free");
-        std::thread::yield_now();
-    }
+    responder.answer(Ok(ApiReply::Empty));
+    assert_eq!(long.join().unwrap().unwrap(), None);
+    fixture.ping();
 }
 
 #[test]

@@ -71,12 +71,19 @@ impl Fixture {
     }
 }
 
-/// Reads until the end; a reset after the answer counts as an end.
+/// Reads until the end; a reset after the answer counts as an end, silence does not.
 fn read_to_end(stream: &mut UnixStream) -> String {
     let mut out = Vec::new();
     let mut chunk = [0_u8; 4096];
-    while let Ok(n @ 1..) = stream.read(&mut chunk) {
-        out.extend_from_slice(&chunk[..n]);
+    loop {
+        match stream.read(&mut chunk) {
+            Ok(0) => break,
+            Ok(n) => out.extend_from_slice(&chunk[..n]),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                panic!("the server neither answers nor hangs up")
+            }
+            Err(_) => break,
+        }
     }
     String::from_utf8(out).unwrap()
 }
