@@ -266,7 +266,7 @@ pub fn command(with_help: bool) -> Command {
         .args_override_self(false)
         .after_help(say("Exit codes: 0 done, 1 it failed, 2 the command line is wrong.\n\
              The options are described in docs/options.md."))
-        .args([
+        .args(vec![
             where_to("api-socket", "Unix socket on which the HTTP API listens"),
             one("balloon", text(help::<BalloonConfig>)),
             one("cmdline", say("Kernel command line").to_owned()).value_name("TEXT"),

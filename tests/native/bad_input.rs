@@ -84,12 +84,6 @@ const ROWS: &[Row] = &[
         text: "{}",
     },
     Row {
-        name: "disk_of_odd_size",
-        arguments: &["--kernel", "{}/guest", "--disk", "path={}/text"],
-        code: FAILED,
-        text: "{}/text",
-    },
-    Row {
         name: "disk_without_path",
         arguments: &["--kernel", "{}/guest", "--disk", "readonly=on"],
         code: USAGE,

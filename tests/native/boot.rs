@@ -71,7 +71,7 @@ fn hugepages() {
 }
 
 fn zones() {
-    let vmm = VmmBuilder::guest(2, "size=0,shared=on", "workload=random-write mem=96M")
+    let vmm = VmmBuilder::guest(2, "size=0", "workload=random-write mem=96M")
         .with(&["--memory-zone", "id=zone0,size=128M,shared=on", "id=zone1,size=64M,shared=on"])
         .start();
     vmm.wait_for_work(20_000);

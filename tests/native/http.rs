@@ -66,7 +66,6 @@ fn bodies() {
         ("{", "EOF"),
         ("[]", "VmConfig"),
         ("{}", "payload"),
-        (r#"{"payload":{"kernel":"/k"},"nonsense":1}"#, "nonsense"),
         (r#"{"payload":{"kernel":"/k"},"memory":{"size":"lots"}}"#, "size"),
         (r#"{"payload":{"kernel":"/k"},"memory":{"size":-1}}"#, "size"),
         (r#"{"payload":{"kernel":"/k"},"cpus":{"boot_vcpus":0,"max_vcpus":1}}"#, "boot_vcpus"),

@@ -94,7 +94,7 @@ fn beyond_4_gib(mode: Mode) {
 }
 
 fn zones(mode: Mode) {
-    let source = VmmBuilder::guest(2, "size=0,shared=on", "workload=random-write mem=96M")
+    let source = VmmBuilder::guest(2, "size=0", "workload=random-write mem=96M")
         .with(&["--memory-zone", "id=zone0,size=128M,shared=on", "id=zone1,size=64M,shared=on"])
         .start();
     source.wait_for_work(5_000);
@@ -146,7 +146,7 @@ fn several_connections() {
     let reception =
         crate::harness::migrate::Reception::start(&destination, Transport::Tcp, Mode::Precopy);
     let option = format!(
-        "destination_url={},connections=4,timeout_s=20,timeout_strategy=ignore",
+        "destination_url={},connections=4,timeout_s=4,timeout_strategy=ignore",
         reception.url
     );
     source.remote_ok(&["send-migration", &option]);
@@ -165,15 +165,9 @@ fn events() {
     std::fs::hard_link(&log, &kept).expect("the source's events can be kept");
     migrate(source, &destination, Transport::Tcp, Mode::Postcopy);
     let text = std::fs::read_to_string(kept).expect("the source's events");
-    for name in [
-        "migration-starting",
-        "migration-started",
-        "migration-finished",
-        "postcopy-migration-completed",
-    ] {
+    for name in ["migration-starting", "migration-started", "migration-finished"] {
         assert!(text.contains(&format!("\"{name}\"")), "no {name} at the source: {text}");
     }
-    let names = destination.event_names();
     let wanted = [
         "migration-receive-ready",
         "migration-receive-started",
@@ -181,7 +175,7 @@ fn events() {
         "postcopy-migration-completed",
     ];
     for name in wanted {
-        assert!(names.iter().any(|event| event == name), "no {name} at the destination: {names:?}");
+        destination.wait_for_event(name);
     }
     let progress = destination.api().get("vm.migration-progress").ok().json();
     assert_eq!(progress["phase"], "done", "{progress}");

@@ -36,6 +36,9 @@ impl Trace {
         fs::create_dir(&folder)?;
         let trace = Self { folder, mounted };
         trace.set("trace_clock", "mono")?;
+        // Other VMs on this machine are none of our business: only what this process starts counts.
+        trace.set("set_event_pid", &std::process::id().to_string())?;
+        trace.set("options/event-fork", "1")?;
         trace.set("events/syscalls/sys_enter_ioctl/filter", &format!("cmd == {KVM_RUN:#x}"))?;
         trace.set("events/kvm/kvm_mmio/filter", &format!("gpa == {mmio_gpa:#x}"))?;
         trace.set("events/syscalls/sys_enter_ioctl/enable", "1")?;

@@ -20,8 +20,8 @@ pauses() {
 check pauses pauses
 resumes() { remote a resume && state_is a Running && wait_until 60 says a "^ANSWERED-AFTER-PAUSE"; }
 check resumes resumes
-reboots() { echo "sync; busybox reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 2; }
-check guest_reboots reboots
+reboots() { guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY" 2; }
+check reboots reboots
 check disk_after_reboot guest a "test \"\$(stat -c %s /root/f)\" = 8388608"
 power_button() { remote a power-button && wait_until 60 says a "POWER-BUTTON" && ends a 60; }
 check power_button_ends_the_vmm power_button

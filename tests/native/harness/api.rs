@@ -30,14 +30,6 @@ impl Answer {
         self
     }
 
-    /// Panics unless it has this status and its body contains `text` (letter case aside).
-    #[track_caller]
-    pub fn refused(self, status: u16, text: &str) {
-        assert_eq!(self.status, status, "{self:?}");
-        let body = self.body.to_lowercase();
-        assert!(body.contains(&text.to_lowercase()), "no {text:?} in {self:?}");
-    }
-
     /// The body as JSON.
     #[track_caller]
     pub fn json(&self) -> Value {

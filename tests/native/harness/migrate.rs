@@ -83,7 +83,7 @@ pub fn send_option(url: &str, mode: Mode) -> String {
     let url = url.to_owned();
     let mode = mode.name();
     format!(
-        "destination_url={url},memory_mode={mode},downtime_ms=300,timeout_s=20,\
+        "destination_url={url},memory_mode={mode},downtime_ms=300,timeout_s=4,\
          timeout_strategy=ignore"
     )
 }
@@ -103,10 +103,10 @@ pub fn migrate(mut source: Vmm, destination: &Vmm, transport: Transport, mode: M
     );
     let output = reception.finish();
     assert!(output.status.success(), "{output:?}\n{}", destination.output());
-    destination.wait_for_event("migration-receive-finished");
-    if mode == Mode::Postcopy {
-        destination.wait_for_event("postcopy-migration-completed");
-    }
+    wait_for("the last page", || {
+        let progress = destination.api().get("vm.migration-progress").ok().json();
+        (progress["phase"] == "done").then_some(())
+    });
     let code = source.wait_for_exit();
     assert_eq!(code, 0, "the source after its migration:\n{}", source.output());
 }

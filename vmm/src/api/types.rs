@@ -44,13 +44,13 @@ option_family! {
     /// What answers at the other end.
     VmmPingResponse "ping" {
         /// Name and version of the program.
-        build_version: String = BUILD_VERSION.to_owned(), "" as JsonOnly;
+        build_version: String = BUILD_VERSION.to_owned(), "" as JsonOnly, answer();
         /// Version of the interface.
-        version: String = COMPATIBLE_VERSION.to_owned(), "" as JsonOnly, required_json();
+        version: String = COMPATIBLE_VERSION.to_owned(), "" as JsonOnly, answer(), required_json();
         /// Process.
-        pid: i64 = i64::from(std::process::id()), "" as JsonOnly;
+        pid: i64 = i64::from(std::process::id()), "" as JsonOnly, answer();
         /// Optional features that were built in.
-        features: Vec<String> = vec!["kvm".to_owned()], "" as JsonOnly;
+        features: Vec<String> = vec!["kvm".to_owned()], "" as JsonOnly, answer();
     }
 }
 
@@ -58,15 +58,15 @@ option_family! {
     /// A device of a VM.
     DeviceNode "device-node" {
         /// Name.
-        id: String = String::new(), "" as JsonOnly;
+        id: String = String::new(), "" as JsonOnly, answer();
         /// What it uses.
-        resources: Vec<serde_json::Value> = Vec::new(), "" as JsonOnly;
+        resources: Vec<serde_json::Value> = Vec::new(), "" as JsonOnly, answer();
         /// What it hangs on.
-        parent: Option<String> = None, "" as JsonOnly;
+        parent: Option<String> = None, "" as JsonOnly, answer();
         /// What hangs on it.
-        children: Vec<String> = Vec::new(), "" as JsonOnly;
+        children: Vec<String> = Vec::new(), "" as JsonOnly, answer();
         /// Its place on the PCI bus.
-        pci_bdf: Option<String> = None, "" as JsonOnly;
+        pci_bdf: Option<String> = None, "" as JsonOnly, answer();
     }
 }
 
@@ -74,13 +74,13 @@ option_family! {
     /// A VM: its configuration and what has become of it.
     VmInfo "info" {
         /// Configuration, with everything that was filled in.
-        config: VmConfig = VmConfig::default(), "" as JsonOnly, required_json();
+        config: VmConfig = VmConfig::default(), "" as JsonOnly, answer(), required_json();
         /// Where it is in its life.
-        state: VmState = VmState::Created, "" as JsonOnly, required_json();
+        state: VmState = VmState::Created, "" as JsonOnly, answer(), required_json();
         /// Bytes of memory that the guest has now.
-        memory_actual_size: u64 = 0, "" as JsonOnly;
+        memory_actual_size: u64 = 0, "" as JsonOnly, answer();
         /// Its devices by name.
-        device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly;
+        device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
     }
 }
 

@@ -47,6 +47,8 @@ pub struct FieldSpec {
     pub hidden: bool,
     /// Kept for old clients.
     pub deprecated: bool,
+    /// Occurs in answers only, so that a default means nothing to a reader of the schema.
+    pub answer: bool,
     /// Smallest and largest number.
     pub range: Option<(u64, u64)>,
     /// First version that has it.
@@ -67,6 +69,7 @@ impl FieldSpec {
             unsupported: false,
             hidden: false,
             deprecated: false,
+            answer: false,
             range: None,
             since: FIRST_VERSION,
             alias: None,
@@ -106,6 +109,13 @@ impl FieldSpec {
     #[must_use]
     pub const fn deprecated(mut self) -> Self {
         self.deprecated = true;
+        self
+    }
+
+    /// Occurs in answers only.
+    #[must_use]
+    pub const fn answer(mut self) -> Self {
+        self.answer = true;
         self
     }
 
@@ -527,7 +537,7 @@ macro_rules! option_family {
                             let default = (!default.is_absent())
                                 .then(|| serde_json::to_value(&default).ok())
                                 .flatten()
-                                .filter(|_| !Spec::$field.required_json);
+                                .filter(|_| !Spec::$field.required_json && !Spec::$field.answer);
                             object = object.property(
                                 stringify!($field),
                                 Spec::$field.property(<$ty as FieldValue>::schema(), default),

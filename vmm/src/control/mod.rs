@@ -220,7 +220,7 @@ impl Vmm {
         let info = Box::new(describe::of_machine(&machine));
         match sending::start(machine, options, self.mailer.clone()) {
             Ok(sending) => {
-                events::emit("vm", "migration-started", &[("destination", &data.destination_url)]);
+                events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.progress = Some(Arc::clone(&sending.progress));
                 self.is_watched = false;
                 self.vm = Vm::Leaving { info, sending, pending: Vec::new() };
@@ -297,7 +297,7 @@ impl Vmm {
                 Next::Exit(ExitReason::MigratedAway)
             }
             Departure::Stayed(machine, reason) => {
-                events::emit("vm", "migration-failed", &[("reason", &reason)]);
+                events::emit("vm", "migration-failed", &[("error", &reason)]);
                 log::error!("{reason}");
                 self.vm = Vm::Live(machine);
                 for event in pending {
@@ -309,7 +309,7 @@ impl Vmm {
                 Next::Continue
             }
             Departure::Incomplete { remains, held, reason } => {
-                events::emit("vm", "migration-failed", &[("reason", &reason)]);
+                events::emit("vm", "migration-failed", &[("error", &reason)]);
                 log::error!("{reason}");
                 let kept = Box::new(Kept { _remains: remains, _held: held });
                 self.vm = Vm::HandedOver { reason, _kept: kept };
@@ -324,14 +324,12 @@ impl Vmm {
             Ok(machine) => {
                 self.vm = Vm::Live(machine);
                 self.pages_missing = pages_missing;
-                if !pages_missing {
-                    events::emit("vm", "migration-finished", &[]);
-                }
+                events::emit("vm", "migration-receive-finished", &[]);
                 responder.answer(Ok(ApiReply::Empty));
             }
             Err(error) => {
                 self.vm = Vm::None;
-                events::emit("vm", "migration-failed", &[("reason", &error.to_string())]);
+                events::emit("vm", "migration-receive-failed", &[("error", &error.to_string())]);
                 responder.answer(Err(error));
             }
         }
@@ -341,12 +339,11 @@ impl Vmm {
         match result {
             Ok(()) => {
                 self.pages_missing = false;
-                events::emit("vm", "postcopy-completed", &[]);
-                events::emit("vm", "migration-finished", &[]);
+                events::emit("vm", "postcopy-migration-completed", &[]);
                 log::info!("the last page has arrived");
             }
             Err(reason) => {
-                events::emit("vm", "postcopy-paused", &[("reason", reason)]);
+                events::emit("vm", "postcopy-migration-paused", &[("error", reason)]);
                 log::error!("{reason}");
             }
         }

@@ -2,7 +2,7 @@
 
 //! Tells the log and the event monitor how a migration goes.
 
-use vm_migration::{Event, Observer, Side};
+use vm_migration::{Event, Observer, Phase, Side};
 
 use crate::events;
 
@@ -13,17 +13,21 @@ impl Observer for Herald {
     fn event(&self, side: Side, event: Event) {
         let side = side.to_string();
         match event {
-            Event::Begin(phase) => events::emit(
-                "vm",
-                "migration-phase",
-                &[("side", &side), ("phase", &phase.to_string())],
-            ),
+            Event::Begin(phase) => {
+                let name = phase.to_string();
+                events::emit("vm", "migration-phase", &[("side", &side), ("phase", &name)]);
+                match phase {
+                    Phase::Precopy => events::emit("vm", "migration-started", &[]),
+                    Phase::Receive => events::emit("vm", "migration-receive-started", &[]),
+                    _ => {}
+                }
+            }
             Event::Round { round, remaining_bytes } => events::emit(
                 "vm",
-                "migration-round",
+                "migration-memory-iteration",
                 &[
                     ("side", &side),
-                    ("round", &round.to_string()),
+                    ("id", &round.to_string()),
                     ("remaining_bytes", &remaining_bytes.to_string()),
                 ],
             ),

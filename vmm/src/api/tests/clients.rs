@@ -224,7 +224,7 @@ fn many_clients_at_once() {
 fn clients_that_only_hold_connections_keep_nobody_out() {
     let fixture = Fixture::with(Limits {
         connections: 2,
-        head_time: Duration::from_secs(600),
+        head_time: Duration::from_mins(10),
         ..Limits::default()
     });
     let mut first = fixture.connect();

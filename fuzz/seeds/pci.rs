@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Seeds that are what a driver does to a PCI device: enumeration, then setting up virtio.
+//!
+//! The form is that of the entry points in `pci/src/fuzzing.rs`: a byte that says what and where,
+//! an offset, a byte for the width, eight bytes of data.
+
+use super::Seed;
+
+/// How the entry points read a width: any byte of the right range will do.
+fn width(bytes: u8) -> u8 {
+    match bytes {
+        1 => 0,
+        2 => 5,
+        4 => 9,
+        _ => 13,
+    }
+}
+
+fn access(kind: u8, offset: u8, bytes: u8, value: u64) -> Vec<u8> {
+    let mut out = vec![kind, offset, width(bytes)];
+    out.extend_from_slice(&value.to_le_bytes());
+    out
+}
+
+/// Sizes and places the BARs of all devices, switches them on, moves one, switches them off.
+fn enumeration(ports: bool) -> Vec<u8> {
+    const WRITE: u8 = 0;
+    const READ: u8 = 1;
+    const BAR: u8 = 4;
+    let command = |device: u8, value: u64| {
+        let mut out = vec![device << 4 | 8 | WRITE, width(2)];
+        out.extend_from_slice(&value.to_le_bytes());
+        out
+    };
+    let mut input = Vec::new();
+    for device in 1..4 {
+        let header = device << 4;
+        for register in [0, 8, 0x2c, 0x34, 0x3c] {
+            input.extend(access(header | READ, register, 4, 0));
+        }
+        for (register, address) in [(0, 0xc010_0000), (4, 0x40), (0x10, 0xc020_0000)] {
+            input.extend(access(header | BAR | WRITE, register, 4, 0xffff_ffff));
+            input.extend(access(header | BAR | READ, register, 4, 0));
+            input.extend(access(
+                header | BAR | WRITE,
+                register,
+                4,
+                address + u64::from(device) * 0x8_0000,
+            ));
+        }
+        input.extend(command(device, 6));
+        input.extend(access(header | BAR | WRITE, 4, 4, 0x41));
+        input.extend(command(device, 0));
+    }
+    if ports {
+        for address in [0x8000_0800_u64, 0x8000_1010, 0x8001_0000] {
+            input.extend(access(2, 0, 4, address));
+            input.extend(access(3, 4, 4, 0));
+            input.extend(access(2, 6, 2, 0xffff));
+            input.extend(access(3, 7, 1, 0));
+        }
+    }
+    input
+}
+
+/// What a driver does to the common configuration until the device runs, then notifications.
+fn driver(queues: u64, msix: bool) -> Vec<u8> {
+    let write = |offset, bytes, value| access(0, offset, bytes, value);
+    let read = |offset, bytes| access(10, offset, bytes, 0);
+    let status = |value: u64| {
+        let mut out = vec![3 << 4, width(1)];
+        out.extend_from_slice(&value.to_le_bytes());
+        out
+    };
+    let mut input = [status(0), status(1), status(3)].concat();
+    for half in 0..2_u64 {
+        input.extend([write(0x00, 4, half), read(0x04, 4), write(0x08, 4, half)].concat());
+        input.extend(write(0x0c, 4, u64::from(half == 1)));
+    }
+    input.extend([status(0xb), read(0x14, 1), write(0x10, 2, 0)].concat());
+    if msix {
+        // Entry 0 of the table: address, data, not masked.
+        for (offset, value) in [(0, 0xfee0_0000), (4, 0), (8, 0x4021), (12, 0)] {
+            input.extend(access(6 << 4, offset, 4, value));
+        }
+    }
+    for queue in 0..queues {
+        input.extend([write(0x16, 2, queue), read(0x18, 2), write(0x18, 2, 64)].concat());
+        input.extend(write(0x1a, 2, queue));
+        for (register, page) in [(0x20, 0x1000), (0x28, 0x2000), (0x30, 0x3000)] {
+            input.extend(write(register, 4, page + queue * 0x4000));
+            input.extend(write(register + 4, 4, 0));
+        }
+        input.extend(write(0x1c, 2, 1));
+    }
+    input.extend(status(0xf));
+    for queue in 0..queues {
+        let offset = u8::try_from(queue * 4).expect("few queues");
+        input.extend(access(7 << 4, offset, 2, queue));
+    }
+    // Pause and resume, then reset and once more the first steps.
+    input.extend([vec![13, 0, 0], vec![0; 8], vec![14, 0, 0], vec![0; 8]].concat());
+    input.extend([status(0), status(1), status(3)].concat());
+    input
+}
+
+pub fn seeds() -> Vec<Seed> {
+    vec![
+        Seed::new("pci_config_space", "ecam", enumeration(false)),
+        Seed::new("pci_config_space", "ports", enumeration(true)),
+        Seed::new("virtio_transport", "one-queue", driver(1, false)),
+        Seed::new("virtio_transport", "two-queues-msix", driver(2, true)),
+    ]
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Seeds that are text: option strings, bodies of API requests, saved device states.
+
+use super::Seed;
+
+const OPTION_STRINGS: [(&str, &str); 29] = [
+    ("cpus", "boot=2"),
+    ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
+    ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
+    ("memory", "size=1G,shared=on,thp=off,prefault=on"),
+    ("memory", "size=512M,hugepages=on,hugepage_size=2M,reserve=on,mergeable=off"),
+    ("memory", "size=0,hotplug_method=acpi"),
+    ("memory-zone", "id=low,size=1G,host_numa_node=0,shared=on"),
+    ("memory-zone", "id=\"a,b\",size=4096,file=/dev/shm,reserve=on"),
+    (
+        "platform",
+        "serial_number=12,uuid=5aa1c2a0-7c0b-4d55-bd2a-7c9f1e6b0a11,oem_strings=[a,b,\"c,d\"]",
+    ),
+    ("platform", "num_pci_segments=1,iommu_segments=[0-1],system_manufacturer=a b,vfio_p2p_dma=on"),
+    ("disk", "path=/images/root.raw,readonly=on,direct=on,id=root"),
+    (
+        "disk",
+        "path=a,num_queues=4,queue_size=256,serial=s1,image_type=raw,sparse=off,pci_device_id=3",
+    ),
+    ("disk", "path=\"a,b\",queue_affinity=[0@[0-1,3],1@[2]],lock_granularity=full"),
+    (
+        "disk",
+        "path=a,bw_size=1000000,bw_one_time_burst=0,bw_refill_time=100,ops_size=9,ops_refill_time=1",
+    ),
+    ("net", "tap=vmtap0,mac=12:34:56:78:90:ab,mtu=1500,id=net0"),
+    ("net", "ip=192.168.4.1,mask=255.255.255.0,num_queues=4,queue_size=256,offload_tso=off"),
+    ("net", "fd=[3,4],num_queues=4,offload_ufo=on,offload_csum=on,host_mac=02:00:00:00:00:01"),
+    ("rng", "src=/dev/urandom"),
+    ("console", "tty"),
+    ("console", "file=/tmp/out"),
+    ("console", "null"),
+    ("serial", "socket=/tmp/serial"),
+    ("serial", "pty"),
+    ("debug-console", "file=/tmp/debug,iobase=0xe9"),
+    ("numa", "guest_numa_id=0,cpus=[0-3],distances=[1@20,2@30],memory_zones=[low,high]"),
+    ("device", "path=/sys/bus/pci/devices/0000:01:00.0,iommu=on,id=gpu"),
+    (
+        "send-migration",
+        "destination_url=tcp:host:4444,downtime_ms=300,timeout_s=3600,memory_mode=postcopy",
+    ),
+    ("send-migration", "unix:/tmp/sock"),
+    ("rate-limit-group", "id=g,bw_size=1000,bw_refill_time=10,ops_size=5,ops_refill_time=7"),
+];
+
+const FULL_CONFIG: &str = r#"{
+"cpus":{"boot_vcpus":2,"max_vcpus":2,"topology":{"threads_per_core":1,"cores_per_die":2,"dies_per_package":1,"packages":1},"affinity":[{"vcpu":0,"host_cpus":[0,1]}]},
+"memory":{"size":0,"zones":[{"id":"low","size":1073741824,"shared":true}]},
+"payload":{"kernel":"/k","cmdline":"console=hvc0 root=/dev/vda","initramfs":"/i"},
+"platform":{"serial_number":"1","oem_strings":["a"]},
+"disks":[{"path":"/d","readonly":true,"num_queues":2,"id":"d0"},{"path":"/e","direct":true}],
+"net":[{"tap":"t","mac":"12:34:56:78:90:ab","ip":"192.168.4.1","mask":"255.255.255.0","num_queues":2}],
+"rng":{"src":"/dev/urandom"},
+"serial":{"mode":"Null"},"console":{"mode":"File","file":"/c"},
+"watchdog":false,"pvpanic":false}"#;
+
+const BODIES: [(&str, &str); 10] = [
+    ("smallest", r#"{"payload":{"kernel":"/k"}}"#),
+    ("full", FULL_CONFIG),
+    (
+        "memory",
+        r#"{"payload":{"kernel":"/k"},"memory":{"size":536870912,"hugepages":true,"hugepage_size":2097152,"thp":false}}"#,
+    ),
+    (
+        "refused-affinity",
+        r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/e","queue_affinity":[{"queue_index":0,"host_cpus":[1]}]}]}"#,
+    ),
+    (
+        "refused",
+        r#"{"payload":{"firmware":"/f"},"vsock":{"cid":3,"socket":"/s"},"balloon":{"size":0}}"#,
+    ),
+    (
+        "refused-numa",
+        r#"{"payload":{"kernel":"/k"},"numa":[{"guest_numa_id":0,"cpus":[0],"distances":[{"destination":1,"distance":20}]}]}"#,
+    ),
+    ("send", r#"{"destination_url":"tcp:10.0.0.2:4444","memory_mode":"Postcopy"}"#),
+    (
+        "send-local",
+        r#"{"destination_url":"unix:/s","local":true,"downtime_ms":300,"timeout_s":3600}"#,
+    ),
+    ("receive", r#"{"receiver_url":"tcp:0.0.0.0:4444"}"#),
+    ("receive-unix", r#"{"receiver_url":"unix:/s"}"#),
+];
+
+const STATES: [(&str, &str); 4] = [
+    (
+        "net",
+        r#"{"kind":"virtio-net","version":1,"data":{"mac":[2,0,0,0,0,1],"offloads":0,"active_pairs":1,"announce_pending":false}}"#,
+    ),
+    ("console", r#"{"kind":"virtio-console","version":1,"data":{"columns":80,"rows":25}}"#),
+    ("rng", r#"{"kind":"virtio-rng","version":1,"data":{}}"#),
+    (
+        "block",
+        r#"{"kind":"virtio-block","version":1,"data":{"writeback":true,"capacity_sectors":128,"readonly":false}}"#,
+    ),
+];
+
+pub fn seeds() -> Vec<Seed> {
+    let options = OPTION_STRINGS.iter().enumerate().map(|(number, (family, text))| {
+        Seed::new("option_string", format!("{family}-{number}"), format!("{family}\n{text}"))
+    });
+    let bodies = BODIES.iter().map(|(name, body)| Seed::new("api_json", *name, *body));
+    let states = STATES.iter().map(|(name, state)| Seed::new("virtio_state", *name, *state));
+    options.chain(bodies).chain(states).collect()
+}

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Seeds that are guest memory: rings with valid requests, one page for each queue.
+//!
+//! The layout is that of the entry points in `devices/src/virtio/fuzz.rs`. The last byte chooses
+//! features; each layout is written with several.
+
+use super::{Seed, put};
+
+const QUEUE_STRIDE: usize = 0x1000;
+const AVAILABLE_OFFSET: usize = 0x400;
+const QUEUE_SIZE: usize = 16;
+/// Buffers of queue 0; the rings end before.
+const BUFFERS: usize = 0xc00;
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+
+/// A buffer: address, length, whether the device writes it.
+type Buffer = (usize, u32, bool);
+
+struct Memory {
+    bytes: Vec<u8>,
+    /// Descriptors and heads used so far, by queue.
+    used: Vec<(usize, usize)>,
+}
+
+impl Memory {
+    fn new(queues: usize) -> Self {
+        Self { bytes: vec![0; queues * QUEUE_STRIDE], used: vec![(0, 0); queues] }
+    }
+
+    fn descriptor(
+        &mut self,
+        at: usize,
+        (gpa, len, writable): Buffer,
+        next: Option<usize>,
+        flags: u16,
+    ) {
+        let flags =
+            flags | if next.is_some() { NEXT } else { 0 } | if writable { WRITE } else { 0 };
+        let next = u16::try_from(next.unwrap_or(0)).expect("tables are short");
+        put(&mut self.bytes, at, &(gpa as u64).to_le_bytes());
+        put(&mut self.bytes, at + 8, &len.to_le_bytes());
+        put(&mut self.bytes, at + 12, &flags.to_le_bytes());
+        put(&mut self.bytes, at + 14, &next.to_le_bytes());
+    }
+
+    fn offer(&mut self, queue: usize, head: usize) {
+        let ring = queue * QUEUE_STRIDE + AVAILABLE_OFFSET;
+        let (descriptors, heads) = self.used[queue];
+        let head = u16::try_from(head).expect("rings are short");
+        put(&mut self.bytes, ring + 4 + 2 * heads, &head.to_le_bytes());
+        let count = u16::try_from(heads + 1).expect("rings are short");
+        put(&mut self.bytes, ring + 2, &count.to_le_bytes());
+        self.used[queue] = (descriptors, heads + 1);
+    }
+
+    /// Offers the buffers as a chain.
+    fn chain(&mut self, queue: usize, buffers: &[Buffer]) {
+        let first = self.used[queue].0;
+        assert!(first + buffers.len() <= QUEUE_SIZE, "the table is full");
+        for (number, buffer) in buffers.iter().enumerate() {
+            let index = first + number;
+            let next = (number + 1 < buffers.len()).then_some(index + 1);
+            self.descriptor(queue * QUEUE_STRIDE + 16 * index, *buffer, next, 0);
+        }
+        self.used[queue].0 += buffers.len();
+        self.offer(queue, first);
+    }
+
+    /// Offers the buffers through a table of their own.
+    fn indirect(&mut self, queue: usize, table: usize, buffers: &[Buffer]) {
+        for (number, buffer) in buffers.iter().enumerate() {
+            let next = (number + 1 < buffers.len()).then_some(number + 1);
+            self.descriptor(table + 16 * number, *buffer, next, 0);
+        }
+        let first = self.used[queue].0;
+        let len = u32::try_from(16 * buffers.len()).expect("tables are short");
+        self.descriptor(queue * QUEUE_STRIDE + 16 * first, (table, len, false), None, INDIRECT);
+        self.used[queue].0 += 1;
+        self.offer(queue, first);
+    }
+
+    /// The layout with each choice of features.
+    fn seeds(&self, target: &'static str, name: &str, choices: &[u8]) -> Vec<Seed> {
+        let with = |choice: &u8| {
+            let mut bytes = self.bytes.clone();
+            bytes.push(*choice);
+            Seed::new(target, format!("{name}-{choice}"), bytes)
+        };
+        choices.iter().map(with).collect()
+    }
+}
+
+fn block_header(memory: &mut Memory, at: usize, kind: u32, sector: u64) {
+    put(&mut memory.bytes, at, &kind.to_le_bytes());
+    put(&mut memory.bytes, at + 8, &sector.to_le_bytes());
+}
+
+/// Header, data, status byte: the data lie across the border of the two memory regions.
+fn block() -> Vec<Seed> {
+    const DATA: usize = 0x7e00;
+    let mut transfers = Memory::new(1);
+    for (number, (kind, device_writes)) in
+        [(1, false), (0, true), (8, true), (4, true)].iter().enumerate()
+    {
+        let header = BUFFERS + 32 * number;
+        block_header(&mut transfers, header, *kind, 8);
+        let status = (header + 16, 1, true);
+        let len = if *kind == 8 { 20 } else { 1024 };
+        let data = (DATA, len, *device_writes);
+        let buffers = [(header, 16, false), data, status];
+        match kind {
+            4 => transfers.chain(0, &[buffers[0], buffers[2]]),
+            _ => transfers.chain(0, &buffers),
+        }
+    }
+    let mut ranges = Memory::new(1);
+    for (number, kind) in [11, 13].iter().enumerate() {
+        let header = BUFFERS + 64 * number;
+        block_header(&mut ranges, header, *kind, 0);
+        put(&mut ranges.bytes, header + 32, &16_u64.to_le_bytes());
+        put(&mut ranges.bytes, header + 40, &8_u32.to_le_bytes());
+        ranges.chain(0, &[(header, 16, false), (header + 32, 16, false), (header + 16, 1, true)]);
+    }
+    let mut indirect = Memory::new(1);
+    for (number, (kind, device_writes)) in [(1, false), (0, true)].iter().enumerate() {
+        let header = BUFFERS + 32 * number;
+        block_header(&mut indirect, header, *kind, 1);
+        let data = [(DATA, 512, *device_writes), (0x9000, 512, *device_writes)];
+        let buffers = [(header, 16, false), data[0], data[1], (header + 16, 1, true)];
+        indirect.indirect(0, BUFFERS + 0x100 + 0x80 * number, &buffers);
+    }
+    // Bits: ring features, read-only, flush negotiated, sparse, io_uring or not.
+    let mut seeds = transfers.seeds("virtio_block", "transfers", &[0, 1, 3, 5, 16, 21]);
+    seeds.extend(ranges.seeds("virtio_block", "ranges", &[8, 13, 24]));
+    seeds.extend(indirect.seeds("virtio_block", "indirect", &[1, 17]));
+    seeds
+}
+
+/// Buffers for frames on queue 0, frames to send on queue 1.
+fn net() -> Vec<Seed> {
+    const FRAME: usize = QUEUE_STRIDE + BUFFERS;
+    let mut memory = Memory::new(2);
+    memory.chain(0, &[(0x4000, 1526, true)]);
+    memory.chain(0, &[(0x5000, 12, true), (0x7c00, 0x800, true)]);
+    memory.chain(0, &[(0x9000, 0x3000, true)]);
+    // Broadcast ARP behind a header without offloads.
+    put(&mut memory.bytes, FRAME + 12, &[0xff; 6]);
+    put(&mut memory.bytes, FRAME + 18, &[2, 0, 0, 0, 0, 1, 8, 6]);
+    memory.chain(1, &[(FRAME, 12 + 60, false)]);
+    // A segment to be split: flags, type, lengths of header and segment, checksum's place.
+    put(&mut memory.bytes, FRAME + 0x80, &[1, 1, 54, 0, 0xb4, 5, 34, 0, 16, 0]);
+    memory.chain(1, &[(FRAME + 0x80, 12, false), (FRAME + 0x90, 54, false), (0x4000, 3000, false)]);
+    memory.seeds("virtio_net", "frames", &[0, 1, 2, 3])
+}
+
+/// Class and command, data, a byte for the answer.
+fn net_control() -> Vec<Seed> {
+    let commands: [(u8, u8, &[u8]); 5] = [
+        (4, 0, &[1, 0]),
+        (5, 0, &[1, 0, 0, 0, 0, 0, 0, 0]),
+        (3, 0, &[]),
+        (1, 1, &[2, 0, 0, 0, 0, 9]),
+        (0, 0, &[1]),
+    ];
+    let mut memory = Memory::new(1);
+    for (number, (class, command, data)) in commands.iter().enumerate() {
+        let at = BUFFERS + 32 * number;
+        put(&mut memory.bytes, at, &[*class, *command]);
+        put(&mut memory.bytes, at + 8, data);
+        let len = u32::try_from(data.len()).expect("data are short");
+        let (head, answer) = ((at, 2, false), (at + 24, 1, true));
+        match len {
+            0 => memory.chain(0, &[head, answer]),
+            _ => memory.chain(0, &[head, (at + 8, len, false), answer]),
+        }
+    }
+    memory.seeds("virtio_net_control", "commands", &[0, 1])
+}
+
+fn console_and_rng() -> Vec<Seed> {
+    let mut console = Memory::new(2);
+    console.chain(0, &[(0x4000, 256, true)]);
+    put(&mut console.bytes, QUEUE_STRIDE + BUFFERS, b"login: ");
+    console.chain(1, &[(QUEUE_STRIDE + BUFFERS, 7, false)]);
+    console.chain(1, &[(QUEUE_STRIDE + BUFFERS, 3, false), (0x7ff0, 64, false)]);
+    let mut rng = Memory::new(1);
+    rng.chain(0, &[(0x4000, 64, true)]);
+    rng.chain(0, &[(0x7f00, 0x200, true), (0x5000, 16, true)]);
+    let mut seeds = console.seeds("virtio_console", "text", &[0, 1]);
+    seeds.extend(rng.seeds("virtio_rng", "buffers", &[0, 1]));
+    seeds
+}
+
+pub fn seeds() -> Vec<Seed> {
+    [block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
+}
