@@ -107,7 +107,7 @@ impl Api {
 pub fn read_answer(stream: &mut UnixStream) -> io::Result<Answer> {
     let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
     let mut bytes = Vec::new();
-    let mut chunk = [0; 65536];
+    let mut chunk = vec![0; 65536];
     let head_end = loop {
         if let Some(at) = bytes.windows(4).position(|window| window == b"\r\n\r\n") {
             break at + 4;

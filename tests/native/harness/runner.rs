@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use super::vmm::kill_all;
 
 /// Longest time for a test that names no other.
-const USUAL_LIMIT: Duration = Duration::from_secs(120);
+const USUAL_LIMIT: Duration = Duration::from_mins(2);
 /// Set to run the tests.
 const SWITCH: &str = "GODWIT_NATIVE";
 

@@ -316,7 +316,7 @@ impl Vmm {
                 .events()
                 .into_iter()
                 .find(|event| names.iter().any(|name| event["event"] == *name));
-            if found.is_some() || start.elapsed() > Duration::from_secs(60) {
+            if found.is_some() || start.elapsed() > Duration::from_mins(1) {
                 return found;
             }
             std::thread::sleep(Duration::from_millis(5));
