@@ -7,7 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::harness::migrate::{Reception, failure_of, migrate, text};
+use crate::harness::migrate::{Reception, failure_of, text};
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, free_port, wait_for};
 
 pub fn add(suite: &mut Suite) {
