@@ -22,6 +22,10 @@ resumes() { remote a resume && state_is a Running && wait_until 60 says a "^ANSW
 check resumes resumes
 reboots() { guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY" 2; }
 check reboots reboots
+guest_restarts_itself() {
+  echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 3
+}
+check guest_restarts_itself guest_restarts_itself
 check disk_after_reboot guest a "test \"\$(stat -c %s /root/f)\" = 8388608"
 power_button() { remote a power-button && wait_until 60 says a "POWER-BUTTON" && ends a 60; }
 check power_button_ends_the_vmm power_button
