@@ -14,7 +14,7 @@
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
-//! | [`options`], [`progress`], [`error`], [`cancel`] | what a person chooses, sees, and can stop |
+//! | [`options`], [`progress`], [`error`], [`report`], [`cancel`] | what a person chooses, sees, and can stop |
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -62,6 +62,7 @@ pub mod options;
 pub mod progress;
 pub mod protocol;
 pub mod ram;
+pub mod report;
 pub mod source;
 pub mod transport;
 pub mod uffd;
@@ -77,6 +78,7 @@ pub use cancel::Cancel;
 pub use error::{Cause, GuestIs, MigrationError, Side};
 pub use options::{Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy};
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
+pub use report::FailureReport;
 pub use transport::Address;
 pub use vm::VmError;
 
