@@ -8,6 +8,7 @@
 mod api_client;
 mod bad_input;
 mod boot;
+mod clock;
 mod cuts;
 mod events;
 mod harness;
@@ -20,6 +21,8 @@ mod migration;
 mod migration_failures;
 mod pause;
 mod remote;
+mod unfit;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -39,5 +42,8 @@ fn main() -> ExitCode {
     migration_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    unfit::add(&mut suite);
+    watch::add(&mut suite);
+    clock::add(&mut suite);
     suite.main()
 }

@@ -16,6 +16,7 @@ mod boot;
 mod consoles;
 mod disks;
 mod events;
+mod host;
 mod legacy;
 mod nets;
 mod ram;
@@ -24,17 +25,17 @@ mod state;
 mod virtio;
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use arch::cpuid::{CpuTopology, CpuidTooLong, phys_bits};
+use arch::cpuid::{CpuTopology, CpuidTooLong, MissingFeature, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
-    ClockPolicy, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
+    ClockPolicy, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu, VcpuInit,
+    VcpuState, VcpuStateError, VcpuThreads, Vm,
 };
+use kvm_bindings::kvm_cpuid_entry2;
 use memory::GuestRam;
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
@@ -49,6 +50,7 @@ use crate::config::console::DEBUG_CONSOLE_PORT;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
+pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use ram::MachineRamError;
 pub use state::{MACHINE_STATE_VERSION, MachineState, PciFunctionState};
@@ -82,6 +84,13 @@ pub enum MachineError {
         #[source]
         source: VcpuStateError,
     },
+    /// The processor here is not the one that the guest was shown.
+    #[error(
+        "the processor here lacks what the guest was shown when it started: {}; migrate to a host \
+         with it",
+        list(.0)
+    )]
+    Processor(Vec<MissingFeature>),
     /// The threads of vCPUs.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),
@@ -119,35 +128,6 @@ pub enum MachineError {
     PciState(#[from] PciStateError),
 }
 
-/// What machines on this host are made with.
-pub struct Host {
-    hypervisor: Hypervisor,
-    cpuid: kvm_bindings::CpuId,
-}
-
-/// Why this host cannot run machines.
-#[derive(Debug, Error)]
-pub enum HostError {
-    /// No KVM.
-    #[error("cannot use KVM")]
-    Open(#[from] OpenError),
-    /// KVM does not say what it has.
-    #[error("cannot ask KVM for the features of its vCPUs")]
-    Cpuid(#[from] KvmError),
-}
-
-impl Host {
-    /// Opens KVM.
-    ///
-    /// # Errors
-    /// What is missing and how to get it.
-    pub fn open() -> Result<Self, HostError> {
-        let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
-        let cpuid = hypervisor.supported_cpuid()?;
-        Ok(Self { hypervisor, cpuid })
-    }
-}
-
 /// One PCI function, for people who ask.
 pub struct FunctionInfo {
     /// Its id.
@@ -171,6 +151,8 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
+    /// What all vCPUs were shown when the guest started, here or elsewhere.
+    cpuid: Vec<kvm_cpuid_entry2>,
     config: VmConfig,
 }
 
@@ -252,6 +234,7 @@ impl Chassis {
     fn start(
         self,
         vcpus: Vec<Vcpu>,
+        cpuid: &VmCpuid,
         config: VmConfig,
         consoles: Consoles,
     ) -> Result<Machine, MachineError> {
@@ -273,6 +256,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
+            cpuid: cpuid.entries().to_vec(),
             config,
         })
     }
@@ -340,7 +324,7 @@ impl Machine {
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.start(vcpus, config, consoles)
+        chassis.start(vcpus, &cpuid, config, consoles)
     }
 
     /// A machine whose memory and state are still to come, paused.
@@ -355,7 +339,9 @@ impl Machine {
     ) -> Result<Self, MachineError> {
         let chassis = Chassis::build(&config, &consoles, host, sink, false)?;
         let vcpus = chassis.create_vcpus(&config)?;
-        let machine = chassis.start(vcpus, config, consoles)?;
+        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
+        let cpuid = boot::vm_cpuid(&host.cpuid, &config.cpus, chassis.topology, tsc_khz);
+        let machine = chassis.start(vcpus, &cpuid, config, consoles)?;
         machine.devices.pause();
         machine.legacy.pause();
         Ok(machine)
@@ -364,6 +350,24 @@ impl Machine {
     /// Its configuration.
     pub fn config(&self) -> &VmConfig {
         &self.config
+    }
+
+    /// What all its vCPUs were shown when the guest started.
+    pub fn cpuid(&self) -> &[kvm_cpuid_entry2] {
+        &self.cpuid
+    }
+
+    /// Takes note of what the guest was shown where it started.
+    pub fn set_promised(&mut self, cpuid: Vec<kvm_cpuid_entry2>) {
+        self.cpuid = cpuid;
+    }
+
+    /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_exclusive(&self) -> Result<(), MachineError> {
+        Ok(self.devices.check_exclusive()?)
     }
 
     /// The endpoints of its consoles.
@@ -557,6 +561,10 @@ impl Drop for Machine {
         }
         self.devices.release_exclusive();
     }
+}
+
+fn list(missing: &[MissingFeature]) -> String {
+    missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn mismatch(what: String) -> MachineError {

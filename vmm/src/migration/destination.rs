@@ -10,8 +10,8 @@ use std::sync::Arc;
 use vm_migration::VmError;
 use vm_migration::vm::{DestinationBuilder, DestinationVm};
 
+use super::document::MachineDocument;
 use super::memory::MigratingRam;
-use crate::config::VmConfig;
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 
 /// Builds the machine that arrives.
@@ -44,10 +44,16 @@ impl DestinationBuilder for ArrivingBuilder {
     type Vm = ArrivingMachine;
 
     fn prepare(self, config_json: &[u8]) -> Result<ArrivingMachine, VmError> {
-        let config: VmConfig = serde_json::from_slice(config_json)?;
-        let mut config = config.complete()?;
+        let MachineDocument { vm_config, common_cpuid } = MachineDocument::read(config_json)?;
+        let mut config = vm_config.complete()?;
+        let promised: Vec<_> = common_cpuid.into_iter().map(Into::into).collect();
+        self.host.check_promised(&config, &promised)?;
         let consoles = Consoles::open(&mut config)?;
-        let machine = Machine::arriving(config, consoles, &self.host, self.sink)?;
+        let mut machine = Machine::arriving(config, consoles, &self.host, self.sink)?;
+        machine.check_exclusive()?;
+        if !promised.is_empty() {
+            machine.set_promised(promised);
+        }
         let memory = Arc::new(MigratingRam::new(Arc::clone(machine.ram()))?);
         Ok(ArrivingMachine { machine, memory })
     }

@@ -7,5 +7,6 @@
 
 pub mod destination;
 pub mod dirty;
+pub mod document;
 pub mod memory;
 pub mod source;
