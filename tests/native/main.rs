@@ -16,6 +16,7 @@ mod lifecycle;
 mod locks;
 mod migration;
 mod migration_failures;
+mod migration_rounds;
 mod pause;
 mod remote;
 
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
     locks::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);
+    migration_rounds::add(&mut suite);
     migration_failures::add(&mut suite);
     suite.main()
 }
