@@ -30,6 +30,7 @@ use crate::progress::{Phase, Progress};
 use crate::transport::{self, Address, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
+pub(crate) use engine::{Engine, Via};
 pub use fault::{Faulting, PostcopyPaused};
 
 /// What every phase of one migration uses.
