@@ -167,6 +167,11 @@ impl<M: GuestMemoryMap> Filling<M> {
         Ok(())
     }
 
+    /// The request with which [`wait`](Self::wait) ends early.
+    pub fn stop_handle(&self) -> Cancel {
+        self.stop.clone()
+    }
+
     /// From here on the guest may run: what fails makes it wait, not go on.
     ///
     /// # Errors

@@ -20,7 +20,9 @@ use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
 use super::types::{API_VERSION, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::value::{FieldValue, SchemaSet};
-use crate::config::{ReceiveMigrationData, SendMigrationData};
+use crate::config::{
+    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmSnapshotConfig,
+};
 
 /// The description of the API.
 pub fn document() -> OpenApi {
@@ -62,6 +64,8 @@ fn schemas() -> SchemaSet {
     VmInfo::collect_schemas(&mut out);
     SendMigrationData::collect_schemas(&mut out);
     ReceiveMigrationData::collect_schemas(&mut out);
+    VmSnapshotConfig::collect_schemas(&mut out);
+    RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());
     out.insert(
         "MigrationProgress".to_owned(),

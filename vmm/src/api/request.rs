@@ -14,7 +14,9 @@ use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::types::{VmCounters, VmInfo, VmmPingResponse};
-use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
+use crate::config::{
+    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmSnapshotConfig,
+};
 
 /// What can be asked of the VMM.
 #[derive(Debug)]
@@ -47,6 +49,10 @@ pub enum VmmRequest {
     ReceiveMigration(Box<ReceiveMigrationData>),
     /// How far is the migration?
     MigrationProgress,
+    /// Save the paused VM; answered when that is done.
+    Snapshot(Box<VmSnapshotConfig>),
+    /// Restore a VM; answered when that is done.
+    Restore(Box<RestoreConfig>),
     /// End the process.
     VmmShutdown,
 }
@@ -69,6 +75,8 @@ impl VmmRequest {
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
+            Self::Snapshot(_) => "vm.snapshot",
+            Self::Restore(_) => "vm.restore",
             Self::VmmShutdown => "vmm.shutdown",
         }
     }

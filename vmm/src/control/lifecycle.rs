@@ -90,6 +90,7 @@ impl Vmm {
         if let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) {
             let config = machine.config().clone();
             drop(machine);
+            self.stop_filling();
             self.vm = Vm::Idle(Box::new(config));
         }
         emit("shutdown");
@@ -106,6 +107,7 @@ impl Vmm {
         let (config, consoles) = (machine.config().clone(), machine.consoles().clone());
         // Locks, taps and memory of the old machine go before the new one wants them.
         drop(machine);
+        self.stop_filling();
         match self.start_machine(config.clone(), consoles) {
             Ok(machine) => {
                 self.vm = Vm::Live(Box::new(machine));
@@ -154,8 +156,13 @@ impl Vmm {
                 self.vm = Vm::Leaving { info, sending, pending };
                 Err(self.vm.why_not_live())
             }
+            Vm::Busy(busy) => {
+                busy.stop();
+                Ok(crate::api::ApiReply::Empty)
+            }
             Vm::Live(machine) => {
                 drop(machine);
+                self.stop_filling();
                 emit("shutdown");
                 Ok(crate::api::ApiReply::Empty)
             }
@@ -176,6 +183,10 @@ impl Vmm {
             );
             sending.cancel.cancel();
             pending.push(event);
+            return Next::Continue;
+        }
+        if let Vm::Busy(busy) = &mut self.vm {
+            busy.pending.push(event);
             return Next::Continue;
         }
         if self.machine_mut().is_err() {

@@ -12,6 +12,8 @@
 //!     |      delete          shutdown    ^          failure             |
 //!     | receive-migration                |                              v
 //!     +-------------> Awaited -----------+                         HandedOver
+//!     | restore         snapshot, restore|
+//!     +-------------> Busy <-------------+
 //! ```
 
 mod describe;
@@ -22,6 +24,7 @@ mod receiving;
 mod run;
 mod sending;
 mod signals;
+mod snapshot;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,6 +46,7 @@ pub use run::{RunError, run};
 use inbox::{Mailer, Message};
 use receiving::{Arrival, Receiving, Reception};
 use sending::{Departure, Sending};
+use snapshot::{Busy, Fill};
 
 /// Whoever asked for the progress of a migration has this long to ask once more and see its end,
 /// before the process ends. Long enough for a slow poll on a busy host.
@@ -65,6 +69,8 @@ enum Vm {
     },
     /// One is awaited.
     Awaited(Receiving),
+    /// It is being saved or restored, on a thread that owns its machine.
+    Busy(Busy),
     /// The guest is elsewhere and may still need pages from here.
     HandedOver { reason: String, _kept: Box<Kept> },
 }
@@ -94,6 +100,8 @@ struct Vmm {
     machine_number: u64,
     /// Pages of the live machine are still on their way.
     pages_missing: bool,
+    /// Memory of the live machine that is being brought in from a snapshot.
+    filling: Option<Fill>,
     /// Of the last migration.
     progress: Option<Arc<Progress>>,
     /// Somebody has asked for the progress of the migration from here.
@@ -111,6 +119,7 @@ impl Vmm {
             vm: Vm::None,
             machine_number: 0,
             pages_missing: false,
+            filling: None,
             progress: None,
             is_watched: false,
             no_shutdown,
@@ -141,6 +150,8 @@ impl Vmm {
                 return next;
             }
             VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
+            VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
+            VmmRequest::Restore(config) => self.restore(*config, responder),
             request => responder.answer(self.carry_out(request)),
         }
         match self.farewell {
@@ -169,7 +180,10 @@ impl Vmm {
             VmmRequest::SendMigration(data) => empty(self.send(&data)),
             VmmRequest::MigrationProgress => self.migration_progress(),
             // Handled by `call`.
-            VmmRequest::ReceiveMigration(_) | VmmRequest::VmmShutdown => Ok(ApiReply::Empty),
+            VmmRequest::ReceiveMigration(_)
+            | VmmRequest::Snapshot(_)
+            | VmmRequest::Restore(_)
+            | VmmRequest::VmmShutdown => Ok(ApiReply::Empty),
         }
     }
 
@@ -185,7 +199,9 @@ impl Vmm {
         let info = match &self.vm {
             Vm::Idle(config) => describe::of_config(config),
             Vm::Live(machine) => describe::of_machine(machine),
-            Vm::Leaving { info, .. } => info.as_ref().clone(),
+            Vm::Leaving { info, .. } | Vm::Busy(Busy { info: Some(info), .. }) => {
+                info.as_ref().clone()
+            }
             other => return Err(other.why_not_live()),
         };
         Ok(ApiReply::Info(Box::new(info)))
@@ -208,12 +224,7 @@ impl Vmm {
     fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
         let options = sending::options(data)?;
         self.machine_mut()?;
-        if self.pages_missing {
-            return Err(ApiError::new(
-                ApiErrorKind::Conflict,
-                "pages of the last migration are still arriving; migrate again when they are here",
-            ));
-        }
+        self.refuse_while_memory_arrives("migrated")?;
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
@@ -273,6 +284,18 @@ impl Vmm {
                 self.arrived(*arrival);
                 Next::Continue
             }
+            Message::Saved(end) => {
+                let pending = self.saved(*end);
+                self.act_on(pending)
+            }
+            Message::Restored(end) => {
+                self.restored(*end);
+                Next::Continue
+            }
+            Message::MemoryComplete(number) => {
+                self.memory_complete(number);
+                Next::Continue
+            }
             Message::PagesComplete(result) => {
                 self.pages_complete(&result);
                 Next::Continue
@@ -300,13 +323,7 @@ impl Vmm {
                 events::emit("vm", "migration-failed", &[("error", &reason)]);
                 log::error!("{reason}");
                 self.vm = Vm::Live(machine);
-                for event in pending {
-                    match self.guest_event(event) {
-                        Next::Continue => {}
-                        other => return other,
-                    }
-                }
-                Next::Continue
+                self.act_on(pending)
             }
             Departure::Incomplete { remains, held, reason } => {
                 events::emit("vm", "migration-failed", &[("error", &reason)]);
@@ -316,6 +333,17 @@ impl Vmm {
                 Next::Continue
             }
         }
+    }
+
+    /// Acts on what the guest did while its machine was elsewhere.
+    fn act_on(&mut self, events: Vec<GuestEvent>) -> Next {
+        for event in events {
+            match self.guest_event(event) {
+                Next::Continue => {}
+                other => return other,
+            }
+        }
+        Next::Continue
     }
 
     fn arrived(&mut self, arrival: Arrival) {
@@ -359,6 +387,10 @@ impl Vm {
             Self::Leaving { .. } => ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM is being migrated; wait until that is over",
+            ),
+            Self::Busy(busy) => ApiError::new(
+                ApiErrorKind::Conflict,
+                format!("the VM is being {}; wait until that is over", busy.what),
             ),
             Self::Awaited(_) => ApiError::new(
                 ApiErrorKind::NotCreated,
