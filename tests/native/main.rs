@@ -18,6 +18,8 @@ mod migration;
 mod migration_failures;
 mod pause;
 mod remote;
+mod snapshot;
+mod snapshot_failures;
 
 use std::process::ExitCode;
 
@@ -35,5 +37,7 @@ fn main() -> ExitCode {
     leaks::add(&mut suite);
     migration::add(&mut suite);
     migration_failures::add(&mut suite);
+    snapshot::add(&mut suite);
+    snapshot_failures::add(&mut suite);
     suite.main()
 }

@@ -12,6 +12,7 @@
 //! | [`protocol`] | messages and their bytes |
 //! | [`transport`] | addresses, sockets, waits |
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
+//! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
 //! | [`options`], [`progress`], [`error`], [`report`], [`cancel`] | what a person chooses, sees, and can stop |
@@ -63,6 +64,7 @@ pub mod progress;
 pub mod protocol;
 pub mod ram;
 pub mod report;
+pub mod snapshot;
 pub mod source;
 pub mod transport;
 pub mod uffd;

@@ -31,6 +31,7 @@ use crate::report::FailureReport;
 use crate::transport::{self, Address, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
+pub(crate) use engine::{Engine, Via};
 pub use fault::{Faulting, PostcopyPaused};
 
 /// What every phase of one migration uses.

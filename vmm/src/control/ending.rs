@@ -77,6 +77,7 @@ impl Vmm {
             }
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
             Vm::Awaited(receiving) => receiving.cancel.cancel(),
+            Vm::Busy(busy) => busy.stop(),
             Vm::None | Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
         }
     }
@@ -87,6 +88,7 @@ impl Vmm {
         machine.end_guest();
         self.pages = Pages::Here;
         drop(machine);
+        self.stop_filling();
     }
 
     /// The guest has stayed here, and the process was told to end.

@@ -182,6 +182,10 @@ impl Vmm {
             pending.push(event);
             return Next::Continue;
         }
+        if let Vm::Busy(busy) = &mut self.vm {
+            busy.pending.push(event);
+            return Next::Continue;
+        }
         if self.machine_mut().is_err() {
             return Next::Continue;
         }
