@@ -238,10 +238,22 @@ const ROWS: &[Row] = &[
         text: "firmware",
     },
     Row {
-        name: "unsupported_restore",
-        arguments: &["--restore", "source_url=file:///x"],
+        name: "restore_url",
+        arguments: &["--restore", "source_url=/x"],
         code: USAGE,
-        text: "restore",
+        text: "file://",
+    },
+    Row {
+        name: "restore_missing",
+        arguments: &["--restore", "source_url=file:///no/such/snapshot"],
+        code: FAILED,
+        text: "/no/such/snapshot",
+    },
+    Row {
+        name: "restore_and_a_vm",
+        arguments: &["--restore", "source_url=file:///x", "--kernel", "{}/guest"],
+        code: USAGE,
+        text: "--kernel",
     },
     Row {
         name: "tap_missing",

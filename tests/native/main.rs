@@ -19,6 +19,8 @@ mod migration_failures;
 mod migration_rounds;
 mod pause;
 mod remote;
+mod snapshot;
+mod snapshot_failures;
 
 use std::process::ExitCode;
 
@@ -37,5 +39,7 @@ fn main() -> ExitCode {
     migration::add(&mut suite);
     migration_rounds::add(&mut suite);
     migration_failures::add(&mut suite);
+    snapshot::add(&mut suite);
+    snapshot_failures::add(&mut suite);
     suite.main()
 }

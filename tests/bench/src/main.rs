@@ -11,6 +11,7 @@ mod machine;
 mod precopy;
 mod process;
 mod report;
+mod slots;
 mod trace;
 
 use std::path::PathBuf;
