@@ -8,6 +8,7 @@ mod boot;
 mod machine;
 mod process;
 mod report;
+mod snapshot;
 mod trace;
 
 use std::path::PathBuf;
@@ -20,25 +21,26 @@ fn main() -> ExitCode {
         .about("Measures the VMM beside others in one run")
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommand(
-            Command::new("boot")
-                .about("Time to the first instruction and MMIO, memory beside guest RAM")
-                .arg(flag("json", "Print one JSON object"))
-                .arg(path("vmm", "The cloud-hypervisor binary").required(true))
-                .arg(path("guest", "The test guest's image").required(true))
-                .arg(
-                    Arg::new("runs")
-                        .long("runs")
-                        .value_parser(value_parser!(usize))
-                        .default_value("7")
-                        .help("Runs of each"),
-                ),
-        )
+        .subcommand(benchmark(
+            "boot",
+            "Time to the first instruction and MMIO, memory beside guest RAM",
+            "7",
+        ))
+        .subcommand(benchmark(
+            "snapshot",
+            "Snapshot and restore beside the raw disk, time to run after an on-demand restore",
+            "5",
+        ))
         .get_matches();
-    let Some((_, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
+    let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
     let path = |name: &str| arguments.get_one::<PathBuf>(name).cloned().unwrap_or_default();
     let runs = arguments.get_one::<usize>("runs").copied().unwrap_or(7).max(1);
-    match boot::run(&path("vmm"), &path("guest"), runs) {
+    let (vmm, guest) = (path("vmm"), path("guest"));
+    let result = match name {
+        "snapshot" => snapshot::run(&vmm, &guest, runs),
+        _ => boot::run(&vmm, &guest, runs),
+    };
+    match result {
         Ok(report) => {
             if arguments.get_flag("json") {
                 println!("{}", report.json());
@@ -52,6 +54,22 @@ fn main() -> ExitCode {
             ExitCode::from(3)
         }
     }
+}
+
+/// What every benchmark takes.
+fn benchmark(name: &'static str, about: &'static str, runs: &'static str) -> Command {
+    Command::new(name)
+        .about(about)
+        .arg(flag("json", "Print one JSON object"))
+        .arg(path("vmm", "The cloud-hypervisor binary").required(true))
+        .arg(path("guest", "The test guest's image").required(true))
+        .arg(
+            Arg::new("runs")
+                .long("runs")
+                .value_parser(value_parser!(usize))
+                .default_value(runs)
+                .help("Runs of each"),
+        )
 }
 
 fn flag(name: &'static str, help: &'static str) -> Arg {
