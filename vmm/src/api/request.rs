@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::types::{VmCounters, VmInfo, VmmPingResponse};
+use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::{
     ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmSnapshotConfig,
 };
@@ -53,6 +53,8 @@ pub enum VmmRequest {
     Snapshot(Box<VmSnapshotConfig>),
     /// Restore a VM; answered when that is done.
     Restore(Box<RestoreConfig>),
+    /// Stop the migration; answered when it is over.
+    MigrationCancel,
     /// End the process.
     VmmShutdown,
 }
@@ -77,6 +79,7 @@ impl VmmRequest {
             Self::MigrationProgress => "vm.migration-progress",
             Self::Snapshot(_) => "vm.snapshot",
             Self::Restore(_) => "vm.restore",
+            Self::MigrationCancel => "vm.migration-cancel",
             Self::VmmShutdown => "vmm.shutdown",
         }
     }
@@ -95,6 +98,8 @@ pub enum ApiReply {
     Counters(VmCounters),
     /// To [`VmmRequest::MigrationProgress`]: the progress document.
     Progress(serde_json::Value),
+    /// To [`VmmRequest::MigrationCancel`].
+    Cancelled(MigrationCancelled),
 }
 
 /// The kind of a failure, from which the HTTP status follows.
