@@ -14,11 +14,11 @@ use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
 use vmm::api::{ApiSocket, SocketError};
 use vmm::config::console::{ConsoleConfig, DebugConsoleConfig, SerialConfig};
 use vmm::config::cpus::CpusConfig;
+use vmm::config::family::Family as _;
 use vmm::config::later::{
     DeviceConfig, FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
     VsockConfig,
 };
-use vmm::config::family::Family as _;
 use vmm::config::memory::{MemoryConfig, MemoryZoneConfig};
 use vmm::config::migration::RestoreConfig;
 use vmm::config::option_string::OptionError;
@@ -155,8 +155,7 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
     let one = |name: &str| matches.get_one::<String>(name).cloned();
     const PAYLOAD: [&str; 3] = ["kernel", "firmware", "igvm"];
     if matches.contains_id("restore")
-        && let Some(option) =
-            PAYLOAD.iter().chain(&VM_OPTIONS).find(|name| given(matches, name))
+        && let Some(option) = PAYLOAD.iter().chain(&VM_OPTIONS).find(|name| given(matches, name))
     {
         return Err(LaunchError::TwoVms { option: (*option).to_owned() });
     }

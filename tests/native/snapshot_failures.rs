@@ -244,9 +244,8 @@ fn file_size_limit() {
     let limit = libc::rlimit { rlim_cur: 16 << 20, rlim_max: 16 << 20 };
     let pid = libc::pid_t::try_from(source.pid()).expect("a process id");
     // SAFETY: the limit is read from a value that lives across the call.
-    let set = unsafe {
-        libc::prlimit(pid, libc::RLIMIT_FSIZE, &raw const limit, std::ptr::null_mut())
-    };
+    let set =
+        unsafe { libc::prlimit(pid, libc::RLIMIT_FSIZE, &raw const limit, std::ptr::null_mut()) };
     assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
     assert_unharmed(source, &url, folder.path());
 }

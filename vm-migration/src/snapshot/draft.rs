@@ -145,7 +145,5 @@ fn clear(path: &Path) -> io::Result<()> {
 fn create(path: &Path, bytes: &[u8]) -> Result<(), SnapshotError> {
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
     let mut file = file.map_err(SnapshotError::io("create", path))?;
-    file.write_all(bytes)
-        .and_then(|()| file.sync_all())
-        .map_err(SnapshotError::io("write", path))
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(SnapshotError::io("write", path))
 }

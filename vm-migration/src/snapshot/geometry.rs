@@ -97,9 +97,8 @@ impl Geometry {
     pub(crate) fn chunks_of(&self, run: PageRun) -> impl Iterator<Item = (usize, PageRun)> + '_ {
         debug_assert!(run.first.is_multiple_of(CHUNK_PAGES));
         let first_chunk = self.regions[run.region].first_chunk;
-        (run.first / CHUNK_PAGES..run.end().div_ceil(CHUNK_PAGES)).map(move |chunk| {
-            (to_usize(first_chunk + chunk), self.chunk(run.region, chunk))
-        })
+        (run.first / CHUNK_PAGES..run.end().div_ceil(CHUNK_PAGES))
+            .map(move |chunk| (to_usize(first_chunk + chunk), self.chunk(run.region, chunk)))
     }
 
     /// Where a page is in the file.

@@ -131,8 +131,7 @@ impl Manifest {
 
     /// Reads one; `path` is for errors.
     pub(crate) fn decode(bytes: &[u8], path: &Path) -> Result<Self, SnapshotError> {
-        let malformed =
-            |why: String| SnapshotError::Malformed { path: path.to_owned(), why };
+        let malformed = |why: String| SnapshotError::Malformed { path: path.to_owned(), why };
         let envelope: Envelope<'_> =
             serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))?;
         let text = envelope.snapshot.get();

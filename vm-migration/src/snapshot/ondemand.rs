@@ -111,16 +111,12 @@ impl<M: GuestMemoryMap> Filling<M> {
     ///
     /// # Errors
     /// When the snapshot does not fit, or memory cannot be watched.
-    pub fn start(
-        snapshot: Opened,
-        memory: &Arc<M>,
-        stop: Cancel,
-    ) -> Result<Self, SnapshotError> {
+    pub fn start(snapshot: Opened, memory: &Arc<M>, stop: Cancel) -> Result<Self, SnapshotError> {
         let began = Instant::now();
         let (geometry, index) = snapshot.index_for(memory.layout())?;
         empty_all(&**memory)?;
-        let source = Uffd::register(Arc::clone(memory), FAULT_READERS)
-            .map_err(SnapshotError::OnDemand)?;
+        let source =
+            Uffd::register(Arc::clone(memory), FAULT_READERS).map_err(SnapshotError::OnDemand)?;
         let source: Arc<dyn FaultSource> = Arc::new(source);
         let progress = Arc::new(Progress::new(Side::Destination));
         progress.set_fault_source(source.kind());
@@ -241,8 +237,7 @@ impl Plan {
             let host_pages = info.host_page_bytes / PAGE_BYTES;
             let unit_chunks = (host_pages / CHUNK_PAGES).max(1);
             let missing = ClaimMap::new(info.pages() / host_pages);
-            let unread =
-                ClaimMap::new(info.pages().div_ceil(CHUNK_PAGES).div_ceil(unit_chunks));
+            let unread = ClaimMap::new(info.pages().div_ceil(CHUNK_PAGES).div_ceil(unit_chunks));
             let all = PageRun { region, first: 0, count: info.pages() };
             for (number, chunk) in geometry.chunks_of(all) {
                 let present = index.entry(number).present;

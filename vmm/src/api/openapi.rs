@@ -20,9 +20,7 @@ use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
 use super::types::{API_VERSION, MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::value::{FieldValue, SchemaSet};
-use crate::config::{
-    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmSnapshotConfig,
-};
+use crate::config::{ReceiveMigrationData, RestoreConfig, SendMigrationData, VmSnapshotConfig};
 
 /// The description of the API.
 pub fn document() -> OpenApi {

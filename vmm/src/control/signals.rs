@@ -30,9 +30,6 @@ impl Signals {
         // SAFETY: an all-zero set is a valid argument of sigemptyset, which initialises it; the
         // calls write only to `set`, which lives across them; the descriptor is new and ours.
         let fd = unsafe {
-            // A file that grows beyond the limit of the process is an error of that write, which
-            // names the file, and not the end of the VM.
-            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
             let mut set: libc::sigset_t = std::mem::zeroed();
             libc::sigemptyset(&raw mut set);
             libc::sigaddset(&raw mut set, libc::SIGTERM);

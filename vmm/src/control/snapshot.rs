@@ -93,8 +93,7 @@ fn spawn_with<T: Send + 'static>(
     work: impl FnOnce(T) + Send + 'static,
 ) -> Result<JoinHandle<()>, (T, std::io::Error)> {
     let slot = Arc::new(Mutex::new(Some(load)));
-    let take =
-        |slot: &Mutex<Option<T>>| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let take = |slot: &Mutex<Option<T>>| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
     let inner = Arc::clone(&slot);
     let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
         if let Some(load) = take(&inner) {
@@ -223,9 +222,8 @@ impl Vmm {
 
     /// Begins to restore a VM; answered when that is done.
     pub(super) fn restore(&mut self, config: RestoreConfig, responder: Responder) {
-        let cancel = self
-            .refuse_restore()
-            .and_then(|()| Cancel::new().map_err(|error| failed(&error)));
+        let cancel =
+            self.refuse_restore().and_then(|()| Cancel::new().map_err(|error| failed(&error)));
         let cancel = match cancel {
             Ok(cancel) => cancel,
             Err(error) => return responder.answer(Err(error)),
@@ -245,8 +243,7 @@ impl Vmm {
         match thread {
             Ok(thread) => {
                 let what = "restored";
-                self.vm =
-                    Vm::Busy(Busy { what, info: None, pending: Vec::new(), cancel, thread });
+                self.vm = Vm::Busy(Busy { what, info: None, pending: Vec::new(), cancel, thread });
             }
             Err((responder, error)) => responder.answer(Err(failed(&error))),
         }
@@ -336,6 +333,10 @@ impl Vmm {
         if self.filling.is_some() {
             let why = format!("memory of the VM is still being restored; it can be {what} then");
             return Err(ApiError::new(ApiErrorKind::Conflict, why));
+        }
+        if let Pages::Lost(paused) = &self.pages {
+            return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
+                .context(format!("pages of the VM are lost, so it cannot be {what}")));
         }
         Ok(())
     }

@@ -93,11 +93,7 @@ pub struct Restored {
 ///
 /// # Errors
 /// Naming the file; nothing is left in the directory.
-pub fn take(
-    machine: &Machine,
-    directory: &Path,
-    cancel: &Cancel,
-) -> Result<SaveReport, TakeError> {
+pub fn take(machine: &Machine, directory: &Path, cancel: &Cancel) -> Result<SaveReport, TakeError> {
     take_into(machine, directory, cancel)
         .map_err(|source| TakeError { directory: directory.display().to_string(), source })
 }
@@ -149,8 +145,7 @@ fn restore_from(
     let state =
         MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
     let consoles = Consoles::open(&mut config)?;
-    let machine =
-        Machine::arriving(config, consoles, host, sink).map_err(RestoreCause::Make)?;
+    let machine = Machine::arriving(config, consoles, host, sink).map_err(RestoreCause::Make)?;
     let memory = Arc::new(MigratingRam::new(Arc::clone(machine.ram()))?);
     let mut restored = Restored { machine: Box::new(machine), filling: None };
     restored.machine.take_exclusive().map_err(RestoreCause::Make)?;
