@@ -91,8 +91,10 @@ impl Vmm {
         let start = Instant::now();
         loop {
             let text = fs::read_to_string(self.folder.path().join("events")).unwrap_or_default();
-            let events: Vec<serde_json::Value> =
-                serde_json::Deserializer::from_str(&text).into_iter().map_while(Result::ok).collect();
+            let events: Vec<serde_json::Value> = serde_json::Deserializer::from_str(&text)
+                .into_iter()
+                .map_while(Result::ok)
+                .collect();
             let at_ms = |name: &str| {
                 let event = events.iter().find(|event| event["event"] == name)?;
                 let time = &event["timestamp"];
@@ -142,9 +144,9 @@ fn with_transfers(
             }
         };
         let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(one)).collect();
-        threads
-            .into_iter()
-            .try_for_each(|thread| thread.join().unwrap_or_else(|_| Err(std::io::Error::other("panic"))))
+        threads.into_iter().try_for_each(|thread| {
+            thread.join().unwrap_or_else(|_| Err(std::io::Error::other("panic")))
+        })
     })
 }
 
@@ -185,8 +187,18 @@ fn save(vmm: &Path, guest: &Path, mib: u64, directory: PathBuf) -> Result<Saved,
     let source = Vmm::start(
         vmm,
         &[
-            "--serial", "off", "--console", "off", "--kernel", guest, "--cpus", "boot=2",
-            "--memory", &memory, "--cmdline", &cmdline,
+            "--serial",
+            "off",
+            "--console",
+            "off",
+            "--kernel",
+            guest,
+            "--cpus",
+            "boot=2",
+            "--memory",
+            &memory,
+            "--cmdline",
+            &cmdline,
         ],
     )?;
     let patience = Patience::millis(u64::try_from(LIMIT.as_millis())?);
@@ -315,7 +327,11 @@ fn report(samples: Samples) -> Report {
     let mut targets = Vec::new();
     if let &[small, large] = first.as_slice() {
         targets.push(Target::at_most("first guest instruction, 4 GiB guest (ms)", large, 50.0));
-        targets.push(Target::at_most("first guest instruction, 4 GiB over 1 GiB", large / small, 1.2));
+        targets.push(Target::at_most(
+            "first guest instruction, 4 GiB over 1 GiB",
+            large / small,
+            1.2,
+        ));
     }
     let notes = [("snapshot", save), ("restore copy", copy)]
         .into_iter()

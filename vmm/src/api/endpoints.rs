@@ -222,6 +222,17 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |_| Ok(VmmRequest::MigrationProgress),
     },
     Endpoint {
+        path: "vm.migration-cancel",
+        method: Put,
+        summary: "Cancels the migration that goes on, and answers when it is over and the guest \
+                  runs at the source. Refused once the guest belongs to the destination.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Schema("MigrationCancelled"),
+        errors: &[NotCreated, Conflict],
+        decode: |_| Ok(VmmRequest::MigrationCancel),
+    },
+    Endpoint {
         path: "vm.snapshot",
         method: Put,
         summary: "Saves the paused VM to a directory.",
@@ -240,17 +251,6 @@ pub const ENDPOINTS: &[Endpoint] = &[
         gives: Body::Empty,
         errors: &[NotCreated, AlreadyCreated, Conflict],
         decode: decode_restore,
-    },
-    Endpoint {
-        path: "vm.migration-cancel",
-        method: Put,
-        summary: "Cancels the migration that goes on, and answers when it is over and the guest \
-                  runs at the source. Refused once the guest belongs to the destination.",
-        operation: None,
-        takes: Body::Empty,
-        gives: Body::Schema("MigrationCancelled"),
-        errors: &[NotCreated, Conflict],
-        decode: |_| Ok(VmmRequest::MigrationCancel),
     },
 ];
 

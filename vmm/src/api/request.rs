@@ -49,12 +49,12 @@ pub enum VmmRequest {
     ReceiveMigration(Box<ReceiveMigrationData>),
     /// How far is the migration?
     MigrationProgress,
+    /// Stop the migration; answered when it is over.
+    MigrationCancel,
     /// Save the paused VM; answered when that is done.
     Snapshot(Box<VmSnapshotConfig>),
     /// Restore a VM; answered when that is done.
     Restore(Box<RestoreConfig>),
-    /// Stop the migration; answered when it is over.
-    MigrationCancel,
     /// End the process.
     VmmShutdown,
 }
@@ -77,9 +77,9 @@ impl VmmRequest {
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
+            Self::MigrationCancel => "vm.migration-cancel",
             Self::Snapshot(_) => "vm.snapshot",
             Self::Restore(_) => "vm.restore",
-            Self::MigrationCancel => "vm.migration-cancel",
             Self::VmmShutdown => "vmm.shutdown",
         }
     }

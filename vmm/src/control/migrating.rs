@@ -46,12 +46,7 @@ impl Vmm {
     pub(super) fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
         let options = sending::options(data)?;
         self.machine_mut()?;
-        self.refuse_while_pages_arrive()?;
-        self.refuse_while_filling("migrated")?;
-        if let Pages::Lost(paused) = &self.pages {
-            return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
-                .context("pages of the VM are lost, so it cannot be migrated"));
-        }
+        self.refuse_while_memory_arrives("migrated")?;
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };

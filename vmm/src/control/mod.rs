@@ -15,8 +15,8 @@
 //!                        |                  |                           | connection lost
 //!                        +-----------> Standing                         v
 //!                    confirmation lost                              HandedOver
-//!
-//!   None --restore--> Busy --> Live --snapshot--> Busy --> Live
+//!     | restore         snapshot, restore |
+//!     +-------------> Busy <--------------+
 //! ```
 
 mod cancel;
@@ -74,10 +74,10 @@ enum Vm {
     Serving(Sending),
     /// One is awaited.
     Awaited(Receiving),
-    /// It is being saved or restored, on a thread that owns its machine.
-    Busy(Busy),
     /// One has arrived whole and did not start; a person decides.
     Standing { machine: Box<ArrivingMachine>, reason: String },
+    /// It is being saved or restored, on a thread that owns its machine.
+    Busy(Busy),
     /// The guest is elsewhere and may still need pages from here.
     HandedOver { reason: String, _kept: Box<Kept> },
 }
@@ -234,7 +234,10 @@ impl Vmm {
             Message::Departed(departure) => self.departed(*departure),
             Message::Arrived(arrival) => self.arrived(*arrival),
             Message::PagesComplete(result) => self.pages_complete(result),
-            Message::Saved(end) => self.saved(*end),
+            Message::Saved(end) => {
+                let pending = self.saved(*end);
+                self.act_on(pending)
+            }
             Message::Restored(end) => {
                 self.restored(*end);
                 Next::Continue
@@ -263,13 +266,13 @@ impl Vm {
                 "the VM runs at the destination of its migration, which gets its last pages from \
                  here; this VMM ends by itself when it has them",
             ),
-            Self::Awaited(_) => ApiError::new(
-                ApiErrorKind::NotCreated,
-                "a migration is awaited here; there is no VM yet",
-            ),
             Self::Busy(busy) => ApiError::new(
                 ApiErrorKind::Conflict,
                 format!("the VM is being {}; wait until that is over", busy.what),
+            ),
+            Self::Awaited(_) => ApiError::new(
+                ApiErrorKind::NotCreated,
+                "a migration is awaited here; there is no VM yet",
             ),
             Self::Standing { reason, .. } => ApiError::new(
                 ApiErrorKind::Conflict,

@@ -16,7 +16,7 @@ use vm_migration::Cancel;
 use vm_migration::snapshot::{FillEnd, Filling};
 
 use super::inbox::Message;
-use super::{Next, Pages, Vm, Vmm, describe};
+use super::{Pages, Vm, Vmm, describe};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::{RestoreConfig, VmSnapshotConfig};
@@ -145,12 +145,7 @@ impl Vmm {
             .directory()
             .map_err(|error| ApiError::from_error(ApiErrorKind::BadConfig, &error))
             .and_then(|directory| {
-                self.refuse_while_filling("saved")?;
-                self.refuse_while_pages_arrive()?;
-                if let Pages::Lost(paused) = &self.pages {
-                    return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
-                        .context("pages of the VM are lost, so it cannot be saved"));
-                }
+                self.refuse_while_memory_arrives("saved")?;
                 if !self.machine_mut()?.is_paused() {
                     let why = "the VM runs; pause it before it is saved";
                     return Err(ApiError::new(ApiErrorKind::NotBooted, why));
@@ -184,7 +179,7 @@ impl Vmm {
         }
     }
 
-    pub(super) fn saved(&mut self, end: SaveEnd) -> Next {
+    pub(super) fn saved(&mut self, end: SaveEnd) -> Vec<GuestEvent> {
         let SaveEnd { machine, result, responder } = end;
         let pending = self.take_pending();
         self.vm = Vm::Live(machine);
@@ -196,13 +191,7 @@ impl Vmm {
             }
         }
         responder.answer(result.map(|()| ApiReply::Empty));
-        for event in pending {
-            match self.guest_event(event) {
-                Next::Continue => {}
-                other => return other,
-            }
-        }
-        Next::Continue
+        pending
     }
 
     fn take_pending(&mut self) -> Vec<GuestEvent> {
@@ -328,10 +317,10 @@ impl Vmm {
         }
     }
 
-    /// Refuses what needs all of a restored memory to be here.
-    pub(super) fn refuse_while_filling(&self, what: &str) -> Result<(), ApiError> {
-        if self.filling.is_some() {
-            let why = format!("memory of the VM is still being restored; it can be {what} then");
+    /// Refuses what needs all of memory to be here.
+    pub(super) fn refuse_while_memory_arrives(&self, what: &str) -> Result<(), ApiError> {
+        if matches!(self.pages, Pages::Arriving { .. }) || self.filling.is_some() {
+            let why = format!("memory of the VM is still arriving; it can be {what} afterwards");
             return Err(ApiError::new(ApiErrorKind::Conflict, why));
         }
         if let Pages::Lost(paused) = &self.pages {

@@ -22,7 +22,6 @@ pub fn check(saved: &VcpuState, here: &VmCpuid) -> Result<(), String> {
             kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, padding: [0; 3] }
         })
         .collect();
-    cpuid_compat(&shown, here.entries()).map_err(|missing| {
-        missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-    })
+    cpuid_compat(&shown, here.entries())
+        .map_err(|missing| missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
 }

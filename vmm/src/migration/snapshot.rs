@@ -20,8 +20,7 @@ use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
-    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState,
-    MachineStateError,
+    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState, MachineStateError,
 };
 
 /// Why there is no snapshot.
@@ -142,8 +141,7 @@ fn restore_from(
     let mut config = config.complete()?;
     update_zones(&mut config, wishes)?;
     // Before anything is made: a state that nobody can read needs no machine.
-    let state =
-        MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
+    let state = MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
     let consoles = Consoles::open(&mut config)?;
     let machine = Machine::arriving(config, consoles, host, sink).map_err(RestoreCause::Make)?;
     let memory = Arc::new(MigratingRam::new(Arc::clone(machine.ram()))?);
