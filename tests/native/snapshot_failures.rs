@@ -45,18 +45,32 @@ pub fn add(suite: &mut Suite) {
     suite.add("snapshot_failures::without_a_vm_or_with_one", without_a_vm);
 }
 
-/// Where a file's first data is; the start of a small one.
-fn data_offset(file: &File) -> u64 {
+/// Where the next data or hole of a file is.
+fn seek(file: &File, from: u64, whence: i32) -> Option<u64> {
+    let from = libc::off_t::try_from(from).expect("an offset");
     // SAFETY: seeks in our own file.
-    let found = unsafe { libc::lseek(file.as_raw_fd(), 0, libc::SEEK_DATA) };
-    u64::try_from(found).unwrap_or(0)
+    let found = unsafe { libc::lseek(file.as_raw_fd(), from, whence) };
+    u64::try_from(found).ok()
+}
+
+/// Where a file's last run of data begins, which is always a page with contents.
+fn last_data(file: &File) -> u64 {
+    let (mut last, mut at) = (0, 0);
+    while let Some(start) = seek(file, at, libc::SEEK_DATA) {
+        last = start;
+        match seek(file, start, libc::SEEK_HOLE) {
+            Some(end) => at = end,
+            None => break,
+        }
+    }
+    last
 }
 
 /// Changes one bit of a byte that means something.
 fn flip(path: &Path) {
     let file = OpenOptions::new().read(true).write(true).open(path).expect("opened");
     let len = file.metadata().expect("metadata").len();
-    let at = if len > 1 << 20 { data_offset(&file) } else { len / 2 };
+    let at = if len > 1 << 20 { last_data(&file) } else { len / 2 };
     let mut byte = [0];
     file.read_exact_at(&mut byte, at).expect("read");
     byte[0] ^= 1;
@@ -108,12 +122,7 @@ fn damage_on_demand() {
     let (folder, url) = saved();
     let path = folder.path().join("memory-ranges");
     let file = OpenOptions::new().read(true).write(true).open(&path).expect("opened");
-    // Somewhere in the middle of what the guest wrote.
-    let at = 64 << 20;
-    let mut word = [0; 64];
-    file.read_exact_at(&mut word, at).expect("read");
-    assert_ne!(word, [0; 64], "the guest has not written there");
-    file.write_all_at(&[0x55; 64], at).expect("written");
+    file.write_all_at(&[0x55; 64], last_data(&file)).expect("written");
     let mut vmm = Vmm::empty();
     let wish = format!("source_url={url},memory_restore_mode=ondemand,resume=on");
     vmm.remote(&["restore", &wish]);

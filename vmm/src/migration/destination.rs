@@ -62,7 +62,7 @@ impl DestinationVm for ArrivingMachine {
     }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
-        let state: MachineState = serde_json::from_slice(state_json)?;
+        let state = MachineState::from_json(state_json)?;
         Ok(self.machine.restore(state)?)
     }
 

@@ -20,7 +20,7 @@ use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
-    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState,
+    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState, MachineStateError,
 };
 
 /// Why there is no snapshot.
@@ -65,8 +65,8 @@ enum RestoreCause {
     Config(#[from] ConfigError),
     #[error("zone_updates names memory zone '{0}', which the VM does not have")]
     NoZone(String),
-    #[error("state.json is not the state of a VM")]
-    StateJson(#[source] serde_json::Error),
+    #[error("state.json cannot be used")]
+    StateJson(#[source] MachineStateError),
     #[error(transparent)]
     Console(#[from] ConsoleError),
     #[error("the machine of its configuration cannot be made")]
@@ -141,8 +141,7 @@ fn restore_from(
     let mut config = config.complete()?;
     update_zones(&mut config, wishes)?;
     // Before anything is made: a state that nobody can read needs no machine.
-    let state: MachineState =
-        serde_json::from_slice(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
+    let state = MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
     let consoles = Consoles::open(&mut config)?;
     let machine = Machine::arriving(config, consoles, host, sink).map_err(RestoreCause::Make)?;
     let memory = Arc::new(MigratingRam::new(Arc::clone(machine.ram()))?);
