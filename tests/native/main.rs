@@ -8,12 +8,14 @@
 mod api_client;
 mod bad_input;
 mod boot;
+mod cuts;
 mod events;
 mod harness;
 mod http;
 mod leaks;
 mod lifecycle;
 mod locks;
+mod meanwhile;
 mod migration;
 mod migration_failures;
 mod migration_rounds;
@@ -41,5 +43,7 @@ fn main() -> ExitCode {
     migration_failures::add(&mut suite);
     snapshot::add(&mut suite);
     snapshot_failures::add(&mut suite);
+    cuts::add(&mut suite);
+    meanwhile::add(&mut suite);
     suite.main()
 }

@@ -465,13 +465,6 @@ impl Machine {
         Ok(())
     }
 
-    /// Ends the vCPUs for good, ahead of the rest: memory that they wait for may go after it.
-    pub fn end_guest(&self) {
-        if let Err(error) = self.vcpus.stop_all() {
-            log::warn!("vCPU threads did not end well: {error}");
-        }
-    }
-
     /// Asks guests to tell the network where they are now.
     pub fn announce(&self) {
         self.devices.announce();
@@ -578,7 +571,9 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        self.end_guest();
+        if let Err(error) = self.vcpus.stop_all() {
+            log::warn!("vCPU threads did not end well: {error}");
+        }
         self.devices.release_exclusive();
     }
 }
