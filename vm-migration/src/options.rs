@@ -51,6 +51,36 @@ pub enum TimeoutStrategy {
     Ignore,
 }
 
+/// What is done when rounds of precopy no longer help.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Convergence {
+    /// Nothing: the guest may calm down until the timeout.
+    #[default]
+    None,
+    /// The guest's vCPUs are slowed down, step by step.
+    Throttle,
+    /// A longer downtime is allowed, step by step, up to [`SendOptions::downtime_max`].
+    RaiseDowntime,
+    /// The rest of memory follows the guest; not there yet, and refused by name.
+    Postcopy,
+}
+
+/// When dirty bits are cleared and tracking is re-armed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DirtyClear {
+    /// Slice by slice, each just before it is copied.
+    #[default]
+    Slice,
+    /// For all of memory at the beginning of a round. For comparison.
+    Round,
+}
+
+/// How many times [`SendOptions::downtime`] may become with [`Convergence::RaiseDowntime`] when
+/// nothing else is said.
+pub const DOWNTIME_MAX_FACTOR: u32 = 10;
+
 /// How long each kind of wait may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -87,6 +117,13 @@ pub struct SendOptions {
     pub timeout: Duration,
     /// What happens after `timeout`.
     pub timeout_strategy: TimeoutStrategy,
+    /// What is done about rounds that do not help.
+    pub convergence: Convergence,
+    /// Longest downtime that `convergence` may allow; `None` for [`DOWNTIME_MAX_FACTOR`] times
+    /// `downtime`.
+    pub downtime_max: Option<Duration>,
+    /// When dirty bits are cleared.
+    pub dirty_clear: DirtyClear,
     /// Limits of single waits.
     pub limits: Limits,
 }
@@ -105,9 +142,20 @@ pub enum OptionsError {
         /// Its value.
         value: u16,
     },
-    /// Several connections over a Unix socket.
-    #[error("connections={0} needs a tcp: address; a Unix socket carries one memory connection")]
-    UnixConnections(u16),
+    /// convergence=postcopy.
+    #[error(
+        "convergence=postcopy is not supported yet; use memory_mode=postcopy, which moves any \
+         guest, or convergence=throttle"
+    )]
+    ConvergencePostcopy,
+    /// A cap below what is allowed from the start.
+    #[error("downtime_max_ms={max_ms} is less than downtime_ms={downtime_ms}")]
+    DowntimeMax {
+        /// The cap.
+        max_ms: u128,
+        /// Where it starts.
+        downtime_ms: u128,
+    },
 }
 
 impl SendOptions {
@@ -122,6 +170,9 @@ impl SendOptions {
             downtime: DOWNTIME_DEFAULT,
             timeout: TIMEOUT_DEFAULT,
             timeout_strategy: TimeoutStrategy::Cancel,
+            convergence: Convergence::None,
+            downtime_max: None,
+            dirty_clear: DirtyClear::Slice,
             limits: Limits::default(),
         }
     }
@@ -141,12 +192,21 @@ impl SendOptions {
                 return Err(OptionsError::Connections { name, value });
             }
         }
-        match self.to {
-            Address::Unix(_) if self.connections > 1 => {
-                Err(OptionsError::UnixConnections(self.connections))
-            }
+        if self.convergence == Convergence::Postcopy {
+            return Err(OptionsError::ConvergencePostcopy);
+        }
+        match self.downtime_max {
+            Some(max) if max < self.downtime => Err(OptionsError::DowntimeMax {
+                max_ms: max.as_millis(),
+                downtime_ms: self.downtime.as_millis(),
+            }),
             _ => Ok(()),
         }
+    }
+
+    /// Longest downtime that `convergence` may allow.
+    pub fn downtime_cap(&self) -> Duration {
+        self.downtime_max.unwrap_or_else(|| self.downtime.saturating_mul(DOWNTIME_MAX_FACTOR))
     }
 }
 

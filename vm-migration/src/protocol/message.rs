@@ -53,11 +53,13 @@ pub enum Command {
     Elsewhere = 0x4705,
     /// The destination has every page.
     PostcopyDone = 0x4706,
+    /// To be answered once the destination's machine is built and only its state is missing.
+    AwaitMachine = 0x4707,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -73,6 +75,7 @@ impl Command {
         Self::Confirm,
         Self::Elsewhere,
         Self::PostcopyDone,
+        Self::AwaitMachine,
     ];
 
     /// The number on the wire.
@@ -109,6 +112,7 @@ impl Command {
             Self::Confirm => "Confirm",
             Self::Elsewhere => "Elsewhere",
             Self::PostcopyDone => "PostcopyDone",
+            Self::AwaitMachine => "AwaitMachine",
         }
     }
 }
@@ -156,6 +160,8 @@ pub enum Message {
     Elsewhere(Vec<GpaRange>),
     /// See [`Command::PostcopyDone`].
     PostcopyDone,
+    /// See [`Command::AwaitMachine`].
+    AwaitMachine,
 }
 
 impl Message {
@@ -177,6 +183,7 @@ impl Message {
             Self::Confirm => Command::Confirm,
             Self::Elsewhere(_) => Command::Elsewhere,
             Self::PostcopyDone => Command::PostcopyDone,
+            Self::AwaitMachine => Command::AwaitMachine,
         }
     }
 
@@ -204,7 +211,11 @@ impl Message {
                 payload.extend_from_slice(&slot.to_le_bytes());
                 payload.extend_from_slice(&fd.to_le_bytes());
             }
-            Self::Complete | Self::CompletePaused | Self::Confirm | Self::PostcopyDone => {}
+            Self::Complete
+            | Self::CompletePaused
+            | Self::Confirm
+            | Self::PostcopyDone
+            | Self::AwaitMachine => {}
         }
         framed(self.command().code(), extra, &payload)
     }
@@ -251,6 +262,7 @@ impl Message {
             Command::Confirm => empty(what, len).map(|()| Self::Confirm)?,
             Command::Elsewhere => Self::Elsewhere(table(from)?),
             Command::PostcopyDone => empty(what, len).map(|()| Self::PostcopyDone)?,
+            Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
         })
     }
 }

@@ -37,6 +37,7 @@ fn sample(command: Command) -> Message {
         Command::Confirm => Message::Confirm,
         Command::Elsewhere => Message::Elsewhere(vec![]),
         Command::PostcopyDone => Message::PostcopyDone,
+        Command::AwaitMachine => Message::AwaitMachine,
     }
 }
 
@@ -81,6 +82,7 @@ one_test_per_message! {
     confirm: Confirm,
     elsewhere: Elsewhere,
     postcopy_done: PostcopyDone,
+    await_machine: AwaitMachine,
 }
 
 #[test]
@@ -114,7 +116,7 @@ fn an_offer_is_seen_only_where_there_is_one() {
 
 #[test]
 fn unknown_numbers_are_errors() {
-    for code in [0u16, 10, 0x4700, 0x4707, 0xffff] {
+    for code in [0u16, 10, 0x4700, 0x47ff, 0xffff] {
         let bytes = Header::new(code, 0).encode();
         let message = Message::read(&mut &bytes[..]);
         assert!(matches!(message, Err(ProtocolError::UnknownCommand(c)) if c == code));
