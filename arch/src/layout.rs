@@ -8,7 +8,7 @@
 //!
 //! ```text
 //!            0  zero page, GDT, page tables, PVH start info, command line
-//!       A_0000  ACPI tables (RSDP first), then SMBIOS at F_0000
+//!       A_0000  ACPI tables (RSDP first), then SMBIOS at F_0000, the reset vector at F_FFF0
 //!      10_0000  RAM: kernel, initramfs at the top
 //!    C000_0000  32-bit device window
 //!    E800_0000  PCI ECAM, one MiB for each bus
@@ -57,7 +57,9 @@ pub const RSDP_GPA: u64 = ACPI_GPA;
 /// SMBIOS entry point: Linux scans `F_0000` to `10_0000` for its anchor.
 pub const SMBIOS_GPA: u64 = 0xf_0000;
 /// First byte after the SMBIOS tables.
-pub const SMBIOS_END_GPA: u64 = 0x10_0000;
+pub const SMBIOS_END_GPA: u64 = RESET_VECTOR_GPA;
+/// Where a real mode processor restarts a PC (F000:FFF0); see [`crate::boot`].
+pub const RESET_VECTOR_GPA: u64 = 0xf_fff0;
 /// Kernels load at one MiB or above.
 pub const HIGH_RAM_GPA: u64 = 0x10_0000;
 

@@ -45,7 +45,7 @@ pub fn merged_ram(mem: &GuestMemory) -> Vec<GpaRange> {
 
 /// The memory map: RAM without the ACPI and SMBIOS area, and what is reserved.
 pub fn memory_map(mem: &GuestMemory, reserved: &[GpaRange]) -> Result<Vec<Entry>, BootError> {
-    let tables = GpaRange::between(layout::ACPI_GPA, layout::SMBIOS_END_GPA);
+    let tables = GpaRange::between(layout::ACPI_GPA, layout::HIGH_RAM_GPA);
     let ecam = GpaRange { gpa: layout::ECAM_GPA, len_bytes: layout::ECAM_BYTES };
     let kvm = GpaRange::between(
         layout::KVM_IDENTITY_MAP_GPA,

@@ -19,6 +19,7 @@ mod image;
 mod linux64;
 mod memmap;
 mod pvh;
+mod reset;
 #[cfg(test)]
 mod tests;
 
@@ -101,6 +102,7 @@ fn load_from<K: ImageSource, I: ImageSource>(
     write(mem, &[0; 8], layout::BOOT_IDT_GPA, "the boot IDT")?;
     let ebda_segment = u16::try_from(spec.rsdp_gpa >> 4).unwrap_or(0);
     write(mem, &ebda_segment.to_le_bytes(), layout::EBDA_POINTER_GPA, "the EBDA pointer")?;
+    write(mem, &reset::vector(), layout::RESET_VECTOR_GPA, "the reset vector")?;
     Ok(entry)
 }
 

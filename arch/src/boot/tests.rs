@@ -237,6 +237,16 @@ fn bzimage_is_loaded_where_it_prefers() {
 }
 
 #[test]
+fn the_reset_vector_resets_whatever_the_kernel_is() {
+    for kernel in [pvh_elf(), bzimage(XLF_64, 0)] {
+        let mem = guest(&[(0, 64 * MIB)]);
+        boot(&mem, &kernel).unwrap();
+        let code = bytes_at(&mem, 0xf_fff0, 9);
+        assert_eq!(code, [0xba, 0x00, 0x06, 0xb0, 1, 0xee, 0xf4, 0xeb, 0xfd]);
+    }
+}
+
+#[test]
 fn identity_page_tables_map_each_address_to_itself() {
     let mem = guest(&[(0, 64 * MIB)]);
     boot(&mem, &bzimage(XLF_64, 0)).unwrap();

@@ -8,6 +8,7 @@ mod boot;
 mod machine;
 mod process;
 mod report;
+mod slots;
 mod trace;
 
 use std::path::PathBuf;

@@ -198,14 +198,14 @@ impl Chassis {
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let ram = ram::make(&config.memory, bits, populate)?;
-        let vm = Vm::create(
+        let vm = Vm::create_with_memory(
             &host.hypervisor,
             &hypervisor::VmConfig {
                 tss_gpa: layout::KVM_TSS_GPA,
                 identity_map_gpa: layout::KVM_IDENTITY_MAP_GPA,
             },
+            |vm| Ok::<_, MachineError>(ram::attach(vm, &ram)?),
         )?;
-        ram::attach(&vm, &ram)?;
         let space = Arc::new(AddressSpace::default());
         let power = Power::new(sink);
         let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
