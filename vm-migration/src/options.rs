@@ -77,6 +77,17 @@ pub enum DirtyClear {
     Round,
 }
 
+/// Whether bulk memory is compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Compression {
+    /// Never.
+    #[default]
+    None,
+    /// With zstd, on each connection as long as more memory arrives that way.
+    Zstd,
+}
+
 /// How many times [`SendOptions::downtime`] may become with [`Convergence::RaiseDowntime`] when
 /// nothing else is said.
 pub const DOWNTIME_MAX_FACTOR: u32 = 10;
@@ -124,6 +135,8 @@ pub struct SendOptions {
     pub downtime_max: Option<Duration>,
     /// When dirty bits are cleared.
     pub dirty_clear: DirtyClear,
+    /// Whether bulk memory is compressed. Precopy only.
+    pub compression: Compression,
     /// Limits of single waits.
     pub limits: Limits,
 }
@@ -148,6 +161,9 @@ pub enum OptionsError {
          guest, or convergence=throttle"
     )]
     ConvergencePostcopy,
+    /// compression with postcopy.
+    #[error("compression=zstd works with memory_mode=precopy only; leave one of the two out")]
+    CompressionPostcopy,
     /// A cap below what is allowed from the start.
     #[error("downtime_max_ms={max_ms} is less than downtime_ms={downtime_ms}")]
     DowntimeMax {
@@ -173,6 +189,7 @@ impl SendOptions {
             convergence: Convergence::None,
             downtime_max: None,
             dirty_clear: DirtyClear::Slice,
+            compression: Compression::None,
             limits: Limits::default(),
         }
     }
@@ -194,6 +211,10 @@ impl SendOptions {
         }
         if self.convergence == Convergence::Postcopy {
             return Err(OptionsError::ConvergencePostcopy);
+        }
+        let postcopy = self.memory_mode == MemoryMode::Postcopy;
+        if postcopy && self.compression != Compression::None {
+            return Err(OptionsError::CompressionPostcopy);
         }
         match self.downtime_max {
             Some(max) if max < self.downtime => Err(OptionsError::DowntimeMax {

@@ -27,6 +27,7 @@ use crate::progress::Progress;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
 use crate::protocol::codec::ByteSource;
+use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Message, Role};
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::{TransportError, WaitEnd, wait_readable};
@@ -110,6 +111,7 @@ impl<V: DestinationVm> Mapped<V> {
         const STEP: &str = "receiving memory";
         let mut helpers = Helpers::new().step(STEP)?;
         let mut faults = None;
+        let mut inflater = Inflater::default();
         loop {
             let message = match self.next(&helpers, context)? {
                 Next::Connection => {
@@ -120,12 +122,18 @@ impl<V: DestinationVm> Mapped<V> {
             };
             let memory = &*self.parts.memory;
             match message {
-                Message::Memory(_) | Message::ZeroPages(_) if faults.is_some() => {
+                Message::Memory(_) | Message::ZeroPages(_) | Message::MemoryZstd { .. }
+                    if faults.is_some() =>
+                {
                     return Err(unexpected(&message, "State"));
                 }
                 Message::Memory(ranges) => {
                     let reader = &mut self.control.reader;
                     take_memory(memory, reader, &ranges, context.progress).step(STEP)?;
+                }
+                Message::MemoryZstd { ranges, frame_bytes } if self.parts.terms.negotiated() => {
+                    let from = (&mut self.control.reader, &mut inflater);
+                    take_frame(memory, from, &ranges, frame_bytes, context.progress).step(STEP)?;
                 }
                 Message::ZeroPages(ranges) if self.parts.terms.negotiated() => {
                     take_zeros(memory, &ranges, context.progress).step(STEP)?;
@@ -301,6 +309,27 @@ fn take_memory<M: GuestMemoryMap>(
     Ok(())
 }
 
+/// Takes the compressed contents that follow a table.
+fn take_frame<M: GuestMemoryMap>(
+    memory: &M,
+    (from, inflater): (&mut impl ByteSource, &mut Inflater),
+    ranges: &[GpaRange],
+    frame_bytes: u32,
+    progress: &Progress,
+) -> Result<(), Cause> {
+    let runs = locate(memory.layout(), ranges)?;
+    let raw_bytes =
+        runs.iter().fold(0, |all: u64, run: &PageRun| all.saturating_add(run.len_bytes()));
+    let mut raw = inflater.read(from, frame_bytes, raw_bytes)?;
+    let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
+    raw.read_guest(&slices)?;
+    for run in runs {
+        memory.mark_resident(run);
+    }
+    progress.counters.memory_bytes_received.fetch_add(raw_bytes, Ordering::Relaxed);
+    Ok(())
+}
+
 /// Makes ranges zero.
 fn take_zeros<M: GuestMemoryMap>(
     memory: &M,
@@ -333,13 +362,13 @@ impl Helpers {
         &mut self,
         memory: Arc<M>,
         mut channel: Channel,
-        zero_flags: bool,
+        negotiated: bool,
         progress: Arc<Progress>,
     ) -> Result<(), Failure> {
         let connection = Arc::clone(&channel.connection);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
-            if let Err(error) = take_rounds(&*memory, &mut channel, zero_flags, &progress) {
+            if let Err(error) = take_rounds(&*memory, &mut channel, negotiated, &progress) {
                 // The peer hears it on this connection, and we on the first one.
                 channel.refuse(&error.for_peer());
                 failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
@@ -383,10 +412,11 @@ impl Drop for Helpers {
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
     channel: &mut Channel,
-    zero_flags: bool,
+    negotiated: bool,
     progress: &Progress,
 ) -> Result<(), Failure> {
     const STEP: &str = "receiving memory on an extra connection";
+    let mut inflater = Inflater::default();
     loop {
         if !channel.reader.has_buffered() {
             channel.connection.wait_for_data(None).step(STEP)?;
@@ -399,7 +429,11 @@ fn take_rounds<M: GuestMemoryMap>(
             Message::Memory(ranges) => {
                 take_memory(memory, &mut channel.reader, &ranges, progress).step(STEP)?;
             }
-            Message::ZeroPages(ranges) if zero_flags => {
+            Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
+                let from = (&mut channel.reader, &mut inflater);
+                take_frame(memory, from, &ranges, frame_bytes, progress).step(STEP)?;
+            }
+            Message::ZeroPages(ranges) if negotiated => {
                 take_zeros(memory, &ranges, progress).step(STEP)?;
             }
             other => return Err(unexpected(&other, "Memory")),

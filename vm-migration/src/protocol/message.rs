@@ -55,11 +55,13 @@ pub enum Command {
     PostcopyDone = 0x4706,
     /// To be answered once the destination's machine is built and only its state is missing.
     AwaitMachine = 0x4707,
+    /// Ranges and, behind the table, their contents as one zstd frame.
+    MemoryZstd = 0x4708,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -76,6 +78,7 @@ impl Command {
         Self::Elsewhere,
         Self::PostcopyDone,
         Self::AwaitMachine,
+        Self::MemoryZstd,
     ];
 
     /// The number on the wire.
@@ -113,6 +116,7 @@ impl Command {
             Self::Elsewhere => "Elsewhere",
             Self::PostcopyDone => "PostcopyDone",
             Self::AwaitMachine => "AwaitMachine",
+            Self::MemoryZstd => "MemoryZstd",
         }
     }
 }
@@ -162,6 +166,13 @@ pub enum Message {
     PostcopyDone,
     /// See [`Command::AwaitMachine`].
     AwaitMachine,
+    /// See [`Command::MemoryZstd`]; the frame follows, see [`super::inflate`].
+    MemoryZstd {
+        /// Where the contents belong.
+        ranges: Vec<GpaRange>,
+        /// Length of the frame, in the spare header bytes.
+        frame_bytes: u32,
+    },
 }
 
 impl Message {
@@ -184,6 +195,7 @@ impl Message {
             Self::Elsewhere(_) => Command::Elsewhere,
             Self::PostcopyDone => Command::PostcopyDone,
             Self::AwaitMachine => Command::AwaitMachine,
+            Self::MemoryZstd { .. } => Command::MemoryZstd,
         }
     }
 
@@ -206,6 +218,10 @@ impl Message {
             | Self::PageFault(ranges)
             | Self::ZeroPages(ranges)
             | Self::Elsewhere(ranges) => put_table(&mut payload, ranges),
+            Self::MemoryZstd { ranges, frame_bytes } => {
+                extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
+                put_table(&mut payload, ranges);
+            }
             Self::Abandon(reason) => payload.extend_from_slice(bounded_reason(reason).as_bytes()),
             Self::MemoryFd { slot, fd } => {
                 payload.extend_from_slice(&slot.to_le_bytes());
@@ -263,6 +279,11 @@ impl Message {
             Command::Elsewhere => Self::Elsewhere(table(from)?),
             Command::PostcopyDone => empty(what, len).map(|()| Self::PostcopyDone)?,
             Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
+            Command::MemoryZstd => {
+                let [b0, b1, b2, b3, ..] = header.extra;
+                let frame_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
+                Self::MemoryZstd { ranges: table(from)?, frame_bytes }
+            }
         })
     }
 }
@@ -412,6 +433,18 @@ pub fn fuzz_stream(data: &[u8]) {
             | Message::Elsewhere(ranges) => {
                 for range in ranges {
                     let _ = layout.locate(*range);
+                }
+            }
+            Message::MemoryZstd { ranges, frame_bytes } => {
+                let mut inflater = super::inflate::Inflater::default();
+                let Ok(runs) =
+                    ranges.iter().map(|range| layout.locate(*range)).collect::<Result<Vec<_>, _>>()
+                else {
+                    return;
+                };
+                let raw_bytes = runs.iter().map(crate::layout::PageRun::len_bytes).sum();
+                if inflater.read(&mut from, *frame_bytes, raw_bytes).is_err() {
+                    return;
                 }
             }
             Message::Pending(bytes) => {

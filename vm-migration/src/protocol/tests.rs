@@ -38,6 +38,7 @@ fn sample(command: Command) -> Message {
         Command::Elsewhere => Message::Elsewhere(vec![]),
         Command::PostcopyDone => Message::PostcopyDone,
         Command::AwaitMachine => Message::AwaitMachine,
+        Command::MemoryZstd => Message::MemoryZstd { ranges: table, frame_bytes: 0x1_0203 },
     }
 }
 
@@ -83,6 +84,7 @@ one_test_per_message! {
     elsewhere: Elsewhere,
     postcopy_done: PostcopyDone,
     await_machine: AwaitMachine,
+    memory_zstd: MemoryZstd,
 }
 
 #[test]
