@@ -16,6 +16,7 @@ mod lifecycle;
 mod locks;
 mod migration;
 mod migration_failures;
+mod migration_local;
 mod pause;
 mod remote;
 
@@ -35,5 +36,6 @@ fn main() -> ExitCode {
     leaks::add(&mut suite);
     migration::add(&mut suite);
     migration_failures::add(&mut suite);
+    migration_local::add(&mut suite);
     suite.main()
 }

@@ -10,6 +10,7 @@
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
@@ -32,6 +33,13 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
 
     /// Start of the second mapping of the same pages, never watched; `None` for anonymous memory.
     fn alias(&self, region: usize) -> Option<*mut u8>;
+
+    /// The file that a region's pages belong to, for handing it over; `None` for private memory.
+    /// Regions of the same name have the same file.
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        let _ = region;
+        None
+    }
 
     /// Which of `pages` have ever been populated, as ascending runs. Must not populate any.
     /// Memory that cannot tell answers with the whole range.

@@ -45,6 +45,10 @@ pub(crate) enum Terms {
 }
 
 impl Terms {
+    fn local(&self) -> bool {
+        matches!(self, Self::Negotiated { offer, .. } if offer.local)
+    }
+
     fn negotiated(&self) -> bool {
         matches!(self, Self::Negotiated { .. })
     }
@@ -123,7 +127,7 @@ impl<V: DestinationVm> Mapped<V> {
             let memory = &*self.parts.memory;
             match message {
                 Message::Memory(_) | Message::ZeroPages(_) | Message::MemoryZstd { .. }
-                    if faults.is_some() =>
+                    if faults.is_some() || self.parts.terms.local() =>
                 {
                     return Err(unexpected(&message, "State"));
                 }
@@ -214,6 +218,10 @@ impl<V: DestinationVm> Mapped<V> {
         match role {
             _ if count >= 2 * usize::from(CONNECTIONS_MAX) => {
                 log::warn!("an extra connection was turned away: there are {count} already");
+                Ok(())
+            }
+            _ if self.parts.terms.local() => {
+                log::warn!("an extra connection was turned away: memory does not travel");
                 Ok(())
             }
             Role::Memory if postcopy => {

@@ -40,35 +40,48 @@ pub(crate) struct Copied<V: SourceVm> {
     pub memory: Arc<V::Memory>,
     pub control: Channel,
     pub links: Links,
-    pub log: V::Log,
-    pub cargo: Cargo,
+    pub cargo: Cargo<V::Log>,
 }
 
 /// How the rest of memory goes.
-pub(crate) enum Cargo {
+pub(crate) enum Cargo<L> {
     /// What is still dirty is sent with the guest stopped. Up to then its vCPUs stay slowed down,
     /// or they would dirty it all again.
-    Rest(Option<Box<dyn Throttle>>),
+    Rest(L, Option<Box<dyn Throttle>>),
     /// These pages had been populated when the scan passed; together with what was dirtied since
     /// then they are served after the handover.
-    Later(Vec<ClaimMap>),
+    Later(L, Vec<ClaimMap>),
+    /// Both sides have the same memory already.
+    Shared,
 }
 
 impl<V: SourceVm> Negotiated<V> {
     /// Sends memory until stopping costs little enough; in postcopy, only finds out which pages
     /// there are.
     pub(crate) fn precopy(mut self, context: Context<'_>) -> Result<Copied<V>, Setback<V>> {
-        let result = self.start_log().and_then(|log| {
-            let cargo = match context.options.memory_mode {
-                MemoryMode::Precopy => self.rounds(&log, context)?,
-                MemoryMode::Postcopy => Cargo::Later(scan(&*self.memory, &log)?),
-            };
-            Ok((log, cargo))
-        });
+        let result = self.cargo(context);
         let Self { vm, memory, control, links } = self;
         match result {
-            Ok((log, cargo)) => Ok(Copied { vm, memory, control, links, log, cargo }),
+            Ok(cargo) => Ok(Copied { vm, memory, control, links, cargo }),
             Err(failure) => Err(Setback::Running(vm, Some(control), failure)),
+        }
+    }
+
+    fn cargo(&mut self, context: Context<'_>) -> Result<Cargo<V::Log>, Failure> {
+        if self.links.terms.local() {
+            self.await_machine(context.options.limits.prepare)?;
+            return Ok(Cargo::Shared);
+        }
+        let log = self.start_log()?;
+        match context.options.memory_mode {
+            MemoryMode::Precopy => {
+                let throttle = self.rounds(&log, context)?;
+                Ok(Cargo::Rest(log, throttle))
+            }
+            MemoryMode::Postcopy => {
+                let pages = scan(&*self.memory, &log)?;
+                Ok(Cargo::Later(log, pages))
+            }
         }
     }
 
@@ -76,7 +89,11 @@ impl<V: SourceVm> Negotiated<V> {
         self.vm.start_dirty_log().map_err(Cause::Vm).step("starting the dirty log")
     }
 
-    fn rounds(&mut self, log: &V::Log, context: Context<'_>) -> Result<Cargo, Failure> {
+    fn rounds(
+        &mut self,
+        log: &V::Log,
+        context: Context<'_>,
+    ) -> Result<Option<Box<dyn Throttle>>, Failure> {
         let options = context.options;
         let mut pilot = Pilot::new(&self.vm, &self.links, context)?;
         let mut remaining_bytes = self.memory.layout().pages() * PAGE_BYTES;
@@ -117,7 +134,7 @@ impl<V: SourceVm> Negotiated<V> {
                 }
             }
         }
-        Ok(Cargo::Rest(pilot.throttle))
+        Ok(pilot.throttle)
     }
 
     /// Asks for nothing; returns how long that took.

@@ -249,6 +249,9 @@ impl SendMigrationData {
         if self.local && self.memory_mode == MigrationMode::Postcopy {
             return refuse("local and postcopy exclude each other");
         }
+        if self.local && self.compression != MigrationCompression::None {
+            return refuse("local and compression exclude each other");
+        }
         Ok(())
     }
 }

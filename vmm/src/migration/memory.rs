@@ -6,6 +6,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 
 use memory::{AccessError, GuestRam, RamRegion, ZoneKind};
@@ -89,6 +90,10 @@ unsafe impl GuestMemoryMap for MigratingRam {
         let region = self.region(region);
         let whole = region.alias_slice(&(0..region.len_bytes())).ok()?;
         Some(whole.ptr_guard_mut().as_ptr())
+    }
+
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        self.region(region).file().map(|file| file.as_fd())
     }
 
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
