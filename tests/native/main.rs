@@ -18,6 +18,7 @@ mod locks;
 mod meanwhile;
 mod migration;
 mod migration_failures;
+mod migration_local;
 mod migration_rounds;
 mod pause;
 mod remote;
@@ -45,5 +46,6 @@ fn main() -> ExitCode {
     snapshot_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    migration_local::add(&mut suite);
     suite.main()
 }
