@@ -52,6 +52,8 @@ pub enum Setting {
     Connections,
     /// The guest has read pages that nobody wrote.
     ZeroPages,
+    /// Memory is compressed where that pays.
+    Compressed,
     /// Bulk memory is held up, so that the guest asks for pages that are under way.
     BulkHeld,
 }
@@ -96,6 +98,8 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         (Command::Memory, Postcopy) => {
             [told(Bulk, Setting::Usual), told(Urgent, Setting::Usual)].concat()
         }
+        (Command::MemoryZstd, Precopy) => asked(Control, Setting::Compressed),
+        (Command::AwaitMachine, Precopy) => asked(Control, Setting::Usual),
         (Command::ZeroPages, Precopy) => asked(Control, Setting::ZeroPages),
         (Command::ZeroPages, Postcopy) => told(Bulk, Setting::ZeroPages),
         (Command::CompletePaused, _) => asked(Control, Setting::Paused),
@@ -107,6 +111,8 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         (Command::Abandon, _)
         // Of local migrations, which have no network.
         | (Command::MemoryFd, _)
+        // Of precopy.
+        | (Command::AwaitMachine | Command::MemoryZstd, Postcopy)
         // Of postcopy.
         | (
             Command::Pending | Command::PostcopyDone | Command::PageFault | Command::Elsewhere,
@@ -119,7 +125,9 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
 fn contents_bytes(message: &Message) -> u64 {
     match message {
         Message::Memory(ranges) => ranges.iter().map(|range: &GpaRange| range.len_bytes).sum(),
+        Message::MemoryZstd { frame_bytes, .. } => u64::from(*frame_bytes),
         Message::Start { .. }
+        | Message::AwaitMachine
         | Message::Config(_)
         | Message::State(_)
         | Message::Complete
