@@ -170,9 +170,10 @@ fn begin(row: Row) -> Stopped {
     let reception = Reception::start(&destination, Transport::Tcp, row.mode);
     let relay = Relay::start(&reception.url, row.mode, Some(row));
     let connections = if row.setting == Setting::Connections { 3 } else { 1 };
+    let compression = if row.setting == Setting::Compressed { "zstd" } else { "none" };
     let option = format!(
         "destination_url={},memory_mode={},connections={connections},timeout_s=4,\
-         timeout_strategy=ignore",
+         timeout_strategy=ignore,compression={compression}",
         relay.url,
         row.mode.name(),
     );

@@ -19,8 +19,12 @@ mod locks;
 mod meanwhile;
 mod migration;
 mod migration_failures;
+mod migration_local;
+mod migration_rounds;
 mod pause;
 mod remote;
+mod snapshot;
+mod snapshot_failures;
 mod unfit;
 mod watch;
 
@@ -39,9 +43,13 @@ fn main() -> ExitCode {
     locks::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);
+    migration_rounds::add(&mut suite);
     migration_failures::add(&mut suite);
+    snapshot::add(&mut suite);
+    snapshot_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    migration_local::add(&mut suite);
     unfit::add(&mut suite);
     watch::add(&mut suite);
     clock::add(&mut suite);

@@ -12,6 +12,7 @@
 //! | [`protocol`] | messages and their bytes |
 //! | [`transport`] | addresses, sockets, waits |
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
+//! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
 //! | [`options`], [`progress`], [`error`], [`report`], [`cancel`] | what a person chooses, sees, and can stop |
@@ -54,6 +55,7 @@
 pub mod bitmap;
 pub mod cancel;
 mod channel;
+mod cursor;
 pub mod destination;
 pub mod error;
 pub mod fault;
@@ -63,6 +65,7 @@ pub mod progress;
 pub mod protocol;
 pub mod ram;
 pub mod report;
+pub mod snapshot;
 pub mod source;
 pub mod transport;
 pub mod uffd;
@@ -76,7 +79,10 @@ mod tests;
 
 pub use cancel::Cancel;
 pub use error::{Cause, GuestIs, MigrationError, Side};
-pub use options::{Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy};
+pub use options::{
+    Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,
+    TimeoutStrategy,
+};
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
 pub use report::FailureReport;
 pub use transport::Address;

@@ -52,6 +52,8 @@ pub enum Setting {
     Connections,
     /// The guest has read pages that nobody wrote.
     ZeroPages,
+    /// Memory is compressed where that pays.
+    Compressed,
     /// Bulk memory is held up, so that the guest asks for pages that are under way.
     BulkHeld,
 }
@@ -96,6 +98,14 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
             Precopy => asked(Control, Setting::ZeroPages),
             Postcopy => told(Bulk, Setting::ZeroPages),
         },
+        Command::MemoryZstd => match mode {
+            Precopy => asked(Control, Setting::Compressed),
+            Postcopy => Vec::new(),
+        },
+        Command::AwaitMachine => match mode {
+            Precopy => asked(Control, Setting::Usual),
+            Postcopy => Vec::new(),
+        },
         Command::Pending | Command::PostcopyDone => match mode {
             Precopy => Vec::new(),
             Postcopy => asked(Control, Setting::Usual),
@@ -119,7 +129,9 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
 fn contents_bytes(message: &Message) -> u64 {
     match message {
         Message::Memory(ranges) => ranges.iter().map(|range: &GpaRange| range.len_bytes).sum(),
+        Message::MemoryZstd { frame_bytes, .. } => u64::from(*frame_bytes),
         Message::Start { .. }
+        | Message::AwaitMachine
         | Message::Config(_)
         | Message::State(_)
         | Message::Complete

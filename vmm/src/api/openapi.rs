@@ -20,7 +20,7 @@ use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
 use super::types::{API_VERSION, MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::value::{FieldValue, SchemaSet};
-use crate::config::{ReceiveMigrationData, SendMigrationData};
+use crate::config::{ReceiveMigrationData, RestoreConfig, SendMigrationData, VmSnapshotConfig};
 
 /// The description of the API.
 pub fn document() -> OpenApi {
@@ -63,6 +63,8 @@ fn schemas() -> SchemaSet {
     MigrationCancelled::collect_schemas(&mut out);
     SendMigrationData::collect_schemas(&mut out);
     ReceiveMigrationData::collect_schemas(&mut out);
+    VmSnapshotConfig::collect_schemas(&mut out);
+    RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());
     out.insert(
         "MigrationProgress".to_owned(),

@@ -14,7 +14,9 @@ use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
-use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
+use crate::config::{
+    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmSnapshotConfig,
+};
 
 /// What can be asked of the VMM.
 #[derive(Debug)]
@@ -49,6 +51,10 @@ pub enum VmmRequest {
     MigrationProgress,
     /// Stop the migration; answered when it is over.
     MigrationCancel,
+    /// Save the paused VM; answered when that is done.
+    Snapshot(Box<VmSnapshotConfig>),
+    /// Restore a VM; answered when that is done.
+    Restore(Box<RestoreConfig>),
     /// End the process.
     VmmShutdown,
 }
@@ -72,6 +78,8 @@ impl VmmRequest {
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
             Self::MigrationCancel => "vm.migration-cancel",
+            Self::Snapshot(_) => "vm.snapshot",
+            Self::Restore(_) => "vm.restore",
             Self::VmmShutdown => "vmm.shutdown",
         }
     }

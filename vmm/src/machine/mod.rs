@@ -16,6 +16,7 @@ mod boot;
 mod consoles;
 mod disks;
 mod events;
+mod features;
 mod host;
 mod legacy;
 mod nets;
@@ -25,15 +26,16 @@ mod state;
 mod virtio;
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
-use arch::cpuid::{CpuTopology, CpuidTooLong, MissingFeature, VmCpuid, phys_bits};
+use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
     ClockPolicy, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu, VcpuInit,
-    VcpuState, VcpuStateError, VcpuThreads, Vm,
+    VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
 };
 use kvm_bindings::kvm_cpuid_entry2;
 use memory::GuestRam;
@@ -53,7 +55,7 @@ pub use events::{EventSink, GuestEvent, Power};
 pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use ram::MachineRamError;
-pub use state::{MACHINE_STATE_VERSION, MachineState, PciFunctionState};
+pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
 pub use virtio::{ExclusiveError, VirtioError};
 
 use legacy::LegacyDevices;
@@ -84,13 +86,6 @@ pub enum MachineError {
         #[source]
         source: VcpuStateError,
     },
-    /// The processor here is not the one that the guest was shown.
-    #[error(
-        "the processor here lacks what the guest was shown when it started: {}; migrate to a host \
-         with it",
-        list(.0)
-    )]
-    Processor(Vec<MissingFeature>),
     /// The threads of vCPUs.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),
@@ -114,6 +109,12 @@ pub enum MachineError {
         "the machine state has version {0}, and the newest known here is {MACHINE_STATE_VERSION}"
     )]
     StateVersion(u32),
+    /// The guest relies on what this processor does not have.
+    #[error(
+        "this host lacks processor features that the guest has been shown: {0}; use a host that \
+         has them"
+    )]
+    Features(String),
     /// State of another machine.
     #[error("the machine state does not fit this machine: {0}")]
     StateMismatch(String),
@@ -151,8 +152,10 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
-    /// What all vCPUs were shown when the guest started, here or elsewhere.
-    cpuid: Vec<kvm_cpuid_entry2>,
+    /// What vCPUs are shown here, whatever they were shown before.
+    cpuid: VmCpuid,
+    /// What they were shown when the guest started, here or elsewhere.
+    promised: Vec<kvm_cpuid_entry2>,
     config: VmConfig,
 }
 
@@ -176,10 +179,9 @@ impl Chassis {
         consoles: &Consoles,
         host: &Host,
         sink: EventSink,
-        populate: bool,
+        ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        let ram = ram::make(&config.memory, bits, populate)?;
         let vm = Vm::create_with_memory(
             &host.hypervisor,
             &hypervisor::VmConfig {
@@ -231,10 +233,15 @@ impl Chassis {
             .collect()
     }
 
+    fn cpuid(&self, vcpus: &[Vcpu], host: &Host, config: &VmConfig) -> VmCpuid {
+        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
+        boot::vm_cpuid(&host.cpuid, &config.cpus, self.topology, tsc_khz)
+    }
+
     fn start(
         self,
         vcpus: Vec<Vcpu>,
-        cpuid: &VmCpuid,
+        cpuid: VmCpuid,
         config: VmConfig,
         consoles: Consoles,
     ) -> Result<Machine, MachineError> {
@@ -256,7 +263,8 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
-            cpuid: cpuid.entries().to_vec(),
+            promised: cpuid.entries().to_vec(),
+            cpuid,
             config,
         })
     }
@@ -307,7 +315,9 @@ impl Machine {
         host: &Host,
         sink: EventSink,
     ) -> Result<Self, MachineError> {
-        let chassis = Chassis::build(&config, &consoles, host, sink, true)?;
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let ram = ram::make(&config.memory, bits, true, &[])?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let memory = chassis.ram.guest_memory();
         let entry = boot::load(
@@ -317,17 +327,30 @@ impl Machine {
             chassis.windows,
             consoles.serial.is_some(),
         )?;
-        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        let cpuid = boot::vm_cpuid(&host.cpuid, &config.cpus, chassis.topology, tsc_khz);
+        let cpuid = chassis.cpuid(&vcpus, host, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
             let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.start(vcpus, &cpuid, config, consoles)
+        chassis.start(vcpus, cpuid, config, consoles)
     }
 
-    /// A machine whose memory and state are still to come, paused.
+    /// Memory for a machine that is still to come, not populated. The zones that are named in
+    /// `given` consist of these files.
+    ///
+    /// # Errors
+    /// Naming the zone and what is missing here.
+    pub fn arriving_ram(
+        config: &VmConfig,
+        host: &Host,
+        given: &[(String, Arc<File>)],
+    ) -> Result<Arc<GuestRam>, MachineError> {
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        Ok(ram::make(&config.memory, bits, false, given)?)
+    }
+
+    /// A machine on such memory, whose state is still to come, paused. Does not touch the memory.
     ///
     /// # Errors
     /// Naming what is missing here.
@@ -336,12 +359,12 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
+        ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
-        let chassis = Chassis::build(&config, &consoles, host, sink, false)?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
-        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        let cpuid = boot::vm_cpuid(&host.cpuid, &config.cpus, chassis.topology, tsc_khz);
-        let machine = chassis.start(vcpus, &cpuid, config, consoles)?;
+        let cpuid = chassis.cpuid(&vcpus, host, &config);
+        let machine = chassis.start(vcpus, cpuid, config, consoles)?;
         machine.devices.pause();
         machine.legacy.pause();
         Ok(machine)
@@ -353,13 +376,13 @@ impl Machine {
     }
 
     /// What all its vCPUs were shown when the guest started.
-    pub fn cpuid(&self) -> &[kvm_cpuid_entry2] {
-        &self.cpuid
+    pub fn promised(&self) -> &[kvm_cpuid_entry2] {
+        &self.promised
     }
 
     /// Takes note of what the guest was shown where it started.
     pub fn set_promised(&mut self, cpuid: Vec<kvm_cpuid_entry2>) {
-        self.cpuid = cpuid;
+        self.promised = cpuid;
     }
 
     /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
@@ -453,6 +476,12 @@ impl Machine {
         Ok(())
     }
 
+    /// A throttle on its vCPUs; `None`, with a line in the log, when the host gives no thread.
+    pub fn throttle(&self) -> Option<VcpuThrottle> {
+        let throttle = self.vcpus.throttle();
+        throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
+    }
+
     /// Asks guests to tell the network where they are now.
     pub fn announce(&self) {
         self.devices.announce();
@@ -515,6 +544,9 @@ impl Machine {
             let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());
             return Err(mismatch(format!("it has {theirs} vCPUs, this machine {ours}")));
         }
+        for vcpu in &state.vcpus {
+            features::check(vcpu, &self.cpuid).map_err(MachineError::Features)?;
+        }
         let functions = self.devices.functions();
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));
@@ -561,10 +593,6 @@ impl Drop for Machine {
         }
         self.devices.release_exclusive();
     }
-}
-
-fn list(missing: &[MissingFeature]) -> String {
-    missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn mismatch(what: String) -> MachineError {

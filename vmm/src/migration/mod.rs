@@ -9,4 +9,5 @@ pub mod destination;
 pub mod dirty;
 pub mod document;
 pub mod memory;
+pub mod snapshot;
 pub mod source;
