@@ -180,7 +180,7 @@ fn begin(row: Row) -> Stopped {
 }
 
 /// The progress document of a migration that is over; `None` when the VMM has ended.
-fn ended(vmm: &Vmm) -> Option<Value> {
+pub fn ended(vmm: &Vmm) -> Option<Value> {
     wait_for("the end of the migration", || {
         let Ok(answer) = vmm.api().request("GET", "vm.migration-progress", None) else {
             return Some(None);

@@ -8,6 +8,7 @@
 mod api_client;
 mod bad_input;
 mod boot;
+mod clock;
 mod cuts;
 mod events;
 mod harness;
@@ -24,6 +25,8 @@ mod pause;
 mod remote;
 mod snapshot;
 mod snapshot_failures;
+mod unfit;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -47,5 +50,8 @@ fn main() -> ExitCode {
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
     migration_local::add(&mut suite);
+    unfit::add(&mut suite);
+    watch::add(&mut suite);
+    clock::add(&mut suite);
     suite.main()
 }

@@ -145,9 +145,16 @@ fn contents_bytes(message: &Message) -> u64 {
 }
 
 /// Reads from a connection and keeps what was read.
-struct Tee<'a> {
+pub struct Tee<'a> {
     from: &'a TcpStream,
     bytes: Vec<u8>,
+}
+
+impl<'a> Tee<'a> {
+    /// From here.
+    pub fn new(from: &'a TcpStream) -> Self {
+        Self { from, bytes: Vec::new() }
+    }
 }
 
 impl ByteSource for Tee<'_> {
@@ -241,7 +248,7 @@ impl Shared {
 
     /// Passes one message on.
     fn message(&self, link: Link, from: &TcpStream, mut to: &TcpStream) -> io::Result<Command> {
-        let mut tee = Tee { from, bytes: Vec::new() };
+        let mut tee = Tee::new(from);
         let message = Message::read(&mut tee).map_err(io::Error::other)?;
         let command = message.command();
         lock(&self.seen).push(command);
@@ -264,7 +271,7 @@ impl Shared {
         from: &TcpStream,
         mut to: &TcpStream,
     ) -> io::Result<()> {
-        let mut tee = Tee { from, bytes: Vec::new() };
+        let mut tee = Tee::new(from);
         Answer::read(&mut tee).map_err(io::Error::other)?;
         let command = of();
         if let Some(command) = command {
@@ -306,7 +313,7 @@ impl Shared {
         source: &TcpStream,
         destination: &TcpStream,
     ) -> io::Result<()> {
-        let mut tee = Tee { from: source, bytes: Vec::new() };
+        let mut tee = Tee::new(source);
         let role = Role::read(&mut tee).map_err(io::Error::other)?;
         tee.read_exact(&mut [0; TOKEN_BYTES]).map_err(io::Error::other)?;
         let mut to = destination;

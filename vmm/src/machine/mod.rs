@@ -17,6 +17,7 @@ mod consoles;
 mod disks;
 mod events;
 mod features;
+mod host;
 mod legacy;
 mod nets;
 mod ram;
@@ -26,17 +27,17 @@ mod virtio;
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
+use arch::cpuid::{CpuTopology, CpuidTooLong, MissingFeature, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
-    ClockPolicy, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
+    ClockPolicy, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu, VcpuInit,
+    VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
 };
+use kvm_bindings::kvm_cpuid_entry2;
 use memory::GuestRam;
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
@@ -51,6 +52,7 @@ use crate::config::console::DEBUG_CONSOLE_PORT;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
+pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use ram::MachineRamError;
 pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
@@ -84,6 +86,13 @@ pub enum MachineError {
         #[source]
         source: VcpuStateError,
     },
+    /// The processor here is not the one that the guest was shown.
+    #[error(
+        "the processor here lacks what the guest was shown when it started: {}; migrate to a host \
+         with it",
+        list(.0)
+    )]
+    Processor(Vec<MissingFeature>),
     /// The threads of vCPUs.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),
@@ -127,35 +136,6 @@ pub enum MachineError {
     PciState(#[from] PciStateError),
 }
 
-/// What machines on this host are made with.
-pub struct Host {
-    hypervisor: Hypervisor,
-    cpuid: kvm_bindings::CpuId,
-}
-
-/// Why this host cannot run machines.
-#[derive(Debug, Error)]
-pub enum HostError {
-    /// No KVM.
-    #[error("cannot use KVM")]
-    Open(#[from] OpenError),
-    /// KVM does not say what it has.
-    #[error("cannot ask KVM for the features of its vCPUs")]
-    Cpuid(#[from] KvmError),
-}
-
-impl Host {
-    /// Opens KVM.
-    ///
-    /// # Errors
-    /// What is missing and how to get it.
-    pub fn open() -> Result<Self, HostError> {
-        let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
-        let cpuid = hypervisor.supported_cpuid()?;
-        Ok(Self { hypervisor, cpuid })
-    }
-}
-
 /// One PCI function, for people who ask.
 pub struct FunctionInfo {
     /// Its id.
@@ -181,6 +161,8 @@ pub struct Machine {
     topology: CpuTopology,
     /// What vCPUs are shown here, whatever they were shown before.
     cpuid: VmCpuid,
+    /// What all vCPUs were shown when the guest started, here or elsewhere.
+    promised: Vec<kvm_cpuid_entry2>,
     config: VmConfig,
 }
 
@@ -288,6 +270,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
+            promised: cpuid.entries().to_vec(),
             cpuid,
             config,
         })
@@ -397,6 +380,24 @@ impl Machine {
     /// Its configuration.
     pub fn config(&self) -> &VmConfig {
         &self.config
+    }
+
+    /// What all its vCPUs were shown when the guest started.
+    pub fn promised(&self) -> &[kvm_cpuid_entry2] {
+        &self.promised
+    }
+
+    /// Takes note of what the guest was shown where it started.
+    pub fn set_promised(&mut self, cpuid: Vec<kvm_cpuid_entry2>) {
+        self.promised = cpuid;
+    }
+
+    /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_exclusive(&self) -> Result<(), MachineError> {
+        Ok(self.devices.check_exclusive()?)
     }
 
     /// The endpoints of its consoles.
@@ -599,6 +600,10 @@ impl Drop for Machine {
         }
         self.devices.release_exclusive();
     }
+}
+
+fn list(missing: &[MissingFeature]) -> String {
+    missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn mismatch(what: String) -> MachineError {

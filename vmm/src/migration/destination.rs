@@ -7,9 +7,11 @@
 
 use std::sync::Arc;
 
+use kvm_bindings::kvm_cpuid_entry2;
 use vm_migration::VmError;
 use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
+use super::document::MachineDocument;
 use super::memory::MigratingRam;
 use crate::config::VmConfig;
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
@@ -31,6 +33,8 @@ impl ArrivingBuilder {
 pub struct MappedArrival {
     builder: ArrivingBuilder,
     config: VmConfig,
+    /// What the guest was shown of the processor; empty when that is not known.
+    promised: Vec<kvm_cpuid_entry2>,
     memory: Arc<MigratingRam>,
 }
 
@@ -55,13 +59,15 @@ impl DestinationBuilder for ArrivingBuilder {
         config_json: &[u8],
         given: Vec<GivenMemory>,
     ) -> Result<MappedArrival, VmError> {
-        let config: VmConfig = serde_json::from_slice(config_json)?;
-        let config = config.complete()?;
+        let MachineDocument { vm_config, common_cpuid } = MachineDocument::read(config_json)?;
+        let config = vm_config.complete()?;
+        let promised: Vec<_> = common_cpuid.into_iter().map(Into::into).collect();
+        self.host.check_promised(&config, &promised)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         let ram = Machine::arriving_ram(&config, &self.host, &given)?;
         let memory = Arc::new(MigratingRam::new(ram)?);
-        Ok(MappedArrival { builder: self, config, memory })
+        Ok(MappedArrival { builder: self, config, promised, memory })
     }
 }
 
@@ -73,10 +79,15 @@ impl MappedMachine for MappedArrival {
     }
 
     fn build(self) -> Result<ArrivingMachine, VmError> {
-        let Self { builder: ArrivingBuilder { host, sink }, mut config, memory } = self;
+        let Self { builder: ArrivingBuilder { host, sink }, mut config, promised, memory } = self;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
-        Ok(ArrivingMachine { machine: Machine::arriving(config, consoles, &host, sink, ram)? })
+        let mut machine = Machine::arriving(config, consoles, &host, sink, ram)?;
+        machine.check_exclusive()?;
+        if !promised.is_empty() {
+            machine.set_promised(promised);
+        }
+        Ok(ArrivingMachine { machine })
     }
 }
 
