@@ -82,42 +82,46 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         [Message, Answer].map(|point| Row { mode, link, command, point, setting }).to_vec()
     };
     let told = |link, setting| vec![Row { mode, link, command, point: Message, setting }];
-    match (command, mode) {
-        (
-            Command::Start
-            | Command::Capabilities
-            | Command::Config
-            | Command::State
-            | Command::Complete
-            | Command::Confirm,
-            _,
-        ) => asked(Control, Setting::Usual),
-        (Command::Memory, Precopy) => {
-            [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat()
-        }
-        (Command::Memory, Postcopy) => {
-            [told(Bulk, Setting::Usual), told(Urgent, Setting::Usual)].concat()
-        }
-        (Command::MemoryZstd, Precopy) => asked(Control, Setting::Compressed),
-        (Command::AwaitMachine, Precopy) => asked(Control, Setting::Usual),
-        (Command::ZeroPages, Precopy) => asked(Control, Setting::ZeroPages),
-        (Command::ZeroPages, Postcopy) => told(Bulk, Setting::ZeroPages),
-        (Command::CompletePaused, _) => asked(Control, Setting::Paused),
-        (Command::Pending | Command::PostcopyDone, Postcopy) => asked(Control, Setting::Usual),
-        (Command::PageFault, Postcopy) => told(Urgent, Setting::Usual),
-        (Command::Elsewhere, Postcopy) => told(Urgent, Setting::BulkHeld),
+    match command {
+        Command::Start
+        | Command::Capabilities
+        | Command::Config
+        | Command::State
+        | Command::Complete
+        | Command::Confirm => asked(Control, Setting::Usual),
+        Command::CompletePaused => asked(Control, Setting::Paused),
+        Command::Memory => match mode {
+            Precopy => [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat(),
+            Postcopy => [told(Bulk, Setting::Usual), told(Urgent, Setting::Usual)].concat(),
+        },
+        Command::ZeroPages => match mode {
+            Precopy => asked(Control, Setting::ZeroPages),
+            Postcopy => told(Bulk, Setting::ZeroPages),
+        },
+        Command::MemoryZstd => match mode {
+            Precopy => asked(Control, Setting::Compressed),
+            Postcopy => Vec::new(),
+        },
+        Command::AwaitMachine => match mode {
+            Precopy => asked(Control, Setting::Usual),
+            Postcopy => Vec::new(),
+        },
+        Command::Pending | Command::PostcopyDone => match mode {
+            Precopy => Vec::new(),
+            Postcopy => asked(Control, Setting::Usual),
+        },
+        Command::PageFault => match mode {
+            Precopy => Vec::new(),
+            Postcopy => told(Urgent, Setting::Usual),
+        },
+        Command::Elsewhere => match mode {
+            Precopy => Vec::new(),
+            Postcopy => told(Urgent, Setting::BulkHeld),
+        },
         // Sent after something else has failed; whoever misses it learns the same from the end
-        // of the connection, which is what the other rows do.
-        (Command::Abandon, _)
-        // Of local migrations, which have no network.
-        | (Command::MemoryFd, _)
-        // Of precopy.
-        | (Command::AwaitMachine | Command::MemoryZstd, Postcopy)
-        // Of postcopy.
-        | (
-            Command::Pending | Command::PostcopyDone | Command::PageFault | Command::Elsewhere,
-            Precopy,
-        ) => Vec::new(),
+        // of the connection, which is what the other rows do. And of local migrations, which have
+        // no network.
+        Command::Abandon | Command::MemoryFd => Vec::new(),
     }
 }
 

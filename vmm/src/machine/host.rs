@@ -6,12 +6,11 @@
 
 use std::path::Path;
 
-use arch::cpuid::cpuid_compat;
 use hypervisor::{Hypervisor, KvmError, OpenError};
 use kvm_bindings::kvm_cpuid_entry2;
 use thiserror::Error;
 
-use super::{MachineError, boot};
+use super::{MachineError, boot, features};
 use crate::config::VmConfig;
 
 /// What machines on this host are made with.
@@ -56,6 +55,6 @@ impl Host {
         }
         let topology = boot::topology(&config.cpus)?;
         let ours = boot::vm_cpuid(&self.cpuid, &config.cpus, topology, None);
-        cpuid_compat(promised, ours.entries()).map_err(MachineError::Processor)
+        features::compare(promised, &ours).map_err(MachineError::Features)
     }
 }

@@ -30,7 +30,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
-use arch::cpuid::{CpuTopology, CpuidTooLong, MissingFeature, VmCpuid, phys_bits};
+use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
@@ -86,13 +86,6 @@ pub enum MachineError {
         #[source]
         source: VcpuStateError,
     },
-    /// The processor here is not the one that the guest was shown.
-    #[error(
-        "the processor here lacks what the guest was shown when it started: {}; migrate to a host \
-         with it",
-        list(.0)
-    )]
-    Processor(Vec<MissingFeature>),
     /// The threads of vCPUs.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),
@@ -161,7 +154,7 @@ pub struct Machine {
     topology: CpuTopology,
     /// What vCPUs are shown here, whatever they were shown before.
     cpuid: VmCpuid,
-    /// What all vCPUs were shown when the guest started, here or elsewhere.
+    /// What they were shown when the guest started, here or elsewhere.
     promised: Vec<kvm_cpuid_entry2>,
     config: VmConfig,
 }
@@ -600,10 +593,6 @@ impl Drop for Machine {
         }
         self.devices.release_exclusive();
     }
-}
-
-fn list(missing: &[MissingFeature]) -> String {
-    missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn mismatch(what: String) -> MachineError {

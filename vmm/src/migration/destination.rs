@@ -33,7 +33,7 @@ impl ArrivingBuilder {
 pub struct MappedArrival {
     builder: ArrivingBuilder,
     config: VmConfig,
-    /// What the guest was shown of the processor; empty when that is not known.
+    /// What the guest was shown of its processor where it started; empty if that is not known.
     promised: Vec<kvm_cpuid_entry2>,
     memory: Arc<MigratingRam>,
 }
