@@ -17,6 +17,7 @@ mod locks;
 mod migration;
 mod migration_failures;
 mod migration_local;
+mod migration_precopy;
 mod pause;
 mod remote;
 
@@ -37,5 +38,6 @@ fn main() -> ExitCode {
     migration::add(&mut suite);
     migration_failures::add(&mut suite);
     migration_local::add(&mut suite);
+    migration_precopy::add(&mut suite);
     suite.main()
 }
