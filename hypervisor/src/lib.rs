@@ -39,6 +39,7 @@ pub mod fake;
 mod ioctl;
 pub mod irq;
 mod irqchip;
+mod kick;
 mod msi;
 mod msr;
 mod routing;

@@ -21,6 +21,7 @@ mod migration;
 mod migration_failures;
 mod migration_local;
 mod migration_rounds;
+mod migration_precopy;
 mod pause;
 mod remote;
 mod snapshot;
@@ -53,5 +54,6 @@ fn main() -> ExitCode {
     unfit::add(&mut suite);
     watch::add(&mut suite);
     clock::add(&mut suite);
+    migration_precopy::add(&mut suite);
     suite.main()
 }
