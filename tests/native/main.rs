@@ -20,6 +20,7 @@ mod pause;
 mod remote;
 mod snapshot;
 mod snapshot_failures;
+mod snapshot_recorded;
 
 use std::process::ExitCode;
 
@@ -39,5 +40,6 @@ fn main() -> ExitCode {
     migration_failures::add(&mut suite);
     snapshot::add(&mut suite);
     snapshot_failures::add(&mut suite);
+    snapshot_recorded::add(&mut suite);
     suite.main()
 }

@@ -33,8 +33,8 @@ use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
-    ClockPolicy, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
+    ClockPolicy, CpuidEntry, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig,
+    ThreadsError, Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
 };
 use memory::GuestRam;
 use pci::{
@@ -178,8 +178,10 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
-    /// What vCPUs are shown here, whatever they were shown before.
+    /// What vCPUs would be made to show if the guest booted here.
     cpuid: VmCpuid,
+    /// What they were made to show when it booted, here or elsewhere.
+    shown: Vec<CpuidEntry>,
     config: VmConfig,
 }
 
@@ -288,6 +290,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
+            shown: features::shown(&cpuid),
             cpuid,
             config,
         })
@@ -513,6 +516,7 @@ impl Machine {
         }
         Ok(MachineState {
             version: MACHINE_STATE_VERSION,
+            shown: self.shown.clone(),
             clock,
             vcpus,
             irqchips: self.vm.irqchips()?,
@@ -534,9 +538,8 @@ impl Machine {
             let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());
             return Err(mismatch(format!("it has {theirs} vCPUs, this machine {ours}")));
         }
-        for vcpu in &state.vcpus {
-            features::check(vcpu, &self.cpuid).map_err(MachineError::Features)?;
-        }
+        features::check(&state.shown, &self.cpuid).map_err(MachineError::Features)?;
+        self.shown = state.shown;
         let functions = self.devices.functions();
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));
