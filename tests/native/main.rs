@@ -20,12 +20,13 @@ mod meanwhile;
 mod migration;
 mod migration_failures;
 mod migration_local;
-mod migration_rounds;
 mod migration_precopy;
+mod migration_rounds;
 mod pause;
 mod remote;
 mod snapshot;
 mod snapshot_failures;
+mod snapshot_recorded;
 mod unfit;
 mod watch;
 
@@ -55,5 +56,6 @@ fn main() -> ExitCode {
     watch::add(&mut suite);
     clock::add(&mut suite);
     migration_precopy::add(&mut suite);
+    snapshot_recorded::add(&mut suite);
     suite.main()
 }

@@ -213,7 +213,6 @@ fn layout() {
         memory_mode: vm_migration::MemoryMode::Precopy,
         bulk_connections: 0,
         urgent_connections: 0,
-        local: false,
         regions: vec![region],
     };
     assert!(matches!(source.ask(&Message::Capabilities(offer.to_json())), Answer::Ok { .. }));
