@@ -3,13 +3,18 @@
  * What a fault of a vCPU on a missing page costs, and whether KVM has userfault exits at all.
  *
  *   fault-cost handshake          asks /dev/kvm; exit code 0 with the interface, 3 without
- *   fault-cost MODE VCPUS MIB     one guest whose vCPUs write to each of their pages once
+ *   fault-cost MODE VCPUS MIB [allocated]
+ *                                 one guest whose vCPUs write to each of their pages once; with "allocated"
+ *                                 the memfd has its pages before the guest starts, only their contents are
+ *                                 missing, so that allocating and clearing them is not part of the fault
  *       none     memory is there, no fault handling
  *       uffd     userfaultfd, one thread that reads events and installs pages
  *       sigbus   userfaultfd refuses; the vCPU's thread takes the address from the exit
  *       exit     KVM_MEM_USERFAULT: the vCPU's thread installs the page and clears the bit
- *   fault-cost refused SECONDS    a refused fault with interrupts enabled and an interrupt controller in
- *                                 KVM: exit code 0 if KVM_RUN says so, 4 if it does not come back
+ *   fault-cost refused SECONDS [nohlt]
+ *                                 a refused fault with interrupts enabled and an interrupt controller in
+ *                                 KVM: exit code 0 if KVM_RUN says so, 4 if it does not come back; with
+ *                                 "nohlt" HLT does not exit, which keeps KVM from asynchronous page faults
  *
  * Guest memory is a memfd with two mappings, as in the VMM: content is written through the one that
  * KVM does not know. Times of an emulated machine mean something as ratios within one run only.
@@ -58,7 +63,7 @@ enum mode { NONE, UFFD, SIGBUS_EXIT, USERFAULT };
 #define DONE_GPA 0xe0000000ul
 
 static enum mode mode;
-static int kvm, vm, uffd = -1, nr_vcpus = 1;
+static int kvm, vm, uffd = -1, nr_vcpus = 1, allocated;
 static uint64_t size;
 static uint8_t *slot_map, *alias_map;
 static uint64_t *bitmap;
@@ -257,8 +262,8 @@ static int measure(uint64_t mib)
 
 	create_vm(mib << 20);
 	load_guest(0);
-	if (mode == NONE)
-		memset(alias_map + FIRST, 1, size - FIRST);
+	if (mode == NONE || allocated)
+		memset(alias_map + FIRST, mode == NONE, size - FIRST);
 	if (mode == UFFD || mode == SIGBUS_EXIT)
 		open_uffd(mode == UFFD ? 0 : UFFD_FEATURE_SIGBUS);
 	if (mode == UFFD)
@@ -293,8 +298,9 @@ static void on_alarm(int signal)
 	_exit(4 + 0 * signal);
 }
 
-static int refused(unsigned int limit_s)
+static int refused(unsigned int limit_s, int nohlt)
 {
+	struct kvm_enable_cap cap = { .cap = KVM_CAP_X86_DISABLE_EXITS, .args = { KVM_X86_DISABLE_EXITS_HLT } };
 	struct kvm_run *run;
 	int vcpu, r;
 
@@ -304,6 +310,8 @@ static int refused(unsigned int limit_s)
 	open_uffd(UFFD_FEATURE_SIGBUS);
 	if (ioctl(vm, KVM_CREATE_IRQCHIP, 0))
 		die("KVM_CREATE_IRQCHIP");
+	if (nohlt && ioctl(vm, KVM_ENABLE_CAP, &cap))
+		die("KVM_CAP_X86_DISABLE_EXITS");
 	set_slot(0);
 	vcpu = ioctl(vm, KVM_CREATE_VCPU, 0);
 	run = mmap(NULL, ioctl(kvm, KVM_GET_VCPU_MMAP_SIZE, 0), PROT_READ | PROT_WRITE, MAP_SHARED, vcpu, 0);
@@ -335,9 +343,10 @@ int main(int argc, char **argv)
 		printf("userfault exits, versions %u to %u, features %#lx\n", info.min_version, info.version, info.features);
 		return 0;
 	}
-	if (argc == 3 && !strcmp(argv[1], "refused"))
-		return refused(atoi(argv[2]));
-	for (i = 0; argc == 4 && i < 4; i++) {
+	if (argc >= 3 && !strcmp(argv[1], "refused"))
+		return refused(atoi(argv[2]), argc == 4);
+	allocated = argc == 5 && !strcmp(argv[4], "allocated");
+	for (i = 0; argc == 4 + allocated && i < 4; i++) {
 		if (strcmp(argv[1], names[i]))
 			continue;
 		mode = i;
@@ -349,6 +358,6 @@ int main(int argc, char **argv)
 		memset(content, 1, sizeof(content));
 		return measure(atoi(argv[3]));
 	}
-	fputs("fault-cost handshake | refused SECONDS | none|uffd|sigbus|exit VCPUS MIB\n", stderr);
+	fputs("fault-cost handshake | refused SECONDS | none|uffd|sigbus|exit VCPUS MIB [allocated]\n", stderr);
 	return 2;
 }

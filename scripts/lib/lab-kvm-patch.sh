@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# What the lab's group kvm-patch needs beside the usual machine: KVM modules built from the patches of
+# kernel/patches for the lab's own kernel, KVM selftests of the same source, and the cost probe. They are
+# an initramfs of their own that is laid over the machine's. Sourced by scripts/lab.
+
+# build_extra_kvm_patch FILE: writes that initramfs.
+build_extra_kvm_patch() {
+  local version tree=$LAB/kvm-patch out=$LAB/kvm-modules program
+  version=$(cat "$LAB/kernel/version")
+  "$ROOT/scripts/kvm-modules" build --kernel "$version" --out "$out"
+  mapfile -t KVM_SELFTESTS < <(grep -hv '^#' "$SRC/kvm-selftests.txt")
+  "$ROOT/scripts/kvm-modules" selftests --kernel "$version" --out "$out" "${KVM_SELFTESTS[@]}" x86_64/userfault_test
+  rm -rf "$tree"
+  mkdir -p "$tree/bin" "$tree/lab/kvm-patch/selftests"
+  cp "$out/kvm.ko" "$out/kvm-amd.ko" "$tree/lab/kvm-patch/"
+  gcc -O2 -Wall -pthread -static -s -o "$tree/lab/kvm-patch/fault-cost" "$SRC/probes/fault-cost.c"
+  for program in "${KVM_SELFTESTS[@]}" userfault_test; do
+    add_program "$tree" "$out/selftests/$(basename "$program")"
+    mv "$tree/bin/$(basename "$program")" "$tree/lab/kvm-patch/selftests/"
+  done
+  printf '%s\n' "${KVM_SELFTESTS[@]##*/}" >"$tree/lab/kvm-patch/selftests.list"
+  pack "$tree" "$1"
+}

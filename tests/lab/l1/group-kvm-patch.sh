@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# The patched KVM modules in place of the kernel's own, in one running machine: the handshake, the
+# kernel's KVM selftests before and after, the selftest of userfault exits with every MMU, a Debian
+# guest, what a fault costs, and back to the originals.
+. ./lib.sh
+
+P=/lab/kvm-patch
+chmod +x $P/fault-cost $P/selftests/*
+echo 16 >/proc/sys/vm/nr_hugepages
+
+# use_modules DIR KVM_OPTIONS AMD_OPTIONS: replaces the loaded modules by those in DIR.
+use_modules() {
+  rmmod kvm_amd && rmmod kvm && insmod $1/kvm.ko $2 && insmod $1/kvm-amd.ko $3
+}
+handshake_is() {
+  $P/fault-cost handshake
+  [ $? = "$1" ]
+}
+# selftests FILE: what each of the kernel's selftests says, one line each.
+selftests() {
+  while read -r test; do
+    began=$(cut -d. -f1 /proc/uptime)
+    timeout "${SELFTEST_S:-120}" $P/selftests/$test >$T/selftest.log 2>&1 </dev/null
+    case $? in
+      0) result=ok ;;
+      4) result=skipped ;;
+      124 | 143) result=timeout ;;
+      *) result=failed; [ "$1" = $T/after ] && tail -n 8 $T/selftest.log ;;
+    esac
+    echo "$test $result" >>$1
+    echo "selftest $(basename $1): $test $result, $(($(cut -d. -f1 /proc/uptime) - began)) s"
+  done <$P/selftests.list
+}
+userfault_test() {
+  timeout 700 $P/selftests/userfault_test >$T/userfault.log 2>&1 </dev/null
+  rc=$?
+  cat $T/userfault.log
+  [ $rc = 0 ] && [ "$(grep -c '^ok ' $T/userfault.log)" = 14 ]
+}
+kernel_is_quiet() { ! dmesg | grep -E "BUG:|WARNING:|Oops|RIP:|rcu.*stall|hung task"; }
+
+check stock_has_no_handshake handshake_is 3
+echo "STOCK $($P/fault-cost refused 20 2>&1 | tail -n 1)"
+selftests $T/before
+
+check modules_load use_modules $P
+check handshake handshake_is 0
+check refused_fault_is_reported $P/fault-cost refused 60
+selftests $T/after
+same_as_before() { cmp $T/before $T/after || { diff $T/before $T/after; return 1; }; }
+check selftests_as_before same_as_before
+some_pass() { [ "$(grep -c ' ok$' $T/after)" -ge 20 ]; }
+check selftests_pass some_pass
+
+check userfault_tdp_mmu userfault_test
+check userfault_shadow_mmu_with_npt use_modules $P tdp_mmu=0
+check userfault_shadow_mmu_with_npt_passes userfault_test
+check userfault_shadow_paging use_modules $P "" npt=0
+check userfault_shadow_paging_passes userfault_test
+check back_to_tdp_mmu use_modules $P
+
+# Costs: ratios within one run. The fault alone is a mode's time less that of "none".
+for vcpus in 1 2; do
+  for allocated in "" allocated; do
+    for mode in none uffd sigbus exit; do
+      echo "COST vcpus=$vcpus ${allocated:-unallocated} $mode: $($P/fault-cost $mode $vcpus 64 $allocated 2>&1)"
+    done
+  done
+done
+cheaper() {
+  none=$($P/fault-cost none 1 64 allocated | cut -d. -f1)
+  uffd=$($P/fault-cost uffd 1 64 allocated | cut -d. -f1)
+  exit=$($P/fault-cost exit 1 64 allocated | cut -d. -f1)
+  echo "fault: uffd $((uffd - none)) us, exit $((exit - none)) us"
+  [ $(((exit - none) * 2)) -lt $((uffd - none)) ]
+}
+check exit_costs_less_than_half_of_uffd cheaper
+
+start_guest a 2 || failed start "the VMM did not start"
+check debian_boots_on_patched_kvm wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
+power_button() { remote a power-button && wait_until 60 says a "POWER-BUTTON" && ends a 60; }
+check power_button_ends_the_vmm power_button
+
+check originals_come_back use_modules /modules
+check stock_again handshake_is 3
+check kernel_is_quiet kernel_is_quiet
