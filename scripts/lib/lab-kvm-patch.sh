@@ -8,7 +8,7 @@ build_extra_kvm_patch() {
   local version tree=$LAB/kvm-patch out=$LAB/kvm-modules program
   version=$(cat "$LAB/kernel/version")
   "$ROOT/scripts/kvm-modules" build --kernel "$version" --out "$out"
-  mapfile -t KVM_SELFTESTS < <(grep -hv '^#' "$SRC/kvm-selftests.txt")
+  mapfile -t KVM_SELFTESTS < <(grep -hv '^#' "$SRC/kvm-selftests.txt" | cut -d' ' -f1)
   "$ROOT/scripts/kvm-modules" selftests --kernel "$version" --out "$out" "${KVM_SELFTESTS[@]}" x86_64/userfault_test
   rm -rf "$tree"
   mkdir -p "$tree/bin" "$tree/lab/kvm-patch/selftests"
@@ -18,6 +18,6 @@ build_extra_kvm_patch() {
     add_program "$tree" "$out/selftests/$(basename "$program")"
     mv "$tree/bin/$(basename "$program")" "$tree/lab/kvm-patch/selftests/"
   done
-  printf '%s\n' "${KVM_SELFTESTS[@]##*/}" >"$tree/lab/kvm-patch/selftests.list"
+  grep -v '^#' "$SRC/kvm-selftests.txt" | sed 's|^x86_64/||' >"$tree/lab/kvm-patch/selftests.list"
   pack "$tree" "$1"
 }

@@ -8,16 +8,21 @@
 mod api_client;
 mod bad_input;
 mod boot;
+mod cuts;
 mod events;
 mod harness;
 mod http;
 mod leaks;
 mod lifecycle;
 mod locks;
+mod meanwhile;
 mod migration;
 mod migration_failures;
+mod migration_rounds;
 mod pause;
 mod remote;
+mod snapshot;
+mod snapshot_failures;
 
 use std::process::ExitCode;
 
@@ -34,6 +39,11 @@ fn main() -> ExitCode {
     locks::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);
+    migration_rounds::add(&mut suite);
     migration_failures::add(&mut suite);
+    snapshot::add(&mut suite);
+    snapshot_failures::add(&mut suite);
+    cuts::add(&mut suite);
+    meanwhile::add(&mut suite);
     suite.main()
 }

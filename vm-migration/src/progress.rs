@@ -16,6 +16,7 @@ use serde::Serialize;
 
 use crate::error::Side;
 use crate::fault::FaultSourceKind;
+use crate::report::FailureReport;
 
 /// States of the two machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -157,6 +158,7 @@ pub struct Progress {
     phase: AtomicU8,
     started: OnceLock<Instant>,
     ended: OnceLock<Instant>,
+    failure: OnceLock<FailureReport>,
     pub(crate) counters: Counters,
     fault_source: OnceLock<FaultSourceKind>,
     /// Latencies of faults that waited for the peer. Held for one addition or one copy.
@@ -192,6 +194,7 @@ impl Progress {
             phase: AtomicU8::new(Phase::Idle as u8),
             started: OnceLock::new(),
             ended: OnceLock::new(),
+            failure: OnceLock::new(),
             counters: Counters::default(),
             fault_source: OnceLock::new(),
             latency: Mutex::new(latency),
@@ -241,6 +244,12 @@ impl Progress {
     pub(crate) fn finish(&self, phase: Phase) {
         let _ = self.ended.set(Instant::now());
         self.enter(phase);
+    }
+
+    /// Enters a last phase with the reason, which whoever sees the phase sees as well.
+    pub fn fail(&self, phase: Phase, failure: FailureReport) {
+        let _ = self.failure.set(failure);
+        self.finish(phase);
     }
 
     fn enter(&self, phase: Phase) {
@@ -307,6 +316,7 @@ impl Progress {
                 bulk_pages: get(&c.bulk_pages),
                 latency_us: self.latencies(),
             },
+            error: self.failure.get().cloned(),
         }
     }
 
@@ -358,6 +368,8 @@ pub struct Snapshot {
     pub stalled_rounds: u32,
     /// Postcopy faults.
     pub faults: FaultSnapshot,
+    /// Why it failed, when it has.
+    pub error: Option<FailureReport>,
 }
 
 /// Faults of a postcopy destination.

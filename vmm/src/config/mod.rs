@@ -41,7 +41,8 @@ pub use error::ConfigError;
 pub use family::Family;
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
-    MigrationMode, MigrationUrl, ReceiveMigrationData, SendMigrationData, TimeoutStrategy,
+    MemoryRestoreMode, MigrationMode, MigrationUrl, ReceiveMigrationData, RestoreConfig,
+    SendMigrationData, TimeoutStrategy, VmSnapshotConfig,
 };
 pub use net::NetConfig;
 pub use option_string::OptionError;

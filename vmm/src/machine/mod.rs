@@ -16,6 +16,7 @@ mod boot;
 mod consoles;
 mod disks;
 mod events;
+mod features;
 mod legacy;
 mod nets;
 mod ram;
@@ -28,7 +29,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use arch::cpuid::{CpuTopology, CpuidTooLong, phys_bits};
+use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
@@ -51,7 +52,7 @@ pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use ram::MachineRamError;
-pub use state::{MACHINE_STATE_VERSION, MachineState, PciFunctionState};
+pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
 pub use virtio::{ExclusiveError, VirtioError};
 
 use legacy::LegacyDevices;
@@ -105,6 +106,12 @@ pub enum MachineError {
         "the machine state has version {0}, and the newest known here is {MACHINE_STATE_VERSION}"
     )]
     StateVersion(u32),
+    /// The guest relies on what this processor does not have.
+    #[error(
+        "this host lacks processor features that the guest has been shown: {0}; use a host that \
+         has them"
+    )]
+    Features(String),
     /// State of another machine.
     #[error("the machine state does not fit this machine: {0}")]
     StateMismatch(String),
@@ -171,6 +178,8 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
+    /// What vCPUs are shown here, whatever they were shown before.
+    cpuid: VmCpuid,
     config: VmConfig,
 }
 
@@ -249,9 +258,15 @@ impl Chassis {
             .collect()
     }
 
+    fn cpuid(&self, vcpus: &[Vcpu], host: &Host, config: &VmConfig) -> VmCpuid {
+        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
+        boot::vm_cpuid(&host.cpuid, &config.cpus, self.topology, tsc_khz)
+    }
+
     fn start(
         self,
         vcpus: Vec<Vcpu>,
+        cpuid: VmCpuid,
         config: VmConfig,
         consoles: Consoles,
     ) -> Result<Machine, MachineError> {
@@ -273,6 +288,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
+            cpuid,
             config,
         })
     }
@@ -333,14 +349,13 @@ impl Machine {
             chassis.windows,
             consoles.serial.is_some(),
         )?;
-        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        let cpuid = boot::vm_cpuid(&host.cpuid, &config.cpus, chassis.topology, tsc_khz);
+        let cpuid = chassis.cpuid(&vcpus, host, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
             let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.start(vcpus, config, consoles)
+        chassis.start(vcpus, cpuid, config, consoles)
     }
 
     /// A machine whose memory and state are still to come, paused.
@@ -355,7 +370,8 @@ impl Machine {
     ) -> Result<Self, MachineError> {
         let chassis = Chassis::build(&config, &consoles, host, sink, false)?;
         let vcpus = chassis.create_vcpus(&config)?;
-        let machine = chassis.start(vcpus, config, consoles)?;
+        let cpuid = chassis.cpuid(&vcpus, host, &config);
+        let machine = chassis.start(vcpus, cpuid, config, consoles)?;
         machine.devices.pause();
         machine.legacy.pause();
         Ok(machine)
@@ -510,6 +526,9 @@ impl Machine {
         if state.vcpus.len() != self.vcpus.count() {
             let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());
             return Err(mismatch(format!("it has {theirs} vCPUs, this machine {ours}")));
+        }
+        for vcpu in &state.vcpus {
+            features::check(vcpu, &self.cpuid).map_err(MachineError::Features)?;
         }
         let functions = self.devices.functions();
         if state.pci.len() != functions.len() {

@@ -33,6 +33,13 @@ pub struct ArrivingMachine {
     memory: Arc<MigratingRam>,
 }
 
+impl ArrivingMachine {
+    /// The machine, to be described.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+}
+
 impl DestinationBuilder for ArrivingBuilder {
     type Vm = ArrivingMachine;
 
@@ -55,7 +62,7 @@ impl DestinationVm for ArrivingMachine {
     }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
-        let state: MachineState = serde_json::from_slice(state_json)?;
+        let state = MachineState::from_json(state_json)?;
         Ok(self.machine.restore(state)?)
     }
 

@@ -8,4 +8,5 @@
 pub mod destination;
 pub mod dirty;
 pub mod memory;
+pub mod snapshot;
 pub mod source;
