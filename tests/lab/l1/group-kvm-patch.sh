@@ -2,6 +2,7 @@
 # The patched KVM modules in place of the kernel's own, in one running machine: the handshake, the
 # kernel's KVM selftests before and after, the selftest of userfault exits with every MMU, a Debian
 # guest, what a fault costs, and back to the originals.
+# limit_s: 2400
 . ./lib.sh
 
 P=/lab/kvm-patch
