@@ -19,5 +19,22 @@ build_extra_kvm_patch() {
     mv "$tree/bin/$(basename "$program")" "$tree/lab/kvm-patch/selftests/"
   done
   grep -v '^#' "$SRC/kvm-selftests.txt" | sed 's|^x86_64/||' >"$tree/lab/kvm-patch/selftests.list"
+  add_module_script "$tree" "$version" "$out"
   pack "$tree" "$1"
+}
+
+# add_module_script DIR VERSION OUT: scripts/kvm-modules and what it needs to install, load and restore,
+# with /lib/modules as a Debian machine has it.
+add_module_script() {
+  local dir=$1 modules=lib/modules/$2 tool
+  mkdir -p "$dir/$modules" "$dir/lab/kvm-patch/scripts/lib" "$dir/lab/kvm-patch/kernel/patches"
+  cp "$ROOT/scripts/kvm-modules" "$dir/lab/kvm-patch/scripts/"
+  cp "$ROOT/scripts/lib/common.sh" "$dir/lab/kvm-patch/scripts/lib/"
+  # All three, as install wants them.
+  cp "$3/kvm-intel.ko" "$dir/lab/kvm-patch/"
+  (cd "$LAB/kernel/root/$modules" && cp -a --parents kernel/arch/x86/kvm kernel/virt modules.order modules.builtin "$dir/$modules/")
+  # Before busybox installs itself: its own modprobe and depmod know neither xz nor updates.
+  add_program "$dir" /bin/bash
+  add_program "$dir" /bin/kmod
+  for tool in modprobe depmod modinfo lsmod rmmod insmod; do ln -sf kmod "$dir/bin/$tool"; done
 }

@@ -87,4 +87,23 @@ check power_button_ends_the_vmm power_button
 
 check originals_come_back use_modules /modules
 check stock_again handshake_is 3
+
+# The same by the script that people use, with the originals in /lib/modules.
+kvm_modules() { bash $P/scripts/kvm-modules "$@"; }
+depmod
+check script_installs kvm_modules install --out $P
+refuses_while_in_use() {
+  sleep 60 9</dev/kvm &
+  holder=$!
+  wait_until 10 grep -q -v '^0' /sys/module/kvm_amd/refcnt
+  if kvm_modules load; then kill $holder; return 1; fi
+  kill $holder
+  wait $holder
+  handshake_is 3
+}
+check script_refuses_while_kvm_is_in_use refuses_while_in_use
+loads() { kvm_modules load && handshake_is 0 && [ "$(kvm_modules status | grep -c 'it is that one')" = 2 ]; }
+check script_loads loads
+restores() { kvm_modules restore && handshake_is 3 && [ ! -e "/lib/modules/$(uname -r)/updates" ]; }
+check script_restores restores
 check kernel_is_quiet kernel_is_quiet
