@@ -32,7 +32,7 @@ add_module_script() {
   cp "$ROOT/scripts/lib/common.sh" "$dir/lab/kvm-patch/scripts/lib/"
   # All three, as install wants them.
   cp "$3/kvm-intel.ko" "$dir/lab/kvm-patch/"
-  (cd "$LAB/kernel/root/$modules" && cp -a --parents kernel/arch/x86/kvm kernel/virt modules.order modules.builtin "$dir/$modules/")
+  (cd "$LAB/kernel/root/$modules" && cp -a --parents kernel/arch/x86/kvm kernel/virt modules.order modules.builtin modules.builtin.modinfo "$dir/$modules/")
   # Before busybox installs itself: its own modprobe and depmod know neither xz nor updates.
   add_program "$dir" /bin/bash
   add_program "$dir" /bin/kmod
