@@ -8,6 +8,7 @@
 mod api_client;
 mod bad_input;
 mod boot;
+mod clock;
 mod cuts;
 mod events;
 mod harness;
@@ -18,11 +19,15 @@ mod locks;
 mod meanwhile;
 mod migration;
 mod migration_failures;
+mod migration_local;
 mod migration_rounds;
+mod migration_precopy;
 mod pause;
 mod remote;
 mod snapshot;
 mod snapshot_failures;
+mod unfit;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -45,5 +50,10 @@ fn main() -> ExitCode {
     snapshot_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    migration_local::add(&mut suite);
+    unfit::add(&mut suite);
+    watch::add(&mut suite);
+    clock::add(&mut suite);
+    migration_precopy::add(&mut suite);
     suite.main()
 }

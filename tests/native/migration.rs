@@ -18,7 +18,6 @@ pub fn add(suite: &mut Suite) {
     }
     suite.add("migration::precopy_of_anonymous_memory", || of_anonymous(Mode::Precopy));
     suite.add("migration::postcopy_of_anonymous_memory", || of_anonymous(Mode::Postcopy));
-    suite.add("migration::local_is_refused_by_name", local);
     suite.add("migration::several_connections", several_connections);
     suite.add("migration::events_of_both_sides", events);
 }
@@ -80,16 +79,6 @@ fn of_anonymous(mode: Mode) {
     destination.wait_for_work(5_000);
     destination.verify();
     destination.shut_down();
-}
-
-fn local() {
-    let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=64M");
-    let output = source.remote(&["send-migration", "destination_url=unix:/nowhere,local=on"]);
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && error.contains("local=on"), "{error}");
-    assert_eq!(source.api().state(), "Running");
-    source.wait_for_work(5_000);
-    source.shut_down();
 }
 
 fn several_connections() {

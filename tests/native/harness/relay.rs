@@ -52,6 +52,8 @@ pub enum Setting {
     Connections,
     /// The guest has read pages that nobody wrote.
     ZeroPages,
+    /// Memory is compressed where that pays.
+    Compressed,
     /// Bulk memory is held up, so that the guest asks for pages that are under way.
     BulkHeld,
 }
@@ -80,38 +82,46 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         [Message, Answer].map(|point| Row { mode, link, command, point, setting }).to_vec()
     };
     let told = |link, setting| vec![Row { mode, link, command, point: Message, setting }];
-    match (command, mode) {
-        (
-            Command::Start
-            | Command::Capabilities
-            | Command::Config
-            | Command::State
-            | Command::Complete
-            | Command::Confirm,
-            _,
-        ) => asked(Control, Setting::Usual),
-        (Command::Memory, Precopy) => {
-            [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat()
-        }
-        (Command::Memory, Postcopy) => {
-            [told(Bulk, Setting::Usual), told(Urgent, Setting::Usual)].concat()
-        }
-        (Command::ZeroPages, Precopy) => asked(Control, Setting::ZeroPages),
-        (Command::ZeroPages, Postcopy) => told(Bulk, Setting::ZeroPages),
-        (Command::CompletePaused, _) => asked(Control, Setting::Paused),
-        (Command::Pending | Command::PostcopyDone, Postcopy) => asked(Control, Setting::Usual),
-        (Command::PageFault, Postcopy) => told(Urgent, Setting::Usual),
-        (Command::Elsewhere, Postcopy) => told(Urgent, Setting::BulkHeld),
+    match command {
+        Command::Start
+        | Command::Capabilities
+        | Command::Config
+        | Command::State
+        | Command::Complete
+        | Command::Confirm => asked(Control, Setting::Usual),
+        Command::CompletePaused => asked(Control, Setting::Paused),
+        Command::Memory => match mode {
+            Precopy => [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat(),
+            Postcopy => [told(Bulk, Setting::Usual), told(Urgent, Setting::Usual)].concat(),
+        },
+        Command::ZeroPages => match mode {
+            Precopy => asked(Control, Setting::ZeroPages),
+            Postcopy => told(Bulk, Setting::ZeroPages),
+        },
+        Command::MemoryZstd => match mode {
+            Precopy => asked(Control, Setting::Compressed),
+            Postcopy => Vec::new(),
+        },
+        Command::AwaitMachine => match mode {
+            Precopy => asked(Control, Setting::Usual),
+            Postcopy => Vec::new(),
+        },
+        Command::Pending | Command::PostcopyDone => match mode {
+            Precopy => Vec::new(),
+            Postcopy => asked(Control, Setting::Usual),
+        },
+        Command::PageFault => match mode {
+            Precopy => Vec::new(),
+            Postcopy => told(Urgent, Setting::Usual),
+        },
+        Command::Elsewhere => match mode {
+            Precopy => Vec::new(),
+            Postcopy => told(Urgent, Setting::BulkHeld),
+        },
         // Sent after something else has failed; whoever misses it learns the same from the end
-        // of the connection, which is what the other rows do.
-        (Command::Abandon, _)
-        // Of local migrations, which have no network.
-        | (Command::MemoryFd, _)
-        // Of postcopy.
-        | (
-            Command::Pending | Command::PostcopyDone | Command::PageFault | Command::Elsewhere,
-            Precopy,
-        ) => Vec::new(),
+        // of the connection, which is what the other rows do. And of local migrations, which have
+        // no network.
+        Command::Abandon | Command::MemoryFd => Vec::new(),
     }
 }
 
@@ -119,7 +129,9 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
 fn contents_bytes(message: &Message) -> u64 {
     match message {
         Message::Memory(ranges) => ranges.iter().map(|range: &GpaRange| range.len_bytes).sum(),
+        Message::MemoryZstd { frame_bytes, .. } => u64::from(*frame_bytes),
         Message::Start { .. }
+        | Message::AwaitMachine
         | Message::Config(_)
         | Message::State(_)
         | Message::Complete
@@ -137,9 +149,16 @@ fn contents_bytes(message: &Message) -> u64 {
 }
 
 /// Reads from a connection and keeps what was read.
-struct Tee<'a> {
+pub struct Tee<'a> {
     from: &'a TcpStream,
     bytes: Vec<u8>,
+}
+
+impl<'a> Tee<'a> {
+    /// From here.
+    pub fn new(from: &'a TcpStream) -> Self {
+        Self { from, bytes: Vec::new() }
+    }
 }
 
 impl ByteSource for Tee<'_> {
@@ -233,7 +252,7 @@ impl Shared {
 
     /// Passes one message on.
     fn message(&self, link: Link, from: &TcpStream, mut to: &TcpStream) -> io::Result<Command> {
-        let mut tee = Tee { from, bytes: Vec::new() };
+        let mut tee = Tee::new(from);
         let message = Message::read(&mut tee).map_err(io::Error::other)?;
         let command = message.command();
         lock(&self.seen).push(command);
@@ -256,7 +275,7 @@ impl Shared {
         from: &TcpStream,
         mut to: &TcpStream,
     ) -> io::Result<()> {
-        let mut tee = Tee { from, bytes: Vec::new() };
+        let mut tee = Tee::new(from);
         Answer::read(&mut tee).map_err(io::Error::other)?;
         let command = of();
         if let Some(command) = command {
@@ -298,7 +317,7 @@ impl Shared {
         source: &TcpStream,
         destination: &TcpStream,
     ) -> io::Result<()> {
-        let mut tee = Tee { from: source, bytes: Vec::new() };
+        let mut tee = Tee::new(source);
         let role = Role::read(&mut tee).map_err(io::Error::other)?;
         tee.read_exact(&mut [0; TOKEN_BYTES]).map_err(io::Error::other)?;
         let mut to = destination;

@@ -2,7 +2,7 @@
 
 //! Whether a guest's vCPUs can go on with this processor.
 //!
-//! Owns the comparison of what a saved vCPU was shown with what its machine would be shown here.
+//! Owns the comparison of what it was shown with what it would be shown here.
 
 use arch::cpuid::{VmCpuid, cpuid_compat};
 use hypervisor::VcpuState;
@@ -22,6 +22,14 @@ pub fn check(saved: &VcpuState, here: &VmCpuid) -> Result<(), String> {
             kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, padding: [0; 3] }
         })
         .collect();
-    cpuid_compat(&shown, here.entries())
+    compare(&shown, here)
+}
+
+/// Compares what a guest was shown with what it would be shown here.
+///
+/// # Errors
+/// Everything that is missing, in words.
+pub fn compare(shown: &[kvm_cpuid_entry2], here: &VmCpuid) -> Result<(), String> {
+    cpuid_compat(shown, here.entries())
         .map_err(|missing| missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
 }

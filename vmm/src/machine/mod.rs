@@ -17,6 +17,7 @@ mod consoles;
 mod disks;
 mod events;
 mod features;
+mod host;
 mod legacy;
 mod nets;
 mod ram;
@@ -25,7 +26,7 @@ mod state;
 mod virtio;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -33,9 +34,10 @@ use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
-    ClockPolicy, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
+    ClockPolicy, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu, VcpuInit,
+    VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
 };
+use kvm_bindings::kvm_cpuid_entry2;
 use memory::GuestRam;
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
@@ -50,6 +52,7 @@ use crate::config::console::DEBUG_CONSOLE_PORT;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
+pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use ram::MachineRamError;
 pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
@@ -126,35 +129,6 @@ pub enum MachineError {
     PciState(#[from] PciStateError),
 }
 
-/// What machines on this host are made with.
-pub struct Host {
-    hypervisor: Hypervisor,
-    cpuid: kvm_bindings::CpuId,
-}
-
-/// Why this host cannot run machines.
-#[derive(Debug, Error)]
-pub enum HostError {
-    /// No KVM.
-    #[error("cannot use KVM")]
-    Open(#[from] OpenError),
-    /// KVM does not say what it has.
-    #[error("cannot ask KVM for the features of its vCPUs")]
-    Cpuid(#[from] KvmError),
-}
-
-impl Host {
-    /// Opens KVM.
-    ///
-    /// # Errors
-    /// What is missing and how to get it.
-    pub fn open() -> Result<Self, HostError> {
-        let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
-        let cpuid = hypervisor.supported_cpuid()?;
-        Ok(Self { hypervisor, cpuid })
-    }
-}
-
 /// One PCI function, for people who ask.
 pub struct FunctionInfo {
     /// Its id.
@@ -180,6 +154,8 @@ pub struct Machine {
     topology: CpuTopology,
     /// What vCPUs are shown here, whatever they were shown before.
     cpuid: VmCpuid,
+    /// What they were shown when the guest started, here or elsewhere.
+    promised: Vec<kvm_cpuid_entry2>,
     config: VmConfig,
 }
 
@@ -203,10 +179,9 @@ impl Chassis {
         consoles: &Consoles,
         host: &Host,
         sink: EventSink,
-        populate: bool,
+        ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        let ram = ram::make(&config.memory, bits, populate)?;
         let vm = Vm::create_with_memory(
             &host.hypervisor,
             &hypervisor::VmConfig {
@@ -288,6 +263,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
+            promised: cpuid.entries().to_vec(),
             cpuid,
             config,
         })
@@ -339,7 +315,9 @@ impl Machine {
         host: &Host,
         sink: EventSink,
     ) -> Result<Self, MachineError> {
-        let chassis = Chassis::build(&config, &consoles, host, sink, true)?;
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let ram = ram::make(&config.memory, bits, true, &[])?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let memory = chassis.ram.guest_memory();
         let entry = boot::load(
@@ -358,7 +336,21 @@ impl Machine {
         chassis.start(vcpus, cpuid, config, consoles)
     }
 
-    /// A machine whose memory and state are still to come, paused.
+    /// Memory for a machine that is still to come, not populated. The zones that are named in
+    /// `given` consist of these files.
+    ///
+    /// # Errors
+    /// Naming the zone and what is missing here.
+    pub fn arriving_ram(
+        config: &VmConfig,
+        host: &Host,
+        given: &[(String, Arc<File>)],
+    ) -> Result<Arc<GuestRam>, MachineError> {
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        Ok(ram::make(&config.memory, bits, false, given)?)
+    }
+
+    /// A machine on such memory, whose state is still to come, paused. Does not touch the memory.
     ///
     /// # Errors
     /// Naming what is missing here.
@@ -367,8 +359,9 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
+        ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
-        let chassis = Chassis::build(&config, &consoles, host, sink, false)?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
         let machine = chassis.start(vcpus, cpuid, config, consoles)?;
@@ -380,6 +373,24 @@ impl Machine {
     /// Its configuration.
     pub fn config(&self) -> &VmConfig {
         &self.config
+    }
+
+    /// What all its vCPUs were shown when the guest started.
+    pub fn promised(&self) -> &[kvm_cpuid_entry2] {
+        &self.promised
+    }
+
+    /// Takes note of what the guest was shown where it started.
+    pub fn set_promised(&mut self, cpuid: Vec<kvm_cpuid_entry2>) {
+        self.promised = cpuid;
+    }
+
+    /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_exclusive(&self) -> Result<(), MachineError> {
+        Ok(self.devices.check_exclusive()?)
     }
 
     /// The endpoints of its consoles.
@@ -463,6 +474,12 @@ impl Machine {
             self.paused = true;
         }
         Ok(())
+    }
+
+    /// A throttle on its vCPUs; `None`, with a line in the log, when the host gives no thread.
+    pub fn throttle(&self) -> Option<VcpuThrottle> {
+        let throttle = self.vcpus.throttle();
+        throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
     }
 
     /// Asks guests to tell the network where they are now.
