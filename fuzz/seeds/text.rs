@@ -101,7 +101,7 @@ const STATES: [(&str, &str); 4] = [
 ];
 
 /// One entry of a CPUID table, in the words of the migration.
-const CPUID: &str = r#"{"function":7,"index":0,"flags":1,"eax":0,"ebx":1,"ecx":0,"edx":0}"#;
+const CPUID: &str = r#"{"function":7,"index":0,"flags":1,"answer":[0,1,0,0]}"#;
 
 fn documents() -> Vec<Seed> {
     let seed = |name: &str, text: String| Seed::new("machine_document", name, text);

@@ -20,11 +20,13 @@ mod meanwhile;
 mod migration;
 mod migration_failures;
 mod migration_local;
+mod migration_precopy;
 mod migration_rounds;
 mod pause;
 mod remote;
 mod snapshot;
 mod snapshot_failures;
+mod snapshot_recorded;
 mod unfit;
 mod watch;
 
@@ -53,5 +55,7 @@ fn main() -> ExitCode {
     unfit::add(&mut suite);
     watch::add(&mut suite);
     clock::add(&mut suite);
+    migration_precopy::add(&mut suite);
+    snapshot_recorded::add(&mut suite);
     suite.main()
 }

@@ -28,7 +28,7 @@ pub fn add(suite: &mut Suite) {
             });
         });
         suite.add(&format!("snapshot_failures::corrupt_{file}"), move || {
-            spoiled(file, |path| flip(path));
+            spoiled(file, flip);
         });
         suite.add(&format!("snapshot_failures::foreign_{file}"), move || {
             spoiled(file, |path| fs::write(path, "not of this program").expect("written"));

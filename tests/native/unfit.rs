@@ -172,8 +172,8 @@ fn configuration() -> Value {
 fn processor() {
     let destination = Vmm::empty();
     // Every feature that leaf 7 can name: no processor has them all.
-    let entry = json!({"function": 7, "index": 0, "flags": 1, "eax": 0, "ebx": u32::MAX,
-        "ecx": u32::MAX, "edx": u32::MAX});
+    let entry = json!({"function": 7, "index": 0, "flags": 1,
+        "answer": [0, u32::MAX, u32::MAX, u32::MAX]});
     let document = json!({"vm_config": configuration(), "common_cpuid": [entry]});
     let reception = Reception::start(&destination, Transport::Tcp, Mode::Precopy);
     let mut source = Source::connect(&reception.url);
@@ -207,12 +207,12 @@ fn layout() {
         backing: Backing::Shared,
     };
     let offer = Offer {
+        local: false,
         software: "a test".to_owned(),
         features: features(),
         memory_mode: vm_migration::MemoryMode::Precopy,
         bulk_connections: 0,
         urgent_connections: 0,
-        local: false,
         regions: vec![region],
     };
     assert!(matches!(source.ask(&Message::Capabilities(offer.to_json())), Answer::Ok { .. }));

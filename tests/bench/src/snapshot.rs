@@ -162,7 +162,7 @@ fn raw(folder: &Path, len_bytes: u64) -> Result<(f64, f64), Box<dyn Error>> {
     file.sync_all()?;
     let write = megabytes_per_s(len_bytes, start.elapsed().as_secs_f64());
     let start = Instant::now();
-    with_transfers(&file, len_bytes, |file, buffer, at| file.read_exact_at(buffer, at))?;
+    with_transfers(&file, len_bytes, File::read_exact_at)?;
     let read = megabytes_per_s(len_bytes, start.elapsed().as_secs_f64());
     fs::remove_file(path)?;
     Ok((write, read))

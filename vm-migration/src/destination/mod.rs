@@ -8,6 +8,7 @@
 //! | `negotiate` | Listen and Negotiate: versions, capabilities, mapping memory |
 //! | `building` | the machine while it is built, during the first rounds |
 //! | `receive` | Receive: memory arrives, extra connections join |
+//! | `fresh` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what is missing, what is asked for |
 //! | `fault` | Fault: the engine's threads, and the end |
@@ -18,6 +19,7 @@
 mod building;
 mod engine;
 mod fault;
+mod fresh;
 mod negotiate;
 mod receive;
 mod run;

@@ -15,6 +15,7 @@ use std::time::Duration;
 use super::building::Building;
 use super::engine::Engine;
 use super::fault::FaultThreads;
+use super::fresh::Fresh;
 use super::negotiate::{read, unexpected};
 use super::{Context, Setback};
 use crate::cancel::Cancel;
@@ -116,10 +117,11 @@ impl<V: DestinationVm> Mapped<V> {
         let mut helpers = Helpers::new().step(STEP)?;
         let mut faults = None;
         let mut inflater = Inflater::default();
+        let fresh = Arc::new(Fresh::new(self.parts.memory.layout()));
         loop {
             let message = match self.next(&helpers, context)? {
                 Next::Connection => {
-                    self.join(&mut helpers, context)?;
+                    self.join(&mut helpers, &fresh, context)?;
                     continue;
                 }
                 Next::Message(message) => message,
@@ -133,7 +135,7 @@ impl<V: DestinationVm> Mapped<V> {
                 }
                 Message::Memory(ranges) => {
                     let reader = &mut self.control.reader;
-                    take_memory(memory, reader, &ranges, context.progress).step(STEP)?;
+                    take_memory(memory, &fresh, reader, &ranges, context.progress).step(STEP)?;
                 }
                 Message::MemoryZstd { ranges, frame_bytes } if self.parts.terms.negotiated() => {
                     let from = (&mut self.control.reader, &mut inflater);
@@ -204,7 +206,12 @@ impl<V: DestinationVm> Mapped<V> {
     }
 
     /// Lets an extra connection in, or closes it.
-    fn join(&mut self, helpers: &mut Helpers, context: Context<'_>) -> Result<(), Failure> {
+    fn join(
+        &mut self,
+        helpers: &mut Helpers,
+        fresh: &Arc<Fresh>,
+        context: Context<'_>,
+    ) -> Result<(), Failure> {
         let (role, channel) = match greet(&self.parts.terms, context) {
             Ok(joined) => joined,
             Err(Cause::Cancelled) => return Err(Cause::Cancelled).step("accepting connections"),
@@ -233,7 +240,7 @@ impl<V: DestinationVm> Mapped<V> {
                 Ok(())
             }
             Role::Memory => helpers.start(
-                Arc::clone(&self.parts.memory),
+                (Arc::clone(&self.parts.memory), Arc::clone(fresh)),
                 channel,
                 self.parts.terms.negotiated(),
                 Arc::clone(context.progress),
@@ -301,11 +308,15 @@ pub(crate) fn locate(layout: &Layout, ranges: &[GpaRange]) -> Result<Vec<PageRun
 /// Takes the contents that follow a table.
 fn take_memory<M: GuestMemoryMap>(
     memory: &M,
+    fresh: &Fresh,
     from: &mut impl ByteSource,
     ranges: &[GpaRange],
     progress: &Progress,
 ) -> Result<(), Cause> {
     let runs = locate(memory.layout(), ranges)?;
+    for run in &runs {
+        fresh.populate(memory, *run).map_err(Cause::Memory)?;
+    }
     let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
     from.read_guest(&slices).map_err(Cause::from)?;
     let mut bytes = 0;
@@ -368,7 +379,7 @@ impl Helpers {
 
     fn start<M: GuestMemoryMap>(
         &mut self,
-        memory: Arc<M>,
+        (memory, fresh): (Arc<M>, Arc<Fresh>),
         mut channel: Channel,
         negotiated: bool,
         progress: Arc<Progress>,
@@ -376,7 +387,7 @@ impl Helpers {
         let connection = Arc::clone(&channel.connection);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
-            if let Err(error) = take_rounds(&*memory, &mut channel, negotiated, &progress) {
+            if let Err(error) = take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress) {
                 // The peer hears it on this connection, and we on the first one.
                 channel.refuse(&error.for_peer());
                 failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
@@ -419,6 +430,7 @@ impl Drop for Helpers {
 /// Takes memory from an extra connection until it ends between two messages.
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
+    fresh: &Fresh,
     channel: &mut Channel,
     negotiated: bool,
     progress: &Progress,
@@ -435,7 +447,7 @@ fn take_rounds<M: GuestMemoryMap>(
         };
         match message {
             Message::Memory(ranges) => {
-                take_memory(memory, &mut channel.reader, &ranges, progress).step(STEP)?;
+                take_memory(memory, fresh, &mut channel.reader, &ranges, progress).step(STEP)?;
             }
             Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
                 let from = (&mut channel.reader, &mut inflater);

@@ -141,7 +141,9 @@ fn on_demand_shows_what_was_saved_to_whoever_touches_it() {
                 std::thread::spawn(move || assert_same(&memory))
             })
             .collect();
-        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        for reader in readers {
+            reader.join().unwrap();
+        }
         let FillEnd::Complete(report) = filling.wait().unwrap() else { panic!("not complete") };
         assert_eq!(report.data_bytes, written().len() as u64 * PAGE_BYTES);
         assert_same(&memory);
@@ -176,16 +178,15 @@ fn on_demand_never_shows_damaged_pages() {
     }
     let snapshot = Opened::open(folder.path()).unwrap();
     let filling = Filling::start(snapshot, &memory, Cancel::new().unwrap()).unwrap();
-    let error = match filling.commit() {
+    let error = if let Err(error) = filling.commit() {
         // The threads were faster.
-        Err(error) => error,
-        Ok(()) => {
-            let stuck = filling.wait().unwrap_err();
-            // The guest's mapping has no page there, whatever the page cache has.
-            assert!(!is_mapped(&memory, 1, 2200));
-            assert!(!is_mapped(&memory, 1, 2207));
-            stuck.error
-        }
+        error
+    } else {
+        let stuck = filling.wait().unwrap_err();
+        // The guest's mapping has no page there, whatever the page cache has.
+        assert!(!is_mapped(&memory, 1, 2200));
+        assert!(!is_mapped(&memory, 1, 2207));
+        stuck.error
     };
     let text = error.to_string();
     assert!(text.contains(MEMORY_FILE) && text.contains("0x100890000"), "{text}");

@@ -40,6 +40,14 @@ pub(crate) struct Links {
     pub round_trip: Duration,
 }
 
+impl Links {
+    /// The fastest that any message was answered.
+    pub(crate) fn fastest_answer(&self) -> Duration {
+        let answers = self.records.iter().map(|record| record.fastest_answer);
+        answers.fold(self.round_trip, Duration::min)
+    }
+}
+
 /// What was agreed.
 #[derive(Debug)]
 pub(crate) enum Terms {

@@ -112,6 +112,7 @@ impl<V: SourceVm> Negotiated<V> {
             let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
             remaining_bytes = dirty * PAGE_BYTES;
             pilot.measured(sent, took, remaining_bytes, scan.elapsed());
+            pilot.round_trip(self.links.fastest_answer());
             if self.links.terms.zero_pages() {
                 pilot.round_trip(self.ping(options.limits.answer)?);
             }
@@ -219,9 +220,18 @@ impl<'a> Pilot<'a> {
             self.policy.decide(remaining_bytes, expected, self.began.elapsed());
         let progress = self.context.progress;
         let counters = &progress.counters;
-        let expected_us = micros(expected);
+        let expected_us = micros(expected.total());
         counters.expected_downtime_us.store(expected_us, Ordering::Relaxed);
         counters.stalled_rounds.store(self.policy.stalled_rounds(), Ordering::Relaxed);
+        if decision == Decision::Stop && expected.fixed > self.policy.allowed() {
+            log::warn!(
+                "the guest will stand still for about {} ms: {} ms of state, round trips and start \
+                 alone exceed the {} ms that are allowed",
+                expected.total().as_millis(),
+                expected.fixed.as_millis(),
+                self.policy.allowed().as_millis()
+            );
+        }
         if self.policy.stalled_rounds() > 0 && decision != Decision::Stop {
             let allowed_us = micros(self.policy.allowed());
             progress.tell(Event::Stalled { round, expected_us, allowed_us });
@@ -251,11 +261,12 @@ impl<'a> Pilot<'a> {
 
     fn not_converging(&self, rounds: u32, remaining_bytes: u64) -> Cause {
         let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let expected = self.forecast.downtime(remaining_bytes);
         Cause::NotConverging {
             rounds,
             elapsed_s: self.began.elapsed().as_secs(),
-            expected_ms: ms(self.forecast.downtime(remaining_bytes)),
-            fixed_ms: ms(self.forecast.downtime(0)),
+            expected_ms: ms(expected.total()),
+            fixed_ms: ms(expected.fixed),
             downtime_ms: ms(self.policy.allowed()),
         }
     }

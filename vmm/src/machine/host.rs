@@ -6,8 +6,7 @@
 
 use std::path::Path;
 
-use hypervisor::{Hypervisor, KvmError, OpenError};
-use kvm_bindings::kvm_cpuid_entry2;
+use hypervisor::{CpuidEntry, Hypervisor, KvmError, OpenError};
 use thiserror::Error;
 
 use super::{MachineError, boot, features};
@@ -45,16 +44,12 @@ impl Host {
     ///
     /// # Errors
     /// Naming each feature that is missing here.
-    pub fn check_promised(
-        &self,
-        config: &VmConfig,
-        promised: &[kvm_cpuid_entry2],
-    ) -> Result<(), MachineError> {
-        if promised.is_empty() {
+    pub fn check_shown(&self, config: &VmConfig, shown: &[CpuidEntry]) -> Result<(), MachineError> {
+        if shown.is_empty() {
             return Ok(());
         }
         let topology = boot::topology(&config.cpus)?;
         let ours = boot::vm_cpuid(&self.cpuid, &config.cpus, topology, None);
-        features::compare(promised, &ours).map_err(MachineError::Features)
+        features::check(shown, &ours).map_err(MachineError::Features)
     }
 }

@@ -34,10 +34,9 @@ use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
-    ClockPolicy, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu, VcpuInit,
-    VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
+    ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu,
+    VcpuInit, VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
 };
-use kvm_bindings::kvm_cpuid_entry2;
 use memory::GuestRam;
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
@@ -152,10 +151,10 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
-    /// What vCPUs are shown here, whatever they were shown before.
+    /// What vCPUs would be made to show if the guest booted here.
     cpuid: VmCpuid,
-    /// What they were shown when the guest started, here or elsewhere.
-    promised: Vec<kvm_cpuid_entry2>,
+    /// What they were made to show when it booted, here or elsewhere.
+    shown: Vec<CpuidEntry>,
     config: VmConfig,
 }
 
@@ -263,7 +262,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
-            promised: cpuid.entries().to_vec(),
+            shown: features::shown(&cpuid),
             cpuid,
             config,
         })
@@ -375,14 +374,9 @@ impl Machine {
         &self.config
     }
 
-    /// What all its vCPUs were shown when the guest started.
-    pub fn promised(&self) -> &[kvm_cpuid_entry2] {
-        &self.promised
-    }
-
-    /// Takes note of what the guest was shown where it started.
-    pub fn set_promised(&mut self, cpuid: Vec<kvm_cpuid_entry2>) {
-        self.promised = cpuid;
+    /// What all its vCPUs were made to show when the guest booted, here or elsewhere.
+    pub fn shown(&self) -> &[CpuidEntry] {
+        &self.shown
     }
 
     /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
@@ -523,6 +517,7 @@ impl Machine {
         }
         Ok(MachineState {
             version: MACHINE_STATE_VERSION,
+            shown: self.shown.clone(),
             clock,
             vcpus,
             irqchips: self.vm.irqchips()?,
@@ -544,9 +539,8 @@ impl Machine {
             let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());
             return Err(mismatch(format!("it has {theirs} vCPUs, this machine {ours}")));
         }
-        for vcpu in &state.vcpus {
-            features::check(vcpu, &self.cpuid).map_err(MachineError::Features)?;
-        }
+        features::check(&state.shown, &self.cpuid).map_err(MachineError::Features)?;
+        self.shown = state.shown;
         let functions = self.devices.functions();
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use devices::virtio::DeviceSnapshot;
-use hypervisor::{ClockState, IrqchipState, VCPU_STATE_VERSION, VcpuState};
+use hypervisor::{ClockState, CpuidEntry, IrqchipState, VCPU_STATE_VERSION, VcpuState};
 use pci::PciDeviceState;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -29,6 +29,8 @@ pub struct PciFunctionState {
 pub struct MachineState {
     /// See [`MACHINE_STATE_VERSION`].
     pub version: u32,
+    /// What all vCPUs were made to show when the guest booted.
+    pub shown: Vec<CpuidEntry>,
     /// Guest time.
     pub clock: ClockState,
     /// The vCPUs, in order of their numbers.

@@ -7,7 +7,6 @@
 
 use std::sync::Arc;
 
-use kvm_bindings::kvm_cpuid_entry2;
 use vm_migration::VmError;
 use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
@@ -33,8 +32,6 @@ impl ArrivingBuilder {
 pub struct MappedArrival {
     builder: ArrivingBuilder,
     config: VmConfig,
-    /// What the guest was shown of its processor where it started; empty if that is not known.
-    promised: Vec<kvm_cpuid_entry2>,
     memory: Arc<MigratingRam>,
 }
 
@@ -61,13 +58,12 @@ impl DestinationBuilder for ArrivingBuilder {
     ) -> Result<MappedArrival, VmError> {
         let MachineDocument { vm_config, common_cpuid } = MachineDocument::read(config_json)?;
         let config = vm_config.complete()?;
-        let promised: Vec<_> = common_cpuid.into_iter().map(Into::into).collect();
-        self.host.check_promised(&config, &promised)?;
+        self.host.check_shown(&config, &common_cpuid)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         let ram = Machine::arriving_ram(&config, &self.host, &given)?;
         let memory = Arc::new(MigratingRam::new(ram)?);
-        Ok(MappedArrival { builder: self, config, promised, memory })
+        Ok(MappedArrival { builder: self, config, memory })
     }
 }
 
@@ -79,14 +75,11 @@ impl MappedMachine for MappedArrival {
     }
 
     fn build(self) -> Result<ArrivingMachine, VmError> {
-        let Self { builder: ArrivingBuilder { host, sink }, mut config, promised, memory } = self;
+        let Self { builder: ArrivingBuilder { host, sink }, mut config, memory } = self;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
-        let mut machine = Machine::arriving(config, consoles, &host, sink, ram)?;
+        let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
         machine.check_exclusive()?;
-        if !promised.is_empty() {
-            machine.set_promised(promised);
-        }
         Ok(ArrivingMachine { machine })
     }
 }

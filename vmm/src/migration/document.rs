@@ -6,7 +6,7 @@
 //! Owns its form. A document of the first form, the configuration alone, is read as well: nothing
 //! is known of its processor then, and the check is left to the restoring of the vCPUs.
 
-use kvm_bindings::kvm_cpuid_entry2;
+use hypervisor::CpuidEntry;
 use serde::{Deserialize, Serialize};
 
 use crate::config::VmConfig;
@@ -23,33 +23,6 @@ pub enum DocumentError {
     /// More entries than KVM takes.
     #[error("the source names {0} CPUID entries, at most {CPUID_ENTRIES_MAX} are possible")]
     Cpuid(usize),
-}
-
-/// One entry of a CPUID table.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "the registers name themselves")]
-pub struct CpuidEntry {
-    pub function: u32,
-    pub index: u32,
-    pub flags: u32,
-    pub eax: u32,
-    pub ebx: u32,
-    pub ecx: u32,
-    pub edx: u32,
-}
-
-impl From<&kvm_cpuid_entry2> for CpuidEntry {
-    fn from(entry: &kvm_cpuid_entry2) -> Self {
-        let kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, .. } = *entry;
-        Self { function, index, flags, eax, ebx, ecx, edx }
-    }
-}
-
-impl From<CpuidEntry> for kvm_cpuid_entry2 {
-    fn from(entry: CpuidEntry) -> Self {
-        let CpuidEntry { function, index, flags, eax, ebx, ecx, edx } = entry;
-        Self { function, index, flags, eax, ebx, ecx, edx, ..Self::default() }
-    }
 }
 
 /// The document.
@@ -105,8 +78,8 @@ mod tests {
             text in "[{}\\[\\]\",:a-z_0-9 ]{0,80}",
             numbers in any::<[u32; 7]>(),
         ) {
-            let [function, index, flags, eax, ebx, ecx, edx] = numbers;
-            let entry = CpuidEntry { function, index, flags, eax, ebx, ecx, edx };
+            let [function, index, flags, answer @ ..] = numbers;
+            let entry = CpuidEntry { function, index, flags, answer };
             let whole = MachineDocument { common_cpuid: vec![entry], ..document() };
             fuzz_document(&serde_json::to_vec(&whole).unwrap());
             fuzz_document(text.as_bytes());
@@ -115,10 +88,14 @@ mod tests {
         }
     }
 
+    fn entry(function: u32) -> CpuidEntry {
+        CpuidEntry { function, index: 0, flags: 0, answer: [0, u32::MAX, 0, 0] }
+    }
+
     fn document() -> MachineDocument {
         MachineDocument {
             vm_config: serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap(),
-            common_cpuid: vec![CpuidEntry { function: 7, ebx: u32::MAX, ..CpuidEntry::default() }],
+            common_cpuid: vec![entry(7)],
         }
     }
 
@@ -140,7 +117,7 @@ mod tests {
         for bad in ["", "[]", "{}", r#"{"vm_config":7}"#, r#"{"vm_config":{"payload":{},"x":1}}"#] {
             assert!(MachineDocument::read(bad.as_bytes()).is_err(), "{bad}");
         }
-        let many = MachineDocument { common_cpuid: vec![CpuidEntry::default(); 257], ..document() };
+        let many = MachineDocument { common_cpuid: vec![entry(0); 257], ..document() };
         let error = MachineDocument::read(&serde_json::to_vec(&many).unwrap()).unwrap_err();
         assert!(matches!(error, DocumentError::Cpuid(257)), "{error}");
     }

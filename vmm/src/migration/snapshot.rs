@@ -203,5 +203,5 @@ pub fn prefault_ram(ram: &memory::GuestRam, everything: bool) -> Result<(), Pref
     } else {
         ram.prefault(&options)?
     };
-    running.wait().map(|_| ())
+    running.wait()
 }

@@ -13,7 +13,7 @@ use vm_migration::VmError;
 use vm_migration::vm::{PausedVm, SourceVm, Throttle};
 
 use super::dirty::MachineDirtyLog;
-use super::document::{CpuidEntry, MachineDocument};
+use super::document::MachineDocument;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::machine::Machine;
 
@@ -89,7 +89,7 @@ impl SourceVm for LeavingMachine {
     fn config_json(&mut self) -> Result<Vec<u8>, VmError> {
         let document = MachineDocument {
             vm_config: self.machine.config().clone(),
-            common_cpuid: self.machine.promised().iter().map(CpuidEntry::from).collect(),
+            common_cpuid: self.machine.shown().to_vec(),
         };
         Ok(serde_json::to_vec(&document)?)
     }
