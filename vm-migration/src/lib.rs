@@ -12,9 +12,10 @@
 //! | [`protocol`] | messages and their bytes |
 //! | [`transport`] | addresses, sockets, waits |
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
+//! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
-//! | [`options`], [`progress`], [`error`], [`cancel`] | what a person chooses, sees, and can stop |
+//! | [`options`], [`progress`], [`error`], [`report`], [`cancel`] | what a person chooses, sees, and can stop |
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -63,6 +64,8 @@ pub mod options;
 pub mod progress;
 pub mod protocol;
 pub mod ram;
+pub mod report;
+pub mod snapshot;
 pub mod source;
 pub mod transport;
 pub mod uffd;
@@ -81,6 +84,7 @@ pub use options::{
     TimeoutStrategy,
 };
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
+pub use report::FailureReport;
 pub use transport::Address;
 pub use vm::VmError;
 

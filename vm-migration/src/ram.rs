@@ -113,6 +113,14 @@ impl GuestSlice<'_> {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, bytes.len()) };
     }
 
+    /// Copies bytes from the start of the slice. The guest must not run, or the bytes mean nothing.
+    pub(crate) fn read(&self, bytes: &mut [u8]) {
+        assert!(bytes.len() <= self.len_bytes);
+        // SAFETY: the slice is mapped readable for its length (contract of `GuestMemoryMap`) and
+        // `bytes` is ordinary memory of this process, so the two do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(self.start, bytes.as_mut_ptr(), bytes.len()) };
+    }
+
     /// Copies the slice to the end of `bytes`, word by word. The guest may write meanwhile; the
     /// dirty log has the page then.
     #[expect(clippy::cast_ptr_alignment, reason = "slices begin at pages")]
@@ -187,6 +195,17 @@ pub(crate) fn clear<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<(
         }
     }
     memory.mark_zero(run);
+    Ok(())
+}
+
+/// Throws away what is populated of a run.
+pub(crate) fn empty<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<()> {
+    let unit = memory.layout().regions()[run.region].host_page_bytes / PAGE_BYTES;
+    for pages in memory.populated_runs(run.region, run.first..run.end())? {
+        let first = pages.start / unit * unit;
+        let end = pages.end.next_multiple_of(unit);
+        memory.discard(PageRun { region: run.region, first, count: end - first })?;
+    }
     Ok(())
 }
 

@@ -75,15 +75,28 @@ impl<M: GuestMemoryMap> Engine<M> {
         pending: &[u8],
         progress: Arc<Progress>,
     ) -> Result<Self, Cause> {
+        let missing = maps(&**memory);
+        runs::decode(pending, &missing)?;
+        for (region, map) in missing.iter().enumerate() {
+            let unit = memory.layout().regions()[region].host_page_bytes / PAGE_BYTES;
+            for (first, count) in map.runs() {
+                let run = PageRun { region, first: first * unit, count: count * unit };
+                ram::empty(&**memory, run).map_err(Cause::Memory)?;
+            }
+        }
+        Self::with_missing(memory, source, missing, progress)
+    }
+
+    /// Begins with memory whose missing units (one map a region) hold nothing.
+    pub(crate) fn with_missing(
+        memory: &Arc<M>,
+        source: Arc<dyn FaultSource>,
+        missing: Vec<ClaimMap>,
+        progress: Arc<Progress>,
+    ) -> Result<Self, Cause> {
         let regions = memory.layout().regions();
         let unit_pages: Vec<u64> =
             regions.iter().map(|region| region.host_page_bytes / PAGE_BYTES).collect();
-        let maps = || -> Vec<ClaimMap> {
-            let sizes = regions.iter().zip(&unit_pages);
-            sizes.map(|(region, unit)| ClaimMap::new(region.pages() / unit)).collect()
-        };
-        let missing = maps();
-        runs::decode(pending, &missing)?;
         let mut left = 0;
         let mut missing_bytes = 0;
         for (region, map) in missing.iter().enumerate() {
@@ -91,15 +104,13 @@ impl<M: GuestMemoryMap> Engine<M> {
             left += map.count();
             missing_bytes += map.count() * unit * PAGE_BYTES;
             for (first, count) in map.runs() {
-                let run = PageRun { region, first: first * unit, count: count * unit };
-                memory.mark_absent(run);
-                empty(&**memory, run).map_err(Cause::Memory)?;
+                memory.mark_absent(PageRun { region, first: first * unit, count: count * unit });
             }
         }
         progress.counters.remaining_bytes.store(missing_bytes, Ordering::Relaxed);
         let engine = Self {
             source,
-            wanted: maps(),
+            wanted: maps(&**memory),
             missing,
             unit_pages,
             left: AtomicU64::new(left),
@@ -341,13 +352,8 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 }
 
-/// Throws away what is populated of a run.
-fn empty<M: GuestMemoryMap>(memory: &M, run: PageRun) -> std::io::Result<()> {
-    let unit = memory.layout().regions()[run.region].host_page_bytes / PAGE_BYTES;
-    for pages in memory.populated_runs(run.region, run.first..run.end())? {
-        let first = pages.start / unit * unit;
-        let end = pages.end.next_multiple_of(unit);
-        memory.discard(PageRun { region: run.region, first, count: end - first })?;
-    }
-    Ok(())
+/// A clear bit for every unit of every region.
+fn maps<M: GuestMemoryMap>(memory: &M) -> Vec<ClaimMap> {
+    let regions = memory.layout().regions().iter();
+    regions.map(|region| ClaimMap::new(region.len_bytes / region.host_page_bytes)).collect()
 }

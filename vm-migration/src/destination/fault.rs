@@ -19,6 +19,7 @@ use crate::fault::FaultWait;
 use crate::progress::{Phase, Snapshot};
 use crate::protocol::message::{Answer, Message};
 use crate::ram::GuestMemoryMap;
+use crate::report::FailureReport;
 use crate::transport::{Connection, WaitEnd, wait_readable};
 
 /// The sending end of an urgent connection; several readers may share one. Held for one message.
@@ -211,7 +212,6 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 Ok(progress.snapshot())
             }
             Err(Failure { step, cause }) => {
-                progress.finish(Phase::PostcopyPaused);
                 let error = MigrationError {
                     side: Side::Destination,
                     phase: Phase::Fault,
@@ -219,6 +219,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                     guest: GuestIs::PostcopyPaused,
                     cause,
                 };
+                progress.fail(Phase::PostcopyPaused, FailureReport::new(&error));
                 Err(Box::new(PostcopyPaused { error, faulting: self }))
             }
         }

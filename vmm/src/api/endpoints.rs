@@ -8,7 +8,9 @@
 use serde::de::DeserializeOwned;
 
 use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
-use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
+use crate::config::{
+    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmSnapshotConfig,
+};
 
 /// Where all paths begin.
 pub const API_ROOT: &str = "/api/v1/";
@@ -219,10 +221,41 @@ pub const ENDPOINTS: &[Endpoint] = &[
         errors: &[NotCreated],
         decode: |_| Ok(VmmRequest::MigrationProgress),
     },
+    Endpoint {
+        path: "vm.migration-cancel",
+        method: Put,
+        summary: "Cancels the migration that goes on, and answers when it is over and the guest \
+                  runs at the source. Refused once the guest belongs to the destination.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Schema("MigrationCancelled"),
+        errors: &[NotCreated, Conflict],
+        decode: |_| Ok(VmmRequest::MigrationCancel),
+    },
+    Endpoint {
+        path: "vm.snapshot",
+        method: Put,
+        summary: "Saves the paused VM to a directory.",
+        operation: None,
+        takes: Body::Schema("VmSnapshotConfig"),
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: decode_snapshot,
+    },
+    Endpoint {
+        path: "vm.restore",
+        method: Put,
+        summary: "Restores a VM from a directory.",
+        operation: None,
+        takes: Body::Schema("RestoreConfig"),
+        gives: Body::Empty,
+        errors: &[NotCreated, AlreadyCreated, Conflict],
+        decode: decode_restore,
+    },
 ];
 
 /// Endpoints that clients may know and that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 17] = [
+pub const UNSUPPORTED: [&str; 15] = [
     "vm.add-device",
     "vm.add-disk",
     "vm.add-fs",
@@ -238,8 +271,6 @@ pub const UNSUPPORTED: [&str; 17] = [
     "vm.resize",
     "vm.resize-disk",
     "vm.resize-zone",
-    "vm.restore",
-    "vm.snapshot",
 ];
 
 /// What became of a path and a method.
@@ -303,6 +334,18 @@ fn decode_receive(body: &[u8]) -> Result<VmmRequest, ApiError> {
     Ok(VmmRequest::ReceiveMigration(Box::new(data)))
 }
 
+fn decode_snapshot(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let config = json::<VmSnapshotConfig>("VmSnapshotConfig", body)?;
+    config.directory().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::Snapshot(Box::new(config)))
+}
+
+fn decode_restore(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let config = json::<RestoreConfig>("RestoreConfig", body)?;
+    config.directory().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::Restore(Box::new(config)))
+}
+
 /// Turns an answer into JSON; nothing for [`ApiReply::Empty`].
 ///
 /// # Errors
@@ -314,6 +357,7 @@ pub fn encode(reply: &ApiReply) -> Result<Option<Vec<u8>>, ApiError> {
         ApiReply::Info(info) => serde_json::to_vec(info),
         ApiReply::Counters(counters) => serde_json::to_vec(counters),
         ApiReply::Progress(progress) => serde_json::to_vec(progress),
+        ApiReply::Cancelled(cancelled) => serde_json::to_vec(cancelled),
     };
     json.map(Some).map_err(|error| {
         ApiError::new(ApiErrorKind::Failed, format!("the answer cannot be written: {error}"))

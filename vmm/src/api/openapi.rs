@@ -18,9 +18,9 @@ use utoipa::openapi::{
 
 use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
-use super::types::{API_VERSION, VmCounters, VmInfo, VmmPingResponse};
+use super::types::{API_VERSION, MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::value::{FieldValue, SchemaSet};
-use crate::config::{ReceiveMigrationData, SendMigrationData};
+use crate::config::{ReceiveMigrationData, RestoreConfig, SendMigrationData, VmSnapshotConfig};
 
 /// The description of the API.
 pub fn document() -> OpenApi {
@@ -60,8 +60,11 @@ fn schemas() -> SchemaSet {
     let mut out = BTreeMap::new();
     VmmPingResponse::collect_schemas(&mut out);
     VmInfo::collect_schemas(&mut out);
+    MigrationCancelled::collect_schemas(&mut out);
     SendMigrationData::collect_schemas(&mut out);
     ReceiveMigrationData::collect_schemas(&mut out);
+    VmSnapshotConfig::collect_schemas(&mut out);
+    RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());
     out.insert(
         "MigrationProgress".to_owned(),

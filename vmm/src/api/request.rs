@@ -13,8 +13,10 @@ use std::sync::mpsc::{Receiver, Sender};
 use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::types::{VmCounters, VmInfo, VmmPingResponse};
-use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
+use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
+use crate::config::{
+    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmSnapshotConfig,
+};
 
 /// What can be asked of the VMM.
 #[derive(Debug)]
@@ -47,6 +49,12 @@ pub enum VmmRequest {
     ReceiveMigration(Box<ReceiveMigrationData>),
     /// How far is the migration?
     MigrationProgress,
+    /// Stop the migration; answered when it is over.
+    MigrationCancel,
+    /// Save the paused VM; answered when that is done.
+    Snapshot(Box<VmSnapshotConfig>),
+    /// Restore a VM; answered when that is done.
+    Restore(Box<RestoreConfig>),
     /// End the process.
     VmmShutdown,
 }
@@ -69,6 +77,9 @@ impl VmmRequest {
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
+            Self::MigrationCancel => "vm.migration-cancel",
+            Self::Snapshot(_) => "vm.snapshot",
+            Self::Restore(_) => "vm.restore",
             Self::VmmShutdown => "vmm.shutdown",
         }
     }
@@ -87,6 +98,8 @@ pub enum ApiReply {
     Counters(VmCounters),
     /// To [`VmmRequest::MigrationProgress`]: the progress document.
     Progress(serde_json::Value),
+    /// To [`VmmRequest::MigrationCancel`].
+    Cancelled(MigrationCancelled),
 }
 
 /// The kind of a failure, from which the HTTP status follows.

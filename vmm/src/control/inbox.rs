@@ -8,11 +8,14 @@ use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::receiving::Arrival;
 use super::sending::Departure;
+use super::snapshot::{RestoreEnd, SaveEnd};
 use crate::machine::GuestEvent;
+use crate::migration::memory::MigratingRam;
 
 /// A message to the VMM thread.
 pub enum Message {
@@ -22,8 +25,16 @@ pub enum Message {
     Departed(Box<Departure>),
     /// A migration to here is over, or its guest runs.
     Arrived(Box<Arrival>),
-    /// All pages of a guest that arrived in postcopy are here, or are not going to be.
-    PagesComplete(Result<(), String>),
+    /// The guest that leaves belongs to the destination; its pages are being served.
+    HandedOver,
+    /// All pages of a guest that arrived in postcopy are here, or the source is lost.
+    PagesComplete(Result<(), Box<PostcopyPaused<MigratingRam>>>),
+    /// The VM was saved, or not.
+    Saved(Box<SaveEnd>),
+    /// A VM was restored, or not.
+    Restored(Box<RestoreEnd>),
+    /// All memory of the machine with this number, which was restored on demand, is here.
+    MemoryComplete(u64),
 }
 
 /// The sending end; cheap to clone.

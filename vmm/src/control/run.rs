@@ -34,6 +34,9 @@ pub enum RunError {
     /// The VM of the command line.
     #[error("cannot start the VM")]
     Start(#[source] ApiError),
+    /// The snapshot of the command line.
+    #[error("cannot restore the VM")]
+    Restore(#[source] ApiError),
     /// The guest rebooted.
     #[error("the VM did not come back from its reboot")]
     Reboot(#[source] ApiError),
@@ -75,9 +78,13 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
         vmm.create(Box::new(config)).map_err(RunError::Start)?;
         vmm.boot().map_err(RunError::Start)?;
     }
+    if let Some(config) = options.restore {
+        vmm.restore_at_once(&config).map_err(RunError::Restore)?;
+    }
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
     let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;
     let result = serve(&mut vmm, &queue, &inbox, signals);
+    vmm.end_vm();
     drop(vmm);
     if let Some(server) = server {
         server.stop();
@@ -105,9 +112,10 @@ fn serve(
             Err(error) => return Err(RunError::Loop(error)),
         }
         if signals.next().is_some() {
-            match vmm.shut_vmm_down() {
-                Ok(_) => return Ok(ExitReason::Signal),
-                Err(error) => log::warn!("not ending yet: {error}"),
+            match vmm.end_signal() {
+                Next::Continue => {}
+                Next::Exit(reason) => return Ok(reason),
+                Next::Fail(error) => return Err(error),
             }
         }
         inbox.clear();
