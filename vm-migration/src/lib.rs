@@ -55,6 +55,7 @@
 pub mod bitmap;
 pub mod cancel;
 mod channel;
+mod cursor;
 pub mod destination;
 pub mod error;
 pub mod fault;
@@ -78,7 +79,10 @@ mod tests;
 
 pub use cancel::Cancel;
 pub use error::{Cause, GuestIs, MigrationError, Side};
-pub use options::{Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy};
+pub use options::{
+    Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,
+    TimeoutStrategy,
+};
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
 pub use report::FailureReport;
 pub use transport::Address;

@@ -51,6 +51,47 @@ pub enum TimeoutStrategy {
     Ignore,
 }
 
+/// What is done when rounds of precopy no longer help.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Convergence {
+    /// Nothing: the guest may calm down until the timeout.
+    #[default]
+    None,
+    /// The guest's vCPUs are slowed down, step by step.
+    Throttle,
+    /// A longer downtime is allowed, step by step, up to [`SendOptions::downtime_max`].
+    RaiseDowntime,
+    /// The rest of memory follows the guest; not there yet, and refused by name.
+    Postcopy,
+}
+
+/// When dirty bits are cleared and tracking is re-armed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DirtyClear {
+    /// Slice by slice, each just before it is copied.
+    #[default]
+    Slice,
+    /// For all of memory at the beginning of a round. For comparison.
+    Round,
+}
+
+/// Whether bulk memory is compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Compression {
+    /// Never.
+    #[default]
+    None,
+    /// With zstd, on each connection as long as more memory arrives that way.
+    Zstd,
+}
+
+/// How many times [`SendOptions::downtime`] may become with [`Convergence::RaiseDowntime`] when
+/// nothing else is said.
+pub const DOWNTIME_MAX_FACTOR: u32 = 10;
+
 /// How long each kind of wait may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -75,7 +116,7 @@ pub struct SendOptions {
     pub to: Address,
     /// How memory travels.
     pub memory_mode: MemoryMode,
-    /// Memory as file descriptors on one host; not there yet, and refused by name.
+    /// Memory as file descriptors on one host; nothing is copied.
     pub local: bool,
     /// Connections that carry memory, 1 to [`CONNECTIONS_MAX`].
     pub connections: u16,
@@ -87,6 +128,15 @@ pub struct SendOptions {
     pub timeout: Duration,
     /// What happens after `timeout`.
     pub timeout_strategy: TimeoutStrategy,
+    /// What is done about rounds that do not help.
+    pub convergence: Convergence,
+    /// Longest downtime that `convergence` may allow; `None` for [`DOWNTIME_MAX_FACTOR`] times
+    /// `downtime`.
+    pub downtime_max: Option<Duration>,
+    /// When dirty bits are cleared.
+    pub dirty_clear: DirtyClear,
+    /// Whether bulk memory is compressed. Precopy only.
+    pub compression: Compression,
     /// Limits of single waits.
     pub limits: Limits,
 }
@@ -94,9 +144,12 @@ pub struct SendOptions {
 /// A combination of choices that cannot work.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionsError {
-    /// local=on.
-    #[error("local=on is not supported yet; leave it out to migrate over {0}")]
+    /// local=on over a network.
+    #[error("local=on hands memory over on one host: it needs a unix: address, not {0}")]
     Local(Address),
+    /// local=on with something that it makes meaningless.
+    #[error("local=on hands memory over without copying it: leave {0} out")]
+    LocalAnd(&'static str),
     /// A number of connections out of range.
     #[error("{name}={value} is not between 1 and {CONNECTIONS_MAX}")]
     Connections {
@@ -105,9 +158,23 @@ pub enum OptionsError {
         /// Its value.
         value: u16,
     },
-    /// Several connections over a Unix socket.
-    #[error("connections={0} needs a tcp: address; a Unix socket carries one memory connection")]
-    UnixConnections(u16),
+    /// convergence=postcopy.
+    #[error(
+        "convergence=postcopy is not supported yet; use memory_mode=postcopy, which moves any \
+         guest, or convergence=throttle"
+    )]
+    ConvergencePostcopy,
+    /// compression with postcopy.
+    #[error("compression=zstd works with memory_mode=precopy only; leave one of the two out")]
+    CompressionPostcopy,
+    /// A cap below what is allowed from the start.
+    #[error("downtime_max_ms={max_ms} is less than downtime_ms={downtime_ms}")]
+    DowntimeMax {
+        /// The cap.
+        max_ms: u128,
+        /// Where it starts.
+        downtime_ms: u128,
+    },
 }
 
 impl SendOptions {
@@ -122,6 +189,10 @@ impl SendOptions {
             downtime: DOWNTIME_DEFAULT,
             timeout: TIMEOUT_DEFAULT,
             timeout_strategy: TimeoutStrategy::Cancel,
+            convergence: Convergence::None,
+            downtime_max: None,
+            dirty_clear: DirtyClear::Slice,
+            compression: Compression::None,
             limits: Limits::default(),
         }
     }
@@ -132,7 +203,15 @@ impl SendOptions {
     /// See [`OptionsError`].
     pub fn check(&self) -> Result<(), OptionsError> {
         if self.local {
-            return Err(OptionsError::Local(self.to.clone()));
+            if !matches!(self.to, Address::Unix(_)) {
+                return Err(OptionsError::Local(self.to.clone()));
+            }
+            if self.memory_mode == MemoryMode::Postcopy {
+                return Err(OptionsError::LocalAnd("memory_mode=postcopy"));
+            }
+            if self.compression != Compression::None {
+                return Err(OptionsError::LocalAnd("compression"));
+            }
         }
         let counts =
             [("connections", self.connections), ("urgent_connections", self.urgent_connections)];
@@ -141,12 +220,25 @@ impl SendOptions {
                 return Err(OptionsError::Connections { name, value });
             }
         }
-        match self.to {
-            Address::Unix(_) if self.connections > 1 => {
-                Err(OptionsError::UnixConnections(self.connections))
-            }
+        if self.convergence == Convergence::Postcopy {
+            return Err(OptionsError::ConvergencePostcopy);
+        }
+        let postcopy = self.memory_mode == MemoryMode::Postcopy;
+        if postcopy && self.compression != Compression::None {
+            return Err(OptionsError::CompressionPostcopy);
+        }
+        match self.downtime_max {
+            Some(max) if max < self.downtime => Err(OptionsError::DowntimeMax {
+                max_ms: max.as_millis(),
+                downtime_ms: self.downtime.as_millis(),
+            }),
             _ => Ok(()),
         }
+    }
+
+    /// Longest downtime that `convergence` may allow.
+    pub fn downtime_cap(&self) -> Duration {
+        self.downtime_max.unwrap_or_else(|| self.downtime.saturating_mul(DOWNTIME_MAX_FACTOR))
     }
 }
 

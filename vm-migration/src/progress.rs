@@ -16,6 +16,7 @@ use serde::Serialize;
 
 use crate::error::Side;
 use crate::fault::FaultSourceKind;
+use crate::options::Convergence;
 use crate::report::FailureReport;
 
 /// States of the two machines.
@@ -117,6 +118,25 @@ pub enum Event {
         /// Bytes to send in it.
         remaining_bytes: u64,
     },
+    /// A round of precopy did not help.
+    Stalled {
+        /// Its number.
+        round: u32,
+        /// What a stop would cost.
+        expected_us: u64,
+        /// What it may cost.
+        allowed_us: u64,
+    },
+    /// From now on the vCPUs are kept out of the guest for this share of the time.
+    Throttled {
+        /// The share.
+        percent: u8,
+    },
+    /// From now on the guest may stand still for so long.
+    DowntimeAllowed {
+        /// In microseconds.
+        allowed_us: u64,
+    },
 }
 
 /// Gets every event, in order, on the thread that caused it. Must not block.
@@ -138,7 +158,13 @@ pub(crate) struct Counters {
     pub dirty_bytes_per_s: AtomicU64,
     pub expected_downtime_us: AtomicU64,
     pub downtime_us: AtomicU64,
+    pub allowed_downtime_us: AtomicU64,
+    pub throttle_percent: AtomicU32,
     pub stalled_rounds: AtomicU32,
+    pub compressed_raw_bytes: AtomicU64,
+    pub compressed_frame_bytes: AtomicU64,
+    pub compression_on: AtomicU32,
+    pub compression_decisions: AtomicU32,
     pub faults: AtomicU64,
     pub faults_requested: AtomicU64,
     pub faults_merged: AtomicU64,
@@ -160,6 +186,7 @@ pub struct Progress {
     ended: OnceLock<Instant>,
     failure: OnceLock<FailureReport>,
     pub(crate) counters: Counters,
+    convergence: OnceLock<Convergence>,
     fault_source: OnceLock<FaultSourceKind>,
     /// Latencies of faults that waited for the peer. Held for one addition or one copy.
     latency: Mutex<Histogram<u64>>,
@@ -196,6 +223,7 @@ impl Progress {
             ended: OnceLock::new(),
             failure: OnceLock::new(),
             counters: Counters::default(),
+            convergence: OnceLock::new(),
             fault_source: OnceLock::new(),
             latency: Mutex::new(latency),
         }
@@ -258,7 +286,7 @@ impl Progress {
         self.tell(Event::Begin(phase));
     }
 
-    fn tell(&self, event: Event) {
+    pub(crate) fn tell(&self, event: Event) {
         if let Some(observer) = &self.observer {
             observer.event(self.side, event);
         }
@@ -273,6 +301,26 @@ impl Progress {
     pub(crate) fn sent_down(&self, bytes: u64) {
         let subtract = |left: u64| Some(left.saturating_sub(bytes));
         let _ = self.counters.remaining_bytes.fetch_update(Relaxed, Relaxed, subtract);
+    }
+
+    /// Memory went out as a frame.
+    pub(crate) fn compressed(&self, raw_bytes: u64, frame_bytes: u64) {
+        self.counters.compressed_raw_bytes.fetch_add(raw_bytes, Relaxed);
+        self.counters.compressed_frame_bytes.fetch_add(frame_bytes, Relaxed);
+    }
+
+    /// A connection has found out whether compression pays.
+    pub(crate) fn compression_is(&self, before: bool, now: bool) {
+        self.counters.compression_decisions.fetch_add(1, Relaxed);
+        match (before, now) {
+            (false, true) => drop(self.counters.compression_on.fetch_add(1, Relaxed)),
+            (true, false) => drop(self.counters.compression_on.fetch_sub(1, Relaxed)),
+            _ => {}
+        }
+    }
+
+    pub(crate) fn set_convergence(&self, policy: Convergence) {
+        let _ = self.convergence.set(policy);
     }
 
     pub(crate) fn set_fault_source(&self, kind: FaultSourceKind) {
@@ -304,7 +352,16 @@ impl Progress {
             dirty_bytes_per_s: get(&c.dirty_bytes_per_s),
             expected_downtime_us: get(&c.expected_downtime_us),
             downtime_us: get(&c.downtime_us),
+            allowed_downtime_us: get(&c.allowed_downtime_us),
+            convergence: self.convergence.get().copied(),
+            throttle_percent: c.throttle_percent.load(Relaxed),
             stalled_rounds: c.stalled_rounds.load(Relaxed),
+            compression: CompressionSnapshot {
+                raw_bytes: get(&c.compressed_raw_bytes),
+                frame_bytes: get(&c.compressed_frame_bytes),
+                connections_on: c.compression_on.load(Relaxed),
+                decisions: c.compression_decisions.load(Relaxed),
+            },
             faults: FaultSnapshot {
                 source: self.fault_source.get().copied(),
                 seen: get(&c.faults),
@@ -360,16 +417,37 @@ pub struct Snapshot {
     pub link_bytes_per_s: u64,
     /// Rate at which the guest dirtied memory in the last round.
     pub dirty_bytes_per_s: u64,
-    /// What a stop now would cost.
+    /// What a stop now would cost the guest: the last pages, state, round trips, start.
     pub expected_downtime_us: u64,
     /// What it did cost; 0 before.
     pub downtime_us: u64,
+    /// What it may cost; `convergence` may raise it.
+    pub allowed_downtime_us: u64,
+    /// What is done about rounds that do not help (precopy at the source).
+    pub convergence: Option<Convergence>,
+    /// Share of the time for which vCPUs are kept out of the guest now.
+    pub throttle_percent: u32,
     /// Rounds in a row that did not help.
     pub stalled_rounds: u32,
+    /// Compression of bulk memory.
+    pub compression: CompressionSnapshot,
     /// Postcopy faults.
     pub faults: FaultSnapshot,
     /// Why it failed, when it has.
     pub error: Option<FailureReport>,
+}
+
+/// Compression at the source, all connections together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CompressionSnapshot {
+    /// Memory that went out compressed.
+    pub raw_bytes: u64,
+    /// What it was compressed to.
+    pub frame_bytes: u64,
+    /// Connections on which it was found to pay, and is on.
+    pub connections_on: u32,
+    /// How many times a connection has tried both ways and decided.
+    pub decisions: u32,
 }
 
 /// Faults of a postcopy destination.

@@ -10,6 +10,7 @@
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
@@ -32,6 +33,13 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
 
     /// Start of the second mapping of the same pages, never watched; `None` for anonymous memory.
     fn alias(&self, region: usize) -> Option<*mut u8>;
+
+    /// The file that a region's pages belong to, for handing it over; `None` for private memory.
+    /// Regions of the same name have the same file.
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        let _ = region;
+        None
+    }
 
     /// Which of `pages` have ever been populated, as ascending runs. Must not populate any.
     /// Memory that cannot tell answers with the whole range.
@@ -101,6 +109,19 @@ impl GuestSlice<'_> {
         // SAFETY: the slice is mapped readable for its length (contract of `GuestMemoryMap`) and
         // `bytes` is ordinary memory of this process, so the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(self.start, bytes.as_mut_ptr(), bytes.len()) };
+    }
+
+    /// Copies the slice to the end of `bytes`, word by word. The guest may write meanwhile; the
+    /// dirty log has the page then.
+    #[expect(clippy::cast_ptr_alignment, reason = "slices begin at pages")]
+    pub(crate) fn append_to(&self, bytes: &mut Vec<u8>) {
+        bytes.reserve(self.len_bytes);
+        for offset in (0..self.len_bytes).step_by(size_of::<u64>()) {
+            // SAFETY: pages are aligned and whole, so an aligned word lies inside the slice;
+            // atomic loads may race with anybody's writes.
+            let word = unsafe { &*self.start.add(offset).cast::<AtomicU64>() };
+            bytes.extend_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
     }
 
     #[expect(clippy::cast_ptr_alignment, reason = "slices begin at pages")]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Listen and Negotiate: the first connection, what both sides can do, the machine built here.
+//! Listen and Negotiate: the first connection, what both sides can do, memory mapped here.
 //!
 //! Owns the checks that must fail before anything starts: versions, capabilities, the right to use
 //! userfaultfd, the memory layout.
@@ -9,7 +9,8 @@ use std::fs::File;
 use std::io::Read;
 use std::sync::Arc;
 
-use super::receive::{Built, Terms};
+use super::building::{Building, build_now};
+use super::receive::{Mapped, Parts, Terms};
 use super::{Context, Setback};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -24,7 +25,7 @@ use crate::protocol::capabilities::{
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::ram::GuestMemoryMap;
 use crate::uffd::{self, Uffd};
-use crate::vm::{DestinationBuilder, DestinationVm};
+use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
 /// A source has connected and said nothing yet.
 pub(crate) struct Connected {
@@ -43,55 +44,51 @@ pub(crate) fn listen<V>(context: Context<'_>) -> Result<Connected, Setback<V>> {
 }
 
 impl Connected {
-    /// Agrees on the protocol and builds the machine.
+    /// Agrees on the protocol, maps memory, and begins to build the machine.
     pub(crate) fn negotiate<B: DestinationBuilder>(
         mut self,
         builder: B,
         context: Context<'_>,
-    ) -> Result<Built<B::Vm>, Setback<B::Vm>> {
+    ) -> Result<Mapped<B::Vm>, Setback<B::Vm>> {
         match self.try_negotiate(builder, context) {
-            Ok((vm, memory, terms, fault_source)) => {
-                Ok(Built::new(vm, memory, self.control, terms, fault_source))
-            }
+            Ok(parts) => Ok(Mapped::new(parts, self.control)),
             Err(failure) => Err(Setback::early(Some(self.control), failure)),
         }
     }
 
-    #[expect(clippy::type_complexity, reason = "the parts of one state, named by the caller")]
     fn try_negotiate<B: DestinationBuilder>(
         &mut self,
         builder: B,
         context: Context<'_>,
-    ) -> Result<
-        (B::Vm, Arc<<B::Vm as DestinationVm>::Memory>, Terms, Option<Arc<dyn FaultSource>>),
-        Failure,
-    > {
+    ) -> Result<Parts<B::Vm>, Failure> {
+        const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
-        let offer = agree(control)?;
-        let config = match read(control, "waiting for the configuration")? {
-            Message::Config(config) => config,
-            other => return Err(unexpected(&other, "Config")),
-        };
-        let mut vm = builder
-            .prepare(&config)
-            .map_err(Cause::Vm)
-            .step("building the machine at the destination")?;
-        let memory = vm.memory();
+        let terms = agree(control)?;
+        let (config, given) = take_config(control, &terms)?;
+        let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
+        let memory = mapped.memory();
         let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();
         let counters = &context.progress.counters;
         counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
         let mut payload = Vec::new();
-        let mut fault_source = None;
-        if let Terms::Negotiated { offer, .. } = &offer {
+        let mut postcopy = false;
+        if let Terms::Negotiated { offer, .. } = &terms {
             check_layout(memory.layout(), offer)?;
             payload = Prepared { regions: memory.layout().regions().to_vec() }.to_json();
-            if offer.memory_mode == MemoryMode::Postcopy {
-                fault_source = Some(watch(&mut vm, &memory, context)?);
-            }
+            postcopy = offer.memory_mode == MemoryMode::Postcopy;
         }
+        let (building, fault_source) = if postcopy {
+            // The source stops its guest next, so the machine has to be there first; and it may
+            // know the best way to catch accesses.
+            let mut vm = build_now(mapped)?;
+            let source = watch(&mut vm, &memory, context)?;
+            (Building::done(vm)?, Some(source))
+        } else {
+            (Building::start(mapped)?, None)
+        };
         let answer = Answer::Ok { offer_taken: false, payload };
         control.connection.send(&answer.encode()).step("answering the configuration")?;
-        Ok((vm, memory, offer, fault_source))
+        Ok(Parts { building, memory, terms, fault_source })
     }
 }
 
@@ -124,6 +121,14 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
         let what = format!("the source lacks {missing}");
         return Err(Cause::Unsupported { what, remedy: "update the source" }).step(STEP);
     }
+    if offer.local && !control.connection.is_unix() {
+        let what = "memory can only be handed over through a Unix socket".to_string();
+        return Err(Cause::Unsupported { what, remedy: "use a unix: address" }).step(STEP);
+    }
+    if offer.local && offer.memory_mode == MemoryMode::Postcopy {
+        let why = "local and postcopy exclude each other";
+        return Err(ProtocolError::Malformed { what: "capability offer", why }).step(STEP);
+    }
     if offer.memory_mode == MemoryMode::Postcopy {
         // Here, before anything is built, so that nobody waits for a refusal.
         uffd::check(layout.regions()).step("checking for userfaultfd")?;
@@ -135,6 +140,47 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
     Ok(Terms::Negotiated { offer, token })
 }
 
+/// Takes the files of a local migration, if it is one, and the configuration.
+fn take_config(
+    control: &mut Channel,
+    terms: &Terms,
+) -> Result<(Vec<u8>, Vec<GivenMemory>), Failure> {
+    const STEP: &str = "taking memory over";
+    let offer = match terms {
+        Terms::Negotiated { offer, .. } if offer.local => Some(offer),
+        _ => None,
+    };
+    control.reader.welcome_descriptors(offer.is_some());
+    let mut given: Vec<GivenMemory> = Vec::new();
+    let config = loop {
+        match (read(control, "waiting for the configuration")?, offer) {
+            (Message::Config(config), _) => break config,
+            (Message::MemoryFd { slot }, Some(offer)) => {
+                let malformed = |why| {
+                    Failure::new(STEP, ProtocolError::Malformed { what: "file of memory", why })
+                };
+                let descriptor = control.reader.take_descriptor();
+                let file = descriptor.ok_or_else(|| malformed("no descriptor came with it"))?;
+                let region = usize::try_from(slot).ok().and_then(|slot| offer.regions.get(slot));
+                let name = &region.ok_or_else(|| malformed("it names no region"))?.name;
+                if given.iter().any(|zone| zone.name == *name) {
+                    return Err(malformed("its zone has one already"));
+                }
+                given.push(GivenMemory { name: name.clone(), file: file.into() });
+                control.yes().step(STEP)?;
+            }
+            (other, _) => return Err(unexpected(&other, "Config")),
+        }
+    };
+    control.reader.welcome_descriptors(false);
+    let without = |name: &String| !given.iter().any(|zone| zone.name == *name);
+    if offer.is_some_and(|offer| offer.regions.iter().any(|region| without(&region.name))) {
+        let why = "a zone has none";
+        return Err(ProtocolError::Malformed { what: "set of memory files", why }).step(STEP);
+    }
+    Ok((config, given))
+}
+
 fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
     let mut token = [0; TOKEN_BYTES];
     File::open("/dev/urandom")?.read_exact(&mut token)?;
@@ -144,7 +190,12 @@ fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
 fn check_layout(ours: &Layout, offer: &Offer) -> Result<(), Failure> {
     const STEP: &str = "comparing memory layouts";
     let theirs = offer.layout().step(STEP)?;
-    ours.same_for_guest(&theirs).map_err(ProtocolError::from).step(STEP)
+    ours.same_for_guest(&theirs).map_err(ProtocolError::from).step(STEP)?;
+    if offer.local && ours.regions() != theirs.regions() {
+        let why = "the zones that were handed over do not become the same memory here";
+        return Err(ProtocolError::Malformed { what: "memory layout", why }).step(STEP);
+    }
+    Ok(())
 }
 
 /// Sets up the best way there is to catch accesses to missing pages.

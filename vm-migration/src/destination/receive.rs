@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use super::building::Building;
 use super::engine::Engine;
 use super::fault::FaultThreads;
 use super::negotiate::{read, unexpected};
@@ -26,6 +27,7 @@ use crate::progress::Progress;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
 use crate::protocol::codec::ByteSource;
+use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Message, Role};
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::{TransportError, WaitEnd, wait_readable};
@@ -42,13 +44,28 @@ pub(crate) enum Terms {
     Negotiated { offer: Offer, token: [u8; TOKEN_BYTES] },
 }
 
-/// The machine is built; memory is to come.
-pub(crate) struct Built<V: DestinationVm> {
-    vm: V,
-    memory: Arc<V::Memory>,
+impl Terms {
+    fn local(&self) -> bool {
+        matches!(self, Self::Negotiated { offer, .. } if offer.local)
+    }
+
+    fn negotiated(&self) -> bool {
+        matches!(self, Self::Negotiated { .. })
+    }
+}
+
+/// What Negotiate has made.
+pub(crate) struct Parts<V: DestinationVm> {
+    pub building: Building<V>,
+    pub memory: Arc<V::Memory>,
+    pub terms: Terms,
+    pub fault_source: Option<Arc<dyn FaultSource>>,
+}
+
+/// Memory is mapped and to be filled, the machine is being built.
+pub(crate) struct Mapped<V: DestinationVm> {
+    parts: Parts<V>,
     control: Channel,
-    terms: Terms,
-    fault_source: Option<Arc<dyn FaultSource>>,
     bulk: Vec<Channel>,
     urgent: Vec<Channel>,
 }
@@ -63,7 +80,11 @@ pub(crate) struct HasState<V: DestinationVm> {
 }
 
 /// What ends Receive.
-type StateAndFaults<V> = (Vec<u8>, Option<FaultThreads<<V as DestinationVm>::Memory>>);
+struct Outcome<V: DestinationVm> {
+    vm: V,
+    state: Vec<u8>,
+    faults: Option<FaultThreads<V::Memory>>,
+}
 
 /// What a loop of Receive found to do.
 enum Next {
@@ -71,35 +92,30 @@ enum Next {
     Connection,
 }
 
-impl<V: DestinationVm> Built<V> {
-    pub(crate) fn new(
-        vm: V,
-        memory: Arc<V::Memory>,
-        control: Channel,
-        terms: Terms,
-        fault_source: Option<Arc<dyn FaultSource>>,
-    ) -> Self {
-        Self { vm, memory, control, terms, fault_source, bulk: Vec::new(), urgent: Vec::new() }
+impl<V: DestinationVm> Mapped<V> {
+    pub(crate) fn new(parts: Parts<V>, control: Channel) -> Self {
+        Self { parts, control, bulk: Vec::new(), urgent: Vec::new() }
     }
 
     /// Takes memory until the state arrives.
     pub(crate) fn receive(mut self, context: Context<'_>) -> Result<HasState<V>, Setback<V>> {
         match self.try_receive(context) {
-            Ok((state, faults)) => Ok(HasState {
-                vm: self.vm,
+            Ok(Outcome { vm, state, faults }) => Ok(HasState {
+                vm,
                 control: self.control,
                 state,
-                negotiated: matches!(self.terms, Terms::Negotiated { .. }),
+                negotiated: self.parts.terms.negotiated(),
                 faults,
             }),
             Err(failure) => Err(Setback::early(Some(self.control), failure)),
         }
     }
 
-    fn try_receive(&mut self, context: Context<'_>) -> Result<StateAndFaults<V>, Failure> {
+    fn try_receive(&mut self, context: Context<'_>) -> Result<Outcome<V>, Failure> {
         const STEP: &str = "receiving memory";
         let mut helpers = Helpers::new().step(STEP)?;
         let mut faults = None;
+        let mut inflater = Inflater::default();
         loop {
             let message = match self.next(&helpers, context)? {
                 Next::Connection => {
@@ -108,26 +124,41 @@ impl<V: DestinationVm> Built<V> {
                 }
                 Next::Message(message) => message,
             };
+            let memory = &*self.parts.memory;
             match message {
-                Message::Memory(_) | Message::ZeroPages(_) if faults.is_some() => {
+                Message::Memory(_) | Message::ZeroPages(_) | Message::MemoryZstd { .. }
+                    if faults.is_some() || self.parts.terms.local() =>
+                {
                     return Err(unexpected(&message, "State"));
                 }
                 Message::Memory(ranges) => {
                     let reader = &mut self.control.reader;
-                    take_memory(&*self.memory, reader, &ranges, context.progress).step(STEP)?;
+                    take_memory(memory, reader, &ranges, context.progress).step(STEP)?;
                 }
-                Message::ZeroPages(ranges) if matches!(self.terms, Terms::Negotiated { .. }) => {
-                    take_zeros(&*self.memory, &ranges, context.progress).step(STEP)?;
+                Message::MemoryZstd { ranges, frame_bytes } if self.parts.terms.negotiated() => {
+                    let from = (&mut self.control.reader, &mut inflater);
+                    take_frame(memory, from, &ranges, frame_bytes, context.progress).step(STEP)?;
+                }
+                Message::ZeroPages(ranges) if self.parts.terms.negotiated() => {
+                    take_zeros(memory, &ranges, context.progress).step(STEP)?;
+                }
+                Message::AwaitMachine if self.parts.terms.negotiated() => {
+                    self.parts.building.wait(context.cancel)?;
+                    if self.parts.building.failed().is_cancelled() {
+                        return Err(self.failure_to_build());
+                    }
                 }
                 Message::Pending(bytes) if faults.is_none() => {
                     faults = Some(self.start_engine(&bytes, context)?);
                 }
                 Message::State(state) => {
-                    if self.fault_source.is_some() && faults.is_none() {
+                    if self.parts.fault_source.is_some() && faults.is_none() {
                         return Err(unexpected(&Message::State(Vec::new()), "Pending"));
                     }
                     helpers.finish()?;
-                    return Ok((state, faults));
+                    self.parts.building.wait(context.cancel)?;
+                    let vm = self.parts.building.finish()?;
+                    return Ok(Outcome { vm, state, faults });
                 }
                 other => return Err(unexpected(&other, "Memory or State")),
             }
@@ -135,13 +166,24 @@ impl<V: DestinationVm> Built<V> {
         }
     }
 
-    /// Waits for a message or a connection, or for a helper to fail.
+    fn failure_to_build(&mut self) -> Failure {
+        match self.parts.building.finish() {
+            Err(failure) => failure,
+            Ok(_) => Failure::new("building the machine at the destination", Cause::Panicked),
+        }
+    }
+
+    /// Waits for a message or a connection, or for a helper or the builder to fail.
     fn next(&mut self, helpers: &Helpers, context: Context<'_>) -> Result<Next, Failure> {
         const STEP: &str = "waiting for memory or state";
         let limit = context.options.limits.answer;
+        if self.parts.building.failed().is_cancelled() {
+            return Err(self.failure_to_build());
+        }
         if !self.control.reader.has_buffered() {
             let fds = [
                 helpers.failed.fd(),
+                self.parts.building.failed().fd(),
                 self.control.connection.as_raw_fd(),
                 context.listener.as_raw_fd(),
             ];
@@ -153,7 +195,8 @@ impl<V: DestinationVm> Built<V> {
                     return Err(TransportError::Timeout { what, after: limit }).step(STEP);
                 }
                 WaitEnd::Ready(0) => return Err(helpers.failure()),
-                WaitEnd::Ready(1) => {}
+                WaitEnd::Ready(1) => return Err(self.failure_to_build()),
+                WaitEnd::Ready(2) => {}
                 WaitEnd::Ready(_) => return Ok(Next::Connection),
             }
         }
@@ -162,7 +205,7 @@ impl<V: DestinationVm> Built<V> {
 
     /// Lets an extra connection in, or closes it.
     fn join(&mut self, helpers: &mut Helpers, context: Context<'_>) -> Result<(), Failure> {
-        let (role, channel) = match greet(&self.terms, context) {
+        let (role, channel) = match greet(&self.parts.terms, context) {
             Ok(joined) => joined,
             Err(Cause::Cancelled) => return Err(Cause::Cancelled).step("accepting connections"),
             Err(cause) => {
@@ -170,11 +213,15 @@ impl<V: DestinationVm> Built<V> {
                 return Ok(());
             }
         };
-        let postcopy = self.fault_source.is_some();
+        let postcopy = self.parts.fault_source.is_some();
         let count = helpers.threads.len() + self.bulk.len() + self.urgent.len();
         match role {
             _ if count >= 2 * usize::from(CONNECTIONS_MAX) => {
                 log::warn!("an extra connection was turned away: there are {count} already");
+                Ok(())
+            }
+            _ if self.parts.terms.local() => {
+                log::warn!("an extra connection was turned away: memory does not travel");
                 Ok(())
             }
             Role::Memory if postcopy => {
@@ -186,9 +233,9 @@ impl<V: DestinationVm> Built<V> {
                 Ok(())
             }
             Role::Memory => helpers.start(
-                Arc::clone(&self.memory),
+                Arc::clone(&self.parts.memory),
                 channel,
-                matches!(self.terms, Terms::Negotiated { .. }),
+                self.parts.terms.negotiated(),
                 Arc::clone(context.progress),
             ),
             Role::Fault => {
@@ -205,10 +252,10 @@ impl<V: DestinationVm> Built<V> {
         context: Context<'_>,
     ) -> Result<FaultThreads<V::Memory>, Failure> {
         const STEP: &str = "preparing for missing pages";
-        let Terms::Negotiated { offer, .. } = &self.terms else {
+        let Terms::Negotiated { offer, .. } = &self.parts.terms else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
-        let Some(source) = &self.fault_source else {
+        let Some(source) = &self.parts.fault_source else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
         debug_assert_eq!(offer.memory_mode, MemoryMode::Postcopy);
@@ -216,9 +263,13 @@ impl<V: DestinationVm> Built<V> {
             let why = "postcopy needs connections for bulk memory and for requested pages";
             return Err(ProtocolError::Malformed { what: "set of connections", why }).step(STEP);
         }
-        let engine =
-            Engine::new(&self.memory, Arc::clone(source), pending, Arc::clone(context.progress))
-                .step(STEP)?;
+        let engine = Engine::new(
+            &self.parts.memory,
+            Arc::clone(source),
+            pending,
+            Arc::clone(context.progress),
+        )
+        .step(STEP)?;
         let bulk = std::mem::take(&mut self.bulk);
         let urgent = std::mem::take(&mut self.urgent);
         FaultThreads::start(Arc::new(engine), bulk, urgent)
@@ -266,6 +317,27 @@ fn take_memory<M: GuestMemoryMap>(
     Ok(())
 }
 
+/// Takes the compressed contents that follow a table.
+fn take_frame<M: GuestMemoryMap>(
+    memory: &M,
+    (from, inflater): (&mut impl ByteSource, &mut Inflater),
+    ranges: &[GpaRange],
+    frame_bytes: u32,
+    progress: &Progress,
+) -> Result<(), Cause> {
+    let runs = locate(memory.layout(), ranges)?;
+    let raw_bytes =
+        runs.iter().fold(0, |all: u64, run: &PageRun| all.saturating_add(run.len_bytes()));
+    let mut raw = inflater.read(from, frame_bytes, raw_bytes)?;
+    let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
+    raw.read_guest(&slices)?;
+    for run in runs {
+        memory.mark_resident(run);
+    }
+    progress.counters.memory_bytes_received.fetch_add(raw_bytes, Ordering::Relaxed);
+    Ok(())
+}
+
 /// Makes ranges zero.
 fn take_zeros<M: GuestMemoryMap>(
     memory: &M,
@@ -298,13 +370,13 @@ impl Helpers {
         &mut self,
         memory: Arc<M>,
         mut channel: Channel,
-        zero_flags: bool,
+        negotiated: bool,
         progress: Arc<Progress>,
     ) -> Result<(), Failure> {
         let connection = Arc::clone(&channel.connection);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
-            if let Err(error) = take_rounds(&*memory, &mut channel, zero_flags, &progress) {
+            if let Err(error) = take_rounds(&*memory, &mut channel, negotiated, &progress) {
                 // The peer hears it on this connection, and we on the first one.
                 channel.refuse(&error.for_peer());
                 failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
@@ -348,10 +420,11 @@ impl Drop for Helpers {
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
     channel: &mut Channel,
-    zero_flags: bool,
+    negotiated: bool,
     progress: &Progress,
 ) -> Result<(), Failure> {
     const STEP: &str = "receiving memory on an extra connection";
+    let mut inflater = Inflater::default();
     loop {
         if !channel.reader.has_buffered() {
             channel.connection.wait_for_data(None).step(STEP)?;
@@ -364,7 +437,11 @@ fn take_rounds<M: GuestMemoryMap>(
             Message::Memory(ranges) => {
                 take_memory(memory, &mut channel.reader, &ranges, progress).step(STEP)?;
             }
-            Message::ZeroPages(ranges) if zero_flags => {
+            Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
+                let from = (&mut channel.reader, &mut inflater);
+                take_frame(memory, from, &ranges, frame_bytes, progress).step(STEP)?;
+            }
+            Message::ZeroPages(ranges) if negotiated => {
                 take_zeros(memory, &ranges, progress).step(STEP)?;
             }
             other => return Err(unexpected(&other, "Memory")),

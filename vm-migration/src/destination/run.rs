@@ -86,6 +86,10 @@ impl<V: DestinationVm> Ready<V> {
             && let Err(failure) = wait_for_confirm(&mut self.control)
         {
             let failure = explain(self.faults.as_ref(), failure);
+            if matches!(failure.cause, Cause::Abandoned(_)) {
+                // Its own word that it goes on there: nothing is in doubt.
+                return Err(Setback::early(Some(self.control), failure));
+            }
             // With pages missing the machine is of no use to anybody.
             let vm = self.faults.is_none().then_some(self.vm);
             let guest = GuestIs::InDoubt;

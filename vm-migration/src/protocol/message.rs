@@ -53,11 +53,15 @@ pub enum Command {
     Elsewhere = 0x4705,
     /// The destination has every page.
     PostcopyDone = 0x4706,
+    /// To be answered once the destination's machine is built and only its state is missing.
+    AwaitMachine = 0x4707,
+    /// Ranges and, behind the table, their contents as one zstd frame.
+    MemoryZstd = 0x4708,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 17] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -73,6 +77,8 @@ impl Command {
         Self::Confirm,
         Self::Elsewhere,
         Self::PostcopyDone,
+        Self::AwaitMachine,
+        Self::MemoryZstd,
     ];
 
     /// The number on the wire.
@@ -109,6 +115,8 @@ impl Command {
             Self::Confirm => "Confirm",
             Self::Elsewhere => "Elsewhere",
             Self::PostcopyDone => "PostcopyDone",
+            Self::AwaitMachine => "AwaitMachine",
+            Self::MemoryZstd => "MemoryZstd",
         }
     }
 }
@@ -133,12 +141,10 @@ pub enum Message {
     Complete,
     /// See [`Command::Abandon`]; a version 0 peer gives no reason.
     Abandon(String),
-    /// See [`Command::MemoryFd`].
+    /// See [`Command::MemoryFd`]; the descriptor comes with the payload, by SCM_RIGHTS.
     MemoryFd {
-        /// Memory slot.
+        /// Memory region, by its place in the layout.
         slot: u32,
-        /// Number of the descriptor at the sender.
-        fd: u32,
     },
     /// See [`Command::CompletePaused`].
     CompletePaused,
@@ -156,6 +162,15 @@ pub enum Message {
     Elsewhere(Vec<GpaRange>),
     /// See [`Command::PostcopyDone`].
     PostcopyDone,
+    /// See [`Command::AwaitMachine`].
+    AwaitMachine,
+    /// See [`Command::MemoryZstd`]; the frame follows, see [`super::inflate`].
+    MemoryZstd {
+        /// Where the contents belong.
+        ranges: Vec<GpaRange>,
+        /// Length of the frame, in the spare header bytes.
+        frame_bytes: u32,
+    },
 }
 
 impl Message {
@@ -177,6 +192,8 @@ impl Message {
             Self::Confirm => Command::Confirm,
             Self::Elsewhere(_) => Command::Elsewhere,
             Self::PostcopyDone => Command::PostcopyDone,
+            Self::AwaitMachine => Command::AwaitMachine,
+            Self::MemoryZstd { .. } => Command::MemoryZstd,
         }
     }
 
@@ -199,12 +216,17 @@ impl Message {
             | Self::PageFault(ranges)
             | Self::ZeroPages(ranges)
             | Self::Elsewhere(ranges) => put_table(&mut payload, ranges),
-            Self::Abandon(reason) => payload.extend_from_slice(bounded_reason(reason).as_bytes()),
-            Self::MemoryFd { slot, fd } => {
-                payload.extend_from_slice(&slot.to_le_bytes());
-                payload.extend_from_slice(&fd.to_le_bytes());
+            Self::MemoryZstd { ranges, frame_bytes } => {
+                extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
+                put_table(&mut payload, ranges);
             }
-            Self::Complete | Self::CompletePaused | Self::Confirm | Self::PostcopyDone => {}
+            Self::Abandon(reason) => payload.extend_from_slice(bounded_reason(reason).as_bytes()),
+            Self::MemoryFd { slot } => payload.extend_from_slice(&slot.to_le_bytes()),
+            Self::Complete
+            | Self::CompletePaused
+            | Self::Confirm
+            | Self::PostcopyDone
+            | Self::AwaitMachine => {}
         }
         framed(self.command().code(), extra, &payload)
     }
@@ -230,16 +252,12 @@ impl Message {
             Command::Complete => empty(what, len).map(|()| Self::Complete)?,
             Command::Abandon => Self::Abandon(read_reason(from, what, len)?),
             Command::MemoryFd => {
-                let mut bytes = [0; 8];
+                let mut bytes = [0; 4];
                 if len != bytes.len() as u64 {
                     return Err(ProtocolError::BadLength { what, len_bytes: len });
                 }
                 from.read_exact(&mut bytes)?;
-                let [s0, s1, s2, s3, f0, f1, f2, f3] = bytes;
-                Self::MemoryFd {
-                    slot: u32::from_le_bytes([s0, s1, s2, s3]),
-                    fd: u32::from_le_bytes([f0, f1, f2, f3]),
-                }
+                Self::MemoryFd { slot: u32::from_le_bytes(bytes) }
             }
             Command::CompletePaused => empty(what, len).map(|()| Self::CompletePaused)?,
             Command::PageFault => Self::PageFault(table(from)?),
@@ -251,6 +269,12 @@ impl Message {
             Command::Confirm => empty(what, len).map(|()| Self::Confirm)?,
             Command::Elsewhere => Self::Elsewhere(table(from)?),
             Command::PostcopyDone => empty(what, len).map(|()| Self::PostcopyDone)?,
+            Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
+            Command::MemoryZstd => {
+                let [b0, b1, b2, b3, ..] = header.extra;
+                let frame_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
+                Self::MemoryZstd { ranges: table(from)?, frame_bytes }
+            }
         })
     }
 }
@@ -400,6 +424,18 @@ pub fn fuzz_stream(data: &[u8]) {
             | Message::Elsewhere(ranges) => {
                 for range in ranges {
                     let _ = layout.locate(*range);
+                }
+            }
+            Message::MemoryZstd { ranges, frame_bytes } => {
+                let mut inflater = super::inflate::Inflater::default();
+                let Ok(runs) =
+                    ranges.iter().map(|range| layout.locate(*range)).collect::<Result<Vec<_>, _>>()
+                else {
+                    return;
+                };
+                let raw_bytes = runs.iter().map(crate::layout::PageRun::len_bytes).sum();
+                if inflater.read(&mut from, *frame_bytes, raw_bytes).is_err() {
+                    return;
                 }
             }
             Message::Pending(bytes) => {

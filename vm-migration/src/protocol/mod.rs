@@ -8,6 +8,7 @@
 //! | `message` | meaning of single messages: which command, which payload |
 //! | `capabilities` | what two peers agree on after Start |
 //! | `runs` | compressed sets of pages |
+//! | `inflate` | compressed contents of pages, bounded |
 //!
 //! Order of messages (who may say what when) is not known here: that is what the state machines
 //! in `source` and `destination` are.
@@ -16,8 +17,12 @@
 //! source                               destination
 //!   Start (offer in spare header bytes)  ->  Ok (offer taken, in spare header bytes)
 //!   Capabilities (JSON)                  ->  Ok + JSON, or Error + reason      [negotiated]
-//!   Config (JSON)                        ->  Ok [+ layout JSON, negotiated]
-//!   Memory | ZeroPages [negotiated] ...  ->  Ok for each
+//!   MemoryFd (with a descriptor) ...     ->  Ok for each                       [local]
+//!   Config (JSON)                        ->  Ok [+ layout JSON, negotiated]: memory is mapped
+//!   Memory | ZeroPages [negotiated] ...  ->  Ok for each; Error as soon as the machine that is
+//!                                            being built meanwhile turns out to be impossible
+//!   MemoryZstd [negotiated] ...          ->  Ok for each
+//!   AwaitMachine [negotiated]            ->  Ok: the machine is built
 //!   Pending                              ->  Ok                                [postcopy]
 //!   State (JSON)                         ->  Ok
 //!   Complete | CompletePaused            ->  Ok: the handover is acknowledged
@@ -31,6 +36,7 @@
 
 pub mod capabilities;
 pub mod codec;
+pub mod inflate;
 pub mod message;
 pub mod runs;
 
@@ -101,6 +107,9 @@ pub enum ProtocolError {
         /// What is wrong.
         why: &'static str,
     },
+    /// A compressed payload that does not unpack.
+    #[error("the peer's compressed memory does not unpack")]
+    Zstd(#[source] std::io::Error),
     /// A range that is not guest memory.
     #[error("the peer named memory that the guest does not have")]
     Layout(#[from] LayoutError),

@@ -28,7 +28,7 @@ fn sample(command: Command) -> Message {
         Command::Memory => Message::Memory(table),
         Command::Complete => Message::Complete,
         Command::Abandon => Message::Abandon("no disk \u{1f4be}".to_string()),
-        Command::MemoryFd => Message::MemoryFd { slot: 3, fd: 77 },
+        Command::MemoryFd => Message::MemoryFd { slot: 3 },
         Command::CompletePaused => Message::CompletePaused,
         Command::PageFault => Message::PageFault(table),
         Command::Capabilities => Message::Capabilities(b"{}".to_vec()),
@@ -37,6 +37,8 @@ fn sample(command: Command) -> Message {
         Command::Confirm => Message::Confirm,
         Command::Elsewhere => Message::Elsewhere(vec![]),
         Command::PostcopyDone => Message::PostcopyDone,
+        Command::AwaitMachine => Message::AwaitMachine,
+        Command::MemoryZstd => Message::MemoryZstd { ranges: table, frame_bytes: 0x1_0203 },
     }
 }
 
@@ -81,6 +83,8 @@ one_test_per_message! {
     confirm: Confirm,
     elsewhere: Elsewhere,
     postcopy_done: PostcopyDone,
+    await_machine: AwaitMachine,
+    memory_zstd: MemoryZstd,
 }
 
 #[test]
@@ -114,7 +118,7 @@ fn an_offer_is_seen_only_where_there_is_one() {
 
 #[test]
 fn unknown_numbers_are_errors() {
-    for code in [0u16, 10, 0x4700, 0x4707, 0xffff] {
+    for code in [0u16, 10, 0x4700, 0x47ff, 0xffff] {
         let bytes = Header::new(code, 0).encode();
         let message = Message::read(&mut &bytes[..]);
         assert!(matches!(message, Err(ProtocolError::UnknownCommand(c)) if c == code));

@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connect and Negotiate: one connection, what both sides can do, the machine built at the other
-//! side, and then all further connections.
+//! Connect and Negotiate: one connection, what both sides can do, memory mapped at the other side,
+//! and then all further connections.
 //!
 //! Owns the decision between the negotiated protocol and plain version 0. A peer that does not
 //! negotiate gets plain version 0, or a clear refusal when the person asked for more than that.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use super::lane::Record;
 use super::{Connected, Context, Setback};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::Layout;
-use crate::options::MemoryMode;
+use crate::options::{Compression, MemoryMode};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_CONFIRM, FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, Offer, Prepared, TOKEN_BYTES,
-    common, features, software,
+    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_POSTCOPY,
+    FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common, features, software,
 };
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -32,6 +34,10 @@ pub(crate) struct Links {
     /// Connections for requested pages (postcopy).
     pub urgent: Vec<Channel>,
     pub terms: Terms,
+    /// What is known of each connection for memory, the first one included.
+    pub records: Vec<Record>,
+    /// The fastest that an answer came.
+    pub round_trip: Duration,
 }
 
 /// What was agreed.
@@ -42,6 +48,10 @@ pub(crate) enum Terms {
     /// The negotiated protocol.
     Negotiated {
         zero_pages: bool,
+        /// The machine is being built while memory travels.
+        early_memory: bool,
+        /// The destination has the guest's memory itself.
+        local: bool,
         /// The destination's memory, which decides the unit in which pages travel.
         layout: Layout,
     },
@@ -50,6 +60,14 @@ pub(crate) enum Terms {
 impl Terms {
     pub(crate) fn zero_pages(&self) -> bool {
         matches!(self, Self::Negotiated { zero_pages: true, .. })
+    }
+
+    pub(crate) fn local(&self) -> bool {
+        matches!(self, Self::Negotiated { local: true, .. })
+    }
+
+    pub(crate) fn early_memory(&self) -> bool {
+        matches!(self, Self::Negotiated { early_memory: true, .. })
     }
 }
 
@@ -83,10 +101,16 @@ pub(crate) fn agree<V: SourceVm>(
     counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
 
     let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
-    let token = offer(memory, control, context)?;
+    if context.options.local {
+        check_files(&**memory)?;
+    }
+    let (token, round_trip) = offer(memory, control, context)?;
+    if context.options.local {
+        give_files(&**memory, control, context)?;
+    }
     let answer = control
         .ask(&Message::Config(config), context.options.limits.prepare)
-        .step("waiting for the destination to build the machine")?;
+        .step("waiting for the destination to map the memory")?;
     let terms = match &token {
         None => Terms::Plain,
         Some((features, _)) => {
@@ -99,7 +123,12 @@ pub(crate) fn agree<V: SourceVm>(
                 .same_for_guest(&layout)
                 .map_err(ProtocolError::from)
                 .step("comparing memory layouts")?;
-            Terms::Negotiated { zero_pages: features.contains(FEATURE_ZERO_PAGES), layout }
+            Terms::Negotiated {
+                zero_pages: features.contains(FEATURE_ZERO_PAGES),
+                early_memory: features.contains(FEATURE_EARLY_MEMORY),
+                local: context.options.local,
+                layout,
+            }
         }
     };
     let token = token.map(|(_, token)| token);
@@ -116,13 +145,46 @@ pub(crate) fn agree<V: SourceVm>(
     let (bulk_count, urgent_count) = extra_connections(context);
     let memory_links = extra(Role::Memory, bulk_count)?;
     let urgent = extra(Role::Fault, urgent_count)?;
-    Ok(Links { memory: memory_links, urgent, terms })
+    Ok(Links { memory: memory_links, urgent, terms, records: Vec::new(), round_trip })
+}
+
+/// Refuses memory that has no file to be handed over.
+fn check_files(memory: &impl GuestMemoryMap) -> Result<(), Failure> {
+    for (region, info) in memory.layout().regions().iter().enumerate() {
+        if memory.file(region).is_none() {
+            let what = format!(
+                "local=on cannot hand over memory zone '{}', which is private memory",
+                info.name
+            );
+            let remedy = "boot the VM with shared=on or hugepages=on, or leave local=on out";
+            return Err(Cause::Unsupported { what, remedy }).step("handing memory over");
+        }
+    }
+    Ok(())
+}
+
+/// Hands the file of each zone over, once.
+fn give_files<M: GuestMemoryMap>(
+    memory: &M,
+    control: &mut Channel,
+    context: Context<'_>,
+) -> Result<(), Failure> {
+    const STEP: &str = "handing memory over";
+    let mut given = BTreeSet::new();
+    for ((region, slot), info) in (0..).zip(0u32..).zip(memory.layout().regions()) {
+        if let Some(file) = memory.file(region).filter(|_| given.insert(info.name.as_str())) {
+            control.give(&Message::MemoryFd { slot }, file).step(STEP)?;
+            control.answer(context.options.limits.answer).step(STEP)?;
+        }
+    }
+    Ok(())
 }
 
 /// How many connections beside the first: precopy uses the first one for memory, too.
 fn extra_connections(context: Context<'_>) -> (u16, u16) {
     let options = context.options;
     match options.memory_mode {
+        _ if options.local => (0, 0),
         MemoryMode::Precopy => (options.connections - 1, 0),
         MemoryMode::Postcopy => (options.connections, options.urgent_connections),
     }
@@ -131,16 +193,19 @@ fn extra_connections(context: Context<'_>) -> (u16, u16) {
 /// What a negotiating destination said.
 type Taken = (BTreeSet<String>, [u8; TOKEN_BYTES]);
 
-/// Start and Capabilities; `None` from a peer that knows only version 0.
+/// Start and Capabilities; nothing taken by a peer that knows only version 0. Also how long an
+/// answer took for which a peer has next to nothing to do.
 fn offer<M: GuestMemoryMap>(
     memory: &Arc<M>,
     control: &mut Channel,
     context: Context<'_>,
-) -> Result<Option<Taken>, Failure> {
+) -> Result<(Option<Taken>, Duration), Failure> {
     let options = context.options;
     let limit = options.limits.answer;
     let start = Message::Start { version: VERSION, offer: true };
+    let asked = Instant::now();
     let answer = control.ask(&start, limit).step("starting the protocol")?;
+    let round_trip = asked.elapsed();
     if !answer.offer_taken {
         if options.memory_mode == MemoryMode::Postcopy {
             return Err(Failure::new(
@@ -154,7 +219,18 @@ fn offer<M: GuestMemoryMap>(
             ));
         }
         log::info!("the destination speaks plain version 0: zero pages and reasons do not travel");
-        return Ok(None);
+        if options.local || options.compression != Compression::None {
+            return Err(Failure::new(
+                "negotiating",
+                Cause::Unsupported {
+                    what: "the destination speaks only version 0 of the protocol, with which \
+                           neither local=on nor compression works here"
+                        .to_string(),
+                    remedy: "leave them out, or update the destination",
+                },
+            ));
+        }
+        return Ok((None, round_trip));
     }
     let (bulk_connections, urgent_connections) = extra_connections(context);
     let document = Offer {
@@ -163,20 +239,29 @@ fn offer<M: GuestMemoryMap>(
         memory_mode: options.memory_mode,
         bulk_connections,
         urgent_connections,
+        local: options.local,
         regions: memory.layout().regions().to_vec(),
     };
+    let asked = Instant::now();
     let answer = control
         .ask(&Message::Capabilities(document.to_json()), limit)
         .step("negotiating capabilities")?;
+    let round_trip = round_trip.min(asked.elapsed());
     let accepted = Accepted::parse(&answer.payload).step("negotiating capabilities")?;
     log::info!("the destination is {:?}", accepted.software);
     let features = common(&document.features, &accepted.features);
-    let needed: &[&str] = match options.memory_mode {
-        MemoryMode::Precopy => &[FEATURE_CONFIRM],
-        MemoryMode::Postcopy => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
-    };
+    let mut needed = vec![FEATURE_CONFIRM];
+    if options.memory_mode == MemoryMode::Postcopy {
+        needed.push(FEATURE_POSTCOPY);
+    }
+    if options.compression == Compression::Zstd {
+        needed.push(FEATURE_ZSTD);
+    }
+    if options.local {
+        needed.push(FEATURE_LOCAL);
+    }
     match needed.iter().find(|feature| !features.contains(**feature)) {
-        None => Ok(Some((features, accepted.token))),
+        None => Ok((Some((features, accepted.token)), round_trip)),
         Some(missing) => Err(Failure::new(
             "negotiating capabilities",
             Cause::Unsupported {

@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 
 use super::handover::HandedOver;
 use super::negotiate::Links;
-use super::precopy::{push, ranges};
+use super::round::{push, ranges};
 use super::{Context, Remains, Setback};
 use crate::bitmap::{ClaimMap, Claimed};
 use crate::cancel::Cancel;

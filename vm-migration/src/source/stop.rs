@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::negotiate::Links;
-use super::precopy::{Cargo, Copied, RoundKind, send_round};
+use super::precopy::{Cargo, Copied};
+use super::round::{RoundKind, send_round};
 use super::serve::Server;
 use super::{Context, Setback};
 use crate::bitmap::{ClaimMap, word_runs};
@@ -36,7 +37,7 @@ pub(crate) struct Stopped<V: SourceVm> {
 impl<V: SourceVm> Copied<V> {
     /// Pauses the guest and deals with what it dirtied last.
     pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, Setback<V>> {
-        let Self { vm, memory, mut control, mut links, log, cargo } = self;
+        let Self { vm, memory, mut control, mut links, cargo } = self;
         let since = Instant::now();
         let vm = match vm.pause() {
             Ok(paused) => paused,
@@ -46,9 +47,13 @@ impl<V: SourceVm> Copied<V> {
             }
         };
         let rest = || -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
-            let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
+            let begin_round =
+                |log: &V::Log| log.begin_round().map_err(Cause::Vm).step("reading the dirty log");
             match cargo {
-                Cargo::Rest => {
+                Cargo::Shared => Ok(None),
+                Cargo::Rest(log, throttle) => {
+                    let dirty = begin_round(&log)?;
+                    drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
                     remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
                     let kind = RoundKind::Dirty;
@@ -57,7 +62,8 @@ impl<V: SourceVm> Copied<V> {
                     links.memory.clear();
                     Ok(None)
                 }
-                Cargo::Later(pages) => {
+                Cargo::Later(log, pages) => {
+                    begin_round(&log)?;
                     add_dirty(&*memory, &log, &pages)?;
                     let pending = in_units(pages, &links);
                     let progress = Arc::clone(context.progress);

@@ -7,8 +7,8 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, FromRawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, RegionInfo, to_usize};
@@ -30,6 +30,8 @@ struct Region {
 pub struct FakeMemory {
     layout: Layout,
     regions: Vec<Region>,
+    /// A busy log over it has nothing to note.
+    calm: AtomicBool,
 }
 
 // SAFETY: the raw pointers are mappings that live as long as the value; what they show is shared
@@ -63,7 +65,21 @@ impl FakeMemory {
         });
         let layout = Layout::new(infos.collect())?;
         let regions = layout.regions().iter().map(Region::new).collect::<io::Result<_>>()?;
-        Ok(Arc::new(Self { layout, regions }))
+        Ok(Arc::new(Self { layout, regions, calm: AtomicBool::new(false) }))
+    }
+
+    /// The same memory as another's, from the files of its regions, in order.
+    ///
+    /// # Errors
+    /// When the host does not map them.
+    pub fn over(layout: &Layout, files: Vec<File>) -> Result<Arc<Self>, FakeMemoryError> {
+        if files.len() != layout.regions().len() {
+            return Err("another number of files than regions".into());
+        }
+        let regions = layout.regions().iter().zip(files);
+        let regions = regions.map(|(info, file)| Region::over(info, file));
+        let regions = regions.collect::<io::Result<_>>()?;
+        Ok(Arc::new(Self { layout: layout.clone(), regions, calm: AtomicBool::new(false) }))
     }
 
     /// The word at `word` of a page, through the guest's mapping.
@@ -80,6 +96,11 @@ impl FakeMemory {
         word.fetch_or(1 << (page % 64), Ordering::SeqCst);
     }
 
+    /// From now on a busy log over this memory notes only what was written, or everything again.
+    pub fn set_calm(&self, calm: bool) {
+        self.calm.store(calm, Ordering::SeqCst);
+    }
+
     /// Bytes of memory that the host has given to a region.
     ///
     /// # Errors
@@ -93,18 +114,24 @@ impl FakeMemory {
 
 impl Region {
     fn new(info: &RegionInfo) -> io::Result<Self> {
-        let len = to_usize(info.len_bytes);
-        let (file, main, alias) = match info.backing {
-            Backing::Anonymous => (None, map(None, len)?, None),
-            Backing::Shared => {
-                let file = memfd(info)?;
-                let (main, alias) = (map(Some(&file), len)?, map(Some(&file), len)?);
-                (Some(file), main, Some(alias))
+        match info.backing {
+            Backing::Anonymous => {
+                let len = to_usize(info.len_bytes);
+                let (main, dirty) = (map(None, len)?, Self::clean(info));
+                Ok(Self { file: None, main, alias: None, len, dirty })
             }
-        };
-        let words = to_usize(info.pages().div_ceil(64));
-        let dirty = (0..words).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { file, main, alias, len, dirty })
+            Backing::Shared => Self::over(info, memfd(info)?),
+        }
+    }
+
+    fn over(info: &RegionInfo, file: File) -> io::Result<Self> {
+        let len = to_usize(info.len_bytes);
+        let (main, alias) = (map(Some(&file), len)?, map(Some(&file), len)?);
+        Ok(Self { file: Some(file), main, alias: Some(alias), len, dirty: Self::clean(info) })
+    }
+
+    fn clean(info: &RegionInfo) -> Vec<AtomicU64> {
+        (0..info.pages().div_ceil(64)).map(|_| AtomicU64::new(0)).collect()
     }
 }
 
@@ -157,6 +184,10 @@ unsafe impl GuestMemoryMap for FakeMemory {
 
     fn alias(&self, region: usize) -> Option<*mut u8> {
         self.regions[region].alias
+    }
+
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        self.regions[region].file.as_ref().map(File::as_fd)
     }
 
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
@@ -237,7 +268,7 @@ impl DirtyLog for FakeLog {
         for (noted, region) in noted.iter_mut().zip(&self.memory.regions) {
             for (noted, dirty) in noted.iter_mut().zip(&region.dirty) {
                 *noted |= dirty.swap(0, Ordering::SeqCst);
-                if self.busy {
+                if self.busy && !self.memory.calm.load(Ordering::SeqCst) {
                     *noted = u64::MAX;
                 }
                 count += u64::from(noted.count_ones());

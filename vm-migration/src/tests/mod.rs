@@ -6,6 +6,11 @@
 //! | --- | --- |
 //! | `mod` | the set-up that all share |
 //! | `moves` | migrations that go well |
+//! | `early` | the machine that is built while memory travels |
+//! | `sharing` | connections of different speed |
+//! | `converging` | guests that write too fast, and what is done about them |
+//! | `compressed` | memory that travels compressed |
+//! | `local` | memory handed over as descriptors |
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
@@ -13,11 +18,16 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+mod compressed;
+mod converging;
 mod cuts;
+mod early;
 mod failures;
 mod hostile;
+mod local;
 mod moves;
 mod plain;
+mod sharing;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;

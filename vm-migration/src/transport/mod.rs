@@ -6,12 +6,14 @@
 //! | --- | --- |
 //! | `address` | `tcp:` and `unix:` addresses as text |
 //! | `wait` | poll with a time limit and a cancel |
+//! | `rights` | descriptors that travel with bytes |
 //! | `socket` | connections and listeners, vectored transfer to and from guest memory |
 //!
 //! Nothing here knows what the bytes mean. No wait is unbounded, except a listener's when its
 //! caller asks for that, and each ends at once when the migration is cancelled.
 
 mod address;
+mod rights;
 mod socket;
 mod wait;
 

@@ -9,7 +9,7 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -198,7 +198,40 @@ impl Connection {
         }
     }
 
-    /// Receives what is there, at least one byte.
+    /// True for a socket that can carry descriptors.
+    pub(crate) fn is_unix(&self) -> bool {
+        is_tcp(&self.socket).is_ok_and(|tcp| !tcp)
+    }
+
+    /// Sends bytes, and a descriptor with the first of them.
+    pub(crate) fn send_with_descriptor(
+        &self,
+        bytes: &[u8],
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<(), TransportError> {
+        loop {
+            match super::rights::send(self.socket.as_raw_fd(), bytes, descriptor) {
+                Ok(sent) => return self.send(&bytes[sent..]),
+                Err(error) => self.wait_after(error, libc::POLLOUT, "sending")?,
+            }
+        }
+    }
+
+    /// Receives what is there, at least one byte, and a descriptor if one comes with it.
+    fn receive_with_descriptor(
+        &self,
+        buf: &mut [u8],
+    ) -> Result<(usize, Option<OwnedFd>), TransportError> {
+        loop {
+            match super::rights::receive(self.socket.as_raw_fd(), buf) {
+                Ok((0, _)) => return Err(TransportError::Closed),
+                Ok(received) => return Ok(received),
+                Err(error) => self.wait_after(error, libc::POLLIN, "receiving")?,
+            }
+        }
+    }
+
+    /// Receives what is there, at least one byte. Descriptors that come with it are closed.
     fn receive_some(&self, buf: &mut [u8]) -> Result<usize, TransportError> {
         loop {
             // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only
@@ -350,12 +383,49 @@ pub struct Reader {
     ahead: Box<[u8; AHEAD_BYTES]>,
     start: usize,
     end: usize,
+    /// Descriptors are welcome; all others are closed by the kernel.
+    takes_descriptors: bool,
+    /// The one that has come and was not asked for yet.
+    descriptor: Option<OwnedFd>,
 }
 
 impl Reader {
     /// Reads from a connection of which nobody else reads.
     pub fn new(connection: Arc<Connection>) -> Self {
-        Self { connection, ahead: Box::new([0; AHEAD_BYTES]), start: 0, end: 0 }
+        Self {
+            connection,
+            ahead: Box::new([0; AHEAD_BYTES]),
+            start: 0,
+            end: 0,
+            takes_descriptors: false,
+            descriptor: None,
+        }
+    }
+
+    /// From now on descriptors are welcome, one at a time, or not.
+    pub(crate) fn welcome_descriptors(&mut self, welcome: bool) {
+        self.takes_descriptors = welcome;
+        self.descriptor = None;
+    }
+
+    /// The descriptor that came with what was read.
+    pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptor.take()
+    }
+
+    /// Receives into a buffer of the caller's, or into our own.
+    fn receive_some(&mut self, buf: Option<&mut [u8]>) -> Result<usize, TransportError> {
+        let buf = buf.unwrap_or(&mut self.ahead[..]);
+        if !self.takes_descriptors {
+            return self.connection.receive_some(buf);
+        }
+        let (len, descriptor) = self.connection.receive_with_descriptor(buf)?;
+        if descriptor.is_some() && self.descriptor.is_some() {
+            let source = io::Error::other("a descriptor came before the last one was used");
+            return Err(TransportError::Io { what: "receiving a descriptor", source });
+        }
+        self.descriptor = descriptor.or(self.descriptor.take());
+        Ok(len)
     }
 
     /// True when bytes are here that a poll of the socket does not see.
@@ -376,10 +446,10 @@ impl ByteSource for Reader {
         while at < buf.len() {
             if !self.has_buffered() {
                 if buf.len() - at >= AHEAD_BYTES {
-                    at += self.connection.receive_some(&mut buf[at..])?;
+                    at += self.receive_some(Some(&mut buf[at..]))?;
                     continue;
                 }
-                (self.start, self.end) = (0, self.connection.receive_some(&mut self.ahead[..])?);
+                (self.start, self.end) = (0, self.receive_some(None)?);
             }
             let left = buf.len() - at;
             let taken = self.take(left);

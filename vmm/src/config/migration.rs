@@ -36,6 +36,41 @@ option_enum! {
 }
 
 option_enum! {
+    /// What is done when rounds of precopy no longer help.
+    ConvergencePolicy = "none|throttle|raise-downtime|postcopy", default None {
+        /// Nothing; the guest may calm down.
+        None = "none",
+        /// The vCPUs are kept out of the guest for a share of the time: 20 %, then 10 % more at a
+        /// time, up to 99 %.
+        Throttle = "throttle",
+        /// The allowed downtime is doubled at a time, up to `downtime_max_ms`.
+        RaiseDowntime = "raise-downtime",
+        /// The rest of memory follows the guest; not supported yet.
+        Postcopy = "postcopy",
+    }
+}
+
+option_enum! {
+    /// Whether memory is compressed on its way.
+    MigrationCompression = "none|zstd", default None {
+        /// Never.
+        None = "none",
+        /// With zstd, on each connection as long as more memory arrives that way.
+        Zstd = "zstd",
+    }
+}
+
+option_enum! {
+    /// When dirty bits are cleared.
+    DirtyClearing = "slice|round", default Slice {
+        /// Just before each slice of memory is copied.
+        Slice = "slice",
+        /// For all memory when a round begins; for comparison.
+        Round = "round",
+    }
+}
+
+option_enum! {
     /// How memory is brought in from a snapshot.
     MemoryRestoreMode = "copy|ondemand", default Copy {
         /// All of it before the guest runs.
@@ -69,7 +104,17 @@ option_family! {
         /// What happens then.
         timeout_strategy: TimeoutStrategy = TimeoutStrategy::Cancel,
             "timeout_strategy" as One<Choice>;
-        /// Number of parallel connections; more than one needs a tcp address.
+        /// What is done when copying again what was written no longer helps.
+        convergence: ConvergencePolicy = ConvergencePolicy::None, "convergence" as One<Choice>;
+        /// Longest downtime in milliseconds that convergence=raise-downtime may allow; ten times
+        /// downtime_ms if not given.
+        downtime_max_ms: Option<u64> = None, "downtime_max_ms" as Opt<Int>, range(1, 86_400_000);
+        /// When dirty bits are cleared; for comparison.
+        dirty_clear: DirtyClearing = DirtyClearing::Slice, "dirty_clear" as One<Choice>;
+        /// Whether memory is compressed on its way; precopy only.
+        compression: MigrationCompression = MigrationCompression::None,
+            "compression" as One<Choice>;
+        /// Number of parallel connections.
         connections: u64 = 1, "connections" as One<Int>, range(1, MAX_CONNECTIONS);
         /// Directory with certificates and key.
         tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>, unsupported();
@@ -225,11 +270,24 @@ impl SendMigrationData {
         if self.local && !unix {
             return refuse("local needs a unix address");
         }
-        if self.connections > 1 && unix {
-            return refuse("several connections need a tcp address");
+        if self.convergence == ConvergencePolicy::Postcopy {
+            return refuse(
+                "convergence=postcopy is not supported yet; use memory_mode=postcopy, which moves \
+                 any guest, or convergence=throttle",
+            );
+        }
+        let postcopy = self.memory_mode == MigrationMode::Postcopy;
+        if postcopy && self.compression != MigrationCompression::None {
+            return refuse("compression works with memory_mode=precopy only");
+        }
+        if self.downtime_max_ms.is_some_and(|max| max < self.downtime_ms) {
+            return refuse("downtime_max_ms is less than downtime_ms");
         }
         if self.local && self.memory_mode == MigrationMode::Postcopy {
             return refuse("local and postcopy exclude each other");
+        }
+        if self.local && self.compression != MigrationCompression::None {
+            return refuse("local and compression exclude each other");
         }
         Ok(())
     }
@@ -304,7 +362,11 @@ mod tests {
     fn rules() {
         let parse = |text| SendMigrationData::parse_or_url(text).unwrap().validate();
         assert!(parse("destination_url=tcp:h:1,local=on").is_err());
-        assert!(parse("destination_url=unix:/s,connections=2").is_err());
+        assert!(parse("destination_url=unix:/s,connections=2").is_ok());
+        let postcopy = parse("destination_url=tcp:h:1,convergence=postcopy").unwrap_err();
+        assert!(postcopy.to_string().contains("memory_mode=postcopy"), "{postcopy}");
+        assert!(parse("destination_url=tcp:h:1,compression=zstd,memory_mode=postcopy").is_err());
+        assert!(parse("destination_url=tcp:h:1,downtime_ms=9,downtime_max_ms=8").is_err());
         assert!(matches!(
             parse("destination_url=tcp:h:1,tls_dir=/x"),
             Err(ConfigError::Unsupported { .. })

@@ -41,8 +41,9 @@ pub use error::ConfigError;
 pub use family::Family;
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
-    MemoryRestoreMode, MigrationMode, MigrationUrl, ReceiveMigrationData, RestoreConfig,
-    SendMigrationData, TimeoutStrategy, VmSnapshotConfig,
+    ConvergencePolicy, DirtyClearing, MemoryRestoreMode, MigrationCompression, MigrationMode,
+    MigrationUrl, ReceiveMigrationData, RestoreConfig, SendMigrationData, TimeoutStrategy,
+    VmSnapshotConfig,
 };
 pub use net::NetConfig;
 pub use option_string::OptionError;

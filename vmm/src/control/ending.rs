@@ -27,6 +27,10 @@ impl Vmm {
                 responder.answer(Err(self.vm.why_not_live()));
                 Next::Continue
             }
+            Vm::Live(_) if matches!(self.pages, Pages::Arriving { .. }) => {
+                responder.answer(self.refuse_without_all_pages().map(|()| ApiReply::Empty));
+                Next::Continue
+            }
             Vm::Awaited(receiving) => {
                 receiving.cancel.cancel();
                 let reason = ExitReason::ApiShutdown;
@@ -68,11 +72,19 @@ impl Vmm {
         Next::Continue
     }
 
-    /// Ends the VM, whatever it is, without looking back.
+    /// Ends the VM, whatever it is, right before the process ends.
     pub(super) fn end_vm(&mut self) {
         match std::mem::replace(&mut self.vm, Vm::None) {
             Vm::Live(machine) => {
-                self.end_machine(machine);
+                match std::mem::replace(&mut self.pages, Pages::Here) {
+                    Pages::Here => {
+                        drop(machine);
+                        self.stop_filling();
+                    }
+                    // Whoever waits for a page must never see anything else instead, or a disk
+                    // would be written with it. The end of the process ends them all.
+                    waiting => std::mem::forget((machine, waiting)),
+                }
                 events::emit("vm", "shutdown", &[]);
             }
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
@@ -80,15 +92,6 @@ impl Vmm {
             Vm::Busy(busy) => busy.stop(),
             Vm::None | Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
         }
-    }
-
-    /// Ends a machine. Those who wait for pages that are lost are let go once no vCPU can see
-    /// what is there instead of them.
-    pub(super) fn end_machine(&mut self, machine: Box<crate::machine::Machine>) {
-        machine.end_guest();
-        self.pages = Pages::Here;
-        drop(machine);
-        self.stop_filling();
     }
 
     /// The guest has stayed here, and the process was told to end.

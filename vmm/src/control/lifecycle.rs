@@ -111,10 +111,11 @@ impl Vmm {
     /// Ends the machine and keeps what it was asked to be.
     pub(super) fn shutdown(&mut self) -> Result<(), ApiError> {
         self.machine_mut()?;
-        self.refuse_while_pages_arrive()?;
+        self.refuse_without_all_pages()?;
         if let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) {
             let config = machine.config().clone();
-            self.end_machine(machine);
+            drop(machine);
+            self.stop_filling();
             self.vm = Vm::Idle(Box::new(config));
         }
         emit("shutdown");
@@ -123,14 +124,15 @@ impl Vmm {
 
     pub(super) fn reboot(&mut self) -> Result<(), ApiError> {
         self.machine_mut()?;
-        self.refuse_while_pages_arrive()?;
+        self.refuse_without_all_pages()?;
         emit("rebooting");
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
         let (config, consoles) = (machine.config().clone(), machine.consoles().clone());
         // Locks, taps and memory of the old machine go before the new one wants them.
-        self.end_machine(machine);
+        drop(machine);
+        self.stop_filling();
         match self.start_machine(config.clone(), consoles) {
             Ok(machine) => {
                 self.vm = Vm::Live(Box::new(machine));
@@ -162,14 +164,19 @@ impl Vmm {
         Ok(())
     }
 
-    pub(super) fn refuse_while_pages_arrive(&self) -> Result<(), ApiError> {
-        if matches!(self.pages, Pages::Arriving { .. }) {
-            return Err(ApiError::new(
+    pub(super) fn refuse_without_all_pages(&self) -> Result<(), ApiError> {
+        match &self.pages {
+            Pages::Here => Ok(()),
+            Pages::Arriving { .. } => Err(ApiError::new(
                 ApiErrorKind::Conflict,
                 "pages of the VM are still arriving from another VMM; wait until they are here",
-            ));
+            )),
+            Pages::Lost(paused) => Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
+                .context(
+                    "the VM waits for pages that are lost, and cannot go on or be taken apart; \
+                     vmm.shutdown ends it with its VMM",
+                )),
         }
-        Ok(())
     }
 
     /// Acts on what the guest did.
@@ -189,12 +196,19 @@ impl Vmm {
         if self.machine_mut().is_err() {
             return Next::Continue;
         }
-        if let (Pages::Arriving { deferred }, GuestEvent::Reset | GuestEvent::Shutdown) =
-            (&mut self.pages, &event)
-        {
-            log::info!("the guest ends or reboots: that waits until its last page is here");
-            deferred.push(event);
-            return Next::Continue;
+        match (&mut self.pages, &event) {
+            (Pages::Arriving { deferred }, GuestEvent::Reset | GuestEvent::Shutdown) => {
+                log::info!("the guest ends or reboots: that waits until its last page is here");
+                deferred.push(event);
+                return Next::Continue;
+            }
+            (Pages::Lost(_), GuestEvent::Reset | GuestEvent::Shutdown) => {
+                log::warn!(
+                    "the guest ends or reboots, and pages of it are lost: it stays as it is"
+                );
+                return Next::Continue;
+            }
+            _ => {}
         }
         match event {
             GuestEvent::Reset => match self.reboot() {

@@ -39,6 +39,26 @@ impl Observer for Herald {
                     ("remaining_bytes", &remaining_bytes.to_string()),
                 ],
             ),
+            Event::Stalled { round, expected_us, allowed_us } => events::emit(
+                "vm",
+                "migration-stalled",
+                &[
+                    ("side", &side),
+                    ("id", &round.to_string()),
+                    ("expected_downtime_us", &expected_us.to_string()),
+                    ("allowed_downtime_us", &allowed_us.to_string()),
+                ],
+            ),
+            Event::Throttled { percent } => events::emit(
+                "vm",
+                "migration-throttled",
+                &[("side", &side), ("percent", &percent.to_string())],
+            ),
+            Event::DowntimeAllowed { allowed_us } => events::emit(
+                "vm",
+                "migration-downtime-allowed",
+                &[("side", &side), ("allowed_downtime_us", &allowed_us.to_string())],
+            ),
             Event::Fail(phase, time) => {
                 log::warn!("migration ({side}): {phase} failed after {} ms", time.as_millis());
             }

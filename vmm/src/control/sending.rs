@@ -10,15 +10,18 @@ use std::time::Duration;
 
 use vm_migration::source::{Held, SendFailure, migrate};
 use vm_migration::{
-    Address, Cancel, Cause, FailureReport, GuestIs, MemoryMode, MigrationError, Phase, Progress,
-    SendOptions, Side, TimeoutStrategy,
+    Address, Cancel, Cause, Compression, Convergence, DirtyClear, FailureReport, GuestIs,
+    MemoryMode, MigrationError, Phase, Progress, SendOptions, Side, TimeoutStrategy,
 };
 
 use super::inbox::{Mailer, Message};
 use super::observer::Herald;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
-use crate::config::{MigrationMode, SendMigrationData, TimeoutStrategy as ConfigStrategy};
+use crate::config::{
+    ConvergencePolicy, DirtyClearing, MigrationCompression, MigrationMode, SendMigrationData,
+    TimeoutStrategy as ConfigStrategy,
+};
 use crate::machine::Machine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::{LeavingMachine, Remains};
@@ -86,6 +89,21 @@ pub fn options(data: &SendMigrationData) -> Result<SendOptions, ApiError> {
         timeout_strategy: match data.timeout_strategy {
             ConfigStrategy::Cancel => TimeoutStrategy::Cancel,
             ConfigStrategy::Ignore => TimeoutStrategy::Ignore,
+        },
+        convergence: match data.convergence {
+            ConvergencePolicy::None => Convergence::None,
+            ConvergencePolicy::Throttle => Convergence::Throttle,
+            ConvergencePolicy::RaiseDowntime => Convergence::RaiseDowntime,
+            ConvergencePolicy::Postcopy => Convergence::Postcopy,
+        },
+        downtime_max: data.downtime_max_ms.map(Duration::from_millis),
+        dirty_clear: match data.dirty_clear {
+            DirtyClearing::Slice => DirtyClear::Slice,
+            DirtyClearing::Round => DirtyClear::Round,
+        },
+        compression: match data.compression {
+            MigrationCompression::None => Compression::None,
+            MigrationCompression::Zstd => Compression::Zstd,
         },
         ..SendOptions::new(to)
     };

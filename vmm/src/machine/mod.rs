@@ -17,6 +17,7 @@ mod consoles;
 mod disks;
 mod events;
 mod features;
+mod host;
 mod legacy;
 mod nets;
 mod ram;
@@ -25,7 +26,7 @@ mod state;
 mod virtio;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -33,9 +34,10 @@ use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
-    ClockPolicy, CpuidEntry, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig,
-    ThreadsError, Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
+    ClockPolicy, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu, VcpuInit,
+    VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
 };
+use kvm_bindings::kvm_cpuid_entry2;
 use memory::GuestRam;
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
@@ -50,6 +52,7 @@ use crate::config::console::DEBUG_CONSOLE_PORT;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
+pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use ram::MachineRamError;
 pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
@@ -126,35 +129,6 @@ pub enum MachineError {
     PciState(#[from] PciStateError),
 }
 
-/// What machines on this host are made with.
-pub struct Host {
-    hypervisor: Hypervisor,
-    cpuid: kvm_bindings::CpuId,
-}
-
-/// Why this host cannot run machines.
-#[derive(Debug, Error)]
-pub enum HostError {
-    /// No KVM.
-    #[error("cannot use KVM")]
-    Open(#[from] OpenError),
-    /// KVM does not say what it has.
-    #[error("cannot ask KVM for the features of its vCPUs")]
-    Cpuid(#[from] KvmError),
-}
-
-impl Host {
-    /// Opens KVM.
-    ///
-    /// # Errors
-    /// What is missing and how to get it.
-    pub fn open() -> Result<Self, HostError> {
-        let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
-        let cpuid = hypervisor.supported_cpuid()?;
-        Ok(Self { hypervisor, cpuid })
-    }
-}
-
 /// One PCI function, for people who ask.
 pub struct FunctionInfo {
     /// Its id.
@@ -178,10 +152,10 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
-    /// What vCPUs would be made to show if the guest booted here.
+    /// What vCPUs are shown here, whatever they were shown before.
     cpuid: VmCpuid,
-    /// What they were made to show when it booted, here or elsewhere.
-    shown: Vec<CpuidEntry>,
+    /// What they were shown when the guest started, here or elsewhere.
+    promised: Vec<kvm_cpuid_entry2>,
     config: VmConfig,
 }
 
@@ -205,10 +179,9 @@ impl Chassis {
         consoles: &Consoles,
         host: &Host,
         sink: EventSink,
-        populate: bool,
+        ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        let ram = ram::make(&config.memory, bits, populate)?;
         let vm = Vm::create_with_memory(
             &host.hypervisor,
             &hypervisor::VmConfig {
@@ -290,7 +263,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
-            shown: features::shown(&cpuid),
+            promised: cpuid.entries().to_vec(),
             cpuid,
             config,
         })
@@ -342,7 +315,9 @@ impl Machine {
         host: &Host,
         sink: EventSink,
     ) -> Result<Self, MachineError> {
-        let chassis = Chassis::build(&config, &consoles, host, sink, true)?;
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let ram = ram::make(&config.memory, bits, true, &[])?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let memory = chassis.ram.guest_memory();
         let entry = boot::load(
@@ -361,7 +336,21 @@ impl Machine {
         chassis.start(vcpus, cpuid, config, consoles)
     }
 
-    /// A machine whose memory and state are still to come, paused.
+    /// Memory for a machine that is still to come, not populated. The zones that are named in
+    /// `given` consist of these files.
+    ///
+    /// # Errors
+    /// Naming the zone and what is missing here.
+    pub fn arriving_ram(
+        config: &VmConfig,
+        host: &Host,
+        given: &[(String, Arc<File>)],
+    ) -> Result<Arc<GuestRam>, MachineError> {
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        Ok(ram::make(&config.memory, bits, false, given)?)
+    }
+
+    /// A machine on such memory, whose state is still to come, paused. Does not touch the memory.
     ///
     /// # Errors
     /// Naming what is missing here.
@@ -370,8 +359,9 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
+        ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
-        let chassis = Chassis::build(&config, &consoles, host, sink, false)?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
         let machine = chassis.start(vcpus, cpuid, config, consoles)?;
@@ -383,6 +373,24 @@ impl Machine {
     /// Its configuration.
     pub fn config(&self) -> &VmConfig {
         &self.config
+    }
+
+    /// What all its vCPUs were shown when the guest started.
+    pub fn promised(&self) -> &[kvm_cpuid_entry2] {
+        &self.promised
+    }
+
+    /// Takes note of what the guest was shown where it started.
+    pub fn set_promised(&mut self, cpuid: Vec<kvm_cpuid_entry2>) {
+        self.promised = cpuid;
+    }
+
+    /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_exclusive(&self) -> Result<(), MachineError> {
+        Ok(self.devices.check_exclusive()?)
     }
 
     /// The endpoints of its consoles.
@@ -468,11 +476,10 @@ impl Machine {
         Ok(())
     }
 
-    /// Ends the vCPUs for good, ahead of the rest: memory that they wait for may go after it.
-    pub fn end_guest(&self) {
-        if let Err(error) = self.vcpus.stop_all() {
-            log::warn!("vCPU threads did not end well: {error}");
-        }
+    /// A throttle on its vCPUs; `None`, with a line in the log, when the host gives no thread.
+    pub fn throttle(&self) -> Option<VcpuThrottle> {
+        let throttle = self.vcpus.throttle();
+        throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
     }
 
     /// Asks guests to tell the network where they are now.
@@ -516,7 +523,7 @@ impl Machine {
         }
         Ok(MachineState {
             version: MACHINE_STATE_VERSION,
-            shown: self.shown.clone(),
+            shown: features::save(&self.promised),
             clock,
             vcpus,
             irqchips: self.vm.irqchips()?,
@@ -538,8 +545,9 @@ impl Machine {
             let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());
             return Err(mismatch(format!("it has {theirs} vCPUs, this machine {ours}")));
         }
-        features::check(&state.shown, &self.cpuid).map_err(MachineError::Features)?;
-        self.shown = state.shown;
+        let promised = features::restore(&state.shown);
+        features::compare(&promised, &self.cpuid).map_err(MachineError::Features)?;
+        self.promised = promised;
         let functions = self.devices.functions();
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));
@@ -581,7 +589,9 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        self.end_guest();
+        if let Err(error) = self.vcpus.stop_all() {
+            log::warn!("vCPU threads did not end well: {error}");
+        }
         self.devices.release_exclusive();
     }
 }

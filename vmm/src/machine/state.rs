@@ -29,7 +29,7 @@ pub struct PciFunctionState {
 pub struct MachineState {
     /// See [`MACHINE_STATE_VERSION`].
     pub version: u32,
-    /// What all vCPUs were made to show when the guest booted.
+    /// What all vCPUs were made to show when the guest started.
     pub shown: Vec<CpuidEntry>,
     /// Guest time.
     pub clock: ClockState,

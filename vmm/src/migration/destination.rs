@@ -7,9 +7,11 @@
 
 use std::sync::Arc;
 
+use kvm_bindings::kvm_cpuid_entry2;
 use vm_migration::VmError;
-use vm_migration::vm::{DestinationBuilder, DestinationVm};
+use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
+use super::document::MachineDocument;
 use super::memory::MigratingRam;
 use crate::config::VmConfig;
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
@@ -27,10 +29,18 @@ impl ArrivingBuilder {
     }
 }
 
+/// A machine that has its memory and nothing else.
+pub struct MappedArrival {
+    builder: ArrivingBuilder,
+    config: VmConfig,
+    /// What the guest was shown of the processor; empty when that is not known.
+    promised: Vec<kvm_cpuid_entry2>,
+    memory: Arc<MigratingRam>,
+}
+
 /// A machine that has not run here yet.
 pub struct ArrivingMachine {
     machine: Machine,
-    memory: Arc<MigratingRam>,
 }
 
 impl ArrivingMachine {
@@ -42,14 +52,42 @@ impl ArrivingMachine {
 
 impl DestinationBuilder for ArrivingBuilder {
     type Vm = ArrivingMachine;
+    type Mapped = MappedArrival;
 
-    fn prepare(self, config_json: &[u8]) -> Result<ArrivingMachine, VmError> {
-        let config: VmConfig = serde_json::from_slice(config_json)?;
-        let mut config = config.complete()?;
+    fn map_memory(
+        self,
+        config_json: &[u8],
+        given: Vec<GivenMemory>,
+    ) -> Result<MappedArrival, VmError> {
+        let MachineDocument { vm_config, common_cpuid } = MachineDocument::read(config_json)?;
+        let config = vm_config.complete()?;
+        let promised: Vec<_> = common_cpuid.into_iter().map(Into::into).collect();
+        self.host.check_promised(&config, &promised)?;
+        let given: Vec<_> =
+            given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
+        let ram = Machine::arriving_ram(&config, &self.host, &given)?;
+        let memory = Arc::new(MigratingRam::new(ram)?);
+        Ok(MappedArrival { builder: self, config, promised, memory })
+    }
+}
+
+impl MappedMachine for MappedArrival {
+    type Vm = ArrivingMachine;
+
+    fn memory(&self) -> Arc<MigratingRam> {
+        Arc::clone(&self.memory)
+    }
+
+    fn build(self) -> Result<ArrivingMachine, VmError> {
+        let Self { builder: ArrivingBuilder { host, sink }, mut config, promised, memory } = self;
         let consoles = Consoles::open(&mut config)?;
-        let machine = Machine::arriving(config, consoles, &self.host, self.sink)?;
-        let memory = Arc::new(MigratingRam::new(Arc::clone(machine.ram()))?);
-        Ok(ArrivingMachine { machine, memory })
+        let ram = Arc::clone(memory.ram());
+        let mut machine = Machine::arriving(config, consoles, &host, sink, ram)?;
+        machine.check_exclusive()?;
+        if !promised.is_empty() {
+            machine.set_promised(promised);
+        }
+        Ok(ArrivingMachine { machine })
     }
 }
 
@@ -57,17 +95,13 @@ impl DestinationVm for ArrivingMachine {
     type Memory = MigratingRam;
     type Running = Machine;
 
-    fn memory(&self) -> Arc<MigratingRam> {
-        Arc::clone(&self.memory)
-    }
-
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
         let state = MachineState::from_json(state_json)?;
         Ok(self.machine.restore(state)?)
     }
 
     fn run(self, resume: bool) -> Result<Machine, (Self, VmError)> {
-        let Self { mut machine, memory } = self;
+        let Self { mut machine } = self;
         let running =
             machine.take_exclusive().and_then(|()| if resume { machine.resume() } else { Ok(()) });
         match running {
@@ -75,7 +109,7 @@ impl DestinationVm for ArrivingMachine {
                 machine.announce();
                 Ok(machine)
             }
-            Err(error) => Err((Self { machine, memory }, error.into())),
+            Err(error) => Err((Self { machine }, error.into())),
         }
     }
 }

@@ -6,6 +6,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 
 use memory::{AccessError, GuestRam, RamRegion, ZoneKind};
@@ -53,6 +54,11 @@ impl MigratingRam {
         Ok(Self { ram, layout })
     }
 
+    /// The RAM itself.
+    pub fn ram(&self) -> &Arc<GuestRam> {
+        &self.ram
+    }
+
     fn region(&self, index: usize) -> &RamRegion {
         &self.ram.regions()[index]
     }
@@ -84,6 +90,10 @@ unsafe impl GuestMemoryMap for MigratingRam {
         let region = self.region(region);
         let whole = region.alias_slice(&(0..region.len_bytes())).ok()?;
         Some(whole.ptr_guard_mut().as_ptr())
+    }
+
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        self.region(region).file().map(|file| file.as_fd())
     }
 
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {

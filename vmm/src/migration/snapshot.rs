@@ -143,8 +143,10 @@ fn restore_from(
     // Before anything is made: a state that nobody can read needs no machine.
     let state = MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
     let consoles = Consoles::open(&mut config)?;
-    let machine = Machine::arriving(config, consoles, host, sink).map_err(RestoreCause::Make)?;
-    let memory = Arc::new(MigratingRam::new(Arc::clone(machine.ram()))?);
+    let ram = Machine::arriving_ram(&config, host, &[]).map_err(RestoreCause::Make)?;
+    let memory = Arc::new(MigratingRam::new(Arc::clone(&ram))?);
+    let machine =
+        Machine::arriving(config, consoles, host, sink, ram).map_err(RestoreCause::Make)?;
     let mut restored = Restored { machine: Box::new(machine), filling: None };
     restored.machine.take_exclusive().map_err(RestoreCause::Make)?;
     match wishes.memory_restore_mode {

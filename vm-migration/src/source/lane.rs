@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A connection as a carrier of memory: how fast it has been, and so how much it may take on.
+//!
+//! Owns the pace of each connection, from round to round, and the messages that wait for their
+//! answers. A connection is never given more than it carries in about [`HOLD`], so that one that
+//! is slow (another path, a lossy link) holds a round up by that and no more.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use super::round::ranges;
+use super::squeeze::{self, Squeeze, Way};
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, Step};
+use crate::layout::{PAGE_BYTES, PageRun};
+use crate::options::Compression;
+use crate::progress::Progress;
+use crate::protocol::message::Message;
+use crate::ram::{self, GuestMemoryMap};
+use crate::transport::Part;
+
+/// Least that is claimed at once: 64 pages, the grain of the kernel's dirty logs.
+pub(crate) const UNIT_PAGES: u64 = 64;
+
+/// Most units that are claimed at once. Their dirty bits are cleared by one call and their
+/// contents are one message: at a gigabyte a second a page waits 4 ms between the two.
+pub(crate) const UNITS_MAX: u64 = 16;
+
+/// Bytes of a unit.
+const UNIT_BYTES: u64 = UNIT_PAGES * PAGE_BYTES;
+
+/// Pages of several slices go in one message until they are this many bytes: a guest that dirties
+/// a page here and there costs no message for each.
+const MESSAGE_BYTES: u64 = 1 << 20;
+
+/// How long what one connection has taken on may occupy it, beside the round trip.
+const HOLD: Duration = Duration::from_millis(20);
+
+/// Messages on one connection that may wait for their answers: enough to never let the link idle,
+/// few enough that a refusal is noticed soon.
+const UNANSWERED_MAX: usize = 4;
+
+/// Messages shorter than this say more about the round trip than about the rate.
+const SAMPLE_BYTES_MIN: u64 = 64 << 10;
+
+/// How fast a connection has been.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Pace {
+    /// 0 before anything was measured.
+    bytes_per_s: u64,
+}
+
+impl Pace {
+    /// Bytes that may be under way.
+    fn budget_bytes(self, round_trip: Duration) -> u64 {
+        let hold_us = (HOLD + 4 * round_trip).as_micros();
+        let bytes = u128::from(self.bytes_per_s) * hold_us / 1_000_000;
+        u64::try_from(bytes).unwrap_or(u64::MAX)
+    }
+
+    fn sample(&mut self, bytes: u64, took: Duration) {
+        if bytes < SAMPLE_BYTES_MIN && self.bytes_per_s != 0 {
+            return;
+        }
+        let now = super::convergence::rate(bytes, took);
+        self.bytes_per_s = if self.bytes_per_s == 0 { now } else { self.bytes_per_s / 2 + now / 2 };
+    }
+}
+
+/// What is known of a connection from round to round.
+#[derive(Debug, Default)]
+pub(crate) struct Record {
+    pace: Pace,
+    /// Where compression is wanted.
+    squeeze: Option<Squeeze>,
+    /// Compression was found to pay.
+    on: bool,
+}
+
+impl Record {
+    /// Nothing is known yet.
+    pub(crate) fn new(compression: Compression) -> Result<Self, Failure> {
+        let squeeze = match compression {
+            Compression::None => None,
+            Compression::Zstd => {
+                let squeeze = Squeeze::new().map_err(Cause::Resource);
+                Some(squeeze.step("preparing to compress memory")?)
+            }
+        };
+        Ok(Self { pace: Pace::default(), squeeze, on: false })
+    }
+}
+
+/// One connection in one round.
+pub(crate) struct Lane<'a> {
+    channel: &'a mut Channel,
+    record: &'a mut Record,
+    round_trip: Duration,
+    /// Connections of this round.
+    lanes: u64,
+    /// Bytes and time of messages without an answer.
+    waiting: VecDeque<(u64, Instant)>,
+    answered: Option<Instant>,
+    /// When the trial of a way began.
+    trial: Option<Instant>,
+    progress: &'a Progress,
+}
+
+impl<'a> Lane<'a> {
+    pub(crate) fn new(
+        channel: &'a mut Channel,
+        record: &'a mut Record,
+        round_trip: Duration,
+        lanes: u64,
+        progress: &'a Progress,
+    ) -> Self {
+        if let Some(squeeze) = &mut record.squeeze {
+            squeeze.choice.interrupted();
+        }
+        let (waiting, answered) = (VecDeque::with_capacity(UNANSWERED_MAX), None);
+        Self { channel, record, round_trip, lanes, progress, waiting, answered, trial: None }
+    }
+
+    /// How many units to claim when `left` are left for all: ever fewer towards the end.
+    pub(crate) fn claim_units(&self, left: u64) -> u64 {
+        if self.lanes == 1 {
+            return UNITS_MAX;
+        }
+        let by_pace = self.record.pace.budget_bytes(self.round_trip) / 2 / UNIT_BYTES;
+        by_pace.min(left / (2 * self.lanes)).clamp(1, UNITS_MAX)
+    }
+
+    /// How many bytes of several slices may come together in one message.
+    pub(crate) fn message_bytes(&self) -> u64 {
+        if self.lanes == 1 {
+            return MESSAGE_BYTES;
+        }
+        (self.record.pace.budget_bytes(self.round_trip) / 2).clamp(UNIT_BYTES, MESSAGE_BYTES)
+    }
+
+    /// Waits until another message may be sent.
+    pub(crate) fn make_room(&mut self) -> Result<(), Failure> {
+        while self.is_full() {
+            self.take_answer()?;
+        }
+        Ok(())
+    }
+
+    fn is_full(&self) -> bool {
+        if self.waiting.len() >= UNANSWERED_MAX {
+            return true;
+        }
+        let under_way: u64 = self.waiting.iter().map(|(bytes, _)| bytes).sum();
+        self.lanes > 1 && under_way > self.record.pace.budget_bytes(self.round_trip)
+    }
+
+    /// Waits for all answers.
+    pub(crate) fn settle(&mut self) -> Result<(), Failure> {
+        while !self.waiting.is_empty() {
+            self.take_answer()?;
+        }
+        Ok(())
+    }
+
+    fn take_answer(&mut self) -> Result<(), Failure> {
+        let limit = self.channel.connection.stall_timeout();
+        self.channel.answer(limit).step("waiting for memory to be acknowledged")?;
+        let now = Instant::now();
+        if let Some((bytes, sent)) = self.waiting.pop_front() {
+            let since = self.answered.map_or(sent, |answered| answered.max(sent));
+            self.record.pace.sample(bytes, now.duration_since(since));
+        }
+        self.answered = Some(now);
+        Ok(())
+    }
+
+    /// Sends a message that says all.
+    pub(crate) fn send(&mut self, message: &Message) -> Result<(), Failure> {
+        self.send_parts(&[Part::Bytes(&message.encode())], 0)
+    }
+
+    /// Sends contents of memory, compressed or not.
+    pub(crate) fn send_memory<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        data: &[PageRun],
+    ) -> Result<(), Failure> {
+        let Some(choice) = self.record.squeeze.as_ref().map(|squeeze| &squeeze.choice) else {
+            return self.send_plain(memory, data);
+        };
+        if choice.begins_trial() {
+            self.settle()?;
+            self.trial = Some(Instant::now());
+        }
+        let way = self.record.squeeze.as_ref().map(|squeeze| squeeze.choice.way());
+        if way == Some(Way::Zstd) {
+            for piece in squeeze::pieces(data) {
+                self.send_squeezed(memory, &piece)?;
+            }
+        } else {
+            self.send_plain(memory, data)?;
+        }
+        let bytes = data.iter().map(PageRun::len_bytes).sum();
+        let ends = self.record.squeeze.as_mut().is_some_and(|squeeze| squeeze.choice.sent(bytes));
+        if ends {
+            self.settle()?;
+            let took = self.trial.take().map(|began| began.elapsed()).unwrap_or_default();
+            let squeeze = self.record.squeeze.as_mut();
+            if let Some(now) = squeeze.and_then(|squeeze| squeeze.choice.trial_took(took)) {
+                let on = now == Way::Zstd;
+                self.progress.compression_is(std::mem::replace(&mut self.record.on, on), on);
+            }
+        }
+        Ok(())
+    }
+
+    fn send_plain<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        data: &[PageRun],
+    ) -> Result<(), Failure> {
+        let head = Message::Memory(ranges(memory, data)).encode();
+        let mut parts = Vec::with_capacity(1 + data.len());
+        parts.push(Part::Bytes(&head));
+        parts.extend(data.iter().map(|run| Part::Guest(ram::slice(memory, *run))));
+        self.send_parts(&parts, data.iter().map(PageRun::len_bytes).sum())
+    }
+
+    fn send_squeezed<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        data: &[PageRun],
+    ) -> Result<(), Failure> {
+        const STEP: &str = "compressing memory";
+        // Taken out while it is used: sending needs all of the lane.
+        let Some(mut squeeze) = self.record.squeeze.take() else {
+            return self.send_plain(memory, data);
+        };
+        let frame = squeeze.frame(memory, data).map_err(Cause::Resource).step(STEP);
+        let sent = match frame {
+            Err(failure) => Err(failure),
+            Ok(None) => self.send_plain(memory, data),
+            Ok(Some(frame)) => {
+                let raw_bytes = data.iter().map(PageRun::len_bytes).sum();
+                self.progress.compressed(raw_bytes, frame.len() as u64);
+                // Shorter than a megabyte, as it is shorter than what it holds.
+                let frame_bytes = u32::try_from(frame.len()).unwrap_or(u32::MAX);
+                let ranges = ranges(memory, data);
+                let head = Message::MemoryZstd { ranges, frame_bytes }.encode();
+                self.send_parts(&[Part::Bytes(&head), Part::Bytes(frame)], raw_bytes)
+            }
+        };
+        self.record.squeeze = Some(squeeze);
+        sent
+    }
+
+    fn send_parts(&mut self, parts: &[Part<'_>], memory_bytes: u64) -> Result<(), Failure> {
+        self.make_room()?;
+        self.waiting.push_back((memory_bytes, Instant::now()));
+        let sent = self.channel.connection.send_parts(parts);
+        sent.map_err(|error| self.channel.explain(error)).step("sending memory")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn what_is_under_way_takes_about_as_long_on_any_connection() {
+        for bytes_per_s in [1_u64 << 20, 10 << 20, 100 << 20, 1 << 30] {
+            let mut pace = Pace::default();
+            pace.sample(bytes_per_s, 1000 * MS);
+            let budget = pace.budget_bytes(Duration::ZERO);
+            assert_eq!(budget, bytes_per_s / 50, "20 ms worth");
+        }
+    }
+
+    #[test]
+    fn a_long_way_does_not_look_like_a_slow_one_for_ever() {
+        // A link of 1 GB/s with a round trip of 50 ms: each message takes 50 ms and its bytes.
+        let mut pace = Pace::default();
+        let mut claimed = UNIT_BYTES;
+        for _ in 0..8 {
+            pace.sample(claimed, 50 * MS + Duration::from_micros(claimed / 1000));
+            claimed = (pace.budget_bytes(50 * MS) / 2).clamp(UNIT_BYTES, UNITS_MAX * UNIT_BYTES);
+        }
+        assert_eq!(claimed, UNITS_MAX * UNIT_BYTES);
+    }
+
+    #[test]
+    fn short_messages_do_not_spoil_the_measure() {
+        let mut pace = Pace::default();
+        pace.sample(1 << 20, MS);
+        let before = pace.bytes_per_s;
+        pace.sample(4096, 50 * MS);
+        assert_eq!(pace.bytes_per_s, before);
+    }
+}
