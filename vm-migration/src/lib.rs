@@ -14,7 +14,7 @@
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
-//! | [`options`], [`progress`], [`error`], [`cancel`] | what a person chooses, sees, and can stop |
+//! | [`options`], [`progress`], [`error`], [`cancel`], [`steering`] | what a person chooses, sees, can stop and can ask for |
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -59,13 +59,18 @@ pub mod error;
 pub mod fault;
 pub mod layout;
 pub mod options;
+mod pace;
 pub mod progress;
 pub mod protocol;
 pub mod ram;
+mod session;
 pub mod source;
+pub mod steering;
+mod stride;
 pub mod transport;
 pub mod uffd;
 pub mod vm;
+mod waits;
 
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -77,6 +82,7 @@ pub use cancel::Cancel;
 pub use error::{Cause, GuestIs, MigrationError, Side};
 pub use options::{Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy};
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
+pub use steering::Steering;
 pub use transport::Address;
 pub use vm::VmError;
 

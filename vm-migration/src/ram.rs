@@ -159,6 +159,17 @@ pub(crate) fn clear<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<(
     Ok(())
 }
 
+/// Throws away what is populated of a run.
+pub(crate) fn empty<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<()> {
+    let unit = memory.layout().regions()[run.region].host_page_bytes / PAGE_BYTES;
+    for pages in memory.populated_runs(run.region, run.first..run.end())? {
+        let first = pages.start / unit * unit;
+        let end = pages.end.next_multiple_of(unit);
+        memory.discard(PageRun { region: run.region, first, count: end - first })?;
+    }
+    Ok(())
+}
+
 /// Populates pages by reading one byte of each host page, through the unwatched mapping.
 pub(crate) fn touch<M: GuestMemoryMap>(memory: &M, run: PageRun) {
     let step = memory.layout().regions()[run.region].host_page_bytes;

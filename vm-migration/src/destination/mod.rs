@@ -9,15 +9,19 @@
 //! | `receive` | Receive: memory arrives, extra connections join |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what is missing, what is asked for |
-//! | `fault` | Fault: the engine's threads, and the end |
+//! | `fault` | the engine's threads |
+//! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
+//! | `rejoin` | how a source that lost its connections comes back |
 //!
 //! Nothing that the peer says is believed before it is checked against the machine that was built
 //! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
 
 mod engine;
 mod fault;
+mod faulting;
 mod negotiate;
 mod receive;
+mod rejoin;
 mod run;
 
 use std::sync::Arc;
@@ -30,7 +34,7 @@ use crate::progress::{Phase, Progress};
 use crate::transport::{self, Address, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
-pub use fault::{Faulting, PostcopyPaused};
+pub use faulting::{Faulting, PostcopyPaused};
 
 /// What every phase of one migration uses.
 #[derive(Clone, Copy)]
@@ -38,13 +42,13 @@ pub(crate) struct Context<'a> {
     pub options: &'a ReceiveOptions,
     pub progress: &'a Arc<Progress>,
     pub cancel: &'a Cancel,
-    pub listener: &'a transport::Listener,
+    pub listener: &'a Arc<transport::Listener>,
 }
 
 /// A place where a source can connect. One migration at a time.
 #[derive(Debug)]
 pub struct Listener {
-    listener: transport::Listener,
+    listener: Arc<transport::Listener>,
 }
 
 /// The guest is here.
@@ -97,7 +101,7 @@ impl Listener {
     /// # Errors
     /// When the address is taken, not ours, or does not resolve.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
-        Ok(Self { listener: transport::Listener::bind(address)? })
+        Ok(Self { listener: Arc::new(transport::Listener::bind(address)?) })
     }
 
     /// Where it listens.

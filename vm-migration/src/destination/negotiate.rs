@@ -26,6 +26,9 @@ use crate::ram::GuestMemoryMap;
 use crate::uffd::{self, Uffd};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
+/// Most userfaultfds that a number of connections makes.
+const READERS_MAX: u16 = 16;
+
 /// A source has connected and said nothing yet.
 pub(crate) struct Connected {
     control: Channel,
@@ -86,7 +89,7 @@ impl Connected {
             check_layout(memory.layout(), offer)?;
             payload = Prepared { regions: memory.layout().regions().to_vec() }.to_json();
             if offer.memory_mode == MemoryMode::Postcopy {
-                fault_source = Some(watch(&mut vm, &memory, context)?);
+                fault_source = Some(watch(&mut vm, &memory, offer, context)?);
             }
         }
         let answer = Answer::Ok { offer_taken: false, payload };
@@ -101,6 +104,11 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
     let offer = match read(control, "waiting for the start of the protocol")? {
         Message::Start { version: VERSION, offer } => offer,
         Message::Start { version, .. } => return Err(ProtocolError::Version(version)).step(STEP),
+        Message::Recover(_) => {
+            let what = "no VM of another host waits here for its pages".to_string();
+            let remedy = "recover where the VM runs";
+            return Err(Cause::Unsupported { what, remedy }).step(STEP);
+        }
         other => return Err(unexpected(&other, "Start")),
     };
     let answer = Answer::Ok { offer_taken: offer, payload: Vec::new() };
@@ -135,7 +143,7 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
     Ok(Terms::Negotiated { offer, token })
 }
 
-fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
+pub(super) fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
     let mut token = [0; TOKEN_BYTES];
     File::open("/dev/urandom")?.read_exact(&mut token)?;
     Ok(token)
@@ -151,6 +159,7 @@ fn check_layout(ours: &Layout, offer: &Offer) -> Result<(), Failure> {
 fn watch<V: DestinationVm>(
     vm: &mut V,
     memory: &Arc<V::Memory>,
+    offer: &Offer,
     context: Context<'_>,
 ) -> Result<Arc<dyn FaultSource>, Failure> {
     const STEP: &str = "preparing to catch page faults";
@@ -158,7 +167,8 @@ fn watch<V: DestinationVm>(
     let source = if let Some(source) = own {
         source
     } else {
-        let readers = context.options.fault_readers;
+        let urgent = usize::from(offer.urgent_connections.clamp(1, READERS_MAX));
+        let readers = context.options.fault_readers.unwrap_or(urgent);
         Arc::new(Uffd::register(Arc::clone(memory), readers).step(STEP)?)
     };
     context.progress.set_fault_source(source.kind());

@@ -15,6 +15,7 @@ use std::time::Duration;
 use super::engine::Engine;
 use super::fault::FaultThreads;
 use super::negotiate::{read, unexpected};
+use super::rejoin::Rejoin;
 use super::{Context, Setback};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -205,15 +206,17 @@ impl<V: DestinationVm> Built<V> {
         context: Context<'_>,
     ) -> Result<FaultThreads<V::Memory>, Failure> {
         const STEP: &str = "preparing for missing pages";
-        let Terms::Negotiated { offer, .. } = &self.terms else {
+        let Terms::Negotiated { offer, token } = &self.terms else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
         let Some(source) = &self.fault_source else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
         debug_assert_eq!(offer.memory_mode, MemoryMode::Postcopy);
-        if self.bulk.is_empty() || self.urgent.is_empty() {
-            let why = "postcopy needs connections for bulk memory and for requested pages";
+        let promised = (offer.bulk_connections, offer.urgent_connections);
+        let there = (self.bulk.len(), self.urgent.len());
+        if self.bulk.is_empty() || there != (promised.0.into(), promised.1.into()) {
+            let why = "postcopy has other connections than those that were announced";
             return Err(ProtocolError::Malformed { what: "set of connections", why }).step(STEP);
         }
         let engine =
@@ -221,7 +224,14 @@ impl<V: DestinationVm> Built<V> {
                 .step(STEP)?;
         let bulk = std::mem::take(&mut self.bulk);
         let urgent = std::mem::take(&mut self.urgent);
-        FaultThreads::start(Arc::new(engine), bulk, urgent)
+        let rejoin = Rejoin {
+            listener: Arc::clone(context.listener),
+            id: *token,
+            attempt: 0,
+            stall: context.options.limits.stall,
+            steering: context.options.steering.clone(),
+        };
+        FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent)
     }
 }
 

@@ -6,6 +6,7 @@
 //! number, a form and a limit. Whether a message is allowed now is for the state machines.
 
 use super::ProtocolError;
+use super::capabilities::TOKEN_BYTES;
 use super::codec::{
     ANSWER_BYTES_MAX, ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header,
     PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
@@ -53,11 +54,17 @@ pub enum Command {
     Elsewhere = 0x4705,
     /// The destination has every page.
     PostcopyDone = 0x4706,
+    /// The source connects again after postcopy has lost a connection.
+    Recover = 0x4708,
+    /// Pages that nobody waits for yet, to be sent along behind requested ones.
+    Ahead = 0x4709,
+    /// The destination of a postcopy is there and asks whether the source is.
+    Alive = 0x470a,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 18] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -73,6 +80,9 @@ impl Command {
         Self::Confirm,
         Self::Elsewhere,
         Self::PostcopyDone,
+        Self::Recover,
+        Self::Ahead,
+        Self::Alive,
     ];
 
     /// The number on the wire.
@@ -109,6 +119,9 @@ impl Command {
             Self::Confirm => "Confirm",
             Self::Elsewhere => "Elsewhere",
             Self::PostcopyDone => "PostcopyDone",
+            Self::Recover => "Recover",
+            Self::Ahead => "Ahead",
+            Self::Alive => "Alive",
         }
     }
 }
@@ -156,6 +169,52 @@ pub enum Message {
     Elsewhere(Vec<GpaRange>),
     /// See [`Command::PostcopyDone`].
     PostcopyDone,
+    /// See [`Command::Recover`].
+    Recover(Recover),
+    /// See [`Command::Ahead`].
+    Ahead(Vec<GpaRange>),
+    /// See [`Command::Alive`].
+    Alive,
+}
+
+/// What a source says that connects again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recover {
+    /// The migration, by the token that was agreed upon at its start.
+    pub id: [u8; TOKEN_BYTES],
+    /// Number of the attempt, from 1: one that is not above all before it is refused.
+    pub attempt: u32,
+    /// Connections for bulk memory that will follow.
+    pub bulk: u16,
+    /// Connections for requested pages that will follow.
+    pub urgent: u16,
+}
+
+impl Recover {
+    const BYTES: usize = TOKEN_BYTES + 8;
+
+    fn encode(self) -> Vec<u8> {
+        let mut bytes = self.id.to_vec();
+        bytes.extend_from_slice(&self.attempt.to_le_bytes());
+        bytes.extend_from_slice(&self.bulk.to_le_bytes());
+        bytes.extend_from_slice(&self.urgent.to_le_bytes());
+        bytes
+    }
+
+    fn read(from: &mut impl ByteSource, len_bytes: u64) -> Result<Self, ProtocolError> {
+        let mut bytes = [0; Self::BYTES];
+        if len_bytes != bytes.len() as u64 {
+            return Err(ProtocolError::BadLength { what: "Recover", len_bytes });
+        }
+        from.read_exact(&mut bytes)?;
+        let [id @ .., a0, a1, a2, a3, b0, b1, u0, u1] = bytes;
+        Ok(Self {
+            id,
+            attempt: u32::from_le_bytes([a0, a1, a2, a3]),
+            bulk: u16::from_le_bytes([b0, b1]),
+            urgent: u16::from_le_bytes([u0, u1]),
+        })
+    }
 }
 
 impl Message {
@@ -177,6 +236,9 @@ impl Message {
             Self::Confirm => Command::Confirm,
             Self::Elsewhere(_) => Command::Elsewhere,
             Self::PostcopyDone => Command::PostcopyDone,
+            Self::Recover(_) => Command::Recover,
+            Self::Ahead(_) => Command::Ahead,
+            Self::Alive => Command::Alive,
         }
     }
 
@@ -198,13 +260,19 @@ impl Message {
             Self::Memory(ranges)
             | Self::PageFault(ranges)
             | Self::ZeroPages(ranges)
-            | Self::Elsewhere(ranges) => put_table(&mut payload, ranges),
+            | Self::Elsewhere(ranges)
+            | Self::Ahead(ranges) => put_table(&mut payload, ranges),
+            Self::Recover(recover) => payload = recover.encode(),
             Self::Abandon(reason) => payload.extend_from_slice(bounded_reason(reason).as_bytes()),
             Self::MemoryFd { slot, fd } => {
                 payload.extend_from_slice(&slot.to_le_bytes());
                 payload.extend_from_slice(&fd.to_le_bytes());
             }
-            Self::Complete | Self::CompletePaused | Self::Confirm | Self::PostcopyDone => {}
+            Self::Complete
+            | Self::CompletePaused
+            | Self::Confirm
+            | Self::PostcopyDone
+            | Self::Alive => {}
         }
         framed(self.command().code(), extra, &payload)
     }
@@ -251,6 +319,9 @@ impl Message {
             Command::Confirm => empty(what, len).map(|()| Self::Confirm)?,
             Command::Elsewhere => Self::Elsewhere(table(from)?),
             Command::PostcopyDone => empty(what, len).map(|()| Self::PostcopyDone)?,
+            Command::Recover => Self::Recover(Recover::read(from, len)?),
+            Command::Ahead => Self::Ahead(table(from)?),
+            Command::Alive => empty(what, len).map(|()| Self::Alive)?,
         })
     }
 }
@@ -397,7 +468,8 @@ pub fn fuzz_stream(data: &[u8]) {
             Message::Memory(ranges)
             | Message::PageFault(ranges)
             | Message::ZeroPages(ranges)
-            | Message::Elsewhere(ranges) => {
+            | Message::Elsewhere(ranges)
+            | Message::Ahead(ranges) => {
                 for range in ranges {
                     let _ = layout.locate(*range);
                 }

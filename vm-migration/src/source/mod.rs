@@ -32,6 +32,7 @@ use crate::options::SendOptions;
 use crate::progress::{Phase, Progress, Snapshot};
 use crate::vm::{PausedVm, SourceVm};
 
+pub(crate) use convergence::rate;
 pub use serve::Held;
 
 /// What every phase of one migration uses.

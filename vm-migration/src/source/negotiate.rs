@@ -32,6 +32,9 @@ pub(crate) struct Links {
     /// Connections for requested pages (postcopy).
     pub urgent: Vec<Channel>,
     pub terms: Terms,
+    /// What further connections showed, and what proves after a loss that this is the same
+    /// migration; `None` with plain version 0.
+    pub token: Option<[u8; TOKEN_BYTES]>,
 }
 
 /// What was agreed.
@@ -116,7 +119,7 @@ pub(crate) fn agree<V: SourceVm>(
     let (bulk_count, urgent_count) = extra_connections(context);
     let memory_links = extra(Role::Memory, bulk_count)?;
     let urgent = extra(Role::Fault, urgent_count)?;
-    Ok(Links { memory: memory_links, urgent, terms })
+    Ok(Links { memory: memory_links, urgent, terms, token })
 }
 
 /// How many connections beside the first: precopy uses the first one for memory, too.

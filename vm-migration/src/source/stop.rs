@@ -61,7 +61,9 @@ impl<V: SourceVm> Copied<V> {
                     add_dirty(&*memory, &log, &pages)?;
                     let pending = in_units(pages, &links);
                     let progress = Arc::clone(context.progress);
-                    let server = Server::new(Arc::clone(&memory), pending, &links, progress)?;
+                    let options = context.options;
+                    let server =
+                        Server::new(Arc::clone(&memory), pending, &links, options, progress);
                     Ok(Some(Arc::new(server)))
                 }
             }

@@ -38,6 +38,8 @@ pub(super) const LIMITS: Limits = Limits {
     connect: Duration::from_secs(5),
     answer: Duration::from_secs(20),
     prepare: Duration::from_secs(20),
+    stall: Duration::from_secs(5),
+    rejoin: Duration::from_secs(5),
 };
 
 pub(super) fn memory() -> Arc<FakeMemory> {

@@ -18,6 +18,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::cancel::Cancel;
 use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
@@ -28,6 +29,9 @@ use sys::Descriptor;
 
 /// Tries of an operation that the kernel asks to repeat because mappings change.
 const AGAIN_MAX: u32 = 10_000;
+
+/// Time until memory is tried again when the host had none.
+const NO_MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Smallest part of a region that gets a descriptor of its own.
 const PART_BYTES_MIN: u64 = 64 << 20;
@@ -206,6 +210,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
         let end = start + piece.len_bytes();
         let mut at = start;
         let mut again = 0;
+        let mut short_of_memory = false;
         while at < end {
             let (done, result) = fill(descriptor, at, end - at);
             at += done;
@@ -216,6 +221,13 @@ impl<M: GuestMemoryMap> Uffd<M> {
                     at += part.host_page_bytes;
                 }
                 Some(libc::EAGAIN) if done > 0 => {}
+                Some(libc::ENOMEM) if !self.stop.is_cancelled() => {
+                    if !short_of_memory {
+                        log::warn!("the host has no memory for the guest's pages: it waits");
+                    }
+                    short_of_memory = true;
+                    std::thread::sleep(NO_MEMORY_PAUSE);
+                }
                 Some(libc::EAGAIN) if again < AGAIN_MAX => {
                     again += 1;
                     std::thread::yield_now();
@@ -323,6 +335,10 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
         self.memory.layout().regions()[region].backing == Backing::Shared
     }
 
+    fn prefers_copies_of_small_runs(&self) -> bool {
+        true
+    }
+
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
         for (part, piece) in self.pieces(run) {
             self.fill("show", part, piece, Descriptor::show, |descriptor, address| {
@@ -344,7 +360,13 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
                     let from = crate::layout::to_usize(skip + (address - start));
                     descriptor.copy(address, &bytes[from..from + crate::layout::to_usize(len)])
                 },
-                |descriptor, address| descriptor.wake(address, part.host_page_bytes),
+                |descriptor, address| {
+                    if part.in_place {
+                        // The copy was not taken, and what is there instead is not known.
+                        return Err(io::Error::from_raw_os_error(libc::EEXIST));
+                    }
+                    descriptor.wake(address, part.host_page_bytes)
+                },
             )?;
         }
         Ok(())
