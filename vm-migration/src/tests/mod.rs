@@ -9,6 +9,7 @@
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
+//! | `recovery` | postcopy that loses its connections |
 //! | `hostile` | a source that sends what it must not |
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
@@ -18,6 +19,7 @@ mod failures;
 mod hostile;
 mod moves;
 mod plain;
+mod recovery;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -81,13 +83,22 @@ pub(super) struct Target {
 
 impl Target {
     pub(super) fn start(at: &Address, builder: Builder, limits: Limits) -> Self {
+        Self::steered(at, builder, limits, crate::Steering::new())
+    }
+
+    pub(super) fn steered(
+        at: &Address,
+        builder: Builder,
+        limits: Limits,
+        steering: crate::Steering,
+    ) -> Self {
         let listener = Listener::bind(at).unwrap();
         let address = listener.address().clone();
         let cancel = Cancel::new().unwrap();
         let progress = Arc::new(Progress::new(Side::Destination));
         let thread = {
             let (cancel, progress) = (cancel.clone(), Arc::clone(&progress));
-            let options = ReceiveOptions { limits, ..ReceiveOptions::default() };
+            let options = ReceiveOptions { limits, steering, ..ReceiveOptions::default() };
             std::thread::spawn(move || listener.receive(builder, &options, &progress, &cancel))
         };
         Self { address, cancel, progress, thread }

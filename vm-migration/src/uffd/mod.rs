@@ -34,7 +34,7 @@ const AGAIN_MAX: u32 = 10_000;
 const NO_MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Smallest part of a region that gets a descriptor of its own.
-const PART_BYTES_MIN: u64 = 64 << 20;
+const PART_BYTES_MIN: u64 = HOST_PAGE_BYTES_MAX;
 
 /// What userfaultfd can fail with.
 #[derive(Debug, thiserror::Error)]
