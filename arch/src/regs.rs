@@ -7,9 +7,7 @@
 //! is right for their general registers. Must never touch guest memory or make an ioctl: the
 //! caller sets what is returned here.
 
-use kvm_bindings::{
-    kvm_dtable, kvm_fpu, kvm_lapic_state, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs,
-};
+use kvm_bindings::{kvm_dtable, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs};
 
 use crate::boot::BootEntry;
 use crate::layout;
@@ -49,10 +47,6 @@ const MTRR_ENABLE: u64 = 1 << 11;
 const MTRR_WRITE_BACK: u64 = 6;
 
 // Offsets in the local APIC's register page, and delivery modes in a local vector entry.
-const APIC_LVT_LINT0: usize = 0x350;
-const APIC_LVT_LINT1: usize = 0x360;
-const APIC_MODE_NMI: u32 = 0x4;
-const APIC_MODE_EXTINT: u32 = 0x7;
 
 /// General registers of the boot vCPU.
 pub fn boot_regs(entry: &BootEntry) -> kvm_regs {
@@ -125,21 +119,6 @@ pub fn boot_msrs() -> Vec<kvm_msr_entry> {
         .into_iter()
         .map(|(index, data)| kvm_msr_entry { index, data, ..kvm_msr_entry::default() })
         .collect()
-}
-
-/// Wires the local APIC's pins as firmware does on every vCPU: LINT0 takes the 8259, LINT1 is NMI.
-pub fn wire_lapic_pins(lapic: &mut kvm_lapic_state) {
-    for (offset, mode) in [(APIC_LVT_LINT0, APIC_MODE_EXTINT), (APIC_LVT_LINT1, APIC_MODE_NMI)] {
-        let Some(field) = lapic.regs.get_mut(offset..offset + 4) else { continue };
-        let mut bytes = [0; 4];
-        for (byte, value) in bytes.iter_mut().zip(&*field) {
-            *byte = value.cast_unsigned();
-        }
-        let vector = (u32::from_le_bytes(bytes) & !0x700) | (mode << 8);
-        for (value, byte) in field.iter_mut().zip(vector.to_le_bytes()) {
-            *value = byte.cast_signed();
-        }
-    }
 }
 
 /// The GDT that goes with [`boot_sregs`], for guests that reload a segment before they have one of
@@ -235,16 +214,6 @@ mod tests {
         assert_eq!(entry(gdt, 0x10), 0x00cf_9b00_0000_ffff);
         assert_eq!(entry(gdt, 0x18), 0x00cf_9300_0000_ffff);
         assert_eq!(entry(boot_gdt_bytes(&LINUX), 0x10), 0x00af_9b00_0000_ffff);
-    }
-
-    #[test]
-    fn lapic_pins_keep_other_bits() {
-        let mut lapic = kvm_lapic_state::default();
-        lapic.regs[APIC_LVT_LINT0 + 2] = 1; // masked
-        wire_lapic_pins(&mut lapic);
-        assert_eq!(lapic.regs[APIC_LVT_LINT0 + 1], 7);
-        assert_eq!(lapic.regs[APIC_LVT_LINT0 + 2], 1);
-        assert_eq!(lapic.regs[APIC_LVT_LINT1 + 1], 4);
     }
 
     #[test]

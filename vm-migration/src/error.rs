@@ -112,8 +112,9 @@ pub enum Cause {
     /// Precopy ended without reaching its downtime.
     #[error(
         "the guest writes faster than the link carries: after {rounds} rounds and {elapsed_s} s \
-         the expected downtime is {expected_ms} ms with {downtime_ms} ms allowed; raise \
-         downtime_ms, use timeout_strategy=ignore or memory_mode=postcopy"
+         the expected downtime is {expected_ms} ms ({fixed_ms} ms of it whatever the guest writes) \
+         with {downtime_ms} ms allowed; raise downtime_ms, use convergence=throttle, \
+         timeout_strategy=ignore or memory_mode=postcopy"
     )]
     NotConverging {
         /// Rounds done.
@@ -122,6 +123,8 @@ pub enum Cause {
         elapsed_s: u64,
         /// What a stop would have cost.
         expected_ms: u64,
+        /// What of it does not depend on memory: state, round trips, start.
+        fixed_ms: u64,
         /// What it may cost.
         downtime_ms: u64,
     },

@@ -54,6 +54,7 @@
 pub mod bitmap;
 pub mod cancel;
 mod channel;
+mod cursor;
 pub mod destination;
 pub mod error;
 pub mod fault;
@@ -80,7 +81,9 @@ mod tests;
 
 pub use cancel::Cancel;
 pub use error::{Cause, GuestIs, MigrationError, Side};
-pub use options::{Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy};
+pub use options::{
+    Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy,
+};
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
 pub use steering::Steering;
 pub use transport::Address;

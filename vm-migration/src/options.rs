@@ -62,6 +62,16 @@ pub enum MemoryMode {
     Precopy,
     /// The guest moves at once, pages follow on demand and in the background.
     Postcopy,
+    /// As in precopy, until that no longer helps or a person wants no more of it; what is then
+    /// left follows as in postcopy.
+    Auto,
+}
+
+impl MemoryMode {
+    /// True when pages may follow the guest.
+    pub fn may_postcopy(self) -> bool {
+        self != Self::Precopy
+    }
 }
 
 /// What happens when precopy does not reach its downtime in time.
@@ -74,6 +84,36 @@ pub enum TimeoutStrategy {
     /// The guest is stopped and moved regardless.
     Ignore,
 }
+
+/// What is done when rounds of precopy no longer help.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Convergence {
+    /// Nothing: the guest may calm down until the timeout.
+    #[default]
+    None,
+    /// The guest's vCPUs are slowed down, step by step.
+    Throttle,
+    /// A longer downtime is allowed, step by step, up to [`SendOptions::downtime_max`].
+    RaiseDowntime,
+    /// The rest of memory follows the guest: [`MemoryMode::Auto`] by another name.
+    Postcopy,
+}
+
+/// When dirty bits are cleared and tracking is re-armed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DirtyClear {
+    /// Slice by slice, each just before it is copied.
+    #[default]
+    Slice,
+    /// For all of memory at the beginning of a round. For comparison.
+    Round,
+}
+
+/// How many times [`SendOptions::downtime`] may become with [`Convergence::RaiseDowntime`] when
+/// nothing else is said.
+pub const DOWNTIME_MAX_FACTOR: u32 = 10;
 
 /// How long each kind of wait may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +156,8 @@ pub struct SendOptions {
     /// Connections for requested pages in postcopy, up to [`CONNECTIONS_MAX`]; with 0 requested
     /// pages share the connections of all others.
     pub urgent_connections: u16,
+    /// With [`MemoryMode::Auto`], longest precopy.
+    pub postcopy_after: Option<Duration>,
     /// Most bytes per second that memory takes which nobody waits for (postcopy); 0 for no limit.
     pub bandwidth_bytes_per_s: u64,
     /// How long a postcopy that lost its connections tries to connect again by itself.
@@ -128,6 +170,13 @@ pub struct SendOptions {
     pub timeout: Duration,
     /// What happens after `timeout`.
     pub timeout_strategy: TimeoutStrategy,
+    /// What is done about rounds that do not help.
+    pub convergence: Convergence,
+    /// Longest downtime that `convergence` may allow; `None` for [`DOWNTIME_MAX_FACTOR`] times
+    /// `downtime`.
+    pub downtime_max: Option<Duration>,
+    /// When dirty bits are cleared.
+    pub dirty_clear: DirtyClear,
     /// Limits of single waits.
     pub limits: Limits,
 }
@@ -148,9 +197,14 @@ pub enum OptionsError {
         /// The least that it may be.
         min: u16,
     },
-    /// Several connections over a Unix socket.
-    #[error("connections={0} needs a tcp: address; a Unix socket carries one memory connection")]
-    UnixConnections(u16),
+    /// A cap below what is allowed from the start.
+    #[error("downtime_max_ms={max_ms} is less than downtime_ms={downtime_ms}")]
+    DowntimeMax {
+        /// The cap.
+        max_ms: u128,
+        /// Where it starts.
+        downtime_ms: u128,
+    },
 }
 
 impl SendOptions {
@@ -162,12 +216,16 @@ impl SendOptions {
             local: false,
             connections: 1,
             urgent_connections: URGENT_CONNECTIONS_DEFAULT,
+            postcopy_after: None,
             bandwidth_bytes_per_s: 0,
             recover_timeout: RECOVER_TIMEOUT_DEFAULT,
             steering: Steering::default(),
             downtime: DOWNTIME_DEFAULT,
             timeout: TIMEOUT_DEFAULT,
             timeout_strategy: TimeoutStrategy::Cancel,
+            convergence: Convergence::None,
+            downtime_max: None,
+            dirty_clear: DirtyClear::Slice,
             limits: Limits::default(),
         }
     }
@@ -186,12 +244,26 @@ impl SendOptions {
                 return Err(OptionsError::Connections { name, value, min });
             }
         }
-        match self.to {
-            Address::Unix(_) if self.connections > 1 => {
-                Err(OptionsError::UnixConnections(self.connections))
-            }
+        match self.downtime_max {
+            Some(max) if max < self.downtime => Err(OptionsError::DowntimeMax {
+                max_ms: max.as_millis(),
+                downtime_ms: self.downtime.as_millis(),
+            }),
             _ => Ok(()),
         }
+    }
+
+    /// How memory travels, whichever of the options says so.
+    pub fn mode(&self) -> MemoryMode {
+        match (self.memory_mode, self.convergence) {
+            (MemoryMode::Precopy, Convergence::Postcopy) => MemoryMode::Auto,
+            (mode, _) => mode,
+        }
+    }
+
+    /// Longest downtime that `convergence` may allow.
+    pub fn downtime_cap(&self) -> Duration {
+        self.downtime_max.unwrap_or_else(|| self.downtime.saturating_mul(DOWNTIME_MAX_FACTOR))
     }
 }
 

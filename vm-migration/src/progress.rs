@@ -16,6 +16,7 @@ use serde::Serialize;
 
 use crate::error::Side;
 use crate::fault::FaultSourceKind;
+use crate::options::Convergence;
 
 /// States of the two machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -120,6 +121,25 @@ pub enum Event {
         /// Bytes to send in it.
         remaining_bytes: u64,
     },
+    /// A round of precopy did not help.
+    Stalled {
+        /// Its number.
+        round: u32,
+        /// What a stop would cost.
+        expected_us: u64,
+        /// What it may cost.
+        allowed_us: u64,
+    },
+    /// From now on the vCPUs are kept out of the guest for this share of the time.
+    Throttled {
+        /// The share.
+        percent: u8,
+    },
+    /// From now on the guest may stand still for so long.
+    DowntimeAllowed {
+        /// In microseconds.
+        allowed_us: u64,
+    },
 }
 
 /// Gets every event, in order, on the thread that caused it. Must not block.
@@ -141,6 +161,8 @@ pub(crate) struct Counters {
     pub dirty_bytes_per_s: AtomicU64,
     pub expected_downtime_us: AtomicU64,
     pub downtime_us: AtomicU64,
+    pub allowed_downtime_us: AtomicU64,
+    pub throttle_percent: AtomicU32,
     pub stalled_rounds: AtomicU32,
     pub faults: AtomicU64,
     pub faults_requested: AtomicU64,
@@ -168,6 +190,7 @@ pub struct Progress {
     started: OnceLock<Instant>,
     ended: OnceLock<Instant>,
     pub(crate) counters: Counters,
+    convergence: OnceLock<Convergence>,
     fault_source: OnceLock<FaultSourceKind>,
     /// Why postcopy holds still, or held still last. Held for one copy.
     lost: Mutex<Option<String>>,
@@ -205,6 +228,7 @@ impl Progress {
             started: OnceLock::new(),
             ended: OnceLock::new(),
             counters: Counters::default(),
+            convergence: OnceLock::new(),
             fault_source: OnceLock::new(),
             lost: Mutex::new(None),
             latency: Mutex::new(latency),
@@ -280,7 +304,7 @@ impl Progress {
         self.tell(Event::Begin(phase));
     }
 
-    fn tell(&self, event: Event) {
+    pub(crate) fn tell(&self, event: Event) {
         if let Some(observer) = &self.observer {
             observer.event(self.side, event);
         }
@@ -302,6 +326,10 @@ impl Progress {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
         (get(&c.bulk_pages), get(&c.urgent_pages) + get(&c.prefetched_pages))
+    }
+
+    pub(crate) fn set_convergence(&self, policy: Convergence) {
+        let _ = self.convergence.set(policy);
     }
 
     pub(crate) fn set_fault_source(&self, kind: FaultSourceKind) {
@@ -334,6 +362,9 @@ impl Progress {
             dirty_bytes_per_s: get(&c.dirty_bytes_per_s),
             expected_downtime_us: get(&c.expected_downtime_us),
             downtime_us: get(&c.downtime_us),
+            allowed_downtime_us: get(&c.allowed_downtime_us),
+            convergence: self.convergence.get().copied(),
+            throttle_percent: c.throttle_percent.load(Relaxed),
             stalled_rounds: c.stalled_rounds.load(Relaxed),
             recovery: RecoverySnapshot {
                 losses: c.losses.load(Relaxed),
@@ -398,10 +429,16 @@ pub struct Snapshot {
     pub link_bytes_per_s: u64,
     /// Rate at which the guest dirtied memory in the last round.
     pub dirty_bytes_per_s: u64,
-    /// What a stop now would cost.
+    /// What a stop now would cost the guest: the last pages, state, round trips, start.
     pub expected_downtime_us: u64,
     /// What it did cost; 0 before.
     pub downtime_us: u64,
+    /// What it may cost; `convergence` may raise it.
+    pub allowed_downtime_us: u64,
+    /// What is done about rounds that do not help (precopy at the source).
+    pub convergence: Option<Convergence>,
+    /// Share of the time for which vCPUs are kept out of the guest now.
+    pub throttle_percent: u32,
     /// Rounds in a row that did not help.
     pub stalled_rounds: u32,
     /// Postcopy faults.

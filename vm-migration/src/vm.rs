@@ -7,14 +7,19 @@
 //! is left after the handover ([`PausedVm::Remains`]) has no way to run it. Nothing here may know
 //! what a machine consists of.
 
+use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::fault::FaultSource;
 use crate::ram::GuestMemoryMap;
 
 /// An error of the machine; its own sentence names the device or resource.
 pub type VmError = Box<dyn std::error::Error + Send + Sync + 'static>;
+
+/// [`SourceVm::switch_over_time`] of a machine that does not know.
+pub const SWITCH_OVER_DEFAULT: Duration = Duration::from_millis(5);
 
 /// The record of pages that anybody (vCPU, device, vhost-user process) wrote.
 ///
@@ -44,6 +49,13 @@ pub trait DirtyLog: Send + Sync {
     ) -> Result<(), VmError>;
 }
 
+/// Keeps vCPUs out of the guest for a share of the time. Dropping it lets them run freely.
+pub trait Throttle: Send {
+    /// Sets the share, 0 to 99 percent of wall time. Takes effect within some milliseconds; the
+    /// guest never stands still for longer than a tenth of a second at a time.
+    fn set(&mut self, percent: u8);
+}
+
 /// A machine on the source that may run.
 pub trait SourceVm: Sized + Send {
     /// Its memory.
@@ -67,6 +79,17 @@ pub trait SourceVm: Sized + Send {
     /// # Errors
     /// When the host cannot.
     fn start_dirty_log(&mut self) -> Result<Self::Log, VmError>;
+
+    /// A means to slow its vCPUs down while memory is copied, if there is one.
+    fn throttle(&self) -> Option<Box<dyn Throttle>> {
+        None
+    }
+
+    /// How long the guest stands still whatever is left of its memory: pause, saving the state,
+    /// putting it in at a destination of the same kind, starting. An estimate, rather too long.
+    fn switch_over_time(&self) -> Duration {
+        SWITCH_OVER_DEFAULT
+    }
 
     /// Stops the vCPUs and then everything else that writes guest memory, finished requests
     /// included. After it nothing writes. A machine that was paused before stays so.
@@ -110,28 +133,58 @@ pub trait PausedVm: Sized + Send {
     fn handed_over(self) -> Self::Remains;
 }
 
+/// Memory of the guest that the source has handed over as a file, on one host.
+#[derive(Debug)]
+pub struct GivenMemory {
+    /// The zone of which it is.
+    pub name: String,
+    /// Its pages. It comes from a peer: size, kind and seals are to be checked before use.
+    pub file: File,
+}
+
 /// What builds the machine on the destination.
 pub trait DestinationBuilder: Send {
     /// The machine that it builds.
     type Vm: DestinationVm;
+    /// The machine when it has memory and nothing else yet.
+    type Mapped: MappedMachine<Vm = Self::Vm>;
 
-    /// Builds the machine, memory mapped but not populated, back ends opened as far as that is
-    /// possible while the source still holds them.
+    /// Maps the machine's memory, populating nothing. The source waits for this before it sends
+    /// memory, so whatever else there is to do belongs to [`MappedMachine::build`]. With `given`
+    /// (a migration with `local=on`) the zones named there consist of these files.
     ///
     /// # Errors
     /// Say what is missing here; the person at the source reads it.
-    fn prepare(self, config_json: &[u8]) -> Result<Self::Vm, VmError>;
+    fn map_memory(
+        self,
+        config_json: &[u8],
+        given: Vec<GivenMemory>,
+    ) -> Result<Self::Mapped, VmError>;
+}
+
+/// A machine on the destination that has its memory. Dropping it frees everything.
+pub trait MappedMachine: Send + 'static {
+    /// The machine that it becomes.
+    type Vm: DestinationVm;
+
+    /// Its memory. It stays mapped as long as anyone holds it.
+    fn memory(&self) -> Arc<<Self::Vm as DestinationVm>::Memory>;
+
+    /// Builds the rest: vCPUs created, back ends opened as far as that is possible while the
+    /// source still holds them. Runs on a thread of its own while memory arrives, so it must not
+    /// touch guest memory.
+    ///
+    /// # Errors
+    /// Say what is missing here; the person at the source reads it.
+    fn build(self) -> Result<Self::Vm, VmError>;
 }
 
 /// A machine on the destination that has not run yet. Dropping it frees everything.
-pub trait DestinationVm: Sized + Send {
+pub trait DestinationVm: Sized + Send + 'static {
     /// Its memory.
     type Memory: GuestMemoryMap;
     /// The machine when it runs (or is paused by its user, when it was so at the source).
     type Running: Send;
-
-    /// Its memory. It stays mapped as long as anyone holds it.
-    fn memory(&self) -> Arc<Self::Memory>;
 
     /// A way to catch accesses to missing pages that is better than userfaultfd, if there is one.
     ///

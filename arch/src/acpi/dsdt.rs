@@ -59,6 +59,7 @@ fn uid(number: u32) -> Name {
 pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let mut devices = vec![Raw(motherboard(inputs)), Raw(processors(&inputs.cpus))];
     devices.extend(inputs.segments.iter().map(|segment| Raw(host_bridge(segment))));
+    devices.extend(inputs.cmos.then(|| Raw(clock())));
     devices.extend(inputs.serial_gsi.map(|gsi| Raw(serial(gsi))));
     devices.extend(inputs.ged.map(|ged| Raw(events(ged))));
     let system_bus = Scope::new("\\_SB_".into(), refs(&devices));
@@ -114,6 +115,14 @@ fn serial(gsi: u32) -> Vec<u8> {
     .named("_CRS");
     let label = Name::new("_DDN".into(), &"COM1");
     to_bytes(&Device::new("COM1".into(), vec![&hid("PNP0501"), &uid(0), &label, &resources]))
+}
+
+/// The CMOS clock, without the interrupt of a PC's: it has no alarm. A guest that is not told of the
+/// device looks for one with interrupt 8 by itself, in vain.
+fn clock() -> Vec<u8> {
+    let port = layout::CMOS_PORT;
+    let resources = ResourceTemplate::new(vec![&IO::new(port, port, 1, 2)]).named("_CRS");
+    to_bytes(&Device::new("RTC0".into(), vec![&hid("PNP0B00"), &uid(0), &resources]))
 }
 
 /// Gives a template its name.

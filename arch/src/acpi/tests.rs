@@ -217,6 +217,7 @@ fn aml_is_what_acpica_understands() {
         "Name (_PRT",
         "0x0003FFFF",
         "Device (COM1)",
+        "Device (RTC0)",
         "Method (_OSC, 4, Serialized)",
         "33db4d5b-1ff7-401c-9657-7441c03dd766",
         "Device (C002)",
@@ -232,7 +233,7 @@ fn aml_is_what_acpica_understands() {
         ..AcpiInputs::new(0..300, vec![segment(0)])
     };
     let source = check_with_iasl(dir.path(), &bare).unwrap();
-    for absent in ["COM1", "PWRB", "ACPI0013", "_PRT"] {
+    for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT"] {
         assert!(!source.contains(absent), "{absent} in\n{source}");
     }
 }

@@ -6,6 +6,11 @@ tap_up lab0
 start_guest a 1 --net tap=lab0,mac=52:54:00:00:00:01 || failed start "the VMM did not start"
 check boots_with_one_vcpu wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
 check console_obeys guest a "uname -a; cat /etc/debian_version"
+clock_has_a_driver() {
+  guest a "cat /sys/class/rtc/rtc0/name; cat /sys/class/rtc/rtc0/since_epoch; date +%s" || return 1
+  grep -q "^rtc_cmos" $T/out && [ $(($(sed -n 3p $T/out) - $(sed -n 2p $T/out))) -le 2 ]
+}
+check clock_has_a_driver clock_has_a_driver
 disk_keeps_content() {
   guest a "head -c 8388608 /dev/urandom >/root/f; sha256sum </root/f; sync; echo 3 >/proc/sys/vm/drop_caches; sha256sum </root/f" &&
     [ "$(sed -n 1p $T/out)" = "$(sed -n 2p $T/out)" ]

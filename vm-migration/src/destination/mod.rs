@@ -5,7 +5,8 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `mod` | the order of the phases, and the one exit for failures |
-//! | `negotiate` | Listen and Negotiate: versions, capabilities, building the machine |
+//! | `negotiate` | Listen and Negotiate: versions, capabilities, mapping memory |
+//! | `building` | the machine while it is built, during the first rounds |
 //! | `receive` | Receive: memory arrives, extra connections join |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what is missing, what is asked for |
@@ -16,6 +17,7 @@
 //! Nothing that the peer says is believed before it is checked against the machine that was built
 //! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
 
+mod building;
 mod engine;
 mod fault;
 mod faulting;
@@ -144,8 +146,8 @@ fn drive<B: DestinationBuilder>(
 ) -> Result<Received<B::Vm>, Setback<B::Vm>> {
     let run = context.progress;
     let connected = run.run(Phase::Listen, || negotiate::listen(context))?;
-    let built = run.run(Phase::Negotiate, || connected.negotiate(builder, context))?;
-    let received = run.run(Phase::Receive, || built.receive(context))?;
+    let mapped = run.run(Phase::Negotiate, || connected.negotiate(builder, context))?;
+    let received = run.run(Phase::Receive, || mapped.receive(context))?;
     let ready = run.run(Phase::Prepare, || received.prepare(context))?;
     let mut received = run.run(Phase::Run, || ready.run(context))?;
     if let Some(faults) = &mut received.faults {

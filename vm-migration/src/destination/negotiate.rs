@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Listen and Negotiate: the first connection, what both sides can do, the machine built here.
+//! Listen and Negotiate: the first connection, what both sides can do, memory mapped here.
 //!
 //! Owns the checks that must fail before anything starts: versions, capabilities, the right to use
 //! userfaultfd, the memory layout.
@@ -9,7 +9,8 @@ use std::fs::File;
 use std::io::Read;
 use std::sync::Arc;
 
-use super::receive::{Built, Terms};
+use super::building::{Building, build_now};
+use super::receive::{Mapped, Parts, Terms};
 use super::{Context, Setback};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -24,7 +25,7 @@ use crate::protocol::capabilities::{
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::ram::GuestMemoryMap;
 use crate::uffd::{self, Uffd};
-use crate::vm::{DestinationBuilder, DestinationVm};
+use crate::vm::{DestinationBuilder, DestinationVm, MappedMachine};
 
 /// Most userfaultfds that a number of connections makes.
 const READERS_MAX: u16 = 16;
@@ -46,55 +47,54 @@ pub(crate) fn listen<V>(context: Context<'_>) -> Result<Connected, Setback<V>> {
 }
 
 impl Connected {
-    /// Agrees on the protocol and builds the machine.
+    /// Agrees on the protocol, maps memory, and begins to build the machine.
     pub(crate) fn negotiate<B: DestinationBuilder>(
         mut self,
         builder: B,
         context: Context<'_>,
-    ) -> Result<Built<B::Vm>, Setback<B::Vm>> {
+    ) -> Result<Mapped<B::Vm>, Setback<B::Vm>> {
         match self.try_negotiate(builder, context) {
-            Ok((vm, memory, terms, fault_source)) => {
-                Ok(Built::new(vm, memory, self.control, terms, fault_source))
-            }
+            Ok(parts) => Ok(Mapped::new(parts, self.control)),
             Err(failure) => Err(Setback::early(Some(self.control), failure)),
         }
     }
 
-    #[expect(clippy::type_complexity, reason = "the parts of one state, named by the caller")]
     fn try_negotiate<B: DestinationBuilder>(
         &mut self,
         builder: B,
         context: Context<'_>,
-    ) -> Result<
-        (B::Vm, Arc<<B::Vm as DestinationVm>::Memory>, Terms, Option<Arc<dyn FaultSource>>),
-        Failure,
-    > {
+    ) -> Result<Parts<B::Vm>, Failure> {
+        const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
-        let offer = agree(control)?;
+        let terms = agree(control)?;
         let config = match read(control, "waiting for the configuration")? {
             Message::Config(config) => config,
             other => return Err(unexpected(&other, "Config")),
         };
-        let mut vm = builder
-            .prepare(&config)
-            .map_err(Cause::Vm)
-            .step("building the machine at the destination")?;
-        let memory = vm.memory();
+        let mapped = builder.map_memory(&config, Vec::new()).map_err(Cause::Vm).step(STEP)?;
+        let memory = mapped.memory();
         let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();
         let counters = &context.progress.counters;
         counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
         let mut payload = Vec::new();
-        let mut fault_source = None;
-        if let Terms::Negotiated { offer, .. } = &offer {
+        let mut first_machine = None;
+        if let Terms::Negotiated { offer, .. } = &terms {
             check_layout(memory.layout(), offer)?;
             payload = Prepared { regions: memory.layout().regions().to_vec() }.to_json();
-            if offer.memory_mode == MemoryMode::Postcopy {
-                fault_source = Some(watch(&mut vm, &memory, offer, context)?);
-            }
+            first_machine = (offer.memory_mode == MemoryMode::Postcopy).then_some(offer);
         }
+        let (building, fault_source) = if let Some(offer) = first_machine {
+            // The source stops its guest next, so the machine has to be there first; and it may
+            // know the best way to catch accesses.
+            let mut vm = build_now(mapped)?;
+            let source = watch(&mut vm, &memory, offer, context)?;
+            (Building::done(vm)?, Some(source))
+        } else {
+            (Building::start(mapped)?, None)
+        };
         let answer = Answer::Ok { offer_taken: false, payload };
         control.connection.send(&answer.encode()).step("answering the configuration")?;
-        Ok((vm, memory, offer, fault_source))
+        Ok(Parts { building, memory, terms, fault_source })
     }
 }
 
@@ -126,13 +126,13 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
     let common = common(&ours, &offer.features);
     let needed: &[&str] = match offer.memory_mode {
         MemoryMode::Precopy => &[FEATURE_CONFIRM],
-        MemoryMode::Postcopy => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
+        MemoryMode::Postcopy | MemoryMode::Auto => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
     };
     if let Some(missing) = needed.iter().find(|feature| !common.contains(**feature)) {
         let what = format!("the source lacks {missing}");
         return Err(Cause::Unsupported { what, remedy: "update the source" }).step(STEP);
     }
-    if offer.memory_mode == MemoryMode::Postcopy {
+    if offer.memory_mode.may_postcopy() {
         // Here, before anything is built, so that nobody waits for a refusal.
         uffd::check(layout.regions()).step("checking for userfaultfd")?;
     }
@@ -155,8 +155,9 @@ fn check_layout(ours: &Layout, offer: &Offer) -> Result<(), Failure> {
     ours.same_for_guest(&theirs).map_err(ProtocolError::from).step(STEP)
 }
 
-/// Sets up the best way there is to catch accesses to missing pages.
-fn watch<V: DestinationVm>(
+/// Sets up the best way there is to catch accesses to missing pages. Where most of memory is here
+/// already, only what is missing is caught.
+pub(super) fn watch<V: DestinationVm>(
     vm: &mut V,
     memory: &Arc<V::Memory>,
     offer: &Offer,
@@ -169,7 +170,12 @@ fn watch<V: DestinationVm>(
     } else {
         let urgent = usize::from(offer.urgent_connections.clamp(1, READERS_MAX));
         let readers = context.options.fault_readers.unwrap_or(urgent);
-        Arc::new(Uffd::register(Arc::clone(memory), readers).step(STEP)?)
+        let memory = Arc::clone(memory);
+        let uffd = match offer.memory_mode {
+            MemoryMode::Auto => Uffd::register_missing(memory, readers),
+            _ => Uffd::register(memory, readers),
+        };
+        Arc::new(uffd.step(STEP)?)
     };
     context.progress.set_fault_source(source.kind());
     Ok(source)

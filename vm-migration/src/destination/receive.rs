@@ -12,9 +12,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use super::building::Building;
 use super::engine::Engine;
 use super::fault::FaultThreads;
-use super::negotiate::{read, unexpected};
+use super::negotiate::{read, unexpected, watch};
 use super::rejoin::Rejoin;
 use super::{Context, Setback};
 use crate::cancel::Cancel;
@@ -29,7 +30,7 @@ use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
 use crate::protocol::codec::ByteSource;
 use crate::protocol::message::{Message, Role};
 use crate::ram::{self, GuestMemoryMap};
-use crate::transport::{TransportError, WaitEnd, wait_readable};
+use crate::transport::{Connection, TransportError, WaitEnd, wait_readable};
 use crate::vm::DestinationVm;
 
 /// How long an extra connection may take to say what it is for. While it does, memory waits.
@@ -43,13 +44,24 @@ pub(crate) enum Terms {
     Negotiated { offer: Offer, token: [u8; TOKEN_BYTES] },
 }
 
-/// The machine is built; memory is to come.
-pub(crate) struct Built<V: DestinationVm> {
-    vm: V,
-    memory: Arc<V::Memory>,
+impl Terms {
+    fn negotiated(&self) -> bool {
+        matches!(self, Self::Negotiated { .. })
+    }
+}
+
+/// What Negotiate has made.
+pub(crate) struct Parts<V: DestinationVm> {
+    pub building: Building<V>,
+    pub memory: Arc<V::Memory>,
+    pub terms: Terms,
+    pub fault_source: Option<Arc<dyn FaultSource>>,
+}
+
+/// Memory is mapped and to be filled, the machine is being built.
+pub(crate) struct Mapped<V: DestinationVm> {
+    parts: Parts<V>,
     control: Channel,
-    terms: Terms,
-    fault_source: Option<Arc<dyn FaultSource>>,
     bulk: Vec<Channel>,
     urgent: Vec<Channel>,
 }
@@ -64,7 +76,11 @@ pub(crate) struct HasState<V: DestinationVm> {
 }
 
 /// What ends Receive.
-type StateAndFaults<V> = (Vec<u8>, Option<FaultThreads<<V as DestinationVm>::Memory>>);
+struct Outcome<V: DestinationVm> {
+    vm: V,
+    state: Vec<u8>,
+    faults: Option<FaultThreads<V::Memory>>,
+}
 
 /// What a loop of Receive found to do.
 enum Next {
@@ -72,32 +88,26 @@ enum Next {
     Connection,
 }
 
-impl<V: DestinationVm> Built<V> {
-    pub(crate) fn new(
-        vm: V,
-        memory: Arc<V::Memory>,
-        control: Channel,
-        terms: Terms,
-        fault_source: Option<Arc<dyn FaultSource>>,
-    ) -> Self {
-        Self { vm, memory, control, terms, fault_source, bulk: Vec::new(), urgent: Vec::new() }
+impl<V: DestinationVm> Mapped<V> {
+    pub(crate) fn new(parts: Parts<V>, control: Channel) -> Self {
+        Self { parts, control, bulk: Vec::new(), urgent: Vec::new() }
     }
 
     /// Takes memory until the state arrives.
     pub(crate) fn receive(mut self, context: Context<'_>) -> Result<HasState<V>, Setback<V>> {
         match self.try_receive(context) {
-            Ok((state, faults)) => Ok(HasState {
-                vm: self.vm,
+            Ok(Outcome { vm, state, faults }) => Ok(HasState {
+                vm,
                 control: self.control,
                 state,
-                negotiated: matches!(self.terms, Terms::Negotiated { .. }),
+                negotiated: self.parts.terms.negotiated(),
                 faults,
             }),
             Err(failure) => Err(Setback::early(Some(self.control), failure)),
         }
     }
 
-    fn try_receive(&mut self, context: Context<'_>) -> Result<StateAndFaults<V>, Failure> {
+    fn try_receive(&mut self, context: Context<'_>) -> Result<Outcome<V>, Failure> {
         const STEP: &str = "receiving memory";
         let mut helpers = Helpers::new().step(STEP)?;
         let mut faults = None;
@@ -109,26 +119,35 @@ impl<V: DestinationVm> Built<V> {
                 }
                 Next::Message(message) => message,
             };
+            let memory = &*self.parts.memory;
             match message {
                 Message::Memory(_) | Message::ZeroPages(_) if faults.is_some() => {
                     return Err(unexpected(&message, "State"));
                 }
                 Message::Memory(ranges) => {
                     let reader = &mut self.control.reader;
-                    take_memory(&*self.memory, reader, &ranges, context.progress).step(STEP)?;
+                    take_memory(memory, reader, &ranges, context.progress).step(STEP)?;
                 }
-                Message::ZeroPages(ranges) if matches!(self.terms, Terms::Negotiated { .. }) => {
-                    take_zeros(&*self.memory, &ranges, context.progress).step(STEP)?;
+                Message::ZeroPages(ranges) if self.parts.terms.negotiated() => {
+                    take_zeros(memory, &ranges, context.progress).step(STEP)?;
+                }
+                Message::AwaitMachine if self.parts.terms.negotiated() => {
+                    self.parts.building.wait(context.cancel)?;
+                    if self.parts.building.failed().is_cancelled() {
+                        return Err(self.failure_to_build());
+                    }
                 }
                 Message::Pending(bytes) if faults.is_none() => {
-                    faults = Some(self.start_engine(&bytes, context)?);
+                    faults = Some(self.start_engine(&bytes, &mut helpers, context)?);
                 }
                 Message::State(state) => {
-                    if self.fault_source.is_some() && faults.is_none() {
+                    if self.mode() == MemoryMode::Postcopy && faults.is_none() {
                         return Err(unexpected(&Message::State(Vec::new()), "Pending"));
                     }
                     helpers.finish()?;
-                    return Ok((state, faults));
+                    self.parts.building.wait(context.cancel)?;
+                    let vm = self.parts.building.finish()?;
+                    return Ok(Outcome { vm, state, faults });
                 }
                 other => return Err(unexpected(&other, "Memory or State")),
             }
@@ -136,13 +155,31 @@ impl<V: DestinationVm> Built<V> {
         }
     }
 
-    /// Waits for a message or a connection, or for a helper to fail.
+    fn mode(&self) -> MemoryMode {
+        match &self.parts.terms {
+            Terms::Plain => MemoryMode::Precopy,
+            Terms::Negotiated { offer, .. } => offer.memory_mode,
+        }
+    }
+
+    fn failure_to_build(&mut self) -> Failure {
+        match self.parts.building.finish() {
+            Err(failure) => failure,
+            Ok(_) => Failure::new("building the machine at the destination", Cause::Panicked),
+        }
+    }
+
+    /// Waits for a message or a connection, or for a helper or the builder to fail.
     fn next(&mut self, helpers: &Helpers, context: Context<'_>) -> Result<Next, Failure> {
         const STEP: &str = "waiting for memory or state";
         let limit = context.options.limits.answer;
+        if self.parts.building.failed().is_cancelled() {
+            return Err(self.failure_to_build());
+        }
         if !self.control.reader.has_buffered() {
             let fds = [
                 helpers.failed.fd(),
+                self.parts.building.failed().fd(),
                 self.control.connection.as_raw_fd(),
                 context.listener.as_raw_fd(),
             ];
@@ -154,7 +191,8 @@ impl<V: DestinationVm> Built<V> {
                     return Err(TransportError::Timeout { what, after: limit }).step(STEP);
                 }
                 WaitEnd::Ready(0) => return Err(helpers.failure()),
-                WaitEnd::Ready(1) => {}
+                WaitEnd::Ready(1) => return Err(self.failure_to_build()),
+                WaitEnd::Ready(2) => {}
                 WaitEnd::Ready(_) => return Ok(Next::Connection),
             }
         }
@@ -163,7 +201,7 @@ impl<V: DestinationVm> Built<V> {
 
     /// Lets an extra connection in, or closes it.
     fn join(&mut self, helpers: &mut Helpers, context: Context<'_>) -> Result<(), Failure> {
-        let (role, channel) = match greet(&self.terms, context) {
+        let (role, channel) = match greet(&self.parts.terms, context) {
             Ok(joined) => joined,
             Err(Cause::Cancelled) => return Err(Cause::Cancelled).step("accepting connections"),
             Err(cause) => {
@@ -171,25 +209,25 @@ impl<V: DestinationVm> Built<V> {
                 return Ok(());
             }
         };
-        let postcopy = self.fault_source.is_some();
+        let mode = self.mode();
         let count = helpers.threads.len() + self.bulk.len() + self.urgent.len();
         match role {
             _ if count >= 2 * usize::from(CONNECTIONS_MAX) => {
                 log::warn!("an extra connection was turned away: there are {count} already");
                 Ok(())
             }
-            Role::Memory if postcopy => {
+            Role::Memory if mode == MemoryMode::Postcopy => {
                 self.bulk.push(channel);
                 Ok(())
             }
-            Role::Fault if postcopy => {
+            Role::Fault if mode.may_postcopy() => {
                 self.urgent.push(channel);
                 Ok(())
             }
             Role::Memory => helpers.start(
-                Arc::clone(&self.memory),
+                Arc::clone(&self.parts.memory),
                 channel,
-                matches!(self.terms, Terms::Negotiated { .. }),
+                self.parts.terms.negotiated(),
                 Arc::clone(context.progress),
             ),
             Role::Fault => {
@@ -203,25 +241,37 @@ impl<V: DestinationVm> Built<V> {
     fn start_engine(
         &mut self,
         pending: &[u8],
+        helpers: &mut Helpers,
         context: Context<'_>,
     ) -> Result<FaultThreads<V::Memory>, Failure> {
         const STEP: &str = "preparing for missing pages";
-        let Terms::Negotiated { offer, token } = &self.terms else {
+        let Terms::Negotiated { offer, token } = &self.parts.terms else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
-        let Some(source) = &self.fault_source else {
+        if offer.memory_mode == MemoryMode::Auto {
+            self.bulk = helpers.give_back()?;
+            self.parts.building.wait(context.cancel)?;
+            let mut vm = self.parts.building.finish()?;
+            self.parts.fault_source =
+                Some(watch(&mut vm, &self.parts.memory, offer, context)?);
+            self.parts.building = Building::done(vm)?;
+        }
+        let Some(source) = &self.parts.fault_source else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
-        debug_assert_eq!(offer.memory_mode, MemoryMode::Postcopy);
         let promised = (offer.bulk_connections, offer.urgent_connections);
         let there = (self.bulk.len(), self.urgent.len());
         if self.bulk.is_empty() || there != (promised.0.into(), promised.1.into()) {
             let why = "postcopy has other connections than those that were announced";
             return Err(ProtocolError::Malformed { what: "set of connections", why }).step(STEP);
         }
-        let engine =
-            Engine::new(&self.memory, Arc::clone(source), pending, Arc::clone(context.progress))
-                .step(STEP)?;
+        let engine = Engine::new(
+            &self.parts.memory,
+            Arc::clone(source),
+            pending,
+            Arc::clone(context.progress),
+        )
+        .step(STEP)?;
         let bulk = std::mem::take(&mut self.bulk);
         let urgent = std::mem::take(&mut self.urgent);
         let rejoin = Rejoin {
@@ -291,7 +341,9 @@ fn take_zeros<M: GuestMemoryMap>(
 
 /// Threads that take memory from extra connections. Dropping ends them.
 struct Helpers {
-    threads: Vec<(Arc<crate::transport::Connection>, JoinHandle<()>)>,
+    threads: Vec<(Arc<Connection>, JoinHandle<Option<Channel>>)>,
+    /// Ends their waits between two messages.
+    stop: Cancel,
     /// Readable once one of them failed.
     failed: Cancel,
     /// Why. Held for one look.
@@ -300,8 +352,9 @@ struct Helpers {
 
 impl Helpers {
     fn new() -> Result<Self, Cause> {
-        let failed = Cancel::new().map_err(Cause::Resource)?;
-        Ok(Self { threads: Vec::new(), failed, failure: Arc::default() })
+        let cancel = || Cancel::new().map_err(Cause::Resource);
+        let (stop, failed) = (cancel()?, cancel()?);
+        Ok(Self { threads: Vec::new(), stop, failed, failure: Arc::default() })
     }
 
     fn start<M: GuestMemoryMap>(
@@ -312,13 +365,19 @@ impl Helpers {
         progress: Arc<Progress>,
     ) -> Result<(), Failure> {
         let connection = Arc::clone(&channel.connection);
+        connection.set_cancel(&self.stop);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
-            if let Err(error) = take_rounds(&*memory, &mut channel, zero_flags, &progress) {
-                // The peer hears it on this connection, and we on the first one.
-                channel.refuse(&error.for_peer());
-                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                failed.cancel();
+            match take_rounds(&*memory, &mut channel, zero_flags, &progress) {
+                Ok(Rounds::Ended) => None,
+                Ok(Rounds::Stopped) => Some(channel),
+                Err(error) => {
+                    // The peer hears it on this connection, and we on the first one.
+                    channel.refuse(&error.for_peer());
+                    failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    failed.cancel();
+                    None
+                }
             }
         };
         let thread = std::thread::Builder::new().name("mig-receive".into()).spawn(body);
@@ -338,6 +397,20 @@ impl Helpers {
         if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(()) }
     }
 
+    /// Everything that they were sent is acknowledged: they can go, and their connections are
+    /// wanted for something else.
+    fn give_back(&mut self) -> Result<Vec<Channel>, Failure> {
+        self.stop.cancel();
+        let mut channels = Vec::new();
+        for (_, thread) in self.threads.drain(..) {
+            match thread.join() {
+                Ok(channel) => channels.extend(channel),
+                Err(_) => self.failed.cancel(),
+            }
+        }
+        if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(channels) }
+    }
+
     fn end(&mut self) {
         for (connection, thread) in self.threads.drain(..) {
             connection.shut_down();
@@ -354,20 +427,31 @@ impl Drop for Helpers {
     }
 }
 
+/// Why a helper has nothing more to do.
+enum Rounds {
+    /// The connection ended.
+    Ended,
+    /// It was told to stop, between two messages.
+    Stopped,
+}
+
 /// Takes memory from an extra connection until it ends between two messages.
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
     channel: &mut Channel,
     zero_flags: bool,
     progress: &Progress,
-) -> Result<(), Failure> {
+) -> Result<Rounds, Failure> {
     const STEP: &str = "receiving memory on an extra connection";
     loop {
         if !channel.reader.has_buffered() {
-            channel.connection.wait_for_data(None).step(STEP)?;
+            match channel.connection.wait_for_data(None) {
+                Err(TransportError::Cancelled) => return Ok(Rounds::Stopped),
+                waited => waited.step(STEP)?,
+            }
         }
         let message = match Message::read(&mut channel.reader) {
-            Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(()),
+            Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(Rounds::Ended),
             message => message.step(STEP)?,
         };
         match message {

@@ -19,13 +19,18 @@ pub const FEATURE_ZERO_PAGES: &str = "zero-pages";
 pub const FEATURE_CONFIRM: &str = "confirm-handover";
 /// Postcopy with bulk and urgent connections.
 pub const FEATURE_POSTCOPY: &str = "postcopy";
+/// Memory may be sent while the destination still builds the machine, and `AwaitMachine` tells
+/// when that is done.
+pub const FEATURE_EARLY_MEMORY: &str = "early-memory";
 
 /// Length of the token that extra connections show.
 pub const TOKEN_BYTES: usize = 16;
 
 /// What this version can do.
 pub fn features() -> BTreeSet<String> {
-    [FEATURE_ZERO_PAGES, FEATURE_CONFIRM, FEATURE_POSTCOPY].map(String::from).into()
+    [FEATURE_ZERO_PAGES, FEATURE_CONFIRM, FEATURE_POSTCOPY, FEATURE_EARLY_MEMORY]
+        .map(String::from)
+        .into()
 }
 
 /// The source's document.

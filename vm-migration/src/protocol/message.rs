@@ -54,6 +54,8 @@ pub enum Command {
     Elsewhere = 0x4705,
     /// The destination has every page.
     PostcopyDone = 0x4706,
+    /// To be answered once the destination's machine is built and only its state is missing.
+    AwaitMachine = 0x4707,
     /// The source connects again after postcopy has lost a connection.
     Recover = 0x4708,
     /// Pages that nobody waits for yet, to be sent along behind requested ones.
@@ -64,7 +66,7 @@ pub enum Command {
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -83,6 +85,7 @@ impl Command {
         Self::Recover,
         Self::Ahead,
         Self::Alive,
+        Self::AwaitMachine,
     ];
 
     /// The number on the wire.
@@ -122,6 +125,7 @@ impl Command {
             Self::Recover => "Recover",
             Self::Ahead => "Ahead",
             Self::Alive => "Alive",
+            Self::AwaitMachine => "AwaitMachine",
         }
     }
 }
@@ -175,6 +179,8 @@ pub enum Message {
     Ahead(Vec<GpaRange>),
     /// See [`Command::Alive`].
     Alive,
+    /// See [`Command::AwaitMachine`].
+    AwaitMachine,
 }
 
 /// What a source says that connects again.
@@ -239,6 +245,7 @@ impl Message {
             Self::Recover(_) => Command::Recover,
             Self::Ahead(_) => Command::Ahead,
             Self::Alive => Command::Alive,
+            Self::AwaitMachine => Command::AwaitMachine,
         }
     }
 
@@ -272,7 +279,8 @@ impl Message {
             | Self::CompletePaused
             | Self::Confirm
             | Self::PostcopyDone
-            | Self::Alive => {}
+            | Self::Alive
+            | Self::AwaitMachine => {}
         }
         framed(self.command().code(), extra, &payload)
     }
@@ -322,6 +330,7 @@ impl Message {
             Command::Recover => Self::Recover(Recover::read(from, len)?),
             Command::Ahead => Self::Ahead(table(from)?),
             Command::Alive => empty(what, len).map(|()| Self::Alive)?,
+            Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
         })
     }
 }

@@ -16,8 +16,10 @@
 //! source                               destination
 //!   Start (offer in spare header bytes)  ->  Ok (offer taken, in spare header bytes)
 //!   Capabilities (JSON)                  ->  Ok + JSON, or Error + reason      [negotiated]
-//!   Config (JSON)                        ->  Ok [+ layout JSON, negotiated]
-//!   Memory | ZeroPages [negotiated] ...  ->  Ok for each
+//!   Config (JSON)                        ->  Ok [+ layout JSON, negotiated]: memory is mapped
+//!   Memory | ZeroPages [negotiated] ...  ->  Ok for each; Error as soon as the machine that is
+//!                                            being built meanwhile turns out to be impossible
+//!   AwaitMachine [negotiated]            ->  Ok: the machine is built
 //!   Pending                              ->  Ok                                [postcopy]
 //!   State (JSON)                         ->  Ok
 //!   Complete | CompletePaused            ->  Ok: the handover is acknowledged

@@ -42,6 +42,7 @@ fn sample(command: Command) -> Message {
         }
         Command::Ahead => Message::Ahead(table),
         Command::Alive => Message::Alive,
+        Command::AwaitMachine => Message::AwaitMachine,
     }
 }
 
@@ -89,6 +90,7 @@ one_test_per_message! {
     recover: Recover,
     ahead: Ahead,
     alive: Alive,
+    await_machine: AwaitMachine,
 }
 
 #[test]
@@ -122,7 +124,7 @@ fn an_offer_is_seen_only_where_there_is_one() {
 
 #[test]
 fn unknown_numbers_are_errors() {
-    for code in [0u16, 10, 0x4700, 0x4707, 0xffff] {
+    for code in [0u16, 10, 0x4700, 0x47ff, 0xffff] {
         let bytes = Header::new(code, 0).encode();
         let message = Message::read(&mut &bytes[..]);
         assert!(matches!(message, Err(ProtocolError::UnknownCommand(c)) if c == code));

@@ -1,20 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! When precopy stops: a pure decision over measured rates.
+//! When precopy stops, and what is done when it does not get there: a pure decision over measured
+//! rates.
 //!
-//! Owns the policy and its constants; it measures nothing and touches nothing. A guest that
-//! writes faster than the link carries is noticed after [`STALLED_ROUNDS_MAX`] rounds that did not
-//! help.
+//! Owns the policy, its constants, and the forecast of what a stop would cost; it measures nothing
+//! and touches nothing. A guest that writes faster than the link carries is noticed by rounds that
+//! do not help; what then happens is what the person chose ([`Convergence`]).
 
 use std::time::Duration;
 
-use crate::options::TimeoutStrategy;
+use crate::options::{Convergence, SendOptions, TimeoutStrategy};
+
+/// Rounds in a row without real progress after which the first measure is taken; after that each
+/// further one that does not help takes another.
+const STALLED_ROUNDS_BEFORE_MEASURES: u32 = 2;
 
 /// Rounds in a row without real progress after which further rounds are considered useless.
-pub(crate) const STALLED_ROUNDS_MAX: u32 = 3;
+const STALLED_ROUNDS_MAX: u32 = 3;
 
 /// Progress is real when less than this share of the best so far is left.
 const PROGRESS_PERCENT: u64 = 95;
+
+/// First share of time that vCPUs are kept out of the guest.
+const THROTTLE_FIRST_PERCENT: u8 = 20;
+
+/// How much is added to it at a time.
+const THROTTLE_STEP_PERCENT: u8 = 10;
+
+/// Most of it: the guest stays alive.
+const THROTTLE_MAX_PERCENT: u8 = 99;
+
+/// By what an allowed downtime is multiplied at a time.
+const DOWNTIME_STEP: u32 = 2;
+
+/// Messages and answers that follow each other while the guest stands still: the end of the last
+/// pages, the state, the handover.
+const ROUND_TRIPS: u32 = 3;
+
+/// The last pages are taken to go at this share of the measured rate: they are fewer and more
+/// scattered than those it was measured with.
+const RATE_PERCENT: u64 = 80;
 
 /// What to do after looking at the dirty pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,21 +50,72 @@ pub(crate) enum Decision {
     Stop,
     /// The downtime will not be reached and nobody allowed to exceed it.
     GiveUp,
+    /// It will not be reached; let the rest of memory follow the guest.
+    Postcopy,
+}
+
+/// What is done about a guest that writes too fast.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Measure {
+    /// Keep its vCPUs out of the guest for this share of the time, in percent.
+    Throttle(u8),
+    /// Allow this downtime.
+    AllowDowntime(Duration),
+}
+
+/// Costs of a stop that are known from measuring.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Forecast {
+    /// Pause, state, start.
+    pub switch_over: Duration,
+    /// There and back.
+    pub round_trip: Duration,
+    /// Reading the dirty log of all memory.
+    pub scan: Duration,
+    /// Bytes per second of the last round; 0 before.
+    pub link_rate: u64,
+}
+
+impl Forecast {
+    /// How long the guest would stand still with so much left.
+    pub(crate) fn downtime(&self, remaining_bytes: u64) -> Duration {
+        let fixed = self.switch_over + self.scan + ROUND_TRIPS * self.round_trip;
+        let rate = u128::from(self.link_rate) * u128::from(RATE_PERCENT) / 100;
+        let pages = time_for(remaining_bytes, u64::try_from(rate).unwrap_or(u64::MAX));
+        fixed.saturating_add(pages)
+    }
 }
 
 /// The policy of one migration.
 #[derive(Debug)]
-pub(crate) struct Convergence {
-    downtime: Duration,
+pub(crate) struct Policy {
+    convergence: Convergence,
+    /// The rest may follow the guest.
+    may_postcopy: bool,
+    /// Downtime that is allowed now.
+    allowed: Duration,
+    /// Downtime that may become allowed.
+    cap: Duration,
     timeout: Duration,
     strategy: TimeoutStrategy,
     best_bytes: u64,
     stalled_rounds: u32,
+    throttle_percent: u8,
 }
 
-impl Convergence {
-    pub(crate) fn new(downtime: Duration, timeout: Duration, strategy: TimeoutStrategy) -> Self {
-        Self { downtime, timeout, strategy, best_bytes: u64::MAX, stalled_rounds: 0 }
+impl Policy {
+    pub(crate) fn new(options: &SendOptions) -> Self {
+        Self {
+            convergence: options.convergence,
+            may_postcopy: options.mode().may_postcopy(),
+            allowed: options.downtime,
+            cap: options.downtime_cap(),
+            timeout: options.timeout,
+            strategy: options.timeout_strategy,
+            best_bytes: u64::MAX,
+            stalled_rounds: 0,
+            throttle_percent: 0,
+        }
     }
 
     /// Rounds in a row that did not help.
@@ -47,17 +123,24 @@ impl Convergence {
         self.stalled_rounds
     }
 
+    /// Downtime that is allowed now.
+    pub(crate) fn allowed(&self) -> Duration {
+        self.allowed
+    }
+
     /// Decides with `remaining_bytes` dirty, a stop expected to cost `expected`, `elapsed` after
-    /// the first round began. Stalled rounds end precopy only where exceeding the downtime is
-    /// allowed; else the guest may calm down until the timeout.
+    /// the first round began; says what else is to be done about it.
+    ///
+    /// Without a measure that is left to take, stalled rounds end precopy only where exceeding the
+    /// downtime is allowed; else the guest may calm down until the timeout.
     pub(crate) fn decide(
         &mut self,
         remaining_bytes: u64,
         expected: Duration,
         elapsed: Duration,
-    ) -> Decision {
-        if expected <= self.downtime {
-            return Decision::Stop;
+    ) -> (Decision, Option<Measure>) {
+        if expected <= self.allowed {
+            return (Decision::Stop, None);
         }
         let helped = u128::from(remaining_bytes) * 100
             < u128::from(self.best_bytes) * u128::from(PROGRESS_PERCENT);
@@ -67,13 +150,59 @@ impl Convergence {
         } else {
             self.stalled_rounds += 1;
         }
-        let over = elapsed >= self.timeout;
-        match self.strategy {
-            TimeoutStrategy::Cancel if over => Decision::GiveUp,
-            TimeoutStrategy::Ignore if over => Decision::Stop,
-            TimeoutStrategy::Ignore if self.stalled_rounds >= STALLED_ROUNDS_MAX => Decision::Stop,
-            _ => Decision::Round,
+        let (ends, end) = match self.strategy {
+            _ if self.may_postcopy => (true, Decision::Postcopy),
+            TimeoutStrategy::Ignore => (true, Decision::Stop),
+            TimeoutStrategy::Cancel => (false, Decision::GiveUp),
+        };
+        if elapsed >= self.timeout {
+            return (end, None);
         }
+        match self.measure() {
+            Some(Measure::AllowDowntime(allowed)) if expected <= allowed => {
+                (Decision::Stop, Some(Measure::AllowDowntime(allowed)))
+            }
+            Some(measure) => (Decision::Round, Some(measure)),
+            None if ends && self.exhausted() => (end, None),
+            None => (Decision::Round, None),
+        }
+    }
+
+    /// Takes the next measure, if one is due.
+    fn measure(&mut self) -> Option<Measure> {
+        match self.convergence {
+            Convergence::Throttle => {
+                let begun = self.throttle_percent > 0;
+                let due = if begun { 1 } else { STALLED_ROUNDS_BEFORE_MEASURES };
+                let more = self.throttle_percent < THROTTLE_MAX_PERCENT;
+                (self.stalled_rounds >= due && more).then(|| {
+                    let step = if begun { THROTTLE_STEP_PERCENT } else { THROTTLE_FIRST_PERCENT };
+                    self.throttle_percent =
+                        (self.throttle_percent + step).min(THROTTLE_MAX_PERCENT);
+                    Measure::Throttle(self.throttle_percent)
+                })
+            }
+            Convergence::RaiseDowntime => {
+                let due = self.stalled_rounds >= STALLED_ROUNDS_BEFORE_MEASURES;
+                (due && self.allowed < self.cap).then(|| {
+                    let least = Duration::from_millis(1);
+                    self.allowed =
+                        self.allowed.max(least).saturating_mul(DOWNTIME_STEP).min(self.cap);
+                    Measure::AllowDowntime(self.allowed)
+                })
+            }
+            Convergence::None | Convergence::Postcopy => None,
+        }
+    }
+
+    /// True when rounds do not help and nothing is left to do about it.
+    fn exhausted(&self) -> bool {
+        let done = match self.convergence {
+            Convergence::Throttle => self.throttle_percent >= THROTTLE_MAX_PERCENT,
+            Convergence::RaiseDowntime => self.allowed >= self.cap,
+            Convergence::None | Convergence::Postcopy => true,
+        };
+        done && self.stalled_rounds >= STALLED_ROUNDS_MAX
     }
 }
 
@@ -102,26 +231,34 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
     const HOUR: Duration = Duration::from_hours(1);
 
-    fn policy(strategy: TimeoutStrategy) -> Convergence {
-        Convergence::new(100 * MS, HOUR, strategy)
+    fn options(strategy: TimeoutStrategy) -> SendOptions {
+        let mut options = SendOptions::new("unix:/x".parse().expect("an address"));
+        (options.downtime, options.timeout) = (100 * MS, HOUR);
+        options.timeout_strategy = strategy;
+        options
     }
+
+    fn policy(strategy: TimeoutStrategy) -> Policy {
+        Policy::new(&options(strategy))
+    }
+
+    const ROUND: (Decision, Option<Measure>) = (Decision::Round, None);
+    const STOP: (Decision, Option<Measure>) = (Decision::Stop, None);
 
     #[test]
     fn it_stops_as_soon_as_the_downtime_fits() {
         let mut policy = policy(TimeoutStrategy::Cancel);
-        assert_eq!(policy.decide(1000, 101 * MS, MS), Decision::Round);
-        assert_eq!(policy.decide(900, 100 * MS, MS), Decision::Stop);
+        assert_eq!(policy.decide(1000, 101 * MS, MS), ROUND);
+        assert_eq!(policy.decide(900, 100 * MS, MS), STOP);
     }
 
     #[test]
     fn useless_rounds_end_precopy_only_where_that_is_allowed() {
-        for (strategy, end) in
-            [(TimeoutStrategy::Ignore, Decision::Stop), (TimeoutStrategy::Cancel, Decision::Round)]
-        {
+        for (strategy, end) in [(TimeoutStrategy::Ignore, STOP), (TimeoutStrategy::Cancel, ROUND)] {
             let mut policy = policy(strategy);
-            assert_eq!(policy.decide(1000, HOUR, MS), Decision::Round);
-            assert_eq!(policy.decide(960, HOUR, MS), Decision::Round);
-            assert_eq!(policy.decide(990, HOUR, MS), Decision::Round);
+            assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
+            assert_eq!(policy.decide(960, HOUR, MS), ROUND);
+            assert_eq!(policy.decide(990, HOUR, MS), ROUND);
             assert_eq!(policy.decide(1000, HOUR, MS), end);
         }
     }
@@ -130,7 +267,7 @@ mod tests {
     fn a_round_that_helps_starts_the_count_anew() {
         let mut policy = policy(TimeoutStrategy::Ignore);
         for remaining in [1000, 990, 980, 900, 890, 880] {
-            assert_eq!(policy.decide(remaining, HOUR, MS), Decision::Round);
+            assert_eq!(policy.decide(remaining, HOUR, MS), ROUND);
         }
         assert_eq!(policy.stalled_rounds(), 2);
     }
@@ -138,8 +275,56 @@ mod tests {
     #[test]
     fn the_timeout_does_what_the_strategy_says() {
         let at_end = |strategy| policy(strategy).decide(1000, HOUR, HOUR);
-        assert_eq!(at_end(TimeoutStrategy::Cancel), Decision::GiveUp);
-        assert_eq!(at_end(TimeoutStrategy::Ignore), Decision::Stop);
+        assert_eq!(at_end(TimeoutStrategy::Cancel), (Decision::GiveUp, None));
+        assert_eq!(at_end(TimeoutStrategy::Ignore), STOP);
+    }
+
+    #[test]
+    fn throttling_goes_up_in_steps_while_it_does_not_help() {
+        let mut policy = Policy::new(&SendOptions {
+            convergence: Convergence::Throttle,
+            ..options(TimeoutStrategy::Cancel)
+        });
+        let throttle = |percent| (Decision::Round, Some(Measure::Throttle(percent)));
+        assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
+        assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
+        assert_eq!(policy.decide(1000, HOUR, MS), throttle(20));
+        assert_eq!(policy.decide(800, HOUR, MS), ROUND, "that helped");
+        assert_eq!(policy.decide(800, HOUR, MS), throttle(30));
+        for percent in [40, 50, 60, 70, 80, 90, 99] {
+            assert_eq!(policy.decide(800, HOUR, MS), throttle(percent));
+        }
+        assert_eq!(policy.decide(800, HOUR, MS), ROUND, "there is no more of it");
+    }
+
+    #[test]
+    fn the_downtime_is_doubled_up_to_its_cap_and_never_beyond() {
+        let mut policy = Policy::new(&SendOptions {
+            convergence: Convergence::RaiseDowntime,
+            downtime_max: Some(500 * MS),
+            ..options(TimeoutStrategy::Cancel)
+        });
+        let allow = |decision, ms| (decision, Some(Measure::AllowDowntime(ms * MS)));
+        assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
+        assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
+        assert_eq!(policy.decide(1000, 900 * MS, MS), allow(Decision::Round, 200));
+        assert_eq!(policy.decide(1000, 900 * MS, MS), allow(Decision::Round, 400));
+        assert_eq!(policy.decide(1000, 450 * MS, MS), allow(Decision::Stop, 500));
+        assert_eq!(policy.decide(1000, 501 * MS, MS), ROUND);
+        assert_eq!(policy.decide(1000, 500 * MS, MS), STOP);
+    }
+
+    #[test]
+    fn the_forecast_counts_what_does_not_depend_on_memory() {
+        let forecast = Forecast {
+            switch_over: 7 * MS,
+            round_trip: 10 * MS,
+            scan: 2 * MS,
+            link_rate: 1_000_000,
+        };
+        assert_eq!(forecast.downtime(0), 39 * MS);
+        assert_eq!(forecast.downtime(800_000), 1039 * MS);
+        assert!(Forecast::default().downtime(1) > HOUR, "no rate was measured");
     }
 
     #[test]

@@ -109,12 +109,16 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
 ) -> Result<(), Failure> {
     let state = vm.state_json().map_err(Cause::Vm).step("saving the guest's state")?;
     check_cancel(context.cancel, "saving the guest's state")?;
-    let pending = server.map(|server| runs::encode(server.pending()));
+    let mut pending = server.map(|server| runs::encode(server.pending()));
     if let Some(server) = server {
         // Putting state in may touch memory over there, so requests are served from now on; without
         // connections of their own they come on those of the pushers.
         let mut serving = Session::new()?;
         if links.urgent.is_empty() {
+            let pending = Message::Pending(pending.take().unwrap_or_default());
+            control
+                .ask(&pending, context.options.limits.answer)
+                .step("telling the destination what is missing")?;
             serve_bulk(server, &mut serving, std::mem::take(&mut links.memory))?;
         } else {
             serve_urgent(server, &mut serving, std::mem::take(&mut links.urgent))?;

@@ -6,8 +6,10 @@
 //! | --- | --- |
 //! | `mod` | the order of the phases, and the one exit for failures |
 //! | `negotiate` | Connect and Negotiate: what both sides can do, all connections |
-//! | `precopy` | rounds over several connections |
-//! | `convergence` | when to stop precopy: pure policy |
+//! | `precopy` | Precopy: the loop around the rounds, and its end |
+//! | `round` | one round: what is sent, when its dirty bits are cleared |
+//! | `lane` | a connection in a round: how much it may take on |
+//! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
 //! | `stop` | Stop: the guest is paused, what is left is sent or noted |
 //! | `handover` | Handover: the exchange after which the guest belongs to the destination |
 //! | `serve` | Serve: bulk pushers and urgent servers |
@@ -18,8 +20,10 @@
 
 mod convergence;
 mod handover;
+mod lane;
 mod negotiate;
 mod precopy;
+mod round;
 mod serve;
 mod stop;
 
@@ -197,7 +201,7 @@ pub(crate) struct Connected<V> {
 }
 
 impl<V: SourceVm> Connected<V> {
-    /// Agrees on the protocol and gets the machine built at the other side.
+    /// Agrees on the protocol and gets memory mapped at the other side.
     fn negotiate(mut self, context: Context<'_>) -> Result<precopy::Negotiated<V>, Setback<V>> {
         let memory = self.vm.memory();
         match negotiate::agree(&mut self.vm, &memory, &mut self.control, context) {

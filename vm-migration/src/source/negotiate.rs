@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connect and Negotiate: one connection, what both sides can do, the machine built at the other
-//! side, and then all further connections.
+//! Connect and Negotiate: one connection, what both sides can do, memory mapped at the other side,
+//! and then all further connections.
 //!
 //! Owns the decision between the negotiated protocol and plain version 0. A peer that does not
 //! negotiate gets plain version 0, or a clear refusal when the person asked for more than that.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use super::lane::Pace;
 use super::{Connected, Context, Setback};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -16,8 +18,8 @@ use crate::layout::Layout;
 use crate::options::MemoryMode;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_CONFIRM, FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, Offer, Prepared, TOKEN_BYTES,
-    common, features, software,
+    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, Offer,
+    Prepared, TOKEN_BYTES, common, features, software,
 };
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -35,6 +37,10 @@ pub(crate) struct Links {
     /// What further connections showed, and what proves after a loss that this is the same
     /// migration; `None` with plain version 0.
     pub token: Option<[u8; TOKEN_BYTES]>,
+    /// How fast each connection for memory is, the first one included.
+    pub paces: Vec<Pace>,
+    /// The fastest that an answer came.
+    pub round_trip: Duration,
 }
 
 /// What was agreed.
@@ -45,6 +51,8 @@ pub(crate) enum Terms {
     /// The negotiated protocol.
     Negotiated {
         zero_pages: bool,
+        /// The machine is being built while memory travels.
+        early_memory: bool,
         /// The destination's memory, which decides the unit in which pages travel.
         layout: Layout,
     },
@@ -53,6 +61,10 @@ pub(crate) enum Terms {
 impl Terms {
     pub(crate) fn zero_pages(&self) -> bool {
         matches!(self, Self::Negotiated { zero_pages: true, .. })
+    }
+
+    pub(crate) fn early_memory(&self) -> bool {
+        matches!(self, Self::Negotiated { early_memory: true, .. })
     }
 }
 
@@ -86,10 +98,10 @@ pub(crate) fn agree<V: SourceVm>(
     counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
 
     let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
-    let token = offer(memory, control, context)?;
+    let (token, round_trip) = offer(memory, control, context)?;
     let answer = control
         .ask(&Message::Config(config), context.options.limits.prepare)
-        .step("waiting for the destination to build the machine")?;
+        .step("waiting for the destination to map the memory")?;
     let terms = match &token {
         None => Terms::Plain,
         Some((features, _)) => {
@@ -102,7 +114,11 @@ pub(crate) fn agree<V: SourceVm>(
                 .same_for_guest(&layout)
                 .map_err(ProtocolError::from)
                 .step("comparing memory layouts")?;
-            Terms::Negotiated { zero_pages: features.contains(FEATURE_ZERO_PAGES), layout }
+            Terms::Negotiated {
+                zero_pages: features.contains(FEATURE_ZERO_PAGES),
+                early_memory: features.contains(FEATURE_EARLY_MEMORY),
+                layout,
+            }
         }
     };
     let token = token.map(|(_, token)| token);
@@ -119,33 +135,38 @@ pub(crate) fn agree<V: SourceVm>(
     let (bulk_count, urgent_count) = extra_connections(context);
     let memory_links = extra(Role::Memory, bulk_count)?;
     let urgent = extra(Role::Fault, urgent_count)?;
-    Ok(Links { memory: memory_links, urgent, terms, token })
+    Ok(Links { memory: memory_links, urgent, terms, token, paces: Vec::new(), round_trip })
 }
 
 /// How many connections beside the first: precopy uses the first one for memory, too.
 fn extra_connections(context: Context<'_>) -> (u16, u16) {
     let options = context.options;
-    match options.memory_mode {
+    match options.mode() {
         MemoryMode::Precopy => (options.connections - 1, 0),
-        MemoryMode::Postcopy => (options.connections, options.urgent_connections),
+        MemoryMode::Postcopy | MemoryMode::Auto => {
+            (options.connections, options.urgent_connections)
+        }
     }
 }
 
 /// What a negotiating destination said.
 type Taken = (BTreeSet<String>, [u8; TOKEN_BYTES]);
 
-/// Start and Capabilities; `None` from a peer that knows only version 0.
+/// Start and Capabilities; nothing taken by a peer that knows only version 0. Also how long an
+/// answer took for which a peer has next to nothing to do.
 fn offer<M: GuestMemoryMap>(
     memory: &Arc<M>,
     control: &mut Channel,
     context: Context<'_>,
-) -> Result<Option<Taken>, Failure> {
+) -> Result<(Option<Taken>, Duration), Failure> {
     let options = context.options;
     let limit = options.limits.answer;
     let start = Message::Start { version: VERSION, offer: true };
+    let asked = Instant::now();
     let answer = control.ask(&start, limit).step("starting the protocol")?;
+    let round_trip = asked.elapsed();
     if !answer.offer_taken {
-        if options.memory_mode == MemoryMode::Postcopy {
+        if options.mode().may_postcopy() {
             return Err(Failure::new(
                 "negotiating",
                 Cause::Unsupported {
@@ -157,29 +178,31 @@ fn offer<M: GuestMemoryMap>(
             ));
         }
         log::info!("the destination speaks plain version 0: zero pages and reasons do not travel");
-        return Ok(None);
+        return Ok((None, round_trip));
     }
     let (bulk_connections, urgent_connections) = extra_connections(context);
     let document = Offer {
         software: software(),
         features: features(),
-        memory_mode: options.memory_mode,
+        memory_mode: options.mode(),
         bulk_connections,
         urgent_connections,
         regions: memory.layout().regions().to_vec(),
     };
+    let asked = Instant::now();
     let answer = control
         .ask(&Message::Capabilities(document.to_json()), limit)
         .step("negotiating capabilities")?;
+    let round_trip = round_trip.min(asked.elapsed());
     let accepted = Accepted::parse(&answer.payload).step("negotiating capabilities")?;
     log::info!("the destination is {:?}", accepted.software);
     let features = common(&document.features, &accepted.features);
-    let needed: &[&str] = match options.memory_mode {
+    let needed: &[&str] = match options.mode() {
         MemoryMode::Precopy => &[FEATURE_CONFIRM],
-        MemoryMode::Postcopy => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
+        MemoryMode::Postcopy | MemoryMode::Auto => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
     };
     match needed.iter().find(|feature| !features.contains(**feature)) {
-        None => Ok(Some((features, accepted.token))),
+        None => Ok((Some((features, accepted.token)), round_trip)),
         Some(missing) => Err(Failure::new(
             "negotiating capabilities",
             Cause::Unsupported {

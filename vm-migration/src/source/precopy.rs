@@ -2,42 +2,32 @@
 
 //! Precopy: rounds over all memory while the guest runs.
 //!
-//! Owns what is sent and when its dirty bits are cleared. Memory is cut into slices that the
-//! connections claim from one counter, so a slow connection does not hold up the others. A slice's
-//! dirty bits are cleared and tracking re-armed **just before** that slice is copied: a page that
-//! is dirtied while it waits for its turn goes out once, and one dirtied after its copy goes out
-//! again in the next round. Holes are never read, so they stay holes.
+//! Owns the loop around the rounds: what is measured after each, the measures that the policy asks
+//! for, and the condition for the stop: it is worth it, and the destination's machine is built.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::convergence::{Convergence, Decision, rate, time_for};
+use super::convergence::{Decision, Forecast, Measure, Policy, rate};
 use super::negotiate::{Links, Terms};
+use super::round::{Line, RoundKind, Slice, send_round};
 use super::{Context, Setback, check_cancel};
-use crate::bitmap::{ClaimMap, word_runs};
+use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun, to_usize};
-use crate::options::MemoryMode;
+use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
+use crate::options::{Convergence, DirtyClear, MemoryMode};
+use crate::progress::Event;
 use crate::protocol::message::Message;
-use crate::ram::{self, GuestMemoryMap};
-use crate::transport::Part;
-use crate::vm::{DirtyLog, SourceVm};
-
-/// Length of a slice: its dirty bits are cleared by one call and its contents are one message.
-/// At a gigabyte a second a page waits 4 ms between the two; KVM clears 1,024 bits in
-/// microseconds.
-const SLICE_PAGES: u64 = 1024;
-
-/// Messages on one connection that may wait for their answers: enough to never let the link idle,
-/// few enough that a refusal is noticed soon.
-const UNANSWERED_MAX: usize = 4;
+use crate::ram::GuestMemoryMap;
+use crate::steering::Steering;
+use crate::vm::{DirtyLog, SourceVm, Throttle};
 
 /// Least that must be sent for a low rate to mean anything.
 const RATE_BYTES_MIN: u64 = 1 << 20;
 
-/// Both sides agree, the destination has built the machine; the guest runs here.
+/// Both sides agree, the destination has mapped the memory; the guest runs here.
 pub(crate) struct Negotiated<V: SourceVm> {
     pub vm: V,
     pub memory: Arc<V::Memory>,
@@ -57,10 +47,11 @@ pub(crate) struct Copied<V: SourceVm> {
 
 /// How the rest of memory goes.
 pub(crate) enum Cargo {
-    /// What is still dirty is sent with the guest stopped.
-    Rest,
-    /// These pages had been populated when the scan passed; together with what was dirtied since
-    /// then they are served after the handover.
+    /// What is still dirty is sent with the guest stopped. Up to then its vCPUs stay slowed down,
+    /// or they would dirty it all again.
+    Rest(Option<Box<dyn Throttle>>),
+    /// These pages (in postcopy all that had been populated when the scan passed) are served after
+    /// the handover, together with what was dirtied and not sent since then.
     Later(Vec<ClaimMap>),
 }
 
@@ -69,8 +60,8 @@ impl<V: SourceVm> Negotiated<V> {
     /// there are.
     pub(crate) fn precopy(mut self, context: Context<'_>) -> Result<Copied<V>, Setback<V>> {
         let result = self.start_log().and_then(|log| {
-            let cargo = match context.options.memory_mode {
-                MemoryMode::Precopy => self.rounds(&log, context)?,
+            let cargo = match context.options.mode() {
+                MemoryMode::Precopy | MemoryMode::Auto => self.rounds(&log, context)?,
                 MemoryMode::Postcopy => Cargo::Later(scan(&*self.memory, &log)?),
             };
             Ok((log, cargo))
@@ -88,322 +79,234 @@ impl<V: SourceVm> Negotiated<V> {
 
     fn rounds(&mut self, log: &V::Log, context: Context<'_>) -> Result<Cargo, Failure> {
         let options = context.options;
-        let counters = &context.progress.counters;
-        let mut policy =
-            Convergence::new(options.downtime, options.timeout, options.timeout_strategy);
-        let start = Instant::now();
-        let mut link_rate = 0;
-        let total_bytes = self.memory.layout().pages() * PAGE_BYTES;
-        let mut remaining_bytes = total_bytes;
+        let switch = Switch::new(context);
+        let mut pilot = Pilot::new(&self.vm, &self.links, context)?;
+        let mut remaining_bytes = self.memory.layout().pages() * PAGE_BYTES;
+        let mut machine_is_built = !self.links.terms.early_memory();
         log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
         for number in 1u32.. {
             check_cancel(context.cancel, "sending memory")?;
             context.progress.begin_round(number, remaining_bytes);
             let began = Instant::now();
             let kind = if number == 1 { RoundKind::First } else { RoundKind::Dirty };
-            let sent = self.send_round(log, kind, context)?;
+            let (control, links) = (&mut self.control, &mut self.links);
+            let memory = &*self.memory;
+            let sent = send_round(memory, log, kind, control, links, &switch, context)?;
+            if switch.is_due() {
+                return self.switch(sent.unsent, machine_is_built, context);
+            }
+            let sent = sent.bytes;
             let took = began.elapsed();
-            // A short round says less than the link can do.
-            let measured = rate(sent, took);
-            link_rate = if sent >= RATE_BYTES_MIN { measured } else { link_rate.max(measured) };
             // What is dirty now decides, and is what the next round sends.
+            let scan = Instant::now();
             let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
             remaining_bytes = dirty * PAGE_BYTES;
-            let expected = time_for(remaining_bytes, link_rate);
-            let decision = policy.decide(remaining_bytes, expected, start.elapsed());
-            counters.link_bytes_per_s.store(link_rate, Ordering::Relaxed);
-            counters.dirty_bytes_per_s.store(rate(remaining_bytes, took), Ordering::Relaxed);
-            let expected_us = u64::try_from(expected.as_micros()).unwrap_or(u64::MAX);
-            counters.expected_downtime_us.store(expected_us, Ordering::Relaxed);
-            counters.stalled_rounds.store(policy.stalled_rounds(), Ordering::Relaxed);
-            match decision {
+            pilot.measured(sent, took, remaining_bytes, scan.elapsed());
+            if self.links.terms.zero_pages() {
+                pilot.round_trip(self.ping(options.limits.answer)?);
+            }
+            match pilot.decide(number, remaining_bytes) {
                 Decision::Round => {}
-                Decision::Stop => break,
+                Decision::Stop => {
+                    let waited = if machine_is_built {
+                        Duration::ZERO
+                    } else {
+                        self.await_machine(options.limits.prepare)?
+                    };
+                    machine_is_built = true;
+                    if pilot.may_stop_after(waited) {
+                        break;
+                    }
+                }
+                Decision::Postcopy => {
+                    return self.switch(Vec::new(), machine_is_built, context);
+                }
                 Decision::GiveUp => {
-                    return Err(not_converging(
-                        number,
-                        start.elapsed(),
-                        expected,
-                        options.downtime,
-                    ))
-                    .step("waiting for the guest to converge");
+                    return Err(pilot.not_converging(number, remaining_bytes))
+                        .step("waiting for the guest to converge");
                 }
             }
         }
-        Ok(Cargo::Rest)
+        Ok(Cargo::Rest(pilot.throttle))
     }
 
-    fn send_round(
+    /// Leaves the rest for after the handover: pages that no round has come to, and those that are
+    /// dirty.
+    fn switch(
         &mut self,
-        log: &V::Log,
-        kind: RoundKind,
+        unsent: Vec<PageRun>,
+        machine_is_built: bool,
         context: Context<'_>,
-    ) -> Result<u64, Failure> {
-        send_round(&*self.memory, log, kind, &mut self.control, &mut self.links, context)
-    }
-}
-
-fn not_converging(rounds: u32, elapsed: Duration, expected: Duration, downtime: Duration) -> Cause {
-    let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    Cause::NotConverging {
-        rounds,
-        elapsed_s: elapsed.as_secs(),
-        expected_ms: ms(expected),
-        downtime_ms: ms(downtime),
-    }
-}
-
-/// Which pages of a slice go out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RoundKind {
-    /// All that were ever populated and are not zero: the destination's memory is zero already.
-    First,
-    /// All that were dirtied; one that became zero must become so over there.
-    Dirty,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Slice {
-    region: usize,
-    first: u64,
-    pages: u64,
-}
-
-fn slices(layout: &Layout) -> Vec<Slice> {
-    let mut all = Vec::new();
-    for (region, info) in layout.regions().iter().enumerate() {
-        for first in (0..info.pages()).step_by(to_usize(SLICE_PAGES)) {
-            all.push(Slice { region, first, pages: SLICE_PAGES.min(info.pages() - first) });
+    ) -> Result<Cargo, Failure> {
+        log::info!("precopy is over: the rest of memory follows the guest");
+        if !machine_is_built {
+            self.await_machine(context.options.limits.prepare)?;
         }
+        let maps = empty_maps(self.memory.layout());
+        for run in unsent {
+            maps[run.region].set_run(run.first, run.count);
+        }
+        Ok(Cargo::Later(maps))
     }
-    all
+
+    /// Asks for nothing; returns how long that took.
+    fn ping(&mut self, limit: Duration) -> Result<Duration, Failure> {
+        let began = Instant::now();
+        self.control
+            .ask(&Message::ZeroPages(Vec::new()), limit)
+            .step("measuring the round trip")?;
+        Ok(began.elapsed())
+    }
+
+    /// Waits until the destination has built its machine; returns how long that took.
+    fn await_machine(&mut self, limit: Duration) -> Result<Duration, Failure> {
+        let began = Instant::now();
+        self.control
+            .ask(&Message::AwaitMachine, limit)
+            .step("waiting for the destination to build the machine")?;
+        Ok(began.elapsed())
+    }
 }
 
-/// One pass over memory; returns the bytes of contents sent. All are acknowledged at the end.
-pub(crate) fn send_round<M: GuestMemoryMap>(
-    memory: &M,
-    log: &impl DirtyLog,
-    kind: RoundKind,
-    control: &mut Channel,
-    links: &mut Links,
-    context: Context<'_>,
-) -> Result<u64, Failure> {
-    let round = Round {
-        memory,
-        log,
-        kind,
-        zero_flags: links.terms.zero_pages(),
-        slices: slices(memory.layout()),
-        next: AtomicUsize::new(0),
-        failed: AtomicBool::new(false),
-        context,
-    };
-    if links.memory.is_empty() {
-        return round.work(control);
-    }
-    std::thread::scope(|scope| {
-        let mut workers = Vec::new();
-        for channel in std::iter::once(control).chain(&mut links.memory) {
-            let spawned = std::thread::Builder::new()
-                .name("mig-send".into())
-                .spawn_scoped(scope, || round.work(channel));
-            match spawned {
-                Ok(worker) => workers.push(worker),
-                Err(error) => {
-                    round.failed.store(true, Ordering::Relaxed);
-                    return Err(Cause::Resource(error)).step("starting a sender thread");
-                }
-            }
-        }
-        let mut sent = 0;
-        let mut first_failure = None;
-        for worker in workers {
-            match worker.join().unwrap_or(Err(Failure::new("sending memory", Cause::Panicked))) {
-                Ok(bytes) => sent += bytes,
-                Err(failure) => first_failure = first_failure.or(Some(failure)),
-            }
-        }
-        first_failure.map_or(Ok(sent), Err)
-    })
+/// When a person, or the clock, ends precopy in favour of postcopy; looked at between slices.
+pub(crate) struct Switch<'a> {
+    /// `None` where memory may not follow the guest.
+    after: Option<(Option<Instant>, &'a Steering)>,
 }
 
-/// What the senders of one round share.
-struct Round<'a, M, L> {
-    memory: &'a M,
-    log: &'a L,
-    kind: RoundKind,
-    zero_flags: bool,
-    slices: Vec<Slice>,
-    /// The next slice that nobody has claimed.
-    next: AtomicUsize,
-    /// One of the senders failed; the others stop soon.
-    failed: AtomicBool,
+impl<'a> Switch<'a> {
+    fn new(context: Context<'a>) -> Self {
+        let options = context.options;
+        let after = || {
+            let at = options.postcopy_after.and_then(|after| Instant::now().checked_add(after));
+            (at, &options.steering)
+        };
+        Self { after: options.mode().may_postcopy().then(after) }
+    }
+
+    /// Never.
+    pub(crate) fn never() -> Self {
+        Self { after: None }
+    }
+
+    pub(crate) fn is_due(&self) -> bool {
+        self.after.is_some_and(|(at, steering)| {
+            steering.wants_postcopy() || at.is_some_and(|at| Instant::now() >= at)
+        })
+    }
+}
+
+/// Who decides after each round, and carries out what is decided.
+struct Pilot<'a> {
+    policy: Policy,
+    forecast: Forecast,
+    throttle: Option<Box<dyn Throttle>>,
+    began: Instant,
     context: Context<'a>,
 }
 
-impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
-    /// Claims and sends slices until none is left.
-    fn work(&self, channel: &mut Channel) -> Result<u64, Failure> {
-        let result = self.send_slices(channel);
-        if result.is_err() {
-            self.failed.store(true, Ordering::Relaxed);
-        }
-        result
-    }
-
-    fn send_slices(&self, channel: &mut Channel) -> Result<u64, Failure> {
-        let mut sent = 0;
-        let mut unanswered = 0;
-        let mut words = vec![0; to_usize(SLICE_PAGES / 64)];
-        loop {
-            let index = self.next.fetch_add(1, Ordering::Relaxed);
-            let Some(slice) = self.slices.get(index) else { break };
-            if self.failed.load(Ordering::Relaxed) {
-                break;
+impl<'a> Pilot<'a> {
+    fn new<V: SourceVm>(vm: &V, links: &Links, context: Context<'a>) -> Result<Self, Failure> {
+        let options = context.options;
+        let throttle = match options.convergence {
+            Convergence::Throttle => {
+                let what = "this machine has no means to slow down its vCPUs".to_string();
+                let remedy = "use another value of convergence";
+                let missing = Cause::Unsupported { what, remedy };
+                Some(vm.throttle().ok_or(missing).step("preparing to slow the guest down")?)
             }
-            // A fast link never waits, and only waits look at the cancel.
-            check_cancel(self.context.cancel, "sending memory")?;
-            let content = self.content_of(*slice, &mut words)?;
-            for (message, data) in content.messages(self.memory) {
-                if unanswered == UNANSWERED_MAX {
-                    channel.answer_to_memory()?;
-                    unanswered -= 1;
-                }
-                channel.send_memory(self.memory, &message, &data)?;
-                unanswered += 1;
-            }
-            sent += content.data_bytes();
-            self.account(*slice, &content);
-        }
-        for _ in 0..unanswered {
-            channel.answer_to_memory()?;
-        }
-        Ok(sent)
-    }
-
-    /// Clears the slice's dirty bits, and only then finds out what its pages hold.
-    fn content_of(&self, slice: Slice, words: &mut [u64]) -> Result<Content, Failure> {
-        let pages = slice.first..slice.first + slice.pages;
-        let words = &mut words[..to_usize(slice.pages.div_ceil(64))];
-        self.log
-            .collect_and_clear(slice.region, pages.clone(), words)
-            .map_err(Cause::Vm)
-            .step("reading the dirty log")?;
-        let runs: Vec<(u64, u64)> = match self.kind {
-            RoundKind::First => self
-                .memory
-                .populated_runs(slice.region, pages)
-                .map_err(Cause::Memory)
-                .step("finding populated memory")?
-                .into_iter()
-                .map(|run| (run.start, run.end - run.start))
-                .collect(),
-            RoundKind::Dirty => {
-                mask_tail(words, slice.pages);
-                word_runs(words, slice.first)
-            }
+            _ => None,
         };
-        let mut content = Content::default();
-        for (first, count) in runs {
-            content.dirty_pages += count;
-            for page in first..first + count {
-                let run = PageRun { region: slice.region, first: page, count: 1 };
-                if !ram::is_zero(self.memory, run) {
-                    push(&mut content.data, run);
-                } else if self.kind == RoundKind::First {
-                    content.skipped_zero_pages += 1;
-                } else if self.zero_flags {
-                    push(&mut content.zero, run);
-                } else {
-                    push(&mut content.data, run);
-                }
-            }
-        }
-        Ok(content)
+        context.progress.set_convergence(options.convergence);
+        let policy = Policy::new(options);
+        let forecast = Forecast {
+            switch_over: vm.switch_over_time(),
+            round_trip: links.round_trip,
+            ..Forecast::default()
+        };
+        let pilot = Self { policy, forecast, throttle, began: Instant::now(), context };
+        let allowed = &context.progress.counters.allowed_downtime_us;
+        allowed.store(micros(pilot.policy.allowed()), Ordering::Relaxed);
+        Ok(pilot)
     }
 
-    fn account(&self, slice: Slice, content: &Content) {
+    /// Notes what a round has shown.
+    fn measured(&mut self, sent: u64, took: Duration, remaining_bytes: u64, scan: Duration) {
+        // A short round says less than the link can do.
+        let now = rate(sent, took);
+        let before = self.forecast.link_rate;
+        self.forecast.link_rate = if sent >= RATE_BYTES_MIN { now } else { before.max(now) };
+        self.forecast.scan = scan;
+        // Where bits are cleared slice by slice, a page was watched for half of the round.
+        let watched = match self.context.options.dirty_clear {
+            DirtyClear::Slice => took / 2,
+            DirtyClear::Round => took,
+        };
         let counters = &self.context.progress.counters;
-        counters.memory_bytes_sent.fetch_add(content.data_bytes(), Ordering::Relaxed);
-        let zero: u64 = content.zero.iter().map(|run| run.count).sum();
-        counters.zero_pages.fetch_add(zero + content.skipped_zero_pages, Ordering::Relaxed);
-        let done_pages = match self.kind {
-            RoundKind::First => slice.pages,
-            RoundKind::Dirty => content.dirty_pages,
-        };
-        self.context.progress.sent_down(done_pages * PAGE_BYTES);
+        counters.link_bytes_per_s.store(self.forecast.link_rate, Ordering::Relaxed);
+        counters.dirty_bytes_per_s.store(rate(remaining_bytes, watched), Ordering::Relaxed);
     }
-}
 
-/// Clears bits of the last word that are beyond the slice.
-fn mask_tail(words: &mut [u64], pages: u64) {
-    let tail = pages % 64;
-    if let (1.., Some(last)) = (tail, words.last_mut()) {
-        *last &= (1 << tail) - 1;
+    /// Notes how long an answer took for which the peer had nothing to do: the fastest counts, the
+    /// others had to wait for a processor.
+    fn round_trip(&mut self, took: Duration) {
+        self.forecast.round_trip = self.forecast.round_trip.min(took);
     }
-}
 
-/// Appends a page or run, joined with the one before where they touch.
-pub(crate) fn push(runs: &mut Vec<PageRun>, run: PageRun) {
-    match runs.last_mut() {
-        Some(last) if last.region == run.region && last.end() == run.first => {
-            last.count += run.count;
+    fn decide(&mut self, round: u32, remaining_bytes: u64) -> Decision {
+        let expected = self.forecast.downtime(remaining_bytes);
+        let (decision, measure) =
+            self.policy.decide(remaining_bytes, expected, self.began.elapsed());
+        let progress = self.context.progress;
+        let counters = &progress.counters;
+        let expected_us = micros(expected);
+        counters.expected_downtime_us.store(expected_us, Ordering::Relaxed);
+        counters.stalled_rounds.store(self.policy.stalled_rounds(), Ordering::Relaxed);
+        if self.policy.stalled_rounds() > 0 && decision != Decision::Stop {
+            let allowed_us = micros(self.policy.allowed());
+            progress.tell(Event::Stalled { round, expected_us, allowed_us });
         }
-        _ => runs.push(run),
-    }
-}
-
-/// What a slice has to say.
-#[derive(Default)]
-struct Content {
-    data: Vec<PageRun>,
-    zero: Vec<PageRun>,
-    skipped_zero_pages: u64,
-    dirty_pages: u64,
-}
-
-impl Content {
-    fn data_bytes(&self) -> u64 {
-        self.data.iter().map(PageRun::len_bytes).sum()
-    }
-
-    /// The messages, each with the runs whose contents follow it.
-    fn messages<M: GuestMemoryMap>(&self, memory: &M) -> Vec<(Message, Vec<PageRun>)> {
-        let mut all = Vec::new();
-        if !self.data.is_empty() {
-            all.push((Message::Memory(ranges(memory, &self.data)), self.data.clone()));
+        match measure {
+            None => {}
+            Some(Measure::Throttle(percent)) => {
+                if let Some(throttle) = &mut self.throttle {
+                    throttle.set(percent);
+                }
+                counters.throttle_percent.store(percent.into(), Ordering::Relaxed);
+                progress.tell(Event::Throttled { percent });
+            }
+            Some(Measure::AllowDowntime(allowed)) => {
+                let allowed_us = micros(allowed);
+                counters.allowed_downtime_us.store(allowed_us, Ordering::Relaxed);
+                progress.tell(Event::DowntimeAllowed { allowed_us });
+            }
         }
-        if !self.zero.is_empty() {
-            all.push((Message::ZeroPages(ranges(memory, &self.zero)), Vec::new()));
+        decision
+    }
+
+    /// False when the guest has written for so long since the decision that it no longer holds.
+    fn may_stop_after(&self, waited: Duration) -> bool {
+        waited <= self.forecast.round_trip * 2 + self.policy.allowed() / 10
+    }
+
+    fn not_converging(&self, rounds: u32, remaining_bytes: u64) -> Cause {
+        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        Cause::NotConverging {
+            rounds,
+            elapsed_s: self.began.elapsed().as_secs(),
+            expected_ms: ms(self.forecast.downtime(remaining_bytes)),
+            fixed_ms: ms(self.forecast.downtime(0)),
+            downtime_ms: ms(self.policy.allowed()),
         }
-        all
     }
 }
 
-/// Runs as they travel.
-pub(crate) fn ranges<M: GuestMemoryMap>(memory: &M, runs: &[PageRun]) -> Vec<GpaRange> {
-    runs.iter().map(|run| memory.layout().range_of(*run)).collect()
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-impl Channel {
-    fn answer_to_memory(&mut self) -> Result<(), Failure> {
-        let limit = self.connection.stall_timeout();
-        self.answer(limit).map(drop).step("waiting for memory to be acknowledged")
-    }
-
-    fn send_memory<M: GuestMemoryMap>(
-        &mut self,
-        memory: &M,
-        message: &Message,
-        data: &[PageRun],
-    ) -> Result<(), Failure> {
-        let head = message.encode();
-        let mut parts = Vec::with_capacity(1 + data.len());
-        parts.push(Part::Bytes(&head));
-        parts.extend(data.iter().map(|run| Part::Guest(ram::slice(memory, *run))));
-        let sent = self.connection.send_parts(&parts);
-        sent.map_err(|error| self.explain(error)).step("sending memory")
-    }
+fn empty_maps(layout: &Layout) -> Vec<ClaimMap> {
+    layout.regions().iter().map(|info| ClaimMap::new(info.pages())).collect()
 }
 
 /// Notes which pages there are, for postcopy. The dirty bits are cleared first, so that a page
@@ -411,21 +314,19 @@ impl Channel {
 fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<ClaimMap>, Failure> {
     log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
     let layout = memory.layout();
-    let maps: Vec<ClaimMap> =
-        layout.regions().iter().map(|info| ClaimMap::new(info.pages())).collect();
-    let mut words = vec![0; to_usize(SLICE_PAGES / 64)];
-    for slice in slices(layout) {
-        let pages = slice.first..slice.first + slice.pages;
-        let words = &mut words[..to_usize(slice.pages.div_ceil(64))];
-        log.collect_and_clear(slice.region, pages.clone(), words)
+    let maps = empty_maps(layout);
+    let mut words = Vec::new();
+    for Slice { region, first, pages } in Line::new(layout).slices() {
+        words.resize(to_usize(pages.div_ceil(64)), 0);
+        log.collect_and_clear(region, first..first + pages, &mut words)
             .map_err(Cause::Vm)
             .step("reading the dirty log")?;
         let runs = memory
-            .populated_runs(slice.region, pages)
+            .populated_runs(region, first..first + pages)
             .map_err(Cause::Memory)
             .step("finding populated memory")?;
         for run in runs {
-            maps[slice.region].set_run(run.start, run.end - run.start);
+            maps[region].set_run(run.start, run.end - run.start);
         }
     }
     Ok(maps)

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::negotiate::Links;
-use super::precopy::{Cargo, Copied, RoundKind, send_round};
+use super::precopy::{Cargo, Copied, Switch};
+use super::round::{RoundKind, send_round};
 use super::serve::Server;
 use super::{Context, Setback};
 use crate::bitmap::{ClaimMap, word_runs};
@@ -48,11 +49,13 @@ impl<V: SourceVm> Copied<V> {
         let rest = || -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
             let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
             match cargo {
-                Cargo::Rest => {
+                Cargo::Rest(throttle) => {
+                    drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
                     remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
                     let kind = RoundKind::Dirty;
-                    send_round(&*memory, &log, kind, &mut control, &mut links, context)?;
+                    let never = Switch::never();
+                    send_round(&*memory, &log, kind, &mut control, &mut links, &never, context)?;
                     // The destination sees the end of these as the end of their work.
                     links.memory.clear();
                     Ok(None)

@@ -2,12 +2,17 @@
 
 //! Fake machines on both sides, which fail where they are told to and note what was done to them.
 
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
 use crate::ram::GuestMemoryMap;
-use crate::vm::{DestinationBuilder, DestinationVm, PausedVm, SourceVm, VmError};
+use crate::vm::{
+    DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, PausedVm, SourceVm, Throttle,
+    VmError,
+};
 
 /// What was done to a machine, in order.
 pub type Calls = Arc<Mutex<Vec<&'static str>>>;
@@ -24,6 +29,7 @@ pub enum Inject {
     State,
     Release,
     Resume,
+    Map,
     Prepare,
     Apply,
     Run,
@@ -40,6 +46,32 @@ struct Common {
     pace: Pace,
     inject: Inject,
     calls: Calls,
+    /// From this share of throttling on the guest dirties nothing; `None` without a throttle.
+    calms_at: Option<u8>,
+    throttled: Throttled,
+}
+
+/// Shares of time that a machine was throttled to, in order.
+pub type Throttled = Arc<Mutex<Vec<u8>>>;
+
+/// The throttle of a fake machine: notes what it is set to.
+struct FakeThrottle {
+    throttled: Throttled,
+    memory: Arc<FakeMemory>,
+    calms_at: u8,
+}
+
+impl Throttle for FakeThrottle {
+    fn set(&mut self, percent: u8) {
+        self.throttled.lock().unwrap_or_else(PoisonError::into_inner).push(percent);
+        self.memory.set_calm(percent >= self.calms_at);
+    }
+}
+
+impl Drop for FakeThrottle {
+    fn drop(&mut self) {
+        self.set(0);
+    }
 }
 
 impl Common {
@@ -76,8 +108,22 @@ impl FakeVm {
             pace: Pace::Paced(64, std::time::Duration::from_micros(200)),
             inject: Inject::Nothing,
             calls: Calls::default(),
+            calms_at: None,
+            throttled: Throttled::default(),
         };
         Self { common, writers: None }
+    }
+
+    /// Can be throttled; from `percent` on a busy log has nothing to note.
+    #[must_use]
+    pub fn calms_at(mut self, percent: u8) -> Self {
+        self.common.calms_at = Some(percent);
+        self
+    }
+
+    /// What it was throttled to.
+    pub fn throttled(&self) -> Throttled {
+        Arc::clone(&self.common.throttled)
     }
 
     /// Number of vCPUs, share of memory they write, and how fast.
@@ -147,6 +193,18 @@ impl SourceVm for FakeVm {
         Ok(FakeLog::new(Arc::clone(&self.common.memory), busy))
     }
 
+    fn throttle(&self) -> Option<Box<dyn Throttle>> {
+        let Common { throttled, memory, calms_at, .. } = &self.common;
+        let (throttled, memory) = (Arc::clone(throttled), Arc::clone(memory));
+        calms_at.map(|calms_at| -> Box<dyn Throttle> {
+            Box::new(FakeThrottle { throttled, memory, calms_at })
+        })
+    }
+
+    fn switch_over_time(&self) -> Duration {
+        Duration::from_micros(200)
+    }
+
     fn pause(self) -> Result<FakePaused, (Self, VmError)> {
         if let Err(error) = self.common.call(Inject::Pause, "pause") {
             return Err((self, error));
@@ -192,6 +250,7 @@ impl PausedVm for FakePaused {
 pub struct Builder {
     common: Common,
     touch: Vec<(usize, u64)>,
+    gate: Option<Receiver<()>>,
 }
 
 /// A machine on the destination.
@@ -203,7 +262,7 @@ pub struct FakeDestination {
 impl Builder {
     /// A destination for `guest`, in `memory`.
     pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
-        Self { common: FakeVm::new(memory, guest).common, touch: Vec::new() }
+        Self { common: FakeVm::new(memory, guest).common, touch: Vec::new(), gate: None }
     }
 
     /// Number of vCPUs, share of memory they write, and how fast.
@@ -227,6 +286,20 @@ impl Builder {
         self
     }
 
+    /// Building takes until the gate is opened, or dropped.
+    #[must_use]
+    pub fn gate(mut self, gate: Receiver<()>) -> Self {
+        self.gate = Some(gate);
+        self
+    }
+
+    /// Notes what is done to it there, too.
+    #[must_use]
+    pub fn note_in(mut self, calls: &Calls) -> Self {
+        self.common.calls = Arc::clone(calls);
+        self
+    }
+
     /// What was done to it.
     pub fn calls(&self) -> Calls {
         Arc::clone(&self.common.calls)
@@ -235,21 +308,39 @@ impl Builder {
 
 impl DestinationBuilder for Builder {
     type Vm = FakeDestination;
+    type Mapped = FakeMapped;
 
-    fn prepare(self, config_json: &[u8]) -> Result<FakeDestination, VmError> {
-        self.common.call(Inject::Prepare, "prepare")?;
+    fn map_memory(self, config_json: &[u8], _: Vec<GivenMemory>) -> Result<FakeMapped, VmError> {
+        self.common.call(Inject::Map, "map")?;
         let _: serde_json::Value = serde_json::from_slice(config_json)?;
-        Ok(FakeDestination { common: self.common, touch: self.touch })
+        Ok(FakeMapped(self))
+    }
+}
+
+/// A machine on the destination that has nothing but memory.
+pub struct FakeMapped(Builder);
+
+impl MappedMachine for FakeMapped {
+    type Vm = FakeDestination;
+
+    fn memory(&self) -> Arc<FakeMemory> {
+        Arc::clone(&self.0.common.memory)
+    }
+
+    fn build(self) -> Result<FakeDestination, VmError> {
+        let Builder { common, touch, gate } = self.0;
+        if let Some(gate) = gate {
+            // Ends when the test says so, or has gone.
+            let _ = gate.recv();
+        }
+        common.call(Inject::Prepare, "prepare")?;
+        Ok(FakeDestination { common, touch })
     }
 }
 
 impl DestinationVm for FakeDestination {
     type Memory = FakeMemory;
     type Running = FakeVm;
-
-    fn memory(&self) -> Arc<FakeMemory> {
-        Arc::clone(&self.common.memory)
-    }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
         self.common.call(Inject::Apply, "apply")?;

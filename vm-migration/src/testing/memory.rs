@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, RegionInfo, to_usize};
@@ -30,6 +30,8 @@ struct Region {
 pub struct FakeMemory {
     layout: Layout,
     regions: Vec<Region>,
+    /// A busy log over it has nothing to note.
+    calm: AtomicBool,
 }
 
 // SAFETY: the raw pointers are mappings that live as long as the value; what they show is shared
@@ -63,7 +65,7 @@ impl FakeMemory {
         });
         let layout = Layout::new(infos.collect())?;
         let regions = layout.regions().iter().map(Region::new).collect::<io::Result<_>>()?;
-        Ok(Arc::new(Self { layout, regions }))
+        Ok(Arc::new(Self { layout, regions, calm: AtomicBool::new(false) }))
     }
 
     /// The word at `word` of a page, through the guest's mapping.
@@ -78,6 +80,11 @@ impl FakeMemory {
     pub fn mark_dirty(&self, region: usize, page: u64) {
         let word = &self.regions[region].dirty[to_usize(page / 64)];
         word.fetch_or(1 << (page % 64), Ordering::SeqCst);
+    }
+
+    /// From now on a busy log over this memory notes only what was written, or everything again.
+    pub fn set_calm(&self, calm: bool) {
+        self.calm.store(calm, Ordering::SeqCst);
     }
 
     /// Bytes of memory that the host has given to a region.
@@ -237,7 +244,7 @@ impl DirtyLog for FakeLog {
         for (noted, region) in noted.iter_mut().zip(&self.memory.regions) {
             for (noted, dirty) in noted.iter_mut().zip(&region.dirty) {
                 *noted |= dirty.swap(0, Ordering::SeqCst);
-                if self.busy {
+                if self.busy && !self.memory.calm.load(Ordering::SeqCst) {
                     *noted = u64::MAX;
                 }
                 count += u64::from(noted.count_ones());

@@ -11,5 +11,7 @@ mod machine;
 mod memory;
 
 pub use guest::{Guest, Pace, Writers};
-pub use machine::{Builder, Calls, FakeDestination, FakePaused, FakeVm, Inject};
+pub use machine::{
+    Builder, Calls, FakeDestination, FakeMapped, FakePaused, FakeVm, Inject, Throttled,
+};
 pub use memory::{FakeLog, FakeMemory, FakeMemoryError};

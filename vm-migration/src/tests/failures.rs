@@ -103,7 +103,7 @@ fn a_guest_that_cannot_be_resumed_comes_back_paused() {
 #[test]
 fn the_reason_of_the_destination_reaches_the_source() {
     for mode in modes() {
-        for inject in [Inject::Prepare, Inject::Apply] {
+        for inject in [Inject::Map, Inject::Prepare, Inject::Apply] {
             let rig = Rig::new(mode);
             let target = rig.target(inject);
             let options = rig.options(&target);
@@ -266,7 +266,10 @@ fn every_phase_is_announced_with_its_begin_and_its_end() {
             Event::Begin(phase) => seen.push((*phase, true)),
             Event::End(phase, _) => seen.push((*phase, false)),
             Event::Fail(phase, _) => panic!("{phase} failed"),
-            Event::Round { round, .. } => assert!(*round > 0),
+            Event::Round { round, .. } | Event::Stalled { round, .. } => assert!(*round > 0),
+            Event::Throttled { .. } | Event::DowntimeAllowed { .. } => {
+                panic!("nobody asked for it")
+            }
         }
     }
     let phases = [Phase::Connect, Phase::Negotiate, Phase::Precopy, Phase::Stop, Phase::Handover];

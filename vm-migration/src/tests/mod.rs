@@ -5,7 +5,11 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `mod` | the set-up that all share |
+//! | `auto` | precopy that becomes postcopy |
 //! | `moves` | migrations that go well |
+//! | `early` | the machine that is built while memory travels |
+//! | `sharing` | connections of different speed |
+//! | `converging` | guests that write too fast, and what is done about them |
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
@@ -14,12 +18,16 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+mod auto;
+mod converging;
 mod cuts;
+mod early;
 mod failures;
 mod hostile;
 mod moves;
 mod plain;
 mod recovery;
+mod sharing;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;

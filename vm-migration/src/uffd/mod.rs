@@ -135,6 +135,9 @@ struct Part {
     address: u64,
     descriptor: usize,
     host_page_bytes: u64,
+    shared: bool,
+    /// Pages that are there and were never seen by the guest are caught, too: contents may be
+    /// received where they belong.
     in_place: bool,
 }
 
@@ -144,6 +147,8 @@ pub struct Uffd<M: GuestMemoryMap> {
     descriptors: Vec<Descriptor>,
     /// Sorted by region and page.
     parts: Vec<Part>,
+    /// Shared memory is received in place.
+    in_place: bool,
     stop: Cancel,
     /// Nothing is watched any more: what is not registered needs no filling.
     released: AtomicBool,
@@ -161,16 +166,30 @@ impl<M: GuestMemoryMap> Uffd<M> {
     /// # Errors
     /// See [`UffdError`].
     pub fn register(memory: Arc<M>, descriptors: usize) -> Result<Self, UffdError> {
+        Self::watch(memory, descriptors, true)
+    }
+
+    /// The same for memory most of which is there: what is there is not caught, and what is missing
+    /// is always copied in.
+    ///
+    /// # Errors
+    /// See [`UffdError`].
+    pub fn register_missing(memory: Arc<M>, descriptors: usize) -> Result<Self, UffdError> {
+        Self::watch(memory, descriptors, false)
+    }
+
+    fn watch(memory: Arc<M>, descriptors: usize, in_place: bool) -> Result<Self, UffdError> {
         let regions = memory.layout().regions();
         let features = features_for(regions)?;
         let total: u64 = regions.iter().map(|region| region.len_bytes).sum();
         let wanted = u64::try_from(descriptors.max(1)).unwrap_or(1);
         let part_bytes = total.div_ceil(wanted).max(PART_BYTES_MIN);
         let stop = Cancel::new().map_err(UffdError::Events)?;
-        let parts = split(&*memory, part_bytes);
+        let parts = split(&*memory, part_bytes, in_place);
         let count = parts.iter().map(|part| part.descriptor + 1).max().unwrap_or(1);
         let descriptors = (0..count).map(|_| open(features)).collect::<Result<Vec<_>, _>>()?;
-        let uffd = Self { memory, descriptors, parts, stop, released: AtomicBool::new(false) };
+        let released = AtomicBool::new(false);
+        let uffd = Self { memory, descriptors, parts, in_place, stop, released };
         for part in &uffd.parts {
             let mode = if part.in_place {
                 sys::REGISTER_MISSING | sys::REGISTER_MINOR
@@ -240,6 +259,16 @@ impl<M: GuestMemoryMap> Uffd<M> {
     }
 }
 
+impl<M: GuestMemoryMap> Uffd<M> {
+    fn copy_zeros(&self, part: &Part, piece: PageRun) -> Result<(), UffdError> {
+        let zeros = vec![0; crate::layout::to_usize(part.host_page_bytes)];
+        let copy = |descriptor: &Descriptor, at, _| descriptor.copy(at, &zeros);
+        self.fill("zero", part, piece, copy, |descriptor, at| {
+            descriptor.wake(at, part.host_page_bytes)
+        })
+    }
+}
+
 impl Part {
     fn run(&self) -> PageRun {
         PageRun { region: self.region, first: self.first, count: self.pages }
@@ -255,7 +284,7 @@ fn pages_error(what: &'static str, run: PageRun, source: io::Error) -> UffdError
 }
 
 /// Cuts the regions into parts of about `part_bytes`, whole 2 MiB each, and deals them out.
-fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64) -> Vec<Part> {
+fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64, in_place: bool) -> Vec<Part> {
     let part_pages = part_bytes.next_multiple_of(HOST_PAGE_BYTES_MAX) / PAGE_BYTES;
     let mut parts = Vec::new();
     let mut filled = 0;
@@ -278,7 +307,8 @@ fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64) -> Vec<Part> {
                 address: main + first * PAGE_BYTES,
                 descriptor,
                 host_page_bytes: info.host_page_bytes,
-                in_place: info.backing == Backing::Shared,
+                shared: info.backing == Backing::Shared,
+                in_place: in_place && info.backing == Backing::Shared,
             });
             first += pages;
             filled += pages;
@@ -332,7 +362,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     }
 
     fn receives_in_place(&self, region: usize) -> bool {
-        self.memory.layout().regions()[region].backing == Backing::Shared
+        self.in_place && self.memory.layout().regions()[region].backing == Backing::Shared
     }
 
     fn prefers_copies_of_small_runs(&self) -> bool {
@@ -361,7 +391,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
                     descriptor.copy(address, &bytes[from..from + crate::layout::to_usize(len)])
                 },
                 |descriptor, address| {
-                    if part.in_place {
+                    if part.shared {
                         // The copy was not taken, and what is there instead is not known.
                         return Err(io::Error::from_raw_os_error(libc::EEXIST));
                     }
@@ -375,7 +405,11 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
         for (part, piece) in self.pieces(run) {
             if part.host_page_bytes > PAGE_BYTES {
-                // hugetlb knows no zero page: reading through the alias makes one of zeros.
+                // hugetlb knows no zero page. A read through the alias makes one of zeros.
+                if !part.in_place {
+                    self.copy_zeros(part, piece)?;
+                    continue;
+                }
                 ram::touch(&*self.memory, piece);
                 self.make_present(piece)?;
                 continue;

@@ -14,7 +14,7 @@ use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
 use crate::protocol::ProtocolError;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap};
-use crate::source::precopy::{push, ranges};
+use crate::source::round::{push, ranges};
 use crate::transport::{Connection, Part};
 
 /// Bytes that a pusher claims at once: 50 us at 10 Gbit/s, so little waits behind it.

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The machine while it is being built, on a thread of its own, and memory arrives.
+//!
+//! Owns that thread. Whoever receives waits for its failure together with everything else, so that
+//! the source learns of a missing back end while its guest still runs. Dropping it waits for the
+//! thread: what was built (taps, sockets, KVM) is gone before the next migration may begin.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread::JoinHandle;
+
+use crate::cancel::Cancel;
+use crate::error::{Cause, Failure, Step};
+use crate::transport::{TransportError, WaitEnd, wait_readable};
+use crate::vm::{MappedMachine, VmError};
+
+const STEP: &str = "building the machine at the destination";
+
+/// A machine that will be there.
+pub(crate) struct Building<V> {
+    work: Work<V>,
+    /// Readable once the thread has nothing more to do.
+    ended: Cancel,
+    /// Readable once there is no machine and will be none.
+    failed: Cancel,
+}
+
+enum Work<V> {
+    Thread(JoinHandle<Result<V, Cause>>),
+    Here(Result<V, Cause>),
+    Taken,
+}
+
+impl<V: Send + 'static> Building<V> {
+    /// Starts to build.
+    pub(crate) fn start<M: MappedMachine<Vm = V>>(mapped: M) -> Result<Self, Failure>
+    where
+        V: crate::vm::DestinationVm,
+    {
+        let event = || Cancel::new().map_err(Cause::Resource).step(STEP);
+        let (ended, failed) = (event()?, event()?);
+        let body = {
+            let (ended, failed) = (ended.clone(), failed.clone());
+            move || {
+                let built = catch_unwind(AssertUnwindSafe(|| mapped.build()));
+                let result = match built {
+                    Ok(Ok(vm)) => Ok(vm),
+                    Ok(Err(error)) => Err(Cause::Vm(error)),
+                    Err(_) => Err(Cause::Panicked),
+                };
+                if result.is_err() {
+                    failed.cancel();
+                }
+                ended.cancel();
+                result
+            }
+        };
+        let thread = std::thread::Builder::new().name("mig-build".into()).spawn(body);
+        let thread = thread.map_err(Cause::Resource).step(STEP)?;
+        Ok(Self { work: Work::Thread(thread), ended, failed })
+    }
+
+    /// A machine that is there already.
+    pub(crate) fn done(vm: V) -> Result<Self, Failure> {
+        let event = || Cancel::new().map_err(Cause::Resource).step(STEP);
+        let (ended, failed) = (event()?, event()?);
+        ended.cancel();
+        Ok(Self { work: Work::Here(Ok(vm)), ended, failed })
+    }
+
+    /// Readable once building has failed.
+    pub(crate) fn failed(&self) -> &Cancel {
+        &self.failed
+    }
+
+    /// Waits until the machine is there or cannot be, or somebody cancels.
+    pub(crate) fn wait(&self, cancel: &Cancel) -> Result<(), Failure> {
+        match wait_readable(&[self.ended.fd()], cancel, None) {
+            Ok(WaitEnd::Cancelled) => Err(Cause::Cancelled).step(STEP),
+            Ok(_) => Ok(()),
+            Err(error) => Err(TransportError::io("waiting")(error)).step(STEP),
+        }
+    }
+
+    /// The machine; waits for it.
+    pub(crate) fn finish(&mut self) -> Result<V, Failure> {
+        match std::mem::replace(&mut self.work, Work::Taken) {
+            Work::Thread(thread) => thread.join().unwrap_or(Err(Cause::Panicked)),
+            Work::Here(result) => result,
+            Work::Taken => Err(Cause::Panicked),
+        }
+        .step(STEP)
+    }
+}
+
+impl<V> Drop for Building<V> {
+    fn drop(&mut self) {
+        if let Work::Thread(thread) = std::mem::replace(&mut self.work, Work::Taken) {
+            // What went wrong there has been told, or matters to nobody any more.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Builds here and now, for those who need the whole machine first.
+pub(crate) fn build_now<M: MappedMachine>(mapped: M) -> Result<M::Vm, Failure> {
+    mapped.build().map_err(|error: VmError| Cause::Vm(error)).step(STEP)
+}

@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! One round of precopy: one pass over memory, shared by all connections.
+//!
+//! Owns what is sent and when its dirty bits are cleared. The connections claim slices from one
+//! cursor, each as much as its pace allows. A slice's dirty bits are cleared and tracking re-armed
+//! **just before** that slice is copied: a page that is dirtied while it waits for its turn goes
+//! out once, and one dirtied after its copy goes out again in the next round. (With
+//! [`DirtyClear::Round`] all bits are cleared at the beginning, for comparison.) Holes are never
+//! read, so they stay holes.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::lane::{Lane, Pace, UNIT_PAGES, UNITS_MAX};
+use super::negotiate::Links;
+use super::precopy::Switch;
+use super::{Context, check_cancel};
+use crate::bitmap::word_runs;
+use crate::channel::Channel;
+use crate::cursor::Cursor;
+use crate::error::{Cause, Failure, Step};
+use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun, to_usize};
+use crate::options::DirtyClear;
+use crate::protocol::message::Message;
+use crate::ram::{self, GuestMemoryMap};
+use crate::vm::DirtyLog;
+
+/// Most runs of pages in one message.
+const MESSAGE_RUNS_MAX: usize = 512;
+
+/// Which pages of a slice go out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RoundKind {
+    /// All that were ever populated and are not zero: the destination's memory is zero already.
+    First,
+    /// All that were dirtied; one that became zero must become so over there.
+    Dirty,
+}
+
+/// Some pages of one region, the first one a multiple of [`UNIT_PAGES`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Slice {
+    pub region: usize,
+    pub first: u64,
+    pub pages: u64,
+}
+
+/// All regions as one line of units, each region beginning with a unit of its own.
+#[derive(Debug)]
+pub(crate) struct Line {
+    /// Per region: its first unit, and its pages.
+    regions: Vec<(u64, u64)>,
+    units: u64,
+}
+
+impl Line {
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let mut units = 0;
+        let mut place = |pages: u64| {
+            let first = units;
+            units += pages.div_ceil(UNIT_PAGES);
+            (first, pages)
+        };
+        let regions = layout.regions().iter().map(|info| place(info.pages())).collect();
+        Self { regions, units }
+    }
+
+    fn region_at(&self, unit: u64) -> usize {
+        self.regions.partition_point(|(first, _)| *first <= unit).saturating_sub(1)
+    }
+
+    /// Units from `unit` to the end of its region.
+    fn left_in_region(&self, unit: u64) -> u64 {
+        let next = self.region_at(unit) + 1;
+        self.regions.get(next).map_or(self.units, |(first, _)| *first) - unit
+    }
+
+    /// The pages of units of one region.
+    fn slice(&self, units: &std::ops::Range<u64>) -> Slice {
+        let region = self.region_at(units.start);
+        let (region_first, region_pages) = self.regions[region];
+        let first = (units.start - region_first) * UNIT_PAGES;
+        let end = ((units.end - region_first) * UNIT_PAGES).min(region_pages);
+        Slice { region, first, pages: end - first }
+    }
+
+    /// All of it, in slices of the greatest length.
+    pub(crate) fn slices(&self) -> impl Iterator<Item = Slice> {
+        let cursor = Cursor::new(self.units);
+        std::iter::from_fn(move || self.claim(&cursor, |_| UNITS_MAX))
+    }
+
+    /// Claims the next slice of as many units as `wanted` says when so many are left.
+    fn claim(&self, cursor: &Cursor, wanted: impl Fn(u64) -> u64) -> Option<Slice> {
+        let units = cursor.claim(|start, left| wanted(left).min(self.left_in_region(start)))?;
+        Some(self.slice(&units))
+    }
+}
+
+/// What came of a round.
+pub(crate) struct Sent {
+    /// Bytes of contents.
+    pub bytes: u64,
+    /// Pages that were not looked at because the round was ended before, and that the next round's
+    /// dirty bits do not have.
+    pub unsent: Vec<PageRun>,
+}
+
+/// One pass over memory, or as much of it as there is time for. All that is sent is acknowledged
+/// at the end.
+pub(crate) fn send_round<M: GuestMemoryMap>(
+    memory: &M,
+    log: &impl DirtyLog,
+    kind: RoundKind,
+    control: &mut Channel,
+    links: &mut Links,
+    switch: &Switch<'_>,
+    context: Context<'_>,
+) -> Result<Sent, Failure> {
+    let line = Line::new(memory.layout());
+    let cleared = match context.options.dirty_clear {
+        DirtyClear::Slice => None,
+        DirtyClear::Round => Some(clear_all(log, memory.layout(), &line)?),
+    };
+    let round = Round {
+        memory,
+        log,
+        kind,
+        zero_flags: links.terms.zero_pages(),
+        cursor: Cursor::new(line.units),
+        line,
+        cleared,
+        failed: AtomicBool::new(false),
+        switch,
+        context,
+    };
+    let lanes = 1 + links.memory.len();
+    links.paces.resize_with(lanes, Pace::default);
+    let (round_trip, paces) = (links.round_trip, &mut links.paces);
+    let lane = |(channel, pace)| Lane::new(channel, pace, round_trip, lanes as u64);
+    let sent = {
+        let channels = std::iter::once(&mut *control).chain(&mut links.memory);
+        round.send_on(channels.zip(paces).map(lane).collect())
+    };
+    let unsent = |bytes| Ok(Sent { bytes, unsent: round.unsent()? });
+    sent.and_then(unsent).map_err(|failure| match failure.cause {
+        // An extra connection that ended says less than the first one may have to say.
+        Cause::Transport(error) if !links.memory.is_empty() => {
+            Failure { step: failure.step, cause: control.explain(error) }
+        }
+        _ => failure,
+    })
+}
+
+/// Clears the dirty bits of all memory at once; returns them by region.
+fn clear_all(log: &impl DirtyLog, layout: &Layout, line: &Line) -> Result<Vec<Vec<u64>>, Failure> {
+    let words = |pages: u64| vec![0; to_usize(pages.div_ceil(64))];
+    let mut all: Vec<_> = layout.regions().iter().map(|info| words(info.pages())).collect();
+    for Slice { region, first, pages } in line.slices() {
+        let words = to_usize(first / 64)..to_usize((first + pages).div_ceil(64));
+        log.collect_and_clear(region, first..first + pages, &mut all[region][words])
+            .map_err(Cause::Vm)
+            .step("reading the dirty log")?;
+    }
+    Ok(all)
+}
+
+/// What the senders of one round share.
+struct Round<'a, M, L> {
+    memory: &'a M,
+    log: &'a L,
+    kind: RoundKind,
+    zero_flags: bool,
+    line: Line,
+    /// Up to where the line is claimed.
+    cursor: Cursor,
+    /// The dirty bits of all memory, where they are not cleared slice by slice.
+    cleared: Option<Vec<Vec<u64>>>,
+    /// One of the senders failed; the others stop soon.
+    failed: AtomicBool,
+    /// Ends the round early.
+    switch: &'a Switch<'a>,
+    context: Context<'a>,
+}
+
+impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
+    fn send_on(&self, mut lanes: Vec<Lane<'_>>) -> Result<u64, Failure> {
+        if let [lane] = &mut lanes[..] {
+            return self.work(lane);
+        }
+        std::thread::scope(|scope| {
+            let mut workers = Vec::new();
+            for lane in &mut lanes {
+                let spawned = std::thread::Builder::new()
+                    .name("mig-send".into())
+                    .spawn_scoped(scope, || self.work(lane));
+                match spawned {
+                    Ok(worker) => workers.push(worker),
+                    Err(error) => {
+                        self.failed.store(true, Ordering::Relaxed);
+                        return Err(Cause::Resource(error)).step("starting a sender thread");
+                    }
+                }
+            }
+            let mut sent = 0;
+            let mut first_failure = None;
+            for worker in workers {
+                let panicked = || Failure::new("sending memory", Cause::Panicked);
+                match worker.join().unwrap_or_else(|_| Err(panicked())) {
+                    Ok(bytes) => sent += bytes,
+                    Err(failure) => first_failure = first_failure.or(Some(failure)),
+                }
+            }
+            first_failure.map_or(Ok(sent), Err)
+        })
+    }
+
+    /// Claims and sends slices until none is left.
+    fn work(&self, lane: &mut Lane<'_>) -> Result<u64, Failure> {
+        let result = self.send_slices(lane);
+        if result.is_err() {
+            self.failed.store(true, Ordering::Relaxed);
+        }
+        result
+    }
+
+    fn send_slices(&self, lane: &mut Lane<'_>) -> Result<u64, Failure> {
+        let mut sent = 0;
+        let mut words = vec![0; to_usize(UNITS_MAX * UNIT_PAGES / 64)];
+        let mut content = Content::default();
+        loop {
+            // Before the claim: whoever can send now takes the next slice.
+            lane.make_room()?;
+            if self.switch.is_due() {
+                break;
+            }
+            let slice = self.line.claim(&self.cursor, |left| lane.claim_units(left));
+            let Some(slice) = slice.filter(|_| !self.failed.load(Ordering::Relaxed)) else { break };
+            // A fast link never waits, and only waits look at the cancel.
+            check_cancel(self.context.cancel, "sending memory")?;
+            self.add_content(slice, &mut words, &mut content)?;
+            let is_full = content.data.len() + content.zero.len() >= MESSAGE_RUNS_MAX;
+            if is_full || content.data_bytes() >= lane.message_bytes() {
+                sent += self.flush(lane, &mut content)?;
+            }
+        }
+        sent += self.flush(lane, &mut content)?;
+        lane.settle()?;
+        Ok(sent)
+    }
+
+    /// What nobody has claimed, as far as it is not found dirty later: of a first round everything
+    /// that is populated, of others what was cleared before.
+    fn unsent(&self) -> Result<Vec<PageRun>, Failure> {
+        let mut unsent = Vec::new();
+        while let Some(slice) = self.line.claim(&self.cursor, |_| UNITS_MAX) {
+            let Slice { region, first, pages } = slice;
+            let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
+                (RoundKind::First, _) => self.populated(slice)?,
+                (RoundKind::Dirty, None) => Vec::new(),
+                (RoundKind::Dirty, Some(all)) => {
+                    let start = to_usize(first / 64);
+                    let end = start + to_usize(pages.div_ceil(64));
+                    let mut words = all[region][start..end].to_vec();
+                    mask_tail(&mut words, pages);
+                    word_runs(&words, first)
+                }
+            };
+            for (first, count) in runs {
+                push(&mut unsent, PageRun { region, first, count });
+            }
+        }
+        Ok(unsent)
+    }
+
+    fn populated(&self, slice: Slice) -> Result<Vec<(u64, u64)>, Failure> {
+        let Slice { region, first, pages } = slice;
+        let runs = self.memory.populated_runs(region, first..first + pages);
+        let runs = runs.map_err(Cause::Memory).step("finding populated memory")?;
+        Ok(runs.into_iter().map(|run| (run.start, run.end - run.start)).collect())
+    }
+
+    /// Clears the slice's dirty bits, and only then finds out what its pages hold.
+    fn add_content(
+        &self,
+        slice: Slice,
+        words: &mut [u64],
+        content: &mut Content,
+    ) -> Result<(), Failure> {
+        let Slice { region, first, pages } = slice;
+        let words = &mut words[..to_usize(pages.div_ceil(64))];
+        if let Some(all) = &self.cleared {
+            let start = to_usize(first / 64);
+            words.copy_from_slice(&all[region][start..start + words.len()]);
+        } else {
+            self.log
+                .collect_and_clear(region, first..first + pages, words)
+                .map_err(Cause::Vm)
+                .step("reading the dirty log")?;
+        }
+        let runs: Vec<(u64, u64)> = match self.kind {
+            RoundKind::First => self.populated(slice)?,
+            RoundKind::Dirty => {
+                mask_tail(words, pages);
+                word_runs(words, first)
+            }
+        };
+        content.done_pages += match self.kind {
+            RoundKind::First => pages,
+            RoundKind::Dirty => runs.iter().map(|(_, count)| count).sum(),
+        };
+        for (first, count) in runs {
+            for page in first..first + count {
+                let run = PageRun { region, first: page, count: 1 };
+                if !ram::is_zero(self.memory, run) {
+                    push(&mut content.data, run);
+                } else if self.kind == RoundKind::First {
+                    content.skipped_zero_pages += 1;
+                } else if self.zero_flags {
+                    push(&mut content.zero, run);
+                } else {
+                    push(&mut content.data, run);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends what has come together; returns the bytes of contents.
+    fn flush(&self, lane: &mut Lane<'_>, content: &mut Content) -> Result<u64, Failure> {
+        let content = std::mem::take(content);
+        if !content.data.is_empty() {
+            let message = Message::Memory(ranges(self.memory, &content.data));
+            lane.send(self.memory, &message, &content.data)?;
+        }
+        if !content.zero.is_empty() {
+            lane.send(self.memory, &Message::ZeroPages(ranges(self.memory, &content.zero)), &[])?;
+        }
+        let counters = &self.context.progress.counters;
+        let data_bytes = content.data_bytes();
+        counters.memory_bytes_sent.fetch_add(data_bytes, Ordering::Relaxed);
+        let zero: u64 = content.zero.iter().map(|run| run.count).sum();
+        counters.zero_pages.fetch_add(zero + content.skipped_zero_pages, Ordering::Relaxed);
+        self.context.progress.sent_down(content.done_pages * PAGE_BYTES);
+        Ok(data_bytes)
+    }
+}
+
+/// Clears bits of the last word that are beyond the slice.
+fn mask_tail(words: &mut [u64], pages: u64) {
+    let tail = pages % 64;
+    if let (1.., Some(last)) = (tail, words.last_mut()) {
+        *last &= (1 << tail) - 1;
+    }
+}
+
+/// Appends a page or run, joined with the one before where they touch.
+pub(crate) fn push(runs: &mut Vec<PageRun>, run: PageRun) {
+    match runs.last_mut() {
+        Some(last) if last.region == run.region && last.end() == run.first => {
+            last.count += run.count;
+        }
+        _ => runs.push(run),
+    }
+}
+
+/// What some slices have to say.
+#[derive(Default)]
+struct Content {
+    data: Vec<PageRun>,
+    zero: Vec<PageRun>,
+    skipped_zero_pages: u64,
+    /// Pages that the round need not look at again.
+    done_pages: u64,
+}
+
+impl Content {
+    fn data_bytes(&self) -> u64 {
+        self.data.iter().map(PageRun::len_bytes).sum()
+    }
+}
+
+/// Runs as they travel.
+pub(crate) fn ranges<M: GuestMemoryMap>(memory: &M, runs: &[PageRun]) -> Vec<GpaRange> {
+    runs.iter().map(|run| memory.layout().range_of(*run)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::layout::{Backing, RegionInfo};
+
+    proptest! {
+        #[test]
+        fn slices_cover_each_page_once_and_never_leave_a_region(
+            sizes in prop::collection::vec(1u64..3000, 1..6), wants in prop::collection::vec(1u64..40, 1..8),
+        ) {
+            let mut gpa = 0;
+            let regions = sizes.iter().map(|pages| {
+                let info = RegionInfo {
+                    name: String::new(),
+                    gpa,
+                    len_bytes: pages * PAGE_BYTES,
+                    host_page_bytes: PAGE_BYTES,
+                    backing: Backing::Shared,
+                };
+                gpa += (pages + 7) * PAGE_BYTES;
+                info
+            });
+            let line = Line::new(&Layout::new(regions.collect()).expect("a layout"));
+            let cursor = Cursor::new(line.units);
+            let mut next = vec![0; sizes.len()];
+            let mut turn = 0;
+            while let Some(slice) = line.claim(&cursor, |_| wants[turn % wants.len()]) {
+                prop_assert_eq!(slice.first, next[slice.region]);
+                prop_assert!(slice.first.is_multiple_of(UNIT_PAGES) && slice.pages > 0);
+                prop_assert!(slice.pages <= wants[turn % wants.len()] * UNIT_PAGES);
+                next[slice.region] += slice.pages;
+                turn += 1;
+            }
+            prop_assert_eq!(next, sizes);
+        }
+    }
+}

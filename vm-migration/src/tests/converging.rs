@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guests that write faster than the link carries, and what is done about them.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::{Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, options};
+use crate::error::chain;
+use crate::progress::{Event, Observer, Snapshot};
+use crate::source::{SendFailure, migrate};
+use crate::testing::{Inject, Pace};
+use crate::{Cancel, Cause, Convergence, DirtyClear, Progress, SendOptions, Side};
+
+/// Events of a migration, in order.
+#[derive(Clone, Default)]
+struct Record(Arc<Mutex<Vec<Event>>>);
+
+impl Observer for Record {
+    fn event(&self, _: Side, event: Event) {
+        self.0.lock().unwrap().push(event);
+    }
+}
+
+/// Migrates a guest that dirties everything all the time; returns the end, and all events.
+fn busy(
+    adjust: impl FnOnce(&mut SendOptions),
+    vm: impl FnOnce(FakeVm) -> FakeVm,
+) -> (Result<Snapshot, Cause>, Vec<Event>, Vec<u8>) {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 71);
+    guest.fill(&from, 60);
+    let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
+    let mut options = options(&target.address);
+    adjust(&mut options);
+    let record = Record::default();
+    let progress = Arc::new(Progress::observed(Side::Source, Box::new(record.clone())));
+    let vm = vm(FakeVm::new(&from, &guest).inject(Inject::Busy)).running();
+    let throttled = vm.throttled();
+    let sent = migrate(vm, &options, &progress, &Cancel::new().unwrap());
+    let received = target.join();
+    let end = match sent {
+        Ok(finished) => {
+            received.unwrap().vm.stop();
+            assert_whole(&guest, &to);
+            Ok(finished.report)
+        }
+        Err(failure) => match *failure {
+            SendFailure::Resumed { mut vm, error } => {
+                vm.stop();
+                assert_whole(&guest, &from);
+                Err(error.cause)
+            }
+            other => panic!("{other:?}"),
+        },
+    };
+    let events = record.0.lock().unwrap().clone();
+    let throttled = throttled.lock().unwrap().clone();
+    (end, events, throttled)
+}
+
+#[test]
+fn a_guest_that_is_too_fast_is_slowed_down_until_it_fits_and_then_runs_freely() {
+    let (end, events, throttled) = busy(
+        |options| {
+            options.convergence = Convergence::Throttle;
+            options.downtime = Duration::from_millis(6);
+        },
+        // From 60 percent on it dirties nothing.
+        |vm| vm.calms_at(60),
+    );
+    let report = end.unwrap();
+    assert_eq!(report.convergence, Some(Convergence::Throttle));
+    assert_eq!(report.throttle_percent, 60);
+    assert_eq!(throttled, [20, 30, 40, 50, 60, 0], "in steps, and off at the end");
+    let told: Vec<u8> = events
+        .iter()
+        .filter_map(|event| match event {
+            Event::Throttled { percent } => Some(*percent),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(told, [20, 30, 40, 50, 60]);
+}
+
+#[test]
+fn a_throttle_ends_with_a_migration_that_fails() {
+    let (end, _, throttled) = busy(
+        |options| {
+            options.convergence = Convergence::Throttle;
+            (options.downtime, options.timeout) = (Duration::ZERO, Duration::from_millis(300));
+        },
+        |vm| vm.calms_at(100),
+    );
+    assert!(matches!(end, Err(Cause::NotConverging { .. })));
+    assert_eq!(throttled.last(), Some(&0), "{throttled:?}");
+    assert!(throttled.len() > 1, "{throttled:?}");
+}
+
+#[test]
+fn a_machine_that_cannot_be_slowed_down_says_so_before_memory_travels() {
+    let (end, events, _) = busy(|options| options.convergence = Convergence::Throttle, |vm| vm);
+    let cause = end.unwrap_err();
+    assert!(chain(&cause).contains("slow down its vCPUs"), "{}", chain(&cause));
+    assert!(!events.iter().any(|event| matches!(event, Event::Round { .. })));
+}
+
+#[test]
+fn the_allowed_downtime_is_raised_in_steps_and_the_guest_moves() {
+    let (end, events, _) = busy(
+        |options| {
+            options.convergence = Convergence::RaiseDowntime;
+            options.downtime = Duration::from_micros(10);
+            options.downtime_max = Some(Duration::from_mins(1));
+        },
+        |vm| vm,
+    );
+    let report = end.unwrap();
+    let steps: Vec<u64> = events
+        .iter()
+        .filter_map(|event| match event {
+            Event::DowntimeAllowed { allowed_us } => Some(*allowed_us),
+            _ => None,
+        })
+        .collect();
+    assert!(steps.len() > 1 && steps[0] == 2000, "{steps:?}");
+    assert!(steps.windows(2).all(|two| two[1] == 2 * two[0]), "{steps:?}");
+    assert_eq!(steps.last(), Some(&report.allowed_downtime_us));
+    assert!(report.expected_downtime_us <= report.allowed_downtime_us, "{report:?}");
+}
+
+#[test]
+fn no_downtime_beyond_the_cap_is_allowed() {
+    let (end, _, _) = busy(
+        |options| {
+            options.convergence = Convergence::RaiseDowntime;
+            options.downtime = Duration::ZERO;
+            options.downtime_max = Some(Duration::from_millis(2));
+            options.timeout = Duration::from_millis(300);
+        },
+        |vm| vm,
+    );
+    let Err(Cause::NotConverging { downtime_ms, .. }) = end else { panic!("{end:?}") };
+    assert_eq!(downtime_ms, 2);
+}
+
+#[test]
+fn clearing_once_a_round_is_as_right_as_clearing_by_slices() {
+    for connections in [1, 3] {
+        let (from, to) = (memory(), memory());
+        let guest = Guest::new(&from, 72);
+        guest.fill(&from, 60);
+        let pace = Pace::Paced(64, Duration::from_micros(300));
+        let target =
+            Target::start(&loopback(), Builder::new(&to, &guest).load(2, 90, pace), LIMITS);
+        let mut options = options(&target.address);
+        (options.dirty_clear, options.connections) = (DirtyClear::Round, connections);
+        options.downtime = Duration::from_millis(8);
+        let vm = FakeVm::new(&from, &guest).load(2, 90, pace).running();
+        let finished = super::send(vm, &options).unwrap();
+        assert!(finished.report.downtime_us > 0);
+        target.join().unwrap().vm.stop();
+        assert_whole(&guest, &to);
+    }
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The machine at the destination is built while memory travels: not before, and not after the
+//! guest was stopped.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use super::{Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, options};
+use crate::error::chain;
+use crate::progress::Phase;
+use crate::source::{SendFailure, migrate};
+use crate::testing::Inject;
+use crate::{Cancel, Progress, Side};
+
+/// Waits until a condition holds; a test that waits in vain fails.
+pub(super) fn wait_for(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + LIMITS.answer;
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until_it_is() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 51);
+    guest.fill(&from, 60);
+    let vm = FakeVm::new(&from, &guest).running();
+    let calls = vm.calls();
+    let (open, gate) = channel();
+    let builder = Builder::new(&to, &guest).gate(gate).note_in(&calls);
+    let target = Target::start(&loopback(), builder, LIMITS);
+    let progress = Arc::new(Progress::new(Side::Source));
+    let sender = {
+        let (options, progress) = (options(&target.address), Arc::clone(&progress));
+        std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
+    };
+    // A whole round passes without the machine, and the guest goes on.
+    let received = Arc::clone(&target.progress);
+    wait_for("the first round", || {
+        let arrived = received.snapshot().memory_bytes_received;
+        arrived >= from.populated_bytes(0).unwrap() && progress.snapshot().remaining_bytes == 0
+    });
+    let visits = guest.visits();
+    wait_for("the guest to go on", || guest.visits() > visits + 1000);
+    assert_eq!(progress.phase(), Phase::Precopy);
+    open.send(()).unwrap();
+    sender.join().unwrap().unwrap();
+    target.join().unwrap().vm.stop();
+    assert_whole(&guest, &to);
+    let calls = calls.lock().unwrap();
+    let place = |name| calls.iter().position(|call| *call == name).unwrap();
+    assert!(place("map") < place("prepare") && place("prepare") < place("pause"), "{calls:?}");
+}
+
+#[test]
+fn a_machine_that_cannot_be_built_ends_precopy_with_the_reason() {
+    for connections in [1, 3] {
+        let (from, to) = (memory(), memory());
+        let guest = Guest::new(&from, 52);
+        guest.fill(&from, 60);
+        // The guest never converges, so only the failure can end the rounds.
+        let vm = FakeVm::new(&from, &guest).inject(Inject::Busy).running();
+        let (open, gate) = channel();
+        let builder = Builder::new(&to, &guest).gate(gate).inject(Inject::Prepare);
+        let target = Target::start(&loopback(), builder, LIMITS);
+        let mut options = options(&target.address);
+        (options.connections, options.downtime) = (connections, Duration::ZERO);
+        let progress = Arc::new(Progress::new(Side::Source));
+        let sender = {
+            let progress = Arc::clone(&progress);
+            std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
+        };
+        wait_for("some rounds", || progress.snapshot().round > 3);
+        open.send(()).unwrap();
+        let failure = *sender.join().unwrap().unwrap_err();
+        let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+        assert_eq!(error.phase, Phase::Precopy);
+        assert!(chain(&error).contains("injected failure in prepare"), "{}", chain(&error));
+        assert!(vm.runs());
+        vm.stop();
+        assert_whole(&guest, &from);
+        let error = target.join().unwrap_err().error;
+        assert!(chain(&error).contains("injected failure in prepare"), "{}", chain(&error));
+    }
+}
+
+#[test]
+fn a_cancel_does_not_wait_for_a_machine_that_is_not_needed_any_more() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 53);
+    let (open, gate) = channel();
+    let target = Target::start(&loopback(), Builder::new(&to, &guest).gate(gate), LIMITS);
+    let progress = Arc::new(Progress::new(Side::Source));
+    let cancel = Cancel::new().unwrap();
+    let sender = {
+        let (options, progress) = (options(&target.address), Arc::clone(&progress));
+        let (vm, cancel) = (FakeVm::new(&from, &guest), cancel.clone());
+        std::thread::spawn(move || migrate(vm, &options, &progress, &cancel))
+    };
+    wait_for("the wait for the machine", || progress.snapshot().expected_downtime_us > 0);
+    cancel.cancel();
+    let failure = *sender.join().unwrap().unwrap_err();
+    assert!(matches!(failure.error().cause, crate::Cause::Cancelled), "{failure:?}");
+    drop(open);
+    target.join().unwrap_err();
+}
