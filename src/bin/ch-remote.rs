@@ -20,6 +20,6 @@ fn main() -> ExitCode {
         Err(error) if error.is_usage() => {
             Failure::usage(&error).hint("ch-remote <command> --help shows the syntax").report()
         }
-        Err(error) => Failure::failed(&error).report(),
+        Err(error) => Failure::failed(&error).with_code(error.exit_code()).report(),
     }
 }

@@ -7,6 +7,8 @@
 //! | 0 | done: the guest shut down, was sent away, or the VMM was told to end; for `ch-remote`, the request was carried out |
 //! | 1 | it failed: the host cannot do it, the VM could not be started or ended badly; for `ch-remote`, no answer or a refusal |
 //! | 2 | the command line is wrong: nothing was started, nothing was sent |
+//! | 3 | `ch-remote --wait`, `--watch`: the migration was cancelled, the guest goes on at the source |
+//! | 4 | `ch-remote --wait`, `--watch`: where the guest is, or whether it is whole, has to be looked at |
 //!
 //! A process that a signal kills has no code of ours (the shell shows 128 plus the signal).
 
@@ -20,10 +22,15 @@ pub const FAILED: u8 = 1;
 /// The command line is wrong.
 pub const USAGE: u8 = 2;
 
+/// A migration was cancelled; the guest goes on at the source.
+pub const CANCELLED: u8 = 3;
+/// A migration ended such that a person has to look where the guest is.
+pub const LOOK: u8 = 4;
+
 /// Why a program ends badly.
 #[derive(Debug)]
 pub struct Failure {
-    /// [`FAILED`] or [`USAGE`].
+    /// [`FAILED`], [`USAGE`], [`CANCELLED`] or [`LOOK`].
     pub code: u8,
     /// What is printed: the sentences of the whole chain.
     pub message: String,
@@ -40,6 +47,13 @@ impl Failure {
     /// The command line is wrong.
     pub fn usage(error: &dyn Error) -> Self {
         Self { code: USAGE, message: chain(error), hint: None }
+    }
+
+    /// The same with another code.
+    #[must_use]
+    pub fn with_code(mut self, code: u8) -> Self {
+        self.code = code;
+        self
     }
 
     /// Adds a hint.

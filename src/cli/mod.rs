@@ -11,3 +11,4 @@ pub mod exit;
 pub mod launch;
 pub mod logger;
 pub mod remote;
+pub mod watch;

@@ -7,7 +7,6 @@
 
 use std::io::Read as _;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use serde::Serialize;
@@ -28,8 +27,8 @@ use vmm::config::{
     SendMigrationData,
 };
 
-/// Time between two looks at a migration.
-const POLL: Duration = Duration::from_millis(100);
+use super::exit;
+use super::watch::{self, FollowError, View};
 
 /// Why a command was not carried out.
 #[derive(Debug, Error)]
@@ -80,29 +79,24 @@ pub enum RemoteError {
         #[source]
         source: std::io::Error,
     },
-    /// The migration that was waited for failed.
-    #[error("the migration failed in phase {phase}{reason}; ask vm.info where the guest is")]
-    Migration {
-        /// Its last phase.
-        phase: String,
-        /// Empty, or why, after a colon.
-        reason: String,
-    },
-    /// The VMM went away while it was asked about the migration.
-    #[error("the VMM ended in phase {phase} of the migration, look at the destination")]
-    Vanished {
-        /// The last phase that was seen.
-        phase: String,
-        /// What asking ended with.
-        #[source]
-        source: ClientError,
-    },
+    /// The migration that was followed did not end well, or its end was not seen.
+    #[error(transparent)]
+    Followed(#[from] FollowError),
 }
 
 impl RemoteError {
     /// Whether the command line is to blame and nothing was sent.
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::Option { .. } | Self::Config { .. } | Self::Number { .. })
+    }
+
+    /// The exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Followed(error) => error.exit_code(),
+            error if error.is_usage() => exit::USAGE,
+            _ => exit::FAILED,
+        }
     }
 }
 
@@ -115,8 +109,8 @@ pub struct Call {
     pub path: &'static str,
     /// Body as JSON text.
     pub body: Option<String>,
-    /// Wait for the end of the migration that this begins.
-    pub wait: bool,
+    /// How the migration that this begins, or that goes on, is followed to its end.
+    pub follow: Option<View>,
 }
 
 /// A subcommand without arguments.
@@ -126,10 +120,10 @@ const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ("delete", Method::Put, "vm.delete", "Delete a VM"),
     ("info", Method::Get, "vm.info", "Info on the VM"),
     (
-        "migration-progress",
-        Method::Get,
-        "vm.migration-progress",
-        "Progress of the migration that goes on, or the last one",
+        "migration-cancel",
+        Method::Put,
+        "vm.migration-cancel",
+        "Cancel the migration that goes on; returns when the guest runs at the source",
     ),
     ("nmi", Method::Put, "vm.nmi", "Trigger an NMI"),
     ("pause", Method::Put, "vm.pause", "Pause the VM"),
@@ -148,6 +142,12 @@ pub fn command() -> Command {
     };
     let number =
         |name: &'static str, help: &'static str| Arg::new(name).long(name).num_args(1).help(help);
+    let watch = || {
+        Arg::new("watch")
+            .long("watch")
+            .action(ArgAction::SetTrue)
+            .help("Show the progress until the migration has ended; the exit code says how")
+    };
     let mut commands: Vec<Command> =
         SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();
     commands.extend([
@@ -195,8 +195,12 @@ pub fn command() -> Command {
                 Arg::new("wait")
                     .long("wait")
                     .action(ArgAction::SetTrue)
-                    .help("Return when the migration has ended"),
-            ),
+                    .help("Return when the migration has ended; the exit code says how"),
+            )
+            .arg(watch()),
+        Command::new("migration-progress")
+            .about("Progress of the migration that goes on, or the last one")
+            .arg(watch()),
         option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
             .about("Create a snapshot from the VM"),
     ]);
@@ -214,7 +218,10 @@ pub fn command() -> Command {
                 .value_name("PATH")
                 .help("Unix socket of the VMM"),
         )
-        .after_help("Exit codes: 0 done, 1 it failed, 2 the command line is wrong.")
+        .after_help(
+            "Exit codes: 0 done, 1 it failed, 2 the command line is wrong. With --wait and \
+             --watch also 3 the migration was cancelled, 4 where the guest is has to be looked at.",
+        )
         .subcommands(commands)
 }
 
@@ -235,13 +242,24 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
     let Some((name, sub)) = matches.subcommand() else { return Ok(None) };
     let call = call(name, sub)?;
     let client = Client::new(socket);
-    let answer = client
-        .ask(call.method, call.path, call.body)
-        .map_err(|source| RemoteError::Request { command: name.to_owned(), source })?;
-    if call.wait {
-        wait(&client)?;
+    let request = |source| RemoteError::Request { command: name.to_owned(), source };
+    match call.follow {
+        Some(view) if call.method == Method::Get => {
+            watch::follow(&client, view)?;
+            Ok(None)
+        }
+        Some(view) => {
+            // A VMM that has been asked before stays until the end has been seen.
+            watch::announce(&client);
+            client.ask(call.method, call.path, call.body).map_err(request)?;
+            watch::follow(&client, view)?;
+            Ok(None)
+        }
+        None => {
+            let answer = client.ask(call.method, call.path, call.body).map_err(request)?;
+            Ok(answer.map(|text| pretty(&text)))
+        }
     }
-    Ok(answer.map(|text| pretty(&text)))
 }
 
 /// JSON for people.
@@ -257,14 +275,14 @@ fn pretty(text: &str) -> String {
 /// Its arguments cannot be read.
 pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
     if let Some((_, method, path, _)) = SIMPLE.iter().find(|(known, ..)| *known == name) {
-        return Ok(Call { method: *method, path, body: None, wait: false });
+        return Ok(Call { method: *method, path, body: None, follow: None });
     }
     let config = || matches.get_one::<String>("config").cloned().unwrap_or_default();
     let put = |path, body: &Value| Call {
         method: Method::Put,
         path,
         body: Some(body.to_string()),
-        wait: false,
+        follow: None,
     };
     Ok(match name {
         "add-device" => put("vm.add-device", &family::<DeviceConfig>(name, &config())?),
@@ -297,7 +315,13 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
             method: Method::Put,
             path: "vm.create",
             body: Some(configuration(matches)?),
-            wait: false,
+            follow: None,
+        },
+        "migration-progress" => Call {
+            method: Method::Get,
+            path: "vm.migration-progress",
+            body: None,
+            follow: view(matches),
         },
         "send-migration" => send(matches, &config())?,
         "receive-migration" => {
@@ -312,6 +336,20 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
     })
 }
 
+/// How a migration is to be followed.
+fn view(matches: &ArgMatches) -> Option<View> {
+    if matches.get_flag("watch") {
+        return Some(View::for_stdout());
+    }
+    matches
+        .try_get_one::<bool>("wait")
+        .ok()
+        .flatten()
+        .copied()
+        .unwrap_or(false)
+        .then_some(View::None)
+}
+
 fn send(matches: &ArgMatches, config: &str) -> Result<Call, RemoteError> {
     let command = || "send-migration".to_owned();
     let mut data = SendMigrationData::parse_or_url(config)
@@ -322,7 +360,7 @@ fn send(matches: &ArgMatches, config: &str) -> Result<Call, RemoteError> {
         method: Method::Put,
         path: "vm.send-migration",
         body: Some(to_json(&data).to_string()),
-        wait: matches.get_flag("wait"),
+        follow: view(matches),
     })
 }
 
@@ -376,28 +414,6 @@ fn configuration(matches: &ArgMatches) -> Result<String, RemoteError> {
     Ok(text)
 }
 
-/// Waits until the migration that goes on has ended.
-fn wait(client: &Client) -> Result<(), RemoteError> {
-    let mut phase = "unknown".to_owned();
-    loop {
-        let text = client
-            .ask(Method::Get, "vm.migration-progress", None)
-            .map_err(|source| RemoteError::Vanished { phase: phase.clone(), source })?;
-        let document: Value =
-            text.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default();
-        let now = document["phase"].as_str().unwrap_or("unknown");
-        match now {
-            "done" => return Ok(()),
-            "failed" => {
-                let reason = document["error"].as_str().map(|why| format!(": {why}"));
-                return Err(RemoteError::Migration { phase, reason: reason.unwrap_or_default() });
-            }
-            _ => now.clone_into(&mut phase),
-        }
-        std::thread::sleep(POLL);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
@@ -428,7 +444,12 @@ mod tests {
         assert_eq!((&old["destination_url"], &old["local"]), (&json!("unix:/x"), &json!(true)));
         let new = body("send-migration destination_url=tcp:h:1,memory_mode=postcopy,downtime_ms=5");
         assert_eq!((&new["memory_mode"], &new["downtime_ms"]), (&json!("Postcopy"), &json!(5)));
-        assert!(parse("send-migration --wait tcp:h:1").unwrap().wait);
+        assert_eq!(parse("send-migration --wait tcp:h:1").unwrap().follow, Some(View::None));
+        assert!(parse("send-migration --watch tcp:h:1").unwrap().follow.is_some());
+        assert_eq!(parse("send-migration tcp:h:1").unwrap().follow, None);
+        assert!(parse("migration-progress --watch").unwrap().follow.is_some());
+        assert_eq!(parse("migration-progress").unwrap().follow, None);
+        assert_eq!(parse("migration-cancel").unwrap().path, "vm.migration-cancel");
         let receive = body("receive-migration receiver_url=tcp:0.0.0.0:1,memory_mode=postcopy");
         assert_eq!(receive["receiver_url"], "tcp:0.0.0.0:1");
         for bad in ["send-migration http://x", "receive-migration receiver=x"] {

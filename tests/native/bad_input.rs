@@ -21,288 +21,113 @@ const USAGE: i32 = 2;
 /// What a row starts from; `{}` in its arguments is the folder that has these files.
 struct Row {
     name: &'static str,
-    arguments: &'static [&'static str],
+    /// Whether the test guest comes before the arguments.
+    of_guest: bool,
+    arguments: Words,
     code: i32,
     text: &'static str,
 }
 
+type Words = &'static [&'static str];
+
+const fn row(name: &'static str, arguments: Words, code: i32, text: &'static str) -> Row {
+    Row { name, of_guest: false, arguments, code, text }
+}
+
+/// Of a VM that would boot without what follows.
+const fn of_guest(name: &'static str, arguments: Words, code: i32, text: &'static str) -> Row {
+    Row { name, of_guest: true, arguments, code, text }
+}
+
 const ROWS: &[Row] = &[
-    Row {
-        name: "kernel_missing",
-        arguments: &["--kernel", "{}/none"],
-        code: FAILED,
-        text: "{}/none",
-    },
-    Row { name: "kernel_is_a_folder", arguments: &["--kernel", "{}"], code: FAILED, text: "{}" },
-    Row {
-        name: "kernel_is_text",
-        arguments: &["--kernel", "{}/text"],
-        code: FAILED,
-        text: "{}/text",
-    },
-    Row {
-        name: "kernel_is_empty",
-        arguments: &["--kernel", "{}/empty"],
-        code: FAILED,
-        text: "{}/empty",
-    },
-    Row {
-        name: "kernel_is_cut_off",
-        arguments: &["--kernel", "{}/short-elf"],
-        code: FAILED,
-        text: "{}/short-elf",
-    },
-    Row {
-        name: "kernel_is_no_pvh",
-        arguments: &["--kernel", "{}/plain-elf"],
-        code: FAILED,
-        text: "PVH",
-    },
-    Row { name: "no_kernel", arguments: &["--cpus", "boot=1"], code: USAGE, text: "kernel" },
-    Row {
-        name: "initramfs_missing",
-        arguments: &["--kernel", "{}/guest", "--initramfs", "{}/none"],
-        code: FAILED,
-        text: "{}/none",
-    },
-    Row {
-        name: "initramfs_too_large",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=64M", "--initramfs", "{}/large"],
-        code: FAILED,
-        text: "{}/large",
-    },
-    Row {
-        name: "disk_missing",
-        arguments: &["--kernel", "{}/guest", "--disk", "path={}/none"],
-        code: FAILED,
-        text: "{}/none",
-    },
-    Row {
-        name: "disk_is_a_folder",
-        arguments: &["--kernel", "{}/guest", "--disk", "path={}"],
-        code: FAILED,
-        text: "{}",
-    },
-    Row {
-        name: "disk_without_path",
-        arguments: &["--kernel", "{}/guest", "--disk", "readonly=on"],
-        code: USAGE,
-        text: "path",
-    },
-    Row {
-        name: "reserve_beyond_the_host",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=32T,reserve=on"],
-        code: FAILED,
-        text: "memory",
-    },
-    Row {
-        name: "memory_of_odd_size",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=134217729"],
-        code: USAGE,
-        text: "multiple",
-    },
-    Row {
-        name: "memory_of_no_size",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=0"],
-        code: USAGE,
-        text: "size",
-    },
-    Row {
-        name: "memory_too_small",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=4K"],
-        code: FAILED,
-        text: "memory",
-    },
-    Row {
-        name: "memory_beyond_addresses",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=17179869184G"],
-        code: USAGE,
-        text: "size",
-    },
-    Row {
-        name: "hugepage_of_odd_size",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=128M,hugepages=on,hugepage_size=3M"],
-        code: USAGE,
-        text: "hugepage_size",
-    },
-    Row {
-        name: "zones_with_one_name",
-        arguments: &[
-            "--kernel",
-            "{}/guest",
-            "--memory",
-            "size=0",
-            "--memory-zone",
-            "id=a,size=64M",
-            "id=a,size=64M",
-        ],
-        code: USAGE,
-        text: "a",
-    },
-    Row {
-        name: "zones_and_a_size",
-        arguments: &[
-            "--kernel",
-            "{}/guest",
-            "--memory",
-            "size=64M",
-            "--memory-zone",
-            "id=a,size=64M",
-        ],
-        code: USAGE,
-        text: "zone",
-    },
-    Row {
-        name: "zone_file_missing",
-        arguments: &[
-            "--kernel",
-            "{}/guest",
-            "--memory",
-            "size=0",
-            "--memory-zone",
-            "id=a,size=64M,file={}/none/file",
-        ],
-        code: FAILED,
-        text: "{}/none/file",
-    },
-    Row {
-        name: "ids_twice",
-        arguments: &["--kernel", "{}/guest", "--disk", "path={}/disk,id=a", "path={}/large,id=a"],
-        code: USAGE,
-        text: "'a' is used twice",
-    },
-    Row {
-        name: "slots_twice",
-        arguments: &[
-            "--kernel",
-            "{}/guest",
-            "--disk",
-            "path={}/disk,pci_device_id=5",
-            "path={}/large,pci_device_id=5",
-        ],
-        code: USAGE,
-        text: "used twice",
-    },
-    Row {
-        name: "no_vcpus",
-        arguments: &["--kernel", "{}/guest", "--cpus", "boot=0"],
-        code: USAGE,
-        text: "boot",
-    },
-    Row {
-        name: "max_vcpus_below_boot",
-        arguments: &["--kernel", "{}/guest", "--cpus", "boot=4,max=2"],
-        code: USAGE,
-        text: "below",
-    },
-    Row {
-        name: "unknown_option",
-        arguments: &["--no-such-option"],
-        code: USAGE,
-        text: "--no-such-option",
-    },
-    Row {
-        name: "unknown_key",
-        arguments: &["--kernel", "{}/guest", "--cpus", "boots=2"],
-        code: USAGE,
-        text: "boots",
-    },
-    Row {
-        name: "not_a_number",
-        arguments: &["--kernel", "{}/guest", "--cpus", "boot=two"],
-        code: USAGE,
-        text: "two",
-    },
-    Row {
-        name: "not_a_toggle",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=64M,shared=perhaps"],
-        code: USAGE,
-        text: "perhaps",
-    },
-    Row {
-        name: "unsupported_device",
-        arguments: &["--kernel", "{}/guest", "--vsock", "cid=3,socket=/s"],
-        code: USAGE,
-        text: "vsock",
-    },
-    Row {
-        name: "unsupported_key",
-        arguments: &["--kernel", "{}/guest", "--memory", "size=64M,hotplug_size=64M"],
-        code: USAGE,
-        text: "hotplug_size",
-    },
-    Row {
-        name: "unsupported_firmware",
-        arguments: &["--firmware", "{}/guest"],
-        code: USAGE,
-        text: "firmware",
-    },
-    Row {
-        name: "unsupported_restore",
-        arguments: &["--restore", "source_url=file:///x"],
-        code: USAGE,
-        text: "restore",
-    },
-    Row {
-        name: "tap_missing",
-        arguments: &["--kernel", "{}/guest", "--net", "tap=no-such-tap-0123"],
-        code: USAGE,
-        text: "tap",
-    },
-    Row {
-        name: "tap_cannot_be_used",
-        arguments: &["--kernel", "{}/guest", "--net", "tap=lo"],
-        code: FAILED,
-        text: "lo",
-    },
-    Row {
-        name: "mac_is_none",
-        arguments: &["--kernel", "{}/guest", "--net", "mac=nonsense"],
-        code: USAGE,
-        text: "mac",
-    },
-    Row {
-        name: "two_ttys",
-        arguments: &["--kernel", "{}/guest", "--serial", "tty", "--console", "tty"],
-        code: USAGE,
-        text: "tty",
-    },
-    Row {
-        name: "serial_file_cannot_be_made",
-        arguments: &["--kernel", "{}/guest", "--serial", "file={}/none/x", "--console", "off"],
-        code: FAILED,
-        text: "{}/none/x",
-    },
-    Row {
-        name: "event_file_cannot_be_made",
-        arguments: &["--kernel", "{}/guest", "--event-monitor", "path={}/none/x"],
-        code: FAILED,
-        text: "{}/none/x",
-    },
-    Row {
-        name: "log_file_cannot_be_made",
-        arguments: &["--kernel", "{}/guest", "--log-file", "{}/none/x"],
-        code: FAILED,
-        text: "{}/none/x",
-    },
-    Row {
-        name: "api_socket_in_no_folder",
-        arguments: &["--api-socket", "{}/none/api"],
-        code: FAILED,
-        text: "{}/none/api",
-    },
-    Row {
-        name: "api_socket_is_a_file",
-        arguments: &["--api-socket", "{}/text"],
-        code: FAILED,
-        text: "{}/text",
-    },
-    Row {
-        name: "cmdline_too_long",
-        arguments: &["--kernel", "{}/guest", "--cmdline", "{long}"],
-        code: USAGE,
-        text: "command line",
-    },
+    row("kernel_missing", &["--kernel", "{}/none"], FAILED, "{}/none"),
+    row("kernel_is_a_folder", &["--kernel", "{}"], FAILED, "{}"),
+    row("kernel_is_text", &["--kernel", "{}/text"], FAILED, "{}/text"),
+    row("kernel_is_empty", &["--kernel", "{}/empty"], FAILED, "{}/empty"),
+    row("kernel_is_cut_off", &["--kernel", "{}/short-elf"], FAILED, "{}/short-elf"),
+    row("kernel_is_no_pvh", &["--kernel", "{}/plain-elf"], FAILED, "PVH"),
+    row("no_kernel", &["--cpus", "boot=1"], USAGE, "kernel"),
+    of_guest("initramfs_missing", &["--initramfs", "{}/none"], FAILED, "{}/none"),
+    of_guest(
+        "initramfs_too_large",
+        &["--memory", "size=64M", "--initramfs", "{}/large"],
+        FAILED,
+        "{}/large",
+    ),
+    of_guest("disk_missing", &["--disk", "path={}/none"], FAILED, "{}/none"),
+    of_guest("disk_is_a_folder", &["--disk", "path={}"], FAILED, "{}"),
+    of_guest("disk_without_path", &["--disk", "readonly=on"], USAGE, "path"),
+    of_guest("reserve_beyond_the_host", &["--memory", "size=32T,reserve=on"], FAILED, "memory"),
+    of_guest("memory_of_odd_size", &["--memory", "size=134217729"], USAGE, "multiple"),
+    of_guest("memory_of_no_size", &["--memory", "size=0"], USAGE, "size"),
+    of_guest("memory_too_small", &["--memory", "size=4K"], FAILED, "memory"),
+    of_guest("memory_beyond_addresses", &["--memory", "size=17179869184G"], USAGE, "size"),
+    of_guest(
+        "hugepage_of_odd_size",
+        &["--memory", "size=128M,hugepages=on,hugepage_size=3M"],
+        USAGE,
+        "hugepage_size",
+    ),
+    of_guest(
+        "zones_with_one_name",
+        &["--memory", "size=0", "--memory-zone", "id=a,size=64M", "id=a,size=64M"],
+        USAGE,
+        "a",
+    ),
+    of_guest(
+        "zones_and_a_size",
+        &["--memory", "size=64M", "--memory-zone", "id=a,size=64M"],
+        USAGE,
+        "zone",
+    ),
+    of_guest(
+        "zone_file_missing",
+        &["--memory", "size=0", "--memory-zone", "id=a,size=64M,file={}/none/file"],
+        FAILED,
+        "{}/none/file",
+    ),
+    of_guest(
+        "ids_twice",
+        &["--disk", "path={}/disk,id=a", "path={}/large,id=a"],
+        USAGE,
+        "'a' is used twice",
+    ),
+    of_guest(
+        "slots_twice",
+        &["--disk", "path={}/disk,pci_device_id=5", "path={}/large,pci_device_id=5"],
+        USAGE,
+        "used twice",
+    ),
+    of_guest("no_vcpus", &["--cpus", "boot=0"], USAGE, "boot"),
+    of_guest("max_vcpus_below_boot", &["--cpus", "boot=4,max=2"], USAGE, "below"),
+    row("unknown_option", &["--no-such-option"], USAGE, "--no-such-option"),
+    of_guest("unknown_key", &["--cpus", "boots=2"], USAGE, "boots"),
+    of_guest("not_a_number", &["--cpus", "boot=two"], USAGE, "two"),
+    of_guest("not_a_toggle", &["--memory", "size=64M,shared=perhaps"], USAGE, "perhaps"),
+    of_guest("unsupported_device", &["--vsock", "cid=3,socket=/s"], USAGE, "vsock"),
+    of_guest("unsupported_key", &["--memory", "size=64M,hotplug_size=64M"], USAGE, "hotplug_size"),
+    row("unsupported_firmware", &["--firmware", "{}/guest"], USAGE, "firmware"),
+    row("unsupported_restore", &["--restore", "source_url=file:///x"], USAGE, "restore"),
+    of_guest("tap_missing", &["--net", "tap=no-such-tap-0123"], USAGE, "tap"),
+    of_guest("tap_cannot_be_used", &["--net", "tap=lo"], FAILED, "lo"),
+    of_guest("mac_is_none", &["--net", "mac=nonsense"], USAGE, "mac"),
+    of_guest("two_ttys", &["--serial", "tty", "--console", "tty"], USAGE, "tty"),
+    of_guest(
+        "serial_file_cannot_be_made",
+        &["--serial", "file={}/none/x", "--console", "off"],
+        FAILED,
+        "{}/none/x",
+    ),
+    of_guest(
+        "event_file_cannot_be_made",
+        &["--event-monitor", "path={}/none/x"],
+        FAILED,
+        "{}/none/x",
+    ),
+    of_guest("log_file_cannot_be_made", &["--log-file", "{}/none/x"], FAILED, "{}/none/x"),
+    row("api_socket_in_no_folder", &["--api-socket", "{}/none/api"], FAILED, "{}/none/api"),
+    row("api_socket_is_a_file", &["--api-socket", "{}/text"], FAILED, "{}/text"),
+    of_guest("cmdline_too_long", &["--cmdline", "{long}"], USAGE, "command line"),
 ];
 
 pub fn add(suite: &mut Suite) {
@@ -340,8 +165,9 @@ fn fill_in(word: &str, folder: &Path) -> String {
 
 fn check(row: &Row) {
     let folder = folder();
+    let guest: Words = if row.of_guest { &["--kernel", "{}/guest"] } else { &[] };
     let words: Vec<String> =
-        row.arguments.iter().map(|word| fill_in(word, folder.path())).collect();
+        guest.iter().chain(row.arguments).map(|word| fill_in(word, folder.path())).collect();
     let (code, output) = VmmBuilder::new(&words).bare().run();
     expect_end(code, &output, row.code, &fill_in(row.text, folder.path()));
 }

@@ -8,12 +8,14 @@
 mod api_client;
 mod bad_input;
 mod boot;
+mod cuts;
 mod events;
 mod harness;
 mod http;
 mod leaks;
 mod lifecycle;
 mod locks;
+mod meanwhile;
 mod migration;
 mod migration_failures;
 mod pause;
@@ -35,5 +37,7 @@ fn main() -> ExitCode {
     leaks::add(&mut suite);
     migration::add(&mut suite);
     migration_failures::add(&mut suite);
+    cuts::add(&mut suite);
+    meanwhile::add(&mut suite);
     suite.main()
 }

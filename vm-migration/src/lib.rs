@@ -14,7 +14,8 @@
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
-//! | [`options`], [`progress`], [`error`], [`cancel`], [`steering`] | what a person chooses, sees, can stop and can ask for |
+//! | [`options`], [`progress`], [`error`], [`report`] | what a person chooses and sees |
+//! | [`cancel`], [`steering`] | what a person can stop and ask for |
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -64,6 +65,7 @@ mod pace;
 pub mod progress;
 pub mod protocol;
 pub mod ram;
+pub mod report;
 mod session;
 pub mod source;
 pub mod steering;
@@ -85,6 +87,7 @@ pub use options::{
     Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy,
 };
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
+pub use report::FailureReport;
 pub use steering::Steering;
 pub use transport::Address;
 pub use vm::VmError;

@@ -17,6 +17,7 @@ use serde::Serialize;
 use crate::error::Side;
 use crate::fault::FaultSourceKind;
 use crate::options::Convergence;
+use crate::report::FailureReport;
 
 /// States of the two machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -189,6 +190,7 @@ pub struct Progress {
     phase: AtomicU8,
     started: OnceLock<Instant>,
     ended: OnceLock<Instant>,
+    failure: OnceLock<FailureReport>,
     pub(crate) counters: Counters,
     convergence: OnceLock<Convergence>,
     fault_source: OnceLock<FaultSourceKind>,
@@ -227,6 +229,7 @@ impl Progress {
             phase: AtomicU8::new(Phase::Idle as u8),
             started: OnceLock::new(),
             ended: OnceLock::new(),
+            failure: OnceLock::new(),
             counters: Counters::default(),
             convergence: OnceLock::new(),
             fault_source: OnceLock::new(),
@@ -296,6 +299,12 @@ impl Progress {
     pub(crate) fn finish(&self, phase: Phase) {
         let _ = self.ended.set(Instant::now());
         self.enter(phase);
+    }
+
+    /// Enters a last phase with the reason, which whoever sees the phase sees as well.
+    pub fn fail(&self, phase: Phase, failure: FailureReport) {
+        let _ = self.failure.set(failure);
+        self.finish(phase);
     }
 
     pub(crate) fn enter(&self, phase: Phase) {
@@ -386,6 +395,7 @@ impl Progress {
                 waited_us: get(&c.fault_wait_us),
                 latency_us: self.latencies(),
             },
+            error: self.failure.get().cloned(),
         }
     }
 
@@ -443,6 +453,8 @@ pub struct Snapshot {
     pub stalled_rounds: u32,
     /// Postcopy faults.
     pub faults: FaultSnapshot,
+    /// Why it failed, when it has.
+    pub error: Option<FailureReport>,
     /// Lost connections of postcopy.
     pub recovery: RecoverySnapshot,
 }

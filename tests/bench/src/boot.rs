@@ -10,11 +10,12 @@ use std::collections::BTreeMap;
 use std::error::Error;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use guest_reader::abi;
 
+use crate::child::Killed;
 use crate::report::{Figure, Report, Target};
 use crate::trace::Trace;
 use crate::{machine, process, slots};
@@ -40,15 +41,6 @@ const SLOTS: &str = "the kernel's own time for the memory slots of a bare VM";
 const BARE: usize = VMMS.len();
 
 type Samples = BTreeMap<(usize, usize, &'static str), Vec<f64>>;
-
-struct Killed(Child);
-
-impl Drop for Killed {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// Measures.
 pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Error>> {
@@ -129,8 +121,8 @@ fn measure(
         trace.clear()?;
     }
     let start_us = monotonic_us();
-    let mut child = Killed(command.spawn()?);
-    let pid = child.0.id();
+    let mut child = Killed::spawn(&mut command)?;
+    let pid = child.pid();
     let visible_us = wait_for(&mut child, abi::control::MAGIC, |word| word == abi::MAGIC, pid)?;
     wait_for(&mut child, abi::control::STAGE, |stage| stage >= abi::stage::RUNNING, pid)?;
     std::thread::sleep(SETTLE);
@@ -170,12 +162,8 @@ fn wait_for(
         if matches!(read, Some(Ok(()))) && wanted(u64::from_le_bytes(word)) {
             return Ok(monotonic_us());
         }
-        if let Some(status) = child.0.try_wait()? {
-            let mut text = String::new();
-            if let Some(error) = child.0.stderr.as_mut() {
-                std::io::Read::read_to_string(error, &mut text)?;
-            }
-            return Err(format!("the VMM ended with {status}: {}", text.trim()).into());
+        if let Some(how) = child.ended()? {
+            return Err(format!("the VMM ended with {how}").into());
         }
         if start.elapsed() > LIMIT {
             return Err("the guest does not come up".into());

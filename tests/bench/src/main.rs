@@ -5,7 +5,10 @@
 //! alternating runs. Must never measure only our side of a comparison.
 
 mod boot;
+mod child;
+mod loopback;
 mod machine;
+mod precopy;
 mod process;
 mod report;
 mod slots;
@@ -14,7 +17,9 @@ mod trace;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Arg, ArgAction, Command, value_parser};
+use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+
+use report::Report;
 
 fn main() -> ExitCode {
     let matches = Command::new("bench")
@@ -22,24 +27,17 @@ fn main() -> ExitCode {
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(
-            Command::new("boot")
-                .about("Time to the first instruction and MMIO, memory beside guest RAM")
-                .arg(flag("json", "Print one JSON object"))
-                .arg(path("vmm", "The cloud-hypervisor binary").required(true))
-                .arg(path("guest", "The test guest's image").required(true))
-                .arg(
-                    Arg::new("runs")
-                        .long("runs")
-                        .value_parser(value_parser!(usize))
-                        .default_value("7")
-                        .help("Runs of each"),
-                ),
+            common("boot", "7")
+                .about("Time to the first instruction and MMIO, memory beside guest RAM"),
+        )
+        .subcommand(
+            common("precopy", "3")
+                .about("Live migration while the guest writes, beside a raw copy and QEMU")
+                .arg(number("downtime-ms", "300", "Downtime that every VMM may take")),
         )
         .get_matches();
-    let Some((_, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
-    let path = |name: &str| arguments.get_one::<PathBuf>(name).cloned().unwrap_or_default();
-    let runs = arguments.get_one::<usize>("runs").copied().unwrap_or(7).max(1);
-    match boot::run(&path("vmm"), &path("guest"), runs) {
+    let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
+    match run(name, arguments) {
         Ok(report) => {
             if arguments.get_flag("json") {
                 println!("{}", report.json());
@@ -53,6 +51,33 @@ fn main() -> ExitCode {
             ExitCode::from(3)
         }
     }
+}
+
+fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error::Error>> {
+    let path = |name: &str| arguments.get_one::<PathBuf>(name).cloned().unwrap_or_default();
+    let (vmm, guest) = (path("vmm"), path("guest"));
+    let runs = arguments.get_one::<u64>("runs").copied().unwrap_or(1).max(1);
+    let runs = usize::try_from(runs)?;
+    if name == "boot" {
+        return boot::run(&vmm, &guest, runs);
+    }
+    let remote = vmm.with_file_name("ch-remote");
+    let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);
+    let setup = precopy::Setup { vmm: &vmm, remote: &remote, guest: &guest, downtime_ms };
+    precopy::run(&setup, runs)
+}
+
+/// A subcommand with what all of them have.
+fn common(name: &'static str, runs: &'static str) -> Command {
+    Command::new(name)
+        .arg(flag("json", "Print one JSON object"))
+        .arg(path("vmm", "The cloud-hypervisor binary, with ch-remote beside it").required(true))
+        .arg(path("guest", "The test guest's image").required(true))
+        .arg(number("runs", runs, "Runs of each"))
+}
+
+fn number(name: &'static str, default: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).value_parser(value_parser!(u64)).default_value(default).help(help)
 }
 
 fn flag(name: &'static str, help: &'static str) -> Arg {

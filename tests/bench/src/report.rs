@@ -61,6 +61,11 @@ impl Target {
     pub fn at_most(name: &str, value: f64, limit: f64) -> Self {
         Self { name: name.to_owned(), value, limit, better: "lower", met: value <= limit }
     }
+
+    /// A value that must not be below its limit.
+    pub fn at_least(name: &str, value: f64, limit: f64) -> Self {
+        Self { name: name.to_owned(), value, limit, better: "higher", met: value >= limit }
+    }
 }
 
 /// All of it.
@@ -92,16 +97,18 @@ impl Report {
     /// For people.
     pub fn text(&self) -> String {
         let mut out = format!("bench {} on {}\n", self.name, self.machine);
+        let width = self.figures.iter().map(|figure| figure.name.len()).max().unwrap_or(0);
         for figure in &self.figures {
             let Figure { name, value, min, max, unit, runs } = figure;
             let _ = writeln!(
                 out,
-                "  {name:<58} {value:>9.2} {unit:<4} ({min:.2} to {max:.2}, {runs} runs)"
+                "  {name:<width$} {value:>9.2} {unit:<4} ({min:.2} to {max:.2}, {runs} runs)"
             );
         }
-        for Target { name, value, limit, met, .. } in &self.targets {
+        for Target { name, value, limit, met, better } in &self.targets {
             let word = if *met { "met    " } else { "NOT MET" };
-            let _ = writeln!(out, "  {word} {name}: {value:.2}, at most {limit:.2}");
+            let bound = if *better == "lower" { "at most" } else { "at least" };
+            let _ = writeln!(out, "  {word} {name}: {value:.2}, {bound} {limit:.2}");
         }
         for note in &self.notes {
             let _ = writeln!(out, "  note: {note}");
@@ -135,5 +142,6 @@ mod tests {
         assert!(report(10.0).all_met());
         assert!(!report(10.1).all_met());
         assert!(report(10.1).text().contains("NOT MET"));
+        assert!(!Target::at_least("x", 0.79, 0.8).met && Target::at_least("x", 0.8, 0.8).met);
     }
 }

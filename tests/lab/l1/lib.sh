@@ -44,8 +44,13 @@ state_is() { remote "$1" info 2>/dev/null | grep -q "\"state\": *\"$2\""; }
 start_vmm() {
   vm=$1
   shift
-  cloud-hypervisor --api-socket path=$T/$vm.sock --event-monitor path=$T/$vm.events "$@" >$T/$vm.vmm.log 2>&1 &
-  echo $! >$T/$vm.pid
+  # The shell around it keeps the exit code, also when whoever asks is not its parent.
+  {
+    cloud-hypervisor --api-socket path=$T/$vm.sock --event-monitor path=$T/$vm.events "$@" >$T/$vm.vmm.log 2>&1 &
+    echo $! >$T/$vm.pid
+    wait $!
+    echo $? >$T/$vm.exit
+  } >/dev/null 2>&1 &
   wait_until 30 answers $vm
 }
 # start_guest NAME VCPUS ARG...: a VMM that boots the Debian guest.
@@ -54,7 +59,7 @@ start_guest() {
   vcpus=$2
   shift 2
   start_vmm $vm --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" \
-    --cpus boot=$vcpus --memory size=256M,shared=on --disk path=$ROOT_DISK --rng src=/dev/urandom \
+    --cpus boot=$vcpus --memory size=256M,shared=on --disk path=$ROOT_DISK${DISK_OPTIONS:-} --rng src=/dev/urandom \
     --serial off --console pty "$@" && open_console $vm
 }
 # open_console NAME: collects what the guest prints in $T/NAME.console from now on.
@@ -73,20 +78,19 @@ serial_number=0
 # guest NAME COMMAND: runs a command in the guest; its output is in $T/out, its exit code is ours.
 guest() {
   serial_number=$((serial_number + 1))
-  mark="END-$serial_number-$1"
-  echo "echo BEGIN-$serial_number-$1; { $2; }; echo $mark=\$?" >"$(cat $T/$1.pty)"
+  mark="END-$$-$serial_number-$1"
+  echo "echo BEGIN-$$-$serial_number-$1; { $2; }; echo $mark=\$?" >"$(cat $T/$1.pty)"
   wait_until "${GUEST_S:-90}" says "$1" "^$mark=" || { echo "the guest did not answer: $2"; return 99; }
-  tr -d '\r' <$T/$1.console | sed -n "/^BEGIN-$serial_number-$1\$/,/^$mark=/p" | sed '1d;$d' >$T/out
+  tr -d '\r' <$T/$1.console | sed -n "/^BEGIN-$$-$serial_number-$1\$/,/^$mark=/p" | sed '1d;$d' >$T/out
   return "$(tr -d '\r' <$T/$1.console | sed -n "s/^$mark=\([0-9]*\).*/\1/p" | tail -n 1)"
 }
 
 # ended PID: a child that nobody has waited for yet counts as ended.
-ended() { [ ! -d "/proc/$1" ] || grep -q '^State:.*Z' "/proc/$1/status"; }
-gone() { ended "$(cat $T/$1.pid)"; }
+ended() { [ ! -d "/proc/$1" ] || grep -q '^State:.*Z' "/proc/$1/status" 2>/dev/null; }
 # ends NAME SECONDS: the VMM ends by itself, with exit code 0.
 ends() {
-  wait_until "$2" gone "$1" || return 1
-  wait "$(cat $T/$1.pid)"
+  wait_until "$2" test -s $T/$1.exit || { echo "$1 does not end"; return 1; }
+  [ "$(cat $T/$1.exit)" = 0 ] || { echo "$1 ended with $(cat $T/$1.exit)"; return 1; }
 }
 filesystem_clean() { e2fsck -fn $ROOT_DISK >$T/fsck 2>&1 || { cat $T/fsck; return 1; }; }
 

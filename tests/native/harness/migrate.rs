@@ -92,8 +92,9 @@ pub fn send_option(url: &str, mode: Mode) -> String {
 #[track_caller]
 pub fn migrate(mut source: Vmm, destination: &Vmm, transport: Transport, mode: Mode) {
     let reception = Reception::start(destination, transport, mode);
+    let before = source.events().len();
     source.remote_ok(&["send-migration", &send_option(&reception.url, mode)]);
-    let event = source.wait_for_events(&["migration-finished", "migration-failed"]);
+    let event = source.wait_for_later_events(before, &["migration-finished", "migration-failed"]);
     assert_eq!(
         event["event"],
         "migration-finished",

@@ -7,6 +7,7 @@
 pub mod api;
 pub mod migrate;
 pub mod process;
+pub mod relay;
 pub mod runner;
 pub mod vmm;
 

@@ -304,17 +304,24 @@ impl Vmm {
     /// Waits for one of several events; gives the first that there is.
     #[track_caller]
     pub fn wait_for_events(&self, names: &[&str]) -> Value {
-        self.find_event(names).unwrap_or_else(|| {
+        self.wait_for_later_events(0, names)
+    }
+
+    /// The same, behind the first `before` events.
+    #[track_caller]
+    pub fn wait_for_later_events(&self, before: usize, names: &[&str]) -> Value {
+        self.find_event(before, names).unwrap_or_else(|| {
             panic!("no event {names:?}, only {:?}\n{}", self.event_names(), self.output())
         })
     }
 
-    fn find_event(&self, names: &[&str]) -> Option<Value> {
+    fn find_event(&self, before: usize, names: &[&str]) -> Option<Value> {
         let start = std::time::Instant::now();
         loop {
             let found = self
                 .events()
                 .into_iter()
+                .skip(before)
                 .find(|event| names.iter().any(|name| event["event"] == *name));
             if found.is_some() || start.elapsed() > Duration::from_mins(1) {
                 return found;

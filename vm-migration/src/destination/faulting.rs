@@ -18,6 +18,7 @@ use crate::options::RECOVER_TIMEOUT_DEFAULT;
 use crate::progress::{Phase, Progress, Snapshot};
 use crate::protocol::message::{Answer, Message};
 use crate::ram::GuestMemoryMap;
+use crate::report::FailureReport;
 use crate::session::{ALIVE_EVERY, Rates};
 use crate::steering::LOOK_EVERY;
 use crate::transport::{TransportError, WaitEnd, wait_readable};
@@ -100,7 +101,6 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 Ok(progress.snapshot())
             }
             Err(Failure { step, cause }) => {
-                progress.finish(Phase::PostcopyPaused);
                 let error = MigrationError {
                     side: Side::Destination,
                     phase: Phase::Fault,
@@ -108,6 +108,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                     guest: GuestIs::PostcopyPaused,
                     cause,
                 };
+                progress.fail(Phase::PostcopyPaused, FailureReport::new(&error));
                 Err(Box::new(PostcopyPaused { error, faulting: self }))
             }
         }

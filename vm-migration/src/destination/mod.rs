@@ -33,6 +33,7 @@ use crate::channel::Channel;
 use crate::error::{Failure, GuestIs, MigrationError, Side};
 use crate::options::ReceiveOptions;
 use crate::progress::{Phase, Progress};
+use crate::report::FailureReport;
 use crate::transport::{self, Address, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
@@ -163,10 +164,8 @@ fn give_up<V>(context: Context<'_>, setback: Setback<V>) -> ReceiveFailure<V> {
     if let Some(peer) = peer.filter(|_| failure.peer_listens()) {
         peer.refuse(&failure.for_peer());
     }
-    context.progress.finish(Phase::Failed);
     let Failure { step, cause } = failure;
-    ReceiveFailure {
-        error: MigrationError { side: Side::Destination, phase, step, guest, cause },
-        vm,
-    }
+    let error = MigrationError { side: Side::Destination, phase, step, guest, cause };
+    context.progress.fail(Phase::Failed, FailureReport::new(&error));
+    ReceiveFailure { error, vm }
 }

@@ -30,8 +30,8 @@ pub(crate) struct Ready<V: DestinationVm> {
 
 impl<V: DestinationVm> HasState<V> {
     /// Puts state in and acknowledges the handover.
-    pub(crate) fn prepare(mut self, _: Context<'_>) -> Result<Ready<V>, Setback<V>> {
-        match self.try_prepare() {
+    pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, Setback<V>> {
+        match self.try_prepare(context) {
             Ok(resume) => Ok(Ready {
                 vm: self.vm,
                 control: self.control,
@@ -46,7 +46,7 @@ impl<V: DestinationVm> HasState<V> {
         }
     }
 
-    fn try_prepare(&mut self) -> Result<bool, Failure> {
+    fn try_prepare(&mut self, context: Context<'_>) -> Result<bool, Failure> {
         let state = std::mem::take(&mut self.state);
         self.vm.apply_state(&state).map_err(Cause::Vm).step("restoring the guest's state")?;
         self.control.yes().step("acknowledging the guest's state")?;
@@ -58,10 +58,25 @@ impl<V: DestinationVm> HasState<V> {
         if let Some(faults) = &self.faults {
             faults.commit()?;
         }
+        self.end_of_cancel(context)?;
         if self.negotiated {
             self.control.yes().step("acknowledging the handover")?;
         }
         Ok(resume)
+    }
+}
+
+impl<V: DestinationVm> HasState<V> {
+    /// From the acknowledgement on the source may give the guest away at any moment, so a cancel
+    /// here would lose it: the last one that counts is one that was asked for before.
+    fn end_of_cancel(&self, context: Context<'_>) -> Result<(), Failure> {
+        const STEP: &str = "acknowledging the handover";
+        let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
+        self.control.connection.set_cancel(&never);
+        if context.cancel.is_cancelled() {
+            return Err(Cause::Cancelled).step(STEP);
+        }
+        Ok(())
     }
 }
 
@@ -99,15 +114,16 @@ impl<V: DestinationVm> Ready<V> {
             && let Err(failure) = self.wait_for_confirm(context, &mut hears)
         {
             let failure = explain(self.faults.as_ref(), failure);
+            if matches!(failure.cause, Cause::Abandoned(_)) {
+                // Its own word that it goes on there: nothing is in doubt.
+                return Err(Setback::early(Some(self.control), failure));
+            }
             // With pages missing the machine is of no use to anybody.
             let vm = self.faults.is_none().then_some(self.vm);
             let guest = GuestIs::InDoubt;
             return Err(Setback { peer: Some(self.control), failure, guest, vm });
         }
-        // The guest is ours: a cancel comes too late from here on.
-        if let Ok(never) = Cancel::new() {
-            self.control.connection.set_cancel(&never);
-        }
+        // The guest is ours, and a cancel has come too late since the acknowledgement.
         let vm = match self.vm.run(self.resume) {
             Ok(vm) => vm,
             Err((vm, reason)) => {

@@ -34,6 +34,7 @@ use crate::channel::Channel;
 use crate::error::{Failure, GuestIs, MigrationError, Side, Step, chain};
 use crate::options::SendOptions;
 use crate::progress::{Phase, Progress, Snapshot};
+use crate::report::FailureReport;
 use crate::vm::{PausedVm, SourceVm};
 
 pub(crate) use convergence::rate;
@@ -154,36 +155,41 @@ fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<Remains<V>, Setback
 /// The one exit for failures: tells the peer, resumes the guest where it is still ours.
 fn give_up<V: SourceVm>(context: Context<'_>, setback: Setback<V>) -> SendFailure<V> {
     let phase = context.progress.phase();
-    let error = |guest, failure: Failure| {
+    let fail = |last, guest, failure: Failure| {
         let Failure { step, cause } = failure;
-        MigrationError { side: Side::Source, phase, step, guest, cause }
+        let error = MigrationError { side: Side::Source, phase, step, guest, cause };
+        context.progress.fail(last, FailureReport::new(&error));
+        error
     };
     match setback {
         Setback::Running(vm, peer, failure) => {
             tell_peer(peer, &failure);
-            context.progress.finish(Phase::Failed);
-            SendFailure::Resumed { vm, error: error(GuestIs::OnSource, failure) }
+            let error = fail(Phase::Failed, GuestIs::OnSource, failure);
+            SendFailure::Resumed { vm, error }
         }
         Setback::Paused(vm, peer, failure) => {
             // The guest first; the peer does not run it without a Confirm.
             let resumed = vm.resume();
             tell_peer(Some(peer), &failure);
-            context.progress.finish(Phase::Failed);
             match resumed {
-                Ok(vm) => SendFailure::Resumed { vm, error: error(GuestIs::OnSource, failure) },
+                Ok(vm) => {
+                    let error = fail(Phase::Failed, GuestIs::OnSource, failure);
+                    SendFailure::Resumed { vm, error }
+                }
                 Err((vm, reason)) => {
                     log::error!("the guest could not be resumed: {}", chain(&*reason));
-                    SendFailure::StillPaused { vm, error: error(GuestIs::PausedOnSource, failure) }
+                    let error = fail(Phase::Failed, GuestIs::PausedOnSource, failure);
+                    SendFailure::StillPaused { vm, error }
                 }
             }
         }
         Setback::HandedOver(remains, held, failure) => {
-            let (phase, guest) = match held {
+            let (last, guest) = match held {
                 Some(_) => (Phase::PostcopyPaused, GuestIs::PostcopyPaused),
                 None => (Phase::Failed, GuestIs::OnDestination),
             };
-            context.progress.finish(phase);
-            SendFailure::HandedOver { remains, held, error: error(guest, failure) }
+            let error = fail(last, guest, failure);
+            SendFailure::HandedOver { remains, held, error }
         }
     }
 }

@@ -219,6 +219,17 @@ pub const ENDPOINTS: &[Endpoint] = &[
         errors: &[NotCreated],
         decode: |_| Ok(VmmRequest::MigrationProgress),
     },
+    Endpoint {
+        path: "vm.migration-cancel",
+        method: Put,
+        summary: "Cancels the migration that goes on, and answers when it is over and the guest \
+                  runs at the source. Refused once the guest belongs to the destination.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Schema("MigrationCancelled"),
+        errors: &[NotCreated, Conflict],
+        decode: |_| Ok(VmmRequest::MigrationCancel),
+    },
 ];
 
 /// Endpoints that clients may know and that are answered with "not supported".
@@ -314,6 +325,7 @@ pub fn encode(reply: &ApiReply) -> Result<Option<Vec<u8>>, ApiError> {
         ApiReply::Info(info) => serde_json::to_vec(info),
         ApiReply::Counters(counters) => serde_json::to_vec(counters),
         ApiReply::Progress(progress) => serde_json::to_vec(progress),
+        ApiReply::Cancelled(cancelled) => serde_json::to_vec(cancelled),
     };
     json.map(Some).map_err(|error| {
         ApiError::new(ApiErrorKind::Failed, format!("the answer cannot be written: {error}"))

@@ -18,7 +18,7 @@ use utoipa::openapi::{
 
 use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
-use super::types::{API_VERSION, VmCounters, VmInfo, VmmPingResponse};
+use super::types::{API_VERSION, MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::value::{FieldValue, SchemaSet};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
 
@@ -60,6 +60,7 @@ fn schemas() -> SchemaSet {
     let mut out = BTreeMap::new();
     VmmPingResponse::collect_schemas(&mut out);
     VmInfo::collect_schemas(&mut out);
+    MigrationCancelled::collect_schemas(&mut out);
     SendMigrationData::collect_schemas(&mut out);
     ReceiveMigrationData::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());

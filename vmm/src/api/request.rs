@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::types::{VmCounters, VmInfo, VmmPingResponse};
+use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
 
 /// What can be asked of the VMM.
@@ -47,6 +47,8 @@ pub enum VmmRequest {
     ReceiveMigration(Box<ReceiveMigrationData>),
     /// How far is the migration?
     MigrationProgress,
+    /// Stop the migration; answered when it is over.
+    MigrationCancel,
     /// End the process.
     VmmShutdown,
 }
@@ -69,6 +71,7 @@ impl VmmRequest {
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
+            Self::MigrationCancel => "vm.migration-cancel",
             Self::VmmShutdown => "vmm.shutdown",
         }
     }
@@ -87,6 +90,8 @@ pub enum ApiReply {
     Counters(VmCounters),
     /// To [`VmmRequest::MigrationProgress`]: the progress document.
     Progress(serde_json::Value),
+    /// To [`VmmRequest::MigrationCancel`].
+    Cancelled(MigrationCancelled),
 }
 
 /// The kind of a failure, from which the HTTP status follows.

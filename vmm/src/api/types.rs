@@ -84,6 +84,18 @@ option_family! {
     }
 }
 
+option_family! {
+    /// A migration that was cancelled.
+    MigrationCancelled "migration-cancelled" {
+        /// The side that answers: source or destination.
+        side: String = String::new(), "" as JsonOnly, answer(), required_json();
+        /// Where the guest is now: on-source, paused-on-source, not-here.
+        guest: String = String::new(), "" as JsonOnly, answer(), required_json();
+        /// The same for people.
+        message: String = String::new(), "" as JsonOnly, answer(), required_json();
+    }
+}
+
 /// Counters of the devices: device, then counter.
 pub type VmCounters = BTreeMap<String, BTreeMap<String, u64>>;
 

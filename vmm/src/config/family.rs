@@ -485,8 +485,14 @@ macro_rules! option_family {
                                         continue;
                                     }
                                 )+
-                                log::warn!("{}: unknown field '{key}' is ignored", stringify!($name));
-                                map.next_value::<serde::de::IgnoredAny>()?;
+                                // A client may know fields that we do not and have nothing to
+                                // say in them; what it does say must not be lost unnoticed.
+                                if map.next_value::<Option<serde::de::IgnoredAny>>()?.is_some() {
+                                    return Err(A::Error::custom(format_args!(
+                                        "unknown field `{key}` of {}",
+                                        stringify!($name)
+                                    )));
+                                }
                             }
                             Ok($name { $(
                                 $field: match $field.flatten() {

@@ -135,10 +135,17 @@ fn json_errors_name_the_field() {
 }
 
 #[test]
-fn unknown_json_fields_are_ignored() {
-    let config: VmConfig =
-        serde_json::from_str(r#"{"payload":{"kernel":"/k","x":1},"new":{"deep":[1,2]}}"#).unwrap();
+fn unknown_json_fields_are_refused_by_name_unless_they_are_null() {
+    let read = |text: &str| serde_json::from_str::<VmConfig>(text);
+    let config = read(r#"{"payload":{"kernel":"/k","x":null},"new":null}"#).unwrap();
     assert!(config.complete().is_ok());
+    let error = |text: &str| read(text).unwrap_err().to_string();
+    let inner = error(r#"{"payload":{"kernel":"/k","x":1}}"#);
+    assert!(inner.contains("payload: unknown field `x` of PayloadConfig"), "{inner}");
+    for value in ["false", "0", "[]", r#"{"deep":[1,2]}"#] {
+        let outer = error(&format!(r#"{{"payload":{{"kernel":"/k"}},"new":{value}}}"#));
+        assert!(outer.contains("unknown field `new` of VmConfig"), "{outer}");
+    }
 }
 
 #[test]

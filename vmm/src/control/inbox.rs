@@ -8,11 +8,13 @@ use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::receiving::Arrival;
 use super::sending::Departure;
 use crate::machine::GuestEvent;
+use crate::migration::memory::MigratingRam;
 
 /// A message to the VMM thread.
 pub enum Message {
@@ -22,8 +24,10 @@ pub enum Message {
     Departed(Box<Departure>),
     /// A migration to here is over, or its guest runs.
     Arrived(Box<Arrival>),
-    /// All pages of a guest that arrived in postcopy are here, or are not going to be.
-    PagesComplete(Result<(), String>),
+    /// The guest that leaves belongs to the destination; its pages are being served.
+    HandedOver,
+    /// All pages of a guest that arrived in postcopy are here, or the source is lost.
+    PagesComplete(Result<(), Box<PostcopyPaused<MigratingRam>>>),
 }
 
 /// The sending end; cheap to clone.

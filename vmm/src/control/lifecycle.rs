@@ -4,7 +4,9 @@
 //!
 //! Owns the events that tell about it.
 
-use super::{Next, RunError, Vm, Vmm};
+use vm_migration::vm::DestinationVm as _;
+
+use super::{Next, Pages, RunError, Vm, Vmm};
 use crate::api::{ApiError, ApiErrorKind};
 use crate::config::VmConfig;
 use crate::events;
@@ -73,6 +75,9 @@ impl Vmm {
     }
 
     pub(super) fn resume(&mut self) -> Result<(), ApiError> {
+        if matches!(self.vm, Vm::Standing { .. }) {
+            return self.start_standing();
+        }
         let machine = self.machine_mut()?;
         if !machine.is_paused() {
             return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is not paused"));
@@ -83,10 +88,30 @@ impl Vmm {
         Ok(())
     }
 
+    /// Starts a machine that has arrived and was not started: a person says that it runs nowhere
+    /// else.
+    fn start_standing(&mut self) -> Result<(), ApiError> {
+        let Vm::Standing { machine, reason } = std::mem::replace(&mut self.vm, Vm::None) else {
+            return Err(ApiError::not_booted());
+        };
+        emit("resuming");
+        match machine.run(true) {
+            Ok(machine) => {
+                self.vm = Vm::Live(Box::new(machine));
+                emit("resumed");
+                Ok(())
+            }
+            Err((machine, error)) => {
+                self.vm = Vm::Standing { machine: Box::new(machine), reason };
+                Err(ApiError::from_error(ApiErrorKind::Failed, error.as_ref()))
+            }
+        }
+    }
+
     /// Ends the machine and keeps what it was asked to be.
     pub(super) fn shutdown(&mut self) -> Result<(), ApiError> {
         self.machine_mut()?;
-        self.refuse_while_pages_arrive()?;
+        self.refuse_without_all_pages()?;
         if let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) {
             let config = machine.config().clone();
             drop(machine);
@@ -98,7 +123,7 @@ impl Vmm {
 
     pub(super) fn reboot(&mut self) -> Result<(), ApiError> {
         self.machine_mut()?;
-        self.refuse_while_pages_arrive()?;
+        self.refuse_without_all_pages()?;
         emit("rebooting");
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
@@ -122,7 +147,8 @@ impl Vmm {
     pub(super) fn delete(&mut self) -> Result<(), ApiError> {
         match &self.vm {
             Vm::None => return Err(ApiError::not_created()),
-            Vm::Idle(_) => {}
+            // What has arrived and was not started, or is kept for a guest elsewhere, is given up.
+            Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
             Vm::Live(_) => self.shutdown()?,
             Vm::Awaited(receiving) => {
                 // The thread answers whoever asked, and the message that follows ends the wait.
@@ -136,35 +162,18 @@ impl Vmm {
         Ok(())
     }
 
-    fn refuse_while_pages_arrive(&self) -> Result<(), ApiError> {
-        if self.pages_missing {
-            return Err(ApiError::new(
+    pub(super) fn refuse_without_all_pages(&self) -> Result<(), ApiError> {
+        match &self.pages {
+            Pages::Here => Ok(()),
+            Pages::Arriving { .. } => Err(ApiError::new(
                 ApiErrorKind::Conflict,
                 "pages of the VM are still arriving from another VMM; wait until they are here",
-            ));
-        }
-        Ok(())
-    }
-
-    /// Ends everything before the process does.
-    pub(super) fn shut_vmm_down(&mut self) -> crate::api::ApiResult {
-        match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { info, sending, pending } => {
-                // Only the migration may decide where the guest is.
-                self.vm = Vm::Leaving { info, sending, pending };
-                Err(self.vm.why_not_live())
-            }
-            Vm::Live(machine) => {
-                drop(machine);
-                emit("shutdown");
-                Ok(crate::api::ApiReply::Empty)
-            }
-            other => {
-                if let Vm::Awaited(receiving) = &other {
-                    receiving.cancel.cancel();
-                }
-                Ok(crate::api::ApiReply::Empty)
-            }
+            )),
+            Pages::Lost(paused) => Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
+                .context(
+                    "the VM waits for pages that are lost, and cannot go on or be taken apart; \
+                     vmm.shutdown ends it with its VMM",
+                )),
         }
     }
 
@@ -180,6 +189,20 @@ impl Vmm {
         }
         if self.machine_mut().is_err() {
             return Next::Continue;
+        }
+        match (&mut self.pages, &event) {
+            (Pages::Arriving { deferred }, GuestEvent::Reset | GuestEvent::Shutdown) => {
+                log::info!("the guest ends or reboots: that waits until its last page is here");
+                deferred.push(event);
+                return Next::Continue;
+            }
+            (Pages::Lost(_), GuestEvent::Reset | GuestEvent::Shutdown) => {
+                log::warn!(
+                    "the guest ends or reboots, and pages of it are lost: it stays as it is"
+                );
+                return Next::Continue;
+            }
+            _ => {}
         }
         match event {
             GuestEvent::Reset => match self.reboot() {

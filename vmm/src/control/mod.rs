@@ -9,14 +9,20 @@
 //! ```text
 //!             create            boot               send-migration
 //!   None <-----------> Idle <---------> Live <---------------------> Leaving --> (process ends)
-//!     |      delete          shutdown    ^          failure             |
-//!     | receive-migration                |                              v
-//!     +-------------> Awaited -----------+                         HandedOver
+//!     |      delete          shutdown    ^  ^   failure, cancel         |             ^
+//!     | receive-migration                |  | resume            postcopy v            |
+//!     +-------------> Awaited -----------+  |                        Serving ---------+
+//!                        |                  |                           | connection lost
+//!                        +-----------> Standing                         v
+//!                    confirmation lost                              HandedOver
 //! ```
 
+mod cancel;
 mod describe;
+mod ending;
 mod inbox;
 mod lifecycle;
+mod migrating;
 mod observer;
 mod receiving;
 mod run;
@@ -24,29 +30,26 @@ mod sending;
 mod signals;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use vm_migration::Progress;
+use vm_migration::destination::PostcopyPaused;
 use vm_migration::source::Held;
 
-use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
-use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
-use crate::events;
+use crate::config::VmConfig;
 use crate::machine::{EventSink, GuestEvent, Host, Machine};
+use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
 use crate::options::ExitReason;
 
 pub use run::{RunError, run};
 
+use ending::Ending;
 use inbox::{Mailer, Message};
-use receiving::{Arrival, Receiving, Reception};
-use sending::{Departure, Sending};
-
-/// Whoever asked for the progress of a migration has this long to ask once more and see its end,
-/// before the process ends. Long enough for a slow poll on a busy host.
-const WATCHER_TIME: Duration = Duration::from_secs(10);
+use receiving::Receiving;
+use sending::Sending;
 
 /// The VM, in the form that it has now.
 enum Vm {
@@ -63,8 +66,12 @@ enum Vm {
         /// What the guest did meanwhile, to be acted on if it stays.
         pending: Vec<GuestEvent>,
     },
+    /// The destination owns the guest, and gets its pages from here.
+    Serving(Sending),
     /// One is awaited.
     Awaited(Receiving),
+    /// One has arrived whole and did not start; a person decides.
+    Standing { machine: Box<ArrivingMachine>, reason: String },
     /// The guest is elsewhere and may still need pages from here.
     HandedOver { reason: String, _kept: Box<Kept> },
 }
@@ -73,6 +80,16 @@ enum Vm {
 struct Kept {
     _remains: Remains,
     _held: Option<Held<MigratingRam>>,
+}
+
+/// The pages of the live machine.
+enum Pages {
+    /// All are here.
+    Here,
+    /// Some are on their way; what the guest asks for waits until they are here.
+    Arriving { deferred: Vec<GuestEvent> },
+    /// Some are not going to come; their waiters hold still while this exists.
+    Lost(Box<PostcopyPaused<MigratingRam>>),
 }
 
 /// What the event loop does next.
@@ -92,12 +109,13 @@ struct Vmm {
     vm: Vm,
     /// Number of the machine that is live; each has its own.
     machine_number: u64,
-    /// Pages of the live machine are still on their way.
-    pages_missing: bool,
+    pages: Pages,
     /// Of the last migration.
     progress: Option<Arc<Progress>>,
-    /// Somebody has asked for the progress of the migration from here.
-    is_watched: bool,
+    /// When somebody last asked for the progress of a migration.
+    watched_at: Option<Instant>,
+    /// The process is to end when the migration is over.
+    ending: Option<Ending>,
     no_shutdown: bool,
     /// Set when all is over but somebody may still want to see how it went.
     farewell: Option<(Instant, ExitReason)>,
@@ -110,9 +128,10 @@ impl Vmm {
             mailer,
             vm: Vm::None,
             machine_number: 0,
-            pages_missing: false,
+            pages: Pages::Here,
             progress: None,
-            is_watched: false,
+            watched_at: None,
+            ending: None,
             no_shutdown,
             farewell: None,
         }
@@ -130,17 +149,9 @@ impl Vmm {
         let (request, responder) = call.into_parts();
         log::debug!("request {}", request.name());
         match request {
-            VmmRequest::VmmShutdown => {
-                let result = self.shut_vmm_down();
-                let next = if result.is_ok() {
-                    Next::Exit(ExitReason::ApiShutdown)
-                } else {
-                    Next::Continue
-                };
-                responder.answer(result);
-                return next;
-            }
+            VmmRequest::VmmShutdown => return self.vmm_shutdown(responder),
             VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
+            VmmRequest::MigrationCancel => self.cancel_migration(responder),
             request => responder.answer(self.carry_out(request)),
         }
         match self.farewell {
@@ -169,7 +180,9 @@ impl Vmm {
             VmmRequest::SendMigration(data) => empty(self.send(&data)),
             VmmRequest::MigrationProgress => self.migration_progress(),
             // Handled by `call`.
-            VmmRequest::ReceiveMigration(_) | VmmRequest::VmmShutdown => Ok(ApiReply::Empty),
+            VmmRequest::ReceiveMigration(_)
+            | VmmRequest::MigrationCancel
+            | VmmRequest::VmmShutdown => Ok(ApiReply::Empty),
         }
     }
 
@@ -186,79 +199,10 @@ impl Vmm {
             Vm::Idle(config) => describe::of_config(config),
             Vm::Live(machine) => describe::of_machine(machine),
             Vm::Leaving { info, .. } => info.as_ref().clone(),
+            Vm::Standing { machine, .. } => describe::of_machine(machine.machine()),
             other => return Err(other.why_not_live()),
         };
         Ok(ApiReply::Info(Box::new(info)))
-    }
-
-    fn migration_progress(&mut self) -> ApiResult {
-        let progress = self.progress.as_ref().ok_or_else(|| {
-            ApiError::new(ApiErrorKind::NotCreated, "this VMM has not migrated anything yet")
-        })?;
-        let document = serde_json::to_value(progress.snapshot())
-            .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
-        self.is_watched = true;
-        if let Some((until, _)) = &mut self.farewell {
-            // The watcher has seen the end.
-            *until = Instant::now();
-        }
-        Ok(ApiReply::Progress(document))
-    }
-
-    fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
-        let options = sending::options(data)?;
-        self.machine_mut()?;
-        if self.pages_missing {
-            return Err(ApiError::new(
-                ApiErrorKind::Conflict,
-                "pages of the last migration are still arriving; migrate again when they are here",
-            ));
-        }
-        let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
-            return Err(ApiError::not_booted());
-        };
-        let info = Box::new(describe::of_machine(&machine));
-        match sending::start(machine, options, self.mailer.clone()) {
-            Ok(sending) => {
-                events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
-                self.progress = Some(Arc::clone(&sending.progress));
-                self.is_watched = false;
-                self.vm = Vm::Leaving { info, sending, pending: Vec::new() };
-                Ok(())
-            }
-            Err((machine, error)) => {
-                self.vm = Vm::Live(machine);
-                Err(ApiError::from_error(ApiErrorKind::Failed, &error))
-            }
-        }
-    }
-
-    fn receive(&mut self, data: &ReceiveMigrationData, responder: Responder) {
-        if !matches!(self.vm, Vm::None) {
-            responder.answer(Err(ApiError::new(
-                ApiErrorKind::AlreadyCreated,
-                "there is a VM already; a migration can only be received without one",
-            )));
-            return;
-        }
-        let listener = match receiving::bind(&data.receiver_url) {
-            Ok(listener) => listener,
-            Err(error) => return responder.answer(Err(error)),
-        };
-        let reception = Reception {
-            host: Arc::clone(&self.host),
-            sink: self.new_sink(),
-            mailer: self.mailer.clone(),
-        };
-        match receiving::start(listener, reception, responder) {
-            Ok(receiving) => {
-                self.progress = Some(Arc::clone(&receiving.progress));
-                self.vm = Vm::Awaited(receiving);
-            }
-            Err((responder, error)) => {
-                responder.answer(Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
-            }
-        }
     }
 
     /// Acts on what another thread told.
@@ -268,84 +212,13 @@ impl Vmm {
                 self.guest_event(event)
             }
             Message::Guest(..) => Next::Continue,
+            Message::HandedOver => {
+                self.handed_over();
+                Next::Continue
+            }
             Message::Departed(departure) => self.departed(*departure),
-            Message::Arrived(arrival) => {
-                self.arrived(*arrival);
-                Next::Continue
-            }
-            Message::PagesComplete(result) => {
-                self.pages_complete(&result);
-                Next::Continue
-            }
-        }
-    }
-
-    fn departed(&mut self, departure: Departure) -> Next {
-        let pending = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { pending, .. } => pending,
-            _ => Vec::new(),
-        };
-        match departure {
-            Departure::Gone(remains) => {
-                events::emit("vm", "migration-finished", &[]);
-                log::info!("the VM has moved");
-                drop(remains);
-                if self.is_watched {
-                    self.farewell = Some((Instant::now() + WATCHER_TIME, ExitReason::MigratedAway));
-                    return Next::Continue;
-                }
-                Next::Exit(ExitReason::MigratedAway)
-            }
-            Departure::Stayed(machine, reason) => {
-                events::emit("vm", "migration-failed", &[("error", &reason)]);
-                log::error!("{reason}");
-                self.vm = Vm::Live(machine);
-                for event in pending {
-                    match self.guest_event(event) {
-                        Next::Continue => {}
-                        other => return other,
-                    }
-                }
-                Next::Continue
-            }
-            Departure::Incomplete { remains, held, reason } => {
-                events::emit("vm", "migration-failed", &[("error", &reason)]);
-                log::error!("{reason}");
-                let kept = Box::new(Kept { _remains: remains, _held: held });
-                self.vm = Vm::HandedOver { reason, _kept: kept };
-                Next::Continue
-            }
-        }
-    }
-
-    fn arrived(&mut self, arrival: Arrival) {
-        let Arrival { machine, pages_missing, responder } = arrival;
-        match machine {
-            Ok(machine) => {
-                self.vm = Vm::Live(machine);
-                self.pages_missing = pages_missing;
-                events::emit("vm", "migration-receive-finished", &[]);
-                responder.answer(Ok(ApiReply::Empty));
-            }
-            Err(error) => {
-                self.vm = Vm::None;
-                events::emit("vm", "migration-receive-failed", &[("error", &error.to_string())]);
-                responder.answer(Err(error));
-            }
-        }
-    }
-
-    fn pages_complete(&mut self, result: &Result<(), String>) {
-        match result {
-            Ok(()) => {
-                self.pages_missing = false;
-                events::emit("vm", "postcopy-migration-completed", &[]);
-                log::info!("the last page has arrived");
-            }
-            Err(reason) => {
-                events::emit("vm", "postcopy-migration-paused", &[("error", reason)]);
-                log::error!("{reason}");
-            }
+            Message::Arrived(arrival) => self.arrived(*arrival),
+            Message::PagesComplete(result) => self.pages_complete(result),
         }
     }
 }
@@ -358,15 +231,31 @@ impl Vm {
             Self::Idle(_) => ApiError::not_booted(),
             Self::Leaving { .. } => ApiError::new(
                 ApiErrorKind::Conflict,
-                "the VM is being migrated; wait until that is over",
+                "the VM is being migrated; wait until that is over, or cancel it with \
+                 vm.migration-cancel",
+            ),
+            Self::Serving(_) => ApiError::new(
+                ApiErrorKind::Conflict,
+                "the VM runs at the destination of its migration, which gets its last pages from \
+                 here; this VMM ends by itself when it has them",
             ),
             Self::Awaited(_) => ApiError::new(
                 ApiErrorKind::NotCreated,
                 "a migration is awaited here; there is no VM yet",
             ),
+            Self::Standing { reason, .. } => ApiError::new(
+                ApiErrorKind::Conflict,
+                format!(
+                    "the VM has arrived and was not started: {reason}; vm.resume starts it, \
+                     vm.delete gives it up"
+                ),
+            ),
             Self::HandedOver { reason, .. } => ApiError::new(
                 ApiErrorKind::NotCreated,
-                format!("the VM belongs to another VMM, which may need pages from here: {reason}"),
+                format!(
+                    "the VM belongs to another VMM, which may need pages from here: {reason}; \
+                     vm.delete gives them up"
+                ),
             ),
         }
     }

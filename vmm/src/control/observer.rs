@@ -4,10 +4,14 @@
 
 use vm_migration::{Event, Observer, Phase, Side};
 
+use super::inbox::{Mailer, Message};
 use crate::events;
 
 /// Takes every transition of a migration.
-pub struct Herald;
+pub struct Herald {
+    /// The VMM thread hears when the guest is given away.
+    pub mailer: Mailer,
+}
 
 impl Observer for Herald {
     fn event(&self, side: Side, event: Event) {
@@ -19,6 +23,10 @@ impl Observer for Herald {
                 match phase {
                     Phase::Precopy => events::emit("vm", "migration-started", &[]),
                     Phase::Receive => events::emit("vm", "migration-receive-started", &[]),
+                    Phase::Serve => {
+                        events::emit("vm", "migration-handed-over", &[]);
+                        self.mailer.send(Message::HandedOver);
+                    }
                     _ => {}
                 }
             }

@@ -2,12 +2,13 @@
 
 //! A VM arrives: the thread that takes it, and what comes of it.
 //!
-//! Owns the listening end while it waits. In postcopy the thread stays until the last page is here.
+//! Owns the listening end while it waits. In postcopy the thread stays until the last page is here,
+//! or the source is lost.
 
 use std::sync::Arc;
 
-use vm_migration::destination::{Faulting, Listener};
-use vm_migration::{Address, Cancel, Progress, ReceiveOptions, Side};
+use vm_migration::destination::{Listener, ReceiveFailure};
+use vm_migration::{Address, Cancel, Cause, GuestIs, Progress, ReceiveOptions, Side};
 
 use super::inbox::{Mailer, Message};
 use super::observer::Herald;
@@ -15,16 +16,40 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
 use crate::events;
 use crate::machine::{EventSink, Host, Machine};
-use crate::migration::destination::ArrivingBuilder;
-use crate::migration::memory::MigratingRam;
+use crate::migration::destination::{ArrivingBuilder, ArrivingMachine};
 
 /// How a migration to here ended.
+pub enum Outcome {
+    /// The guest is here.
+    Runs {
+        /// Its machine.
+        machine: Box<Machine>,
+        /// Whether pages still arrive.
+        pages_missing: bool,
+    },
+    /// The guest is here, whole, and did not start; a person decides.
+    Stands {
+        /// Its machine.
+        machine: Box<ArrivingMachine>,
+        /// Why it did not start.
+        error: ApiError,
+    },
+    /// There is no guest here.
+    Failed {
+        /// Why.
+        error: ApiError,
+        /// Somebody here asked for it.
+        is_cancelled: bool,
+        /// Where the guest is.
+        guest: GuestIs,
+    },
+}
+
+/// The end of a migration to here.
 pub struct Arrival {
-    /// The machine, or why there is none.
-    pub machine: Result<Box<Machine>, ApiError>,
-    /// Whether pages still arrive.
-    pub pages_missing: bool,
-    /// Whoever asked.
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Whoever asked for it.
     pub responder: Responder,
 }
 
@@ -34,6 +59,8 @@ pub struct Receiving {
     pub progress: Arc<Progress>,
     /// Ends it.
     pub cancel: Cancel,
+    /// Whoever asked to end it and waits for the answer.
+    pub cancellers: Vec<Responder>,
 }
 
 /// What a receiving thread works with.
@@ -56,21 +83,16 @@ pub fn bind(url: &str) -> Result<Listener, ApiError> {
     Listener::bind(&address).map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
 }
 
-fn wait_for_pages(faults: Faulting<MigratingRam>, mailer: &Mailer) {
-    let result = match faults.wait() {
-        Ok(_report) => Ok(()),
-        Err(paused) => {
-            let reason = ApiError::from_error(ApiErrorKind::Failed, &paused.error).to_string();
-            mailer.send(Message::PagesComplete(Err(reason)));
-            // The guest waits where it needs a missing page. Letting go would show it zeros, so
-            // this thread holds on for as long as the process lives.
-            loop {
-                std::thread::park();
-                log::debug!("{} pages are still missing", paused.missing_pages());
-            }
+fn failed(failure: ReceiveFailure<ArrivingMachine>) -> Outcome {
+    let ReceiveFailure { error, vm } = failure;
+    let (guest, is_cancelled) = (error.guest, matches!(error.cause, Cause::Cancelled));
+    let error = ApiError::from_error(ApiErrorKind::Failed, &error);
+    match vm {
+        Some(machine) if guest != GuestIs::NotHere => {
+            Outcome::Stands { machine: Box::new(machine), error }
         }
-    };
-    mailer.send(Message::PagesComplete(result));
+        _ => Outcome::Failed { error, is_cancelled, guest },
+    }
 }
 
 /// Starts to wait for a machine.
@@ -86,7 +108,8 @@ pub fn start(
         Ok(cancel) => cancel,
         Err(error) => return Err((responder, error)),
     };
-    let progress = Arc::new(Progress::observed(Side::Destination, Box::new(Herald)));
+    let herald = Box::new(Herald { mailer: reception.mailer.clone() });
+    let progress = Arc::new(Progress::observed(Side::Destination, herald));
     let address = listener.address().to_string();
     log::info!("waiting for a migration at {address}");
     let slot = Arc::new(std::sync::Mutex::new(Some(responder)));
@@ -99,24 +122,24 @@ pub fn start(
             let builder = ArrivingBuilder::new(host, sink);
             let received =
                 listener.receive(builder, &ReceiveOptions::default(), &progress, &cancel);
-            let (machine, faults) = match received {
-                Ok(received) => (Ok(Box::new(received.vm)), received.faults),
-                Err(failure) => {
-                    let error = ApiError::from_error(ApiErrorKind::Failed, &failure.error);
-                    (Err(error), None)
+            let (outcome, faults) = match received {
+                Ok(received) => {
+                    let pages_missing = received.faults.is_some();
+                    let machine = Box::new(received.vm);
+                    (Outcome::Runs { machine, pages_missing }, received.faults)
                 }
+                Err(failure) => (failed(*failure), None),
             };
-            let arrival = Arrival { machine, pages_missing: faults.is_some(), responder };
-            mailer.send(Message::Arrived(Box::new(arrival)));
+            mailer.send(Message::Arrived(Box::new(Arrival { outcome, responder })));
             if let Some(faults) = faults {
-                wait_for_pages(faults, &mailer);
+                mailer.send(Message::PagesComplete(faults.wait().map(drop)));
             }
         })
     };
     match spawned {
         Ok(_detached) => {
             events::emit("vm", "migration-receive-ready", &[("address", &address)]);
-            Ok(Receiving { progress, cancel })
+            Ok(Receiving { progress, cancel, cancellers: Vec::new() })
         }
         Err(error) => {
             let back = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();

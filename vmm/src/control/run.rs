@@ -78,6 +78,7 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
     let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;
     let result = serve(&mut vmm, &queue, &inbox, signals);
+    vmm.end_vm();
     drop(vmm);
     if let Some(server) = server {
         server.stop();
@@ -105,9 +106,10 @@ fn serve(
             Err(error) => return Err(RunError::Loop(error)),
         }
         if signals.next().is_some() {
-            match vmm.shut_vmm_down() {
-                Ok(_) => return Ok(ExitReason::Signal),
-                Err(error) => log::warn!("not ending yet: {error}"),
+            match vmm.end_signal() {
+                Next::Continue => {}
+                Next::Exit(reason) => return Ok(reason),
+                Next::Fail(error) => return Err(error),
             }
         }
         inbox.clear();

@@ -10,11 +10,13 @@ use std::time::Duration;
 
 use vm_migration::source::{Held, SendFailure, migrate};
 use vm_migration::{
-    Address, Cancel, MemoryMode, MigrationError, Progress, SendOptions, Side, TimeoutStrategy,
+    Address, Cancel, Cause, FailureReport, GuestIs, MemoryMode, MigrationError, Phase, Progress,
+    SendOptions, Side, TimeoutStrategy,
 };
 
 use super::inbox::{Mailer, Message};
 use super::observer::Herald;
+use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
 use crate::config::{MigrationMode, SendMigrationData, TimeoutStrategy as ConfigStrategy};
 use crate::machine::Machine;
@@ -26,7 +28,7 @@ pub enum Departure {
     /// The guest is elsewhere, whole.
     Gone(Remains),
     /// The guest is here, running or paused.
-    Stayed(Box<Machine>, String),
+    Stayed(Box<Machine>, Stay),
     /// The guest is elsewhere, and may miss pages that only this process has.
     Incomplete {
         /// What is left of the machine.
@@ -38,12 +40,31 @@ pub enum Departure {
     },
 }
 
+/// Why a guest stayed, and how it is.
+pub struct Stay {
+    /// What happened.
+    pub reason: String,
+    /// Where the guest is.
+    pub guest: GuestIs,
+    /// It was asked for.
+    pub is_cancelled: bool,
+}
+
+impl Stay {
+    fn new(error: &MigrationError) -> Self {
+        let is_cancelled = matches!(error.cause, Cause::Cancelled);
+        Self { reason: chain(error), guest: error.guest, is_cancelled }
+    }
+}
+
 /// A migration that is under way.
 pub struct Sending {
     /// How far it is.
     pub progress: Arc<Progress>,
     /// Ends it.
     pub cancel: Cancel,
+    /// Whoever asked to end it and waits for the answer.
+    pub cancellers: Vec<Responder>,
 }
 
 /// Turns the request into options.
@@ -85,18 +106,22 @@ fn carry(
     let leaving = match LeavingMachine::new(machine) {
         Ok(leaving) => leaving,
         Err((machine, error)) => {
-            let reason = ApiError::from_error(ApiErrorKind::Failed, &error).to_string();
-            return Departure::Stayed(machine, reason);
+            let step = "describing guest memory";
+            let report = FailureReport::before_the_begin(Side::Source, step, &error);
+            let reason = report.chain.join(": ");
+            progress.fail(Phase::Failed, report);
+            let stay = Stay { reason, guest: GuestIs::OnSource, is_cancelled: false };
+            return Departure::Stayed(machine, stay);
         }
     };
     match migrate(leaving, options, progress, cancel) {
         Ok(finished) => Departure::Gone(finished.remains),
         Err(failure) => match *failure {
             SendFailure::Resumed { vm, error } => {
-                Departure::Stayed(vm.into_machine(), chain(&error))
+                Departure::Stayed(vm.into_machine(), Stay::new(&error))
             }
             SendFailure::StillPaused { vm, error } => {
-                Departure::Stayed(vm.into_machine(), chain(&error))
+                Departure::Stayed(vm.into_machine(), Stay::new(&error))
             }
             SendFailure::HandedOver { remains, held, error } => {
                 Departure::Incomplete { remains, held, reason: chain(&error) }
@@ -118,7 +143,8 @@ pub fn start(
         Ok(cancel) => cancel,
         Err(error) => return Err((machine, error)),
     };
-    let progress = Arc::new(Progress::observed(Side::Source, Box::new(Herald)));
+    let progress =
+        Arc::new(Progress::observed(Side::Source, Box::new(Herald { mailer: mailer.clone() })));
     // The machine goes through a slot, so that it is not lost when there is no thread for it.
     let slot = Arc::new(std::sync::Mutex::new(Some(machine)));
     let spawned = {
@@ -133,7 +159,7 @@ pub fn start(
     };
     let back = || slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     match spawned {
-        Ok(_detached) => Ok(Sending { progress, cancel }),
+        Ok(_detached) => Ok(Sending { progress, cancel, cancellers: Vec::new() }),
         Err(error) => match back() {
             Some(machine) => Err((machine, error)),
             // Only the thread takes it, and there is none.

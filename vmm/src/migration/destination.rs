@@ -33,6 +33,13 @@ pub struct ArrivingMachine {
     memory: Arc<MigratingRam>,
 }
 
+impl ArrivingMachine {
+    /// The machine, to be described.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+}
+
 impl DestinationBuilder for ArrivingBuilder {
     type Vm = ArrivingMachine;
 

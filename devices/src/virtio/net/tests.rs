@@ -258,6 +258,27 @@ fn a_driver_that_cannot_announce_is_not_asked() {
     fixture.device.announcer().announce();
     assert_eq!(fixture.driver.interrupt.config_changes(), 0);
     assert_eq!(fixture.status(), 1);
+    // Its frames are sent a few times instead.
+    for _ in 0..5 {
+        let mut frame = [0; 100];
+        assert_eq!(fixture.network.recv(&mut frame).unwrap(), HEADER + 60);
+        assert_eq!(frame[HEADER + 12..HEADER + 14], [0x80, 0x35]);
+    }
+}
+
+#[test]
+fn nothing_is_announced_for_a_guest_that_has_gone() {
+    let fixture = Fixture::new(1 << abi::VIRTIO_NET_F_GUEST_ANNOUNCE);
+    let Fixture { device, network, driver } = fixture;
+    device.announcer().announce();
+    device.tap().release();
+    drop((device, driver));
+    // The tap's other end is open for as long as somebody holds the tap: the first frame, then
+    // the end.
+    let mut frame = [0; 100];
+    assert_eq!(network.recv(&mut frame).unwrap(), HEADER + 60);
+    network.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    assert!(network.recv(&mut frame).is_err());
 }
 
 #[test]

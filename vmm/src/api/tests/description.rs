@@ -62,7 +62,7 @@ fn every_path_is_offered_or_refused_by_name() {
             assert!(!ours["responses"][status.as_str().unwrap()].is_null(), "{path} {status}");
         }
     }
-    assert_eq!(endpoints::ENDPOINTS.len(), 15);
+    assert_eq!(endpoints::ENDPOINTS.len(), 16);
 }
 
 /// Schemas of requests and answers that this version does not have.

@@ -1,0 +1,458 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Follows a migration to its end: a progress bar on a terminal, plain lines elsewhere, nothing for
+//! `--wait`.
+//!
+//! Owns the polling, the words and the verdict. Knows the progress document by its names only and
+//! takes one that has more or less in it; must never change anything in the VMM.
+
+use std::fmt::Write as _;
+use std::io::{IsTerminal as _, Write as _};
+use std::time::{Duration, Instant};
+
+use indicatif::{BinaryBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Deserialize;
+use thiserror::Error;
+use vmm::api::client::{Client, ClientError};
+use vmm::api::endpoints::Method;
+
+use super::exit;
+
+/// Time between two looks.
+const POLL: Duration = Duration::from_millis(100);
+
+/// Time between two plain lines in which nothing but amounts changed.
+const LINE_EVERY: Duration = Duration::from_secs(1);
+
+/// How fast the shown rate follows the measured one.
+const RATE_WEIGHT: f64 = 0.3;
+
+/// How a migration is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum View {
+    /// Not at all.
+    None,
+    /// As lines.
+    Lines,
+    /// As a bar that is drawn over.
+    Bar,
+}
+
+impl View {
+    /// What fits stdout.
+    pub fn for_stdout() -> Self {
+        if std::io::stdout().is_terminal() { Self::Bar } else { Self::Lines }
+    }
+}
+
+/// Why a migration that was followed did not end well.
+#[derive(Debug, Error)]
+pub enum FollowError {
+    /// There is none.
+    #[error("there is no migration to follow")]
+    Nothing(#[source] ClientError),
+    /// It failed, or was cancelled.
+    #[error("{}", failure.text())]
+    Failed {
+        /// What the VMM says.
+        failure: Box<Failure>,
+    },
+    /// The VMM went away.
+    #[error("the VMM ended in phase {phase} of the migration, look at the other side")]
+    Vanished {
+        /// The last phase that was seen.
+        phase: String,
+        /// What asking ended with.
+        #[source]
+        source: ClientError,
+    },
+}
+
+impl FollowError {
+    /// The exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Nothing(_) => exit::FAILED,
+            Self::Vanished { .. } => exit::LOOK,
+            Self::Failed { failure } => match failure.guest.as_str() {
+                "on-source" | "not-here" if failure.cancelled => exit::CANCELLED,
+                "on-source" | "not-here" => exit::FAILED,
+                _ => exit::LOOK,
+            },
+        }
+    }
+}
+
+/// `error` of the progress document.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default)]
+pub struct Failure {
+    /// Which side says so.
+    pub side: String,
+    /// Where the guest is.
+    pub guest: String,
+    /// It was asked for.
+    pub cancelled: bool,
+    /// The sentences.
+    pub chain: Vec<String>,
+}
+
+impl Failure {
+    fn text(&self) -> String {
+        if self.chain.is_empty() {
+            return "the migration failed, the log of the VMM says why".to_owned();
+        }
+        self.chain.join(": ")
+    }
+}
+
+/// The progress document, as far as it is shown.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Document {
+    side: String,
+    phase: String,
+    elapsed_ms: u64,
+    round: u32,
+    total_bytes: u64,
+    remaining_bytes: u64,
+    memory_bytes_sent: u64,
+    memory_bytes_received: u64,
+    dirty_bytes_per_s: u64,
+    expected_downtime_us: u64,
+    downtime_us: u64,
+    faults: Faults,
+    error: Option<Failure>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Faults {
+    source: Option<String>,
+    seen: u64,
+    latency_us: Latency,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Latency {
+    count: u64,
+    p50: u64,
+    p99: u64,
+    max: u64,
+}
+
+impl Document {
+    fn is_over(&self) -> bool {
+        matches!(self.phase.as_str(), "done" | "failed" | "postcopy-paused")
+    }
+
+    fn moved_bytes(&self) -> u64 {
+        self.memory_bytes_sent.max(self.memory_bytes_received)
+    }
+
+    /// Phase, and its round.
+    fn heading(&self) -> String {
+        match self.phase.as_str() {
+            "precopy" | "receive" if self.round > 0 => {
+                format!("{} round {}", self.phase, self.round)
+            }
+            phase => phase.to_owned(),
+        }
+    }
+
+    /// Everything but the phase. `rate` is what was measured from here, in bytes per second.
+    fn details(&self, rate: u64) -> String {
+        let mut text = String::new();
+        let mut add = |part: std::fmt::Arguments<'_>| {
+            let comma = if text.is_empty() { "" } else { ", " };
+            // Writing to a string cannot fail.
+            let _ = write!(text, "{comma}{part}");
+        };
+        if self.total_bytes > 0 && self.is_moving() {
+            let (left, all) = (BinaryBytes(self.remaining_bytes), BinaryBytes(self.total_bytes));
+            if self.remaining_bytes > 0 || self.side == "source" {
+                add(format_args!("{left} of {all} left"));
+            } else {
+                add(format_args!("{} of {all} here", BinaryBytes(self.memory_bytes_received)));
+            }
+        }
+        if rate > 0 {
+            add(format_args!("{}/s", BinaryBytes(rate)));
+        }
+        if self.dirty_bytes_per_s > 0 && self.phase == "precopy" {
+            add(format_args!("guest writes {}/s", BinaryBytes(self.dirty_bytes_per_s)));
+        }
+        if self.downtime_us > 0 {
+            add(format_args!("downtime {}", time_us(self.downtime_us)));
+        } else if self.expected_downtime_us > 0 {
+            add(format_args!("downtime expected {}", time_us(self.expected_downtime_us)));
+        }
+        if self.faults.seen > 0 {
+            add(format_args!("{} faults", self.faults.seen));
+            if let Some(source) = &self.faults.source {
+                add(format_args!("by {source}"));
+            }
+        }
+        if self.faults.latency_us.count > 0 {
+            let Latency { p50, p99, max, .. } = self.faults.latency_us;
+            add(format_args!(
+                "fault latency {} median, {} p99, {} longest",
+                time_us(p50),
+                time_us(p99),
+                time_us(max)
+            ));
+        }
+        text
+    }
+
+    fn is_moving(&self) -> bool {
+        matches!(self.phase.as_str(), "precopy" | "receive" | "stop" | "serve" | "fault")
+    }
+
+    /// The last line.
+    fn summary(&self) -> String {
+        let time = time_us(self.elapsed_ms.saturating_mul(1000));
+        let moved = BinaryBytes(self.moved_bytes());
+        let rounds = match self.round {
+            0 => String::new(),
+            1 => " in 1 round".to_owned(),
+            rounds => format!(" in {rounds} rounds"),
+        };
+        let details = self.details(0);
+        let details = if details.is_empty() { details } else { format!(", {details}") };
+        format!("{} in {time}: {moved} of memory{rounds}{details}", self.phase)
+    }
+}
+
+/// A time for people.
+fn time_us(us: u64) -> String {
+    match us {
+        0..1000 => format!("{us} us"),
+        1000..10_000 => format!("{}.{} ms", us / 1000, us % 1000 / 100),
+        10_000..10_000_000 => format!("{} ms", us / 1000),
+        _ => format!("{} s", us / 1_000_000),
+    }
+}
+
+/// The rate at which memory moves, as seen from here.
+#[derive(Default)]
+struct Rate {
+    last: Option<(Instant, u64)>,
+    bytes_per_s: Option<f64>,
+}
+
+impl Rate {
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a rate that is shown with three digits, from counters that only grow"
+    )]
+    fn at(&mut self, now: Instant, bytes: u64) -> u64 {
+        if let Some((then, before)) = self.last.replace((now, bytes)) {
+            let seconds = now.duration_since(then).as_secs_f64();
+            if seconds > 0.0 {
+                let measured = bytes.saturating_sub(before) as f64 / seconds;
+                let smooth =
+                    self.bytes_per_s.map_or(measured, |old| old + RATE_WEIGHT * (measured - old));
+                self.bytes_per_s = Some(smooth);
+            }
+        }
+        self.bytes_per_s.unwrap_or(0.0) as u64
+    }
+}
+
+/// Where it is shown.
+enum Screen {
+    None,
+    Lines { heading: String, printed: Option<Instant> },
+    Bar(ProgressBar),
+}
+
+impl Screen {
+    fn new(view: View) -> Self {
+        match view {
+            View::None => Self::None,
+            View::Lines => Self::Lines { heading: String::new(), printed: None },
+            View::Bar => {
+                let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stdout());
+                let style = ProgressStyle::with_template(
+                    "{prefix} [{wide_bar}] {percent:>3} %\n{wide_msg}",
+                );
+                if let Ok(style) = style {
+                    bar.set_style(style.progress_chars("=> "));
+                }
+                Self::Bar(bar)
+            }
+        }
+    }
+
+    fn show(&mut self, document: &Document, rate: u64, now: Instant) {
+        match self {
+            Self::None => {}
+            Self::Lines { heading, printed } => {
+                let new = document.heading();
+                let is_due = printed.is_none_or(|at| now.duration_since(at) >= LINE_EVERY);
+                if *heading != new || is_due {
+                    let details = document.details(rate);
+                    let colon = if details.is_empty() { "" } else { ": " };
+                    print_line(&format!("{new}{colon}{details}"));
+                    (*heading, *printed) = (new, Some(now));
+                }
+            }
+            Self::Bar(bar) => {
+                bar.set_length(document.total_bytes.max(1));
+                let here = if document.side == "destination" && document.remaining_bytes == 0 {
+                    document.memory_bytes_received
+                } else if document.is_moving() || document.is_over() {
+                    document.total_bytes.saturating_sub(document.remaining_bytes)
+                } else {
+                    0
+                };
+                bar.set_position(here.min(document.total_bytes));
+                bar.set_prefix(document.heading());
+                bar.set_message(document.details(rate));
+                bar.tick();
+            }
+        }
+    }
+
+    /// The last words; what went wrong is for stderr and comes from elsewhere.
+    fn end(self, last: Option<&Document>) {
+        if let Self::Bar(bar) = &self {
+            bar.finish_and_clear();
+        }
+        match (self, last) {
+            (Self::None, _) | (_, None) => {}
+            (_, Some(document)) => print_line(&document.summary()),
+        }
+    }
+}
+
+/// Whoever reads stdout may have left; the exit code still tells.
+fn print_line(line: &str) {
+    let mut out = std::io::stdout();
+    let _ = writeln!(out, "{line}");
+    let _ = out.flush();
+}
+
+/// Lets the VMM know that somebody is going to look, so that it stays until they have seen the end.
+pub fn announce(client: &Client) {
+    // There may be nothing to see yet, and a VMM that is not there is found out about soon.
+    let _ = client.ask(Method::Get, "vm.migration-progress", None);
+}
+
+/// Follows the migration that goes on, or the last one, to its end.
+///
+/// # Errors
+/// It did not end well, or its end was not seen.
+pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
+    let mut screen = Screen::new(view);
+    let mut rate = Rate::default();
+    let mut last: Option<Document> = None;
+    loop {
+        let text = match client.ask(Method::Get, "vm.migration-progress", None) {
+            Ok(text) => text.unwrap_or_default(),
+            Err(source) => {
+                screen.end(last.as_ref());
+                return Err(match last {
+                    None => FollowError::Nothing(source),
+                    Some(document) => FollowError::Vanished { phase: document.phase, source },
+                });
+            }
+        };
+        let document: Document = serde_json::from_str(&text).unwrap_or_default();
+        let now = Instant::now();
+        if document.is_over() {
+            screen.end(Some(&document));
+            return verdict(document);
+        }
+        screen.show(&document, rate.at(now, document.moved_bytes()), now);
+        last = Some(document);
+        std::thread::sleep(POLL);
+    }
+}
+
+fn verdict(document: Document) -> Result<(), FollowError> {
+    if document.phase == "done" {
+        return Ok(());
+    }
+    let failure = Box::new(document.error.unwrap_or_default());
+    Err(FollowError::Failed { failure })
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use serde_json::json;
+
+    use super::*;
+
+    fn document(value: serde_json::Value) -> Document {
+        serde_json::from_value(value).unwrap()
+    }
+
+    #[test]
+    fn precopy_is_told_with_round_rates_and_downtime() {
+        let document = document(json!({
+            "side": "source", "phase": "precopy", "round": 3, "total_bytes": 1_u64 << 30,
+            "remaining_bytes": 64 << 20, "dirty_bytes_per_s": 32 << 20,
+            "expected_downtime_us": 61_500, "unknown_field": [1, 2],
+        }));
+        assert_eq!(document.heading(), "precopy round 3");
+        assert_eq!(
+            document.details(512 << 20),
+            "64.00 MiB of 1.00 GiB left, 512.00 MiB/s, guest writes 32.00 MiB/s, downtime \
+             expected 61 ms"
+        );
+    }
+
+    #[test]
+    fn postcopy_is_told_with_faults_and_latencies() {
+        let document = document(json!({
+            "side": "destination", "phase": "fault", "total_bytes": 1 << 20,
+            "remaining_bytes": 4096,
+            "faults": {"source": "uffd", "seen": 7, "latency_us": {"count": 5, "p50": 90, "p99": 4200, "max": 20_000}},
+        }));
+        assert_eq!(
+            document.details(0),
+            "4.00 KiB of 1.00 MiB left, 7 faults, by uffd, fault latency 90 us median, 4.2 ms p99, \
+             20 ms longest"
+        );
+    }
+
+    #[test]
+    fn the_exit_code_says_how_it_ended() {
+        let code = |value| verdict(document(value)).map_or_else(|error| error.exit_code(), |()| 0);
+        assert_eq!(code(json!({"phase": "done"})), exit::OK);
+        let failed = |guest: &str, cancelled: bool| json!({"phase": "failed", "error": {"guest": guest, "cancelled": cancelled}});
+        assert_eq!(code(failed("on-source", false)), exit::FAILED);
+        assert_eq!(code(failed("not-here", false)), exit::FAILED);
+        assert_eq!(code(failed("on-source", true)), exit::CANCELLED);
+        for guest in ["on-destination", "in-doubt", "postcopy-paused", "paused-on-source", ""] {
+            assert_eq!(code(failed(guest, false)), exit::LOOK, "{guest}");
+        }
+        assert_eq!(code(json!({"phase": "postcopy-paused"})), exit::LOOK);
+    }
+
+    #[test]
+    fn what_failed_is_told_once_with_all_sentences() {
+        let value = json!({"phase": "failed", "error": {
+            "guest": "on-source", "chain": ["migration failed on the source", "no route"],
+        }});
+        let error = verdict(document(value)).unwrap_err();
+        assert_eq!(exit::chain(&error), "migration failed on the source: no route");
+    }
+
+    #[test]
+    fn the_rate_follows_what_moves() {
+        let start = Instant::now();
+        let mut rate = Rate::default();
+        assert_eq!(rate.at(start, 0), 0);
+        assert_eq!(rate.at(start + Duration::from_secs(1), 1000), 1000);
+        let slower = rate.at(start + Duration::from_secs(2), 1000);
+        assert!(slower > 0 && slower < 1000, "{slower}");
+    }
+}

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A program that a benchmark has started: killed and waited for when dropped.
+//!
+//! Owns the child's end, however the benchmark itself ends. Must never know what the program is.
+
+use std::io::Read as _;
+use std::process::{Child, Command};
+
+/// A running program.
+pub struct Killed(pub Child);
+
+impl Killed {
+    /// Starts it.
+    pub fn spawn(command: &mut Command) -> std::io::Result<Self> {
+        command.spawn().map(Self)
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
+    /// How it ended and what it said of it, if it has ended; its standard error must be a pipe.
+    pub fn ended(&mut self) -> std::io::Result<Option<String>> {
+        let Some(status) = self.0.try_wait()? else { return Ok(None) };
+        let mut text = String::new();
+        if let Some(error) = self.0.stderr.as_mut() {
+            error.read_to_string(&mut text)?;
+        }
+        Ok(Some(format!("{status}: {}", text.trim())))
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Two processes of this program, driven as a user would: by `ch-remote`.
+//!
+//! Owns both, and the event files by which they say how far they are. Must never use anything that
+//! a user could not.
+
+use std::error::Error;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::measure::Pair;
+use super::{MEMORY_MIB, Setup, VCPUS};
+use crate::child::Killed;
+
+/// How often an event file is looked at.
+const POLL: Duration = Duration::from_micros(500);
+/// Longest wait for an event.
+const LIMIT: Duration = Duration::from_mins(2);
+
+/// A VMM with its socket and event file.
+struct Vmm {
+    child: Killed,
+    socket: PathBuf,
+    events: PathBuf,
+}
+
+/// A source with a guest and a destination that listens.
+pub struct Ours {
+    source: Vmm,
+    destination: Vmm,
+    receiver: Option<Killed>,
+    remote: PathBuf,
+    option: String,
+    _folder: TempDir,
+}
+
+impl Ours {
+    /// Starts both; `more` is added to the options of `send-migration`.
+    pub fn start(setup: &Setup, cmdline: &str, more: &str) -> Result<Self, Box<dyn Error>> {
+        let folder = TempDir::with_prefix("godwit-bench-")?;
+        let memory = format!("size={MEMORY_MIB}M,shared=on");
+        let mut command = Command::new(setup.vmm);
+        command
+            .args(["--serial", "off", "--console", "off", "--cmdline", cmdline, "--kernel"])
+            .arg(setup.guest)
+            .args(["--cpus", &format!("boot={VCPUS}"), "--memory", &memory]);
+        let mut source = Vmm::spawn(&mut command, folder.path(), "a")?;
+        let mut destination = Vmm::spawn(&mut Command::new(setup.vmm), folder.path(), "b")?;
+        source.wait_for_socket()?;
+        destination.wait_for_socket()?;
+        let receiver = Killed::spawn(
+            // It fails when nothing is sent, as beside a raw copy, and whoever sends says why.
+            remote(setup.remote, &destination.socket)
+                .args(["receive-migration", "receiver_url=tcp:127.0.0.1:0"])
+                .stderr(Stdio::null()),
+        )?;
+        let ready = destination.wait_for(&["migration-receive-ready"])?;
+        let address = ready["properties"]["address"].as_str().unwrap_or_default();
+        let downtime_ms = setup.downtime_ms;
+        let option = format!("destination_url={address},downtime_ms={downtime_ms}{more}");
+        let (remote, receiver) = (setup.remote.to_owned(), Some(receiver));
+        Ok(Self { source, destination, receiver, remote, option, _folder: folder })
+    }
+}
+
+impl Pair for Ours {
+    fn source_pid(&self) -> u32 {
+        self.source.child.pid()
+    }
+
+    fn destination_pid(&self) -> u32 {
+        self.destination.child.pid()
+    }
+
+    fn migrate(&mut self) -> Result<(), Box<dyn Error>> {
+        let output = remote(&self.remote, &self.source.socket)
+            .args(["send-migration", &self.option])
+            .output()?;
+        if !output.status.success() {
+            let why = String::from_utf8_lossy(&output.stderr).into_owned();
+            return Err(format!("send-migration {}: {}", self.option, why.trim()).into());
+        }
+        let event = self.source.wait_for(&["migration-finished", "migration-failed"])?;
+        if event["event"] != "migration-finished" {
+            return Err(format!("the migration failed: {event}").into());
+        }
+        if let Some(mut receiver) = self.receiver.take() {
+            receiver.0.wait()?;
+        }
+        Ok(())
+    }
+}
+
+impl Vmm {
+    fn spawn(command: &mut Command, folder: &Path, name: &str) -> Result<Self, Box<dyn Error>> {
+        let socket = folder.join(name);
+        let events = folder.join(format!("{name}.events"));
+        let child = Killed::spawn(
+            command
+                .arg("--api-socket")
+                .arg(&socket)
+                .arg("--event-monitor")
+                .arg(format!("path={}", events.display()))
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped()),
+        )?;
+        Ok(Self { child, socket, events })
+    }
+
+    fn wait_for_socket(&mut self) -> Result<(), Box<dyn Error>> {
+        let socket = self.socket.clone();
+        self.wait("a VMM that listens", |_| {
+            std::os::unix::net::UnixStream::connect(&socket).ok().map(drop)
+        })
+    }
+
+    /// Waits for one of these events; gives it.
+    fn wait_for(&mut self, names: &[&str]) -> Result<Value, Box<dyn Error>> {
+        let path = self.events.clone();
+        // A source that has migrated ends, and its event is there by then.
+        self.wait(names.first().copied().unwrap_or_default(), |_| {
+            let text = fs::read_to_string(&path).ok()?;
+            // The last one may be half written.
+            serde_json::Deserializer::from_str(&text)
+                .into_iter::<Value>()
+                .map_while(Result::ok)
+                .find(|event| names.iter().any(|name| event["event"] == *name))
+        })
+    }
+
+    fn wait<T>(
+        &mut self,
+        what: &str,
+        mut attempt: impl FnMut(&mut Self) -> Option<T>,
+    ) -> Result<T, Box<dyn Error>> {
+        let start = Instant::now();
+        loop {
+            let ended = self.child.ended()?;
+            if let Some(value) = attempt(self) {
+                return Ok(value);
+            }
+            if let Some(how) = ended {
+                return Err(format!("waited for {what}, and the VMM ended with {how}").into());
+            }
+            if start.elapsed() > LIMIT {
+                return Err(format!("no {what} within {} s", LIMIT.as_secs()).into());
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+}
+
+fn remote(program: &Path, socket: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.arg("--api-socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::null());
+    command
+}

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Two QEMU processes (`q35`, qboot, KVM) with the same guest, driven over QMP.
+//!
+//! Owns both and their QMP connections. QEMU's bandwidth limit is lifted and its events are on;
+//! everything else is as QEMU has it. Must never need QEMU to be there: [`missing`] says why not.
+
+use std::error::Error;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::measure::Pair;
+use super::{MEMORY_MIB, Setup, VCPUS};
+use crate::child::Killed;
+
+const QEMU: &str = "qemu-system-x86_64";
+const QBOOT: &str = "/usr/share/qemu/qboot.rom";
+/// More than any loopback carries, bytes per second.
+const UNLIMITED: u64 = 1 << 40;
+/// Longest wait for QEMU to listen, to answer, or to end a migration.
+const LIMIT: Duration = Duration::from_mins(2);
+
+/// Why QEMU cannot take part; none when it can.
+pub fn missing() -> Option<String> {
+    if Command::new(QEMU).arg("--version").output().is_err() {
+        return Some(format!("{QEMU} is not installed (Debian package qemu-system-x86)"));
+    }
+    (!Path::new(QBOOT).exists()).then(|| format!("{QBOOT} is not installed"))
+}
+
+/// One QEMU.
+struct Machine {
+    child: Killed,
+    control: UnixStream,
+    answers: BufReader<UnixStream>,
+}
+
+/// A source with a guest and a destination that listens.
+pub struct Qemu {
+    source: Machine,
+    destination: Machine,
+    uri: String,
+    _folder: TempDir,
+}
+
+impl Qemu {
+    /// Starts both; `channels` asks for multifd.
+    pub fn start(
+        setup: &Setup,
+        cmdline: &str,
+        channels: Option<u32>,
+    ) -> Result<Self, Box<dyn Error>> {
+        let folder = TempDir::with_prefix("godwit-bench-")?;
+        let start = |name: &str, more: &[&str]| {
+            Machine::start(setup.guest, cmdline, &folder.path().join(name), more)
+        };
+        let mut source = start("a", &[])?;
+        let mut destination = start("b", &["-incoming", "defer"])?;
+        for machine in [&mut source, &mut destination] {
+            machine.configure(setup.downtime_ms, channels)?;
+        }
+        destination.execute("migrate-incoming", &json!({ "uri": "tcp:127.0.0.1:0" }))?;
+        let answer = destination.execute("query-migrate", &json!({}))?;
+        let port = answer["socket-address"][0]["port"]
+            .as_str()
+            .ok_or_else(|| format!("QEMU does not say where it listens: {answer}"))?;
+        let uri = format!("tcp:127.0.0.1:{port}");
+        Ok(Self { source, destination, uri, _folder: folder })
+    }
+}
+
+impl Pair for Qemu {
+    fn source_pid(&self) -> u32 {
+        self.source.child.pid()
+    }
+
+    fn destination_pid(&self) -> u32 {
+        self.destination.child.pid()
+    }
+
+    fn migrate(&mut self) -> Result<(), Box<dyn Error>> {
+        self.source.execute("migrate", &json!({ "uri": self.uri }))?;
+        let start = Instant::now();
+        loop {
+            let event = self.source.message()?;
+            match event["data"]["status"].as_str() {
+                Some("completed") => return Ok(()),
+                Some("failed" | "cancelled") => {
+                    let answer = self.source.execute("query-migrate", &json!({}))?;
+                    return Err(format!("QEMU's migration failed: {answer}").into());
+                }
+                _ if start.elapsed() > LIMIT => return Err("QEMU does not get there".into()),
+                _ => {}
+            }
+        }
+    }
+}
+
+impl Machine {
+    fn start(
+        guest: &Path,
+        cmdline: &str,
+        socket: &Path,
+        more: &[&str],
+    ) -> Result<Self, Box<dyn Error>> {
+        let mut child = Killed::spawn(
+            Command::new(QEMU)
+                .args(["-accel", "kvm", "-cpu", "host", "-nodefaults", "-display", "none"])
+                .args(["-no-reboot", "-bios", QBOOT, "-append", cmdline, "-kernel"])
+                .arg(guest)
+                .args(["-smp", &VCPUS.to_string(), "-m", &format!("{MEMORY_MIB}M")])
+                .args(["-M", "q35,memory-backend=ram", "-object"])
+                .arg(format!("memory-backend-memfd,id=ram,size={MEMORY_MIB}M,share=on"))
+                .args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())])
+                .args(more)
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped()),
+        )?;
+        let start = Instant::now();
+        let control = loop {
+            if let Ok(control) = UnixStream::connect(socket) {
+                break control;
+            }
+            if let Some(how) = child.ended()? {
+                return Err(format!("QEMU ended with {how}").into());
+            }
+            if start.elapsed() > LIMIT {
+                return Err("QEMU has no QMP socket".into());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        control.set_read_timeout(Some(LIMIT))?;
+        let answers = BufReader::new(control.try_clone()?);
+        let mut machine = Self { child, control, answers };
+        machine.message()?;
+        machine.execute("qmp_capabilities", &json!({}))?;
+        Ok(machine)
+    }
+
+    fn configure(&mut self, downtime_ms: u64, channels: Option<u32>) -> Result<(), Box<dyn Error>> {
+        let state = channels.is_some();
+        let capabilities = json!({ "capabilities": [
+            { "capability": "events", "state": true },
+            { "capability": "multifd", "state": state },
+        ]});
+        self.execute("migrate-set-capabilities", &capabilities)?;
+        let mut parameters = json!({ "max-bandwidth": UNLIMITED, "downtime-limit": downtime_ms });
+        if let Some(channels) = channels {
+            parameters["multifd-channels"] = channels.into();
+        }
+        self.execute("migrate-set-parameters", &parameters)?;
+        Ok(())
+    }
+
+    fn execute(&mut self, name: &str, arguments: &Value) -> Result<Value, Box<dyn Error>> {
+        writeln!(self.control, "{}", json!({ "execute": name, "arguments": arguments }))?;
+        loop {
+            let mut message = self.message()?;
+            if let Some(answer) = message.get_mut("return") {
+                return Ok(answer.take());
+            }
+            if let Some(error) = message.get("error") {
+                return Err(format!("QEMU refuses {name}: {error}").into());
+            }
+        }
+    }
+
+    /// The next message of any kind.
+    fn message(&mut self) -> Result<Value, Box<dyn Error>> {
+        let mut line = String::new();
+        if self.answers.read_line(&mut line)? == 0 {
+            let how = self.child.ended()?.unwrap_or_default();
+            return Err(format!("QEMU is gone: {how}").into());
+        }
+        Ok(serde_json::from_str(&line)?)
+    }
+}

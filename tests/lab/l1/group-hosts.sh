@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# Two machines with one network and one disk, and a Debian guest that moves between them with its
+# disk and network in use: there and back in precopy, there in postcopy. This is the first machine;
+# peer-hosts.sh is the second and does what this one says.
+. ./lib.sh
+. ./hosts.sh
+
+# must NAME COMMAND...: as check, but nothing else makes sense without it.
+must() {
+  must_name=$1
+  shift
+  if "$@"; then ok $must_name; return 0; fi
+  failed $must_name "$*"
+  on b ': >$T/done'
+  exit 1
+}
+must network_between_hosts host_up $HOST_a
+other_answers() { wget -q -O /dev/null --post-data : http://$HOST_b/cgi-bin/run 2>/dev/null; }
+must other_machine_is_there wait_until 120 other_answers
+
+# Both clocks must agree, as they would through NTP: the guest's time follows that of its host.
+ahead() { clock-ask $HOST_b $CLOCK_PORT >$T/ahead && read -r ahead_us rtt_us <$T/ahead || { echo "no answer from the other clock"; return 1; }; }
+near() { [ ${1#-} -lt $2 ]; }
+same_clock() {
+  latency_us=5000
+  for try in 1 2 3 4 5 6; do
+    ahead || return 1
+    near $ahead_us 8000 && { echo "the other clock is $ahead_us us ahead (round trip $rtt_us us)"; return 0; }
+    # What is left after the first setting is what it took.
+    [ $try -gt 1 ] && near $ahead_us 500000 && latency_us=$((latency_us - ahead_us))
+    on b "clock-set $ahead_us $latency_us" || return 1
+  done
+  echo "the other clock stays $ahead_us us ahead"
+  return 1
+}
+must clocks_of_the_hosts_agree same_clock
+
+start_guest a1 2 --net tap=lab0,mac=52:54:00:00:00:07 || failed start "the VMM did not start"
+must boots_with_two_vcpus wait_until $WAIT_S says a1 "GUEST-READY 2 vcpus"
+
+# A loop in the guest that writes, reads back from the disk and compares, and a file whose sum is known.
+work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 & :'
+check starts_disk_load guest_on a a1 "$work"
+# A TCP stream to this machine that lasts over all moves: ten lines a second, with the guest's time.
+nc -l -p 7003 </dev/null | stamp >$T/stream &
+must starts_network_load guest_on a a1 '(n=0; while :; do echo line $n ${EPOCHREALTIME/./}; n=$((n+1)); sleep 0.1; done >/dev/tcp/10.9.0.1/7003) >/dev/null 2>&1 & :'
+lines() { [ "$(wc -l <$T/stream)" -ge "$1" ]; }
+# The guest's clock behind ours, microseconds, by the line of the next 30 that came fastest.
+guest_behind() {
+  begin=$(wc -l <$T/stream)
+  wait_until 60 lines $((begin + 31)) || return 1
+  behind_us=$(sed -n "$((begin + 1)),$((begin + 30))p" $T/stream | awk '{d=$4-$3; if (NR==1 || d<m) m=d} END {printf "%d", m}')
+}
+
+# move HOST NAME TO_HOST TO_NAME MODE
+move() {
+  eval "address=\$HOST_$3"
+  same_clock && guest_behind || return 1
+  before_us=$behind_us
+  begun_s=$(cut -d. -f1 /proc/uptime)
+  on $3 "listen $4 $5 $address" || return 1
+  on $1 "remote $2 send-migration --wait destination_url=tcp:$address:$MIGRATION_PORT,memory_mode=$5" || return 1
+  on $3 "arrived $4" && on $1 "ends $2 60" || return 1
+  echo "$5 from $1 to $3 took $(($(cut -d. -f1 /proc/uptime) - begun_s)) s"
+}
+# The guest's time went on as ours did; what the other host's clock is ahead is not the guest's fault.
+clock_kept() {
+  sleep 1
+  ahead && guest_behind || return 1
+  moved_us=$((behind_us - before_us))
+  echo "the guest's clock moved by $moved_us us (the other host's is $ahead_us us ahead)"
+  near $moved_us 50000
+}
+# still_right HOST NAME: its disk and its programs.
+still_right() {
+  guest_on $1 $2 'cat /tmp/rounds' || return 1
+  rounds=$(cat $T/on.out)
+  guest_on $1 $2 "for i in \$(seq 300); do [ \$(cat /tmp/rounds) -gt $rounds ] && break; sleep 0.1; done; [ \$(cat /tmp/rounds) -gt $rounds ] && [ ! -e /root/bad ]" || return 1
+  guest_on $1 $2 'echo 3 >/proc/sys/vm/drop_caches; [ "$(sha256sum </root/known)" = "$(cat /root/known.sum)" ] && ! dmesg | grep -E "I/O error|Oops|BUG:|soft lockup|hung task"'
+}
+
+must precopy_to_the_other_host move a a1 b b1 precopy
+check clock_after_precopy clock_kept
+check disk_after_precopy still_right b b1
+must precopy_back move b b1 a a2 precopy
+check clock_after_precopy_back clock_kept
+check disk_after_precopy_back still_right a a2
+must postcopy_to_the_other_host move a a2 b b2 postcopy
+check clock_after_postcopy clock_kept
+check disk_after_postcopy still_right b b2
+stream_is_whole() {
+  head -n -1 $T/stream | awk '$1 != "line" || $2 != NR-1 {print "line " NR ": " $0; bad=1; exit} END {exit bad}'
+}
+check stream_is_whole stream_is_whole
+power_button() { on b 'remote b2 power-button && wait_until 60 says b2 POWER-BUTTON && ends b2 60'; }
+check power_button_after_moves power_button
+check filesystem_clean filesystem_clean
+on b ': >$T/done'

@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The network and the peers fail at every step of the protocol.
+//!
+//! Every message of the protocol ([`relay::rows`]), before it is passed on and before its answer
+//! is, times what happens there, is a case: afterwards the guest is where the state machine says,
+//! whole, both sides that are left say why, and both can be used again at once. The results are a
+//! table, printed and kept as a file.
+
+use std::fmt::Write as _;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use vm_migration::protocol::message::Command;
+
+use crate::harness::migrate::{Reception, migrate};
+use crate::harness::relay::{self, Link, Point, Relay, Row, Setting};
+use crate::harness::{Mode, Suite, Transport, Vmm, wait_for};
+
+/// For one table; each case is about two seconds.
+const LIMIT: Duration = Duration::from_mins(6);
+/// Until a case gets to its step.
+const REACH: Duration = Duration::from_secs(20);
+/// Cases at once: the guests keep a processor busy each.
+const AT_ONCE: usize = 2;
+
+/// What happens at a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Act {
+    KillSource,
+    KillDestination,
+    /// All connections end.
+    Cut,
+    /// The message does not get on; somebody cancels, or it does after all.
+    Stall,
+}
+
+impl Act {
+    const ALL: [Self; 4] = [Self::KillSource, Self::KillDestination, Self::Cut, Self::Stall];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::KillSource => "source_killed",
+            Self::KillDestination => "destination_killed",
+            Self::Cut => "cut",
+            Self::Stall => "stalled",
+        }
+    }
+}
+
+/// How far the handover is at a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The destination has not acknowledged it.
+    Before,
+    /// It has, and the source does not know.
+    Acknowledged,
+    /// The source has given the guest away, and the destination does not know.
+    Given,
+    /// The guest runs at the destination.
+    After,
+    /// With all its pages.
+    Complete,
+}
+
+fn stage(row: Row) -> Stage {
+    match (row.command, row.point, row.mode) {
+        // The three are sent in one go.
+        (
+            Command::Pending | Command::State | Command::Complete | Command::CompletePaused,
+            Point::Answer,
+            _,
+        ) => Stage::Acknowledged,
+        (Command::Confirm, Point::Message, _) => Stage::Given,
+        (Command::Confirm, Point::Answer, Mode::Precopy) => Stage::Complete,
+        (Command::Confirm, Point::Answer, Mode::Postcopy) => Stage::After,
+        (Command::PostcopyDone, ..) => Stage::Complete,
+        (..) if row.mode == Mode::Postcopy && row.link != Link::Control => Stage::After,
+        (..) => Stage::Before,
+    }
+}
+
+/// Where the guest has to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// At the source, as before.
+    Source,
+    /// At the destination, whole.
+    Destination,
+    /// Whole at the destination, which waits for a person to say that it runs nowhere else.
+    Standing,
+    /// At the destination, and waits for pages that are lost.
+    Waiting,
+    /// Nowhere: its only host was killed, or each side has one half of it.
+    Lost,
+}
+
+fn expected(row: Row, act: Act) -> Place {
+    let postcopy = row.mode == Mode::Postcopy;
+    match (act, stage(row)) {
+        (Act::KillSource, Stage::Before) => Place::Lost,
+        (Act::KillSource, Stage::Acknowledged) | (Act::KillSource | Act::Cut, Stage::Given) => {
+            if postcopy {
+                Place::Lost
+            } else {
+                Place::Standing
+            }
+        }
+        (Act::KillSource | Act::Cut, Stage::After) => Place::Waiting,
+        (Act::KillSource | Act::Cut, Stage::Complete) => Place::Destination,
+        (Act::KillDestination, Stage::Before | Stage::Acknowledged)
+        | (Act::Cut | Act::Stall, Stage::Before | Stage::Acknowledged) => Place::Source,
+        (Act::KillDestination, Stage::Given | Stage::After | Stage::Complete) => Place::Lost,
+        (Act::Stall, Stage::Given | Stage::After | Stage::Complete) => Place::Destination,
+    }
+}
+
+pub fn add(suite: &mut Suite) {
+    for mode in [Mode::Precopy, Mode::Postcopy] {
+        for act in Act::ALL {
+            let name = format!("cuts::{}_{}", mode.name(), act.name());
+            suite.add_long(&name, LIMIT, move || table(mode, act));
+        }
+    }
+    suite.add("cuts::every_message_has_been_seen", every_message);
+}
+
+/// Both ends of a migration that has got to its row.
+pub struct Stopped {
+    pub source: Vmm,
+    pub destination: Vmm,
+    pub relay: Relay,
+    pub reception: Reception,
+}
+
+/// Begins a migration, and waits until it has got to `row`. Whether pages become zero while they
+/// are copied, or are asked for while they are under way, is for chance: then it is tried again.
+pub fn stop_at(row: Row) -> Stopped {
+    const TRIES: u32 = 20;
+    for _ in 0..TRIES {
+        let stopped = begin(row);
+        let start = Instant::now();
+        loop {
+            if stopped.relay.wait(Duration::from_millis(20)) {
+                return stopped;
+            }
+            let progress = stopped.destination.api().get("vm.migration-progress").json();
+            if progress["phase"] == "done" {
+                break;
+            }
+            let seen = stopped.relay.seen();
+            assert!(start.elapsed() < REACH, "{row:?} was not reached, only {seen:?}");
+        }
+    }
+    panic!("{row:?} was not reached in {TRIES} migrations");
+}
+
+fn begin(row: Row) -> Stopped {
+    let cmdline = match row.setting {
+        Setting::ZeroPages => "workload=random-write prefill=0 write_percent=30 mem=32M",
+        _ => "workload=random-write mem=32M",
+    };
+    let source = Vmm::boot(1, "size=96M,shared=on", cmdline);
+    if row.setting == Setting::Paused {
+        source.api().put("vm.pause", "").ok();
+    }
+    let destination = Vmm::empty();
+    let reception = Reception::start(&destination, Transport::Tcp, row.mode);
+    let relay = Relay::start(&reception.url, row.mode, Some(row));
+    let connections = if row.setting == Setting::Connections { 3 } else { 1 };
+    let option = format!(
+        "destination_url={},memory_mode={},connections={connections},timeout_s=4,\
+         timeout_strategy=ignore",
+        relay.url,
+        row.mode.name(),
+    );
+    source.remote_ok(&["send-migration", &option]);
+    Stopped { source, destination, relay, reception }
+}
+
+/// The progress document of a migration that is over; `None` when the VMM has ended.
+fn ended(vmm: &Vmm) -> Option<Value> {
+    wait_for("the end of the migration", || {
+        let Ok(answer) = vmm.api().request("GET", "vm.migration-progress", None) else {
+            return Some(None);
+        };
+        let document = answer.json();
+        let over = ["done", "failed", "postcopy-paused"].map(Value::from);
+        over.contains(&document["phase"]).then_some(Some(document))
+    })
+}
+
+/// The reason in a document, which must have side, step and cause.
+fn reason(document: &Value, side: &str) -> String {
+    let error = &document["error"];
+    assert_eq!(error["side"], side, "{document}");
+    assert!(error["step"].as_str().is_some_and(|step| !step.is_empty()), "{document}");
+    let chain: Vec<&str> =
+        error["chain"].as_array().expect("a chain").iter().filter_map(Value::as_str).collect();
+    assert!(chain.len() >= 2, "{document}");
+    chain.join(": ")
+}
+
+/// One case; gives its line of the table.
+fn case(row: Row, act: Act) -> String {
+    let Stopped { mut source, mut destination, relay, reception } = stop_at(row);
+    let (place, at) = (expected(row, act), stage(row));
+    match act {
+        Act::KillSource => source.signal(libc::SIGKILL),
+        Act::KillDestination => destination.signal(libc::SIGKILL),
+        Act::Cut => relay.cut(),
+        Act::Stall if place == Place::Source => {
+            let answer = source.api().put("vm.migration-cancel", "").ok().json();
+            assert_eq!(
+                (&answer["side"], &answer["guest"]),
+                (&"source".into(), &"on-source".into())
+            );
+        }
+        Act::Stall => relay.release(),
+    }
+    if act == Act::KillSource {
+        source.wait_for_exit();
+        // What it had sent still arrives.
+        if at == Stage::Complete {
+            relay.release();
+        }
+        if row.point == Point::Answer {
+            let _ = ended(&destination);
+        }
+    }
+    if act == Act::KillDestination {
+        destination.wait_for_exit();
+        relay.cut();
+    }
+    let source_document = (act != Act::KillSource).then(|| ended(&source)).flatten();
+    relay.cut();
+    let destination_document = (act != Act::KillDestination).then(|| ended(&destination)).flatten();
+    let output = reception.finish();
+    let told = tell(&source_document, &destination_document);
+    let context = format!("{row:?} {act:?}: {place:?}\n{told}\n{output:?}");
+    judge(row, &source_document, &destination_document, place, &context);
+    settle(row, source, destination, place, act, &context);
+    format!("| {:?} | {:?} | {:?} | {place:?} | {told} |", row.command, row.link, row.point)
+}
+
+fn tell(source: &Option<Value>, destination: &Option<Value>) -> String {
+    let mut text = String::new();
+    for (side, document) in [("source", source), ("destination", destination)] {
+        if let Some(document) = document.as_ref().filter(|document| !document["error"].is_null()) {
+            let _ = write!(
+                text,
+                "{}{}",
+                if text.is_empty() { "" } else { " // " },
+                reason(document, side)
+            );
+        }
+    }
+    text
+}
+
+/// What both sides say about where the guest is.
+fn judge(
+    row: Row,
+    source: &Option<Value>,
+    destination: &Option<Value>,
+    place: Place,
+    context: &str,
+) {
+    let guest = |document: &Option<Value>| {
+        document.as_ref().map(|document| document["error"]["guest"].clone()).unwrap_or_default()
+    };
+    if let Some(document) = source {
+        let after = if row.mode == Mode::Postcopy { "postcopy-paused" } else { "on-destination" };
+        match place {
+            Place::Source => assert_eq!(guest(source), "on-source", "{context}"),
+            Place::Destination if document["phase"] == "done" => {}
+            _ => assert_eq!(guest(source), after, "{context}"),
+        }
+    }
+    if destination.is_some() {
+        let said = guest(destination);
+        match place {
+            Place::Source => assert!(
+                ["not-here", "in-doubt"].contains(&said.as_str().unwrap_or_default()),
+                "{context}"
+            ),
+            Place::Destination => assert_eq!(said, Value::Null, "{context}"),
+            Place::Standing => assert_eq!(said, "in-doubt", "{context}"),
+            Place::Waiting => assert_eq!(said, "postcopy-paused", "{context}"),
+            Place::Lost => assert!(
+                ["not-here", "in-doubt"].contains(&said.as_str().unwrap_or_default()),
+                "{context}"
+            ),
+        }
+    }
+}
+
+/// The guest is where it should be, and every VMM that is left can be used.
+fn settle(row: Row, mut source: Vmm, mut destination: Vmm, place: Place, act: Act, context: &str) {
+    let paused = row.setting == Setting::Paused;
+    match place {
+        Place::Source => {
+            wait_for("the guest at the source", || (source.api().state() != "").then_some(()));
+            if act == Act::KillDestination {
+                destination = Vmm::empty();
+            } else if destination.api().get("vm.info").status == 200 {
+                // The source's last word got lost: it has arrived and must not be started.
+                assert_eq!(stage(row), Stage::Acknowledged, "{context}");
+                assert_eq!(destination.api().state(), "Paused", "{context}");
+                destination.api().put("vm.delete", "").ok();
+            }
+            moves_on(source, &destination, paused);
+        }
+        Place::Standing => {
+            assert_eq!(destination.api().state(), "Paused", "{context}");
+            destination.api().put("vm.resume", "").ok();
+            let back = free(source, act == Act::KillSource);
+            moves_on(destination, &back, false);
+        }
+        Place::Destination => {
+            if act != Act::KillSource && row.mode == Mode::Precopy {
+                // Whether it has ended or was left in doubt, it can be replaced at once.
+                let _ = source.exited();
+            }
+            drop(source);
+            moves_on(destination, &Vmm::empty(), paused);
+        }
+        Place::Waiting => {
+            // Nothing takes it apart but the end of its VMM, which is always possible.
+            for name in ["vm.delete", "vm.shutdown", "vm.reboot"] {
+                let answer = destination.api().put(name, "");
+                assert_eq!(answer.status, 409, "{name}: {answer:?}");
+                assert!(answer.body.contains("vmm.shutdown"), "{answer:?}");
+            }
+            destination.shut_down();
+            drop(free(source, act == Act::KillSource));
+        }
+        Place::Lost => {
+            if act != Act::KillDestination {
+                assert_eq!(destination.api().get("vm.info").status, 404, "{context}");
+                usable(&destination);
+            }
+            if act == Act::KillDestination
+                && stage(row) == Stage::Complete
+                && row.point == Point::Answer
+                && row.mode == Mode::Postcopy
+            {
+                // It had heard that the guest is complete, and has ended well.
+                assert_eq!(source.wait_for_exit(), 0, "{context}");
+            } else {
+                drop(free(source, act == Act::KillSource));
+            }
+        }
+    }
+}
+
+/// A source that has given its guest away is free once it is told that nobody needs it any more.
+fn free(source: Vmm, is_killed: bool) -> Vmm {
+    if is_killed {
+        return Vmm::empty();
+    }
+    assert_eq!(source.api().get("vm.info").status, 404, "the source still shows the guest");
+    source.api().put("vm.delete", "").ok();
+    usable(&source);
+    source
+}
+
+/// The VMM has no guest and takes one.
+fn usable(vmm: &Vmm) {
+    let reception = Reception::start(vmm, Transport::Tcp, Mode::Precopy);
+    let answer = vmm.api().put("vm.migration-cancel", "").ok().json();
+    assert_eq!(answer["guest"], "not-here", "{answer}");
+    let output = reception.finish();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("cancelled"), "{output:?}");
+}
+
+/// The guest moves from one VMM to the other, and is whole there.
+fn moves_on(from: Vmm, to: &Vmm, paused: bool) {
+    migrate(from, to, Transport::Tcp, Mode::Precopy);
+    if paused {
+        to.verify_paused();
+        to.api().put("vm.resume", "").ok();
+    }
+    to.wait_for_work(2_000);
+    to.verify();
+}
+
+/// All cases of a mode and an act.
+fn table(mode: Mode, act: Act) {
+    let rows = relay::rows(mode);
+    assert!(rows.len() >= 14, "{rows:?}");
+    let left = Mutex::new(rows.into_iter().enumerate().collect::<Vec<_>>());
+    let (lines, failed) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                loop {
+                    let Some((number, row)) = left.lock().expect("rows").pop() else { return };
+                    match std::panic::catch_unwind(|| case(row, act)) {
+                        Ok(line) => lines.lock().expect("lines").push((number, line)),
+                        Err(_) => failed.lock().expect("failures").push(row),
+                    }
+                }
+            });
+        }
+    });
+    let mut lines = lines.into_inner().expect("lines");
+    lines.sort();
+    let lines: Vec<String> = lines.into_iter().map(|(_, line)| line).collect();
+    let failed = failed.into_inner().expect("failures");
+    let head = "| message | connection | held before | guest afterwards | what the sides say |\n\
+                | --- | --- | --- | --- | --- |";
+    let text = format!("## {}, {}\n\n{head}\n{}\n", mode.name(), act.name(), lines.join("\n"));
+    println!("{text}");
+    let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuts");
+    let file = folder.join(format!("{}-{}.md", mode.name(), act.name()));
+    std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&file, &text)).expect("a file");
+    println!("     kept in {}", file.display());
+    assert!(failed.is_empty(), "{} cases failed: {failed:?}", failed.len());
+}
+
+/// Clean migrations, one of each setting, send every message that has a row: none is left out
+/// because nobody sends it any more.
+fn every_message() {
+    for mode in [Mode::Precopy, Mode::Postcopy] {
+        for row in relay::rows(mode) {
+            // The others are reached by their own cases.
+            if row.point == Point::Message && row.command == Command::PostcopyDone {
+                let Stopped { mut source, destination, relay, reception } = stop_at(row);
+                relay.release();
+                assert!(reception.finish().status.success(), "{}", destination.output());
+                assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+                let seen = relay.seen();
+                let wanted =
+                    relay::rows(mode).into_iter().filter(|row| row.setting == Setting::Usual);
+                for row in wanted {
+                    assert!(seen.contains(&row.command), "{:?} is not among {seen:?}", row.command);
+                }
+                destination.verify();
+            }
+        }
+    }
+}

@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What people, the system and the guest do in the middle of a migration: requests to both VMMs,
+//! cancels, signals, a guest that resets. The migration is held at every message for it.
+
+use std::process::Output;
+
+use crate::cuts::{Stopped, stop_at};
+use crate::harness::relay::{self, Link, Point, Row, Setting};
+use crate::harness::vmm::finish;
+use crate::harness::{Mode, Suite, Vmm, image, wait_for};
+use vm_migration::protocol::message::Command;
+
+pub fn add(suite: &mut Suite) {
+    for mode in [Mode::Precopy, Mode::Postcopy] {
+        let name = mode.name();
+        for row in rows(mode) {
+            let at = format!("{:?}_{:?}", row.link, row.command).to_lowercase();
+            suite.add(&format!("meanwhile::{name}_requests_at_{at}"), move || requests(row));
+            suite.add(&format!("meanwhile::{name}_cancel_at_{at}"), move || cancel(row));
+            if guest_runs(row) {
+                suite.add(&format!("meanwhile::{name}_reset_at_{at}"), move || reset(row));
+            }
+        }
+        suite.add(&format!("meanwhile::{name}_source_told_to_end"), move || source_ends(mode));
+        suite.add(&format!("meanwhile::{name}_source_told_twice"), move || source_ends_now(mode));
+        suite.add(&format!("meanwhile::{name}_destination_told_to_end"), move || {
+            destination_ends(mode);
+        });
+        suite.add(&format!("meanwhile::{name}_destination_told_too_late"), move || {
+            destination_stays(mode);
+        });
+    }
+    suite.add("meanwhile::nothing_to_cancel", nothing_to_cancel);
+    suite.add("meanwhile::cancel_of_one_that_is_awaited", awaited);
+}
+
+/// The messages of an ordinary migration.
+fn rows(mode: Mode) -> Vec<Row> {
+    let mut rows = relay::rows(mode);
+    rows.retain(|row| row.setting == Setting::Usual && row.point == Point::Message);
+    rows
+}
+
+/// The destination does not have the guest yet, whatever the source does.
+fn is_early(row: Row) -> bool {
+    row.link == Link::Control && !matches!(row.command, Command::Confirm | Command::PostcopyDone)
+}
+
+/// It runs at the destination, and its pages still arrive.
+fn is_late(row: Row) -> bool {
+    row.link != Link::Control || row.command == Command::PostcopyDone
+}
+
+/// The guest runs somewhere while the relay holds this message.
+fn guest_runs(row: Row) -> bool {
+    let before = [Command::Start, Command::Capabilities, Command::Config, Command::Memory];
+    before.contains(&row.command) || row.link == Link::Bulk
+}
+
+/// Puts a body to a VMM that must say no, in words that name the reason.
+#[track_caller]
+fn refused(vmm: &Vmm, name: &str, body: &str) {
+    let answer = vmm.api().put(name, body);
+    assert!([404, 405, 409].contains(&answer.status), "{name}: {answer:?}");
+    let named = ["migra", "arriv", "VM"].iter().any(|word| answer.body.contains(word));
+    assert!(named, "{name}: {answer:?}");
+}
+
+const SEND: &str = r#"{"destination_url":"tcp:127.0.0.1:1"}"#;
+const RECEIVE: &str = r#"{"receiver_url":"tcp:127.0.0.1:0"}"#;
+
+/// Nothing that is asked meanwhile changes the migration, and everything is answered at once.
+fn requests(row: Row) {
+    let Stopped { mut source, destination, relay, reception } = stop_at(row);
+    let names = ["vm.shutdown", "vm.delete", "vm.pause", "vm.resume", "vm.reboot", "vmm.shutdown"];
+    for name in names {
+        refused(&source, name, "");
+    }
+    for vmm in [&source, &destination] {
+        vmm.api().get("vmm.ping").ok();
+        refused(vmm, "vm.create", &crate::lifecycle::config(64));
+        refused(vmm, "vm.boot", "");
+        refused(vmm, "vm.send-migration", SEND);
+        refused(vmm, "vm.receive-migration", RECEIVE);
+        vmm.api().get("vm.migration-progress").ok();
+    }
+    if is_late(row) {
+        for name in ["vm.shutdown", "vm.delete", "vm.reboot", "vmm.shutdown"] {
+            refused(&destination, name, "");
+        }
+        destination.api().put("vm.pause", "").ok();
+        destination.api().put("vm.resume", "").ok();
+        assert_eq!(source.api().get("vm.info").status, 409);
+    } else {
+        for name in ["vm.pause", "vm.resume", "vm.shutdown", "vm.reboot"] {
+            refused(&destination, name, "");
+        }
+        assert_eq!(source.api().state(), "Running");
+    }
+    relay.release();
+    assert!(reception.finish().status.success(), "{}", destination.output());
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    destination.wait_for_work(2_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// A cancel at the destination ends the migration until the handover, and is refused after it.
+/// (At the source: every case of `cuts::*_stalled`.)
+fn cancel(row: Row) {
+    let Stopped { mut source, destination, relay, reception } = stop_at(row);
+    if is_early(row) {
+        let printed = destination.remote_ok(&["migration-cancel"]);
+        let answer: serde_json::Value = serde_json::from_str(&printed).expect("JSON");
+        assert_eq!(
+            (&answer["side"], &answer["guest"]),
+            (&"destination".into(), &"not-here".into())
+        );
+        let output = reception.finish();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        assert!(text(&output).contains("cancelled"), "{output:?}");
+        destination.wait_for_event("migration-cancelled");
+        relay.cut();
+        source.wait_for_event("migration-failed");
+        assert_eq!(destination.api().get("vm.info").status, 404);
+        source.wait_for_work(2_000);
+        source.verify();
+        crate::harness::migrate::migrate(
+            source,
+            &destination,
+            crate::harness::Transport::Tcp,
+            row.mode,
+        );
+    } else {
+        let asked = [&source, &destination].map(|vmm| vmm.remote_spawn(&["migration-cancel"]));
+        if !is_late(row) {
+            // The answer has to wait until it is known where the guest is.
+            source.wait_for_event("migration-cancelling");
+        }
+        relay.release();
+        for child in asked {
+            let output = finish(child);
+            assert_eq!(output.status.code(), Some(1), "{output:?}");
+            let text = text(&output);
+            let place = ["can no longer be cancelled", "no migration goes on"];
+            assert!(place.iter().any(|place| text.contains(place)), "{text}");
+        }
+        assert!(reception.finish().status.success(), "{}", destination.output());
+        assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    }
+    destination.wait_for_work(2_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+/// Makes the guest execute what it cannot, at its next instruction: a triple fault, which resets.
+fn crash(vmm: &Vmm) {
+    const BREAKPOINT: u8 = 0xcc;
+    let bytes = std::fs::read(image()).expect("the image");
+    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+    let headers = usize::try_from(word(0x20)).expect("an offset");
+    let guest = vmm.guest();
+    let count = usize::from(u16::from_le_bytes([bytes[0x38], bytes[0x39]]));
+    for at in (0..count).map(|index| headers + index * 56) {
+        let (is_loaded, is_code) = (bytes[at] == 1, bytes[at + 4] & 1 != 0);
+        if is_loaded && is_code {
+            let (gpa, len_bytes) = (word(at + 24), word(at + 32));
+            for page in (gpa..gpa + len_bytes).step_by(4096) {
+                let end = (page & !4095) + 4096;
+                let len = usize::try_from(end.min(gpa + len_bytes) - page).expect("a length");
+                // Pages that have not arrived are not being executed.
+                let _ = guest.memory().write(page, &vec![BREAKPOINT; len]);
+            }
+        }
+    }
+}
+
+/// A guest that resets while it is being sent stays, and one that has arrived resets when it is
+/// whole.
+fn reset(row: Row) {
+    let Stopped { mut source, destination, relay, reception } = stop_at(row);
+    if is_late(row) {
+        crash(&destination);
+        relay.release();
+        assert!(reception.finish().status.success(), "{}", destination.output());
+        assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+        destination.wait_for_event("postcopy-migration-completed");
+        destination.wait_for_event("rebooted");
+        destination.wait_for_heartbeat();
+        destination.verify();
+        return destination.shut_down();
+    }
+    crash(&source);
+    source.wait_for_event("migration-failed");
+    source.wait_for_event("rebooted");
+    relay.cut();
+    assert_eq!(reception.finish().status.code(), Some(1), "{}", destination.output());
+    wait_for("the guest to run again", || (source.api().state() == "Running").then_some(()));
+    source.wait_for_heartbeat();
+    crate::harness::migrate::migrate(
+        source,
+        &destination,
+        crate::harness::Transport::Tcp,
+        row.mode,
+    );
+    destination.wait_for_work(2_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+/// A row in the middle: memory.
+fn middle(mode: Mode) -> Row {
+    rows(mode).into_iter().find(|row| row.command == Command::Memory).expect("memory")
+}
+
+/// A row before the handover.
+fn early(mode: Mode) -> Row {
+    rows(mode).into_iter().find(|row| row.command == Command::Config).expect("a configuration")
+}
+
+/// SIGTERM at the source waits for the end of the migration.
+fn source_ends(mode: Mode) {
+    for row in [early(mode), middle(mode)] {
+        let Stopped { mut source, destination, relay, reception } = stop_at(row);
+        source.signal(libc::SIGTERM);
+        wait_for("the log", || source.output().contains("told to end").then_some(()));
+        source.api().get("vmm.ping").ok();
+        relay.release();
+        assert!(reception.finish().status.success(), "{}", destination.output());
+        assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+        destination.wait_for_work(2_000);
+        destination.verify();
+        destination.shut_down();
+    }
+}
+
+/// A second one cancels it, and the guest ends with its VMM.
+fn source_ends_now(mode: Mode) {
+    let Stopped { mut source, destination, relay, reception } = stop_at(early(mode));
+    for times in 1..=2 {
+        source.signal(libc::SIGTERM);
+        wait_for("the log", || {
+            (source.output().matches("told to end").count() == times).then_some(())
+        });
+    }
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    relay.cut();
+    assert_eq!(reception.finish().status.code(), Some(1));
+    assert_eq!(destination.api().get("vm.info").status, 404);
+    destination.shut_down();
+}
+
+/// A destination without a guest ends at once, and the guest stays.
+fn destination_ends(mode: Mode) {
+    let steps: [fn(&mut Vmm); 2] =
+        [|vmm| vmm.signal(libc::SIGTERM), |vmm| drop(vmm.api().put("vmm.shutdown", "").ok())];
+    for step in steps {
+        let Stopped { source, mut destination, relay, reception } = stop_at(early(mode));
+        step(&mut destination);
+        assert_eq!(destination.wait_for_exit(), 0, "{}", destination.output());
+        assert_eq!(reception.finish().status.code(), Some(1));
+        relay.cut();
+        source.wait_for_event("migration-failed");
+        source.wait_for_work(2_000);
+        source.verify();
+        source.shut_down();
+    }
+}
+
+/// From the acknowledgement on the guest counts more.
+fn destination_stays(mode: Mode) {
+    let confirm = |row: &Row| row.command == Command::Confirm;
+    let row = rows(mode).into_iter().find(confirm).expect("a confirmation");
+    let Stopped { mut source, mut destination, relay, reception } = stop_at(row);
+    destination.signal(libc::SIGTERM);
+    // Answered behind the signal.
+    destination.api().get("vmm.ping").ok();
+    relay.release();
+    assert!(reception.finish().status.success(), "{}", destination.output());
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    destination.wait_for_work(2_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn nothing_to_cancel() {
+    let vmm = Vmm::empty();
+    let none = vmm.remote(&["migration-cancel"]);
+    assert_eq!(none.status.code(), Some(1));
+    assert!(text(&none).contains("no migration goes on"), "{none:?}");
+    vmm.shut_down();
+    let vmm = Vmm::boot(1, "size=64M,shared=on", "workload=idle prefill=0");
+    let none = vmm.remote(&["migration-cancel"]);
+    assert!(text(&none).contains("no migration goes on"), "{none:?}");
+    vmm.shut_down();
+}
+
+/// A destination to which nobody has connected.
+fn awaited() {
+    let vmm = Vmm::empty();
+    for _ in 0..3 {
+        let reception = crate::harness::migrate::Reception::start(
+            &vmm,
+            crate::harness::Transport::Tcp,
+            Mode::Precopy,
+        );
+        let answer = vmm.api().put("vm.migration-cancel", "").ok().json();
+        assert_eq!(answer["guest"], "not-here", "{answer}");
+        let output = reception.finish();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        assert!(text(&output).contains("cancelled"), "{output:?}");
+    }
+    vmm.shut_down();
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A failure as the progress document tells it: side, phase, step, where the guest is, and the
+//! sentences of the error from the outermost to the root.
+//!
+//! Owns the form only. It must never decide where the guest is: that comes from the error.
+
+use serde::Serialize;
+
+use crate::error::{Cause, GuestIs, MigrationError, Side};
+use crate::progress::Phase;
+
+/// Why a migration failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FailureReport {
+    /// The side that reports.
+    pub side: Side,
+    /// The phase in which it happened.
+    pub phase: Phase,
+    /// The step in the phase, as a phrase after "while".
+    pub step: String,
+    /// Where the guest is now, as far as this side can know.
+    pub guest: GuestIs,
+    /// Somebody on this side asked to stop.
+    pub cancelled: bool,
+    /// One sentence per layer, outermost first.
+    pub chain: Vec<String>,
+}
+
+fn sentences(error: &dyn std::error::Error) -> Vec<String> {
+    let mut chain = vec![error.to_string()];
+    let mut source = error.source();
+    while let Some(inner) = source {
+        let sentence = inner.to_string();
+        // A layer that only passes its source on is not told twice.
+        if chain.last() != Some(&sentence) {
+            chain.push(sentence);
+        }
+        source = inner.source();
+    }
+    chain
+}
+
+impl FailureReport {
+    /// The report of an error.
+    pub fn new(error: &MigrationError) -> Self {
+        Self {
+            side: error.side,
+            phase: error.phase,
+            step: error.step.to_owned(),
+            guest: error.guest,
+            cancelled: matches!(error.cause, Cause::Cancelled),
+            chain: sentences(error),
+        }
+    }
+
+    /// The report of something that kept a migration from beginning: the guest is untouched.
+    pub fn before_the_begin(
+        side: Side,
+        step: &'static str,
+        error: &(dyn std::error::Error + 'static),
+    ) -> Self {
+        let guest = match side {
+            Side::Source => GuestIs::OnSource,
+            Side::Destination => GuestIs::NotHere,
+        };
+        let mut chain = vec![format!("the migration could not begin, while {step}; {guest}")];
+        chain.extend(sentences(error));
+        Self { side, phase: Phase::Idle, step: step.to_owned(), guest, cancelled: false, chain }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+    use crate::Progress;
+    use crate::transport::TransportError;
+
+    fn error() -> MigrationError {
+        MigrationError {
+            side: Side::Source,
+            phase: Phase::Precopy,
+            step: "sending memory",
+            guest: GuestIs::OnSource,
+            cause: Cause::Transport(TransportError::Closed),
+        }
+    }
+
+    #[test]
+    fn the_document_has_side_phase_step_and_every_sentence() {
+        let progress = Progress::new(Side::Source);
+        assert!(progress.snapshot().error.is_none());
+        progress.fail(Phase::Failed, FailureReport::new(&error()));
+        let document = serde_json::to_value(progress.snapshot()).unwrap();
+        assert_eq!(document["phase"], "failed");
+        let told = &document["error"];
+        assert_eq!((&told["side"], &told["phase"]), (&"source".into(), &"precopy".into()));
+        assert_eq!(told["step"], "sending memory");
+        assert_eq!((&told["guest"], &told["cancelled"]), (&"on-source".into(), &false.into()));
+        // The transparent layer between the two is not repeated.
+        let chain = told["chain"].as_array().unwrap();
+        assert_eq!(chain.len(), 2, "{chain:?}");
+        assert_eq!(chain[1], "the peer closed the connection");
+    }
+
+    #[test]
+    fn a_cancel_is_told_as_one_and_the_first_failure_stays() {
+        let progress = Progress::new(Side::Source);
+        let cancelled = MigrationError { cause: Cause::Cancelled, ..error() };
+        progress.fail(Phase::Failed, FailureReport::new(&cancelled));
+        progress.fail(Phase::Failed, FailureReport::new(&error()));
+        assert!(progress.snapshot().error.unwrap().cancelled);
+    }
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Cancelling a migration: who may, until when, and what whoever asked is told.
+//!
+//! Owns the answers. A cancel is answered when the migration is over and it is known where the
+//! guest is, never before; one that comes too late is refused with the place of the guest. It must
+//! never decide where that is.
+
+use vm_migration::GuestIs;
+
+use super::{Pages, Vm, Vmm};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply, MigrationCancelled};
+use crate::events;
+
+/// The guest is not here any more.
+pub fn at_destination() -> ApiError {
+    too_late("the guest belongs to the destination, where it runs")
+}
+
+/// The guest is not at the source any more.
+pub fn arrived() -> ApiError {
+    too_late("the guest has arrived and runs here")
+}
+
+/// Nothing can be cancelled any more.
+pub fn too_late(where_it_is: &str) -> ApiError {
+    ApiError::new(
+        ApiErrorKind::Conflict,
+        format!("the migration can no longer be cancelled: {where_it_is}"),
+    )
+}
+
+fn no_migration() -> ApiError {
+    ApiError::new(ApiErrorKind::NotCreated, "no migration goes on here that could be cancelled")
+}
+
+/// Tells all who wait that it is too late.
+pub fn refuse_all(cancellers: &mut Vec<Responder>, error: &ApiError) {
+    for responder in cancellers.drain(..) {
+        responder.answer(Err(error.clone()));
+    }
+}
+
+/// The event.
+pub fn tell(side: &str, guest: GuestIs) {
+    events::emit("vm", "migration-cancelled", &[("side", side), ("guest", name(guest))]);
+}
+
+/// As the progress document has it.
+fn name(guest: GuestIs) -> &'static str {
+    match guest {
+        GuestIs::OnSource => "on-source",
+        GuestIs::PausedOnSource => "paused-on-source",
+        GuestIs::NotHere => "not-here",
+        GuestIs::OnDestination => "on-destination",
+        GuestIs::InDoubt => "in-doubt",
+        GuestIs::PostcopyPaused => "postcopy-paused",
+    }
+}
+
+/// Tells all who wait where the guest is now; it has not gone.
+pub fn confirm_all(cancellers: &mut Vec<Responder>, side: &str, guest: GuestIs, reason: &str) {
+    for responder in cancellers.drain(..) {
+        responder.answer(Ok(ApiReply::Cancelled(MigrationCancelled {
+            side: side.to_owned(),
+            guest: name(guest).to_owned(),
+            message: format!("{guest} ({reason})"),
+        })));
+    }
+}
+
+impl Vmm {
+    /// Stops the migration that goes on.
+    pub(super) fn cancel_migration(&mut self, responder: Responder) {
+        let (side, cancel, cancellers) = match &mut self.vm {
+            Vm::Leaving { sending, .. } => ("source", &sending.cancel, &mut sending.cancellers),
+            Vm::Awaited(receiving) => ("destination", &receiving.cancel, &mut receiving.cancellers),
+            Vm::Serving(_) => return responder.answer(Err(at_destination())),
+            Vm::HandedOver { reason, .. } => return responder.answer(Err(too_late(reason))),
+            Vm::Standing { .. } => return responder.answer(Err(self.vm.why_not_live())),
+            Vm::Live(_) if matches!(self.pages, Pages::Arriving { .. }) => {
+                return responder.answer(Err(arrived()));
+            }
+            Vm::None | Vm::Idle(_) | Vm::Live(_) if self.farewell.is_some() => {
+                return responder.answer(Err(at_destination()));
+            }
+            Vm::None | Vm::Idle(_) | Vm::Live(_) => {
+                return responder.answer(Err(no_migration()));
+            }
+        };
+        events::emit("vm", "migration-cancelling", &[("side", side)]);
+        cancellers.push(responder);
+        cancel.cancel();
+    }
+}

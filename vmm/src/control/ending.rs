@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The end of the process, asked for by a signal or the API, also in the middle of a migration.
+//!
+//! Owns the rule: whoever can be answered is refused while a guest leaves; a signal cannot be
+//! answered, so it is remembered until the migration is over, and a second one cancels it. A guest
+//! that has been given away or has just arrived is never ended by a request that did not know it.
+
+use super::{Next, Pages, Vm, Vmm};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply};
+use crate::events;
+use crate::options::ExitReason;
+
+/// The process is to end when the migration is over.
+pub struct Ending {
+    reason: ExitReason,
+    /// Whoever asked, if that can be answered.
+    responder: Option<Responder>,
+}
+
+impl Vmm {
+    /// `vmm.shutdown`.
+    pub(super) fn vmm_shutdown(&mut self, responder: Responder) -> Next {
+        match &self.vm {
+            Vm::Leaving { .. } | Vm::Serving(_) => {
+                responder.answer(Err(self.vm.why_not_live()));
+                Next::Continue
+            }
+            Vm::Live(_) if matches!(self.pages, Pages::Arriving { .. }) => {
+                responder.answer(self.refuse_without_all_pages().map(|()| ApiReply::Empty));
+                Next::Continue
+            }
+            Vm::Awaited(receiving) => {
+                receiving.cancel.cancel();
+                let reason = ExitReason::ApiShutdown;
+                self.ending = Some(Ending { reason, responder: Some(responder) });
+                Next::Continue
+            }
+            _ => {
+                self.end_vm();
+                responder.answer(Ok(ApiReply::Empty));
+                Next::Exit(ExitReason::ApiShutdown)
+            }
+        }
+    }
+
+    /// SIGTERM or SIGINT.
+    pub(super) fn end_signal(&mut self) -> Next {
+        let is_second = self.ending.is_some();
+        match &self.vm {
+            Vm::Leaving { sending, .. } => {
+                if is_second {
+                    log::warn!("told to end again: the migration is cancelled");
+                    sending.cancel.cancel();
+                } else {
+                    log::warn!("told to end: that waits until the migration is over");
+                }
+            }
+            Vm::Serving(_) => {
+                log::warn!("told to end: that waits until the destination has the last page");
+            }
+            Vm::Awaited(receiving) => receiving.cancel.cancel(),
+            _ => {
+                self.end_vm();
+                return Next::Exit(ExitReason::Signal);
+            }
+        }
+        if !is_second {
+            self.ending = Some(Ending { reason: ExitReason::Signal, responder: None });
+        }
+        Next::Continue
+    }
+
+    /// Ends the VM, whatever it is, right before the process ends.
+    pub(super) fn end_vm(&mut self) {
+        match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Live(machine) => {
+                match std::mem::replace(&mut self.pages, Pages::Here) {
+                    Pages::Here => drop(machine),
+                    // Whoever waits for a page must never see anything else instead, or a disk
+                    // would be written with it. The end of the process ends them all.
+                    waiting => std::mem::forget((machine, waiting)),
+                }
+                events::emit("vm", "shutdown", &[]);
+            }
+            Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
+            Vm::Awaited(receiving) => receiving.cancel.cancel(),
+            Vm::None | Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
+        }
+    }
+
+    /// The guest has stayed here, and the process was told to end.
+    pub(super) fn end_after_departure(&mut self) -> Next {
+        let Some(Ending { reason, responder }) = self.ending.take() else { return Next::Continue };
+        self.end_vm();
+        if let Some(responder) = responder {
+            responder.answer(Ok(ApiReply::Empty));
+        }
+        Next::Exit(reason)
+    }
+
+    /// The guest is elsewhere and may need pages from here: that counts more than an earlier
+    /// request to end.
+    pub(super) fn stay_for_the_pages(&mut self) {
+        if self.ending.take().is_some() {
+            log::warn!(
+                "not ending: the VM elsewhere may need pages from here; vm.delete or another \
+                 signal gives them up"
+            );
+        }
+    }
+
+    /// A migration to here is over, and the process may have been told to end.
+    pub(super) fn end_after_arrival(&mut self) -> Next {
+        let Some(Ending { reason, responder }) = self.ending.take() else { return Next::Continue };
+        if matches!(self.vm, Vm::None) {
+            if let Some(responder) = responder {
+                responder.answer(Ok(ApiReply::Empty));
+            }
+            return Next::Exit(reason);
+        }
+        log::warn!("not ending: the VM has arrived meanwhile");
+        if let Some(responder) = responder {
+            responder.answer(Err(ApiError::new(
+                ApiErrorKind::Conflict,
+                "the VM has arrived here before the migration could be cancelled",
+            )));
+        }
+        Next::Continue
+    }
+}

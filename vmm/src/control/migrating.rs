@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Migrations as the VMM thread sees them: their begin, their end, and who is told.
+//!
+//! Owns the transitions of the VM into and out of a migration, and the time for which watchers may
+//! still ask. What happens in between is on threads of its own ([`super::sending`],
+//! [`super::receiving`]).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vm_migration::GuestIs;
+use vm_migration::destination::PostcopyPaused;
+
+use super::receiving::{self, Arrival, Outcome, Reception};
+use super::sending::{self, Departure};
+use super::{Kept, Next, Pages, Vm, Vmm, cancel, describe};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult};
+use crate::config::{ReceiveMigrationData, SendMigrationData};
+use crate::events;
+use crate::migration::memory::MigratingRam;
+use crate::options::ExitReason;
+
+/// Whoever asked for the progress of a migration has this long to ask once more and see its end,
+/// before the process ends. Long enough for a slow poll on a busy host.
+const WATCHER_TIME: Duration = Duration::from_secs(10);
+
+impl Vmm {
+    pub(super) fn migration_progress(&mut self) -> ApiResult {
+        // Before there is anything to see, too: who asks now wants to see what comes.
+        self.watched_at = Some(Instant::now());
+        let progress = self.progress.as_ref().ok_or_else(|| {
+            ApiError::new(ApiErrorKind::NotCreated, "this VMM has not migrated anything yet")
+        })?;
+        let document = serde_json::to_value(progress.snapshot())
+            .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
+        if let Some((until, _)) = &mut self.farewell {
+            // The watcher has seen the end.
+            *until = Instant::now();
+        }
+        Ok(ApiReply::Progress(document))
+    }
+
+    pub(super) fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
+        let options = sending::options(data)?;
+        self.machine_mut()?;
+        self.refuse_without_all_pages()?;
+        let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
+            return Err(ApiError::not_booted());
+        };
+        let info = Box::new(describe::of_machine(&machine));
+        match sending::start(machine, options, self.mailer.clone()) {
+            Ok(sending) => {
+                events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
+                self.progress = Some(Arc::clone(&sending.progress));
+                self.vm = Vm::Leaving { info, sending, pending: Vec::new() };
+                Ok(())
+            }
+            Err((machine, error)) => {
+                self.vm = Vm::Live(machine);
+                Err(ApiError::from_error(ApiErrorKind::Failed, &error))
+            }
+        }
+    }
+
+    pub(super) fn receive(&mut self, data: &ReceiveMigrationData, responder: Responder) {
+        let error = match &self.vm {
+            Vm::None => None,
+            Vm::Awaited(_) => Some(ApiError::new(
+                ApiErrorKind::Conflict,
+                "a migration is awaited here already; vm.migration-cancel ends that",
+            )),
+            Vm::Serving(_) | Vm::HandedOver { .. } => Some(self.vm.why_not_live()),
+            _ => Some(ApiError::new(
+                ApiErrorKind::AlreadyCreated,
+                "there is a VM already; a migration can only be received without one",
+            )),
+        };
+        if let Some(error) = error {
+            return responder.answer(Err(error));
+        }
+        let listener = match receiving::bind(&data.receiver_url) {
+            Ok(listener) => listener,
+            Err(error) => return responder.answer(Err(error)),
+        };
+        let reception = Reception {
+            host: Arc::clone(&self.host),
+            sink: self.new_sink(),
+            mailer: self.mailer.clone(),
+        };
+        match receiving::start(listener, reception, responder) {
+            Ok(receiving) => {
+                self.progress = Some(Arc::clone(&receiving.progress));
+                self.vm = Vm::Awaited(receiving);
+            }
+            Err((responder, error)) => {
+                responder.answer(Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
+            }
+        }
+    }
+
+    /// The guest that leaves belongs to the destination.
+    pub(super) fn handed_over(&mut self) {
+        match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Leaving { mut sending, .. } => {
+                cancel::refuse_all(&mut sending.cancellers, &cancel::at_destination());
+                self.vm = Vm::Serving(sending);
+            }
+            other => self.vm = other,
+        }
+    }
+
+    /// A migration from here is over.
+    pub(super) fn departed(&mut self, departure: Departure) -> Next {
+        let (pending, mut cancellers) = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Leaving { pending, sending, .. } => (pending, sending.cancellers),
+            Vm::Serving(sending) => (Vec::new(), sending.cancellers),
+            _ => (Vec::new(), Vec::new()),
+        };
+        match departure {
+            Departure::Gone(remains) => {
+                events::emit("vm", "migration-finished", &[]);
+                log::info!("the VM has moved");
+                cancel::refuse_all(&mut cancellers, &cancel::at_destination());
+                drop(remains);
+                if self.watched_at.is_some_and(|at| at.elapsed() < WATCHER_TIME) {
+                    self.farewell = Some((Instant::now() + WATCHER_TIME, ExitReason::MigratedAway));
+                    return Next::Continue;
+                }
+                Next::Exit(ExitReason::MigratedAway)
+            }
+            Departure::Stayed(machine, stay) => {
+                if stay.is_cancelled {
+                    cancel::tell("source", stay.guest);
+                }
+                events::emit("vm", "migration-failed", &[("error", &stay.reason)]);
+                log::error!("{}", stay.reason);
+                cancel::confirm_all(&mut cancellers, "source", stay.guest, &stay.reason);
+                self.vm = Vm::Live(machine);
+                if self.ending.is_some() {
+                    return self.end_after_departure();
+                }
+                for event in pending {
+                    match self.guest_event(event) {
+                        Next::Continue => {}
+                        other => return other,
+                    }
+                }
+                Next::Continue
+            }
+            Departure::Incomplete { remains, held, reason } => {
+                events::emit("vm", "migration-failed", &[("error", &reason)]);
+                log::error!("{reason}");
+                cancel::refuse_all(&mut cancellers, &cancel::too_late(&reason));
+                let kept = Box::new(Kept { _remains: remains, _held: held });
+                self.vm = Vm::HandedOver { reason, _kept: kept };
+                self.stay_for_the_pages();
+                Next::Continue
+            }
+        }
+    }
+
+    /// A migration to here is over, or its guest runs.
+    pub(super) fn arrived(&mut self, arrival: Arrival) -> Next {
+        let Arrival { outcome, responder } = arrival;
+        let mut cancellers = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Awaited(receiving) => receiving.cancellers,
+            _ => Vec::new(),
+        };
+        let failed = |error: &ApiError| {
+            events::emit("vm", "migration-receive-failed", &[("error", &error.to_string())]);
+        };
+        match outcome {
+            Outcome::Runs { machine, pages_missing } => {
+                self.vm = Vm::Live(machine);
+                if pages_missing {
+                    self.pages = Pages::Arriving { deferred: Vec::new() };
+                }
+                events::emit("vm", "migration-receive-finished", &[]);
+                cancel::refuse_all(&mut cancellers, &cancel::arrived());
+                responder.answer(Ok(ApiReply::Empty));
+            }
+            Outcome::Stands { machine, error } => {
+                failed(&error);
+                self.vm = Vm::Standing { machine, reason: error.to_string() };
+                cancel::refuse_all(&mut cancellers, &self.vm.why_not_live());
+                responder.answer(Err(error.context(
+                    "the VM has arrived and was not started; vm.resume starts it, vm.delete gives \
+                     it up",
+                )));
+            }
+            Outcome::Failed { error, is_cancelled, guest } => {
+                if is_cancelled {
+                    cancel::tell("destination", guest);
+                }
+                failed(&error);
+                let reason = error.to_string();
+                cancel::confirm_all(&mut cancellers, "destination", guest, &reason);
+                responder.answer(Err(error));
+            }
+        }
+        self.end_after_arrival()
+    }
+
+    /// The last page is here, or none comes any more.
+    pub(super) fn pages_complete(
+        &mut self,
+        result: Result<(), Box<PostcopyPaused<MigratingRam>>>,
+    ) -> Next {
+        let next = match result {
+            Ok(()) => {
+                events::emit("vm", "postcopy-migration-completed", &[]);
+                log::info!("the last page has arrived");
+                Pages::Here
+            }
+            Err(paused) => {
+                debug_assert_eq!(paused.error.guest, GuestIs::PostcopyPaused);
+                let reason = ApiError::from_error(ApiErrorKind::Failed, &paused.error).to_string();
+                events::emit("vm", "postcopy-migration-paused", &[("error", &reason)]);
+                log::error!("{reason}; {} pages are missing", paused.missing_pages());
+                Pages::Lost(paused)
+            }
+        };
+        let Pages::Arriving { deferred } = std::mem::replace(&mut self.pages, next) else {
+            // The machine has ended meanwhile, and nobody waits for its pages.
+            self.pages = Pages::Here;
+            return Next::Continue;
+        };
+        for event in deferred {
+            match self.guest_event(event) {
+                Next::Continue => {}
+                other => return other,
+            }
+        }
+        Next::Continue
+    }
+}
