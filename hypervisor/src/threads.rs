@@ -27,6 +27,8 @@
 //! If the vCPU's 0 comes after the kicker's 1, the vCPU reads `leave` after that and sees it set.
 //! Otherwise the kernel sees the kicker's 1, or the signal interrupts KVM_RUN.
 //!
+//! `hold`, which keeps a throttled vCPU out of the guest for a while, goes the same way as `leave`.
+//!
 //! A vCPU parks only when KVM_RUN returned EINTR. With an exit behind it, that pass has finished
 //! the port or memory access in the kernel first, so the state that is then read is whole.
 
@@ -45,6 +47,7 @@ use vmm_sys_util::signal::SIGRTMIN;
 
 use crate::exits::{ExitHandler, Pass, StopReason, run_once};
 use crate::run_page::RunPage;
+use crate::throttle::{Held, VcpuThrottle};
 use crate::vcpu::Vcpu;
 
 /// After this long, a wait for a vCPU is worth a line in the log.
@@ -151,7 +154,24 @@ struct Shared {
     changed: Condvar,
     /// Whether the vCPU is to leave the guest; written under the lock of `control`.
     leave: AtomicBool,
+    /// Whether the vCPU is to stay out of the guest for now; written under the lock of `control`.
+    hold: AtomicBool,
     run_page: Arc<RunPage>,
+    /// The thread, until somebody joins it. Held for one signal, or to take it.
+    handle: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Held for Shared {
+    fn hold(&self, on: bool) {
+        let control = self.lock();
+        self.hold.store(on, Ordering::SeqCst);
+        if on && control.phase == Phase::Running {
+            self.run_page.set_immediate_exit(true);
+            self.signal();
+        }
+        drop(control);
+        self.changed.notify_all();
+    }
 }
 
 impl Shared {
@@ -161,6 +181,23 @@ impl Shared {
 
     fn wait<'a>(&self, control: MutexGuard<'a, Control>) -> MutexGuard<'a, Control> {
         self.changed.wait(control).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn signal(&self) {
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(handle) = handle.as_ref() {
+            // SAFETY: the thread has not been joined, so its pthread_t is valid, and the signal has
+            // a handler, which `start` installed.
+            unsafe { libc::pthread_kill(handle.as_pthread_t(), SIGRTMIN()) };
+        }
+    }
+
+    /// Waits for the end of a hold, or for a reason to leave.
+    fn stand_by(&self) {
+        let mut control = self.lock();
+        while self.hold.load(Ordering::SeqCst) && !self.leave.load(Ordering::SeqCst) {
+            control = self.wait(control);
+        }
     }
 
     fn set_phase(&self, phase: Phase) {
@@ -197,7 +234,6 @@ enum Next {
 
 struct Thread {
     shared: Arc<Shared>,
-    handle: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Thread {
@@ -211,19 +247,10 @@ impl Thread {
         if want != Want::Run && control.phase == Phase::Running {
             self.shared.leave.store(true, Ordering::SeqCst);
             self.shared.run_page.set_immediate_exit(true);
-            self.signal();
+            self.shared.signal();
         }
         drop(control);
         self.shared.changed.notify_all();
-    }
-
-    fn signal(&self) {
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(handle) = handle.as_ref() {
-            // SAFETY: the thread has not been joined, so its pthread_t is valid, and the signal has
-            // a handler, which `start` installed.
-            unsafe { libc::pthread_kill(handle.as_pthread_t(), SIGRTMIN()) };
-        }
     }
 
     /// Waits until the thread is out of the guest.
@@ -250,7 +277,8 @@ impl Thread {
     }
 
     fn join(&self) {
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let handle = &self.shared.handle;
+        let handle = handle.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Err(_)) = handle.map(JoinHandle::join) {
             log::error!("the thread of vcpu{} panicked", self.shared.index);
         }
@@ -288,6 +316,8 @@ impl VcpuThreads {
             }),
             changed: Condvar::new(),
             leave: AtomicBool::new(false),
+            hold: AtomicBool::new(false),
+            handle: Mutex::new(None),
             run_page: Arc::clone(&vcpu.run_page),
         });
         let (started, answer) = mpsc::sync_channel(1);
@@ -311,7 +341,8 @@ impl VcpuThreads {
             .name(format!("vcpu{index}"))
             .spawn(body)
             .map_err(|source| ThreadsError::Spawn { index, source })?;
-        let thread = Thread { shared, handle: Mutex::new(Some(handle)) };
+        *shared.handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+        let thread = Thread { shared };
         match answer.recv() {
             Ok(Ok(())) => Ok(thread),
             Ok(Err(source)) => {
@@ -356,6 +387,15 @@ impl VcpuThreads {
         self.threads.iter().for_each(|thread| thread.request(Want::Exit));
         self.threads.iter().for_each(Thread::join);
         Ok(())
+    }
+
+    /// A throttle on all vCPUs. It does not stop them from being paused or ended.
+    ///
+    /// # Errors
+    /// The host gives no thread.
+    pub fn throttle(&self) -> io::Result<VcpuThrottle> {
+        let held = |thread: &Thread| -> Arc<dyn Held> { thread.shared.clone() };
+        VcpuThrottle::start(self.threads.iter().map(held).collect())
     }
 
     /// Whether every vCPU is out of the guest.
@@ -467,14 +507,15 @@ impl Runner<'_> {
 
     /// Runs the guest until the vCPU is to leave it.
     fn run(&mut self) -> Result<(), StopReason> {
-        let Shared { run_page, leave, .. } = self.shared;
+        let Shared { run_page, leave, hold, .. } = self.shared;
         loop {
             run_page.set_immediate_exit(false);
-            if leave.load(Ordering::SeqCst) {
+            if leave.load(Ordering::SeqCst) || hold.load(Ordering::SeqCst) {
                 run_page.set_immediate_exit(true);
             }
             match run_once(&mut self.vcpu, &*self.handler) {
                 Pass::Interrupted if leave.load(Ordering::SeqCst) => return Ok(()),
+                Pass::Interrupted if hold.load(Ordering::SeqCst) => self.shared.stand_by(),
                 // Interrupted without being asked to leave: by a signal that came late.
                 Pass::Handled | Pass::Interrupted => {}
                 Pass::Leave => self.leave_by_itself(),

@@ -280,3 +280,43 @@ fn a_hook_that_fails_is_an_error_of_the_start() {
     let answer = VcpuThreads::start(vec![vcpu], &config);
     assert!(matches!(answer.map(drop), Err(ThreadsError::Start { index: 0, .. })));
 }
+
+/// A guest that counts in its memory runs for a share of the time only, can be paused and stopped
+/// in the middle of it, and runs freely afterwards.
+#[test]
+fn a_throttled_vcpu_runs_its_share_and_can_be_paused_at_any_time() {
+    let Some(kvm) = kvm() else { return };
+    #[rustfmt::skip]
+    let guest = Guest::new(&kvm, &[
+        0x66, 0xff, 0x06, 0x00, 0x20,   // inc dword [0x2000]
+        0xeb, 0xf9,                     // jmp to it
+    ]);
+    let counted_in = |time: Duration| {
+        let before = guest.memory.read_u32(0x2000);
+        std::thread::sleep(time);
+        guest.memory.read_u32(0x2000).wrapping_sub(before)
+    };
+    guest.threads.resume_all();
+    let throttle = guest.threads.throttle().unwrap();
+    let second = Duration::from_millis(500);
+    counted_in(second / 5);
+    let free = counted_in(second);
+    throttle.set(99);
+    counted_in(second / 5);
+    let slow = counted_in(second);
+    assert!(slow > 0, "it stands still");
+    // A hundredth, and room for a machine so loaded that a free guest gets little, too.
+    assert!(slow < free / 2, "{slow} of {free}: it is not slowed down");
+    let begin = Instant::now();
+    for _ in 0..100 {
+        guest.threads.pause_all().unwrap();
+        assert!(guest.threads.all_parked());
+        guest.threads.resume_all();
+    }
+    assert!(begin.elapsed() < PATIENCE, "a pause waits for the throttle");
+    drop(throttle);
+    assert!(counted_in(second) / 2 > slow, "it is still slowed down");
+    let throttle = guest.threads.throttle().unwrap();
+    throttle.set(99);
+    guest.threads.stop_all().unwrap();
+}

@@ -15,7 +15,7 @@ const LIMIT_EACH: Duration = Duration::from_secs(90);
 pub fn add(suite: &mut Suite) {
     let count = std::env::var("GODWIT_MIGRATIONS").ok().and_then(|text| text.parse().ok());
     let count: u32 = count.unwrap_or(3);
-    for mode in [Mode::Precopy, Mode::Postcopy] {
+    for mode in [Mode::Precopy, Mode::Postcopy, Mode::Auto] {
         for (transport, name) in [(Transport::Tcp, "tcp"), (Transport::Unix, "unix")] {
             for number in 1..=count {
                 let name = format!("migration::{}_{name}_{number}_of_{count}", mode.name());

@@ -84,7 +84,8 @@ mod tests;
 pub use cancel::Cancel;
 pub use error::{Cause, GuestIs, MigrationError, Side};
 pub use options::{
-    Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions, TimeoutStrategy,
+    Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,
+    TimeoutStrategy,
 };
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
 pub use report::FailureReport;

@@ -111,6 +111,17 @@ pub enum DirtyClear {
     Round,
 }
 
+/// Whether bulk memory is compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Compression {
+    /// Never.
+    #[default]
+    None,
+    /// With zstd, on each connection as long as more memory arrives that way.
+    Zstd,
+}
+
 /// How many times [`SendOptions::downtime`] may become with [`Convergence::RaiseDowntime`] when
 /// nothing else is said.
 pub const DOWNTIME_MAX_FACTOR: u32 = 10;
@@ -177,6 +188,8 @@ pub struct SendOptions {
     pub downtime_max: Option<Duration>,
     /// When dirty bits are cleared.
     pub dirty_clear: DirtyClear,
+    /// Whether bulk memory is compressed. Precopy only.
+    pub compression: Compression,
     /// Limits of single waits.
     pub limits: Limits,
 }
@@ -197,6 +210,9 @@ pub enum OptionsError {
         /// The least that it may be.
         min: u16,
     },
+    /// compression with postcopy.
+    #[error("compression=zstd works with memory_mode=precopy only; leave one of the two out")]
+    CompressionPostcopy,
     /// A cap below what is allowed from the start.
     #[error("downtime_max_ms={max_ms} is less than downtime_ms={downtime_ms}")]
     DowntimeMax {
@@ -226,6 +242,7 @@ impl SendOptions {
             convergence: Convergence::None,
             downtime_max: None,
             dirty_clear: DirtyClear::Slice,
+            compression: Compression::None,
             limits: Limits::default(),
         }
     }
@@ -243,6 +260,10 @@ impl SendOptions {
             if value < min || value > CONNECTIONS_MAX {
                 return Err(OptionsError::Connections { name, value, min });
             }
+        }
+        let postcopy = self.memory_mode == MemoryMode::Postcopy;
+        if postcopy && self.compression != Compression::None {
+            return Err(OptionsError::CompressionPostcopy);
         }
         match self.downtime_max {
             Some(max) if max < self.downtime => Err(OptionsError::DowntimeMax {

@@ -165,6 +165,10 @@ pub(crate) struct Counters {
     pub allowed_downtime_us: AtomicU64,
     pub throttle_percent: AtomicU32,
     pub stalled_rounds: AtomicU32,
+    pub compressed_raw_bytes: AtomicU64,
+    pub compressed_frame_bytes: AtomicU64,
+    pub compression_on: AtomicU32,
+    pub compression_decisions: AtomicU32,
     pub faults: AtomicU64,
     pub faults_requested: AtomicU64,
     pub faults_merged: AtomicU64,
@@ -337,6 +341,22 @@ impl Progress {
         (get(&c.bulk_pages), get(&c.urgent_pages) + get(&c.prefetched_pages))
     }
 
+    /// Memory went out as a frame.
+    pub(crate) fn compressed(&self, raw_bytes: u64, frame_bytes: u64) {
+        self.counters.compressed_raw_bytes.fetch_add(raw_bytes, Relaxed);
+        self.counters.compressed_frame_bytes.fetch_add(frame_bytes, Relaxed);
+    }
+
+    /// A connection has found out whether compression pays.
+    pub(crate) fn compression_is(&self, before: bool, now: bool) {
+        self.counters.compression_decisions.fetch_add(1, Relaxed);
+        match (before, now) {
+            (false, true) => drop(self.counters.compression_on.fetch_add(1, Relaxed)),
+            (true, false) => drop(self.counters.compression_on.fetch_sub(1, Relaxed)),
+            _ => {}
+        }
+    }
+
     pub(crate) fn set_convergence(&self, policy: Convergence) {
         let _ = self.convergence.set(policy);
     }
@@ -379,6 +399,12 @@ impl Progress {
                 losses: c.losses.load(Relaxed),
                 recoveries: c.recoveries.load(Relaxed),
                 reason: self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            },
+            compression: CompressionSnapshot {
+                raw_bytes: get(&c.compressed_raw_bytes),
+                frame_bytes: get(&c.compressed_frame_bytes),
+                connections_on: c.compression_on.load(Relaxed),
+                decisions: c.compression_decisions.load(Relaxed),
             },
             faults: FaultSnapshot {
                 source: self.fault_source.get().copied(),
@@ -451,6 +477,8 @@ pub struct Snapshot {
     pub throttle_percent: u32,
     /// Rounds in a row that did not help.
     pub stalled_rounds: u32,
+    /// Compression of bulk memory.
+    pub compression: CompressionSnapshot,
     /// Postcopy faults.
     pub faults: FaultSnapshot,
     /// Why it failed, when it has.
@@ -468,6 +496,19 @@ pub struct RecoverySnapshot {
     pub recoveries: u32,
     /// Why they were lost last, or could not be made again.
     pub reason: Option<String>,
+}
+
+/// Compression at the source, all connections together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CompressionSnapshot {
+    /// Memory that went out compressed.
+    pub raw_bytes: u64,
+    /// What it was compressed to.
+    pub frame_bytes: u64,
+    /// Connections on which it was found to pay, and is on.
+    pub connections_on: u32,
+    /// How many times a connection has tried both ways and decided.
+    pub decisions: u32,
 }
 
 /// Faults of a postcopy destination.

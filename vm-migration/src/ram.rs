@@ -95,6 +95,19 @@ impl GuestSlice<'_> {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, bytes.len()) };
     }
 
+    /// Copies the slice to the end of `bytes`, word by word. The guest may write meanwhile; the
+    /// dirty log has the page then.
+    #[expect(clippy::cast_ptr_alignment, reason = "slices begin at pages")]
+    pub(crate) fn append_to(&self, bytes: &mut Vec<u8>) {
+        bytes.reserve(self.len_bytes);
+        for offset in (0..self.len_bytes).step_by(size_of::<u64>()) {
+            // SAFETY: pages are aligned and whole, so an aligned word lies inside the slice;
+            // atomic loads may race with anybody's writes.
+            let word = unsafe { &*self.start.add(offset).cast::<AtomicU64>() };
+            bytes.extend_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
+    }
+
     #[expect(clippy::cast_ptr_alignment, reason = "slices begin at pages")]
     /// True when every byte is zero. The guest may write meanwhile; the answer is then true or
     /// false, and the dirty log has the page.

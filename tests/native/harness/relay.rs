@@ -74,7 +74,7 @@ pub fn rows(mode: Mode) -> Vec<Row> {
 /// The steps of one message. A new one does not compile until it has a line here.
 fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
     use Link::{Bulk, Control, Urgent};
-    use Mode::{Postcopy, Precopy};
+    use Mode::{Auto, Postcopy, Precopy};
     use Point::{Answer, Message};
     let asked = |link, setting| {
         [Message, Answer].map(|point| Row { mode, link, command, point, setting }).to_vec()
@@ -88,7 +88,7 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
             | Command::State
             | Command::Complete
             | Command::Confirm,
-            _,
+            Precopy | Postcopy,
         ) => asked(Control, Setting::Usual),
         (Command::Memory, Precopy) => {
             [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat()
@@ -98,7 +98,7 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         }
         (Command::ZeroPages, Precopy) => asked(Control, Setting::ZeroPages),
         (Command::ZeroPages, Postcopy) => told(Bulk, Setting::ZeroPages),
-        (Command::CompletePaused, _) => asked(Control, Setting::Paused),
+        (Command::CompletePaused, Precopy | Postcopy) => asked(Control, Setting::Paused),
         (Command::Pending | Command::PostcopyDone, Postcopy) => asked(Control, Setting::Usual),
         (Command::PageFault, Postcopy) => told(Urgent, Setting::Usual),
         (Command::Elsewhere, Postcopy) => told(Urgent, Setting::BulkHeld),
@@ -107,11 +107,22 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         (Command::Abandon, _)
         // Of local migrations, which have no network.
         | (Command::MemoryFd, _)
+        // Of other settings than these.
+        | (
+            Command::AwaitMachine
+            | Command::MemoryZstd
+            | Command::Recover
+            | Command::Ahead
+            | Command::Alive,
+            _,
+        )
         // Of postcopy.
         | (
             Command::Pending | Command::PostcopyDone | Command::PageFault | Command::Elsewhere,
             Precopy,
-        ) => Vec::new(),
+        )
+        // Its rounds are those of precopy, what follows is that of postcopy.
+        | (_, Auto) => Vec::new(),
     }
 }
 
@@ -119,7 +130,12 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
 fn contents_bytes(message: &Message) -> u64 {
     match message {
         Message::Memory(ranges) => ranges.iter().map(|range: &GpaRange| range.len_bytes).sum(),
+        Message::MemoryZstd { frame_bytes, .. } => u64::from(*frame_bytes),
         Message::Start { .. }
+        | Message::AwaitMachine
+        | Message::Recover(_)
+        | Message::Ahead(_)
+        | Message::Alive
         | Message::Config(_)
         | Message::State(_)
         | Message::Complete

@@ -28,6 +28,7 @@ use crate::progress::Progress;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
 use crate::protocol::codec::ByteSource;
+use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Message, Role};
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::{Connection, TransportError, WaitEnd, wait_readable};
@@ -111,6 +112,7 @@ impl<V: DestinationVm> Mapped<V> {
         const STEP: &str = "receiving memory";
         let mut helpers = Helpers::new().step(STEP)?;
         let mut faults = None;
+        let mut inflater = Inflater::default();
         loop {
             let message = match self.next(&helpers, context)? {
                 Next::Connection => {
@@ -121,12 +123,18 @@ impl<V: DestinationVm> Mapped<V> {
             };
             let memory = &*self.parts.memory;
             match message {
-                Message::Memory(_) | Message::ZeroPages(_) if faults.is_some() => {
+                Message::Memory(_) | Message::ZeroPages(_) | Message::MemoryZstd { .. }
+                    if faults.is_some() =>
+                {
                     return Err(unexpected(&message, "State"));
                 }
                 Message::Memory(ranges) => {
                     let reader = &mut self.control.reader;
                     take_memory(memory, reader, &ranges, context.progress).step(STEP)?;
+                }
+                Message::MemoryZstd { ranges, frame_bytes } if self.parts.terms.negotiated() => {
+                    let from = (&mut self.control.reader, &mut inflater);
+                    take_frame(memory, from, &ranges, frame_bytes, context.progress).step(STEP)?;
                 }
                 Message::ZeroPages(ranges) if self.parts.terms.negotiated() => {
                     take_zeros(memory, &ranges, context.progress).step(STEP)?;
@@ -326,6 +334,27 @@ fn take_memory<M: GuestMemoryMap>(
     Ok(())
 }
 
+/// Takes the compressed contents that follow a table.
+fn take_frame<M: GuestMemoryMap>(
+    memory: &M,
+    (from, inflater): (&mut impl ByteSource, &mut Inflater),
+    ranges: &[GpaRange],
+    frame_bytes: u32,
+    progress: &Progress,
+) -> Result<(), Cause> {
+    let runs = locate(memory.layout(), ranges)?;
+    let raw_bytes =
+        runs.iter().fold(0, |all: u64, run: &PageRun| all.saturating_add(run.len_bytes()));
+    let mut raw = inflater.read(from, frame_bytes, raw_bytes)?;
+    let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
+    raw.read_guest(&slices)?;
+    for run in runs {
+        memory.mark_resident(run);
+    }
+    progress.counters.memory_bytes_received.fetch_add(raw_bytes, Ordering::Relaxed);
+    Ok(())
+}
+
 /// Makes ranges zero.
 fn take_zeros<M: GuestMemoryMap>(
     memory: &M,
@@ -361,14 +390,14 @@ impl Helpers {
         &mut self,
         memory: Arc<M>,
         mut channel: Channel,
-        zero_flags: bool,
+        negotiated: bool,
         progress: Arc<Progress>,
     ) -> Result<(), Failure> {
         let connection = Arc::clone(&channel.connection);
         connection.set_cancel(&self.stop);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
-            match take_rounds(&*memory, &mut channel, zero_flags, &progress) {
+            match take_rounds(&*memory, &mut channel, negotiated, &progress) {
                 Ok(Rounds::Ended) => None,
                 Ok(Rounds::Stopped) => Some(channel),
                 Err(error) => {
@@ -439,10 +468,11 @@ enum Rounds {
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
     channel: &mut Channel,
-    zero_flags: bool,
+    negotiated: bool,
     progress: &Progress,
 ) -> Result<Rounds, Failure> {
     const STEP: &str = "receiving memory on an extra connection";
+    let mut inflater = Inflater::default();
     loop {
         if !channel.reader.has_buffered() {
             match channel.connection.wait_for_data(None) {
@@ -458,7 +488,11 @@ fn take_rounds<M: GuestMemoryMap>(
             Message::Memory(ranges) => {
                 take_memory(memory, &mut channel.reader, &ranges, progress).step(STEP)?;
             }
-            Message::ZeroPages(ranges) if zero_flags => {
+            Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
+                let from = (&mut channel.reader, &mut inflater);
+                take_frame(memory, from, &ranges, frame_bytes, progress).step(STEP)?;
+            }
+            Message::ZeroPages(ranges) if negotiated => {
                 take_zeros(memory, &ranges, progress).step(STEP)?;
             }
             other => return Err(unexpected(&other, "Memory")),

@@ -22,13 +22,15 @@ pub const FEATURE_POSTCOPY: &str = "postcopy";
 /// Memory may be sent while the destination still builds the machine, and `AwaitMachine` tells
 /// when that is done.
 pub const FEATURE_EARLY_MEMORY: &str = "early-memory";
+/// Contents of memory may come as zstd frames.
+pub const FEATURE_ZSTD: &str = "zstd";
 
 /// Length of the token that extra connections show.
 pub const TOKEN_BYTES: usize = 16;
 
 /// What this version can do.
 pub fn features() -> BTreeSet<String> {
-    [FEATURE_ZERO_PAGES, FEATURE_CONFIRM, FEATURE_POSTCOPY, FEATURE_EARLY_MEMORY]
+    [FEATURE_ZERO_PAGES, FEATURE_CONFIRM, FEATURE_POSTCOPY, FEATURE_EARLY_MEMORY, FEATURE_ZSTD]
         .map(String::from)
         .into()
 }

@@ -56,17 +56,19 @@ pub enum Command {
     PostcopyDone = 0x4706,
     /// To be answered once the destination's machine is built and only its state is missing.
     AwaitMachine = 0x4707,
+    /// Ranges and, behind the table, their contents as one zstd frame.
+    MemoryZstd = 0x4708,
     /// The source connects again after postcopy has lost a connection.
-    Recover = 0x4708,
+    Recover = 0x4710,
     /// Pages that nobody waits for yet, to be sent along behind requested ones.
-    Ahead = 0x4709,
+    Ahead = 0x4711,
     /// The destination of a postcopy is there and asks whether the source is.
-    Alive = 0x470a,
+    Alive = 0x4712,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -86,6 +88,7 @@ impl Command {
         Self::Ahead,
         Self::Alive,
         Self::AwaitMachine,
+        Self::MemoryZstd,
     ];
 
     /// The number on the wire.
@@ -126,6 +129,7 @@ impl Command {
             Self::Ahead => "Ahead",
             Self::Alive => "Alive",
             Self::AwaitMachine => "AwaitMachine",
+            Self::MemoryZstd => "MemoryZstd",
         }
     }
 }
@@ -181,6 +185,13 @@ pub enum Message {
     Alive,
     /// See [`Command::AwaitMachine`].
     AwaitMachine,
+    /// See [`Command::MemoryZstd`]; the frame follows, see [`super::inflate`].
+    MemoryZstd {
+        /// Where the contents belong.
+        ranges: Vec<GpaRange>,
+        /// Length of the frame, in the spare header bytes.
+        frame_bytes: u32,
+    },
 }
 
 /// What a source says that connects again.
@@ -246,6 +257,7 @@ impl Message {
             Self::Ahead(_) => Command::Ahead,
             Self::Alive => Command::Alive,
             Self::AwaitMachine => Command::AwaitMachine,
+            Self::MemoryZstd { .. } => Command::MemoryZstd,
         }
     }
 
@@ -270,6 +282,10 @@ impl Message {
             | Self::Elsewhere(ranges)
             | Self::Ahead(ranges) => put_table(&mut payload, ranges),
             Self::Recover(recover) => payload = recover.encode(),
+            Self::MemoryZstd { ranges, frame_bytes } => {
+                extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
+                put_table(&mut payload, ranges);
+            }
             Self::Abandon(reason) => payload.extend_from_slice(bounded_reason(reason).as_bytes()),
             Self::MemoryFd { slot, fd } => {
                 payload.extend_from_slice(&slot.to_le_bytes());
@@ -331,6 +347,11 @@ impl Message {
             Command::Ahead => Self::Ahead(table(from)?),
             Command::Alive => empty(what, len).map(|()| Self::Alive)?,
             Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
+            Command::MemoryZstd => {
+                let [b0, b1, b2, b3, ..] = header.extra;
+                let frame_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
+                Self::MemoryZstd { ranges: table(from)?, frame_bytes }
+            }
         })
     }
 }
@@ -481,6 +502,18 @@ pub fn fuzz_stream(data: &[u8]) {
             | Message::Ahead(ranges) => {
                 for range in ranges {
                     let _ = layout.locate(*range);
+                }
+            }
+            Message::MemoryZstd { ranges, frame_bytes } => {
+                let mut inflater = super::inflate::Inflater::default();
+                let Ok(runs) =
+                    ranges.iter().map(|range| layout.locate(*range)).collect::<Result<Vec<_>, _>>()
+                else {
+                    return;
+                };
+                let raw_bytes = runs.iter().map(crate::layout::PageRun::len_bytes).sum();
+                if inflater.read(&mut from, *frame_bytes, raw_bytes).is_err() {
+                    return;
                 }
             }
             Message::Pending(bytes) => {

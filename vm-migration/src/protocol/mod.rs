@@ -8,6 +8,7 @@
 //! | `message` | meaning of single messages: which command, which payload |
 //! | `capabilities` | what two peers agree on after Start |
 //! | `runs` | compressed sets of pages |
+//! | `inflate` | compressed contents of pages, bounded |
 //!
 //! Order of messages (who may say what when) is not known here: that is what the state machines
 //! in `source` and `destination` are.
@@ -19,6 +20,7 @@
 //!   Config (JSON)                        ->  Ok [+ layout JSON, negotiated]: memory is mapped
 //!   Memory | ZeroPages [negotiated] ...  ->  Ok for each; Error as soon as the machine that is
 //!                                            being built meanwhile turns out to be impossible
+//!   MemoryZstd [negotiated] ...          ->  Ok for each
 //!   AwaitMachine [negotiated]            ->  Ok: the machine is built
 //!   Pending                              ->  Ok                                [postcopy]
 //!   State (JSON)                         ->  Ok
@@ -42,6 +44,7 @@
 
 pub mod capabilities;
 pub mod codec;
+pub mod inflate;
 pub mod message;
 pub mod runs;
 
@@ -112,6 +115,9 @@ pub enum ProtocolError {
         /// What is wrong.
         why: &'static str,
     },
+    /// A compressed payload that does not unpack.
+    #[error("the peer's compressed memory does not unpack")]
+    Zstd(#[source] std::io::Error),
     /// A range that is not guest memory.
     #[error("the peer named memory that the guest does not have")]
     Layout(#[from] LayoutError),

@@ -9,9 +9,13 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::round::ranges;
+use super::squeeze::{self, Squeeze, Way};
 use crate::channel::Channel;
-use crate::error::{Failure, Step};
+use crate::error::{Cause, Failure, Step};
 use crate::layout::{PAGE_BYTES, PageRun};
+use crate::options::Compression;
+use crate::progress::Progress;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::Part;
@@ -64,27 +68,58 @@ impl Pace {
     }
 }
 
+/// What is known of a connection from round to round.
+#[derive(Debug, Default)]
+pub(crate) struct Record {
+    pace: Pace,
+    /// Where compression is wanted.
+    squeeze: Option<Squeeze>,
+    /// Compression was found to pay.
+    on: bool,
+}
+
+impl Record {
+    /// Nothing is known yet.
+    pub(crate) fn new(compression: Compression) -> Result<Self, Failure> {
+        let squeeze = match compression {
+            Compression::None => None,
+            Compression::Zstd => {
+                let squeeze = Squeeze::new().map_err(Cause::Resource);
+                Some(squeeze.step("preparing to compress memory")?)
+            }
+        };
+        Ok(Self { pace: Pace::default(), squeeze, on: false })
+    }
+}
+
 /// One connection in one round.
 pub(crate) struct Lane<'a> {
-    pub channel: &'a mut Channel,
-    pace: &'a mut Pace,
+    channel: &'a mut Channel,
+    record: &'a mut Record,
     round_trip: Duration,
     /// Connections of this round.
     lanes: u64,
     /// Bytes and time of messages without an answer.
     waiting: VecDeque<(u64, Instant)>,
     answered: Option<Instant>,
+    /// When the trial of a way began.
+    trial: Option<Instant>,
+    progress: &'a Progress,
 }
 
 impl<'a> Lane<'a> {
     pub(crate) fn new(
         channel: &'a mut Channel,
-        pace: &'a mut Pace,
+        record: &'a mut Record,
         round_trip: Duration,
         lanes: u64,
+        progress: &'a Progress,
     ) -> Self {
-        let waiting = VecDeque::with_capacity(UNANSWERED_MAX);
-        Self { channel, pace, round_trip, lanes, waiting, answered: None }
+        if let Some(squeeze) = &mut record.squeeze {
+            squeeze.choice.interrupted();
+        }
+        let (waiting, answered) = (VecDeque::with_capacity(UNANSWERED_MAX), None);
+        Self { channel, record, round_trip, lanes, progress, waiting, answered, trial: None }
     }
 
     /// How many units to claim when `left` are left for all: ever fewer towards the end.
@@ -92,7 +127,7 @@ impl<'a> Lane<'a> {
         if self.lanes == 1 {
             return UNITS_MAX;
         }
-        let by_pace = self.pace.budget_bytes(self.round_trip) / 2 / UNIT_BYTES;
+        let by_pace = self.record.pace.budget_bytes(self.round_trip) / 2 / UNIT_BYTES;
         by_pace.min(left / (2 * self.lanes)).clamp(1, UNITS_MAX)
     }
 
@@ -101,7 +136,7 @@ impl<'a> Lane<'a> {
         if self.lanes == 1 {
             return MESSAGE_BYTES;
         }
-        (self.pace.budget_bytes(self.round_trip) / 2).clamp(UNIT_BYTES, MESSAGE_BYTES)
+        (self.record.pace.budget_bytes(self.round_trip) / 2).clamp(UNIT_BYTES, MESSAGE_BYTES)
     }
 
     /// Waits until another message may be sent.
@@ -117,7 +152,7 @@ impl<'a> Lane<'a> {
             return true;
         }
         let under_way: u64 = self.waiting.iter().map(|(bytes, _)| bytes).sum();
-        self.lanes > 1 && under_way > self.pace.budget_bytes(self.round_trip)
+        self.lanes > 1 && under_way > self.record.pace.budget_bytes(self.round_trip)
     }
 
     /// Waits for all answers.
@@ -134,27 +169,96 @@ impl<'a> Lane<'a> {
         let now = Instant::now();
         if let Some((bytes, sent)) = self.waiting.pop_front() {
             let since = self.answered.map_or(sent, |answered| answered.max(sent));
-            self.pace.sample(bytes, now.duration_since(since));
+            self.record.pace.sample(bytes, now.duration_since(since));
         }
         self.answered = Some(now);
         Ok(())
     }
 
-    /// Sends a message and the contents of `data` behind it.
-    pub(crate) fn send<M: GuestMemoryMap>(
+    /// Sends a message that says all.
+    pub(crate) fn send(&mut self, message: &Message) -> Result<(), Failure> {
+        self.send_parts(&[Part::Bytes(&message.encode())], 0)
+    }
+
+    /// Sends contents of memory, compressed or not.
+    pub(crate) fn send_memory<M: GuestMemoryMap>(
         &mut self,
         memory: &M,
-        message: &Message,
         data: &[PageRun],
     ) -> Result<(), Failure> {
-        self.make_room()?;
-        let head = message.encode();
+        let Some(choice) = self.record.squeeze.as_ref().map(|squeeze| &squeeze.choice) else {
+            return self.send_plain(memory, data);
+        };
+        if choice.begins_trial() {
+            self.settle()?;
+            self.trial = Some(Instant::now());
+        }
+        let way = self.record.squeeze.as_ref().map(|squeeze| squeeze.choice.way());
+        if way == Some(Way::Zstd) {
+            for piece in squeeze::pieces(data) {
+                self.send_squeezed(memory, &piece)?;
+            }
+        } else {
+            self.send_plain(memory, data)?;
+        }
+        let bytes = data.iter().map(PageRun::len_bytes).sum();
+        let ends = self.record.squeeze.as_mut().is_some_and(|squeeze| squeeze.choice.sent(bytes));
+        if ends {
+            self.settle()?;
+            let took = self.trial.take().map(|began| began.elapsed()).unwrap_or_default();
+            let squeeze = self.record.squeeze.as_mut();
+            if let Some(now) = squeeze.and_then(|squeeze| squeeze.choice.trial_took(took)) {
+                let on = now == Way::Zstd;
+                self.progress.compression_is(std::mem::replace(&mut self.record.on, on), on);
+            }
+        }
+        Ok(())
+    }
+
+    fn send_plain<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        data: &[PageRun],
+    ) -> Result<(), Failure> {
+        let head = Message::Memory(ranges(memory, data)).encode();
         let mut parts = Vec::with_capacity(1 + data.len());
         parts.push(Part::Bytes(&head));
         parts.extend(data.iter().map(|run| Part::Guest(ram::slice(memory, *run))));
-        let bytes = data.iter().map(PageRun::len_bytes).sum();
-        self.waiting.push_back((bytes, Instant::now()));
-        let sent = self.channel.connection.send_parts(&parts);
+        self.send_parts(&parts, data.iter().map(PageRun::len_bytes).sum())
+    }
+
+    fn send_squeezed<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        data: &[PageRun],
+    ) -> Result<(), Failure> {
+        const STEP: &str = "compressing memory";
+        // Taken out while it is used: sending needs all of the lane.
+        let Some(mut squeeze) = self.record.squeeze.take() else {
+            return self.send_plain(memory, data);
+        };
+        let frame = squeeze.frame(memory, data).map_err(Cause::Resource).step(STEP);
+        let sent = match frame {
+            Err(failure) => Err(failure),
+            Ok(None) => self.send_plain(memory, data),
+            Ok(Some(frame)) => {
+                let raw_bytes = data.iter().map(PageRun::len_bytes).sum();
+                self.progress.compressed(raw_bytes, frame.len() as u64);
+                // Shorter than a megabyte, as it is shorter than what it holds.
+                let frame_bytes = u32::try_from(frame.len()).unwrap_or(u32::MAX);
+                let ranges = ranges(memory, data);
+                let head = Message::MemoryZstd { ranges, frame_bytes }.encode();
+                self.send_parts(&[Part::Bytes(&head), Part::Bytes(frame)], raw_bytes)
+            }
+        };
+        self.record.squeeze = Some(squeeze);
+        sent
+    }
+
+    fn send_parts(&mut self, parts: &[Part<'_>], memory_bytes: u64) -> Result<(), Failure> {
+        self.make_room()?;
+        self.waiting.push_back((memory_bytes, Instant::now()));
+        let sent = self.channel.connection.send_parts(parts);
         sent.map_err(|error| self.channel.explain(error)).step("sending memory")
     }
 }

@@ -9,6 +9,7 @@
 //! | `precopy` | Precopy: the loop around the rounds, and its end |
 //! | `round` | one round: what is sent, when its dirty bits are cleared |
 //! | `lane` | a connection in a round: how much it may take on |
+//! | `squeeze` | compression of bulk memory, and whether it pays |
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
 //! | `stop` | Stop: the guest is paused, what is left is sent or noted |
 //! | `handover` | Handover: the exchange after which the guest belongs to the destination |
@@ -25,6 +26,7 @@ mod negotiate;
 mod precopy;
 mod round;
 mod serve;
+mod squeeze;
 mod stop;
 
 use std::sync::Arc;

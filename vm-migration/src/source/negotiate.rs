@@ -10,16 +10,16 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::lane::Pace;
+use super::lane::Record;
 use super::{Connected, Context, Setback};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::Layout;
-use crate::options::MemoryMode;
+use crate::options::{Compression, MemoryMode};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, Offer,
-    Prepared, TOKEN_BYTES, common, features, software,
+    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_POSTCOPY, FEATURE_ZERO_PAGES,
+    FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common, features, software,
 };
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -37,8 +37,8 @@ pub(crate) struct Links {
     /// What further connections showed, and what proves after a loss that this is the same
     /// migration; `None` with plain version 0.
     pub token: Option<[u8; TOKEN_BYTES]>,
-    /// How fast each connection for memory is, the first one included.
-    pub paces: Vec<Pace>,
+    /// What is known of each connection for memory, the first one included.
+    pub records: Vec<Record>,
     /// The fastest that an answer came.
     pub round_trip: Duration,
 }
@@ -135,7 +135,7 @@ pub(crate) fn agree<V: SourceVm>(
     let (bulk_count, urgent_count) = extra_connections(context);
     let memory_links = extra(Role::Memory, bulk_count)?;
     let urgent = extra(Role::Fault, urgent_count)?;
-    Ok(Links { memory: memory_links, urgent, terms, token, paces: Vec::new(), round_trip })
+    Ok(Links { memory: memory_links, urgent, terms, token, records: Vec::new(), round_trip })
 }
 
 /// How many connections beside the first: precopy uses the first one for memory, too.
@@ -178,6 +178,17 @@ fn offer<M: GuestMemoryMap>(
             ));
         }
         log::info!("the destination speaks plain version 0: zero pages and reasons do not travel");
+        if options.compression != Compression::None {
+            return Err(Failure::new(
+                "negotiating",
+                Cause::Unsupported {
+                    what: "the destination speaks only version 0 of the protocol, which has no \
+                           compression"
+                        .to_string(),
+                    remedy: "leave compression out, or update the destination",
+                },
+            ));
+        }
         return Ok((None, round_trip));
     }
     let (bulk_connections, urgent_connections) = extra_connections(context);
@@ -197,10 +208,13 @@ fn offer<M: GuestMemoryMap>(
     let accepted = Accepted::parse(&answer.payload).step("negotiating capabilities")?;
     log::info!("the destination is {:?}", accepted.software);
     let features = common(&document.features, &accepted.features);
-    let needed: &[&str] = match options.mode() {
-        MemoryMode::Precopy => &[FEATURE_CONFIRM],
-        MemoryMode::Postcopy | MemoryMode::Auto => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
-    };
+    let mut needed = vec![FEATURE_CONFIRM];
+    if options.mode().may_postcopy() {
+        needed.push(FEATURE_POSTCOPY);
+    }
+    if options.compression == Compression::Zstd {
+        needed.push(FEATURE_ZSTD);
+    }
     match needed.iter().find(|feature| !features.contains(**feature)) {
         None => Ok((Some((features, accepted.token)), round_trip)),
         Some(missing) => Err(Failure::new(

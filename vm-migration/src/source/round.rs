@@ -11,7 +11,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::lane::{Lane, Pace, UNIT_PAGES, UNITS_MAX};
+use super::lane::{Lane, Record, UNIT_PAGES, UNITS_MAX};
 use super::negotiate::Links;
 use super::precopy::Switch;
 use super::{Context, check_cancel};
@@ -135,12 +135,14 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         context,
     };
     let lanes = 1 + links.memory.len();
-    links.paces.resize_with(lanes, Pace::default);
-    let (round_trip, paces) = (links.round_trip, &mut links.paces);
-    let lane = |(channel, pace)| Lane::new(channel, pace, round_trip, lanes as u64);
+    while links.records.len() < lanes {
+        links.records.push(Record::new(context.options.compression)?);
+    }
+    let (round_trip, records, progress) = (links.round_trip, &mut links.records, context.progress);
+    let lane = |(channel, record)| Lane::new(channel, record, round_trip, lanes as u64, progress);
     let sent = {
         let channels = std::iter::once(&mut *control).chain(&mut links.memory);
-        round.send_on(channels.zip(paces).map(lane).collect())
+        round.send_on(channels.zip(records).map(lane).collect())
     };
     let unsent = |bytes| Ok(Sent { bytes, unsent: round.unsent()? });
     sent.and_then(unsent).map_err(|failure| match failure.cause {
@@ -330,11 +332,10 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
     fn flush(&self, lane: &mut Lane<'_>, content: &mut Content) -> Result<u64, Failure> {
         let content = std::mem::take(content);
         if !content.data.is_empty() {
-            let message = Message::Memory(ranges(self.memory, &content.data));
-            lane.send(self.memory, &message, &content.data)?;
+            lane.send_memory(self.memory, &content.data)?;
         }
         if !content.zero.is_empty() {
-            lane.send(self.memory, &Message::ZeroPages(ranges(self.memory, &content.zero)), &[])?;
+            lane.send(&Message::ZeroPages(ranges(self.memory, &content.zero)))?;
         }
         let counters = &self.context.progress.counters;
         let data_bytes = content.data_bytes();

@@ -116,6 +116,37 @@ fn lengths_beyond_every_limit_are_refused_without_allocating() {
 }
 
 #[test]
+fn compressed_memory_that_lies_is_refused_before_a_page_is_written() {
+    let frame = zstd::bulk::compress(&[7; 8192], 1).unwrap();
+    let message = |pages: u64, frame: &[u8]| {
+        let ranges = vec![GpaRange { gpa: 0, len_bytes: pages * PAGE_BYTES }];
+        let frame_bytes = u32::try_from(frame.len()).unwrap();
+        [&Message::MemoryZstd { ranges, frame_bytes }.encode()[..], frame].concat()
+    };
+    let bomb = zstd::bulk::compress(&vec![0; 256 << 20], 1).unwrap();
+    for bytes in [
+        // Fewer and more pages than it holds, no frame at all, a frame that holds far more.
+        message(1, &frame),
+        message(3, &frame),
+        message(2, &[0xa5; 64]),
+        message(2, &[]),
+        message(2048, &bomb[..bomb.len().min(4096)]),
+        // More than one frame may hold, and a frame longer than its contents.
+        message(2048, &frame),
+        message(1, &vec![0; 5000]),
+    ] {
+        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&bytes);
+        assert!(
+            matches!(
+                cause,
+                Cause::Protocol(ProtocolError::Zstd(_) | ProtocolError::TooLong { .. })
+            ),
+            "{cause:?}"
+        );
+    }
+}
+
+#[test]
 fn messages_out_of_place_are_refused() {
     let wrong = [
         Message::Start { version: VERSION, offer: true },

@@ -10,6 +10,7 @@
 //! | `early` | the machine that is built while memory travels |
 //! | `sharing` | connections of different speed |
 //! | `converging` | guests that write too fast, and what is done about them |
+//! | `compressed` | memory that travels compressed |
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
@@ -19,6 +20,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
 mod auto;
+mod compressed;
 mod converging;
 mod cuts;
 mod early;

@@ -8,7 +8,7 @@
 use serde::de::DeserializeOwned;
 
 use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
-use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
+use crate::config::{ForceData, MigrationRecoverData, ReceiveMigrationData, SendMigrationData, VmConfig};
 
 /// Where all paths begin.
 pub const API_ROOT: &str = "/api/v1/";
@@ -39,6 +39,8 @@ pub enum Body {
     Empty,
     /// This schema.
     Schema(&'static str),
+    /// This schema, or nothing.
+    Optional(&'static str),
 }
 
 /// An endpoint that works.
@@ -84,10 +86,10 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Ends the VMM.",
         operation: Some("shutdownVMM"),
-        takes: Body::Empty,
+        takes: Body::Optional("ForceData"),
         gives: Body::Empty,
         errors: &[],
-        decode: |_| Ok(VmmRequest::VmmShutdown),
+        decode: |body| Ok(VmmRequest::VmmShutdown { force: decode_force(body)? }),
     },
     Endpoint {
         path: "vm.info",
@@ -124,10 +126,10 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Deletes the VM.",
         operation: Some("deleteVM"),
-        takes: Body::Empty,
+        takes: Body::Optional("ForceData"),
         gives: Body::Empty,
         errors: &[NotCreated, Conflict],
-        decode: |_| Ok(VmmRequest::Delete),
+        decode: |body| Ok(VmmRequest::Delete { force: decode_force(body)? }),
     },
     Endpoint {
         path: "vm.boot",
@@ -230,6 +232,27 @@ pub const ENDPOINTS: &[Endpoint] = &[
         errors: &[NotCreated, Conflict],
         decode: |_| Ok(VmmRequest::MigrationCancel),
     },
+    Endpoint {
+        path: "vm.migration-start-postcopy",
+        method: Put,
+        summary: "Lets a migration with memory_mode=auto go on in postcopy now.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: &[NotCreated, Conflict],
+        decode: |_| Ok(VmmRequest::MigrationStartPostcopy),
+    },
+    Endpoint {
+        path: "vm.migration-recover",
+        method: Put,
+        summary: "Makes the connections of a postcopy migration again that has lost them; at the \
+                  source, or at the destination to listen at another address.",
+        operation: None,
+        takes: Body::Schema("MigrationRecoverData"),
+        gives: Body::Empty,
+        errors: &[NotCreated, Conflict],
+        decode: decode_recover,
+    },
 ];
 
 /// Endpoints that clients may know and that are answered with "not supported".
@@ -300,6 +323,20 @@ fn bad_config(error: &crate::config::ConfigError) -> ApiError {
 fn decode_create(body: &[u8]) -> Result<VmmRequest, ApiError> {
     let config = json::<VmConfig>("VmConfig", body)?;
     Ok(VmmRequest::Create(Box::new(config.complete().map_err(|error| bad_config(&error))?)))
+}
+
+fn decode_recover(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let data = json::<MigrationRecoverData>("MigrationRecoverData", body)?;
+    data.validate().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::MigrationRecover(Box::new(data)))
+}
+
+/// A body that may be missing.
+fn decode_force(body: &[u8]) -> Result<bool, ApiError> {
+    if body.is_empty() {
+        return Ok(false);
+    }
+    json::<ForceData>("ForceData", body).map(|data| data.force)
 }
 
 fn decode_send(body: &[u8]) -> Result<VmmRequest, ApiError> {

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
-use crate::config::{ReceiveMigrationData, SendMigrationData, VmConfig};
+use crate::config::{MigrationRecoverData, ReceiveMigrationData, SendMigrationData, VmConfig};
 
 /// What can be asked of the VMM.
 #[derive(Debug)]
@@ -40,7 +40,10 @@ pub enum VmmRequest {
     /// Press the power button.
     PowerButton,
     /// Forget the VM.
-    Delete,
+    Delete {
+        /// Even if a VM elsewhere needs pages from here.
+        force: bool,
+    },
     /// Start sending the VM; answered when the migration has been started.
     SendMigration(Box<SendMigrationData>),
     /// Wait for a VM; answered when it has arrived.
@@ -49,8 +52,15 @@ pub enum VmmRequest {
     MigrationProgress,
     /// Stop the migration; answered when it is over.
     MigrationCancel,
+    /// Send the rest of memory after the VM.
+    MigrationStartPostcopy,
+    /// Connect again in postcopy.
+    MigrationRecover(Box<MigrationRecoverData>),
     /// End the process.
-    VmmShutdown,
+    VmmShutdown {
+        /// Even if a VM elsewhere needs pages from here.
+        force: bool,
+    },
 }
 
 impl VmmRequest {
@@ -67,12 +77,14 @@ impl VmmRequest {
             Self::Shutdown => "vm.shutdown",
             Self::Reboot => "vm.reboot",
             Self::PowerButton => "vm.power-button",
-            Self::Delete => "vm.delete",
+            Self::Delete { .. } => "vm.delete",
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
             Self::MigrationCancel => "vm.migration-cancel",
-            Self::VmmShutdown => "vmm.shutdown",
+            Self::MigrationStartPostcopy => "vm.migration-start-postcopy",
+            Self::MigrationRecover(_) => "vm.migration-recover",
+            Self::VmmShutdown { .. } => "vmm.shutdown",
         }
     }
 }

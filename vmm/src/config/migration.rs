@@ -7,7 +7,7 @@
 
 use std::path::PathBuf;
 
-use super::codec::{Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
+use super::codec::{Bytes, Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
 use super::error::ConfigError;
 use super::family::{Family as _, option_enum, option_family};
 use super::option_string::OptionError;
@@ -27,11 +27,48 @@ option_enum! {
 
 option_enum! {
     /// When memory travels.
-    MigrationMode = "precopy|postcopy", default Precopy {
+    MigrationMode = "precopy|postcopy|auto", default Precopy {
         /// Before the guest runs at its destination.
         Precopy = "precopy",
         /// After the guest has been started there, on demand and in the background.
         Postcopy = "postcopy",
+        /// Before, and what is left when that no longer helps, after.
+        Auto = "auto",
+    }
+}
+
+option_enum! {
+    /// What is done when rounds of precopy no longer help.
+    ConvergencePolicy = "none|throttle|raise-downtime|postcopy", default None {
+        /// Nothing; the guest may calm down.
+        None = "none",
+        /// The vCPUs are kept out of the guest for a share of the time: 20 %, then 10 % more at a
+        /// time, up to 99 %.
+        Throttle = "throttle",
+        /// The allowed downtime is doubled at a time, up to `downtime_max_ms`.
+        RaiseDowntime = "raise-downtime",
+        /// The rest of memory follows the guest; not supported yet.
+        Postcopy = "postcopy",
+    }
+}
+
+option_enum! {
+    /// Whether memory is compressed on its way.
+    MigrationCompression = "none|zstd", default None {
+        /// Never.
+        None = "none",
+        /// With zstd, on each connection as long as more memory arrives that way.
+        Zstd = "zstd",
+    }
+}
+
+option_enum! {
+    /// When dirty bits are cleared.
+    DirtyClearing = "slice|round", default Slice {
+        /// Just before each slice of memory is copied.
+        Slice = "slice",
+        /// For all memory when a round begins; for comparison.
+        Round = "round",
     }
 }
 
@@ -69,12 +106,48 @@ option_family! {
         /// What happens then.
         timeout_strategy: TimeoutStrategy = TimeoutStrategy::Cancel,
             "timeout_strategy" as One<Choice>;
-        /// Number of parallel connections; more than one needs a tcp address.
+        /// What is done when copying again what was written no longer helps.
+        convergence: ConvergencePolicy = ConvergencePolicy::None, "convergence" as One<Choice>;
+        /// Longest downtime in milliseconds that convergence=raise-downtime may allow; ten times
+        /// downtime_ms if not given.
+        downtime_max_ms: Option<u64> = None, "downtime_max_ms" as Opt<Int>, range(1, 86_400_000);
+        /// When dirty bits are cleared; for comparison.
+        dirty_clear: DirtyClearing = DirtyClearing::Slice, "dirty_clear" as One<Choice>;
+        /// Whether memory is compressed on its way; precopy only.
+        compression: MigrationCompression = MigrationCompression::None,
+            "compression" as One<Choice>;
+        /// Number of parallel connections.
         connections: u64 = 1, "connections" as One<Int>, range(1, MAX_CONNECTIONS);
         /// Directory with certificates and key.
         tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>, unsupported();
         /// When memory travels.
         memory_mode: MigrationMode = MigrationMode::Precopy, "memory_mode" as One<Choice>;
+        /// With memory_mode=auto, seconds after which the rest of memory follows the guest.
+        postcopy_after_s: Option<u64> = None, "postcopy_after_s" as Opt<Int>, range(0, 31_536_000);
+        /// Connections that carry only pages which the guest waits for in postcopy; from the number
+        /// of vCPUs if not given, with 0 they share the others.
+        preempt: Option<u64> = None, "preempt" as Opt<Int>, range(0, MAX_CONNECTIONS);
+        /// Most bytes per second for pages that nobody waits for in postcopy; 0 for no limit.
+        bandwidth: u64 = 0, "bandwidth" as One<Bytes>;
+        /// Longest time in seconds for which a postcopy that lost its connections connects again by
+        /// itself; migration-recover does so later.
+        recover_timeout_s: u64 = 600, "recover_timeout_s" as One<Int>, range(0, 31_536_000);
+    }
+}
+
+option_family! {
+    /// How a postcopy migration that has lost its connections goes on.
+    MigrationRecoverData "migration-recover" {
+        /// Another address: at the source where to connect, at the destination where to listen.
+        url: Option<String> = None, "url" as Opt<Text>;
+    }
+}
+
+option_family! {
+    /// Whether something is done although a guest elsewhere is lost by it.
+    ForceData "force" {
+        /// It is done.
+        force: bool = false, "force" as One<Toggle>;
     }
 }
 
@@ -188,13 +261,44 @@ impl SendMigrationData {
         if self.local && !unix {
             return refuse("local needs a unix address");
         }
-        if self.connections > 1 && unix {
-            return refuse("several connections need a tcp address");
+        if self.convergence == ConvergencePolicy::Postcopy {
+            return refuse(
+                "convergence=postcopy is not supported yet; use memory_mode=postcopy, which moves \
+                 any guest, or convergence=throttle",
+            );
         }
-        if self.local && self.memory_mode == MigrationMode::Postcopy {
+        let postcopy = self.memory_mode == MigrationMode::Postcopy;
+        if postcopy && self.compression != MigrationCompression::None {
+            return refuse("compression works with memory_mode=precopy only");
+        }
+        if self.downtime_max_ms.is_some_and(|max| max < self.downtime_ms) {
+            return refuse("downtime_max_ms is less than downtime_ms");
+        }
+        if self.local && self.memory_mode != MigrationMode::Precopy {
             return refuse("local and postcopy exclude each other");
         }
         Ok(())
+    }
+}
+
+impl MigrationRecoverData {
+    /// Reads an option string or an address alone.
+    ///
+    /// # Errors
+    /// As [`super::family::Family::parse`].
+    pub fn parse_or_url(text: &str) -> Result<Self, OptionError> {
+        if is_bare_url(text) {
+            return Ok(Self { url: Some(text.to_owned()) });
+        }
+        Self::parse(text)
+    }
+
+    /// Checks the address.
+    ///
+    /// # Errors
+    /// The text is not an address.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.url.as_ref().map_or(Ok(()), |url| url.parse::<MigrationUrl>().map(drop))
     }
 }
 
@@ -267,7 +371,11 @@ mod tests {
     fn rules() {
         let parse = |text| SendMigrationData::parse_or_url(text).unwrap().validate();
         assert!(parse("destination_url=tcp:h:1,local=on").is_err());
-        assert!(parse("destination_url=unix:/s,connections=2").is_err());
+        assert!(parse("destination_url=unix:/s,connections=2").is_ok());
+        let postcopy = parse("destination_url=tcp:h:1,convergence=postcopy").unwrap_err();
+        assert!(postcopy.to_string().contains("memory_mode=postcopy"), "{postcopy}");
+        assert!(parse("destination_url=tcp:h:1,compression=zstd,memory_mode=postcopy").is_err());
+        assert!(parse("destination_url=tcp:h:1,downtime_ms=9,downtime_max_ms=8").is_err());
         assert!(matches!(
             parse("destination_url=tcp:h:1,tls_dir=/x"),
             Err(ConfigError::Unsupported { .. })

@@ -41,7 +41,8 @@ pub use error::ConfigError;
 pub use family::Family;
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
-    MigrationMode, MigrationUrl, ReceiveMigrationData, SendMigrationData, TimeoutStrategy,
+    ConvergencePolicy, DirtyClearing, MigrationCompression, MigrationMode, MigrationUrl,
+    ForceData, MigrationRecoverData, ReceiveMigrationData, SendMigrationData, TimeoutStrategy,
 };
 pub use net::NetConfig;
 pub use option_string::OptionError;

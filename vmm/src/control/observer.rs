@@ -23,9 +23,12 @@ impl Observer for Herald {
                 match phase {
                     Phase::Precopy => events::emit("vm", "migration-started", &[]),
                     Phase::Receive => events::emit("vm", "migration-receive-started", &[]),
-                    Phase::Serve => {
-                        events::emit("vm", "migration-handed-over", &[]);
-                        self.mailer.send(Message::HandedOver);
+                    Phase::Serve => self.mailer.send(Message::HandedOver),
+                    Phase::PostcopyPaused => {
+                        events::emit("vm", "postcopy-migration-paused", &[("side", &side)]);
+                    }
+                    Phase::PostcopyRecover => {
+                        events::emit("vm", "postcopy-migration-recovering", &[("side", &side)]);
                     }
                     _ => {}
                 }
@@ -38,6 +41,26 @@ impl Observer for Herald {
                     ("id", &round.to_string()),
                     ("remaining_bytes", &remaining_bytes.to_string()),
                 ],
+            ),
+            Event::Stalled { round, expected_us, allowed_us } => events::emit(
+                "vm",
+                "migration-stalled",
+                &[
+                    ("side", &side),
+                    ("id", &round.to_string()),
+                    ("expected_downtime_us", &expected_us.to_string()),
+                    ("allowed_downtime_us", &allowed_us.to_string()),
+                ],
+            ),
+            Event::Throttled { percent } => events::emit(
+                "vm",
+                "migration-throttled",
+                &[("side", &side), ("percent", &percent.to_string())],
+            ),
+            Event::DowntimeAllowed { allowed_us } => events::emit(
+                "vm",
+                "migration-downtime-allowed",
+                &[("side", &side), ("allowed_downtime_us", &allowed_us.to_string())],
             ),
             Event::Fail(phase, time) => {
                 log::warn!("migration ({side}): {phase} failed after {} ms", time.as_millis());

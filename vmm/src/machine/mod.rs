@@ -24,6 +24,7 @@ mod state;
 mod virtio;
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,7 +34,7 @@ use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
     ClockPolicy, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
+    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
 };
 use memory::GuestRam;
 use pci::{
@@ -194,10 +195,9 @@ impl Chassis {
         consoles: &Consoles,
         host: &Host,
         sink: EventSink,
-        populate: bool,
+        ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        let ram = ram::make(&config.memory, bits, populate)?;
         let vm = Vm::create_with_memory(
             &host.hypervisor,
             &hypervisor::VmConfig {
@@ -323,7 +323,9 @@ impl Machine {
         host: &Host,
         sink: EventSink,
     ) -> Result<Self, MachineError> {
-        let chassis = Chassis::build(&config, &consoles, host, sink, true)?;
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let ram = ram::make(&config.memory, bits, true, &[])?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let memory = chassis.ram.guest_memory();
         let entry = boot::load(
@@ -343,7 +345,21 @@ impl Machine {
         chassis.start(vcpus, config, consoles)
     }
 
-    /// A machine whose memory and state are still to come, paused.
+    /// Memory for a machine that is still to come, not populated. The zones that are named in
+    /// `given` consist of these files.
+    ///
+    /// # Errors
+    /// Naming the zone and what is missing here.
+    pub fn arriving_ram(
+        config: &VmConfig,
+        host: &Host,
+        given: &[(String, Arc<File>)],
+    ) -> Result<Arc<GuestRam>, MachineError> {
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        Ok(ram::make(&config.memory, bits, false, given)?)
+    }
+
+    /// A machine on such memory, whose state is still to come, paused. Does not touch the memory.
     ///
     /// # Errors
     /// Naming what is missing here.
@@ -352,8 +368,9 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
+        ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
-        let chassis = Chassis::build(&config, &consoles, host, sink, false)?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let machine = chassis.start(vcpus, config, consoles)?;
         machine.devices.pause();
@@ -447,6 +464,12 @@ impl Machine {
             self.paused = true;
         }
         Ok(())
+    }
+
+    /// A throttle on its vCPUs; `None`, with a line in the log, when the host gives no thread.
+    pub fn throttle(&self) -> Option<VcpuThrottle> {
+        let throttle = self.vcpus.throttle();
+        throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
     }
 
     /// Asks guests to tell the network where they are now.

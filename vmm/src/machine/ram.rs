@@ -4,6 +4,7 @@
 //!
 //! Owns the translation only; slot number and region index are the same number.
 
+use std::fs::File;
 use std::sync::Arc;
 
 use arch::layout;
@@ -86,7 +87,8 @@ fn zones(config: &MemoryConfig) -> Vec<MemoryZoneConfig> {
     }
 }
 
-/// Makes guest RAM. `populate` is false where contents are still to arrive.
+/// Makes guest RAM. `populate` is false where contents are still to arrive; the zones named in
+/// `given` consist of files that somebody handed over.
 ///
 /// # Errors
 /// Naming the zone and the limit.
@@ -94,6 +96,7 @@ pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
     populate: bool,
+    given: &[(String, Arc<File>)],
 ) -> Result<Arc<GuestRam>, MachineRamError> {
     let specs =
         zones(config).iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<_, _>>()?;
@@ -102,7 +105,8 @@ pub fn make(
         hole_end: layout::HIGH_RAM_64_GPA,
         end: 1 << phys_bits.min(52),
     };
-    let ram = GuestRam::new(&RamConfig { zones: specs }, layout).map_err(MachineRamError::Make)?;
+    let ram = GuestRam::with_files(&RamConfig { zones: specs }, layout, given)
+        .map_err(MachineRamError::Make)?;
     for warning in ram.warnings() {
         log::warn!("{warning}");
     }

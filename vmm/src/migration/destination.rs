@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use vm_migration::VmError;
-use vm_migration::vm::{DestinationBuilder, DestinationVm};
+use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
 use super::memory::MigratingRam;
 use crate::config::VmConfig;
@@ -27,10 +27,16 @@ impl ArrivingBuilder {
     }
 }
 
+/// A machine that has its memory and nothing else.
+pub struct MappedArrival {
+    builder: ArrivingBuilder,
+    config: VmConfig,
+    memory: Arc<MigratingRam>,
+}
+
 /// A machine that has not run here yet.
 pub struct ArrivingMachine {
     machine: Machine,
-    memory: Arc<MigratingRam>,
 }
 
 impl ArrivingMachine {
@@ -42,14 +48,35 @@ impl ArrivingMachine {
 
 impl DestinationBuilder for ArrivingBuilder {
     type Vm = ArrivingMachine;
+    type Mapped = MappedArrival;
 
-    fn prepare(self, config_json: &[u8]) -> Result<ArrivingMachine, VmError> {
+    fn map_memory(
+        self,
+        config_json: &[u8],
+        given: Vec<GivenMemory>,
+    ) -> Result<MappedArrival, VmError> {
         let config: VmConfig = serde_json::from_slice(config_json)?;
-        let mut config = config.complete()?;
+        let config = config.complete()?;
+        let given: Vec<_> =
+            given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
+        let ram = Machine::arriving_ram(&config, &self.host, &given)?;
+        let memory = Arc::new(MigratingRam::new(ram)?);
+        Ok(MappedArrival { builder: self, config, memory })
+    }
+}
+
+impl MappedMachine for MappedArrival {
+    type Vm = ArrivingMachine;
+
+    fn memory(&self) -> Arc<MigratingRam> {
+        Arc::clone(&self.memory)
+    }
+
+    fn build(self) -> Result<ArrivingMachine, VmError> {
+        let Self { builder: ArrivingBuilder { host, sink }, mut config, memory } = self;
         let consoles = Consoles::open(&mut config)?;
-        let machine = Machine::arriving(config, consoles, &self.host, self.sink)?;
-        let memory = Arc::new(MigratingRam::new(Arc::clone(machine.ram()))?);
-        Ok(ArrivingMachine { machine, memory })
+        let ram = Arc::clone(memory.ram());
+        Ok(ArrivingMachine { machine: Machine::arriving(config, consoles, &host, sink, ram)? })
     }
 }
 
@@ -57,17 +84,13 @@ impl DestinationVm for ArrivingMachine {
     type Memory = MigratingRam;
     type Running = Machine;
 
-    fn memory(&self) -> Arc<MigratingRam> {
-        Arc::clone(&self.memory)
-    }
-
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
         let state: MachineState = serde_json::from_slice(state_json)?;
         Ok(self.machine.restore(state)?)
     }
 
     fn run(self, resume: bool) -> Result<Machine, (Self, VmError)> {
-        let Self { mut machine, memory } = self;
+        let Self { mut machine } = self;
         let running =
             machine.take_exclusive().and_then(|()| if resume { machine.resume() } else { Ok(()) });
         match running {
@@ -75,7 +98,7 @@ impl DestinationVm for ArrivingMachine {
                 machine.announce();
                 Ok(machine)
             }
-            Err(error) => Err((Self { machine, memory }, error.into())),
+            Err(error) => Err((Self { machine }, error.into())),
         }
     }
 }

@@ -53,6 +53,11 @@ impl MigratingRam {
         Ok(Self { ram, layout })
     }
 
+    /// The RAM itself.
+    pub fn ram(&self) -> &Arc<GuestRam> {
+        &self.ram
+    }
+
     fn region(&self, index: usize) -> &RamRegion {
         &self.ram.regions()[index]
     }

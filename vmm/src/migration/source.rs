@@ -6,13 +6,22 @@
 //! left after the handover has no way to run the guest.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
-use vm_migration::vm::{PausedVm, SourceVm};
+use vm_migration::vm::{PausedVm, SourceVm, Throttle};
 
 use super::dirty::MachineDirtyLog;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::machine::Machine;
+
+/// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
+/// and started again.
+const SWITCH_OVER_BASE: Duration = Duration::from_millis(6);
+
+/// What each vCPU adds: state saved, sent as JSON, put in.
+const SWITCH_OVER_VCPU: Duration = Duration::from_millis(1);
 
 /// A machine whose guest may run.
 pub struct LeavingMachine {
@@ -62,6 +71,15 @@ impl PausedMachine {
     }
 }
 
+/// Slows the vCPUs down until it is dropped.
+struct Slowing(VcpuThrottle);
+
+impl Throttle for Slowing {
+    fn set(&mut self, percent: u8) {
+        self.0.set(percent);
+    }
+}
+
 impl SourceVm for LeavingMachine {
     type Memory = MigratingRam;
     type Log = MachineDirtyLog;
@@ -77,6 +95,15 @@ impl SourceVm for LeavingMachine {
 
     fn start_dirty_log(&mut self) -> Result<MachineDirtyLog, VmError> {
         Ok(MachineDirtyLog::start(self.machine.vm().clone(), Arc::clone(self.machine.ram()))?)
+    }
+
+    fn throttle(&self) -> Option<Box<dyn Throttle>> {
+        let throttle = self.machine.throttle()?;
+        Some(Box::new(Slowing(throttle)))
+    }
+
+    fn switch_over_time(&self) -> Duration {
+        SWITCH_OVER_BASE + SWITCH_OVER_VCPU * u32::from(self.machine.config().cpus.boot_vcpus)
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {

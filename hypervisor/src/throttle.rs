@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Keeping vCPUs out of the guest for a share of the time.
+//!
+//! Owns the thread that keeps the time and the lengths of the turns. How a vCPU is got out of the
+//! guest and kept out is `threads`' business. A throttled vCPU is still a running one: it can be
+//! paused, stopped and resumed as ever, and none of that waits for its turn.
+
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Length of one turn inside and one outside of the guest together, where that leaves the guest
+/// enough time.
+const TURN: Duration = Duration::from_millis(20);
+
+/// Shortest stay inside: less would be spent on coming and going.
+const INSIDE_MIN: Duration = Duration::from_millis(1);
+
+/// Greatest share of the time outside.
+pub const THROTTLE_PERCENT_MAX: u8 = 99;
+
+/// What is kept out.
+pub(crate) trait Held: Send + Sync {
+    /// From now on stays out of the guest, or may enter it again. Does not wait.
+    fn hold(&self, on: bool);
+}
+
+/// A throttle on all vCPUs of a VM. Dropping it lets them run freely.
+pub struct VcpuThrottle {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    order: Mutex<Order>,
+    /// Signalled on every change of `order`.
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Order {
+    Percent(u8),
+    End,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Order> {
+        self.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, order: Order) {
+        *self.lock() = order;
+        self.changed.notify_all();
+    }
+
+    /// Waits for `time`, or until the order is another than `order`; returns what it is then.
+    fn wait(&self, order: Order, time: Option<Duration>) -> Order {
+        let now = self.lock();
+        let same = |now: &mut Order| *now == order;
+        match time {
+            None => *self.changed.wait_while(now, same).unwrap_or_else(PoisonError::into_inner),
+            Some(time) => {
+                let waited = self.changed.wait_timeout_while(now, time, same);
+                *waited.unwrap_or_else(PoisonError::into_inner).0
+            }
+        }
+    }
+}
+
+/// Times outside and inside of the guest for a share of 1 to 99 percent outside.
+fn turns(percent: u8) -> (Duration, Duration) {
+    let outside = u32::from(percent.min(THROTTLE_PERCENT_MAX));
+    let inside = (TURN * (100 - outside) / 100).max(INSIDE_MIN);
+    (inside * outside / (100 - outside), inside)
+}
+
+impl VcpuThrottle {
+    /// Starts with a share of 0.
+    pub(crate) fn start(held: Vec<Arc<dyn Held>>) -> io::Result<Self> {
+        let shared =
+            Arc::new(Shared { order: Mutex::new(Order::Percent(0)), changed: Condvar::new() });
+        let body = {
+            let shared = Arc::clone(&shared);
+            move || keep_time(&shared, &held)
+        };
+        let thread = std::thread::Builder::new().name("vcpu-throttle".into()).spawn(body)?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Sets the share of wall time outside of the guest, up to [`THROTTLE_PERCENT_MAX`].
+    pub fn set(&self, percent: u8) {
+        self.shared.set(Order::Percent(percent.min(THROTTLE_PERCENT_MAX)));
+    }
+}
+
+impl Drop for VcpuThrottle {
+    fn drop(&mut self) {
+        self.shared.set(Order::End);
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            log::error!("the throttle of the vCPUs panicked");
+        }
+    }
+}
+
+fn keep_time(shared: &Shared, held: &[Arc<dyn Held>]) {
+    let mut order = *shared.lock();
+    loop {
+        order = match order {
+            Order::End => return,
+            Order::Percent(0) => shared.wait(order, None),
+            Order::Percent(percent) => {
+                let (outside, inside) = turns(percent);
+                held.iter().for_each(|held| held.hold(true));
+                let after = shared.wait(order, Some(outside));
+                held.iter().for_each(|held| held.hold(false));
+                if after == order { shared.wait(order, Some(inside)) } else { after }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn turns_have_the_share_and_leave_the_guest_alive() {
+        for percent in 1..=THROTTLE_PERCENT_MAX {
+            let (outside, inside) = turns(percent);
+            let share = outside.as_secs_f64() / (outside + inside).as_secs_f64();
+            assert!((share - f64::from(percent) / 100.0).abs() < 0.001, "{percent}: {share}");
+            assert!(inside >= INSIDE_MIN && outside <= Duration::from_millis(100), "{percent}");
+        }
+    }
+
+    #[derive(Default)]
+    struct Fake {
+        held: AtomicBool,
+        times: AtomicU32,
+    }
+
+    impl Held for Fake {
+        fn hold(&self, on: bool) {
+            self.held.store(on, Ordering::SeqCst);
+            self.times.fetch_add(u32::from(on), Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn nobody_is_held_at_zero_nor_after_the_end() {
+        let fake = Arc::new(Fake::default());
+        let throttle = VcpuThrottle::start(vec![fake.clone()]).expect("a thread");
+        assert_eq!(fake.times.load(Ordering::SeqCst), 0);
+        throttle.set(99);
+        while fake.times.load(Ordering::SeqCst) < 3 {
+            std::thread::yield_now();
+        }
+        drop(throttle);
+        assert!(!fake.held.load(Ordering::SeqCst));
+    }
+}

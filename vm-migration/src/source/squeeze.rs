@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Compression of bulk memory on one connection, where it pays.
+//!
+//! Owns the decision, and the buffers. Both ways are tried on a few megabytes each, from the first
+//! byte to the last answer: what counts is how much memory arrives in a second, whatever limits it
+//! (the link, this processor, the peer's). The better way is kept, and now and then both are tried
+//! again. Guest memory is copied before it is compressed: the guest may write meanwhile, and the
+//! compressor must not see that.
+
+use std::io;
+use std::time::Duration;
+
+use zstd::bulk::Compressor;
+
+use super::convergence::rate;
+use crate::layout::{PageRun, to_usize};
+use crate::ram::{self, GuestMemoryMap};
+
+/// Most bytes of memory in one frame.
+pub(crate) const FRAME_RAW_BYTES: u64 = 1 << 20;
+
+/// Level of compression: the fastest of the ordinary ones.
+const LEVEL: i32 = 1;
+
+/// Bytes of memory that one way is tried on.
+const TRIAL_BYTES: u64 = 4 << 20;
+
+/// Bytes of memory after which both ways are tried again, at first.
+const AGAIN_BYTES_MIN: u64 = 128 << 20;
+
+/// The same, when the outcome was the same many times: it doubles each time.
+const AGAIN_BYTES_MAX: u64 = 4 << 30;
+
+/// Compression has to be better by this factor, in percent: it costs the guest's processors.
+const PAYS_PERCENT: u64 = 110;
+
+/// A frame longer than this share of what it holds goes uncompressed.
+const FRAME_PERCENT_MAX: usize = 90;
+
+/// A way for memory to go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Plain,
+    Zstd,
+}
+
+/// Which way is better, by trying.
+#[derive(Debug)]
+pub(crate) struct Choice {
+    state: State,
+    /// Bytes for which the last outcome holds.
+    again_bytes: u64,
+    chosen: Option<Way>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// Trying a way; memory sent in the trial so far.
+    Trial { way: Way, sent_bytes: u64, plain_rate: u64 },
+    /// Going the chosen way for so many more bytes.
+    Settled { left_bytes: u64 },
+}
+
+const FIRST_TRIAL: State = State::Trial { way: Way::Plain, sent_bytes: 0, plain_rate: 0 };
+
+impl Choice {
+    pub(crate) fn new() -> Self {
+        Self { state: FIRST_TRIAL, again_bytes: AGAIN_BYTES_MIN, chosen: None }
+    }
+
+    /// The way for the next message.
+    pub(crate) fn way(&self) -> Way {
+        match self.state {
+            State::Trial { way, .. } => way,
+            State::Settled { .. } => self.chosen.unwrap_or(Way::Plain),
+        }
+    }
+
+    /// True when a trial is about to begin: nothing may be under way then.
+    pub(crate) fn begins_trial(&self) -> bool {
+        matches!(self.state, State::Trial { sent_bytes: 0, .. })
+    }
+
+    /// Notes memory that was sent; true when that ends a trial: all answers are to be waited for
+    /// and [`trial_took`](Self::trial_took) to be told.
+    pub(crate) fn sent(&mut self, bytes: u64) -> bool {
+        match &mut self.state {
+            State::Trial { sent_bytes, .. } => {
+                *sent_bytes += bytes;
+                *sent_bytes >= TRIAL_BYTES
+            }
+            State::Settled { left_bytes } => {
+                *left_bytes = left_bytes.saturating_sub(bytes);
+                if *left_bytes == 0 {
+                    self.state = FIRST_TRIAL;
+                }
+                false
+            }
+        }
+    }
+
+    /// Ends a trial. Returns the way that is chosen if that is decided now.
+    pub(crate) fn trial_took(&mut self, took: Duration) -> Option<Way> {
+        let State::Trial { way, sent_bytes, plain_rate } = self.state else { return None };
+        let now = rate(sent_bytes, took);
+        if way == Way::Plain {
+            self.state = State::Trial { way: Way::Zstd, sent_bytes: 0, plain_rate: now };
+            return None;
+        }
+        let pays = u128::from(now) * 100 >= u128::from(plain_rate) * u128::from(PAYS_PERCENT);
+        let way = if pays { Way::Zstd } else { Way::Plain };
+        self.again_bytes = if self.chosen == Some(way) {
+            (self.again_bytes * 2).min(AGAIN_BYTES_MAX)
+        } else {
+            AGAIN_BYTES_MIN
+        };
+        self.chosen = Some(way);
+        self.state = State::Settled { left_bytes: self.again_bytes };
+        Some(way)
+    }
+
+    /// A round has ended in the middle of a trial, which says nothing now.
+    pub(crate) fn interrupted(&mut self) {
+        if let State::Trial { sent_bytes, .. } = &mut self.state {
+            *sent_bytes = 0;
+        }
+    }
+}
+
+/// The compressor of one connection.
+pub(crate) struct Squeeze {
+    pub choice: Choice,
+    compressor: Compressor<'static>,
+    raw: Vec<u8>,
+    frame: Vec<u8>,
+}
+
+impl std::fmt::Debug for Squeeze {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Squeeze").field("choice", &self.choice).finish_non_exhaustive()
+    }
+}
+
+impl Squeeze {
+    pub(crate) fn new() -> io::Result<Self> {
+        let compressor = Compressor::new(LEVEL)?;
+        Ok(Self { choice: Choice::new(), compressor, raw: Vec::new(), frame: Vec::new() })
+    }
+
+    /// Compresses what `runs` hold, at most [`FRAME_RAW_BYTES`]; `None` when that is not worth it.
+    pub(crate) fn frame<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        runs: &[PageRun],
+    ) -> io::Result<Option<&[u8]>> {
+        self.raw.clear();
+        for run in runs {
+            ram::slice(memory, *run).append_to(&mut self.raw);
+        }
+        self.frame.clear();
+        self.frame.reserve(zstd::zstd_safe::compress_bound(self.raw.len()));
+        let frame_len = self.compressor.compress_to_buffer(&self.raw, &mut self.frame)?;
+        let worth_it = frame_len * 100 <= self.raw.len() * FRAME_PERCENT_MAX;
+        Ok(worth_it.then_some(&self.frame[..]))
+    }
+}
+
+/// Cuts runs into pieces of at most [`FRAME_RAW_BYTES`].
+pub(crate) fn pieces(runs: &[PageRun]) -> Vec<Vec<PageRun>> {
+    let pages_max = FRAME_RAW_BYTES / crate::layout::PAGE_BYTES;
+    let mut all = Vec::with_capacity(to_usize(
+        runs.iter().map(|run| run.count).sum::<u64>().div_ceil(pages_max),
+    ));
+    let (mut piece, mut pages) = (Vec::new(), 0);
+    for run in runs {
+        let mut first = run.first;
+        while first < run.end() {
+            let count = (run.end() - first).min(pages_max - pages);
+            piece.push(PageRun { region: run.region, first, count });
+            (first, pages) = (first + count, pages + count);
+            if pages == pages_max {
+                all.push(std::mem::take(&mut piece));
+                pages = 0;
+            }
+        }
+    }
+    if !piece.is_empty() {
+        all.push(piece);
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// Sends until the next decision, with these times for the two trials; returns the decision
+    /// and the bytes sent outside of trials before it.
+    fn decide(choice: &mut Choice, plain: Duration, zstd: Duration) -> (Way, u64) {
+        let mut settled = 0;
+        loop {
+            let trial = matches!(choice.state, State::Trial { .. });
+            let way = choice.way();
+            if !choice.sent(1 << 20) {
+                settled += if trial { 0 } else { 1 << 20 };
+                continue;
+            }
+            let took = if way == Way::Plain { plain } else { zstd };
+            if let Some(way) = choice.trial_took(took) {
+                return (way, settled);
+            }
+        }
+    }
+
+    #[test]
+    fn the_way_that_carries_more_is_chosen_and_tried_again() {
+        let mut choice = Choice::new();
+        assert_eq!((choice.way(), choice.begins_trial()), (Way::Plain, true));
+        assert_eq!(decide(&mut choice, 100 * MS, 40 * MS), (Way::Zstd, 0));
+        assert_eq!(choice.way(), Way::Zstd);
+        // The link has become faster meanwhile: compressing is switched off.
+        assert_eq!(decide(&mut choice, 10 * MS, 40 * MS), (Way::Plain, AGAIN_BYTES_MIN));
+        assert_eq!(choice.way(), Way::Plain);
+        // A little better does not count.
+        assert_eq!(decide(&mut choice, 44 * MS, 41 * MS), (Way::Plain, AGAIN_BYTES_MIN));
+        // The same outcome lasts for longer each time.
+        assert_eq!(decide(&mut choice, 10 * MS, 40 * MS), (Way::Plain, 2 * AGAIN_BYTES_MIN));
+        assert_eq!(decide(&mut choice, 90 * MS, 40 * MS), (Way::Zstd, 4 * AGAIN_BYTES_MIN));
+        assert_eq!(decide(&mut choice, 90 * MS, 40 * MS), (Way::Zstd, AGAIN_BYTES_MIN));
+    }
+
+    #[test]
+    fn a_trial_that_is_interrupted_begins_anew() {
+        let mut choice = Choice::new();
+        assert!(!choice.sent(TRIAL_BYTES - 1));
+        assert!(!choice.begins_trial());
+        choice.interrupted();
+        assert!(choice.begins_trial());
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_hold_everything_in_order(
+            counts in prop::collection::vec((0usize..3, 1u64..700), 0..12),
+        ) {
+            let mut first = 0;
+            let runs: Vec<PageRun> = counts.iter().map(|(region, count)| {
+                first += count + 1;
+                PageRun { region: *region, first, count: *count }
+            }).collect();
+            let pages = |runs: &[PageRun]| -> Vec<(usize, u64)> {
+                runs.iter().flat_map(|r| (r.first..r.end()).map(|page| (r.region, page))).collect()
+            };
+            let pieces = pieces(&runs);
+            for piece in &pieces {
+                let bytes: u64 = piece.iter().map(PageRun::len_bytes).sum();
+                prop_assert!((1..=FRAME_RAW_BYTES).contains(&bytes));
+            }
+            prop_assert_eq!(pages(&pieces.concat()), pages(&runs));
+        }
+    }
+}
