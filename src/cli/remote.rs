@@ -23,8 +23,8 @@ use vmm::config::later::{
 use vmm::config::migration::RestoreConfig;
 use vmm::config::reference::help;
 use vmm::config::{
-    ConfigError, DiskConfig, Family, MigrationRecoverData, NetConfig, OptionError, ReceiveMigrationData,
-    SendMigrationData,
+    ConfigError, DiskConfig, Family, MigrationRecoverData, NetConfig, OptionError,
+    ReceiveMigrationData, SendMigrationData,
 };
 
 use super::exit;

@@ -19,6 +19,7 @@ mod meanwhile;
 mod migration;
 mod migration_failures;
 mod pause;
+mod postcopy;
 mod remote;
 
 use std::process::ExitCode;
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
     boot::add(&mut suite);
     lifecycle::add(&mut suite);
     pause::add(&mut suite);
+    postcopy::add(&mut suite);
     events::add(&mut suite);
     remote::add(&mut suite);
     api_client::add(&mut suite);

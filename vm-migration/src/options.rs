@@ -255,7 +255,8 @@ impl SendOptions {
         if self.local {
             return Err(OptionsError::Local(self.to.clone()));
         }
-        let counts = [("connections", self.connections, 1), ("preempt", self.urgent_connections, 0)];
+        let counts =
+            [("connections", self.connections, 1), ("preempt", self.urgent_connections, 0)];
         for (name, value, min) in counts {
             if value < min || value > CONNECTIONS_MAX {
                 return Err(OptionsError::Connections { name, value, min });

@@ -91,8 +91,8 @@ impl Session {
                 hurry();
             }
             let work = AssertUnwindSafe(|| work(&mut part));
-            let result = catch_unwind(work)
-                .unwrap_or(Err(Failure::new("moving pages", Cause::Panicked)));
+            let result =
+                catch_unwind(work).unwrap_or(Err(Failure::new("moving pages", Cause::Panicked)));
             if let Err(failure) = result {
                 fail(failure);
             }
@@ -151,7 +151,8 @@ impl Rates {
             return;
         }
         let (bulk, urgent) = progress.pages_moved();
-        let rate = |now: u64, then: u64| crate::source::rate(PAGE_BYTES * now.saturating_sub(then), took);
+        let rate =
+            |now: u64, then: u64| crate::source::rate(PAGE_BYTES * now.saturating_sub(then), took);
         let counters = &progress.counters;
         counters.bulk_bytes_per_s.store(rate(bulk, self.sample.0), Ordering::Relaxed);
         counters.urgent_bytes_per_s.store(rate(urgent, self.sample.1), Ordering::Relaxed);

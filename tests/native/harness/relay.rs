@@ -332,7 +332,7 @@ impl Shared {
             let run = || -> io::Result<()> {
                 loop {
                     match (mode, link) {
-                        (Mode::Precopy, _) => {
+                        (Mode::Precopy | Mode::Auto, _) => {
                             let due = || lock(&back).pop_front();
                             shared.answer(link, due, destination, source)?;
                         }

@@ -162,11 +162,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
 
     /// Goes on with another set of connections, over which nothing has been sent yet but what is
     /// missing.
-    fn reconnect(
-        &mut self,
-        bulk: Vec<Channel>,
-        urgent: Vec<Channel>,
-    ) -> Result<(), Failure> {
+    fn reconnect(&mut self, bulk: Vec<Channel>, urgent: Vec<Channel>) -> Result<(), Failure> {
         self.session = Session::new()?;
         self.receive_on(bulk, urgent)?;
         for (index, wishes) in self.engine.wishes().chunks(WISHES_AT_ONCE).enumerate() {

@@ -203,7 +203,11 @@ impl<M: GuestMemoryMap> Faulting<M> {
             }
             let source = match returned.take() {
                 Some(source) => source,
-                None => self.threads.rejoin.wait(engine.failed(), None).step("waiting for the source")?,
+                None => self
+                    .threads
+                    .rejoin
+                    .wait(engine.failed(), None)
+                    .step("waiting for the source")?,
             };
             progress.enter(Phase::PostcopyRecover);
             let joined = self.threads.take_over(source, engine.failed());

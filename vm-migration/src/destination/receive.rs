@@ -260,8 +260,7 @@ impl<V: DestinationVm> Mapped<V> {
             self.bulk = helpers.give_back()?;
             self.parts.building.wait(context.cancel)?;
             let mut vm = self.parts.building.finish()?;
-            self.parts.fault_source =
-                Some(watch(&mut vm, &self.parts.memory, offer, context)?);
+            self.parts.fault_source = Some(watch(&mut vm, &self.parts.memory, offer, context)?);
             self.parts.building = Building::done(vm)?;
         }
         let Some(source) = &self.parts.fault_source else {

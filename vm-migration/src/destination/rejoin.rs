@@ -66,8 +66,7 @@ impl Rejoin {
     }
 
     fn try_greet(&mut self, cancel: &Cancel) -> Result<Returned, Cause> {
-        let connection =
-            self.listener.accept(cancel, Some(Duration::ZERO), HELLO_TIMEOUT)?;
+        let connection = self.listener.accept(cancel, Some(Duration::ZERO), HELLO_TIMEOUT)?;
         let mut control = Channel::new(connection);
         let refused = match Message::read(&mut control.reader)? {
             Message::Recover(recover) => match self.check(&recover) {
@@ -175,8 +174,7 @@ impl Rejoin {
     }
 
     fn extra(&self, token: &[u8; TOKEN_BYTES], cancel: &Cancel) -> Result<(Role, Channel), Cause> {
-        let connection =
-            self.listener.accept(cancel, Some(Duration::ZERO), HELLO_TIMEOUT)?;
+        let connection = self.listener.accept(cancel, Some(Duration::ZERO), HELLO_TIMEOUT)?;
         let mut channel = Channel::new(connection);
         let role = Role::read(&mut channel.reader)?;
         let mut shown = [0; TOKEN_BYTES];

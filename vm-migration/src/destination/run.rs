@@ -83,11 +83,7 @@ impl<V: DestinationVm> HasState<V> {
 impl<V: DestinationVm> Ready<V> {
     /// Waits for the word that the source cannot run the guest any more. With pages missing, a
     /// source whose connections were lost says the same by coming back; it is not answered then.
-    fn wait_for_confirm(
-        &mut self,
-        context: Context<'_>,
-        hears: &mut bool,
-    ) -> Result<(), Failure> {
+    fn wait_for_confirm(&mut self, context: Context<'_>, hears: &mut bool) -> Result<(), Failure> {
         let lost = match read(&mut self.control, "waiting for the source to confirm the handover") {
             Ok(Message::Confirm) => return Ok(()),
             Ok(other) => return Err(unexpected(&other, "Confirm")),

@@ -8,7 +8,9 @@
 use serde::de::DeserializeOwned;
 
 use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
-use crate::config::{ForceData, MigrationRecoverData, ReceiveMigrationData, SendMigrationData, VmConfig};
+use crate::config::{
+    ForceData, MigrationRecoverData, ReceiveMigrationData, SendMigrationData, VmConfig,
+};
 
 /// Where all paths begin.
 pub const API_ROOT: &str = "/api/v1/";

@@ -41,8 +41,8 @@ pub use error::ConfigError;
 pub use family::Family;
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
-    ConvergencePolicy, DirtyClearing, MigrationCompression, MigrationMode, MigrationUrl,
-    ForceData, MigrationRecoverData, ReceiveMigrationData, SendMigrationData, TimeoutStrategy,
+    ConvergencePolicy, DirtyClearing, ForceData, MigrationCompression, MigrationMode,
+    MigrationRecoverData, MigrationUrl, ReceiveMigrationData, SendMigrationData, TimeoutStrategy,
 };
 pub use net::NetConfig;
 pub use option_string::OptionError;

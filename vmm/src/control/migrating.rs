@@ -9,8 +9,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vm_migration::{GuestIs, Steering};
 use vm_migration::destination::PostcopyPaused;
+use vm_migration::{GuestIs, Steering};
 
 use super::receiving::{self, Arrival, Outcome, Reception};
 use super::sending::{self, Departure};

@@ -23,8 +23,8 @@ mod ending;
 mod inbox;
 mod lifecycle;
 mod migrating;
-mod postcopy;
 mod observer;
+mod postcopy;
 mod receiving;
 mod run;
 mod sending;
@@ -33,9 +33,9 @@ mod signals;
 use std::sync::Arc;
 use std::time::Instant;
 
-use vm_migration::{Progress, Steering};
 use vm_migration::destination::PostcopyPaused;
 use vm_migration::source::Held;
+use vm_migration::{Progress, Steering};
 
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use vm_migration::destination::{Listener, ReceiveFailure};
-use vm_migration::{Steering, Address, Cancel, Cause, GuestIs, Progress, ReceiveOptions, Side};
+use vm_migration::{Address, Cancel, Cause, GuestIs, Progress, ReceiveOptions, Side, Steering};
 
 use super::inbox::{Mailer, Message};
 use super::observer::Herald;

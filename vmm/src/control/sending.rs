@@ -11,9 +11,8 @@ use std::time::Duration;
 use vm_migration::options::urgent_connections_for;
 use vm_migration::source::{Held, SendFailure, migrate};
 use vm_migration::{
-    Address, Cancel, Cause, Compression, Convergence, DirtyClear, FailureReport, GuestIs, MemoryMode,
-    MigrationError, Phase, Progress,
-    SendOptions, Side, Steering, TimeoutStrategy,
+    Address, Cancel, Cause, Compression, Convergence, DirtyClear, FailureReport, GuestIs,
+    MemoryMode, MigrationError, Phase, Progress, SendOptions, Side, Steering, TimeoutStrategy,
 };
 
 use super::inbox::{Mailer, Message};
@@ -193,9 +192,7 @@ pub fn start(
     };
     let back = || slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     match spawned {
-        Ok(_detached) => {
-            Ok(Sending { progress, cancel, steering, mode, cancellers: Vec::new() })
-        },
+        Ok(_detached) => Ok(Sending { progress, cancel, steering, mode, cancellers: Vec::new() }),
         Err(error) => match back() {
             Some(machine) => Err((machine, error)),
             // Only the thread takes it, and there is none.

@@ -129,10 +129,7 @@ fn answer_requests<M: GuestMemoryMap>(
     }
 }
 
-fn answer_one<M: GuestMemoryMap>(
-    server: &Server<M>,
-    channel: &mut Channel,
-) -> Result<(), Failure> {
+fn answer_one<M: GuestMemoryMap>(server: &Server<M>, channel: &mut Channel) -> Result<(), Failure> {
     const STEP: &str = "serving page requests";
     if !channel.reader.has_buffered() {
         channel.connection.wait_for_data(None).step(STEP)?;
