@@ -124,8 +124,7 @@ impl Middle {
         let destination = Vmm::empty();
         let reception = Reception::start(&destination, Transport::Tcp, Mode::Postcopy);
         let cutter = Cutter::start(&reception.url);
-        let option =
-            format!("destination_url={},memory_mode=postcopy,{options}", cutter.url);
+        let option = format!("destination_url={},memory_mode=postcopy,{options}", cutter.url);
         source.remote_ok(&["send-migration", &option]);
         wait_for_phase(&destination, "fault");
         Self { source, destination, cutter, reception }

@@ -290,7 +290,7 @@ impl SendOptions {
 }
 
 /// Choices of the receiver.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReceiveOptions {
     /// Limits of single waits.
     pub limits: Limits,
@@ -301,15 +301,4 @@ pub struct ReceiveOptions {
     pub fault_readers: Option<usize>,
     /// What a person may ask of the migration while it runs.
     pub steering: Steering,
-}
-
-impl Default for ReceiveOptions {
-    fn default() -> Self {
-        Self {
-            limits: Limits::default(),
-            accept_timeout: None,
-            fault_readers: None,
-            steering: Steering::default(),
-        }
-    }
 }

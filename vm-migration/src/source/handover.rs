@@ -61,12 +61,11 @@ impl<V: SourceVm> Stopped<V> {
             give_everything(&mut vm, &mut control, &mut links, server, &mut session, context);
         if let Err(failure) = prepared {
             // The destination's own words say most; after them what the urgent servers ran into.
-            let failure = match failure.cause {
-                Cause::Refused(_) => failure,
-                _ => {
-                    let fate = session.as_ref().map(|session: &Session| session.fate());
-                    fate.and_then(|fate| fate.take_failure()).unwrap_or(failure)
-                }
+            let fate = session.as_ref().map(|session: &Session| session.fate());
+            let failure = if matches!(failure.cause, Cause::Refused(_)) {
+                failure
+            } else {
+                fate.and_then(|fate| fate.take_failure()).unwrap_or(failure)
             };
             drop(session);
             return Err(Setback::Paused(vm, control, failure));

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
 use super::negotiate::{Links, Terms};
-use super::round::{Line, RoundKind, Slice, send_round};
+use super::round::{Line, Pass, RoundKind, Slice, send_round};
 use super::{Context, Setback, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
@@ -91,7 +91,8 @@ impl<V: SourceVm> Negotiated<V> {
             let kind = if number == 1 { RoundKind::First } else { RoundKind::Dirty };
             let (control, links) = (&mut self.control, &mut self.links);
             let memory = &*self.memory;
-            let sent = send_round(memory, log, kind, control, links, &switch, context)?;
+            let pass = Pass { kind, switch: &switch };
+            let sent = send_round(memory, log, pass, control, links, context)?;
             if switch.is_due() {
                 return self.switch(sent.unsent, machine_is_built, context);
             }

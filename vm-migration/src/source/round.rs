@@ -97,6 +97,13 @@ impl Line {
     }
 }
 
+/// What a round is, and what ends it early.
+#[derive(Clone, Copy)]
+pub(crate) struct Pass<'a> {
+    pub kind: RoundKind,
+    pub switch: &'a Switch<'a>,
+}
+
 /// What came of a round.
 pub(crate) struct Sent {
     /// Bytes of contents.
@@ -111,10 +118,9 @@ pub(crate) struct Sent {
 pub(crate) fn send_round<M: GuestMemoryMap>(
     memory: &M,
     log: &impl DirtyLog,
-    kind: RoundKind,
+    Pass { kind, switch }: Pass<'_>,
     control: &mut Channel,
     links: &mut Links,
-    switch: &Switch<'_>,
     context: Context<'_>,
 ) -> Result<Sent, Failure> {
     let line = Line::new(memory.layout());

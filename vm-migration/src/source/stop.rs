@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use super::negotiate::Links;
 use super::precopy::{Cargo, Copied, Switch};
-use super::round::{RoundKind, send_round};
+use super::round::{Pass, RoundKind, send_round};
 use super::serve::Server;
 use super::{Context, Setback};
 use crate::bitmap::{ClaimMap, word_runs};
@@ -53,9 +53,9 @@ impl<V: SourceVm> Copied<V> {
                     drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
                     remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
-                    let kind = RoundKind::Dirty;
                     let never = Switch::never();
-                    send_round(&*memory, &log, kind, &mut control, &mut links, &never, context)?;
+                    let pass = Pass { kind: RoundKind::Dirty, switch: &never };
+                    send_round(&*memory, &log, pass, &mut control, &mut links, context)?;
                     // The destination sees the end of these as the end of their work.
                     links.memory.clear();
                     Ok(None)

@@ -174,9 +174,8 @@ impl<M: GuestMemoryMap> Server<M> {
         loop {
             let lost = match result {
                 Ok(End::Done) => return Ok(()),
-                Ok(End::Lost(failure)) => failure,
                 Err(failure) if matches!(failure.cause, Cause::Cancelled) => return Err(failure),
-                Err(failure) => failure,
+                Ok(End::Lost(failure)) | Err(failure) => failure,
             };
             session.end();
             log::warn!("postcopy holds still: {}", lost.for_peer());
