@@ -254,20 +254,6 @@ impl Connection {
         self.wait(libc::POLLIN, timeout, "waiting for an answer")
     }
 
-    /// True when there is something to read, or the connection has ended.
-    pub(crate) fn has_data(&self) -> Result<bool, TransportError> {
-        let mut polled = libc::pollfd { fd: self.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one live entry, exclusively borrowed; a time of 0 does not wait.
-        let ready = unsafe { libc::poll(&raw mut polled, 1, 0) };
-        match ready {
-            0.. => Ok(ready > 0),
-            _ => match io::Error::last_os_error() {
-                error if error.kind() == io::ErrorKind::Interrupted => Ok(false),
-                source => Err(TransportError::Io { what: "looking for requests", source }),
-            },
-        }
-    }
-
     /// Ends both directions: whoever waits on this connection, here or there, goes on at once.
     pub(crate) fn shut_down(&self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);

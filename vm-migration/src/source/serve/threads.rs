@@ -6,6 +6,7 @@
 //! and lets them go first, keeps to the limit of the background, and answers what is asked on its
 //! own connection: without urgent connections that is where requests come.
 
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -18,7 +19,7 @@ use crate::protocol::ProtocolError;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
 use crate::session::{Session, Urgency};
-use crate::transport::wait_readable;
+use crate::transport::{Connection, WaitEnd, wait_readable};
 
 /// A pusher that gives way looks again after this.
 const GIVE_WAY: Duration = Duration::from_micros(20);
@@ -85,7 +86,7 @@ fn push_bulk<M: GuestMemoryMap>(
     const STEP: &str = "pushing pages";
     let mut at = (0, 0);
     loop {
-        while channel.reader.has_buffered() || channel.connection.has_data().step(STEP)? {
+        while channel.reader.has_buffered() || has_data(&channel.connection, stop).step(STEP)? {
             answer_one(server, channel)?;
         }
         give_way(server);
@@ -94,6 +95,16 @@ fn push_bulk<M: GuestMemoryMap>(
         sleep(pause, stop).step(STEP)?;
         let pages = server.send(&channel.connection, &chunk).step(STEP)?;
         server.progress.counters.bulk_pages.fetch_add(pages, Ordering::Relaxed);
+    }
+}
+
+/// True when there is something to read, or the connection has ended.
+fn has_data(connection: &Connection, stop: &Cancel) -> Result<bool, Cause> {
+    let end = wait_readable(&[connection.as_raw_fd()], stop, Some(Duration::ZERO));
+    match end.map_err(Cause::Resource)? {
+        WaitEnd::Ready(_) => Ok(true),
+        WaitEnd::TimedOut => Ok(false),
+        WaitEnd::Cancelled => Err(Cause::Cancelled),
     }
 }
 
