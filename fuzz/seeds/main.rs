@@ -9,6 +9,7 @@
 mod kernel;
 mod migration;
 mod pci;
+mod snapshot;
 mod text;
 mod virtio;
 
@@ -38,7 +39,14 @@ fn put(image: &mut [u8], at: usize, bytes: &[u8]) {
 
 /// The seeds of all targets.
 pub fn all() -> Vec<Seed> {
-    let sets = [text::seeds(), kernel::seeds(), migration::seeds(), pci::seeds(), virtio::seeds()];
+    let sets = [
+        text::seeds(),
+        kernel::seeds(),
+        migration::seeds(),
+        pci::seeds(),
+        snapshot::seeds(),
+        virtio::seeds(),
+    ];
     sets.into_iter().flatten().collect()
 }
 

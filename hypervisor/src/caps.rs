@@ -19,6 +19,7 @@ use thiserror::Error;
 
 use crate::error::{Asked, KvmError};
 use crate::msr;
+use crate::userfault::UserfaultSupport;
 
 /// The only API version that was ever released for general use.
 const API_VERSION: i32 = 12;
@@ -126,6 +127,8 @@ pub struct Capabilities {
     pub pre_fault_memory: bool,
     /// Memory fault exits carry an address. Not every fault does even so.
     pub memory_fault_info: bool,
+    /// Exits for pages that have not arrived, which no released kernel has.
+    pub userfault: Option<UserfaultSupport>,
     /// Telling the guest that it was paused.
     pub kvmclock_ctrl: bool,
     /// The clock can be set relative to real time.
@@ -169,6 +172,8 @@ impl Capabilities {
             nested_state_len_bytes: number(kvm::KVM_CAP_NESTED_STATE),
             pre_fault_memory: is(kvm::KVM_CAP_PRE_FAULT_MEMORY),
             memory_fault_info: is(kvm::KVM_CAP_MEMORY_FAULT_INFO),
+            // Not by a number: see the module.
+            userfault: None,
             kvmclock_ctrl: is(kvm::KVM_CAP_KVMCLOCK_CTRL),
             clock_realtime: has_all(kvm::KVM_CAP_ADJUST_CLOCK, kvm::KVM_CLOCK_REALTIME),
             clock_host_tsc: has_all(kvm::KVM_CAP_ADJUST_CLOCK, kvm::KVM_CLOCK_HOST_TSC),
@@ -211,7 +216,8 @@ impl Hypervisor {
         if !missing.is_empty() {
             return Err(OpenError::Incapable { missing });
         }
-        let capabilities = Capabilities::probe(ask);
+        let capabilities =
+            Capabilities { userfault: UserfaultSupport::probe(&kvm), ..Capabilities::probe(ask) };
         let list = kvm
             .get_msr_index_list()
             .asked("list the model-specific registers")

@@ -10,12 +10,14 @@ use std::os::fd::AsRawFd;
 
 use kvm_bindings::{
     KVMIO, kvm_clear_dirty_log, kvm_clear_dirty_log__bindgen_ty_1, kvm_device_attr, kvm_dirty_log,
-    kvm_dirty_log__bindgen_ty_1, kvm_nested_state, kvm_pre_fault_memory, kvm_sregs2, kvm_xsave,
+    kvm_dirty_log__bindgen_ty_1, kvm_nested_state, kvm_pre_fault_memory, kvm_sregs2,
+    kvm_userspace_memory_region2, kvm_xsave,
 };
 use vmm_sys_util::ioctl::{ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref};
 use vmm_sys_util::{ioctl_ior_nr, ioctl_iow_nr, ioctl_iowr_nr};
 
 ioctl_iow_nr!(KVM_GET_DIRTY_LOG, KVMIO, 0x42, kvm_dirty_log);
+ioctl_iow_nr!(KVM_SET_USER_MEMORY_REGION2, KVMIO, 0x49, kvm_userspace_memory_region2);
 ioctl_iow_nr!(KVM_SET_XSAVE, KVMIO, 0xa5, kvm_xsave);
 ioctl_ior_nr!(KVM_GET_XSAVE, KVMIO, 0xa4, kvm_xsave);
 ioctl_iowr_nr!(KVM_GET_NESTED_STATE, KVMIO, 0xbe, kvm_nested_state);
@@ -35,6 +37,25 @@ pub const XSAVE_LEN_BYTES: usize = 4096;
 
 fn done(answer: i32) -> io::Result<()> {
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Changes a memory slot to one with a userfault bitmap at `bitmap_hva`.
+///
+/// # Safety
+///
+/// The mapping at `region.userspace_addr` must be there for as long as the kernel has the slot. The
+/// bitmap is only read, and need not be valid for safety's sake.
+pub unsafe fn set_memory_region2(
+    vm: &impl AsRawFd,
+    region: &kvm_userspace_memory_region2,
+    bitmap_hva: u64,
+) -> io::Result<()> {
+    let mut region = *region;
+    // The bindings are older than the field: it is the first word of the padding.
+    region.pad2[0] = bitmap_hva;
+    // SAFETY: the kernel reads one kvm_userspace_memory_region2, and the caller promises that the
+    // memory in it stays.
+    done(unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION2(), &region) })
 }
 
 /// Reads the dirty log of `slot`, whose size is `pages`, into `bitmap`, which is resized to it.

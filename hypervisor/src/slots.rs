@@ -10,13 +10,17 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
+use kvm_bindings::{
+    KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region,
+    kvm_userspace_memory_region2,
+};
 use kvm_ioctls::VmFd;
 use thiserror::Error;
 
 use crate::caps::ManualDirtyLog;
 use crate::dirty::DirtyLogSource;
 use crate::ioctl;
+use crate::userfault::UserfaultBitmap;
 use crate::vm::Vm;
 
 /// KVM counts memory in these, whatever the size of the host's pages behind it.
@@ -89,6 +93,23 @@ pub enum SlotError {
         /// Pages to clear.
         pages: u32,
     },
+    /// This KVM has no userfault exits.
+    #[error(
+        "KVM of this kernel has no userfault exits: scripts/kvm-modules builds one that has them"
+    )]
+    NoUserfault,
+    /// The bitmap is for a slot of another size.
+    #[error(
+        "a userfault bitmap of {pages} pages cannot be that of memory slot {slot}, which has {slot_pages}"
+    )]
+    BitmapLength {
+        /// Number of the slot.
+        slot: u32,
+        /// Pages in the slot.
+        slot_pages: u64,
+        /// Pages that the bitmap covers.
+        pages: u64,
+    },
     /// The kernel refused the request.
     #[error("the kernel refused to {what} memory slot {slot}")]
     Kernel {
@@ -104,6 +125,8 @@ pub enum SlotError {
 
 struct Slot {
     config: SlotConfig,
+    /// The bitmap that the kernel reads; dropped only after the kernel has been told.
+    userfault: Option<Arc<UserfaultBitmap>>,
     /// Keeps the mapping at `config.hva` alive; never looked at.
     _owner: Arc<dyn Any + Send + Sync>,
 }
@@ -125,18 +148,36 @@ impl Slots {
     }
 }
 
-/// Tells the kernel about a slot; `len_bytes` 0 removes it.
+/// Tells the kernel about a slot; `len_bytes` 0 removes it. `userfault` is the flag of a slot with a
+/// bitmap, and the bitmap.
 ///
 /// # Safety
 ///
 /// The mapping at `config.hva` must be there for as long as the kernel has the slot.
-unsafe fn tell_kernel(fd: &VmFd, config: &SlotConfig, len_bytes: u64) -> io::Result<()> {
+unsafe fn tell_kernel(
+    fd: &VmFd,
+    config: &SlotConfig,
+    len_bytes: u64,
+    userfault: Option<(u32, &UserfaultBitmap)>,
+) -> io::Result<()> {
     let mut flags = 0;
     if config.log_dirty {
         flags |= KVM_MEM_LOG_DIRTY_PAGES;
     }
     if config.readonly {
         flags |= KVM_MEM_READONLY;
+    }
+    if let Some((flag, bitmap)) = userfault {
+        let region = kvm_userspace_memory_region2 {
+            slot: config.slot,
+            flags: flags | flag,
+            guest_phys_addr: config.gpa,
+            memory_size: len_bytes,
+            userspace_addr: config.hva,
+            ..Default::default()
+        };
+        // SAFETY: the caller promises that the mapping stays.
+        return unsafe { ioctl::set_memory_region2(fd, &region, bitmap.hva()) };
     }
     let region = kvm_userspace_memory_region {
         slot: config.slot,
@@ -180,6 +221,20 @@ fn check(config: &SlotConfig) -> Result<(), SlotError> {
     }
 }
 
+/// The kernel reads a bit for each page of the slot.
+fn check_bitmap(
+    slot: u32,
+    slot_pages: u64,
+    bitmap: Option<&UserfaultBitmap>,
+) -> Result<(), SlotError> {
+    match bitmap.map(UserfaultBitmap::pages) {
+        Some(pages) if pages != slot_pages => {
+            Err(SlotError::BitmapLength { slot, slot_pages, pages })
+        }
+        _ => Ok(()),
+    }
+}
+
 impl Vm {
     /// Makes host memory the guest's memory at `config.gpa`.
     ///
@@ -203,9 +258,9 @@ impl Vm {
         }
         // SAFETY: the caller promises that the mapping lives as long as `owner`, which is kept in
         // the table below until the kernel has dropped the slot.
-        unsafe { tell_kernel(&self.shared().fd, &config, config.len_bytes) }
+        unsafe { tell_kernel(&self.shared().fd, &config, config.len_bytes, None) }
             .map_err(|source| SlotError::Kernel { what: "make", slot, source })?;
-        slots.insert(slot, Slot { config, _owner: owner });
+        slots.insert(slot, Slot { config, userfault: None, _owner: owner });
         Ok(())
     }
 
@@ -214,7 +269,7 @@ impl Vm {
         let mut slots = self.shared().slots.lock();
         let config = slots.get(&slot).ok_or(SlotError::Unknown { slot })?.config;
         // SAFETY: a length of zero removes the slot; no mapping is used.
-        unsafe { tell_kernel(&self.shared().fd, &config, 0) }
+        unsafe { tell_kernel(&self.shared().fd, &config, 0, None) }
             .map_err(|source| SlotError::Kernel { what: "remove", slot, source })?;
         slots.remove(&slot);
         Ok(())
@@ -225,14 +280,48 @@ impl Vm {
     /// With [`ManualDirtyLog::InitiallySet`] all pages are dirty at first.
     pub fn set_dirty_logging(&self, slot: u32, on: bool) -> Result<(), SlotError> {
         let mut slots = self.shared().slots.lock();
-        let config = &mut slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?.config;
-        let changed = SlotConfig { log_dirty: on, ..*config };
+        let entry = slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?;
+        let changed = SlotConfig { log_dirty: on, ..entry.config };
+        let userfault = self.userfault_flag().zip(entry.userfault.as_deref());
         // SAFETY: same addresses as before, and the table keeps the owner of the mapping.
-        unsafe { tell_kernel(&self.shared().fd, &changed, changed.len_bytes) }.map_err(
+        unsafe { tell_kernel(&self.shared().fd, &changed, changed.len_bytes, userfault) }.map_err(
             |source| SlotError::Kernel { what: "change dirty logging of", slot, source },
         )?;
-        *config = changed;
+        entry.config = changed;
         Ok(())
+    }
+
+    /// Makes vCPUs leave the guest at the pages of a slot that are marked in `bitmap`
+    /// ([`crate::FaultCause::Marked`]), or, with `None`, no longer.
+    ///
+    /// Both may be done while vCPUs run. Pages that KVM had mapped fault again afterwards; without
+    /// the bitmap, huge mappings come back. A vCPU may still report an exit of before.
+    ///
+    /// # Errors
+    /// [`SlotError::NoUserfault`] on a KVM without that; [`SlotError::BitmapLength`] if the bitmap
+    /// is not as long as the slot; [`SlotError::Kernel`] otherwise, e.g. for another bitmap while
+    /// one is in use.
+    pub fn set_userfault(
+        &self,
+        slot: u32,
+        bitmap: Option<Arc<UserfaultBitmap>>,
+    ) -> Result<(), SlotError> {
+        let flag = self.userfault_flag().ok_or(SlotError::NoUserfault)?;
+        let mut slots = self.shared().slots.lock();
+        let entry = slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?;
+        check_bitmap(slot, entry.pages(), bitmap.as_deref())?;
+        let userfault = bitmap.as_deref().map(|bitmap| (flag, bitmap));
+        let config = entry.config;
+        // SAFETY: same addresses as before, and the table keeps the owner of the mapping.
+        unsafe { tell_kernel(&self.shared().fd, &config, config.len_bytes, userfault) }.map_err(
+            |source| SlotError::Kernel { what: "change userfault exits of", slot, source },
+        )?;
+        entry.userfault = bitmap;
+        Ok(())
+    }
+
+    fn userfault_flag(&self) -> Option<u32> {
+        self.capabilities().userfault.and_then(|support| support.slot_flag)
     }
 
     /// All slots, in order of their numbers.
@@ -300,6 +389,17 @@ mod tests {
             SlotConfig { hva: !0xfff, ..good },
         ] {
             assert!(matches!(check(&bad), Err(SlotError::Malformed { .. })), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_bitmap_of_another_length_is_refused() {
+        let bitmap = UserfaultBitmap::new(64, true).ok();
+        assert!(check_bitmap(1, 64, bitmap.as_ref()).is_ok());
+        assert!(check_bitmap(1, 64, None).is_ok());
+        for slot_pages in [63, 65, 128] {
+            let refused = check_bitmap(1, slot_pages, bitmap.as_ref());
+            assert!(matches!(refused, Err(SlotError::BitmapLength { pages: 64, .. })));
         }
     }
 }

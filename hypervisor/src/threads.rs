@@ -35,7 +35,6 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
-use std::os::unix::thread::JoinHandleExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
@@ -43,9 +42,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
-use vmm_sys_util::signal::SIGRTMIN;
 
 use crate::exits::{ExitHandler, Pass, StopReason, run_once};
+use crate::kick::{install_kick_handler, kick, set_signal_mask};
 use crate::run_page::RunPage;
 use crate::throttle::{Held, VcpuThrottle};
 use crate::vcpu::Vcpu;
@@ -186,9 +185,7 @@ impl Shared {
     fn signal(&self) {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(handle) = handle.as_ref() {
-            // SAFETY: the thread has not been joined, so its pthread_t is valid, and the signal has
-            // a handler, which `start` installed.
-            unsafe { libc::pthread_kill(handle.as_pthread_t(), SIGRTMIN()) };
+            kick(handle);
         }
     }
 
@@ -296,7 +293,7 @@ pub struct VcpuThreads {
 impl VcpuThreads {
     /// Starts a thread per vCPU. All are parked.
     pub fn start(vcpus: Vec<Vcpu>, config: &ThreadsConfig) -> Result<Self, ThreadsError> {
-        install_kick_handler()?;
+        install_kick_handler().map_err(ThreadsError::Signal)?;
         let mut threads = Self { threads: Vec::new(), first_run: Arc::default() };
         for vcpu in vcpus {
             let thread = threads.spawn(vcpu, config)?;
@@ -551,54 +548,4 @@ impl Runner<'_> {
 
 fn refuse_vcpu_thread() -> Result<(), ThreadsError> {
     if IS_VCPU.get() { Err(ThreadsError::FromVcpu) } else { Ok(()) }
-}
-
-extern "C" fn on_kick(_signal: libc::c_int) {}
-
-/// Gives the kick's signal a handler that does nothing, once per process.
-///
-/// Not through vmm-sys-util, which cannot set SA_RESTART: the signal may also hit a device that is
-/// in a system call. KVM_RUN returns EINTR all the same.
-fn install_kick_handler() -> Result<(), ThreadsError> {
-    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
-    let install = || {
-        // SAFETY: all zeros is a valid sigaction: no flags, an empty mask, the default action.
-        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        let handler: extern "C" fn(libc::c_int) = on_kick;
-        action.sa_sigaction = handler as *const () as libc::sighandler_t;
-        action.sa_flags = libc::SA_RESTART;
-        // SAFETY: the handler does nothing, which is safe at any point of any thread.
-        match unsafe { libc::sigaction(SIGRTMIN(), &raw const action, std::ptr::null_mut()) } {
-            0 => Ok(()),
-            _ => Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL)),
-        }
-    };
-    INSTALLED
-        .get_or_init(install)
-        .map_err(|errno| ThreadsError::Signal(io::Error::from_raw_os_error(errno)))
-}
-
-/// Lets only the kick, and signals of this thread's own making, interrupt a vCPU thread.
-fn set_signal_mask() -> io::Result<()> {
-    let open = [
-        SIGRTMIN(),
-        libc::SIGSEGV,
-        libc::SIGBUS,
-        libc::SIGILL,
-        libc::SIGFPE,
-        libc::SIGTRAP,
-        libc::SIGABRT,
-        libc::SIGSYS,
-    ];
-    // SAFETY: an all-zero sigset is overwritten by sigfillset, the signal numbers are valid, and
-    // the mask is that of this thread only.
-    let error = unsafe {
-        let mut set: libc::sigset_t = std::mem::zeroed();
-        libc::sigfillset(&raw mut set);
-        for signal in open {
-            libc::sigdelset(&raw mut set, signal);
-        }
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut())
-    };
-    if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error)) }
 }

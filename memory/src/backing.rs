@@ -203,7 +203,8 @@ impl ZoneBacking {
         Ok(Self { kind, file: None, page_bytes, hugetlb: hugetlb_page.is_some(), holds_data })
     }
 
-    /// The backing of `zone` from a file that somebody handed over, whatever the zone asks for.
+    /// The backing of `zone` from a file that somebody handed over. It must be of the kind that the
+    /// zone asks for, and nobody may be able to make it shorter: that would be a SIGBUS later.
     pub fn given(zone: &ZoneSpec, file: Arc<File>) -> Result<Self, BackingError> {
         let examine = |source| BackingError::ExamineGivenFile { zone: zone.id.clone(), source };
         let refuse = |what| Err(BackingError::GivenFile { zone: zone.id.clone(), what });
@@ -225,8 +226,28 @@ impl ZoneBacking {
         }
         let hugetlb_page = hugetlbfs_page_bytes(&file).map_err(examine)?;
         let page_bytes = hugetlb_page.unwrap_or(PAGE_BYTES);
-        zone.check_page_size(page_bytes)?;
         let hugetlb = hugetlb_page.is_some();
+        match (&zone.backing, hugetlb) {
+            (Backing::Anonymous, _) => return refuse("the zone is to be private memory"),
+            (Backing::Hugetlb { .. }, false) => return refuse("not made of huge pages"),
+            (Backing::Memfd | Backing::Auto, true) => return refuse("made of huge pages"),
+            (Backing::Hugetlb { page_size }, true)
+                if page_size.bytes().is_some_and(|bytes| bytes != page_bytes) =>
+            {
+                return refuse("made of huge pages of another size");
+            }
+            _ => {}
+        }
+        zone.check_page_size(page_bytes)?;
+        // Files of ordinary file systems know no seals.
+        // SAFETY: takes and returns numbers; the descriptor is open.
+        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) }.max(0);
+        if !matches!(zone.backing, Backing::File(_)) && seals & libc::F_SEAL_SHRINK == 0 {
+            return refuse("not sealed against shrinking");
+        }
+        if seals & (libc::F_SEAL_WRITE | libc::F_SEAL_FUTURE_WRITE) != 0 {
+            return refuse("sealed against writing");
+        }
         let holds_data = holds_data(&file, zone.size_bytes, hugetlb).map_err(examine)?;
         Ok(Self { kind: ZoneKind::Shared, file: Some(file), page_bytes, hugetlb, holds_data })
     }

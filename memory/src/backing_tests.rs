@@ -133,19 +133,46 @@ fn a_file_that_was_made_in_vain_is_removed() {
 
 #[test]
 fn files_handed_over_are_examined() {
-    let spec = zone(|_| {});
-    let given = |file: File| ZoneBacking::given(&spec, Arc::new(file));
+    let named = tempfile::NamedTempFile::new().unwrap();
+    let of_file = zone(|z| z.backing = Backing::File(named.path().to_owned()));
+    let given = |spec: &ZoneSpec, file: File| ZoneBacking::given(spec, Arc::new(file));
+    let refused = |spec: &ZoneSpec, file: File, why: &str| {
+        let error = given(spec, file).unwrap_err();
+        assert!(error.to_string().contains(why), "{error}");
+    };
     let file = tempfile::tempfile().unwrap();
     file.set_len(4 * MIB - 4096).unwrap();
-    assert!(matches!(given(file.try_clone().unwrap()), Err(BackingError::GivenFile { .. })));
+    refused(&of_file, file.try_clone().unwrap(), "shorter");
     file.set_len(4 * MIB).unwrap();
-    assert_eq!(given(file).unwrap().kind, ZoneKind::Shared);
-    let readable = File::open("/dev/null").unwrap();
-    assert!(matches!(given(readable), Err(BackingError::GivenFile { .. })));
-    let named = tempfile::NamedTempFile::new().unwrap();
+    assert_eq!(given(&of_file, file.try_clone().unwrap()).unwrap().kind, ZoneKind::Shared);
+    // A zone that is to be a memfd takes nothing that somebody could make shorter.
+    refused(&zone(|_| {}), file.try_clone().unwrap(), "shrinking");
+    refused(&zone(|z| z.backing = Backing::Anonymous), file.try_clone().unwrap(), "private");
+    let huge = Backing::Hugetlb { page_size: HugePageSize::HostDefault };
+    refused(&zone(|z| z.backing = huge), file, "huge pages");
+    refused(&of_file, File::open("/dev/null").unwrap(), "not a memfd");
     named.as_file().set_len(4 * MIB).unwrap();
-    let read_only = File::open(named.path()).unwrap();
-    assert!(matches!(given(read_only), Err(BackingError::GivenFile { .. })));
+    refused(&of_file, File::open(named.path()).unwrap(), "reading and writing");
+}
+
+#[test]
+fn memfds_handed_over_must_keep_their_size_and_be_writable() {
+    let sealed = |seals: libc::c_int| {
+        let file = super::memfd("given", 0).unwrap();
+        file.set_len(4 * MIB).unwrap();
+        // SAFETY: takes and returns numbers; the descriptor is open.
+        assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) }, 0);
+        ZoneBacking::given(&zone(|_| {}), Arc::new(file))
+    };
+    let ours = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    assert_eq!(sealed(ours).unwrap().kind, ZoneKind::Shared);
+    for seals in [0, libc::F_SEAL_GROW, libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE] {
+        assert!(matches!(sealed(seals), Err(BackingError::GivenFile { .. })), "{seals:#x}");
+    }
+    // And what we make ourselves can be handed on.
+    let host = Host::real();
+    let own = ZoneBacking::create(&zone(|z| z.backing = Backing::Memfd), &host, NO_HUGE).unwrap();
+    ZoneBacking::given(&zone(|_| {}), own.file.unwrap()).unwrap();
 }
 
 #[test]

@@ -150,7 +150,11 @@ impl GuestRam {
         // Once before anything is created, so that a guest that is too large leaves no file.
         layout.place(&extents(&config.zones, |_| crate::PAGE_BYTES))?;
         check_nodes(&config.zones, host)?;
-        check_reservation(&config.zones, host)?;
+        // What is handed over exists already and is counted where it was made.
+        let is_given = |id: &str| files.iter().any(|(given, _)| given == id);
+        let made: Vec<_> =
+            config.zones.iter().filter(|zone| !is_given(&zone.id)).cloned().collect();
+        check_reservation(&made, host)?;
         let policy = host.huge_page_policy();
         let mut zones = Vec::new();
         for spec in &config.zones {
@@ -164,7 +168,8 @@ impl GuestRam {
             zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse)));
         }
         check_same_files(&zones)?;
-        check_hugetlb(&zones, host)?;
+        let made: Vec<_> = zones.iter().filter(|zone| !is_given(&zone.spec.id)).cloned().collect();
+        check_hugetlb(&made, host)?;
         let page_bytes =
             |index: usize| zones.get(index).map_or(crate::PAGE_BYTES, |z| z.backing.page_bytes);
         let placements = layout.place(&extents(&config.zones, page_bytes))?;

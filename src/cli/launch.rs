@@ -14,12 +14,14 @@ use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
 use vmm::api::{ApiSocket, SocketError};
 use vmm::config::console::{ConsoleConfig, DebugConsoleConfig, SerialConfig};
 use vmm::config::cpus::CpusConfig;
+use vmm::config::family::Family as _;
 use vmm::config::later::{
     DeviceConfig, FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
     VsockConfig,
 };
 use vmm::config::memory::{MemoryConfig, MemoryZoneConfig};
 use vmm::config::migration::RestoreConfig;
+use vmm::config::option_string::OptionError;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
 use vmm::config::reference::help;
@@ -54,6 +56,8 @@ pub struct RunArgs {
     pub no_shutdown: bool,
     /// The VM, if one is described.
     pub vm: Option<VmParams>,
+    /// `--restore`.
+    pub restore: Option<String>,
 }
 
 /// What is wrong with a command line that clap accepts.
@@ -65,14 +69,20 @@ pub enum LaunchError {
     /// `--api-socket`.
     #[error("the API cannot be offered")]
     ApiSocket(#[source] SocketError),
+    /// `--restore`.
+    #[error("--restore cannot be read")]
+    Restore(#[source] OptionError),
+    /// `--restore` with a URL that is none.
+    #[error("--restore cannot be used")]
+    RestoreUrl(#[source] ConfigError),
     /// `--event-monitor`.
     #[error("events cannot be written")]
     Events(#[source] EventError),
-    /// Known and not built.
-    #[error("'--{option}' is not supported by this version")]
-    Unsupported {
+    /// Two VMs.
+    #[error("--restore brings its own VM, so --{option} cannot be given with it")]
+    TwoVms {
         /// The option.
-        option: &'static str,
+        option: String,
     },
     /// A VM without anything to boot.
     #[error("--{option} describes a VM, and there is no --kernel for it to boot")]
@@ -103,8 +113,16 @@ impl RunArgs {
             .map(|text| EventTarget::parse(&text))
             .transpose()
             .map_err(LaunchError::Events)?;
+        let restore = self
+            .restore
+            .map(|text| RestoreConfig::parse(&text))
+            .transpose()
+            .map_err(LaunchError::Restore)?;
+        if let Some(restore) = &restore {
+            restore.directory().map_err(LaunchError::RestoreUrl)?;
+        }
         let (seccomp, no_shutdown) = (self.seccomp, self.no_shutdown);
-        Ok((VmmOptions { api_socket, initial_vm, seccomp, no_shutdown }, events))
+        Ok((VmmOptions { api_socket, initial_vm, restore, seccomp, no_shutdown }, events))
     }
 }
 
@@ -134,11 +152,14 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
         let text = vmm::api::openapi::document_json();
         return Ok(Launch::Print(text.trim_end().to_owned()));
     }
-    if matches.contains_id("restore") {
-        return Err(LaunchError::Unsupported { option: "restore" });
-    }
     let one = |name: &str| matches.get_one::<String>(name).cloned();
-    let payload = ["kernel", "firmware", "igvm"].iter().any(|name| matches.contains_id(name));
+    const PAYLOAD: [&str; 3] = ["kernel", "firmware", "igvm"];
+    if matches.contains_id("restore")
+        && let Some(option) = PAYLOAD.iter().chain(&VM_OPTIONS).find(|name| given(matches, name))
+    {
+        return Err(LaunchError::TwoVms { option: (*option).to_owned() });
+    }
+    let payload = PAYLOAD.iter().any(|name| matches.contains_id(name));
     let vm = if payload {
         Some(params(matches))
     } else if let Some(option) = VM_OPTIONS.iter().find(|name| given(matches, name)) {
@@ -158,8 +179,9 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
         },
         no_shutdown: matches.get_flag("no-shutdown"),
         vm,
+        restore: one("restore"),
     };
-    if run.vm.is_none() && run.api_socket.is_none() {
+    if run.vm.is_none() && run.restore.is_none() && run.api_socket.is_none() {
         return Err(LaunchError::Nothing);
     }
     Ok(Launch::Run(Box::new(run)))
@@ -362,7 +384,13 @@ mod tests {
     fn mistakes() {
         assert!(matches!(error("--api-socket /s --disk path=a"), LaunchError::NoKernel { .. }));
         assert!(matches!(error("-v"), LaunchError::Nothing));
-        assert!(matches!(error("--restore source_url=x"), LaunchError::Unsupported { .. }));
+        let both = error("--restore source_url=file:///x --kernel k");
+        assert!(matches!(both, LaunchError::TwoVms { option } if option == "kernel"));
+        let both = error("--restore source_url=file:///x --cpus boot=2");
+        assert!(matches!(both, LaunchError::TwoVms { option } if option == "cpus"));
+        for bad in ["--restore source_url=x", "--restore source=file:///x", "--restore resume=on"] {
+            assert!(run(bad).into_options().is_err(), "{bad}");
+        }
         let args = ["cloud-hypervisor", "--kernal", "k"];
         let message = parse(args).unwrap_err().to_string();
         assert!(message.contains("--kernel"), "a suggestion is missing: {message}");

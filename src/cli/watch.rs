@@ -24,6 +24,9 @@ const POLL: Duration = Duration::from_millis(100);
 /// Time between two plain lines in which nothing but amounts changed.
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
+/// Drawings of the bar at most: several for each look, or the last of them would be left out.
+const DRAWS_PER_S: u8 = 100;
+
 /// How fast the shown rate follows the measured one.
 const RATE_WEIGHT: f64 = 0.3;
 
@@ -230,7 +233,8 @@ fn time_us(us: u64) -> String {
     match us {
         0..1000 => format!("{us} us"),
         1000..10_000 => format!("{}.{} ms", us / 1000, us % 1000 / 100),
-        10_000..10_000_000 => format!("{} ms", us / 1000),
+        10_000..1_000_000 => format!("{} ms", us / 1000),
+        1_000_000..60_000_000 => format!("{}.{} s", us / 1_000_000, us % 1_000_000 / 100_000),
         _ => format!("{} s", us / 1_000_000),
     }
 }
@@ -276,7 +280,10 @@ impl Screen {
             View::None => Self::None,
             View::Lines => Self::Lines { heading: String::new(), printed: None },
             View::Bar => {
-                let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::stdout());
+                let bar = ProgressBar::with_draw_target(
+                    Some(1),
+                    ProgressDrawTarget::stdout_with_hz(DRAWS_PER_S),
+                );
                 let style = ProgressStyle::with_template(
                     "{prefix} [{wide_bar}] {percent:>3} %\n{wide_msg}",
                 );
@@ -310,9 +317,9 @@ impl Screen {
                 } else {
                     0
                 };
-                bar.set_position(here.min(document.total_bytes));
                 bar.set_prefix(document.heading());
                 bar.set_message(document.details(rate));
+                bar.set_position(here.min(document.total_bytes));
                 bar.tick();
             }
         }
@@ -368,7 +375,10 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
             screen.end(Some(&document));
             return verdict(document);
         }
-        screen.show(&document, rate.at(now, document.moved_bytes()), now);
+        // Between the request and the first phase there is nothing to show.
+        if !matches!(document.phase.as_str(), "" | "idle") {
+            screen.show(&document, rate.at(now, document.moved_bytes()), now);
+        }
         last = Some(document);
         std::thread::sleep(POLL);
     }

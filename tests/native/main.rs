@@ -8,6 +8,7 @@
 mod api_client;
 mod bad_input;
 mod boot;
+mod clock;
 mod cuts;
 mod events;
 mod harness;
@@ -18,9 +19,17 @@ mod locks;
 mod meanwhile;
 mod migration;
 mod migration_failures;
+mod migration_local;
+mod migration_precopy;
+mod migration_rounds;
 mod pause;
 mod postcopy;
 mod remote;
+mod snapshot;
+mod snapshot_failures;
+mod snapshot_recorded;
+mod unfit;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -38,8 +47,17 @@ fn main() -> ExitCode {
     locks::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);
+    migration_rounds::add(&mut suite);
     migration_failures::add(&mut suite);
+    snapshot::add(&mut suite);
+    snapshot_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    migration_local::add(&mut suite);
+    unfit::add(&mut suite);
+    watch::add(&mut suite);
+    clock::add(&mut suite);
+    migration_precopy::add(&mut suite);
+    snapshot_recorded::add(&mut suite);
     suite.main()
 }

@@ -4,7 +4,7 @@
 
 use std::process::Output;
 
-use crate::cuts::{Stopped, stop_at};
+use crate::cuts::{Stopped, ended, stop_at};
 use crate::harness::relay::{self, Link, Point, Row, Setting};
 use crate::harness::vmm::finish;
 use crate::harness::{Mode, Suite, Vmm, image, wait_for};
@@ -51,10 +51,10 @@ fn is_late(row: Row) -> bool {
     row.link != Link::Control || row.command == Command::PostcopyDone
 }
 
-/// The guest runs somewhere while the relay holds this message.
+/// The guest runs while the relay holds this message, and its code is where it runs.
 fn guest_runs(row: Row) -> bool {
-    let before = [Command::Start, Command::Capabilities, Command::Config, Command::Memory];
-    before.contains(&row.command) || row.link == Link::Bulk
+    let early = [Command::Start, Command::Capabilities, Command::Config, Command::Memory];
+    row.link == Link::Control && (early.contains(&row.command) || is_late(row))
 }
 
 /// Puts a body to a VMM that must say no, in words that name the reason.
@@ -99,6 +99,8 @@ fn requests(row: Row) {
     }
     relay.release();
     assert!(reception.finish().status.success(), "{}", destination.output());
+    // Whoever has asked for the progress is waited for.
+    ended(&source);
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
     destination.wait_for_work(2_000);
     destination.verify();

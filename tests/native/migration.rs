@@ -1,29 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Live migration between two processes while every vCPU writes: every page is compared, and the
-//! guest itself must have seen nothing wrong.
-//!
-//! `GODWIT_MIGRATIONS=20` makes the full number of each kind; otherwise 3.
-
-use std::time::Duration;
+//! guest itself must have seen nothing wrong. Many moves of large guests are `migration_rounds.rs`.
 
 use crate::harness::migrate::migrate;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
 
-/// For one migration with start, fill and check of 1 GiB.
-const LIMIT_EACH: Duration = Duration::from_secs(90);
-
 pub fn add(suite: &mut Suite) {
-    let count = std::env::var("GODWIT_MIGRATIONS").ok().and_then(|text| text.parse().ok());
-    let count: u32 = count.unwrap_or(3);
     for mode in [Mode::Precopy, Mode::Postcopy, Mode::Auto] {
-        for (transport, name) in [(Transport::Tcp, "tcp"), (Transport::Unix, "unix")] {
-            for number in 1..=count {
-                let name = format!("migration::{}_{name}_{number}_of_{count}", mode.name());
-                suite.add_long(&name, LIMIT_EACH, move || one_gib(mode, transport));
-            }
-        }
-        let name = format!("migration::{}_back_and_forth", mode.name());
-        suite.add_long(&name, LIMIT_EACH, move || back_and_forth(mode));
         let name = format!("migration::{}_of_a_paused_vm", mode.name());
         suite.add(&name, move || paused(mode));
         let name = format!("migration::{}_of_memory_beyond_4_gib", mode.name());
@@ -35,36 +18,8 @@ pub fn add(suite: &mut Suite) {
     }
     suite.add("migration::precopy_of_anonymous_memory", || of_anonymous(Mode::Precopy));
     suite.add("migration::postcopy_of_anonymous_memory", || of_anonymous(Mode::Postcopy));
-    suite.add("migration::local_is_refused_by_name", local);
     suite.add("migration::several_connections", several_connections);
     suite.add("migration::events_of_both_sides", events);
-}
-
-fn one_gib(mode: Mode, transport: Transport) {
-    let source = Vmm::boot(2, "size=1280M,shared=on", "workload=random-write mem=1G");
-    source.wait_for_work(20_000);
-    let destination = Vmm::empty();
-    migrate(source, &destination, transport, mode);
-    destination.wait_for_work(20_000);
-    let report = destination.verify();
-    assert_eq!(report.written, (1 << 30) / 4096, "every page was filled before: {report:?}");
-    assert!(report.resident >= report.written, "pages are missing: {report:?}");
-    let gap_ms = destination.guest_status().gap_max_ns() / 1_000_000;
-    println!("     longest gap of a vCPU {gap_ms} ms");
-    destination.shut_down();
-}
-
-fn back_and_forth(mode: Mode) {
-    let mut here = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=64M");
-    for _ in 0..6 {
-        here.wait_for_work(5_000);
-        let there = Vmm::empty();
-        migrate(here, &there, Transport::Tcp, mode);
-        there.wait_for_work(5_000);
-        there.verify();
-        here = there;
-    }
-    here.shut_down();
 }
 
 fn paused(mode: Mode) {
@@ -124,16 +79,6 @@ fn of_anonymous(mode: Mode) {
     destination.wait_for_work(5_000);
     destination.verify();
     destination.shut_down();
-}
-
-fn local() {
-    let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=64M");
-    let output = source.remote(&["send-migration", "destination_url=unix:/nowhere,local=on"]);
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && error.contains("local=on"), "{error}");
-    assert_eq!(source.api().state(), "Running");
-    source.wait_for_work(5_000);
-    source.shut_down();
 }
 
 fn several_connections() {

@@ -4,12 +4,14 @@
 //!
 //! Owns the pairing of messages with answers. It does not know which message is due.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cancel::Cancel;
 use crate::error::Cause;
 use crate::protocol::capabilities::TOKEN_BYTES;
+use crate::protocol::codec::HEADER_BYTES;
 use crate::protocol::message::{Answer, Message, Role};
 use crate::transport::{Address, Connection, Reader, TransportError};
 
@@ -71,6 +73,22 @@ impl Channel {
     /// Sends a message, the answer to which is read later.
     pub(crate) fn tell(&mut self, message: &Message) -> Result<(), Cause> {
         let sent = self.connection.send(&message.encode());
+        sent.map_err(|error| self.explain(error))
+    }
+
+    /// Sends a message with a descriptor, the answer to which is read later. The header goes first
+    /// and by itself: version 0 peers read it before they look for a descriptor.
+    pub(crate) fn give(
+        &mut self,
+        message: &Message,
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<(), Cause> {
+        let bytes = message.encode();
+        let (header, payload) = bytes.split_at(HEADER_BYTES);
+        let sent = self
+            .connection
+            .send(header)
+            .and_then(|()| self.connection.send_with_descriptor(payload, descriptor));
         sent.map_err(|error| self.explain(error))
     }
 

@@ -12,6 +12,7 @@
 //! | [`protocol`] | messages and their bytes |
 //! | [`transport`] | addresses, sockets, waits |
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
+//! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
 //! | [`options`], [`progress`], [`error`], [`report`] | what a person chooses and sees |
@@ -67,6 +68,7 @@ pub mod protocol;
 pub mod ram;
 pub mod report;
 mod session;
+pub mod snapshot;
 pub mod source;
 pub mod steering;
 mod stride;

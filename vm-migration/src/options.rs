@@ -160,7 +160,7 @@ pub struct SendOptions {
     pub to: Address,
     /// How memory travels.
     pub memory_mode: MemoryMode,
-    /// Memory as file descriptors on one host; not there yet, and refused by name.
+    /// Memory as file descriptors on one host; nothing is copied.
     pub local: bool,
     /// Connections that carry memory, 1 to [`CONNECTIONS_MAX`].
     pub connections: u16,
@@ -197,9 +197,12 @@ pub struct SendOptions {
 /// A combination of choices that cannot work.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionsError {
-    /// local=on.
-    #[error("local=on is not supported yet; leave it out to migrate over {0}")]
+    /// local=on over a network.
+    #[error("local=on hands memory over on one host: it needs a unix: address, not {0}")]
     Local(Address),
+    /// local=on with something that it makes meaningless.
+    #[error("local=on hands memory over without copying it: leave {0} out")]
+    LocalAnd(&'static str),
     /// A number of connections out of range.
     #[error("{name}={value} is not between {min} and {CONNECTIONS_MAX}")]
     Connections {
@@ -253,7 +256,15 @@ impl SendOptions {
     /// See [`OptionsError`].
     pub fn check(&self) -> Result<(), OptionsError> {
         if self.local {
-            return Err(OptionsError::Local(self.to.clone()));
+            if !matches!(self.to, Address::Unix(_)) {
+                return Err(OptionsError::Local(self.to.clone()));
+            }
+            if self.memory_mode == MemoryMode::Postcopy {
+                return Err(OptionsError::LocalAnd("memory_mode=postcopy"));
+            }
+            if self.compression != Compression::None {
+                return Err(OptionsError::LocalAnd("compression"));
+            }
         }
         let counts =
             [("connections", self.connections, 1), ("preempt", self.urgent_connections, 0)];

@@ -10,6 +10,7 @@
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
@@ -33,6 +34,13 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     /// Start of the second mapping of the same pages, never watched; `None` for anonymous memory.
     fn alias(&self, region: usize) -> Option<*mut u8>;
 
+    /// The file that a region's pages belong to, for handing it over; `None` for private memory.
+    /// Regions of the same name have the same file.
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        let _ = region;
+        None
+    }
+
     /// Which of `pages` have ever been populated, as ascending runs. Must not populate any.
     /// Memory that cannot tell answers with the whole range.
     ///
@@ -48,6 +56,16 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
 
     /// The pages' contents are still to arrive (postcopy).
     fn mark_absent(&self, run: PageRun);
+
+    /// Contents of the pages are about to arrive for the first time: gets pages from the host in
+    /// one go, which costs a fraction of a fault for each. May do nothing.
+    ///
+    /// # Errors
+    /// When the host has no memory left.
+    fn populate(&self, run: PageRun) -> io::Result<()> {
+        let _ = run;
+        Ok(())
+    }
 
     /// Gives the pages back to the host; they read as zeros afterwards. Whole host pages only.
     ///
@@ -93,6 +111,14 @@ impl GuestSlice<'_> {
         // SAFETY: the slice is mapped writable for its length (contract of `GuestMemoryMap`) and
         // `bytes` is ordinary memory of this process, so the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, bytes.len()) };
+    }
+
+    /// Copies bytes from the start of the slice. The guest must not run, or the bytes mean nothing.
+    pub(crate) fn read(&self, bytes: &mut [u8]) {
+        assert!(bytes.len() <= self.len_bytes);
+        // SAFETY: the slice is mapped readable for its length (contract of `GuestMemoryMap`) and
+        // `bytes` is ordinary memory of this process, so the two do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(self.start, bytes.as_mut_ptr(), bytes.len()) };
     }
 
     /// Copies the slice to the end of `bytes`, word by word. The guest may write meanwhile; the

@@ -5,7 +5,7 @@
 //! Owns plain values only; it must never do anything.
 
 use crate::api::ApiSocket;
-use crate::config::VmConfig;
+use crate::config::{RestoreConfig, VmConfig};
 
 /// What happens at a system call that the process should not make.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub struct VmmOptions {
     pub api_socket: Option<ApiSocket>,
     /// A (complete) VM to create and boot at once.
     pub initial_vm: Option<VmConfig>,
+    /// A VM to restore at once, instead.
+    pub restore: Option<RestoreConfig>,
     /// Sandbox of system calls.
     pub seccomp: SeccompMode,
     /// Stay when the guest shuts down (`--no-shutdown`).

@@ -104,7 +104,8 @@ fn command(name: &str, vmm: &Path, guest: &Path, vcpus: u32, mib: u64) -> Comman
     command
 }
 
-fn monotonic_us() -> f64 {
+/// Microseconds on the monotonic clock.
+pub fn monotonic_us() -> f64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the kernel writes one timespec, which lives across the call.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };

@@ -4,14 +4,22 @@
 //! Owns the child's end, however the benchmark itself ends. Must never know what the program is.
 
 use std::io::Read as _;
+use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command};
 
 /// A running program.
 pub struct Killed(pub Child);
 
 impl Killed {
-    /// Starts it.
+    /// Starts it. It ends with the thread that called this, also when the benchmark is killed.
     pub fn spawn(command: &mut Command) -> std::io::Result<Self> {
+        // SAFETY: between fork and exec only one system call is made, which takes no memory.
+        unsafe {
+            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            });
+        }
         command.spawn().map(Self)
     }
 

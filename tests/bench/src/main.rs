@@ -12,6 +12,7 @@ mod precopy;
 mod process;
 mod report;
 mod slots;
+mod snapshot;
 mod trace;
 
 use std::path::PathBuf;
@@ -35,6 +36,9 @@ fn main() -> ExitCode {
                 .about("Live migration while the guest writes, beside a raw copy and QEMU")
                 .arg(number("downtime-ms", "300", "Downtime that every VMM may take")),
         )
+        .subcommand(common("snapshot", "5").about(
+            "Snapshot and restore beside the raw disk, time to run after an on-demand restore",
+        ))
         .get_matches();
     let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
     match run(name, arguments) {
@@ -60,6 +64,9 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
     let runs = usize::try_from(runs)?;
     if name == "boot" {
         return boot::run(&vmm, &guest, runs);
+    }
+    if name == "snapshot" {
+        return snapshot::run(&vmm, &guest, runs);
     }
     let remote = vmm.with_file_name("ch-remote");
     let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);

@@ -52,6 +52,8 @@ pub enum Setting {
     Connections,
     /// The guest has read pages that nobody wrote.
     ZeroPages,
+    /// Memory is compressed where that pays.
+    Compressed,
     /// Bulk memory is held up, so that the guest asks for pages that are under way.
     BulkHeld,
 }
@@ -80,49 +82,54 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         [Message, Answer].map(|point| Row { mode, link, command, point, setting }).to_vec()
     };
     let told = |link, setting| vec![Row { mode, link, command, point: Message, setting }];
-    match (command, mode) {
-        (
-            Command::Start
-            | Command::Capabilities
-            | Command::Config
-            | Command::State
-            | Command::Complete
-            | Command::Confirm,
-            Precopy | Postcopy,
-        ) => asked(Control, Setting::Usual),
-        (Command::Memory, Precopy) => {
-            [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat()
-        }
-        (Command::Memory, Postcopy) => {
-            [told(Bulk, Setting::Usual), told(Urgent, Setting::Usual)].concat()
-        }
-        (Command::ZeroPages, Precopy) => asked(Control, Setting::ZeroPages),
-        (Command::ZeroPages, Postcopy) => told(Bulk, Setting::ZeroPages),
-        (Command::CompletePaused, Precopy | Postcopy) => asked(Control, Setting::Paused),
-        (Command::Pending | Command::PostcopyDone, Postcopy) => asked(Control, Setting::Usual),
-        (Command::PageFault, Postcopy) => told(Urgent, Setting::Usual),
-        (Command::Elsewhere, Postcopy) => told(Urgent, Setting::BulkHeld),
-        // Sent after something else has failed; whoever misses it learns the same from the end
-        // of the connection, which is what the other rows do.
-        (Command::Abandon, _)
-        // Of local migrations, which have no network.
-        | (Command::MemoryFd, _)
-        // Of other settings than these.
-        | (
-            Command::AwaitMachine
-            | Command::MemoryZstd
-            | Command::Recover
-            | Command::Ahead
-            | Command::Alive,
-            _,
-        )
-        // Of postcopy.
-        | (
-            Command::Pending | Command::PostcopyDone | Command::PageFault | Command::Elsewhere,
-            Precopy,
-        )
+    if mode == Auto {
         // Its rounds are those of precopy, what follows is that of postcopy.
-        | (_, Auto) => Vec::new(),
+        return Vec::new();
+    }
+    match command {
+        Command::Start
+        | Command::Capabilities
+        | Command::Config
+        | Command::State
+        | Command::Complete
+        | Command::Confirm => asked(Control, Setting::Usual),
+        Command::CompletePaused => asked(Control, Setting::Paused),
+        Command::Memory => match mode {
+            Precopy | Auto => {
+                [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat()
+            }
+            Postcopy => [told(Bulk, Setting::Usual), told(Urgent, Setting::Usual)].concat(),
+        },
+        Command::ZeroPages => match mode {
+            Precopy | Auto => asked(Control, Setting::ZeroPages),
+            Postcopy => told(Bulk, Setting::ZeroPages),
+        },
+        Command::MemoryZstd => match mode {
+            Precopy | Auto => asked(Control, Setting::Compressed),
+            Postcopy => Vec::new(),
+        },
+        Command::AwaitMachine => match mode {
+            Precopy | Auto => asked(Control, Setting::Usual),
+            Postcopy => Vec::new(),
+        },
+        Command::Pending | Command::PostcopyDone => match mode {
+            Precopy | Auto => Vec::new(),
+            Postcopy => asked(Control, Setting::Usual),
+        },
+        Command::PageFault => match mode {
+            Precopy | Auto => Vec::new(),
+            Postcopy => told(Urgent, Setting::Usual),
+        },
+        Command::Elsewhere => match mode {
+            Precopy | Auto => Vec::new(),
+            Postcopy => told(Urgent, Setting::BulkHeld),
+        },
+        // Sent after something else has failed; whoever misses it learns the same from the end
+        // of the connection, which is what the other rows do. And of local migrations, which have
+        // no network.
+        Command::Abandon | Command::MemoryFd => Vec::new(),
+        // After a loss, or when it takes long: `postcopy` has these.
+        Command::Recover | Command::Ahead | Command::Alive => Vec::new(),
     }
 }
 
@@ -153,9 +160,16 @@ fn contents_bytes(message: &Message) -> u64 {
 }
 
 /// Reads from a connection and keeps what was read.
-struct Tee<'a> {
+pub struct Tee<'a> {
     from: &'a TcpStream,
     bytes: Vec<u8>,
+}
+
+impl<'a> Tee<'a> {
+    /// From here.
+    pub fn new(from: &'a TcpStream) -> Self {
+        Self { from, bytes: Vec::new() }
+    }
 }
 
 impl ByteSource for Tee<'_> {
@@ -249,7 +263,7 @@ impl Shared {
 
     /// Passes one message on.
     fn message(&self, link: Link, from: &TcpStream, mut to: &TcpStream) -> io::Result<Command> {
-        let mut tee = Tee { from, bytes: Vec::new() };
+        let mut tee = Tee::new(from);
         let message = Message::read(&mut tee).map_err(io::Error::other)?;
         let command = message.command();
         lock(&self.seen).push(command);
@@ -272,7 +286,7 @@ impl Shared {
         from: &TcpStream,
         mut to: &TcpStream,
     ) -> io::Result<()> {
-        let mut tee = Tee { from, bytes: Vec::new() };
+        let mut tee = Tee::new(from);
         Answer::read(&mut tee).map_err(io::Error::other)?;
         let command = of();
         if let Some(command) = command {
@@ -314,7 +328,7 @@ impl Shared {
         source: &TcpStream,
         destination: &TcpStream,
     ) -> io::Result<()> {
-        let mut tee = Tee { from: source, bytes: Vec::new() };
+        let mut tee = Tee::new(source);
         let role = Role::read(&mut tee).map_err(io::Error::other)?;
         tee.read_exact(&mut [0; TOKEN_BYTES]).map_err(io::Error::other)?;
         let mut to = destination;

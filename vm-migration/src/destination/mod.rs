@@ -8,6 +8,7 @@
 //! | `negotiate` | Listen and Negotiate: versions, capabilities, mapping memory |
 //! | `building` | the machine while it is built, during the first rounds |
 //! | `receive` | Receive: memory arrives, extra connections join |
+//! | `fresh` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what is missing, what is asked for |
 //! | `fault` | the engine's threads |
@@ -21,6 +22,7 @@ mod building;
 mod engine;
 mod fault;
 mod faulting;
+mod fresh;
 mod negotiate;
 mod receive;
 mod rejoin;
@@ -37,6 +39,7 @@ use crate::report::FailureReport;
 use crate::transport::{self, Address, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
+pub(crate) use engine::{Engine, Via};
 pub use faulting::{Faulting, PostcopyPaused};
 
 /// What every phase of one migration uses.

@@ -25,7 +25,7 @@ use crate::protocol::capabilities::{
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::ram::GuestMemoryMap;
 use crate::uffd::{self, Uffd};
-use crate::vm::{DestinationBuilder, DestinationVm, MappedMachine};
+use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
 /// Most userfaultfds that a number of connections makes.
 const READERS_MAX: u16 = 16;
@@ -67,11 +67,8 @@ impl Connected {
         const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
         let terms = agree(control)?;
-        let config = match read(control, "waiting for the configuration")? {
-            Message::Config(config) => config,
-            other => return Err(unexpected(&other, "Config")),
-        };
-        let mapped = builder.map_memory(&config, Vec::new()).map_err(Cause::Vm).step(STEP)?;
+        let (config, given) = take_config(control, &terms)?;
+        let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
         let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();
         let counters = &context.progress.counters;
@@ -132,6 +129,14 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
         let what = format!("the source lacks {missing}");
         return Err(Cause::Unsupported { what, remedy: "update the source" }).step(STEP);
     }
+    if offer.local && !control.connection.is_unix() {
+        let what = "memory can only be handed over through a Unix socket".to_string();
+        return Err(Cause::Unsupported { what, remedy: "use a unix: address" }).step(STEP);
+    }
+    if offer.local && offer.memory_mode.may_postcopy() {
+        let why = "local and postcopy exclude each other";
+        return Err(ProtocolError::Malformed { what: "capability offer", why }).step(STEP);
+    }
     if offer.memory_mode.may_postcopy() {
         // Here, before anything is built, so that nobody waits for a refusal.
         uffd::check(layout.regions()).step("checking for userfaultfd")?;
@@ -143,6 +148,47 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
     Ok(Terms::Negotiated { offer, token })
 }
 
+/// Takes the files of a local migration, if it is one, and the configuration.
+fn take_config(
+    control: &mut Channel,
+    terms: &Terms,
+) -> Result<(Vec<u8>, Vec<GivenMemory>), Failure> {
+    const STEP: &str = "taking memory over";
+    let offer = match terms {
+        Terms::Negotiated { offer, .. } if offer.local => Some(offer),
+        _ => None,
+    };
+    control.reader.welcome_descriptors(offer.is_some());
+    let mut given: Vec<GivenMemory> = Vec::new();
+    let config = loop {
+        match (read(control, "waiting for the configuration")?, offer) {
+            (Message::Config(config), _) => break config,
+            (Message::MemoryFd { slot }, Some(offer)) => {
+                let malformed = |why| {
+                    Failure::new(STEP, ProtocolError::Malformed { what: "file of memory", why })
+                };
+                let descriptor = control.reader.take_descriptor();
+                let file = descriptor.ok_or_else(|| malformed("no descriptor came with it"))?;
+                let region = usize::try_from(slot).ok().and_then(|slot| offer.regions.get(slot));
+                let name = &region.ok_or_else(|| malformed("it names no region"))?.name;
+                if given.iter().any(|zone| zone.name == *name) {
+                    return Err(malformed("its zone has one already"));
+                }
+                given.push(GivenMemory { name: name.clone(), file: file.into() });
+                control.yes().step(STEP)?;
+            }
+            (other, _) => return Err(unexpected(&other, "Config")),
+        }
+    };
+    control.reader.welcome_descriptors(false);
+    let without = |name: &String| !given.iter().any(|zone| zone.name == *name);
+    if offer.is_some_and(|offer| offer.regions.iter().any(|region| without(&region.name))) {
+        let why = "a zone has none";
+        return Err(ProtocolError::Malformed { what: "set of memory files", why }).step(STEP);
+    }
+    Ok((config, given))
+}
+
 pub(super) fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
     let mut token = [0; TOKEN_BYTES];
     File::open("/dev/urandom")?.read_exact(&mut token)?;
@@ -152,7 +198,12 @@ pub(super) fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
 fn check_layout(ours: &Layout, offer: &Offer) -> Result<(), Failure> {
     const STEP: &str = "comparing memory layouts";
     let theirs = offer.layout().step(STEP)?;
-    ours.same_for_guest(&theirs).map_err(ProtocolError::from).step(STEP)
+    ours.same_for_guest(&theirs).map_err(ProtocolError::from).step(STEP)?;
+    if offer.local && ours.regions() != theirs.regions() {
+        let why = "the zones that were handed over do not become the same memory here";
+        return Err(ProtocolError::Malformed { what: "memory layout", why }).step(STEP);
+    }
+    Ok(())
 }
 
 /// Sets up the best way there is to catch accesses to missing pages. Where most of memory is here

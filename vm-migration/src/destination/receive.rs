@@ -15,6 +15,7 @@ use std::time::Duration;
 use super::building::Building;
 use super::engine::Engine;
 use super::fault::FaultThreads;
+use super::fresh::Fresh;
 use super::negotiate::{read, unexpected, watch};
 use super::rejoin::Rejoin;
 use super::{Context, Setback};
@@ -46,6 +47,10 @@ pub(crate) enum Terms {
 }
 
 impl Terms {
+    fn local(&self) -> bool {
+        matches!(self, Self::Negotiated { offer, .. } if offer.local)
+    }
+
     fn negotiated(&self) -> bool {
         matches!(self, Self::Negotiated { .. })
     }
@@ -113,10 +118,11 @@ impl<V: DestinationVm> Mapped<V> {
         let mut helpers = Helpers::new().step(STEP)?;
         let mut faults = None;
         let mut inflater = Inflater::default();
+        let fresh = Arc::new(Fresh::new(self.parts.memory.layout()));
         loop {
             let message = match self.next(&helpers, context)? {
                 Next::Connection => {
-                    self.join(&mut helpers, context)?;
+                    self.join(&mut helpers, &fresh, context)?;
                     continue;
                 }
                 Next::Message(message) => message,
@@ -124,13 +130,13 @@ impl<V: DestinationVm> Mapped<V> {
             let memory = &*self.parts.memory;
             match message {
                 Message::Memory(_) | Message::ZeroPages(_) | Message::MemoryZstd { .. }
-                    if faults.is_some() =>
+                    if faults.is_some() || self.parts.terms.local() =>
                 {
                     return Err(unexpected(&message, "State"));
                 }
                 Message::Memory(ranges) => {
                     let reader = &mut self.control.reader;
-                    take_memory(memory, reader, &ranges, context.progress).step(STEP)?;
+                    take_memory(memory, &fresh, reader, &ranges, context.progress).step(STEP)?;
                 }
                 Message::MemoryZstd { ranges, frame_bytes } if self.parts.terms.negotiated() => {
                     let from = (&mut self.control.reader, &mut inflater);
@@ -208,7 +214,12 @@ impl<V: DestinationVm> Mapped<V> {
     }
 
     /// Lets an extra connection in, or closes it.
-    fn join(&mut self, helpers: &mut Helpers, context: Context<'_>) -> Result<(), Failure> {
+    fn join(
+        &mut self,
+        helpers: &mut Helpers,
+        fresh: &Arc<Fresh>,
+        context: Context<'_>,
+    ) -> Result<(), Failure> {
         let (role, channel) = match greet(&self.parts.terms, context) {
             Ok(joined) => joined,
             Err(Cause::Cancelled) => return Err(Cause::Cancelled).step("accepting connections"),
@@ -224,6 +235,10 @@ impl<V: DestinationVm> Mapped<V> {
                 log::warn!("an extra connection was turned away: there are {count} already");
                 Ok(())
             }
+            _ if self.parts.terms.local() => {
+                log::warn!("an extra connection was turned away: memory does not travel");
+                Ok(())
+            }
             Role::Memory if mode == MemoryMode::Postcopy => {
                 self.bulk.push(channel);
                 Ok(())
@@ -233,7 +248,7 @@ impl<V: DestinationVm> Mapped<V> {
                 Ok(())
             }
             Role::Memory => helpers.start(
-                Arc::clone(&self.parts.memory),
+                (Arc::clone(&self.parts.memory), Arc::clone(fresh)),
                 channel,
                 self.parts.terms.negotiated(),
                 Arc::clone(context.progress),
@@ -317,11 +332,15 @@ pub(crate) fn locate(layout: &Layout, ranges: &[GpaRange]) -> Result<Vec<PageRun
 /// Takes the contents that follow a table.
 fn take_memory<M: GuestMemoryMap>(
     memory: &M,
+    fresh: &Fresh,
     from: &mut impl ByteSource,
     ranges: &[GpaRange],
     progress: &Progress,
 ) -> Result<(), Cause> {
     let runs = locate(memory.layout(), ranges)?;
+    for run in &runs {
+        fresh.populate(memory, *run).map_err(Cause::Memory)?;
+    }
     let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
     from.read_guest(&slices).map_err(Cause::from)?;
     let mut bytes = 0;
@@ -387,7 +406,7 @@ impl Helpers {
 
     fn start<M: GuestMemoryMap>(
         &mut self,
-        memory: Arc<M>,
+        (memory, fresh): (Arc<M>, Arc<Fresh>),
         mut channel: Channel,
         negotiated: bool,
         progress: Arc<Progress>,
@@ -396,7 +415,7 @@ impl Helpers {
         connection.set_cancel(&self.stop);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
-            match take_rounds(&*memory, &mut channel, negotiated, &progress) {
+            match take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress) {
                 Ok(Rounds::Ended) => None,
                 Ok(Rounds::Stopped) => Some(channel),
                 Err(error) => {
@@ -466,6 +485,7 @@ enum Rounds {
 /// Takes memory from an extra connection until it ends between two messages.
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
+    fresh: &Fresh,
     channel: &mut Channel,
     negotiated: bool,
     progress: &Progress,
@@ -485,7 +505,7 @@ fn take_rounds<M: GuestMemoryMap>(
         };
         match message {
             Message::Memory(ranges) => {
-                take_memory(memory, &mut channel.reader, &ranges, progress).step(STEP)?;
+                take_memory(memory, fresh, &mut channel.reader, &ranges, progress).step(STEP)?;
             }
             Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
                 let from = (&mut channel.reader, &mut inflater);

@@ -24,15 +24,24 @@ pub const FEATURE_POSTCOPY: &str = "postcopy";
 pub const FEATURE_EARLY_MEMORY: &str = "early-memory";
 /// Contents of memory may come as zstd frames.
 pub const FEATURE_ZSTD: &str = "zstd";
+/// Memory may be handed over as file descriptors.
+pub const FEATURE_LOCAL: &str = "local";
 
 /// Length of the token that extra connections show.
 pub const TOKEN_BYTES: usize = 16;
 
 /// What this version can do.
 pub fn features() -> BTreeSet<String> {
-    [FEATURE_ZERO_PAGES, FEATURE_CONFIRM, FEATURE_POSTCOPY, FEATURE_EARLY_MEMORY, FEATURE_ZSTD]
-        .map(String::from)
-        .into()
+    [
+        FEATURE_ZERO_PAGES,
+        FEATURE_CONFIRM,
+        FEATURE_POSTCOPY,
+        FEATURE_EARLY_MEMORY,
+        FEATURE_ZSTD,
+        FEATURE_LOCAL,
+    ]
+    .map(String::from)
+    .into()
 }
 
 /// The source's document.
@@ -48,6 +57,9 @@ pub struct Offer {
     pub bulk_connections: u16,
     /// Connections for requested pages.
     pub urgent_connections: u16,
+    /// Memory is handed over as file descriptors before the configuration.
+    #[serde(default)]
+    pub local: bool,
     /// The guest's memory.
     pub regions: Vec<RegionInfo>,
 }

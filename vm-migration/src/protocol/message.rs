@@ -154,12 +154,10 @@ pub enum Message {
     Complete,
     /// See [`Command::Abandon`]; a version 0 peer gives no reason.
     Abandon(String),
-    /// See [`Command::MemoryFd`].
+    /// See [`Command::MemoryFd`]; the descriptor comes with the payload, by SCM_RIGHTS.
     MemoryFd {
-        /// Memory slot.
+        /// Memory region, by its place in the layout.
         slot: u32,
-        /// Number of the descriptor at the sender.
-        fd: u32,
     },
     /// See [`Command::CompletePaused`].
     CompletePaused,
@@ -287,10 +285,7 @@ impl Message {
                 put_table(&mut payload, ranges);
             }
             Self::Abandon(reason) => payload.extend_from_slice(bounded_reason(reason).as_bytes()),
-            Self::MemoryFd { slot, fd } => {
-                payload.extend_from_slice(&slot.to_le_bytes());
-                payload.extend_from_slice(&fd.to_le_bytes());
-            }
+            Self::MemoryFd { slot } => payload.extend_from_slice(&slot.to_le_bytes()),
             Self::Complete
             | Self::CompletePaused
             | Self::Confirm
@@ -322,16 +317,12 @@ impl Message {
             Command::Complete => empty(what, len).map(|()| Self::Complete)?,
             Command::Abandon => Self::Abandon(read_reason(from, what, len)?),
             Command::MemoryFd => {
-                let mut bytes = [0; 8];
+                let mut bytes = [0; 4];
                 if len != bytes.len() as u64 {
                     return Err(ProtocolError::BadLength { what, len_bytes: len });
                 }
                 from.read_exact(&mut bytes)?;
-                let [s0, s1, s2, s3, f0, f1, f2, f3] = bytes;
-                Self::MemoryFd {
-                    slot: u32::from_le_bytes([s0, s1, s2, s3]),
-                    fd: u32::from_le_bytes([f0, f1, f2, f3]),
-                }
+                Self::MemoryFd { slot: u32::from_le_bytes(bytes) }
             }
             Command::CompletePaused => empty(what, len).map(|()| Self::CompletePaused)?,
             Command::PageFault => Self::PageFault(table(from)?),

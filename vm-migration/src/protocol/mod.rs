@@ -17,6 +17,7 @@
 //! source                               destination
 //!   Start (offer in spare header bytes)  ->  Ok (offer taken, in spare header bytes)
 //!   Capabilities (JSON)                  ->  Ok + JSON, or Error + reason      [negotiated]
+//!   MemoryFd (with a descriptor) ...     ->  Ok for each                       [local]
 //!   Config (JSON)                        ->  Ok [+ layout JSON, negotiated]: memory is mapped
 //!   Memory | ZeroPages [negotiated] ...  ->  Ok for each; Error as soon as the machine that is
 //!                                            being built meanwhile turns out to be impossible

@@ -28,7 +28,7 @@ fn sample(command: Command) -> Message {
         Command::Memory => Message::Memory(table),
         Command::Complete => Message::Complete,
         Command::Abandon => Message::Abandon("no disk \u{1f4be}".to_string()),
-        Command::MemoryFd => Message::MemoryFd { slot: 3, fd: 77 },
+        Command::MemoryFd => Message::MemoryFd { slot: 3 },
         Command::CompletePaused => Message::CompletePaused,
         Command::PageFault => Message::PageFault(table),
         Command::Capabilities => Message::Capabilities(b"{}".to_vec()),

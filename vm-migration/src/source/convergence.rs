@@ -76,13 +76,35 @@ pub(crate) struct Forecast {
     pub link_rate: u64,
 }
 
+/// How long the guest would stand still if it were stopped now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Expected {
+    /// Whatever it writes.
+    pub fixed: Duration,
+    /// For what is left of its memory.
+    pub pages: Duration,
+}
+
+impl Expected {
+    /// All of it.
+    pub(crate) fn total(self) -> Duration {
+        self.fixed.saturating_add(self.pages)
+    }
+
+    /// True when nothing that the guest might stop writing brings it within `allowed`, and next to
+    /// nothing is left: further rounds could only keep the guest waiting for what cannot come.
+    fn is_unavoidable(self, allowed: Duration) -> bool {
+        self.fixed > allowed * 3 / 4 && self.pages <= allowed / 4
+    }
+}
+
 impl Forecast {
     /// How long the guest would stand still with so much left.
-    pub(crate) fn downtime(&self, remaining_bytes: u64) -> Duration {
+    pub(crate) fn downtime(&self, remaining_bytes: u64) -> Expected {
         let fixed = self.switch_over + self.scan + ROUND_TRIPS * self.round_trip;
         let rate = u128::from(self.link_rate) * u128::from(RATE_PERCENT) / 100;
         let pages = time_for(remaining_bytes, u64::try_from(rate).unwrap_or(u64::MAX));
-        fixed.saturating_add(pages)
+        Expected { fixed, pages }
     }
 }
 
@@ -131,15 +153,18 @@ impl Policy {
     /// Decides with `remaining_bytes` dirty, a stop expected to cost `expected`, `elapsed` after
     /// the first round began; says what else is to be done about it.
     ///
+    /// Costs that do not depend on memory may alone exceed what is allowed; then the guest stops as
+    /// soon as its memory takes a quarter of that.
+    ///
     /// Without a measure that is left to take, stalled rounds end precopy only where exceeding the
     /// downtime is allowed; else the guest may calm down until the timeout.
     pub(crate) fn decide(
         &mut self,
         remaining_bytes: u64,
-        expected: Duration,
+        expected: Expected,
         elapsed: Duration,
     ) -> (Decision, Option<Measure>) {
-        if expected <= self.allowed {
+        if expected.total() <= self.allowed || expected.is_unavoidable(self.allowed) {
             return (Decision::Stop, None);
         }
         let helped = u128::from(remaining_bytes) * 100
@@ -159,7 +184,7 @@ impl Policy {
             return (end, None);
         }
         match self.measure() {
-            Some(Measure::AllowDowntime(allowed)) if expected <= allowed => {
+            Some(Measure::AllowDowntime(allowed)) if expected.total() <= allowed => {
                 (Decision::Stop, Some(Measure::AllowDowntime(allowed)))
             }
             Some(measure) => (Decision::Round, Some(measure)),
@@ -238,6 +263,11 @@ mod tests {
         options
     }
 
+    /// A stop that costs so much for memory and nothing else.
+    fn pages(pages: Duration) -> Expected {
+        Expected { fixed: Duration::ZERO, pages }
+    }
+
     fn policy(strategy: TimeoutStrategy) -> Policy {
         Policy::new(&options(strategy))
     }
@@ -248,18 +278,18 @@ mod tests {
     #[test]
     fn it_stops_as_soon_as_the_downtime_fits() {
         let mut policy = policy(TimeoutStrategy::Cancel);
-        assert_eq!(policy.decide(1000, 101 * MS, MS), ROUND);
-        assert_eq!(policy.decide(900, 100 * MS, MS), STOP);
+        assert_eq!(policy.decide(1000, pages(101 * MS), MS), ROUND);
+        assert_eq!(policy.decide(900, pages(100 * MS), MS), STOP);
     }
 
     #[test]
     fn useless_rounds_end_precopy_only_where_that_is_allowed() {
         for (strategy, end) in [(TimeoutStrategy::Ignore, STOP), (TimeoutStrategy::Cancel, ROUND)] {
             let mut policy = policy(strategy);
-            assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
-            assert_eq!(policy.decide(960, HOUR, MS), ROUND);
-            assert_eq!(policy.decide(990, HOUR, MS), ROUND);
-            assert_eq!(policy.decide(1000, HOUR, MS), end);
+            assert_eq!(policy.decide(1000, pages(HOUR), MS), ROUND);
+            assert_eq!(policy.decide(960, pages(HOUR), MS), ROUND);
+            assert_eq!(policy.decide(990, pages(HOUR), MS), ROUND);
+            assert_eq!(policy.decide(1000, pages(HOUR), MS), end);
         }
     }
 
@@ -267,14 +297,14 @@ mod tests {
     fn a_round_that_helps_starts_the_count_anew() {
         let mut policy = policy(TimeoutStrategy::Ignore);
         for remaining in [1000, 990, 980, 900, 890, 880] {
-            assert_eq!(policy.decide(remaining, HOUR, MS), ROUND);
+            assert_eq!(policy.decide(remaining, pages(HOUR), MS), ROUND);
         }
         assert_eq!(policy.stalled_rounds(), 2);
     }
 
     #[test]
     fn the_timeout_does_what_the_strategy_says() {
-        let at_end = |strategy| policy(strategy).decide(1000, HOUR, HOUR);
+        let at_end = |strategy| policy(strategy).decide(1000, pages(HOUR), HOUR);
         assert_eq!(at_end(TimeoutStrategy::Cancel), (Decision::GiveUp, None));
         assert_eq!(at_end(TimeoutStrategy::Ignore), STOP);
     }
@@ -286,15 +316,15 @@ mod tests {
             ..options(TimeoutStrategy::Cancel)
         });
         let throttle = |percent| (Decision::Round, Some(Measure::Throttle(percent)));
-        assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
-        assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
-        assert_eq!(policy.decide(1000, HOUR, MS), throttle(20));
-        assert_eq!(policy.decide(800, HOUR, MS), ROUND, "that helped");
-        assert_eq!(policy.decide(800, HOUR, MS), throttle(30));
+        assert_eq!(policy.decide(1000, pages(HOUR), MS), ROUND);
+        assert_eq!(policy.decide(1000, pages(HOUR), MS), ROUND);
+        assert_eq!(policy.decide(1000, pages(HOUR), MS), throttle(20));
+        assert_eq!(policy.decide(800, pages(HOUR), MS), ROUND, "that helped");
+        assert_eq!(policy.decide(800, pages(HOUR), MS), throttle(30));
         for percent in [40, 50, 60, 70, 80, 90, 99] {
-            assert_eq!(policy.decide(800, HOUR, MS), throttle(percent));
+            assert_eq!(policy.decide(800, pages(HOUR), MS), throttle(percent));
         }
-        assert_eq!(policy.decide(800, HOUR, MS), ROUND, "there is no more of it");
+        assert_eq!(policy.decide(800, pages(HOUR), MS), ROUND, "there is no more of it");
     }
 
     #[test]
@@ -305,13 +335,13 @@ mod tests {
             ..options(TimeoutStrategy::Cancel)
         });
         let allow = |decision, ms| (decision, Some(Measure::AllowDowntime(ms * MS)));
-        assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
-        assert_eq!(policy.decide(1000, HOUR, MS), ROUND);
-        assert_eq!(policy.decide(1000, 900 * MS, MS), allow(Decision::Round, 200));
-        assert_eq!(policy.decide(1000, 900 * MS, MS), allow(Decision::Round, 400));
-        assert_eq!(policy.decide(1000, 450 * MS, MS), allow(Decision::Stop, 500));
-        assert_eq!(policy.decide(1000, 501 * MS, MS), ROUND);
-        assert_eq!(policy.decide(1000, 500 * MS, MS), STOP);
+        assert_eq!(policy.decide(1000, pages(HOUR), MS), ROUND);
+        assert_eq!(policy.decide(1000, pages(HOUR), MS), ROUND);
+        assert_eq!(policy.decide(1000, pages(900 * MS), MS), allow(Decision::Round, 200));
+        assert_eq!(policy.decide(1000, pages(900 * MS), MS), allow(Decision::Round, 400));
+        assert_eq!(policy.decide(1000, pages(450 * MS), MS), allow(Decision::Stop, 500));
+        assert_eq!(policy.decide(1000, pages(501 * MS), MS), ROUND);
+        assert_eq!(policy.decide(1000, pages(500 * MS), MS), STOP);
     }
 
     #[test]
@@ -322,9 +352,21 @@ mod tests {
             scan: 2 * MS,
             link_rate: 1_000_000,
         };
-        assert_eq!(forecast.downtime(0), 39 * MS);
-        assert_eq!(forecast.downtime(800_000), 1039 * MS);
-        assert!(Forecast::default().downtime(1) > HOUR, "no rate was measured");
+        let expected = forecast.downtime(800_000);
+        assert_eq!(expected, Expected { fixed: 39 * MS, pages: 1000 * MS });
+        assert_eq!(expected.total(), 1039 * MS);
+        assert!(Forecast::default().downtime(1).total() > HOUR, "no rate was measured");
+    }
+
+    #[test]
+    fn a_guest_is_not_kept_waiting_for_a_downtime_that_it_cannot_reach() {
+        let stops = |fixed, pages| {
+            let mut policy = policy(TimeoutStrategy::Cancel);
+            policy.decide(1000, Expected { fixed, pages }, MS) == STOP
+        };
+        assert!(stops(60 * MS, 40 * MS) && !stops(60 * MS, 41 * MS), "it can be reached");
+        assert!(stops(300 * MS, 25 * MS), "it cannot, and there is next to nothing left");
+        assert!(!stops(300 * MS, 26 * MS), "much is left");
     }
 
     #[test]

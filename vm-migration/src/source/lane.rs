@@ -69,13 +69,15 @@ impl Pace {
 }
 
 /// What is known of a connection from round to round.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Record {
     pace: Pace,
     /// Where compression is wanted.
     squeeze: Option<Squeeze>,
     /// Compression was found to pay.
     on: bool,
+    /// The fastest that a message was answered.
+    pub(crate) fastest_answer: Duration,
 }
 
 impl Record {
@@ -88,7 +90,7 @@ impl Record {
                 Some(squeeze.step("preparing to compress memory")?)
             }
         };
-        Ok(Self { pace: Pace::default(), squeeze, on: false })
+        Ok(Self { pace: Pace::default(), squeeze, on: false, fastest_answer: Duration::MAX })
     }
 }
 
@@ -170,6 +172,8 @@ impl<'a> Lane<'a> {
         if let Some((bytes, sent)) = self.waiting.pop_front() {
             let since = self.answered.map_or(sent, |answered| answered.max(sent));
             self.record.pace.sample(bytes, now.duration_since(since));
+            let answer = now.duration_since(sent);
+            self.record.fastest_answer = self.record.fastest_answer.min(answer);
         }
         self.answered = Some(now);
         Ok(())

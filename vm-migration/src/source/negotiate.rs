@@ -18,8 +18,8 @@ use crate::layout::Layout;
 use crate::options::{Compression, MemoryMode};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_POSTCOPY, FEATURE_ZERO_PAGES,
-    FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common, features, software,
+    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_POSTCOPY,
+    FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common, features, software,
 };
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -43,6 +43,14 @@ pub(crate) struct Links {
     pub round_trip: Duration,
 }
 
+impl Links {
+    /// The fastest that any message was answered.
+    pub(crate) fn fastest_answer(&self) -> Duration {
+        let answers = self.records.iter().map(|record| record.fastest_answer);
+        answers.fold(self.round_trip, Duration::min)
+    }
+}
+
 /// What was agreed.
 #[derive(Debug)]
 pub(crate) enum Terms {
@@ -53,6 +61,8 @@ pub(crate) enum Terms {
         zero_pages: bool,
         /// The machine is being built while memory travels.
         early_memory: bool,
+        /// The destination has the guest's memory itself.
+        local: bool,
         /// The destination's memory, which decides the unit in which pages travel.
         layout: Layout,
     },
@@ -61,6 +71,10 @@ pub(crate) enum Terms {
 impl Terms {
     pub(crate) fn zero_pages(&self) -> bool {
         matches!(self, Self::Negotiated { zero_pages: true, .. })
+    }
+
+    pub(crate) fn local(&self) -> bool {
+        matches!(self, Self::Negotiated { local: true, .. })
     }
 
     pub(crate) fn early_memory(&self) -> bool {
@@ -98,7 +112,13 @@ pub(crate) fn agree<V: SourceVm>(
     counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
 
     let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
+    if context.options.local {
+        check_files(&**memory)?;
+    }
     let (token, round_trip) = offer(memory, control, context)?;
+    if context.options.local {
+        give_files(&**memory, control, context)?;
+    }
     let answer = control
         .ask(&Message::Config(config), context.options.limits.prepare)
         .step("waiting for the destination to map the memory")?;
@@ -117,6 +137,7 @@ pub(crate) fn agree<V: SourceVm>(
             Terms::Negotiated {
                 zero_pages: features.contains(FEATURE_ZERO_PAGES),
                 early_memory: features.contains(FEATURE_EARLY_MEMORY),
+                local: context.options.local,
                 layout,
             }
         }
@@ -138,10 +159,43 @@ pub(crate) fn agree<V: SourceVm>(
     Ok(Links { memory: memory_links, urgent, terms, token, records: Vec::new(), round_trip })
 }
 
+/// Refuses memory that has no file to be handed over.
+fn check_files(memory: &impl GuestMemoryMap) -> Result<(), Failure> {
+    for (region, info) in memory.layout().regions().iter().enumerate() {
+        if memory.file(region).is_none() {
+            let what = format!(
+                "local=on cannot hand over memory zone '{}', which is private memory",
+                info.name
+            );
+            let remedy = "boot the VM with shared=on or hugepages=on, or leave local=on out";
+            return Err(Cause::Unsupported { what, remedy }).step("handing memory over");
+        }
+    }
+    Ok(())
+}
+
+/// Hands the file of each zone over, once.
+fn give_files<M: GuestMemoryMap>(
+    memory: &M,
+    control: &mut Channel,
+    context: Context<'_>,
+) -> Result<(), Failure> {
+    const STEP: &str = "handing memory over";
+    let mut given = BTreeSet::new();
+    for ((region, slot), info) in (0..).zip(0u32..).zip(memory.layout().regions()) {
+        if let Some(file) = memory.file(region).filter(|_| given.insert(info.name.as_str())) {
+            control.give(&Message::MemoryFd { slot }, file).step(STEP)?;
+            control.answer(context.options.limits.answer).step(STEP)?;
+        }
+    }
+    Ok(())
+}
+
 /// How many connections beside the first: precopy uses the first one for memory, too.
 fn extra_connections(context: Context<'_>) -> (u16, u16) {
     let options = context.options;
     match options.mode() {
+        _ if options.local => (0, 0),
         MemoryMode::Precopy => (options.connections - 1, 0),
         MemoryMode::Postcopy | MemoryMode::Auto => {
             (options.connections, options.urgent_connections)
@@ -178,14 +232,14 @@ fn offer<M: GuestMemoryMap>(
             ));
         }
         log::info!("the destination speaks plain version 0: zero pages and reasons do not travel");
-        if options.compression != Compression::None {
+        if options.local || options.compression != Compression::None {
             return Err(Failure::new(
                 "negotiating",
                 Cause::Unsupported {
-                    what: "the destination speaks only version 0 of the protocol, which has no \
-                           compression"
+                    what: "the destination speaks only version 0 of the protocol, with which \
+                           neither local=on nor compression works here"
                         .to_string(),
-                    remedy: "leave compression out, or update the destination",
+                    remedy: "leave them out, or update the destination",
                 },
             ));
         }
@@ -198,6 +252,7 @@ fn offer<M: GuestMemoryMap>(
         memory_mode: options.mode(),
         bulk_connections,
         urgent_connections,
+        local: options.local,
         regions: memory.layout().regions().to_vec(),
     };
     let asked = Instant::now();
@@ -214,6 +269,9 @@ fn offer<M: GuestMemoryMap>(
     }
     if options.compression == Compression::Zstd {
         needed.push(FEATURE_ZSTD);
+    }
+    if options.local {
+        needed.push(FEATURE_LOCAL);
     }
     match needed.iter().find(|feature| !features.contains(**feature)) {
         None => Ok((Some((features, accepted.token)), round_trip)),

@@ -41,35 +41,56 @@ pub(crate) struct Copied<V: SourceVm> {
     pub memory: Arc<V::Memory>,
     pub control: Channel,
     pub links: Links,
-    pub log: V::Log,
-    pub cargo: Cargo,
+    pub cargo: Cargo<V::Log>,
 }
 
 /// How the rest of memory goes.
-pub(crate) enum Cargo {
+pub(crate) enum Cargo<L> {
     /// What is still dirty is sent with the guest stopped. Up to then its vCPUs stay slowed down,
     /// or they would dirty it all again.
-    Rest(Option<Box<dyn Throttle>>),
+    Rest(L, Option<Box<dyn Throttle>>),
     /// These pages (in postcopy all that had been populated when the scan passed) are served after
     /// the handover, together with what was dirtied and not sent since then.
-    Later(Vec<ClaimMap>),
+    Later(L, Vec<ClaimMap>),
+    /// Both sides have the same memory already.
+    Shared,
+}
+
+/// How the rounds ended.
+enum Rounds {
+    /// What is left may be sent with the guest stopped.
+    Enough(Option<Box<dyn Throttle>>),
+    /// It follows the guest, and with it these pages.
+    Switched(Vec<ClaimMap>),
 }
 
 impl<V: SourceVm> Negotiated<V> {
     /// Sends memory until stopping costs little enough; in postcopy, only finds out which pages
     /// there are.
     pub(crate) fn precopy(mut self, context: Context<'_>) -> Result<Copied<V>, Setback<V>> {
-        let result = self.start_log().and_then(|log| {
-            let cargo = match context.options.mode() {
-                MemoryMode::Precopy | MemoryMode::Auto => self.rounds(&log, context)?,
-                MemoryMode::Postcopy => Cargo::Later(scan(&*self.memory, &log)?),
-            };
-            Ok((log, cargo))
-        });
+        let result = self.cargo(context);
         let Self { vm, memory, control, links } = self;
         match result {
-            Ok((log, cargo)) => Ok(Copied { vm, memory, control, links, log, cargo }),
+            Ok(cargo) => Ok(Copied { vm, memory, control, links, cargo }),
             Err(failure) => Err(Setback::Running(vm, Some(control), failure)),
+        }
+    }
+
+    fn cargo(&mut self, context: Context<'_>) -> Result<Cargo<V::Log>, Failure> {
+        if self.links.terms.local() {
+            self.await_machine(context.options.limits.prepare)?;
+            return Ok(Cargo::Shared);
+        }
+        let log = self.start_log()?;
+        match context.options.mode() {
+            MemoryMode::Precopy | MemoryMode::Auto => match self.rounds(&log, context)? {
+                Rounds::Enough(throttle) => Ok(Cargo::Rest(log, throttle)),
+                Rounds::Switched(pages) => Ok(Cargo::Later(log, pages)),
+            },
+            MemoryMode::Postcopy => {
+                let pages = scan(&*self.memory, &log)?;
+                Ok(Cargo::Later(log, pages))
+            }
         }
     }
 
@@ -77,7 +98,7 @@ impl<V: SourceVm> Negotiated<V> {
         self.vm.start_dirty_log().map_err(Cause::Vm).step("starting the dirty log")
     }
 
-    fn rounds(&mut self, log: &V::Log, context: Context<'_>) -> Result<Cargo, Failure> {
+    fn rounds(&mut self, log: &V::Log, context: Context<'_>) -> Result<Rounds, Failure> {
         let options = context.options;
         let switch = Switch::new(context);
         let mut pilot = Pilot::new(&self.vm, &self.links, context)?;
@@ -103,6 +124,7 @@ impl<V: SourceVm> Negotiated<V> {
             let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
             remaining_bytes = dirty * PAGE_BYTES;
             pilot.measured(sent, took, remaining_bytes, scan.elapsed());
+            pilot.round_trip(self.links.fastest_answer());
             if self.links.terms.zero_pages() {
                 pilot.round_trip(self.ping(options.limits.answer)?);
             }
@@ -128,7 +150,7 @@ impl<V: SourceVm> Negotiated<V> {
                 }
             }
         }
-        Ok(Cargo::Rest(pilot.throttle))
+        Ok(Rounds::Enough(pilot.throttle))
     }
 
     /// Leaves the rest for after the handover: pages that no round has come to, and those that are
@@ -138,7 +160,7 @@ impl<V: SourceVm> Negotiated<V> {
         unsent: Vec<PageRun>,
         machine_is_built: bool,
         context: Context<'_>,
-    ) -> Result<Cargo, Failure> {
+    ) -> Result<Rounds, Failure> {
         log::info!("precopy is over: the rest of memory follows the guest");
         if !machine_is_built {
             self.await_machine(context.options.limits.prepare)?;
@@ -147,7 +169,7 @@ impl<V: SourceVm> Negotiated<V> {
         for run in unsent {
             maps[run.region].set_run(run.first, run.count);
         }
-        Ok(Cargo::Later(maps))
+        Ok(Rounds::Switched(maps))
     }
 
     /// Asks for nothing; returns how long that took.
@@ -260,9 +282,18 @@ impl<'a> Pilot<'a> {
             self.policy.decide(remaining_bytes, expected, self.began.elapsed());
         let progress = self.context.progress;
         let counters = &progress.counters;
-        let expected_us = micros(expected);
+        let expected_us = micros(expected.total());
         counters.expected_downtime_us.store(expected_us, Ordering::Relaxed);
         counters.stalled_rounds.store(self.policy.stalled_rounds(), Ordering::Relaxed);
+        if decision == Decision::Stop && expected.fixed > self.policy.allowed() {
+            log::warn!(
+                "the guest will stand still for about {} ms: {} ms of state, round trips and start \
+                 alone exceed the {} ms that are allowed",
+                expected.total().as_millis(),
+                expected.fixed.as_millis(),
+                self.policy.allowed().as_millis()
+            );
+        }
         if self.policy.stalled_rounds() > 0 && decision != Decision::Stop {
             let allowed_us = micros(self.policy.allowed());
             progress.tell(Event::Stalled { round, expected_us, allowed_us });
@@ -292,11 +323,12 @@ impl<'a> Pilot<'a> {
 
     fn not_converging(&self, rounds: u32, remaining_bytes: u64) -> Cause {
         let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let expected = self.forecast.downtime(remaining_bytes);
         Cause::NotConverging {
             rounds,
             elapsed_s: self.began.elapsed().as_secs(),
-            expected_ms: ms(self.forecast.downtime(remaining_bytes)),
-            fixed_ms: ms(self.forecast.downtime(0)),
+            expected_ms: ms(expected.total()),
+            fixed_ms: ms(expected.fixed),
             downtime_ms: ms(self.policy.allowed()),
         }
     }

@@ -37,7 +37,7 @@ pub(crate) struct Stopped<V: SourceVm> {
 impl<V: SourceVm> Copied<V> {
     /// Pauses the guest and deals with what it dirtied last.
     pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, Setback<V>> {
-        let Self { vm, memory, mut control, mut links, log, cargo } = self;
+        let Self { vm, memory, mut control, mut links, cargo } = self;
         let since = Instant::now();
         let vm = match vm.pause() {
             Ok(paused) => paused,
@@ -47,9 +47,12 @@ impl<V: SourceVm> Copied<V> {
             }
         };
         let rest = || -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
-            let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
+            let begin_round =
+                |log: &V::Log| log.begin_round().map_err(Cause::Vm).step("reading the dirty log");
             match cargo {
-                Cargo::Rest(throttle) => {
+                Cargo::Shared => Ok(None),
+                Cargo::Rest(log, throttle) => {
+                    let dirty = begin_round(&log)?;
                     drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
                     remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
@@ -60,7 +63,8 @@ impl<V: SourceVm> Copied<V> {
                     links.memory.clear();
                     Ok(None)
                 }
-                Cargo::Later(pages) => {
+                Cargo::Later(log, pages) => {
+                    begin_round(&log)?;
                     add_dirty(&*memory, &log, &pages)?;
                     let pending = in_units(pages, &links);
                     let progress = Arc::clone(context.progress);

@@ -310,7 +310,15 @@ impl DestinationBuilder for Builder {
     type Vm = FakeDestination;
     type Mapped = FakeMapped;
 
-    fn map_memory(self, config_json: &[u8], _: Vec<GivenMemory>) -> Result<FakeMapped, VmError> {
+    fn map_memory(
+        mut self,
+        config_json: &[u8],
+        given: Vec<GivenMemory>,
+    ) -> Result<FakeMapped, VmError> {
+        if !given.is_empty() {
+            let files = given.into_iter().map(|zone| zone.file).collect();
+            self.common.memory = FakeMemory::over(self.common.memory.layout(), files)?;
+        }
         self.common.call(Inject::Map, "map")?;
         let _: serde_json::Value = serde_json::from_slice(config_json)?;
         Ok(FakeMapped(self))

@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -68,6 +68,20 @@ impl FakeMemory {
         Ok(Arc::new(Self { layout, regions, calm: AtomicBool::new(false) }))
     }
 
+    /// The same memory as another's, from the files of its regions, in order.
+    ///
+    /// # Errors
+    /// When the host does not map them.
+    pub fn over(layout: &Layout, files: Vec<File>) -> Result<Arc<Self>, FakeMemoryError> {
+        if files.len() != layout.regions().len() {
+            return Err("another number of files than regions".into());
+        }
+        let regions = layout.regions().iter().zip(files);
+        let regions = regions.map(|(info, file)| Region::over(info, file));
+        let regions = regions.collect::<io::Result<_>>()?;
+        Ok(Arc::new(Self { layout: layout.clone(), regions, calm: AtomicBool::new(false) }))
+    }
+
     /// The word at `word` of a page, through the guest's mapping.
     pub fn word(&self, region: usize, page: u64, word: u64) -> &AtomicU64 {
         assert!(page < self.layout.regions()[region].pages() && word < PAGE_BYTES / 8);
@@ -100,18 +114,24 @@ impl FakeMemory {
 
 impl Region {
     fn new(info: &RegionInfo) -> io::Result<Self> {
-        let len = to_usize(info.len_bytes);
-        let (file, main, alias) = match info.backing {
-            Backing::Anonymous => (None, map(None, len)?, None),
-            Backing::Shared => {
-                let file = memfd(info)?;
-                let (main, alias) = (map(Some(&file), len)?, map(Some(&file), len)?);
-                (Some(file), main, Some(alias))
+        match info.backing {
+            Backing::Anonymous => {
+                let len = to_usize(info.len_bytes);
+                let (main, dirty) = (map(None, len)?, Self::clean(info));
+                Ok(Self { file: None, main, alias: None, len, dirty })
             }
-        };
-        let words = to_usize(info.pages().div_ceil(64));
-        let dirty = (0..words).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { file, main, alias, len, dirty })
+            Backing::Shared => Self::over(info, memfd(info)?),
+        }
+    }
+
+    fn over(info: &RegionInfo, file: File) -> io::Result<Self> {
+        let len = to_usize(info.len_bytes);
+        let (main, alias) = (map(Some(&file), len)?, map(Some(&file), len)?);
+        Ok(Self { file: Some(file), main, alias: Some(alias), len, dirty: Self::clean(info) })
+    }
+
+    fn clean(info: &RegionInfo) -> Vec<AtomicU64> {
+        (0..info.pages().div_ceil(64)).map(|_| AtomicU64::new(0)).collect()
     }
 }
 
@@ -166,17 +186,31 @@ unsafe impl GuestMemoryMap for FakeMemory {
         self.regions[region].alias
     }
 
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        self.regions[region].file.as_ref().map(File::as_fd)
+    }
+
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-        let Some(file) = &self.regions[region].file else { return Ok(vec![pages]) };
-        let mut runs = Vec::new();
-        let mut at = pages.start;
-        while at < pages.end {
-            let Some(start) = seek(file, at, libc::SEEK_DATA)?.filter(|s| *s < pages.end) else {
-                break;
-            };
-            let end = seek(file, start, libc::SEEK_HOLE)?.unwrap_or(pages.end).min(pages.end);
-            runs.push(start..end);
-            at = end;
+        let region = &self.regions[region];
+        if region.file.is_none() {
+            return Ok(vec![pages]);
+        }
+        // A page of a memfd is in memory if it was ever populated: the tests do not swap.
+        let mut present = vec![0_u8; to_usize(pages.end - pages.start)];
+        // SAFETY: a range of our own mapping, and a byte for each of its pages.
+        let result = unsafe {
+            let start = region.main.add(to_usize(pages.start * PAGE_BYTES));
+            libc::mincore(start.cast(), present.len() * 4096, present.as_mut_ptr())
+        };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for page in pages.clone().filter(|page| present[to_usize(page - pages.start)] & 1 == 1) {
+            match runs.last_mut() {
+                Some(run) if run.end == page => run.end += 1,
+                _ => runs.push(page..page + 1),
+            }
         }
         Ok(runs)
     }
@@ -186,6 +220,17 @@ unsafe impl GuestMemoryMap for FakeMemory {
     fn mark_resident(&self, _: PageRun) {}
 
     fn mark_absent(&self, _: PageRun) {}
+
+    fn populate(&self, run: PageRun) -> io::Result<()> {
+        let region = &self.regions[run.region];
+        let start = region.alias.unwrap_or(region.main);
+        // SAFETY: a range of our own mapping; populating changes nothing that anybody reads.
+        let result = unsafe {
+            let start = start.add(to_usize(run.first * PAGE_BYTES));
+            libc::madvise(start.cast(), to_usize(run.len_bytes()), libc::MADV_POPULATE_WRITE)
+        };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
 
     fn discard(&self, run: PageRun) -> io::Result<()> {
         let region = &self.regions[run.region];
@@ -203,20 +248,6 @@ unsafe impl GuestMemoryMap for FakeMemory {
             }
         };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    }
-}
-
-/// The page at which data or a hole begins, from `page` on.
-fn seek(file: &File, page: u64, whence: i32) -> io::Result<Option<u64>> {
-    let offset = (page * PAGE_BYTES).cast_signed();
-    // SAFETY: a call on our own file, which nobody reads by its position.
-    let found = unsafe { libc::lseek(file.as_raw_fd(), offset, whence) };
-    match u64::try_from(found) {
-        Ok(found) => Ok(Some(found / PAGE_BYTES)),
-        Err(_) => match io::Error::last_os_error() {
-            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
-            error => Err(error),
-        },
     }
 }
 

@@ -161,15 +161,6 @@ fn nobody_there_is_an_error_that_says_so() {
     rig.assert_goes_on(&mut vm);
 }
 
-#[test]
-fn local_migration_is_refused_by_name() {
-    let rig = Rig::new(MemoryMode::Precopy);
-    let mut options = options(&loopback());
-    options.local = true;
-    let failure = *send(rig.vm(Inject::Nothing), &options).unwrap_err();
-    assert!(chain(failure.error()).contains("local=on"));
-}
-
 /// Cancels when a phase begins.
 struct CancelAt(Phase, Cancel);
 

@@ -48,6 +48,7 @@ impl Enemy {
             memory_mode: mode,
             bulk_connections: 1,
             urgent_connections: 1,
+            local: false,
             regions: enemy.to.layout().regions().to_vec(),
         };
         let answer = enemy.control.ask(&Message::Capabilities(offer.to_json()), limit).unwrap();
@@ -155,7 +156,7 @@ fn messages_out_of_place_are_refused() {
         Message::CompletePaused,
         Message::Confirm,
         Message::PostcopyDone,
-        Message::MemoryFd { slot: 0, fd: 1 },
+        Message::MemoryFd { slot: 0 },
         Message::PageFault(vec![]),
         Message::Elsewhere(vec![]),
         Message::Pending(vec![0, 0, 0, 0]),

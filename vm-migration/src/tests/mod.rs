@@ -11,6 +11,7 @@
 //! | `sharing` | connections of different speed |
 //! | `converging` | guests that write too fast, and what is done about them |
 //! | `compressed` | memory that travels compressed |
+//! | `local` | memory handed over as descriptors |
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
@@ -26,6 +27,7 @@ mod cuts;
 mod early;
 mod failures;
 mod hostile;
+mod local;
 mod moves;
 mod plain;
 mod recovery;

@@ -6,12 +6,16 @@
 //! | --- | --- |
 //! | `address` | `tcp:` and `unix:` addresses as text |
 //! | `wait` | poll with a time limit and a cancel |
+//! | `reader` | the reading end of a connection |
+//! | `rights` | descriptors that travel with bytes |
 //! | `socket` | connections and listeners, vectored transfer to and from guest memory |
 //!
 //! Nothing here knows what the bytes mean. No wait is unbounded, except a listener's when its
 //! caller asks for that, and each ends at once when the migration is cancelled.
 
 mod address;
+mod reader;
+mod rights;
 mod socket;
 mod wait;
 
@@ -19,7 +23,8 @@ mod wait;
 mod tests;
 
 pub use address::{Address, AddressError};
-pub use socket::{Connection, Listener, Part, Reader};
+pub use reader::Reader;
+pub use socket::{Connection, Listener, Part};
 pub(crate) use wait::{WaitEnd, wait_readable};
 
 use std::io;

@@ -9,10 +9,10 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, SockAddr, Socket, TcpKeepalive, Type};
@@ -23,7 +23,6 @@ use super::{
     TCP_USER_TIMEOUT, TransportError,
 };
 use crate::cancel::Cancel;
-use crate::protocol::codec::ByteSource;
 use crate::ram::GuestSlice;
 
 /// Most pieces that one system call takes (the kernel's UIO_MAXIOV).
@@ -31,10 +30,6 @@ const PIECES_MAX: usize = 1024;
 
 /// Connections that wait in a listener: a migration opens up to 257 at once.
 const BACKLOG: i32 = 257;
-
-/// Bytes that [`Reader`] takes ahead: a header, a table of some entries, and little of what
-/// follows, because pages are better received in place.
-const AHEAD_BYTES: usize = 256;
 
 /// How often a wait for name resolution looks at the cancel.
 const RESOLVE_POLL: Duration = Duration::from_millis(20);
@@ -178,7 +173,7 @@ impl Connection {
     /// # Safety
     /// Each piece must be writable for its length, by this thread alone or by anyone if nothing
     /// but the kernel and racing guests looks at it.
-    unsafe fn receive(&self, pieces: &mut [libc::iovec]) -> Result<(), TransportError> {
+    pub(super) unsafe fn receive(&self, pieces: &mut [libc::iovec]) -> Result<(), TransportError> {
         let mut at = 0;
         loop {
             while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
@@ -198,8 +193,41 @@ impl Connection {
         }
     }
 
-    /// Receives what is there, at least one byte.
-    fn receive_some(&self, buf: &mut [u8]) -> Result<usize, TransportError> {
+    /// True for a socket that can carry descriptors.
+    pub(crate) fn is_unix(&self) -> bool {
+        is_tcp(&self.socket).is_ok_and(|tcp| !tcp)
+    }
+
+    /// Sends bytes, and a descriptor with the first of them.
+    pub(crate) fn send_with_descriptor(
+        &self,
+        bytes: &[u8],
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<(), TransportError> {
+        loop {
+            match super::rights::send(self.socket.as_raw_fd(), bytes, descriptor) {
+                Ok(sent) => return self.send(&bytes[sent..]),
+                Err(error) => self.wait_after(error, libc::POLLOUT, "sending")?,
+            }
+        }
+    }
+
+    /// Receives what is there, at least one byte, and a descriptor if one comes with it.
+    pub(super) fn receive_with_descriptor(
+        &self,
+        buf: &mut [u8],
+    ) -> Result<(usize, Option<OwnedFd>), TransportError> {
+        loop {
+            match super::rights::receive(self.socket.as_raw_fd(), buf) {
+                Ok((0, _)) => return Err(TransportError::Closed),
+                Ok(received) => return Ok(received),
+                Err(error) => self.wait_after(error, libc::POLLIN, "receiving")?,
+            }
+        }
+    }
+
+    /// Receives what is there, at least one byte. Descriptors that come with it are closed.
+    pub(super) fn receive_some(&self, buf: &mut [u8]) -> Result<usize, TransportError> {
         loop {
             // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only
             // ever writes initialised bytes into them.
@@ -305,7 +333,7 @@ fn part_iovec(part: &Part<'_>) -> libc::iovec {
     }
 }
 
-fn guest_iovec(slice: &GuestSlice<'_>) -> libc::iovec {
+pub(super) fn guest_iovec(slice: &GuestSlice<'_>) -> libc::iovec {
     libc::iovec { iov_base: slice.as_ptr().cast(), iov_len: slice.len() }
 }
 
@@ -340,67 +368,6 @@ fn advance(pieces: &mut [libc::iovec], mut len: usize) {
         if len == 0 {
             return;
         }
-    }
-}
-
-/// The reading end of a connection, with a little read-ahead.
-#[derive(Debug)]
-pub struct Reader {
-    connection: Arc<Connection>,
-    ahead: Box<[u8; AHEAD_BYTES]>,
-    start: usize,
-    end: usize,
-}
-
-impl Reader {
-    /// Reads from a connection of which nobody else reads.
-    pub fn new(connection: Arc<Connection>) -> Self {
-        Self { connection, ahead: Box::new([0; AHEAD_BYTES]), start: 0, end: 0 }
-    }
-
-    /// True when bytes are here that a poll of the socket does not see.
-    pub(crate) fn has_buffered(&self) -> bool {
-        self.start < self.end
-    }
-
-    fn take(&mut self, len_max: usize) -> &[u8] {
-        let len = len_max.min(self.end - self.start);
-        self.start += len;
-        &self.ahead[self.start - len..self.start]
-    }
-}
-
-impl ByteSource for Reader {
-    fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError> {
-        let mut at = 0;
-        while at < buf.len() {
-            if !self.has_buffered() {
-                if buf.len() - at >= AHEAD_BYTES {
-                    at += self.connection.receive_some(&mut buf[at..])?;
-                    continue;
-                }
-                (self.start, self.end) = (0, self.connection.receive_some(&mut self.ahead[..])?);
-            }
-            let left = buf.len() - at;
-            let taken = self.take(left);
-            let len = taken.len();
-            buf[at..at + len].copy_from_slice(taken);
-            at += len;
-        }
-        Ok(())
-    }
-
-    fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError> {
-        let mut pieces = Vec::with_capacity(slices.len());
-        for slice in slices {
-            let taken = self.take(slice.len());
-            slice.write(taken);
-            let len = taken.len();
-            pieces.push(guest_iovec(&slice.skip(len)));
-        }
-        // SAFETY: guest memory is mapped writable while `slices` borrows it, and nobody in this
-        // process holds references into it.
-        unsafe { self.connection.receive(&mut pieces) }
     }
 }
 

@@ -9,7 +9,8 @@ use serde::de::DeserializeOwned;
 
 use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
 use crate::config::{
-    ForceData, MigrationRecoverData, ReceiveMigrationData, SendMigrationData, VmConfig,
+    ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
+    VmConfig, VmSnapshotConfig,
 };
 
 /// Where all paths begin.
@@ -255,10 +256,30 @@ pub const ENDPOINTS: &[Endpoint] = &[
         errors: &[NotCreated, Conflict],
         decode: decode_recover,
     },
+    Endpoint {
+        path: "vm.snapshot",
+        method: Put,
+        summary: "Saves the paused VM to a directory.",
+        operation: None,
+        takes: Body::Schema("VmSnapshotConfig"),
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: decode_snapshot,
+    },
+    Endpoint {
+        path: "vm.restore",
+        method: Put,
+        summary: "Restores a VM from a directory.",
+        operation: None,
+        takes: Body::Schema("RestoreConfig"),
+        gives: Body::Empty,
+        errors: &[NotCreated, AlreadyCreated, Conflict],
+        decode: decode_restore,
+    },
 ];
 
 /// Endpoints that clients may know and that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 17] = [
+pub const UNSUPPORTED: [&str; 15] = [
     "vm.add-device",
     "vm.add-disk",
     "vm.add-fs",
@@ -274,8 +295,6 @@ pub const UNSUPPORTED: [&str; 17] = [
     "vm.resize",
     "vm.resize-disk",
     "vm.resize-zone",
-    "vm.restore",
-    "vm.snapshot",
 ];
 
 /// What became of a path and a method.
@@ -351,6 +370,18 @@ fn decode_receive(body: &[u8]) -> Result<VmmRequest, ApiError> {
     let data = json::<ReceiveMigrationData>("ReceiveMigrationData", body)?;
     data.validate().map_err(|error| bad_config(&error))?;
     Ok(VmmRequest::ReceiveMigration(Box::new(data)))
+}
+
+fn decode_snapshot(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let config = json::<VmSnapshotConfig>("VmSnapshotConfig", body)?;
+    config.directory().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::Snapshot(Box::new(config)))
+}
+
+fn decode_restore(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let config = json::<RestoreConfig>("RestoreConfig", body)?;
+    config.directory().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::Restore(Box::new(config)))
 }
 
 /// Turns an answer into JSON; nothing for [`ApiReply::Empty`].

@@ -20,7 +20,10 @@ use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
 use super::types::{API_VERSION, MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::value::{FieldValue, SchemaSet};
-use crate::config::{ForceData, MigrationRecoverData, ReceiveMigrationData, SendMigrationData};
+use crate::config::{
+    ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
+    VmSnapshotConfig,
+};
 
 /// The description of the API.
 pub fn document() -> OpenApi {
@@ -65,6 +68,8 @@ fn schemas() -> SchemaSet {
     ReceiveMigrationData::collect_schemas(&mut out);
     MigrationRecoverData::collect_schemas(&mut out);
     ForceData::collect_schemas(&mut out);
+    VmSnapshotConfig::collect_schemas(&mut out);
+    RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());
     out.insert(
         "MigrationProgress".to_owned(),

@@ -14,7 +14,10 @@ use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
-use crate::config::{MigrationRecoverData, ReceiveMigrationData, SendMigrationData, VmConfig};
+use crate::config::{
+    MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig,
+    VmSnapshotConfig,
+};
 
 /// What can be asked of the VMM.
 #[derive(Debug)]
@@ -56,6 +59,10 @@ pub enum VmmRequest {
     MigrationStartPostcopy,
     /// Connect again in postcopy.
     MigrationRecover(Box<MigrationRecoverData>),
+    /// Save the paused VM; answered when that is done.
+    Snapshot(Box<VmSnapshotConfig>),
+    /// Restore a VM; answered when that is done.
+    Restore(Box<RestoreConfig>),
     /// End the process.
     VmmShutdown {
         /// Even if a VM elsewhere needs pages from here.
@@ -85,6 +92,8 @@ impl VmmRequest {
             Self::MigrationStartPostcopy => "vm.migration-start-postcopy",
             Self::MigrationRecover(_) => "vm.migration-recover",
             Self::VmmShutdown { .. } => "vmm.shutdown",
+            Self::Snapshot(_) => "vm.snapshot",
+            Self::Restore(_) => "vm.restore",
         }
     }
 }

@@ -115,6 +115,12 @@ pub enum ConfigError {
     /// One terminal for two consoles.
     #[error("console and serial cannot both be tty, set one of them to off, null or file")]
     DoubleTty,
+    /// Not an address of a snapshot.
+    #[error("'{url}' is not an address of a snapshot; give file://<directory>")]
+    SnapshotUrl {
+        /// What was given.
+        url: String,
+    },
     /// Not an address of a migration.
     #[error("'{url}' is not an address, expected tcp:<host>:<port> or unix:<path>")]
     MigrationUrl {

@@ -168,17 +168,26 @@ option_family! {
 option_family! {
     /// Where to restore a VM from.
     RestoreConfig "restore" {
-        /// The snapshot.
+        /// `file://<directory>` with the snapshot.
         source_url: String = String::new(), "source_url" as One<Text>, required();
-        /// Bring all memory in before the guest runs.
+        /// Populate all memory, also where the snapshot has only zeros: before the guest runs, or
+        /// in the background with `memory_restore_mode=ondemand`.
         prefault: bool = false, "prefault" as One<Toggle>;
-        /// How memory is brought in.
+        /// Bring memory in before the guest runs, or while it runs.
         memory_restore_mode: MemoryRestoreMode = MemoryRestoreMode::Copy,
             "memory_restore_mode" as One<Choice>;
         /// Let the guest run afterwards.
         resume: bool = false, "resume" as One<Toggle>;
         /// Other host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly;
+    }
+}
+
+option_family! {
+    /// Where to save a VM.
+    VmSnapshotConfig "snapshot" {
+        /// `file://<directory>`, an existing one without a snapshot.
+        destination_url: String = String::new(), "destination_url" as One<Text>, required_json();
     }
 }
 
@@ -213,6 +222,34 @@ impl std::str::FromStr for MigrationUrl {
             _ => return Err(bad()),
         };
         Ok(Self::Tcp { host: host.to_owned(), port: port.parse().map_err(|_| bad())? })
+    }
+}
+
+/// The directory of a snapshot's address.
+fn directory_of(url: &str) -> Result<PathBuf, ConfigError> {
+    match url.strip_prefix("file://") {
+        Some(path) if !path.is_empty() => Ok(PathBuf::from(path)),
+        _ => Err(ConfigError::SnapshotUrl { url: url.to_owned() }),
+    }
+}
+
+impl VmSnapshotConfig {
+    /// The directory.
+    ///
+    /// # Errors
+    /// The address is not that of one.
+    pub fn directory(&self) -> Result<PathBuf, ConfigError> {
+        directory_of(&self.destination_url)
+    }
+}
+
+impl RestoreConfig {
+    /// The directory.
+    ///
+    /// # Errors
+    /// The address is not that of one.
+    pub fn directory(&self) -> Result<PathBuf, ConfigError> {
+        directory_of(&self.source_url)
     }
 }
 
@@ -276,6 +313,9 @@ impl SendMigrationData {
         }
         if self.local && self.memory_mode != MigrationMode::Precopy {
             return refuse("local and postcopy exclude each other");
+        }
+        if self.local && self.compression != MigrationCompression::None {
+            return refuse("local and compression exclude each other");
         }
         Ok(())
     }

@@ -29,6 +29,7 @@ pub fn families() -> Vec<FamilyInfo> {
         migration::SendMigrationData::info(),
         migration::ReceiveMigrationData::info(),
         migration::RestoreConfig::info(),
+        migration::VmSnapshotConfig::info(),
         rate_limiter::RateLimitGroupConfig::info(),
         small::BalloonConfig::info(),
         small::NumaConfig::info(),

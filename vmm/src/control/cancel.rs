@@ -85,7 +85,7 @@ impl Vmm {
             Vm::None | Vm::Idle(_) | Vm::Live(_) if self.farewell.is_some() => {
                 return responder.answer(Err(at_destination()));
             }
-            Vm::None | Vm::Idle(_) | Vm::Live(_) => {
+            Vm::None | Vm::Idle(_) | Vm::Live(_) | Vm::Busy(_) => {
                 return responder.answer(Err(no_migration()));
             }
         };

@@ -83,7 +83,10 @@ impl Vmm {
         match std::mem::replace(&mut self.vm, Vm::None) {
             Vm::Live(machine) => {
                 match std::mem::replace(&mut self.pages, Pages::Here) {
-                    Pages::Here => drop(machine),
+                    Pages::Here => {
+                        drop(machine);
+                        self.stop_filling();
+                    }
                     // Whoever waits for a page must never see anything else instead, or a disk
                     // would be written with it. The end of the process ends them all.
                     waiting => std::mem::forget((machine, waiting)),
@@ -92,6 +95,7 @@ impl Vmm {
             }
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
             Vm::Awaited(receiving) => receiving.cancel.cancel(),
+            Vm::Busy(busy) => busy.stop(),
             Vm::None | Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
         }
     }

@@ -13,6 +13,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::receiving::Arrival;
 use super::sending::Departure;
+use super::snapshot::{RestoreEnd, SaveEnd};
 use crate::machine::GuestEvent;
 use crate::migration::memory::MigratingRam;
 
@@ -28,6 +29,12 @@ pub enum Message {
     HandedOver,
     /// All pages of a guest that arrived in postcopy are here, or the source is lost.
     PagesComplete(Result<(), Box<PostcopyPaused<MigratingRam>>>),
+    /// The VM was saved, or not.
+    Saved(Box<SaveEnd>),
+    /// A VM was restored, or not.
+    Restored(Box<RestoreEnd>),
+    /// All memory of the machine with this number, which was restored on demand, is here.
+    MemoryComplete(u64),
 }
 
 /// The sending end; cheap to clone.

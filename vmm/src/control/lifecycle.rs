@@ -115,6 +115,7 @@ impl Vmm {
         if let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) {
             let config = machine.config().clone();
             drop(machine);
+            self.stop_filling();
             self.vm = Vm::Idle(Box::new(config));
         }
         emit("shutdown");
@@ -131,6 +132,7 @@ impl Vmm {
         let (config, consoles) = (machine.config().clone(), machine.consoles().clone());
         // Locks, taps and memory of the old machine go before the new one wants them.
         drop(machine);
+        self.stop_filling();
         match self.start_machine(config.clone(), consoles) {
             Ok(machine) => {
                 self.vm = Vm::Live(Box::new(machine));
@@ -191,6 +193,10 @@ impl Vmm {
             );
             sending.cancel.cancel();
             pending.push(event);
+            return Next::Continue;
+        }
+        if let Vm::Busy(busy) = &mut self.vm {
+            busy.pending.push(event);
             return Next::Continue;
         }
         if self.machine_mut().is_err() {

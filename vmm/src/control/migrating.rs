@@ -19,6 +19,7 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
 use crate::events;
+use crate::machine::GuestEvent;
 use crate::migration::memory::MigratingRam;
 use crate::options::ExitReason;
 
@@ -45,7 +46,7 @@ impl Vmm {
     pub(super) fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
         let vcpus = self.machine_mut()?.config().cpus.boot_vcpus;
         let options = sending::options(data, vcpus)?;
-        self.refuse_without_all_pages()?;
+        self.refuse_while_memory_arrives("migrated")?;
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
@@ -142,13 +143,7 @@ impl Vmm {
                 if self.ending.is_some() {
                     return self.end_after_departure();
                 }
-                for event in pending {
-                    match self.guest_event(event) {
-                        Next::Continue => {}
-                        other => return other,
-                    }
-                }
-                Next::Continue
+                self.act_on(pending)
             }
             Departure::Incomplete { remains, held, reason } => {
                 events::emit("vm", "migration-failed", &[("error", &reason)]);
@@ -208,6 +203,17 @@ impl Vmm {
         self.end_after_arrival()
     }
 
+    /// Acts on what the guest did while its machine was elsewhere.
+    pub(super) fn act_on(&mut self, events: Vec<GuestEvent>) -> Next {
+        for event in events {
+            match self.guest_event(event) {
+                Next::Continue => {}
+                other => return other,
+            }
+        }
+        Next::Continue
+    }
+
     /// The last page is here, or none comes any more.
     pub(super) fn pages_complete(
         &mut self,
@@ -232,12 +238,6 @@ impl Vmm {
             self.pages = Pages::Here;
             return Next::Continue;
         };
-        for event in deferred {
-            match self.guest_event(event) {
-                Next::Continue => {}
-                other => return other,
-            }
-        }
-        Next::Continue
+        self.act_on(deferred)
     }
 }

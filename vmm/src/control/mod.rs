@@ -15,6 +15,8 @@
 //!                        |                  |                           | connection lost
 //!                        +-----------> Standing                         v
 //!                    confirmation lost                              HandedOver
+//!     | restore         snapshot, restore |
+//!     +-------------> Busy <--------------+
 //! ```
 
 mod cancel;
@@ -29,6 +31,7 @@ mod receiving;
 mod run;
 mod sending;
 mod signals;
+mod snapshot;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -51,6 +54,7 @@ use ending::Ending;
 use inbox::{Mailer, Message};
 use receiving::Receiving;
 use sending::Sending;
+use snapshot::{Busy, Fill};
 
 /// The VM, in the form that it has now.
 enum Vm {
@@ -73,6 +77,8 @@ enum Vm {
     Awaited(Receiving),
     /// One has arrived whole and did not start; a person decides.
     Standing { machine: Box<ArrivingMachine>, reason: String },
+    /// It is being saved or restored, on a thread that owns its machine.
+    Busy(Busy),
     /// The guest is elsewhere and may still need pages from here.
     HandedOver { reason: String, _kept: Box<Kept> },
 }
@@ -111,6 +117,8 @@ struct Vmm {
     /// Number of the machine that is live; each has its own.
     machine_number: u64,
     pages: Pages,
+    /// Memory of the live machine that is being brought in from a snapshot.
+    filling: Option<Fill>,
     /// Of the last migration.
     progress: Option<Arc<Progress>>,
     /// When somebody last asked for the progress of a migration.
@@ -130,6 +138,7 @@ impl Vmm {
             vm: Vm::None,
             machine_number: 0,
             pages: Pages::Here,
+            filling: None,
             progress: None,
             watched_at: None,
             ending: None,
@@ -153,6 +162,8 @@ impl Vmm {
             VmmRequest::VmmShutdown { force } => return self.vmm_shutdown(force, responder),
             VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
             VmmRequest::MigrationCancel => self.cancel_migration(responder),
+            VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
+            VmmRequest::Restore(config) => self.restore(*config, responder),
             request => responder.answer(self.carry_out(request)),
         }
         match self.farewell {
@@ -185,6 +196,8 @@ impl Vmm {
             // Handled by `call`.
             VmmRequest::ReceiveMigration(_)
             | VmmRequest::MigrationCancel
+            | VmmRequest::Snapshot(_)
+            | VmmRequest::Restore(_)
             | VmmRequest::VmmShutdown { .. } => Ok(ApiReply::Empty),
         }
     }
@@ -201,7 +214,9 @@ impl Vmm {
         let info = match &self.vm {
             Vm::Idle(config) => describe::of_config(config),
             Vm::Live(machine) => describe::of_machine(machine),
-            Vm::Leaving { info, .. } => info.as_ref().clone(),
+            Vm::Leaving { info, .. } | Vm::Busy(Busy { info: Some(info), .. }) => {
+                info.as_ref().clone()
+            }
             Vm::Standing { machine, .. } => describe::of_machine(machine.machine()),
             other => return Err(other.why_not_live()),
         };
@@ -222,6 +237,18 @@ impl Vmm {
             Message::Departed(departure) => self.departed(*departure),
             Message::Arrived(arrival) => self.arrived(*arrival),
             Message::PagesComplete(result) => self.pages_complete(result),
+            Message::Saved(end) => {
+                let pending = self.saved(*end);
+                self.act_on(pending)
+            }
+            Message::Restored(end) => {
+                self.restored(*end);
+                Next::Continue
+            }
+            Message::MemoryComplete(number) => {
+                self.memory_complete(number);
+                Next::Continue
+            }
         }
     }
 }
@@ -241,6 +268,10 @@ impl Vm {
                 ApiErrorKind::Conflict,
                 "the VM runs at the destination of its migration, which gets its last pages from \
                  here; this VMM ends by itself when it has them, and with force the VM is lost",
+            ),
+            Self::Busy(busy) => ApiError::new(
+                ApiErrorKind::Conflict,
+                format!("the VM is being {}; wait until that is over", busy.what),
             ),
             Self::Awaited(_) => ApiError::new(
                 ApiErrorKind::NotCreated,

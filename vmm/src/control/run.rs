@@ -34,6 +34,9 @@ pub enum RunError {
     /// The VM of the command line.
     #[error("cannot start the VM")]
     Start(#[source] ApiError),
+    /// The snapshot of the command line.
+    #[error("cannot restore the VM")]
+    Restore(#[source] ApiError),
     /// The guest rebooted.
     #[error("the VM did not come back from its reboot")]
     Reboot(#[source] ApiError),
@@ -74,6 +77,9 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
     if let Some(config) = options.initial_vm {
         vmm.create(Box::new(config)).map_err(RunError::Start)?;
         vmm.boot().map_err(RunError::Start)?;
+    }
+    if let Some(config) = options.restore {
+        vmm.restore_at_once(&config).map_err(RunError::Restore)?;
     }
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
     let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;

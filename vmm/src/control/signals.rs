@@ -27,6 +27,10 @@ impl Signals {
     /// # Errors
     /// The host gives no descriptor.
     pub fn new() -> io::Result<Self> {
+        // A file that grows beyond the limit of the process (a snapshot, say) is an error of that
+        // write, which names the file, and not the end of the VM.
+        // SAFETY: only the disposition of one signal is changed, to one that runs no code.
+        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
         // SAFETY: an all-zero set is a valid argument of sigemptyset, which initialises it; the
         // calls write only to `set`, which lives across them; the descriptor is new and ours.
         let fd = unsafe {

@@ -16,6 +16,8 @@ mod boot;
 mod consoles;
 mod disks;
 mod events;
+mod features;
+mod host;
 mod legacy;
 mod nets;
 mod ram;
@@ -25,16 +27,15 @@ mod virtio;
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use arch::cpuid::{CpuTopology, CpuidTooLong, phys_bits};
+use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
 use hypervisor::{
-    ClockPolicy, Hypervisor, IrqchipStateError, KvmError, OpenError, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
+    ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu,
+    VcpuInit, VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
 };
 use memory::GuestRam;
 use pci::{
@@ -50,9 +51,10 @@ use crate::config::console::DEBUG_CONSOLE_PORT;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
+pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use ram::MachineRamError;
-pub use state::{MACHINE_STATE_VERSION, MachineState, PciFunctionState};
+pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
 pub use virtio::{ExclusiveError, VirtioError};
 
 use legacy::LegacyDevices;
@@ -106,6 +108,12 @@ pub enum MachineError {
         "the machine state has version {0}, and the newest known here is {MACHINE_STATE_VERSION}"
     )]
     StateVersion(u32),
+    /// The guest relies on what this processor does not have.
+    #[error(
+        "this host lacks processor features that the guest has been shown: {0}; use a host that \
+         has them"
+    )]
+    Features(String),
     /// State of another machine.
     #[error("the machine state does not fit this machine: {0}")]
     StateMismatch(String),
@@ -118,35 +126,6 @@ pub enum MachineError {
     /// State of PCI devices.
     #[error("cannot save or restore a PCI device")]
     PciState(#[from] PciStateError),
-}
-
-/// What machines on this host are made with.
-pub struct Host {
-    hypervisor: Hypervisor,
-    cpuid: kvm_bindings::CpuId,
-}
-
-/// Why this host cannot run machines.
-#[derive(Debug, Error)]
-pub enum HostError {
-    /// No KVM.
-    #[error("cannot use KVM")]
-    Open(#[from] OpenError),
-    /// KVM does not say what it has.
-    #[error("cannot ask KVM for the features of its vCPUs")]
-    Cpuid(#[from] KvmError),
-}
-
-impl Host {
-    /// Opens KVM.
-    ///
-    /// # Errors
-    /// What is missing and how to get it.
-    pub fn open() -> Result<Self, HostError> {
-        let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
-        let cpuid = hypervisor.supported_cpuid()?;
-        Ok(Self { hypervisor, cpuid })
-    }
 }
 
 /// One PCI function, for people who ask.
@@ -172,6 +151,10 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
+    /// What vCPUs would be made to show if the guest booted here.
+    cpuid: VmCpuid,
+    /// What they were made to show when it booted, here or elsewhere.
+    shown: Vec<CpuidEntry>,
     config: VmConfig,
 }
 
@@ -249,9 +232,15 @@ impl Chassis {
             .collect()
     }
 
+    fn cpuid(&self, vcpus: &[Vcpu], host: &Host, config: &VmConfig) -> VmCpuid {
+        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
+        boot::vm_cpuid(&host.cpuid, &config.cpus, self.topology, tsc_khz)
+    }
+
     fn start(
         self,
         vcpus: Vec<Vcpu>,
+        cpuid: VmCpuid,
         config: VmConfig,
         consoles: Consoles,
     ) -> Result<Machine, MachineError> {
@@ -273,6 +262,8 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
+            shown: features::shown(&cpuid),
+            cpuid,
             config,
         })
     }
@@ -335,14 +326,13 @@ impl Machine {
             chassis.windows,
             consoles.serial.is_some(),
         )?;
-        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        let cpuid = boot::vm_cpuid(&host.cpuid, &config.cpus, chassis.topology, tsc_khz);
+        let cpuid = chassis.cpuid(&vcpus, host, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
             let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.start(vcpus, config, consoles)
+        chassis.start(vcpus, cpuid, config, consoles)
     }
 
     /// Memory for a machine that is still to come, not populated. The zones that are named in
@@ -372,7 +362,8 @@ impl Machine {
     ) -> Result<Self, MachineError> {
         let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
-        let machine = chassis.start(vcpus, config, consoles)?;
+        let cpuid = chassis.cpuid(&vcpus, host, &config);
+        let machine = chassis.start(vcpus, cpuid, config, consoles)?;
         machine.devices.pause();
         machine.legacy.pause();
         Ok(machine)
@@ -381,6 +372,19 @@ impl Machine {
     /// Its configuration.
     pub fn config(&self) -> &VmConfig {
         &self.config
+    }
+
+    /// What all its vCPUs were made to show when the guest booted, here or elsewhere.
+    pub fn shown(&self) -> &[CpuidEntry] {
+        &self.shown
+    }
+
+    /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_exclusive(&self) -> Result<(), MachineError> {
+        Ok(self.devices.check_exclusive()?)
     }
 
     /// The endpoints of its consoles.
@@ -513,6 +517,7 @@ impl Machine {
         }
         Ok(MachineState {
             version: MACHINE_STATE_VERSION,
+            shown: self.shown.clone(),
             clock,
             vcpus,
             irqchips: self.vm.irqchips()?,
@@ -534,6 +539,8 @@ impl Machine {
             let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());
             return Err(mismatch(format!("it has {theirs} vCPUs, this machine {ours}")));
         }
+        features::check(&state.shown, &self.cpuid).map_err(MachineError::Features)?;
+        self.shown = state.shown;
         let functions = self.devices.functions();
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));

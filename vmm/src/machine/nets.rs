@@ -58,6 +58,14 @@ impl NetHandle {
         self.tap.acquire()
     }
 
+    /// Whether the tap could be opened, if nobody else had it.
+    ///
+    /// # Errors
+    /// As [`NetHandle::attach`].
+    pub fn check(&self) -> Result<(), TapError> {
+        self.tap.check()
+    }
+
     /// Closes the tap.
     pub fn detach(&self) {
         self.tap.release();

@@ -186,6 +186,17 @@ impl VirtioDevices {
         taken
     }
 
+    /// Whether the taps could be taken, if nobody else had them.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_exclusive(&self) -> Result<(), ExclusiveError> {
+        for (id, net) in &self.nets {
+            net.check().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
+        }
+        Ok(())
+    }
+
     fn take_all(&self) -> Result<(), ExclusiveError> {
         for (id, lock) in &self.locks {
             lock.lock().map_err(|source| ExclusiveError::Disk { id: id.clone(), source })?;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use vm_migration::VmError;
 use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
+use super::document::MachineDocument;
 use super::memory::MigratingRam;
 use crate::config::VmConfig;
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
@@ -55,8 +56,9 @@ impl DestinationBuilder for ArrivingBuilder {
         config_json: &[u8],
         given: Vec<GivenMemory>,
     ) -> Result<MappedArrival, VmError> {
-        let config: VmConfig = serde_json::from_slice(config_json)?;
-        let config = config.complete()?;
+        let MachineDocument { vm_config, common_cpuid } = MachineDocument::read(config_json)?;
+        let config = vm_config.complete()?;
+        self.host.check_shown(&config, &common_cpuid)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         let ram = Machine::arriving_ram(&config, &self.host, &given)?;
@@ -76,7 +78,9 @@ impl MappedMachine for MappedArrival {
         let Self { builder: ArrivingBuilder { host, sink }, mut config, memory } = self;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
-        Ok(ArrivingMachine { machine: Machine::arriving(config, consoles, &host, sink, ram)? })
+        let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
+        machine.check_exclusive()?;
+        Ok(ArrivingMachine { machine })
     }
 }
 
@@ -85,7 +89,7 @@ impl DestinationVm for ArrivingMachine {
     type Running = Machine;
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
-        let state: MachineState = serde_json::from_slice(state_json)?;
+        let state = MachineState::from_json(state_json)?;
         Ok(self.machine.restore(state)?)
     }
 

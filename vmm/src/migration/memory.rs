@@ -6,6 +6,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 
 use memory::{AccessError, GuestRam, RamRegion, ZoneKind};
@@ -91,6 +92,10 @@ unsafe impl GuestMemoryMap for MigratingRam {
         Some(whole.ptr_guard_mut().as_ptr())
     }
 
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        self.region(region).file().map(|file| file.as_fd())
+    }
+
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
         let runs = self.region(region).populated_runs(&bytes(&pages)).map_err(to_io)?;
         Ok(runs
@@ -111,6 +116,11 @@ unsafe impl GuestMemoryMap for MigratingRam {
 
     fn mark_absent(&self, run: PageRun) {
         self.region(run.region).resident().set_absent(run.first..run.end());
+    }
+
+    fn populate(&self, run: PageRun) -> io::Result<()> {
+        let range = bytes(&(run.first..run.end()));
+        self.region(run.region).populate_for_io(&range).map_err(to_io)
     }
 
     fn discard(&self, run: PageRun) -> io::Result<()> {

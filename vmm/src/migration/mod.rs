@@ -7,5 +7,7 @@
 
 pub mod destination;
 pub mod dirty;
+pub mod document;
 pub mod memory;
+pub mod snapshot;
 pub mod source;

@@ -13,6 +13,7 @@ use vm_migration::VmError;
 use vm_migration::vm::{PausedVm, SourceVm, Throttle};
 
 use super::dirty::MachineDirtyLog;
+use super::document::MachineDocument;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::machine::Machine;
 
@@ -86,7 +87,11 @@ impl SourceVm for LeavingMachine {
     type Paused = PausedMachine;
 
     fn config_json(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(serde_json::to_vec(self.machine.config())?)
+        let document = MachineDocument {
+            vm_config: self.machine.config().clone(),
+            common_cpuid: self.machine.shown().to_vec(),
+        };
+        Ok(serde_json::to_vec(&document)?)
     }
 
     fn memory(&self) -> Arc<MigratingRam> {
@@ -103,7 +108,7 @@ impl SourceVm for LeavingMachine {
     }
 
     fn switch_over_time(&self) -> Duration {
-        SWITCH_OVER_BASE + SWITCH_OVER_VCPU * u32::from(self.machine.config().cpus.boot_vcpus)
+        SWITCH_OVER_BASE + SWITCH_OVER_VCPU * self.machine.config().cpus.boot_vcpus
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {

@@ -89,6 +89,31 @@ impl TapSlot {
         Ok(())
     }
 
+    /// Whether the tap could be opened: the driver, the right to use it, its kind. That somebody
+    /// else has it now is no obstacle.
+    ///
+    /// # Errors
+    /// What would keep it from being opened.
+    pub fn check(&self) -> Result<(), TapError> {
+        let inner = self.lock();
+        if !inner.taps.is_empty() || inner.from_outside {
+            return Ok(());
+        }
+        match Tap::open(self.config.name.as_deref(), self.config.queue_pairs) {
+            Ok(_) => Ok(()),
+            Err(TapError::InUse { name }) if Tap::is_persistent(&name) => Ok(()),
+            // It goes with whoever has it, and is made anew then.
+            Err(TapError::InUse { name }) => match Tap::open(None, 1) {
+                Ok(_) => Ok(()),
+                Err(TapError::Missing { .. } | TapError::Permission { .. }) => {
+                    Err(TapError::Missing { name })
+                }
+                Err(error) => Err(error),
+            },
+            Err(error) => Err(error),
+        }
+    }
+
     fn configure(&self, tap: &Tap) -> Result<(), TapError> {
         let config = &self.config;
         if let Some(mac) = config.host_mac {

@@ -167,6 +167,9 @@ fn name_of(request: &libc::ifreq) -> String {
     bytes.filter_map(|byte| u8::try_from(*byte).ok()).map(char::from).collect()
 }
 
+/// IFF_PERSIST of linux/if_tun.h, in the flags that sysfs shows.
+const PERSISTENT: u32 = 0x0800;
+
 impl Tap {
     /// Opens `count` queues of the tap with this name, or of a new one.
     pub(super) fn open(name: Option<&str>, count: u16) -> Result<Vec<Self>, TapError> {
@@ -201,6 +204,16 @@ impl Tap {
         let tap = Self { file, name: name_of(&request) };
         tap.set_header_len()?;
         Ok(tap)
+    }
+
+    /// Whether the tap stays when nobody has it open.
+    pub(super) fn is_persistent(name: &str) -> bool {
+        let flags =
+            std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("tun_flags"));
+        let flags = flags
+            .ok()
+            .and_then(|text| u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok());
+        flags.is_some_and(|flags| flags & PERSISTENT != 0)
     }
 
     /// Takes a descriptor that somebody else has opened.

@@ -97,7 +97,9 @@ fn bodies_that_are_wrong_get_reasons() {
     assert!(refused("vm.send-migration", "{}").contains("destination_url"));
     let url = r#"{"destination_url":"http://x"}"#;
     assert!(refused("vm.send-migration", url).contains("is not an address"));
-    let good = r#"{"payload":{"kernel":"/k"},"unknown_field":{"x":1}}"#.to_owned();
+    let unknown = refused("vm.create", r#"{"payload":{"kernel":"/k"},"no_field":{"x":1}}"#);
+    assert!(unknown.contains("unknown field `no_field` of VmConfig"), "{unknown}");
+    let good = r#"{"payload":{"kernel":"/k"}}"#.to_owned();
     assert_eq!(fixture.client().ask(Put, "vm.create", Some(good)).unwrap(), None);
 }
 

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# What the lab's group kvm-patch needs beside the usual machine: KVM modules built from the patches of
+# kernel/patches for the lab's own kernel, KVM selftests of the same source, and the cost probe. They are
+# an initramfs of their own that is laid over the machine's. Sourced by scripts/lab.
+
+# build_extra_kvm_patch FILE: writes that initramfs.
+build_extra_kvm_patch() {
+  local version tree=$LAB/kvm-patch out=$LAB/kvm-modules program
+  version=$(cat "$LAB/kernel/version")
+  "$ROOT/scripts/kvm-modules" build --kernel "$version" --out "$out"
+  mapfile -t KVM_SELFTESTS < <(grep -hv '^#' "$SRC/kvm-selftests.txt" | cut -d' ' -f1)
+  "$ROOT/scripts/kvm-modules" selftests --kernel "$version" --out "$out" "${KVM_SELFTESTS[@]}" x86_64/userfault_test
+  rm -rf "$tree"
+  mkdir -p "$tree/bin" "$tree/lab/kvm-patch/selftests"
+  cp "$out/kvm.ko" "$out/kvm-amd.ko" "$tree/lab/kvm-patch/"
+  gcc -O2 -Wall -pthread -static -s -o "$tree/lab/kvm-patch/fault-cost" "$SRC/probes/fault-cost.c"
+  for program in "${KVM_SELFTESTS[@]}" userfault_test; do
+    add_program "$tree" "$out/selftests/$(basename "$program")"
+    mv "$tree/bin/$(basename "$program")" "$tree/lab/kvm-patch/selftests/"
+  done
+  grep -v '^#' "$SRC/kvm-selftests.txt" | sed 's|^x86_64/||' >"$tree/lab/kvm-patch/selftests.list"
+  add_module_script "$tree" "$version" "$out"
+  pack "$tree" "$1"
+}
+
+# add_module_script DIR VERSION OUT: scripts/kvm-modules and what it needs to install, load and restore,
+# with /lib/modules as a Debian machine has it.
+add_module_script() {
+  local dir=$1 modules=lib/modules/$2 tool
+  mkdir -p "$dir/$modules" "$dir/lab/kvm-patch/scripts/lib" "$dir/lab/kvm-patch/kernel/patches"
+  cp "$ROOT/scripts/kvm-modules" "$dir/lab/kvm-patch/scripts/"
+  cp "$ROOT/scripts/lib/common.sh" "$dir/lab/kvm-patch/scripts/lib/"
+  # All three, as install wants them.
+  cp "$3/kvm-intel.ko" "$dir/lab/kvm-patch/"
+  (cd "$LAB/kernel/root/$modules" && cp -a --parents kernel/arch/x86/kvm kernel/virt modules.order modules.builtin modules.builtin.modinfo "$dir/$modules/")
+  # Before busybox installs itself: its own modprobe and depmod know neither xz nor updates.
+  add_program "$dir" /bin/bash
+  add_program "$dir" /bin/kmod
+  for tool in modprobe depmod modinfo lsmod rmmod insmod; do ln -sf kmod "$dir/bin/$tool"; done
+}

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory into which nothing has arrived yet.
+//!
+//! Owns one bit for each stretch of 64 pages that was never filled. Receiving into a page that the
+//! host has not given yet costs a fault in the middle of the copy; asking for a whole stretch before
+//! costs far less, and once is enough. Short runs are left to faults: what is scattered would take
+//! pages that the source never had.
+
+use std::io;
+
+use crate::bitmap::ClaimMap;
+use crate::layout::{Layout, PageRun};
+use crate::ram::GuestMemoryMap;
+
+/// Pages of a stretch.
+const STRETCH_PAGES: u64 = 64;
+
+/// Which stretches are still to be filled, by region.
+#[derive(Debug)]
+pub(crate) struct Fresh(Vec<ClaimMap>);
+
+impl Fresh {
+    /// All of them.
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let map = |pages: u64| {
+            let map = ClaimMap::new(pages / STRETCH_PAGES);
+            map.set_run(0, map.len());
+            map
+        };
+        Self(layout.regions().iter().map(|region| map(region.pages())).collect())
+    }
+
+    /// Gets pages for a run of which some whole stretch was never filled.
+    pub(crate) fn populate<M: GuestMemoryMap>(&self, memory: &M, run: PageRun) -> io::Result<()> {
+        let first = run.first.div_ceil(STRETCH_PAGES);
+        let count = (run.end() / STRETCH_PAGES).saturating_sub(first);
+        if count > 0 && self.0[run.region].claim_run(first, count) > 0 {
+            memory.populate(run)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use super::*;
+    use crate::layout::{Backing, PAGE_BYTES};
+    use crate::testing::FakeMemory;
+
+    #[test]
+    fn whole_stretches_are_populated_once_and_nothing_beside_the_run() {
+        let memory = FakeMemory::new(&[(0, 1000)], Backing::Shared, PAGE_BYTES).unwrap();
+        let fresh = Fresh::new(memory.layout());
+        let populated = || memory.populated_bytes(0).unwrap() / PAGE_BYTES;
+        let fill = |first, count| {
+            fresh.populate(&*memory, PageRun { region: 0, first, count }).unwrap();
+        };
+        for (first, count) in [(0, 63), (1, 126), (990, 10)] {
+            fill(first, count);
+            assert_eq!(populated(), 0, "{first}+{count} has no whole stretch");
+        }
+        fill(10, 120);
+        assert_eq!(populated(), 120);
+        memory.discard(PageRun { region: 0, first: 0, count: 1000 }).unwrap();
+        fill(64, 64);
+        assert_eq!(populated(), 0, "it was filled before");
+        fill(0, 1000);
+        assert_eq!(populated(), 1000);
+    }
+}

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A snapshot while it is written: hidden names first, the manifest's own name last.
+//!
+//! ```text
+//! lock the directory > refuse what is there > .NAME.partial for each file, synced
+//!   > rename the others > sync the directory > rename the manifest > sync the directory
+//! ```
+//!
+//! Owns the files until the manifest has its name: a draft that is dropped before takes everything
+//! away again. One that dies with its process leaves hidden files, of which the manifest's was made
+//! first and marks the rest as left over: the next snapshot clears them, and nothing restores them.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use super::error::SnapshotError;
+use super::{CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, MEMORY_FILE, STATE_FILE};
+
+/// All but the manifest.
+const CONTENT_FILES: [&str; 4] = [CONFIG_FILE, STATE_FILE, INDEX_FILE, MEMORY_FILE];
+
+/// A snapshot that is not one yet.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    path: PathBuf,
+    /// Locked for as long as the draft lives.
+    directory: File,
+    whole: bool,
+}
+
+/// The name under which a file is written.
+pub(crate) fn partial(directory: &Path, name: &str) -> PathBuf {
+    directory.join(format!(".{name}.partial"))
+}
+
+fn is_there(path: &Path) -> Result<bool, SnapshotError> {
+    match fs::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(SnapshotError::io("look at", path)(error)),
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+impl Draft {
+    /// Begins a snapshot in a directory that is there and has none.
+    pub(crate) fn begin(path: &Path) -> Result<Self, SnapshotError> {
+        let directory = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECTORY)
+            .open(path)
+            .map_err(SnapshotError::io("open the directory", path))?;
+        match directory.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(SnapshotError::Busy(path.to_owned())),
+            Err(TryLockError::Error(error)) => {
+                log::warn!("{} cannot be locked: {error}", path.display());
+            }
+        }
+        let marker = partial(path, MANIFEST_FILE);
+        let finished = path.join(MANIFEST_FILE);
+        if is_there(&finished)? {
+            return Err(SnapshotError::Exists(finished));
+        }
+        if is_there(&marker)? {
+            log::info!("clearing away an unfinished snapshot in {}", path.display());
+            clear(path).map_err(SnapshotError::io("clear away what is left in", path))?;
+        }
+        for name in CONTENT_FILES {
+            let file = path.join(name);
+            if is_there(&file)? {
+                return Err(SnapshotError::Exists(file));
+            }
+        }
+        create(&marker, &[])?;
+        Ok(Self { path: path.to_owned(), directory, whole: false })
+    }
+
+    /// Where a file is written.
+    pub(crate) fn partial(&self, name: &str) -> PathBuf {
+        partial(&self.path, name)
+    }
+
+    /// Writes a small file and sees to it that it is on the disk.
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> Result<(), SnapshotError> {
+        create(&self.partial(name), bytes)
+    }
+
+    /// Makes it a snapshot: all files are written and synced.
+    pub(crate) fn publish(mut self, manifest: &[u8]) -> Result<(), SnapshotError> {
+        let marker = self.partial(MANIFEST_FILE);
+        let written = OpenOptions::new().write(true).truncate(true).open(&marker);
+        written
+            .and_then(|mut file| file.write_all(manifest).and_then(|()| file.sync_all()))
+            .map_err(SnapshotError::io("write", &marker))?;
+        for name in CONTENT_FILES {
+            self.name(name)?;
+        }
+        self.sync()?;
+        self.name(MANIFEST_FILE)?;
+        self.sync()?;
+        self.whole = true;
+        Ok(())
+    }
+
+    fn name(&self, name: &str) -> Result<(), SnapshotError> {
+        let to = self.path.join(name);
+        fs::rename(self.partial(name), &to).map_err(SnapshotError::io("give its name to", &to))
+    }
+
+    fn sync(&self) -> Result<(), SnapshotError> {
+        self.directory.sync_all().map_err(SnapshotError::io("write to the disk", &self.path))
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.whole
+            && let Err(error) = clear(&self.path)
+        {
+            log::warn!("files of a snapshot are left in {}: {error}", self.path.display());
+        }
+    }
+}
+
+/// Takes all files of a snapshot away, what makes it one first and what marks it last.
+fn clear(path: &Path) -> io::Result<()> {
+    remove(&path.join(MANIFEST_FILE))?;
+    for name in CONTENT_FILES {
+        remove(&path.join(name))?;
+        remove(&partial(path, name))?;
+    }
+    remove(&partial(path, MANIFEST_FILE))
+}
+
+fn create(path: &Path, bytes: &[u8]) -> Result<(), SnapshotError> {
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    let mut file = file.map_err(SnapshotError::io("create", path))?;
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(SnapshotError::io("write", path))
+}

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Why a snapshot cannot be written or read.
+//!
+//! Owns the vocabulary: every error names the file.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::layout::LayoutError;
+use crate::uffd::UffdError;
+
+/// Why a snapshot cannot be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    /// Any operation on a file.
+    #[error("cannot {what} {}", path.display())]
+    Io {
+        /// The operation.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Not a directory of ours to write into.
+    #[error("{} is there already; give an empty directory for a new snapshot", .0.display())]
+    Exists(PathBuf),
+    /// Two at once.
+    #[error("another snapshot is being written to {}", .0.display())]
+    Busy(PathBuf),
+    /// The manifest is missing, and what is there says that it was never written.
+    #[error("the snapshot in {} was never finished; take a new one", .0.display())]
+    NotFinished(PathBuf),
+    /// The manifest is missing.
+    #[error(
+        "{} holds no whole snapshot of this program: {} is missing",
+        .0.display(),
+        super::MANIFEST_FILE
+    )]
+    NotASnapshot(PathBuf),
+    /// Somebody else's file.
+    #[error("{} is not a file of this program's snapshots", .0.display())]
+    Foreign(PathBuf),
+    /// Written by a later version.
+    #[error("{} has format version {found}, and the newest known here is {known}", path.display())]
+    Newer {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+        /// Ours.
+        known: u32,
+    },
+    /// Bytes that do not make sense.
+    #[error("{} is malformed: {why}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
+    /// Too short or too long.
+    #[error("{} has {found} bytes where the manifest says {expected}", path.display())]
+    Length {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        found: u64,
+        /// What it should be.
+        expected: u64,
+    },
+    /// Other bytes than were written.
+    #[error("{} is damaged: the checksum of {part} is wrong", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What was verified.
+        part: String,
+    },
+    /// Memory of another machine.
+    #[error("the memory of the snapshot is not that of the machine in its configuration")]
+    Layout(#[source] LayoutError),
+    /// Guest memory.
+    #[error("guest memory could not be handled")]
+    Memory(#[source] io::Error),
+    /// The fault source.
+    #[error("guest memory cannot be brought in on demand; use memory_restore_mode=copy")]
+    OnDemand(#[source] UffdError),
+    /// Pages that arrived could not be shown.
+    #[error("a page of the snapshot could not be brought in: {0}")]
+    Pages(String),
+    /// A thread.
+    #[error("the host refused a resource for the snapshot")]
+    Resource(#[source] io::Error),
+    /// A thread ended by itself.
+    #[error("a snapshot thread panicked; this is a defect, please report it")]
+    Panicked,
+    /// Somebody asked to stop.
+    #[error("it was cancelled")]
+    Cancelled,
+}
+
+impl SnapshotError {
+    /// Makes an error of an operation on a file.
+    pub(crate) fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Io { what, path, source }
+    }
+}

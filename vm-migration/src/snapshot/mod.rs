@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Snapshots: a guest in a directory, and back.
+//!
+//! Owns the files, their formats and what makes a snapshot whole. Works on [`GuestMemoryMap`] and
+//! two opaque documents (configuration and state); it must never know what a machine is.
+//!
+//! | file | what it is | module |
+//! | --- | --- | --- |
+//! | `config.json`, `state.json` | documents of the machine | |
+//! | `memory-ranges` | all regions of RAM, one after the other, with holes | [`save`] |
+//! | `memory-index` | which pages are in it, and a checksum for every 64 KiB | `index` |
+//! | `manifest.json` | version, lengths, checksums, memory layout; written last | `manifest` |
+//!
+//! ```text
+//! save     Draft (hidden names) > memory, documents, index > fsync > rename > manifest renamed last
+//! restore  open: manifest > documents, index verified > copy: everything read and verified
+//!                                                     > ondemand: faults and filler, verified
+//! ```
+//!
+//! A directory without a manifest is not a snapshot, whatever else it holds.
+//!
+//! [`GuestMemoryMap`]: crate::ram::GuestMemoryMap
+
+mod block;
+mod copy;
+mod draft;
+mod error;
+mod file;
+mod geometry;
+mod index;
+mod manifest;
+mod ondemand;
+mod open;
+mod save;
+
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+pub use copy::{CopyReport, copy_in};
+pub use error::SnapshotError;
+pub use manifest::FORMAT_VERSION;
+pub use ondemand::{FillEnd, FillReport, Filling, Stuck};
+pub use open::Opened;
+pub use save::{SaveReport, Saved, save};
+
+#[doc(hidden)]
+pub use index::fuzz_index;
+#[doc(hidden)]
+pub use manifest::fuzz_manifest;
+
+/// Configuration of the machine.
+pub const CONFIG_FILE: &str = "config.json";
+/// State of vCPUs and devices.
+pub const STATE_FILE: &str = "state.json";
+/// Contents of RAM.
+pub const MEMORY_FILE: &str = "memory-ranges";
+/// What is in it.
+pub const INDEX_FILE: &str = "memory-index";
+/// What makes a snapshot of the others.
+pub const MANIFEST_FILE: &str = "manifest.json";
+
+/// Threads that read or write memory, unless somebody asks for another number: enough to keep a
+/// fast disk busy while others compute checksums.
+pub fn default_threads() -> usize {
+    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (2 * cpus).clamp(4, 16)
+}

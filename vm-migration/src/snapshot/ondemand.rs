@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Restoring memory while the guest runs: what it touches first, all else in the background.
+//!
+//! Owns the readers of the memory file and who reads what: a set bit of `unread` is a unit that
+//! nobody has read yet, and whoever clears it reads it, once. The page engine of postcopy does the
+//! rest: who waits, what an arrival means, when all is here. Nothing becomes visible to the guest
+//! before its checksum was found right; what cannot be read never becomes visible, and whoever
+//! needs it waits until the process ends.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::block::{checksum_of, present_runs};
+use super::copy::{damaged, empty_all};
+use super::error::SnapshotError;
+use super::file::{AlignedBuffer, MemoryFile};
+use super::geometry::{CHUNK_PAGES, Geometry};
+use super::index::Index;
+use super::open::Opened;
+use crate::bitmap::ClaimMap;
+use crate::cancel::Cancel;
+use crate::destination::{Engine, Via};
+use crate::error::{Cause, Failure, Side, chain};
+use crate::fault::{FaultSource, FaultWait};
+use crate::layout::{GpaRange, PAGE_BYTES, PageRun, to_usize};
+use crate::progress::{FaultSnapshot, Progress};
+use crate::ram::GuestMemoryMap;
+use crate::transport::{WaitEnd, wait_readable};
+use crate::uffd::Uffd;
+
+/// Descriptors over which faults are spread, each with its own reader.
+const FAULT_READERS: usize = 4;
+
+/// Threads that read in the background.
+const FILLERS: usize = 2;
+
+/// Units that the background reads at once, at most: 512 KiB of 4 KiB pages.
+const FILL_UNITS: u32 = 8;
+
+/// How long the background stands back while somebody waits for a page.
+const STAND_BACK: Duration = Duration::from_micros(100);
+
+/// What the threads share.
+struct Shared<M: GuestMemoryMap> {
+    engine: Engine<M>,
+    memory: Arc<M>,
+    file: MemoryFile,
+    geometry: Geometry,
+    index: Index,
+    /// Per region: units that nobody has read.
+    unread: Vec<ClaimMap>,
+    /// Per region: chunks that become visible together, as a host page does.
+    unit_chunks: Vec<u64>,
+    /// Faults that are being answered.
+    urgent: AtomicU32,
+    /// Where the guest faulted last: region in the upper 16 bits, unit after it below.
+    trail: AtomicU64,
+    /// The first thing that went wrong. Held for one look.
+    failure: Mutex<Option<SnapshotError>>,
+}
+
+/// How bringing memory in ended.
+#[derive(Clone, Debug)]
+pub enum FillEnd {
+    /// All of it is here.
+    Complete(FillReport),
+    /// Somebody asked to stop; the guest must be gone.
+    Cancelled,
+}
+
+/// What was done.
+#[derive(Clone, Debug)]
+pub struct FillReport {
+    /// From the first preparation to the last page.
+    pub took: Duration,
+    /// Bytes of pages that are not zero.
+    pub data_bytes: u64,
+    /// What the guest waited for.
+    pub faults: FaultSnapshot,
+}
+
+/// Memory that could not be brought in: who needs what is missing waits. Dropping this would show
+/// them zeros, so it must be kept until the process ends or the guest has gone.
+pub struct Stuck<M: GuestMemoryMap> {
+    /// What happened.
+    pub error: SnapshotError,
+    _filling: Filling<M>,
+}
+
+impl<M: GuestMemoryMap> std::fmt::Debug for Stuck<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Stuck").field(&self.error).finish()
+    }
+}
+
+/// Memory that is being brought in. Dropping it ends that and lets waiters go on with whatever
+/// their pages hold: the guest must be gone by then, or never have run.
+pub struct Filling<M: GuestMemoryMap> {
+    shared: Arc<Shared<M>>,
+    threads: Vec<JoinHandle<()>>,
+    began: Instant,
+    stop: Cancel,
+}
+
+impl<M: GuestMemoryMap> Filling<M> {
+    /// Watches the memory of a machine that has not run and begins to bring its contents in. From
+    /// now on any access gets what the snapshot holds. `stop` ends it, once the guest is gone.
+    ///
+    /// # Errors
+    /// When the snapshot does not fit, or memory cannot be watched.
+    pub fn start(snapshot: Opened, memory: &Arc<M>, stop: Cancel) -> Result<Self, SnapshotError> {
+        let began = Instant::now();
+        let (geometry, index) = snapshot.index_for(memory.layout())?;
+        empty_all(&**memory)?;
+        let source =
+            Uffd::register(Arc::clone(memory), FAULT_READERS).map_err(SnapshotError::OnDemand)?;
+        let source: Arc<dyn FaultSource> = Arc::new(source);
+        let progress = Arc::new(Progress::new(Side::Destination));
+        progress.set_fault_source(source.kind());
+        let plan = Plan::new(&**memory, &geometry, &index);
+        let engine = Engine::with_missing(memory, source, plan.missing, progress)
+            .map_err(|cause| SnapshotError::Pages(chain(&cause)))?;
+        let shared = Arc::new(Shared {
+            engine,
+            memory: Arc::clone(memory),
+            file: snapshot.into_memory(),
+            geometry,
+            index,
+            unread: plan.unread,
+            unit_chunks: plan.unit_chunks,
+            urgent: AtomicU32::new(0),
+            trail: AtomicU64::new(NO_TRAIL),
+            failure: Mutex::new(None),
+        });
+        let mut filling = Self { shared, threads: Vec::new(), began, stop };
+        for reader in 0..filling.shared.engine.source().readers() {
+            filling.spawn("restore-fault", move |shared| shared.answer_faults(reader))?;
+        }
+        for _ in 0..FILLERS {
+            filling.spawn("restore-fill", Shared::fill)?;
+        }
+        Ok(filling)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &str,
+        work: impl FnOnce(&Shared<M>) -> Result<(), SnapshotError> + Send + 'static,
+    ) -> Result<(), SnapshotError> {
+        let shared = Arc::clone(&self.shared);
+        let body = move || {
+            let work = std::panic::AssertUnwindSafe(|| work(&shared));
+            let result = std::panic::catch_unwind(work).unwrap_or(Err(SnapshotError::Panicked));
+            if let Err(error) = result {
+                shared.fail(error);
+            }
+        };
+        let thread = std::thread::Builder::new().name(name.into()).spawn(body);
+        self.threads.push(thread.map_err(SnapshotError::Resource)?);
+        Ok(())
+    }
+
+    /// The request with which [`wait`](Self::wait) ends early.
+    pub fn stop_handle(&self) -> Cancel {
+        self.stop.clone()
+    }
+
+    /// From here on the guest may run: what fails makes it wait, not go on.
+    ///
+    /// # Errors
+    /// What has failed until now.
+    pub fn commit(&self) -> Result<(), SnapshotError> {
+        self.shared.engine.commit().map_err(|failure| {
+            let noted = self.take_failure();
+            noted.unwrap_or_else(|| SnapshotError::Pages(chain(&failure.cause)))
+        })
+    }
+
+    /// What has failed, where that explains another error better than its own words.
+    pub fn take_failure(&self) -> Option<SnapshotError> {
+        self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Waits until all is here, or somebody asks to stop.
+    ///
+    /// # Errors
+    /// When contents cannot be read or are damaged: whoever needs them waits.
+    pub fn wait(self) -> Result<FillEnd, Box<Stuck<M>>> {
+        let engine = &self.shared.engine;
+        let fds = [engine.complete().fd(), engine.failed().fd()];
+        let error = match wait_readable(&fds, &self.stop, None) {
+            Ok(WaitEnd::Cancelled | WaitEnd::TimedOut) => return Ok(FillEnd::Cancelled),
+            Ok(WaitEnd::Ready(0)) => match engine.source().release() {
+                Ok(()) => return Ok(FillEnd::Complete(self.report())),
+                Err(error) => SnapshotError::OnDemand(error),
+            },
+            Ok(WaitEnd::Ready(_)) => self.take_failure().unwrap_or(SnapshotError::Panicked),
+            Err(error) => SnapshotError::Resource(error),
+        };
+        Err(Box::new(Stuck { error, _filling: self }))
+    }
+
+    fn report(&self) -> FillReport {
+        FillReport {
+            took: self.began.elapsed(),
+            data_bytes: self.shared.index.present_pages() * PAGE_BYTES,
+            faults: self.shared.engine.progress().snapshot().faults,
+        }
+    }
+}
+
+impl<M: GuestMemoryMap> Drop for Filling<M> {
+    fn drop(&mut self) {
+        self.shared.engine.failed().cancel();
+        self.shared.engine.source().stop_readers();
+        for thread in self.threads.drain(..) {
+            // A panic has been noted as a failure already.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What is missing and in which pieces it is read.
+struct Plan {
+    missing: Vec<ClaimMap>,
+    unread: Vec<ClaimMap>,
+    unit_chunks: Vec<u64>,
+}
+
+impl Plan {
+    fn new<M: GuestMemoryMap>(memory: &M, geometry: &Geometry, index: &Index) -> Self {
+        let mut plan = Self { missing: Vec::new(), unread: Vec::new(), unit_chunks: Vec::new() };
+        for (region, info) in memory.layout().regions().iter().enumerate() {
+            let host_pages = info.host_page_bytes / PAGE_BYTES;
+            let unit_chunks = (host_pages / CHUNK_PAGES).max(1);
+            let missing = ClaimMap::new(info.pages() / host_pages);
+            let unread = ClaimMap::new(info.pages().div_ceil(CHUNK_PAGES).div_ceil(unit_chunks));
+            let all = PageRun { region, first: 0, count: info.pages() };
+            for (number, chunk) in geometry.chunks_of(all) {
+                let present = index.entry(number).present;
+                if present == 0 {
+                    continue;
+                }
+                unread.set(chunk.first / CHUNK_PAGES / unit_chunks);
+                for run in present_runs(chunk, present) {
+                    let first = run.first / host_pages;
+                    missing.set_run(first, run.end().div_ceil(host_pages) - first);
+                }
+            }
+            plan.missing.push(missing);
+            plan.unread.push(unread);
+            plan.unit_chunks.push(unit_chunks);
+        }
+        plan
+    }
+}
+
+const NO_TRAIL: u64 = u64::MAX;
+const TRAIL_UNIT_BITS: u32 = 48;
+
+impl<M: GuestMemoryMap> Shared<M> {
+    /// Notes what failed first, and stops everybody.
+    fn fail(&self, error: SnapshotError) {
+        let text = chain(&error);
+        log::error!("memory cannot be restored: {text}");
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        let cause = Cause::Memory(std::io::Error::other(text));
+        self.engine.fail(Failure::new("restoring memory", cause));
+    }
+
+    /// Pages of consecutive units.
+    fn pages_of(&self, region: usize, unit: u64, count: u64) -> PageRun {
+        let unit_pages = self.unit_chunks[region] * CHUNK_PAGES;
+        let first = unit * unit_pages;
+        let left = self.geometry.regions()[region].pages - first;
+        PageRun { region, first, count: left.min(count * unit_pages) }
+    }
+
+    /// Answers the faults of one queue until nobody needs it any more.
+    fn answer_faults(&self, reader: usize) -> Result<(), SnapshotError> {
+        let pages = |cause: &Cause| SnapshotError::Pages(chain(cause));
+        let mut faults = Vec::new();
+        let mut buffer = AlignedBuffer::new(0);
+        loop {
+            faults.clear();
+            match self.engine.source().next_faults(reader, &mut faults) {
+                Ok(FaultWait::Faults) => {}
+                Ok(FaultWait::Stopped) => return Ok(()),
+                Err(error) => return Err(SnapshotError::OnDemand(error)),
+            }
+            let ask = self.engine.take_faults(&faults).map_err(|cause| pages(&cause))?;
+            self.urgent.fetch_add(1, Ordering::Relaxed);
+            let answered = ask.into_iter().try_for_each(|range| self.answer(range, &mut buffer));
+            self.urgent.fetch_sub(1, Ordering::Relaxed);
+            answered?;
+        }
+    }
+
+    /// Brings in what was asked for, unless somebody else is at it.
+    fn answer(&self, range: GpaRange, buffer: &mut AlignedBuffer) -> Result<(), SnapshotError> {
+        let run = self.memory.layout().locate(range).map_err(SnapshotError::Layout)?;
+        let unit = run.first / CHUNK_PAGES / self.unit_chunks[run.region];
+        self.trail.store((run.region as u64) << TRAIL_UNIT_BITS | (unit + 1), Ordering::Relaxed);
+        if self.unread[run.region].claim(unit) {
+            self.bring(self.pages_of(run.region, unit, 1), buffer, Via::Urgent)?;
+        }
+        Ok(())
+    }
+
+    /// Reads in the background until nothing is left, near where the guest is.
+    fn fill(&self) -> Result<(), SnapshotError> {
+        let mut buffer = AlignedBuffer::new(0);
+        let mut at = (0, 0);
+        while !self.engine.failed().is_cancelled() {
+            if self.urgent.load(Ordering::Relaxed) > 0 {
+                std::thread::sleep(STAND_BACK);
+            }
+            let trail = self.trail.swap(NO_TRAIL, Ordering::Relaxed);
+            if trail != NO_TRAIL {
+                at = (to_usize(trail >> TRAIL_UNIT_BITS), trail & ((1 << TRAIL_UNIT_BITS) - 1));
+            }
+            let Some((region, claimed)) = self.claim_from(at) else { return Ok(()) };
+            at = (region, claimed.base);
+            for (unit, count) in claimed.runs() {
+                self.bring(self.pages_of(region, unit, count), &mut buffer, Via::Bulk)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Claims the next units from a place on, or from the beginning when there are none.
+    fn claim_from(&self, (region, unit): (usize, u64)) -> Option<(usize, crate::bitmap::Claimed)> {
+        let claim = |region: usize, from: u64| {
+            let units = if self.unit_chunks[region] == 1 { FILL_UNITS } else { 1 };
+            Some((region, self.unread.get(region)?.claim_next(from, units)?))
+        };
+        let after = region + 1..self.unread.len();
+        (region < self.unread.len())
+            .then(|| claim(region, unit))
+            .flatten()
+            .or_else(|| after.into_iter().find_map(|region| claim(region, 0)))
+            .or_else(|| (0..self.unread.len()).find_map(|region| claim(region, 0)))
+    }
+
+    /// Reads whole units, verifies them, and lets the guest see them.
+    fn bring(
+        &self,
+        run: PageRun,
+        buffer: &mut AlignedBuffer,
+        via: Via,
+    ) -> Result<(), SnapshotError> {
+        let len = to_usize(run.len_bytes());
+        if buffer.bytes_mut().len() < len {
+            *buffer = AlignedBuffer::new(run.count);
+        }
+        let bytes = &mut buffer.bytes_mut()[..len];
+        self.file.read_buffer(bytes, self.geometry.offset_of(run.region, run.first))?;
+        let mut runs: Vec<PageRun> = Vec::new();
+        let mut clear_from = run.first;
+        for (number, chunk) in self.geometry.chunks_of(run) {
+            let entry = self.index.entry(number);
+            let start = to_usize((chunk.first - run.first) * PAGE_BYTES);
+            let content = &bytes[start..start + to_usize(chunk.len_bytes())];
+            if checksum_of(content, chunk, entry.present) != entry.crc {
+                return Err(damaged(self.file.path(), &*self.memory, chunk));
+            }
+            for present in present_runs(chunk, entry.present) {
+                // Between pages of the snapshot the file may hold anything.
+                let gap = to_usize((clear_from - run.first) * PAGE_BYTES)
+                    ..to_usize((present.first - run.first) * PAGE_BYTES);
+                bytes[gap].fill(0);
+                clear_from = present.end();
+                match runs.last_mut() {
+                    Some(last) if last.end() == present.first => last.count += present.count,
+                    _ => runs.push(present),
+                }
+            }
+        }
+        bytes[to_usize((clear_from - run.first) * PAGE_BYTES)..].fill(0);
+        if self.unit_chunks[run.region] > 1 {
+            // A large host page becomes visible whole.
+            runs = vec![run];
+        }
+        for piece in runs {
+            let start = to_usize((piece.first - run.first) * PAGE_BYTES);
+            let mut content = &bytes[start..start + to_usize(piece.len_bytes())];
+            let range = self.memory.layout().range_of(piece);
+            self.engine
+                .take_contents(&mut content, &[range], via)
+                .map_err(|cause| SnapshotError::Pages(chain(&cause)))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Opening a snapshot: everything but memory is read and verified.
+//!
+//! Owns the order: manifest, lengths, checksums, and only then contents. Files of a snapshot come
+//! from a user and may be anything.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use super::draft::partial;
+use super::error::SnapshotError;
+use super::file::MemoryFile;
+use super::geometry::Geometry;
+use super::index::Index;
+use super::manifest::{MANIFEST_BYTES_MAX, Manifest, Sealed};
+use super::{CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, MEMORY_FILE, STATE_FILE};
+use crate::layout::{Layout, LayoutError};
+use crate::protocol::codec::{CONFIG_BYTES_MAX, STATE_BYTES_MAX};
+
+/// Most memory that a snapshot may hold: what x86-64 can address.
+const MEMORY_BYTES_MAX: u64 = 1 << 52;
+
+/// A snapshot whose documents are verified. Its memory file is open, and stays so when the
+/// directory is removed.
+#[derive(Debug)]
+pub struct Opened {
+    directory: PathBuf,
+    manifest: Manifest,
+    config: Vec<u8>,
+    state: Vec<u8>,
+    index: Vec<u8>,
+    memory: MemoryFile,
+}
+
+impl Opened {
+    /// Opens the snapshot in a directory.
+    ///
+    /// # Errors
+    /// Naming the file that is missing, cut off, damaged, somebody else's or too new.
+    pub fn open(directory: &Path) -> Result<Self, SnapshotError> {
+        let path = directory.join(MANIFEST_FILE);
+        let bytes = match read(&path, None, MANIFEST_BYTES_MAX) {
+            Err(SnapshotError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Err(why_no_manifest(directory));
+            }
+            other => other?,
+        };
+        let manifest = Manifest::decode(&bytes, &path)?;
+        if manifest.memory_len_bytes > MEMORY_BYTES_MAX {
+            let why = "it has more memory than any machine".to_owned();
+            return Err(SnapshotError::Malformed { path, why });
+        }
+        let chunks = manifest.memory_len_bytes / manifest.chunk_bytes;
+        let index_max = Index::len_bytes(chunks + manifest.regions.len() as u64);
+        let sealed = |name: &str, seal: &Sealed, max| {
+            let path = directory.join(name);
+            let bytes = read(&path, Some(seal.len_bytes), max)?;
+            if crc32c::crc32c(&bytes) == seal.crc32c {
+                return Ok(bytes);
+            }
+            Err(SnapshotError::Damaged { path, part: "its contents".to_owned() })
+        };
+        let config = sealed(CONFIG_FILE, &manifest.config, CONFIG_BYTES_MAX)?;
+        let state = sealed(STATE_FILE, &manifest.state, STATE_BYTES_MAX)?;
+        let index = sealed(INDEX_FILE, &manifest.index, index_max)?;
+        let memory = MemoryFile::open(&directory.join(MEMORY_FILE))?;
+        let (found, expected) = (memory.len_bytes()?, manifest.memory_len_bytes);
+        if found != expected {
+            let path = memory.path().to_owned();
+            return Err(SnapshotError::Length { path, found, expected });
+        }
+        let directory = directory.to_owned();
+        Ok(Self { directory, manifest, config, state, index, memory })
+    }
+
+    /// The configuration of the machine.
+    pub fn config_json(&self) -> &[u8] {
+        &self.config
+    }
+
+    /// The state of its vCPUs and devices.
+    pub fn state_json(&self) -> &[u8] {
+        &self.state
+    }
+
+    /// All of guest memory, in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        self.manifest.memory_len_bytes
+    }
+
+    /// Whether the page cache is passed by.
+    pub fn is_direct(&self) -> bool {
+        self.memory.is_direct()
+    }
+
+    /// Checks that the machine's memory is that of the snapshot, and reads the index.
+    pub(crate) fn index_for(&self, layout: &Layout) -> Result<(Geometry, Index), SnapshotError> {
+        let geometry = Geometry::new(layout);
+        if !self.manifest.fits(layout, &geometry) {
+            let there = self.manifest.regions_in_words();
+            let here = layout.to_string();
+            return Err(SnapshotError::Layout(LayoutError::Differs { here, there }));
+        }
+        let index = Index::decode(&self.index, &geometry)
+            .map_err(|fault| fault.at(&self.directory.join(INDEX_FILE)))?;
+        Ok((geometry, index))
+    }
+
+    /// The memory file.
+    pub(crate) fn memory(&self) -> &MemoryFile {
+        &self.memory
+    }
+
+    /// Gives the memory file away; the rest is not needed any more.
+    pub(crate) fn into_memory(self) -> MemoryFile {
+        self.memory
+    }
+}
+
+fn why_no_manifest(directory: &Path) -> SnapshotError {
+    match std::fs::metadata(directory) {
+        Err(error) => SnapshotError::io("open the directory", directory)(error),
+        Ok(_) if partial(directory, MANIFEST_FILE).exists() => {
+            SnapshotError::NotFinished(directory.to_owned())
+        }
+        Ok(_) => SnapshotError::NotASnapshot(directory.to_owned()),
+    }
+}
+
+/// Reads a file of a known length, or of any up to a limit.
+fn read(path: &Path, expected: Option<u64>, max: u64) -> Result<Vec<u8>, SnapshotError> {
+    let file = File::open(path).map_err(SnapshotError::io("open", path))?;
+    let metadata = file.metadata().map_err(SnapshotError::io("look at", path))?;
+    let found = metadata.len();
+    if !metadata.is_file() {
+        return Err(SnapshotError::Foreign(path.to_owned()));
+    }
+    if let Some(expected) = expected
+        && found != expected
+    {
+        return Err(SnapshotError::Length { path: path.to_owned(), found, expected });
+    }
+    if found > max {
+        let why = format!("it has {found} bytes where {max} are the most");
+        return Err(SnapshotError::Malformed { path: path.to_owned(), why });
+    }
+    let mut bytes = Vec::new();
+    // The file may grow while it is read.
+    file.take(found).read_to_end(&mut bytes).map_err(SnapshotError::io("read", path))?;
+    Ok(bytes)
+}

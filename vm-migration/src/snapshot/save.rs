@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Writing a snapshot.
+//!
+//! Owns the threads that write memory: each claims a block, finds out which of its pages hold
+//! anything without populating one, and writes those, straight from guest memory. The guest must
+//! not run; nothing here stops it.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::block::{inspect, spans};
+use super::draft::Draft;
+use super::error::SnapshotError;
+use super::file::MemoryFile;
+use super::geometry::{BLOCK_CHUNKS, CHUNK_PAGES, Geometry};
+use super::index::{Entry, Index};
+use super::manifest::{Manifest, Sealed};
+use super::{CONFIG_FILE, INDEX_FILE, MEMORY_FILE, STATE_FILE};
+use crate::cancel::Cancel;
+use crate::layout::{PAGE_BYTES, PageRun, to_usize};
+use crate::ram::GuestMemoryMap;
+
+/// The documents of a machine, beside its memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Saved<'a> {
+    /// From which the same machine can be built.
+    pub config_json: &'a [u8],
+    /// Of vCPUs and devices.
+    pub state_json: &'a [u8],
+}
+
+/// What was written.
+#[derive(Clone, Copy, Debug)]
+pub struct SaveReport {
+    /// Bytes of pages that are not zero.
+    pub data_bytes: u64,
+    /// All of guest memory.
+    pub memory_bytes: u64,
+    /// Whether the page cache was passed by.
+    pub direct: bool,
+    /// All of it, until it was safe on the disk.
+    pub took: Duration,
+}
+
+/// Writes a snapshot into an existing directory that has none. The guest must not run, and nothing
+/// else may write its memory.
+///
+/// # Errors
+/// What failed and with which file; nothing is left in the directory then.
+pub fn save<M: GuestMemoryMap>(
+    directory: &Path,
+    saved: Saved<'_>,
+    memory: &M,
+    threads: usize,
+    cancel: &Cancel,
+) -> Result<SaveReport, SnapshotError> {
+    let began = Instant::now();
+    let draft = Draft::begin(directory)?;
+    let geometry = Geometry::new(memory.layout());
+    let file = MemoryFile::create(&draft.partial(MEMORY_FILE), geometry.len_bytes())?;
+    let index = write_memory(memory, &geometry, &file, threads, cancel)?;
+    draft.write(CONFIG_FILE, saved.config_json)?;
+    draft.write(STATE_FILE, saved.state_json)?;
+    let index_bytes = index.encode();
+    draft.write(INDEX_FILE, &index_bytes)?;
+    file.sync()?;
+    let manifest = Manifest::new(
+        Sealed::of(saved.config_json),
+        Sealed::of(saved.state_json),
+        Sealed::of(&index_bytes),
+        memory.layout(),
+        &geometry,
+    );
+    let manifest = manifest.encode().map_err(|error| SnapshotError::Malformed {
+        path: directory.join(super::MANIFEST_FILE),
+        why: error.to_string(),
+    })?;
+    if cancel.is_cancelled() {
+        return Err(SnapshotError::Cancelled);
+    }
+    draft.publish(&manifest)?;
+    Ok(SaveReport {
+        data_bytes: index.present_pages() * PAGE_BYTES,
+        memory_bytes: geometry.len_bytes(),
+        direct: file.is_direct(),
+        took: began.elapsed(),
+    })
+}
+
+fn write_memory<M: GuestMemoryMap>(
+    memory: &M,
+    geometry: &Geometry,
+    file: &MemoryFile,
+    threads: usize,
+    cancel: &Cancel,
+) -> Result<Index, SnapshotError> {
+    let entries: Vec<AtomicU64> = (0..geometry.chunks()).map(|_| AtomicU64::new(0)).collect();
+    for_each_block(geometry, threads, cancel, |block| {
+        write_block(memory, geometry, file, &entries, block)
+    })?;
+    let entries = entries.into_iter().map(|word| Entry::unpack(word.into_inner()));
+    Ok(Index::new(entries.collect()))
+}
+
+fn write_block<M: GuestMemoryMap>(
+    memory: &M,
+    geometry: &Geometry,
+    file: &MemoryFile,
+    entries: &[AtomicU64],
+    block: PageRun,
+) -> Result<(), SnapshotError> {
+    let populated = memory.populated_runs(block.region, block.first..block.end());
+    let populated = populated.map_err(SnapshotError::Memory)?;
+    if populated.is_empty() {
+        return Ok(());
+    }
+    let mut masks = [0_u16; to_usize(BLOCK_CHUNKS)];
+    for run in populated {
+        // A host page may stick out of the block.
+        for page in run.start.max(block.first)..run.end.min(block.end()) {
+            let at = page - block.first;
+            masks[to_usize(at / CHUNK_PAGES)] |= 1 << (at % CHUNK_PAGES);
+        }
+    }
+    for ((number, chunk), mask) in geometry.chunks_of(block).zip(masks) {
+        if mask != 0 {
+            entries[number].store(inspect(memory, chunk, mask).pack(), Ordering::Relaxed);
+        }
+    }
+    let present = |chunk: usize| Entry::unpack(entries[chunk].load(Ordering::Relaxed)).present;
+    for span in spans(geometry, block, present) {
+        file.write(&span.pieces(memory), geometry.offset_of(block.region, span.first()))?;
+    }
+    Ok(())
+}
+
+/// Does `work` with every block of memory, each once, on several threads. The first error ends it.
+pub(crate) fn for_each_block(
+    geometry: &Geometry,
+    threads: usize,
+    cancel: &Cancel,
+    work: impl Fn(PageRun) -> Result<(), SnapshotError> + Sync,
+) -> Result<(), SnapshotError> {
+    let blocks = geometry.blocks();
+    let next = AtomicU64::new(0);
+    let loop_of_one = || {
+        loop {
+            let block = next.fetch_add(1, Ordering::Relaxed);
+            if block >= blocks {
+                return Ok(());
+            }
+            let done = if cancel.is_cancelled() {
+                Err(SnapshotError::Cancelled)
+            } else {
+                work(geometry.block(block))
+            };
+            if done.is_err() {
+                // Nobody finds another one.
+                next.store(blocks, Ordering::Relaxed);
+                return done;
+            }
+        }
+    };
+    let threads = threads.clamp(1, usize::try_from(blocks).unwrap_or(usize::MAX).max(1));
+    std::thread::scope(|scope| {
+        let spawn = |_| {
+            let builder = std::thread::Builder::new().name("snapshot-mem".into());
+            builder.spawn_scoped(scope, loop_of_one).map_err(SnapshotError::Resource)
+        };
+        let all: Vec<_> = (0..threads).map(spawn).collect();
+        let mut result = Ok(());
+        for thread in all {
+            let one = match thread {
+                Ok(thread) => thread.join().unwrap_or(Err(SnapshotError::Panicked)),
+                Err(error) => Err(error),
+            };
+            if result.is_ok() {
+                result = one;
+            }
+        }
+        result
+    })
+}

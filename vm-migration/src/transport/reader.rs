@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The reading end of a connection.
+//!
+//! May contain `unsafe`: receiving into guest memory. Owns the little that is read ahead, and the
+//! one descriptor that may have come with it.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::TransportError;
+use super::socket::{Connection, guest_iovec};
+use crate::protocol::codec::ByteSource;
+use crate::ram::GuestSlice;
+
+/// Bytes that [`Reader`] takes ahead: a header, a table of some entries, and little of what
+/// follows, because pages are better received in place.
+const AHEAD_BYTES: usize = 256;
+
+/// The reading end of a connection, with a little read-ahead.
+#[derive(Debug)]
+pub struct Reader {
+    connection: Arc<Connection>,
+    ahead: Box<[u8; AHEAD_BYTES]>,
+    start: usize,
+    end: usize,
+    /// Descriptors are welcome; all others are closed by the kernel.
+    takes_descriptors: bool,
+    /// The one that has come and was not asked for yet.
+    descriptor: Option<OwnedFd>,
+}
+
+impl Reader {
+    /// Reads from a connection of which nobody else reads.
+    pub fn new(connection: Arc<Connection>) -> Self {
+        Self {
+            connection,
+            ahead: Box::new([0; AHEAD_BYTES]),
+            start: 0,
+            end: 0,
+            takes_descriptors: false,
+            descriptor: None,
+        }
+    }
+
+    /// From now on descriptors are welcome, one at a time, or not.
+    pub(crate) fn welcome_descriptors(&mut self, welcome: bool) {
+        self.takes_descriptors = welcome;
+        self.descriptor = None;
+    }
+
+    /// The descriptor that came with what was read.
+    pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptor.take()
+    }
+
+    /// Receives into a buffer of the caller's, or into our own.
+    fn receive_some(&mut self, buf: Option<&mut [u8]>) -> Result<usize, TransportError> {
+        let buf = buf.unwrap_or(&mut self.ahead[..]);
+        if !self.takes_descriptors {
+            return self.connection.receive_some(buf);
+        }
+        let (len, descriptor) = self.connection.receive_with_descriptor(buf)?;
+        if descriptor.is_some() && self.descriptor.is_some() {
+            let source = io::Error::other("a descriptor came before the last one was used");
+            return Err(TransportError::Io { what: "receiving a descriptor", source });
+        }
+        self.descriptor = descriptor.or(self.descriptor.take());
+        Ok(len)
+    }
+
+    /// True when bytes are here that a poll of the socket does not see.
+    pub(crate) fn has_buffered(&self) -> bool {
+        self.start < self.end
+    }
+
+    fn take(&mut self, len_max: usize) -> &[u8] {
+        let len = len_max.min(self.end - self.start);
+        self.start += len;
+        &self.ahead[self.start - len..self.start]
+    }
+}
+
+impl ByteSource for Reader {
+    fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError> {
+        let mut at = 0;
+        while at < buf.len() {
+            if !self.has_buffered() {
+                if buf.len() - at >= AHEAD_BYTES {
+                    at += self.receive_some(Some(&mut buf[at..]))?;
+                    continue;
+                }
+                (self.start, self.end) = (0, self.receive_some(None)?);
+            }
+            let left = buf.len() - at;
+            let taken = self.take(left);
+            let len = taken.len();
+            buf[at..at + len].copy_from_slice(taken);
+            at += len;
+        }
+        Ok(())
+    }
+
+    fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError> {
+        let mut pieces = Vec::with_capacity(slices.len());
+        for slice in slices {
+            let taken = self.take(slice.len());
+            slice.write(taken);
+            let len = taken.len();
+            pieces.push(guest_iovec(&slice.skip(len)));
+        }
+        // SAFETY: guest memory is mapped writable while `slices` borrows it, and nobody in this
+        // process holds references into it.
+        unsafe { self.connection.receive(&mut pieces) }
+    }
+}

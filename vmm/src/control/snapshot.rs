@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Saving the VM and restoring one: the threads that do it, and what comes of it.
+//!
+//! Owns the machine while it is saved, on a thread of its own, so that the VMM thread answers other
+//! requests meanwhile; and, after an on-demand restore, the thread that waits for the last page.
+//! If a page cannot be brought in, that thread ends the process: a vCPU or a device waits for
+//! contents that nobody has, and any other way to end it would show them zeros.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use memory::GuestRam;
+use vm_migration::Cancel;
+use vm_migration::snapshot::{FillEnd, Filling};
+
+use super::inbox::Message;
+use super::{Pages, Vm, Vmm, describe};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
+use crate::config::{RestoreConfig, VmSnapshotConfig};
+use crate::events;
+use crate::machine::{GuestEvent, Machine};
+use crate::migration::memory::MigratingRam;
+use crate::migration::snapshot::{self, Restored, prefault_ram};
+
+/// Exit code of a process whose guest lost its memory.
+const MEMORY_LOST: i32 = 1;
+
+/// The VM is being saved or restored.
+pub struct Busy {
+    /// What goes on, for people.
+    pub what: &'static str,
+    /// The VM, if it can be described.
+    pub info: Option<Box<VmInfo>>,
+    /// What the guest did meanwhile.
+    pub pending: Vec<GuestEvent>,
+    cancel: Cancel,
+    thread: JoinHandle<()>,
+}
+
+impl Busy {
+    /// Ends it and waits for that; what it held is on its way to the inbox.
+    pub fn stop(self) {
+        self.cancel.cancel();
+        // A panic of the thread is its own end.
+        let _ = self.thread.join();
+    }
+}
+
+/// A machine was saved, or not.
+pub struct SaveEnd {
+    machine: Box<Machine>,
+    result: Result<(), ApiError>,
+    responder: Responder,
+}
+
+/// A machine was restored, or not.
+pub struct RestoreEnd {
+    restored: Result<Restored, ApiError>,
+    resume: bool,
+    prefault: bool,
+    responder: Option<Responder>,
+}
+
+/// Memory of the live machine that is being brought in.
+pub struct Fill {
+    stop: Cancel,
+    thread: JoinHandle<()>,
+}
+
+impl Fill {
+    /// Ends it. The guest must be gone.
+    pub fn stop(self) {
+        self.stop.cancel();
+        let _ = self.thread.join();
+    }
+}
+
+fn failed(error: &dyn std::error::Error) -> ApiError {
+    ApiError::from_error(ApiErrorKind::Failed, error)
+}
+
+fn emit(event: &'static str) {
+    events::emit("vm", event, &[]);
+}
+
+/// Starts a thread that owns `load`, or gives it back.
+fn spawn_with<T: Send + 'static>(
+    name: &str,
+    load: T,
+    work: impl FnOnce(T) + Send + 'static,
+) -> Result<JoinHandle<()>, (T, std::io::Error)> {
+    let slot = Arc::new(Mutex::new(Some(load)));
+    let take = |slot: &Mutex<Option<T>>| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let inner = Arc::clone(&slot);
+    let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        if let Some(load) = take(&inner) {
+            work(load);
+        }
+    });
+    spawned.map_err(|error| match take(&slot) {
+        Some(load) => (load, error),
+        // Only the thread takes it, and there is none.
+        None => unreachable!("no thread was made"),
+    })
+}
+
+fn save_on_thread(
+    machine: Box<Machine>,
+    directory: &Path,
+    cancel: &Cancel,
+    responder: Responder,
+) -> SaveEnd {
+    let result = snapshot::take(&machine, directory, cancel);
+    let result = result.map_err(|error| failed(&error)).map(|report| {
+        log::info!(
+            "saved to {}: {} of {} MiB in {} ms{}",
+            directory.display(),
+            report.data_bytes >> 20,
+            report.memory_bytes >> 20,
+            report.took.as_millis(),
+            if report.direct { "" } else { ", through the page cache" }
+        );
+    });
+    SaveEnd { machine, result, responder }
+}
+
+impl Vmm {
+    /// Begins to save the paused VM; answered when that is done.
+    pub(super) fn snapshot(&mut self, config: &VmSnapshotConfig, responder: Responder) {
+        if let Err((error, responder)) = self.try_snapshot(config, responder) {
+            events::emit("vm", "snapshot-failed", &[("error", &error.to_string())]);
+            responder.answer(Err(error));
+        }
+    }
+
+    fn try_snapshot(
+        &mut self,
+        config: &VmSnapshotConfig,
+        responder: Responder,
+    ) -> Result<(), (ApiError, Responder)> {
+        let prepared = config
+            .directory()
+            .map_err(|error| ApiError::from_error(ApiErrorKind::BadConfig, &error))
+            .and_then(|directory| {
+                self.refuse_while_memory_arrives("saved")?;
+                if !self.machine_mut()?.is_paused() {
+                    let why = "the VM runs; pause it before it is saved";
+                    return Err(ApiError::new(ApiErrorKind::NotBooted, why));
+                }
+                Ok((directory, Cancel::new().map_err(|error| failed(&error))?))
+            });
+        let (directory, cancel) = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => return Err((error, responder)),
+        };
+        let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
+            return Err((ApiError::not_booted(), responder));
+        };
+        let info = Some(Box::new(describe::of_machine(&machine)));
+        emit("snapshotting");
+        let (mailer, own_cancel) = (self.mailer.clone(), cancel.clone());
+        let thread = spawn_with("snapshot", (machine, responder), move |(machine, responder)| {
+            let end = save_on_thread(machine, &directory, &own_cancel, responder);
+            mailer.send(Message::Saved(Box::new(end)));
+        });
+        match thread {
+            Ok(thread) => {
+                let what = "saved";
+                self.vm = Vm::Busy(Busy { what, info, pending: Vec::new(), cancel, thread });
+                Ok(())
+            }
+            Err(((machine, responder), error)) => {
+                self.vm = Vm::Live(machine);
+                Err((failed(&error), responder))
+            }
+        }
+    }
+
+    pub(super) fn saved(&mut self, end: SaveEnd) -> Vec<GuestEvent> {
+        let SaveEnd { machine, result, responder } = end;
+        let pending = self.take_pending();
+        self.vm = Vm::Live(machine);
+        match &result {
+            Ok(()) => emit("snapshotted"),
+            Err(error) => {
+                log::error!("{error}");
+                events::emit("vm", "snapshot-failed", &[("error", &error.to_string())]);
+            }
+        }
+        responder.answer(result.map(|()| ApiReply::Empty));
+        pending
+    }
+
+    fn take_pending(&mut self) -> Vec<GuestEvent> {
+        match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Busy(busy) => busy.pending,
+            _ => Vec::new(),
+        }
+    }
+
+    fn refuse_restore(&self) -> Result<(), ApiError> {
+        if matches!(self.vm, Vm::None) {
+            return Ok(());
+        }
+        let why = "there is a VM already; a VM can only be restored without one";
+        Err(ApiError::new(ApiErrorKind::AlreadyCreated, why))
+    }
+
+    /// Begins to restore a VM; answered when that is done.
+    pub(super) fn restore(&mut self, config: RestoreConfig, responder: Responder) {
+        let cancel =
+            self.refuse_restore().and_then(|()| Cancel::new().map_err(|error| failed(&error)));
+        let cancel = match cancel {
+            Ok(cancel) => cancel,
+            Err(error) => return responder.answer(Err(error)),
+        };
+        emit("restoring");
+        let (host, sink) = (Arc::clone(&self.host), self.new_sink());
+        let (mailer, own_cancel) = (self.mailer.clone(), cancel.clone());
+        let thread = spawn_with("restore", responder, move |responder| {
+            let restored = snapshot::restore(&config, &host, sink, &own_cancel);
+            mailer.send(Message::Restored(Box::new(RestoreEnd {
+                restored: restored.map_err(|error| failed(&error)),
+                resume: config.resume,
+                prefault: config.prefault,
+                responder: Some(responder),
+            })));
+        });
+        match thread {
+            Ok(thread) => {
+                let what = "restored";
+                self.vm = Vm::Busy(Busy { what, info: None, pending: Vec::new(), cancel, thread });
+            }
+            Err((responder, error)) => responder.answer(Err(failed(&error))),
+        }
+    }
+
+    /// Restores the VM of the command line, before requests are taken.
+    pub(super) fn restore_at_once(&mut self, config: &RestoreConfig) -> Result<(), ApiError> {
+        let cancel = Cancel::new().map_err(|error| failed(&error))?;
+        emit("restoring");
+        let (host, sink) = (Arc::clone(&self.host), self.new_sink());
+        let restored = snapshot::restore(config, &host, sink, &cancel);
+        let restored = restored.map_err(|error| failed(&error));
+        self.settle(restored, config.resume, config.prefault)
+    }
+
+    pub(super) fn restored(&mut self, end: RestoreEnd) {
+        let RestoreEnd { restored, resume, prefault, responder } = end;
+        self.vm = Vm::None;
+        let result = self.settle(restored, resume, prefault);
+        if let Some(responder) = responder {
+            responder.answer(result.map(|()| ApiReply::Empty));
+        }
+    }
+
+    /// Makes a restored machine the live one.
+    fn settle(
+        &mut self,
+        restored: Result<Restored, ApiError>,
+        resume: bool,
+        prefault: bool,
+    ) -> Result<(), ApiError> {
+        let result = restored.and_then(|restored| {
+            let Restored { machine, filling } = restored;
+            machine.announce();
+            let fill = match filling {
+                Some(filling) => Some(self.watch(filling, machine.ram(), prefault)?),
+                None => None,
+            };
+            self.vm = Vm::Live(machine);
+            self.filling = fill;
+            emit("restored");
+            if resume { self.resume() } else { Ok(()) }
+        });
+        if let Err(error) = &result {
+            log::error!("{error}");
+            events::emit("vm", "restore-failed", &[("error", &error.to_string())]);
+        }
+        result
+    }
+
+    fn watch(
+        &self,
+        filling: Filling<MigratingRam>,
+        ram: &Arc<GuestRam>,
+        prefault: bool,
+    ) -> Result<Fill, ApiError> {
+        let stop = filling.stop_handle();
+        let (ram, mailer, number) = (Arc::clone(ram), self.mailer.clone(), self.machine_number);
+        let thread = spawn_with("restore-wait", filling, move |filling| {
+            if wait_for_memory(filling, &ram, prefault) {
+                mailer.send(Message::MemoryComplete(number));
+            }
+        });
+        let thread = thread.map_err(|(_, error)| failed(&error))?;
+        Ok(Fill { stop, thread })
+    }
+
+    /// All memory of a restored machine is here.
+    pub(super) fn memory_complete(&mut self, number: u64) {
+        if number == self.machine_number
+            && let Some(fill) = self.filling.take()
+        {
+            fill.stop();
+            emit("restore-memory-completed");
+        }
+    }
+
+    /// The live machine is gone: what was brought in for it is not needed any more.
+    pub(super) fn stop_filling(&mut self) {
+        if let Some(fill) = self.filling.take() {
+            fill.stop();
+        }
+    }
+
+    /// Refuses what needs all of memory to be here.
+    pub(super) fn refuse_while_memory_arrives(&self, what: &str) -> Result<(), ApiError> {
+        if matches!(self.pages, Pages::Arriving { .. }) || self.filling.is_some() {
+            let why = format!("memory of the VM is still arriving; it can be {what} afterwards");
+            return Err(ApiError::new(ApiErrorKind::Conflict, why));
+        }
+        if let Pages::Lost(paused) = &self.pages {
+            return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
+                .context(format!("pages of the VM are lost, so it cannot be {what}")));
+        }
+        Ok(())
+    }
+}
+
+/// Waits for the last page; true when all memory is here.
+fn wait_for_memory(filling: Filling<MigratingRam>, ram: &GuestRam, prefault: bool) -> bool {
+    match filling.wait() {
+        Ok(FillEnd::Complete(report)) => {
+            let latency = &report.faults.latency_us;
+            log::info!(
+                "all memory is here: {} MiB in {} ms, {} faults (median {} us, p99 {} us)",
+                report.data_bytes >> 20,
+                report.took.as_millis(),
+                report.faults.seen,
+                latency.p50,
+                latency.p99
+            );
+            if let Err(error) = prefault_ram(ram, prefault) {
+                log::warn!("{}", failed(&error));
+            }
+            true
+        }
+        Ok(FillEnd::Cancelled) => false,
+        Err(stuck) => {
+            let error = failed(&stuck.error)
+                .context("memory of the VM cannot be restored; the VM is ended")
+                .to_string();
+            log::error!("{error}");
+            events::emit("vm", "restore-failed", &[("error", &error)]);
+            events::flush();
+            // What is stuck is not dropped: nobody sees a page without its contents.
+            std::process::exit(MEMORY_LOST);
+        }
+    }
+}

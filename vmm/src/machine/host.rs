@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! This host: its KVM, and what its processor has.
+//!
+//! Owns the handle from which VMs are made. It must never know a VM.
+
+use std::path::Path;
+
+use hypervisor::{CpuidEntry, Hypervisor, KvmError, OpenError};
+use thiserror::Error;
+
+use super::{MachineError, boot, features};
+use crate::config::VmConfig;
+
+/// What machines on this host are made with.
+pub struct Host {
+    pub(super) hypervisor: Hypervisor,
+    pub(super) cpuid: kvm_bindings::CpuId,
+}
+
+/// Why this host cannot run machines.
+#[derive(Debug, Error)]
+pub enum HostError {
+    /// No KVM.
+    #[error("cannot use KVM")]
+    Open(#[from] OpenError),
+    /// KVM does not say what it has.
+    #[error("cannot ask KVM for the features of its vCPUs")]
+    Cpuid(#[from] KvmError),
+}
+
+impl Host {
+    /// Opens KVM.
+    ///
+    /// # Errors
+    /// What is missing and how to get it.
+    pub fn open() -> Result<Self, HostError> {
+        let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
+        let cpuid = hypervisor.supported_cpuid()?;
+        Ok(Self { hypervisor, cpuid })
+    }
+
+    /// Whether a guest with this configuration that was shown these features can go on here.
+    ///
+    /// # Errors
+    /// Naming each feature that is missing here.
+    pub fn check_shown(&self, config: &VmConfig, shown: &[CpuidEntry]) -> Result<(), MachineError> {
+        if shown.is_empty() {
+            return Ok(());
+        }
+        let topology = boot::topology(&config.cpus)?;
+        let ours = boot::vm_cpuid(&self.cpuid, &config.cpus, topology, None);
+        features::check(shown, &ours).map_err(MachineError::Features)
+    }
+}

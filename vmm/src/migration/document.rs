@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The document from which the destination builds the machine: its configuration, and what its
+//! guest was told about the processor.
+//!
+//! Owns its form. A document of the first form, the configuration alone, is read as well: nothing
+//! is known of its processor then, and the check is left to the restoring of the vCPUs.
+
+use hypervisor::CpuidEntry;
+use serde::{Deserialize, Serialize};
+
+use crate::config::VmConfig;
+
+/// CPUID entries at most; KVM itself takes no more.
+const CPUID_ENTRIES_MAX: usize = 256;
+
+/// Why a document is not one.
+#[derive(Debug, thiserror::Error)]
+pub enum DocumentError {
+    /// It is not the JSON that it should be.
+    #[error("the configuration that the source sent cannot be read")]
+    Json(#[from] serde_json::Error),
+    /// More entries than KVM takes.
+    #[error("the source names {0} CPUID entries, at most {CPUID_ENTRIES_MAX} are possible")]
+    Cpuid(usize),
+}
+
+/// The document.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MachineDocument {
+    /// What the machine is.
+    pub vm_config: VmConfig,
+    /// What all its vCPUs were shown when the guest started.
+    #[serde(default)]
+    pub common_cpuid: Vec<CpuidEntry>,
+}
+
+impl MachineDocument {
+    /// Reads either form.
+    ///
+    /// # Errors
+    /// Naming the field that is wrong.
+    pub fn read(json: &[u8]) -> Result<Self, DocumentError> {
+        let value: serde_json::Value = serde_json::from_slice(json)?;
+        let document = if value.get("vm_config").is_some() {
+            serde_json::from_value(value)?
+        } else {
+            Self { vm_config: serde_json::from_value(value)?, common_cpuid: Vec::new() }
+        };
+        match document.common_cpuid.len() {
+            0..=CPUID_ENTRIES_MAX => Ok(document),
+            count => Err(DocumentError::Cpuid(count)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    fn entry(function: u32) -> CpuidEntry {
+        CpuidEntry { function, index: 0, flags: 0, answer: [0, u32::MAX, 0, 0] }
+    }
+
+    fn document() -> MachineDocument {
+        MachineDocument {
+            vm_config: serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap(),
+            common_cpuid: vec![entry(7)],
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let json = serde_json::to_vec(&document()).unwrap();
+        assert_eq!(MachineDocument::read(&json).unwrap(), document());
+    }
+
+    #[test]
+    fn a_configuration_alone_is_read() {
+        let json = serde_json::to_vec(&document().vm_config).unwrap();
+        let read = MachineDocument::read(&json).unwrap();
+        assert_eq!(read, MachineDocument { common_cpuid: Vec::new(), ..document() });
+    }
+
+    #[test]
+    fn what_is_no_document_is_refused() {
+        for bad in ["", "[]", "{}", r#"{"vm_config":7}"#, r#"{"vm_config":{"payload":{},"x":1}}"#] {
+            assert!(MachineDocument::read(bad.as_bytes()).is_err(), "{bad}");
+        }
+        let many = MachineDocument { common_cpuid: vec![entry(0); 257], ..document() };
+        let error = MachineDocument::read(&serde_json::to_vec(&many).unwrap()).unwrap_err();
+        assert!(matches!(error, DocumentError::Cpuid(257)), "{error}");
+    }
+}

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A machine into a directory, and out of one.
+//!
+//! Owns the order in which a machine is restored: what can fail cheaply first, locks and taps
+//! before memory is read, memory before state (setting state reads memory). Configuration and state
+//! come from files of a user and are checked as if a stranger had sent them.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use memory::{Prefault, PrefaultError, PrefaultOptions};
+use thiserror::Error;
+use vm_migration::Cancel;
+use vm_migration::snapshot::{
+    Filling, Opened, SaveReport, Saved, SnapshotError, copy_in, default_threads, save,
+};
+
+use super::memory::{MigratingRam, MigratingRamError};
+use super::source::GuestIsEnding;
+use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
+use crate::machine::{
+    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState, MachineStateError,
+};
+
+/// Why there is no snapshot.
+#[derive(Debug, Error)]
+#[error("the VM cannot be saved to {directory}")]
+pub struct TakeError {
+    directory: String,
+    #[source]
+    source: TakeCause,
+}
+
+#[derive(Debug, Error)]
+enum TakeCause {
+    #[error(transparent)]
+    Ending(#[from] GuestIsEnding),
+    #[error("its state cannot be read")]
+    Machine(#[from] MachineError),
+    #[error(transparent)]
+    Memory(#[from] MigratingRamError),
+    #[error("its state cannot be written as JSON")]
+    Json(#[from] serde_json::Error),
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+}
+
+/// Why a VM was not restored.
+#[derive(Debug, Error)]
+#[error("the VM cannot be restored from {directory}")]
+pub struct RestoreError {
+    directory: String,
+    #[source]
+    source: RestoreCause,
+}
+
+#[derive(Debug, Error)]
+enum RestoreCause {
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    #[error("config.json is not the configuration of a VM")]
+    ConfigJson(#[source] serde_json::Error),
+    #[error("the configuration in config.json cannot be used")]
+    Config(#[from] ConfigError),
+    #[error("zone_updates names memory zone '{0}', which the VM does not have")]
+    NoZone(String),
+    #[error("state.json cannot be used")]
+    StateJson(#[source] MachineStateError),
+    #[error(transparent)]
+    Console(#[from] ConsoleError),
+    #[error("the machine of its configuration cannot be made")]
+    Make(#[source] MachineError),
+    #[error("its state does not fit")]
+    State(#[source] MachineError),
+    #[error(transparent)]
+    Memory(#[from] MigratingRamError),
+    #[error("guest memory cannot be populated, as prefault=on asks")]
+    Prefault(#[from] PrefaultError),
+}
+
+/// A machine that was restored, paused.
+pub struct Restored {
+    // Order matters on drop: the machine may wait for pages that are being brought in.
+    /// The machine.
+    pub machine: Box<Machine>,
+    /// Its memory, if that is still being brought in.
+    pub filling: Option<Filling<MigratingRam>>,
+}
+
+/// Writes a paused machine into a directory. It stays as it is.
+///
+/// # Errors
+/// Naming the file; nothing is left in the directory.
+pub fn take(machine: &Machine, directory: &Path, cancel: &Cancel) -> Result<SaveReport, TakeError> {
+    take_into(machine, directory, cancel)
+        .map_err(|source| TakeError { directory: directory.display().to_string(), source })
+}
+
+fn take_into(
+    machine: &Machine,
+    directory: &Path,
+    cancel: &Cancel,
+) -> Result<SaveReport, TakeCause> {
+    if machine.is_ending() {
+        return Err(GuestIsEnding.into());
+    }
+    let config_json = serde_json::to_vec_pretty(machine.config())?;
+    let state_json = serde_json::to_vec(&machine.save()?)?;
+    let memory = MigratingRam::new(Arc::clone(machine.ram()))?;
+    let saved = Saved { config_json: &config_json, state_json: &state_json };
+    Ok(save(directory, saved, &memory, default_threads(), cancel)?)
+}
+
+/// Makes a machine of what is in a directory. Its disks are locked and its taps taken.
+///
+/// # Errors
+/// Naming the file, device or resource; nothing is left here.
+pub fn restore(
+    config: &RestoreConfig,
+    host: &Host,
+    sink: EventSink,
+    cancel: &Cancel,
+) -> Result<Restored, RestoreError> {
+    let at = |directory: String| move |source| RestoreError { directory, source };
+    let directory = config.directory().map_err(|e| at(config.source_url.clone())(e.into()))?;
+    let name = directory.display().to_string();
+    restore_from(&directory, config, host, sink, cancel).map_err(at(name))
+}
+
+fn restore_from(
+    directory: &Path,
+    wishes: &RestoreConfig,
+    host: &Host,
+    sink: EventSink,
+    cancel: &Cancel,
+) -> Result<Restored, RestoreCause> {
+    let snapshot = Opened::open(directory)?;
+    let config: VmConfig =
+        serde_json::from_slice(snapshot.config_json()).map_err(RestoreCause::ConfigJson)?;
+    let mut config = config.complete()?;
+    update_zones(&mut config, wishes)?;
+    // Before anything is made: a state that nobody can read needs no machine.
+    let state = MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
+    let consoles = Consoles::open(&mut config)?;
+    let ram = Machine::arriving_ram(&config, host, &[]).map_err(RestoreCause::Make)?;
+    let memory = Arc::new(MigratingRam::new(Arc::clone(&ram))?);
+    let machine =
+        Machine::arriving(config, consoles, host, sink, ram).map_err(RestoreCause::Make)?;
+    let mut restored = Restored { machine: Box::new(machine), filling: None };
+    restored.machine.take_exclusive().map_err(RestoreCause::Make)?;
+    match wishes.memory_restore_mode {
+        MemoryRestoreMode::Copy => {
+            let report = copy_in(&snapshot, &*memory, default_threads(), cancel)?;
+            log::info!(
+                "{} MiB of guest memory were read in {} ms",
+                report.data_bytes >> 20,
+                report.took.as_millis()
+            );
+            prefault(&restored.machine, wishes)?;
+        }
+        MemoryRestoreMode::OnDemand => {
+            let stop = Cancel::new().map_err(SnapshotError::Resource)?;
+            restored.filling = Some(Filling::start(snapshot, &memory, stop)?);
+        }
+    }
+    let put = restored.machine.restore(state).map_err(RestoreCause::State);
+    if let Some(filling) = &restored.filling {
+        // A page that could not be read explains what the state's error does not.
+        filling.commit()?;
+    }
+    put?;
+    Ok(restored)
+}
+
+fn update_zones(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<(), RestoreCause> {
+    for update in wishes.zone_updates.iter().flatten() {
+        let zones = config.memory.zones.iter_mut().flatten();
+        let zone = zones.into_iter().find(|zone| zone.id == update.id);
+        let zone = zone.ok_or_else(|| RestoreCause::NoZone(update.id.clone()))?;
+        zone.host_numa_node = Some(update.host_numa_node);
+    }
+    Ok(())
+}
+
+/// Populates what the snapshot has no contents for: everything if the restore asks for it, else
+/// the zones that were configured so.
+///
+/// # Errors
+/// Naming the zone and the limit.
+pub fn prefault(machine: &Machine, wishes: &RestoreConfig) -> Result<(), PrefaultError> {
+    prefault_ram(machine.ram(), wishes.prefault)
+}
+
+/// The same for memory alone.
+///
+/// # Errors
+/// Naming the zone and the limit.
+pub fn prefault_ram(ram: &memory::GuestRam, everything: bool) -> Result<(), PrefaultError> {
+    let options = PrefaultOptions::default();
+    let running = if everything {
+        Prefault::start(ram.regions(), &options)?
+    } else {
+        ram.prefault(&options)?
+    };
+    running.wait()
+}
