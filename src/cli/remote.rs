@@ -23,8 +23,8 @@ use vmm::config::later::{
 use vmm::config::migration::RestoreConfig;
 use vmm::config::reference::help;
 use vmm::config::{
-    ConfigError, DiskConfig, Family, NetConfig, OptionError, ReceiveMigrationData,
-    SendMigrationData,
+    ConfigError, DiskConfig, Family, MigrationRecoverData, NetConfig, OptionError,
+    ReceiveMigrationData, SendMigrationData,
 };
 
 use super::exit;
@@ -114,16 +114,21 @@ pub struct Call {
 }
 
 /// A subcommand without arguments.
-const SIMPLE: [(&str, Method, &str, &str); 13] = [
+const SIMPLE: [(&str, Method, &str, &str); 12] = [
     ("boot", Method::Put, "vm.boot", "Boot a created VM"),
     ("counters", Method::Get, "vm.counters", "Counters from the VM"),
-    ("delete", Method::Put, "vm.delete", "Delete a VM"),
     ("info", Method::Get, "vm.info", "Info on the VM"),
     (
         "migration-cancel",
         Method::Put,
         "vm.migration-cancel",
         "Cancel the migration that goes on; returns when the guest runs at the source",
+    ),
+    (
+        "migration-start-postcopy",
+        Method::Put,
+        "vm.migration-start-postcopy",
+        "Let a migration with memory_mode=auto go on in postcopy now",
     ),
     ("nmi", Method::Put, "vm.nmi", "Trigger an NMI"),
     ("pause", Method::Put, "vm.pause", "Pause the VM"),
@@ -132,7 +137,6 @@ const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ("reboot", Method::Put, "vm.reboot", "Reboot the VM"),
     ("resume", Method::Put, "vm.resume", "Resume the VM"),
     ("shutdown", Method::Put, "vm.shutdown", "Shutdown the VM"),
-    ("shutdown-vmm", Method::Put, "vmm.shutdown", "Shutdown the VMM"),
 ];
 
 /// The command line.
@@ -147,6 +151,12 @@ pub fn command() -> Command {
             .long("watch")
             .action(ArgAction::SetTrue)
             .help("Show the progress until the migration has ended; the exit code says how")
+    };
+    let force = || {
+        Arg::new("force")
+            .long("force")
+            .action(ArgAction::SetTrue)
+            .help("Even if a VM elsewhere still needs pages from here, and is lost")
     };
     let mut commands: Vec<Command> =
         SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();
@@ -201,6 +211,14 @@ pub fn command() -> Command {
         Command::new("migration-progress")
             .about("Progress of the migration that goes on, or the last one")
             .arg(watch()),
+        Command::new("migration-recover")
+            .about("Make the connections of a postcopy migration again that has lost them")
+            .arg(Arg::new("config").index(1).default_value("").help(
+                "Another address: at the source where to connect, at the destination where to \
+                 listen",
+            )),
+        Command::new("delete").about("Delete a VM").arg(force()),
+        Command::new("shutdown-vmm").about("Shutdown the VMM").arg(force()),
         option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
             .about("Create a snapshot from the VM"),
     ]);
@@ -269,6 +287,12 @@ fn pretty(text: &str) -> String {
         .unwrap_or_else(|_| text.to_owned())
 }
 
+/// A request that may be forced.
+fn forced(path: &'static str, matches: &ArgMatches) -> Call {
+    let body = matches.get_flag("force").then(|| json!({"force": true}).to_string());
+    Call { method: Method::Put, path, body, follow: None }
+}
+
 /// Turns a subcommand into a request.
 ///
 /// # Errors
@@ -323,6 +347,15 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
             body: None,
             follow: view(matches),
         },
+        "delete" => forced("vm.delete", matches),
+        "shutdown-vmm" => forced("vmm.shutdown", matches),
+        "migration-recover" => {
+            let data = MigrationRecoverData::parse_or_url(&config())
+                .map_err(|source| RemoteError::Option { command: name.to_owned(), source })?;
+            data.validate()
+                .map_err(|source| RemoteError::Config { command: name.to_owned(), source })?;
+            put("vm.migration-recover", &json!(data))
+        }
         "send-migration" => send(matches, &config())?,
         "receive-migration" => {
             let data = ReceiveMigrationData::parse_or_url(&config())
