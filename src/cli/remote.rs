@@ -139,28 +139,29 @@ const SIMPLE: [(&str, Method, &str, &str); 12] = [
     ("shutdown", Method::Put, "vm.shutdown", "Shutdown the VM"),
 ];
 
-/// The command line.
-pub fn command() -> Command {
-    let option = |name: &'static str, help: String| {
-        Command::new(name).arg(Arg::new("config").index(1).required(true).help(help))
-    };
-    let number =
-        |name: &'static str, help: &'static str| Arg::new(name).long(name).num_args(1).help(help);
-    let watch = || {
-        Arg::new("watch")
-            .long("watch")
-            .action(ArgAction::SetTrue)
-            .help("Show the progress until the migration has ended; the exit code says how")
-    };
-    let force = || {
-        Arg::new("force")
-            .long("force")
-            .action(ArgAction::SetTrue)
-            .help("Even if a VM elsewhere still needs pages from here, and is lost")
-    };
-    let mut commands: Vec<Command> =
-        SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();
-    commands.extend([
+/// A subcommand with one argument that it cannot do without.
+fn option(name: &'static str, help: String) -> Command {
+    Command::new(name).arg(Arg::new("config").index(1).required(true).help(help))
+}
+
+fn number(name: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).num_args(1).help(help)
+}
+
+fn flag(name: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).action(ArgAction::SetTrue).help(help)
+}
+
+fn watch() -> Arg {
+    flag("watch", "Show the progress until the migration has ended; the exit code says how")
+}
+
+fn force() -> Arg {
+    flag("force", "Even if a VM elsewhere still needs pages from here, and is lost")
+}
+
+fn device_commands() -> Vec<Command> {
+    vec![
         option("add-device", help::<DeviceConfig>()).about("Add a host device"),
         option("add-disk", help::<DiskConfig>()).about("Add a block device"),
         option("add-fs", help::<FsConfig>()).about("Add a shared directory"),
@@ -172,12 +173,6 @@ pub fn command() -> Command {
             .about("Add a device of another process"),
         option("add-vdpa", help::<VdpaConfig>()).about("Add a vDPA device"),
         option("add-vsock", help::<VsockConfig>()).about("Add a socket device"),
-        option("coredump", "Where the dump goes: file:///<path>".to_owned())
-            .about("Create a coredump from the VM"),
-        Command::new("create").about("Create a VM from a JSON configuration").arg(
-            Arg::new("path").index(1).default_value("-").help("File with the JSON, - for stdin"),
-        ),
-        option("receive-migration", receive_help()).about("Receive a VM migration"),
         option("remove-device", "Name of the device".to_owned()).about("Remove a device"),
         Command::new("resize")
             .about("Resize the VM")
@@ -192,21 +187,31 @@ pub fn command() -> Command {
             .about("Resize a memory zone")
             .arg(number("id", "Name of the zone").required(true))
             .arg(number("size", "New size in bytes (K, M, G allowed)").required(true)),
+    ]
+}
+
+fn life_cycle_commands() -> Vec<Command> {
+    vec![
+        option("coredump", "Where the dump goes: file:///<path>".to_owned())
+            .about("Create a coredump from the VM"),
+        Command::new("create").about("Create a VM from a JSON configuration").arg(
+            Arg::new("path").index(1).default_value("-").help("File with the JSON, - for stdin"),
+        ),
         option("restore", help::<RestoreConfig>()).about("Restore a VM from a snapshot"),
+        Command::new("delete").about("Delete a VM").arg(force()),
+        Command::new("shutdown-vmm").about("Shutdown the VMM").arg(force()),
+        option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
+            .about("Create a snapshot from the VM"),
+    ]
+}
+
+fn migration_commands() -> Vec<Command> {
+    vec![
+        option("receive-migration", receive_help()).about("Receive a VM migration"),
         option("send-migration", send_help())
             .about("Send the VM to another VMM")
-            .arg(
-                Arg::new("local")
-                    .long("local")
-                    .action(ArgAction::SetTrue)
-                    .help("Same as local=on (older spelling)"),
-            )
-            .arg(
-                Arg::new("wait")
-                    .long("wait")
-                    .action(ArgAction::SetTrue)
-                    .help("Return when the migration has ended; the exit code says how"),
-            )
+            .arg(flag("local", "Same as local=on (older spelling)"))
+            .arg(flag("wait", "Return when the migration has ended; the exit code says how"))
             .arg(watch()),
         Command::new("migration-progress")
             .about("Progress of the migration that goes on, or the last one")
@@ -217,11 +222,16 @@ pub fn command() -> Command {
                 "Another address: at the source where to connect, at the destination where to \
                  listen",
             )),
-        Command::new("delete").about("Delete a VM").arg(force()),
-        Command::new("shutdown-vmm").about("Shutdown the VMM").arg(force()),
-        option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
-            .about("Create a snapshot from the VM"),
-    ]);
+    ]
+}
+
+/// The command line.
+pub fn command() -> Command {
+    let mut commands: Vec<Command> =
+        SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();
+    commands.extend(device_commands());
+    commands.extend(life_cycle_commands());
+    commands.extend(migration_commands());
     commands.sort_by(|left, right| left.get_name().cmp(right.get_name()));
     Command::new("ch-remote")
         .about("Remotely control a cloud-hypervisor VMM.")

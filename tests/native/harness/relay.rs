@@ -127,9 +127,12 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         // Sent after something else has failed; whoever misses it learns the same from the end
         // of the connection, which is what the other rows do. And of local migrations, which have
         // no network.
-        Command::Abandon | Command::MemoryFd => Vec::new(),
-        // After a loss, or when it takes long: `postcopy` has these.
-        Command::Recover | Command::Ahead | Command::Alive => Vec::new(),
+        // The last three come after a loss or when it takes long: `postcopy` has these.
+        Command::Abandon
+        | Command::MemoryFd
+        | Command::Recover
+        | Command::Ahead
+        | Command::Alive => Vec::new(),
     }
 }
 
