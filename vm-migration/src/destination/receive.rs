@@ -187,9 +187,6 @@ impl<V: DestinationVm> Mapped<V> {
     fn next(&mut self, helpers: &Helpers, context: Context<'_>) -> Result<Next, Failure> {
         const STEP: &str = "waiting for memory or state";
         let limit = context.options.limits.answer;
-        if self.parts.building.failed().is_cancelled() {
-            return Err(self.failure_to_build());
-        }
         if !self.control.reader.has_buffered() {
             let fds = [
                 helpers.failed.fd(),
