@@ -105,6 +105,11 @@ impl Drop for VcpuThrottle {
 }
 
 fn keep_time(shared: &Shared, held: &[Arc<dyn Held>]) {
+    let hold = |on| {
+        for held in held {
+            held.hold(on);
+        }
+    };
     let mut order = *shared.lock();
     loop {
         order = match order {
@@ -112,9 +117,9 @@ fn keep_time(shared: &Shared, held: &[Arc<dyn Held>]) {
             Order::Percent(0) => shared.wait(order, None),
             Order::Percent(percent) => {
                 let (outside, inside) = turns(percent);
-                held.iter().for_each(|held| held.hold(true));
+                hold(true);
                 let after = shared.wait(order, Some(outside));
-                held.iter().for_each(|held| held.hold(false));
+                hold(false);
                 if after == order { shared.wait(order, Some(inside)) } else { after }
             }
         }

@@ -301,6 +301,35 @@ fn a_file_handed_over_is_the_memory() {
 }
 
 #[test]
+fn what_is_handed_over_is_not_counted_a_second_time() {
+    let meminfo = "MemTotal: 1048576 kB\nSwapTotal: 0 kB\n";
+    let pool = "sys/kernel/mm/hugepages/hugepages-2048kB/";
+    let (free, total) = (format!("{pool}free_hugepages"), format!("{pool}nr_hugepages"));
+    let files = [("proc/meminfo", meminfo), (free.as_str(), "0"), (total.as_str(), "0")];
+    let (_root, host) = pretend(&files);
+    let reserving = zone("a", 2 * GIB, |z| {
+        z.reserve = true;
+        z.backing = Backing::Memfd;
+    });
+    let refused = make_on(&host, vec![reserving.clone()]).unwrap_err();
+    assert!(matches!(refused, RamError::HostTooSmall { .. }), "{refused}");
+    let source = make(vec![zone("a", 2 * GIB, |z| z.backing = Backing::Memfd)]).unwrap();
+    let given = [("a".into(), Arc::clone(source.regions()[0].file().unwrap()))];
+    let config = RamConfig { zones: vec![reserving] };
+    GuestRam::on_host(&config, RamLayout::default(), &given, &host).unwrap();
+    // Huge pages that nobody has touched yet are promised to their file already.
+    let huge =
+        || zone("a", 4 * MIB, |z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 });
+    let Some(_borrowed) = BorrowedHugePages::new("huge pages handed over", 2) else { return };
+    let source = make(vec![huge()]).unwrap();
+    let refused = make_on(&host, vec![huge()]).unwrap_err();
+    assert!(matches!(refused, RamError::HugetlbPool { .. }), "{refused}");
+    let given = [("a".into(), Arc::clone(source.regions()[0].file().unwrap()))];
+    let config = RamConfig { zones: vec![huge()] };
+    GuestRam::on_host(&config, RamLayout::default(), &given, &host).unwrap();
+}
+
+#[test]
 fn what_is_not_quite_as_wished_is_said() {
     let (_root, host) = pretend(&[]);
     let on = |zones| {

@@ -2,7 +2,8 @@
 
 //! Moves a fake guest over loopback TCP and prints both progress documents.
 //!
-//! `move [precopy|postcopy] [MIB] [HOT_PERCENT] [CONNECTIONS]`; two threads write at full speed.
+//! `move [precopy|postcopy|idle] [MIB] [HOT_PERCENT] [CONNECTIONS]`; two threads write at full
+//! speed, or nobody does (`idle`).
 
 use std::sync::Arc;
 
@@ -17,6 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         arguments.get(index).map_or(Ok(default), |text| text.parse())
     };
     let postcopy = arguments.get(1).is_none_or(|mode| mode == "postcopy");
+    let idle = arguments.get(1).is_some_and(|mode| mode == "idle");
     let pages = number(2, 256)? * 256;
     let (hot, connections) = (number(3, 90)?, number(4, 1)?);
     let new = || FakeMemory::new(&[(0, pages)], Backing::Shared, PAGE_BYTES);
@@ -39,7 +41,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         (received.vm, progress.snapshot())
     });
-    let vm = FakeVm::new(&from, &guest).load(2, hot, Pace::Full).running();
+    let vm = FakeVm::new(&from, &guest).load(2, hot, Pace::Full);
+    let vm = if idle { vm } else { vm.running() };
     let progress = Arc::new(Progress::new(Side::Source));
     let finished = migrate(vm, &options, &progress, &Cancel::new()?);
     let finished = finished.map_err(|failure| failure.error().to_string())?;

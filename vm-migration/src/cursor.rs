@@ -79,7 +79,7 @@ mod tests {
         let cursor = Cursor::new(100_000);
         let claims = |step: u64| {
             let all = std::iter::from_fn(|| cursor.claim(|_, _| step));
-            all.flat_map(|piece| piece.collect::<Vec<_>>()).collect::<Vec<u64>>()
+            all.flatten().collect::<Vec<u64>>()
         };
         let mut all = std::thread::scope(|scope| {
             let other = scope.spawn(|| claims(3));

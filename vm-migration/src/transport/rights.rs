@@ -12,7 +12,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 #[repr(C, align(8))]
 struct Control([u8; SPACE_BYTES]);
 
-const FD_BYTES: u32 = size_of::<RawFd>() as u32;
+const FD_BYTES: u32 = 4;
+const _: () = assert!(size_of::<RawFd>() == 4);
 // SAFETY: only computes a length.
 const SPACE_BYTES: usize = unsafe { libc::CMSG_SPACE(FD_BYTES) } as usize;
 // SAFETY: only computes a length.

@@ -108,7 +108,7 @@ impl SourceVm for LeavingMachine {
     }
 
     fn switch_over_time(&self) -> Duration {
-        SWITCH_OVER_BASE + SWITCH_OVER_VCPU * u32::from(self.machine.config().cpus.boot_vcpus)
+        SWITCH_OVER_BASE + SWITCH_OVER_VCPU * self.machine.config().cpus.boot_vcpus
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
