@@ -139,7 +139,9 @@ fn cancel(row: Row) {
         let asked = [&source, &destination].map(|vmm| vmm.remote_spawn(&["migration-cancel"]));
         if !is_late(row) {
             // The answer has to wait until it is known where the guest is.
-            source.wait_for_event("migration-cancelling");
+            for vmm in [&source, &destination] {
+                vmm.wait_for_event("migration-cancelling");
+            }
         }
         relay.release();
         for child in asked {
@@ -185,6 +187,9 @@ fn reset(row: Row) {
     let Stopped { mut source, destination, relay, reception } = stop_at(row);
     if is_late(row) {
         crash(&destination);
+        wait_for("the log", || {
+            destination.output().contains("the guest ends or reboots").then_some(())
+        });
         relay.release();
         assert!(reception.finish().status.success(), "{}", destination.output());
         assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
