@@ -6,8 +6,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::harness::migrate::migrate;
-use crate::harness::{Mode, Suite, Transport, Vmm};
+use vm_migration::protocol::message::Command;
+
+use crate::cuts::{Stopped, stop_at_after};
+use crate::harness::relay::{self, Point, Row};
+use crate::harness::{Mode, Suite, Vmm};
 
 /// How far guest time may be from real time.
 const ERROR_MAX: Duration = Duration::from_millis(50);
@@ -68,16 +71,19 @@ fn paused() {
     vmm.shut_down();
 }
 
+/// The guest's state is on its way for long enough that a clock that stands still then is found.
 fn moved(mode: Mode) {
-    let source = Vmm::boot(1, "size=96M,shared=on", "workload=random-write mem=32M");
-    let khz = source.guest().tsc_khz();
-    let before = reading(&source);
-    source.api().put("vm.pause", "").ok();
+    let on_its_way = |row: &Row| (row.command, row.point) == (Command::State, Point::Message);
+    let row = relay::rows(mode).into_iter().find(on_its_way).expect("a row");
+    let mut before = None;
+    let Stopped { source, destination, relay, reception } = stop_at_after(row, |source| {
+        before = Some((reading(source), source.guest().tsc_khz()));
+    });
     std::thread::sleep(PAUSE);
-    let destination = Vmm::empty();
-    migrate(source, &destination, Transport::Tcp, mode);
-    std::thread::sleep(PAUSE);
-    destination.api().put("vm.resume", "").ok();
+    relay.release();
+    assert!(reception.finish().status.success(), "{}", destination.output());
+    drop(source);
+    let (before, khz) = before.expect("a reading");
     assert_in_step(&before, &reading(&destination), khz);
     destination.verify();
     destination.shut_down();

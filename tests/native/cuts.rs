@@ -142,9 +142,14 @@ pub struct Stopped {
 /// Begins a migration, and waits until it has got to `row`. Whether pages become zero while they
 /// are copied, or are asked for while they are under way, is for chance: then it is tried again.
 pub fn stop_at(row: Row) -> Stopped {
+    stop_at_after(row, |_| {})
+}
+
+/// The same; `prepare` sees the source before it begins.
+pub fn stop_at_after(row: Row, mut prepare: impl FnMut(&Vmm)) -> Stopped {
     const TRIES: u32 = 20;
     for _ in 0..TRIES {
-        let stopped = begin(row);
+        let stopped = begin(row, &mut prepare);
         let start = Instant::now();
         loop {
             if stopped.relay.wait(Duration::from_millis(20)) {
@@ -161,7 +166,7 @@ pub fn stop_at(row: Row) -> Stopped {
     panic!("{row:?} was not reached in {TRIES} migrations");
 }
 
-fn begin(row: Row) -> Stopped {
+fn begin(row: Row, prepare: &mut impl FnMut(&Vmm)) -> Stopped {
     let cmdline = match row.setting {
         Setting::ZeroPages => "workload=random-write prefill=0 write_percent=30 mem=32M",
         Setting::Compressed => "workload=random-write mem=2M",
@@ -188,6 +193,7 @@ fn begin(row: Row) -> Stopped {
         relay.url,
         row.mode.name(),
     );
+    prepare(&source);
     source.remote_ok(&["send-migration", &option]);
     Stopped { source, destination, relay, reception }
 }
