@@ -100,11 +100,23 @@ const STATES: [(&str, &str); 4] = [
     ),
 ];
 
+/// One entry of a CPUID table, in the words of the migration.
+const CPUID: &str = r#"{"function":7,"index":0,"flags":1,"answer":[0,1,0,0]}"#;
+
+fn documents() -> Vec<Seed> {
+    let seed = |name: &str, text: String| Seed::new("machine_document", name, text);
+    vec![
+        seed("full", format!(r#"{{"vm_config":{FULL_CONFIG},"common_cpuid":[{CPUID},{CPUID}]}}"#)),
+        seed("no-cpuid", format!(r#"{{"vm_config":{FULL_CONFIG}}}"#)),
+        seed("configuration-alone", FULL_CONFIG.to_owned()),
+    ]
+}
+
 pub fn seeds() -> Vec<Seed> {
     let options = OPTION_STRINGS.iter().enumerate().map(|(number, (family, text))| {
         Seed::new("option_string", format!("{family}-{number}"), format!("{family}\n{text}"))
     });
     let bodies = BODIES.iter().map(|(name, body)| Seed::new("api_json", *name, *body));
     let states = STATES.iter().map(|(name, state)| Seed::new("virtio_state", *name, *state));
-    options.chain(bodies).chain(states).collect()
+    options.chain(bodies).chain(states).chain(documents()).collect()
 }

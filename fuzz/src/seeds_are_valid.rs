@@ -61,6 +61,9 @@ fn option_strings_parse() {
 #[test]
 fn bodies_parse() {
     let mut wrong = Vec::new();
+    for Seed { name, contents, .. } in seeds_of("machine_document") {
+        assert!(vmm::migration::document::MachineDocument::read(&contents).is_ok(), "{name}");
+    }
     for Seed { name, contents, .. } in seeds_of("api_json") {
         let result = match name.split('-').next().unwrap() {
             "send" => serde_json::from_slice::<config::SendMigrationData>(&contents)

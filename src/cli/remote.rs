@@ -23,8 +23,8 @@ use vmm::config::later::{
 use vmm::config::migration::RestoreConfig;
 use vmm::config::reference::help;
 use vmm::config::{
-    ConfigError, DiskConfig, Family, NetConfig, OptionError, ReceiveMigrationData,
-    SendMigrationData,
+    ConfigError, DiskConfig, Family, MigrationRecoverData, NetConfig, OptionError,
+    ReceiveMigrationData, SendMigrationData,
 };
 
 use super::exit;
@@ -114,16 +114,21 @@ pub struct Call {
 }
 
 /// A subcommand without arguments.
-const SIMPLE: [(&str, Method, &str, &str); 13] = [
+const SIMPLE: [(&str, Method, &str, &str); 12] = [
     ("boot", Method::Put, "vm.boot", "Boot a created VM"),
     ("counters", Method::Get, "vm.counters", "Counters from the VM"),
-    ("delete", Method::Put, "vm.delete", "Delete a VM"),
     ("info", Method::Get, "vm.info", "Info on the VM"),
     (
         "migration-cancel",
         Method::Put,
         "vm.migration-cancel",
         "Cancel the migration that goes on; returns when the guest runs at the source",
+    ),
+    (
+        "migration-start-postcopy",
+        Method::Put,
+        "vm.migration-start-postcopy",
+        "Let a migration with memory_mode=auto go on in postcopy now",
     ),
     ("nmi", Method::Put, "vm.nmi", "Trigger an NMI"),
     ("pause", Method::Put, "vm.pause", "Pause the VM"),
@@ -132,25 +137,31 @@ const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ("reboot", Method::Put, "vm.reboot", "Reboot the VM"),
     ("resume", Method::Put, "vm.resume", "Resume the VM"),
     ("shutdown", Method::Put, "vm.shutdown", "Shutdown the VM"),
-    ("shutdown-vmm", Method::Put, "vmm.shutdown", "Shutdown the VMM"),
 ];
 
-/// The command line.
-pub fn command() -> Command {
-    let option = |name: &'static str, help: String| {
-        Command::new(name).arg(Arg::new("config").index(1).required(true).help(help))
-    };
-    let number =
-        |name: &'static str, help: &'static str| Arg::new(name).long(name).num_args(1).help(help);
-    let watch = || {
-        Arg::new("watch")
-            .long("watch")
-            .action(ArgAction::SetTrue)
-            .help("Show the progress until the migration has ended; the exit code says how")
-    };
-    let mut commands: Vec<Command> =
-        SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();
-    commands.extend([
+/// A subcommand with one argument that it cannot do without.
+fn option(name: &'static str, help: String) -> Command {
+    Command::new(name).arg(Arg::new("config").index(1).required(true).help(help))
+}
+
+fn number(name: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).num_args(1).help(help)
+}
+
+fn flag(name: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).action(ArgAction::SetTrue).help(help)
+}
+
+fn watch() -> Arg {
+    flag("watch", "Show the progress until the migration has ended; the exit code says how")
+}
+
+fn force() -> Arg {
+    flag("force", "Even if a VM elsewhere still needs pages from here, and is lost")
+}
+
+fn device_commands() -> Vec<Command> {
+    vec![
         option("add-device", help::<DeviceConfig>()).about("Add a host device"),
         option("add-disk", help::<DiskConfig>()).about("Add a block device"),
         option("add-fs", help::<FsConfig>()).about("Add a shared directory"),
@@ -162,12 +173,6 @@ pub fn command() -> Command {
             .about("Add a device of another process"),
         option("add-vdpa", help::<VdpaConfig>()).about("Add a vDPA device"),
         option("add-vsock", help::<VsockConfig>()).about("Add a socket device"),
-        option("coredump", "Where the dump goes: file:///<path>".to_owned())
-            .about("Create a coredump from the VM"),
-        Command::new("create").about("Create a VM from a JSON configuration").arg(
-            Arg::new("path").index(1).default_value("-").help("File with the JSON, - for stdin"),
-        ),
-        option("receive-migration", receive_help()).about("Receive a VM migration"),
         option("remove-device", "Name of the device".to_owned()).about("Remove a device"),
         Command::new("resize")
             .about("Resize the VM")
@@ -182,28 +187,51 @@ pub fn command() -> Command {
             .about("Resize a memory zone")
             .arg(number("id", "Name of the zone").required(true))
             .arg(number("size", "New size in bytes (K, M, G allowed)").required(true)),
+    ]
+}
+
+fn life_cycle_commands() -> Vec<Command> {
+    vec![
+        option("coredump", "Where the dump goes: file:///<path>".to_owned())
+            .about("Create a coredump from the VM"),
+        Command::new("create").about("Create a VM from a JSON configuration").arg(
+            Arg::new("path").index(1).default_value("-").help("File with the JSON, - for stdin"),
+        ),
         option("restore", help::<RestoreConfig>()).about("Restore a VM from a snapshot"),
+        Command::new("delete").about("Delete a VM").arg(force()),
+        Command::new("shutdown-vmm").about("Shutdown the VMM").arg(force()),
+        option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
+            .about("Create a snapshot from the VM"),
+    ]
+}
+
+fn migration_commands() -> Vec<Command> {
+    vec![
+        option("receive-migration", receive_help()).about("Receive a VM migration"),
         option("send-migration", send_help())
             .about("Send the VM to another VMM")
-            .arg(
-                Arg::new("local")
-                    .long("local")
-                    .action(ArgAction::SetTrue)
-                    .help("Same as local=on (older spelling)"),
-            )
-            .arg(
-                Arg::new("wait")
-                    .long("wait")
-                    .action(ArgAction::SetTrue)
-                    .help("Return when the migration has ended; the exit code says how"),
-            )
+            .arg(flag("local", "Same as local=on (older spelling)"))
+            .arg(flag("wait", "Return when the migration has ended; the exit code says how"))
             .arg(watch()),
         Command::new("migration-progress")
             .about("Progress of the migration that goes on, or the last one")
             .arg(watch()),
-        option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
-            .about("Create a snapshot from the VM"),
-    ]);
+        Command::new("migration-recover")
+            .about("Make the connections of a postcopy migration again that has lost them")
+            .arg(Arg::new("config").index(1).default_value("").help(
+                "Another address: at the source where to connect, at the destination where to \
+                 listen",
+            )),
+    ]
+}
+
+/// The command line.
+pub fn command() -> Command {
+    let mut commands: Vec<Command> =
+        SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();
+    commands.extend(device_commands());
+    commands.extend(life_cycle_commands());
+    commands.extend(migration_commands());
     commands.sort_by(|left, right| left.get_name().cmp(right.get_name()));
     Command::new("ch-remote")
         .about("Remotely control a cloud-hypervisor VMM.")
@@ -269,6 +297,12 @@ fn pretty(text: &str) -> String {
         .unwrap_or_else(|_| text.to_owned())
 }
 
+/// A request that may be forced.
+fn forced(path: &'static str, matches: &ArgMatches) -> Call {
+    let body = matches.get_flag("force").then(|| json!({"force": true}).to_string());
+    Call { method: Method::Put, path, body, follow: None }
+}
+
 /// Turns a subcommand into a request.
 ///
 /// # Errors
@@ -323,6 +357,15 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
             body: None,
             follow: view(matches),
         },
+        "delete" => forced("vm.delete", matches),
+        "shutdown-vmm" => forced("vmm.shutdown", matches),
+        "migration-recover" => {
+            let data = MigrationRecoverData::parse_or_url(&config())
+                .map_err(|source| RemoteError::Option { command: name.to_owned(), source })?;
+            data.validate()
+                .map_err(|source| RemoteError::Config { command: name.to_owned(), source })?;
+            put("vm.migration-recover", &json!(data))
+        }
         "send-migration" => send(matches, &config())?,
         "receive-migration" => {
             let data = ReceiveMigrationData::parse_or_url(&config())

@@ -23,6 +23,7 @@ mod migration_local;
 mod migration_precopy;
 mod migration_rounds;
 mod pause;
+mod postcopy;
 mod remote;
 mod snapshot;
 mod snapshot_failures;
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
     boot::add(&mut suite);
     lifecycle::add(&mut suite);
     pause::add(&mut suite);
+    postcopy::add(&mut suite);
     events::add(&mut suite);
     remote::add(&mut suite);
     api_client::add(&mut suite);

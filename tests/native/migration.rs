@@ -6,7 +6,7 @@ use crate::harness::migrate::migrate;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
 
 pub fn add(suite: &mut Suite) {
-    for mode in [Mode::Precopy, Mode::Postcopy] {
+    for mode in [Mode::Precopy, Mode::Postcopy, Mode::Auto] {
         let name = format!("migration::{}_of_a_paused_vm", mode.name());
         suite.add(&name, move || paused(mode));
         let name = format!("migration::{}_of_memory_beyond_4_gib", mode.name());

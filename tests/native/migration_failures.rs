@@ -133,7 +133,9 @@ fn killed(mode: Mode) {
     let reception = Reception::start(&destination, Transport::Tcp, mode);
     // Postcopy hands over at once; precopy at a strict downtime goes on copying.
     let option = match mode {
-        Mode::Precopy => format!("destination_url={},downtime_ms=1", reception.url),
+        Mode::Precopy | Mode::Auto => {
+            format!("destination_url={},downtime_ms=1", reception.url)
+        }
         Mode::Postcopy => format!("destination_url={},memory_mode=postcopy", reception.url),
     };
     if mode == Mode::Postcopy {

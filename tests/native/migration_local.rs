@@ -8,7 +8,7 @@ use crate::harness::migrate::{Reception, failure_of};
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
 
 /// For ten hand-overs.
-const LIMIT_MANY: Duration = Duration::from_mins(3);
+const LIMIT_MANY: Duration = Duration::from_mins(2);
 
 pub fn add(suite: &mut Suite) {
     suite.add_long("migration_local::back_and_forth", LIMIT_MANY, back_and_forth);

@@ -10,7 +10,7 @@ use crate::harness::migrate::Reception;
 use crate::harness::{Mode, Suite, Transport, Vmm};
 
 /// For one migration of a guest that does not want to converge.
-const LIMIT_LONG: Duration = Duration::from_mins(3);
+const LIMIT_LONG: Duration = Duration::from_mins(2);
 
 pub fn add(suite: &mut Suite) {
     suite.add("migration_precopy::over_8_connections_of_a_unix_socket", || {

@@ -12,7 +12,7 @@ use crate::harness::migrate::migrate;
 use crate::harness::{Mode, Suite, Transport, Vmm, skip};
 
 /// For start and fill of one GiB, and as much again for each move and check of it.
-const LIMIT_EACH: Duration = Duration::from_secs(60);
+const LIMIT_EACH: Duration = Duration::from_mins(1);
 /// Moves from which on it is worth while to fill 4 GiB.
 const MANY: u32 = 10;
 /// Guest RAM beside the test pages, MiB: the guest's counters, and pages that stay untouched.

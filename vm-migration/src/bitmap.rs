@@ -345,4 +345,64 @@ mod model {
             assert!(reader_wakes || receiver_wakes);
         });
     }
+
+    /// Two readers report faults of one page (two vCPUs): one of them asks for it.
+    #[test]
+    fn a_duplicate_fault_asks_once() {
+        loom::model(|| {
+            let wanted = Arc::new(ClaimMap::new(2));
+            let other = {
+                let wanted = Arc::clone(&wanted);
+                thread::spawn(move || wanted.set(1))
+            };
+            let here = wanted.set(1);
+            assert!(here ^ other.join().unwrap());
+        });
+    }
+
+    /// A reader notes its wish and then looks for a connection; a recovery installs one and then
+    /// looks for wishes. One of the two must ask, or the page is never sent.
+    #[test]
+    fn a_fault_and_a_recovery_never_miss_each_other() {
+        loom::model(|| {
+            let wanted = Arc::new(ClaimMap::new(1));
+            let connected = Arc::new(ClaimMap::new(1));
+            let recovery = {
+                let (wanted, connected) = (Arc::clone(&wanted), Arc::clone(&connected));
+                thread::spawn(move || {
+                    connected.set(0);
+                    change_then_look();
+                    wanted.get(0)
+                })
+            };
+            wanted.set(0);
+            change_then_look();
+            let reader_asks = connected.get(0);
+            let recovery_asks = recovery.join().unwrap();
+            assert!(reader_asks || recovery_asks);
+        });
+    }
+
+    /// A page that a lost set of connections had claimed becomes pending again with what the
+    /// destination still lacks; of all who claim it then, one sends it.
+    #[test]
+    fn after_a_recovery_each_missing_page_is_sent_once() {
+        loom::model(|| {
+            let pending = Arc::new(ClaimMap::new(2));
+            pending.set_run(0, 2);
+            assert!(pending.claim(0));
+            // The set is lost with page 0; nobody serves while pending is made anew.
+            pending.claim_run(0, 2);
+            pending.set_run(0, 2);
+            let urgent = {
+                let pending = Arc::clone(&pending);
+                thread::spawn(move || u64::from(pending.claim(0)))
+            };
+            let mut bulk = 0;
+            while let Some(claimed) = pending.claim_next(0, 1) {
+                bulk += claimed.count();
+            }
+            assert_eq!(bulk + urgent.join().unwrap(), 2);
+        });
+    }
 }

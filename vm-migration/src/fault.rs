@@ -67,6 +67,12 @@ pub trait FaultSource: Send + Sync {
     /// [`make_present`](Self::make_present); otherwise [`copy_in`](Self::copy_in) is the way.
     fn receives_in_place(&self, region: usize) -> bool;
 
+    /// True when [`copy_in`](Self::copy_in) works for memory that is received in place as well, and
+    /// is faster for some few pages.
+    fn prefers_copies_of_small_runs(&self) -> bool {
+        false
+    }
+
     /// Contents are complete in the alias: let the guest see them. Whole host pages.
     ///
     /// # Errors
@@ -74,6 +80,7 @@ pub trait FaultSource: Send + Sync {
     fn make_present(&self, run: PageRun) -> Result<(), UffdError>;
 
     /// Puts contents in, atomically for the guest. Whole host pages; `bytes` is as long as the run.
+    /// Waits while the host has no memory: so does the guest.
     ///
     /// # Errors
     /// What the host reports.

@@ -15,7 +15,8 @@
 //! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
-//! | [`options`], [`progress`], [`error`], [`report`], [`cancel`] | what a person chooses, sees, and can stop |
+//! | [`options`], [`progress`], [`error`], [`report`] | what a person chooses and sees |
+//! | [`cancel`], [`steering`] | what a person can stop and ask for |
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -61,15 +62,20 @@ pub mod error;
 pub mod fault;
 pub mod layout;
 pub mod options;
+mod pace;
 pub mod progress;
 pub mod protocol;
 pub mod ram;
 pub mod report;
+mod session;
 pub mod snapshot;
 pub mod source;
+pub mod steering;
+mod stride;
 pub mod transport;
 pub mod uffd;
 pub mod vm;
+mod waits;
 
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -85,6 +91,7 @@ pub use options::{
 };
 pub use progress::{Event, Observer, Phase, Progress, Snapshot};
 pub use report::FailureReport;
+pub use steering::Steering;
 pub use transport::Address;
 pub use vm::VmError;
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::steering::Steering;
 use crate::transport::Address;
 
 /// Most connections for memory, as upstream has it.
@@ -29,6 +30,29 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait for the destination to build the machine: large hugetlb guests take long.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_mins(10);
 
+/// How long both sides of a postcopy try to connect again by themselves when nothing is said.
+pub const RECOVER_TIMEOUT_DEFAULT: Duration = Duration::from_mins(10);
+
+/// Connections for requested pages when neither a person nor the machine says how many.
+pub const URGENT_CONNECTIONS_DEFAULT: u16 = 2;
+
+/// Most connections for requested pages that a number of vCPUs makes.
+pub const URGENT_CONNECTIONS_FOR_VCPUS_MAX: u16 = 8;
+
+/// Connections for requested pages for a machine with so many vCPUs.
+pub fn urgent_connections_for(vcpus: u32) -> u16 {
+    u16::try_from(vcpus).unwrap_or(u16::MAX).clamp(1, URGENT_CONNECTIONS_FOR_VCPUS_MAX)
+}
+
+/// How long the other side of a postcopy may be silent, or keep somebody waiting for a page, before
+/// its connections count as lost. TCP finds a machine that is gone in as much time
+/// ([`crate::transport`]).
+pub const STALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a destination that has acknowledged the handover of a postcopy, and lost its connections
+/// right then, waits for the source to come back before the guest counts as in doubt.
+pub const REJOIN_TIMEOUT: Duration = Duration::from_mins(1);
+
 /// How memory travels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -38,6 +62,16 @@ pub enum MemoryMode {
     Precopy,
     /// The guest moves at once, pages follow on demand and in the background.
     Postcopy,
+    /// As in precopy, until that no longer helps or a person wants no more of it; what is then
+    /// left follows as in postcopy.
+    Auto,
+}
+
+impl MemoryMode {
+    /// True when pages may follow the guest.
+    pub fn may_postcopy(self) -> bool {
+        self != Self::Precopy
+    }
 }
 
 /// What happens when precopy does not reach its downtime in time.
@@ -62,7 +96,7 @@ pub enum Convergence {
     Throttle,
     /// A longer downtime is allowed, step by step, up to [`SendOptions::downtime_max`].
     RaiseDowntime,
-    /// The rest of memory follows the guest; not there yet, and refused by name.
+    /// The rest of memory follows the guest: [`MemoryMode::Auto`] by another name.
     Postcopy,
 }
 
@@ -101,11 +135,21 @@ pub struct Limits {
     pub answer: Duration,
     /// See [`PREPARE_TIMEOUT`].
     pub prepare: Duration,
+    /// See [`STALL_TIMEOUT`].
+    pub stall: Duration,
+    /// See [`REJOIN_TIMEOUT`].
+    pub rejoin: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { connect: CONNECT_TIMEOUT, answer: ANSWER_TIMEOUT, prepare: PREPARE_TIMEOUT }
+        Self {
+            connect: CONNECT_TIMEOUT,
+            answer: ANSWER_TIMEOUT,
+            prepare: PREPARE_TIMEOUT,
+            stall: STALL_TIMEOUT,
+            rejoin: REJOIN_TIMEOUT,
+        }
     }
 }
 
@@ -120,8 +164,17 @@ pub struct SendOptions {
     pub local: bool,
     /// Connections that carry memory, 1 to [`CONNECTIONS_MAX`].
     pub connections: u16,
-    /// Connections for requested pages in postcopy, 1 to [`CONNECTIONS_MAX`].
+    /// Connections for requested pages in postcopy, up to [`CONNECTIONS_MAX`]; with 0 requested
+    /// pages share the connections of all others.
     pub urgent_connections: u16,
+    /// With [`MemoryMode::Auto`], longest precopy.
+    pub postcopy_after: Option<Duration>,
+    /// Most bytes per second that memory takes which nobody waits for (postcopy); 0 for no limit.
+    pub bandwidth_bytes_per_s: u64,
+    /// How long a postcopy that lost its connections tries to connect again by itself.
+    pub recover_timeout: Duration,
+    /// What a person may ask of the migration while it runs.
+    pub steering: Steering,
     /// Downtime that precopy aims at.
     pub downtime: Duration,
     /// Longest precopy.
@@ -151,19 +204,15 @@ pub enum OptionsError {
     #[error("local=on hands memory over without copying it: leave {0} out")]
     LocalAnd(&'static str),
     /// A number of connections out of range.
-    #[error("{name}={value} is not between 1 and {CONNECTIONS_MAX}")]
+    #[error("{name}={value} is not between {min} and {CONNECTIONS_MAX}")]
     Connections {
         /// The option.
         name: &'static str,
         /// Its value.
         value: u16,
+        /// The least that it may be.
+        min: u16,
     },
-    /// convergence=postcopy.
-    #[error(
-        "convergence=postcopy is not supported yet; use memory_mode=postcopy, which moves any \
-         guest, or convergence=throttle"
-    )]
-    ConvergencePostcopy,
     /// compression with postcopy.
     #[error("compression=zstd works with memory_mode=precopy only; leave one of the two out")]
     CompressionPostcopy,
@@ -185,7 +234,11 @@ impl SendOptions {
             memory_mode: MemoryMode::Precopy,
             local: false,
             connections: 1,
-            urgent_connections: 1,
+            urgent_connections: URGENT_CONNECTIONS_DEFAULT,
+            postcopy_after: None,
+            bandwidth_bytes_per_s: 0,
+            recover_timeout: RECOVER_TIMEOUT_DEFAULT,
+            steering: Steering::default(),
             downtime: DOWNTIME_DEFAULT,
             timeout: TIMEOUT_DEFAULT,
             timeout_strategy: TimeoutStrategy::Cancel,
@@ -214,14 +267,11 @@ impl SendOptions {
             }
         }
         let counts =
-            [("connections", self.connections), ("urgent_connections", self.urgent_connections)];
-        for (name, value) in counts {
-            if value == 0 || value > CONNECTIONS_MAX {
-                return Err(OptionsError::Connections { name, value });
+            [("connections", self.connections, 1), ("preempt", self.urgent_connections, 0)];
+        for (name, value, min) in counts {
+            if value < min || value > CONNECTIONS_MAX {
+                return Err(OptionsError::Connections { name, value, min });
             }
-        }
-        if self.convergence == Convergence::Postcopy {
-            return Err(OptionsError::ConvergencePostcopy);
         }
         let postcopy = self.memory_mode == MemoryMode::Postcopy;
         if postcopy && self.compression != Compression::None {
@@ -236,6 +286,14 @@ impl SendOptions {
         }
     }
 
+    /// How memory travels, whichever of the options says so.
+    pub fn mode(&self) -> MemoryMode {
+        match (self.memory_mode, self.convergence) {
+            (MemoryMode::Precopy, Convergence::Postcopy) => MemoryMode::Auto,
+            (mode, _) => mode,
+        }
+    }
+
     /// Longest downtime that `convergence` may allow.
     pub fn downtime_cap(&self) -> Duration {
         self.downtime_max.unwrap_or_else(|| self.downtime.saturating_mul(DOWNTIME_MAX_FACTOR))
@@ -243,18 +301,15 @@ impl SendOptions {
 }
 
 /// Choices of the receiver.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReceiveOptions {
     /// Limits of single waits.
     pub limits: Limits,
     /// Longest wait for the source to connect; `None` waits until cancelled.
     pub accept_timeout: Option<Duration>,
-    /// userfaultfds over which memory is split in postcopy, each with its reader.
-    pub fault_readers: usize,
-}
-
-impl Default for ReceiveOptions {
-    fn default() -> Self {
-        Self { limits: Limits::default(), accept_timeout: None, fault_readers: 2 }
-    }
+    /// userfaultfds over which memory is split in postcopy, each with its reader; `None` for one
+    /// for each connection for requested pages.
+    pub fault_readers: Option<usize>,
+    /// What a person may ask of the migration while it runs.
+    pub steering: Steering,
 }

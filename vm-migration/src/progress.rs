@@ -50,6 +50,8 @@ pub enum Phase {
     Fault,
     /// A connection is lost in postcopy; both sides hold still.
     PostcopyPaused,
+    /// Postcopy connects again.
+    PostcopyRecover,
     /// Over, well.
     Done,
     /// Over, not well.
@@ -57,7 +59,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::Idle,
         Self::Connect,
         Self::Listen,
@@ -71,6 +73,7 @@ impl Phase {
         Self::Serve,
         Self::Fault,
         Self::PostcopyPaused,
+        Self::PostcopyRecover,
         Self::Done,
         Self::Failed,
     ];
@@ -90,6 +93,7 @@ impl Phase {
             Self::Serve => "serve",
             Self::Fault => "fault",
             Self::PostcopyPaused => "postcopy-paused",
+            Self::PostcopyRecover => "postcopy-recover",
             Self::Done => "done",
             Self::Failed => "failed",
         }
@@ -172,6 +176,12 @@ pub(crate) struct Counters {
     pub faults_elsewhere: AtomicU64,
     pub urgent_pages: AtomicU64,
     pub bulk_pages: AtomicU64,
+    pub prefetched_pages: AtomicU64,
+    pub fault_wait_us: AtomicU64,
+    pub bulk_bytes_per_s: AtomicU64,
+    pub urgent_bytes_per_s: AtomicU64,
+    pub losses: AtomicU32,
+    pub recoveries: AtomicU32,
 }
 
 /// Longest fault latency that the histogram tells apart: one hour, in microseconds.
@@ -188,6 +198,8 @@ pub struct Progress {
     pub(crate) counters: Counters,
     convergence: OnceLock<Convergence>,
     fault_source: OnceLock<FaultSourceKind>,
+    /// Why postcopy holds still, or held still last. Held for one copy.
+    lost: Mutex<Option<String>>,
     /// Latencies of faults that waited for the peer. Held for one addition or one copy.
     latency: Mutex<Histogram<u64>>,
 }
@@ -225,6 +237,7 @@ impl Progress {
             counters: Counters::default(),
             convergence: OnceLock::new(),
             fault_source: OnceLock::new(),
+            lost: Mutex::new(None),
             latency: Mutex::new(latency),
         }
     }
@@ -263,6 +276,24 @@ impl Progress {
         self.enter(phase);
     }
 
+    /// Postcopy has lost its connections: it holds still.
+    pub(crate) fn lost(&self, why: String) {
+        self.counters.losses.fetch_add(1, Relaxed);
+        self.cannot_recover(why);
+        self.enter(Phase::PostcopyPaused);
+    }
+
+    /// An attempt to connect again has failed.
+    pub(crate) fn cannot_recover(&self, why: String) {
+        *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+    }
+
+    /// Postcopy goes on in its phase.
+    pub(crate) fn recovered(&self, phase: Phase) {
+        self.counters.recoveries.fetch_add(1, Relaxed);
+        self.enter(phase);
+    }
+
     /// Ends such a phase.
     pub(crate) fn end_long(&self, phase: Phase, took: Duration, well: bool) {
         self.tell(if well { Event::End(phase, took) } else { Event::Fail(phase, took) });
@@ -280,7 +311,7 @@ impl Progress {
         self.finish(phase);
     }
 
-    fn enter(&self, phase: Phase) {
+    pub(crate) fn enter(&self, phase: Phase) {
         self.phase.store(phase as u8, Relaxed);
         log::info!("migration {}: {phase}", self.side);
         self.tell(Event::Begin(phase));
@@ -301,6 +332,13 @@ impl Progress {
     pub(crate) fn sent_down(&self, bytes: u64) {
         let subtract = |left: u64| Some(left.saturating_sub(bytes));
         let _ = self.counters.remaining_bytes.fetch_update(Relaxed, Relaxed, subtract);
+    }
+
+    /// Pages of 4 KiB that went or came in the background, and otherwise.
+    pub(crate) fn pages_moved(&self) -> (u64, u64) {
+        let get = |counter: &AtomicU64| counter.load(Relaxed);
+        let c = &self.counters;
+        (get(&c.bulk_pages), get(&c.urgent_pages) + get(&c.prefetched_pages))
     }
 
     /// Memory went out as a frame.
@@ -329,6 +367,7 @@ impl Progress {
 
     pub(crate) fn fault_took(&self, latency: Duration) {
         let latency_us = u64::try_from(latency.as_micros()).unwrap_or(u64::MAX);
+        self.counters.fault_wait_us.fetch_add(latency_us, Relaxed);
         self.latency.lock().unwrap_or_else(PoisonError::into_inner).saturating_record(latency_us);
     }
 
@@ -356,6 +395,11 @@ impl Progress {
             convergence: self.convergence.get().copied(),
             throttle_percent: c.throttle_percent.load(Relaxed),
             stalled_rounds: c.stalled_rounds.load(Relaxed),
+            recovery: RecoverySnapshot {
+                losses: c.losses.load(Relaxed),
+                recoveries: c.recoveries.load(Relaxed),
+                reason: self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            },
             compression: CompressionSnapshot {
                 raw_bytes: get(&c.compressed_raw_bytes),
                 frame_bytes: get(&c.compressed_frame_bytes),
@@ -371,6 +415,10 @@ impl Progress {
                 elsewhere: get(&c.faults_elsewhere),
                 urgent_pages: get(&c.urgent_pages),
                 bulk_pages: get(&c.bulk_pages),
+                prefetched_pages: get(&c.prefetched_pages),
+                bulk_bytes_per_s: get(&c.bulk_bytes_per_s),
+                urgent_bytes_per_s: get(&c.urgent_bytes_per_s),
+                waited_us: get(&c.fault_wait_us),
                 latency_us: self.latencies(),
             },
             error: self.failure.get().cloned(),
@@ -435,6 +483,19 @@ pub struct Snapshot {
     pub faults: FaultSnapshot,
     /// Why it failed, when it has.
     pub error: Option<FailureReport>,
+    /// Lost connections of postcopy.
+    pub recovery: RecoverySnapshot,
+}
+
+/// How often postcopy lost its connections, and came back.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RecoverySnapshot {
+    /// Times that connections were lost.
+    pub losses: u32,
+    /// Times that they were made again.
+    pub recoveries: u32,
+    /// Why they were lost last, or could not be made again.
+    pub reason: Option<String>,
 }
 
 /// Compression at the source, all connections together.
@@ -463,12 +524,20 @@ pub struct FaultSnapshot {
     pub merged: u64,
     /// Resolved without the peer (zero pages, pages that had just arrived).
     pub local: u64,
-    /// Requested pages that were under way in bulk.
+    /// Requested pages that were in flight already.
     pub elsewhere: u64,
     /// Pages that came as answers to requests.
     pub urgent_pages: u64,
     /// Pages that came in the background.
     pub bulk_pages: u64,
+    /// Pages that came along with requested ones before anybody touched them.
+    pub prefetched_pages: u64,
+    /// Rate of the background in the last second.
+    pub bulk_bytes_per_s: u64,
+    /// Rate of requested and prefetched pages in the last second.
+    pub urgent_bytes_per_s: u64,
+    /// Sum of all waits for the peer, of all threads.
+    pub waited_us: u64,
     /// Time from the report of a fault to its end, for those that waited for the peer.
     pub latency_us: LatencySnapshot,
 }

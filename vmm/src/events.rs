@@ -60,6 +60,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-failed", "the VM could not be sent (error: why)"),
     ("vm", "migration-cancelling", "somebody asked to stop the migration (side: which)"),
     ("vm", "migration-cancelled", "the migration was stopped (side, guest: where it is now)"),
+    (
+        "vm",
+        "postcopy-migration-recovering",
+        "postcopy connects again; the phase says what came of it",
+    ),
     ("vm", "migration-handed-over", "the guest belongs to the destination, pages still go there"),
     ("vm", "migration-receive-ready", "the destination listens"),
     ("vm", "migration-receive-starting", "a source has connected"),

@@ -3,6 +3,7 @@
 # kernel's KVM selftests before and after, the selftest of userfault exits with every MMU, a Debian
 # guest, what a fault costs, and back to the originals.
 # limit_s: 2400
+# on_request
 . ./lib.sh
 
 P=/lab/kvm-patch

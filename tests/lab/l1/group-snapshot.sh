@@ -9,7 +9,7 @@ check boots_with_two_vcpus wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
 
 # A loop in the guest that writes and reads back from the disk, and files whose sums are known: one
 # on the disk, one that is in memory only.
-work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; head -c 8388608 /dev/urandom >/dev/shm/known; sha256sum </dev/shm/known >/dev/shm/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 & :'
+work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 & :'
 check starts_disk_load guest a "$work"
 check knows_its_boot guest a 'cat /proc/sys/kernel/random/boot_id'
 boot_id=$(cat $T/out)
@@ -25,7 +25,7 @@ save() {
   grep -q "$ROOT_DISK" $T/refused || { cat $T/refused; return 1; }
   remote x shutdown-vmm && ends x 60 || return 1
   kill -9 "$(cat $T/$1.pid)"
-  wait_until 30 gone $1
+  wait_until 30 ended "$(cat $T/$1.pid)"
 }
 # restore TO DIRECTORY MODE
 restore() {
@@ -39,7 +39,7 @@ goes_on() {
   guest $1 'cat /tmp/rounds' || return 1
   rounds=$(cat $T/out)
   guest $1 "for i in \$(seq 300); do [ \$(cat /tmp/rounds) -gt $rounds ] && break; sleep 0.1; done; [ \$(cat /tmp/rounds) -gt $rounds ] && [ ! -e /root/bad ]" || return 1
-  guest $1 '[ "$(sha256sum </dev/shm/known)" = "$(cat /dev/shm/known.sum)" ]' || return 1
+  guest $1 '[ "$(sha256sum </tmp/known)" = "$(cat /tmp/known.sum)" ]' || return 1
   guest $1 'echo 3 >/proc/sys/vm/drop_caches; [ "$(sha256sum </root/known)" = "$(cat /root/known.sum)" ] && ! dmesg | grep -E "I/O error|Oops|BUG:|hung task"'
 }
 # clock_is_right NAME: the guest's wall clock and this machine's agree within two (emulated) seconds.

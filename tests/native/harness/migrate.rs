@@ -27,6 +27,8 @@ pub enum Mode {
     Precopy,
     /// After.
     Postcopy,
+    /// Before, and the rest after.
+    Auto,
 }
 
 impl Mode {
@@ -35,6 +37,7 @@ impl Mode {
         match self {
             Self::Precopy => "precopy",
             Self::Postcopy => "postcopy",
+            Self::Auto => "auto",
         }
     }
 }

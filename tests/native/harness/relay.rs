@@ -76,12 +76,16 @@ pub fn rows(mode: Mode) -> Vec<Row> {
 /// The steps of one message. A new one does not compile until it has a line here.
 fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
     use Link::{Bulk, Control, Urgent};
-    use Mode::{Postcopy, Precopy};
+    use Mode::{Auto, Postcopy, Precopy};
     use Point::{Answer, Message};
     let asked = |link, setting| {
         [Message, Answer].map(|point| Row { mode, link, command, point, setting }).to_vec()
     };
     let told = |link, setting| vec![Row { mode, link, command, point: Message, setting }];
+    if mode == Auto {
+        // Its rounds are those of precopy, what follows is that of postcopy.
+        return Vec::new();
+    }
     match command {
         Command::Start
         | Command::Capabilities
@@ -91,37 +95,44 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         | Command::Confirm => asked(Control, Setting::Usual),
         Command::CompletePaused => asked(Control, Setting::Paused),
         Command::Memory => match mode {
-            Precopy => [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat(),
+            Precopy | Auto => {
+                [asked(Control, Setting::Usual), asked(Bulk, Setting::Connections)].concat()
+            }
             Postcopy => [told(Bulk, Setting::Usual), told(Urgent, Setting::Usual)].concat(),
         },
         Command::ZeroPages => match mode {
-            Precopy => asked(Control, Setting::ZeroPages),
+            Precopy | Auto => asked(Control, Setting::ZeroPages),
             Postcopy => told(Bulk, Setting::ZeroPages),
         },
         Command::MemoryZstd => match mode {
-            Precopy => asked(Control, Setting::Compressed),
+            Precopy | Auto => asked(Control, Setting::Compressed),
             Postcopy => Vec::new(),
         },
         Command::AwaitMachine => match mode {
-            Precopy => asked(Control, Setting::Usual),
+            Precopy | Auto => asked(Control, Setting::Usual),
             Postcopy => Vec::new(),
         },
         Command::Pending | Command::PostcopyDone => match mode {
-            Precopy => Vec::new(),
+            Precopy | Auto => Vec::new(),
             Postcopy => asked(Control, Setting::Usual),
         },
         Command::PageFault => match mode {
-            Precopy => Vec::new(),
+            Precopy | Auto => Vec::new(),
             Postcopy => told(Urgent, Setting::Usual),
         },
         Command::Elsewhere => match mode {
-            Precopy => Vec::new(),
+            Precopy | Auto => Vec::new(),
             Postcopy => told(Urgent, Setting::BulkHeld),
         },
         // Sent after something else has failed; whoever misses it learns the same from the end
         // of the connection, which is what the other rows do. And of local migrations, which have
         // no network.
-        Command::Abandon | Command::MemoryFd => Vec::new(),
+        // The last three come after a loss or when it takes long: `postcopy` has these.
+        Command::Abandon
+        | Command::MemoryFd
+        | Command::Recover
+        | Command::Ahead
+        | Command::Alive => Vec::new(),
     }
 }
 
@@ -132,6 +143,9 @@ fn contents_bytes(message: &Message) -> u64 {
         Message::MemoryZstd { frame_bytes, .. } => u64::from(*frame_bytes),
         Message::Start { .. }
         | Message::AwaitMachine
+        | Message::Recover(_)
+        | Message::Ahead(_)
+        | Message::Alive
         | Message::Config(_)
         | Message::State(_)
         | Message::Complete
@@ -335,7 +349,7 @@ impl Shared {
             let run = || -> io::Result<()> {
                 loop {
                     match (mode, link) {
-                        (Mode::Precopy, _) => {
+                        (Mode::Precopy | Mode::Auto, _) => {
                             let due = || lock(&back).pop_front();
                             shared.answer(link, due, destination, source)?;
                         }

@@ -5,6 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
+use std::os::unix::process::CommandExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -100,6 +101,14 @@ impl VmmBuilder {
             let event_path = format!("path={}", at("events").display());
             command.arg("--api-socket").arg(at("api")).args(["--event-monitor", &event_path]);
             command.arg("--log-file").arg(at("log")).arg("-v");
+        }
+        // SAFETY: between fork and exec only one system call is made, which takes no memory. It ends
+        // the VMM with the test's thread, also when the whole run is killed.
+        unsafe {
+            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            });
         }
         let child = command
             .stdin(Stdio::null())

@@ -9,10 +9,9 @@
 //! two always sees the other (there is a loom model of this in `bitmap`), and no waiter is
 //! forgotten. It opens, waits on and writes to no connection.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::Duration;
 
 use super::receive::locate;
 use crate::bitmap::{ClaimMap, change_then_look};
@@ -24,6 +23,12 @@ use crate::progress::Progress;
 use crate::protocol::codec::ByteSource;
 use crate::protocol::{ProtocolError, runs};
 use crate::ram::{self, GuestMemoryMap};
+use crate::stride::Strides;
+use crate::waits::Waits;
+
+/// Requested contents of at most this length are copied in by one call of the kernel's, which is
+/// faster than receiving them in place: the page is neither cleared before nor mapped twice.
+const SMALL_BYTES: usize = 16 << 10;
 
 /// Pages that the copying path buffers at once, rounded up to a unit.
 const COPY_PAGES: u64 = 256;
@@ -50,12 +55,12 @@ pub(crate) struct Engine<M> {
     left: AtomicU64,
     /// Readable once nothing is missing.
     complete: Cancel,
-    /// Readable once something failed; also interrupts every wait of the engine's threads.
+    /// Readable once the engine itself failed, or its threads are to end for good.
     failed: Cancel,
     /// What failed first, and whether the guest may run on this memory. Held for one look.
     fate: Mutex<Fate>,
-    /// When the units that are waited for were asked for. Held for one insertion or removal.
-    asked: Mutex<HashMap<(usize, u64), Instant>>,
+    /// When the units that are waited for were asked for.
+    waits: Waits,
     progress: Arc<Progress>,
 }
 
@@ -117,7 +122,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             complete: Cancel::new().map_err(Cause::Resource)?,
             failed: Cancel::new().map_err(Cause::Resource)?,
             fate: Mutex::default(),
-            asked: Mutex::new(HashMap::new()),
+            waits: Waits::new(),
             progress,
             memory: Arc::clone(memory),
         };
@@ -143,6 +148,17 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Readable once something failed.
     pub(crate) fn failed(&self) -> &Cancel {
         &self.failed
+    }
+
+    /// A set of connections has failed. It comes back when the engine goes on without them; before
+    /// it is committed it does not, and the failure is noted here.
+    pub(crate) fn fails_with_connections(&self, failure: Failure) -> Option<Failure> {
+        let committed = self.fate.lock().unwrap_or_else(PoisonError::into_inner).committed;
+        if committed {
+            return Some(failure);
+        }
+        self.fail(failure);
+        None
     }
 
     /// Notes a failure and stops everybody. Before the engine is committed, whoever waits for a
@@ -203,7 +219,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                 self.show(region, index)?;
             } else if first_wish {
                 counters.faults_requested.fetch_add(1, Ordering::Relaxed);
-                self.asked_now(region, index);
+                self.waits.begin(region, index);
                 ask.push(self.memory.layout().range_of(run));
             } else {
                 counters.faults_merged.fetch_add(1, Ordering::Relaxed);
@@ -217,9 +233,68 @@ impl<M: GuestMemoryMap> Engine<M> {
         PageRun { region, first: index * unit, count: unit }
     }
 
-    fn asked_now(&self, region: usize, index: u64) {
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        asked.insert((region, index), Instant::now());
+    /// Guesses what the threads behind these faults will touch next; returns the ranges to ask for
+    /// without anybody waiting.
+    pub(crate) fn ahead_of(&self, faults: &[Fault], strides: &mut Strides) -> Vec<GpaRange> {
+        let mut runs: Vec<PageRun> = Vec::new();
+        for fault in faults {
+            let unit = fault.page / self.unit_pages[fault.region];
+            let Some(thread) = fault.thread else { continue };
+            let Some(guess) = strides.fault(thread, fault.region, unit) else { continue };
+            let map = &self.missing[fault.region];
+            let steps = (1..=guess.count).filter_map(|step| {
+                let distance = guess.stride.checked_mul(i64::try_from(step).ok()?)?;
+                unit.checked_add_signed(distance)
+            });
+            for index in steps.filter(|index| *index < map.len() && map.get(*index)) {
+                let run = self.pages_of(fault.region, index);
+                match runs.last_mut() {
+                    Some(last) if last.region == run.region && last.end() == run.first => {
+                        last.count += run.count;
+                    }
+                    _ => runs.push(run),
+                }
+            }
+        }
+        runs.iter().map(|run| self.memory.layout().range_of(*run)).collect()
+    }
+
+    /// What is missing, one map a region, in units.
+    pub(crate) fn missing(&self) -> &[ClaimMap] {
+        &self.missing
+    }
+
+    /// How long the longest wait for a page has been going on.
+    pub(crate) fn longest_wait(&self) -> Duration {
+        self.waits.longest()
+    }
+
+    /// Prepares for another set of connections; none works on the engine now. What arrived of a
+    /// page without being shown is thrown away.
+    pub(crate) fn begin_again(&self) -> Result<(), Cause> {
+        for (region, map) in self.missing.iter().enumerate() {
+            let unit = self.unit_pages[region];
+            for (first, count) in map.runs() {
+                let run = PageRun { region, first: first * unit, count: count * unit };
+                ram::empty(&*self.memory, run).map_err(Cause::Memory)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What somebody waits for and is still missing: to be asked for on a new connection.
+    pub(crate) fn wishes(&self) -> Vec<GpaRange> {
+        change_then_look();
+        self.waits.restart_clock();
+        let mut ranges = Vec::new();
+        for (region, map) in self.wanted.iter().enumerate() {
+            for (first, count) in map.runs() {
+                let wanted = (first..first + count).filter(|unit| self.missing[region].get(*unit));
+                let runs = wanted.map(|unit| self.pages_of(region, unit));
+                ranges.extend(runs.map(|run| self.memory.layout().range_of(run)));
+            }
+        }
+        ranges
     }
 
     /// Takes contents off a connection, straight into place, and lets the guest see them.
@@ -230,29 +305,43 @@ impl<M: GuestMemoryMap> Engine<M> {
         via: Via,
     ) -> Result<(), Cause> {
         let runs = self.check(ranges)?;
-        let bytes: u64 = runs.iter().map(PageRun::len_bytes).sum();
-        if runs.iter().all(|run| self.source.receives_in_place(run.region)) {
+        let bytes = runs.iter().map(PageRun::len_bytes).fold(0, u64::saturating_add);
+        let in_place = runs.iter().all(|run| self.source.receives_in_place(run.region));
+        if bytes <= SMALL_BYTES as u64 && self.source.prefers_copies_of_small_runs() {
+            let mut buffer = [0; SMALL_BYTES];
+            let mut left = &mut buffer[..to_usize(bytes)];
+            from.read_exact(left)?;
+            for run in runs {
+                let (piece, rest) = left.split_at_mut(to_usize(run.len_bytes()));
+                self.source.copy_in(run, piece)?;
+                self.has_come(run, via)?;
+                left = rest;
+            }
+        } else if in_place {
             let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
             from.read_guest(&slices)?;
-            for run in &runs {
-                self.source.make_present(*run)?;
+            for run in runs {
+                self.source.make_present(run)?;
+                self.has_come(run, via)?;
             }
         } else {
-            for run in &runs {
-                self.copy_in(from, *run)?;
+            for run in runs {
+                self.copy_in(from, run, via)?;
             }
-        }
-        self.progress.counters.memory_bytes_received.fetch_add(bytes, Ordering::Relaxed);
-        for run in runs {
-            self.memory.mark_resident(run);
-            // Showing the pages has woken whoever waited for them.
-            self.arrived(run, via, |_, _| Ok(()))?;
         }
         Ok(())
     }
 
+    /// The guest sees contents and has been woken: from this moment on it may write them, so they
+    /// are not missing any more, whatever happens to the rest of a message.
+    fn has_come(&self, run: PageRun, via: Via) -> Result<(), Cause> {
+        self.progress.counters.memory_bytes_received.fetch_add(run.len_bytes(), Ordering::Relaxed);
+        self.memory.mark_resident(run);
+        self.arrived(run, via, |_, _| Ok(()))
+    }
+
     /// Takes contents through a buffer: memory with one mapping is filled in one step a piece.
-    fn copy_in(&self, from: &mut impl ByteSource, run: PageRun) -> Result<(), Cause> {
+    fn copy_in(&self, from: &mut impl ByteSource, run: PageRun, via: Via) -> Result<(), Cause> {
         let step = COPY_PAGES.next_multiple_of(self.unit_pages[run.region]);
         let mut buffer = Vec::new();
         let mut first = run.first;
@@ -261,6 +350,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             buffer.resize(to_usize(piece.len_bytes()), 0);
             from.read_exact(&mut buffer)?;
             self.source.copy_in(piece, &buffer)?;
+            self.has_come(piece, via)?;
             first = piece.end();
         }
         Ok(())
@@ -320,17 +410,26 @@ impl<M: GuestMemoryMap> Engine<M> {
         let (first, count) = (run.first / unit, run.count / unit);
         let cleared = self.missing[run.region].claim_run(first, count);
         change_then_look();
+        let mut wanted = 0;
         for index in first..first + count {
             if self.wanted[run.region].get(index) {
+                wanted += unit;
                 wake(run.region, index)?;
-                self.wait_is_over(run.region, index);
+                if let Some(took) = self.waits.end(run.region, index) {
+                    self.progress.fault_took(took);
+                }
             }
         }
         let counters = &self.progress.counters;
         match via {
-            Via::Bulk => counters.bulk_pages.fetch_add(run.count, Ordering::Relaxed),
-            Via::Urgent => counters.urgent_pages.fetch_add(run.count, Ordering::Relaxed),
-        };
+            Via::Bulk => {
+                counters.bulk_pages.fetch_add(run.count, Ordering::Relaxed);
+            }
+            Via::Urgent => {
+                counters.urgent_pages.fetch_add(wanted, Ordering::Relaxed);
+                counters.prefetched_pages.fetch_add(run.count - wanted, Ordering::Relaxed);
+            }
+        }
         self.progress.sent_down(run.len_bytes());
         if self.left.fetch_sub(cleared, Ordering::AcqRel) == cleared {
             self.complete.cancel();
@@ -341,14 +440,6 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Lets waiters of a unit that is not missing go on: with its contents, or else with zeros.
     fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
         Ok(self.source.make_zero(self.pages_of(region, index))?)
-    }
-
-    fn wait_is_over(&self, region: usize, index: u64) {
-        let asked =
-            self.asked.lock().unwrap_or_else(PoisonError::into_inner).remove(&(region, index));
-        if let Some(since) = asked {
-            self.progress.fault_took(since.elapsed());
-        }
     }
 }
 

@@ -1,87 +1,224 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Fault: the guest runs here and its pages arrive, pushed and on request.
+//! The threads of Fault: one reader for each queue of faults, one receiver for each connection.
 //!
-//! Owns the threads around the engine: one reader for each queue of faults, one receiver for each
-//! connection. Requests are pipelined: a reader asks for all faults of one read in one message and
-//! never waits for an answer. When a connection is lost everything stays as it is
-//! ([`PostcopyPaused`]): vCPUs that need a missing page wait, the others go on.
+//! Owns how faults become requests. Requests are pipelined: a reader asks for all faults of one
+//! read in one message and never waits for an answer. Readers outlive connections: without any, a
+//! fault is noted as a wish, which the next set of connections begins with. A reader notes its wish
+//! and then looks for a connection; whoever installs connections does so and then looks for
+//! wishes, so that one of the two asks.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::engine::{Engine, Via};
 use super::negotiate::unexpected;
+use super::rejoin::{Connections, Rejoin, Returned};
+use crate::bitmap::change_then_look;
+use crate::cancel::Cancel;
 use crate::channel::Channel;
-use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step};
+use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultWait;
-use crate::progress::{Phase, Snapshot};
-use crate::protocol::message::{Answer, Message};
+use crate::layout::GpaRange;
+use crate::protocol::message::Message;
+use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
-use crate::report::FailureReport;
-use crate::transport::{Connection, WaitEnd, wait_readable};
+use crate::session::{Fate, Session, Urgency};
+use crate::stride::Strides;
+use crate::transport::Connection;
 
-/// The sending end of an urgent connection; several readers may share one. Held for one message.
-type Asker = Arc<Mutex<Arc<Connection>>>;
+/// Ranges in one request after connections have been made again.
+const WISHES_AT_ONCE: usize = 512;
+
+/// The sending end of a connection for requests; several readers may share one.
+struct Asker {
+    /// Held for one message.
+    one_at_a_time: Mutex<()>,
+    connection: Arc<Connection>,
+    fate: Arc<Fate>,
+}
+
+impl Asker {
+    /// Asks; a failure ends the set of connections, and the wishes stay noted.
+    fn ask(&self, requests: &Requests) {
+        let mut bytes = Message::PageFault(requests.waited_for.clone()).encode();
+        if !requests.ahead.is_empty() {
+            bytes.extend(Message::Ahead(requests.ahead.clone()).encode());
+        }
+        let one_at_a_time = self.one_at_a_time.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = self.connection.send(&bytes).step("asking for pages");
+        drop(one_at_a_time);
+        if let Err(failure) = sent {
+            self.fate.fail(failure);
+        }
+    }
+}
+
+/// What one message asks for.
+struct Requests {
+    waited_for: Vec<GpaRange>,
+    /// May come along behind.
+    ahead: Vec<GpaRange>,
+}
+
+/// Where each reader sends its requests now. A slot is its reader's; it is only locked by others
+/// when connections come and go.
+struct Askers(Vec<Mutex<Option<Arc<Asker>>>>);
+
+impl Askers {
+    fn set(&self, askers: &[Arc<Asker>]) {
+        for (reader, slot) in self.0.iter().enumerate() {
+            let asker = askers.get(reader % askers.len().max(1)).map(Arc::clone);
+            *slot.lock().unwrap_or_else(PoisonError::into_inner) = asker;
+        }
+        change_then_look();
+    }
+
+    fn of(&self, reader: usize) -> Option<Arc<Asker>> {
+        self.0[reader].lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
 
 /// The engine and its threads. Dropping stops the threads; the waiters of missing pages are let
 /// go, so the guest must be gone by then, or complete.
 pub(crate) struct FaultThreads<M: GuestMemoryMap> {
-    engine: Arc<Engine<M>>,
-    threads: Vec<JoinHandle<()>>,
+    pub(super) engine: Arc<Engine<M>>,
+    pub(super) rejoin: Rejoin,
+    askers: Arc<Askers>,
+    /// Reads faults, from the begin to the end.
+    readers: Session,
+    /// Receives pages; ends when a connection is lost.
+    pub(super) session: Session,
 }
 
 impl<M: GuestMemoryMap> FaultThreads<M> {
-    /// Starts everybody.
+    /// Starts everybody. Without urgent connections requests go over those for bulk memory.
     pub(crate) fn start(
         engine: Arc<Engine<M>>,
+        rejoin: Rejoin,
         bulk: Vec<Channel>,
         urgent: Vec<Channel>,
     ) -> Result<Self, Failure> {
-        let mut all = Self { engine, threads: Vec::new() };
-        let mut askers = Vec::new();
-        let channels = bulk.into_iter().map(|channel| (Via::Bulk, channel));
-        let channels = channels.chain(urgent.into_iter().map(|channel| (Via::Urgent, channel)));
-        for (via, channel) in channels {
-            channel.connection.set_cancel(all.engine.failed());
-            if via == Via::Urgent {
-                askers.push(Arc::new(Mutex::new(Arc::clone(&channel.connection))));
-            }
-            all.spawn("mig-pages", channel, move |engine, channel| {
-                take_pages(engine, channel, via)
-            })?;
-        }
-        for reader in 0..all.engine.source().readers() {
-            let asker: Asker = Arc::clone(&askers[reader % askers.len()]);
-            all.spawn("mig-faults", asker, move |engine, asker| {
-                ask_for_faults(engine, reader, asker)
-            })?;
+        let readers = engine.source().readers();
+        let slots = (0..readers).map(|_| Mutex::new(None)).collect();
+        let askers = Arc::new(Askers(slots));
+        let (readers_session, session) = (Session::new()?, Session::new()?);
+        let mut all = Self { engine, rejoin, askers, readers: readers_session, session };
+        all.receive_on(bulk, urgent)?;
+        for reader in 0..readers {
+            let part = (Arc::clone(&all.engine), Arc::clone(&all.askers));
+            let engine = Arc::clone(&all.engine);
+            all.readers.spawn(
+                "mig-faults",
+                Urgency::Now,
+                part,
+                move |(engine, askers)| read_faults(engine, askers, reader),
+                move |failure| engine.fail(failure),
+            )?;
         }
         Ok(all)
     }
 
-    /// Starts a thread that owns a connection. What goes wrong is noted before the peer can see
-    /// the connection end.
-    fn spawn<C: Send + 'static>(
-        &mut self,
-        name: &str,
-        mut connection: C,
-        work: impl FnOnce(&Engine<M>, &mut C) -> Result<(), Failure> + Send + 'static,
-    ) -> Result<(), Failure> {
-        let engine = Arc::clone(&self.engine);
-        let body = move || {
-            let work = std::panic::AssertUnwindSafe(|| work(&engine, &mut connection));
-            let result = std::panic::catch_unwind(work)
-                .unwrap_or(Err(Failure::new("receiving pages", Cause::Panicked)));
-            if let Err(failure) = result {
-                engine.fail(failure);
-            }
-            drop(connection);
-        };
-        let thread = std::thread::Builder::new().name(name.into()).spawn(body);
-        self.threads.push(thread.map_err(Cause::Resource).step("starting a page thread")?);
+    /// Starts the receivers of a set of connections, and makes readers ask on it.
+    fn receive_on(&mut self, bulk: Vec<Channel>, urgent: Vec<Channel>) -> Result<(), Failure> {
+        let for_requests = if urgent.is_empty() { &bulk } else { &urgent };
+        let askers: Vec<Arc<Asker>> = for_requests
+            .iter()
+            .map(|channel| {
+                Arc::new(Asker {
+                    one_at_a_time: Mutex::new(()),
+                    connection: Arc::clone(&channel.connection),
+                    fate: Arc::clone(self.session.fate()),
+                })
+            })
+            .collect();
+        let bulk = bulk.into_iter().map(|channel| (Via::Bulk, channel));
+        let urgent = urgent.into_iter().map(|channel| (Via::Urgent, channel));
+        for (via, channel) in bulk.chain(urgent) {
+            channel.connection.set_cancel(self.session.fate().stop());
+            let (name, urgency) = match via {
+                Via::Bulk => ("mig-pages", Urgency::Later),
+                Via::Urgent => ("mig-urgent", Urgency::Now),
+            };
+            let part = (Arc::clone(&self.engine), channel);
+            let (engine, fate) = (Arc::clone(&self.engine), Arc::clone(self.session.fate()));
+            self.session.spawn(
+                name,
+                urgency,
+                part,
+                move |(engine, channel)| take_pages(engine, channel, via),
+                move |failure| receiver_failed(&engine, &fate, failure),
+            )?;
+        }
+        self.askers.set(&askers);
         Ok(())
+    }
+
+    /// Ends the set of connections; readers go on.
+    pub(super) fn disconnect(&mut self) {
+        self.askers.set(&[]);
+        self.session.end();
+    }
+
+    /// Goes on with another set of connections, over which nothing has been sent yet but what is
+    /// missing.
+    fn reconnect(&mut self, bulk: Vec<Channel>, urgent: Vec<Channel>) -> Result<(), Failure> {
+        self.session = Session::new()?;
+        self.receive_on(bulk, urgent)?;
+        for (index, wishes) in self.engine.wishes().chunks(WISHES_AT_ONCE).enumerate() {
+            if let Some(asker) = self.askers.of(index % self.askers.0.len().max(1)) {
+                asker.ask(&Requests { waited_for: wishes.to_vec(), ahead: Vec::new() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for a source that has lost its connections, and goes on with those that it makes;
+    /// returns the first of them.
+    ///
+    /// # Errors
+    /// The loss, when it does not come back in time.
+    pub(super) fn source_returns(
+        &mut self,
+        lost: Failure,
+        within: Duration,
+        cancel: &Cancel,
+    ) -> Result<Channel, Failure> {
+        self.disconnect();
+        let deadline = Instant::now() + within;
+        loop {
+            let Ok(returned) = self.rejoin.wait(cancel, Some(deadline)) else { return Err(lost) };
+            let joined = self.take_over(returned, cancel);
+            match joined {
+                Ok(control) => return Ok(control),
+                Err(failure) => {
+                    self.disconnect();
+                    log::warn!("the source is not back yet: {}", failure.for_peer());
+                }
+            }
+        }
+    }
+
+    /// Takes the connections of a source that has come back.
+    pub(super) fn take_over(
+        &mut self,
+        returned: Returned,
+        cancel: &Cancel,
+    ) -> Result<Channel, Failure> {
+        let engine = Arc::clone(&self.engine);
+        let missing = move || {
+            engine.begin_again()?;
+            Ok(runs::encode(engine.missing()))
+        };
+        let Connections { control, bulk, urgent } =
+            self.rejoin.connect(returned, missing, cancel)?;
+        self.reconnect(bulk, urgent)?;
+        Ok(control)
+    }
+
+    /// Every page is here: see [`Rejoin::linger`].
+    pub(super) fn linger(&self, timeout: Duration) {
+        self.rejoin.clone().linger(timeout);
     }
 
     /// See [`Engine::commit`].
@@ -97,10 +234,21 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
 impl<M: GuestMemoryMap> Drop for FaultThreads<M> {
     fn drop(&mut self) {
         self.engine.failed().cancel();
+        self.session.end();
         self.engine.source().stop_readers();
-        for thread in self.threads.drain(..) {
-            // A panic has been noted as a failure already.
-            let _ = thread.join();
+        self.readers.end();
+    }
+}
+
+/// A lost connection ends its set; a host that cannot show pages ends the engine.
+fn receiver_failed<M: GuestMemoryMap>(engine: &Engine<M>, fate: &Fate, failure: Failure) {
+    if matches!(failure.cause, Cause::Uffd(_) | Cause::Memory(_) | Cause::Panicked) {
+        engine.fail(failure);
+        fate.stop().cancel();
+    } else {
+        match engine.fails_with_connections(failure) {
+            Some(failure) => fate.fail(failure),
+            None => fate.stop().cancel(),
         }
     }
 }
@@ -121,134 +269,35 @@ fn take_pages<M: GuestMemoryMap>(
                 engine.take_contents(&mut channel.reader, &ranges, via).step(STEP)?;
             }
             Message::ZeroPages(ranges) => engine.take_zeros(&ranges, via).step(STEP)?,
-            Message::Elsewhere(ranges) if via == Via::Urgent => {
-                engine.take_elsewhere(&ranges).step(STEP)?;
-            }
+            Message::Elsewhere(ranges) => engine.take_elsewhere(&ranges).step(STEP)?,
             other => return Err(unexpected(&other, "Memory or ZeroPages")),
         }
     }
 }
 
 /// Reads faults of one queue and asks for their pages.
-fn ask_for_faults<M: GuestMemoryMap>(
+fn read_faults<M: GuestMemoryMap>(
     engine: &Engine<M>,
+    askers: &Askers,
     reader: usize,
-    asker: &Asker,
 ) -> Result<(), Failure> {
     const STEP: &str = "asking for pages";
     let mut faults = Vec::new();
+    let mut strides = Strides::default();
     loop {
         faults.clear();
         match engine.source().next_faults(reader, &mut faults).step(STEP)? {
             FaultWait::Stopped => return Ok(()),
             FaultWait::Faults => {}
         }
-        let ask = engine.take_faults(&faults).step(STEP)?;
-        if !ask.is_empty() {
-            let bytes = Message::PageFault(ask).encode();
-            let connection = asker.lock().unwrap_or_else(PoisonError::into_inner);
-            connection.send(&bytes).step(STEP)?;
+        let waited_for = engine.take_faults(&faults).step(STEP)?;
+        let ahead = engine.ahead_of(&faults, &mut strides);
+        if waited_for.is_empty() && ahead.is_empty() {
+            continue;
         }
-    }
-}
-
-/// The guest runs here and its pages arrive.
-pub struct Faulting<M: GuestMemoryMap> {
-    threads: FaultThreads<M>,
-    control: Channel,
-    began: Instant,
-}
-
-/// Postcopy that lost its source: vCPUs wait for their pages.
-///
-/// Dropping this value lets the waiters see zeros where contents are missing, so end the guest
-/// before.
-pub struct PostcopyPaused<M: GuestMemoryMap> {
-    /// What happened.
-    pub error: MigrationError,
-    faulting: Faulting<M>,
-}
-
-impl<M: GuestMemoryMap> PostcopyPaused<M> {
-    /// Pages of 4 KiB that have not arrived.
-    pub fn missing_pages(&self) -> u64 {
-        self.faulting.threads.engine.missing_pages()
-    }
-}
-
-impl<M: GuestMemoryMap> std::fmt::Debug for PostcopyPaused<M> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PostcopyPaused")
-            .field("error", &self.error)
-            .field("missing_pages", &self.missing_pages())
-            .finish_non_exhaustive()
-    }
-}
-
-impl<M: GuestMemoryMap> Faulting<M> {
-    pub(crate) fn new(threads: FaultThreads<M>, control: Channel) -> Self {
-        Self { threads, control, began: Instant::now() }
-    }
-
-    /// The phase begins; it ends in [`wait`](Self::wait).
-    pub(crate) fn begin(&mut self) {
-        self.began = Instant::now();
-        self.threads.engine.progress().begin_long(Phase::Fault);
-    }
-
-    /// Waits until every page is here, and tells the source.
-    ///
-    /// # Errors
-    /// When the source is lost: the guest waits where it needs a missing page, and both sides keep
-    /// what they have.
-    pub fn wait(mut self) -> Result<Snapshot, Box<PostcopyPaused<M>>> {
-        let engine = Arc::clone(&self.threads.engine);
-        let result = self.wait_until_complete();
-        let progress = engine.progress();
-        progress.end_long(Phase::Fault, self.began.elapsed(), result.is_ok());
-        match result {
-            Ok(()) => {
-                progress.finish(Phase::Done);
-                Ok(progress.snapshot())
-            }
-            Err(Failure { step, cause }) => {
-                let error = MigrationError {
-                    side: Side::Destination,
-                    phase: Phase::Fault,
-                    step,
-                    guest: GuestIs::PostcopyPaused,
-                    cause,
-                };
-                progress.fail(Phase::PostcopyPaused, FailureReport::new(&error));
-                Err(Box::new(PostcopyPaused { error, faulting: self }))
-            }
-        }
-    }
-
-    fn wait_until_complete(&mut self) -> Result<(), Failure> {
-        const STEP: &str = "waiting for the last page";
-        let engine = &self.threads.engine;
-        // The first descriptor wins: with everything here, a failure does not matter any more.
-        let end = wait_readable(&[engine.complete().fd()], engine.failed(), None);
-        let end = end.map_err(Cause::Resource).step(STEP)?;
-        if end == WaitEnd::Cancelled && !engine.complete().is_cancelled() {
-            let lost = || Failure::new(STEP, Cause::Cancelled);
-            return Err(engine.take_failure().unwrap_or_else(lost));
-        }
-        engine.source().release().step("leaving postcopy")?;
-        // The guest is complete: what happens to the connection now cannot hurt it.
-        if let Err(cause) = self.say_done() {
-            let why = crate::error::chain(&cause);
-            log::warn!("the source could not be told that all pages are here: {why}");
-        }
-        Ok(())
-    }
-
-    fn say_done(&mut self) -> Result<(), Cause> {
-        self.control.connection.send(&Message::PostcopyDone.encode())?;
-        match Answer::read(&mut self.control.reader)? {
-            Answer::Ok { .. } => Ok(()),
-            Answer::Error { reason } => Err(Cause::Refused(reason)),
+        change_then_look();
+        if let Some(asker) = askers.of(reader) {
+            asker.ask(&Requests { waited_for, ahead });
         }
     }
 }

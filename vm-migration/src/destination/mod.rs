@@ -11,7 +11,9 @@
 //! | `fresh` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what is missing, what is asked for |
-//! | `fault` | Fault: the engine's threads, and the end |
+//! | `fault` | the engine's threads |
+//! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
+//! | `rejoin` | how a source that lost its connections comes back |
 //!
 //! Nothing that the peer says is believed before it is checked against the machine that was built
 //! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
@@ -19,9 +21,11 @@
 mod building;
 mod engine;
 mod fault;
+mod faulting;
 mod fresh;
 mod negotiate;
 mod receive;
+mod rejoin;
 mod run;
 
 use std::sync::Arc;
@@ -36,7 +40,7 @@ use crate::transport::{self, Address, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
 pub(crate) use engine::{Engine, Via};
-pub use fault::{Faulting, PostcopyPaused};
+pub use faulting::{Faulting, PostcopyPaused};
 
 /// What every phase of one migration uses.
 #[derive(Clone, Copy)]
@@ -44,13 +48,13 @@ pub(crate) struct Context<'a> {
     pub options: &'a ReceiveOptions,
     pub progress: &'a Arc<Progress>,
     pub cancel: &'a Cancel,
-    pub listener: &'a transport::Listener,
+    pub listener: &'a Arc<transport::Listener>,
 }
 
 /// A place where a source can connect. One migration at a time.
 #[derive(Debug)]
 pub struct Listener {
-    listener: transport::Listener,
+    listener: Arc<transport::Listener>,
 }
 
 /// The guest is here.
@@ -103,7 +107,7 @@ impl Listener {
     /// # Errors
     /// When the address is taken, not ours, or does not resolve.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
-        Ok(Self { listener: transport::Listener::bind(address)? })
+        Ok(Self { listener: Arc::new(transport::Listener::bind(address)?) })
     }
 
     /// Where it listens.

@@ -27,6 +27,9 @@ use crate::ram::GuestMemoryMap;
 use crate::uffd::{self, Uffd};
 use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
+/// Most userfaultfds that a number of connections makes.
+const READERS_MAX: u16 = 16;
+
 /// A source has connected and said nothing yet.
 pub(crate) struct Connected {
     control: Channel,
@@ -71,17 +74,17 @@ impl Connected {
         let counters = &context.progress.counters;
         counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
         let mut payload = Vec::new();
-        let mut postcopy = false;
+        let mut first_machine = None;
         if let Terms::Negotiated { offer, .. } = &terms {
             check_layout(memory.layout(), offer)?;
             payload = Prepared { regions: memory.layout().regions().to_vec() }.to_json();
-            postcopy = offer.memory_mode == MemoryMode::Postcopy;
+            first_machine = (offer.memory_mode == MemoryMode::Postcopy).then_some(offer);
         }
-        let (building, fault_source) = if postcopy {
+        let (building, fault_source) = if let Some(offer) = first_machine {
             // The source stops its guest next, so the machine has to be there first; and it may
             // know the best way to catch accesses.
             let mut vm = build_now(mapped)?;
-            let source = watch(&mut vm, &memory, context)?;
+            let source = watch(&mut vm, &memory, offer, context)?;
             (Building::done(vm)?, Some(source))
         } else {
             (Building::start(mapped)?, None)
@@ -98,6 +101,11 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
     let offer = match read(control, "waiting for the start of the protocol")? {
         Message::Start { version: VERSION, offer } => offer,
         Message::Start { version, .. } => return Err(ProtocolError::Version(version)).step(STEP),
+        Message::Recover(_) => {
+            let what = "no VM of another host waits here for its pages".to_string();
+            let remedy = "recover where the VM runs";
+            return Err(Cause::Unsupported { what, remedy }).step(STEP);
+        }
         other => return Err(unexpected(&other, "Start")),
     };
     let answer = Answer::Ok { offer_taken: offer, payload: Vec::new() };
@@ -115,7 +123,7 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
     let common = common(&ours, &offer.features);
     let needed: &[&str] = match offer.memory_mode {
         MemoryMode::Precopy => &[FEATURE_CONFIRM],
-        MemoryMode::Postcopy => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
+        MemoryMode::Postcopy | MemoryMode::Auto => &[FEATURE_CONFIRM, FEATURE_POSTCOPY],
     };
     if let Some(missing) = needed.iter().find(|feature| !common.contains(**feature)) {
         let what = format!("the source lacks {missing}");
@@ -125,11 +133,11 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
         let what = "memory can only be handed over through a Unix socket".to_string();
         return Err(Cause::Unsupported { what, remedy: "use a unix: address" }).step(STEP);
     }
-    if offer.local && offer.memory_mode == MemoryMode::Postcopy {
+    if offer.local && offer.memory_mode.may_postcopy() {
         let why = "local and postcopy exclude each other";
         return Err(ProtocolError::Malformed { what: "capability offer", why }).step(STEP);
     }
-    if offer.memory_mode == MemoryMode::Postcopy {
+    if offer.memory_mode.may_postcopy() {
         // Here, before anything is built, so that nobody waits for a refusal.
         uffd::check(layout.regions()).step("checking for userfaultfd")?;
     }
@@ -181,7 +189,7 @@ fn take_config(
     Ok((config, given))
 }
 
-fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
+pub(super) fn random_token() -> std::io::Result<[u8; TOKEN_BYTES]> {
     let mut token = [0; TOKEN_BYTES];
     File::open("/dev/urandom")?.read_exact(&mut token)?;
     Ok(token)
@@ -198,10 +206,12 @@ fn check_layout(ours: &Layout, offer: &Offer) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Sets up the best way there is to catch accesses to missing pages.
-fn watch<V: DestinationVm>(
+/// Sets up the best way there is to catch accesses to missing pages. Where most of memory is here
+/// already, only what is missing is caught.
+pub(super) fn watch<V: DestinationVm>(
     vm: &mut V,
     memory: &Arc<V::Memory>,
+    offer: &Offer,
     context: Context<'_>,
 ) -> Result<Arc<dyn FaultSource>, Failure> {
     const STEP: &str = "preparing to catch page faults";
@@ -209,8 +219,14 @@ fn watch<V: DestinationVm>(
     let source = if let Some(source) = own {
         source
     } else {
-        let readers = context.options.fault_readers;
-        Arc::new(Uffd::register(Arc::clone(memory), readers).step(STEP)?)
+        let urgent = usize::from(offer.urgent_connections.clamp(1, READERS_MAX));
+        let readers = context.options.fault_readers.unwrap_or(urgent);
+        let memory = Arc::clone(memory);
+        let uffd = match offer.memory_mode {
+            MemoryMode::Auto => Uffd::register_missing(memory, readers),
+            _ => Uffd::register(memory, readers),
+        };
+        Arc::new(uffd.step(STEP)?)
     };
     context.progress.set_fault_source(source.kind());
     Ok(source)

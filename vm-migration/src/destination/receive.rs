@@ -16,7 +16,8 @@ use super::building::Building;
 use super::engine::Engine;
 use super::fault::FaultThreads;
 use super::fresh::Fresh;
-use super::negotiate::{read, unexpected};
+use super::negotiate::{read, unexpected, watch};
+use super::rejoin::Rejoin;
 use super::{Context, Setback};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -31,7 +32,7 @@ use crate::protocol::codec::ByteSource;
 use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Message, Role};
 use crate::ram::{self, GuestMemoryMap};
-use crate::transport::{TransportError, WaitEnd, wait_readable};
+use crate::transport::{Connection, TransportError, WaitEnd, wait_readable};
 use crate::vm::DestinationVm;
 
 /// How long an extra connection may take to say what it is for. While it does, memory waits.
@@ -151,10 +152,10 @@ impl<V: DestinationVm> Mapped<V> {
                     }
                 }
                 Message::Pending(bytes) if faults.is_none() => {
-                    faults = Some(self.start_engine(&bytes, context)?);
+                    faults = Some(self.start_engine(&bytes, &mut helpers, context)?);
                 }
                 Message::State(state) => {
-                    if self.parts.fault_source.is_some() && faults.is_none() {
+                    if self.mode() == MemoryMode::Postcopy && faults.is_none() {
                         return Err(unexpected(&Message::State(Vec::new()), "Pending"));
                     }
                     helpers.finish()?;
@@ -165,6 +166,13 @@ impl<V: DestinationVm> Mapped<V> {
                 other => return Err(unexpected(&other, "Memory or State")),
             }
             self.control.yes().step("acknowledging memory")?;
+        }
+    }
+
+    fn mode(&self) -> MemoryMode {
+        match &self.parts.terms {
+            Terms::Plain => MemoryMode::Precopy,
+            Terms::Negotiated { offer, .. } => offer.memory_mode,
         }
     }
 
@@ -217,7 +225,7 @@ impl<V: DestinationVm> Mapped<V> {
                 return Ok(());
             }
         };
-        let postcopy = self.parts.fault_source.is_some();
+        let mode = self.mode();
         let count = helpers.threads.len() + self.bulk.len() + self.urgent.len();
         match role {
             _ if count >= 2 * usize::from(CONNECTIONS_MAX) => {
@@ -228,11 +236,11 @@ impl<V: DestinationVm> Mapped<V> {
                 log::warn!("an extra connection was turned away: memory does not travel");
                 Ok(())
             }
-            Role::Memory if postcopy => {
+            Role::Memory if mode == MemoryMode::Postcopy => {
                 self.bulk.push(channel);
                 Ok(())
             }
-            Role::Fault if postcopy => {
+            Role::Fault if mode.may_postcopy() => {
                 self.urgent.push(channel);
                 Ok(())
             }
@@ -253,18 +261,27 @@ impl<V: DestinationVm> Mapped<V> {
     fn start_engine(
         &mut self,
         pending: &[u8],
+        helpers: &mut Helpers,
         context: Context<'_>,
     ) -> Result<FaultThreads<V::Memory>, Failure> {
         const STEP: &str = "preparing for missing pages";
-        let Terms::Negotiated { offer, .. } = &self.parts.terms else {
+        let Terms::Negotiated { offer, token } = &self.parts.terms else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
+        if offer.memory_mode == MemoryMode::Auto {
+            self.bulk = helpers.give_back()?;
+            self.parts.building.wait(context.cancel)?;
+            let mut vm = self.parts.building.finish()?;
+            self.parts.fault_source = Some(watch(&mut vm, &self.parts.memory, offer, context)?);
+            self.parts.building = Building::done(vm)?;
+        }
         let Some(source) = &self.parts.fault_source else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
-        debug_assert_eq!(offer.memory_mode, MemoryMode::Postcopy);
-        if self.bulk.is_empty() || self.urgent.is_empty() {
-            let why = "postcopy needs connections for bulk memory and for requested pages";
+        let promised = (offer.bulk_connections, offer.urgent_connections);
+        let there = (self.bulk.len(), self.urgent.len());
+        if self.bulk.is_empty() || there != (promised.0.into(), promised.1.into()) {
+            let why = "postcopy has other connections than those that were announced";
             return Err(ProtocolError::Malformed { what: "set of connections", why }).step(STEP);
         }
         let engine = Engine::new(
@@ -276,7 +293,14 @@ impl<V: DestinationVm> Mapped<V> {
         .step(STEP)?;
         let bulk = std::mem::take(&mut self.bulk);
         let urgent = std::mem::take(&mut self.urgent);
-        FaultThreads::start(Arc::new(engine), bulk, urgent)
+        let rejoin = Rejoin {
+            listener: Arc::clone(context.listener),
+            id: *token,
+            attempt: 0,
+            stall: context.options.limits.stall,
+            steering: context.options.steering.clone(),
+        };
+        FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent)
     }
 }
 
@@ -361,7 +385,9 @@ fn take_zeros<M: GuestMemoryMap>(
 
 /// Threads that take memory from extra connections. Dropping ends them.
 struct Helpers {
-    threads: Vec<(Arc<crate::transport::Connection>, JoinHandle<()>)>,
+    threads: Vec<(Arc<Connection>, JoinHandle<Option<Channel>>)>,
+    /// Ends their waits between two messages.
+    stop: Cancel,
     /// Readable once one of them failed.
     failed: Cancel,
     /// Why. Held for one look.
@@ -370,8 +396,9 @@ struct Helpers {
 
 impl Helpers {
     fn new() -> Result<Self, Cause> {
-        let failed = Cancel::new().map_err(Cause::Resource)?;
-        Ok(Self { threads: Vec::new(), failed, failure: Arc::default() })
+        let cancel = || Cancel::new().map_err(Cause::Resource);
+        let (stop, failed) = (cancel()?, cancel()?);
+        Ok(Self { threads: Vec::new(), stop, failed, failure: Arc::default() })
     }
 
     fn start<M: GuestMemoryMap>(
@@ -382,13 +409,19 @@ impl Helpers {
         progress: Arc<Progress>,
     ) -> Result<(), Failure> {
         let connection = Arc::clone(&channel.connection);
+        connection.set_cancel(&self.stop);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
-            if let Err(error) = take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress) {
-                // The peer hears it on this connection, and we on the first one.
-                channel.refuse(&error.for_peer());
-                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                failed.cancel();
+            match take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress) {
+                Ok(Rounds::Ended) => None,
+                Ok(Rounds::Stopped) => Some(channel),
+                Err(error) => {
+                    // The peer hears it on this connection, and we on the first one.
+                    channel.refuse(&error.for_peer());
+                    failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    failed.cancel();
+                    None
+                }
             }
         };
         let thread = std::thread::Builder::new().name("mig-receive".into()).spawn(body);
@@ -408,6 +441,20 @@ impl Helpers {
         if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(()) }
     }
 
+    /// Everything that they were sent is acknowledged: they can go, and their connections are
+    /// wanted for something else.
+    fn give_back(&mut self) -> Result<Vec<Channel>, Failure> {
+        self.stop.cancel();
+        let mut channels = Vec::new();
+        for (_, thread) in self.threads.drain(..) {
+            match thread.join() {
+                Ok(channel) => channels.extend(channel),
+                Err(_) => self.failed.cancel(),
+            }
+        }
+        if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(channels) }
+    }
+
     fn end(&mut self) {
         for (connection, thread) in self.threads.drain(..) {
             connection.shut_down();
@@ -424,6 +471,14 @@ impl Drop for Helpers {
     }
 }
 
+/// Why a helper has nothing more to do.
+enum Rounds {
+    /// The connection ended.
+    Ended,
+    /// It was told to stop, between two messages.
+    Stopped,
+}
+
 /// Takes memory from an extra connection until it ends between two messages.
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
@@ -431,15 +486,18 @@ fn take_rounds<M: GuestMemoryMap>(
     channel: &mut Channel,
     negotiated: bool,
     progress: &Progress,
-) -> Result<(), Failure> {
+) -> Result<Rounds, Failure> {
     const STEP: &str = "receiving memory on an extra connection";
     let mut inflater = Inflater::default();
     loop {
         if !channel.reader.has_buffered() {
-            channel.connection.wait_for_data(None).step(STEP)?;
+            match channel.connection.wait_for_data(None) {
+                Err(TransportError::Cancelled) => return Ok(Rounds::Stopped),
+                waited => waited.step(STEP)?,
+            }
         }
         let message = match Message::read(&mut channel.reader) {
-            Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(()),
+            Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(Rounds::Ended),
             message => message.step(STEP)?,
         };
         match message {

@@ -7,7 +7,8 @@
 //! guest standing here, in doubt, rather than running twice. A version 0 source knows no Confirm:
 //! the guest starts on Complete and the answer says whether it did.
 
-use super::fault::{FaultThreads, Faulting};
+use super::fault::FaultThreads;
+use super::faulting::Faulting;
 use super::negotiate::{read, unexpected};
 use super::receive::HasState;
 use super::{Context, Received, Setback};
@@ -80,10 +81,33 @@ impl<V: DestinationVm> HasState<V> {
 }
 
 impl<V: DestinationVm> Ready<V> {
+    /// Waits for the word that the source cannot run the guest any more. With pages missing, a
+    /// source whose connections were lost says the same by coming back; it is not answered then.
+    fn wait_for_confirm(&mut self, context: Context<'_>, hears: &mut bool) -> Result<(), Failure> {
+        let lost = match read(&mut self.control, "waiting for the source to confirm the handover") {
+            Ok(Message::Confirm) => return Ok(()),
+            Ok(other) => return Err(unexpected(&other, "Confirm")),
+            Err(failure) => failure,
+        };
+        let may_return = matches!(lost.cause, Cause::Transport(_) | Cause::Protocol(_));
+        match &mut self.faults {
+            Some(faults) if may_return => {
+                log::warn!("the source has not confirmed the handover: {}", lost.for_peer());
+                self.control.connection.shut_down();
+                let within = context.options.limits.rejoin;
+                self.control = faults.source_returns(lost, within, context.cancel)?;
+                *hears = false;
+                Ok(())
+            }
+            _ => Err(lost),
+        }
+    }
+
     /// Starts the guest, once the source cannot run it any more.
-    pub(crate) fn run(mut self, _: Context<'_>) -> Result<Received<V>, Setback<V>> {
+    pub(crate) fn run(mut self, context: Context<'_>) -> Result<Received<V>, Setback<V>> {
+        let mut hears = true;
         if self.negotiated
-            && let Err(failure) = wait_for_confirm(&mut self.control)
+            && let Err(failure) = self.wait_for_confirm(context, &mut hears)
         {
             let failure = explain(self.faults.as_ref(), failure);
             if matches!(failure.cause, Cause::Abandoned(_)) {
@@ -105,20 +129,13 @@ impl<V: DestinationVm> Ready<V> {
                 return Err(Setback { peer: Some(self.control), failure, guest, vm });
             }
         };
-        if let Err(error) = self.control.yes() {
+        if hears && let Err(error) = self.control.yes() {
             // The guest runs; a source that does not hear of it keeps what it has.
             log::warn!("the source could not be told that the guest runs: {error}");
         }
         let control = self.control;
         let faults = self.faults.map(|threads| Faulting::new(threads, control));
         Ok(Received { vm, faults })
-    }
-}
-
-fn wait_for_confirm(control: &mut Channel) -> Result<(), Failure> {
-    match read(control, "waiting for the source to confirm the handover")? {
-        Message::Confirm => Ok(()),
-        other => Err(unexpected(&other, "Confirm")),
     }
 }
 

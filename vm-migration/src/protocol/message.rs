@@ -6,6 +6,7 @@
 //! number, a form and a limit. Whether a message is allowed now is for the state machines.
 
 use super::ProtocolError;
+use super::capabilities::TOKEN_BYTES;
 use super::codec::{
     ANSWER_BYTES_MAX, ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header,
     PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
@@ -57,11 +58,17 @@ pub enum Command {
     AwaitMachine = 0x4707,
     /// Ranges and, behind the table, their contents as one zstd frame.
     MemoryZstd = 0x4708,
+    /// The source connects again after postcopy has lost a connection.
+    Recover = 0x4710,
+    /// Pages that nobody waits for yet, to be sent along behind requested ones.
+    Ahead = 0x4711,
+    /// The destination of a postcopy is there and asks whether the source is.
+    Alive = 0x4712,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 20] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -77,6 +84,9 @@ impl Command {
         Self::Confirm,
         Self::Elsewhere,
         Self::PostcopyDone,
+        Self::Recover,
+        Self::Ahead,
+        Self::Alive,
         Self::AwaitMachine,
         Self::MemoryZstd,
     ];
@@ -115,6 +125,9 @@ impl Command {
             Self::Confirm => "Confirm",
             Self::Elsewhere => "Elsewhere",
             Self::PostcopyDone => "PostcopyDone",
+            Self::Recover => "Recover",
+            Self::Ahead => "Ahead",
+            Self::Alive => "Alive",
             Self::AwaitMachine => "AwaitMachine",
             Self::MemoryZstd => "MemoryZstd",
         }
@@ -162,6 +175,12 @@ pub enum Message {
     Elsewhere(Vec<GpaRange>),
     /// See [`Command::PostcopyDone`].
     PostcopyDone,
+    /// See [`Command::Recover`].
+    Recover(Recover),
+    /// See [`Command::Ahead`].
+    Ahead(Vec<GpaRange>),
+    /// See [`Command::Alive`].
+    Alive,
     /// See [`Command::AwaitMachine`].
     AwaitMachine,
     /// See [`Command::MemoryZstd`]; the frame follows, see [`super::inflate`].
@@ -171,6 +190,46 @@ pub enum Message {
         /// Length of the frame, in the spare header bytes.
         frame_bytes: u32,
     },
+}
+
+/// What a source says that connects again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recover {
+    /// The migration, by the token that was agreed upon at its start.
+    pub id: [u8; TOKEN_BYTES],
+    /// Number of the attempt, from 1: one that is not above all before it is refused.
+    pub attempt: u32,
+    /// Connections for bulk memory that will follow.
+    pub bulk: u16,
+    /// Connections for requested pages that will follow.
+    pub urgent: u16,
+}
+
+impl Recover {
+    const BYTES: usize = TOKEN_BYTES + 8;
+
+    fn encode(self) -> Vec<u8> {
+        let mut bytes = self.id.to_vec();
+        bytes.extend_from_slice(&self.attempt.to_le_bytes());
+        bytes.extend_from_slice(&self.bulk.to_le_bytes());
+        bytes.extend_from_slice(&self.urgent.to_le_bytes());
+        bytes
+    }
+
+    fn read(from: &mut impl ByteSource, len_bytes: u64) -> Result<Self, ProtocolError> {
+        let mut bytes = [0; Self::BYTES];
+        if len_bytes != bytes.len() as u64 {
+            return Err(ProtocolError::BadLength { what: "Recover", len_bytes });
+        }
+        from.read_exact(&mut bytes)?;
+        let [id @ .., a0, a1, a2, a3, b0, b1, u0, u1] = bytes;
+        Ok(Self {
+            id,
+            attempt: u32::from_le_bytes([a0, a1, a2, a3]),
+            bulk: u16::from_le_bytes([b0, b1]),
+            urgent: u16::from_le_bytes([u0, u1]),
+        })
+    }
 }
 
 impl Message {
@@ -192,6 +251,9 @@ impl Message {
             Self::Confirm => Command::Confirm,
             Self::Elsewhere(_) => Command::Elsewhere,
             Self::PostcopyDone => Command::PostcopyDone,
+            Self::Recover(_) => Command::Recover,
+            Self::Ahead(_) => Command::Ahead,
+            Self::Alive => Command::Alive,
             Self::AwaitMachine => Command::AwaitMachine,
             Self::MemoryZstd { .. } => Command::MemoryZstd,
         }
@@ -215,7 +277,9 @@ impl Message {
             Self::Memory(ranges)
             | Self::PageFault(ranges)
             | Self::ZeroPages(ranges)
-            | Self::Elsewhere(ranges) => put_table(&mut payload, ranges),
+            | Self::Elsewhere(ranges)
+            | Self::Ahead(ranges) => put_table(&mut payload, ranges),
+            Self::Recover(recover) => payload = recover.encode(),
             Self::MemoryZstd { ranges, frame_bytes } => {
                 extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
                 put_table(&mut payload, ranges);
@@ -226,6 +290,7 @@ impl Message {
             | Self::CompletePaused
             | Self::Confirm
             | Self::PostcopyDone
+            | Self::Alive
             | Self::AwaitMachine => {}
         }
         framed(self.command().code(), extra, &payload)
@@ -269,6 +334,9 @@ impl Message {
             Command::Confirm => empty(what, len).map(|()| Self::Confirm)?,
             Command::Elsewhere => Self::Elsewhere(table(from)?),
             Command::PostcopyDone => empty(what, len).map(|()| Self::PostcopyDone)?,
+            Command::Recover => Self::Recover(Recover::read(from, len)?),
+            Command::Ahead => Self::Ahead(table(from)?),
+            Command::Alive => empty(what, len).map(|()| Self::Alive)?,
             Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
             Command::MemoryZstd => {
                 let [b0, b1, b2, b3, ..] = header.extra;
@@ -421,7 +489,8 @@ pub fn fuzz_stream(data: &[u8]) {
             Message::Memory(ranges)
             | Message::PageFault(ranges)
             | Message::ZeroPages(ranges)
-            | Message::Elsewhere(ranges) => {
+            | Message::Elsewhere(ranges)
+            | Message::Ahead(ranges) => {
                 for range in ranges {
                     let _ = layout.locate(*range);
                 }

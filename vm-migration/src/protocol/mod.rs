@@ -30,6 +30,15 @@
 //!                                        <-  PostcopyDone, answered with Ok    [postcopy]
 //! ```
 //!
+//! In postcopy the destination sends Alive about once a second, and gets Ok, until PostcopyDone.
+//! After a loss the source opens a first connection again, with Recover in the place of Start:
+//!
+//! ```text
+//!   Recover (the migration's token)      ->  Ok + a token for this attempt, or Error + reason
+//!   further connections, with that token ->  Ok for each
+//!                                        <-  Pending: what is missing, answered with Ok
+//! ```
+//!
 //! Without negotiation the guest runs when Complete is answered, as with every version 0 peer.
 //! With it, the destination runs the guest only after Confirm: were it to run on Complete, an
 //! answer that gets lost would leave the guest running on both sides.

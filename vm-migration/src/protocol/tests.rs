@@ -12,7 +12,7 @@ use super::codec::{
     CONFIG_BYTES_MAX, Header, RANGE_BYTES, REASON_BYTES_MAX, TABLE_BYTES_MAX, put_varint,
     read_payload, take_varint,
 };
-use super::message::{Answer, Command, Message, Role, VERSION, fuzz_stream};
+use super::message::{Answer, Command, Message, Recover, Role, VERSION, fuzz_stream};
 use super::runs;
 use crate::bitmap::ClaimMap;
 use crate::layout::GpaRange;
@@ -37,6 +37,11 @@ fn sample(command: Command) -> Message {
         Command::Confirm => Message::Confirm,
         Command::Elsewhere => Message::Elsewhere(vec![]),
         Command::PostcopyDone => Message::PostcopyDone,
+        Command::Recover => {
+            Message::Recover(Recover { id: [7; 16], attempt: 0x0102_0304, bulk: 5, urgent: 0x607 })
+        }
+        Command::Ahead => Message::Ahead(table),
+        Command::Alive => Message::Alive,
         Command::AwaitMachine => Message::AwaitMachine,
         Command::MemoryZstd => Message::MemoryZstd { ranges: table, frame_bytes: 0x1_0203 },
     }
@@ -83,6 +88,9 @@ one_test_per_message! {
     confirm: Confirm,
     elsewhere: Elsewhere,
     postcopy_done: PostcopyDone,
+    recover: Recover,
+    ahead: Ahead,
+    alive: Alive,
     await_machine: AwaitMachine,
     memory_zstd: MemoryZstd,
 }

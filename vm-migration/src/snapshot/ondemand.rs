@@ -106,8 +106,9 @@ pub struct Filling<M: GuestMemoryMap> {
 }
 
 impl<M: GuestMemoryMap> Filling<M> {
-    /// Watches the memory of a machine that has not run and begins to bring its contents in. From
-    /// now on any access gets what the snapshot holds. `stop` ends it, once the guest is gone.
+    /// Watches the memory of a machine that has not run: from now on any access gets what the
+    /// snapshot holds. What nobody asks for is left to [`wait`](Self::wait), so that it costs the
+    /// start of the guest nothing. `stop` ends it, once the guest is gone.
     ///
     /// # Errors
     /// When the snapshot does not fit, or memory cannot be watched.
@@ -138,9 +139,6 @@ impl<M: GuestMemoryMap> Filling<M> {
         let mut filling = Self { shared, threads: Vec::new(), began, stop };
         for reader in 0..filling.shared.engine.source().readers() {
             filling.spawn("restore-fault", move |shared| shared.answer_faults(reader))?;
-        }
-        for _ in 0..FILLERS {
-            filling.spawn("restore-fill", Shared::fill)?;
         }
         Ok(filling)
     }
@@ -184,11 +182,16 @@ impl<M: GuestMemoryMap> Filling<M> {
         self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Waits until all is here, or somebody asks to stop.
+    /// Brings in what nobody has asked for, and waits until all is here or somebody asks to stop.
     ///
     /// # Errors
     /// When contents cannot be read or are damaged: whoever needs them waits.
-    pub fn wait(self) -> Result<FillEnd, Box<Stuck<M>>> {
+    pub fn wait(mut self) -> Result<FillEnd, Box<Stuck<M>>> {
+        for _ in 0..FILLERS {
+            if let Err(error) = self.spawn("restore-fill", Shared::fill) {
+                return Err(Box::new(Stuck { error, _filling: self }));
+            }
+        }
         let engine = &self.shared.engine;
         let fds = [engine.complete().fd(), engine.failed().fd()];
         let error = match wait_readable(&fds, &self.stop, None) {

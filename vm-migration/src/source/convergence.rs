@@ -50,6 +50,8 @@ pub(crate) enum Decision {
     Stop,
     /// The downtime will not be reached and nobody allowed to exceed it.
     GiveUp,
+    /// It will not be reached; let the rest of memory follow the guest.
+    Postcopy,
 }
 
 /// What is done about a guest that writes too fast.
@@ -110,6 +112,8 @@ impl Forecast {
 #[derive(Debug)]
 pub(crate) struct Policy {
     convergence: Convergence,
+    /// The rest may follow the guest.
+    may_postcopy: bool,
     /// Downtime that is allowed now.
     allowed: Duration,
     /// Downtime that may become allowed.
@@ -125,6 +129,7 @@ impl Policy {
     pub(crate) fn new(options: &SendOptions) -> Self {
         Self {
             convergence: options.convergence,
+            may_postcopy: options.mode().may_postcopy(),
             allowed: options.downtime,
             cap: options.downtime_cap(),
             timeout: options.timeout,
@@ -170,16 +175,20 @@ impl Policy {
         } else {
             self.stalled_rounds += 1;
         }
-        let stops = self.strategy == TimeoutStrategy::Ignore;
+        let (ends, end) = match self.strategy {
+            _ if self.may_postcopy => (true, Decision::Postcopy),
+            TimeoutStrategy::Ignore => (true, Decision::Stop),
+            TimeoutStrategy::Cancel => (false, Decision::GiveUp),
+        };
         if elapsed >= self.timeout {
-            return (if stops { Decision::Stop } else { Decision::GiveUp }, None);
+            return (end, None);
         }
         match self.measure() {
             Some(Measure::AllowDowntime(allowed)) if expected.total() <= allowed => {
                 (Decision::Stop, Some(Measure::AllowDowntime(allowed)))
             }
             Some(measure) => (Decision::Round, Some(measure)),
-            None if stops && self.exhausted() => (Decision::Stop, None),
+            None if ends && self.exhausted() => (end, None),
             None => (Decision::Round, None),
         }
     }

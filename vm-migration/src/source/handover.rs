@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::negotiate::{Links, Terms};
-use super::serve::{Held, ServeThreads, Server};
+use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
 use super::stop::Stopped;
 use super::{Context, Remains, Setback, check_cancel};
 use crate::channel::Channel;
@@ -19,6 +19,7 @@ use crate::error::{Cause, Failure, Step};
 use crate::protocol::message::Message;
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
+use crate::session::Session;
 use crate::vm::{PausedVm, SourceVm};
 
 /// The destination owns the guest.
@@ -26,13 +27,17 @@ pub(crate) struct HandedOver<V: SourceVm> {
     pub remains: Remains<V>,
     pub control: Channel,
     pub pages: Option<Pages<V>>,
+    /// Why the destination may not know yet that the guest is its own: it learns that when the
+    /// connections are made again.
+    pub unconfirmed: Option<Failure>,
 }
 
 /// Pages that are to be served, and who serves them.
 pub(crate) struct Pages<V: SourceVm> {
     pub server: Arc<Server<V::Memory>>,
-    pub threads: ServeThreads,
+    pub session: Session,
     pub bulk: Vec<Channel>,
+    pub reconnect: Reconnect,
 }
 
 impl<V: SourceVm> HandedOver<V> {
@@ -49,30 +54,41 @@ impl<V: SourceVm> Stopped<V> {
     /// Sends state, and gives the guest away.
     pub(crate) fn hand_over(self, context: Context<'_>) -> Result<HandedOver<V>, Setback<V>> {
         let Self { mut vm, mut control, mut links, later, since } = self;
-        let mut threads = ServeThreads::default();
+        let (bulk, urgent) = (links.memory.len(), links.urgent.len());
+        let mut session = None;
         let server = later.as_ref();
         let prepared =
-            give_everything(&mut vm, &mut control, &mut links, server, &mut threads, context);
+            give_everything(&mut vm, &mut control, &mut links, server, &mut session, context);
         if let Err(failure) = prepared {
             // The destination's own words say most; after them what the urgent servers ran into.
-            let failure = match failure.cause {
-                Cause::Refused(_) => failure,
-                _ => later.and_then(|server| server.take_failure()).unwrap_or(failure),
+            let fate = session.as_ref().map(|session: &Session| session.fate());
+            let failure = if matches!(failure.cause, Cause::Refused(_)) {
+                failure
+            } else {
+                fate.and_then(|fate| fate.take_failure()).unwrap_or(failure)
             };
-            drop(threads);
+            drop(session);
             return Err(Setback::Paused(vm, control, failure));
         }
         // The point of no return. A cancel from here on comes too late.
         let remains = vm.handed_over();
-        let confirmed = match links.terms {
+        let confirmed = match &links.terms {
             Terms::Plain => Ok(()),
             Terms::Negotiated { .. } => confirm(&mut control, context),
         };
         let downtime_us = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
         context.progress.counters.downtime_us.store(downtime_us, Ordering::Relaxed);
-        let pages = later.map(|server| Pages { server, threads, bulk: links.memory });
+        let pages = later.zip(session).zip(links.token).map(|((server, session), id)| {
+            let reconnect = Reconnect::new(context.options, id, bulk, urgent);
+            Pages { server, session, bulk: links.memory, reconnect }
+        });
         match confirmed {
-            Ok(()) => Ok(HandedOver { remains, control, pages }),
+            Ok(()) => Ok(HandedOver { remains, control, pages, unconfirmed: None }),
+            // It may run the guest by now, or wait for the word that it may: both learn it from a
+            // connection that is made again.
+            Err(failure) if pages.is_some() && !matches!(failure.cause, Cause::Refused(_)) => {
+                Ok(HandedOver { remains, control, pages, unconfirmed: Some(failure) })
+            }
             Err(failure) => {
                 let held = pages.map(|pages| Held::new(pages.server));
                 Err(Setback::HandedOver(remains, held, failure))
@@ -87,16 +103,27 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
     control: &mut Channel,
     links: &mut Links,
     server: Option<&Arc<Server<M>>>,
-    threads: &mut ServeThreads,
+    session: &mut Option<Session>,
     context: Context<'_>,
 ) -> Result<(), Failure> {
     let state = vm.state_json().map_err(Cause::Vm).step("saving the guest's state")?;
     check_cancel(context.cancel, "saving the guest's state")?;
+    let mut pending = server.map(|server| runs::encode(server.pending()));
     if let Some(server) = server {
-        // Putting state in may touch memory over there, so requests are served from now on.
-        threads.serve_urgent(server, std::mem::take(&mut links.urgent))?;
+        // Putting state in may touch memory over there, so requests are served from now on; without
+        // connections of their own they come on those of the pushers.
+        let mut serving = Session::new()?;
+        if links.urgent.is_empty() {
+            let pending = Message::Pending(pending.take().unwrap_or_default());
+            control
+                .ask(&pending, context.options.limits.answer)
+                .step("telling the destination what is missing")?;
+            serve_bulk(server, &mut serving, std::mem::take(&mut links.memory))?;
+        } else {
+            serve_urgent(server, &mut serving, std::mem::take(&mut links.urgent))?;
+        }
+        *session = Some(serving);
     }
-    let pending = server.map(|server| runs::encode(server.pending()));
     send_state(vm, control, pending, state, &links.terms, context)
 }
 

@@ -39,6 +39,7 @@ use crate::progress::{Phase, Progress, Snapshot};
 use crate::report::FailureReport;
 use crate::vm::{PausedVm, SourceVm};
 
+pub(crate) use convergence::rate;
 pub use serve::Held;
 
 /// What every phase of one migration uses.

@@ -34,6 +34,9 @@ pub(crate) struct Links {
     /// Connections for requested pages (postcopy).
     pub urgent: Vec<Channel>,
     pub terms: Terms,
+    /// What further connections showed, and what proves after a loss that this is the same
+    /// migration; `None` with plain version 0.
+    pub token: Option<[u8; TOKEN_BYTES]>,
     /// What is known of each connection for memory, the first one included.
     pub records: Vec<Record>,
     /// The fastest that an answer came.
@@ -153,7 +156,7 @@ pub(crate) fn agree<V: SourceVm>(
     let (bulk_count, urgent_count) = extra_connections(context);
     let memory_links = extra(Role::Memory, bulk_count)?;
     let urgent = extra(Role::Fault, urgent_count)?;
-    Ok(Links { memory: memory_links, urgent, terms, records: Vec::new(), round_trip })
+    Ok(Links { memory: memory_links, urgent, terms, token, records: Vec::new(), round_trip })
 }
 
 /// Refuses memory that has no file to be handed over.
@@ -191,10 +194,12 @@ fn give_files<M: GuestMemoryMap>(
 /// How many connections beside the first: precopy uses the first one for memory, too.
 fn extra_connections(context: Context<'_>) -> (u16, u16) {
     let options = context.options;
-    match options.memory_mode {
+    match options.mode() {
         _ if options.local => (0, 0),
         MemoryMode::Precopy => (options.connections - 1, 0),
-        MemoryMode::Postcopy => (options.connections, options.urgent_connections),
+        MemoryMode::Postcopy | MemoryMode::Auto => {
+            (options.connections, options.urgent_connections)
+        }
     }
 }
 
@@ -215,7 +220,7 @@ fn offer<M: GuestMemoryMap>(
     let answer = control.ask(&start, limit).step("starting the protocol")?;
     let round_trip = asked.elapsed();
     if !answer.offer_taken {
-        if options.memory_mode == MemoryMode::Postcopy {
+        if options.mode().may_postcopy() {
             return Err(Failure::new(
                 "negotiating",
                 Cause::Unsupported {
@@ -244,7 +249,7 @@ fn offer<M: GuestMemoryMap>(
     let document = Offer {
         software: software(),
         features: features(),
-        memory_mode: options.memory_mode,
+        memory_mode: options.mode(),
         bulk_connections,
         urgent_connections,
         local: options.local,
@@ -259,7 +264,7 @@ fn offer<M: GuestMemoryMap>(
     log::info!("the destination is {:?}", accepted.software);
     let features = common(&document.features, &accepted.features);
     let mut needed = vec![FEATURE_CONFIRM];
-    if options.memory_mode == MemoryMode::Postcopy {
+    if options.mode().may_postcopy() {
         needed.push(FEATURE_POSTCOPY);
     }
     if options.compression == Compression::Zstd {

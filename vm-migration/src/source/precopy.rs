@@ -11,16 +11,17 @@ use std::time::{Duration, Instant};
 
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
 use super::negotiate::{Links, Terms};
-use super::round::{Line, RoundKind, Slice, send_round};
+use super::round::{Line, Pass, RoundKind, Slice, send_round};
 use super::{Context, Setback, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{PAGE_BYTES, to_usize};
+use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::{Convergence, DirtyClear, MemoryMode};
 use crate::progress::Event;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
+use crate::steering::Steering;
 use crate::vm::{DirtyLog, SourceVm, Throttle};
 
 /// Least that must be sent for a low rate to mean anything.
@@ -48,11 +49,19 @@ pub(crate) enum Cargo<L> {
     /// What is still dirty is sent with the guest stopped. Up to then its vCPUs stay slowed down,
     /// or they would dirty it all again.
     Rest(L, Option<Box<dyn Throttle>>),
-    /// These pages had been populated when the scan passed; together with what was dirtied since
-    /// then they are served after the handover.
+    /// These pages (in postcopy all that had been populated when the scan passed) are served after
+    /// the handover, together with what was dirtied and not sent since then.
     Later(L, Vec<ClaimMap>),
     /// Both sides have the same memory already.
     Shared,
+}
+
+/// How the rounds ended.
+enum Rounds {
+    /// What is left may be sent with the guest stopped.
+    Enough(Option<Box<dyn Throttle>>),
+    /// It follows the guest, and with it these pages.
+    Switched(Vec<ClaimMap>),
 }
 
 impl<V: SourceVm> Negotiated<V> {
@@ -73,11 +82,11 @@ impl<V: SourceVm> Negotiated<V> {
             return Ok(Cargo::Shared);
         }
         let log = self.start_log()?;
-        match context.options.memory_mode {
-            MemoryMode::Precopy => {
-                let throttle = self.rounds(&log, context)?;
-                Ok(Cargo::Rest(log, throttle))
-            }
+        match context.options.mode() {
+            MemoryMode::Precopy | MemoryMode::Auto => match self.rounds(&log, context)? {
+                Rounds::Enough(throttle) => Ok(Cargo::Rest(log, throttle)),
+                Rounds::Switched(pages) => Ok(Cargo::Later(log, pages)),
+            },
             MemoryMode::Postcopy => {
                 let pages = scan(&*self.memory, &log)?;
                 Ok(Cargo::Later(log, pages))
@@ -89,12 +98,9 @@ impl<V: SourceVm> Negotiated<V> {
         self.vm.start_dirty_log().map_err(Cause::Vm).step("starting the dirty log")
     }
 
-    fn rounds(
-        &mut self,
-        log: &V::Log,
-        context: Context<'_>,
-    ) -> Result<Option<Box<dyn Throttle>>, Failure> {
+    fn rounds(&mut self, log: &V::Log, context: Context<'_>) -> Result<Rounds, Failure> {
         let options = context.options;
+        let switch = Switch::new(context);
         let mut pilot = Pilot::new(&self.vm, &self.links, context)?;
         let mut remaining_bytes = self.memory.layout().pages() * PAGE_BYTES;
         let mut machine_is_built = !self.links.terms.early_memory();
@@ -105,7 +111,13 @@ impl<V: SourceVm> Negotiated<V> {
             let began = Instant::now();
             let kind = if number == 1 { RoundKind::First } else { RoundKind::Dirty };
             let (control, links) = (&mut self.control, &mut self.links);
-            let sent = send_round(&*self.memory, log, kind, control, links, context)?;
+            let memory = &*self.memory;
+            let pass = Pass { kind, switch: &switch };
+            let sent = send_round(memory, log, pass, control, links, context)?;
+            if switch.is_due() {
+                return self.switch(sent.unsent, machine_is_built, context);
+            }
+            let sent = sent.bytes;
             let took = began.elapsed();
             // What is dirty now decides, and is what the next round sends.
             let scan = Instant::now();
@@ -129,13 +141,35 @@ impl<V: SourceVm> Negotiated<V> {
                         break;
                     }
                 }
+                Decision::Postcopy => {
+                    return self.switch(Vec::new(), machine_is_built, context);
+                }
                 Decision::GiveUp => {
                     return Err(pilot.not_converging(number, remaining_bytes))
                         .step("waiting for the guest to converge");
                 }
             }
         }
-        Ok(pilot.throttle)
+        Ok(Rounds::Enough(pilot.throttle))
+    }
+
+    /// Leaves the rest for after the handover: pages that no round has come to, and those that are
+    /// dirty.
+    fn switch(
+        &mut self,
+        unsent: Vec<PageRun>,
+        machine_is_built: bool,
+        context: Context<'_>,
+    ) -> Result<Rounds, Failure> {
+        log::info!("precopy is over: the rest of memory follows the guest");
+        if !machine_is_built {
+            self.await_machine(context.options.limits.prepare)?;
+        }
+        let maps = empty_maps(self.memory.layout());
+        for run in unsent {
+            maps[run.region].set_run(run.first, run.count);
+        }
+        Ok(Rounds::Switched(maps))
     }
 
     /// Asks for nothing; returns how long that took.
@@ -154,6 +188,34 @@ impl<V: SourceVm> Negotiated<V> {
             .ask(&Message::AwaitMachine, limit)
             .step("waiting for the destination to build the machine")?;
         Ok(began.elapsed())
+    }
+}
+
+/// When a person, or the clock, ends precopy in favour of postcopy; looked at between slices.
+pub(crate) struct Switch<'a> {
+    /// `None` where memory may not follow the guest.
+    after: Option<(Option<Instant>, &'a Steering)>,
+}
+
+impl<'a> Switch<'a> {
+    fn new(context: Context<'a>) -> Self {
+        let options = context.options;
+        let after = || {
+            let at = options.postcopy_after.and_then(|after| Instant::now().checked_add(after));
+            (at, &options.steering)
+        };
+        Self { after: options.mode().may_postcopy().then(after) }
+    }
+
+    /// Never.
+    pub(crate) fn never() -> Self {
+        Self { after: None }
+    }
+
+    pub(crate) fn is_due(&self) -> bool {
+        self.after.is_some_and(|(at, steering)| {
+            steering.wants_postcopy() || at.is_some_and(|at| Instant::now() >= at)
+        })
     }
 }
 
@@ -276,13 +338,16 @@ fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
+fn empty_maps(layout: &Layout) -> Vec<ClaimMap> {
+    layout.regions().iter().map(|info| ClaimMap::new(info.pages())).collect()
+}
+
 /// Notes which pages there are, for postcopy. The dirty bits are cleared first, so that a page
 /// that the scan misses because it is populated only later is found dirty at the stop.
 fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<ClaimMap>, Failure> {
     log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
     let layout = memory.layout();
-    let maps: Vec<ClaimMap> =
-        layout.regions().iter().map(|info| ClaimMap::new(info.pages())).collect();
+    let maps = empty_maps(layout);
     let mut words = Vec::new();
     for Slice { region, first, pages } in Line::new(layout).slices() {
         words.resize(to_usize(pages.div_ceil(64)), 0);

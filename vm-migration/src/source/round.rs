@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::lane::{Lane, Record, UNIT_PAGES, UNITS_MAX};
 use super::negotiate::Links;
+use super::precopy::Switch;
 use super::{Context, check_cancel};
 use crate::bitmap::word_runs;
 use crate::channel::Channel;
@@ -96,15 +97,32 @@ impl Line {
     }
 }
 
-/// One pass over memory; returns the bytes of contents sent. All are acknowledged at the end.
+/// What a round is, and what ends it early.
+#[derive(Clone, Copy)]
+pub(crate) struct Pass<'a> {
+    pub kind: RoundKind,
+    pub switch: &'a Switch<'a>,
+}
+
+/// What came of a round.
+pub(crate) struct Sent {
+    /// Bytes of contents.
+    pub bytes: u64,
+    /// Pages that were not looked at because the round was ended before, and that the next round's
+    /// dirty bits do not have.
+    pub unsent: Vec<PageRun>,
+}
+
+/// One pass over memory, or as much of it as there is time for. All that is sent is acknowledged
+/// at the end.
 pub(crate) fn send_round<M: GuestMemoryMap>(
     memory: &M,
     log: &impl DirtyLog,
-    kind: RoundKind,
+    Pass { kind, switch }: Pass<'_>,
     control: &mut Channel,
     links: &mut Links,
     context: Context<'_>,
-) -> Result<u64, Failure> {
+) -> Result<Sent, Failure> {
     let line = Line::new(memory.layout());
     let cleared = match context.options.dirty_clear {
         DirtyClear::Slice => None,
@@ -119,6 +137,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         line,
         cleared,
         failed: AtomicBool::new(false),
+        switch,
         context,
     };
     let lanes = 1 + links.memory.len();
@@ -131,7 +150,8 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         let channels = std::iter::once(&mut *control).chain(&mut links.memory);
         round.send_on(channels.zip(records).map(lane).collect())
     };
-    sent.map_err(|failure| match failure.cause {
+    let unsent = |bytes| Ok(Sent { bytes, unsent: round.unsent()? });
+    sent.and_then(unsent).map_err(|failure| match failure.cause {
         // An extra connection that ended says less than the first one may have to say.
         Cause::Transport(error) if !links.memory.is_empty() => {
             Failure { step: failure.step, cause: control.explain(error) }
@@ -166,6 +186,8 @@ struct Round<'a, M, L> {
     cleared: Option<Vec<Vec<u64>>>,
     /// One of the senders failed; the others stop soon.
     failed: AtomicBool,
+    /// Ends the round early.
+    switch: &'a Switch<'a>,
     context: Context<'a>,
 }
 
@@ -217,6 +239,9 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         loop {
             // Before the claim: whoever can send now takes the next slice.
             lane.make_room()?;
+            if self.switch.is_due() {
+                break;
+            }
             let slice = self.line.claim(&self.cursor, |left| lane.claim_units(left));
             let Some(slice) = slice.filter(|_| !self.failed.load(Ordering::Relaxed)) else { break };
             // A fast link never waits, and only waits look at the cancel.
@@ -230,6 +255,37 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         sent += self.flush(lane, &mut content)?;
         lane.settle()?;
         Ok(sent)
+    }
+
+    /// What nobody has claimed, as far as it is not found dirty later: of a first round everything
+    /// that is populated, of others what was cleared before.
+    fn unsent(&self) -> Result<Vec<PageRun>, Failure> {
+        let mut unsent = Vec::new();
+        while let Some(slice) = self.line.claim(&self.cursor, |_| UNITS_MAX) {
+            let Slice { region, first, pages } = slice;
+            let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
+                (RoundKind::First, _) => self.populated(slice)?,
+                (RoundKind::Dirty, None) => Vec::new(),
+                (RoundKind::Dirty, Some(all)) => {
+                    let start = to_usize(first / 64);
+                    let end = start + to_usize(pages.div_ceil(64));
+                    let mut words = all[region][start..end].to_vec();
+                    mask_tail(&mut words, pages);
+                    word_runs(&words, first)
+                }
+            };
+            for (first, count) in runs {
+                push(&mut unsent, PageRun { region, first, count });
+            }
+        }
+        Ok(unsent)
+    }
+
+    fn populated(&self, slice: Slice) -> Result<Vec<(u64, u64)>, Failure> {
+        let Slice { region, first, pages } = slice;
+        let runs = self.memory.populated_runs(region, first..first + pages);
+        let runs = runs.map_err(Cause::Memory).step("finding populated memory")?;
+        Ok(runs.into_iter().map(|run| (run.start, run.end - run.start)).collect())
     }
 
     /// Clears the slice's dirty bits, and only then finds out what its pages hold.
@@ -251,14 +307,7 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
                 .step("reading the dirty log")?;
         }
         let runs: Vec<(u64, u64)> = match self.kind {
-            RoundKind::First => self
-                .memory
-                .populated_runs(region, first..first + pages)
-                .map_err(Cause::Memory)
-                .step("finding populated memory")?
-                .into_iter()
-                .map(|run| (run.start, run.end - run.start))
-                .collect(),
+            RoundKind::First => self.populated(slice)?,
             RoundKind::Dirty => {
                 mask_tail(words, pages);
                 word_runs(words, first)

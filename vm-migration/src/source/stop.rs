@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::negotiate::Links;
-use super::precopy::{Cargo, Copied};
-use super::round::{RoundKind, send_round};
+use super::precopy::{Cargo, Copied, Switch};
+use super::round::{Pass, RoundKind, send_round};
 use super::serve::Server;
 use super::{Context, Setback};
 use crate::bitmap::{ClaimMap, word_runs};
@@ -56,8 +56,9 @@ impl<V: SourceVm> Copied<V> {
                     drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
                     remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
-                    let kind = RoundKind::Dirty;
-                    send_round(&*memory, &log, kind, &mut control, &mut links, context)?;
+                    let never = Switch::never();
+                    let pass = Pass { kind: RoundKind::Dirty, switch: &never };
+                    send_round(&*memory, &log, pass, &mut control, &mut links, context)?;
                     // The destination sees the end of these as the end of their work.
                     links.memory.clear();
                     Ok(None)
@@ -67,7 +68,9 @@ impl<V: SourceVm> Copied<V> {
                     add_dirty(&*memory, &log, &pages)?;
                     let pending = in_units(pages, &links);
                     let progress = Arc::clone(context.progress);
-                    let server = Server::new(Arc::clone(&memory), pending, &links, progress)?;
+                    let options = context.options;
+                    let server =
+                        Server::new(Arc::clone(&memory), pending, &links, options, progress);
                     Ok(Some(Arc::new(server)))
                 }
             }

@@ -186,14 +186,6 @@ fn what_happened_instead_of_converging_is_told_in_numbers() {
 }
 
 #[test]
-fn postcopy_as_a_way_to_converge_is_refused_by_name() {
-    let mut options = options(&loopback());
-    options.convergence = Convergence::Postcopy;
-    let text = options.check().unwrap_err().to_string();
-    assert!(text.contains("convergence=postcopy") && text.contains("memory_mode"), "{text}");
-}
-
-#[test]
 fn clearing_once_a_round_is_as_right_as_clearing_by_slices() {
     for connections in [1, 3] {
         let (from, to) = (memory(), memory());

@@ -229,11 +229,13 @@ fn check(mode: MemoryMode, cut: Cut, run: Run) -> String {
     let Run { from, to, guest, sent, received, faults_well, .. } = run;
     let case = format!("{mode:?} {:?} {:?} {:?}", cut.at, cut.point, cut.act);
     let confirm = cut.at == Command::Confirm;
+    // Once the guest belongs to the destination and pages are missing, lost connections are made
+    // again: as if nothing had been.
+    let heals = mode == MemoryMode::Postcopy && (confirm || cut.at == Command::PostcopyDone);
     let outcome = match sent {
         Ok(_) => {
-            // Only the last word of postcopy may get lost without harm.
-            assert!((cut.at, cut.point) == (Command::PostcopyDone, Point::Answer), "{case}");
-            "migrated".to_string()
+            assert!(heals, "{case}");
+            "healed".to_string()
         }
         Err(failure) => match *failure {
             SendFailure::Resumed { mut vm, error } => {
@@ -247,8 +249,7 @@ fn check(mode: MemoryMode, cut: Cut, run: Run) -> String {
                 chain(&error)
             }
             SendFailure::HandedOver { error, held, .. } => {
-                assert!(confirm || cut.at == Command::PostcopyDone, "{case}: {}", chain(&error));
-                assert_eq!(held.is_some(), mode == MemoryMode::Postcopy, "{case}");
+                assert!(confirm && !heals && held.is_none(), "{case}: {}", chain(&error));
                 chain(&error)
             }
             SendFailure::StillPaused { error, .. } => panic!("{case}: {error:?}"),
@@ -259,14 +260,13 @@ fn check(mode: MemoryMode, cut: Cut, run: Run) -> String {
             assert!(received.vm.runs(), "{case}");
             received.vm.stop();
             assert_eq!(faults_well.is_some(), mode == MemoryMode::Postcopy, "{case}");
-            if faults_well != Some(false) {
-                assert_whole(&guest, &to);
-            }
-            assert!(faults_well != Some(false) || confirm, "{case}");
+            assert_ne!(faults_well, Some(false), "{case}");
+            assert_whole(&guest, &to);
         }
         Err(failure) if confirm => {
+            assert!(!heals, "{case}: {failure:?}");
             assert_eq!((cut.point, failure.error.guest), (Point::Message, GuestIs::InDoubt));
-            assert_eq!(failure.vm.is_some(), mode == MemoryMode::Precopy, "{case}");
+            assert!(failure.vm.is_some(), "{case}");
         }
         Err(_) => {}
     }
@@ -281,6 +281,8 @@ fn table(mode: MemoryMode) {
     received.vm.stop();
     assert_whole(&clean.guest, &clean.to);
     let mut steps = clean.commands;
+    // Comes or not, depending on how long it takes; a loss there is that of `recovery`.
+    steps.retain(|command| *command != Command::Alive);
     steps.sort_by_key(|command| command.code());
     steps.dedup();
     assert!(steps.len() >= 7, "{steps:?}");

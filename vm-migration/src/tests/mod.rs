@@ -5,6 +5,7 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `mod` | the set-up that all share |
+//! | `auto` | precopy that becomes postcopy |
 //! | `moves` | migrations that go well |
 //! | `early` | the machine that is built while memory travels |
 //! | `sharing` | connections of different speed |
@@ -14,10 +15,12 @@
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
+//! | `recovery` | postcopy that loses its connections |
 //! | `hostile` | a source that sends what it must not |
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+mod auto;
 mod compressed;
 mod converging;
 mod cuts;
@@ -27,6 +30,7 @@ mod hostile;
 mod local;
 mod moves;
 mod plain;
+mod recovery;
 mod sharing;
 
 use std::sync::Arc;
@@ -48,6 +52,8 @@ pub(super) const LIMITS: Limits = Limits {
     connect: Duration::from_secs(5),
     answer: Duration::from_secs(20),
     prepare: Duration::from_secs(20),
+    stall: Duration::from_secs(5),
+    rejoin: Duration::from_secs(5),
 };
 
 pub(super) fn memory() -> Arc<FakeMemory> {
@@ -89,13 +95,22 @@ pub(super) struct Target {
 
 impl Target {
     pub(super) fn start(at: &Address, builder: Builder, limits: Limits) -> Self {
+        Self::steered(at, builder, limits, crate::Steering::new())
+    }
+
+    pub(super) fn steered(
+        at: &Address,
+        builder: Builder,
+        limits: Limits,
+        steering: crate::Steering,
+    ) -> Self {
         let listener = Listener::bind(at).unwrap();
         let address = listener.address().clone();
         let cancel = Cancel::new().unwrap();
         let progress = Arc::new(Progress::new(Side::Destination));
         let thread = {
             let (cancel, progress) = (cancel.clone(), Arc::clone(&progress));
-            let options = ReceiveOptions { limits, ..ReceiveOptions::default() };
+            let options = ReceiveOptions { limits, steering, ..ReceiveOptions::default() };
             std::thread::spawn(move || listener.receive(builder, &options, &progress, &cancel))
         };
         Self { address, cancel, progress, thread }

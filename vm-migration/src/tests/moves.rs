@@ -16,7 +16,7 @@ use crate::testing::Pace;
 use crate::transport::Address;
 
 /// Memory and guest of one case.
-struct Case {
+pub(super) struct Case {
     from: Arc<FakeMemory>,
     to: Arc<FakeMemory>,
     guest: Arc<Guest>,
@@ -24,7 +24,7 @@ struct Case {
 }
 
 impl Case {
-    fn new(from: Arc<FakeMemory>, to: Arc<FakeMemory>, seed: u64) -> Self {
+    pub(super) fn new(from: Arc<FakeMemory>, to: Arc<FakeMemory>, seed: u64) -> Self {
         let guest = Guest::new(&from, seed);
         guest.fill(&from, 60);
         Self { from, to, guest, pace: Pace::Paced(64, Duration::from_micros(300)) }
@@ -39,7 +39,7 @@ impl Case {
     }
 
     /// Migrates; returns what both sides reported.
-    fn go(
+    pub(super) fn go(
         &self,
         at: &Address,
         adjust: impl FnOnce(&mut crate::SendOptions),

@@ -18,6 +18,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::cancel::Cancel;
 use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
@@ -29,8 +30,11 @@ use sys::Descriptor;
 /// Tries of an operation that the kernel asks to repeat because mappings change.
 const AGAIN_MAX: u32 = 10_000;
 
+/// Time until memory is tried again when the host had none.
+const NO_MEMORY_PAUSE: Duration = Duration::from_millis(50);
+
 /// Smallest part of a region that gets a descriptor of its own.
-const PART_BYTES_MIN: u64 = 64 << 20;
+const PART_BYTES_MIN: u64 = HOST_PAGE_BYTES_MAX;
 
 /// What userfaultfd can fail with.
 #[derive(Debug, thiserror::Error)]
@@ -131,6 +135,9 @@ struct Part {
     address: u64,
     descriptor: usize,
     host_page_bytes: u64,
+    shared: bool,
+    /// Pages that are there and were never seen by the guest are caught, too: contents may be
+    /// received where they belong.
     in_place: bool,
 }
 
@@ -140,6 +147,8 @@ pub struct Uffd<M: GuestMemoryMap> {
     descriptors: Vec<Descriptor>,
     /// Sorted by region and page.
     parts: Vec<Part>,
+    /// Shared memory is received in place.
+    in_place: bool,
     stop: Cancel,
     /// Nothing is watched any more: what is not registered needs no filling.
     released: AtomicBool,
@@ -157,16 +166,30 @@ impl<M: GuestMemoryMap> Uffd<M> {
     /// # Errors
     /// See [`UffdError`].
     pub fn register(memory: Arc<M>, descriptors: usize) -> Result<Self, UffdError> {
+        Self::watch(memory, descriptors, true)
+    }
+
+    /// The same for memory most of which is there: what is there is not caught, and what is missing
+    /// is always copied in.
+    ///
+    /// # Errors
+    /// See [`UffdError`].
+    pub fn register_missing(memory: Arc<M>, descriptors: usize) -> Result<Self, UffdError> {
+        Self::watch(memory, descriptors, false)
+    }
+
+    fn watch(memory: Arc<M>, descriptors: usize, in_place: bool) -> Result<Self, UffdError> {
         let regions = memory.layout().regions();
         let features = features_for(regions)?;
         let total: u64 = regions.iter().map(|region| region.len_bytes).sum();
         let wanted = u64::try_from(descriptors.max(1)).unwrap_or(1);
         let part_bytes = total.div_ceil(wanted).max(PART_BYTES_MIN);
         let stop = Cancel::new().map_err(UffdError::Events)?;
-        let parts = split(&*memory, part_bytes);
+        let parts = split(&*memory, part_bytes, in_place);
         let count = parts.iter().map(|part| part.descriptor + 1).max().unwrap_or(1);
         let descriptors = (0..count).map(|_| open(features)).collect::<Result<Vec<_>, _>>()?;
-        let uffd = Self { memory, descriptors, parts, stop, released: AtomicBool::new(false) };
+        let released = AtomicBool::new(false);
+        let uffd = Self { memory, descriptors, parts, in_place, stop, released };
         for part in &uffd.parts {
             let mode = if part.in_place {
                 sys::REGISTER_MISSING | sys::REGISTER_MINOR
@@ -206,6 +229,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
         let end = start + piece.len_bytes();
         let mut at = start;
         let mut again = 0;
+        let mut short_of_memory = false;
         while at < end {
             let (done, result) = fill(descriptor, at, end - at);
             at += done;
@@ -216,6 +240,13 @@ impl<M: GuestMemoryMap> Uffd<M> {
                     at += part.host_page_bytes;
                 }
                 Some(libc::EAGAIN) if done > 0 => {}
+                Some(libc::ENOMEM) if !self.stop.is_cancelled() => {
+                    if !short_of_memory {
+                        log::warn!("the host has no memory for the guest's pages: it waits");
+                    }
+                    short_of_memory = true;
+                    std::thread::sleep(NO_MEMORY_PAUSE);
+                }
                 Some(libc::EAGAIN) if again < AGAIN_MAX => {
                     again += 1;
                     std::thread::yield_now();
@@ -225,6 +256,16 @@ impl<M: GuestMemoryMap> Uffd<M> {
             }
         }
         Ok(())
+    }
+}
+
+impl<M: GuestMemoryMap> Uffd<M> {
+    fn copy_zeros(&self, part: &Part, piece: PageRun) -> Result<(), UffdError> {
+        let zeros = vec![0; crate::layout::to_usize(part.host_page_bytes)];
+        let copy = |descriptor: &Descriptor, at, _| descriptor.copy(at, &zeros);
+        self.fill("zero", part, piece, copy, |descriptor, at| {
+            descriptor.wake(at, part.host_page_bytes)
+        })
     }
 }
 
@@ -243,7 +284,7 @@ fn pages_error(what: &'static str, run: PageRun, source: io::Error) -> UffdError
 }
 
 /// Cuts the regions into parts of about `part_bytes`, whole 2 MiB each, and deals them out.
-fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64) -> Vec<Part> {
+fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64, in_place: bool) -> Vec<Part> {
     let part_pages = part_bytes.next_multiple_of(HOST_PAGE_BYTES_MAX) / PAGE_BYTES;
     let mut parts = Vec::new();
     let mut filled = 0;
@@ -266,7 +307,8 @@ fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64) -> Vec<Part> {
                 address: main + first * PAGE_BYTES,
                 descriptor,
                 host_page_bytes: info.host_page_bytes,
-                in_place: info.backing == Backing::Shared,
+                shared: info.backing == Backing::Shared,
+                in_place: in_place && info.backing == Backing::Shared,
             });
             first += pages;
             filled += pages;
@@ -320,7 +362,11 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     }
 
     fn receives_in_place(&self, region: usize) -> bool {
-        self.memory.layout().regions()[region].backing == Backing::Shared
+        self.in_place && self.memory.layout().regions()[region].backing == Backing::Shared
+    }
+
+    fn prefers_copies_of_small_runs(&self) -> bool {
+        true
     }
 
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
@@ -344,7 +390,13 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
                     let from = crate::layout::to_usize(skip + (address - start));
                     descriptor.copy(address, &bytes[from..from + crate::layout::to_usize(len)])
                 },
-                |descriptor, address| descriptor.wake(address, part.host_page_bytes),
+                |descriptor, address| {
+                    if part.shared {
+                        // The copy was not taken, and what is there instead is not known.
+                        return Err(io::Error::from_raw_os_error(libc::EEXIST));
+                    }
+                    descriptor.wake(address, part.host_page_bytes)
+                },
             )?;
         }
         Ok(())
@@ -353,7 +405,11 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
         for (part, piece) in self.pieces(run) {
             if part.host_page_bytes > PAGE_BYTES {
-                // hugetlb knows no zero page: reading through the alias makes one of zeros.
+                // hugetlb knows no zero page. A read through the alias makes one of zeros.
+                if !part.in_place {
+                    self.copy_zeros(part, piece)?;
+                    continue;
+                }
                 ram::touch(&*self.memory, piece);
                 self.make_present(piece)?;
                 continue;

@@ -123,7 +123,7 @@ fn memory_is_dealt_out_without_gaps_and_never_inside_a_huge_page() {
     let mib = 256;
     let regions = [(0, 100 * mib), (1 << 32, 300 * mib + 7), (1 << 33, 1)];
     let memory = FakeMemory::new(&regions, Backing::Shared, PAGE_BYTES).unwrap();
-    let parts = split(&*memory, 64 << 20);
+    let parts = split(&*memory, 64 << 20, true);
     for (region, info) in memory.layout().regions().iter().enumerate() {
         let mut next = 0;
         for part in parts.iter().filter(|part| part.region == region) {

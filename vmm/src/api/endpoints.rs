@@ -9,7 +9,8 @@ use serde::de::DeserializeOwned;
 
 use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
 use crate::config::{
-    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmSnapshotConfig,
+    ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
+    VmConfig, VmSnapshotConfig,
 };
 
 /// Where all paths begin.
@@ -41,6 +42,8 @@ pub enum Body {
     Empty,
     /// This schema.
     Schema(&'static str),
+    /// This schema, or nothing.
+    Optional(&'static str),
 }
 
 /// An endpoint that works.
@@ -86,10 +89,10 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Ends the VMM.",
         operation: Some("shutdownVMM"),
-        takes: Body::Empty,
+        takes: Body::Optional("ForceData"),
         gives: Body::Empty,
         errors: &[],
-        decode: |_| Ok(VmmRequest::VmmShutdown),
+        decode: |body| Ok(VmmRequest::VmmShutdown { force: decode_force(body)? }),
     },
     Endpoint {
         path: "vm.info",
@@ -126,10 +129,10 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Deletes the VM.",
         operation: Some("deleteVM"),
-        takes: Body::Empty,
+        takes: Body::Optional("ForceData"),
         gives: Body::Empty,
         errors: &[NotCreated, Conflict],
-        decode: |_| Ok(VmmRequest::Delete),
+        decode: |body| Ok(VmmRequest::Delete { force: decode_force(body)? }),
     },
     Endpoint {
         path: "vm.boot",
@@ -233,6 +236,27 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |_| Ok(VmmRequest::MigrationCancel),
     },
     Endpoint {
+        path: "vm.migration-start-postcopy",
+        method: Put,
+        summary: "Lets a migration with memory_mode=auto go on in postcopy now.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: &[NotCreated, Conflict],
+        decode: |_| Ok(VmmRequest::MigrationStartPostcopy),
+    },
+    Endpoint {
+        path: "vm.migration-recover",
+        method: Put,
+        summary: "Makes the connections of a postcopy migration again that has lost them; at the \
+                  source, or at the destination to listen at another address.",
+        operation: None,
+        takes: Body::Schema("MigrationRecoverData"),
+        gives: Body::Empty,
+        errors: &[NotCreated, Conflict],
+        decode: decode_recover,
+    },
+    Endpoint {
         path: "vm.snapshot",
         method: Put,
         summary: "Saves the paused VM to a directory.",
@@ -320,6 +344,20 @@ fn bad_config(error: &crate::config::ConfigError) -> ApiError {
 fn decode_create(body: &[u8]) -> Result<VmmRequest, ApiError> {
     let config = json::<VmConfig>("VmConfig", body)?;
     Ok(VmmRequest::Create(Box::new(config.complete().map_err(|error| bad_config(&error))?)))
+}
+
+fn decode_recover(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let data = json::<MigrationRecoverData>("MigrationRecoverData", body)?;
+    data.validate().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::MigrationRecover(Box::new(data)))
+}
+
+/// A body that may be missing.
+fn decode_force(body: &[u8]) -> Result<bool, ApiError> {
+    if body.is_empty() {
+        return Ok(false);
+    }
+    json::<ForceData>("ForceData", body).map(|data| data.force)
 }
 
 fn decode_send(body: &[u8]) -> Result<VmmRequest, ApiError> {

@@ -20,7 +20,10 @@ use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
 use super::types::{API_VERSION, MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::value::{FieldValue, SchemaSet};
-use crate::config::{ReceiveMigrationData, RestoreConfig, SendMigrationData, VmSnapshotConfig};
+use crate::config::{
+    ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
+    VmSnapshotConfig,
+};
 
 /// The description of the API.
 pub fn document() -> OpenApi {
@@ -63,6 +66,8 @@ fn schemas() -> SchemaSet {
     MigrationCancelled::collect_schemas(&mut out);
     SendMigrationData::collect_schemas(&mut out);
     ReceiveMigrationData::collect_schemas(&mut out);
+    MigrationRecoverData::collect_schemas(&mut out);
+    ForceData::collect_schemas(&mut out);
     VmSnapshotConfig::collect_schemas(&mut out);
     RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());
@@ -89,11 +94,16 @@ fn schemas() -> SchemaSet {
 fn operation(endpoint: &Endpoint) -> OperationBuilder {
     let mut operation =
         OperationBuilder::new().summary(Some(endpoint.summary)).operation_id(endpoint.operation);
-    if let Body::Schema(name) = endpoint.takes {
+    let takes = match endpoint.takes {
+        Body::Empty => None,
+        Body::Schema(name) => Some((name, Required::True)),
+        Body::Optional(name) => Some((name, Required::False)),
+    };
+    if let Some((name, required)) = takes {
         operation = operation.request_body(Some(
             RequestBodyBuilder::new()
                 .content("application/json", content(name))
-                .required(Some(Required::True))
+                .required(Some(required))
                 .build(),
         ));
     }
@@ -102,7 +112,7 @@ fn operation(endpoint: &Endpoint) -> OperationBuilder {
         Body::Empty => {
             responses.response("204", ResponseBuilder::new().description("Done.").build())
         }
-        Body::Schema(name) => responses.response(
+        Body::Schema(name) | Body::Optional(name) => responses.response(
             "200",
             ResponseBuilder::new()
                 .description("The answer.")

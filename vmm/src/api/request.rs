@@ -15,7 +15,8 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::{
-    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmSnapshotConfig,
+    MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig,
+    VmSnapshotConfig,
 };
 
 /// What can be asked of the VMM.
@@ -42,7 +43,10 @@ pub enum VmmRequest {
     /// Press the power button.
     PowerButton,
     /// Forget the VM.
-    Delete,
+    Delete {
+        /// Even if a VM elsewhere needs pages from here.
+        force: bool,
+    },
     /// Start sending the VM; answered when the migration has been started.
     SendMigration(Box<SendMigrationData>),
     /// Wait for a VM; answered when it has arrived.
@@ -51,12 +55,19 @@ pub enum VmmRequest {
     MigrationProgress,
     /// Stop the migration; answered when it is over.
     MigrationCancel,
+    /// Send the rest of memory after the VM.
+    MigrationStartPostcopy,
+    /// Connect again in postcopy.
+    MigrationRecover(Box<MigrationRecoverData>),
     /// Save the paused VM; answered when that is done.
     Snapshot(Box<VmSnapshotConfig>),
     /// Restore a VM; answered when that is done.
     Restore(Box<RestoreConfig>),
     /// End the process.
-    VmmShutdown,
+    VmmShutdown {
+        /// Even if a VM elsewhere needs pages from here.
+        force: bool,
+    },
 }
 
 impl VmmRequest {
@@ -73,14 +84,16 @@ impl VmmRequest {
             Self::Shutdown => "vm.shutdown",
             Self::Reboot => "vm.reboot",
             Self::PowerButton => "vm.power-button",
-            Self::Delete => "vm.delete",
+            Self::Delete { .. } => "vm.delete",
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
             Self::MigrationCancel => "vm.migration-cancel",
+            Self::MigrationStartPostcopy => "vm.migration-start-postcopy",
+            Self::MigrationRecover(_) => "vm.migration-recover",
+            Self::VmmShutdown { .. } => "vmm.shutdown",
             Self::Snapshot(_) => "vm.snapshot",
             Self::Restore(_) => "vm.restore",
-            Self::VmmShutdown => "vmm.shutdown",
         }
     }
 }

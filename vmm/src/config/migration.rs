@@ -7,7 +7,7 @@
 
 use std::path::PathBuf;
 
-use super::codec::{Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
+use super::codec::{Bytes, Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
 use super::error::ConfigError;
 use super::family::{Family as _, option_enum, option_family};
 use super::option_string::OptionError;
@@ -27,11 +27,13 @@ option_enum! {
 
 option_enum! {
     /// When memory travels.
-    MigrationMode = "precopy|postcopy", default Precopy {
+    MigrationMode = "precopy|postcopy|auto", default Precopy {
         /// Before the guest runs at its destination.
         Precopy = "precopy",
         /// After the guest has been started there, on demand and in the background.
         Postcopy = "postcopy",
+        /// Before, and what is left when that no longer helps, after.
+        Auto = "auto",
     }
 }
 
@@ -120,6 +122,32 @@ option_family! {
         tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>, unsupported();
         /// When memory travels.
         memory_mode: MigrationMode = MigrationMode::Precopy, "memory_mode" as One<Choice>;
+        /// With memory_mode=auto, seconds after which the rest of memory follows the guest.
+        postcopy_after_s: Option<u64> = None, "postcopy_after_s" as Opt<Int>, range(0, 31_536_000);
+        /// Connections that carry only pages which the guest waits for in postcopy; from the number
+        /// of vCPUs if not given, with 0 they share the others.
+        preempt: Option<u64> = None, "preempt" as Opt<Int>, range(0, MAX_CONNECTIONS);
+        /// Most bytes per second for pages that nobody waits for in postcopy; 0 for no limit.
+        bandwidth: u64 = 0, "bandwidth" as One<Bytes>;
+        /// Longest time in seconds for which a postcopy that lost its connections connects again by
+        /// itself; migration-recover does so later.
+        recover_timeout_s: u64 = 600, "recover_timeout_s" as One<Int>, range(0, 31_536_000);
+    }
+}
+
+option_family! {
+    /// How a postcopy migration that has lost its connections goes on.
+    MigrationRecoverData "migration-recover" {
+        /// Another address: at the source where to connect, at the destination where to listen.
+        url: Option<String> = None, "url" as Opt<Text>;
+    }
+}
+
+option_family! {
+    /// Whether something is done although a guest elsewhere is lost by it.
+    ForceData "force" {
+        /// It is done.
+        force: bool = false, "force" as One<Toggle>;
     }
 }
 
@@ -283,13 +311,34 @@ impl SendMigrationData {
         if self.downtime_max_ms.is_some_and(|max| max < self.downtime_ms) {
             return refuse("downtime_max_ms is less than downtime_ms");
         }
-        if self.local && self.memory_mode == MigrationMode::Postcopy {
+        if self.local && self.memory_mode != MigrationMode::Precopy {
             return refuse("local and postcopy exclude each other");
         }
         if self.local && self.compression != MigrationCompression::None {
             return refuse("local and compression exclude each other");
         }
         Ok(())
+    }
+}
+
+impl MigrationRecoverData {
+    /// Reads an option string or an address alone.
+    ///
+    /// # Errors
+    /// As [`super::family::Family::parse`].
+    pub fn parse_or_url(text: &str) -> Result<Self, OptionError> {
+        if is_bare_url(text) {
+            return Ok(Self { url: Some(text.to_owned()) });
+        }
+        Self::parse(text)
+    }
+
+    /// Checks the address.
+    ///
+    /// # Errors
+    /// The text is not an address.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.url.as_ref().map_or(Ok(()), |url| url.parse::<MigrationUrl>().map(drop))
     }
 }
 

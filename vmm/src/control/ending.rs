@@ -21,8 +21,14 @@ pub struct Ending {
 
 impl Vmm {
     /// `vmm.shutdown`.
-    pub(super) fn vmm_shutdown(&mut self, responder: Responder) -> Next {
+    pub(super) fn vmm_shutdown(&mut self, force: bool, responder: Responder) -> Next {
         match &self.vm {
+            Vm::Serving(_) | Vm::Live(_) if force => {
+                log::warn!("told to end, whatever is lost by it");
+                self.end_vm();
+                responder.answer(Ok(ApiReply::Empty));
+                Next::Exit(ExitReason::ApiShutdown)
+            }
             Vm::Leaving { .. } | Vm::Serving(_) => {
                 responder.answer(Err(self.vm.why_not_live()));
                 Next::Continue

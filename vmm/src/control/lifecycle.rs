@@ -146,12 +146,18 @@ impl Vmm {
         }
     }
 
-    pub(super) fn delete(&mut self) -> Result<(), ApiError> {
+    pub(super) fn delete(&mut self, force: bool) -> Result<(), ApiError> {
         match &self.vm {
             Vm::None => return Err(ApiError::not_created()),
             // What has arrived and was not started, or is kept for a guest elsewhere, is given up.
             Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
             Vm::Live(_) => self.shutdown()?,
+            Vm::Serving(sending) if force => {
+                // Its end is told like any other; until then the VM is not gone.
+                log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
+                sending.steering.give_up();
+                return Ok(());
+            }
             Vm::Awaited(receiving) => {
                 // The thread answers whoever asked, and the message that follows ends the wait.
                 receiving.cancel.cancel();
@@ -197,7 +203,7 @@ impl Vmm {
             return Next::Continue;
         }
         match (&mut self.pages, &event) {
-            (Pages::Arriving { deferred }, GuestEvent::Reset | GuestEvent::Shutdown) => {
+            (Pages::Arriving { deferred, .. }, GuestEvent::Reset | GuestEvent::Shutdown) => {
                 log::info!("the guest ends or reboots: that waits until its last page is here");
                 deferred.push(event);
                 return Next::Continue;

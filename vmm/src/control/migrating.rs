@@ -9,8 +9,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vm_migration::GuestIs;
 use vm_migration::destination::PostcopyPaused;
+use vm_migration::{GuestIs, Steering};
 
 use super::receiving::{self, Arrival, Outcome, Reception};
 use super::sending::{self, Departure};
@@ -44,8 +44,8 @@ impl Vmm {
     }
 
     pub(super) fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
-        let options = sending::options(data)?;
-        self.machine_mut()?;
+        let vcpus = self.machine_mut()?.config().cpus.boot_vcpus;
+        let options = sending::options(data, vcpus)?;
         self.refuse_while_memory_arrives("migrated")?;
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
@@ -105,6 +105,7 @@ impl Vmm {
     pub(super) fn handed_over(&mut self) {
         match std::mem::replace(&mut self.vm, Vm::None) {
             Vm::Leaving { mut sending, .. } => {
+                events::emit("vm", "migration-handed-over", &[]);
                 cancel::refuse_all(&mut sending.cancellers, &cancel::at_destination());
                 self.vm = Vm::Serving(sending);
             }
@@ -159,8 +160,12 @@ impl Vmm {
     /// A migration to here is over, or its guest runs.
     pub(super) fn arrived(&mut self, arrival: Arrival) -> Next {
         let Arrival { outcome, responder } = arrival;
+        let mut steering = Steering::new();
         let mut cancellers = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Awaited(receiving) => receiving.cancellers,
+            Vm::Awaited(receiving) => {
+                steering = receiving.steering;
+                receiving.cancellers
+            }
             _ => Vec::new(),
         };
         let failed = |error: &ApiError| {
@@ -170,7 +175,7 @@ impl Vmm {
             Outcome::Runs { machine, pages_missing } => {
                 self.vm = Vm::Live(machine);
                 if pages_missing {
-                    self.pages = Pages::Arriving { deferred: Vec::new() };
+                    self.pages = Pages::Arriving { deferred: Vec::new(), steering };
                 }
                 events::emit("vm", "migration-receive-finished", &[]);
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());
@@ -228,7 +233,7 @@ impl Vmm {
                 Pages::Lost(paused)
             }
         };
-        let Pages::Arriving { deferred } = std::mem::replace(&mut self.pages, next) else {
+        let Pages::Arriving { deferred, .. } = std::mem::replace(&mut self.pages, next) else {
             // The machine has ended meanwhile, and nobody waits for its pages.
             self.pages = Pages::Here;
             return Next::Continue;

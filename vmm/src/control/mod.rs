@@ -26,6 +26,7 @@ mod inbox;
 mod lifecycle;
 mod migrating;
 mod observer;
+mod postcopy;
 mod receiving;
 mod run;
 mod sending;
@@ -35,9 +36,9 @@ mod snapshot;
 use std::sync::Arc;
 use std::time::Instant;
 
-use vm_migration::Progress;
 use vm_migration::destination::PostcopyPaused;
 use vm_migration::source::Held;
+use vm_migration::{Progress, Steering};
 
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;
@@ -93,7 +94,7 @@ enum Pages {
     /// All are here.
     Here,
     /// Some are on their way; what the guest asks for waits until they are here.
-    Arriving { deferred: Vec<GuestEvent> },
+    Arriving { deferred: Vec<GuestEvent>, steering: Steering },
     /// Some are not going to come; their waiters hold still while this exists.
     Lost(Box<PostcopyPaused<MigratingRam>>),
 }
@@ -158,7 +159,7 @@ impl Vmm {
         let (request, responder) = call.into_parts();
         log::debug!("request {}", request.name());
         match request {
-            VmmRequest::VmmShutdown => return self.vmm_shutdown(responder),
+            VmmRequest::VmmShutdown { force } => return self.vmm_shutdown(force, responder),
             VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
             VmmRequest::MigrationCancel => self.cancel_migration(responder),
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
@@ -187,7 +188,9 @@ impl Vmm {
                 self.machine_mut()?.press_power_button();
                 Ok(ApiReply::Empty)
             }
-            VmmRequest::Delete => empty(self.delete()),
+            VmmRequest::Delete { force } => empty(self.delete(force)),
+            VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
+            VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),
             VmmRequest::SendMigration(data) => empty(self.send(&data)),
             VmmRequest::MigrationProgress => self.migration_progress(),
             // Handled by `call`.
@@ -195,7 +198,7 @@ impl Vmm {
             | VmmRequest::MigrationCancel
             | VmmRequest::Snapshot(_)
             | VmmRequest::Restore(_)
-            | VmmRequest::VmmShutdown => Ok(ApiReply::Empty),
+            | VmmRequest::VmmShutdown { .. } => Ok(ApiReply::Empty),
         }
     }
 
@@ -264,7 +267,7 @@ impl Vm {
             Self::Serving(_) => ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM runs at the destination of its migration, which gets its last pages from \
-                 here; this VMM ends by itself when it has them",
+                 here; this VMM ends by itself when it has them, and with force the VM is lost",
             ),
             Self::Busy(busy) => ApiError::new(
                 ApiErrorKind::Conflict,

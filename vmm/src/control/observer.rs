@@ -23,9 +23,12 @@ impl Observer for Herald {
                 match phase {
                     Phase::Precopy => events::emit("vm", "migration-started", &[]),
                     Phase::Receive => events::emit("vm", "migration-receive-started", &[]),
-                    Phase::Serve => {
-                        events::emit("vm", "migration-handed-over", &[]);
-                        self.mailer.send(Message::HandedOver);
+                    Phase::Serve => self.mailer.send(Message::HandedOver),
+                    Phase::PostcopyPaused => {
+                        events::emit("vm", "postcopy-migration-paused", &[("side", &side)]);
+                    }
+                    Phase::PostcopyRecover => {
+                        events::emit("vm", "postcopy-migration-recovering", &[("side", &side)]);
                     }
                     _ => {}
                 }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use vm_migration::destination::{Listener, ReceiveFailure};
-use vm_migration::{Address, Cancel, Cause, GuestIs, Progress, ReceiveOptions, Side};
+use vm_migration::{Address, Cancel, Cause, GuestIs, Progress, ReceiveOptions, Side, Steering};
 
 use super::inbox::{Mailer, Message};
 use super::observer::Herald;
@@ -59,6 +59,8 @@ pub struct Receiving {
     pub progress: Arc<Progress>,
     /// Ends it.
     pub cancel: Cancel,
+    /// What may be asked of it.
+    pub steering: Steering,
     /// Whoever asked to end it and waits for the answer.
     pub cancellers: Vec<Responder>,
 }
@@ -112,6 +114,8 @@ pub fn start(
     let progress = Arc::new(Progress::observed(Side::Destination, herald));
     let address = listener.address().to_string();
     log::info!("waiting for a migration at {address}");
+    let options = ReceiveOptions::default();
+    let steering = options.steering.clone();
     let slot = Arc::new(std::sync::Mutex::new(Some(responder)));
     let spawned = {
         let (slot, progress, cancel) = (Arc::clone(&slot), Arc::clone(&progress), cancel.clone());
@@ -120,8 +124,7 @@ pub fn start(
             let taken = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
             let Some(responder) = taken else { return };
             let builder = ArrivingBuilder::new(host, sink);
-            let received =
-                listener.receive(builder, &ReceiveOptions::default(), &progress, &cancel);
+            let received = listener.receive(builder, &options, &progress, &cancel);
             let (outcome, faults) = match received {
                 Ok(received) => {
                     let pages_missing = received.faults.is_some();
@@ -139,7 +142,7 @@ pub fn start(
     match spawned {
         Ok(_detached) => {
             events::emit("vm", "migration-receive-ready", &[("address", &address)]);
-            Ok(Receiving { progress, cancel, cancellers: Vec::new() })
+            Ok(Receiving { progress, cancel, steering, cancellers: Vec::new() })
         }
         Err(error) => {
             let back = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();

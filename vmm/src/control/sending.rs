@@ -8,10 +8,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use vm_migration::options::urgent_connections_for;
 use vm_migration::source::{Held, SendFailure, migrate};
 use vm_migration::{
     Address, Cancel, Cause, Compression, Convergence, DirtyClear, FailureReport, GuestIs,
-    MemoryMode, MigrationError, Phase, Progress, SendOptions, Side, TimeoutStrategy,
+    MemoryMode, MigrationError, Phase, Progress, SendOptions, Side, Steering, TimeoutStrategy,
 };
 
 use super::inbox::{Mailer, Message};
@@ -66,6 +67,10 @@ pub struct Sending {
     pub progress: Arc<Progress>,
     /// Ends it.
     pub cancel: Cancel,
+    /// What may be asked of it.
+    pub steering: Steering,
+    /// How memory travels.
+    pub mode: MemoryMode,
     /// Whoever asked to end it and waits for the answer.
     pub cancellers: Vec<Responder>,
 }
@@ -74,14 +79,23 @@ pub struct Sending {
 ///
 /// # Errors
 /// What cannot be.
-pub fn options(data: &SendMigrationData) -> Result<SendOptions, ApiError> {
+pub fn options(data: &SendMigrationData, vcpus: u32) -> Result<SendOptions, ApiError> {
+    let preempt = data.preempt.map_or_else(
+        || urgent_connections_for(vcpus),
+        |preempt| u16::try_from(preempt).unwrap_or(u16::MAX),
+    );
     let bad = |error: &dyn std::error::Error| ApiError::from_error(ApiErrorKind::BadRequest, error);
     let to: Address = data.destination_url.parse().map_err(|error| bad(&error))?;
     let options = SendOptions {
         memory_mode: match data.memory_mode {
             MigrationMode::Precopy => MemoryMode::Precopy,
             MigrationMode::Postcopy => MemoryMode::Postcopy,
+            MigrationMode::Auto => MemoryMode::Auto,
         },
+        urgent_connections: preempt,
+        postcopy_after: data.postcopy_after_s.map(Duration::from_secs),
+        bandwidth_bytes_per_s: data.bandwidth,
+        recover_timeout: Duration::from_secs(data.recover_timeout_s),
         local: data.local,
         connections: u16::try_from(data.connections).unwrap_or(u16::MAX),
         downtime: Duration::from_millis(data.downtime_ms),
@@ -163,6 +177,7 @@ pub fn start(
     };
     let progress =
         Arc::new(Progress::observed(Side::Source, Box::new(Herald { mailer: mailer.clone() })));
+    let (steering, mode) = (options.steering.clone(), options.mode());
     // The machine goes through a slot, so that it is not lost when there is no thread for it.
     let slot = Arc::new(std::sync::Mutex::new(Some(machine)));
     let spawned = {
@@ -177,7 +192,7 @@ pub fn start(
     };
     let back = || slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     match spawned {
-        Ok(_detached) => Ok(Sending { progress, cancel, cancellers: Vec::new() }),
+        Ok(_detached) => Ok(Sending { progress, cancel, steering, mode, cancellers: Vec::new() }),
         Err(error) => match back() {
             Some(machine) => Err((machine, error)),
             // Only the thread takes it, and there is none.

@@ -54,11 +54,39 @@ impl MachineDocument {
     }
 }
 
+/// Feeds bytes of a peer to the reader; what it takes, it takes again in its own words.
+#[doc(hidden)]
+pub fn fuzz_document(data: &[u8]) {
+    if let Ok(document) = MachineDocument::read(data) {
+        let json = serde_json::to_vec(&document).unwrap_or_default();
+        let again = MachineDocument::read(&json).map(|document| document.common_cpuid);
+        assert_eq!(again.ok(), Some(document.common_cpuid));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(
+            text in "[{}\\[\\]\",:a-z_0-9 ]{0,80}",
+            numbers in any::<[u32; 7]>(),
+        ) {
+            let [function, index, flags, answer @ ..] = numbers;
+            let entry = CpuidEntry { function, index, flags, answer };
+            let whole = MachineDocument { common_cpuid: vec![entry], ..document() };
+            fuzz_document(&serde_json::to_vec(&whole).unwrap());
+            fuzz_document(text.as_bytes());
+            let half = format!(r#"{{"vm_config":{{"payload":{{}}}},"common_cpuid":[{text}]}}"#);
+            fuzz_document(half.as_bytes());
+        }
+    }
 
     fn entry(function: u32) -> CpuidEntry {
         CpuidEntry { function, index: 0, flags: 0, answer: [0, u32::MAX, 0, 0] }

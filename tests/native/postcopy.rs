@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Postcopy between two processes when something happens in its middle: connections that are cut
+//! again and again, commands, a guest that is paused; every page is compared afterwards.
+//!
+//! `GODWIT_CUTS=100` makes the full number of cuts; otherwise 5.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::harness::migrate::Reception;
+use crate::harness::{Mode, Suite, Transport, Vmm, wait_for};
+
+/// Bytes per second that leave time for something to happen: 96 MiB take about 6 s.
+const SLOW: &str = "bandwidth=16M";
+
+/// For so many cuts.
+const LIMIT_EACH_CUT: Duration = Duration::from_secs(10);
+
+pub fn add(suite: &mut Suite) {
+    let cuts = std::env::var("GODWIT_CUTS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
+    let limit = Duration::from_mins(2) + LIMIT_EACH_CUT * cuts;
+    suite.add_long("postcopy::cuts_heal_without_a_command", limit, move || soak(cuts));
+    suite.add("postcopy::recovery_on_command_at_another_address", recover);
+    suite.add("postcopy::auto_switches_on_command", switch);
+    suite.add("postcopy::a_source_with_needed_pages_is_not_ended_without_force", force);
+    suite.add("postcopy::a_guest_may_be_paused_in_the_middle", pause);
+    suite.add("postcopy::requests_may_share_the_bulk_connection", no_preempt);
+    suite.add("postcopy::many_connections_of_each_kind", many);
+}
+
+/// Passes TCP connections on and can cut them.
+struct Cutter {
+    url: String,
+    streams: Arc<Mutex<Vec<[TcpStream; 2]>>>,
+    shut: Arc<Mutex<bool>>,
+}
+
+impl Cutter {
+    fn start(to: &str) -> Self {
+        let to = to.strip_prefix("tcp:").expect("a tcp address").to_owned();
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let url = format!("tcp:{}", listener.local_addr().expect("an address"));
+        let streams: Arc<Mutex<Vec<[TcpStream; 2]>>> = Arc::default();
+        let shut = Arc::new(Mutex::new(false));
+        let (all, closed) = (Arc::clone(&streams), Arc::clone(&shut));
+        std::thread::spawn(move || {
+            while let Ok((source, _)) = listener.accept() {
+                if *closed.lock().unwrap_or_else(PoisonError::into_inner) {
+                    continue;
+                }
+                let Ok(destination) = TcpStream::connect(&to) else { continue };
+                pass(&source, &destination);
+                pass(&destination, &source);
+                let ends = [source, destination];
+                all.lock().unwrap_or_else(PoisonError::into_inner).push(ends);
+            }
+        });
+        Self { url, streams, shut }
+    }
+
+    /// Cuts all connections, or of the last `of` the one with this number.
+    fn cut(&self, one: Option<usize>, of: usize) {
+        let streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = streams.len().saturating_sub(of);
+        for (number, ends) in streams[last..].iter().enumerate() {
+            if one.is_none_or(|one| one == number) {
+                for end in ends {
+                    let _ = end.shutdown(Shutdown::Both);
+                }
+            }
+        }
+    }
+
+    fn set_shut(&self, shut: bool) {
+        *self.shut.lock().unwrap_or_else(PoisonError::into_inner) = shut;
+    }
+}
+
+fn pass(from: &TcpStream, to: &TcpStream) {
+    let clone = |stream: &TcpStream| {
+        stream.set_nodelay(true).expect("a TCP stream");
+        stream.try_clone().expect("a descriptor")
+    };
+    let (mut from, mut to) = (clone(from), clone(to));
+    std::thread::spawn(move || {
+        let mut buffer = vec![0; 64 << 10];
+        while let Ok(len @ 1..) = from.read(&mut buffer) {
+            if to.write_all(&buffer[..len]).is_err() {
+                break;
+            }
+        }
+        let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+    });
+}
+
+fn progress(vmm: &Vmm) -> Value {
+    vmm.api().get("vm.migration-progress").ok().json()
+}
+
+fn phase(vmm: &Vmm) -> String {
+    progress(vmm)["phase"].as_str().unwrap_or_default().to_owned()
+}
+
+fn wait_for_phase(vmm: &Vmm, wanted: &str) {
+    wait_for(wanted, || (phase(vmm) == wanted).then_some(()));
+}
+
+/// A guest under way in postcopy through a cutter, and the one that receives it.
+struct Middle {
+    source: Vmm,
+    destination: Vmm,
+    cutter: Cutter,
+    reception: Reception,
+}
+
+impl Middle {
+    fn start(options: &str) -> Self {
+        let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=96M");
+        source.wait_for_work(5_000);
+        let destination = Vmm::empty();
+        let reception = Reception::start(&destination, Transport::Tcp, Mode::Postcopy);
+        let cutter = Cutter::start(&reception.url);
+        let option = format!("destination_url={},memory_mode=postcopy,{options}", cutter.url);
+        source.remote_ok(&["send-migration", &option]);
+        wait_for_phase(&destination, "fault");
+        Self { source, destination, cutter, reception }
+    }
+
+    /// Everything arrives and is right.
+    fn finish(self) -> Value {
+        let Self { mut source, destination, reception, .. } = self;
+        assert!(reception.finish().status.success(), "{}", destination.output());
+        wait_for_phase(&destination, "done");
+        let last = progress(&destination);
+        assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+        destination.wait_for_work(5_000);
+        destination.verify();
+        destination.shut_down();
+        last
+    }
+}
+
+fn soak(cuts: u32) {
+    let mut number = 0x2545_f491_4f6c_dd1d_u64;
+    let mut done = 0;
+    while done < cuts {
+        let run = Middle::start("bandwidth=4M,preempt=2,connections=2");
+        while done < cuts && phase(&run.destination) != "done" {
+            number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let one = usize::try_from(number >> 40 & 15).unwrap_or(0);
+            let losses = progress(&run.destination)["recovery"]["losses"].clone();
+            run.cutter.cut((one < 5).then_some(one), 5);
+            done += 1;
+            // At any moment after the loss: while it heals, or after that.
+            wait_for("the loss", || {
+                let now = progress(&run.destination);
+                (now["recovery"]["losses"] != losses || now["phase"] == "done").then_some(())
+            });
+            std::thread::sleep(Duration::from_millis(number >> 48 & 255));
+        }
+        let last = run.finish();
+        println!("     {done} cuts so far, recovery: {}", last["recovery"]);
+    }
+}
+
+fn recover() {
+    let run = Middle::start(&format!("{SLOW},recover_timeout_s=0"));
+    let refused = run.source.remote(&["migration-recover"]);
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(text.contains("nothing is to recover"), "{text}");
+    run.cutter.set_shut(true);
+    run.cutter.cut(None, usize::MAX);
+    wait_for_phase(&run.source, "postcopy-paused");
+    wait_for_phase(&run.destination, "postcopy-paused");
+    run.source.wait_for_event("postcopy-migration-paused");
+    let there = format!("unix:{}", run.destination.path("again").display());
+    run.destination.remote_ok(&["migration-recover", &there]);
+    let socket = run.destination.path("again");
+    wait_for("the new address", || socket.exists().then_some(()));
+    run.source.remote_ok(&["migration-recover", &there]);
+    run.finish();
+}
+
+fn switch() {
+    let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=96M");
+    source.wait_for_work(5_000);
+    let destination = Vmm::empty();
+    let reception = Reception::start(&destination, Transport::Tcp, Mode::Auto);
+    let early = source.remote(&["migration-start-postcopy"]);
+    assert!(!early.status.success(), "nothing is being sent yet");
+    let option = format!(
+        "destination_url={},memory_mode=auto,downtime_ms=1,timeout_s=600,convergence=throttle",
+        reception.url
+    );
+    source.remote_ok(&["send-migration", &option]);
+    wait_for_phase(&source, "precopy");
+    source.remote_ok(&["migration-start-postcopy"]);
+    let mut source = source;
+    assert!(reception.finish().status.success(), "{}", destination.output());
+    wait_for_phase(&destination, "done");
+    assert!(progress(&destination)["faults"]["source"].is_string(), "it was postcopy");
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+fn force() {
+    let run = Middle::start(SLOW);
+    run.cutter.set_shut(true);
+    run.cutter.cut(None, usize::MAX);
+    wait_for_phase(&run.source, "postcopy-paused");
+    for command in ["delete", "shutdown-vmm"] {
+        let refused = run.source.remote(&[command]);
+        let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && text.contains("force"), "{command}: {text}");
+    }
+    let refused = run.destination.remote(&["shutdown-vmm"]);
+    assert!(!refused.status.success(), "the guest waits for its pages");
+    let Middle { mut source, destination, .. } = run;
+    source.remote_ok(&["shutdown-vmm", "--force"]);
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    let mut destination = destination;
+    destination.remote_ok(&["shutdown-vmm", "--force"]);
+    assert_eq!(destination.wait_for_exit(), 0, "{}", destination.output());
+}
+
+fn pause() {
+    let run = Middle::start(SLOW);
+    run.destination.api().put("vm.pause", "").ok();
+    assert_eq!(run.destination.api().state(), "Paused");
+    let refused = run.destination.remote(&["delete"]);
+    assert!(!refused.status.success(), "pages are missing");
+    run.destination.api().put("vm.resume", "").ok();
+    run.finish();
+}
+
+fn no_preempt() {
+    let run = Middle::start(&format!("{SLOW},preempt=0"));
+    run.cutter.cut(None, usize::MAX);
+    let last = run.finish();
+    assert_eq!(last["recovery"]["recoveries"], 1, "{last}");
+}
+
+fn many() {
+    let last = Middle::start("connections=4,preempt=8").finish();
+    assert!(last["faults"]["latency_us"]["count"].as_u64() > Some(0), "{last}");
+}

@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Fault: the guest runs here and its pages arrive, pushed and on request.
+//!
+//! Owns the phase: it watches the connections, and when they are lost or stall it holds everything
+//! as it is (vCPUs that need a missing page wait, the others go on) until the source comes back,
+//! as often as it takes.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::fault::FaultThreads;
+use super::rejoin::Returned;
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step};
+use crate::options::RECOVER_TIMEOUT_DEFAULT;
+use crate::progress::{Phase, Progress, Snapshot};
+use crate::protocol::message::{Answer, Message};
+use crate::ram::GuestMemoryMap;
+use crate::report::FailureReport;
+use crate::session::{ALIVE_EVERY, Rates};
+use crate::steering::LOOK_EVERY;
+use crate::transport::{TransportError, WaitEnd, wait_readable};
+
+const STEP: &str = "waiting for the last page";
+
+/// The guest runs here and its pages arrive.
+pub struct Faulting<M: GuestMemoryMap> {
+    threads: FaultThreads<M>,
+    control: Channel,
+    began: Instant,
+    /// Questions on the first connection that wait for their answer.
+    unanswered: u32,
+}
+
+/// Postcopy that will not go on: vCPUs wait for their pages.
+///
+/// Dropping this value lets the waiters see zeros where contents are missing, so end the guest
+/// before.
+pub struct PostcopyPaused<M: GuestMemoryMap> {
+    /// What happened.
+    pub error: MigrationError,
+    faulting: Faulting<M>,
+}
+
+impl<M: GuestMemoryMap> PostcopyPaused<M> {
+    /// Pages of 4 KiB that have not arrived.
+    pub fn missing_pages(&self) -> u64 {
+        self.faulting.threads.engine.missing_pages()
+    }
+}
+
+impl<M: GuestMemoryMap> std::fmt::Debug for PostcopyPaused<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PostcopyPaused")
+            .field("error", &self.error)
+            .field("missing_pages", &self.missing_pages())
+            .finish_non_exhaustive()
+    }
+}
+
+/// How a set of connections ended.
+enum End {
+    /// Every page is here.
+    Complete,
+    /// Lost; perhaps the source has noticed first and is back already.
+    Lost(Failure, Option<Returned>),
+}
+
+impl<M: GuestMemoryMap> Faulting<M> {
+    pub(crate) fn new(threads: FaultThreads<M>, control: Channel) -> Self {
+        Self { threads, control, began: Instant::now(), unanswered: 0 }
+    }
+
+    /// The phase begins; it ends in [`wait`](Self::wait).
+    pub(crate) fn begin(&mut self) {
+        self.began = Instant::now();
+        self.threads.engine.progress().begin_long(Phase::Fault);
+    }
+
+    /// Waits until every page is here, and tells the source. Lost connections are made again by
+    /// the source: until then the guest waits where it needs a missing page.
+    ///
+    /// # Errors
+    /// When this host cannot go on, or a person has given up: both sides keep what they have.
+    pub fn wait(mut self) -> Result<Snapshot, Box<PostcopyPaused<M>>> {
+        let engine = Arc::clone(&self.threads.engine);
+        let result = self.wait_until_complete();
+        let progress = engine.progress();
+        progress.end_long(Phase::Fault, self.began.elapsed(), result.is_ok());
+        match result {
+            Ok(()) => {
+                // The guest is complete: what happens to the connection now cannot hurt it.
+                if let Err(failure) = self.say_done() {
+                    let why = failure.for_peer();
+                    log::warn!("the source does not know that all pages are here: {why}");
+                    self.threads.linger(RECOVER_TIMEOUT_DEFAULT);
+                }
+                progress.finish(Phase::Done);
+                Ok(progress.snapshot())
+            }
+            Err(Failure { step, cause }) => {
+                let error = MigrationError {
+                    side: Side::Destination,
+                    phase: Phase::Fault,
+                    step,
+                    guest: GuestIs::PostcopyPaused,
+                    cause,
+                };
+                progress.fail(Phase::PostcopyPaused, FailureReport::new(&error));
+                Err(Box::new(PostcopyPaused { error, faulting: self }))
+            }
+        }
+    }
+
+    fn wait_until_complete(&mut self) -> Result<(), Failure> {
+        loop {
+            match self.watch()? {
+                End::Complete => break,
+                End::Lost(failure, returned) => self.recover(&failure, returned)?,
+            }
+        }
+        self.threads.engine.source().release().step("leaving postcopy")
+    }
+
+    /// Watches a set of connections until all is here, or it is lost.
+    fn watch(&mut self) -> Result<End, Failure> {
+        let engine = Arc::clone(&self.threads.engine);
+        let fate = Arc::clone(self.threads.session.fate());
+        let stall = self.threads.rejoin.stall;
+        self.control.connection.set_cancel(engine.failed());
+        self.control.connection.set_stall_timeout(stall);
+        self.unanswered = 0;
+        let mut pulse = Pulse::new(engine.progress(), stall);
+        loop {
+            if engine.complete().is_cancelled() {
+                return Ok(End::Complete);
+            }
+            let fds = [
+                engine.complete().fd(),
+                fate.stop().fd(),
+                self.control.connection.as_raw_fd(),
+                self.threads.rejoin.listener.as_raw_fd(),
+            ];
+            let end = wait_readable(&fds, engine.failed(), Some(LOOK_EVERY));
+            let lost = match end.map_err(Cause::Resource).step(STEP)? {
+                WaitEnd::Cancelled if !engine.complete().is_cancelled() => {
+                    let lost = || Failure::new(STEP, Cause::Cancelled);
+                    return Err(engine.take_failure().unwrap_or_else(lost));
+                }
+                WaitEnd::Cancelled | WaitEnd::TimedOut | WaitEnd::Ready(0) => None,
+                WaitEnd::Ready(1) => {
+                    let lost = || Failure::new(STEP, TransportError::Closed);
+                    Some((fate.take_failure().unwrap_or_else(lost), None))
+                }
+                WaitEnd::Ready(2) => self.take_answer().err().map(|failure| (failure, None)),
+                WaitEnd::Ready(_) => {
+                    let returned = self.threads.rejoin.greet(engine.failed());
+                    let lost = Failure::new(STEP, TransportError::Closed);
+                    returned.map(|returned| (lost, Some(returned)))
+                }
+            };
+            let lost = lost.or_else(|| {
+                let asked = pulse.beat(self, engine.longest_wait(), engine.progress());
+                asked.err().map(|failure| (failure, None))
+            });
+            if engine.complete().is_cancelled() {
+                return Ok(End::Complete);
+            }
+            if let Some((failure, returned)) = lost {
+                return Ok(End::Lost(failure, returned));
+            }
+            if self.threads.rejoin.steering.gives_up() {
+                return Err(Cause::Cancelled).step(STEP);
+            }
+        }
+    }
+
+    /// Takes the answer to a question on the first connection.
+    fn take_answer(&mut self) -> Result<(), Failure> {
+        match Answer::read(&mut self.control.reader).step(STEP)? {
+            Answer::Ok { .. } => {
+                self.unanswered = self.unanswered.saturating_sub(1);
+                Ok(())
+            }
+            Answer::Error { reason } => Err(Cause::Refused(reason)).step(STEP),
+        }
+    }
+
+    /// Holds still until the source is back.
+    fn recover(&mut self, lost: &Failure, returned: Option<Returned>) -> Result<(), Failure> {
+        let engine = Arc::clone(&self.threads.engine);
+        let progress = Arc::clone(engine.progress());
+        self.control.connection.shut_down();
+        self.threads.disconnect();
+        log::warn!("postcopy holds still: {}", lost.for_peer());
+        progress.lost(lost.for_peer());
+        let mut returned = returned;
+        loop {
+            if engine.complete().is_cancelled() {
+                return Ok(());
+            }
+            let source = match returned.take() {
+                Some(source) => source,
+                None => self
+                    .threads
+                    .rejoin
+                    .wait(engine.failed(), None)
+                    .step("waiting for the source")?,
+            };
+            progress.enter(Phase::PostcopyRecover);
+            let joined = self.threads.take_over(source, engine.failed());
+            match joined {
+                Ok(control) => {
+                    self.control = control;
+                    log::info!("postcopy goes on");
+                    progress.recovered(Phase::Fault);
+                    return Ok(());
+                }
+                Err(failure) => {
+                    self.threads.disconnect();
+                    log::warn!("postcopy does not go on yet: {}", failure.for_peer());
+                    progress.cannot_recover(failure.for_peer());
+                    progress.enter(Phase::PostcopyPaused);
+                }
+            }
+        }
+    }
+
+    fn say_done(&mut self) -> Result<(), Failure> {
+        self.control.connection.send(&Message::PostcopyDone.encode()).step(STEP)?;
+        // The answers to what was asked before come first.
+        self.unanswered += 1;
+        while self.unanswered > 0 {
+            self.take_answer()?;
+        }
+        Ok(())
+    }
+}
+
+/// Asks the source whether it is there, and notices when nothing moves.
+struct Pulse {
+    stall: Duration,
+    asked: Instant,
+    /// When something arrived last, and how much there was then.
+    moved: (Instant, (u64, u64)),
+    rates: Rates,
+}
+
+impl Pulse {
+    fn new(progress: &Progress, stall: Duration) -> Self {
+        let now = Instant::now();
+        let moved = (now, progress.pages_moved());
+        Self { stall, asked: now, moved, rates: Rates::new(progress) }
+    }
+
+    fn beat<M: GuestMemoryMap>(
+        &mut self,
+        faulting: &mut Faulting<M>,
+        longest_wait: Duration,
+        progress: &Progress,
+    ) -> Result<(), Failure> {
+        let after = self.stall;
+        let stalled = |what| Err(TransportError::Timeout { what, after }).step(STEP);
+        self.rates.sample(progress);
+        let moved = progress.pages_moved();
+        if moved != self.moved.1 {
+            self.moved = (Instant::now(), moved);
+        }
+        if longest_wait > self.stall {
+            return stalled("waiting for a requested page");
+        }
+        if self.moved.0.elapsed() > self.stall {
+            return stalled("waiting for any page");
+        }
+        if faulting.unanswered > 0 {
+            if self.asked.elapsed() > self.stall {
+                return stalled("waiting for a sign of life");
+            }
+        } else if self.asked.elapsed() >= ALIVE_EVERY.min(self.stall / 3) {
+            faulting.control.connection.send(&Message::Alive.encode()).step(STEP)?;
+            faulting.unanswered += 1;
+            self.asked = Instant::now();
+        }
+        Ok(())
+    }
+}

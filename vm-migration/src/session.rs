@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! One set of connections of a postcopy and the threads that work on them.
+//!
+//! Owns the first failure of a set and the end of all its threads. A set is never repaired: when
+//! one of its connections is lost all of them end, and recovery makes another set. What outlives a
+//! set (which pages are missing, who waits) is not here.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::cancel::Cancel;
+use crate::error::{Cause, Failure, Step};
+use crate::layout::PAGE_BYTES;
+use crate::progress::Progress;
+
+/// How often the destination asks whether the source is there.
+pub(crate) const ALIVE_EVERY: Duration = Duration::from_secs(1);
+
+/// How a set of connections stands. Shared by its threads.
+#[derive(Debug)]
+pub(crate) struct Fate {
+    /// Ends every wait on the set's connections.
+    stop: Cancel,
+    /// What went wrong first. Held for one look.
+    failure: Mutex<Option<Failure>>,
+}
+
+impl Fate {
+    /// Notes a failure and ends the set.
+    pub(crate) fn fail(&self, failure: Failure) {
+        // What others suffer because of the stop is not a cause.
+        if !matches!(failure.cause, Cause::Cancelled) {
+            let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+            first.get_or_insert(failure);
+        }
+        self.stop.cancel();
+    }
+
+    pub(crate) fn stop(&self) -> &Cancel {
+        &self.stop
+    }
+
+    pub(crate) fn take_failure(&self) -> Option<Failure> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// How urgently a thread has to run when there are more of them than processors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Urgency {
+    /// Somebody waits for what it does.
+    Now,
+    /// It fills the background.
+    Later,
+}
+
+/// A set. Dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Session {
+    fate: Arc<Fate>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Session {
+    pub(crate) fn new() -> Result<Self, Failure> {
+        let stop = Cancel::new().map_err(Cause::Resource).step("preparing to serve pages")?;
+        let fate = Arc::new(Fate { stop, failure: Mutex::new(None) });
+        Ok(Self { fate, threads: Vec::new() })
+    }
+
+    pub(crate) fn fate(&self) -> &Arc<Fate> {
+        &self.fate
+    }
+
+    /// Starts a thread that owns `part` (a connection). What goes wrong is noted before the peer
+    /// can see the connection end.
+    pub(crate) fn spawn<T: Send + 'static>(
+        &mut self,
+        name: &str,
+        urgency: Urgency,
+        mut part: T,
+        work: impl FnOnce(&mut T) -> Result<(), Failure> + Send + 'static,
+        fail: impl FnOnce(Failure) + Send + 'static,
+    ) -> Result<(), Failure> {
+        let body = move || {
+            if urgency == Urgency::Now {
+                hurry();
+            }
+            let work = AssertUnwindSafe(|| work(&mut part));
+            let result =
+                catch_unwind(work).unwrap_or(Err(Failure::new("moving pages", Cause::Panicked)));
+            if let Err(failure) = result {
+                fail(failure);
+            }
+            drop(part);
+        };
+        let thread = std::thread::Builder::new().name(name.into()).spawn(body);
+        self.threads.push(thread.map_err(Cause::Resource).step("starting a page thread")?);
+        Ok(())
+    }
+
+    /// Ends all threads; their connections are closed afterwards.
+    pub(crate) fn end(&mut self) {
+        self.fate.stop.cancel();
+        for thread in self.threads.drain(..) {
+            // A panic has been noted as a failure already.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Lets the calling thread go first, as far as this process may: it sleeps most of the time, and
+/// when it wakes a vCPU waits for it. Without the right to do so it stays as it is.
+fn hurry() {
+    const NICE: libc::c_int = -19;
+    let priority = libc::sched_param { sched_priority: 1 };
+    // SAFETY: changes how the calling thread is scheduled and touches no memory but `priority`.
+    let real_time = unsafe {
+        libc::sched_setscheduler(0, libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, &raw const priority)
+    };
+    if real_time != 0 {
+        // SAFETY: as above; 0 is the calling thread.
+        let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+    }
+}
+
+/// Rates of the last second, for the progress document.
+pub(crate) struct Rates {
+    sampled: Instant,
+    sample: (u64, u64),
+}
+
+impl Rates {
+    pub(crate) fn new(progress: &Progress) -> Self {
+        Self { sampled: Instant::now(), sample: progress.pages_moved() }
+    }
+
+    pub(crate) fn sample(&mut self, progress: &Progress) {
+        let took = self.sampled.elapsed();
+        if took < ALIVE_EVERY {
+            return;
+        }
+        let (bulk, urgent) = progress.pages_moved();
+        let rate =
+            |now: u64, then: u64| crate::source::rate(PAGE_BYTES * now.saturating_sub(then), took);
+        let counters = &progress.counters;
+        counters.bulk_bytes_per_s.store(rate(bulk, self.sample.0), Ordering::Relaxed);
+        counters.urgent_bytes_per_s.store(rate(urgent, self.sample.1), Ordering::Relaxed);
+        (self.sampled, self.sample) = (Instant::now(), (bulk, urgent));
+    }
+}

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! How the source of a postcopy makes its connections again.
+//!
+//! Owns the attempts: soon at first, then ever less often, by itself for a stated time and on a
+//! person's word after that. It holds no guest and cannot run one.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Server;
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, Step};
+use crate::options::{Limits, SendOptions};
+use crate::progress::Phase;
+use crate::protocol::ProtocolError;
+use crate::protocol::capabilities::TOKEN_BYTES;
+use crate::protocol::message::{Message, Recover, Role};
+use crate::ram::GuestMemoryMap;
+use crate::steering::{self, LOOK_EVERY, Steering};
+use crate::transport::{Address, Connection};
+
+/// Pause before the first attempt: the destination may not have noticed the loss yet.
+const PAUSE_FIRST: Duration = Duration::from_millis(50);
+
+/// Longest pause between two attempts.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+/// What it takes to connect again.
+pub(crate) struct Reconnect {
+    /// Where the destination listens.
+    pub to: Address,
+    /// The migration.
+    pub id: [u8; TOKEN_BYTES],
+    pub bulk: u16,
+    pub urgent: u16,
+    /// How long to try without being asked.
+    pub timeout: Duration,
+    pub limits: Limits,
+    pub steering: Steering,
+    attempt: u32,
+}
+
+/// A new set of connections.
+pub(crate) struct Connections {
+    pub control: Channel,
+    pub bulk: Vec<Channel>,
+    pub urgent: Vec<Channel>,
+}
+
+impl Reconnect {
+    pub(crate) fn new(
+        options: &SendOptions,
+        id: [u8; TOKEN_BYTES],
+        bulk: usize,
+        urgent: usize,
+    ) -> Self {
+        let count = |count| u16::try_from(count).unwrap_or(u16::MAX);
+        Self {
+            to: options.to.clone(),
+            id,
+            bulk: count(bulk),
+            urgent: count(urgent),
+            timeout: options.recover_timeout,
+            limits: Limits { answer: options.limits.stall, ..options.limits },
+            steering: options.steering.clone(),
+            attempt: 0,
+        }
+    }
+
+    /// Tries until there are connections again, and knows then what is pending; `None` when the
+    /// destination turns out to have every page.
+    ///
+    /// # Errors
+    /// When a person gives up.
+    pub(super) fn until_connected<M: GuestMemoryMap>(
+        &mut self,
+        server: &Arc<Server<M>>,
+    ) -> Result<Option<Connections>, Failure> {
+        const STEP: &str = "connecting again";
+        let since = Instant::now();
+        let mut pause = PAUSE_FIRST;
+        loop {
+            self.wait(since, pause).step(STEP)?;
+            pause = (pause * 2).min(PAUSE_MAX);
+            let failure = match self.connect(server) {
+                Ok(connections) => return Ok(connections),
+                Err(failure) => failure,
+            };
+            log::warn!("postcopy does not go on yet: {}", failure.for_peer());
+            server.progress.cannot_recover(failure.for_peer());
+            if server.progress.phase() != Phase::PostcopyPaused {
+                server.progress.enter(Phase::PostcopyPaused);
+            }
+        }
+    }
+
+    /// Waits until it is time for another attempt.
+    fn wait(&mut self, since: Instant, pause: Duration) -> Result<(), Cause> {
+        let next = Instant::now() + pause;
+        loop {
+            if self.steering.gives_up() {
+                return Err(Cause::Cancelled);
+            }
+            match self.steering.take_recover() {
+                Some(steering::Recover::At(address)) => {
+                    self.to = address;
+                    return Ok(());
+                }
+                Some(steering::Recover::There) => return Ok(()),
+                None => {}
+            }
+            let left = next.saturating_duration_since(Instant::now());
+            let in_time = since.elapsed() < self.timeout;
+            if in_time && left.is_zero() {
+                return Ok(());
+            }
+            std::thread::sleep(if in_time { left.min(LOOK_EVERY) } else { LOOK_EVERY });
+        }
+    }
+
+    fn connect<M: GuestMemoryMap>(
+        &mut self,
+        server: &Arc<Server<M>>,
+    ) -> Result<Option<Connections>, Failure> {
+        const STEP: &str = "connecting again";
+        let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
+        let limits = &self.limits;
+        let connection =
+            Connection::connect(&self.to, &never, limits.connect, limits.answer).step(STEP)?;
+        let mut control = Channel::new(connection);
+        self.attempt += 1;
+        let Self { id, attempt, bulk, urgent, .. } = *self;
+        let recover = Message::Recover(Recover { id, attempt, bulk, urgent });
+        let answer = control.ask(&recover, limits.answer).step("asking to go on")?;
+        if answer.payload.is_empty() {
+            return Ok(None);
+        }
+        server.progress.enter(Phase::PostcopyRecover);
+        let token: [u8; TOKEN_BYTES] = answer
+            .payload
+            .try_into()
+            .map_err(|_| ProtocolError::Malformed { what: "token", why: "it has another length" })
+            .step("asking to go on")?;
+        let extra = |role, count| {
+            (0..count)
+                .map(|_| Channel::open_extra(&self.to, role, Some(&token), &never, limits))
+                .collect::<Result<Vec<_>, _>>()
+                .step("opening further connections")
+        };
+        let bulk = extra(Role::Memory, bulk)?;
+        let urgent = extra(Role::Fault, urgent)?;
+        const HEAR: &str = "hearing what is missing";
+        if !control.reader.has_buffered() {
+            control.connection.wait_for_data(Some(limits.answer)).step(HEAR)?;
+        }
+        match Message::read(&mut control.reader).step(HEAR)? {
+            Message::Pending(missing) => server.pend(&missing).step(HEAR)?,
+            other => {
+                let got = other.command().name();
+                return Err(ProtocolError::Unexpected { got, expected: "Pending" }).step(HEAR);
+            }
+        }
+        control.yes().step(HEAR)?;
+        Ok(Some(Connections { control, bulk, urgent }))
+    }
+}

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The threads of Serve: each owns a connection.
+//!
+//! Owns how pushers give way. A pusher looks between two chunks whether requests are being answered
+//! and lets them go first, keeps to the limit of the background, and answers what is asked on its
+//! own connection: without urgent connections that is where requests come.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::Server;
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, Step};
+use crate::protocol::ProtocolError;
+use crate::protocol::message::Message;
+use crate::ram::GuestMemoryMap;
+use crate::session::{Session, Urgency};
+use crate::transport::{Connection, WaitEnd, wait_readable};
+
+/// A pusher that gives way looks again after this.
+const GIVE_WAY: Duration = Duration::from_micros(20);
+
+/// How often it looks at most: requests that never end must not stop the background.
+const GIVE_WAY_MAX: u32 = 50;
+
+/// Starts an urgent server for each channel.
+pub(crate) fn serve_urgent<M: GuestMemoryMap>(
+    server: &Arc<Server<M>>,
+    session: &mut Session,
+    channels: Vec<Channel>,
+) -> Result<(), Failure> {
+    for channel in channels {
+        start(server, session, channel, "mig-urgent", Urgency::Now, answer_requests)?;
+    }
+    Ok(())
+}
+
+/// Starts a pusher for each channel.
+pub(crate) fn serve_bulk<M: GuestMemoryMap>(
+    server: &Arc<Server<M>>,
+    session: &mut Session,
+    channels: Vec<Channel>,
+) -> Result<(), Failure> {
+    for channel in channels {
+        channel.connection.keep_queue_short().step("preparing to push pages")?;
+        let push = |server: &Server<M>, channel: &mut Channel, stop: &Cancel| {
+            push_bulk(server, channel, stop)?;
+            // Open until the destination says on the first connection that it has everything.
+            answer_requests(server, channel, stop)
+        };
+        start(server, session, channel, "mig-bulk", Urgency::Later, push)?;
+    }
+    Ok(())
+}
+
+fn start<M: GuestMemoryMap>(
+    server: &Arc<Server<M>>,
+    session: &mut Session,
+    channel: Channel,
+    name: &str,
+    urgency: Urgency,
+    work: impl FnOnce(&Server<M>, &mut Channel, &Cancel) -> Result<(), Failure> + Send + 'static,
+) -> Result<(), Failure> {
+    let fate = Arc::clone(session.fate());
+    let stop = fate.stop().clone();
+    channel.connection.set_cancel(&stop);
+    session.spawn(
+        name,
+        urgency,
+        (Arc::clone(server), channel),
+        move |(server, channel)| work(server, channel, &stop),
+        move |failure| fate.fail(failure),
+    )
+}
+
+/// Pushes pages until none is pending.
+fn push_bulk<M: GuestMemoryMap>(
+    server: &Server<M>,
+    channel: &mut Channel,
+    stop: &Cancel,
+) -> Result<(), Failure> {
+    const STEP: &str = "pushing pages";
+    let mut at = (0, 0);
+    loop {
+        while channel.reader.has_buffered() || has_data(&channel.connection, stop).step(STEP)? {
+            answer_one(server, channel)?;
+        }
+        give_way(server);
+        let Some(chunk) = server.next_chunk(&mut at) else { return Ok(()) };
+        let pause = server.pace.reserve(chunk.data_bytes());
+        sleep(pause, stop).step(STEP)?;
+        let pages = server.send(&channel.connection, &chunk).step(STEP)?;
+        server.progress.counters.bulk_pages.fetch_add(pages, Ordering::Relaxed);
+    }
+}
+
+/// True when there is something to read, or the connection has ended.
+fn has_data(connection: &Connection, stop: &Cancel) -> Result<bool, Cause> {
+    let end = wait_readable(&[connection.as_raw_fd()], stop, Some(Duration::ZERO));
+    match end.map_err(Cause::Resource)? {
+        WaitEnd::Ready(_) => Ok(true),
+        WaitEnd::TimedOut => Ok(false),
+        WaitEnd::Cancelled => Err(Cause::Cancelled),
+    }
+}
+
+fn give_way<M>(server: &Server<M>) {
+    for _ in 0..GIVE_WAY_MAX {
+        if server.in_service.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        std::thread::sleep(GIVE_WAY);
+    }
+}
+
+/// Sleeps, shortly or until it is told to stop.
+fn sleep(pause: Duration, stop: &Cancel) -> Result<(), Cause> {
+    const SHORT: Duration = Duration::from_millis(2);
+    if pause < SHORT {
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
+        }
+        return Ok(());
+    }
+    wait_readable(&[], stop, Some(pause)).map(drop).map_err(Cause::Resource)
+}
+
+/// Answers requests until the connection ends.
+fn answer_requests<M: GuestMemoryMap>(
+    server: &Server<M>,
+    channel: &mut Channel,
+    _: &Cancel,
+) -> Result<(), Failure> {
+    loop {
+        answer_one(server, channel)?;
+    }
+}
+
+fn answer_one<M: GuestMemoryMap>(server: &Server<M>, channel: &mut Channel) -> Result<(), Failure> {
+    const STEP: &str = "serving page requests";
+    if !channel.reader.has_buffered() {
+        channel.connection.wait_for_data(None).step(STEP)?;
+    }
+    match Message::read(&mut channel.reader).step(STEP)? {
+        Message::PageFault(ranges) => {
+            server.in_service.fetch_add(1, Ordering::Relaxed);
+            let answered = server
+                .reply_to(&ranges)
+                .map_err(Cause::from)
+                .and_then(|reply| server.send(&channel.connection, &reply));
+            server.in_service.fetch_sub(1, Ordering::Relaxed);
+            let pages = answered.step(STEP)?;
+            server.progress.counters.urgent_pages.fetch_add(pages, Ordering::Relaxed);
+        }
+        Message::Ahead(ranges) => {
+            let reply = server.reply_ahead(&ranges).step(STEP)?;
+            if !reply.is_empty() {
+                let pages = server.send(&channel.connection, &reply).step(STEP)?;
+                server.progress.counters.prefetched_pages.fetch_add(pages, Ordering::Relaxed);
+            }
+        }
+        other => {
+            let got = other.command().name();
+            return Err(ProtocolError::Unexpected { got, expected: "PageFault" }).step(STEP);
+        }
+    }
+    Ok(())
+}

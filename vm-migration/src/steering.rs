@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a person may ask of a migration while it runs, beside stopping it.
+//!
+//! Owns the wishes only: the state machines look at them where they can be granted, at least twice
+//! a second, and take them. It must never block anybody.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::transport::Address;
+
+/// How often waits of postcopy look at the wishes.
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// A handle with which anyone may ask; clones are the same migration's.
+#[derive(Clone, Debug, Default)]
+pub struct Steering(Arc<Wishes>);
+
+#[derive(Debug, Default)]
+struct Wishes {
+    postcopy: AtomicBool,
+    give_up: AtomicBool,
+    /// Held for one look.
+    recover: Mutex<Option<Recover>>,
+}
+
+/// A wish to connect again now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Recover {
+    /// Where the destination listened before.
+    There,
+    /// At another address of the destination.
+    At(Address),
+}
+
+impl Steering {
+    /// Nobody has asked for anything.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Asks a source that sends memory in precopy to switch to postcopy.
+    pub fn start_postcopy(&self) {
+        self.0.postcopy.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn wants_postcopy(&self) -> bool {
+        self.0.postcopy.load(Ordering::Acquire)
+    }
+
+    /// Asks a postcopy that has lost its connections to connect (source) or listen (destination)
+    /// again now, whatever the timeout.
+    pub fn recover(&self, recover: Recover) {
+        *self.0.recover.lock().unwrap_or_else(PoisonError::into_inner) = Some(recover);
+    }
+
+    pub(crate) fn take_recover(&self) -> Option<Recover> {
+        self.0.recover.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Asks a side of a postcopy to let the other one down: the guest is lost unless it has all of
+    /// its pages already.
+    pub fn give_up(&self) {
+        self.0.give_up.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn gives_up(&self) -> bool {
+        self.0.give_up.load(Ordering::Acquire)
+    }
+}
+
+impl PartialEq for Steering {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Steering {}

@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Postcopy that loses its connections: a proxy between both sides cuts or stalls them, and the
+//! guest comes out whole without anybody's help.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::{
+    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, options,
+};
+use crate::channel::Channel;
+use crate::destination::Faulting;
+use crate::error::chain;
+use crate::progress::{Phase, Snapshot};
+use crate::protocol::message::{Message, Recover};
+use crate::source::migrate;
+use crate::steering::{self, Steering};
+use crate::testing::{FakeMemory, Pace};
+use crate::transport::Connection;
+use crate::{Address, Cancel, Cause, Limits, MemoryMode, Progress, SendOptions, Side};
+
+/// Limits under which a stall is found soon.
+const SHORT: Limits = Limits { stall: Duration::from_millis(700), ..LIMITS };
+
+/// Slow enough that all of the cuts of a test find pages on their way: 30 % of 12 MiB a second.
+const SLOW: u64 = 4 << 20;
+
+/// Passes connections on, and can cut or stall them.
+struct Proxy {
+    address: Address,
+    links: Arc<Mutex<Vec<Link>>>,
+    accepted: Arc<AtomicU64>,
+    /// Nobody is let through.
+    closed: Arc<AtomicBool>,
+}
+
+struct Link {
+    ends: [TcpStream; 2],
+    stalled: Arc<AtomicBool>,
+}
+
+impl Link {
+    fn cut(&self) {
+        for end in &self.ends {
+            let _ = end.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Proxy {
+    fn start(to: &Address) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
+        let Address::Tcp { host, port } = to.clone() else { panic!() };
+        let links = Arc::new(Mutex::new(Vec::new()));
+        let (accepted, closed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (all, count, shut) = (Arc::clone(&links), Arc::clone(&accepted), Arc::clone(&closed));
+        std::thread::spawn(move || {
+            while let Ok((source, _)) = listener.accept() {
+                if shut.load(Ordering::SeqCst) {
+                    continue;
+                }
+                let Ok(destination) = TcpStream::connect((host.as_str(), port)) else { continue };
+                let stalled = Arc::new(AtomicBool::new(false));
+                pass(&source, &destination, &stalled);
+                pass(&destination, &source, &stalled);
+                all.lock().unwrap().push(Link { ends: [source, destination], stalled });
+                count.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        Self { address, links, accepted, closed }
+    }
+
+    fn cut_all(&self) {
+        for link in self.links.lock().unwrap().drain(..) {
+            link.cut();
+        }
+    }
+
+    /// Cuts one of the last set of connections, by number.
+    fn cut_one(&self, number: usize, of: usize) {
+        let links = self.links.lock().unwrap();
+        let last = links.len().saturating_sub(of);
+        if let Some(link) = links.get(last + number % of) {
+            link.cut();
+        }
+    }
+
+    fn stall_one(&self, number: usize, of: usize) {
+        let links = self.links.lock().unwrap();
+        let last = links.len().saturating_sub(of);
+        links[last + number % of].stalled.store(true, Ordering::SeqCst);
+    }
+}
+
+fn pass(from: &TcpStream, to: &TcpStream, stalled: &Arc<AtomicBool>) {
+    for stream in [from, to] {
+        stream.set_nodelay(true).unwrap();
+    }
+    let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+    let stalled = Arc::clone(stalled);
+    std::thread::spawn(move || {
+        let mut buffer = vec![0; 64 << 10];
+        while let Ok(len @ 1..) = from.read(&mut buffer) {
+            if stalled.load(Ordering::SeqCst) {
+                // Silent, and open until the other side has had enough.
+                while matches!(from.read(&mut buffer), Ok(1..)) {}
+                break;
+            }
+            if to.write_all(&buffer[..len]).is_err() {
+                break;
+            }
+        }
+        let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+    });
+}
+
+/// Both sides of a postcopy through a proxy.
+struct Run {
+    to: Arc<FakeMemory>,
+    guest: Arc<Guest>,
+    proxy: Proxy,
+    source: Arc<Progress>,
+    destination: Arc<Progress>,
+    send_steering: Steering,
+    receive_steering: Steering,
+    sender: JoinHandle<Result<(), String>>,
+    receiver: JoinHandle<(FakeVm, Result<Snapshot, String>)>,
+}
+
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_mins(1);
+    while !condition() {
+        assert!(Instant::now() < deadline, "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+impl Run {
+    fn start(limits: Limits, adjust: impl FnOnce(&mut SendOptions)) -> Self {
+        let (from, to) = (memory(), memory());
+        let guest = Guest::new(&from, 77);
+        guest.fill(&from, 60);
+        // Slow enough not to ask for all pages before a test has acted.
+        let pace = Pace::Paced(4, Duration::from_millis(3));
+        let builder = Builder::new(&to, &guest).load(2, 90, pace);
+        let receive_steering = Steering::new();
+        let target = Target::steered(&loopback(), builder, limits, receive_steering.clone());
+        let proxy = Proxy::start(&target.address);
+        let mut options = options(&proxy.address);
+        options.memory_mode = MemoryMode::Postcopy;
+        options.limits = limits;
+        options.bandwidth_bytes_per_s = SLOW;
+        adjust(&mut options);
+        let send_steering = options.steering.clone();
+        let source = Arc::new(Progress::new(Side::Source));
+        let destination = Arc::clone(&target.progress);
+        let receiver = std::thread::spawn(move || {
+            let received = target.join().map_err(|failure| chain(&failure.error)).unwrap();
+            let done = received.faults.map(Faulting::wait).unwrap();
+            let done = done.map_err(|paused| {
+                let text = chain(&paused.error);
+                // Its waiters never get their pages.
+                std::mem::forget(paused);
+                text
+            });
+            (received.vm, done)
+        });
+        let sender = {
+            let (vm, progress) = (FakeVm::new(&from, &guest).running(), Arc::clone(&source));
+            std::thread::spawn(move || {
+                let sent = migrate(vm, &options, &progress, &Cancel::new().unwrap());
+                sent.map(drop).map_err(|failure| chain(failure.error()))
+            })
+        };
+        wait_until("the handover", || destination.phase() == Phase::Fault);
+        Self {
+            to,
+            guest,
+            proxy,
+            source,
+            destination,
+            send_steering,
+            receive_steering,
+            sender,
+            receiver,
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.destination.phase() == Phase::Done
+    }
+
+    fn losses(&self) -> u32 {
+        self.destination.snapshot().recovery.losses
+    }
+
+    /// Everything arrives, and nothing is wrong.
+    fn finish(self) -> (Snapshot, Snapshot) {
+        let sent = self.sender.join().unwrap();
+        let (mut vm, done) = self.receiver.join().unwrap();
+        sent.unwrap();
+        let destination = done.unwrap();
+        vm.stop();
+        assert_whole(&self.guest, &self.to);
+        assert_eq!(destination.remaining_bytes, 0);
+        (self.source.snapshot(), destination)
+    }
+}
+
+/// Number of connections with the options of these tests: the first, one bulk, two urgent.
+const SET: usize = 4;
+
+#[test]
+fn a_cut_of_any_connection_heals_without_help() {
+    if !have_uffd() {
+        return;
+    }
+    for number in 0..SET {
+        let run = Run::start(LIMITS, |_| {});
+        run.proxy.cut_one(number, SET);
+        wait_until("the recovery", || run.destination.snapshot().recovery.recoveries == 1);
+        let (source, destination) = run.finish();
+        assert_eq!((source.recovery.losses, destination.recovery.losses), (1, 1));
+        assert!(destination.recovery.reason.is_some());
+    }
+}
+
+#[test]
+fn a_hundred_cuts_heal() {
+    if !have_uffd() {
+        return;
+    }
+    let (mut cuts, mut losses) = (0, 0);
+    let mut number = 1u64;
+    while cuts < 100 {
+        let run = Run::start(LIMITS, |options| options.bandwidth_bytes_per_s = SLOW / 4);
+        while cuts < 100 && !run.is_over() {
+            let before = run.losses();
+            number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            match number >> 40 & 7 {
+                0..4 => run.proxy.cut_all(),
+                one => run.proxy.cut_one(usize::try_from(one).unwrap(), SET),
+            }
+            cuts += 1;
+            // The next cut comes at any moment after the loss: while it heals or after. What was cut
+            // may have been lost already, so the loss need not come.
+            let soon = Instant::now() + Duration::from_millis(300);
+            wait_until("the loss", || run.losses() > before || Instant::now() > soon);
+            std::thread::sleep(Duration::from_millis(number >> 50 & 127));
+        }
+        losses += run.losses();
+        run.finish();
+    }
+    assert!(losses > 50, "{losses} losses of 100 cuts");
+}
+
+#[test]
+fn a_stall_of_any_connection_is_found_and_heals() {
+    if !have_uffd() {
+        return;
+    }
+    for number in 0..SET {
+        let run = Run::start(SHORT, |options| options.bandwidth_bytes_per_s = SLOW / 4);
+        run.proxy.stall_one(number, SET);
+        wait_until("the recovery", || run.destination.snapshot().recovery.recoveries > 0);
+        run.finish();
+    }
+}
+
+#[test]
+fn requests_that_share_the_bulk_connection_heal_too() {
+    if !have_uffd() {
+        return;
+    }
+    let run = Run::start(LIMITS, |options| options.urgent_connections = 0);
+    run.proxy.cut_all();
+    let (_, destination) = run.finish();
+    assert_eq!(destination.recovery.recoveries, 1);
+}
+
+#[test]
+fn after_the_timeout_it_recovers_on_command_and_at_another_address() {
+    if !have_uffd() {
+        return;
+    }
+    let run = Run::start(LIMITS, |options| options.recover_timeout = Duration::ZERO);
+    run.proxy.closed.store(true, Ordering::SeqCst);
+    run.proxy.cut_all();
+    wait_until("the pause", || run.source.phase() == Phase::PostcopyPaused);
+    wait_until("the pause", || run.destination.phase() == Phase::PostcopyPaused);
+    // Nobody tries by himself, and a try that fails leaves all as it is.
+    let accepted = run.proxy.accepted.load(Ordering::SeqCst);
+    run.send_steering.recover(steering::Recover::There);
+    wait_until("a failure", || {
+        run.source.snapshot().recovery.reason.is_some_and(|why| why.contains("asking to go on"))
+    });
+    assert_eq!(run.proxy.accepted.load(Ordering::SeqCst), accepted);
+    let dir = tempfile::tempdir().unwrap();
+    let other: Address = format!("unix:{}", dir.path().join("again").display()).parse().unwrap();
+    run.receive_steering.recover(steering::Recover::At(other.clone()));
+    wait_until("the socket", || dir.path().join("again").exists());
+    run.send_steering.recover(steering::Recover::At(other));
+    run.finish();
+}
+
+#[test]
+fn strangers_and_repeated_attempts_are_turned_away_while_pages_arrive() {
+    if !have_uffd() {
+        return;
+    }
+    let run = Run::start(LIMITS, |options| options.bandwidth_bytes_per_s = SLOW / 2);
+    let ask = |message: Message| {
+        let cancel = Cancel::new().unwrap();
+        let limit = Duration::from_secs(5);
+        let connection = Connection::connect(&run.proxy.address, &cancel, limit, limit).unwrap();
+        match Channel::new(connection).ask(&message, limit).unwrap_err() {
+            Cause::Refused(reason) => reason,
+            other => panic!("{other:?}"),
+        }
+    };
+    let recover = |id, attempt| Message::Recover(Recover { id, attempt, bulk: 1, urgent: 1 });
+    assert!(ask(recover([3; 16], 9)).contains("another migration"));
+    assert!(ask(Message::Start { version: 0, offer: true }).contains("a VM is here already"));
+    assert_eq!(run.losses(), 0, "strangers must not disturb");
+    run.finish();
+}
+
+#[test]
+fn a_recovery_that_goes_to_a_third_host_is_refused_there() {
+    let to = memory();
+    let guest = Guest::new(&to, 1);
+    let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
+    let (cancel, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
+    let connection = Connection::connect(&target.address, &cancel, limit, limit).unwrap();
+    let recover = Message::Recover(Recover { id: [1; 16], attempt: 1, bulk: 1, urgent: 1 });
+    let refused = Channel::new(connection).ask(&recover, limit).unwrap_err();
+    assert!(matches!(&refused, Cause::Refused(why) if why.contains("recover where the VM runs")));
+    target.join().unwrap_err();
+}
+
+#[test]
+fn a_person_who_gives_up_gets_what_is_left() {
+    if !have_uffd() {
+        return;
+    }
+    let run = Run::start(LIMITS, |_| {});
+    run.proxy.closed.store(true, Ordering::SeqCst);
+    run.proxy.cut_all();
+    wait_until("the pause", || run.source.phase() == Phase::PostcopyPaused);
+    run.send_steering.give_up();
+    let error = run.sender.join().unwrap().unwrap_err();
+    assert!(error.contains("postcopy is paused"), "{error}");
+    // The guest at the destination waits for pages that never come: its threads are left behind.
+    std::mem::forget(run.receiver);
+}

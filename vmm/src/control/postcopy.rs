@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a person may ask of a postcopy migration: to begin it, and to connect again.
+//!
+//! Owns the answers. Both take effect on the thread of the migration; the progress document says
+//! what came of them. It must never decide where a guest is.
+
+use vm_migration::steering::Recover;
+use vm_migration::{Address, MemoryMode, Phase, Steering};
+
+use super::{Pages, Vm, Vmm};
+use crate::api::{ApiError, ApiErrorKind};
+use crate::config::MigrationRecoverData;
+
+fn conflict(text: &str) -> ApiError {
+    ApiError::new(ApiErrorKind::Conflict, text)
+}
+
+impl Vmm {
+    /// `vm.migration-start-postcopy`.
+    pub(super) fn start_postcopy(&self) -> Result<(), ApiError> {
+        match &self.vm {
+            Vm::Leaving { sending, .. } if sending.mode == MemoryMode::Precopy => Err(conflict(
+                "this migration was begun with memory_mode=precopy; only memory_mode=auto can \
+                 switch to postcopy",
+            )),
+            Vm::Leaving { sending, .. } => {
+                sending.steering.start_postcopy();
+                Ok(())
+            }
+            Vm::Serving(_) => Err(conflict("the migration is in postcopy already")),
+            _ => Err(ApiError::new(
+                ApiErrorKind::NotCreated,
+                "no VM is being sent from here that could go on in postcopy",
+            )),
+        }
+    }
+
+    /// `vm.migration-recover`.
+    pub(super) fn recover_migration(&self, data: &MigrationRecoverData) -> Result<(), ApiError> {
+        let steering: &Steering = match (&self.vm, &self.pages) {
+            (Vm::Serving(sending), _) => &sending.steering,
+            (Vm::Live(_), Pages::Arriving { steering, .. }) => steering,
+            (Vm::Live(_), Pages::Lost(paused)) => {
+                return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
+                    .context("this migration cannot be recovered"));
+            }
+            _ => {
+                return Err(ApiError::new(
+                    ApiErrorKind::NotCreated,
+                    "there is no postcopy migration here that could be recovered",
+                ));
+            }
+        };
+        let phase = self.progress.as_ref().map(|progress| progress.phase());
+        if !matches!(phase, Some(Phase::PostcopyPaused | Phase::PostcopyRecover)) {
+            return Err(conflict("the connections of this migration work; nothing is to recover"));
+        }
+        let wish = match &data.url {
+            None => Recover::There,
+            Some(url) => {
+                let address = url.parse::<Address>();
+                let bad = |error| ApiError::from_error(ApiErrorKind::BadRequest, &error);
+                Recover::At(address.map_err(bad)?)
+            }
+        };
+        steering.recover(wish);
+        Ok(())
+    }
+}
