@@ -19,6 +19,10 @@ use crate::harness::{Mode, Suite, Transport, Vmm, wait_for};
 
 /// For one table; each case is about two seconds.
 const LIMIT: Duration = Duration::from_mins(6);
+/// What the guest writes cannot be compressed, so there is something else in front of it.
+const FILLER: u8 = 0x5a;
+const FILLER_GPA: u64 = 16 << 20;
+const FILLER_BYTES: usize = 16 << 20;
 /// Until a case gets to its step.
 const REACH: Duration = Duration::from_secs(20);
 /// Cases at once: the guests keep a processor busy each.
@@ -160,9 +164,16 @@ pub fn stop_at(row: Row) -> Stopped {
 fn begin(row: Row) -> Stopped {
     let cmdline = match row.setting {
         Setting::ZeroPages => "workload=random-write prefill=0 write_percent=30 mem=32M",
+        Setting::Compressed => "workload=random-write mem=2M",
         _ => "workload=random-write mem=32M",
     };
-    let source = Vmm::boot(1, "size=96M,shared=on", cmdline);
+    // Only what is resident can be written from outside.
+    let prefault = if row.setting == Setting::Compressed { "on" } else { "off" };
+    let source = Vmm::boot(1, &format!("size=96M,shared=on,prefault={prefault}"), cmdline);
+    if row.setting == Setting::Compressed {
+        let filler = vec![FILLER; FILLER_BYTES];
+        source.guest().memory().write(FILLER_GPA, &filler).expect("guest memory");
+    }
     if row.setting == Setting::Paused {
         source.api().put("vm.pause", "").ok();
     }
@@ -297,7 +308,6 @@ fn judge(
 
 /// The guest is where it should be, and every VMM that is left can be used.
 fn settle(row: Row, mut source: Vmm, mut destination: Vmm, place: Place, act: Act, context: &str) {
-    let paused = row.setting == Setting::Paused;
     match place {
         Place::Source => {
             wait_for("the guest at the source", || (source.api().state() != "").then_some(()));
@@ -309,13 +319,13 @@ fn settle(row: Row, mut source: Vmm, mut destination: Vmm, place: Place, act: Ac
                 assert_eq!(destination.api().state(), "Paused", "{context}");
                 destination.api().put("vm.delete", "").ok();
             }
-            moves_on(source, &destination, paused);
+            moves_on(row, source, &destination);
         }
         Place::Standing => {
             assert_eq!(destination.api().state(), "Paused", "{context}");
             destination.api().put("vm.resume", "").ok();
             let back = free(source, act == Act::KillSource);
-            moves_on(destination, &back, false);
+            moves_on(row, destination, &back);
         }
         Place::Destination => {
             if act != Act::KillSource && row.mode == Mode::Precopy {
@@ -323,7 +333,7 @@ fn settle(row: Row, mut source: Vmm, mut destination: Vmm, place: Place, act: Ac
                 let _ = source.exited();
             }
             drop(source);
-            moves_on(destination, &Vmm::empty(), paused);
+            moves_on(row, destination, &Vmm::empty());
         }
         Place::Waiting => {
             // Nothing takes it apart but the end of its VMM, which is always possible.
@@ -376,11 +386,21 @@ fn usable(vmm: &Vmm) {
 }
 
 /// The guest moves from one VMM to the other, and is whole there.
-fn moves_on(from: Vmm, to: &Vmm, paused: bool) {
+fn moves_on(row: Row, from: Vmm, to: &Vmm) {
     migrate(from, to, Transport::Tcp, Mode::Precopy);
-    if paused {
+    if to.api().state() == "Paused" {
+        assert_eq!(row.setting, Setting::Paused, "the guest was not paused");
         to.verify_paused();
         to.api().put("vm.resume", "").ok();
+    }
+    if row.setting == Setting::Compressed {
+        let guest = to.guest();
+        let mut found = vec![0; FILLER_BYTES];
+        guest.memory().read_or_zero(FILLER_GPA, &mut found).expect("guest memory");
+        assert!(found.iter().all(|byte| *byte == FILLER), "what was compressed is not what it was");
+        // The guest knows nothing of it.
+        found.fill(0);
+        guest.memory().write(FILLER_GPA, &found).expect("guest memory");
     }
     to.wait_for_work(2_000);
     to.verify();

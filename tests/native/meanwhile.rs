@@ -85,11 +85,9 @@ fn requests(row: Row) {
         vmm.api().get("vm.migration-progress").ok();
     }
     if is_late(row) {
-        for name in ["vm.shutdown", "vm.delete", "vm.reboot", "vmm.shutdown"] {
+        for name in ["vm.pause", "vm.shutdown", "vm.delete", "vm.reboot", "vmm.shutdown"] {
             refused(&destination, name, "");
         }
-        destination.api().put("vm.pause", "").ok();
-        destination.api().put("vm.resume", "").ok();
         assert_eq!(source.api().get("vm.info").status, 409);
     } else {
         for name in ["vm.pause", "vm.resume", "vm.shutdown", "vm.reboot"] {
@@ -141,7 +139,9 @@ fn cancel(row: Row) {
         let asked = [&source, &destination].map(|vmm| vmm.remote_spawn(&["migration-cancel"]));
         if !is_late(row) {
             // The answer has to wait until it is known where the guest is.
-            source.wait_for_event("migration-cancelling");
+            for vmm in [&source, &destination] {
+                vmm.wait_for_event("migration-cancelling");
+            }
         }
         relay.release();
         for child in asked {
@@ -187,6 +187,9 @@ fn reset(row: Row) {
     let Stopped { mut source, destination, relay, reception } = stop_at(row);
     if is_late(row) {
         crash(&destination);
+        wait_for("the log", || {
+            destination.output().contains("the guest ends or reboots").then_some(())
+        });
         relay.release();
         assert!(reception.finish().status.success(), "{}", destination.output());
         assert_eq!(source.wait_for_exit(), 0, "{}", source.output());

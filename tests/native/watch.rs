@@ -49,12 +49,12 @@ fn end(child: Child) -> (Option<i32>, String, String) {
 fn lines(mode: Mode) {
     let (mut source, destination) = (source(), Vmm::empty());
     let reception = Reception::start(&destination, Transport::Tcp, mode);
-    let there = destination.remote_spawn(&["migration-progress", "--watch"]);
+    let (there, first) = watcher(&destination);
+    assert_eq!(first, "listen\n");
     let here = source.remote_spawn(&["send-migration", "--watch", &option(&reception, mode)]);
-    for (child, phase) in [(here, ""), (there, "listen")] {
+    for child in [here, there] {
         let (code, out, error) = end(child);
         assert_eq!(code, Some(0), "{out}{error}");
-        assert!(out.starts_with(phase), "{out}");
         let last = out.lines().last().unwrap_or_default();
         assert!(last.starts_with("done in ") && last.contains(" of memory"), "{out}");
         assert!(!out.contains('\u{1b}') && !out.contains('\r'), "{out:?}");
@@ -118,25 +118,23 @@ fn row(command: Word) -> Row {
     relay::rows(Mode::Precopy).into_iter().find(fits).expect("a row")
 }
 
-/// Waits for the first line of a child: it has looked once.
-fn looked(child: &mut Child) {
-    let mut out = child.stdout.take().expect("a pipe");
-    let mut byte = [0];
-    while byte[0] != b'\n' {
-        assert_eq!(out.read(&mut byte).expect("a line"), 1, "it ended without a line");
-    }
-    child.stdout = Some(out);
-}
-
-fn watcher(vmm: &Vmm) -> Child {
+/// A watcher that has looked once, and its first line.
+fn watcher(vmm: &Vmm) -> (Child, String) {
     let mut child = vmm.remote_spawn(&["migration-progress", "--watch"]);
-    looked(&mut child);
-    child
+    let out = child.stdout.as_mut().expect("a pipe");
+    let mut line = Vec::new();
+    while line.last() != Some(&b'\n') {
+        // Byte by byte: what follows is for whoever waits for its end.
+        let mut byte = [0];
+        assert_eq!(out.read(&mut byte).expect("a line"), 1, "it ended without a line");
+        line.push(byte[0]);
+    }
+    (child, String::from_utf8_lossy(&line).into_owned())
 }
 
 fn cancel() {
     let Stopped { source, destination, relay, reception } = stop_at(row(Word::Memory));
-    let watchers = [watcher(&source), watcher(&destination)];
+    let watchers = [watcher(&source).0, watcher(&destination).0];
     source.remote_ok(&["migration-cancel"]);
     relay.cut();
     let [here, there] = watchers.map(end);
@@ -151,7 +149,7 @@ fn cancel() {
 
 fn doubt() {
     let Stopped { source, destination, relay, reception } = stop_at(row(Word::Confirm));
-    let watchers = [watcher(&source), watcher(&destination)];
+    let watchers = [watcher(&source).0, watcher(&destination).0];
     relay.cut();
     for watcher in watchers {
         let (code, _, error) = end(watcher);
@@ -162,7 +160,7 @@ fn doubt() {
 
 fn gone() {
     let Stopped { mut source, relay, reception, .. } = stop_at(row(Word::Memory));
-    let watcher = watcher(&source);
+    let (watcher, _) = watcher(&source);
     source.signal(libc::SIGKILL);
     let (code, _, error) = end(watcher);
     assert_eq!(code, Some(4), "{error}");

@@ -97,7 +97,16 @@ pub fn migrate(mut source: Vmm, destination: &Vmm, transport: Transport, mode: M
     let reception = Reception::start(destination, transport, mode);
     let before = source.events().len();
     source.remote_ok(&["send-migration", &send_option(&reception.url, mode)]);
-    let event = source.wait_for_later_events(before, &["migration-finished", "migration-failed"]);
+    // The end of an earlier one may be written only now; it is before the begin of this one.
+    let begun = wait_for("the begin of the migration", || {
+        let events = source.events();
+        let later = events.iter().skip(before);
+        later
+            .rev()
+            .position(|event| event["event"] == "migration-starting")
+            .map(|back| events.len() - back)
+    });
+    let event = source.wait_for_later_events(begun, &["migration-finished", "migration-failed"]);
     assert_eq!(
         event["event"],
         "migration-finished",

@@ -68,6 +68,10 @@ impl Vmm {
         if machine.is_paused() {
             return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is paused already"));
         }
+        // A vCPU that waits for a page cannot be stopped before it has it, and nothing may make
+        // the VMM thread wait for another host.
+        self.refuse_without_all_pages()?;
+        let machine = self.machine_mut()?;
         emit("pausing");
         machine.pause().map_err(|error| failed(&error))?;
         emit("paused");

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vm_migration::destination::PostcopyPaused;
-use vm_migration::{GuestIs, Steering};
+use vm_migration::{GuestIs, Phase, Steering};
 
 use super::receiving::{self, Arrival, Outcome, Reception};
 use super::sending::{self, Departure};
@@ -34,7 +34,12 @@ impl Vmm {
         let progress = self.progress.as_ref().ok_or_else(|| {
             ApiError::new(ApiErrorKind::NotCreated, "this VMM has not migrated anything yet")
         })?;
-        let document = serde_json::to_value(progress.snapshot())
+        let snapshot = progress.snapshot();
+        if snapshot.phase == Phase::Done {
+            // Who has seen the end, perhaps before this thread has, needs no more time.
+            self.watched_at = None;
+        }
+        let document = serde_json::to_value(snapshot)
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
         if let Some((until, _)) = &mut self.farewell {
             // The watcher has seen the end.
