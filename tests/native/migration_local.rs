@@ -27,8 +27,6 @@ fn hand_over(mut source: Vmm, destination: &Vmm) {
     let output = reception.finish();
     assert!(output.status.success(), "{output:?}\n{}", destination.output());
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
-    let progress = destination.api().get("vm.migration-progress").ok().json();
-    assert_eq!(progress["memory_bytes_received"], 0, "{progress}");
 }
 
 fn back_and_forth() {
@@ -49,6 +47,9 @@ fn a_gibibyte() {
     source.wait_for_work(20_000);
     let destination = Vmm::empty();
     hand_over(source, &destination);
+    // Asked here and not in every case: who asked is waited for when that VMM's guest leaves.
+    let progress = destination.api().get("vm.migration-progress").ok().json();
+    assert_eq!(progress["memory_bytes_received"], 0, "{progress}");
     destination.wait_for_work(20_000);
     let report = destination.verify();
     assert_eq!(report.written, (1 << 30) / 4096, "every page was filled before: {report:?}");
