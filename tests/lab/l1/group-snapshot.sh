@@ -9,7 +9,7 @@ check boots_with_two_vcpus wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
 
 # A loop in the guest that writes and reads back from the disk, and files whose sums are known: one
 # on the disk, one that is in memory only.
-work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 & :'
+work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; sync; (n=0; while [ ! -e /tmp/stop ]; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done; touch /tmp/stopped) >/dev/null 2>&1 & :'
 check starts_disk_load guest a "$work"
 check knows_its_boot guest a 'cat /proc/sys/kernel/random/boot_id'
 boot_id=$(cat $T/out)
@@ -61,6 +61,9 @@ check all_memory_came wait_until 120 all_memory_came
 check clock_after_ondemand clock_is_right c
 check network_after_ondemand from_guest c
 check network_back_after_ondemand to_guest c
+# The guest cannot leave its disk clean while something writes to it.
+stops_disk_load() { guest c 'touch /tmp/stop; for i in $(seq 300); do [ -e /tmp/stopped ] && break; sleep 0.1; done; sync; [ -e /tmp/stopped ]'; }
+check stops_disk_load stops_disk_load
 power_button() { remote c power-button && wait_until 60 says c "POWER-BUTTON" && ends c 60; }
 check power_button_at_the_end power_button
 check filesystem_clean filesystem_clean
