@@ -30,6 +30,17 @@ pub struct ZoneBacking {
     pub hugetlb: bool,
     /// The file held data before the guest: the zero map has to know.
     pub holds_data: bool,
+    /// Populated and zeroed before it came here.
+    pub prezeroed: bool,
+}
+
+/// What is in a file that is handed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GivenContent {
+    /// Anything.
+    Unknown,
+    /// Every page is there, and zero.
+    PopulatedZeroes,
 }
 
 /// A backing that could not be had.
@@ -119,12 +130,14 @@ impl ZoneBacking {
             page_bytes: PAGE_BYTES,
             hugetlb: false,
             holds_data: false,
+            prezeroed: false,
         }
     }
 
     fn shared(file: File, page_bytes: u64, hugetlb: bool) -> Self {
         let file = Some(Arc::new(file));
-        Self { kind: ZoneKind::Shared, file, page_bytes, hugetlb, holds_data: false }
+        let kind = ZoneKind::Shared;
+        Self { kind, file, page_bytes, hugetlb, holds_data: false, prezeroed: false }
     }
 
     fn memfd(zone: &ZoneSpec) -> Result<Self, BackingError> {
@@ -200,12 +213,20 @@ impl ZoneBacking {
             check_room(zone, path, file, metadata.blocks().saturating_mul(512))?;
         }
         let kind = if private { ZoneKind::PrivateFile } else { ZoneKind::Shared };
-        Ok(Self { kind, file: None, page_bytes, hugetlb: hugetlb_page.is_some(), holds_data })
+        let hugetlb = hugetlb_page.is_some();
+        Ok(Self { kind, file: None, page_bytes, hugetlb, holds_data, prezeroed: false })
     }
 
     /// The backing of `zone` from a file that somebody handed over. It must be of the kind that the
     /// zone asks for, and nobody may be able to make it shorter: that would be a SIGBUS later.
-    pub fn given(zone: &ZoneSpec, file: Arc<File>) -> Result<Self, BackingError> {
+    ///
+    /// Where its content is known to be zero it is not looked for, which would take time that grows
+    /// with the size.
+    pub fn given(
+        zone: &ZoneSpec,
+        file: Arc<File>,
+        content: GivenContent,
+    ) -> Result<Self, BackingError> {
         let examine = |source| BackingError::ExamineGivenFile { zone: zone.id.clone(), source };
         let refuse = |what| Err(BackingError::GivenFile { zone: zone.id.clone(), what });
         let metadata = file.metadata().map_err(examine)?;
@@ -248,8 +269,11 @@ impl ZoneBacking {
         if seals & (libc::F_SEAL_WRITE | libc::F_SEAL_FUTURE_WRITE) != 0 {
             return refuse("sealed against writing");
         }
-        let holds_data = holds_data(&file, zone.size_bytes, hugetlb).map_err(examine)?;
-        Ok(Self { kind: ZoneKind::Shared, file: Some(file), page_bytes, hugetlb, holds_data })
+        let prezeroed = content == GivenContent::PopulatedZeroes;
+        let holds_data =
+            !prezeroed && holds_data(&file, zone.size_bytes, hugetlb).map_err(examine)?;
+        let file = Some(file);
+        Ok(Self { kind: ZoneKind::Shared, file, page_bytes, hugetlb, holds_data, prezeroed })
     }
 }
 

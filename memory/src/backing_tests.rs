@@ -135,7 +135,9 @@ fn a_file_that_was_made_in_vain_is_removed() {
 fn files_handed_over_are_examined() {
     let named = tempfile::NamedTempFile::new().unwrap();
     let of_file = zone(|z| z.backing = Backing::File(named.path().to_owned()));
-    let given = |spec: &ZoneSpec, file: File| ZoneBacking::given(spec, Arc::new(file));
+    let given = |spec: &ZoneSpec, file: File| {
+        ZoneBacking::given(spec, Arc::new(file), GivenContent::Unknown)
+    };
     let refused = |spec: &ZoneSpec, file: File, why: &str| {
         let error = given(spec, file).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
@@ -162,7 +164,7 @@ fn memfds_handed_over_must_keep_their_size_and_be_writable() {
         file.set_len(4 * MIB).unwrap();
         // SAFETY: takes and returns numbers; the descriptor is open.
         assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) }, 0);
-        ZoneBacking::given(&zone(|_| {}), Arc::new(file))
+        ZoneBacking::given(&zone(|_| {}), Arc::new(file), GivenContent::Unknown)
     };
     let ours = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     assert_eq!(sealed(ours).unwrap().kind, ZoneKind::Shared);
@@ -172,7 +174,7 @@ fn memfds_handed_over_must_keep_their_size_and_be_writable() {
     // And what we make ourselves can be handed on.
     let host = Host::real();
     let own = ZoneBacking::create(&zone(|z| z.backing = Backing::Memfd), &host, NO_HUGE).unwrap();
-    ZoneBacking::given(&zone(|_| {}), own.file.unwrap()).unwrap();
+    ZoneBacking::given(&zone(|_| {}), own.file.unwrap(), GivenContent::Unknown).unwrap();
 }
 
 #[test]

@@ -33,6 +33,12 @@
 //! writes through it without faulting on `main`. It is made on first use, so that boot does not
 //! pay for it.
 //!
+//! # Memory of a pool
+//!
+//! A zone may consist of a memfd that a pool has populated and zeroed before ([`pool`]): one memfd
+//! a zone, whose regions are parts of it as those of any other zone are, so that the hole below
+//! 4 GiB cuts it without the pool knowing of it. It may be longer than the zone.
+//!
 //! # What costs nothing
 //!
 //! Making guest memory takes the same few system calls whatever its size: mappings are not
@@ -50,6 +56,7 @@ mod host;
 mod layout;
 mod mapping;
 mod maps;
+pub mod pool;
 mod populate;
 mod populated;
 mod prefault;
@@ -64,8 +71,11 @@ pub use dirty::DeviceDirtyLog;
 pub use layout::{LayoutError, RamLayout};
 pub use maps::{ResidentMap, ZeroMap};
 pub use populate::PopulateError;
-pub use prefault::{ChunkHook, HookError, Prefault, PrefaultError, PrefaultOptions, Progress};
-pub use ram::{GuestRam, RamError};
+pub use prefault::{
+    ChunkHook, HookError, Notice, Populate, Prefault, PrefaultError, PrefaultOptions, Progress,
+    Watcher,
+};
+pub use ram::{Given, GuestRam, RamError};
 pub use region::{AccessError, RamRegion, ZoneKind};
 pub use zero::is_zero;
 

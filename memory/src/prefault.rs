@@ -21,7 +21,7 @@ use std::thread::{self, JoinHandle};
 
 use crate::host::Host;
 use crate::populate::{PopulateError, THP_BYTES};
-use crate::region::RamRegion;
+use crate::region::{AccessError, RamRegion};
 
 /// Large enough that a queue is no bottleneck, small enough to stop and to show progress: 10 to
 /// 30 ms of work.
@@ -40,6 +40,23 @@ pub type HookError = Box<dyn std::error::Error + Send + Sync>;
 /// for instance to map it for DMA. An error stops the engine.
 pub type ChunkHook = Arc<dyn Fn(&RamRegion, Range<u64>) -> Result<(), HookError> + Send + Sync>;
 
+/// What an engine has to tell.
+#[derive(Debug)]
+pub enum Notice<'a> {
+    /// Another chunk is done; told by the thread that did it.
+    Progress(Progress),
+    /// All of it is done.
+    Completed(Progress),
+    /// It was told to stop.
+    Cancelled(Progress),
+    /// It has failed.
+    Failed(&'a PrefaultError),
+}
+
+/// Told, on engine threads, how far populating is and how it ended. The end is told once, after
+/// everything else.
+pub type Watcher = Arc<dyn Fn(Notice<'_>) + Send + Sync>;
+
 /// How to populate.
 #[derive(Clone)]
 pub struct PrefaultOptions {
@@ -50,11 +67,13 @@ pub struct PrefaultOptions {
     pub chunk_bytes: u64,
     /// Called for whatever is populated.
     pub on_chunk: Option<ChunkHook>,
+    /// Told of progress and of the end.
+    pub watcher: Option<Watcher>,
 }
 
 impl Default for PrefaultOptions {
     fn default() -> Self {
-        Self { threads: None, chunk_bytes: CHUNK_BYTES, on_chunk: None }
+        Self { threads: None, chunk_bytes: CHUNK_BYTES, on_chunk: None, watcher: None }
     }
 }
 
@@ -64,6 +83,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("threads", &self.threads)
             .field("chunk_bytes", &self.chunk_bytes)
             .field("on_chunk", &self.on_chunk.is_some())
+            .field("watcher", &self.watcher.is_some())
             .finish()
     }
 }
@@ -83,6 +103,9 @@ pub enum PrefaultError {
     /// Memory could not be had.
     #[error(transparent)]
     Populate(#[from] PopulateError),
+    /// What was to be populated is not there.
+    #[error("cannot populate guest memory")]
+    Range(#[source] AccessError),
     /// The hook refused.
     #[error("memory zone '{zone}' was populated at byte {at:#x}, but could not be put to use")]
     Hook {
@@ -130,6 +153,9 @@ struct Engine {
     total_bytes: u64,
     stop: AtomicBool,
     on_chunk: Option<ChunkHook>,
+    watcher: Option<Watcher>,
+    /// Threads that have not ended; the last one tells the end.
+    working: AtomicUsize,
     /// The first failure; taken once by `wait`. Locked for an instant by whoever fails.
     failure: Mutex<Option<PrefaultError>>,
 }
@@ -164,6 +190,8 @@ impl Prefault {
             total_bytes,
             stop: AtomicBool::new(false),
             on_chunk: options.on_chunk.clone(),
+            watcher: options.watcher.clone(),
+            working: AtomicUsize::new(counts.iter().sum()),
             failure: Mutex::new(None),
         });
         let mut started = Self { engine: Arc::clone(&engine), threads: Vec::new() };
@@ -173,7 +201,7 @@ impl Prefault {
                 let name = format!("prefault{queue}.{number}");
                 let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
                 let thread =
-                    builder.spawn(move || engine.work(queue)).map_err(PrefaultError::Spawn)?;
+                    builder.spawn(move || engine.serve(queue)).map_err(PrefaultError::Spawn)?;
                 started.threads.push(thread);
             }
         }
@@ -182,10 +210,7 @@ impl Prefault {
 
     /// How far it is.
     pub fn progress(&self) -> Progress {
-        Progress {
-            done_bytes: self.engine.done_bytes.load(Ordering::Relaxed),
-            total_bytes: self.engine.total_bytes,
-        }
+        self.engine.progress()
     }
 
     /// Whether every thread has ended, so that [`wait`](Self::wait) will not block.
@@ -230,6 +255,31 @@ impl Drop for Prefault {
 }
 
 impl Engine {
+    fn progress(&self) -> Progress {
+        let done_bytes = self.done_bytes.load(Ordering::Relaxed);
+        Progress { done_bytes, total_bytes: self.total_bytes }
+    }
+
+    /// The life of a thread.
+    fn serve(&self, queue: usize) {
+        self.work(queue);
+        if self.working.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.tell_end();
+        }
+    }
+
+    fn tell_end(&self) {
+        let Some(watcher) = &self.watcher else { return };
+        let progress = self.progress();
+        // Nobody else is left that could want the lock for long.
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        watcher(match &*failure {
+            Some(error) => Notice::Failed(error),
+            None if progress.done_bytes < progress.total_bytes => Notice::Cancelled(progress),
+            None => Notice::Completed(progress),
+        });
+    }
+
     fn work(&self, queue: usize) {
         let Some(queue) = self.queues.get(queue) else { return };
         if let Some(node) = queue.node {
@@ -246,6 +296,9 @@ impl Engine {
             }
             let len_bytes = chunk.bytes.end - chunk.bytes.start;
             self.done_bytes.fetch_add(len_bytes, Ordering::Relaxed);
+            if let Some(watcher) = &self.watcher {
+                watcher(Notice::Progress(self.progress()));
+            }
         }
     }
 
@@ -257,6 +310,47 @@ impl Engine {
             let zone = || region.zone_id().to_owned();
             hook(region, range).map_err(|source| PrefaultError::Hook { zone: zone(), at, source })
         })
+    }
+}
+
+/// Memory that can be populated piece by piece, for whoever has something to do with each piece as
+/// soon as it is there: a DMA mapping is the next step of a pipeline.
+pub trait Populate: Send + Sync {
+    /// Populates `range` (bytes, whole pages) on the calling thread and calls `done` for each chunk
+    /// of it, in order. Chunks begin and end at huge pages wherever they can. Parts that are still
+    /// to arrive are left alone and not told; memory that is populated already is told at once.
+    ///
+    /// # Errors
+    /// No such range, no memory, or `done` refused.
+    fn populate_chunks(
+        &self,
+        range: &Range<u64>,
+        chunk_bytes: u64,
+        done: &mut dyn FnMut(Range<u64>) -> Result<(), HookError>,
+    ) -> Result<(), PrefaultError>;
+}
+
+impl Populate for RamRegion {
+    fn populate_chunks(
+        &self,
+        range: &Range<u64>,
+        chunk_bytes: u64,
+        done: &mut dyn FnMut(Range<u64>) -> Result<(), HookError>,
+    ) -> Result<(), PrefaultError> {
+        self.main_slice(range).map_err(PrefaultError::Range)?;
+        let align = self.page_bytes().max(THP_BYTES);
+        let skew = self.host_addr() % align;
+        let mut start = range.start;
+        while start < range.end {
+            let end = chunk_end(start, skew, chunk_bytes, align).min(range.end);
+            self.populate(&(start..end), |piece| {
+                let at = piece.start;
+                let zone = || self.zone_id().to_owned();
+                done(piece).map_err(|source| PrefaultError::Hook { zone: zone(), at, source })
+            })?;
+            start = end;
+        }
+        Ok(())
     }
 }
 

@@ -23,7 +23,7 @@ fn ram(id: &str, size_bytes: u64, backing: Backing, thp: bool) -> GuestRam {
 
 fn small_chunks() -> PrefaultOptions {
     let threads = NonZeroUsize::new(3);
-    PrefaultOptions { threads, chunk_bytes: 4 * MIB, on_chunk: None }
+    PrefaultOptions { threads, chunk_bytes: 4 * MIB, ..PrefaultOptions::default() }
 }
 
 fn all_mapped(region: &RamRegion) -> bool {
@@ -133,7 +133,8 @@ fn a_cancelled_run_says_how_far_it_came() {
         Ok(())
     });
     let threads = NonZeroUsize::new(1);
-    let options = PrefaultOptions { threads, chunk_bytes: 4 * MIB, on_chunk: Some(on_chunk) };
+    let options =
+        PrefaultOptions { threads, chunk_bytes: 4 * MIB, on_chunk: Some(on_chunk), watcher: None };
     let prefault = ram.prefault(&options).unwrap();
     gate.wait();
     assert_eq!(prefault.progress(), Progress { done_bytes: 0, total_bytes: 16 * MIB });
@@ -222,4 +223,64 @@ proptest! {
         prop_assert_eq!(at, pages * 4096);
         prop_assert!(ends.is_empty());
     }
+}
+
+#[test]
+fn the_watcher_hears_of_every_chunk_and_once_of_the_end() {
+    let ram = ram("w", 16 * MIB, Backing::Memfd, false);
+    let heard = Arc::new(Mutex::new(Vec::new()));
+    let listener = Arc::clone(&heard);
+    let watcher: Watcher = Arc::new(move |notice| {
+        let word = match notice {
+            Notice::Progress(_) => "progress",
+            Notice::Completed(_) => "completed",
+            Notice::Cancelled(_) => "cancelled",
+            Notice::Failed(_) => "failed",
+        };
+        listener.lock().unwrap().push(word);
+    });
+    let with = |on_chunk| PrefaultOptions {
+        on_chunk,
+        watcher: Some(Arc::clone(&watcher)),
+        ..small_chunks()
+    };
+    ram.prefault(&with(None)).unwrap().wait().unwrap();
+    let words = std::mem::take(&mut *heard.lock().unwrap());
+    assert_eq!(words, ["progress", "progress", "progress", "progress", "completed"]);
+    let refuse: ChunkHook = Arc::new(|_, _| Err("no".into()));
+    ram.prefault(&with(Some(refuse))).unwrap().wait().unwrap_err();
+    assert_eq!(heard.lock().unwrap().last(), Some(&"failed"));
+    heard.lock().unwrap().clear();
+    let prefault = ram.prefault(&with(None)).unwrap();
+    prefault.cancel();
+    let _ = prefault.wait();
+    let words = heard.lock().unwrap().clone();
+    let ends = words.iter().filter(|word| **word != "progress").count();
+    assert!(ends == 1 && matches!(words.last(), Some(&("cancelled" | "completed"))), "{words:?}");
+}
+
+#[test]
+fn a_pipeline_gets_populated_pieces_in_order() {
+    let ram = ram("c", 16 * MIB, Backing::Memfd, false);
+    let region = &ram.regions()[0];
+    // Pages that are still to arrive are nobody's to populate.
+    region.resident().set_absent(1024..1025);
+    let mut pieces = Vec::new();
+    region
+        .populate_chunks(&(4096..12 * MIB), 4 * MIB, &mut |piece| {
+            assert!(is_mapped(region.as_ptr().wrapping_add(piece.start.try_into().unwrap())));
+            pieces.push(piece);
+            Ok(())
+        })
+        .unwrap();
+    let mut expected = vec![4096..4 * MIB, 4 * MIB + 4096..8 * MIB, 8 * MIB..12 * MIB];
+    assert_eq!(pieces, expected);
+    assert!(!is_mapped(region.as_ptr().wrapping_add(usize::try_from(12 * MIB).unwrap())));
+    let refused = region.populate_chunks(&(0..16 * MIB), 4 * MIB, &mut |piece| {
+        expected.push(piece);
+        Err("full".into())
+    });
+    assert!(matches!(refused, Err(PrefaultError::Hook { at: 0, .. })), "{refused:?}");
+    let outside = region.populate_chunks(&(0..17 * MIB), 4 * MIB, &mut |_| Ok(()));
+    assert!(matches!(outside, Err(PrefaultError::Range(_))));
 }

@@ -13,10 +13,11 @@ use std::sync::Arc;
 
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuilder};
 
-use crate::backing::{BackingError, ZoneBacking};
+use crate::backing::{BackingError, GivenContent, ZoneBacking};
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
 use crate::host::{Host, HugePagePolicy};
 use crate::layout::{LayoutError, RamLayout, ZoneExtent};
+use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
 use crate::region::{AccessError, RamRegion, Zone, ZoneKind};
@@ -106,6 +107,43 @@ pub enum RamError {
     Assemble(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
+/// A file that a zone is to consist of.
+#[derive(Debug, Clone)]
+pub struct Given {
+    /// Which zone.
+    zone: String,
+    file: Arc<File>,
+    /// For memory of a pool: it is populated and zero, and goes back when this is dropped.
+    lease: Option<Arc<PoolConnection>>,
+}
+
+impl Given {
+    /// A file of any content, such as memory that another VMM hands over.
+    pub fn file(zone: &str, file: Arc<File>) -> Self {
+        Self { zone: zone.to_owned(), file, lease: None }
+    }
+
+    /// Populated and zeroed memory of a pool; the connection stays open for as long as the zone
+    /// exists.
+    pub fn prezeroed(zone: &str, file: Arc<File>, lease: Arc<PoolConnection>) -> Self {
+        Self { zone: zone.to_owned(), file, lease: Some(lease) }
+    }
+
+    /// The zone that it is for.
+    pub fn zone(&self) -> &str {
+        &self.zone
+    }
+
+    /// Whether it is memory of a pool.
+    pub fn is_prezeroed(&self) -> bool {
+        self.lease.is_some()
+    }
+
+    fn content(&self) -> GivenContent {
+        if self.is_prezeroed() { GivenContent::PopulatedZeroes } else { GivenContent::Unknown }
+    }
+}
+
 /// A guest's RAM: regions in order of guest address, and the view of them that devices use.
 #[derive(Debug)]
 pub struct GuestRam {
@@ -133,39 +171,54 @@ impl GuestRam {
         layout: RamLayout,
         files: &[(String, Arc<File>)],
     ) -> Result<Self, RamError> {
-        Self::on_host(config, layout, files, &Host::real())
+        let given: Vec<_> =
+            files.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file))).collect();
+        Self::with_given(config, layout, &given)
+    }
+
+    /// As [`with_files`](Self::with_files), where some of the memory may come from a pool.
+    ///
+    /// # Errors
+    /// As [`with_files`](Self::with_files).
+    pub fn with_given(
+        config: &RamConfig,
+        layout: RamLayout,
+        given: &[Given],
+    ) -> Result<Self, RamError> {
+        Self::on_host(config, layout, given, &Host::real())
     }
 
     fn on_host(
         config: &RamConfig,
         layout: RamLayout,
-        files: &[(String, Arc<File>)],
+        files: &[Given],
         host: &Host,
     ) -> Result<Self, RamError> {
         config.validate()?;
         let known = |id: &String| config.zones.iter().any(|zone| zone.id == *id);
-        if let Some((zone, _)) = files.iter().find(|(id, _)| !known(id)) {
-            return Err(RamError::UnknownZone { zone: zone.clone() });
+        if let Some(given) = files.iter().find(|given| !known(&given.zone)) {
+            return Err(RamError::UnknownZone { zone: given.zone.clone() });
         }
         // Once before anything is created, so that a guest that is too large leaves no file.
         layout.place(&extents(&config.zones, |_| crate::PAGE_BYTES))?;
         check_nodes(&config.zones, host)?;
         // What is handed over exists already and is counted where it was made.
-        let is_given = |id: &str| files.iter().any(|(given, _)| given == id);
+        let is_given = |id: &str| files.iter().any(|given| given.zone == id);
         let made: Vec<_> =
             config.zones.iter().filter(|zone| !is_given(&zone.id)).cloned().collect();
         check_reservation(&made, host)?;
         let policy = host.huge_page_policy();
         let mut zones = Vec::new();
         for spec in &config.zones {
-            let given = files.iter().find(|(id, _)| *id == spec.id);
+            let given = files.iter().find(|given| given.zone == spec.id);
             let backing = match given {
-                Some((_, file)) => ZoneBacking::given(spec, Arc::clone(file))?,
+                Some(given) => ZoneBacking::given(spec, Arc::clone(&given.file), given.content())?,
                 None => ZoneBacking::create(spec, host, policy)?,
             };
             let shared = backing.kind == ZoneKind::Shared && !backing.hugetlb;
             let collapse = shared && spec.thp && !policy.shared;
-            zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse)));
+            let lease = given.and_then(|given| given.lease.clone());
+            zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, lease)));
         }
         check_same_files(&zones)?;
         let made: Vec<_> = zones.iter().filter(|zone| !is_given(&zone.spec.id)).cloned().collect();
@@ -244,13 +297,14 @@ impl GuestRam {
         Ok(words)
     }
 
-    /// Begins to populate the zones that ask for `prefault`; finished at once if none does.
+    /// Begins to populate the zones that ask for `prefault` and are not populated already;
+    /// finished at once if there are none.
     /// [`Prefault::start`] populates any regions.
     ///
     /// # Errors
     /// No thread could be started.
     pub fn prefault(&self, options: &PrefaultOptions) -> Result<Prefault, PrefaultError> {
-        let asked = |region: &&Arc<RamRegion>| region.spec().prefault;
+        let asked = |region: &&Arc<RamRegion>| region.spec().prefault && !region.is_prezeroed();
         let regions: Vec<_> = self.regions.iter().filter(asked).cloned().collect();
         Prefault::start(&regions, options)
     }
@@ -395,6 +449,8 @@ fn warnings(regions: &[Arc<RamRegion>], policy: HugePagePolicy) -> Vec<String> {
         let spec = region.spec();
         let id = &spec.id;
         let small_pages = region.kind() == ZoneKind::Shared && !region.is_hugetlb();
+        // Whoever made that memory has chosen its pages.
+        let small_pages = small_pages && !region.is_prezeroed();
         if region.gpa() % THP_BYTES != region.file_offset() % THP_BYTES && small_pages && spec.thp {
             warnings.push(format!(
                 "memory zone '{id}' begins at guest address {:#x}, in the middle of a huge page: \

@@ -314,7 +314,7 @@ fn what_is_handed_over_is_not_counted_a_second_time() {
     let refused = make_on(&host, vec![reserving.clone()]).unwrap_err();
     assert!(matches!(refused, RamError::HostTooSmall { .. }), "{refused}");
     let source = make(vec![zone("a", 2 * GIB, |z| z.backing = Backing::Memfd)]).unwrap();
-    let given = [("a".into(), Arc::clone(source.regions()[0].file().unwrap()))];
+    let given = [Given::file("a", Arc::clone(source.regions()[0].file().unwrap()))];
     let config = RamConfig { zones: vec![reserving] };
     GuestRam::on_host(&config, RamLayout::default(), &given, &host).unwrap();
     // Huge pages that nobody has touched yet are promised to their file already.
@@ -324,7 +324,7 @@ fn what_is_handed_over_is_not_counted_a_second_time() {
     let source = make(vec![huge()]).unwrap();
     let refused = make_on(&host, vec![huge()]).unwrap_err();
     assert!(matches!(refused, RamError::HugetlbPool { .. }), "{refused}");
-    let given = [("a".into(), Arc::clone(source.regions()[0].file().unwrap()))];
+    let given = [Given::file("a", Arc::clone(source.regions()[0].file().unwrap()))];
     let config = RamConfig { zones: vec![huge()] };
     GuestRam::on_host(&config, RamLayout::default(), &given, &host).unwrap();
 }

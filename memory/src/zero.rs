@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Is this memory all zero?
+//! Is this memory all zero, and make it so.
 //!
-//! Owns the check for bytes in hand and for guest memory in place. Must never make a reference to
-//! guest memory: the guest may be writing it.
+//! Owns the check for bytes in hand and for guest memory in place, and clearing memory past the
+//! caches. Must never make a reference to guest memory: the guest may be writing it.
 
 /// How much is looked at between two chances to stop early.
 const STRIDE_BYTES: usize = 128;
@@ -40,9 +40,52 @@ pub unsafe fn is_zero_volatile(start: *const u64, len_bytes: usize) -> bool {
     true
 }
 
+/// How much one non-temporal store writes; ranges to clear are whole cache lines of 64 bytes.
+const STORE_BYTES: usize = 16;
+
+/// Clears `len_bytes` bytes at `start` with non-temporal stores: nothing is read, and the caches
+/// keep what others have in them. The stores are complete, for other threads too, on return.
+///
+/// # Safety
+/// `start` is aligned to 64 bytes, `len_bytes` is a multiple of 64, the range is mapped writable
+/// for the whole call, and no reference to any of it exists.
+#[expect(clippy::cast_ptr_alignment, reason = "aligned to 64 bytes, which the caller promises")]
+pub unsafe fn zero_streaming(start: *mut u8, len_bytes: usize) {
+    use std::arch::x86_64::{__m128i, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
+    debug_assert!(start.addr().is_multiple_of(64) && len_bytes.is_multiple_of(64));
+    // SAFETY: SSE2 is part of x86-64.
+    let zero = unsafe { _mm_setzero_si128() };
+    for offset in (0..len_bytes).step_by(4 * STORE_BYTES) {
+        // SAFETY: four aligned stores inside the range that the caller promised.
+        unsafe {
+            let at = start.add(offset).cast::<__m128i>();
+            _mm_stream_si128(at, zero);
+            _mm_stream_si128(at.add(1), zero);
+            _mm_stream_si128(at.add(2), zero);
+            _mm_stream_si128(at.add(3), zero);
+        }
+    }
+    // SAFETY: SSE is part of x86-64.
+    unsafe { _mm_sfence() };
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn streaming_clears_the_range_and_nothing_else() {
+        #[repr(align(64))]
+        struct Lines([u8; 512]);
+        let mut lines = Lines([0xa5; 512]);
+        let start = lines.0.as_mut_ptr();
+        // SAFETY: 256 bytes inside the array, from an aligned place.
+        unsafe { zero_streaming(start.add(64), 256) };
+        let cleared = |index: usize| (64..320).contains(&index);
+        for (index, byte) in lines.0.iter().enumerate() {
+            assert_eq!(*byte, if cleared(index) { 0 } else { 0xa5 }, "byte {index}");
+        }
+    }
 
     #[test]
     fn one_bit_anywhere_is_seen() {

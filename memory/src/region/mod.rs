@@ -8,6 +8,7 @@
 //! Offsets are bytes from the start of the region; pages are 4 KiB, counted from there.
 
 mod discard;
+mod scrub;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
@@ -24,6 +25,7 @@ use crate::dirty::DeviceDirtyLog;
 use crate::layout::Placement;
 use crate::mapping::{Advice, MapRequest, Mapping};
 use crate::maps::{ResidentMap, ZeroMap};
+use crate::pool::PoolConnection;
 use crate::populate::{PopulateError, THP_BYTES, Target, aligned_inside};
 use crate::populated::{View, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
@@ -121,11 +123,18 @@ pub(crate) struct Zone {
     /// Every mapping of a hugetlb file: a page shows only where it was touched. The lock is held
     /// for a push or a copy, never while asking the kernel.
     views: Mutex<Vec<(Weak<Mapping>, u64)>>,
+    /// What its owner lent the memory for as long as the zone exists.
+    _lease: Option<Arc<PoolConnection>>,
 }
 
 impl Zone {
-    pub fn new(spec: ZoneSpec, backing: ZoneBacking, collapse: bool) -> Self {
-        Self { spec, backing, collapse, views: Mutex::default() }
+    pub fn new(
+        spec: ZoneSpec,
+        backing: ZoneBacking,
+        collapse: bool,
+        lease: Option<Arc<PoolConnection>>,
+    ) -> Self {
+        Self { spec, backing, collapse, views: Mutex::default(), _lease: lease }
     }
 
     fn add_view(&self, mapping: &Arc<Mapping>, file_offset: u64) {
@@ -275,6 +284,12 @@ impl RamRegion {
     /// The file that other processes may map to share this memory; `None` for private memory.
     pub fn file(&self) -> Option<&Arc<File>> {
         self.zone.backing.file.as_ref().filter(|_| self.kind() == ZoneKind::Shared)
+    }
+
+    /// Whether the memory was populated and zeroed before it came here: there is nothing to
+    /// prefault.
+    pub fn is_prezeroed(&self) -> bool {
+        self.zone.backing.prezeroed
     }
 
     /// Where in [`file`](Self::file) the region begins.
@@ -559,7 +574,9 @@ impl RamRegion {
             });
             let here = at..absent.start.min(range.end);
             if !here.is_empty() {
-                target.populate(here.clone())?;
+                if !self.is_prezeroed() {
+                    target.populate(here.clone())?;
+                }
                 done(here)?;
             }
             at = absent.end.max(at + page);

@@ -278,3 +278,21 @@ fn small_pages_become_huge_by_collapse() {
     assert_eq!(huge, 8 * MIB);
     assert!(read_main(&ram, 0, 8 << 20).iter().all(|byte| *byte == 5));
 }
+
+#[test]
+fn cleared_memory_is_zero_to_the_last_byte_and_only_there() {
+    each_kind("cleared memory", |ram, region| {
+        region.fill(&(0..8 * MIB)).unwrap();
+        for at in [0, MIB - 1, MIB, 2 * MIB - 1, 2 * MIB] {
+            write_main(ram, at, &[0xa5]);
+        }
+        assert!(!region.is_clear(&(MIB..2 * MIB)).unwrap());
+        region.clear(&(MIB..2 * MIB)).unwrap();
+        assert!(region.is_clear(&(MIB..2 * MIB)).unwrap());
+        for at in [0, MIB - 1, 2 * MIB] {
+            assert_eq!(read_main(ram, at, 1), [0xa5], "{at:#x}");
+        }
+        assert!(!region.is_clear(&(0..MIB)).unwrap());
+        assert!(region.clear(&(0..100)).is_err() && region.clear(&(0..9 * MIB)).is_err());
+    });
+}

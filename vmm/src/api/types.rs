@@ -70,6 +70,34 @@ option_family! {
     }
 }
 
+option_enum! {
+    /// What has become of memory that is populated in the background.
+    PrefaultState = "running|completed|failed|cancelled", default Running {
+        /// It goes on.
+        Running = "running",
+        /// All of it is there.
+        Completed = "completed",
+        /// The host has no more memory; the guest gets the rest when it touches it, if it can.
+        Failed = "failed",
+        /// The VM is going elsewhere.
+        Cancelled = "cancelled",
+    }
+}
+
+option_family! {
+    /// Memory that is populated in the background (prefault=background).
+    PrefaultInfo "prefault-info" {
+        /// What has become of it.
+        state: PrefaultState = PrefaultState::Running, "" as JsonOnly, answer(), required_json();
+        /// Bytes that are populated.
+        done_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
+        /// Bytes in all.
+        total_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
+        /// Why it failed.
+        error: Option<String> = None, "" as JsonOnly, answer();
+    }
+}
+
 option_family! {
     /// A VM: its configuration and what has become of it.
     VmInfo "info" {
@@ -81,6 +109,8 @@ option_family! {
         memory_actual_size: u64 = 0, "" as JsonOnly, answer();
         /// Its devices by name.
         device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
+        /// How far memory is populated in the background.
+        prefault: Option<PrefaultInfo> = None, "" as JsonOnly, answer();
     }
 }
 

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use super::codec::{Bytes, Choice, File, Id, Int, JsonOnly, One, Opt, Toggle};
 use super::error::ConfigError;
 use super::family::{option_enum, option_family};
+use super::prefault::{Prefault, PrefaultWord};
 
 /// Guest memory is cut at multiples of this.
 pub const PAGE_BYTES: u64 = 4096;
@@ -53,10 +54,13 @@ option_family! {
         hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>, unsupported();
         /// Bytes that have been added.
         hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>, unsupported();
-        /// Allocate all pages before the guest runs.
-        prefault: bool = false, "prefault" as One<Toggle>;
+        /// Allocate all pages before the guest runs, or in the background while it runs; in JSON
+        /// true, false or "background".
+        prefault: Prefault = Prefault::Off, "prefault" as One<PrefaultWord>;
         /// Fail at once if the host cannot promise the memory.
         reserve: bool = false, "reserve" as One<Toggle>;
+        /// Take memory that a pool has populated and zeroed before: the pool's socket.
+        prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
     }
 }
 
@@ -80,10 +84,15 @@ option_family! {
         hugepages: bool = false, "hugepages" as One<Toggle>;
         /// Size of a huge page in bytes.
         hugepage_size: Option<u64> = None, "hugepage_size" as Opt<Bytes>;
-        /// Allocate all pages before the guest runs.
-        prefault: bool = false, "prefault" as One<Toggle>;
+        /// Allocate all pages before the guest runs, or in the background while it runs; in JSON
+        /// true, false or "background".
+        prefault: Prefault = Prefault::Off, "prefault" as One<PrefaultWord>;
         /// Fail at once if the host cannot promise the memory.
         reserve: bool = false, "reserve" as One<Toggle>;
+        /// Threads that allocate pages for prefault; one for each CPU, at most 16, if not given.
+        prefault_threads: Option<u32> = None, "prefault_threads" as Opt<Int>, range(1, 512);
+        /// Take memory that a pool has populated and zeroed before: the pool's socket.
+        prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
         /// Ask for transparent huge pages.
         thp: bool = true, "thp" as One<Toggle>;
         /// The zones, if the memory is made of zones.
@@ -100,6 +109,7 @@ struct Backing<'a> {
     shared: bool,
     hugepages: bool,
     hugepage_bytes: Option<u64>,
+    prezeroed: Option<&'a PathBuf>,
 }
 
 impl Backing<'_> {
@@ -135,6 +145,14 @@ impl Backing<'_> {
                     .into(),
             );
         }
+        if let Some(socket) = self.prezeroed {
+            if socket.as_os_str().is_empty() {
+                return refuse("prezeroed= has no path".into());
+            }
+            if self.has_file || self.mergeable {
+                return refuse("prezeroed excludes file and mergeable".into());
+            }
+        }
         Ok(())
     }
 }
@@ -166,6 +184,7 @@ impl MemoryConfig {
                 shared: self.shared,
                 hugepages: self.hugepages,
                 hugepage_bytes: self.hugepage_size,
+                prezeroed: self.prezeroed.as_ref(),
             }
             .validate();
         }
@@ -173,7 +192,8 @@ impl MemoryConfig {
             || self.mergeable
             || self.shared
             || self.hugepages
-            || self.prefault
+            || self.prefault != Prefault::Off
+            || self.prezeroed.is_some()
             || self.reserve
             || self.hugepage_size.is_some()
         {
@@ -198,6 +218,7 @@ impl MemoryConfig {
                 shared: zone.shared,
                 hugepages: zone.hugepages,
                 hugepage_bytes: zone.hugepage_size,
+                prezeroed: zone.prezeroed.as_ref(),
             }
             .validate()?;
         }

@@ -257,6 +257,7 @@ fn rules_of_memory() {
         "size=512M,hugepages=on,hugepage_size=3M",
         "size=512M,mergeable=on,shared=on",
         "size=65T",
+        "size=1G,mergeable=on,prezeroed=/run/pool",
     ] {
         assert!(matches!(memory(bad), Err(ConfigError::Memory { .. })), "{bad}");
     }
@@ -267,6 +268,11 @@ fn rules_of_memory() {
         })
     };
     assert!(zones("0", &["id=a,size=1G", "id=b,size=1G,shared=on,prefault=on"]).is_ok());
+    assert!(zones("0", &["id=a,size=1G,hugepages=on,prezeroed=/p,prefault=background"]).is_ok());
+    assert!(zones("0", &["id=a,size=1G,file=/f,prezeroed=/p"]).is_err());
+    assert!(zones("0,prezeroed=/p", &["id=a,size=1G"]).is_err());
+    assert!(zones("0,prefault_threads=2", &["id=a,size=1G"]).is_ok());
+    assert!(MemoryConfig::parse("size=1G,prefault_threads=0").is_err());
     assert!(zones("1G", &["id=a,size=1G"]).is_err());
     assert!(zones("0", &["id=a,size=1000"]).is_err());
     assert!(zones("0", &["size=1G"]).is_err());

@@ -5,9 +5,9 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use crate::api::{DeviceNode, VmCounters, VmInfo, VmState};
+use crate::api::{DeviceNode, PrefaultInfo, PrefaultState, VmCounters, VmInfo, VmState};
 use crate::config::VmConfig;
-use crate::machine::Machine;
+use crate::machine::{Machine, PrefaultEnd, PrefaultStatus};
 
 /// Name under which the VMM's own figures stand among the counters.
 const OWN_COUNTERS: &str = "__vmm";
@@ -19,6 +19,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         config: config.clone(),
         state: VmState::Created,
         device_tree: None,
+        prefault: None,
     }
 }
 
@@ -42,7 +43,19 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
         state,
         memory_actual_size: machine.ram().total_bytes(),
         device_tree: Some(device_tree),
+        prefault: machine.prefault_status().map(prefault_info),
     }
+}
+
+fn prefault_info(status: PrefaultStatus) -> PrefaultInfo {
+    let (state, error) = match status.end {
+        None => (PrefaultState::Running, None),
+        Some(PrefaultEnd::Completed) => (PrefaultState::Completed, None),
+        Some(PrefaultEnd::Cancelled) => (PrefaultState::Cancelled, None),
+        Some(PrefaultEnd::Failed(why)) => (PrefaultState::Failed, Some(why)),
+    };
+    let memory::Progress { done_bytes, total_bytes } = status.progress;
+    PrefaultInfo { state, done_bytes, total_bytes, error }
 }
 
 /// Microseconds on the host's monotonic clock, which other processes can read as well.

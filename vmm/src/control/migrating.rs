@@ -55,6 +55,8 @@ impl Vmm {
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
+        // What is not populated yet need not be: the guest goes elsewhere.
+        machine.stop_prefault();
         let info = Box::new(describe::of_machine(&machine));
         match sending::start(machine, options, self.mailer.clone()) {
             Ok(sending) => {

@@ -20,6 +20,8 @@ mod features;
 mod host;
 mod legacy;
 mod nets;
+mod prefault;
+mod prezeroed;
 mod ram;
 mod space;
 mod state;
@@ -53,6 +55,7 @@ pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
 pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
+pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
 pub use virtio::{ExclusiveError, VirtioError};
@@ -141,6 +144,8 @@ pub struct Machine {
     // Order matters on drop: vCPU threads end first, then devices, then memory.
     vcpus: VcpuThreads,
     paused: bool,
+    /// Guest memory that is populated while the guest runs, or was.
+    prefault: Option<prefault::Background>,
     devices: VirtioDevices,
     legacy: LegacyDevices,
     segment: Arc<PciSegment>,
@@ -252,6 +257,7 @@ impl Chassis {
         Ok(Machine {
             vcpus: VcpuThreads::start(vcpus, &threads)?,
             paused: true,
+            prefault: None,
             devices: self.devices,
             legacy: self.legacy,
             segment: self.segment,
@@ -332,7 +338,23 @@ impl Machine {
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.start(vcpus, cpuid, config, consoles)
+        let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
+        let memory = &machine.config.memory;
+        let wishes = ram::prefault_wishes(memory);
+        machine.prefault = prefault::Background::start(&machine.ram, memory, &wishes);
+        Ok(machine)
+    }
+
+    /// How far memory is populated in the background; `None` where nobody asked for it.
+    pub fn prefault_status(&self) -> Option<PrefaultStatus> {
+        self.prefault.as_ref().map(prefault::Background::status)
+    }
+
+    /// Populates no more memory in the background, for a guest that is about to go elsewhere.
+    pub fn stop_prefault(&self) {
+        if let Some(prefault) = &self.prefault {
+            prefault.cancel();
+        }
     }
 
     /// Memory for a machine that is still to come, not populated. The zones that are named in

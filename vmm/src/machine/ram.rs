@@ -10,12 +10,13 @@ use std::sync::Arc;
 use arch::layout;
 use hypervisor::{SlotConfig, SlotError, Vm};
 use memory::{
-    Backing, GuestRam, HugePageSize, PrefaultError, PrefaultOptions, RamConfig, RamError,
+    Backing, BackingError, Given, GuestRam, HugePageSize, PrefaultError, RamConfig, RamError,
     RamLayout, ZoneSpec,
 };
 use thiserror::Error;
 
-use crate::config::{MemoryConfig, MemoryZoneConfig};
+use super::{prefault, prezeroed};
+use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault};
 
 /// Name of the only zone of a machine without zones.
 pub const DEFAULT_ZONE: &str = "mem0";
@@ -63,7 +64,7 @@ fn zone_spec(config: &MemoryZoneConfig, thp: bool) -> Result<ZoneSpec, MachineRa
         shared: config.shared,
         mergeable: config.mergeable,
         thp,
-        prefault: config.prefault,
+        prefault: config.prefault == Prefault::Boot,
         reserve: config.reserve,
         host_numa_node: config.host_numa_node,
     })
@@ -82,9 +83,15 @@ fn zones(config: &MemoryConfig) -> Vec<MemoryZoneConfig> {
             hugepage_size: config.hugepage_size,
             prefault: config.prefault,
             reserve: config.reserve,
+            prezeroed: config.prezeroed.clone(),
             ..MemoryZoneConfig::default()
         }],
     }
+}
+
+/// When each zone is populated, by name.
+pub fn prefault_wishes(config: &MemoryConfig) -> Vec<(String, Prefault)> {
+    zones(config).into_iter().map(|zone| (zone.id, zone.prefault)).collect()
 }
 
 /// Makes guest RAM. `populate` is false where contents are still to arrive; the zones named in
@@ -98,24 +105,54 @@ pub fn make(
     populate: bool,
     given: &[(String, Arc<File>)],
 ) -> Result<Arc<GuestRam>, MachineRamError> {
+    let zones = zones(config);
     let specs =
-        zones(config).iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<_, _>>()?;
+        zones.iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<Vec<_>, _>>()?;
     let layout = RamLayout {
         hole_start: layout::LOW_RAM_END_GPA,
         hole_end: layout::HIGH_RAM_64_GPA,
         end: 1 << phys_bits.min(52),
     };
-    let ram = GuestRam::with_files(&RamConfig { zones: specs }, layout, given)
-        .map_err(MachineRamError::Make)?;
+    let mut files: Vec<_> =
+        given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file))).collect();
+    if populate {
+        // Contents that arrive want memory that is not there yet.
+        let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
+        let wishes: Vec<_> = specs.iter().zip(sockets).collect();
+        files.extend(prezeroed::take(&wishes));
+    }
+    let ram = with_given(&RamConfig { zones: specs }, layout, files)?;
     for warning in ram.warnings() {
         log::warn!("{warning}");
     }
     if populate {
-        let prefault =
-            ram.prefault(&PrefaultOptions::default()).map_err(MachineRamError::Prefault)?;
-        prefault.wait().map_err(MachineRamError::Prefault)?;
+        prefault::complete(&ram, config, &prefault_wishes(config))
+            .map_err(MachineRamError::Prefault)?;
     }
     Ok(Arc::new(ram))
+}
+
+/// Makes guest RAM of what was handed over; memory of a pool that is not as it should be is left
+/// out.
+fn with_given(
+    config: &RamConfig,
+    layout: RamLayout,
+    mut files: Vec<Given>,
+) -> Result<GuestRam, MachineRamError> {
+    loop {
+        let error = match GuestRam::with_given(config, layout, &files) {
+            Ok(ram) => return Ok(ram),
+            Err(error) => error,
+        };
+        let unfit = match &error {
+            RamError::Backing(BackingError::GivenFile { zone, .. }) => {
+                files.iter().position(|file| file.zone() == zone && file.is_prezeroed())
+            }
+            _ => None,
+        };
+        let Some(unfit) = unfit else { return Err(MachineRamError::Make(error)) };
+        prezeroed::warn(files.swap_remove(unfit).zone(), &error);
+    }
 }
 
 /// Gives the RAM to the guest.

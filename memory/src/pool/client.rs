@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The VMM's end of the connection to a pool.
+//!
+//! Owns the connection: the memory that came over it is lent for as long as the connection is open.
+//! Must never wait longer than [`PATIENCE`] in all: a VM without prezeroed memory starts later, a
+//! VM whose pool hangs must start all the same.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, SockAddr, Socket, Type};
+use thiserror::Error;
+use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
+
+use super::protocol::{MESSAGE_BYTES_MAX, ProtocolError, Refusal, Reply, SlotPages, Take};
+
+/// A pool answers within a millisecond; one that is stopped or overrun does not hold a VM up.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Why a pool gave no memory.
+#[derive(Debug, Error)]
+pub enum PoolError {
+    /// Nobody is there.
+    #[error("the pool of prezeroed memory at {} cannot be reached", path.display())]
+    Connect {
+        /// Its socket.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It is there and says nothing, or has gone away.
+    #[error("the pool of prezeroed memory at {} does not answer", path.display())]
+    Talk {
+        /// Its socket.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It says something else.
+    #[error("the pool of prezeroed memory at {} says what is not understood", path.display())]
+    Protocol {
+        /// Its socket.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: ProtocolError,
+    },
+    /// It breaks its own rules.
+    #[error("the pool of prezeroed memory at {} {what}", path.display())]
+    Misbehaved {
+        /// Its socket.
+        path: PathBuf,
+        /// What it did.
+        what: &'static str,
+    },
+    /// It refuses.
+    #[error("the pool of prezeroed memory at {} refuses: {text}", path.display())]
+    Refused {
+        /// Its socket.
+        path: PathBuf,
+        /// Why, for programs.
+        reason: Refusal,
+        /// Why, for people.
+        text: String,
+    },
+}
+
+/// Memory from a pool.
+#[derive(Debug)]
+pub struct PoolMemory {
+    /// The memfd, with every page present and zero.
+    pub file: File,
+    /// How long it is.
+    pub size_bytes: u64,
+    /// What it consists of.
+    pub pages: SlotPages,
+}
+
+/// A connection to a pool. What was taken over it goes back when it is closed.
+#[derive(Debug)]
+pub struct PoolConnection {
+    path: PathBuf,
+    /// Locked for one question and its answer.
+    stream: Mutex<UnixStream>,
+}
+
+impl PoolConnection {
+    /// Connects.
+    ///
+    /// # Errors
+    /// Nobody listens, or whoever does takes no more connections for now.
+    pub fn open(path: &Path) -> Result<Self, PoolError> {
+        let stream =
+            connect(path).map_err(|source| PoolError::Connect { path: path.to_owned(), source })?;
+        Ok(Self { path: path.to_owned(), stream: Mutex::new(stream) })
+    }
+
+    /// Asks for memory.
+    ///
+    /// # Errors
+    /// There is none, or the pool does not answer in time; nothing was taken.
+    pub fn take(&self, wish: &Take) -> Result<PoolMemory, PoolError> {
+        let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let path = || self.path.clone();
+        let talk = |source| PoolError::Talk { path: path(), source };
+        let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
+        io::Write::write_all(&mut &*stream, &wish.encode()).map_err(talk)?;
+        let (reply, file) = self.receive(&stream)?;
+        match (reply, file) {
+            (Reply::Granted { size_bytes, .. }, Some(_)) if size_bytes < wish.size_bytes => {
+                Err(misbehaved("gave less memory than it was asked for"))
+            }
+            (Reply::Granted { pages, .. }, Some(_)) if !pages.suits(wish.pages) => {
+                Err(misbehaved("gave memory of another kind than it was asked for"))
+            }
+            (Reply::Granted { size_bytes, pages }, Some(file)) => {
+                Ok(PoolMemory { file, size_bytes, pages })
+            }
+            (Reply::Granted { .. }, None) => Err(misbehaved("granted memory and sent none")),
+            (Reply::Refused { .. }, Some(_)) => Err(misbehaved("sent memory that it refused")),
+            (Reply::Refused { reason, text }, None) => {
+                Err(PoolError::Refused { path: path(), reason, text })
+            }
+        }
+    }
+
+    fn receive(&self, stream: &UnixStream) -> Result<(Reply, Option<File>), PoolError> {
+        let path = || self.path.clone();
+        let talk = |source| PoolError::Talk { path: path(), source };
+        let start = Instant::now();
+        let mut buffer = [0; MESSAGE_BYTES_MAX];
+        let (mut filled, mut file) = (0, None);
+        loop {
+            let so_far = buffer.get(..filled).unwrap_or_default();
+            let decoded = Reply::decode(so_far)
+                .map_err(|source| PoolError::Protocol { path: path(), source })?;
+            if let Some((reply, len)) = decoded {
+                if len < filled {
+                    let what = "says more than it was asked";
+                    return Err(PoolError::Misbehaved { path: path(), what });
+                }
+                return Ok((reply, file));
+            }
+            if start.elapsed() > PATIENCE {
+                return Err(talk(io::Error::from(io::ErrorKind::TimedOut)));
+            }
+            let room = buffer.get_mut(filled..).unwrap_or_default();
+            let (len, received) = stream
+                .recv_with_fd(room)
+                .map_err(|error| talk(io::Error::from_raw_os_error(error.errno())))?;
+            if len == 0 {
+                return Err(talk(io::Error::from(io::ErrorKind::UnexpectedEof)));
+            }
+            if received.is_some() && file.is_some() {
+                let what = "sent two descriptors for one";
+                return Err(PoolError::Misbehaved { path: path(), what });
+            }
+            file = file.or(received);
+            filled += len;
+        }
+    }
+}
+
+fn connect(path: &Path) -> io::Result<UnixStream> {
+    // A connect to a socket whose queue is full would wait for ever but for the time set here.
+    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    if !path.metadata()?.file_type().is_socket() {
+        return Err(io::Error::other("it is not a socket"));
+    }
+    socket.connect(&SockAddr::unix(path)?)?;
+    Ok(UnixStream::from(std::os::fd::OwnedFd::from(socket)))
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::io::{Read as _, Write as _};
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::net::UnixListener;
+
+    use super::super::protocol::PagesWanted;
+    use super::*;
+
+    const WISH: Take = Take { size_bytes: 4096, pages: PagesWanted::Small, node: None };
+
+    /// A pool that answers one question like this.
+    fn answered(
+        answer: impl FnOnce(&mut UnixStream) + Send + 'static,
+    ) -> Result<PoolMemory, PoolError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pool");
+        let listener = UnixListener::bind(&path).unwrap();
+        let pool = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 32];
+            stream.read_exact(&mut request).unwrap();
+            assert_eq!(Take::decode(&request), Ok(Some((WISH, 32))));
+            answer(&mut stream);
+        });
+        let result = PoolConnection::open(&path).and_then(|pool| pool.take(&WISH));
+        pool.join().unwrap();
+        result
+    }
+
+    fn granted(size_bytes: u64, pages: SlotPages) -> Vec<u8> {
+        Reply::Granted { size_bytes, pages }.encode()
+    }
+
+    #[test]
+    fn memory_comes_with_its_message_even_in_pieces() {
+        let memory = answered(|stream| {
+            let file = crate::backing::memfd("m", 0).unwrap();
+            file.set_len(8192).unwrap();
+            let reply = granted(8192, SlotPages::Transparent);
+            stream.send_with_fd(&reply[..5], file.as_raw_fd()).unwrap();
+            stream.write_all(&reply[5..]).unwrap();
+        })
+        .unwrap();
+        assert_eq!((memory.size_bytes, memory.pages), (8192, SlotPages::Transparent));
+        assert_eq!(memory.file.metadata().unwrap().len(), 8192);
+    }
+
+    #[test]
+    fn a_refusal_says_why() {
+        let text = "none is ready";
+        let reply = Reply::Refused { reason: Refusal::Empty, text: text.to_owned() }.encode();
+        let error = answered(move |stream| stream.write_all(&reply).unwrap()).unwrap_err();
+        assert!(error.to_string().contains(text), "{error}");
+    }
+
+    #[test]
+    fn what_a_pool_must_not_do_is_an_error() {
+        let with_file = |reply: Vec<u8>| {
+            answered(move |stream| {
+                let file = crate::backing::memfd("m", 0).unwrap();
+                stream.send_with_fd(&reply[..], file.as_raw_fd()).unwrap();
+            })
+        };
+        let refused = Reply::Refused { reason: Refusal::Empty, text: String::new() };
+        assert!(matches!(with_file(refused.encode()), Err(PoolError::Misbehaved { .. })));
+        let small = granted(1, SlotPages::Small);
+        assert!(matches!(with_file(small), Err(PoolError::Misbehaved { .. })));
+        let huge = granted(1 << 30, SlotPages::Huge1Gib);
+        assert!(matches!(with_file(huge), Err(PoolError::Misbehaved { .. })));
+        let twice = [granted(4096, SlotPages::Small), granted(4096, SlotPages::Small)].concat();
+        assert!(matches!(with_file(twice), Err(PoolError::Misbehaved { .. })));
+        let nothing =
+            answered(|stream| stream.write_all(&granted(4096, SlotPages::Small)).unwrap());
+        assert!(matches!(nothing, Err(PoolError::Misbehaved { .. })));
+        let rubbish = answered(|stream| stream.write_all(b"hello").unwrap());
+        assert!(matches!(rubbish, Err(PoolError::Protocol { .. })));
+        let gone = answered(|_| ());
+        assert!(matches!(gone, Err(PoolError::Talk { .. })), "{gone:?}");
+    }
+
+    #[test]
+    fn a_pool_that_is_not_there_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("none");
+        let error = PoolConnection::open(&path).unwrap_err();
+        assert!(error.to_string().contains("none"), "{error}");
+        std::fs::write(&path, "").unwrap();
+        assert!(matches!(PoolConnection::open(&path), Err(PoolError::Connect { .. })));
+    }
+}

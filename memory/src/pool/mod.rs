@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory that a pool on this host has populated and zeroed before anybody needed it.
+//!
+//! Owns the language between a VMM and the pool (`protocol`) and the VMM's end of it (`client`).
+//! Must never know how a pool keeps its memory, and must never wait for one for long.
+//!
+//! ```text
+//!   VMM  --- take: size, pages, node --->  pool
+//!        <-- granted + memfd, or refused ---
+//!        ... the connection stays open for as long as the memory is used ...
+//!        --- closed, however the VMM ended --->  the memory goes back
+//! ```
+
+mod client;
+mod protocol;
+
+pub use client::{PoolConnection, PoolError, PoolMemory};
+pub use protocol::{
+    HEADER_BYTES, MESSAGE_BYTES_MAX, PagesWanted, ProtocolError, Refusal, Reply, SlotPages, Take,
+    fuzz_protocol,
+};

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory of a region that no guest uses: cleared past the caches, and looked at to the last byte.
+//!
+//! Owns what a pool of zeroed memory does with its slots. Both work on the `main` mapping, so that
+//! no second one is made. Must never be used on memory of a guest that may run.
+
+use std::ops::Range;
+
+use super::{AccessError, RamRegion};
+use crate::populate::PopulateError;
+use crate::prefault::PrefaultError;
+use crate::zero::{is_zero_volatile, zero_streaming};
+
+impl RamRegion {
+    /// Populates `range` on the calling thread, holes included.
+    ///
+    /// # Errors
+    /// The range lies outside, or the host has no memory.
+    pub fn fill(&self, range: &Range<u64>) -> Result<(), PrefaultError> {
+        self.check_pages(range).map_err(PrefaultError::Range)?;
+        self.populate::<PopulateError>(range, |_| Ok(()))?;
+        Ok(())
+    }
+
+    /// Clears `range` in place with non-temporal stores. Populate it first: a hole would be filled
+    /// by a fault, which ends the process where there is no memory.
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region.
+    pub fn clear(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.check_pages(range)?;
+        let slice = self.main_slice(range)?;
+        let guard = slice.ptr_guard_mut();
+        // SAFETY: whole pages, so aligned and a multiple of 64, inside a mapping that `slice`
+        // borrows; guest memory is only ever reached through raw pointers.
+        unsafe { zero_streaming(guard.as_ptr(), guard.len()) };
+        Ok(())
+    }
+
+    /// Whether all of `range` is zero right now.
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region.
+    pub fn is_clear(&self, range: &Range<u64>) -> Result<bool, AccessError> {
+        self.check_pages(range)?;
+        let slice = self.main_slice(range)?;
+        let guard = slice.ptr_guard();
+        // SAFETY: whole pages inside a mapping that `slice` borrows.
+        Ok(unsafe { is_zero_volatile(guard.as_ptr().cast(), guard.len()) })
+    }
+}

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guest memory that is populated ahead of time: before the guest runs, or while it does.
+//!
+//! Owns which zones are populated when, the events about it, and how far it is for whoever asks.
+//! Must never populate memory whose contents are still to arrive.
+
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use memory::{GuestRam, Notice, PrefaultError, PrefaultOptions, Progress};
+
+use crate::config::{MemoryConfig, Prefault};
+use crate::events;
+
+/// An event for each such part of the way.
+const STEP_PERCENT: u64 = 10;
+
+/// How populating ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PrefaultEnd {
+    /// All of the memory is there.
+    Completed,
+    /// The VM ends or goes elsewhere.
+    Cancelled,
+    /// The host has no more memory, or something like that.
+    Failed(String),
+}
+
+/// How far populating is.
+#[derive(Clone, Debug)]
+pub struct PrefaultStatus {
+    /// In bytes.
+    pub progress: Progress,
+    /// Nothing while it goes on.
+    pub end: Option<PrefaultEnd>,
+}
+
+/// Memory that is being populated while the guest runs, or was.
+pub struct Background {
+    engine: memory::Prefault,
+    /// Locked for an instant, by the thread that ends it and by whoever asks.
+    end: Arc<Mutex<Option<PrefaultEnd>>>,
+}
+
+fn percent(progress: Progress) -> u64 {
+    let Progress { done_bytes, total_bytes } = progress;
+    done_bytes.saturating_mul(100).checked_div(total_bytes).unwrap_or(100)
+}
+
+fn emit(event: &'static str, mode: &str, progress: Progress) {
+    let (percent, done) = (percent(progress).to_string(), progress.done_bytes.to_string());
+    let total = progress.total_bytes.to_string();
+    let properties: &[(&'static str, &str)] =
+        &[("mode", mode), ("percent", &percent), ("done_bytes", &done), ("total_bytes", &total)];
+    events::emit("vm", event, properties);
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        text.push_str(": ");
+        text.push_str(&inner.to_string());
+        source = inner.source();
+    }
+    text
+}
+
+/// Begins to populate the zones that ask for it `when`; `None` if none does.
+fn start(
+    ram: &GuestRam,
+    config: &MemoryConfig,
+    zones: &[(String, Prefault)],
+    when: Prefault,
+) -> Result<Option<Background>, PrefaultError> {
+    let asks = |id: &str| zones.iter().any(|(zone, wish)| zone == id && *wish == when);
+    let regions: Vec<_> = ram
+        .regions()
+        .iter()
+        .filter(|region| asks(region.zone_id()) && !region.is_prezeroed())
+        .cloned()
+        .collect();
+    if regions.is_empty() {
+        return Ok(None);
+    }
+    let mode = if when == Prefault::Background { "background" } else { "boot" };
+    let total_bytes = regions.iter().map(|region| region.len_bytes()).sum();
+    emit("prefault-started", mode, Progress { done_bytes: 0, total_bytes });
+    let end = Arc::new(Mutex::new(None));
+    let told_percent = AtomicU64::new(0);
+    let ended = Arc::clone(&end);
+    let note = move |end| {
+        *ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(end);
+    };
+    let watcher = move |notice: Notice<'_>| match notice {
+        Notice::Progress(progress) => {
+            let step = percent(progress) / STEP_PERCENT * STEP_PERCENT;
+            // The end has an event of its own.
+            if step < 100 && told_percent.fetch_max(step, Ordering::Relaxed) < step {
+                emit("prefault-progress", mode, progress);
+            }
+        }
+        Notice::Completed(progress) => {
+            note(PrefaultEnd::Completed);
+            emit("prefault-completed", mode, progress);
+        }
+        Notice::Cancelled(progress) => {
+            note(PrefaultEnd::Cancelled);
+            emit("prefault-cancelled", mode, progress);
+        }
+        Notice::Failed(error) => {
+            let why = chain(error);
+            log::warn!("guest memory is not populated any further: {why}");
+            events::emit("vm", "prefault-failed", &[("mode", mode), ("error", &why)]);
+            note(PrefaultEnd::Failed(why));
+        }
+    };
+    let threads = config.prefault_threads.and_then(|count| usize::try_from(count).ok());
+    let options = PrefaultOptions {
+        threads: threads.and_then(NonZeroUsize::new),
+        watcher: Some(Arc::new(watcher)),
+        ..PrefaultOptions::default()
+    };
+    Ok(Some(Background { engine: memory::Prefault::start(&regions, &options)?, end }))
+}
+
+/// Populates what is to be there before the guest runs, and waits for it.
+///
+/// # Errors
+/// Naming the zone and the limit.
+pub fn complete(
+    ram: &GuestRam,
+    config: &MemoryConfig,
+    zones: &[(String, Prefault)],
+) -> Result<(), PrefaultError> {
+    match start(ram, config, zones, Prefault::Boot)? {
+        Some(running) => running.engine.wait(),
+        None => Ok(()),
+    }
+}
+
+impl Background {
+    /// Begins with what may come while the guest runs. The guest does not depend on it: if it
+    /// cannot begin, that is a line in the log.
+    pub fn start(
+        ram: &GuestRam,
+        config: &MemoryConfig,
+        zones: &[(String, Prefault)],
+    ) -> Option<Self> {
+        start(ram, config, zones, Prefault::Background).unwrap_or_else(|error| {
+            log::warn!("guest memory is not populated in the background: {}", chain(&error));
+            None
+        })
+    }
+
+    /// Tells it to stop soon. What is populated stays so.
+    pub fn cancel(&self) {
+        self.engine.cancel();
+    }
+
+    /// How far it is.
+    pub fn status(&self) -> PrefaultStatus {
+        let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        PrefaultStatus { progress: self.engine.progress(), end }
+    }
+}

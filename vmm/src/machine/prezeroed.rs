@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Zones whose memory comes from a pool of prezeroed memory.
+//!
+//! Owns which zone asks which pool for what, and what is said when it gets nothing. Must never fail
+//! a VM: without the pool its memory is made here, as without the option.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use memory::pool::{PagesWanted, PoolConnection, PoolError, Take};
+use memory::{Backing, Given, HugePageSize, ZoneSpec};
+
+use crate::events;
+
+fn pages(zone: &ZoneSpec) -> PagesWanted {
+    match zone.backing {
+        // What hosts call their default is 2 MiB; if it is not, the pool's memory does not fit and
+        // is not used.
+        Backing::Hugetlb { page_size: HugePageSize::HostDefault | HugePageSize::Mib2 } => {
+            PagesWanted::Huge2Mib
+        }
+        Backing::Hugetlb { page_size: HugePageSize::Gib1 } => PagesWanted::Huge1Gib,
+        _ if zone.thp => PagesWanted::Transparent,
+        _ => PagesWanted::Small,
+    }
+}
+
+/// Connections by socket; what could not be reached once is not tried again for the next zone.
+#[derive(Default)]
+struct Pools<'a>(BTreeMap<&'a Path, Option<Arc<PoolConnection>>>);
+
+impl<'a> Pools<'a> {
+    fn at(&mut self, socket: &'a Path) -> Result<Option<Arc<PoolConnection>>, PoolError> {
+        if let Some(known) = self.0.get(socket) {
+            return Ok(known.clone());
+        }
+        let opened = PoolConnection::open(socket).map(Arc::new);
+        self.0.insert(socket, opened.as_ref().ok().cloned());
+        opened.map(Some)
+    }
+}
+
+/// Says why a zone does without.
+pub fn warn(zone: &str, error: &dyn std::error::Error) {
+    let mut why = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        why.push_str(": ");
+        why.push_str(&inner.to_string());
+        source = inner.source();
+    }
+    log::warn!(
+        "memory zone '{zone}' does without prezeroed memory and is zeroed when it is used: {why}"
+    );
+    events::emit("vm", "prezeroed-unavailable", &[("zone", zone), ("error", &why)]);
+}
+
+/// Takes memory for the zones that name a pool. What cannot be had is said and left out.
+pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<Given> {
+    let mut pools = Pools::default();
+    let mut all = Vec::new();
+    for (zone, socket) in zones {
+        let Some(socket) = socket else { continue };
+        let wish =
+            Take { size_bytes: zone.size_bytes, pages: pages(zone), node: zone.host_numa_node };
+        let taken = pools.at(socket).and_then(|pool| match pool {
+            Some(pool) => pool.take(&wish).map(|memory| Some((pool, memory))),
+            None => Ok(None),
+        });
+        match taken {
+            Ok(Some((pool, memory))) => {
+                let size = memory.size_bytes.to_string();
+                let properties =
+                    [("zone", zone.id.as_str()), ("bytes", &size), ("pages", memory.pages.name())];
+                events::emit("vm", "prezeroed-taken", &properties);
+                all.push(Given::prezeroed(&zone.id, Arc::new(memory.file), pool));
+            }
+            // Said for the zone before.
+            Ok(None) => {}
+            Err(error) => warn(&zone.id, &error),
+        }
+    }
+    all
+}
