@@ -73,7 +73,7 @@ pub use maps::{ResidentMap, ZeroMap};
 pub use populate::PopulateError;
 pub use prefault::{
     ChunkHook, HookError, Notice, Populate, Prefault, PrefaultError, PrefaultOptions, Progress,
-    Watcher,
+    Watcher, run_on_node,
 };
 pub use ram::{Given, GuestRam, RamError};
 pub use region::{AccessError, RamRegion, ZoneKind};

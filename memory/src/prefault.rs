@@ -402,7 +402,7 @@ fn share_threads(queues: &[Queue], threads: Option<NonZeroUsize>) -> Vec<usize> 
 
 /// Moves the calling thread to the CPUs of a node: the kernel clears pages on the CPU that asks.
 /// Where that is not allowed the memory still comes from the right node, only slower.
-fn run_on_node(node: u32) {
+pub fn run_on_node(node: u32) {
     let cpus = Host::real().node_cpus(node);
     if cpus.is_empty() {
         return;

@@ -1,3 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Keeps populated and zeroed memory ready for virtual machines.
+//! Keeps populated and zeroed memory ready for virtual machines, and takes it back when they end.
+//!
+//! Owns the slots: which are ready, who has which, and what becomes of those that come back. Knows
+//! nothing of virtual machines: a slot is a memfd, and its user is whoever holds the connection
+//! over which it was taken. Must never hand out a byte that somebody wrote.
+//!
+//! ```text
+//!                build (kernel zeroes, every byte is looked at)
+//!   absent ------------------------------------------------> ready ---- take ----> lent
+//!     ^                                                        ^                    |
+//!     | cannot be proved free, or fails        scrub, verify   |                    | connection
+//!     +------------------------------ lingering ---------------+                    | closes
+//!                                         ^-----------------------------------------+
+//! ```
+//!
+//! # Why memory can be used again
+//!
+//! A memfd that comes back is cleared in place only when nobody else can reach it: no descriptor,
+//! no mapping, none on its way through a socket. The kernel tells that of an *open file*: it grants
+//! a write lease on one only if no other open file of that inode exists. So the pool keeps an open
+//! file of its own, hands out another one, made for this user, and asks for the lease when the user
+//! is gone; while it is refused, somebody still has the memory (another process of a VM that
+//! moved, say) and it stays lent. The memfd's mode keeps users from opening it a third time.
+//!
+//! Pages can be held without a file, in a pipe for instance, by a process that means to. So what
+//! one user had is only ever given to the same user again; for another one it goes back to the
+//! kernel, and new memory is made.
+
+mod broker;
+mod config;
+mod pace;
+mod server;
+mod slot;
+mod stats;
+mod sys;
+mod worker;
+
+pub use config::{Class, Config, ConfigError, Limits};
+pub use server::{ServeError, read_stats, serve};

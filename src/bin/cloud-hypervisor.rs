@@ -38,7 +38,8 @@ fn usage(error: &dyn std::error::Error) -> Failure {
 }
 
 fn run(args: RunArgs) -> Result<(), Failure> {
-    logger::start(args.verbosity, args.log_file.as_deref()).map_err(|e| Failure::failed(&e))?;
+    logger::start("cloud-hypervisor", args.verbosity, args.log_file.as_deref())
+        .map_err(|e| Failure::failed(&e))?;
     let (options, event_target) = args.into_options().map_err(|error| usage(&error))?;
     if let Some(target) = event_target {
         events::start(target).map_err(|error| Failure::failed(&error))?;

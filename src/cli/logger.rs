@@ -35,6 +35,7 @@ enum Output {
 }
 
 struct Logger {
+    program: &'static str,
     output: Output,
     line_end: &'static str,
 }
@@ -45,7 +46,7 @@ impl Log for Logger {
     }
 
     fn log(&self, record: &Record<'_>) {
-        let line = line(record, self.line_end);
+        let line = line(self.program, record, self.line_end);
         // Nobody can be told that telling failed.
         let _ = match &self.output {
             Output::Stderr => io::stderr().write_all(line.as_bytes()),
@@ -56,14 +57,14 @@ impl Log for Logger {
     fn flush(&self) {}
 }
 
-fn line(record: &Record<'_>, end: &str) -> String {
+fn line(program: &str, record: &Record<'_>, end: &str) -> String {
     let thread = std::thread::current();
     let place = match (record.file(), record.line()) {
         (Some(file), Some(line)) => format!("{file}:{line}"),
         _ => record.target().to_owned(),
     };
     format!(
-        "cloud-hypervisor: {:>10.6}s: <{}> {}:{place} -- {}{end}",
+        "{program}: {:>10.6}s: <{}> {}:{place} -- {}{end}",
         events::uptime().as_secs_f64(),
         thread.name().unwrap_or("anonymous"),
         record.level(),
@@ -71,11 +72,11 @@ fn line(record: &Record<'_>, end: &str) -> String {
     )
 }
 
-/// Starts logging.
+/// Starts logging, in the name of `program`.
 ///
 /// # Errors
 /// The file cannot be made, or logging was started before.
-pub fn start(verbosity: u8, file: Option<&Path>) -> Result<(), LogError> {
+pub fn start(program: &'static str, verbosity: u8, file: Option<&Path>) -> Result<(), LogError> {
     let output = match file {
         None => Output::Stderr,
         Some(path) => Output::File(
@@ -85,7 +86,7 @@ pub fn start(verbosity: u8, file: Option<&Path>) -> Result<(), LogError> {
     };
     // A terminal may be in raw mode while the guest uses it.
     let raw = matches!(output, Output::Stderr) && io::stderr().is_terminal();
-    let logger = Logger { output, line_end: if raw { "\r\n" } else { "\n" } };
+    let logger = Logger { program, output, line_end: if raw { "\r\n" } else { "\n" } };
     log::set_boxed_logger(Box::new(logger)).map_err(|_| LogError::Twice)?;
     log::set_max_level(match verbosity {
         0 => LevelFilter::Warn,
@@ -108,7 +109,7 @@ mod tests {
             .file(Some("a.rs"))
             .line(Some(7))
             .build();
-        let line = line(&record, "\n");
+        let line = line("cloud-hypervisor", &record, "\n");
         assert!(line.starts_with("cloud-hypervisor:   "), "{line}");
         assert!(line.ends_with("> WARN:a.rs:7 -- hello\n"), "{line}");
     }

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The command lines of both binaries.
+//! The command lines of the binaries.
 //!
 //! - [`launch`]: `cloud-hypervisor`, from arguments to what the VMM is started with.
 //! - [`remote`]: `ch-remote`, from arguments to one request and its output.
 //! - [`exit`]: exit codes, and how an error is printed.
 //! - [`logger`]: where log messages go.
+//! - [`pool`]: `prezero-pool`, from arguments to the daemon.
 
 pub mod exit;
 pub mod launch;
 pub mod logger;
+pub mod pool;
 pub mod remote;
 pub mod watch;

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Which slot is where in its life, and who gets one.
+//!
+//! Owns all slots and every decision about them; one thread has it, so there is no lock. Must never
+//! touch memory or a socket: it says what is to be done.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::time::{Duration, Instant};
+
+use memory::pool::{Refusal, Reply, Take};
+
+use crate::config::{Class, Config};
+use crate::slot::{SlotError, SlotMemory};
+use crate::stats::{Counters, SlotCount};
+use crate::sys::Users;
+use crate::worker::{Done, Job};
+
+/// How soon memory whose user has gone is looked at again while somebody still has it: soon at
+/// first, for a process that ends takes a moment, then seldom.
+const RECHECK_MIN: Duration = Duration::from_millis(10);
+const RECHECK_MAX: Duration = Duration::from_secs(2);
+/// How soon memory that could not be made is tried again.
+const RETRY_MIN: Duration = Duration::from_secs(2);
+const RETRY_MAX: Duration = Duration::from_mins(2);
+
+/// Names a connection.
+pub type Lessee = u64;
+
+#[derive(Debug)]
+enum State {
+    /// There is no memory; it is made from `at` on.
+    Absent { at: Instant, wait: Duration },
+    /// A worker makes or clears it.
+    InWork { owner: Option<u32> },
+    /// It can be lent: to `owner` alone, if somebody has had it.
+    Ready { memory: SlotMemory, owner: Option<u32> },
+    /// Somebody has it.
+    Lent { memory: SlotMemory, uid: u32, lessee: Lessee },
+    /// Whoever had it has gone; whether others have it is looked at.
+    Lingering { memory: SlotMemory, uid: u32, at: Instant, wait: Duration },
+}
+
+impl State {
+    fn absent() -> Self {
+        Self::Absent { at: Instant::now(), wait: RETRY_MIN }
+    }
+
+    /// The user who keeps the memory from others.
+    fn holder(&self) -> Option<u32> {
+        match self {
+            Self::Lent { uid, .. } | Self::Lingering { uid, .. } => Some(*uid),
+            _ => None,
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Absent { .. } => "absent",
+            Self::InWork { .. } => "in_work",
+            Self::Ready { .. } => "ready",
+            Self::Lent { .. } => "lent",
+            Self::Lingering { .. } => "lingering",
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Slot {
+    class: usize,
+    state: State,
+}
+
+/// All slots.
+#[derive(Debug)]
+pub struct Broker {
+    config: Config,
+    own_uid: u32,
+    slots: Vec<Slot>,
+    jobs: VecDeque<Job>,
+    pub counters: Counters,
+}
+
+impl Broker {
+    pub fn new(config: Config, own_uid: u32) -> Self {
+        let mut slots = Vec::new();
+        for (class, spec) in config.classes.iter().enumerate() {
+            slots.extend((0..spec.count).map(|_| Slot { class, state: State::absent() }));
+        }
+        Self { config, own_uid, slots, jobs: VecDeque::new(), counters: Counters::default() }
+    }
+
+    fn class_of(&self, slot: usize) -> Option<&Class> {
+        self.config.classes.get(self.slots.get(slot)?.class)
+    }
+
+    /// The next thing for a worker.
+    pub fn next_job(&mut self) -> Option<Job> {
+        self.jobs.pop_front()
+    }
+
+    /// Lends memory: the reply, and the file that goes with it.
+    pub fn take(&mut self, lessee: Lessee, uid: u32, wish: &Take) -> (Reply, Option<File>) {
+        match self.find(uid, wish).and_then(|slot| self.lend(slot, lessee, uid)) {
+            Ok((reply, file)) => {
+                self.counters.grants += 1;
+                (reply, Some(file))
+            }
+            Err((reason, text)) => {
+                self.counters.refuse(reason);
+                (Reply::Refused { reason, text }, None)
+            }
+        }
+    }
+
+    fn find(&mut self, uid: u32, wish: &Take) -> Result<usize, (Refusal, String)> {
+        let fits = |class: &Class| {
+            let waste = u128::from(wish.size_bytes) * u128::from(self.config.max_waste_percent);
+            let most = u128::from(wish.size_bytes) + waste / 100;
+            class.pages.suits(wish.pages)
+                && wish.node.is_none_or(|node| class.node == Some(node))
+                && class.size_bytes >= wish.size_bytes
+                && u128::from(class.size_bytes) <= most
+        };
+        let fitting: Vec<usize> =
+            (0..self.slots.len()).filter(|slot| self.class_of(*slot).is_some_and(fits)).collect();
+        let smallest = fitting
+            .iter()
+            .filter_map(|slot| self.class_of(*slot))
+            .map(|class| class.size_bytes)
+            .min();
+        let Some(smallest) = smallest else {
+            let text = format!(
+                "no slots of at least {} bytes (and at most {} % more) with these pages and on \
+                 this node are configured",
+                wish.size_bytes, self.config.max_waste_percent
+            );
+            return Err((Refusal::NoSuchSlot, text));
+        };
+        let limit = self.config.limits.of(uid, self.own_uid);
+        let has = self.held_by(uid);
+        if has.saturating_add(smallest) > limit {
+            let text = format!(
+                "user {uid} has {has} bytes of the pool and may have {limit}: raise the limit in \
+                 the pool's configuration"
+            );
+            return Err((Refusal::OverLimit, text));
+        }
+        let room = limit - has;
+        let rank = |slot: &usize| -> Option<(u64, bool, bool)> {
+            let class = self.class_of(*slot)?;
+            let State::Ready { owner, .. } = self.slots.get(*slot)?.state else { return None };
+            let usable = owner.is_none_or(|owner| owner == uid) && class.size_bytes <= room;
+            // The smallest, of the pages that are liked best, and what only this user can have.
+            usable.then_some((
+                class.size_bytes,
+                !class.pages.is_preferred(wish.pages),
+                owner.is_none(),
+            ))
+        };
+        let best = fitting.iter().filter_map(|slot| Some((rank(slot)?, *slot))).min();
+        if let Some((_, slot)) = best {
+            return Ok(slot);
+        }
+        self.renew_of_others(uid, &fitting);
+        Err((Refusal::Empty, format!("none of its {} slots of this kind is ready", fitting.len())))
+    }
+
+    /// Memory that only other users may have is made anew for everybody, once somebody wants it.
+    fn renew_of_others(&mut self, uid: u32, slots: &[usize]) {
+        for slot in slots {
+            let Some(entry) = self.slots.get_mut(*slot) else { continue };
+            if matches!(entry.state, State::Ready { owner: Some(owner), .. } if owner != uid) {
+                entry.state = State::absent();
+            }
+        }
+    }
+
+    fn lend(
+        &mut self,
+        slot: usize,
+        lessee: Lessee,
+        uid: u32,
+    ) -> Result<(Reply, File), (Refusal, String)> {
+        let gone = || (Refusal::Failed, "the slot is not there any more".to_owned());
+        let class = self.class_of(slot).ok_or_else(gone)?;
+        let reply = Reply::Granted { size_bytes: class.size_bytes, pages: class.pages };
+        let entry = self.slots.get_mut(slot).ok_or_else(gone)?;
+        let State::Ready { memory, .. } = &entry.state else { return Err(gone()) };
+        let file = memory.lend().map_err(|error| (Refusal::Failed, error.to_string()))?;
+        let before = std::mem::replace(&mut entry.state, State::absent());
+        if let State::Ready { memory, .. } = before {
+            entry.state = State::Lent { memory, uid, lessee };
+        }
+        Ok((reply, file))
+    }
+
+    fn held_by(&self, uid: u32) -> u64 {
+        let held = |(index, slot): (usize, &Slot)| {
+            (slot.state.holder() == Some(uid)).then(|| self.class_of(index)).flatten()
+        };
+        self.slots.iter().enumerate().filter_map(held).map(|class| class.size_bytes).sum()
+    }
+
+    /// Whether a connection has memory.
+    pub fn has_any(&self, lessee: Lessee) -> bool {
+        self.slots.iter().any(
+            |slot| matches!(&slot.state, State::Lent { lessee: other, .. } if *other == lessee),
+        )
+    }
+
+    /// A connection is closed: what was lent over it comes back.
+    pub fn closed(&mut self, lessee: Lessee, now: Instant) {
+        for slot in &mut self.slots {
+            match std::mem::replace(&mut slot.state, State::absent()) {
+                State::Lent { memory, uid, lessee: other } if other == lessee => {
+                    self.counters.returns += 1;
+                    slot.state = State::Lingering { memory, uid, at: now, wait: RECHECK_MIN };
+                }
+                other => slot.state = other,
+            }
+        }
+    }
+
+    /// A worker has done something.
+    pub fn done(&mut self, done: Done, now: Instant) {
+        let Some(class) = self.class_of(done.slot) else { return };
+        let size_bytes = class.size_bytes;
+        let Some(slot) = self.slots.get_mut(done.slot) else { return };
+        let owner = match slot.state {
+            State::InWork { owner } => owner,
+            _ => None,
+        };
+        match done.result {
+            Ok(memory) => {
+                let bytes = if done.scrubbed {
+                    &mut self.counters.scrubbed_bytes
+                } else {
+                    &mut self.counters.built_bytes
+                };
+                *bytes = bytes.saturating_add(size_bytes);
+                slot.state = State::Ready { memory, owner };
+                self.counters.succeed(slot.class);
+            }
+            Err(error) => {
+                log::warn!("a slot of {size_bytes} bytes is not ready: {}", chain(&error));
+                self.counters.failures += 1;
+                if matches!(error, SlotError::NotZero { .. }) {
+                    self.counters.not_zero += 1;
+                }
+                self.back_off(done.slot, now);
+            }
+        }
+    }
+
+    /// Kinds that fail over and over are tried less and less often.
+    fn back_off(&mut self, slot: usize, now: Instant) {
+        let class = self.slots.get(slot).map(|slot| slot.class);
+        let wait = self.counters.back_off(class.unwrap_or(0), RETRY_MIN, RETRY_MAX);
+        if let Some(slot) = self.slots.get_mut(slot) {
+            slot.state = State::Absent { at: now + wait, wait };
+        }
+    }
+
+    /// Does what is due, and says when it wants to be asked again.
+    pub fn tick(&mut self, now: Instant) -> Option<Instant> {
+        let mut next: Option<Instant> = None;
+        let mut soon = |at: Instant| next = Some(next.map_or(at, |other: Instant| other.min(at)));
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            let Some(class) = self.config.classes.get(slot.class) else { continue };
+            let class = class.clone();
+            slot.state = match std::mem::replace(&mut slot.state, State::absent()) {
+                State::Absent { at, .. } if at <= now => {
+                    self.jobs.push_back(Job::Build { slot: index, class });
+                    State::InWork { owner: None }
+                }
+                State::Absent { at, wait } => {
+                    soon(at);
+                    State::Absent { at, wait }
+                }
+                State::Lingering { memory, uid, at, wait } if at <= now => match memory.users() {
+                    Users::OnlyUs => {
+                        self.jobs.push_back(Job::Scrub { slot: index, class, memory });
+                        State::InWork { owner: Some(uid) }
+                    }
+                    Users::Others => {
+                        let wait = (wait * 2).min(RECHECK_MAX);
+                        soon(now + wait);
+                        State::Lingering { memory, uid, at: now + wait, wait }
+                    }
+                    // Not to be proved: it goes back to the kernel, whenever its last user goes.
+                    Users::Unknown => {
+                        self.counters.unproved += 1;
+                        self.jobs.push_back(Job::Build { slot: index, class });
+                        State::InWork { owner: None }
+                    }
+                },
+                State::Lingering { memory, uid, at, wait } => {
+                    soon(at);
+                    State::Lingering { memory, uid, at, wait }
+                }
+                other => other,
+            };
+        }
+        next
+    }
+
+    /// How many slots of each kind are in which state.
+    pub fn slot_counts(&self) -> Vec<SlotCount<'_>> {
+        let mut counts = Vec::new();
+        for (index, class) in self.config.classes.iter().enumerate() {
+            for state in ["absent", "in_work", "ready", "lent", "lingering"] {
+                let of_it = |slot: &&Slot| slot.class == index && slot.state.name() == state;
+                let count = self.slots.iter().filter(of_it).count();
+                counts.push(SlotCount { class, state, count });
+            }
+        }
+        counts
+    }
+}
+
+/// An error with its reasons.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        text.push_str(": ");
+        text.push_str(&inner.to_string());
+        source = inner.source();
+    }
+    text
+}
+
+#[cfg(test)]
+#[path = "broker_tests.rs"]
+mod tests;

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Who gets which slot, and what becomes of those that come back. The memory is real and small.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+use std::os::unix::fs::FileExt as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memory::pool::{PagesWanted, SlotPages};
+
+use super::*;
+use crate::pace::Pace;
+use crate::slot::Means;
+
+const MIB: u64 = 1 << 20;
+const OWN: u32 = 7;
+const ALICE: u32 = 1000;
+const BOB: u32 = 1001;
+
+fn config(slots: &[(u64, SlotPages, u32)], limit: u64) -> Config {
+    let mut config = Config::parse("socket = '/s'\nmax_waste_percent = 50").unwrap();
+    config.limits.default_bytes = limit;
+    let class = |(size_bytes, pages, count): &(u64, SlotPages, u32)| Class {
+        size_bytes: *size_bytes,
+        pages: *pages,
+        node: None,
+        count: *count,
+    };
+    config.classes = slots.iter().map(class).collect();
+    config
+}
+
+/// Does all work that is due an hour after the last time, as workers would.
+fn settle(broker: &mut Broker) {
+    static HOUR: AtomicU64 = AtomicU64::new(0);
+    let hour = HOUR.fetch_add(1, Ordering::Relaxed);
+    let later = Instant::now() + Duration::from_secs(3600 * hour);
+    let means = Means { pace: Pace::new(None), keep_free_bytes: 0 };
+    for _ in 0..100 {
+        broker.tick(later);
+        let mut idle = true;
+        while let Some(job) = broker.next_job() {
+            idle = false;
+            let (slot, scrubbed, result) = match job {
+                Job::Build { slot, class } => (slot, false, SlotMemory::build(&class, &means)),
+                Job::Scrub { slot, class, memory } => {
+                    (slot, true, memory.scrub(&class, &means).map(|()| memory))
+                }
+            };
+            broker.done(Done { slot, scrubbed, result }, later);
+        }
+        if idle {
+            return;
+        }
+    }
+    panic!("there is always more to do");
+}
+
+fn broker(slots: &[(u64, SlotPages, u32)], limit: u64) -> Broker {
+    let mut broker = Broker::new(config(slots, limit), OWN);
+    settle(&mut broker);
+    broker
+}
+
+fn wish(mib: u64) -> Take {
+    Take { size_bytes: mib * MIB, pages: PagesWanted::Small, node: None }
+}
+
+fn refusal(reply: &Reply) -> Option<Refusal> {
+    match reply {
+        Reply::Refused { reason, .. } => Some(*reason),
+        Reply::Granted { .. } => None,
+    }
+}
+
+fn count(broker: &Broker, state: &str) -> usize {
+    broker.slot_counts().iter().filter(|c| c.state == state).map(|c| c.count).sum()
+}
+
+#[test]
+fn the_smallest_slot_that_fits_is_lent() {
+    let slots = [(6 * MIB, SlotPages::Small, 1), (4 * MIB, SlotPages::Small, 1)];
+    let mut broker = broker(&slots, 64 * MIB);
+    let (reply, file) = broker.take(1, ALICE, &wish(4));
+    assert_eq!(reply, Reply::Granted { size_bytes: 4 * MIB, pages: SlotPages::Small });
+    assert_eq!(file.unwrap().metadata().unwrap().len(), 4 * MIB);
+    let (reply, _) = broker.take(1, ALICE, &wish(4));
+    assert_eq!(reply, Reply::Granted { size_bytes: 6 * MIB, pages: SlotPages::Small });
+    assert_eq!(refusal(&broker.take(1, ALICE, &wish(4)).0), Some(Refusal::Empty));
+    // Half as much again is the most that may be wasted.
+    assert_eq!(refusal(&broker.take(1, ALICE, &wish(2)).0), Some(Refusal::NoSuchSlot));
+    assert_eq!(refusal(&broker.take(1, ALICE, &wish(8)).0), Some(Refusal::NoSuchSlot));
+    let huge = Take { pages: PagesWanted::Huge2Mib, ..wish(4) };
+    assert_eq!(refusal(&broker.take(1, ALICE, &huge).0), Some(Refusal::NoSuchSlot));
+    let elsewhere = Take { node: Some(3), ..wish(4) };
+    assert_eq!(refusal(&broker.take(1, ALICE, &elsewhere).0), Some(Refusal::NoSuchSlot));
+}
+
+#[test]
+fn a_user_has_no_more_than_the_limit_even_while_memory_lingers() {
+    let mut broker = broker(&[(4 * MIB, SlotPages::Small, 3)], 4 * MIB);
+    let (reply, held) = broker.take(1, ALICE, &wish(4));
+    assert_eq!(refusal(&reply), None);
+    assert_eq!(refusal(&broker.take(2, ALICE, &wish(4)).0), Some(Refusal::OverLimit));
+    assert_eq!(refusal(&broker.take(3, BOB, &wish(4)).0), None);
+    assert_eq!(refusal(&broker.take(4, OWN, &wish(4)).0), None);
+    // The connection is gone, and somebody still has the memory.
+    broker.closed(1, Instant::now());
+    settle(&mut broker);
+    assert_eq!(count(&broker, "lingering"), 1);
+    assert_eq!(refusal(&broker.take(5, ALICE, &wish(4)).0), Some(Refusal::OverLimit));
+    drop(held);
+    settle(&mut broker);
+    assert_eq!(refusal(&broker.take(6, ALICE, &wish(4)).0), None);
+}
+
+#[test]
+fn what_comes_back_is_zero_again_and_only_for_the_same_user() {
+    let mut broker = broker(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
+    let mut bytes = vec![1; 4 << 20];
+    let (_, file) = broker.take(1, ALICE, &wish(4));
+    file.unwrap().write_all_at(&bytes, 0).unwrap();
+    broker.closed(1, Instant::now());
+    settle(&mut broker);
+    assert_eq!((broker.counters.scrubbed_bytes, broker.counters.returns), (4 * MIB, 1));
+    // Another user waits until the memory has gone back to the kernel.
+    assert_eq!(refusal(&broker.take(2, BOB, &wish(4)).0), Some(Refusal::Empty));
+    settle(&mut broker);
+    assert_eq!(broker.counters.built_bytes, 8 * MIB);
+    let (_, file) = broker.take(2, BOB, &wish(4));
+    file.unwrap().read_exact_at(&mut bytes, 0).unwrap();
+    assert!(memory::is_zero(&bytes));
+    broker.closed(2, Instant::now());
+    settle(&mut broker);
+    let (_, file) = broker.take(3, BOB, &wish(4));
+    file.unwrap().read_exact_at(&mut bytes, 0).unwrap();
+    assert!(memory::is_zero(&bytes));
+}
+
+#[test]
+fn memory_that_somebody_still_has_is_not_touched() {
+    let mut broker = broker(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
+    let (_, file) = broker.take(1, ALICE, &wish(4));
+    let file = file.unwrap();
+    file.write_all_at(b"alive", 4096).unwrap();
+    // As after a local migration: the first user is gone, the second has the descriptor.
+    broker.closed(1, Instant::now());
+    for _ in 0..5 {
+        settle(&mut broker);
+    }
+    let mut bytes = [0; 5];
+    file.read_exact_at(&mut bytes, 4096).unwrap();
+    assert_eq!((&bytes, count(&broker, "lingering")), (b"alive", 1));
+    drop(file);
+    settle(&mut broker);
+    assert_eq!(count(&broker, "ready"), 1);
+}
+
+#[test]
+fn memory_that_cannot_be_made_is_tried_again_later_and_later() {
+    let mut broker = Broker::new(config(&[(1 << 45, SlotPages::Huge2Mib, 1)], 0), OWN);
+    let means = Means { pace: Pace::new(None), keep_free_bytes: 0 };
+    let mut waits = Vec::new();
+    let mut now = Instant::now();
+    for _ in 0..3 {
+        let next = broker.tick(now);
+        assert_eq!(next, None);
+        let Some(Job::Build { slot, class }) = broker.next_job() else { panic!("no job") };
+        let result = SlotMemory::build(&class, &means);
+        assert!(result.is_err());
+        broker.done(Done { slot, scrubbed: false, result }, now);
+        let at = broker.tick(now).unwrap();
+        waits.push(at - now);
+        now = at;
+    }
+    assert_eq!(waits, [RETRY_MIN, RETRY_MIN * 2, RETRY_MIN * 4]);
+    assert_eq!(broker.counters.failures, 3);
+}

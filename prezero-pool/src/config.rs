@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The configuration file: what is kept ready, for whom, and how gently.
+//!
+//! Owns its form (TOML) and its rules. Must never look at the host: whether there are such pages is
+//! found out when they are made.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use memory::pool::SlotPages;
+use serde::Deserialize;
+use thiserror::Error;
+
+/// Slots in all; each is a descriptor.
+const SLOTS_MAX: u64 = 256;
+/// Threads for each node; memory bandwidth ends before.
+const THREADS_MAX: u32 = 64;
+/// Bytes per second that zeroing may use if nothing is said: a tenth of what one processor does.
+const BANDWIDTH_DEFAULT: u64 = 2 << 30;
+/// What the host keeps for everybody else if nothing is said.
+const KEEP_FREE_DEFAULT: u64 = 1 << 30;
+/// How much larger than asked for a slot may be.
+const WASTE_PERCENT_DEFAULT: u32 = 25;
+
+/// A configuration that cannot be used.
+#[derive(Debug, Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration file {}", path.display())]
+    Read {
+        /// Its path.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It is not TOML of this form.
+    #[error("the configuration is not understood")]
+    Syntax(#[from] toml::de::Error),
+    /// A value makes no sense.
+    #[error("{key} = {value:?}: {problem}")]
+    Value {
+        /// Where.
+        key: String,
+        /// What stands there.
+        value: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+}
+
+/// Slots of one kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Class {
+    /// How long each memfd is.
+    pub size_bytes: u64,
+    /// What it consists of.
+    pub pages: SlotPages,
+    /// The NUMA node that it comes from; any if nothing is said.
+    pub node: Option<u32>,
+    /// How many are kept.
+    pub count: u32,
+}
+
+/// How much each user may have.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes for users that are not named.
+    pub default_bytes: u64,
+    /// Bytes by user id.
+    pub users: BTreeMap<u32, u64>,
+}
+
+impl Limits {
+    /// Bytes that `uid` may have at the same time. Root and the pool's own user (`own_uid`) could
+    /// take the host's memory anyway.
+    pub fn of(&self, uid: u32, own_uid: u32) -> u64 {
+        let trusted = uid == 0 || uid == own_uid;
+        let unnamed = if trusted { u64::MAX } else { self.default_bytes };
+        self.users.get(&uid).copied().unwrap_or(unnamed)
+    }
+}
+
+/// All of it, checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Where VMMs ask.
+    pub socket: PathBuf,
+    /// Its permission bits.
+    pub socket_mode: u32,
+    /// Where statistics are read.
+    pub stats_socket: Option<PathBuf>,
+    /// Threads for each NUMA node with slots.
+    pub threads: NonZeroUsize,
+    /// Bytes per second over all threads; no limit if nothing.
+    pub bandwidth: Option<u64>,
+    /// Memory that the host keeps.
+    pub keep_free_bytes: u64,
+    /// How much larger than asked for a slot may be, in hundredths.
+    pub max_waste_percent: u32,
+    /// Who may have how much.
+    pub limits: Limits,
+    /// What is kept.
+    pub classes: Vec<Class>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawConfig {
+    socket: PathBuf,
+    socket_mode: Option<String>,
+    stats_socket: Option<PathBuf>,
+    threads: Option<u32>,
+    bandwidth: Option<String>,
+    keep_free: Option<String>,
+    max_waste_percent: Option<u32>,
+    #[serde(default)]
+    limits: RawLimits,
+    #[serde(default)]
+    slots: Vec<RawSlots>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawLimits {
+    default: Option<String>,
+    #[serde(default)]
+    users: BTreeMap<String, String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawSlots {
+    size: String,
+    pages: String,
+    node: Option<u32>,
+    count: u32,
+}
+
+fn refuse<T>(
+    key: impl Into<String>,
+    value: impl Into<String>,
+    problem: &'static str,
+) -> Result<T, ConfigError> {
+    Err(ConfigError::Value { key: key.into(), value: value.into(), problem })
+}
+
+/// `4G` and the like.
+fn bytes(key: &str, text: &str) -> Result<u64, ConfigError> {
+    let (digits, shift) = match text.char_indices().next_back() {
+        Some((at, 'K')) => (text.get(..at), 10),
+        Some((at, 'M')) => (text.get(..at), 20),
+        Some((at, 'G')) => (text.get(..at), 30),
+        Some((at, 'T')) => (text.get(..at), 40),
+        _ => (Some(text), 0),
+    };
+    let number = digits.and_then(|digits| digits.parse::<u64>().ok());
+    match number.and_then(|number| number.checked_mul(1 << shift)) {
+        Some(bytes) => Ok(bytes),
+        None => refuse(key, text, "expected a number of bytes, with K, M, G or T"),
+    }
+}
+
+fn optional_bytes(key: &str, text: Option<&String>, default: u64) -> Result<u64, ConfigError> {
+    text.map_or(Ok(default), |text| bytes(key, text))
+}
+
+impl RawSlots {
+    fn check(&self) -> Result<Class, ConfigError> {
+        let (pages, page_bytes) = match self.pages.as_str() {
+            "4K" => (SlotPages::Small, 4096),
+            "thp" => (SlotPages::Transparent, 2 << 20),
+            "2M" => (SlotPages::Huge2Mib, 2 << 20),
+            "1G" => (SlotPages::Huge1Gib, 1 << 30),
+            other => return refuse("slots.pages", other, "expected 4K, thp, 2M or 1G"),
+        };
+        let size_bytes = bytes("slots.size", &self.size)?;
+        if size_bytes == 0 || !size_bytes.is_multiple_of(page_bytes) {
+            return refuse("slots.size", &self.size, "it is not a multiple of the page size");
+        }
+        // A page size for a page size: what a node number may be is the kernel's to say.
+        if size_bytes > 1 << 46 {
+            return refuse("slots.size", &self.size, "more than 64 TiB");
+        }
+        Ok(Class { size_bytes, pages, node: self.node, count: self.count })
+    }
+}
+
+impl Config {
+    /// Reads and checks a file.
+    ///
+    /// # Errors
+    /// The file is not there, or something in it makes no sense.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        Self::parse(&text)
+    }
+
+    /// Reads and checks a text.
+    ///
+    /// # Errors
+    /// Something in it makes no sense.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let raw: RawConfig = toml::from_str(text)?;
+        let mode = raw.socket_mode.as_deref().unwrap_or("0660");
+        let socket_mode = match u32::from_str_radix(mode, 8) {
+            Ok(bits) if bits <= 0o777 => bits,
+            _ => return refuse("socket_mode", mode, "expected permission bits such as \"0660\""),
+        };
+        let threads = raw.threads.unwrap_or(1);
+        let Some(threads) =
+            NonZeroUsize::new(usize::try_from(threads.min(THREADS_MAX)).unwrap_or(1))
+        else {
+            return refuse("threads", "0", "at least one thread has to do the work");
+        };
+        let bandwidth = optional_bytes("bandwidth", raw.bandwidth.as_ref(), BANDWIDTH_DEFAULT)?;
+        let keep_free_bytes =
+            optional_bytes("keep_free", raw.keep_free.as_ref(), KEEP_FREE_DEFAULT)?;
+        let default_bytes = optional_bytes("limits.default", raw.limits.default.as_ref(), 0)?;
+        let mut users = BTreeMap::new();
+        for (name, limit) in &raw.limits.users {
+            let Ok(uid) = name.parse::<u32>() else {
+                return refuse("limits.users", name, "expected a numeric user id");
+            };
+            users.insert(uid, bytes(&format!("limits.users.{name}"), limit)?);
+        }
+        let classes = raw.slots.iter().map(RawSlots::check).collect::<Result<Vec<_>, _>>()?;
+        let count: u64 = classes.iter().map(|class| u64::from(class.count)).sum();
+        if count > SLOTS_MAX {
+            return refuse("slots", count.to_string(), "more than 256 slots in all");
+        }
+        Ok(Self {
+            socket: raw.socket,
+            socket_mode,
+            stats_socket: raw.stats_socket,
+            threads,
+            bandwidth: (bandwidth > 0).then_some(bandwidth),
+            keep_free_bytes,
+            max_waste_percent: raw.max_waste_percent.unwrap_or(WASTE_PERCENT_DEFAULT),
+            limits: Limits { default_bytes, users },
+            classes,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    #[test]
+    fn a_whole_configuration_is_read() {
+        let config = Config::parse(
+            r#"
+            socket = "/run/pool.sock"
+            stats_socket = "/run/stats.sock"
+            socket_mode = "0666"
+            threads = 2
+            bandwidth = "0"
+            keep_free = "512M"
+            max_waste_percent = 0
+            [limits]
+            default = "4G"
+            [limits.users]
+            1000 = "64G"
+            [[slots]]
+            size = "4G"
+            pages = "2M"
+            node = 1
+            count = 3
+            "#,
+        )
+        .unwrap();
+        assert_eq!((config.socket_mode, config.threads.get()), (0o666, 2));
+        assert_eq!((config.bandwidth, config.keep_free_bytes), (None, 512 << 20));
+        let class =
+            Class { size_bytes: 4 << 30, pages: SlotPages::Huge2Mib, node: Some(1), count: 3 };
+        assert_eq!(config.classes, [class]);
+        let limit = |uid| config.limits.of(uid, 7);
+        assert_eq!([limit(1000), limit(1001)], [64 << 30, 4 << 30]);
+        assert_eq!([limit(0), limit(7)], [u64::MAX, u64::MAX]);
+    }
+
+    #[test]
+    fn nobody_else_gets_anything_unless_it_is_said() {
+        let config = Config::parse("socket = '/s'").unwrap();
+        assert_eq!(config.limits.of(1000, 7), 0);
+        assert_eq!(config.bandwidth, Some(2 << 30));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named() {
+        for (text, named) in [
+            ("", "socket"),
+            ("socket = '/s'\nsoket_mode = '1'", "soket_mode"),
+            ("socket = '/s'\nsocket_mode = '9'", "socket_mode"),
+            ("socket = '/s'\nthreads = 0", "threads"),
+            ("socket = '/s'\nbandwidth = 'fast'", "bandwidth"),
+            ("socket = '/s'\n[limits.users]\nme = '1G'", "me"),
+            ("socket = '/s'\n[[slots]]\nsize = '3M'\npages = '2M'\ncount = 1", "slots.size"),
+            ("socket = '/s'\n[[slots]]\nsize = '2M'\npages = '4M'\ncount = 1", "slots.pages"),
+            ("socket = '/s'\n[[slots]]\nsize = '2M'\npages = '4K'\ncount = 300", "256"),
+        ] {
+            let error = Config::parse(text).unwrap_err();
+            let mut chain = error.to_string();
+            if let Some(source) = std::error::Error::source(&error) {
+                chain.push_str(&source.to_string());
+            }
+            assert!(chain.contains(named), "{text:?}: {chain}");
+        }
+    }
+}

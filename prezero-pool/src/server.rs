@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The daemon's one thread that listens, answers, and notices when a user has gone.
+//!
+//! Owns the sockets and the connections. Must never wait for a client: whoever does not read its
+//! answer, or says nothing for long without having anything, is cut off.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memory::pool::{MESSAGE_BYTES_MAX, Take};
+use thiserror::Error;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
+
+use crate::broker::Broker;
+use crate::config::Config;
+use crate::pace::Pace;
+use crate::slot::Means;
+use crate::stats;
+use crate::sys;
+use crate::worker::Workers;
+
+/// Connections in all: below the usual limit of descriptors, together with the slots.
+const CONNECTIONS_MAX: usize = 512;
+/// Connections of one user that is not trusted.
+const CONNECTIONS_PER_USER_MAX: usize = 128;
+/// A connection without memory says what it wants within this time.
+const IDLE_MAX: Duration = Duration::from_secs(10);
+/// For whoever reads statistics.
+const STATS_TIME: Duration = Duration::from_secs(2);
+
+const CLIENTS: u64 = 0;
+const STATS: u64 = 1;
+const WORKERS: u64 = 2;
+const FIRST_CONNECTION: u64 = 16;
+
+/// Why the daemon cannot run.
+#[derive(Debug, Error)]
+pub enum ServeError {
+    /// A socket cannot be made.
+    #[error("cannot listen at {}", path.display())]
+    Listen {
+        /// Its path.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Somebody else is there.
+    #[error("another pool listens at {}", path.display())]
+    InUse {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The host gives no descriptor or thread.
+    #[error("cannot start")]
+    Start(#[source] io::Error),
+    /// The loop is broken.
+    #[error("cannot wait for requests")]
+    Wait(#[source] io::Error),
+}
+
+struct Connection {
+    stream: UnixStream,
+    uid: u32,
+    pid: i32,
+    since: Instant,
+    received: Vec<u8>,
+}
+
+struct Server {
+    epoll: Epoll,
+    clients: UnixListener,
+    stats: Option<UnixListener>,
+    wake: EventFd,
+    workers: Workers,
+    broker: Broker,
+    connections: BTreeMap<u64, Connection>,
+    next_number: u64,
+    own_uid: u32,
+}
+
+/// What came of a connection that had something to say.
+enum Talk {
+    GoesOn,
+    Over,
+    Bad(String),
+}
+
+fn listen(path: &Path, mode: u32) -> Result<UnixListener, ServeError> {
+    let failed = |source| ServeError::Listen { path: path.to_owned(), source };
+    // What a daemon left behind that was killed is taken away; what answers is not.
+    if path.symlink_metadata().is_ok_and(|metadata| metadata.file_type().is_socket()) {
+        if UnixStream::connect(path).is_ok() {
+            return Err(ServeError::InUse { path: path.to_owned() });
+        }
+        fs::remove_file(path).map_err(failed)?;
+    }
+    let listener = UnixListener::bind(path).map_err(failed)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    Ok(listener)
+}
+
+/// Runs the daemon for as long as the process lives; only what keeps it from running comes back.
+///
+/// # Errors
+/// Naming what is missing.
+pub fn serve(config: Config) -> Result<std::convert::Infallible, ServeError> {
+    sys::ignore_lease_breaks();
+    let clients = listen(&config.socket, config.socket_mode)?;
+    let stats = config.stats_socket.as_deref().map(|path| listen(path, 0o660)).transpose()?;
+    let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(ServeError::Start)?;
+    let means =
+        Means { pace: Pace::new(config.bandwidth), keep_free_bytes: config.keep_free_bytes };
+    let workers =
+        Workers::start(&config.classes, config.threads, means, &wake).map_err(ServeError::Start)?;
+    let own_uid = sys::own_uid();
+    let mut server = Server {
+        epoll: Epoll::new().map_err(ServeError::Start)?,
+        clients,
+        stats,
+        wake,
+        workers,
+        broker: Broker::new(config, own_uid),
+        connections: BTreeMap::new(),
+        next_number: FIRST_CONNECTION,
+        own_uid,
+    };
+    server.watch(server.clients.as_raw_fd(), CLIENTS).map_err(ServeError::Start)?;
+    if let Some(stats) = &server.stats {
+        server.watch(stats.as_raw_fd(), STATS).map_err(ServeError::Start)?;
+    }
+    server.watch(server.wake.as_raw_fd(), WORKERS).map_err(ServeError::Start)?;
+    server.run()
+}
+
+impl Server {
+    fn watch(&self, fd: i32, token: u64) -> io::Result<()> {
+        self.epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(EventSet::IN, token))
+    }
+
+    fn run(&mut self) -> Result<std::convert::Infallible, ServeError> {
+        let mut ready = [EpollEvent::default(); 64];
+        loop {
+            let timeout_ms = self.tick();
+            let count = match self.epoll.wait(timeout_ms, &mut ready) {
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+                Err(error) => return Err(ServeError::Wait(error)),
+            };
+            for event in ready.iter().take(count) {
+                match event.data() {
+                    CLIENTS => self.accept(),
+                    STATS => self.tell_stats(),
+                    WORKERS => self.take_results(),
+                    number => self.talk(number),
+                }
+            }
+        }
+    }
+
+    /// Does what is due; gives the time that the loop may sleep.
+    fn tick(&mut self) -> i32 {
+        let now = Instant::now();
+        let silent: Vec<u64> = self
+            .connections
+            .iter()
+            .filter(|(number, connection)| {
+                now.duration_since(connection.since) > IDLE_MAX && !self.broker.has_any(**number)
+            })
+            .map(|(number, _)| *number)
+            .collect();
+        for number in silent {
+            self.cut(number, "it says nothing");
+        }
+        let due = self.broker.tick(now);
+        while let Some(job) = self.broker.next_job() {
+            self.workers.submit(job);
+        }
+        let idle = (!self.connections.is_empty()).then(|| now + Duration::from_secs(1));
+        let next = [due, idle].into_iter().flatten().min();
+        next.map_or(-1, |at| {
+            let left = at.saturating_duration_since(now);
+            i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+        })
+    }
+
+    fn take_results(&mut self) {
+        // WouldBlock means that it was read before.
+        let _ = self.wake.read();
+        while let Some(done) = self.workers.next_done() {
+            self.broker.done(done, Instant::now());
+        }
+    }
+
+    fn accept(&mut self) {
+        let stream = match self.clients.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) => {
+                log::warn!("a connection cannot be taken: {error}");
+                // Out of descriptors, most likely: others must end first.
+                std::thread::sleep(Duration::from_millis(20));
+                return;
+            }
+        };
+        if let Err(error) = self.admit(stream) {
+            log::info!("a connection is not taken: {error}");
+        }
+    }
+
+    fn admit(&mut self, stream: UnixStream) -> io::Result<()> {
+        let peer = sys::peer_of(&stream)?;
+        let trusted = peer.uid == 0 || peer.uid == self.own_uid;
+        let theirs = self.connections.values().filter(|other| other.uid == peer.uid).count();
+        let is_full = self.connections.len() >= CONNECTIONS_MAX;
+        if is_full || (!trusted && theirs >= CONNECTIONS_PER_USER_MAX) {
+            let text = format!("user {} (process {}) has too many", peer.uid, peer.pid);
+            return Err(io::Error::other(text));
+        }
+        stream.set_nonblocking(true)?;
+        let number = self.next_number;
+        self.watch(stream.as_raw_fd(), number)?;
+        self.next_number += 1;
+        let (uid, pid) = (peer.uid, peer.pid);
+        let connection =
+            Connection { stream, uid, pid, since: Instant::now(), received: Vec::new() };
+        self.connections.insert(number, connection);
+        Ok(())
+    }
+
+    /// Hears what a connection has to say.
+    fn talk(&mut self, number: u64) {
+        let Some(connection) = self.connections.get_mut(&number) else { return };
+        match connection.hear(number, &mut self.broker) {
+            Talk::GoesOn => {}
+            Talk::Over => self.cut(number, "it was closed"),
+            Talk::Bad(why) => {
+                self.broker.counters.bad_requests += 1;
+                self.cut(number, &why);
+            }
+        }
+    }
+
+    fn cut(&mut self, number: u64, why: &str) {
+        if let Some(connection) = self.connections.remove(&number) {
+            log::debug!("connection of process {} ends: {why}", connection.pid);
+            // The kernel takes a closed descriptor out of the epoll set.
+            drop(connection);
+            self.broker.closed(number, Instant::now());
+        }
+    }
+
+    fn tell_stats(&mut self) {
+        let Some(Ok((mut stream, _))) = self.stats.as_ref().map(UnixListener::accept) else {
+            return;
+        };
+        let text = stats::render(&self.broker.counters, &self.broker.slot_counts());
+        // The text fits into the socket's buffer; who connects and does not read gets a part.
+        let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(text.as_bytes()));
+    }
+}
+
+impl Connection {
+    fn hear(&mut self, number: u64, broker: &mut Broker) -> Talk {
+        let mut buffer = [0; MESSAGE_BYTES_MAX];
+        // One read each time: nobody keeps the others waiting. Descriptors that a client sends go
+        // nowhere, as this is no recvmsg.
+        match self.stream.read(&mut buffer) {
+            Ok(0) => return Talk::Over,
+            Ok(len) => self.received.extend(buffer.iter().take(len)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Talk::GoesOn,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Talk::GoesOn,
+            Err(_) => return Talk::Over,
+        }
+        loop {
+            match Take::decode(&self.received) {
+                Ok(None) => return Talk::GoesOn,
+                Err(error) => return Talk::Bad(error.to_string()),
+                Ok(Some((take, len))) => {
+                    self.received.drain(..len);
+                    if let Err(error) = self.answer(number, &take, broker) {
+                        return Talk::Bad(format!("it takes no answer: {error}"));
+                    }
+                }
+            }
+        }
+    }
+
+    fn answer(&self, number: u64, take: &Take, broker: &mut Broker) -> io::Result<()> {
+        let (reply, file) = broker.take(number, self.uid, take);
+        log::info!("process {} of user {}: {take:?}: {reply:?}", self.pid, self.uid);
+        let bytes = reply.encode();
+        let sent = match &file {
+            Some(file) => self
+                .stream
+                .send_with_fd(&bytes[..], file.as_raw_fd())
+                .map_err(|error| io::Error::from_raw_os_error(error.errno()))?,
+            None => (&self.stream).write(&bytes)?,
+        };
+        // A message is far smaller than a socket's buffer.
+        if sent < bytes.len() {
+            return Err(io::Error::from(io::ErrorKind::WouldBlock));
+        }
+        Ok(())
+    }
+}
+
+/// Reads the statistics of a running daemon.
+///
+/// # Errors
+/// Nobody listens, or nothing comes.
+pub fn read_stats(path: &Path) -> io::Result<String> {
+    let mut stream = UnixStream::connect(path)?;
+    stream.set_read_timeout(Some(STATS_TIME))?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    Ok(text)
+}

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The memory of one slot: made, lent, proved free, cleared.
+//!
+//! Owns the pool's own open file of the memfd. Must never call memory zero that was not looked at
+//! byte by byte, and never clear memory that somebody else may have.
+
+use std::fs::{File, OpenOptions, Permissions};
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::sync::Arc;
+
+use memory::pool::SlotPages;
+use memory::{
+    AccessError, Backing, Given, GuestRam, HugePageSize, PrefaultError, RamConfig, RamError,
+    RamLayout, RamRegion, ZoneSpec,
+};
+use thiserror::Error;
+
+use crate::config::Class;
+use crate::pace::Pace;
+use crate::sys::{self, Users};
+
+/// The unit in which memory is touched: small enough that the pace is even.
+const CHUNK_BYTES: u64 = 16 << 20;
+/// Names the memory in errors.
+const ZONE: &str = "pool";
+
+/// Memory that could not be made or cleared.
+#[derive(Debug, Error)]
+pub enum SlotError {
+    /// It cannot be had.
+    #[error("cannot make a slot of {size_bytes} bytes")]
+    Make {
+        /// Its size.
+        size_bytes: u64,
+        /// Why.
+        #[source]
+        source: RamError,
+    },
+    /// It cannot be populated.
+    #[error("cannot populate a slot of {size_bytes} bytes")]
+    Populate {
+        /// Its size.
+        size_bytes: u64,
+        /// Why.
+        #[source]
+        source: PrefaultError,
+    },
+    /// The host needs its memory.
+    #[error(
+        "the host has {available_bytes} bytes of memory left, and keep_free asks for \
+         {keep_free_bytes}"
+    )]
+    HostFull {
+        /// What it has.
+        available_bytes: u64,
+        /// What it is to keep.
+        keep_free_bytes: u64,
+    },
+    /// A byte is not zero that must be.
+    #[error("memory is not zero at byte {at:#x} or after it although it was just cleared")]
+    NotZero {
+        /// The chunk.
+        at: u64,
+    },
+    /// Own mistake.
+    #[error("memory could not be reached")]
+    Access(#[from] AccessError),
+    /// The memfd cannot be opened anew.
+    #[error("cannot open a memfd a second time through /proc/self/fd")]
+    Open(#[source] io::Error),
+}
+
+/// How memory is worked on.
+#[derive(Debug)]
+pub struct Means {
+    pub pace: Pace,
+    pub keep_free_bytes: u64,
+}
+
+/// The memory of a slot.
+#[derive(Debug)]
+pub struct SlotMemory {
+    file: Arc<File>,
+}
+
+/// Everything at its place from 0 on, without a hole.
+const LAYOUT: RamLayout = RamLayout { hole_start: 0, hole_end: 0, end: 1 << 52 };
+
+fn zone_of(class: &Class) -> ZoneSpec {
+    let huge = |page_size| Backing::Hugetlb { page_size };
+    ZoneSpec {
+        backing: match class.pages {
+            SlotPages::Small | SlotPages::Transparent => Backing::Memfd,
+            SlotPages::Huge2Mib => huge(HugePageSize::Mib2),
+            SlotPages::Huge1Gib => huge(HugePageSize::Gib1),
+        },
+        shared: true,
+        // Asks for huge pages to be made even where the host's settings would give small ones.
+        thp: class.pages == SlotPages::Transparent,
+        prefault: true,
+        host_numa_node: class.node,
+        ..ZoneSpec::new(ZONE, class.size_bytes)
+    }
+}
+
+fn open_anew(file: &File) -> io::Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    OpenOptions::new().read(true).write(true).open(path)
+}
+
+/// Memory that the host could give without swapping; all of it where it does not say.
+fn available_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kib.map_or(u64::MAX, |kib| kib.saturating_mul(1024))
+}
+
+impl SlotMemory {
+    /// Makes memory, populates it and looks at every byte.
+    ///
+    /// # Errors
+    /// There is none to be had; nothing is left behind.
+    pub fn build(class: &Class, means: &Means) -> Result<Self, SlotError> {
+        let size_bytes = class.size_bytes;
+        let config = RamConfig { zones: vec![zone_of(class)] };
+        let ram = GuestRam::new(&config, LAYOUT)
+            .map_err(|source| SlotError::Make { size_bytes, source })?;
+        let own = ram.regions().first().and_then(|region| region.file());
+        let own = own.ok_or_else(|| SlotError::Open(io::Error::other("it has no file")))?;
+        // The pool's user may open it again, others may not, whatever descriptor they have.
+        own.set_permissions(Permissions::from_mode(0o600)).map_err(SlotError::Open)?;
+        let file = Arc::new(open_anew(own).map_err(SlotError::Open)?);
+        work(&ram, class, means, Work::Build)?;
+        // With it goes the open file that made the memfd, which the kernel does not count.
+        drop(ram);
+        Ok(Self { file })
+    }
+
+    /// An open file of its own for a user.
+    ///
+    /// # Errors
+    /// The process has no descriptor left.
+    pub fn lend(&self) -> Result<File, SlotError> {
+        open_anew(&self.file).map_err(SlotError::Open)
+    }
+
+    /// Who can reach the memory.
+    pub fn users(&self) -> Users {
+        sys::users_of(&self.file)
+    }
+
+    /// Fills holes, clears all of it in place, and looks at every byte. Nobody else may have it.
+    ///
+    /// # Errors
+    /// There is no memory for the holes, or it does not stay zero.
+    pub fn scrub(&self, class: &Class, means: &Means) -> Result<(), SlotError> {
+        let size_bytes = class.size_bytes;
+        let config = RamConfig { zones: vec![zone_of(class)] };
+        let given = [Given::file(ZONE, Arc::clone(&self.file))];
+        let ram = GuestRam::with_given(&config, LAYOUT, &given)
+            .map_err(|source| SlotError::Make { size_bytes, source })?;
+        work(&ram, class, means, Work::Scrub)
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Work {
+    Build,
+    Scrub,
+}
+
+fn work(ram: &GuestRam, class: &Class, means: &Means, what: Work) -> Result<(), SlotError> {
+    for region in ram.regions() {
+        let len = region.len_bytes();
+        let step = CHUNK_BYTES.max(region.page_bytes());
+        let mut at = 0;
+        while at < len {
+            let chunk = at..len.min(at + step);
+            work_on(region, &chunk, class, means, what)?;
+            at = chunk.end;
+        }
+    }
+    Ok(())
+}
+
+fn work_on(
+    region: &RamRegion,
+    chunk: &std::ops::Range<u64>,
+    class: &Class,
+    means: &Means,
+    what: Work,
+) -> Result<(), SlotError> {
+    let bytes = chunk.end - chunk.start;
+    let keep_free_bytes = means.keep_free_bytes;
+    // Huge pages were set aside before; what is cleared in place takes nothing.
+    if what == Work::Build && !region.is_hugetlb() {
+        let available_bytes = available_bytes();
+        if available_bytes < keep_free_bytes.saturating_add(bytes) {
+            return Err(SlotError::HostFull { available_bytes, keep_free_bytes });
+        }
+    }
+    means.pace.wait(bytes);
+    region
+        .fill(chunk)
+        .map_err(|source| SlotError::Populate { size_bytes: class.size_bytes, source })?;
+    if what == Work::Scrub {
+        region.clear(chunk)?;
+    }
+    means.pace.wait(bytes);
+    if !region.is_clear(chunk)? {
+        return Err(SlotError::NotZero { at: chunk.start });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::os::unix::fs::FileExt as _;
+
+    use super::*;
+
+    const SIZE: u64 = 4 << 20;
+
+    fn class() -> Class {
+        Class { size_bytes: SIZE, pages: SlotPages::Small, node: None, count: 1 }
+    }
+
+    fn means() -> Means {
+        Means { pace: Pace::new(None), keep_free_bytes: 0 }
+    }
+
+    #[test]
+    fn memory_is_there_at_once_and_zero_again_after_use() {
+        let memory = SlotMemory::build(&class(), &means()).unwrap();
+        let user = memory.lend().unwrap();
+        let blocks = std::os::unix::fs::MetadataExt::blocks(&user.metadata().unwrap());
+        assert_eq!(blocks * 512, SIZE, "it is not populated");
+        user.write_all_at(b"secret", SIZE - 6).unwrap();
+        drop(user);
+        memory.scrub(&class(), &means()).unwrap();
+        let mut bytes = vec![1; usize::try_from(SIZE).unwrap()];
+        memory.lend().unwrap().read_exact_at(&mut bytes, 0).unwrap();
+        assert!(memory::is_zero(&bytes));
+    }
+
+    #[test]
+    fn a_descriptor_a_mapping_and_one_in_a_socket_are_seen() {
+        use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
+        let memory = SlotMemory::build(&class(), &means()).unwrap();
+        if memory.users() == Users::Unknown {
+            eprintln!("SKIPPED users of a memfd: this kernel gives no leases on them");
+            return;
+        }
+        assert_eq!(memory.users(), Users::OnlyUs);
+        let user = memory.lend().unwrap();
+        let copy = user.try_clone().unwrap();
+        assert_eq!(memory.users(), Users::Others);
+        drop(user);
+        assert_eq!(memory.users(), Users::Others, "a duplicate was overlooked");
+        let config = RamConfig { zones: vec![zone_of(&class())] };
+        let given = [Given::file(ZONE, Arc::new(copy))];
+        let mapped = GuestRam::with_given(&config, LAYOUT, &given).unwrap();
+        let handle = mapped.guest_memory();
+        drop((mapped, given));
+        assert_eq!(memory.users(), Users::Others, "a mapping was overlooked");
+        drop(handle);
+        assert_eq!(memory.users(), Users::OnlyUs);
+        let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let user = memory.lend().unwrap();
+        one.send_with_fd(&b"x"[..], user.as_raw_fd()).unwrap();
+        drop(user);
+        assert_eq!(memory.users(), Users::Others, "one in a socket was overlooked");
+        drop((one, other));
+        assert_eq!(memory.users(), Users::OnlyUs);
+    }
+
+    #[test]
+    fn a_full_host_is_left_alone() {
+        let means = Means { pace: Pace::new(None), keep_free_bytes: u64::MAX };
+        let error = SlotMemory::build(&class(), &means).unwrap_err();
+        assert!(matches!(error, SlotError::HostFull { .. }), "{error}");
+    }
+}

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Statistics, in the text form that Prometheus reads.
+//!
+//! Owns the counters and their names. Must never decide anything.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use memory::pool::Refusal;
+
+use crate::config::Class;
+
+/// What has happened since the start.
+#[derive(Debug, Default)]
+pub struct Counters {
+    pub grants: u64,
+    pub returns: u64,
+    pub scrubbed_bytes: u64,
+    pub built_bytes: u64,
+    /// Memory that could not be made or cleared.
+    pub failures: u64,
+    /// Memory that was not zero after it was cleared.
+    pub not_zero: u64,
+    /// Memory that came back and could not be proved free.
+    pub unproved: u64,
+    pub bad_requests: u64,
+    refusals: BTreeMap<&'static str, u64>,
+    waits: BTreeMap<usize, Duration>,
+}
+
+impl Counters {
+    pub fn refuse(&mut self, reason: Refusal) {
+        *self.refusals.entry(reason.name()).or_default() += 1;
+    }
+
+    /// How long a kind of slot waits after another failure.
+    pub fn back_off(&mut self, class: usize, min: Duration, max: Duration) -> Duration {
+        let wait = self.waits.entry(class).or_insert(min);
+        let now = *wait;
+        *wait = (now * 2).min(max);
+        now
+    }
+
+    /// The next failure of a kind of slot is its first.
+    pub fn succeed(&mut self, class: usize) {
+        self.waits.remove(&class);
+    }
+}
+
+/// Slots of a kind in a state.
+pub struct SlotCount<'a> {
+    pub class: &'a Class,
+    pub state: &'static str,
+    pub count: usize,
+}
+
+fn head(out: &mut String, name: &str, kind: &str, help: &str) {
+    let _ = writeln!(out, "# HELP prezero_pool_{name} {help}");
+    let _ = writeln!(out, "# TYPE prezero_pool_{name} {kind}");
+}
+
+/// All of it.
+pub fn render(counters: &Counters, slots: &[SlotCount<'_>]) -> String {
+    let mut out = String::new();
+    head(&mut out, "slots", "gauge", "Slots by kind and state.");
+    for SlotCount { class, state, count } in slots {
+        let node = class.node.map_or_else(|| "any".to_owned(), |node| node.to_string());
+        let _ = writeln!(
+            out,
+            "prezero_pool_slots{{bytes=\"{}\",pages=\"{}\",node=\"{node}\",state=\"{state}\"}} \
+             {count}",
+            class.size_bytes,
+            class.pages.name(),
+        );
+    }
+    let help = "Requests that got no memory, by reason.";
+    head(&mut out, "refusals_total", "counter", help);
+    for reason in [Refusal::Empty, Refusal::NoSuchSlot, Refusal::OverLimit, Refusal::Failed] {
+        let count = counters.refusals.get(reason.name()).copied().unwrap_or(0);
+        let _ =
+            writeln!(out, "prezero_pool_refusals_total{{reason=\"{}\"}} {count}", reason.name());
+    }
+    for (name, help, value) in [
+        ("grants_total", "Slots that were lent.", counters.grants),
+        ("returns_total", "Slots whose user has gone.", counters.returns),
+        ("scrubbed_bytes_total", "Bytes cleared in place and verified.", counters.scrubbed_bytes),
+        ("built_bytes_total", "Bytes made anew and verified.", counters.built_bytes),
+        ("failures_total", "Slots that could not be made or cleared.", counters.failures),
+        ("not_zero_total", "Slots that were not zero when verified.", counters.not_zero),
+        ("unproved_total", "Slots made anew, not provably free.", counters.unproved),
+        ("bad_requests_total", "Connections cut for what they sent.", counters.bad_requests),
+    ] {
+        head(&mut out, name, "counter", help);
+        let _ = writeln!(out, "prezero_pool_{name} {value}");
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use memory::pool::SlotPages;
+
+    use super::*;
+
+    #[test]
+    fn each_series_has_its_head_and_a_number() {
+        let class = Class { size_bytes: 4096, pages: SlotPages::Small, node: None, count: 1 };
+        let mut counters = Counters { grants: 3, ..Counters::default() };
+        counters.refuse(Refusal::Empty);
+        let text = render(&counters, &[SlotCount { class: &class, state: "ready", count: 2 }]);
+        for line in [
+            "prezero_pool_slots{bytes=\"4096\",pages=\"4K\",node=\"any\",state=\"ready\"} 2",
+            "prezero_pool_refusals_total{reason=\"empty\"} 1",
+            "prezero_pool_grants_total 3",
+            "# TYPE prezero_pool_grants_total counter",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line}\n{text}");
+        }
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            assert!(line.rsplit(' ').next().is_some_and(|n| n.parse::<u64>().is_ok()), "{line}");
+        }
+    }
+}

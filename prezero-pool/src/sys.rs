@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What the pool asks the kernel for directly.
+//!
+//! May contain `unsafe`: system calls with plain numbers and structures. Must never decide anything.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
+
+/// Whether anybody else has a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Users {
+    /// Nobody has another open file of the inode, be it a descriptor, a mapping, or on its way
+    /// through a socket.
+    OnlyUs,
+    /// Somebody has.
+    Others,
+    /// This kernel does not say so for this kind of file.
+    Unknown,
+}
+
+/// Who has `file`, which must have been opened by path (the kernel counts those only).
+pub fn users_of(file: &File) -> Users {
+    let fd = file.as_raw_fd();
+    // SAFETY: takes and returns numbers; the descriptor is open.
+    if unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) } == 0 {
+        // SAFETY: as above.
+        unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) };
+        return Users::OnlyUs;
+    }
+    match io::Error::last_os_error().raw_os_error() {
+        Some(libc::EAGAIN) => Users::Others,
+        _ => Users::Unknown,
+    }
+}
+
+/// Somebody who opens a file under a lease makes the kernel send SIGIO, which would end the process.
+pub fn ignore_lease_breaks() {
+    // SAFETY: ignoring a signal runs no code.
+    unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
+}
+
+/// The other end of a socket.
+#[derive(Debug, Clone, Copy)]
+pub struct Peer {
+    pub uid: u32,
+    pub pid: i32,
+}
+
+/// Who connected, as the kernel noted at that moment.
+pub fn peer_of(stream: &UnixStream) -> io::Result<Peer> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).map_err(io::Error::other)?;
+    // SAFETY: the kernel writes at most `len` bytes, the size of `peer`; both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut len,
+        )
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(Peer { uid: peer.uid, pid: peer.pid })
+}
+
+/// The user of this process.
+pub fn own_uid() -> u32 {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Lets the calling thread run only where a processor would idle otherwise.
+pub fn run_when_idle() -> io::Result<()> {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: 0 is the calling thread; the kernel reads the structure, which outlives the call.
+    match unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The threads that make and clear memory, when nobody else wants the processor.
+//!
+//! Owns the threads and their queues, one for each NUMA node. Must never decide what is done.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::num::NonZeroUsize;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::config::Class;
+use crate::slot::{Means, SlotError, SlotMemory};
+use crate::sys;
+
+/// Something to do for a slot.
+#[derive(Debug)]
+pub enum Job {
+    /// Make its memory.
+    Build { slot: usize, class: Class },
+    /// Clear its memory, which nobody else has.
+    Scrub { slot: usize, class: Class, memory: SlotMemory },
+}
+
+impl Job {
+    fn class(&self) -> &Class {
+        match self {
+            Self::Build { class, .. } | Self::Scrub { class, .. } => class,
+        }
+    }
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub struct Done {
+    pub slot: usize,
+    pub scrubbed: bool,
+    pub result: Result<SlotMemory, SlotError>,
+}
+
+/// The threads.
+#[derive(Debug)]
+pub struct Workers {
+    queues: BTreeMap<Option<u32>, Sender<Job>>,
+    done: Receiver<Done>,
+}
+
+impl Workers {
+    /// Starts `threads` for each node that `classes` name; `wake` becomes readable when something
+    /// is done.
+    ///
+    /// # Errors
+    /// The host gives no thread.
+    pub fn start(
+        classes: &[Class],
+        threads: NonZeroUsize,
+        means: Means,
+        wake: &EventFd,
+    ) -> io::Result<Self> {
+        let means = Arc::new(means);
+        let (report, done) = channel();
+        let mut queues = BTreeMap::new();
+        for class in classes {
+            if queues.contains_key(&class.node) {
+                continue;
+            }
+            let (sender, receiver) = channel();
+            queues.insert(class.node, sender);
+            let receiver = Arc::new(Mutex::new(receiver));
+            for _ in 0..threads.get() {
+                let worker = Worker {
+                    node: class.node,
+                    jobs: Arc::clone(&receiver),
+                    report: report.clone(),
+                    wake: wake.try_clone()?,
+                    means: Arc::clone(&means),
+                };
+                let builder = std::thread::Builder::new().name("zeroer".to_owned());
+                builder.spawn(move || worker.run())?;
+            }
+        }
+        Ok(Self { queues, done })
+    }
+
+    /// Gives work to a thread of its node.
+    pub fn submit(&self, job: Job) {
+        // Threads end with the process only.
+        if let Some(queue) = self.queues.get(&job.class().node) {
+            let _ = queue.send(job);
+        }
+    }
+
+    /// The next thing that is done.
+    pub fn next_done(&self) -> Option<Done> {
+        self.done.try_recv().ok()
+    }
+}
+
+struct Worker {
+    node: Option<u32>,
+    /// Locked while a thread waits for work; the others wait for the lock instead.
+    jobs: Arc<Mutex<Receiver<Job>>>,
+    report: Sender<Done>,
+    wake: EventFd,
+    means: Arc<Means>,
+}
+
+impl Worker {
+    fn run(self) {
+        if let Err(error) = sys::run_when_idle() {
+            log::warn!("a thread cannot be made to wait for idle processors: {error}");
+        }
+        if let Some(node) = self.node {
+            memory::run_on_node(node);
+        }
+        loop {
+            let job = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            let Ok(job) = job else { return };
+            if self.report.send(self.carry_out(job)).is_err() {
+                return;
+            }
+            // A full counter wakes as well.
+            let _ = self.wake.write(1);
+        }
+    }
+
+    fn carry_out(&self, job: Job) -> Done {
+        match job {
+            Job::Build { slot, class } => {
+                let result = SlotMemory::build(&class, &self.means);
+                Done { slot, scrubbed: false, result }
+            }
+            Job::Scrub { slot, class, memory } => {
+                let result = memory.scrub(&class, &self.means).map(|()| memory);
+                Done { slot, scrubbed: true, result }
+            }
+        }
+    }
+}

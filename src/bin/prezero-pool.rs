@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `prezero-pool`: keeps zeroed memory ready for virtual machines. See [`godwit::cli::pool`].
+
+use std::process::ExitCode;
+
+use godwit::cli::exit::{self, Failure};
+use godwit::cli::{logger, pool};
+
+fn main() -> ExitCode {
+    vmm::events::start_clock();
+    // clap prints help and mistakes by itself, with exit codes 0 and 2.
+    let call = pool::Call::new(&pool::command().get_matches());
+    let result = logger::start("prezero-pool", call.verbosity, None)
+        .map_err(|error| Failure::failed(&error))
+        .and_then(|()| call.carry_out().map_err(|error| Failure::failed(&error)));
+    match result {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::from(exit::OK)
+        }
+        Err(failure) => failure.report(),
+    }
+}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The command line of `prezero-pool`.
+//!
+//! Owns the words. What a pool does is in the crate of that name.
+
+use std::path::PathBuf;
+
+use clap::{Arg, ArgMatches, Command, value_parser};
+use prezero_pool::{Config, ConfigError, ServeError};
+use thiserror::Error;
+
+/// Where the configuration is looked for.
+const CONFIG: &str = "/etc/prezero-pool.toml";
+
+/// Why it did not do what it was asked.
+#[derive(Debug, Error)]
+pub enum PoolCommandError {
+    /// The configuration.
+    #[error("the pool is not configured")]
+    Config(#[from] ConfigError),
+    /// The daemon.
+    #[error("the pool cannot run")]
+    Serve(#[from] ServeError),
+    /// The configuration names no socket for statistics.
+    #[error("the configuration names no stats_socket, so there are no statistics to read")]
+    NoStats,
+    /// Nobody answers.
+    #[error("cannot read the statistics at {}", path.display())]
+    Stats {
+        /// The socket.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// The command line.
+pub fn command() -> Command {
+    let config = Arg::new("config")
+        .long("config")
+        .global(true)
+        .value_parser(value_parser!(PathBuf))
+        .default_value(CONFIG)
+        .help("The configuration file (TOML)");
+    let verbosity = Arg::new("v")
+        .short('v')
+        .action(clap::ArgAction::Count)
+        .help("More messages; twice for still more");
+    Command::new("prezero-pool")
+        .about("Keeps populated and zeroed memory ready for virtual machines")
+        .version(env!("CARGO_PKG_VERSION"))
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .arg(config)
+        .subcommand(Command::new("run").about("Runs the daemon in the foreground").arg(verbosity))
+        .subcommand(Command::new("check").about("Reads the configuration and says what is wrong"))
+        .subcommand(Command::new("stats").about("Prints the statistics for Prometheus"))
+}
+
+/// What is to be done.
+pub struct Call {
+    /// `run`, `check` or `stats`.
+    name: String,
+    config: PathBuf,
+    /// How much is logged.
+    pub verbosity: u8,
+}
+
+impl Call {
+    /// Reads the words, which clap has found to be right.
+    pub fn new(matches: &ArgMatches) -> Self {
+        let (name, arguments) =
+            matches.subcommand().map_or(("", matches), |(name, arguments)| (name, arguments));
+        let config = arguments.get_one::<PathBuf>("config").cloned().unwrap_or_default();
+        let verbosity = if name == "run" { arguments.get_count("v") } else { 0 };
+        Self { name: name.to_owned(), config, verbosity }
+    }
+
+    /// Does it; gives what is to be printed.
+    ///
+    /// # Errors
+    /// What is missing and what to do.
+    pub fn carry_out(&self) -> Result<String, PoolCommandError> {
+        let config = Config::read(&self.config)?;
+        match self.name.as_str() {
+            "run" => match prezero_pool::serve(config)? {},
+            "stats" => {
+                let path = config.stats_socket.ok_or(PoolCommandError::NoStats)?;
+                prezero_pool::read_stats(&path)
+                    .map_err(|source| PoolCommandError::Stats { path, source })
+            }
+            _ => {
+                let count: u64 = config.classes.iter().map(|class| u64::from(class.count)).sum();
+                Ok(format!("{}: {count} slots\n", self.config.display()))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    #[test]
+    fn the_words_are_consistent_and_understood() {
+        command().debug_assert();
+        let call = |words: &[&str]| Call::new(&command().try_get_matches_from(words).unwrap());
+        let run = call(&["prezero-pool", "run", "--config", "/c", "-vv"]);
+        assert_eq!((run.name.as_str(), run.verbosity), ("run", 2));
+        assert_eq!(run.config, PathBuf::from("/c"));
+        assert_eq!(call(&["prezero-pool", "stats"]).config, PathBuf::from(CONFIG));
+        assert!(command().try_get_matches_from(["prezero-pool"]).is_err());
+        let error = call(&["prezero-pool", "check", "--config", "/nonexistent"]).carry_out();
+        assert!(matches!(error, Err(PoolCommandError::Config(_))));
+    }
+}
