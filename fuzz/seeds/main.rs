@@ -9,6 +9,7 @@
 mod kernel;
 mod migration;
 mod pci;
+mod pool;
 mod snapshot;
 mod text;
 mod virtio;
@@ -44,6 +45,7 @@ pub fn all() -> Vec<Seed> {
         kernel::seeds(),
         migration::seeds(),
         pci::seeds(),
+        pool::seeds(),
         snapshot::seeds(),
         virtio::seeds(),
     ];

@@ -8,6 +8,7 @@ use std::io::{Seek, Write};
 
 use arch::{BootError, BootSpec};
 use memory::GuestMemory;
+use memory::pool::{Reply, Take};
 use vm_memory::GuestAddress;
 use vm_migration::protocol::message::{Answer, Message, Role};
 use vmm::config::{self, Family, VmConfig};
@@ -117,6 +118,20 @@ fn streams_are_messages_to_the_end() {
             _ => while Message::read(&mut from).is_ok() {},
         }
         assert!(from.is_empty(), "{name}: {} bytes are no message", from.len());
+    }
+}
+
+#[test]
+fn messages_of_the_pool_are_understood() {
+    for Seed { name, contents, .. } in seeds_of("pool_protocol") {
+        let mut rest = contents.as_slice();
+        while let Ok(Some((_, len))) = Take::decode(rest) {
+            rest = &rest[len..];
+        }
+        while let Ok(Some((_, len))) = Reply::decode(rest) {
+            rest = &rest[len..];
+        }
+        assert!(rest.is_empty(), "{name}: {} bytes are no message", rest.len());
     }
 }
 

@@ -73,7 +73,7 @@ need_rust() {
 }
 
 build_binaries() {
-  say "building cloud-hypervisor and ch-remote (release)"
+  say "building cloud-hypervisor, ch-remote and prezero-pool (release)"
   (cd "$ROOT" && cargo build --release --quiet --locked --bins)
 }
 

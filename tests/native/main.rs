@@ -24,6 +24,8 @@ mod migration_precopy;
 mod migration_rounds;
 mod pause;
 mod postcopy;
+mod prefault;
+mod prezero;
 mod remote;
 mod snapshot;
 mod snapshot_failures;
@@ -59,5 +61,7 @@ fn main() -> ExitCode {
     clock::add(&mut suite);
     migration_precopy::add(&mut suite);
     snapshot_recorded::add(&mut suite);
+    prefault::add(&mut suite);
+    prezero::add(&mut suite);
     suite.main()
 }

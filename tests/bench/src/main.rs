@@ -6,9 +6,12 @@
 
 mod boot;
 mod child;
+mod hugepages;
 mod loopback;
 mod machine;
 mod precopy;
+mod prefault;
+mod prezero;
 mod process;
 mod report;
 mod slots;
@@ -23,23 +26,30 @@ use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use report::Report;
 
 fn main() -> ExitCode {
-    let matches = Command::new("bench")
-        .about("Measures the VMM beside others in one run")
-        .subcommand_required(true)
-        .arg_required_else_help(true)
-        .subcommand(
-            common("boot", "7")
-                .about("Time to the first instruction and MMIO, memory beside guest RAM"),
-        )
-        .subcommand(
-            common("precopy", "3")
-                .about("Live migration while the guest writes, beside a raw copy and QEMU")
-                .arg(number("downtime-ms", "300", "Downtime that every VMM may take")),
-        )
-        .subcommand(common("snapshot", "5").about(
-            "Snapshot and restore beside the raw disk, time to run after an on-demand restore",
-        ))
-        .get_matches();
+    let matches =
+        Command::new("bench")
+            .about("Measures the VMM beside others in one run")
+            .subcommand_required(true)
+            .arg_required_else_help(true)
+            .subcommand(
+                common("boot", "7")
+                    .about("Time to the first instruction and MMIO, memory beside guest RAM"),
+            )
+            .subcommand(
+                common("precopy", "3")
+                    .about("Live migration while the guest writes, beside a raw copy and QEMU")
+                    .arg(number("downtime-ms", "300", "Downtime that every VMM may take")),
+            )
+            .subcommand(common("snapshot", "5").about(
+                "Snapshot and restore beside the raw disk, time to run after an on-demand restore",
+            ))
+            .subcommand(common("prefault", "5").about(
+                "Populating memory of every kind, beside plain touching and zeroing of warm memory",
+            ))
+            .subcommand(common("prezero-pool", "5").about(
+                "Handing memory over, clearing it, and what a busy neighbour loses meanwhile",
+            ))
+            .get_matches();
     let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
     match run(name, arguments) {
         Ok(report) => {
@@ -67,6 +77,12 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
     }
     if name == "snapshot" {
         return snapshot::run(&vmm, &guest, runs);
+    }
+    if name == "prefault" {
+        return prefault::run(runs);
+    }
+    if name == "prezero-pool" {
+        return prezero::run(&vmm, &guest, runs);
     }
     let remote = vmm.with_file_name("ch-remote");
     let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);

@@ -36,7 +36,7 @@ const THREADS: usize = 4;
 const ONDEMAND: &str = "ondemand: exec to first guest instruction";
 
 /// A VMM process, ended when dropped.
-struct Vmm {
+pub struct Vmm {
     child: Child,
     remote: PathBuf,
     folder: TempDir,
@@ -51,7 +51,8 @@ impl Drop for Vmm {
 }
 
 impl Vmm {
-    fn start(vmm: &Path, arguments: &[&str]) -> Result<Self, Box<dyn Error>> {
+    /// Starts one and waits until it answers.
+    pub fn start(vmm: &Path, arguments: &[&str]) -> Result<Self, Box<dyn Error>> {
         let folder = TempDir::with_prefix("godwit-bench-")?;
         let exec_us = monotonic_us();
         let event_path = format!("path={}", folder.path().join("events").display());
@@ -222,7 +223,7 @@ fn restore(vmm: &Path, saved: &Saved, mode: &str) -> Result<Vmm, Box<dyn Error>>
 }
 
 /// From exec to the first `KVM_RUN`, by the VMM's own counter on the same clock.
-fn first_instruction_ms(vmm: &Vmm) -> Result<f64, Box<dyn Error>> {
+pub fn first_instruction_ms(vmm: &Vmm) -> Result<f64, Box<dyn Error>> {
     let counters: serde_json::Value = serde_json::from_str(&vmm.remote(&["counters"])?)?;
     let first_us = counters["__vmm"]["first_instruction_monotonic_us"].as_f64();
     let first_us = first_us.ok_or("the VMM does not say when its guest began")?;

@@ -6,6 +6,7 @@
 
 pub mod api;
 pub mod migrate;
+pub mod pool;
 pub mod process;
 pub mod relay;
 pub mod runner;

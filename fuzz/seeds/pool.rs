@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Seeds that are messages of the pool of prezeroed memory: requests, grants, refusals.
+
+use super::Seed;
+
+fn message(kind: u16, body: &[u8]) -> Vec<u8> {
+    let mut bytes = b"GPZ1".to_vec();
+    bytes.extend(kind.to_le_bytes());
+    bytes.extend([0, 0]);
+    bytes.extend((body.len() as u32).to_le_bytes());
+    bytes.extend([0; 4]);
+    bytes.extend(body);
+    bytes
+}
+
+fn take(size_bytes: u64, pages: u8, node: u32) -> Vec<u8> {
+    let mut body = size_bytes.to_le_bytes().to_vec();
+    body.extend([pages, 0, 0, 0]);
+    body.extend(node.to_le_bytes());
+    message(1, &body)
+}
+
+fn granted(size_bytes: u64, pages: u8) -> Vec<u8> {
+    let mut body = size_bytes.to_le_bytes().to_vec();
+    body.extend([pages, 0, 0, 0, 0, 0, 0, 0]);
+    message(2, &body)
+}
+
+fn refused(reason: u16, text: &str) -> Vec<u8> {
+    let mut body = reason.to_le_bytes().to_vec();
+    body.extend([0, 0]);
+    body.extend(text.as_bytes());
+    message(3, &body)
+}
+
+pub fn seeds() -> Vec<Seed> {
+    let two = [take(1 << 32, 2, 0), take(4096, 0, u32::MAX)].concat();
+    let dialogue = [take(1 << 30, 1, u32::MAX), granted(1 << 30, 1)].concat();
+    [
+        ("requests", two),
+        ("dialogue", dialogue),
+        ("granted", granted(1 << 36, 3)),
+        ("refused", refused(0, "none of its 3 slots of this kind is ready")),
+    ]
+    .map(|(name, bytes)| Seed::new("pool_protocol", name, bytes))
+    .into()
+}

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Huge pages of 2 MiB that a benchmark sets aside; given back when dropped.
+
+use std::fs;
+use std::io;
+
+const FILE: &str = "/proc/sys/vm/nr_hugepages";
+
+/// More pages in the host's pool.
+pub struct HugePages {
+    before: u64,
+}
+
+impl HugePages {
+    /// Sets so many more aside.
+    pub fn set_aside(pages: u64) -> io::Result<Self> {
+        let borrowed = Self { before: read()? };
+        fs::write(FILE, (borrowed.before + pages).to_string())?;
+        let now = read()?;
+        if now < borrowed.before + pages {
+            let text = format!("the host gave {} of {pages} pages", now - borrowed.before.min(now));
+            return Err(io::Error::other(text));
+        }
+        Ok(borrowed)
+    }
+}
+
+fn read() -> io::Result<u64> {
+    fs::read_to_string(FILE)?.trim().parse().map_err(io::Error::other)
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = fs::write(FILE, self.before.to_string());
+    }
+}

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! `bench prezero-pool`: how long the pool takes to hand memory over, whatever its size; how fast it
+//! clears what comes back, beside non-temporal zeroing of warm memory; how much sooner a VM starts
+//! than with `prefault=on`; and what a busy neighbour loses while the pool works.
+//!
+//! Owns the daemon that is measured. The neighbour writes and sums up 256 KiB over and over, which is
+//! half cache and half arithmetic, as most programs are; its pieces of work are counted.
+
+use std::error::Error;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use memory::pool::{PagesWanted, PoolConnection, PoolMemory, Take};
+use memory::{Given, GuestRam, RamConfig, RamLayout, ZoneSpec};
+use tempfile::TempDir;
+
+use crate::child::Killed;
+use crate::report::{Figure, Report, Target};
+use crate::snapshot::{Vmm, first_instruction_ms};
+use crate::{machine, prefault};
+
+/// Slots, MiB: what fits a machine of 24 GiB beside everything else.
+const SIZES_MIB: [u64; 2] = [4096, 8192];
+/// How long a neighbour is watched, with the pool at work and without.
+const WATCH: Duration = Duration::from_secs(2);
+/// For slots to be made or cleared.
+const LIMIT: Duration = Duration::from_mins(3);
+
+struct Pool {
+    _child: Killed,
+    folder: TempDir,
+    binary: PathBuf,
+}
+
+impl Pool {
+    fn start(vmm: &Path, sizes_mib: &[u64], bandwidth: &str) -> Result<Self, Box<dyn Error>> {
+        let folder = TempDir::with_prefix("godwit-bench-")?;
+        let at = |name: &str| folder.path().join(name);
+        let mut slots = String::new();
+        for mib in sizes_mib {
+            let _ = writeln!(slots, "[[slots]]\nsize = '{mib}M'\npages = 'thp'\ncount = 1");
+        }
+        let text = format!(
+            "socket = '{}'\nstats_socket = '{}'\nbandwidth = '{bandwidth}'\nmax_waste_percent = 0\n\
+             {slots}",
+            at("pool").display(),
+            at("stats").display()
+        );
+        std::fs::write(at("config"), text)?;
+        let binary = vmm.with_file_name("prezero-pool");
+        let mut command = Command::new(&binary);
+        command.args(["run", "--config"]).arg(at("config")).stdin(Stdio::null());
+        let child = Killed::spawn(&mut command)?;
+        let pool = Self { _child: child, folder, binary };
+        pool.wait_until(|pool| pool.slots("ready") == Some(sizes_mib.len() as u64))?;
+        Ok(pool)
+    }
+
+    fn stats(&self) -> Option<String> {
+        let config = self.folder.path().join("config");
+        let mut command = Command::new(&self.binary);
+        command.args(["stats", "--config"]).arg(config).stderr(Stdio::null());
+        let output = command.output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    fn sum(&self, part: &str) -> Option<u64> {
+        let lines = self.stats()?;
+        let values = lines.lines().filter(|line| !line.starts_with('#') && line.contains(part));
+        Some(values.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok()).sum())
+    }
+
+    fn slots(&self, state: &str) -> Option<u64> {
+        self.sum(&format!("state=\"{state}\""))
+    }
+
+    fn wait_until(&self, is_so: impl Fn(&Self) -> bool) -> Result<(), Box<dyn Error>> {
+        let start = Instant::now();
+        while !is_so(self) {
+            if start.elapsed() > LIMIT {
+                return Err("the pool does not get there".into());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+
+    fn take(&self, mib: u64) -> Result<(Arc<PoolConnection>, PoolMemory), Box<dyn Error>> {
+        let pool = PoolConnection::open(&self.folder.path().join("pool"))?;
+        let wish = Take { size_bytes: mib << 20, pages: PagesWanted::Transparent, node: None };
+        let memory = pool.take(&wish)?;
+        Ok((Arc::new(pool), memory))
+    }
+
+    fn option(&self) -> String {
+        format!(",prezeroed={}", self.folder.path().join("pool").display())
+    }
+}
+
+fn ms(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1e3
+}
+
+#[derive(Default)]
+struct Samples {
+    /// By size: hand-over alone, and hand-over and mapped as guest RAM.
+    handed: [Vec<f64>; SIZES_MIB.len()],
+    mapped: [Vec<f64>; SIZES_MIB.len()],
+    scrub: Vec<f64>,
+    floor: Vec<f64>,
+    /// First instruction: with the pool, with nothing, with prefault.
+    start: [Vec<f64>; 3],
+    /// What a neighbour loses, percent: on every processor, and on all but one.
+    busy: Vec<f64>,
+    beside: Vec<f64>,
+}
+
+/// Measures.
+pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Error>> {
+    let mut samples = Samples::default();
+    {
+        let pool = Pool::start(vmm, &SIZES_MIB, "0")?;
+        // One round more than counted.
+        for round in 0..=runs {
+            let one = hand_over(&pool)?;
+            let starts = starts(vmm, guest, &pool)?;
+            if round > 0 {
+                samples.add(one);
+                for (all, value) in samples.start.iter_mut().zip(starts) {
+                    all.push(value);
+                }
+            }
+        }
+    }
+    // As gently as it is by default.
+    let pool = Pool::start(vmm, &[8192], "2G")?;
+    let cpus = std::thread::available_parallelism()?.get();
+    for _ in 0..runs {
+        samples.busy.push(loss(&pool, cpus)?);
+        samples.beside.push(loss(&pool, (cpus - 1).max(1))?);
+    }
+    Ok(report(samples))
+}
+
+impl Samples {
+    fn add(&mut self, other: Self) {
+        for (all, one) in self.handed.iter_mut().zip(other.handed) {
+            all.extend(one);
+        }
+        for (all, one) in self.mapped.iter_mut().zip(other.mapped) {
+            all.extend(one);
+        }
+        self.scrub.extend(other.scrub);
+        self.floor.extend(other.floor);
+    }
+}
+
+fn hand_over(pool: &Pool) -> Result<Samples, Box<dyn Error>> {
+    let mut samples = Samples::default();
+    for (index, mib) in SIZES_MIB.into_iter().enumerate() {
+        let start = Instant::now();
+        let (connection, memory) = pool.take(mib)?;
+        let handed = ms(start);
+        let zone = ZoneSpec { shared: true, ..ZoneSpec::new("bench", mib << 20) };
+        let given = [Given::prezeroed("bench", Arc::new(memory.file), connection)];
+        let config = RamConfig { zones: vec![zone] };
+        let ram = GuestRam::with_given(&config, RamLayout::default(), &given)?;
+        let mapped = ms(start);
+        drop(given);
+        if let (Some(all), Some(with)) =
+            (samples.handed.get_mut(index), samples.mapped.get_mut(index))
+        {
+            all.push(handed);
+            with.push(mapped);
+        }
+        if index == 0 {
+            // The same pages, warm: what clearing alone could do.
+            let region = ram.regions().first().ok_or("memory has no region")?;
+            region.fill(&(0..region.len_bytes()))?;
+            samples.floor.push(prefault::clear(region, 1)?);
+        }
+        let cleared = pool.sum("scrubbed_bytes_total ");
+        let start = Instant::now();
+        drop(ram);
+        pool.wait_until(|pool| pool.sum("scrubbed_bytes_total ") > cleared)?;
+        if index == 0 {
+            samples.scrub.push(prefault::gib_per_s(mib << 20, start));
+        }
+    }
+    Ok(samples)
+}
+
+/// From exec to the first guest instruction, 4 GiB: with the pool, with nothing, with prefault=on.
+fn starts(vmm: &Path, guest: &Path, pool: &Pool) -> Result<[f64; 3], Box<dyn Error>> {
+    let guest = guest.to_str().ok_or("the guest's path is not UTF-8")?;
+    let size = format!("size={}M,shared=on", SIZES_MIB[0]);
+    let wishes = [format!("{size}{}", pool.option()), size.clone(), format!("{size},prefault=on")];
+    let mut times = [0.0; 3];
+    for (time, memory) in times.iter_mut().zip(wishes) {
+        let mut words = vec!["--serial", "off", "--console", "off", "--kernel", guest];
+        words.extend(["--cmdline", "workload=idle prefill=0", "--memory", &memory]);
+        *time = first_instruction_ms(&Vmm::start(vmm, &words)?)?;
+        pool.wait_until(|pool| pool.slots("ready") == Some(SIZES_MIB.len() as u64))?;
+    }
+    Ok(times)
+}
+
+/// Pieces of work that `threads` neighbours get done.
+fn work_done(threads: usize) -> u64 {
+    let (stop, pieces) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                let mut numbers = vec![1_u64; 32 << 10];
+                while !stop.load(Ordering::Relaxed) {
+                    let mut sum = 0_u64;
+                    for number in &mut numbers {
+                        sum = sum.wrapping_mul(31).wrapping_add(*number);
+                        *number = sum;
+                    }
+                    std::hint::black_box(sum);
+                    pieces.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        std::thread::sleep(WATCH);
+        stop.store(true, Ordering::Relaxed);
+    });
+    pieces.into_inner()
+}
+
+/// Percent of its work that a neighbour does not get done because the pool clears memory.
+fn loss(pool: &Pool, threads: usize) -> Result<f64, Box<dyn Error>> {
+    pool.wait_until(|pool| pool.slots("ready") == Some(1))?;
+    let before = work_done(threads);
+    drop(pool.take(8192)?);
+    pool.wait_until(|pool| pool.slots("in_work") == Some(1))?;
+    let with = work_done(threads);
+    if pool.slots("in_work") != Some(1) {
+        return Err("the pool was done before the neighbour was".into());
+    }
+    pool.wait_until(|pool| pool.slots("ready") == Some(1))?;
+    let after = work_done(threads);
+    #[expect(clippy::cast_precision_loss, reason = "pieces of work are below 2^52")]
+    let percent = 100.0 * (1.0 - with as f64 / f64::midpoint(before as f64, after as f64));
+    Ok(percent)
+}
+
+fn report(samples: Samples) -> Report {
+    let (mut figures, mut targets) = (Vec::new(), Vec::new());
+    let mut put = |name: String, unit, values| {
+        let figure = Figure::of(name, unit, values);
+        let value = figure.as_ref().map(|figure| figure.value);
+        figures.extend(figure);
+        value
+    };
+    let mut handed = Vec::new();
+    for (mib, values) in SIZES_MIB.into_iter().zip(samples.handed) {
+        handed.extend(put(format!("{mib} MiB: asked until handed over"), "ms", values));
+    }
+    for (mib, values) in SIZES_MIB.into_iter().zip(samples.mapped) {
+        put(format!("{mib} MiB: asked until mapped as guest RAM"), "ms", values);
+    }
+    let names = ["from the pool", "not populated", "prefault=on"];
+    for (name, values) in names.into_iter().zip(samples.start) {
+        put(format!("{} MiB {name}: exec to first instruction", SIZES_MIB[0]), "ms", values);
+    }
+    let floor = put("zeroing of warm memory, 1 thread".to_owned(), "GiB/s", samples.floor);
+    let scrub = "clearing and verifying what came back, 1 thread".to_owned();
+    let scrub = put(scrub, "GiB/s", samples.scrub);
+    let busy = "neighbour on every processor, work lost".to_owned();
+    let busy = put(busy, "%", samples.busy);
+    let beside = "neighbour that leaves one processor, work lost".to_owned();
+    let beside = put(beside, "%", samples.beside);
+    if let &[small, large] = handed.as_slice() {
+        targets.push(Target::at_most("8 GiB: handed over (ms)", large, 20.0));
+        targets.push(Target::at_most("handing over: 8 GiB by 4 GiB", large / small, 1.5));
+    }
+    let limits = [("on every processor", busy), ("that leaves one", beside)];
+    for (name, value) in limits {
+        let name = format!("neighbour {name}: work lost (%)");
+        targets.extend(value.map(|value| Target::at_most(&name, value, 2.0)));
+    }
+    let notes = floor
+        .zip(scrub)
+        .map(|(floor, scrub)| format!("clearing runs at {:.0} % of zeroing", 100.0 * scrub / floor))
+        .into_iter()
+        .collect();
+    Report { name: "prezero-pool", machine: machine::name(), figures, targets, notes }
+}

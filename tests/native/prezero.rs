@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! VMs on memory of the pool: nobody sees what another VM wrote, whatever became of that VM, and
+//! without the pool a VM starts all the same.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use crate::harness::migrate::Reception;
+use crate::harness::pool::Pool;
+use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, process, skip, wait_for};
+
+/// The soak's length in seconds, and the variable that makes it longer.
+const SOAK_S: u64 = 15;
+const SOAK_VARIABLE: &str = "GODWIT_POOL_SOAK_S";
+
+pub fn add(suite: &mut Suite) {
+    suite.add("prezero::the_next_vm_sees_zeroes_after_a_kill", after_a_kill);
+    suite.add("prezero::zones_with_slots_of_their_own", zones);
+    suite.add("prezero::memory_on_both_sides_of_the_hole", around_the_hole);
+    suite.add("prezero::huge_pages", huge_pages);
+    suite.add("prezero::memory_that_moved_is_left_alone", moved);
+    suite.add("prezero::a_vm_starts_without_the_pool", without);
+    let seconds = std::env::var(SOAK_VARIABLE).ok().and_then(|text| text.parse().ok());
+    let seconds = seconds.unwrap_or(SOAK_S);
+    let limit = Duration::from_secs(2 * seconds + 300);
+    suite.add_long("prezero::soak", limit, move || soak(Duration::from_secs(seconds)));
+}
+
+/// Whether all of a file is zero, without populating what it lacks.
+#[track_caller]
+fn assert_zero(file: &File, len_bytes: u64) {
+    let mut bytes = vec![0; 1 << 20];
+    let mut at = 0;
+    while at < len_bytes {
+        let len = bytes.len().min(usize::try_from(len_bytes - at).expect("a length"));
+        let part = &mut bytes[..len];
+        file.read_exact_at(part, at).expect("memory can be read");
+        let found = part.iter().position(|byte| *byte != 0);
+        assert!(found.is_none(), "somebody's byte at {at:#x} + {found:?}");
+        at += len as u64;
+    }
+}
+
+/// The inode of the memfd that a VMM took from the pool.
+fn inode_of_ram(pid: u32) -> u64 {
+    let folder = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("the process is there");
+    let is_ram = |path: &std::path::PathBuf| {
+        let target = std::fs::read_link(path).unwrap_or_default();
+        target.to_string_lossy().starts_with("/memfd:ram-pool")
+    };
+    let mut paths = folder.filter_map(|entry| Some(entry.ok()?.path()));
+    let path = paths.find(is_ram).expect("memory of the pool");
+    std::fs::metadata(path).expect("a memfd").ino()
+}
+
+fn after_a_kill() {
+    let pool = Pool::start(&["size = '192M'\npages = '4K'\ncount = 1"]);
+    let memory = format!("size=192M,thp=off{}", pool.option());
+    let mut first = Vmm::boot(2, &memory, "workload=random-write mem=100% seed=7");
+    first.wait_for_work(20_000);
+    first.verify();
+    let inode = inode_of_ram(first.pid());
+    assert_eq!((pool.slots("lent"), pool.count("grants_total", "")), (1, 1));
+    // Nobody else gets it meanwhile.
+    assert!(pool.take(192 << 20).is_err());
+    first.signal(libc::SIGKILL);
+    assert_eq!(first.wait_for_exit(), -libc::SIGKILL);
+    pool.wait_until_ready();
+
+    let (connection, taken) = pool.take(192 << 20).expect("memory");
+    assert_eq!(taken.file.metadata().expect("a memfd").ino(), inode, "it was not cleared in place");
+    let blocks = taken.file.metadata().expect("a memfd").blocks();
+    assert_eq!(blocks * 512, 192 << 20, "it is not populated");
+    assert_zero(&taken.file, 192 << 20);
+    drop((connection, taken));
+    pool.wait_until_ready();
+
+    // The guest itself finds a page that it never wrote to be zero.
+    let second = Vmm::boot(1, &memory, "workload=random-write mem=100% prefill=0 check_zero=1");
+    assert_eq!(inode_of_ram(second.pid()), inode);
+    second.wait_for_work(20_000);
+    second.verify();
+    second.wait_for_event("prezeroed-taken");
+    second.shut_down();
+    pool.wait_until_ready();
+    assert_eq!(pool.count("not_zero_total", "") + pool.count("unproved_total", ""), 0);
+}
+
+fn zones() {
+    let pool = Pool::start(&[
+        "size = '128M'\npages = '4K'\ncount = 1",
+        "size = '72M'\npages = '4K'\ncount = 1",
+    ]);
+    let with = pool.option();
+    let vmm = VmmBuilder::guest(2, "size=0,thp=off", "workload=random-write mem=96M")
+        .with(&[
+            "--memory-zone",
+            &format!("id=zone0,size=128M,prefault=on{with}"),
+            &format!("id=zone1,size=64M,prefault=background{with}"),
+        ])
+        .start();
+    vmm.wait_for_work(20_000);
+    vmm.verify();
+    assert_eq!(pool.slots("lent"), 2);
+    // All of it was there before, so there was nothing to populate.
+    let names = vmm.event_names();
+    assert!(!names.iter().any(|name| name.starts_with("prefault")), "{names:?}");
+    // After a reboot the slot that has come back may not be ready; the guest runs either way.
+    vmm.api().put("vm.reboot", "").ok();
+    vmm.wait_for_work(5_000);
+    vmm.verify();
+    vmm.shut_down();
+    pool.wait_until_ready();
+}
+
+fn around_the_hole() {
+    let pool = Pool::start(&["size = '4G'\npages = 'thp'\ncount = 1"]);
+    let memory = format!("size=4G{}", pool.option());
+    let vmm = Vmm::boot(2, &memory, "workload=random-write mem=2900M..300M prefill=1");
+    assert_eq!(pool.slots("lent"), 1);
+    vmm.wait_for_work(20_000);
+    vmm.verify();
+    let ram = vmm.guest_status().ram_bytes;
+    assert!(ram > 4 * ((1 << 30) - (1 << 20)), "{ram}");
+    vmm.shut_down();
+}
+
+/// Huge pages in the host's pool, given back on drop.
+struct HugePages(String);
+
+impl HugePages {
+    const FILE: &str = "/proc/sys/vm/nr_hugepages";
+
+    fn new(pages: u64) -> Self {
+        let read = || std::fs::read_to_string(Self::FILE).unwrap_or_default().trim().to_owned();
+        let before = read();
+        let wanted = before.parse().unwrap_or(0) + pages;
+        let _ = std::fs::write(Self::FILE, wanted.to_string());
+        let borrowed = Self(before);
+        if read() != wanted.to_string() {
+            drop(borrowed);
+            skip("huge pages cannot be set aside");
+        }
+        borrowed
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = std::fs::write(Self::FILE, &self.0);
+    }
+}
+
+fn huge_pages() {
+    let _pages = HugePages::new(96);
+    let pool = Pool::start(&["size = '192M'\npages = '2M'\ncount = 1"]);
+    let memory = format!("size=192M,hugepages=on{}", pool.option());
+    let mut first = Vmm::boot(2, &memory, "workload=random-write mem=100%");
+    let inode = inode_of_ram(first.pid());
+    first.wait_for_work(5_000);
+    first.verify();
+    first.signal(libc::SIGKILL);
+    first.wait_for_exit();
+    pool.wait_until_ready();
+    let second = Vmm::boot(1, &memory, "workload=random-write mem=100% prefill=0 check_zero=1");
+    assert_eq!(inode_of_ram(second.pid()), inode);
+    second.wait_for_work(5_000);
+    second.verify();
+    second.shut_down();
+}
+
+fn moved() {
+    let pool = Pool::start(&["size = '192M'\npages = '4K'\ncount = 1"]);
+    let memory = format!("size=192M,shared=on,thp=off{}", pool.option());
+    let mut source = Vmm::boot(2, &memory, "workload=random-write mem=64M");
+    let destination = Vmm::empty();
+    let reception = Reception::start(&destination, Transport::Unix, Mode::Precopy);
+    source.remote_ok(&["send-migration", &format!("destination_url={},local=on", reception.url)]);
+    let output = reception.finish();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(source.wait_for_exit(), 0);
+    // Whoever took the memory is gone, and the guest still lives in it.
+    wait_for("lingering memory", || (pool.slots("lingering") == 1).then_some(()));
+    destination.wait_for_work(20_000);
+    destination.verify();
+    assert_eq!(pool.slots("lingering"), 1);
+    assert_eq!(pool.count("scrubbed_bytes_total", ""), 0);
+    destination.shut_down();
+    pool.wait_until_ready();
+    assert_eq!(pool.count("scrubbed_bytes_total", ""), 192 << 20);
+}
+
+/// Boots with `--memory` and expects the VMM to have said why it does without the pool.
+#[track_caller]
+fn boots_without(memory: &str, reason: &str) {
+    let start = Instant::now();
+    let vmm = Vmm::boot(1, memory, "workload=random-write mem=32M");
+    let event = vmm.wait_for_event("prezeroed-unavailable");
+    let error = event["properties"]["error"].as_str().unwrap_or_default().to_owned();
+    assert!(error.contains(reason), "{error}");
+    assert!(vmm.output().contains("does without prezeroed memory"), "{}", vmm.output());
+    assert!(start.elapsed() < Duration::from_secs(20), "it waited for {:?}", start.elapsed());
+    vmm.wait_for_work(1_000);
+    vmm.shut_down();
+}
+
+fn without() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let nowhere = folder.path().join("nowhere");
+    let memory = |path: &std::path::Path| format!("size=128M,prezeroed={}", path.display());
+    boots_without(&memory(&nowhere), "cannot be reached");
+    // Somebody who never answers.
+    let silent = folder.path().join("silent");
+    let _listener = UnixListener::bind(&silent).expect("a socket");
+    boots_without(&memory(&silent), "does not answer");
+    let mut pool = Pool::start(&["size = '128M'\npages = '4K'\ncount = 1"]);
+    let memory = memory(&pool.socket());
+    boots_without(&memory.replace("128M", "512M"), "no slots of at least");
+    let user = Vmm::boot(1, &memory, "workload=random-write mem=64M");
+    boots_without(&memory, "none of its 1 slots");
+    // A pool that ends takes nothing away.
+    pool.kill();
+    user.wait_for_work(5_000);
+    user.verify();
+    boots_without(&memory, "cannot be reached");
+    user.shut_down();
+}
+
+/// A source of numbers for the soak; the same each time.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+fn soak(length: Duration) {
+    const SLOT: u64 = 96 << 20;
+    let pool = Pool::start(&["size = '96M'\npages = '4K'\ncount = 3"]);
+    let memory = format!("size=96M,thp=off{}", pool.option());
+    let descriptors = process::descriptors(pool.pid()).len();
+    let start = Instant::now();
+    let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
+    let mut running: Vec<Vmm> = Vec::new();
+    let (mut kills, mut scans) = (0_u64, 0_u64);
+    while start.elapsed() < length {
+        match dice.below(4) {
+            0 | 1 if running.len() < 3 => {
+                let cmdline = format!("workload=random-write mem=100% seed={}", dice.below(1000));
+                running.push(VmmBuilder::guest(1, &memory, &cmdline).spawn());
+            }
+            2 if !running.is_empty() => {
+                let index = usize::try_from(dice.below(running.len() as u64)).expect("an index");
+                let mut vmm = running.swap_remove(index);
+                // At any moment of its life, the very first included.
+                std::thread::sleep(Duration::from_millis(dice.below(400)));
+                vmm.signal(libc::SIGKILL);
+                vmm.wait_for_exit();
+                kills += 1;
+            }
+            _ => {
+                if let Ok((connection, taken)) = pool.take(SLOT) {
+                    assert_zero(&taken.file, SLOT);
+                    taken.file.write_all_at(b"mine", dice.below(SLOT - 4)).expect("a write");
+                    scans += 1;
+                    drop((connection, taken));
+                }
+            }
+        }
+    }
+    for mut vmm in running {
+        vmm.signal(libc::SIGKILL);
+        vmm.wait_for_exit();
+        kills += 1;
+    }
+    pool.wait_until_ready();
+    let count = |name| pool.count(name, "");
+    println!(
+        "{kills} VMMs killed, {scans} slots scanned, {} lent, {} MiB cleared",
+        count("grants_total"),
+        count("scrubbed_bytes_total") >> 20
+    );
+    assert!(kills > 0 && scans > 0, "{kills} kills, {scans} scans");
+    assert_eq!(count("grants_total"), count("returns_total"));
+    assert_eq!([count("not_zero_total"), count("failures_total"), count("unproved_total")], [0; 3]);
+    let now = process::descriptors(pool.pid());
+    assert!(now.len() <= descriptors, "descriptors are left over: {now:?}");
+    for _ in 0..3 {
+        let (_connection, taken) = pool.take(SLOT).expect("memory");
+        assert_zero(&taken.file, SLOT);
+    }
+}
