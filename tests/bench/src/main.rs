@@ -13,6 +13,7 @@ mod precopy;
 mod prefault;
 mod prezero;
 mod process;
+mod qemu;
 mod report;
 mod slots;
 mod snapshot;
