@@ -36,7 +36,7 @@ fn settle(broker: &mut Broker) {
     static HOUR: AtomicU64 = AtomicU64::new(0);
     let hour = HOUR.fetch_add(1, Ordering::Relaxed);
     let later = Instant::now() + Duration::from_secs(3600 * hour);
-    let means = Means { pace: Pace::new(None), keep_free_bytes: 0 };
+    let means = Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false };
     for _ in 0..100 {
         broker.tick(later);
         let mut idle = true;
@@ -160,7 +160,7 @@ fn memory_that_somebody_still_has_is_not_touched() {
 #[test]
 fn memory_that_cannot_be_made_is_tried_again_later_and_later() {
     let mut broker = Broker::new(config(&[(1 << 45, SlotPages::Huge2Mib, 1)], 0), OWN);
-    let means = Means { pace: Pace::new(None), keep_free_bytes: 0 };
+    let means = Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false };
     let mut waits = Vec::new();
     let mut now = Instant::now();
     for _ in 0..3 {

@@ -95,6 +95,8 @@ pub struct Config {
     pub stats_socket: Option<PathBuf>,
     /// Threads for each NUMA node with slots.
     pub threads: NonZeroUsize,
+    /// Threads run only where a processor would idle otherwise.
+    pub idle_only: bool,
     /// Bytes per second over all threads; no limit if nothing.
     pub bandwidth: Option<u64>,
     /// Memory that the host keeps.
@@ -114,6 +116,7 @@ struct RawConfig {
     socket_mode: Option<String>,
     stats_socket: Option<PathBuf>,
     threads: Option<u32>,
+    idle_only: Option<bool>,
     bandwidth: Option<String>,
     keep_free: Option<String>,
     max_waste_percent: Option<u32>,
@@ -238,6 +241,7 @@ impl Config {
             socket_mode,
             stats_socket: raw.stats_socket,
             threads,
+            idle_only: raw.idle_only.unwrap_or(true),
             bandwidth: (bandwidth > 0).then_some(bandwidth),
             keep_free_bytes,
             max_waste_percent: raw.max_waste_percent.unwrap_or(WASTE_PERCENT_DEFAULT),
@@ -290,7 +294,7 @@ mod tests {
     fn nobody_else_gets_anything_unless_it_is_said() {
         let config = Config::parse("socket = '/s'").unwrap();
         assert_eq!(config.limits.of(1000, 7), 0);
-        assert_eq!(config.bandwidth, Some(2 << 30));
+        assert_eq!((config.bandwidth, config.idle_only), (Some(2 << 30), true));
     }
 
     #[test]

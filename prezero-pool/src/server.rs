@@ -119,8 +119,11 @@ pub fn serve(config: Config) -> Result<std::convert::Infallible, ServeError> {
     let clients = listen(&config.socket, config.socket_mode)?;
     let stats = config.stats_socket.as_deref().map(|path| listen(path, 0o660)).transpose()?;
     let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(ServeError::Start)?;
-    let means =
-        Means { pace: Pace::new(config.bandwidth), keep_free_bytes: config.keep_free_bytes };
+    let means = Means {
+        pace: Pace::new(config.bandwidth),
+        keep_free_bytes: config.keep_free_bytes,
+        idle_only: config.idle_only,
+    };
     let workers =
         Workers::start(&config.classes, config.threads, means, &wake).map_err(ServeError::Start)?;
     let own_uid = sys::own_uid();

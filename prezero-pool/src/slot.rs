@@ -78,6 +78,7 @@ pub enum SlotError {
 pub struct Means {
     pub pace: Pace,
     pub keep_free_bytes: u64,
+    pub idle_only: bool,
 }
 
 /// The memory of a slot.
@@ -232,7 +233,7 @@ mod tests {
     }
 
     fn means() -> Means {
-        Means { pace: Pace::new(None), keep_free_bytes: 0 }
+        Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false }
     }
 
     #[test]
@@ -282,7 +283,7 @@ mod tests {
 
     #[test]
     fn a_full_host_is_left_alone() {
-        let means = Means { pace: Pace::new(None), keep_free_bytes: u64::MAX };
+        let means = Means { pace: Pace::new(None), keep_free_bytes: u64::MAX, idle_only: false };
         let error = SlotMemory::build(&class(), &means).unwrap_err();
         assert!(matches!(error, SlotError::HostFull { .. }), "{error}");
     }

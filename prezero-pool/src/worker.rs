@@ -110,7 +110,9 @@ struct Worker {
 
 impl Worker {
     fn run(self) {
-        if let Err(error) = sys::run_when_idle() {
+        if self.means.idle_only
+            && let Err(error) = sys::run_when_idle()
+        {
             log::warn!("a thread cannot be made to wait for idle processors: {error}");
         }
         if let Some(node) = self.node {

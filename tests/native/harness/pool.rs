@@ -15,7 +15,7 @@ use super::wait_within;
 
 /// The daemon under test.
 const POOL: &str = env!("CARGO_BIN_EXE_prezero-pool");
-/// For slots to be made on a machine that is busy: they wait for idle processors.
+/// For slots to be made on a machine that is busy.
 const READY_TIME: Duration = Duration::from_mins(2);
 
 /// A pool.
@@ -30,7 +30,7 @@ impl Pool {
         let folder = TempDir::with_prefix("godwit-pool-").expect("a folder");
         let at = |name: &str| folder.path().join(name);
         let config = format!(
-            "socket = '{}'\nstats_socket = '{}'\nbandwidth = '0'\n{}",
+            "socket = '{}'\nstats_socket = '{}'\nbandwidth = '0'\nidle_only = false\n{}",
             at("pool").display(),
             at("stats").display(),
             slots.iter().fold(String::new(), |all, slot| all + "[[slots]]\n" + slot + "\n"),
