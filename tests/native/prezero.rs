@@ -18,7 +18,11 @@ const SOAK_VARIABLE: &str = "GODWIT_POOL_SOAK_S";
 pub fn add(suite: &mut Suite) {
     suite.add("prezero::the_next_vm_sees_zeroes_after_a_kill", after_a_kill);
     suite.add("prezero::zones_with_slots_of_their_own", zones);
-    suite.add("prezero::memory_on_both_sides_of_the_hole", around_the_hole);
+    suite.add_long(
+        "prezero::memory_on_both_sides_of_the_hole",
+        Duration::from_mins(5),
+        around_the_hole,
+    );
     suite.add("prezero::huge_pages", huge_pages);
     suite.add("prezero::memory_that_moved_is_left_alone", moved);
     suite.add("prezero::a_vm_starts_without_the_pool", without);
