@@ -37,7 +37,7 @@ struct Pool {
 }
 
 impl Pool {
-    fn start(vmm: &Path, sizes_mib: &[u64], bandwidth: &str) -> Result<Self, Box<dyn Error>> {
+    fn start(vmm: &Path, sizes_mib: &[u64], manner: &str) -> Result<Self, Box<dyn Error>> {
         let folder = TempDir::with_prefix("godwit-bench-")?;
         let at = |name: &str| folder.path().join(name);
         let mut slots = String::new();
@@ -45,7 +45,7 @@ impl Pool {
             let _ = writeln!(slots, "[[slots]]\nsize = '{mib}M'\npages = 'thp'\ncount = 1");
         }
         let text = format!(
-            "socket = '{}'\nstats_socket = '{}'\nbandwidth = '{bandwidth}'\nmax_waste_percent = 0\n\
+            "socket = '{}'\nstats_socket = '{}'\n{manner}\nmax_waste_percent = 0\n\
              {slots}",
             at("pool").display(),
             at("stats").display()
@@ -123,7 +123,7 @@ struct Samples {
 pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Error>> {
     let mut samples = Samples::default();
     {
-        let pool = Pool::start(vmm, &SIZES_MIB, "0")?;
+        let pool = Pool::start(vmm, &SIZES_MIB, "bandwidth = '0'\nidle_only = false")?;
         // One round more than counted.
         for round in 0..=runs {
             let one = hand_over(&pool)?;
@@ -137,7 +137,7 @@ pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Erro
         }
     }
     // As gently as it is by default.
-    let pool = Pool::start(vmm, &[8192], "2G")?;
+    let pool = Pool::start(vmm, &[8192], "bandwidth = '2G'")?;
     let cpus = std::thread::available_parallelism()?.get();
     for _ in 0..runs {
         samples.busy.push(loss(&pool, cpus)?);
