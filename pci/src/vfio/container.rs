@@ -37,6 +37,11 @@ impl Type1Container {
         Ok(Self { container: Arc::new(container), ram })
     }
 
+    /// The memory that may be mapped in it.
+    pub(super) fn memory(&self) -> Arc<GuestRam> {
+        Arc::clone(&self.ram)
+    }
+
     /// What the ioctls' crate wants of a container.
     pub(super) fn operations(&self) -> Arc<dyn VfioOps> {
         self.container.clone()
@@ -55,8 +60,9 @@ impl DmaTarget for Type1Container {
         }
         let gpa = region.gpa().saturating_add(range.start);
         let address = region.as_ptr().wrapping_add(start);
-        // SAFETY: the range lies in a region of `self.ram`, which this container keeps alive until
-        // after its mappings are gone; guest RAM is only ever reached by volatile and atomic
+        // SAFETY: the range lies in a region of `self.ram`, which this value and every function that
+        // was opened in the container keep alive until after the container, and so its mappings, are
+        // gone; guest RAM is only ever reached by volatile and atomic
         // accesses and by system calls, as vCPUs write to it at any time, too.
         let mapped = unsafe { self.container.vfio_dma_map(gpa, len, address) };
         mapped.map_err(|error| match error {

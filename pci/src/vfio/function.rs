@@ -14,6 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use log::warn;
+use memory::GuestRam;
 use vfio_bindings::bindings::vfio::{
     VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_INTX_IRQ_INDEX, VFIO_PCI_MSI_IRQ_INDEX,
     VFIO_PCI_MSIX_IRQ_INDEX, VFIO_REGION_INFO_FLAG_MMAP,
@@ -35,6 +36,8 @@ pub struct VfioFunction {
     file: File,
     device: VfioDevice,
     config_len_bytes: u16,
+    /// Until the device is gone its container may have guest memory mapped.
+    _memory: Arc<GuestRam>,
     log_budget: LogBudget,
 }
 
@@ -72,7 +75,8 @@ impl VfioFunction {
         let config_len = device.get_region_size(VFIO_PCI_CONFIG_REGION_INDEX);
         let config_len_bytes = u16::try_from(config_len.min(4096)).unwrap_or(0);
         let id = id.to_owned();
-        Ok(Self { id, file, device, config_len_bytes, log_budget: LogBudget::default() })
+        let log_budget = LogBudget::default();
+        Ok(Self { id, file, device, config_len_bytes, _memory: container.memory(), log_budget })
     }
 
     /// Where a range of a region lies in the device's file.

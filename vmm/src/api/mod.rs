@@ -32,4 +32,7 @@ pub use request::{
 };
 pub use server::ApiServer;
 pub use socket::{ApiListener, ApiSocket, SocketError};
-pub use types::{DeviceNode, MigrationCancelled, VmCounters, VmInfo, VmState, VmmPingResponse};
+pub use types::{
+    DeviceNode, MigrationCancelled, PassthroughInfo, PinningState, VmCounters, VmInfo, VmState,
+    VmmPingResponse,
+};

@@ -70,6 +70,32 @@ option_family! {
     }
 }
 
+option_enum! {
+    /// Whether guest memory is mapped for the DMA of passed-through devices.
+    PinningState = "pinning|pinned|failed", default Pinning {
+        /// Under way.
+        Pinning = "pinning",
+        /// All of it is.
+        Pinned = "pinned",
+        /// It is not; the devices are gone for the guest.
+        Failed = "failed",
+    }
+}
+
+option_family! {
+    /// Guest memory on its way to the DMA of passed-through devices.
+    PassthroughInfo "passthrough-info" {
+        /// Bytes that are mapped and pinned.
+        pinned_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
+        /// Bytes in all.
+        total_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
+        /// What becomes of it.
+        state: PinningState = PinningState::Pinning, "" as JsonOnly, answer(), required_json();
+        /// Why it failed.
+        error: Option<String> = None, "" as JsonOnly, answer();
+    }
+}
+
 option_family! {
     /// A VM: its configuration and what has become of it.
     VmInfo "info" {
@@ -81,6 +107,8 @@ option_family! {
         memory_actual_size: u64 = 0, "" as JsonOnly, answer();
         /// Its devices by name.
         device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
+        /// How much memory is ready for passed-through devices, if it has any.
+        passthrough: Option<PassthroughInfo> = None, "" as JsonOnly, answer();
     }
 }
 

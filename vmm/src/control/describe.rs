@@ -5,7 +5,9 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use crate::api::{DeviceNode, VmCounters, VmInfo, VmState};
+use pci::vfio::{PinProgress, PinState};
+
+use crate::api::{DeviceNode, PassthroughInfo, PinningState, VmCounters, VmInfo, VmState};
 use crate::config::VmConfig;
 use crate::machine::Machine;
 
@@ -19,6 +21,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         config: config.clone(),
         state: VmState::Created,
         device_tree: None,
+        passthrough: None,
     }
 }
 
@@ -42,6 +45,21 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
         state,
         memory_actual_size: machine.ram().total_bytes(),
         device_tree: Some(device_tree),
+        passthrough: machine.pin_progress().map(pinning),
+    }
+}
+
+fn pinning(progress: PinProgress) -> PassthroughInfo {
+    let (state, error) = match progress.state {
+        PinState::Pinning => (PinningState::Pinning, None),
+        PinState::Pinned(_) => (PinningState::Pinned, None),
+        PinState::Failed(reason) => (PinningState::Failed, Some(reason.to_string())),
+    };
+    PassthroughInfo {
+        pinned_bytes: progress.pinned_bytes,
+        total_bytes: progress.total_bytes,
+        state,
+        error,
     }
 }
 
@@ -57,7 +75,7 @@ fn monotonic_us(at: Instant) -> u64 {
 
 /// Counters of the devices, and when the guest began.
 pub fn counters(machine: &Machine) -> VmCounters {
-    let mut counters = machine.counters();
+    let mut counters = machine.counters(monotonic_us);
     let marks = [
         ("first_instruction_monotonic_us", machine.first_run()),
         ("first_mmio_monotonic_us", machine.first_mmio()),
