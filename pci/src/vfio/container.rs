@@ -6,6 +6,7 @@
 //! across the pinning of a call, so several threads map no faster than one; what makes it fast are
 //! large calls on memory that is populated already.
 
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,6 +18,8 @@ use vfio_ioctls::{VfioContainer, VfioDeviceFd, VfioError as IoctlError, VfioOps}
 use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
+
+const CONTAINER: &str = "/dev/vfio/vfio";
 
 /// A container. Functions that were opened in it hold a share.
 pub struct Type1Container {
@@ -31,6 +34,12 @@ impl Type1Container {
     /// # Errors
     /// The host has no VFIO.
     pub fn new(vm: &Vm, ram: Arc<GuestRam>) -> Result<Self, VfioError> {
+        // First of all: it says most about what the host lacks.
+        File::options()
+            .read(true)
+            .write(true)
+            .open(CONTAINER)
+            .map_err(|error| VfioError::Container(IoctlError::OpenContainer(error)))?;
         let tell_kvm = VfioDeviceFd::new_from_kvm(vm.create_vfio_device()?);
         let container =
             VfioContainer::new(Some(Arc::new(tell_kvm))).map_err(VfioError::Container)?;

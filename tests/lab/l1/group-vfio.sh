@@ -6,24 +6,9 @@
 # machine: -netdev hubport,id=h0,hubid=0 -device virtio-net-pci,netdev=h0,romfile=,mac=52:54:00:00:02:01
 # machine: -netdev hubport,id=h1,hubid=0 -device virtio-net-pci,netdev=h1,romfile=,mac=52:54:00:00:02:02,iommu_platform=on,disable-legacy=on
 . ./lib.sh
+. ./passthrough.sh
 
-PCI=/sys/bus/pci/devices
-# function_of FILE TEXT: the PCI function under whose directory FILE says TEXT.
-function_of() { grep -lsi "$2" $1 | sed -n "s|^\(.*/0000:[0-9a-f:.]*\)/.*|\1|p" | head -n 1; }
-# give_to_vfio DIRECTORY
-give_to_vfio() {
-  function=$(basename $1)
-  echo vfio-pci >$1/driver_override
-  [ ! -e $1/driver ] || echo $function >$1/driver/unbind
-  echo $function >/sys/bus/pci/drivers_probe
-  [ "$(basename "$(readlink $1/driver)")" = vfio-pci ]
-}
-echo 1 >/sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts
-wait_until 20 test -b /dev/nvme1n1
-# Which of the two controllers is which is not settled.
-ROOT_DISK=/dev/$(grep -ls '^lab' /sys/class/nvme/*/serial | cut -d/ -f5)n1
-own=$(grep -ls '^passed' /sys/class/nvme/*/serial | cut -d/ -f5)
-disk=$PCI/$(basename "$(readlink /sys/class/nvme/$own/device)")
+find_disk
 nic=
 for net in /sys/class/net/*; do
   case $(cat $net/address) in
@@ -32,9 +17,7 @@ for net in /sys/class/net/*; do
   esac
 done
 echo "disk $disk, network card $nic, our end $ours"
-# What the guest is to find on the disk: it comes by DMA, from nowhere else.
-head -c 8388608 /dev/urandom >$T/known
-dd if=$T/known of=/dev/${own}n1 bs=1M conv=fsync 2>/dev/null
+fill_disk
 
 refuses_what_is_not_bound() {
   cloud-hypervisor --kernel /lab/vmlinuz --memory size=256M --device path=$disk >$T/refused.log 2>&1 && return 1
@@ -59,7 +42,7 @@ refuses_too_many_mappings() {
 }
 check refuses_too_many_mappings refuses_too_many_mappings
 refuses_too_little_locked_memory() {
-  setpriv --bounding-set=-ipc_lock prlimit --memlock=67108864 cloud-hypervisor --kernel /lab/vmlinuz \
+  /bin/setpriv --bounding-set=-ipc_lock prlimit --memlock=67108864 cloud-hypervisor --kernel /lab/vmlinuz \
     --memory size=256M --device path=$disk >$T/refused.log 2>&1 && return 1
   cat $T/refused.log
   grep -q "ulimit -l" $T/refused.log
@@ -68,12 +51,10 @@ check refuses_too_little_locked_memory refuses_too_little_locked_memory
 
 start_guest a 1 --device path=$disk,id=disk path=$nic,id=nic || failed start "the VMM did not start"
 check boots_with_devices wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
-# event NAME: at which line of the events it is.
-event() { grep -n "\"event\": \"$1\"" $T/a.events | tail -n 1 | cut -d: -f1; }
 memory_is_mapped_while_the_guest_runs() {
   wait_until 60 grep -q '"event": "passthrough-pinned"' $T/a.events || return 1
   remote a counters
-  [ "$(event booted)" -lt "$(event passthrough-pinned)" ] && remote a info | grep -q '"pinned_bytes": *268435456'
+  [ "$(event a booted)" -lt "$(event a passthrough-pinned)" ] && remote a info | grep -q '"pinned_bytes": *268435456'
 }
 check memory_is_mapped_while_the_guest_runs memory_is_mapped_while_the_guest_runs
 drivers_load() {
@@ -82,15 +63,8 @@ drivers_load() {
   grep -q "^passed" $T/out && grep -q "^52:54:00:00:02:02" $T/out
 }
 check drivers_load drivers_load
-reads_what_is_there() {
-  guest a "head -c 8388608 /dev/nvme0n1 | sha256sum" && [ "$(head -n 1 $T/out)" = "$(sha256sum <$T/known)" ]
-}
-check reads_by_dma reads_what_is_there
-writes_and_reads_back() {
-  guest a "head -c 33554432 /dev/urandom >/tmp/w; dd if=/tmp/w of=/dev/nvme0n1 bs=1M seek=16 conv=fsync 2>/dev/null; echo 3 >/proc/sys/vm/drop_caches; sha256sum </tmp/w; dd if=/dev/nvme0n1 bs=1M skip=16 count=32 2>/dev/null | sha256sum; rm /tmp/w" &&
-    [ "$(sed -n 1p $T/out)" = "$(sed -n 2p $T/out)" ]
-}
-check writes_by_dma writes_and_reads_back
+check reads_by_dma reads_what_is_there a
+check writes_by_dma writes_and_reads_back a
 interrupts_by_msix() {
   guest a "grep -E 'MSIX?' /proc/interrupts" || return 1
   cat $T/out
@@ -112,14 +86,11 @@ refuses_to_be_saved() {
   grep -q "disk, nic" $T/refused.log
 }
 check refuses_to_be_saved refuses_to_be_saved
-reboots() { guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY" 2; }
-check reboots reboots
-check reads_by_dma_after_reboot reads_what_is_there
-check writes_by_dma_after_reboot writes_and_reads_back
 guest_restarts_itself() {
-  echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 3
+  echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 2
 }
 check guest_restarts_itself guest_restarts_itself
-check reads_by_dma_after_restart reads_what_is_there
+check reads_by_dma_after_restart reads_what_is_there a
+check writes_by_dma_after_restart writes_and_reads_back a
 power_button() { remote a power-button && wait_until 60 says a "POWER-BUTTON" && ends a 60; }
 check power_button_ends_the_vmm power_button
