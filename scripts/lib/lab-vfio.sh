@@ -13,4 +13,5 @@ build_extra_vfio() {
   add_program "$tree" /usr/bin/chrt
   pack "$tree" "$1"
 }
+build_extra_bench_passthrough() { build_extra_vfio "$@"; }
 build_extra_vfio_gate() { build_extra_vfio "$@"; }

@@ -127,6 +127,14 @@ impl BarSlots for KvmBarSlots {
     }
 }
 
+/// What all devices of a machine share.
+struct Shared<'a> {
+    sockets: &'a Sockets<'a>,
+    container: &'a Type1Container,
+    slots: Arc<KvmBarSlots>,
+    gate: Arc<DmaGate>,
+}
+
 /// The passed-through devices of one machine.
 #[derive(Default)]
 pub struct Passthrough {
@@ -164,10 +172,10 @@ impl Passthrough {
         let container =
             Type1Container::new(sockets.vm, Arc::clone(ram)).map_err(PassthroughError::Vfio)?;
         let gate = Arc::new(DmaGate::default());
-        let slots: Arc<dyn BarSlots> =
-            Arc::new(KvmBarSlots { vm: sockets.vm.clone(), taken: Mutex::default() });
+        let slots = Arc::new(KvmBarSlots { vm: sockets.vm.clone(), taken: Mutex::default() });
+        let shared = Shared { sockets, container: &container, slots, gate: Arc::clone(&gate) };
         for (index, config) in (0_u32..).zip(configs) {
-            this.plug(config, index, sockets, &container, &slots, &gate)?;
+            this.plug(config, index, &shared)?;
         }
         this.strict = configs.iter().any(|device| device.pin == PinMode::Strict);
         let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
@@ -183,11 +191,9 @@ impl Passthrough {
         &mut self,
         config: &DeviceConfig,
         index: u32,
-        sockets: &Sockets<'_>,
-        container: &Type1Container,
-        slots: &Arc<dyn BarSlots>,
-        gate: &Arc<DmaGate>,
+        shared: &Shared<'_>,
     ) -> Result<(), PassthroughError> {
+        let Shared { sockets, container, slots, gate } = shared;
         let id = config.id.clone().unwrap_or_default();
         let path = config.path.clone().unwrap_or_default();
         let failed =
@@ -201,7 +207,7 @@ impl Passthrough {
         let trapped = config.x_exclude_mmap_bars.iter();
         let wiring = VfioWiring {
             msi_source: sockets.vm,
-            slots: Arc::clone(slots),
+            slots: slots.clone(),
             gate: Arc::clone(gate),
             intx: Some(Box::new(line) as Box<dyn IntxLine>),
             trapped_bars: trapped.filter_map(|bar| u8::try_from(*bar).ok()).collect(),
