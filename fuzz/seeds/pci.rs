@@ -105,8 +105,37 @@ fn driver(queues: u64, msix: bool) -> Vec<u8> {
     input
 }
 
+/// Sizes and places the first BAR of a passed-through function, switches MSI and MSI-X on and off, and
+/// then bus mastering. The form is that of `pci/src/vfio/fuzzing.rs`: the gate, patches (none), accesses of
+/// a kind, an offset in two bytes (the second chooses a register) and data.
+fn passthrough(gate_open: bool) -> Vec<u8> {
+    const COMMAND: u8 = 0;
+    const BARS: u8 = 1;
+    const MSI: u8 = 4;
+    const MSIX: u8 = 5;
+    let write = |place: u8, offset: u8, data: &[u8]| {
+        let size = u8::try_from(data.len().ilog2()).unwrap_or(0);
+        [&[size, offset, place][..], data].concat()
+    };
+    let mut input = vec![u8::from(!gate_open), 0];
+    input.extend(write(BARS, 0, &[0xff; 4]));
+    input.extend(write(BARS, 0, &[0, 0, 0x10, 0]));
+    input.extend(write(BARS, 4, &[0x40, 0, 0, 0]));
+    input.extend(write(COMMAND, 0, &[2, 0]));
+    input.extend(write(MSI, 4, &[0, 0x10, 0xe0, 0xfe]));
+    input.extend(write(MSI, 2, &[0x11, 0]));
+    input.extend(write(MSI, 2, &[0, 0]));
+    input.extend(write(MSIX, 2, &[4, 0x80]));
+    input.extend(write(COMMAND, 0, &[6, 4]));
+    input.extend(write(BARS, 0, &[0, 0, 0x20, 0]));
+    input.extend(write(MSIX, 2, &[4, 0]));
+    input
+}
+
 pub fn seeds() -> Vec<Seed> {
     vec![
+        Seed::new("vfio_config", "gate-open", passthrough(true)),
+        Seed::new("vfio_config", "gate-failed", passthrough(false)),
         Seed::new("pci_config_space", "ecam", enumeration(false)),
         Seed::new("pci_config_space", "ports", enumeration(true)),
         Seed::new("virtio_transport", "one-queue", driver(1, false)),

@@ -51,6 +51,7 @@ mod tsc;
 mod userfault;
 mod vcpu;
 mod vcpu_state;
+mod vfio;
 mod vm;
 
 pub use blob::{Blob, BlobError};
@@ -69,4 +70,5 @@ pub use tsc::TscState;
 pub use userfault::{FaultCause, UserfaultBitmap, UserfaultSupport};
 pub use vcpu::{BootRegisters, Vcpu, VcpuInit};
 pub use vcpu_state::{CpuidEntry, VCPU_STATE_VERSION, VcpuState, VcpuStateError};
+pub use vfio::LevelLine;
 pub use vm::{Vm, VmConfig};

@@ -33,11 +33,11 @@ impl Routes {
     }
 }
 
-fn kernel(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> IrqError {
+pub(crate) fn kernel(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> IrqError {
     move |error| IrqError::Kernel { what, source: error.into() }
 }
 
-fn new_event() -> Result<EventFd, IrqError> {
+pub(crate) fn new_event() -> Result<EventFd, IrqError> {
     EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)
         .map_err(|source| IrqError::Kernel { what: "create an eventfd", source })
 }

@@ -153,6 +153,19 @@ fn an_interrupt_line_reaches_the_pic() {
 }
 
 #[test]
+fn level_lines_share_a_number_and_take_it_back() {
+    let Some(kvm) = kvm() else { return };
+    let (vm, _memory) = vm(&kvm, false);
+    assert!(vm.create_level_line(24).is_err());
+    for _ in 0..2 {
+        let lines = [16, 16, 23].map(|gsi| vm.create_level_line(gsi).unwrap());
+        for line in &lines {
+            line.event().write(1).unwrap();
+        }
+    }
+}
+
+#[test]
 fn a_write_signals_an_eventfd_without_an_exit() {
     let Some(kvm) = kvm() else { return };
     let (recorder, events) = Recorder::new();

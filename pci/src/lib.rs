@@ -2,9 +2,10 @@
 
 //! The PCI room: how a guest finds a device, reaches its registers and is interrupted by it.
 //!
-//! Owns configuration space, the placement and mapping of BARs, MSI-X, and the virtio transport
-//! over PCI. Knows nothing of what a device does, of KVM, or of configuration files: interrupts
-//! and I/O events come through the traits of `hypervisor::irq`, mappings go out through
+//! Owns configuration space, the placement and mapping of BARs, MSI-X, the virtio transport over
+//! PCI, and passed-through functions with their DMA mappings ([`vfio`]). Knows nothing of what a
+//! device does or of configuration files, and of KVM only that it has to be told of VFIO groups:
+//! interrupts and I/O events come through the traits of `hypervisor::irq`, mappings go out through
 //! [`BarMapper`].
 //!
 //! ```text
@@ -26,6 +27,7 @@ pub mod fakes;
 mod fuzzing;
 mod locks;
 mod msix;
+pub mod vfio;
 mod virtio;
 
 pub use address::{Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber};

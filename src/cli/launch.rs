@@ -16,8 +16,7 @@ use vmm::config::console::{ConsoleConfig, DebugConsoleConfig, SerialConfig};
 use vmm::config::cpus::CpusConfig;
 use vmm::config::family::Family as _;
 use vmm::config::later::{
-    DeviceConfig, FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
-    VsockConfig,
+    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
 };
 use vmm::config::memory::{MemoryConfig, MemoryZoneConfig};
 use vmm::config::migration::RestoreConfig;
@@ -26,7 +25,7 @@ use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
 use vmm::config::reference::help;
 use vmm::config::small::{BalloonConfig, LandlockConfig, NumaConfig, RngConfig, TpmConfig};
-use vmm::config::{ConfigError, DiskConfig, NetConfig, VmParams};
+use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, VmParams};
 use vmm::events::{EventError, EventTarget};
 use vmm::options::{SeccompMode, VmmOptions};
 

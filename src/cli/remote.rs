@@ -17,13 +17,12 @@ use vmm::api::endpoints::Method;
 use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
 use vmm::config::codec::{Bytes, ValueCodec as _};
 use vmm::config::later::{
-    DeviceConfig, FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
-    VsockConfig,
+    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
 };
 use vmm::config::migration::RestoreConfig;
 use vmm::config::reference::help;
 use vmm::config::{
-    ConfigError, DiskConfig, Family, MigrationRecoverData, NetConfig, OptionError,
+    ConfigError, DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig, OptionError,
     ReceiveMigrationData, SendMigrationData,
 };
 

@@ -55,6 +55,13 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "rebooted", "the VM runs again after a reboot"),
     ("vm", "shutdown", "the VM was shut down"),
     ("vm", "deleted", "the VM was deleted"),
+    ("vm", "passthrough-pinned", "all memory is ready for passed-through devices (bytes, took_ms)"),
+    ("vm", "passthrough-failed", "memory cannot be made ready for them (error: why)"),
+    (
+        "vm",
+        "passthrough-device-lost",
+        "a passed-through device is gone for the guest (id: its name)",
+    ),
     ("vm", "migration-starting", "the VM is about to be sent"),
     ("vm", "migration-started", "the destination takes the VM"),
     ("vm", "migration-memory-iteration", "a round of precopy is done (id: its number)"),

@@ -344,6 +344,11 @@ impl BarPlacement {
         if bar.decodes && !self.take_soft_claims(range) {
             return None;
         }
+        // Asked for an exact range inside of one that is taken, the allocator gives it.
+        let taken = |bar: &PlacedBar| bar.claim.is_some_and(|claim| claim.range.overlaps(&range));
+        if self.bars.iter().any(taken) {
+            return None;
+        }
         self.windows[window]
             .allocate(len_bytes, len_bytes, AllocPolicy::ExactMatch(range.start()))
             .ok()

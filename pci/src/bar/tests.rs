@@ -159,6 +159,19 @@ fn bars_are_placed_by_width_and_aligned_to_their_size() {
     assert_eq!(rig.mapper.take_calls(), [], "nothing is mapped before the guest says so");
 }
 
+/// The allocator hands out a part of a range that is taken when it is asked for exactly that.
+#[test]
+fn a_small_bar_inside_of_a_large_one_gets_nothing_until_that_goes() {
+    let mut rig = Rig::new();
+    rig.add(&[(BarKind::Memory64, 0x1_0000)]).unwrap();
+    rig.add(&[(BarKind::Memory64, 0x1000)]).unwrap();
+    rig.set(1, HIGH + 0x1000, false);
+    // Each gives back what it has, and the allocator has to know it.
+    rig.set(0, HIGH + 0x4_0000, true);
+    rig.set(1, HIGH + 0x1000, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH + 0x1000, HIGH + 0x4_0000]);
+}
+
 #[test]
 fn a_function_without_room_gives_back_what_it_got() {
     let mut rig = Rig::new();

@@ -279,7 +279,8 @@ impl ConfigSpace {
         }
     }
 
-    fn allow(&mut self, offset: u16, masks: &[u8]) {
+    /// Marks bits that the guest can write.
+    pub(crate) fn allow(&mut self, offset: u16, masks: &[u8]) {
         for (mask, current) in masks.iter().zip(self.writable.iter_mut().skip(offset.into())) {
             *current |= mask;
         }

@@ -9,6 +9,7 @@ mod child;
 mod hugepages;
 mod loopback;
 mod machine;
+mod passthrough;
 mod precopy;
 mod prefault;
 mod prezero;
@@ -50,6 +51,12 @@ fn main() -> ExitCode {
             .subcommand(common("prezero-pool", "5").about(
                 "Handing memory over, clearing it, and what a busy neighbour loses meanwhile",
             ))
+            .subcommand(
+                Command::new("passthrough-boot")
+                    .about("VMs with a passed-through disk, from the log of the lab's machine")
+                    .arg(flag("json", "Print one JSON object"))
+                    .arg(path("log", "The log").required(true)),
+            )
             .get_matches();
     let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
     match run(name, arguments) {
@@ -70,6 +77,9 @@ fn main() -> ExitCode {
 
 fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error::Error>> {
     let path = |name: &str| arguments.get_one::<PathBuf>(name).cloned().unwrap_or_default();
+    if name == "passthrough-boot" {
+        return passthrough::run(&path("log"));
+    }
     let (vmm, guest) = (path("vmm"), path("guest"));
     let runs = arguments.get_one::<u64>("runs").copied().unwrap_or(1).max(1);
     let runs = usize::try_from(runs)?;

@@ -84,6 +84,18 @@ option_enum! {
     }
 }
 
+option_enum! {
+    /// Whether guest memory is mapped for the DMA of passed-through devices.
+    PinningState = "pinning|pinned|failed", default Pinning {
+        /// Under way.
+        Pinning = "pinning",
+        /// All of it is.
+        Pinned = "pinned",
+        /// It is not; the devices are gone for the guest.
+        Failed = "failed",
+    }
+}
+
 option_family! {
     /// Memory that is populated in the background (prefault=background).
     PrefaultInfo "prefault-info" {
@@ -93,6 +105,20 @@ option_family! {
         done_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
         /// Bytes in all.
         total_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
+        /// Why it failed.
+        error: Option<String> = None, "" as JsonOnly, answer();
+    }
+}
+
+option_family! {
+    /// Guest memory on its way to the DMA of passed-through devices.
+    PassthroughInfo "passthrough-info" {
+        /// Bytes that are mapped and pinned.
+        pinned_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
+        /// Bytes in all.
+        total_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
+        /// What becomes of it.
+        state: PinningState = PinningState::Pinning, "" as JsonOnly, answer(), required_json();
         /// Why it failed.
         error: Option<String> = None, "" as JsonOnly, answer();
     }
@@ -111,6 +137,8 @@ option_family! {
         device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
         /// How far memory is populated in the background.
         prefault: Option<PrefaultInfo> = None, "" as JsonOnly, answer();
+        /// How much memory is ready for passed-through devices, if it has any.
+        passthrough: Option<PassthroughInfo> = None, "" as JsonOnly, answer();
     }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Families of devices that this version knows by name only: file systems, persistent memory,
-//! vsock, vDPA, passthrough and other vhost-user devices.
+//! vsock, vDPA and other vhost-user devices.
 //!
 //! Owns their definitions, so that option strings and JSON are checked the same as ever and the
 //! refusal names what is missing rather than calling it unknown.
@@ -84,28 +84,6 @@ option_family! {
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
-    }
-}
-
-option_family! {
-    /// A passed-through host device (VFIO).
-    DeviceConfig "device" {
-        /// The device in sysfs.
-        path: Option<PathBuf> = None, "path" as Opt<File>;
-        /// Open descriptor of the device.
-        fd: Option<u32> = None, "fd" as Opt<Int>;
-        /// Behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>;
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>;
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
-        /// GPUDirect clique.
-        x_nv_gpudirect_clique: Option<u8> = None, "x_nv_gpudirect_clique" as Opt<Int>;
-        /// BARs that are not mapped.
-        x_exclude_mmap_bars: Vec<u64> = Vec::new(), "x_exclude_mmap_bars" as One<IntList>;
     }
 }
 

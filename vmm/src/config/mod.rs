@@ -14,6 +14,7 @@
 pub mod codec;
 pub mod console;
 pub mod cpus;
+pub mod device;
 pub mod disk;
 pub mod error;
 pub mod family;
@@ -37,6 +38,7 @@ mod tests;
 
 pub use console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
 pub use cpus::{CpuAffinity, CpuTopology, CpusConfig};
+pub use device::{DeviceConfig, PinMode};
 pub use disk::{DiskConfig, ImageType, LockGranularity};
 pub use error::ConfigError;
 pub use family::Family;
@@ -94,7 +96,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "serial" => check::<SerialConfig>(text),
         "debug-console" => check::<DebugConsoleConfig>(text),
         "numa" => check::<small::NumaConfig>(text),
-        "device" => check::<later::DeviceConfig>(text),
+        "device" => check::<DeviceConfig>(text),
         "send-migration" => {
             let _ = SendMigrationData::parse_or_url(text).map(|data| data.validate());
             check::<SendMigrationData>(text);

@@ -22,6 +22,7 @@ pub fn families() -> Vec<FamilyInfo> {
         platform::PlatformConfig::info(),
         disk::DiskConfig::info(),
         net::NetConfig::info(),
+        super::DeviceConfig::info(),
         small::RngConfig::info(),
         console::ConsoleConfig::info(),
         console::SerialConfig::info(),
@@ -36,7 +37,6 @@ pub fn families() -> Vec<FamilyInfo> {
         small::TpmConfig::info(),
         small::LandlockConfig::info(),
         platform::PciSegmentConfig::info(),
-        later::DeviceConfig::info(),
         later::UserDeviceConfig::info(),
         later::VdpaConfig::info(),
         later::VsockConfig::info(),
@@ -47,7 +47,7 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 15] = [
+pub const UNSUPPORTED_FAMILIES: [&str; 14] = [
     "restore",
     "rate-limit-group",
     "balloon",
@@ -55,7 +55,6 @@ pub const UNSUPPORTED_FAMILIES: [&str; 15] = [
     "tpm",
     "landlock-rules",
     "pci-segment",
-    "device",
     "user-device",
     "vdpa",
     "vsock",

@@ -194,6 +194,27 @@ fn devices_get_names_from_one_count() {
 }
 
 #[test]
+fn passed_through_devices() {
+    let with = |device: &str| {
+        complete(&format!(r#"{{"payload":{{"kernel":"/k"}},"devices":[{device}]}}"#))
+    };
+    let config = with(r#"{"path":"/d"},{"path":"/e","id":"gpu","pin":"Strict"}"#).unwrap();
+    let devices = config.devices.unwrap();
+    assert_eq!((devices[0].id.as_deref(), devices[0].pin), (Some("_vfio0"), PinMode::Overlap));
+    assert_eq!((devices[1].id.as_deref(), devices[1].pin), (Some("gpu"), PinMode::Strict));
+    let parsed = DeviceConfig::parse("path=/e,id=gpu,pin=strict").unwrap();
+    assert_eq!(parsed, devices[1]);
+    assert!(matches!(with(r#"{"id":"gpu"}"#), Err(ConfigError::Device { what: "device", .. })));
+    for later in [r#""iommu":true"#, r#""fd":3"#, r#""pci_segment":1"#] {
+        let refused = with(&format!(r#"{{"path":"/d",{later}}}"#));
+        assert!(matches!(refused, Err(ConfigError::Unsupported { .. })), "{later}");
+    }
+    assert!(with(r#"{"path":"/d","x_exclude_mmap_bars":[6]}"#).is_err());
+    assert!(with(r#"{"path":"/d","id":"x"},{"path":"/e","id":"x"}"#).is_err());
+    assert!(with(r#"{"path":"/d","pci_device_id":3},{"path":"/e","pci_device_id":3}"#).is_err());
+}
+
+#[test]
 fn completing_twice_changes_nothing() {
     let once =
         complete(r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/a"}],"net":[{"tap":"t"}]}"#)

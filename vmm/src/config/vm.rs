@@ -13,12 +13,12 @@ use std::collections::BTreeSet;
 use super::codec::JsonOnly;
 use super::console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
 use super::cpus::CpusConfig;
+use super::device::DeviceConfig;
 use super::disk::DiskConfig;
 use super::error::ConfigError;
 use super::family::option_family;
 use super::later::{
-    DeviceConfig, FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
-    VsockConfig,
+    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
 };
 use super::memory::MemoryConfig;
 use super::net::NetConfig;
@@ -66,7 +66,7 @@ option_family! {
         /// Debug console.
         debug_console: DebugConsoleConfig = DebugConsoleConfig::default(), "" as JsonOnly;
         /// Passed-through host devices.
-        devices: Option<Vec<DeviceConfig>> = None, "" as JsonOnly, unsupported();
+        devices: Option<Vec<DeviceConfig>> = None, "" as JsonOnly;
         /// Devices of other processes.
         user_devices: Option<Vec<UserDeviceConfig>> = None, "" as JsonOnly, unsupported();
         /// vDPA devices.
@@ -127,6 +127,9 @@ impl VmConfig {
         for net in self.net.iter().flatten() {
             net.validate(self.cpus.boot_vcpus)?;
         }
+        for device in self.devices.iter().flatten() {
+            device.validate()?;
+        }
         self.console.validate()?;
         self.serial.validate()?;
         self.debug_console.validate()?;
@@ -162,10 +165,14 @@ impl VmConfig {
         for id in self.net.iter().flatten().filter_map(|net| net.id.as_deref()) {
             take("net", id, "")?;
         }
+        for id in self.devices.iter().flatten().filter_map(|device| device.id.as_deref()) {
+            take("device", id, "")?;
+        }
         let disks = self.disks.iter_mut().flatten().map(|disk| ("_disk", &mut disk.id));
         let nets = self.net.iter_mut().flatten().map(|net| ("_net", &mut net.id));
+        let devices = self.devices.iter_mut().flatten().map(|device| ("_vfio", &mut device.id));
         let mut count = 0_u32;
-        for (prefix, id) in disks.chain(nets) {
+        for (prefix, id) in disks.chain(nets).chain(devices) {
             while id.is_none() {
                 let name = format!("{prefix}{count}");
                 count += 1;
@@ -180,9 +187,10 @@ impl VmConfig {
     fn check_slots(&self) -> Result<(), ConfigError> {
         let disks = self.disks.iter().flatten().map(|disk| disk.pci_device_id);
         let nets = self.net.iter().flatten().map(|net| net.pci_device_id);
+        let devices = self.devices.iter().flatten().map(|device| device.pci_device_id);
         let others = [self.rng.pci_device_id, self.console.pci_device_id];
         let mut slots = BTreeSet::new();
-        for slot in disks.chain(nets).chain(others).flatten() {
+        for slot in disks.chain(nets).chain(devices).chain(others).flatten() {
             if !slots.insert(slot) {
                 return Err(ConfigError::DuplicateSlot { slot });
             }

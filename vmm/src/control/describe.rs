@@ -5,7 +5,12 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use crate::api::{DeviceNode, PrefaultInfo, PrefaultState, VmCounters, VmInfo, VmState};
+use pci::vfio::{PinProgress, PinState};
+
+use crate::api::{
+    DeviceNode, PassthroughInfo, PinningState, PrefaultInfo, PrefaultState, VmCounters, VmInfo,
+    VmState,
+};
 use crate::config::VmConfig;
 use crate::machine::{Machine, PrefaultEnd, PrefaultStatus};
 
@@ -20,6 +25,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         state: VmState::Created,
         device_tree: None,
         prefault: None,
+        passthrough: None,
     }
 }
 
@@ -44,6 +50,21 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
         memory_actual_size: machine.ram().total_bytes(),
         device_tree: Some(device_tree),
         prefault: machine.prefault_status().map(prefault_info),
+        passthrough: machine.pin_progress().map(pinning),
+    }
+}
+
+fn pinning(progress: PinProgress) -> PassthroughInfo {
+    let (state, error) = match progress.state {
+        PinState::Pinning => (PinningState::Pinning, None),
+        PinState::Pinned(_) => (PinningState::Pinned, None),
+        PinState::Failed(reason) => (PinningState::Failed, Some(reason.to_string())),
+    };
+    PassthroughInfo {
+        pinned_bytes: progress.pinned_bytes,
+        total_bytes: progress.total_bytes,
+        state,
+        error,
     }
 }
 
@@ -70,7 +91,7 @@ fn monotonic_us(at: Instant) -> u64 {
 
 /// Counters of the devices, and when the guest began.
 pub fn counters(machine: &Machine) -> VmCounters {
-    let mut counters = machine.counters();
+    let mut counters = machine.counters(monotonic_us);
     let marks = [
         ("first_instruction_monotonic_us", machine.first_run()),
         ("first_mmio_monotonic_us", machine.first_mmio()),

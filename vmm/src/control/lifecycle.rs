@@ -208,6 +208,12 @@ impl Vmm {
         }
     }
 
+    /// Refuses to move or save a VM whose devices cannot be.
+    pub(super) fn refuse_unmovable(&mut self) -> Result<(), ApiError> {
+        let movable = self.machine_mut()?.check_movable();
+        movable.map_err(|error| ApiError::from_error(ApiErrorKind::Conflict, &error))
+    }
+
     /// Acts on what the guest did.
     pub(super) fn guest_event(&mut self, event: GuestEvent) -> Next {
         if let Vm::Leaving { sending, pending, .. } = &mut self.vm {

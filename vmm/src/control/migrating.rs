@@ -51,6 +51,7 @@ impl Vmm {
     pub(super) fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
         let vcpus = self.machine_mut()?.config().cpus.boot_vcpus;
         let options = sending::options(data, vcpus)?;
+        self.refuse_unmovable()?;
         self.refuse_while_memory_arrives("migrated")?;
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());

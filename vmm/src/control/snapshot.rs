@@ -146,6 +146,7 @@ impl Vmm {
             .map_err(|error| ApiError::from_error(ApiErrorKind::BadConfig, &error))
             .and_then(|directory| {
                 self.refuse_while_memory_arrives("saved")?;
+                self.refuse_unmovable()?;
                 if !self.machine_mut()?.is_paused() {
                     let why = "the VM runs; pause it before it is saved";
                     return Err(ApiError::new(ApiErrorKind::NotBooted, why));

@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use arch::acpi::{self, AcpiError, AcpiInputs};
+use arch::acpi::{self, AcpiError, AcpiInputs, IntxRoute};
 use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, VmCpuid};
 use arch::layout::{self, GpaRange};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
@@ -152,6 +152,7 @@ pub fn load(
     config: &VmConfig,
     topology: &CpuTopology,
     windows: MmioWindows,
+    intx: &[IntxRoute],
     has_serial: bool,
 ) -> Result<BootEntry, MachineBootError> {
     let kernel = config.payload.kernel.as_deref().ok_or(MachineBootError::NoKernel)?;
@@ -168,7 +169,7 @@ pub fn load(
         io_ports: None,
         mmio32: Some(range(windows.below_4g)),
         mmio64: Some(range(windows.above_4g)),
-        intx: Vec::new(),
+        intx: intx.to_vec(),
     };
     let apic_ids = (0..config.cpus.boot_vcpus).map(|index| topology.apic_id(index));
     let mut inputs = AcpiInputs::new(apic_ids, vec![segment]);

@@ -20,6 +20,7 @@ mod features;
 mod host;
 mod legacy;
 mod nets;
+mod passthrough;
 mod prefault;
 mod prezeroed;
 mod ram;
@@ -40,6 +41,7 @@ use hypervisor::{
     VcpuInit, VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
 };
 use memory::GuestRam;
+use pci::vfio::PinProgress;
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
     PciSegment, PciSegmentOptions, PciStateError,
@@ -55,12 +57,14 @@ pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
 pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
+pub use passthrough::PassthroughError;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
 pub use virtio::{ExclusiveError, VirtioError};
 
 use legacy::LegacyDevices;
+use passthrough::Passthrough;
 use space::{AddressSpace, Exits};
 use virtio::{Sockets, VirtioDevices};
 
@@ -97,6 +101,9 @@ pub enum MachineError {
     /// Virtio devices.
     #[error("cannot make the virtio devices")]
     Virtio(#[from] VirtioError),
+    /// Passed-through devices.
+    #[error(transparent)]
+    Passthrough(#[from] PassthroughError),
     /// The PCI bus.
     #[error("cannot make the PCI bus")]
     Pci(#[from] PciError),
@@ -147,6 +154,7 @@ pub struct Machine {
     /// Guest memory that is populated while the guest runs, or was.
     prefault: Option<prefault::Background>,
     devices: VirtioDevices,
+    passthrough: Passthrough,
     legacy: LegacyDevices,
     segment: Arc<PciSegment>,
     config_ports: Arc<PciConfigIo>,
@@ -166,6 +174,7 @@ pub struct Machine {
 /// A machine without vCPU threads.
 struct Chassis {
     devices: VirtioDevices,
+    passthrough: Passthrough,
     legacy: LegacyDevices,
     segment: Arc<PciSegment>,
     config_ports: Arc<PciConfigIo>,
@@ -216,9 +225,11 @@ impl Chassis {
         )?;
         let sockets = Sockets { segment: &segment, vm: &vm, memory: ram.guest_memory() };
         let devices = VirtioDevices::wire(config, consoles, &sockets)?;
+        let passthrough = Passthrough::wire(config, &sockets, &ram)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
             devices,
+            passthrough,
             legacy,
             segment,
             config_ports,
@@ -259,6 +270,7 @@ impl Chassis {
             paused: true,
             prefault: None,
             devices: self.devices,
+            passthrough: self.passthrough,
             legacy: self.legacy,
             segment: self.segment,
             config_ports: self.config_ports,
@@ -322,7 +334,7 @@ impl Machine {
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let ram = ram::make(&config.memory, bits, true, &[])?;
-        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let memory = chassis.ram.guest_memory();
         let entry = boot::load(
@@ -330,6 +342,7 @@ impl Machine {
             &config,
             &chassis.topology,
             chassis.windows,
+            chassis.passthrough.routes(),
             consoles.serial.is_some(),
         )?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
@@ -338,6 +351,7 @@ impl Machine {
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
+        chassis.passthrough.wait_if_strict()?;
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
         let memory = &machine.config.memory;
         let wishes = ram::prefault_wishes(memory);
@@ -367,6 +381,7 @@ impl Machine {
         host: &Host,
         given: &[(String, Arc<File>)],
     ) -> Result<Arc<GuestRam>, MachineError> {
+        Passthrough::refuse_move(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         Ok(ram::make(&config.memory, bits, false, given)?)
     }
@@ -382,6 +397,7 @@ impl Machine {
         sink: EventSink,
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
+        Passthrough::refuse_move(&config)?;
         let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
@@ -442,6 +458,19 @@ impl Machine {
     /// When the guest first touched device memory here.
     pub fn first_mmio(&self) -> Option<Instant> {
         self.space.first_mmio()
+    }
+
+    /// Whether it could run elsewhere, or later.
+    ///
+    /// # Errors
+    /// Naming the devices that cannot be moved.
+    pub fn check_movable(&self) -> Result<(), MachineError> {
+        Ok(Passthrough::refuse_move(&self.config)?)
+    }
+
+    /// How much of its memory is mapped for DMA; `None` without passed-through devices.
+    pub fn pin_progress(&self) -> Option<PinProgress> {
+        self.passthrough.progress()
     }
 
     /// Takes image locks and taps.
@@ -508,18 +537,22 @@ impl Machine {
         self.legacy.press_power_button();
     }
 
-    /// Counters by device and name.
-    pub fn counters(&self) -> BTreeMap<String, BTreeMap<String, u64>> {
-        self.devices.counters()
+    /// Counters by device and name; `clock_us` says what time a moment was.
+    pub fn counters(
+        &self,
+        clock_us: impl Fn(Instant) -> u64,
+    ) -> BTreeMap<String, BTreeMap<String, u64>> {
+        let mut counters = self.devices.counters();
+        counters.extend(self.passthrough.counters(clock_us));
+        counters
     }
 
     /// The PCI functions.
     pub fn functions(&self) -> Vec<FunctionInfo> {
-        self.devices
-            .functions()
-            .iter()
-            .map(|(bdf, function)| FunctionInfo { id: function.id().to_owned(), bdf: *bdf })
-            .collect()
+        let virtio = self.devices.functions().iter().map(|(bdf, device)| (device.id(), bdf));
+        let passed = self.passthrough.devices().iter().map(|(bdf, device)| (device.id(), bdf));
+        let info = |(id, bdf): (&str, &Bdf)| FunctionInfo { id: id.to_owned(), bdf: *bdf };
+        virtio.chain(passed).map(info).collect()
     }
 
     /// The state of everything but memory. The machine must be paused.
@@ -604,6 +637,8 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
+        // A vCPU may be waiting for memory that a device is to reach.
+        self.passthrough.cancel();
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end well: {error}");
         }

@@ -259,12 +259,14 @@ fn device_number(id: &str, number: u8) -> Result<DeviceNumber, VirtioError> {
 fn wishes(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
     let disks = config.disks.iter().flatten().map(|disk| (&disk.id, disk.pci_device_id));
     let nets = config.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
+    let devices = config.devices.iter().flatten().map(|device| (&device.id, device.pci_device_id));
     let others = [
         (&config.console.id, config.console.pci_device_id),
         (&config.rng.id, config.rng.pci_device_id),
     ];
     disks
         .chain(nets)
+        .chain(devices)
         .chain(others)
         .filter_map(|(id, wish)| {
             let number = DeviceNumber::new(wish?).ok()?;

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a VM offers to passed-through devices: KVM's VFIO device and level-triggered lines.
+//!
+//! Owns the eventfds of a line. Knows nothing of VFIO itself: whoever opens a group tells KVM of it
+//! through the handle that is made here.
+
+use std::sync::Arc;
+
+use kvm_bindings::{kvm_create_device, kvm_device_type_KVM_DEV_TYPE_VFIO};
+use kvm_ioctls::DeviceFd;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::error::{Asked, KvmError};
+use crate::irq::IrqError;
+use crate::msi::{kernel, new_event};
+use crate::routing::IOAPIC_LINES;
+use crate::vm::{Vm, VmShared};
+
+/// A line of the interrupt controllers that stays high until the guest has served it.
+///
+/// The device signals [`LevelLine::event`], which raises the line. When the guest says that it is
+/// done, KVM lowers the line and signals [`LevelLine::resample`], upon which the device looks
+/// whether it still wants to interrupt. Several devices may share a line.
+pub struct LevelLine {
+    vm: Arc<VmShared>,
+    gsi: u32,
+    event: EventFd,
+    resample: EventFd,
+}
+
+impl LevelLine {
+    /// Raises the line.
+    pub fn event(&self) -> &EventFd {
+        &self.event
+    }
+
+    /// Signalled by KVM when the guest is done with the interrupt.
+    pub fn resample(&self) -> &EventFd {
+        &self.resample
+    }
+}
+
+impl Drop for LevelLine {
+    fn drop(&mut self) {
+        if let Err(error) = self.vm.fd.unregister_irqfd(&self.event, self.gsi) {
+            log::warn!("interrupt line {}: cannot detach its eventfd: {error}", self.gsi);
+        }
+    }
+}
+
+impl Vm {
+    /// KVM's VFIO device, by which it learns of the groups whose devices this VM has.
+    ///
+    /// # Errors
+    /// When the kernel has none.
+    pub fn create_vfio_device(&self) -> Result<DeviceFd, KvmError> {
+        let mut request =
+            kvm_create_device { type_: kvm_device_type_KVM_DEV_TYPE_VFIO, fd: 0, flags: 0 };
+        self.shared().fd.create_device(&mut request).asked("make KVM's VFIO device")
+    }
+
+    /// Makes a level-triggered line of `gsi` (0 to 23).
+    ///
+    /// # Errors
+    /// When there is no such line, or the kernel refuses.
+    pub fn create_level_line(&self, gsi: u32) -> Result<LevelLine, IrqError> {
+        if gsi >= IOAPIC_LINES {
+            return Err(IrqError::Exhausted { limit: IOAPIC_LINES });
+        }
+        let (event, resample) = (new_event()?, new_event()?);
+        let shared = self.shared();
+        shared
+            .fd
+            .register_irqfd_with_resample(&event, &resample, gsi)
+            .map_err(kernel("attach a level-triggered interrupt line's eventfd"))?;
+        Ok(LevelLine { vm: Arc::clone(shared), gsi, event, resample })
+    }
+}

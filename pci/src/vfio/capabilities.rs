@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Reading the capability lists of a function's configuration space.
+//!
+//! Owns the walk. The bytes come from hardware and firmware: a list may end anywhere, point anywhere
+//! and run in circles.
+
+use std::collections::BTreeSet;
+
+use crate::config_space::register;
+
+/// MSI (PCI 3.0, 6.8.1).
+pub const MSI: u8 = 0x05;
+/// MSI-X (PCI 3.0, 6.8.2).
+pub const MSIX: u8 = 0x11;
+
+/// Extended capabilities that a guest must not see, as they speak of more than this function: single
+/// root I/O virtualisation, alternative routing ID, and resizable BARs, whose size is the host's.
+pub const HIDDEN_EXTENDED: [u16; 4] = [0x0010, 0x000e, 0x0015, 0x0024];
+
+const STATUS_CAPABILITIES: u8 = 1 << 4;
+const FIRST_OFFSET: u16 = 0x40;
+const CONVENTIONAL_END: u16 = 0x100;
+
+fn byte(config: &[u8], offset: u16) -> Option<u8> {
+    config.get(usize::from(offset)).copied()
+}
+
+/// A 16-bit register; `None` beyond the end.
+pub fn word(config: &[u8], offset: u16) -> Option<u16> {
+    Some(u16::from_le_bytes([byte(config, offset)?, byte(config, offset.checked_add(1)?)?]))
+}
+
+/// A 32-bit register; `None` beyond the end.
+pub fn double_word(config: &[u8], offset: u16) -> Option<u32> {
+    let low = word(config, offset)?;
+    let high = word(config, offset.checked_add(2)?)?;
+    Some(u32::from(high) << 16 | u32::from(low))
+}
+
+/// Offset of the first capability with this ID.
+pub fn find(config: &[u8], id: u8) -> Option<u16> {
+    if byte(config, register::STATUS)? & STATUS_CAPABILITIES == 0 {
+        return None;
+    }
+    let mut offset = u16::from(byte(config, register::CAPABILITIES)? & !3);
+    let mut seen = BTreeSet::new();
+    while (FIRST_OFFSET..CONVENTIONAL_END).contains(&offset) && seen.insert(offset) {
+        if byte(config, offset)? == id {
+            return Some(offset);
+        }
+        offset = u16::from(byte(config, offset + 1)? & !3);
+    }
+    None
+}
+
+/// Offsets and IDs of all extended capabilities.
+pub fn extended(config: &[u8]) -> Vec<(u16, u16)> {
+    let mut found = Vec::new();
+    let mut offset = CONVENTIONAL_END;
+    let mut seen = BTreeSet::new();
+    while offset >= CONVENTIONAL_END && seen.insert(offset) {
+        let Some(header) =
+            double_word(config, offset).filter(|header| !matches!(header, 0 | 0xffff_ffff))
+        else {
+            break;
+        };
+        let [id_low, id_high, ..] = header.to_le_bytes();
+        found.push((offset, u16::from_le_bytes([id_low, id_high])));
+        offset = u16::try_from(header >> 20).unwrap_or(0) & !3;
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_walked_and_circles_end() {
+        let mut config = vec![0_u8; 4096];
+        config[0x34] = 0x50;
+        assert_eq!(find(&config, MSI), None, "no list without the status bit");
+        config[6] = 0x10;
+        config[0x50..0x52].copy_from_slice(&[0x01, 0x60]);
+        config[0x60..0x62].copy_from_slice(&[MSI, 0x50]);
+        assert_eq!(find(&config, MSI), Some(0x60));
+        assert_eq!(find(&config, MSIX), None);
+        config[0x100..0x104].copy_from_slice(&0x1401_0001_u32.to_le_bytes());
+        config[0x140..0x144].copy_from_slice(&0x1001_0010_u32.to_le_bytes());
+        assert_eq!(extended(&config), [(0x100, 1), (0x140, 0x10)]);
+        assert_eq!(extended(&config[..256]), []);
+    }
+}

@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a guest sees of a host function's configuration space.
+//!
+//! Owns, bit by bit, which part of it is the host's and which is made up here: the BARs, memory
+//! decode, the interrupt line and pin, MSI and the control word of MSI-X, and what speaks of more
+//! than this one function. Has no side effects: a write gives back what has to go to the host.
+//!
+//! The host's function decodes memory all the time, whatever the guest's bit says: the guest's
+//! mappings come and go with its bit, and a mapping of a function that does not decode would end the
+//! VM when a vCPU touches it.
+
+use hypervisor::irq::MsiMessage;
+
+use super::capabilities::{self, HIDDEN_EXTENDED, double_word, word};
+use super::error::VfioError;
+use crate::bar::{BarDecode, BarDescription};
+use crate::config_space::{CONFIG_SPACE_LEN_BYTES, ConfigSpace, Identity, register};
+
+const LEN: usize = CONFIG_SPACE_LEN_BYTES as usize;
+const CONVENTIONAL_END: u16 = 0x100;
+
+const COMMAND_IO: u8 = 1;
+const COMMAND_MEMORY: u8 = 1 << 1;
+const COMMAND_BUS_MASTER: u8 = 1 << 2;
+const HEADER_TYPE: u16 = 0x0e;
+const HEADER_MULTI_FUNCTION: u8 = 1 << 7;
+const ROM: u16 = 0x30;
+const INTERRUPT_PIN: u16 = 0x3d;
+const PIN_A: u8 = 1;
+
+const MSI_ENABLE: u16 = 1;
+const MSI_COUNT_SHIFT: u16 = 4;
+const MSI_64_BIT: u16 = 1 << 7;
+const MSI_MASKABLE: u16 = 1 << 8;
+const MSI_CONTROL_WRITABLE: u16 = MSI_ENABLE | 0b111 << MSI_COUNT_SHIFT;
+/// 32 messages are the most (PCI 3.0, 6.8.1.3).
+const MSI_COUNT_LOG2_MAX: u16 = 5;
+const MSIX_CONTROL_WRITABLE: u16 = 0b11 << 14;
+const MSIX_COUNT_MASK: u16 = 0x7ff;
+
+/// Where MSI-X lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MsixLayout {
+    /// Offset of the capability.
+    pub offset: u16,
+    /// Entries of the table.
+    pub count: u16,
+    /// BAR of the table.
+    pub table_bar: u8,
+    /// Where in it.
+    pub table_offset: u32,
+    /// BAR of the pending bits.
+    pub pending_bar: u8,
+    /// Where in it.
+    pub pending_offset: u32,
+}
+
+impl MsixLayout {
+    /// As `config` has it.
+    pub fn find(config: &[u8]) -> Option<Self> {
+        let offset = capabilities::find(config, capabilities::MSIX)?;
+        let place = |register: u16| {
+            let value = double_word(config, offset + register)?;
+            Some((u8::try_from(value & 7).ok()?, value & !7))
+        };
+        let (table_bar, table_offset) = place(4)?;
+        let (pending_bar, pending_offset) = place(8)?;
+        let count = (word(config, offset + 2)? & MSIX_COUNT_MASK) + 1;
+        Some(Self { offset, count, table_bar, table_offset, pending_bar, pending_offset })
+    }
+}
+
+/// Where the registers of MSI lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MsiLayout {
+    offset: u16,
+    control: u16,
+    data: u16,
+    mask: Option<u16>,
+    end: u16,
+    count_log2: u16,
+}
+
+impl MsiLayout {
+    /// As `config` has it; `None` as well if it does not fit.
+    pub fn find(config: &[u8]) -> Option<Self> {
+        let offset = capabilities::find(config, capabilities::MSI)?;
+        let control = word(config, offset + 2)?;
+        let data = offset + if control & MSI_64_BIT == 0 { 8 } else { 12 };
+        let mask = (control & MSI_MASKABLE != 0).then_some(data + 4);
+        let end = mask.map_or(data + 2, |mask| mask + 8);
+        let count_log2 = (control >> 1 & 0b111).min(MSI_COUNT_LOG2_MAX);
+        (end <= CONVENTIONAL_END).then_some(Self { offset, control, data, mask, end, count_log2 })
+    }
+
+    /// Messages that the function can send.
+    pub fn count(&self) -> u16 {
+        1 << self.count_log2
+    }
+}
+
+/// What the guest has written to the registers of MSI.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MsiRegisters {
+    /// It is on.
+    pub enabled: bool,
+    /// Messages that the function may send.
+    pub count: u16,
+    /// The first message; its number is in the low bits of the others' data.
+    pub message: MsiMessage,
+    /// A bit for each message that is held back.
+    pub masks: u32,
+}
+
+/// Configuration space between a guest and a host's function.
+pub struct ShadowConfig {
+    /// The values of the bits that are made up here.
+    space: ConfigSpace,
+    /// Which bits these are.
+    emulated: Box<[u8; LEN]>,
+    msi: Option<MsiLayout>,
+    msix: Option<MsixLayout>,
+    len_bytes: u16,
+}
+
+impl ShadowConfig {
+    /// From the host's configuration space. MSI and MSI-X are hidden from the guest unless their
+    /// layout is given; `has_pin` says whether the interrupt pin leads anywhere.
+    ///
+    /// # Errors
+    /// No endpoint, or a BAR that cannot be.
+    pub fn new(
+        config: &[u8],
+        bars: &[BarDescription],
+        msi: Option<MsiLayout>,
+        msix: Option<MsixLayout>,
+        has_pin: bool,
+    ) -> Result<Self, VfioError> {
+        let header = config.get(usize::from(HEADER_TYPE)).copied().unwrap_or(0xff);
+        if header & !HEADER_MULTI_FUNCTION != 0 {
+            return Err(VfioError::Header { found: header });
+        }
+        let nobody = Identity {
+            vendor_id: 0,
+            device_id: 0,
+            revision: 0,
+            class: 0,
+            subsystem_vendor_id: 0,
+            subsystem_id: 0,
+        };
+        let len_bytes = u16::try_from(config.len()).unwrap_or(u16::MAX).min(CONFIG_SPACE_LEN_BYTES);
+        let mut shadow = Self {
+            space: ConfigSpace::endpoint(&nobody),
+            emulated: Box::new([0; LEN]),
+            msi,
+            msix,
+            len_bytes,
+        };
+        shadow.emulate(register::COMMAND, &[COMMAND_IO | COMMAND_MEMORY]);
+        shadow.emulate(HEADER_TYPE, &[HEADER_MULTI_FUNCTION]);
+        // All BARs and the ROM, so that what is not shown reads as zero.
+        shadow.emulate(register::BAR0, &[0xff; 24]);
+        shadow.emulate(ROM, &[0xff; 4]);
+        shadow.emulate(register::INTERRUPT_LINE, &[0xff; 2]);
+        shadow.space.put(INTERRUPT_PIN, &[if has_pin { PIN_A } else { 0 }]);
+        for bar in bars {
+            let (index, len_bytes) = (bar.index, bar.len_bytes);
+            shadow.space.add_bar(*bar).map_err(|source| VfioError::Bar {
+                index,
+                len_bytes,
+                source,
+            })?;
+        }
+        shadow.lay_out_interrupts(config);
+        for (offset, id) in capabilities::extended(config) {
+            if HIDDEN_EXTENDED.contains(&id) {
+                // ID and version zero: a capability without meaning, whose link still leads on.
+                shadow.emulate(offset, &[0xff, 0xff, 0x0f]);
+            }
+        }
+        Ok(shadow)
+    }
+
+    fn lay_out_interrupts(&mut self, config: &[u8]) {
+        if let Some(msix) = self.msix {
+            let control = word(config, msix.offset + 2).unwrap_or(0) & !MSIX_CONTROL_WRITABLE;
+            self.emulate(msix.offset + 2, &[0xff; 2]);
+            self.space.put(msix.offset + 2, &control.to_le_bytes());
+            self.space.allow(msix.offset + 2, &MSIX_CONTROL_WRITABLE.to_le_bytes());
+        } else if let Some(offset) = capabilities::find(config, capabilities::MSIX) {
+            self.emulate(offset, &[0xff]);
+        }
+        if let Some(msi) = self.msi {
+            for offset in msi.offset + 2..msi.end {
+                self.emulate(offset, &[0xff]);
+            }
+            let control = msi.control & !MSI_CONTROL_WRITABLE;
+            self.space.put(msi.offset + 2, &control.to_le_bytes());
+            self.space.allow(msi.offset + 2, &MSI_CONTROL_WRITABLE.to_le_bytes());
+            for offset in msi.offset + 4..msi.mask.map_or(msi.end, |mask| mask + 4) {
+                self.space.allow(offset, &[0xff]);
+            }
+        } else if let Some(offset) = capabilities::find(config, capabilities::MSI) {
+            self.emulate(offset, &[0xff]);
+        }
+    }
+
+    fn emulate(&mut self, offset: u16, masks: &[u8]) {
+        for (mask, current) in masks.iter().zip(self.emulated.iter_mut().skip(offset.into())) {
+            *current |= mask;
+        }
+    }
+
+    /// Length of the function's configuration space; beyond it all bits read as ones.
+    pub fn len_bytes(&self) -> u16 {
+        self.len_bytes
+    }
+
+    /// Replaces the bits that are made up here in what was read from the host at `offset`.
+    pub fn overlay(&self, offset: u16, data: &mut [u8]) {
+        for (byte, at) in data.iter_mut().zip(usize::from(offset)..) {
+            let at16 = u16::try_from(at).unwrap_or(u16::MAX);
+            if at16 >= self.len_bytes {
+                *byte = 0xff;
+                continue;
+            }
+            let emulated = self.emulated.get(at).copied().unwrap_or(0);
+            let mut own = [0];
+            self.space.read(at16, &mut own);
+            *byte = *byte & !emulated | own[0] & emulated;
+        }
+    }
+
+    /// Takes a guest's write; returns what of it goes to the host, and where.
+    pub fn write(&mut self, offset: u16, data: &[u8]) -> Vec<(u16, Vec<u8>)> {
+        self.space.write(offset, data);
+        let mut forwards: Vec<(u16, Vec<u8>)> = Vec::new();
+        for (byte, at) in data.iter().zip(usize::from(offset)..) {
+            let Some(at) = u16::try_from(at).ok().filter(|at| *at < self.len_bytes) else { break };
+            if self.emulated.get(usize::from(at)).is_none_or(|emulated| *emulated == 0xff) {
+                continue;
+            }
+            let byte = match at {
+                register::COMMAND => *byte & !COMMAND_IO | COMMAND_MEMORY,
+                _ => *byte,
+            };
+            match forwards.last_mut() {
+                Some((start, bytes)) if usize::from(*start) + bytes.len() == usize::from(at) => {
+                    bytes.push(byte);
+                }
+                _ => forwards.push((at, vec![byte])),
+            }
+        }
+        forwards
+    }
+
+    /// Whether a write would let the function read and write memory.
+    pub fn asks_for_bus_master(offset: u16, data: &[u8]) -> bool {
+        let at = register::COMMAND.checked_sub(offset);
+        let byte = at.and_then(|at| data.get(usize::from(at)));
+        byte.is_some_and(|byte| byte & COMMAND_BUS_MASTER != 0)
+    }
+
+    /// The first write to the host's command register: memory decode only.
+    pub fn first_command() -> [u8; 2] {
+        [COMMAND_MEMORY, 0]
+    }
+
+    /// The BARs.
+    pub fn bars(&self) -> Vec<BarDescription> {
+        self.space.bars().collect()
+    }
+
+    /// What the guest's BAR registers and its memory decode bit say.
+    pub fn bar_decode(&self) -> BarDecode {
+        self.space.bar_decode()
+    }
+
+    /// Programs a BAR register.
+    pub fn set_bar_gpa(&mut self, index: u8, gpa: u64) {
+        self.space.set_bar_gpa(index, gpa);
+    }
+
+    /// The guest's message control word of MSI-X.
+    pub fn msix_control(&self) -> Option<u16> {
+        self.msix.map(|msix| self.space.read_u16(msix.offset + 2))
+    }
+
+    /// What the guest wants of MSI.
+    pub fn msi(&self) -> Option<MsiRegisters> {
+        let msi = self.msi?;
+        let control = self.space.read_u16(msi.offset + 2);
+        let high =
+            if msi.control & MSI_64_BIT == 0 { 0 } else { self.space.read_u32(msi.offset + 8) };
+        let address = u64::from(high) << 32 | u64::from(self.space.read_u32(msi.offset + 4));
+        Some(MsiRegisters {
+            enabled: control & MSI_ENABLE != 0,
+            count: 1 << (control >> MSI_COUNT_SHIFT & 0b111).min(msi.count_log2),
+            message: MsiMessage { address, data: u32::from(self.space.read_u16(msi.data)) },
+            masks: msi.mask.map_or(0, |mask| self.space.read_u32(mask)),
+        })
+    }
+}

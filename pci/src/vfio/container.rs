@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The type1 container: one IOMMU address space for all passed-through functions of a VM.
+//!
+//! Owns it and a share in guest RAM, which so outlives every mapping. The kernel takes one lock
+//! across the pinning of a call, so several threads map no faster than one; what makes it fast are
+//! large calls on memory that is populated already.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use hypervisor::Vm;
+use memory::{GuestRam, RamRegion};
+use vfio_ioctls::{VfioContainer, VfioDeviceFd, VfioError as IoctlError, VfioOps};
+
+use super::dma::DmaTarget;
+use super::error::VfioError;
+use super::limits::{DmaLimits, LockedMemory};
+
+const CONTAINER: &str = "/dev/vfio/vfio";
+
+/// A container. Functions that were opened in it hold a share.
+pub struct Type1Container {
+    // Order matters on drop: the mappings go before what they map.
+    container: Arc<VfioContainer>,
+    ram: Arc<GuestRam>,
+}
+
+impl Type1Container {
+    /// An empty container whose groups KVM is told of.
+    ///
+    /// # Errors
+    /// The host has no VFIO.
+    pub fn new(vm: &Vm, ram: Arc<GuestRam>) -> Result<Self, VfioError> {
+        // First of all: it says most about what the host lacks.
+        File::options()
+            .read(true)
+            .write(true)
+            .open(CONTAINER)
+            .map_err(|error| VfioError::Container(IoctlError::OpenContainer(error)))?;
+        let tell_kvm = VfioDeviceFd::new_from_kvm(vm.create_vfio_device()?);
+        let container =
+            VfioContainer::new(Some(Arc::new(tell_kvm))).map_err(VfioError::Container)?;
+        Ok(Self { container: Arc::new(container), ram })
+    }
+
+    /// The memory that may be mapped in it.
+    pub(super) fn memory(&self) -> Arc<GuestRam> {
+        Arc::clone(&self.ram)
+    }
+
+    /// What the ioctls' crate wants of a container.
+    pub(super) fn operations(&self) -> Arc<dyn VfioOps> {
+        self.container.clone()
+    }
+}
+
+impl DmaTarget for Type1Container {
+    fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
+        let ours = self.ram.regions().iter().any(|own| std::ptr::eq(&raw const **own, region));
+        let inside = range.start < range.end && range.end <= region.len_bytes();
+        let len =
+            usize::try_from(range.end.saturating_sub(range.start)).map_err(io::Error::other)?;
+        let start = usize::try_from(range.start).map_err(io::Error::other)?;
+        if !ours || !inside {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        let gpa = region.gpa().saturating_add(range.start);
+        let address = region.as_ptr().wrapping_add(start);
+        // SAFETY: the range lies in a region of `self.ram`, which this value and every function that
+        // was opened in the container keep alive until after the container, and so its mappings, are
+        // gone; guest RAM is only ever reached by volatile and atomic
+        // accesses and by system calls, as vCPUs write to it at any time, too.
+        let mapped = unsafe { self.container.vfio_dma_map(gpa, len, address) };
+        mapped.map_err(|error| match error {
+            IoctlError::IommuDmaMap(errno) => io::Error::from_raw_os_error(errno.errno()),
+            other => io::Error::other(other),
+        })
+    }
+
+    fn limits(&self) -> DmaLimits {
+        DmaLimits {
+            entries: DmaLimits::type1_entries(),
+            locked: LockedMemory::of_this_process(),
+            cgroup: DmaLimits::cgroup_memory(),
+        }
+    }
+}

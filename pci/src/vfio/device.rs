@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A host's function on the guest's PCI bus.
+//!
+//! Owns its shadow of configuration space, its BARs in the guest's address space, and whether it is
+//! still there for the guest. The write that would let it reach memory waits at the gate; when memory
+//! will not be mapped, the function is gone for the guest, as if pulled out.
+//!
+//! Locks: configuration, then BARs or interrupts. None is held at the gate.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
+
+use hypervisor::irq::MsiSource;
+use log::{error, warn};
+use thiserror::Error;
+
+use super::bars::{self, MsixRanges};
+use super::config::{MsiLayout, MsixLayout, ShadowConfig};
+use super::error::VfioError;
+use super::gate::DmaGate;
+use super::host::{HostFunction, InterruptKind};
+use super::interrupts::{Interrupts, IntxLine};
+use super::mapping::BarMapping;
+use crate::bar::{BarDecode, BarDescription, MapError};
+use crate::config_space::register;
+use crate::device::{PciDevice, PciDeviceState, PciStateError};
+use crate::locks::{LogBudget, lock};
+
+const KIND: &str = "vfio-pci";
+
+/// The guest's memory slots, as far as BARs are concerned.
+///
+/// Calls come from inside of a vCPU's access to configuration space.
+pub trait BarSlots: Send + Sync {
+    /// Shows device memory to the guest at `gpa`; returns a number for it. The mapping is kept until
+    /// the guest reaches it no more.
+    ///
+    /// # Errors
+    /// KVM refuses.
+    fn map(&self, gpa: u64, memory: &Arc<BarMapping>) -> Result<u32, MapError>;
+    /// Takes it from the guest.
+    ///
+    /// # Errors
+    /// KVM refuses.
+    fn unmap(&self, slot: u32) -> Result<(), MapError>;
+}
+
+/// What a function is wired to.
+pub struct VfioWiring<'a> {
+    /// Interrupt vectors.
+    pub msi_source: &'a dyn MsiSource,
+    /// Memory slots.
+    pub slots: Arc<dyn BarSlots>,
+    /// The gate before DMA.
+    pub gate: Arc<DmaGate>,
+    /// A line for the interrupt pin, if the guest is told of one.
+    pub intx: Option<Box<dyn IntxLine>>,
+    /// BARs that every access to leaves the guest, by their indexes.
+    pub trapped_bars: Vec<u8>,
+}
+
+#[derive(Debug, Error)]
+#[error("a passed-through device cannot be saved or restored: its state is in the hardware")]
+struct NotMovable;
+
+/// A part of a BAR that the guest may reach directly.
+struct DirectArea {
+    offset: u64,
+    memory: Arc<BarMapping>,
+    slot: Option<u32>,
+}
+
+struct DirectBar {
+    index: u8,
+    areas: Vec<DirectArea>,
+}
+
+/// When the guest asked for bus mastering, and when it got it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BusMasterTimes {
+    /// The first write that set the bit.
+    pub asked: Option<Instant>,
+    /// When that write was let through.
+    pub granted: Option<Instant>,
+}
+
+/// A passed-through function.
+pub struct VfioPciDevice {
+    id: String,
+    config: Mutex<ShadowConfig>,
+    interrupts: Interrupts,
+    msix_ranges: Option<MsixRanges>,
+    direct: Mutex<Vec<DirectBar>>,
+    slots: Arc<dyn BarSlots>,
+    gate: Arc<DmaGate>,
+    lost: AtomicBool,
+    asked: OnceLock<Instant>,
+    granted: OnceLock<Instant>,
+    log_budget: LogBudget,
+    /// Last, as it gives its group back when nothing else uses the function.
+    host: Arc<dyn HostFunction>,
+}
+
+impl VfioPciDevice {
+    /// Takes a function for a guest. Its BARs are mapped into this process, not yet into the guest.
+    ///
+    /// # Errors
+    /// It is no endpoint, or the VM has no room for its interrupts.
+    pub fn new(
+        id: String,
+        host: Arc<dyn HostFunction>,
+        wiring: VfioWiring<'_>,
+    ) -> Result<Self, VfioError> {
+        let mut raw = vec![0xff; host.config_len_bytes().into()];
+        host.read_config(0, &mut raw);
+        let bars = bars::describe(&raw, host.as_ref());
+        let counts = |kind: InterruptKind| host.interrupts_count(kind);
+        let msix = MsixLayout::find(&raw)
+            .filter(|layout| counts(InterruptKind::Msix) >= u32::from(layout.count));
+        let msix_ranges = msix.as_ref().and_then(|layout| MsixRanges::of(layout, &bars));
+        let msix = msix.filter(|_| msix_ranges.is_some());
+        let msi = MsiLayout::find(&raw)
+            .filter(|layout| counts(InterruptKind::Msi) >= u32::from(layout.count()));
+        let intx = wiring.intx.filter(|_| counts(InterruptKind::Intx) > 0);
+        let config = ShadowConfig::new(&raw, &bars, msi, msix, intx.is_some())?;
+        let interrupts = Interrupts::new(
+            &id,
+            Arc::clone(&host),
+            msi.as_ref(),
+            msix.as_ref(),
+            intx,
+            wiring.msi_source,
+        )?;
+        host.write_config(register::COMMAND, &ShadowConfig::first_command());
+        let direct =
+            map_bars(&id, host.as_ref(), &bars, msix_ranges.as_ref(), &wiring.trapped_bars);
+        // A driver may use the pin without ever asking for it.
+        interrupts.apply(config.msix_control(), config.msi().as_ref());
+        Ok(Self {
+            id,
+            config: Mutex::new(config),
+            interrupts,
+            msix_ranges,
+            direct: Mutex::new(direct),
+            slots: wiring.slots,
+            gate: wiring.gate,
+            lost: AtomicBool::new(false),
+            asked: OnceLock::new(),
+            granted: OnceLock::new(),
+            log_budget: LogBudget::default(),
+            host,
+        })
+    }
+
+    /// Takes the function from the guest for good: configuration space and BARs read as ones, nothing
+    /// interrupts. Idempotent.
+    pub fn lose(&self) {
+        if self.lost.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.interrupts.cut_off();
+        for bar in lock(&self.direct).iter_mut() {
+            self.hide(bar);
+        }
+    }
+
+    /// Whether it is gone for the guest.
+    pub fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// When the guest asked for bus mastering, and when it got it.
+    pub fn bus_master_times(&self) -> BusMasterTimes {
+        BusMasterTimes { asked: self.asked.get().copied(), granted: self.granted.get().copied() }
+    }
+
+    /// Waits until DMA is possible; false if it never will be.
+    fn pass_gate(&self) -> bool {
+        self.asked.get_or_init(Instant::now);
+        match self.gate.wait() {
+            Ok(()) => {
+                self.granted.get_or_init(Instant::now);
+                true
+            }
+            Err(closed) => {
+                if !self.is_lost() {
+                    error!("passed-through device {} is taken from the guest: {closed}", self.id);
+                }
+                self.lose();
+                false
+            }
+        }
+    }
+
+    fn show(&self, bar: &mut DirectBar, gpa: u64) {
+        for area in &mut bar.areas {
+            let Some(gpa) = gpa.checked_add(area.offset) else { continue };
+            match self.slots.map(gpa, &area.memory) {
+                Ok(slot) => area.slot = Some(slot),
+                // The guest's accesses still arrive here, only slower.
+                Err(error) => self.complain("show", bar.index, &error),
+            }
+        }
+    }
+
+    fn hide(&self, bar: &mut DirectBar) {
+        for area in &mut bar.areas {
+            if let Some(slot) = area.slot.take()
+                && let Err(error) = self.slots.unmap(slot)
+            {
+                self.complain("hide", bar.index, &error);
+            }
+        }
+    }
+
+    fn complain(&self, what: &str, index: u8, error: &MapError) {
+        if self.log_budget.take() {
+            let reason = &error.source;
+            warn!(
+                "passed-through device {}: cannot {what} a part of BAR {index}: {reason}",
+                self.id
+            );
+        }
+    }
+
+    fn msix_place(&self, index: u8, offset: u64) -> MsixPlace {
+        let inside = |(bar, range): &(u8, Range<u64>)| {
+            (*bar == index && range.contains(&offset)).then(|| offset - range.start)
+        };
+        let Some(ranges) = &self.msix_ranges else { return MsixPlace::Elsewhere };
+        if let Some(offset) = inside(&ranges.table) {
+            MsixPlace::Table(offset)
+        } else if let Some(offset) = inside(&ranges.pending) {
+            MsixPlace::Pending(offset)
+        } else {
+            MsixPlace::Elsewhere
+        }
+    }
+}
+
+enum MsixPlace {
+    Table(u64),
+    Pending(u64),
+    Elsewhere,
+}
+
+/// Maps what the guest may reach directly; what cannot be mapped is trapped.
+fn map_bars(
+    id: &str,
+    host: &dyn HostFunction,
+    bars: &[BarDescription],
+    msix: Option<&MsixRanges>,
+    trapped_bars: &[u8],
+) -> Vec<DirectBar> {
+    let mut direct = Vec::new();
+    for index in bars.iter().map(|bar| bar.index).filter(|index| !trapped_bars.contains(index)) {
+        let Some(bar) = host.bar(index) else { continue };
+        let mut areas = Vec::new();
+        for range in bars::direct_areas(index, &bar, msix) {
+            match host.map_bar(index, &range) {
+                Ok(memory) => areas.push(DirectArea { offset: range.start, memory, slot: None }),
+                Err(error) => warn!(
+                    "passed-through device {id}: cannot map BAR {index} from {:#x}, accesses will be \
+                     slow: {error}",
+                    range.start
+                ),
+            }
+        }
+        direct.push(DirectBar { index, areas });
+    }
+    direct
+}
+
+impl Drop for VfioPciDevice {
+    fn drop(&mut self) {
+        // The guest's slots hold shares of the mappings, which keep the function open.
+        self.lose();
+        lock(&self.direct).clear();
+    }
+}
+
+impl PciDevice for VfioPciDevice {
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    fn kind(&self) -> &'static str {
+        KIND
+    }
+
+    fn read_config(&self, offset: u16, data: &mut [u8]) {
+        data.fill(0xff);
+        if self.is_lost() {
+            return;
+        }
+        let config = lock(&self.config);
+        let in_range = usize::from(config.len_bytes().saturating_sub(offset)).min(data.len());
+        if let Some(part) = data.get_mut(..in_range).filter(|part| !part.is_empty()) {
+            self.host.read_config(offset, part);
+        }
+        config.overlay(offset, data);
+    }
+
+    fn write_config(&self, offset: u16, data: &[u8]) {
+        if self.is_lost() || (ShadowConfig::asks_for_bus_master(offset, data) && !self.pass_gate())
+        {
+            return;
+        }
+        let mut config = lock(&self.config);
+        for (at, bytes) in config.write(offset, data) {
+            self.host.write_config(at, &bytes);
+        }
+        self.interrupts.apply(config.msix_control(), config.msi().as_ref());
+    }
+
+    fn bars(&self) -> Vec<BarDescription> {
+        lock(&self.config).bars()
+    }
+
+    fn bar_decode(&self) -> BarDecode {
+        let mut decode = lock(&self.config).bar_decode();
+        decode.enabled &= !self.is_lost();
+        decode
+    }
+
+    fn place_bar(&self, index: u8, gpa: u64) {
+        lock(&self.config).set_bar_gpa(index, gpa);
+    }
+
+    fn bar_moved(&self, index: u8, gpa: Option<u64>) {
+        let mut direct = lock(&self.direct);
+        let Some(bar) = direct.iter_mut().find(|bar| bar.index == index) else { return };
+        self.hide(bar);
+        // Under the lock that `lose` takes after it has set its mark: either this sees the mark, or
+        // that hides what is shown here.
+        if let Some(gpa) = gpa.filter(|_| !self.is_lost()) {
+            self.show(bar, gpa);
+        }
+    }
+
+    fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]) {
+        if self.is_lost() {
+            return data.fill(0xff);
+        }
+        match (self.msix_place(index, offset), self.interrupts.msix()) {
+            (MsixPlace::Table(offset), Some(msix)) => msix.read_table(offset, data),
+            (MsixPlace::Pending(offset), Some(msix)) => msix.read_pba(offset, data),
+            _ => self.host.read_bar(index, offset, data),
+        }
+    }
+
+    fn write_bar(&self, index: u8, offset: u64, data: &[u8]) {
+        if self.is_lost() {
+            return;
+        }
+        match (self.msix_place(index, offset), self.interrupts.msix()) {
+            (MsixPlace::Table(offset), Some(msix)) => msix.write_table(offset, data),
+            (MsixPlace::Pending(_), Some(_)) => {}
+            _ => self.host.write_bar(index, offset, data),
+        }
+    }
+
+    fn save(&self) -> Result<PciDeviceState, PciStateError> {
+        Err(PciStateError::Device { id: self.id.clone(), source: NotMovable.into() })
+    }
+
+    fn restore(&self, _state: &PciDeviceState) -> Result<(), PciStateError> {
+        Err(PciStateError::Device { id: self.id.clone(), source: NotMovable.into() })
+    }
+}

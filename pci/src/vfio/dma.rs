@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The two ends of the pipeline that makes guest memory ready for DMA: who gives pages, and who maps
+//! them in the IOMMU.
+//!
+//! Owns the traits, so that pinning is tested without an IOMMU and without an engine of a certain
+//! kind.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use memory::{ChunkHook, GuestRam, Prefault, PrefaultError, PrefaultOptions, RamRegion};
+
+use super::limits::DmaLimits;
+
+/// An IOMMU's mappings of one VM: guest physical addresses become addresses for DMA.
+pub trait DmaTarget: Send + Sync {
+    /// Maps a part of guest memory, given in bytes of the region, at its guest physical address, and
+    /// pins it. It stays mapped, in this one piece, for as long as the target lives, and so does the
+    /// memory.
+    ///
+    /// # Errors
+    /// The kernel's answer.
+    fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()>;
+    /// The limits that hold for this process here and now.
+    fn limits(&self) -> DmaLimits;
+}
+
+/// Gives guest memory its pages, chunk by chunk.
+pub trait Populator: Send + Sync {
+    /// Bytes in all, and how many of them are on pages that a cgroup counts.
+    fn total_bytes(&self) -> (u64, u64);
+    /// In how many pieces of at most `chunk_bytes` it calls its hook, at most.
+    fn chunks(&self, chunk_bytes: u64) -> u64;
+    /// Populates everything and returns when that is done; calls `on_chunk`, on several threads, for
+    /// each piece as soon as its pages are there. Ends soon after an error of `on_chunk`.
+    ///
+    /// # Errors
+    /// Memory cannot be had, or the first error of `on_chunk`.
+    fn populate(&self, chunk_bytes: u64, on_chunk: ChunkHook) -> Result<(), PrefaultError>;
+}
+
+/// The engine of the memory room, on all of a guest's RAM.
+pub struct GuestRamPopulator(pub Arc<GuestRam>);
+
+impl Populator for GuestRamPopulator {
+    fn total_bytes(&self) -> (u64, u64) {
+        let counted = self.0.regions().iter().filter(|region| !region.is_hugetlb());
+        (self.0.total_bytes(), counted.map(|region| region.len_bytes()).sum())
+    }
+
+    fn chunks(&self, chunk_bytes: u64) -> u64 {
+        // A chunk ends at a huge page of the host, so that a region may begin or end with a short one.
+        let of_region = |len_bytes: u64| len_bytes.div_ceil(chunk_bytes.max(1)) + 1;
+        self.0.regions().iter().map(|region| of_region(region.len_bytes())).sum()
+    }
+
+    fn populate(&self, chunk_bytes: u64, on_chunk: ChunkHook) -> Result<(), PrefaultError> {
+        let options =
+            PrefaultOptions { chunk_bytes, on_chunk: Some(on_chunk), ..PrefaultOptions::default() };
+        Prefault::start(self.0.regions(), &options)?.wait()
+    }
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What can go wrong with a passed-through function, said so that a person can act on it.
+//!
+//! Owns the messages only.
+
+use std::io;
+use std::path::PathBuf;
+
+use hypervisor::KvmError;
+use hypervisor::irq::IrqError;
+use memory::PrefaultError;
+use thiserror::Error;
+
+use crate::config_space::ConfigError;
+use crate::msix::MsixError;
+
+/// Why a function could not be passed through.
+#[derive(Debug, Error)]
+pub enum VfioError {
+    /// Nothing at that path.
+    #[error("there is no PCI device at {path}; give its directory in /sys/bus/pci/devices")]
+    NoDevice {
+        /// What was given.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The host's IOMMU does not know it.
+    #[error(
+        "the device at {path} is in no IOMMU group: switch the IOMMU on in the firmware and with \
+         intel_iommu=on on the host's kernel command line"
+    )]
+    NoGroup {
+        /// The device.
+        path: PathBuf,
+    },
+    /// Another driver has it.
+    #[error(
+        "the device at {path} belongs to {driver}; bind it to vfio-pci first (write vfio-pci to \
+         its driver_override, then unbind it and write its address to \
+         /sys/bus/pci/drivers_probe)"
+    )]
+    Driver {
+        /// The device.
+        path: PathBuf,
+        /// Who has it.
+        driver: String,
+    },
+    /// The VFIO container cannot be had.
+    #[error(
+        "cannot use VFIO: the modules vfio-pci and vfio_iommu_type1 have to be loaded, and \
+         /dev/vfio/vfio to be accessible"
+    )]
+    Container(#[source] vfio_ioctls::VfioError),
+    /// KVM's part.
+    #[error("KVM cannot be told of passed-through devices")]
+    Kvm(#[from] KvmError),
+    /// The group or the device cannot be opened.
+    #[error(
+        "cannot open the device at {path}: every device of its IOMMU group {group} has to be \
+         bound to vfio-pci or to no driver, no other process may use the group, and this one \
+         needs access to /dev/vfio/{group}"
+    )]
+    Open {
+        /// The device.
+        path: PathBuf,
+        /// Its IOMMU group.
+        group: String,
+        /// VFIO's answer.
+        #[source]
+        source: vfio_ioctls::VfioError,
+    },
+    /// A system call on an open device.
+    #[error("cannot {what}")]
+    Io {
+        /// An infinitive clause.
+        what: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// VFIO refused.
+    #[error("the kernel refused to {what}")]
+    Refused {
+        /// An infinitive clause.
+        what: String,
+        /// VFIO's answer.
+        #[source]
+        source: vfio_ioctls::VfioError,
+    },
+    /// A bridge, or nothing that answers.
+    #[error("the function has a header of type {found:#x}; only endpoints can be passed through")]
+    Header {
+        /// The header type.
+        found: u8,
+    },
+    /// A BAR that cannot be shown to a guest.
+    #[error("BAR {index} of {len_bytes} bytes cannot be shown to the guest")]
+    Bar {
+        /// Its index.
+        index: u8,
+        /// Its length.
+        len_bytes: u64,
+        /// Why.
+        #[source]
+        source: ConfigError,
+    },
+    /// MSI-X cannot be had.
+    #[error("MSI-X cannot be set up")]
+    Msix(#[from] MsixError),
+    /// MSI cannot be had.
+    #[error("MSI cannot be set up")]
+    Msi(#[source] IrqError),
+}
+
+/// Why guest memory cannot be mapped for DMA.
+#[derive(Debug, Error)]
+pub enum PinError {
+    /// RLIMIT_MEMLOCK.
+    #[error(
+        "{needed_bytes} bytes of guest memory have to be locked for DMA, and this process may lock \
+         {limit_bytes} bytes and has locked {used_bytes}: raise the limit (ulimit -l, LimitMEMLOCK= \
+         of a systemd unit) by what is missing, or give the process CAP_IPC_LOCK"
+    )]
+    LockedMemory {
+        /// Guest memory.
+        needed_bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
+        /// What counts against it already.
+        used_bytes: u64,
+    },
+    /// type1's limit on mappings.
+    #[error(
+        "{needed} DMA mappings are needed, and the kernel allows {limit}: raise \
+         /sys/module/vfio_iommu_type1/parameters/dma_entry_limit"
+    )]
+    Entries {
+        /// Mappings needed.
+        needed: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// A cgroup's limit.
+    #[error(
+        "{needed_bytes} bytes of guest memory have to be there at once for DMA, and the cgroup's \
+         limit {path} is {limit_bytes} bytes: raise it (MemoryMax= of a systemd unit)"
+    )]
+    Cgroup {
+        /// Guest memory on ordinary pages.
+        needed_bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
+        /// Where it is set.
+        path: PathBuf,
+    },
+    /// The IOMMU did not take a range.
+    #[error("cannot map {len_bytes:#x} bytes of guest memory at {gpa:#x} for DMA{}", hint(source))]
+    Map {
+        /// Guest physical address.
+        gpa: u64,
+        /// Length.
+        len_bytes: u64,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It could not be populated, or one of the above came up on the way.
+    #[error("guest memory could not be made ready for DMA")]
+    Populate(#[from] PrefaultError),
+    /// No thread.
+    #[error("could not start a thread to map guest memory for DMA")]
+    Thread(#[source] io::Error),
+    /// The machine went away first.
+    #[error("mapping guest memory for DMA was cancelled")]
+    Cancelled,
+}
+
+fn hint(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::ENOMEM) => {
+            " (the limit on locked memory, ulimit -l, is reached, or memory has run out)"
+        }
+        Some(libc::ENOSPC) => {
+            " (more mappings than /sys/module/vfio_iommu_type1/parameters/dma_entry_limit allows)"
+        }
+        Some(libc::EINVAL) => " (the IOMMU of this host cannot reach that address)",
+        _ => "",
+    }
+}

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Stand-ins for a host's function, for memory slots and for an IOMMU, for tests and fuzz targets.
+//!
+//! They keep record of what was asked of them, and of every request that must not be made
+//! (`violations`). Never used by a VMM.
+#![allow(missing_docs, reason = "not part of the interface")]
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex};
+
+use memory::RamRegion;
+use vmm_sys_util::tempfile::TempFile;
+
+use super::dma::DmaTarget;
+use super::error::VfioError;
+use super::gate::DmaGate;
+use super::host::{HostBar, HostFunction, InterruptKind};
+use super::limits::DmaLimits;
+use super::mapping::BarMapping;
+use super::{BarSlots, IntxLine};
+use crate::bar::MapError;
+use crate::config_space::register;
+use crate::locks::lock;
+
+/// Offsets of the capabilities of [`FakeFunction::config`].
+pub const MSI_OFFSET: u16 = 0x50;
+pub const MSIX_OFFSET: u16 = 0x70;
+pub const SRIOV_OFFSET: u16 = 0x140;
+pub const MSIX_COUNT: u16 = 5;
+pub const TABLE_OFFSET: u64 = 0x2000;
+pub const PENDING_OFFSET: u64 = 0x3000;
+const BAR_LENS: [u64; 6] = [0x4000, 0, 0x1000, 0, 0x20, 0];
+
+/// A function that remembers.
+pub struct FakeFunction {
+    config: Mutex<Vec<u8>>,
+    bars: Mutex<BTreeMap<(u8, u64), u8>>,
+    file: File,
+    gate: Arc<DmaGate>,
+    connected: Mutex<Option<(InterruptKind, usize)>>,
+    resample: Mutex<bool>,
+    violations: Mutex<Vec<String>>,
+    pub config_writes: Mutex<Vec<(u16, Vec<u8>)>>,
+}
+
+fn put(config: &mut [u8], offset: u16, bytes: &[u8]) {
+    let start = usize::from(offset);
+    if let Some(part) = config.get_mut(start..start + bytes.len()) {
+        part.copy_from_slice(bytes);
+    }
+}
+
+impl FakeFunction {
+    /// Configuration space with BARs 0 (64 bits, with MSI-X), 2 (32 bits) and 4 (ports), with MSI,
+    /// MSI-X and SR-IOV.
+    pub fn config() -> Vec<u8> {
+        let mut config = vec![0; 4096];
+        put(&mut config, 0, &[0x36, 0x1b, 0x10, 0x00, 0, 0, 0x10, 0, 2, 2, 8, 1]);
+        put(&mut config, 0x0e, &[0x80]);
+        put(&mut config, 0x10, &[0x04]);
+        put(&mut config, 0x20, &[0x01]);
+        put(&mut config, 0x34, &[0x40]);
+        put(&mut config, 0x3d, &[1]);
+        put(&mut config, 0x40, &[0x01, 0x50, 3, 0]);
+        // Four messages, 64 bits, maskable.
+        put(&mut config, MSI_OFFSET, &[0x05, 0x70, 0x84, 0x01]);
+        put(&mut config, MSIX_OFFSET, &[0x11, 0x80, 4, 0]);
+        put(&mut config, MSIX_OFFSET + 4, &[0x00, 0x20, 0, 0, 0x00, 0x30, 0, 0]);
+        put(&mut config, 0x80, &[0x10, 0, 2, 0]);
+        put(&mut config, 0x100, &0x1401_0001_u32.to_le_bytes());
+        put(&mut config, SRIOV_OFFSET, &0x1801_0010_u32.to_le_bytes());
+        put(&mut config, 0x180, &0x0001_0003_u32.to_le_bytes());
+        config
+    }
+
+    /// With this configuration space; `gate` is what bus mastering has to wait for.
+    pub fn new(config: Vec<u8>, gate: Arc<DmaGate>) -> io::Result<Arc<Self>> {
+        let file = TempFile::new().map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
+        let file = file.into_file();
+        file.set_len(6 << 16)?;
+        Ok(Arc::new(Self {
+            config: Mutex::new(config),
+            bars: Mutex::default(),
+            file,
+            gate,
+            connected: Mutex::default(),
+            resample: Mutex::default(),
+            violations: Mutex::default(),
+            config_writes: Mutex::default(),
+        }))
+    }
+
+    pub fn violations(&self) -> Vec<String> {
+        lock(&self.violations).clone()
+    }
+
+    pub fn connected(&self) -> Option<(InterruptKind, usize)> {
+        *lock(&self.connected)
+    }
+
+    pub fn has_resample(&self) -> bool {
+        *lock(&self.resample)
+    }
+
+    pub fn command(&self) -> u8 {
+        lock(&self.config).get(4).copied().unwrap_or(0)
+    }
+
+    pub fn is_bus_master(&self) -> bool {
+        self.command() & 4 != 0
+    }
+
+    fn violate(&self, what: String) {
+        lock(&self.violations).push(what);
+    }
+}
+
+impl HostFunction for FakeFunction {
+    fn config_len_bytes(&self) -> u16 {
+        u16::try_from(lock(&self.config).len()).unwrap_or(u16::MAX)
+    }
+
+    fn read_config(&self, offset: u16, data: &mut [u8]) {
+        let config = lock(&self.config);
+        if usize::from(offset) + data.len() > config.len() {
+            self.violate(format!("read of {} bytes at {offset:#x}", data.len()));
+        }
+        for (byte, at) in data.iter_mut().zip(usize::from(offset)..) {
+            *byte = config.get(at).copied().unwrap_or(0xff);
+        }
+    }
+
+    fn write_config(&self, offset: u16, data: &[u8]) {
+        let end = usize::from(offset) + data.len();
+        let touches = |first: u16, len: u16| {
+            usize::from(first) < end && offset < first + len && !data.is_empty()
+        };
+        let mut config = lock(&self.config);
+        if data.is_empty() || end > config.len() {
+            self.violate(format!("write of {} bytes at {offset:#x}", data.len()));
+        }
+        if touches(register::BAR0, 24) || touches(0x30, 4) || touches(0x3c, 2) {
+            self.violate(format!("{data:x?} written at {offset:#x}, which is made up"));
+        }
+        for (byte, at) in data.iter().zip(usize::from(offset)..) {
+            if at == usize::from(register::COMMAND) {
+                if byte & 3 != 2 {
+                    self.violate(format!(
+                        "command {byte:#x}: memory decode must stay, ports never"
+                    ));
+                }
+                if byte & 4 != 0 && !self.gate.is_open() {
+                    self.violate("bus mastering behind a closed gate".to_owned());
+                }
+            }
+            if let Some(current) = config.get_mut(at) {
+                *current = *byte;
+            }
+        }
+        lock(&self.config_writes).push((offset, data.to_vec()));
+    }
+
+    fn bar(&self, index: u8) -> Option<HostBar> {
+        let len_bytes = BAR_LENS.get(usize::from(index)).copied().filter(|len| *len > 0)?;
+        let mappable = (len_bytes >= 0x1000).then_some(0..len_bytes).into_iter().collect();
+        Some(HostBar { len_bytes, mappable })
+    }
+
+    fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]) {
+        let bars = lock(&self.bars);
+        for (byte, at) in data.iter_mut().zip(offset..) {
+            *byte = bars.get(&(index, at)).copied().unwrap_or(0);
+        }
+    }
+
+    fn write_bar(&self, index: u8, offset: u64, data: &[u8]) {
+        let mut bars = lock(&self.bars);
+        for (byte, at) in data.iter().zip(offset..) {
+            bars.insert((index, at), *byte);
+        }
+    }
+
+    fn map_bar(&self, index: u8, range: &Range<u64>) -> io::Result<Arc<BarMapping>> {
+        let offset = (u64::from(index) << 16) + range.start;
+        BarMapping::new(self.file.as_fd(), offset, range.end - range.start).map(Arc::new)
+    }
+
+    fn interrupts_count(&self, kind: InterruptKind) -> u32 {
+        match kind {
+            InterruptKind::Intx => 1,
+            InterruptKind::Msi => 4,
+            InterruptKind::Msix => MSIX_COUNT.into(),
+        }
+    }
+
+    fn connect(&self, kind: InterruptKind, events: &[BorrowedFd<'_>]) -> Result<(), VfioError> {
+        let before = lock(&self.connected).replace((kind, events.len()));
+        if before.is_some() || events.is_empty() {
+            self.violate(format!("{kind:?} connected over {before:?}"));
+        }
+        Ok(())
+    }
+
+    fn connect_resample(&self, _event: BorrowedFd<'_>) -> Result<(), VfioError> {
+        *lock(&self.resample) = true;
+        Ok(())
+    }
+
+    fn disconnect(&self, kind: InterruptKind) -> Result<(), VfioError> {
+        let before = lock(&self.connected).take();
+        if before.is_none_or(|(connected, _)| connected != kind) {
+            self.violate(format!("{kind:?} disconnected instead of {before:?}"));
+        }
+        Ok(())
+    }
+
+    fn reset(&self) {}
+}
+
+/// Memory slots that may not overlap.
+#[derive(Default)]
+pub struct FakeSlots {
+    slots: Mutex<BTreeMap<u32, Range<u64>>>,
+    violations: Mutex<Vec<String>>,
+}
+
+impl FakeSlots {
+    /// First and last guest physical addresses of what is shown, in order.
+    pub fn shown(&self) -> Vec<Range<u64>> {
+        let mut shown: Vec<_> = lock(&self.slots).values().cloned().collect();
+        shown.sort_by_key(|range| range.start);
+        shown
+    }
+
+    pub fn violations(&self) -> Vec<String> {
+        lock(&self.violations).clone()
+    }
+}
+
+impl BarSlots for FakeSlots {
+    fn map(&self, gpa: u64, memory: &Arc<BarMapping>) -> Result<u32, MapError> {
+        let end = gpa.checked_add(memory.len_bytes());
+        let end = end.ok_or_else(|| MapError { source: "the range wraps around".into() })?;
+        let mut slots = lock(&self.slots);
+        if slots.values().any(|other| other.start < end && gpa < other.end) {
+            lock(&self.violations).push(format!("{gpa:#x}..{end:#x} overlaps another"));
+        }
+        let number = slots.keys().next_back().map_or(0, |last| last + 1);
+        slots.insert(number, gpa..end);
+        Ok(number)
+    }
+
+    fn unmap(&self, slot: u32) -> Result<(), MapError> {
+        if lock(&self.slots).remove(&slot).is_none() {
+            lock(&self.violations).push(format!("slot {slot} was not there"));
+        }
+        Ok(())
+    }
+}
+
+/// A line whose events go nowhere.
+pub struct FakeLine(pub File);
+
+impl IntxLine for FakeLine {
+    fn trigger(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    fn resample(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+type BeforeMap = Box<dyn Fn(u64) -> io::Result<()> + Send + Sync>;
+
+/// An IOMMU that writes down what it was asked to map; `before` may wait or refuse.
+#[derive(Default)]
+pub struct FakeTarget {
+    pub mapped: Mutex<Vec<Range<u64>>>,
+    pub limits: DmaLimits,
+    pub before: Option<BeforeMap>,
+}
+
+impl DmaTarget for FakeTarget {
+    fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
+        let gpa = region.gpa() + range.start;
+        if let Some(before) = &self.before {
+            before(gpa)?;
+        }
+        lock(&self.mapped).push(gpa..region.gpa() + range.end);
+        Ok(())
+    }
+
+    fn limits(&self) -> DmaLimits {
+        self.limits.clone()
+    }
+}

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A function of the host, opened through VFIO.
+//!
+//! Owns its descriptors. Nothing of it may be left open when the group is given back, so whoever
+//! holds mappings of its BARs drops them first.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use log::warn;
+use memory::GuestRam;
+use vfio_bindings::bindings::vfio::{
+    VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_INTX_IRQ_INDEX, VFIO_PCI_MSI_IRQ_INDEX,
+    VFIO_PCI_MSIX_IRQ_INDEX, VFIO_REGION_INFO_FLAG_MMAP,
+};
+use vfio_ioctls::{VfioDevice, VfioRegionInfoCap};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::container::Type1Container;
+use super::error::VfioError;
+use super::host::{HostBar, HostFunction, InterruptKind};
+use super::mapping::BarMapping;
+use crate::config_space::BARS_COUNT;
+use crate::locks::LogBudget;
+
+/// A function that belongs to this VM until it is dropped.
+pub struct VfioFunction {
+    id: String,
+    /// A duplicate for reading and writing; it goes before the device, which gives the group back.
+    file: File,
+    device: VfioDevice,
+    config_len_bytes: u16,
+    /// Until the device is gone its container may have guest memory mapped.
+    _memory: Arc<GuestRam>,
+    log_budget: LogBudget,
+}
+
+/// Name that a link points to.
+fn link_name(path: &Path) -> Option<String> {
+    Some(path.read_link().ok()?.file_name()?.to_string_lossy().into_owned())
+}
+
+impl VfioFunction {
+    /// Opens the function whose directory in sysfs is `path`, resets it, and puts its group into
+    /// `container`. `id` is for messages.
+    ///
+    /// # Errors
+    /// Saying what the host lacks.
+    pub fn open(id: &str, path: &Path, container: &Type1Container) -> Result<Self, VfioError> {
+        let path = path
+            .canonicalize()
+            .map_err(|source| VfioError::NoDevice { path: path.to_owned(), source })?;
+        let group = link_name(&path.join("iommu_group"))
+            .ok_or_else(|| VfioError::NoGroup { path: path.clone() })?;
+        let driver = link_name(&path.join("driver")).unwrap_or_else(|| "no driver".to_owned());
+        // Variant drivers of vendors have vfio in their names, too.
+        if !driver.contains("vfio") {
+            return Err(VfioError::Driver { path, driver });
+        }
+        let device = VfioDevice::new(&path, container.operations(), false)
+            .map_err(|source| VfioError::Open { path: path.clone(), group, source })?;
+        // SAFETY: the device keeps its descriptor open across this statement.
+        let file = unsafe { BorrowedFd::borrow_raw(device.as_raw_fd()) };
+        let file = file.try_clone_to_owned().map(File::from).map_err(|source| VfioError::Io {
+            what: "duplicate the descriptor of the device",
+            source,
+        })?;
+        device.reset();
+        let config_len = device.get_region_size(VFIO_PCI_CONFIG_REGION_INDEX);
+        let config_len_bytes = u16::try_from(config_len.min(4096)).unwrap_or(0);
+        let id = id.to_owned();
+        let log_budget = LogBudget::default();
+        Ok(Self { id, file, device, config_len_bytes, _memory: container.memory(), log_budget })
+    }
+
+    /// Where a range of a region lies in the device's file.
+    fn offset(&self, region: u32, offset: u64, len: usize) -> Option<u64> {
+        let end = offset.checked_add(u64::try_from(len).ok()?)?;
+        (end <= self.device.get_region_size(region))
+            .then(|| self.device.get_region_offset(region).checked_add(offset))?
+    }
+
+    fn read(&self, region: u32, offset: u64, data: &mut [u8]) {
+        let at = self.offset(region, offset, data.len());
+        let Some(at) = at else { return data.fill(0xff) };
+        if let Err(error) = self.file.read_exact_at(data, at) {
+            data.fill(0xff);
+            self.complain("read", region, offset, &error);
+        }
+    }
+
+    fn write(&self, region: u32, offset: u64, data: &[u8]) {
+        let Some(at) = self.offset(region, offset, data.len()) else { return };
+        if let Err(error) = self.file.write_all_at(data, at) {
+            self.complain("write", region, offset, &error);
+        }
+    }
+
+    fn complain(&self, what: &str, region: u32, offset: u64, error: &io::Error) {
+        if self.log_budget.take() {
+            warn!(
+                "passed-through device {}: cannot {what} region {region} at {offset:#x}: {error}",
+                self.id
+            );
+        }
+    }
+
+    fn refused(what: String) -> impl FnOnce(vfio_ioctls::VfioError) -> VfioError {
+        move |source| VfioError::Refused { what, source }
+    }
+}
+
+fn index_of(kind: InterruptKind) -> u32 {
+    match kind {
+        InterruptKind::Intx => VFIO_PCI_INTX_IRQ_INDEX,
+        InterruptKind::Msi => VFIO_PCI_MSI_IRQ_INDEX,
+        InterruptKind::Msix => VFIO_PCI_MSIX_IRQ_INDEX,
+    }
+}
+
+/// Duplicates of eventfds, in the form that the ioctls' crate takes.
+fn duplicates(events: &[BorrowedFd<'_>]) -> Result<Vec<EventFd>, VfioError> {
+    let duplicate = |event: &BorrowedFd<'_>| {
+        let owned = event.try_clone_to_owned().map_err(|source| VfioError::Io {
+            what: "duplicate an eventfd (is the limit on open files reached? see ulimit -n)",
+            source,
+        })?;
+        // SAFETY: the descriptor is an eventfd's, and from here on belongs to the new value alone.
+        Ok(unsafe { EventFd::from_raw_fd(owned.into_raw_fd()) })
+    };
+    events.iter().map(duplicate).collect()
+}
+
+impl HostFunction for VfioFunction {
+    fn config_len_bytes(&self) -> u16 {
+        self.config_len_bytes
+    }
+
+    fn read_config(&self, offset: u16, data: &mut [u8]) {
+        self.read(VFIO_PCI_CONFIG_REGION_INDEX, offset.into(), data);
+    }
+
+    fn write_config(&self, offset: u16, data: &[u8]) {
+        self.write(VFIO_PCI_CONFIG_REGION_INDEX, offset.into(), data);
+    }
+
+    fn bar(&self, index: u8) -> Option<HostBar> {
+        let region = u32::from(index);
+        let len_bytes = self.device.get_region_size(region);
+        if index >= BARS_COUNT || len_bytes == 0 {
+            return None;
+        }
+        let mut mappable = Vec::new();
+        if self.device.get_region_flags(region) & VFIO_REGION_INFO_FLAG_MMAP != 0 {
+            let sparse =
+                self.device.get_region_caps(region).into_iter().find_map(|cap| match cap {
+                    VfioRegionInfoCap::SparseMmap(sparse) => Some(sparse.areas),
+                    _ => None,
+                });
+            mappable = match sparse {
+                Some(areas) => areas
+                    .iter()
+                    .map(|area| area.offset..area.offset.saturating_add(area.size))
+                    .collect(),
+                None => std::iter::once(0..len_bytes).collect(),
+            };
+        }
+        Some(HostBar { len_bytes, mappable })
+    }
+
+    fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]) {
+        self.read(index.into(), offset, data);
+    }
+
+    fn write_bar(&self, index: u8, offset: u64, data: &[u8]) {
+        self.write(index.into(), offset, data);
+    }
+
+    fn map_bar(&self, index: u8, range: &Range<u64>) -> io::Result<Arc<BarMapping>> {
+        let len_bytes = range.end.saturating_sub(range.start);
+        let len = usize::try_from(len_bytes).map_err(io::Error::other)?;
+        let at = self
+            .offset(index.into(), range.start, len)
+            .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        BarMapping::new(self.file.as_fd(), at, len_bytes).map(Arc::new)
+    }
+
+    fn interrupts_count(&self, kind: InterruptKind) -> u32 {
+        self.device.get_irq_info(index_of(kind)).map_or(0, |info| info.count)
+    }
+
+    fn connect(&self, kind: InterruptKind, events: &[BorrowedFd<'_>]) -> Result<(), VfioError> {
+        let events = duplicates(events)?;
+        // VFIO takes a share of its own in each eventfd, so the duplicates may go.
+        self.device
+            .enable_irq(index_of(kind), events.iter().collect())
+            .map_err(Self::refused(format!("connect {} {kind:?} interrupts", events.len())))
+    }
+
+    fn connect_resample(&self, event: BorrowedFd<'_>) -> Result<(), VfioError> {
+        let events = duplicates(&[event])?;
+        self.device
+            .set_irq_resample_fd(VFIO_PCI_INTX_IRQ_INDEX, events.iter().collect())
+            .map_err(Self::refused("unmask the interrupt pin by an eventfd".to_owned()))
+    }
+
+    fn disconnect(&self, kind: InterruptKind) -> Result<(), VfioError> {
+        self.device
+            .disable_irq(index_of(kind))
+            .map_err(Self::refused(format!("disconnect {kind:?} interrupts")))
+    }
+
+    fn reset(&self) {
+        self.device.reset();
+    }
+}

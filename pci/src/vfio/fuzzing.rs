@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Entry point for fuzzing: bytes become a function's configuration space and a guest's accesses.
+//!
+//! Whatever hardware says and a guest does, nothing may panic, nothing that is made up here may reach
+//! the host, no BAR may lie over another in the guest, bus mastering may never pass a closed gate, and
+//! nothing may be left shown or connected.
+
+use std::sync::Arc;
+
+use crate::address::DeviceNumber;
+use crate::bar::{MmioRange, MmioWindows};
+use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
+use crate::device::PciDevice;
+use crate::fakes::{FakeMapper, FakeMsiSource};
+use devices::bus::BusDevice as _;
+
+use super::fakes::{FakeFunction, FakeLine, FakeSlots};
+use super::{DmaGate, HostFunction, VfioPciDevice, VfioWiring};
+
+const WINDOWS: MmioWindows = MmioWindows {
+    below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x100_0000 },
+    above_4g: MmioRange { start_gpa: 0x40_0000_0000, len_bytes: 0x100_0000 },
+};
+/// Accesses in one run, so that a long input does not look like a hang.
+const ACCESSES_MAX: usize = 4096;
+
+fn take<'a>(input: &mut &'a [u8], len: usize) -> &'a [u8] {
+    let (head, rest) = input.split_at(input.len().min(len));
+    *input = rest;
+    head
+}
+
+fn byte(input: &mut &[u8]) -> u8 {
+    take(input, 1).first().copied().unwrap_or(0)
+}
+
+fn offset(input: &mut &[u8]) -> u16 {
+    // Mostly where something is.
+    const PLACES: [u16; 8] = [0x04, 0x10, 0x30, 0x3c, 0x50, 0x70, 0x100, 0x140];
+    let low = u16::from(byte(input));
+    match byte(input) {
+        place if place < 0xc0 => PLACES[usize::from(place % 8)] + (low & 0x1f),
+        high => (u16::from(high & 0xf) << 8 | low) & 0xfff,
+    }
+}
+
+/// The configuration space, the gate (first bit of the first byte), the accesses.
+pub fn fuzz_vfio_config(mut input: &[u8]) {
+    let kind = byte(&mut input);
+    let gate = Arc::new(DmaGate::default());
+    if kind & 1 == 0 {
+        gate.open();
+    } else {
+        gate.fail("told to");
+    }
+    let mut config = FakeFunction::config();
+    if kind & 2 != 0 {
+        config.truncate(256);
+    }
+    for _ in 0..byte(&mut input) % 32 {
+        let (at, value) = (offset(&mut input), byte(&mut input));
+        if let Some(current) = config.get_mut(usize::from(at)) {
+            *current = value;
+        }
+    }
+    let Ok(host) = FakeFunction::new(config, Arc::clone(&gate)) else { return };
+    let slots = Arc::new(FakeSlots::default());
+    let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
+    drive(&host, &slots, &mapper, &gate, input);
+    assert_eq!(host.violations(), Vec::<String>::new());
+    assert_eq!(slots.violations(), Vec::<String>::new());
+    assert_eq!(mapper.violations(), Vec::<String>::new());
+    // Its windows keep the device.
+    drop(mapper);
+    assert_eq!(slots.shown(), Vec::<std::ops::Range<u64>>::new());
+    assert_eq!(host.connected(), None);
+}
+
+fn drive(
+    host: &Arc<FakeFunction>,
+    slots: &Arc<FakeSlots>,
+    mapper: &Arc<FakeMapper>,
+    gate: &Arc<DmaGate>,
+    mut input: &[u8],
+) {
+    let line = std::fs::File::open("/dev/null").ok();
+    let wiring = VfioWiring {
+        msi_source: &FakeMsiSource::new(4096),
+        slots: slots.clone(),
+        gate: Arc::clone(gate),
+        intx: line.map(|file| Box::new(FakeLine(file)) as _),
+        trapped_bars: Vec::new(),
+    };
+    let host: Arc<dyn HostFunction> = host.clone();
+    let Ok(device) = VfioPciDevice::new("fuzz".to_owned(), host, wiring) else { return };
+    let device: Arc<dyn PciDevice> = Arc::new(device);
+    let options = PciSegmentOptions { segment: 0, windows: WINDOWS };
+    let Ok(segment) = PciSegment::new(options, mapper.clone()) else { return };
+    if segment.add_device(&device, DeviceNumber::new(1).ok()).is_err() {
+        return;
+    }
+    let ecam = PciEcam::new(&segment);
+    for _ in 0..ACCESSES_MAX {
+        if input.is_empty() {
+            break;
+        }
+        let (kind, at) = (byte(&mut input), offset(&mut input));
+        let mut data = take(&mut input, usize::from(1_u8 << (kind & 3))).to_vec();
+        let bar_gpa = device.bar_decode().gpas.first().map_or(0, |(_, gpa)| *gpa);
+        let in_bar = bar_gpa.wrapping_add(u64::from(at) << (kind >> 6));
+        match kind >> 2 & 7 {
+            0..=2 => ecam.write(1 << 15 | u64::from(at), &data),
+            3 | 4 => ecam.read(1 << 15 | u64::from(at), &mut data),
+            5 => drop(mapper.write(in_bar, &data)),
+            6 => drop(mapper.read(in_bar, &mut data)),
+            _ => device.write_bar(at.to_le_bytes()[0] % 7, u64::from(at) << 4, &data),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_function_and_any_guest_are_harmless(bytes in prop::collection::vec(any::<u8>(), 0..2048)) {
+            fuzz_vfio_config(&bytes);
+        }
+    }
+}

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The interrupts of a passed-through function on their way to the guest.
+//!
+//! Owns which of the pin, MSI and MSI-X is connected at the host, which is one at most, and follows
+//! what the guest has switched on. No interrupt passes through this code: the host's function signals
+//! an eventfd that KVM turns into the guest's interrupt.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::{Arc, Mutex};
+
+use hypervisor::LevelLine;
+use hypervisor::irq::MsiSource;
+use log::warn;
+
+use super::config::{MsiLayout, MsiRegisters, MsixLayout};
+use super::error::VfioError;
+use super::host::{HostFunction, InterruptKind};
+use super::msi::Msi;
+use crate::locks::{LogBudget, lock};
+use crate::msix::Msix;
+
+const MSIX_ENABLE: u16 = 1 << 15;
+
+/// A level-triggered line for the pin of a function.
+pub trait IntxLine: Send + Sync {
+    /// Raises the line.
+    fn trigger(&self) -> BorrowedFd<'_>;
+    /// Is signalled when the guest has served the interrupt.
+    fn resample(&self) -> BorrowedFd<'_>;
+}
+
+impl IntxLine for LevelLine {
+    fn trigger(&self) -> BorrowedFd<'_> {
+        // SAFETY: the eventfd is open for as long as `self` is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.event().as_raw_fd()) }
+    }
+
+    fn resample(&self) -> BorrowedFd<'_> {
+        // SAFETY: the eventfd is open for as long as `self` is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.resample().as_raw_fd()) }
+    }
+}
+
+/// What is connected at the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Connected {
+    Nothing,
+    Intx,
+    Msi { count: u16 },
+    Msix,
+}
+
+/// The interrupts of one function.
+pub struct Interrupts {
+    id: String,
+    host: Arc<dyn HostFunction>,
+    msix: Option<Msix>,
+    msi: Option<Msi>,
+    intx: Option<Box<dyn IntxLine>>,
+    connected: Mutex<Connected>,
+    log_budget: LogBudget,
+}
+
+impl Interrupts {
+    /// With vectors for what the layouts say; nothing is connected yet.
+    ///
+    /// # Errors
+    /// The VM has no room for the vectors.
+    pub fn new(
+        id: &str,
+        host: Arc<dyn HostFunction>,
+        msi: Option<&MsiLayout>,
+        msix: Option<&MsixLayout>,
+        intx: Option<Box<dyn IntxLine>>,
+        source: &dyn MsiSource,
+    ) -> Result<Self, VfioError> {
+        Ok(Self {
+            id: id.to_owned(),
+            host,
+            msix: msix.map(|layout| Msix::new(layout.count, source)).transpose()?,
+            msi: msi
+                .map(|layout| Msi::new(layout.count(), source))
+                .transpose()
+                .map_err(VfioError::Msi)?,
+            intx,
+            connected: Mutex::new(Connected::Nothing),
+            log_budget: LogBudget::default(),
+        })
+    }
+
+    /// MSI-X, for its table and pending bits.
+    pub fn msix(&self) -> Option<&Msix> {
+        self.msix.as_ref()
+    }
+
+    /// Follows the guest's registers. One call at a time, in the order of the writes.
+    pub fn apply(&self, msix_control: Option<u16>, msi: Option<&MsiRegisters>) {
+        if let (Some(msix), Some(control)) = (&self.msix, msix_control) {
+            msix.set_control(control);
+        }
+        if let (Some(vectors), Some(registers)) = (&self.msi, msi)
+            && let Err(error) = vectors.apply(registers)
+        {
+            self.complain(&error);
+        }
+        let wanted = if msix_control.is_some_and(|control| control & MSIX_ENABLE != 0) {
+            Connected::Msix
+        } else if let Some(registers) = msi.filter(|registers| registers.enabled) {
+            Connected::Msi { count: registers.count }
+        } else if self.intx.is_some() {
+            Connected::Intx
+        } else {
+            Connected::Nothing
+        };
+        let mut connected = lock(&self.connected);
+        if *connected != wanted {
+            self.disconnect(&mut connected);
+            match self.connect(wanted) {
+                Ok(()) => *connected = wanted,
+                Err(error) => self.complain(&error),
+            }
+        }
+    }
+
+    /// Cuts the function off: it interrupts no more.
+    pub fn cut_off(&self) {
+        self.disconnect(&mut lock(&self.connected));
+    }
+
+    fn connect(&self, wanted: Connected) -> Result<(), VfioError> {
+        match wanted {
+            Connected::Nothing => Ok(()),
+            Connected::Intx => {
+                let Some(line) = &self.intx else { return Ok(()) };
+                self.host.connect(InterruptKind::Intx, &[line.trigger().as_fd()])?;
+                self.host.connect_resample(line.resample())
+            }
+            Connected::Msi { count } => {
+                let Some(msi) = &self.msi else { return Ok(()) };
+                self.host.connect(InterruptKind::Msi, &msi.events(count))
+            }
+            Connected::Msix => {
+                let Some(msix) = &self.msix else { return Ok(()) };
+                let events: Vec<_> = (0..msix.vectors_count())
+                    .filter_map(|vector| msix.vector(vector))
+                    .map(|vector| vector.eventfd())
+                    .collect();
+                self.host.connect(InterruptKind::Msix, &events)
+            }
+        }
+    }
+
+    fn disconnect(&self, connected: &mut Connected) {
+        let kind = match std::mem::replace(connected, Connected::Nothing) {
+            Connected::Nothing => return,
+            Connected::Intx => InterruptKind::Intx,
+            Connected::Msi { .. } => InterruptKind::Msi,
+            Connected::Msix => InterruptKind::Msix,
+        };
+        if let Err(error) = self.host.disconnect(kind) {
+            self.complain(&error);
+        }
+    }
+
+    fn complain(&self, error: &dyn std::error::Error) {
+        if self.log_budget.take() {
+            let reason = error.source().map(|source| format!(": {source}")).unwrap_or_default();
+            warn!("passed-through device {}: {error}{reason}", self.id);
+        }
+    }
+}
+
+impl Drop for Interrupts {
+    fn drop(&mut self) {
+        self.cut_off();
+    }
+}

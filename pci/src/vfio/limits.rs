@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The limits that pinning a guest's memory can run into, looked up before it begins.
+//!
+//! Owns where they are found and how they are compared. Whatever cannot be read is no limit: then the
+//! kernel says so itself, only later.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::error::PinError;
+
+const TYPE1_ENTRIES: &str = "/sys/module/vfio_iommu_type1/parameters/dma_entry_limit";
+const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+/// Bit of CAP_IPC_LOCK in a capability set: who has it may lock without limit.
+const CAP_IPC_LOCK: u32 = 14;
+
+/// How much memory this process may lock.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LockedMemory {
+    /// The limit; `None` if there is none for this process.
+    pub limit_bytes: Option<u64>,
+    /// What counts against it already.
+    pub used_bytes: u64,
+}
+
+impl LockedMemory {
+    /// As the kernel has it now.
+    pub fn of_this_process() -> Self {
+        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the kernel writes one rlimit, which lives across the call.
+        let known = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } == 0;
+        let limited = known && limit.rlim_cur != libc::RLIM_INFINITY && !may_lock(&status);
+        Self {
+            limit_bytes: limited.then_some(limit.rlim_cur),
+            used_bytes: field(&status, "VmLck:")
+                .and_then(|text| text.strip_suffix("kB")?.trim().parse::<u64>().ok())
+                .map_or(0, |kib| kib.saturating_mul(1024)),
+        }
+    }
+}
+
+fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
+}
+
+fn may_lock(status: &str) -> bool {
+    let effective = field(status, "CapEff:").and_then(|text| u64::from_str_radix(text, 16).ok());
+    effective.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 != 0)
+}
+
+/// All limits on DMA mappings; what is `None` is not limited, as far as anybody knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DmaLimits {
+    /// Mappings that the IOMMU driver takes.
+    pub entries: Option<u64>,
+    /// Locked memory.
+    pub locked: LockedMemory,
+    /// The lowest limit of the cgroups that this process is in, and its file.
+    pub cgroup: Option<(u64, PathBuf)>,
+}
+
+impl DmaLimits {
+    /// type1's limit on the mappings of a container.
+    pub fn type1_entries() -> Option<u64> {
+        fs::read_to_string(TYPE1_ENTRIES).ok()?.trim().parse().ok()
+    }
+
+    /// The memory limit of this process's cgroups (version 2).
+    pub fn cgroup_memory() -> Option<(u64, PathBuf)> {
+        let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
+        lowest_cgroup_limit(Path::new(CGROUP_ROOT), &membership)
+    }
+
+    /// Compares what is needed: mappings, bytes in all, and bytes that a cgroup counts.
+    ///
+    /// # Errors
+    /// The first limit that is too low.
+    pub fn check(&self, entries: u64, bytes: u64, counted_bytes: u64) -> Result<(), PinError> {
+        if let Some(limit) = self.entries.filter(|limit| entries > *limit) {
+            return Err(PinError::Entries { needed: entries, limit });
+        }
+        let LockedMemory { limit_bytes, used_bytes } = self.locked;
+        if let Some(limit_bytes) =
+            limit_bytes.filter(|limit| bytes > limit.saturating_sub(used_bytes))
+        {
+            return Err(PinError::LockedMemory { needed_bytes: bytes, limit_bytes, used_bytes });
+        }
+        if let Some((limit_bytes, path)) = &self.cgroup
+            && counted_bytes > *limit_bytes
+        {
+            let (limit_bytes, path) = (*limit_bytes, path.clone());
+            return Err(PinError::Cgroup { needed_bytes: counted_bytes, limit_bytes, path });
+        }
+        Ok(())
+    }
+}
+
+fn lowest_cgroup_limit(root: &Path, membership: &str) -> Option<(u64, PathBuf)> {
+    let own = membership.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let mut lowest: Option<(u64, PathBuf)> = None;
+    // Every group above counts its children as well.
+    for relative in Path::new(own).ancestors() {
+        let path = root.join(relative).join("memory.max");
+        let limit = fs::read_to_string(&path).ok().and_then(|text| text.trim().parse::<u64>().ok());
+        if let Some(limit) =
+            limit.filter(|limit| lowest.as_ref().is_none_or(|(low, _)| limit < low))
+        {
+            lowest = Some((limit, path));
+        }
+    }
+    lowest
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn each_limit_is_named_with_its_remedy() {
+        let limits = DmaLimits {
+            entries: Some(10),
+            locked: LockedMemory { limit_bytes: Some(8 * GIB), used_bytes: GIB },
+            cgroup: Some((6 * GIB, "/sys/fs/cgroup/a/memory.max".into())),
+        };
+        assert!(limits.check(10, 7 * GIB, 6 * GIB).is_ok());
+        let text = |entries, bytes, counted| {
+            limits.check(entries, bytes, counted).unwrap_err().to_string()
+        };
+        assert!(text(11, GIB, GIB).contains("dma_entry_limit"));
+        assert!(text(10, 7 * GIB + 1, 0).contains("LimitMEMLOCK"));
+        assert!(text(10, 7 * GIB, 6 * GIB + 1).contains("/sys/fs/cgroup/a/memory.max"));
+        assert!(DmaLimits::default().check(u64::MAX, u64::MAX, u64::MAX).is_ok());
+    }
+
+    #[test]
+    fn the_capability_lifts_the_limit() {
+        assert!(may_lock("Name:\tx\nCapEff:\t000001ffffffffff\n"));
+        assert!(!may_lock("CapEff:\t000001ffffffbfff\n"));
+        assert!(!may_lock(""));
+        assert_eq!(field("VmLck:\t    12 kB\n", "VmLck:"), Some("12 kB"));
+    }
+
+    #[test]
+    fn the_lowest_limit_above_counts() {
+        let root = vmm_sys_util::tempdir::TempDir::new().unwrap();
+        let root = root.as_path();
+        fs::create_dir_all(root.join("a/b")).unwrap();
+        fs::write(root.join("a/memory.max"), "4096\n").unwrap();
+        fs::write(root.join("a/b/memory.max"), "max\n").unwrap();
+        let found = lowest_cgroup_limit(root, "1:cpu:/x\n0::/a/b\n");
+        assert_eq!(found, Some((4096, root.join("a/memory.max"))));
+        assert_eq!(lowest_cgroup_limit(root, "0::/c\n"), None);
+    }
+}

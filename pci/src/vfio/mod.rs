@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Passed-through PCI functions (VFIO), and guest memory made reachable for their DMA.
+//!
+//! Owns what a guest sees of a host's function, the interrupts on their way back, the mapping of
+//! its BARs into the guest, and the gate that keeps it from DMA until all guest memory is mapped in
+//! the IOMMU. Never knows which device it is, and never touches what the device does.
+//!
+//! ```text
+//!   config write ──> ShadowConfig ──> (Bus Master Enable? wait at DmaGate) ──> HostFunction
+//!   BAR access   ──> memory slot (BarSlots), or trapped: MSI-X table, or HostFunction
+//!   interrupt    <── irqfd of a vector <── eventfd <── HostFunction
+//!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, chunk by chunk
+//! ```
+//!
+//! The kernel clears Bus Master Enable when it opens a function, and DMA needs it. So the guest may
+//! run while memory is still being populated and mapped: its write that sets the bit is the first
+//! moment at which all of it has to be there.
+
+mod bars;
+mod capabilities;
+mod config;
+mod container;
+mod device;
+mod dma;
+mod error;
+#[doc(hidden)]
+pub mod fakes;
+mod function;
+#[doc(hidden)]
+pub mod fuzzing;
+mod gate;
+mod host;
+mod interrupts;
+mod limits;
+mod mapping;
+mod msi;
+mod pinning;
+#[cfg(test)]
+mod tests;
+
+pub use container::Type1Container;
+pub use device::{BarSlots, VfioPciDevice, VfioWiring};
+pub use dma::{DmaTarget, GuestRamPopulator, Populator};
+pub use error::{PinError, VfioError};
+pub use function::VfioFunction;
+pub use gate::{DmaGate, GateClosed};
+pub use host::{HostBar, HostFunction, InterruptKind};
+pub use interrupts::IntxLine;
+pub use limits::{DmaLimits, LockedMemory};
+pub use mapping::BarMapping;
+pub use pinning::{PinProgress, PinState, Pinning};

@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A passed-through function on a bus, with everything around it made up.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::fs::File;
+use std::io;
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use devices::bus::BusDevice as _;
+use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+
+use super::fakes::{
+    FakeFunction, FakeLine, FakeSlots, FakeTarget, MSI_OFFSET, MSIX_COUNT, MSIX_OFFSET,
+    PENDING_OFFSET, SRIOV_OFFSET, TABLE_OFFSET,
+};
+use super::limits::LockedMemory;
+use super::*;
+use crate::address::DeviceNumber;
+use crate::bar::{MmioRange, MmioWindows};
+use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
+use crate::device::PciDevice;
+use crate::fakes::{FakeMapper, FakeMsiSource};
+
+const BELOW: u64 = 0xc000_0000;
+const ABOVE: u64 = 0x40_0000_0000;
+const DEVICE: u64 = 1 << 15;
+const MIB: u64 = 1 << 20;
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Rig {
+    host: Arc<FakeFunction>,
+    device: Arc<VfioPciDevice>,
+    slots: Arc<FakeSlots>,
+    mapper: Arc<FakeMapper>,
+    msi: FakeMsiSource,
+    gate: Arc<DmaGate>,
+    ecam: PciEcam,
+    segment: Arc<PciSegment>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        Self::with(FakeFunction::config(), Vec::new(), false)
+    }
+
+    fn with(config: Vec<u8>, trapped_bars: Vec<u8>, has_line: bool) -> Self {
+        let windows = MmioWindows {
+            below_4g: MmioRange { start_gpa: BELOW, len_bytes: 0x100_0000 },
+            above_4g: MmioRange { start_gpa: ABOVE, len_bytes: 0x100_0000 },
+        };
+        let gate = Arc::new(DmaGate::default());
+        let host = FakeFunction::new(config, Arc::clone(&gate)).unwrap();
+        let slots = Arc::new(FakeSlots::default());
+        let msi = FakeMsiSource::new(64);
+        let line = has_line.then(|| Box::new(FakeLine(File::open("/dev/null").unwrap())) as _);
+        let wiring = VfioWiring {
+            msi_source: &msi,
+            slots: slots.clone(),
+            gate: Arc::clone(&gate),
+            intx: line,
+            trapped_bars,
+        };
+        let device = Arc::new(VfioPciDevice::new("gpu".into(), host.clone(), wiring).unwrap());
+        let mapper = Arc::new(FakeMapper::new(vec![windows.below_4g, windows.above_4g]));
+        let segment =
+            PciSegment::new(PciSegmentOptions { segment: 0, windows }, mapper.clone()).unwrap();
+        let on_bus: Arc<dyn PciDevice> = device.clone();
+        segment.add_device(&on_bus, DeviceNumber::new(1).ok()).unwrap();
+        let ecam = PciEcam::new(&segment);
+        Self { host, device, slots, mapper, msi, gate, ecam, segment }
+    }
+
+    fn write(&self, offset: u16, data: &[u8]) {
+        self.ecam.write(DEVICE | u64::from(offset), data);
+    }
+
+    fn read<const N: usize>(&self, offset: u16) -> [u8; N] {
+        let mut data = [0; N];
+        self.ecam.read(DEVICE | u64::from(offset), &mut data);
+        data
+    }
+
+    fn check(&self) {
+        assert_eq!(self.host.violations(), Vec::<String>::new());
+        assert_eq!(self.slots.violations(), Vec::<String>::new());
+        assert_eq!(self.mapper.violations(), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn the_guest_sees_the_function_and_its_own_bars() {
+    let rig = Rig::new();
+    assert_eq!(rig.read(0), [0x36, 0x1b, 0x10, 0x00]);
+    assert_eq!(rig.read(8), [2, 2, 8, 1]);
+    assert_eq!(rig.read::<1>(0x0e), [0], "one function only");
+    assert_eq!(rig.read::<1>(0x3d), [0], "a pin that leads nowhere is not there");
+    rig.write(0x10, &[0xff; 4]);
+    rig.write(0x14, &[0xff; 4]);
+    assert_eq!(rig.read::<8>(0x10), (!0x3fff_u64 | 4).to_le_bytes());
+    rig.write(0x20, &[0xff; 4]);
+    assert_eq!(rig.read::<4>(0x20), [0; 4], "ports are not shown");
+    rig.write(0x30, &[0xff; 4]);
+    assert_eq!(rig.read::<4>(0x30), [0; 4], "no ROM");
+    assert_eq!(rig.read::<4>(SRIOV_OFFSET), 0x1800_0000_u32.to_le_bytes(), "hidden, list intact");
+    assert_eq!(rig.read::<4>(0x180), 0x0001_0003_u32.to_le_bytes());
+    rig.check();
+}
+
+#[test]
+fn other_writes_reach_the_host() {
+    let rig = Rig::new();
+    rig.write(0x44, &[0x03, 0x01]);
+    rig.write(MSIX_OFFSET, &[0, 0, 0, 0x80]);
+    let writes = rig.host.config_writes.lock().unwrap().clone();
+    assert_eq!(writes[1..], [(0x44, vec![3, 1]), (MSIX_OFFSET, vec![0, 0])]);
+    rig.check();
+}
+
+#[test]
+fn bars_are_slots_without_the_pages_of_msix() {
+    let rig = Rig::new();
+    assert_eq!(rig.slots.shown(), []);
+    rig.write(4, &[2, 0]);
+    assert_eq!(rig.slots.shown(), [BELOW..BELOW + 0x1000, ABOVE..ABOVE + 0x2000]);
+    assert_eq!(rig.read::<1>(4), [2]);
+    // Moved while it decodes.
+    rig.write(0x10, &0x0010_0000_u32.to_le_bytes());
+    assert_eq!(rig.slots.shown()[1], ABOVE + MIB..ABOVE + MIB + 0x2000);
+    rig.write(4, &[0, 0]);
+    assert_eq!(rig.slots.shown(), []);
+    assert_eq!(rig.host.command(), 2, "the host's function goes on decoding");
+    rig.check();
+}
+
+#[test]
+fn trapped_bars_reach_the_host_by_accesses() {
+    let rig = Rig::with(FakeFunction::config(), vec![0], false);
+    rig.write(4, &[2, 0]);
+    assert_eq!(rig.slots.shown().len(), 1, "BAR 2 only");
+    assert!(rig.mapper.write(ABOVE + 0x10, &[1, 2, 3, 4]));
+    let mut data = [0; 4];
+    assert!(rig.mapper.read(ABOVE + 0x10, &mut data));
+    assert_eq!(data, [1, 2, 3, 4]);
+    rig.check();
+}
+
+#[test]
+fn msix_is_connected_while_it_is_on_and_its_table_is_ours() {
+    let rig = Rig::new();
+    rig.write(4, &[2, 0]);
+    assert_eq!(rig.host.connected(), None);
+    rig.write(MSIX_OFFSET + 2, &[4, 0x80]);
+    assert_eq!(rig.read(MSIX_OFFSET + 2), [4, 0x80]);
+    assert_eq!(rig.host.connected(), Some((InterruptKind::Msix, MSIX_COUNT.into())));
+    for (offset, word) in [(0, 0xfee0_1000_u32), (8, 0x41), (12, 0)] {
+        assert!(rig.mapper.write(ABOVE + TABLE_OFFSET + 16 + offset, &word.to_le_bytes()));
+    }
+    let vector = rig.msi.vector(1).unwrap();
+    assert_eq!(vector.record().programmed.unwrap().address, 0xfee0_1000);
+    let mut pending = [0xff; 8];
+    assert!(rig.mapper.read(ABOVE + PENDING_OFFSET, &mut pending));
+    assert_eq!(pending, [0; 8]);
+    let mut host = [0; 16];
+    rig.host.read_bar(0, TABLE_OFFSET + 16, &mut host);
+    assert_eq!(host, [0; 16], "the host's table is not written");
+    rig.write(MSIX_OFFSET + 2, &[4, 0]);
+    assert_eq!(rig.host.connected(), None);
+    rig.check();
+}
+
+#[test]
+fn msi_follows_its_registers() {
+    let rig = Rig::with(FakeFunction::config(), Vec::new(), true);
+    assert_eq!(rig.host.connected(), Some((InterruptKind::Intx, 1)), "the pin needs no asking");
+    assert!(rig.host.has_resample());
+    rig.write(MSI_OFFSET + 4, &0xfee0_2000_u32.to_le_bytes());
+    rig.write(MSI_OFFSET + 8, &0_u32.to_le_bytes());
+    rig.write(MSI_OFFSET + 12, &0x60_u16.to_le_bytes());
+    rig.write(MSI_OFFSET + 16, &0b10_u32.to_le_bytes());
+    // Two messages of four, on.
+    rig.write(MSI_OFFSET + 2, &[0x11, 0]);
+    assert_eq!(rig.host.connected(), Some((InterruptKind::Msi, 2)));
+    let programmed = |index: usize| {
+        // MSI-X has the first vectors.
+        rig.msi.vector(usize::from(MSIX_COUNT) + index).unwrap().record().programmed
+    };
+    assert_eq!(programmed(0).unwrap().data, 0x60);
+    assert_eq!(programmed(1), None, "masked");
+    rig.write(MSI_OFFSET + 16, &[0; 4]);
+    assert_eq!(programmed(1).unwrap().data, 0x61);
+    assert_eq!(programmed(2), None, "not asked for");
+    rig.write(MSI_OFFSET + 2, &[0x10, 0]);
+    assert_eq!(rig.host.connected(), Some((InterruptKind::Intx, 1)));
+    rig.check();
+}
+
+#[test]
+fn a_bridge_is_refused() {
+    let mut config = FakeFunction::config();
+    config[0x0e] = 1;
+    let gate = Arc::new(DmaGate::default());
+    let host = FakeFunction::new(config, Arc::clone(&gate)).unwrap();
+    let wiring = VfioWiring {
+        msi_source: &FakeMsiSource::new(64),
+        slots: Arc::new(FakeSlots::default()),
+        gate,
+        intx: None,
+        trapped_bars: Vec::new(),
+    };
+    let refused = VfioPciDevice::new("bridge".into(), host, wiring);
+    assert!(matches!(refused.err(), Some(VfioError::Header { found: 1 })));
+}
+
+#[test]
+fn bus_mastering_waits_for_the_gate() {
+    let rig = Arc::new(Rig::new());
+    rig.write(4, &[2, 0]);
+    assert_eq!(rig.device.bus_master_times().asked, None);
+    let (done, wait) = mpsc::channel();
+    let guest = {
+        let rig = Arc::clone(&rig);
+        std::thread::spawn(move || {
+            rig.write(4, &[6, 4]);
+            done.send(rig.host.is_bus_master()).unwrap();
+        })
+    };
+    // Other vCPUs go on meanwhile.
+    while rig.device.bus_master_times().asked.is_none() {
+        assert_eq!(rig.read::<1>(4), [2]);
+    }
+    assert!(wait.try_recv().is_err());
+    assert_eq!(rig.device.bus_master_times().granted, None);
+    rig.gate.open();
+    assert_eq!(wait.recv_timeout(PATIENCE), Ok(true));
+    guest.join().unwrap();
+    assert!(rig.device.bus_master_times().granted.is_some());
+    assert_eq!(rig.read::<2>(4), [6, 4]);
+    rig.check();
+}
+
+#[test]
+fn a_failure_pulls_the_device_out() {
+    let rig = Rig::new();
+    rig.write(4, &[2, 0]);
+    rig.write(MSIX_OFFSET + 2, &[4, 0x80]);
+    rig.gate.fail("no memory");
+    rig.write(4, &[6, 0]);
+    assert!(rig.device.is_lost());
+    assert!(!rig.host.is_bus_master());
+    assert_eq!(rig.read::<4>(0), [0xff; 4]);
+    assert_eq!(rig.slots.shown(), []);
+    assert_eq!(rig.host.connected(), None);
+    assert!(rig.mapper.mapped().is_empty(), "nothing decodes any more");
+    let mut data = [0; 4];
+    rig.device.read_bar(0, 0, &mut data);
+    assert_eq!(data, [0xff; 4]);
+    rig.check();
+}
+
+#[test]
+fn nothing_is_left_when_the_device_goes() {
+    let rig = Rig::with(FakeFunction::config(), Vec::new(), true);
+    rig.write(4, &[2, 0]);
+    let Rig { host, device, slots, mapper, ecam, segment, .. } = rig;
+    drop((device, ecam, segment, mapper));
+    assert_eq!(slots.shown(), []);
+    assert_eq!(host.connected(), None);
+    assert_eq!(host.violations(), Vec::<String>::new());
+}
+
+fn ram(len_bytes: u64) -> Arc<GuestRam> {
+    let layout = RamLayout { hole_start: 64 * MIB, hole_end: 4096 * MIB, end: 1 << 40 };
+    let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", len_bytes) }];
+    Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
+}
+
+fn start(
+    target: FakeTarget,
+    ram: &Arc<GuestRam>,
+    gate: &Arc<DmaGate>,
+) -> Result<Pinning, PinError> {
+    let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
+    Pinning::start(Arc::new(target), populator, Arc::clone(gate), Box::new(|_| {}))
+}
+
+#[test]
+fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
+    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
+    let target = Arc::new(FakeTarget {
+        before: Some({
+            let gate = Arc::clone(&gate);
+            Box::new(move |_| {
+                assert!(!gate.is_open(), "the gate is open before the last piece");
+                Ok(())
+            })
+        }),
+        ..FakeTarget::default()
+    });
+    let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
+    let (told, end) = mpsc::channel();
+    let on_end = Box::new(move |state: &PinState| told.send(state.clone()).unwrap());
+    let mut pinning = Pinning::start(target.clone(), populator, Arc::clone(&gate), on_end).unwrap();
+    gate.wait().unwrap();
+    assert!(matches!(end.recv_timeout(PATIENCE), Ok(PinState::Pinned(_))));
+    pinning.wait().unwrap();
+    let mut mapped = target.mapped.lock().unwrap().clone();
+    mapped.sort_by_key(|range| range.start);
+    let mut expected = Vec::new();
+    for region in ram.regions() {
+        expected.push(region.gpa()..region.gpa() + region.len_bytes());
+    }
+    let mut joined: Vec<std::ops::Range<u64>> = Vec::new();
+    for range in mapped {
+        match joined.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => joined.push(range),
+        }
+    }
+    assert_eq!(joined, expected);
+    let progress = pinning.progress();
+    assert_eq!((progress.pinned_bytes, progress.total_bytes), (192 * MIB, 192 * MIB));
+}
+
+#[test]
+fn a_failure_in_the_middle_turns_everybody_away() {
+    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
+    let count = Mutex::new(0);
+    let target = FakeTarget {
+        before: Some(Box::new(move |_| {
+            let mut count = count.lock().unwrap();
+            *count += 1;
+            if *count == 2 { Err(io::Error::from_raw_os_error(libc::ENOMEM)) } else { Ok(()) }
+        })),
+        ..FakeTarget::default()
+    };
+    let mut pinning = start(target, &ram, &gate).unwrap();
+    let reason = gate.wait().unwrap_err().reason;
+    assert!(reason.contains("ulimit -l") && reason.contains("mem0"), "{reason}");
+    assert!(pinning.wait().is_err());
+    let progress = pinning.progress();
+    assert!(progress.pinned_bytes < progress.total_bytes);
+    assert_eq!(progress.state, PinState::Failed(reason));
+}
+
+#[test]
+fn a_machine_that_goes_waits_for_nobody() {
+    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
+    let (arrived, at_map) = mpsc::channel();
+    let (arrived, hold) = (Mutex::new(arrived), Arc::new(DmaGate::default()));
+    let target = FakeTarget {
+        before: Some({
+            let hold = Arc::clone(&hold);
+            Box::new(move |_| {
+                let _ = arrived.lock().unwrap().send(());
+                hold.wait().map_err(io::Error::other)
+            })
+        }),
+        ..FakeTarget::default()
+    };
+    let pinning = start(target, &ram, &gate).unwrap();
+    at_map.recv_timeout(PATIENCE).unwrap();
+    let guest = {
+        let gate = Arc::clone(&gate);
+        std::thread::spawn(move || gate.wait())
+    };
+    pinning.cancel();
+    assert!(guest.join().unwrap().is_err());
+    hold.open();
+    drop(pinning);
+}
+
+#[test]
+fn limits_are_checked_before_anything_happens() {
+    let gate = Arc::new(DmaGate::default());
+    let ram = ram(192 * MIB);
+    let with = |limits: DmaLimits| {
+        start(FakeTarget { limits, ..FakeTarget::default() }, &ram, &gate).err()
+    };
+    let few = DmaLimits { entries: Some(1), ..DmaLimits::default() };
+    assert!(matches!(with(few), Some(PinError::Entries { limit: 1, .. })));
+    let locked = LockedMemory { limit_bytes: Some(191 * MIB), used_bytes: 0 };
+    let locked = DmaLimits { locked, ..DmaLimits::default() };
+    assert!(matches!(with(locked), Some(PinError::LockedMemory { .. })));
+    assert!(!gate.is_open());
+    // Room enough for larger pieces only.
+    let four = DmaLimits { entries: Some(6), ..DmaLimits::default() };
+    assert!(with(four).is_none());
+}

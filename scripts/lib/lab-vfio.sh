@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# What the lab's groups vfio and vfio-gate need beside the usual machine: a disk to pass through, and programs that
+# change a process's limits. Sourced by scripts/lab.
+
+# build_extra_vfio FILE: writes the disk, and an initramfs with the programs.
+build_extra_vfio() {
+  local tree=$LAB/vfio
+  truncate -s 256M "$LAB/vfio.img"
+  rm -rf "$tree"
+  mkdir -p "$tree/bin"
+  add_program "$tree" /usr/bin/prlimit
+  add_program "$tree" /usr/bin/setpriv
+  add_program "$tree" /usr/bin/chrt
+  pack "$tree" "$1"
+}
+build_extra_bench_passthrough() { build_extra_vfio "$@"; }
+build_extra_vfio_gate() { build_extra_vfio "$@"; }

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# Memory that is mapped for DMA while the guest runs: the guest's driver waits exactly as long as it must,
+# what it then reads is right, and when memory cannot be mapped the device is gone and the guest is not.
+# machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
+. ./lib.sh
+. ./passthrough.sh
+
+find_disk
+fill_disk
+check disk_is_bound give_to_vfio $disk
+MEMORY=size=512M,shared=on
+
+# The threads that map memory get only what the guest's CPU leaves them, so that the guest's driver is
+# there first; when it waits they have all of the CPU.
+slow_down() {
+  for task in /proc/$(cat $T/$1.pid)/task/*; do
+    case $(cat $task/comm) in pin | prefault*) /bin/chrt -i -p 0 "$(basename $task)" >/dev/null ;; esac
+  done
+}
+start_guest a 1 --device path=$disk,id=disk || failed start "the VMM did not start"
+slow_down a
+not_pinned_yet() { info a '"state": *"Pinning"' && ! happened a passthrough-pinned && happened a booted; }
+check runs_before_memory_is_mapped not_pinned_yet
+check boots wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
+driver_waited() {
+  remote a counters >$T/counters
+  cat $T/counters $T/a.events
+  happened a passthrough-pinned && info a '"pinned_bytes": *536870912' && [ "$(counter a bus_master_waited_us)" -gt 10000 ]
+}
+check driver_waited_for_the_last_piece driver_waited
+check reads_by_dma_into_memory_mapped_late reads_what_is_there a
+check writes_by_dma writes_and_reads_back a
+power_button() { remote $1 power-button && wait_until 60 says $1 "POWER-BUTTON" && ends $1 60; }
+check power_button_ends_the_vmm power_button a
+
+# The limit on locked memory falls while memory is being mapped.
+LAUNCH="/bin/setpriv --bounding-set=-ipc_lock prlimit --memlock=unlimited"
+lower_limit() {
+  wait_until 30 answers b && prlimit --pid "$(cat $T/b.pid)" --memlock=65536 && wait_until 60 happened b passthrough-failed
+}
+start_guest b 1 --device path=$disk,id=disk || failed start "the VMM did not start"
+check mapping_fails_in_the_middle lower_limit
+failure_is_told() {
+  cat $T/b.events
+  happened b passthrough-device-lost && info b '"state": *"Failed"' && info b "ulimit -l" && state_is b Running
+}
+check failure_is_told failure_is_told
+check guest_goes_on wait_until $WAIT_S says b "GUEST-READY 1 vcpus"
+device_is_gone() { guest b "test ! -e /dev/nvme0n1; echo \$?; dmesg | grep -i nvme; true" && cat $T/out && [ "$(head -n 1 $T/out)" = 0 ]; }
+check device_is_gone_for_the_guest device_is_gone
+check power_button_ends_that_vmm power_button b
+LAUNCH=
+
+# strict: nothing runs before the last piece.
+strict() {
+  start_vmm c --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" --cpus boot=1 \
+    --memory $MEMORY --disk path=$ROOT_DISK --serial off --console null --device path=$disk,pin=strict || return 1
+  cat $T/c.events
+  [ "$(event c passthrough-pinned)" -lt "$(event c booted)" ]
+}
+check strict_maps_before_the_guest_runs strict
+vmm_ends_while_it_waits() { remote c shutdown-vmm && ends c 60; }
+check shuts_down vmm_ends_while_it_waits

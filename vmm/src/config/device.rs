@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `--device`: functions of the host that are passed through to the guest.
+//!
+//! Owns the family and the rules within it. It must never look at the host.
+
+use std::path::PathBuf;
+
+use super::codec::{Choice, File, Id, Int, IntList, One, Opt, Toggle};
+use super::error::ConfigError;
+use super::family::{option_enum, option_family};
+
+/// BARs of a PCI function.
+const BARS_COUNT: u64 = 6;
+
+option_enum! {
+    /// When guest memory is mapped for the DMA of passed-through devices.
+    PinMode = "overlap|strict", default Overlap {
+        /// While the guest runs; its driver waits for what is missing when it enables DMA.
+        Overlap = "overlap",
+        /// Before the guest's first instruction.
+        Strict = "strict",
+    }
+}
+
+option_family! {
+    /// A passed-through host device (VFIO).
+    DeviceConfig "device" {
+        /// The device in sysfs.
+        path: Option<PathBuf> = None, "path" as Opt<File>;
+        /// Open descriptor of the device.
+        fd: Option<u32> = None, "fd" as Opt<Int>, unsupported();
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// GPUDirect clique.
+        x_nv_gpudirect_clique: Option<u8> = None, "x_nv_gpudirect_clique" as Opt<Int>,
+            unsupported();
+        /// BARs that are not mapped.
+        x_exclude_mmap_bars: Vec<u64> = Vec::new(), "x_exclude_mmap_bars" as One<IntList>;
+        /// When guest memory is mapped for DMA.
+        pin: PinMode = PinMode::Overlap, "pin" as One<Choice>;
+    }
+}
+
+impl DeviceConfig {
+    /// Checks the rules within the family.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let id = self.id.clone().unwrap_or_default();
+        let refuse = |problem: &str| {
+            let problem = problem.to_owned();
+            Err(ConfigError::Device { what: "device", id: id.clone(), problem })
+        };
+        if self.path.as_ref().is_none_or(|path| path.as_os_str().is_empty()) {
+            return refuse("needs a path, its directory in /sys/bus/pci/devices");
+        }
+        if self.x_exclude_mmap_bars.iter().any(|bar| *bar >= BARS_COUNT) {
+            return refuse("x_exclude_mmap_bars names a BAR that does not exist (0 to 5 do)");
+        }
+        Ok(())
+    }
+}
