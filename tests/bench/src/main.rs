@@ -12,6 +12,7 @@ mod pair;
 mod postcopy;
 mod precopy;
 mod process;
+mod qemu;
 mod raw;
 mod report;
 mod slots;
