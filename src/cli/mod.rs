@@ -4,9 +4,11 @@
 //!
 //! - [`launch`]: `cloud-hypervisor`, from arguments to what the VMM is started with.
 //! - [`remote`]: `ch-remote`, from arguments to one request and its output.
+//! - [`chart`]: the report of a migration as a picture.
 //! - [`exit`]: exit codes, and how an error is printed.
 //! - [`logger`]: where log messages go.
 
+pub mod chart;
 pub mod exit;
 pub mod launch;
 pub mod logger;

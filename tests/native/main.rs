@@ -25,6 +25,7 @@ mod migration_rounds;
 mod pause;
 mod postcopy;
 mod remote;
+mod report;
 mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
     postcopy::add(&mut suite);
     events::add(&mut suite);
     remote::add(&mut suite);
+    report::add(&mut suite);
     api_client::add(&mut suite);
     http::add(&mut suite);
     bad_input::add(&mut suite);

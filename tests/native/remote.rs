@@ -24,6 +24,7 @@ const WORKING: [&str; 15] = [
     "shutdown",
     "shutdown-vmm",
     "migration-progress",
+    "migration-report",
 ];
 
 pub fn add(suite: &mut Suite) {

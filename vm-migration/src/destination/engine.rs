@@ -227,7 +227,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                 self.show(region, index)?;
             } else if first_wish {
                 counters.faults_requested.fetch_add(1, Ordering::Relaxed);
-                self.waits.begin(region, index);
+                self.waits.begin(region, index, fault.thread);
                 ask.push(self.memory.layout().range_of(run));
             } else {
                 counters.faults_merged.fetch_add(1, Ordering::Relaxed);
@@ -428,8 +428,8 @@ impl<M: GuestMemoryMap> Engine<M> {
             if self.wanted[run.region].get(index) {
                 wanted += unit;
                 wake(run.region, index)?;
-                if let Some(took) = self.waits.end(run.region, index) {
-                    self.progress.fault_took(took);
+                if let Some((thread, took)) = self.waits.end(run.region, index) {
+                    self.progress.fault_took(thread, took);
                 }
             }
         }
