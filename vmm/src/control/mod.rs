@@ -162,6 +162,7 @@ impl Vmm {
             VmmRequest::VmmShutdown { force } => return self.vmm_shutdown(force, responder),
             VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
             VmmRequest::MigrationCancel => self.cancel_migration(responder),
+            VmmRequest::Delete { force } => self.delete_for(force, responder),
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
             VmmRequest::Restore(config) => self.restore(*config, responder),
             request => responder.answer(self.carry_out(request)),
@@ -188,7 +189,6 @@ impl Vmm {
                 self.machine_mut()?.press_power_button();
                 Ok(ApiReply::Empty)
             }
-            VmmRequest::Delete { force } => empty(self.delete(force)),
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),
             VmmRequest::SendMigration(data) => empty(self.send(&data)),
@@ -196,6 +196,7 @@ impl Vmm {
             VmmRequest::MigrationReport => self.migration_report(),
             // Handled by `call`.
             VmmRequest::ReceiveMigration(_)
+            | VmmRequest::Delete { .. }
             | VmmRequest::MigrationCancel
             | VmmRequest::Snapshot(_)
             | VmmRequest::Restore(_)
