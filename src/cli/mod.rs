@@ -4,10 +4,12 @@
 //!
 //! - [`launch`]: `cloud-hypervisor`, from arguments to what the VMM is started with.
 //! - [`remote`]: `ch-remote`, from arguments to one request and its output.
+//! - [`chart`]: the report of a migration as a picture.
 //! - [`exit`]: exit codes, and how an error is printed.
 //! - [`logger`]: where log messages go.
 //! - [`pool`]: `prezero-pool`, from arguments to the daemon.
 
+pub mod chart;
 pub mod exit;
 pub mod launch;
 pub mod logger;

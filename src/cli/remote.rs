@@ -26,8 +26,8 @@ use vmm::config::{
     ReceiveMigrationData, SendMigrationData,
 };
 
-use super::exit;
 use super::watch::{self, FollowError, View};
+use super::{chart, exit};
 
 /// Why a command was not carried out.
 #[derive(Debug, Error)]
@@ -73,6 +73,18 @@ pub enum RemoteError {
     #[error("the configuration '{path}' cannot be read")]
     Read {
         /// The file, `-` for stdin.
+        path: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The report of a migration is not one.
+    #[error("the VMM's report of the migration cannot be read")]
+    Report(#[source] serde_json::Error),
+    /// A file cannot be written.
+    #[error("'{path}' cannot be written")]
+    Write {
+        /// The file.
         path: String,
         /// Why.
         #[source]
@@ -215,6 +227,15 @@ fn migration_commands() -> Vec<Command> {
         Command::new("migration-progress")
             .about("Progress of the migration that goes on, or the last one")
             .arg(watch()),
+        Command::new("migration-report")
+            .about("Report of the last migration: its course in time, how long each vCPU waited")
+            .arg(
+                Arg::new("svg")
+                    .long("svg")
+                    .num_args(1)
+                    .value_name("FILE")
+                    .help("Draw it into this file instead of printing it as JSON, - for stdout"),
+            ),
         Command::new("migration-recover")
             .about("Make the connections of a postcopy migration again that has lost them")
             .arg(Arg::new("config").index(1).default_value("").help(
@@ -284,7 +305,10 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
         }
         None => {
             let answer = client.ask(call.method, call.path, call.body).map_err(request)?;
-            Ok(answer.map(|text| pretty(&text)))
+            match sub.try_get_one::<String>("svg").ok().flatten() {
+                Some(path) => draw(path, &answer.unwrap_or_default()),
+                None => Ok(answer.map(|text| pretty(&text))),
+            }
         }
     }
 }
@@ -294,6 +318,18 @@ fn pretty(text: &str) -> String {
     serde_json::from_str::<Value>(text)
         .and_then(|value| serde_json::to_string_pretty(&value))
         .unwrap_or_else(|_| text.to_owned())
+}
+
+/// Draws a report; what is to go to stdout comes back.
+fn draw(path: &str, report: &str) -> Result<Option<String>, RemoteError> {
+    let report = serde_json::from_str(report).map_err(RemoteError::Report)?;
+    let picture = chart::svg(&report);
+    if path == "-" {
+        return Ok(Some(picture));
+    }
+    std::fs::write(path, picture)
+        .map_err(|source| RemoteError::Write { path: path.to_owned(), source })?;
+    Ok(None)
 }
 
 /// A request that may be forced.
@@ -356,6 +392,9 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
             body: None,
             follow: view(matches),
         },
+        "migration-report" => {
+            Call { method: Method::Get, path: "vm.migration-report", body: None, follow: None }
+        }
         "delete" => forced("vm.delete", matches),
         "shutdown-vmm" => forced("vmm.shutdown", matches),
         "migration-recover" => {

@@ -27,6 +27,7 @@ mod postcopy;
 mod prefault;
 mod prezero;
 mod remote;
+mod report;
 mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
@@ -43,6 +44,7 @@ fn main() -> ExitCode {
     postcopy::add(&mut suite);
     events::add(&mut suite);
     remote::add(&mut suite);
+    report::add(&mut suite);
     api_client::add(&mut suite);
     http::add(&mut suite);
     bad_input::add(&mut suite);

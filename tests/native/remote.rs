@@ -8,7 +8,7 @@ use crate::harness::{Suite, Vmm, ch_remote};
 use crate::lifecycle::config;
 
 /// Subcommands that do something, and those that are known and refused by name.
-const WORKING: [&str; 15] = [
+const WORKING: [&str; 16] = [
     "boot",
     "counters",
     "create",
@@ -24,6 +24,7 @@ const WORKING: [&str; 15] = [
     "shutdown",
     "shutdown-vmm",
     "migration-progress",
+    "migration-report",
 ];
 
 pub fn add(suite: &mut Suite) {

@@ -15,7 +15,7 @@
 //! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
-//! | [`options`], [`progress`], [`error`], [`report`] | what a person chooses and sees |
+//! | [`options`], [`progress`], [`history`], [`error`], [`report`] | what a person chooses and sees |
 //! | [`cancel`], [`steering`] | what a person can stop and ask for |
 //!
 //! ```no_run
@@ -60,6 +60,8 @@ mod cursor;
 pub mod destination;
 pub mod error;
 pub mod fault;
+pub mod history;
+mod latency;
 pub mod layout;
 pub mod options;
 mod pace;
@@ -85,6 +87,7 @@ mod tests;
 
 pub use cancel::Cancel;
 pub use error::{Cause, GuestIs, MigrationError, Side};
+pub use history::History;
 pub use options::{
     Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,
     TimeoutStrategy,

@@ -11,13 +11,16 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use crate::error::Side;
 use crate::fault::FaultSourceKind;
+use crate::history::{Course, History, Passage, Sample};
+use crate::latency::{Latencies, micros};
 use crate::options::Convergence;
 use crate::report::FailureReport;
+
+pub use crate::latency::LatencySnapshot;
 
 /// States of the two machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -184,9 +187,6 @@ pub(crate) struct Counters {
     pub recoveries: AtomicU32,
 }
 
-/// Longest fault latency that the histogram tells apart: one hour, in microseconds.
-const LATENCY_MAX_US: u64 = 3_600_000_000;
-
 /// What a running migration shows. Shared by all its threads and everyone who watches.
 pub struct Progress {
     side: Side,
@@ -201,7 +201,9 @@ pub struct Progress {
     /// Why postcopy holds still, or held still last. Held for one copy.
     lost: Mutex<Option<String>>,
     /// Latencies of faults that waited for the peer. Held for one addition or one copy.
-    latency: Mutex<Histogram<u64>>,
+    latency: Mutex<Latencies>,
+    /// For the report. Held for one note or one copy.
+    course: Mutex<Course>,
 }
 
 impl fmt::Debug for Progress {
@@ -225,8 +227,6 @@ impl Progress {
     }
 
     fn build(side: Side, observer: Option<Box<dyn Observer>>) -> Self {
-        let latency = Histogram::new_with_max(LATENCY_MAX_US, 3)
-            .expect("the bounds are constants that the histogram accepts");
         Self {
             side,
             observer,
@@ -238,7 +238,8 @@ impl Progress {
             convergence: OnceLock::new(),
             fault_source: OnceLock::new(),
             lost: Mutex::new(None),
-            latency: Mutex::new(latency),
+            latency: Mutex::new(Latencies::new()),
+            course: Mutex::new(Course::new()),
         }
     }
 
@@ -302,6 +303,7 @@ impl Progress {
     /// Enters a last phase, one that does no work.
     pub(crate) fn finish(&self, phase: Phase) {
         let _ = self.ended.set(Instant::now());
+        self.note_sample(true);
         self.enter(phase);
     }
 
@@ -313,6 +315,9 @@ impl Progress {
 
     pub(crate) fn enter(&self, phase: Phase) {
         self.phase.store(phase as u8, Relaxed);
+        let passage = Passage { at_ms: self.elapsed_ms(), phase };
+        self.course.lock().unwrap_or_else(PoisonError::into_inner).enter(passage);
+        self.note_sample(false);
         log::info!("migration {}: {phase}", self.side);
         self.tell(Event::Begin(phase));
     }
@@ -323,9 +328,30 @@ impl Progress {
         }
     }
 
+    /// Takes note of where the migration is, if it is time for that. For the report.
+    pub(crate) fn note_sample(&self, is_last: bool) {
+        let get = |counter: &AtomicU64| counter.load(Relaxed);
+        let c = &self.counters;
+        let sample = Sample {
+            at_ms: self.elapsed_ms(),
+            remaining_bytes: get(&c.remaining_bytes),
+            moved_bytes: get(&c.memory_bytes_sent).max(get(&c.memory_bytes_received)),
+            faults: get(&c.faults),
+            urgent_pages: get(&c.urgent_pages) + get(&c.prefetched_pages),
+        };
+        self.course.lock().unwrap_or_else(PoisonError::into_inner).sample(sample, is_last);
+    }
+
+    fn elapsed_ms(&self) -> u64 {
+        let end = self.ended.get().copied().unwrap_or_else(Instant::now);
+        let elapsed = self.started.get().map_or(Duration::ZERO, |start| end.duration_since(*start));
+        u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
+    }
+
     pub(crate) fn begin_round(&self, round: u32, remaining_bytes: u64) {
         self.counters.round.store(round, Relaxed);
         self.counters.remaining_bytes.store(remaining_bytes, Relaxed);
+        self.note_sample(false);
         self.tell(Event::Round { round, remaining_bytes });
     }
 
@@ -365,22 +391,35 @@ impl Progress {
         let _ = self.fault_source.set(kind);
     }
 
-    pub(crate) fn fault_took(&self, latency: Duration) {
-        let latency_us = u64::try_from(latency.as_micros()).unwrap_or(u64::MAX);
+    pub(crate) fn fault_took(&self, thread: Option<u32>, latency: Duration) {
+        let latency_us = micros(latency);
         self.counters.fault_wait_us.fetch_add(latency_us, Relaxed);
-        self.latency.lock().unwrap_or_else(PoisonError::into_inner).saturating_record(latency_us);
+        let mut latencies = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
+        latencies.record(thread, latency_us);
+    }
+
+    /// Everything that was noted, for a report.
+    pub fn history(&self) -> History {
+        let progress = self.snapshot();
+        let course = self.course.lock().unwrap_or_else(PoisonError::into_inner);
+        let (phases, timeline) = (course.phases(), course.samples());
+        drop(course);
+        let latencies = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
+        let (latency, threads) = (latencies.buckets(), latencies.threads());
+        History { progress, phases, timeline, latency, threads }
     }
 
     /// Everything, as of now.
     pub fn snapshot(&self) -> Snapshot {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
-        let end = self.ended.get().copied().unwrap_or_else(Instant::now);
-        let elapsed = self.started.get().map_or(Duration::ZERO, |start| end.duration_since(*start));
+        let rate = get(&c.bulk_bytes_per_s) + get(&c.urgent_bytes_per_s);
+        let remaining_ms =
+            (get(&c.remaining_bytes) / 1000).saturating_mul(1_000_000).checked_div(rate);
         Snapshot {
             side: self.side,
             phase: self.phase(),
-            elapsed_ms: u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX),
+            elapsed_ms: self.elapsed_ms(),
             round: c.round.load(Relaxed),
             total_bytes: get(&c.total_bytes),
             remaining_bytes: get(&c.remaining_bytes),
@@ -418,6 +457,7 @@ impl Progress {
                 prefetched_pages: get(&c.prefetched_pages),
                 bulk_bytes_per_s: get(&c.bulk_bytes_per_s),
                 urgent_bytes_per_s: get(&c.urgent_bytes_per_s),
+                remaining_ms,
                 waited_us: get(&c.fault_wait_us),
                 latency_us: self.latencies(),
             },
@@ -426,17 +466,7 @@ impl Progress {
     }
 
     fn latencies(&self) -> LatencySnapshot {
-        let histogram = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = |quantile| histogram.value_at_quantile(quantile);
-        LatencySnapshot {
-            count: histogram.len(),
-            min: if histogram.is_empty() { 0 } else { histogram.min() },
-            p50: at(0.5),
-            p90: at(0.9),
-            p99: at(0.99),
-            p999: at(0.999),
-            max: histogram.max(),
-        }
+        self.latency.lock().unwrap_or_else(PoisonError::into_inner).snapshot()
     }
 }
 
@@ -536,21 +566,10 @@ pub struct FaultSnapshot {
     pub bulk_bytes_per_s: u64,
     /// Rate of requested and prefetched pages in the last second.
     pub urgent_bytes_per_s: u64,
+    /// Time until the last page at these rates; none while nothing moves.
+    pub remaining_ms: Option<u64>,
     /// Sum of all waits for the peer, of all threads.
     pub waited_us: u64,
     /// Time from the report of a fault to its end, for those that waited for the peer.
     pub latency_us: LatencySnapshot,
-}
-
-/// A distribution in microseconds.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[expect(missing_docs, reason = "quantiles name themselves")]
-pub struct LatencySnapshot {
-    pub count: u64,
-    pub min: u64,
-    pub p50: u64,
-    pub p90: u64,
-    pub p99: u64,
-    pub p999: u64,
-    pub max: u64,
 }

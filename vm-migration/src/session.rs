@@ -6,6 +6,7 @@
 //! one of its connections is lost all of them end, and recovery makes another set. What outlives a
 //! set (which pages are missing, who waits) is not here.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -134,28 +135,40 @@ fn hurry() {
     }
 }
 
-/// Rates of the last second, for the progress document.
+/// Rates of the last second, for the progress document, and samples for the report.
 pub(crate) struct Rates {
-    sampled: Instant,
-    sample: (u64, u64),
+    /// When, and what had moved by then; the oldest is about a second old.
+    samples: VecDeque<(Instant, (u64, u64))>,
 }
 
 impl Rates {
+    /// Distance between two samples.
+    const EVERY: Duration = Duration::from_millis(50);
+
     pub(crate) fn new(progress: &Progress) -> Self {
-        Self { sampled: Instant::now(), sample: progress.pages_moved() }
+        Self { samples: VecDeque::from([(Instant::now(), progress.pages_moved())]) }
     }
 
     pub(crate) fn sample(&mut self, progress: &Progress) {
-        let took = self.sampled.elapsed();
-        if took < ALIVE_EVERY {
+        progress.note_sample(false);
+        let now = Instant::now();
+        let age = |at: Option<&(Instant, _)>| at.map(|at| now.duration_since(at.0));
+        if age(self.samples.back()).is_some_and(|age| age < Self::EVERY) {
             return;
         }
+        while age(self.samples.get(1)).is_some_and(|age| age >= ALIVE_EVERY) {
+            self.samples.pop_front();
+        }
         let (bulk, urgent) = progress.pages_moved();
-        let rate =
-            |now: u64, then: u64| crate::source::rate(PAGE_BYTES * now.saturating_sub(then), took);
-        let counters = &progress.counters;
-        counters.bulk_bytes_per_s.store(rate(bulk, self.sample.0), Ordering::Relaxed);
-        counters.urgent_bytes_per_s.store(rate(urgent, self.sample.1), Ordering::Relaxed);
-        (self.sampled, self.sample) = (Instant::now(), (bulk, urgent));
+        if let Some((at, before)) = self.samples.front() {
+            let took = now.duration_since(*at);
+            let rate = |now: u64, then: u64| {
+                crate::source::rate(PAGE_BYTES * now.saturating_sub(then), took)
+            };
+            let counters = &progress.counters;
+            counters.bulk_bytes_per_s.store(rate(bulk, before.0), Ordering::Relaxed);
+            counters.urgent_bytes_per_s.store(rate(urgent, before.1), Ordering::Relaxed);
+        }
+        self.samples.push_back((now, (bulk, urgent)));
     }
 }

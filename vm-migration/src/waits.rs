@@ -8,7 +8,7 @@
 //! neighbourhood are taken the wait is not measured, and nothing else depends on it. It must never
 //! decide who is woken.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Slots; a power of two.
@@ -26,6 +26,8 @@ struct Slot {
     key: AtomicU64,
     /// Microseconds after the table was made, plus 1; 0 while it is not known yet.
     since_us: AtomicU64,
+    /// Who waits; 0 where that is not known.
+    thread: AtomicU32,
 }
 
 /// The table.
@@ -56,25 +58,27 @@ impl Waits {
         u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX - 1) + 1
     }
 
-    /// A wait begins.
-    pub(crate) fn begin(&self, region: usize, unit: u64) {
+    /// A wait of `thread` begins.
+    pub(crate) fn begin(&self, region: usize, unit: u64, thread: Option<u32>) {
         let key = key(region, unit);
         for slot in self.neighbours(key) {
             if slot.key.compare_exchange(0, key, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                slot.thread.store(thread.unwrap_or(0), Ordering::Relaxed);
                 slot.since_us.store(self.now_us(), Ordering::Release);
                 return;
             }
         }
     }
 
-    /// A wait is over; how long it was, where that was measured.
-    pub(crate) fn end(&self, region: usize, unit: u64) -> Option<Duration> {
+    /// A wait is over; whose it was and how long, where that was measured.
+    pub(crate) fn end(&self, region: usize, unit: u64) -> Option<(Option<u32>, Duration)> {
         let key = key(region, unit);
         let slot = self.neighbours(key).find(|slot| slot.key.load(Ordering::Acquire) == key)?;
         let since_us = slot.since_us.swap(0, Ordering::AcqRel);
+        let thread = Some(slot.thread.load(Ordering::Relaxed)).filter(|thread| *thread != 0);
         let took = self.now_us().saturating_sub(since_us);
         let ours = slot.key.compare_exchange(key, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-        (ours && since_us != 0).then(|| Duration::from_micros(took))
+        (ours && since_us != 0).then(|| (thread, Duration::from_micros(took)))
     }
 
     /// How long the longest wait has been going on.
@@ -108,9 +112,9 @@ mod tests {
     fn a_wait_is_measured_once() {
         let waits = Waits::new();
         assert_eq!(waits.longest(), Duration::ZERO);
-        waits.begin(1, 77);
+        waits.begin(1, 77, Some(5));
         assert!(waits.end(0, 77).is_none());
-        assert!(waits.end(1, 77).is_some());
+        assert_eq!(waits.end(1, 77).map(|wait| wait.0), Some(Some(5)));
         assert!(waits.end(1, 77).is_none());
         assert_eq!(waits.longest(), Duration::ZERO);
     }
@@ -119,7 +123,7 @@ mod tests {
     fn a_full_neighbourhood_measures_nothing_and_breaks_nothing() {
         let waits = Waits::new();
         for unit in 0..20_000 {
-            waits.begin(0, unit);
+            waits.begin(0, unit, None);
         }
         let measured = (0..20_000).filter(|unit| waits.end(0, *unit).is_some()).count();
         assert!((SLOTS * 9 / 10..=SLOTS).contains(&measured), "{measured}");

@@ -9,12 +9,15 @@ mod child;
 mod hugepages;
 mod loopback;
 mod machine;
+mod pair;
 mod passthrough;
+mod postcopy;
 mod precopy;
 mod prefault;
 mod prezero;
 mod process;
 mod qemu;
+mod raw;
 mod report;
 mod slots;
 mod snapshot;
@@ -57,6 +60,19 @@ fn main() -> ExitCode {
                     .arg(flag("json", "Print one JSON object"))
                     .arg(path("log", "The log").required(true)),
             )
+            .subcommand(
+                common("postcopy-latency", "3")
+                    .about("A guest's accesses that wait for a page, beside the raw socket and QEMU"),
+            )
+            .subcommand(
+                common("postcopy-throughput", "3").about(
+                    "The time until the last page beside a raw copy, the guest's speed meanwhile",
+                ),
+            )
+            .subcommand(
+                common("postcopy-scaling", "3")
+                    .about("Faults per second for 1 to 160 threads, without KVM"),
+            )
             .get_matches();
     let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
     match run(name, arguments) {
@@ -83,22 +99,21 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
     let (vmm, guest) = (path("vmm"), path("guest"));
     let runs = arguments.get_one::<u64>("runs").copied().unwrap_or(1).max(1);
     let runs = usize::try_from(runs)?;
-    if name == "boot" {
-        return boot::run(&vmm, &guest, runs);
-    }
-    if name == "snapshot" {
-        return snapshot::run(&vmm, &guest, runs);
-    }
-    if name == "prefault" {
-        return prefault::run(runs);
-    }
-    if name == "prezero-pool" {
-        return prezero::run(&vmm, &guest, runs);
-    }
     let remote = vmm.with_file_name("ch-remote");
-    let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);
-    let setup = precopy::Setup { vmm: &vmm, remote: &remote, guest: &guest, downtime_ms };
-    precopy::run(&setup, runs)
+    let programs = pair::Programs { vmm: &vmm, remote: &remote, guest: &guest };
+    match name {
+        "boot" => boot::run(&vmm, &guest, runs),
+        "snapshot" => snapshot::run(&vmm, &guest, runs),
+        "prefault" => prefault::run(runs),
+        "prezero-pool" => prezero::run(&vmm, &guest, runs),
+        "postcopy-latency" => postcopy::latency::run(&programs, runs),
+        "postcopy-throughput" => postcopy::throughput::run(&programs, runs),
+        "postcopy-scaling" => postcopy::scaling::run(runs),
+        _ => {
+            let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);
+            precopy::run(&precopy::Setup { programs, downtime_ms }, runs)
+        }
+    }
 }
 
 /// A subcommand with what all of them have.

@@ -26,9 +26,11 @@ use crate::ram::{self, GuestMemoryMap};
 use crate::stride::Strides;
 use crate::waits::Waits;
 
-/// Requested contents of at most this length are copied in by one call of the kernel's, which is
-/// faster than receiving them in place: the page is neither cleared before nor mapped twice.
-const SMALL_BYTES: usize = 16 << 10;
+/// Contents of at most this length are copied in through a buffer, which is faster than receiving
+/// them in place: pages are neither cleared before nor mapped twice, and there is one call of the
+/// kernel's for a run instead of a fault for each page. A chunk of the background fits, and the
+/// buffer stays in the processor's cache.
+const SMALL_BYTES: u64 = 128 << 10;
 
 /// Pages that the copying path buffers at once, rounded up to a unit.
 const COPY_PAGES: u64 = 256;
@@ -225,7 +227,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                 self.show(region, index)?;
             } else if first_wish {
                 counters.faults_requested.fetch_add(1, Ordering::Relaxed);
-                self.waits.begin(region, index);
+                self.waits.begin(region, index, fault.thread);
                 ask.push(self.memory.layout().range_of(run));
             } else {
                 counters.faults_merged.fetch_add(1, Ordering::Relaxed);
@@ -303,19 +305,24 @@ impl<M: GuestMemoryMap> Engine<M> {
         ranges
     }
 
-    /// Takes contents off a connection, straight into place, and lets the guest see them.
+    /// Takes contents off a connection, and lets the guest see them. `scratch` is the receiving
+    /// thread's, for this alone.
     pub(crate) fn take_contents(
         &self,
         from: &mut impl ByteSource,
         ranges: &[GpaRange],
         via: Via,
+        scratch: &mut Vec<u8>,
     ) -> Result<(), Cause> {
         let runs = self.check(ranges)?;
         let bytes = runs.iter().map(PageRun::len_bytes).fold(0, u64::saturating_add);
         let in_place = runs.iter().all(|run| self.source.receives_in_place(run.region));
-        if bytes <= SMALL_BYTES as u64 && self.source.prefers_copies_of_small_runs() {
-            let mut buffer = [0; SMALL_BYTES];
-            let mut left = &mut buffer[..to_usize(bytes)];
+        if bytes <= SMALL_BYTES && self.source.prefers_copies_of_small_runs() {
+            let len = to_usize(bytes);
+            if scratch.len() < len {
+                scratch.resize(len, 0);
+            }
+            let mut left = &mut scratch[..len];
             from.read_exact(left)?;
             for run in runs {
                 let (piece, rest) = left.split_at_mut(to_usize(run.len_bytes()));
@@ -421,8 +428,8 @@ impl<M: GuestMemoryMap> Engine<M> {
             if self.wanted[run.region].get(index) {
                 wanted += unit;
                 wake(run.region, index)?;
-                if let Some(took) = self.waits.end(run.region, index) {
-                    self.progress.fault_took(took);
+                if let Some((thread, took)) = self.waits.end(run.region, index) {
+                    self.progress.fault_took(thread, took);
                 }
             }
         }

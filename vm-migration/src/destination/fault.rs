@@ -263,13 +263,15 @@ fn take_pages<M: GuestMemoryMap>(
     via: Via,
 ) -> Result<(), Failure> {
     const STEP: &str = "receiving pages";
+    let mut scratch = Vec::new();
     loop {
         if !channel.reader.has_buffered() {
             channel.connection.wait_for_data(None).step(STEP)?;
         }
         match Message::read(&mut channel.reader).step(STEP)? {
             Message::Memory(ranges) => {
-                engine.take_contents(&mut channel.reader, &ranges, via).step(STEP)?;
+                let reader = &mut channel.reader;
+                engine.take_contents(reader, &ranges, via, &mut scratch).step(STEP)?;
             }
             Message::ZeroPages(ranges) => engine.take_zeros(&ranges, via).step(STEP)?,
             Message::Elsewhere(ranges) => engine.take_elsewhere(&ranges).step(STEP)?,

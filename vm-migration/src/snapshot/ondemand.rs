@@ -387,12 +387,13 @@ impl<M: GuestMemoryMap> Shared<M> {
             // A large host page becomes visible whole.
             runs = vec![run];
         }
+        let mut scratch = Vec::new();
         for piece in runs {
             let start = to_usize((piece.first - run.first) * PAGE_BYTES);
             let mut content = &bytes[start..start + to_usize(piece.len_bytes())];
             let range = self.memory.layout().range_of(piece);
             self.engine
-                .take_contents(&mut content, &[range], via)
+                .take_contents(&mut content, &[range], via, &mut scratch)
                 .map_err(|cause| SnapshotError::Pages(chain(&cause)))?;
         }
         Ok(())

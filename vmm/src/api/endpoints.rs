@@ -225,6 +225,17 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |_| Ok(VmmRequest::MigrationProgress),
     },
     Endpoint {
+        path: "vm.migration-report",
+        method: Get,
+        summary: "Gives the progress document of the migration that goes on, or of the last one, \
+                  with its phases, its course in time, and how long each thread waited.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Schema("MigrationReport"),
+        errors: &[NotCreated],
+        decode: |_| Ok(VmmRequest::MigrationReport),
+    },
+    Endpoint {
         path: "vm.migration-cancel",
         method: Put,
         summary: "Cancels the migration that goes on, and answers when it is over and the guest \

@@ -71,14 +71,16 @@ fn schemas() -> SchemaSet {
     VmSnapshotConfig::collect_schemas(&mut out);
     RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());
-    out.insert(
-        "MigrationProgress".to_owned(),
-        ObjectBuilder::new()
+    for (name, what) in [
+        ("MigrationProgress", "Phase, amounts, rates and latencies of a migration."),
+        ("MigrationReport", "Progress, phases, course in time and waits of a migration."),
+    ] {
+        let schema = ObjectBuilder::new()
             .schema_type(Type::Object)
-            .description(Some("Phase, amounts, rates and latencies of a migration."))
-            .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(true)))
-            .into(),
-    );
+            .description(Some(what))
+            .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(true)));
+        out.insert(name.to_owned(), schema.into());
+    }
     out.insert(
         "ErrorChain".to_owned(),
         RefOr::T(

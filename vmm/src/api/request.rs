@@ -53,6 +53,8 @@ pub enum VmmRequest {
     ReceiveMigration(Box<ReceiveMigrationData>),
     /// How far is the migration?
     MigrationProgress,
+    /// What has the migration been like?
+    MigrationReport,
     /// Stop the migration; answered when it is over.
     MigrationCancel,
     /// Send the rest of memory after the VM.
@@ -88,6 +90,7 @@ impl VmmRequest {
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
+            Self::MigrationReport => "vm.migration-report",
             Self::MigrationCancel => "vm.migration-cancel",
             Self::MigrationStartPostcopy => "vm.migration-start-postcopy",
             Self::MigrationRecover(_) => "vm.migration-recover",
@@ -109,7 +112,7 @@ pub enum ApiReply {
     Info(Box<VmInfo>),
     /// To [`VmmRequest::Counters`].
     Counters(VmCounters),
-    /// To [`VmmRequest::MigrationProgress`]: the progress document.
+    /// To [`VmmRequest::MigrationProgress`] and [`VmmRequest::MigrationReport`]: the document.
     Progress(serde_json::Value),
     /// To [`VmmRequest::MigrationCancel`].
     Cancelled(MigrationCancelled),

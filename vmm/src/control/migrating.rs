@@ -31,9 +31,7 @@ impl Vmm {
     pub(super) fn migration_progress(&mut self) -> ApiResult {
         // Before there is anything to see, too: who asks now wants to see what comes.
         self.watched_at = Some(Instant::now());
-        let progress = self.progress.as_ref().ok_or_else(|| {
-            ApiError::new(ApiErrorKind::NotCreated, "this VMM has not migrated anything yet")
-        })?;
+        let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
         let snapshot = progress.snapshot();
         if snapshot.phase == Phase::Done {
             // Who has seen the end, perhaps before this thread has, needs no more time.
@@ -45,6 +43,13 @@ impl Vmm {
             // The watcher has seen the end.
             *until = Instant::now();
         }
+        Ok(ApiReply::Progress(document))
+    }
+
+    pub(super) fn migration_report(&self) -> ApiResult {
+        let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
+        let document = serde_json::to_value(progress.history())
+            .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
         Ok(ApiReply::Progress(document))
     }
 
@@ -262,4 +267,8 @@ impl Vmm {
         };
         self.act_on(deferred)
     }
+}
+
+fn nothing_migrated() -> ApiError {
+    ApiError::new(ApiErrorKind::NotCreated, "this VMM has not migrated anything yet")
 }

@@ -193,6 +193,7 @@ impl Vmm {
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),
             VmmRequest::SendMigration(data) => empty(self.send(&data)),
             VmmRequest::MigrationProgress => self.migration_progress(),
+            VmmRequest::MigrationReport => self.migration_report(),
             // Handled by `call`.
             VmmRequest::ReceiveMigration(_)
             | VmmRequest::Delete { .. }

@@ -7,31 +7,16 @@
 use std::error::Error;
 use std::time::{Duration, Instant};
 
-use guest_reader::{Guest, Patience, Status};
+use guest_reader::Guest;
 
 use super::watch::Watch;
-use super::{Workload, ms};
 use crate::loopback::Loopback;
-use crate::process;
+use crate::pair::{MEMORY_MIB, PATIENCE, Pair, Workload, float, ms, per_second, prepare};
 
-/// For the guest to come up and fill its memory.
-const PATIENCE: Patience = Patience::millis(60_000);
-/// Time in which the guest's rate becomes steady.
-const SETTLE: Duration = Duration::from_millis(300);
 /// Time in which the rate before the migration is measured.
 const BEFORE: Duration = Duration::from_secs(1);
 /// So long after the end of the migration the guest's losses still count.
 const AFTER: Duration = Duration::from_millis(500);
-
-/// Two VMMs, the first with the guest.
-pub trait Pair {
-    /// Process that has the guest.
-    fn source_pid(&self) -> u32;
-    /// Process that will have it.
-    fn destination_pid(&self) -> u32;
-    /// Migrates; returns when the source says that it is over.
-    fn migrate(&mut self) -> Result<(), Box<dyn Error>>;
-}
 
 /// What came of one migration. A raw copy has a time only.
 #[derive(Clone, Copy, Debug, Default)]
@@ -62,37 +47,15 @@ impl Sample {
     }
 }
 
-/// A guest that is ready to be measured.
-pub struct Prepared {
-    guest: Guest,
-    /// Memory that it has, without holes.
-    pub populated_bytes: u64,
-}
-
-/// Waits until the guest of `pid` has filled its memory and does its work.
-pub fn prepare(pid: u32, workload: Workload) -> Result<Prepared, Box<dyn Error>> {
-    let guest = Guest::attach_within(pid, PATIENCE)?;
-    let state = if workload.visits { "work" } else { "done" };
-    guest.wait_until("the guest's memory being filled", PATIENCE, |status| {
-        status.stage == "running" && status.all_in(state)
-    })?;
-    let generation = guest.set(workload.then)?;
-    guest.wait_for_generation(generation, PATIENCE)?;
-    let ram = process::guest_ram(pid).ok_or("guest RAM is not a memfd")?;
-    let populated_bytes = std::os::unix::fs::MetadataExt::blocks(&ram.metadata()?) * 512;
-    std::thread::sleep(SETTLE);
-    Ok(Prepared { guest, populated_bytes })
-}
-
 /// Moves the guest of `pair`.
 pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Sample, Box<dyn Error>> {
     let source = prepare(pair.source_pid(), workload)?.guest;
     let destination_pid = pair.destination_pid();
-    let (rate_from, first) = (Instant::now(), work(&source.status()?, workload));
+    let (rate_from, first) = (Instant::now(), workload.work(&source.status()?));
     std::thread::sleep(BEFORE);
 
     let status = source.status()?;
-    let (start, at_start) = (Instant::now(), work(&status, workload));
+    let (start, at_start) = (Instant::now(), workload.work(&status));
     let rate = per_second(at_start - first, start - rate_from);
     if rate <= 0.0 {
         return Err("the guest did nothing before the migration".into());
@@ -106,7 +69,7 @@ pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Sample, Box<
     let silence = watch.longest_silence();
 
     let status = Guest::attach_within(destination_pid, PATIENCE)?.status()?;
-    let (window, at_end) = (start.elapsed(), work(&status, workload));
+    let (window, at_end) = (start.elapsed(), workload.work(&status));
     if !status.complete() || status.errors() > 0 {
         return Err(format!("the guest arrived with errors: {status:?}").into());
     }
@@ -119,25 +82,7 @@ pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Sample, Box<
         gap_ms: status.gap_max_ns() as f64 / 1e6,
         silence_ms: ms(silence),
         lost_ms: (ms(window) - ms(done)).max(0.0),
-        sent_ratio: sent_bytes as f64 / (super::MEMORY_MIB << 20) as f64,
+        sent_ratio: sent_bytes as f64 / (MEMORY_MIB << 20) as f64,
     };
     Ok(Sample { total_ms: ms(total), moved: Some(moved) })
-}
-
-/// What the guest has done so far.
-fn work(status: &Status, workload: Workload) -> u64 {
-    if workload.visits {
-        status.iterations()
-    } else {
-        status.known().map(|vcpu| vcpu.heartbeat).sum()
-    }
-}
-
-fn per_second(count: u64, time: Duration) -> f64 {
-    float(count) / time.as_secs_f64()
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts of some seconds are below 2^52")]
-fn float(count: u64) -> f64 {
-    count as f64
 }

@@ -7,54 +7,24 @@
 //! migration is [`measure`]'s. Must never let a candidate count its own bytes or time.
 
 mod judge;
-mod measure;
-mod ours;
-mod qemu;
-mod raw;
+pub mod measure;
 mod watch;
 
 use std::error::Error;
-use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
 use crate::loopback::Loopback;
-use crate::machine;
+use crate::pair::ours::Ours;
+use crate::pair::qemu::{self, Qemu, Way};
+use crate::pair::{IDLE, MEMORY_MIB, Pair, Programs, RANDOM_WRITING, Workload, prepare};
 use crate::report::Report;
-use measure::{Pair, Sample};
+use crate::{machine, raw};
+use measure::Sample;
 
-/// Guest RAM.
-pub const MEMORY_MIB: u64 = 1024;
-/// vCPUs of the guest.
-pub const VCPUS: u32 = 2;
-
-/// What the guest does meanwhile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Workload {
-    /// As in the figures.
-    pub name: &'static str,
-    /// The guest's command line.
-    pub cmdline: &'static str,
-    /// Set once its memory is filled, before anything is measured.
-    pub then: &'static str,
-    /// Whether work is page visits; otherwise readings of the clock.
-    pub visits: bool,
-}
-
-/// The three guests. 42,553 ns between two writes of each of two vCPUs are 47,000 a second in all.
+/// The three guests.
 pub const WORKLOADS: [Workload; 3] = [
-    Workload {
-        name: "idle",
-        cmdline: "workload=fill",
-        then: "workload=idle reset=1",
-        visits: false,
-    },
-    Workload {
-        name: "random-writing",
-        cmdline: "workload=random-write mem=700M pace_ns=42553",
-        then: "reset=1",
-        visits: true,
-    },
+    IDLE,
+    RANDOM_WRITING,
     Workload {
         name: "hot-set-writing",
         cmdline: "workload=hot-write hot_permille=250 hot_percent=95",
@@ -108,12 +78,8 @@ impl Candidate {
 /// What is measured with.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup<'a> {
-    /// `cloud-hypervisor`.
-    pub vmm: &'a Path,
-    /// `ch-remote`.
-    pub remote: &'a Path,
-    /// The test guest's image.
-    pub guest: &'a Path,
+    /// The programs.
+    pub programs: Programs<'a>,
     /// Allowed downtime, the same for all.
     pub downtime_ms: u64,
 }
@@ -168,7 +134,7 @@ fn available(setup: &Setup, notes: &mut Vec<String>) -> Vec<Candidate> {
         eprintln!("SKIPPED {what}: {why}");
         notes.push(format!("SKIPPED {what}: {why}"));
     };
-    let per_round = Command::new(setup.remote)
+    let per_round = Command::new(setup.programs.remote)
         .args(["send-migration", "--help"])
         .output()
         .is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("dirty_clear="));
@@ -194,23 +160,24 @@ fn sample(
     candidate: Candidate,
     workload: Workload,
 ) -> Result<Sample, Box<dyn Error>> {
-    let ours = |option: &str| ours::Ours::start(setup, workload.cmdline, option);
+    let (programs, downtime_ms) = (&setup.programs, setup.downtime_ms);
+    let ours = |option: &str| {
+        let send = format!(",downtime_ms={downtime_ms}{option}");
+        Ours::start(programs, workload.cmdline, "", &send)
+    };
+    let qemu =
+        |channels| Qemu::start(programs, workload.cmdline, Way::Precopy { downtime_ms, channels });
     let mut pair: Box<dyn Pair> = match candidate {
         Candidate::RawAlone | Candidate::RawBeside => {
             let pair = ours("")?;
-            let prepared = measure::prepare(pair.source_pid(), workload)?;
+            let prepared = prepare(pair.source_pid(), workload)?;
             let _running = (candidate == Candidate::RawBeside).then_some(pair);
             return Ok(Sample::raw(raw::copy(prepared.populated_bytes)?));
         }
         Candidate::Ours(connections) => Box::new(ours(&format!(",connections={connections}"))?),
         Candidate::OursPerRound => Box::new(ours(",dirty_clear=round")?),
-        Candidate::Qemu => Box::new(qemu::Qemu::start(setup, workload.cmdline, None)?),
-        Candidate::QemuMultifd => Box::new(qemu::Qemu::start(setup, workload.cmdline, Some(4))?),
+        Candidate::Qemu => Box::new(qemu(None)?),
+        Candidate::QemuMultifd => Box::new(qemu(Some(4))?),
     };
     measure::migration(pair.as_mut(), workload)
-}
-
-/// Milliseconds.
-pub fn ms(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
 }

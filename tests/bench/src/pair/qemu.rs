@@ -14,8 +14,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::measure::Pair;
-use super::{MEMORY_MIB, Setup, VCPUS};
+use super::{MEMORY_MIB, Pair, Programs, VCPUS};
 use crate::child::Killed;
 use crate::qemu::{CPU, PROGRAM, QBOOT};
 
@@ -32,6 +31,25 @@ pub fn missing() -> Option<String> {
     (!Path::new(QBOOT).exists()).then(|| format!("{QBOOT} is not installed"))
 }
 
+/// How it migrates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Memory first, on one stream or on so many channels.
+    Precopy {
+        /// Allowed.
+        downtime_ms: u64,
+        /// Multifd, with so many channels.
+        channels: Option<u32>,
+    },
+    /// The guest first, at once.
+    Postcopy {
+        /// With a channel for requested pages.
+        preempt: bool,
+        /// Limit of the background; 0 for none.
+        bytes_per_s: u64,
+    },
+}
+
 /// One QEMU.
 struct Machine {
     child: Killed,
@@ -44,24 +62,21 @@ pub struct Qemu {
     source: Machine,
     destination: Machine,
     uri: String,
+    way: Way,
     _folder: TempDir,
 }
 
 impl Qemu {
-    /// Starts both; `channels` asks for multifd.
-    pub fn start(
-        setup: &Setup,
-        cmdline: &str,
-        channels: Option<u32>,
-    ) -> Result<Self, Box<dyn Error>> {
+    /// Starts both.
+    pub fn start(programs: &Programs, cmdline: &str, way: Way) -> Result<Self, Box<dyn Error>> {
         let folder = TempDir::with_prefix("godwit-bench-")?;
         let start = |name: &str, more: &[&str]| {
-            Machine::start(setup.guest, cmdline, &folder.path().join(name), more)
+            Machine::start(programs.guest, cmdline, &folder.path().join(name), more)
         };
         let mut source = start("a", &[])?;
         let mut destination = start("b", &["-incoming", "defer"])?;
         for machine in [&mut source, &mut destination] {
-            machine.configure(setup.downtime_ms, channels)?;
+            machine.configure(way)?;
         }
         destination.execute("migrate-incoming", &json!({ "uri": "tcp:127.0.0.1:0" }))?;
         let answer = destination.execute("query-migrate", &json!({}))?;
@@ -69,7 +84,7 @@ impl Qemu {
             .as_str()
             .ok_or_else(|| format!("QEMU does not say where it listens: {answer}"))?;
         let uri = format!("tcp:127.0.0.1:{port}");
-        Ok(Self { source, destination, uri, _folder: folder })
+        Ok(Self { source, destination, uri, way, _folder: folder })
     }
 }
 
@@ -84,12 +99,15 @@ impl Pair for Qemu {
 
     fn migrate(&mut self) -> Result<(), Box<dyn Error>> {
         self.source.execute("migrate", &json!({ "uri": self.uri }))?;
+        if matches!(self.way, Way::Postcopy { .. }) {
+            self.source.execute("migrate-start-postcopy", &json!({}))?;
+        }
         let start = Instant::now();
         loop {
             let event = self.source.message()?;
             match event["data"]["status"].as_str() {
                 Some("completed") => return Ok(()),
-                Some("failed" | "cancelled") => {
+                Some("failed" | "cancelled" | "postcopy-paused") => {
                     let answer = self.source.execute("query-migrate", &json!({}))?;
                     return Err(format!("QEMU's migration failed: {answer}").into());
                 }
@@ -142,17 +160,28 @@ impl Machine {
         Ok(machine)
     }
 
-    fn configure(&mut self, downtime_ms: u64, channels: Option<u32>) -> Result<(), Box<dyn Error>> {
-        let state = channels.is_some();
-        let capabilities = json!({ "capabilities": [
-            { "capability": "events", "state": true },
-            { "capability": "multifd", "state": state },
-        ]});
-        self.execute("migrate-set-capabilities", &capabilities)?;
-        let mut parameters = json!({ "max-bandwidth": UNLIMITED, "downtime-limit": downtime_ms });
-        if let Some(channels) = channels {
-            parameters["multifd-channels"] = channels.into();
+    fn configure(&mut self, way: Way) -> Result<(), Box<dyn Error>> {
+        let mut parameters = json!({ "max-bandwidth": UNLIMITED });
+        let mut on = vec!["events"];
+        match way {
+            Way::Precopy { downtime_ms, channels } => {
+                parameters["downtime-limit"] = downtime_ms.into();
+                if let Some(channels) = channels {
+                    on.push("multifd");
+                    parameters["multifd-channels"] = channels.into();
+                }
+            }
+            Way::Postcopy { preempt, bytes_per_s } => {
+                on.push("postcopy-ram");
+                if preempt {
+                    on.push("postcopy-preempt");
+                }
+                parameters["max-postcopy-bandwidth"] = bytes_per_s.into();
+            }
         }
+        let on: Vec<Value> =
+            on.iter().map(|name| json!({ "capability": name, "state": true })).collect();
+        self.execute("migrate-set-capabilities", &json!({ "capabilities": on }))?;
         self.execute("migrate-set-parameters", &parameters)?;
         Ok(())
     }

@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::measure::Pair;
-use super::{MEMORY_MIB, Setup, VCPUS};
+use super::{MEMORY_MIB, Pair, Programs, VCPUS};
 use crate::child::Killed;
 
 /// How often an event file is looked at.
@@ -40,30 +39,34 @@ pub struct Ours {
 }
 
 impl Ours {
-    /// Starts both; `more` is added to the options of `send-migration`.
-    pub fn start(setup: &Setup, cmdline: &str, more: &str) -> Result<Self, Box<dyn Error>> {
+    /// Starts both, each with further options for its side of the migration.
+    pub fn start(
+        programs: &Programs,
+        cmdline: &str,
+        receive: &str,
+        send: &str,
+    ) -> Result<Self, Box<dyn Error>> {
         let folder = TempDir::with_prefix("godwit-bench-")?;
         let memory = format!("size={MEMORY_MIB}M,shared=on");
-        let mut command = Command::new(setup.vmm);
+        let mut command = Command::new(programs.vmm);
         command
             .args(["--serial", "off", "--console", "off", "--cmdline", cmdline, "--kernel"])
-            .arg(setup.guest)
+            .arg(programs.guest)
             .args(["--cpus", &format!("boot={VCPUS}"), "--memory", &memory]);
         let mut source = Vmm::spawn(&mut command, folder.path(), "a")?;
-        let mut destination = Vmm::spawn(&mut Command::new(setup.vmm), folder.path(), "b")?;
+        let mut destination = Vmm::spawn(&mut Command::new(programs.vmm), folder.path(), "b")?;
         source.wait_for_socket()?;
         destination.wait_for_socket()?;
         let receiver = Killed::spawn(
             // It fails when nothing is sent, as beside a raw copy, and whoever sends says why.
-            remote(setup.remote, &destination.socket)
-                .args(["receive-migration", "receiver_url=tcp:127.0.0.1:0"])
+            remote(programs.remote, &destination.socket)
+                .args(["receive-migration", &format!("receiver_url=tcp:127.0.0.1:0{receive}")])
                 .stderr(Stdio::null()),
         )?;
         let ready = destination.wait_for(&["migration-receive-ready"])?;
         let address = ready["properties"]["address"].as_str().unwrap_or_default();
-        let downtime_ms = setup.downtime_ms;
-        let option = format!("destination_url={address},downtime_ms={downtime_ms}{more}");
-        let (remote, receiver) = (setup.remote.to_owned(), Some(receiver));
+        let option = format!("destination_url={address}{send}");
+        let (remote, receiver) = (programs.remote.to_owned(), Some(receiver));
         Ok(Self { source, destination, receiver, remote, option, _folder: folder })
     }
 }

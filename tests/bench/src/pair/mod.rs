@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Two VMMs between which a guest moves, ours or QEMU's: what the benchmarks of migrations share.
+//!
+//! Owns the size of the guest, so that all of them measure the same one, and how a guest is made
+//! ready. Must never measure anything.
+
+pub mod ours;
+pub mod qemu;
+
+use std::error::Error;
+use std::path::Path;
+use std::time::Duration;
+
+use guest_reader::{Guest, Patience, Status};
+
+use crate::process;
+
+/// Guest RAM.
+pub const MEMORY_MIB: u64 = 1024;
+/// vCPUs of the guest.
+pub const VCPUS: u32 = 2;
+/// For the guest to come up and fill its memory, or to appear at its destination.
+pub const PATIENCE: Patience = Patience::millis(60_000);
+/// Time in which the guest's rate becomes steady.
+const SETTLE: Duration = Duration::from_millis(300);
+
+/// What is measured with.
+#[derive(Clone, Copy, Debug)]
+pub struct Programs<'a> {
+    /// `cloud-hypervisor`.
+    pub vmm: &'a Path,
+    /// `ch-remote`.
+    pub remote: &'a Path,
+    /// The test guest's image.
+    pub guest: &'a Path,
+}
+
+/// Two VMMs, the first with the guest.
+pub trait Pair {
+    /// Process that has the guest.
+    fn source_pid(&self) -> u32;
+    /// Process that will have it.
+    fn destination_pid(&self) -> u32;
+    /// Migrates; returns when the source says that it is over.
+    fn migrate(&mut self) -> Result<(), Box<dyn Error>>;
+}
+
+/// What the guest does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Workload {
+    /// As in the figures.
+    pub name: &'static str,
+    /// The guest's command line.
+    pub cmdline: &'static str,
+    /// Set once its memory is filled, before anything is measured.
+    pub then: &'static str,
+    /// Whether work is page visits; otherwise readings of the clock.
+    pub visits: bool,
+}
+
+impl Workload {
+    /// What the guest has done so far.
+    pub fn work(self, status: &Status) -> u64 {
+        if self.visits {
+            status.iterations()
+        } else {
+            status.known().map(|vcpu| vcpu.heartbeat).sum()
+        }
+    }
+}
+
+/// All memory populated, and nothing done with it.
+pub const IDLE: Workload = Workload {
+    name: "idle",
+    cmdline: "workload=fill",
+    then: "workload=idle reset=1",
+    visits: false,
+};
+
+/// Writes at random. 42,553 ns between two writes of each of two vCPUs are 47,000 a second in all.
+pub const RANDOM_WRITING: Workload = Workload {
+    name: "random-writing",
+    cmdline: "workload=random-write mem=700M pace_ns=42553",
+    then: "reset=1",
+    visits: true,
+};
+
+/// A guest that is ready to be measured.
+pub struct Prepared {
+    /// The guest.
+    pub guest: Guest,
+    /// Memory that it has, without holes.
+    pub populated_bytes: u64,
+}
+
+/// Waits until the guest of `pid` has filled its memory and does its work.
+pub fn prepare(pid: u32, workload: Workload) -> Result<Prepared, Box<dyn Error>> {
+    let guest = Guest::attach_within(pid, PATIENCE)?;
+    let state = if workload.visits { "work" } else { "done" };
+    guest.wait_until("the guest's memory being filled", PATIENCE, |status| {
+        status.stage == "running" && status.all_in(state)
+    })?;
+    let generation = guest.set(workload.then)?;
+    guest.wait_for_generation(generation, PATIENCE)?;
+    let ram = process::guest_ram(pid).ok_or("guest RAM is not a memfd")?;
+    let populated_bytes = std::os::unix::fs::MetadataExt::blocks(&ram.metadata()?) * 512;
+    std::thread::sleep(SETTLE);
+    Ok(Prepared { guest, populated_bytes })
+}
+
+/// Milliseconds.
+pub fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// A rate.
+pub fn per_second(count: u64, time: Duration) -> f64 {
+    float(count) / time.as_secs_f64()
+}
+
+/// A count, or a time in nanoseconds.
+#[expect(clippy::cast_precision_loss, reason = "those of some minutes are below 2^52")]
+pub fn float(count: u64) -> f64 {
+    count as f64
+}

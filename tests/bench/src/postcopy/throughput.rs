@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! `bench postcopy-throughput`: the time until the last page beside a raw copy of the same bytes over
+//! the same loopback, and how fast the guest is meanwhile.
+//!
+//! Owns the candidates, their order and the targets. Must never count a raw copy alone as the rival
+//! of a migration whose guest keeps the processors busy: both are measured.
+
+use std::error::Error;
+
+use super::guest;
+use crate::loopback::Loopback;
+use crate::pair::ours::Ours;
+use crate::pair::qemu::{self, Qemu, Way};
+use crate::pair::{IDLE, Pair, Programs, RANDOM_WRITING, Workload, ms, prepare};
+use crate::report::{Figure, Report, Target};
+use crate::{machine, raw};
+
+const WORKLOADS: [Workload; 2] = [IDLE, RANDOM_WRITING];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Candidate {
+    RawAlone,
+    RawBeside,
+    Ours(u16),
+    Qemu { preempt: bool },
+}
+
+const CANDIDATES: [Candidate; 6] = [
+    Candidate::RawAlone,
+    Candidate::RawBeside,
+    Candidate::Ours(1),
+    Candidate::Ours(4),
+    Candidate::Qemu { preempt: false },
+    Candidate::Qemu { preempt: true },
+];
+
+impl Candidate {
+    fn name(self) -> String {
+        match self {
+            Self::RawAlone => "raw copy alone".to_owned(),
+            Self::RawBeside => "raw copy beside the guest".to_owned(),
+            Self::Ours(1) => "godwit".to_owned(),
+            Self::Ours(count) => format!("godwit, {count} connections"),
+            Self::Qemu { preempt: false } => "qemu, postcopy".to_owned(),
+            Self::Qemu { preempt: true } => "qemu, postcopy-preempt".to_owned(),
+        }
+    }
+
+    /// Milliseconds until the last byte, and the guest's speed meanwhile where there is one.
+    fn measure(
+        self,
+        programs: &Programs,
+        workload: Workload,
+    ) -> Result<(f64, Option<f64>), Box<dyn Error>> {
+        let ours = |connections: u16| {
+            let send = format!(",memory_mode=postcopy,connections={connections}");
+            Ours::start(programs, workload.cmdline, ",memory_mode=postcopy", &send)
+        };
+        let mut pair: Box<dyn Pair> = match self {
+            Self::RawAlone | Self::RawBeside => {
+                let pair = ours(1)?;
+                let prepared = prepare(pair.source_pid(), workload)?;
+                let _running = (self == Self::RawBeside).then_some(pair);
+                return Ok((ms(raw::copy(prepared.populated_bytes)?), None));
+            }
+            Self::Ours(connections) => Box::new(ours(connections)?),
+            Self::Qemu { preempt } => {
+                let way = Way::Postcopy { preempt, bytes_per_s: 0 };
+                Box::new(Qemu::start(programs, workload.cmdline, way)?)
+            }
+        };
+        let moved = guest::migration(pair.as_mut(), workload)?;
+        Ok((moved.total_ms, Some(moved.speed)))
+    }
+}
+
+const TOTAL: &str = "until the last page";
+const SPEED: &str = "speed of the guest by that before";
+
+/// Measures.
+pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
+    let mut notes = Vec::new();
+    if Loopback::enter() == Loopback::Shared {
+        notes.push("no network namespace of our own (needs root)".to_owned());
+    }
+    let missing = qemu::missing();
+    if let Some(why) = &missing {
+        eprintln!("SKIPPED qemu: {why}");
+        notes.push(format!("SKIPPED qemu: {why}"));
+    }
+    // The host may have to find this memory for the first time, which must not count.
+    raw::copy(3 << 30)?;
+    let mut taken: Vec<(Workload, Candidate, f64, Option<f64>)> = Vec::new();
+    for run in 0..runs {
+        for workload in WORKLOADS {
+            for turn in 0..CANDIDATES.len() {
+                let Some(candidate) = CANDIDATES.get((turn + run) % CANDIDATES.len()).copied()
+                else {
+                    continue;
+                };
+                if missing.is_some() && matches!(candidate, Candidate::Qemu { .. }) {
+                    continue;
+                }
+                let name = format!("{}: {}", workload.name, candidate.name());
+                eprintln!("run {} of {runs}: {name}", run + 1);
+                let found = candidate.measure(programs, workload);
+                let (total, speed) = found.map_err(|error| format!("{name}: {error}"))?;
+                taken.push((workload, candidate, total, speed));
+            }
+        }
+    }
+    let mut figures = Vec::new();
+    for workload in WORKLOADS {
+        for candidate in CANDIDATES {
+            let mine = || taken.iter().filter(|entry| (entry.0, entry.1) == (workload, candidate));
+            let name = |what| format!("{}: {}: {what}", workload.name, candidate.name());
+            figures.extend(Figure::of(name(TOTAL), "ms", mine().map(|entry| entry.2).collect()));
+            let speeds = mine().filter_map(|entry| entry.3).collect();
+            figures.extend(Figure::of(name(SPEED), "", speeds));
+        }
+    }
+    let targets = targets(&figures);
+    Ok(Report { name: "postcopy-throughput", machine: machine::name(), figures, targets, notes })
+}
+
+fn targets(figures: &[Figure]) -> Vec<Target> {
+    let total = |workload: Workload, candidate: Candidate| {
+        let name = format!("{}: {}: {TOTAL}", workload.name, candidate.name());
+        figures.iter().find(|figure| figure.name == name).map(|figure| figure.value)
+    };
+    let mut targets = Vec::new();
+    for workload in WORKLOADS {
+        let ours = total(workload, Candidate::Ours(1));
+        let rival = total(workload, Candidate::RawBeside);
+        if let (Some(ours), Some(rival)) = (ours, rival) {
+            let name = format!("{}: godwit: {TOTAL} by a raw copy beside the guest", workload.name);
+            targets.push(Target::at_most(&name, ours / rival, 1.25));
+        }
+    }
+    targets
+}
