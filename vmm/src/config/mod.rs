@@ -11,6 +11,7 @@
 //! reference page are made from that. Rules within a family live beside it, rules across families
 //! in [`vm`]. Nothing in here opens a file, a device or a socket.
 
+pub mod balloon;
 pub mod codec;
 pub mod console;
 pub mod cpus;
@@ -27,6 +28,7 @@ pub mod payload;
 pub mod platform;
 pub mod rate_limiter;
 pub mod reference;
+pub mod resize;
 pub mod small;
 pub mod value;
 pub mod vm;
@@ -34,6 +36,7 @@ pub mod vm;
 #[cfg(test)]
 mod tests;
 
+pub use balloon::BalloonConfig;
 pub use console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
 pub use cpus::{CpuAffinity, CpuTopology, CpusConfig};
 pub use disk::{DiskConfig, ImageType, LockGranularity};
@@ -50,6 +53,7 @@ pub use option_string::OptionError;
 pub use params::VmParams;
 pub use payload::PayloadConfig;
 pub use platform::PlatformConfig;
+pub use resize::VmResize;
 pub use small::RngConfig;
 pub use value::{InheritedFds, MacAddr};
 pub use vm::VmConfig;
@@ -88,6 +92,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "platform" => check::<PlatformConfig>(text),
         "net" => check::<NetConfig>(text),
         "rng" => check::<RngConfig>(text),
+        "balloon" => check::<BalloonConfig>(text),
         "console" => check::<ConsoleConfig>(text),
         "serial" => check::<SerialConfig>(text),
         "debug-console" => check::<DebugConsoleConfig>(text),

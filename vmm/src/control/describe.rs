@@ -5,6 +5,8 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use devices::virtio::balloon::BalloonHandle;
+
 use crate::api::{DeviceNode, VmCounters, VmInfo, VmState};
 use crate::config::VmConfig;
 use crate::machine::Machine;
@@ -18,6 +20,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         memory_actual_size: config.memory.total_bytes().unwrap_or(0),
         config: config.clone(),
         state: VmState::Created,
+        balloon: None,
         device_tree: None,
     }
 }
@@ -37,10 +40,20 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
             (function.id, node)
         })
         .collect();
+    let balloon = machine.balloon();
+    let ballooned_bytes = balloon.map_or(0, BalloonHandle::actual_bytes);
     VmInfo {
         config: machine.config().clone(),
         state,
-        memory_actual_size: machine.ram().total_bytes(),
+        memory_actual_size: machine.ram().total_bytes().saturating_sub(ballooned_bytes),
+        balloon: balloon.map(|balloon| {
+            let sizes = [
+                ("target_bytes", balloon.target_bytes()),
+                ("actual_bytes", balloon.actual_bytes()),
+            ];
+            let all = sizes.into_iter().chain(balloon.statistics().named());
+            all.map(|(name, value)| (name.to_owned(), value)).collect()
+        }),
         device_tree: Some(device_tree),
     }
 }

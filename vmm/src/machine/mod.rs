@@ -12,6 +12,7 @@
 //!   take_exclusive -> resume <-> pause -> save, release_exclusive
 //! ```
 
+mod balloons;
 mod boot;
 mod consoles;
 mod disks;
@@ -33,6 +34,7 @@ use std::time::Instant;
 use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
+use devices::virtio::balloon::{BalloonError, BalloonHandle};
 use hypervisor::{
     ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu,
     VcpuInit, VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
@@ -128,6 +130,17 @@ pub enum MachineError {
     PciState(#[from] PciStateError),
 }
 
+/// Why a balloon does not get another size.
+#[derive(Debug, Error)]
+pub enum ResizeBalloonError {
+    /// There is none.
+    #[error("the VM has no balloon: start it with --balloon size=0")]
+    None,
+    /// It cannot have this size.
+    #[error(transparent)]
+    Size(#[from] BalloonError),
+}
+
 /// One PCI function, for people who ask.
 pub struct FunctionInfo {
     /// Its id.
@@ -209,7 +222,7 @@ impl Chassis {
             "PCI configuration ports",
             config_ports.clone(),
         )?;
-        let sockets = Sockets { segment: &segment, vm: &vm, memory: ram.guest_memory() };
+        let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
         let devices = VirtioDevices::wire(config, consoles, &sockets)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
@@ -484,6 +497,25 @@ impl Machine {
     /// Presses the power button.
     pub fn press_power_button(&self) {
         self.legacy.press_power_button();
+    }
+
+    /// The balloon, if there is one.
+    pub fn balloon(&self) -> Option<&BalloonHandle> {
+        self.devices.balloon()
+    }
+
+    /// Sets how large the balloon is to be, now and after a reboot.
+    ///
+    /// # Errors
+    /// There is none, or it is to be larger than the guest.
+    pub fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), ResizeBalloonError> {
+        let (Some(balloon), Some(config)) = (self.devices.balloon(), &mut self.config.balloon)
+        else {
+            return Err(ResizeBalloonError::None);
+        };
+        balloon.resize(size_bytes)?;
+        config.size = balloon.target_bytes();
+        Ok(())
     }
 
     /// Counters by device and name.
