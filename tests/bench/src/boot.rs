@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 use guest_reader::abi;
 
 use crate::child::Killed;
+use crate::qemu::{self, CPU, QBOOT};
 use crate::report::{Figure, Report, Target};
 use crate::trace::Trace;
 use crate::{machine, process, slots};
 
-const QBOOT: &str = "/usr/share/qemu/qboot.rom";
 /// Longest time that a guest may need; QEMU's firmware takes a tenth of that.
 const LIMIT: Duration = Duration::from_secs(20);
 /// Memory is looked at so long after the guest has begun its work, when start-up is over.
@@ -52,7 +52,7 @@ pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Erro
             None
         }
     };
-    let qemu = Command::new("qemu-system-x86_64").arg("--version").output().is_ok();
+    let qemu = Command::new(qemu::PROGRAM).arg("--version").output().is_ok();
     if !qemu || !Path::new(QBOOT).exists() {
         return Err("there is nothing to compare with: install qemu-system-x86 and qboot".into());
     }
@@ -91,9 +91,9 @@ fn command(name: &str, vmm: &Path, guest: &Path, vcpus: u32, mib: u64) -> Comman
             .args(["--memory", &format!("size={mib}M,shared=on")]);
     } else {
         let kind = name.trim_start_matches("qemu ");
-        command = Command::new("qemu-system-x86_64");
+        command = Command::new(qemu::PROGRAM);
         command
-            .args(["-accel", "kvm", "-cpu", "host", "-nodefaults", "-display", "none"])
+            .args(["-accel", "kvm", "-cpu", CPU, "-nodefaults", "-display", "none"])
             .args(["-bios", QBOOT, "-append", &cmdline, "-kernel"])
             .arg(guest)
             .args(["-smp", &vcpus.to_string(), "-m", &format!("{mib}M")])

@@ -10,6 +10,7 @@ mod loopback;
 mod machine;
 mod precopy;
 mod process;
+mod qemu;
 mod report;
 mod slots;
 mod snapshot;

@@ -259,17 +259,24 @@ impl Guest {
         Ok(sum)
     }
 
-    /// Access times, one histogram per vCPU; none where a page of it is not resident.
+    /// Access times, one histogram per vCPU; none where the vCPU's own page is not resident. Counts
+    /// in other pages that are holes are zero: a page of zeros is not sent in a migration and
+    /// stays a hole at the destination until a count in it grows. While pages still arrive, such
+    /// counts may be on their way.
     pub fn histograms(&self) -> Result<Vec<Option<Histogram>>, GuestError> {
         let count = Self::vcpu_count(&self.control()?)?;
         let read = |index| {
-            let block = self.memory.words(abi::vcpu_gpa(index), vcpu::STATISTICS_BYTES / 8);
-            Ok(resident(block)?.map(|block| Histogram::new(&block, self.khz)))
+            let gpa = abi::vcpu_gpa(index);
+            if resident(self.memory.word(gpa + vcpu::HEARTBEAT))?.is_none() {
+                return Ok(None);
+            }
+            let block = self.memory.words_or_zero(gpa, vcpu::STATISTICS_BYTES / 8)?;
+            Ok(Some(Histogram::new(&block, self.khz)))
         };
         (0..count).map(read).collect()
     }
 
-    /// Access times of all vCPUs together; an error when a page of them is not resident.
+    /// Access times of all vCPUs together; an error when the page of one is not resident.
     pub fn histogram(&self) -> Result<Histogram, GuestError> {
         let mut sum: Option<Histogram> = None;
         for (index, histogram) in (0..).zip(self.histograms()?) {

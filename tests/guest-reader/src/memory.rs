@@ -194,6 +194,14 @@ impl GuestMemory {
         Ok(Words { buffer })
     }
 
+    /// Reads a run of words, zero where nothing is resident.
+    pub fn words_or_zero(&self, gpa: u64, count: u64) -> Result<Words, MemoryError> {
+        let bytes = usize::try_from(count * 8).unwrap_or(0);
+        let mut buffer = vec![0; bytes];
+        self.read_or_zero(gpa, &mut buffer)?;
+        Ok(Words { buffer })
+    }
+
     /// Reads a page of words.
     pub fn page(&self, gpa: u64) -> Result<Words, MemoryError> {
         self.words(gpa, PAGE_BYTES / 8)
@@ -312,6 +320,12 @@ mod tests {
         assert!(all[4096..12288].iter().all(|byte| *byte == 7));
         let refused = memory.read(8192, &mut [0; 8192]).expect_err("half of it is a hole");
         assert!(matches!(refused, MemoryError::NotResident { gpa: 12288 }), "{refused:?}");
+        let words = memory.words_or_zero(8192, 1024).expect("words");
+        let sevens = u64::from_le_bytes([7; 8]);
+        assert_eq!(
+            [words.at(0), words.at(4088), words.at(4096), words.at(8184)],
+            [sevens, sevens, 0, 0]
+        );
         assert!(matches!(memory.set_word(0, 1), Err(MemoryError::NotResident { gpa: 0 })));
         assert!(matches!(memory.word(1 << 40), Err(MemoryError::NoRam { .. })));
         assert_eq!(watched.metadata().expect("metadata").blocks(), blocks);

@@ -162,11 +162,17 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Notes a failure and stops everybody. Before the engine is committed, whoever waits for a
-    /// page is let go: the machine is about to be thrown away, and nobody may wait for ever.
+    /// page is let go: the machine is about to be thrown away, and nobody may wait for ever. Once
+    /// every page is here nothing can fail any more, and nobody is stopped: the source has still
+    /// to hear of it.
     pub(crate) fn fail(&self, failure: Failure) {
+        if self.complete.is_cancelled() {
+            log::debug!("after the last page: {}", failure.for_peer());
+            return;
+        }
         let mut fate = self.fate.lock().unwrap_or_else(PoisonError::into_inner);
-        // What others suffer because of the stop is not a cause, and after the end nothing is.
-        if !self.complete.is_cancelled() && !matches!(failure.cause, Cause::Cancelled) {
+        // What others suffer because of the stop is not a cause.
+        if !matches!(failure.cause, Cause::Cancelled) {
             fate.failure.get_or_insert(failure);
         }
         if !fate.committed

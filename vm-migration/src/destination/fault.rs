@@ -240,9 +240,12 @@ impl<M: GuestMemoryMap> Drop for FaultThreads<M> {
     }
 }
 
-/// A lost connection ends its set; a host that cannot show pages ends the engine.
+/// A lost connection ends its set; a host that cannot show pages ends the engine. Once every page
+/// is here neither happens: the other connections stay open until the source knows.
 fn receiver_failed<M: GuestMemoryMap>(engine: &Engine<M>, fate: &Fate, failure: Failure) {
-    if matches!(failure.cause, Cause::Uffd(_) | Cause::Memory(_) | Cause::Panicked) {
+    if engine.complete().is_cancelled() {
+        log::debug!("after the last page: {}", failure.for_peer());
+    } else if matches!(failure.cause, Cause::Uffd(_) | Cause::Memory(_) | Cause::Panicked) {
         engine.fail(failure);
         fate.stop().cancel();
     } else {

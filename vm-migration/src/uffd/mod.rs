@@ -213,6 +213,11 @@ impl<M: GuestMemoryMap> Uffd<M> {
         })
     }
 
+    /// True when an operation failed because nothing is watched any more.
+    fn is_over(&self, error: &io::Error) -> bool {
+        error.raw_os_error() == Some(libc::ENOENT) && self.released.load(Ordering::SeqCst)
+    }
+
     /// Fills a piece, step by step past what is there already. `fill` does as much as it can from
     /// an address on and says how much that was; `present` is called for a host page that `fill`
     /// found to be there.
@@ -236,7 +241,10 @@ impl<M: GuestMemoryMap> Uffd<M> {
             let Err(error) = result else { continue };
             match error.raw_os_error() {
                 Some(libc::EEXIST) => {
-                    present(descriptor, at).map_err(|e| pages_error(what, piece, e))?;
+                    match present(descriptor, at) {
+                        Err(error) if self.is_over(&error) => return Ok(()),
+                        result => result.map_err(|error| pages_error(what, piece, error))?,
+                    }
                     at += part.host_page_bytes;
                 }
                 Some(libc::EAGAIN) if done > 0 => {}
@@ -251,7 +259,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
                     again += 1;
                     std::thread::yield_now();
                 }
-                Some(libc::ENOENT) if self.released.load(Ordering::SeqCst) => return Ok(()),
+                _ if self.is_over(&error) => return Ok(()),
                 _ => return Err(pages_error(what, piece, error)),
             }
         }

@@ -17,9 +17,8 @@ use tempfile::TempDir;
 use super::measure::Pair;
 use super::{MEMORY_MIB, Setup, VCPUS};
 use crate::child::Killed;
+use crate::qemu::{CPU, PROGRAM, QBOOT};
 
-const QEMU: &str = "qemu-system-x86_64";
-const QBOOT: &str = "/usr/share/qemu/qboot.rom";
 /// More than any loopback carries, bytes per second.
 const UNLIMITED: u64 = 1 << 40;
 /// Longest wait for QEMU to listen, to answer, or to end a migration.
@@ -27,8 +26,8 @@ const LIMIT: Duration = Duration::from_mins(2);
 
 /// Why QEMU cannot take part; none when it can.
 pub fn missing() -> Option<String> {
-    if Command::new(QEMU).arg("--version").output().is_err() {
-        return Some(format!("{QEMU} is not installed (Debian package qemu-system-x86)"));
+    if Command::new(PROGRAM).arg("--version").output().is_err() {
+        return Some(format!("{PROGRAM} is not installed (Debian package qemu-system-x86)"));
     }
     (!Path::new(QBOOT).exists()).then(|| format!("{QBOOT} is not installed"))
 }
@@ -109,8 +108,8 @@ impl Machine {
         more: &[&str],
     ) -> Result<Self, Box<dyn Error>> {
         let mut child = Killed::spawn(
-            Command::new(QEMU)
-                .args(["-accel", "kvm", "-cpu", "host", "-nodefaults", "-display", "none"])
+            Command::new(PROGRAM)
+                .args(["-accel", "kvm", "-cpu", CPU, "-nodefaults", "-display", "none"])
                 .args(["-no-reboot", "-bios", QBOOT, "-append", cmdline, "-kernel"])
                 .arg(guest)
                 .args(["-smp", &VCPUS.to_string(), "-m", &format!("{MEMORY_MIB}M")])

@@ -79,7 +79,7 @@ impl Machine {
             .args(["-nodefaults", "-display", "none", "-no-reboot", "-bios", QBOOT, "-M"])
             .arg(config.machine)
             .args(if config.kvm {
-                ["-accel", "kvm", "-cpu", "host"]
+                ["-accel", "kvm", "-cpu", "host,-arch-capabilities"]
             } else {
                 ["-accel", "tcg", "-cpu", "max"]
             })
