@@ -176,7 +176,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn ram(backing: Backing) -> GuestRam {
+    fn ram(backing: &Backing) -> GuestRam {
         let zone = |id: &str| {
             let backing = backing.clone();
             ZoneSpec { backing, ..ZoneSpec::new(id, 4 * MIB) }
@@ -200,12 +200,12 @@ mod tests {
     #[test]
     fn what_is_given_back_is_zero_and_gone_and_counts_as_written() {
         for backing in [Backing::Memfd, Backing::Anonymous] {
-            let ram = ram(backing);
+            let ram = ram(&backing);
             fill(&ram);
             ram.track_device_writes(true);
             // Over the border of two regions, and over the hole behind the second.
             let given = ram.give_back(3 * MIB..7 * MIB);
-            assert_eq!(given.ranges, [3 * MIB..6 * MIB]);
+            assert!(given.covers(&(3 * MIB..6 * MIB)) && given.len_bytes() == 3 * MIB);
             assert!(given.error.is_none() && given.deferred_bytes == 0);
             assert_eq!((byte(&ram, 3 * MIB), byte(&ram, 3 * MIB - 1)), (0, 7));
             assert_eq!((byte(&ram, 6 * MIB - 1), byte(&ram, 16 * MIB)), (0, 7));
@@ -217,7 +217,7 @@ mod tests {
 
     #[test]
     fn memory_of_the_host_shrinks() {
-        let ram = ram(Backing::Memfd);
+        let ram = ram(&Backing::Memfd);
         fill(&ram);
         let region = &ram.regions()[0];
         ram.give_back(0..MIB);
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn pages_that_are_still_to_arrive_are_left_alone() {
-        let ram = ram(Backing::Memfd);
+        let ram = ram(&Backing::Memfd);
         fill(&ram);
         ram.regions()[0].resident().set_absent(2..4);
         let given = ram.give_back(0..8 * PAGE_BYTES);
@@ -239,7 +239,7 @@ mod tests {
 
     #[test]
     fn nothing_is_given_back_under_a_ban() {
-        let ram = ram(Backing::Memfd);
+        let ram = ram(&Backing::Memfd);
         fill(&ram);
         let (first, second) = (ram.ban_discards("a test"), ram.ban_discards("another"));
         drop(first);
@@ -255,7 +255,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_range_is_harmless(start: u64, end: u64) {
-            let ram = ram(Backing::Memfd);
+            let ram = ram(&Backing::Memfd);
             for range in [start..end, start % (20 * MIB)..end % (20 * MIB), start..u64::MAX] {
                 let given = ram.give_back(range.clone());
                 for piece in &given.ranges {

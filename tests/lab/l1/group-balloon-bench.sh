@@ -10,12 +10,15 @@ figure() { echo "LAB FIGURE $*"; }
 target() { if [ "$1" "$2" "$3" ]; then echo "target $3: met"; else echo "target $3: MISSED"; fi; }
 now_ms() { awk '{ print int($1 * 1000) }' /proc/uptime; }
 FREED=120
+# room NAME: its temporary files may take all of memory.
+room() { guest "$1" 'busybox mount -o remount,size=95% /tmp'; }
 # churn NAME: the guest writes FREED MiB and frees them.
 churn() { guest "$1" "head -c $((FREED * MIB)) /dev/zero | tr '\0' 'x' >/tmp/fill; rm /tmp/fill"; }
 
 # What comes back of what the guest frees, and how fast the balloon is.
 start_guest a 1 --balloon $BALLOON || { failed start "the VMM did not start"; exit 1; }
 check boots wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
+room a
 share_after_5_s() {
   guest a "head -c $((FREED * MIB)) /dev/zero | tr '\0' 'x' >/tmp/fill" || return 1
   filled=$(blocks a)
@@ -41,7 +44,7 @@ check power_off_a power_off a
 slowdown() {
   for reporting in off on off on; do
     start_guest s$reporting 1 --balloon size=0,free_page_reporting=$reporting || return 1
-    wait_until $WAIT_S says s$reporting "GUEST-READY" || return 1
+    wait_until $WAIT_S says s$reporting "GUEST-READY" && room s$reporting || return 1
     guest s$reporting 'for n in 1 2 3; do head -c 83886080 /dev/zero >/tmp/f; rm /tmp/f; done; sleep 3; read a _ </proc/uptime; for n in 1 2 3 4 5 6 7 8; do head -c 83886080 /dev/zero >/tmp/f; rm /tmp/f; done; read b _ </proc/uptime; echo "$a $b"' || return 1
     awk '{ print ($2 - $1) * 1000 }' $T/out >>$T/took.$reporting
     power_off s$reporting && rm -f $T/s$reporting.* || return 1
@@ -58,7 +61,7 @@ moved() {
     reporting) options=size=0,free_page_reporting=on ;;
     hinting) options=size=0,free_page_hinting=on ;;
   esac
-  start_guest m$1 1 --balloon $options && wait_until $WAIT_S says m$1 "GUEST-READY" || return 1
+  start_guest m$1 1 --balloon $options && wait_until $WAIT_S says m$1 "GUEST-READY" && room m$1 || return 1
   # Without reports everything that was freed stays with the host.
   guest m$1 'head -c 146800640 /dev/zero | tr "\0" "x" >/tmp/fill; rm /tmp/fill; head -c 20971520 /dev/urandom >/tmp/keep; sha256sum </tmp/keep >/tmp/keep.sum; echo 3 >/proc/sys/vm/drop_caches; sleep 6; awk "/MemTotal|MemFree/ { print \$2 }" /proc/meminfo' || return 1
   total_kib=$(sed -n 1p $T/out) free_kib=$(sed -n 2p $T/out)

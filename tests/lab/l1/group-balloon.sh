@@ -9,6 +9,8 @@ start_guest a 1 --balloon $BALLOON || { failed start "the VMM did not start"; ex
 check boots wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
 check driver_is_bound guest a 'ls /sys/bus/virtio/drivers/virtio_balloon | grep -q virtio'
 # What the guest keeps through everything.
+# As much of memory as there is may be written.
+guest a 'busybox mount -o remount,size=95% /tmp'
 check keeps_content guest a 'head -c 16777216 /dev/urandom >/tmp/keep; sha256sum </tmp/keep >/tmp/keep.sum'
 kept='[ "$(sha256sum </tmp/keep)" = "$(cat /tmp/keep.sum)" ] && ! dmesg | grep -E "Oops|BUG:|Bad page|soft lockup"'
 

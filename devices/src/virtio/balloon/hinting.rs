@@ -141,6 +141,7 @@ impl Hinting {
 }
 
 /// What a driver finds when nobody wants hints any more.
+#[derive(Clone, Copy)]
 pub(super) enum End {
     /// It may use what it named.
     Done,

@@ -33,10 +33,10 @@ struct Guest {
 impl Guest {
     /// Two regions of 2 MiB full of data, behind them 4 MiB that were never touched.
     fn new(change: impl FnOnce(&mut BalloonConfig)) -> Self {
-        Self::on(Backing::Memfd, change)
+        Self::on(&Backing::Memfd, change)
     }
 
-    fn on(backing: Backing, change: impl FnOnce(&mut BalloonConfig)) -> Self {
+    fn on(backing: &Backing, change: impl FnOnce(&mut BalloonConfig)) -> Self {
         let zone = |id: &str, size_bytes| ZoneSpec {
             backing: backing.clone(),
             ..ZoneSpec::new(id, size_bytes)
@@ -108,7 +108,7 @@ fn pfn(gpa: u64) -> u32 {
 #[test]
 fn inflated_pages_go_back_to_the_host_in_runs_and_come_back_as_zeros() {
     for backing in [Backing::Memfd, Backing::Anonymous] {
-        let mut guest = Guest::on(backing, |_| {}).start();
+        let mut guest = Guest::on(&backing, |_| {}).start();
         assert_eq!(guest.on_host(1), BORDER);
         // In any order, one twice.
         let first = pfn(GIVEN_UP);
