@@ -23,17 +23,17 @@ statistics() {
 check statistics_are_those_of_the_guest statistics
 
 reports() {
-  guest a 'head -c 125829120 /dev/zero | tr "\0" "x" >/tmp/fill' || return 1
+  guest a 'head -c 100663296 /dev/zero | tr "\0" "x" >/tmp/fill' || return 1
   filled=$(blocks a)
   guest a 'rm /tmp/fill' || return 1
-  wait_until 30 below a $((filled - 110)) || { echo "$filled MiB, then $(blocks a) MiB"; return 1; }
+  wait_until 30 below a $((filled - 86)) || { echo "$filled MiB, then $(blocks a) MiB"; return 1; }
   echo "LAB note: reporting: $filled MiB filled, $(blocks a) MiB after"
   guest a "$kept"
 }
 check reported_pages_go_back_to_the_host reports
 
 inflates() {
-  guest a 'head -c 125829120 /dev/zero | tr "\0" "y" >/tmp/fill; rm /tmp/fill' || return 1
+  guest a 'head -c 100663296 /dev/zero | tr "\0" "y" >/tmp/fill; rm /tmp/fill' || return 1
   remote a resize --balloon 128M || return 1
   wait_until 60 actual_is a 128 || { echo "actual $(counter a actual_bytes)"; return 1; }
   below a 128 || { echo "$(blocks a) MiB of 128 at most"; return 1; }
@@ -56,7 +56,7 @@ check deflates_when_the_guest_is_out_of_memory on_oom
 
 deflates() {
   remote a resize --balloon 0 && wait_until 60 actual_is a 0 || return 1
-  guest a 'head -c 125829120 /dev/zero | tr "\0" "w" >/tmp/fill; tr -d w </tmp/fill | wc -c' || return 1
+  guest a 'head -c 88080384 /dev/zero | tr "\0" "w" >/tmp/fill; tr -d w </tmp/fill | wc -c' || return 1
   [ "$(cat $T/out)" = 0 ] && above a 120 && guest a "rm /tmp/fill; $kept"
 }
 check deflated_pages_come_back deflates
@@ -69,11 +69,11 @@ move() {
   remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
   receiver=$!
   wait_until 30 test -S $T/$2.mig || return 1
-  echo 'n=0; while [ $n -lt 8 ]; do head -c 25165824 /dev/zero | tr "\0" "v" >/tmp/churn; rm /tmp/churn; n=$((n+1)); done &' >"$(cat $T/$1.pty)"
+  guest $1 'rm -f /tmp/churned; (for n in 1 2 3 4 5 6; do head -c 16777216 /dev/zero | tr "\0" "v" >/tmp/churn; rm /tmp/churn; done; touch /tmp/churned) & :' || return 1
   remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
   wait $receiver || { cat $T/$2.receive.log; return 1; }
   ends $1 60 || return 1
-  state_is $2 Running && open_console $2 && guest $2 "wait; $kept"
+  state_is $2 Running && open_console $2 && guest $2 "until [ -e /tmp/churned ]; do sleep 0.2; done; $kept"
 }
 check precopy_with_a_balloon_in_use move a b precopy
 check postcopy_with_a_balloon_in_use move b c postcopy
