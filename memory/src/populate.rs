@@ -96,12 +96,7 @@ impl Target<'_> {
 
     pub fn populate_by(&self, method: Method, range: Range<u64>) -> Result<(), PopulateError> {
         let result = match method {
-            Method::Advise => {
-                if self.collapse {
-                    self.collapse_blocks(&range)?;
-                }
-                retry(|| self.mapping.advise(&range, Advice::PopulateWrite))
-            }
+            Method::Advise => self.advise(&range),
             Method::Touch => self.allocate_then_touch(&range),
         };
         match result {
@@ -115,18 +110,24 @@ impl Target<'_> {
         }
     }
 
+    /// Populates by the kernel's advice: huge pages by collapse where those are wanted, then the
+    /// rest. Fails with `EINVAL` on kernels that do not know the advice.
+    pub fn advise(&self, range: &Range<u64>) -> io::Result<()> {
+        if self.collapse {
+            self.collapse_blocks(range)?;
+        }
+        retry(|| self.mapping.advise(range, Advice::PopulateWrite))
+    }
+
     /// Makes huge pages of whole blocks that have next to nothing yet: one page each, then
     /// collapse. Works whatever `shmem_enabled` says (except `deny`), and is faster than
     /// populating small pages. Where it does not work, small pages follow; so failures to
     /// collapse are no errors.
-    fn collapse_blocks(&self, range: &Range<u64>) -> Result<(), PopulateError> {
+    fn collapse_blocks(&self, range: &Range<u64>) -> io::Result<()> {
         let blocks = aligned_inside(self.mapping.start().addr() as u64, range);
         for block in blocks.clone().step_by(to_usize(THP_BYTES)) {
             let first_page = block..block + PAGE_BYTES;
-            match retry(|| self.mapping.advise(&first_page, Advice::PopulateWrite)) {
-                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return Ok(()),
-                result => result.map_err(|source| self.explain(block, source))?,
-            }
+            retry(|| self.mapping.advise(&first_page, Advice::PopulateWrite))?;
         }
         if !blocks.is_empty() {
             let _ = self.mapping.advise(&blocks, Advice::Collapse);

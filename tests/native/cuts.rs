@@ -105,6 +105,7 @@ fn expected(row: Row, act: Act) -> Place {
     match act {
         Act::KillSource | Act::Cut => match at {
             Stage::Before | Stage::Acknowledged if act == Act::Cut => Place::Source,
+            Stage::Given | Stage::After if heals(row, act) => Place::Destination,
             Stage::Acknowledged | Stage::Given if row.mode == Mode::Precopy => Place::Standing,
             Stage::Before | Stage::Acknowledged | Stage::Given => Place::Lost,
             Stage::After => Place::Waiting,
@@ -119,6 +120,12 @@ fn expected(row: Row, act: Act) -> Place {
             Stage::Given | Stage::After | Stage::Complete => Place::Destination,
         },
     }
+}
+
+/// Connections of a postcopy are made again.
+fn heals(row: Row, act: Act) -> bool {
+    let given = [Stage::Given, Stage::After, Stage::Complete].contains(&stage(row));
+    act == Act::Cut && row.mode == Mode::Postcopy && given
 }
 
 pub fn add(suite: &mut Suite) {
@@ -249,13 +256,26 @@ fn case(row: Row, act: Act) -> String {
         if at == Stage::Complete {
             relay.release();
         }
-        if row.point == Point::Answer {
+        if row.point == Point::Answer && place != Place::Lost {
             let _ = ended(&destination);
         }
     }
     if act == Act::KillDestination {
         destination.wait_for_exit();
         relay.cut();
+    }
+    if heals(row, act) {
+        heal(&source, &reception);
+    }
+    if act == Act::KillSource && row.mode == Mode::Postcopy && place == Place::Lost {
+        // It waits for a while for the source to come back.
+        relay.cut();
+        wait_for("the loss", || {
+            let text = destination.output();
+            let ended = text.contains("migration failed");
+            (ended || text.contains("has not confirmed the handover")).then_some(())
+        });
+        let _ = destination.api().put("vm.migration-cancel", "");
     }
     let source_document = (act != Act::KillSource).then(|| ended(&source)).flatten();
     relay.cut();
@@ -269,19 +289,44 @@ fn case(row: Row, act: Act) -> String {
     format!("| {:?} | {:?} | {:?} | {place:?} | {told} |", row.command, row.link, row.point)
 }
 
+/// The network is whole again, by another way.
+fn heal(source: &Vmm, reception: &Reception) {
+    wait_for("the loss", || {
+        let Ok(answer) = source.api().request("GET", "vm.migration-progress", None) else {
+            return Some(());
+        };
+        let document = answer.json();
+        if document["phase"] == "postcopy-paused" {
+            source.remote(&["migration-recover", &reception.url]);
+        }
+        (document["phase"] == "done" || document["recovery"]["recoveries"] != 0).then_some(())
+    });
+    wait_for("the end", || {
+        let answer = source.api().request("GET", "vm.migration-progress", None);
+        answer.ok().is_none_or(|answer| answer.json()["phase"] == "done").then_some(())
+    });
+}
+
 fn tell(source: Option<&Value>, destination: Option<&Value>) -> String {
     let mut text = String::new();
     for (side, document) in [("source", source), ("destination", destination)] {
-        if let Some(document) = document.filter(|document| !document["error"].is_null()) {
-            let _ = write!(
-                text,
-                "{}{}",
-                if text.is_empty() { "" } else { " // " },
-                reason(document, side)
-            );
-        }
+        let Some(document) = document else { continue };
+        let said = if !document["error"].is_null() {
+            reason(document, side)
+        } else if holds_still(document) {
+            let why = document["recovery"]["reason"].as_str();
+            format!("the {side} holds still: {}", why.expect("a reason"))
+        } else {
+            continue;
+        };
+        let _ = write!(text, "{}{said}", if text.is_empty() { "" } else { " // " });
     }
     text
+}
+
+/// It has lost its connections, and waits for others.
+fn holds_still(document: &Value) -> bool {
+    document["phase"] == "postcopy-paused" && document["error"].is_null()
 }
 
 /// What both sides say about where the guest is.
@@ -292,8 +337,10 @@ fn judge(
     place: Place,
     context: &str,
 ) {
-    let guest = |document: Option<&Value>| {
-        document.map(|document| document["error"]["guest"].clone()).unwrap_or_default()
+    let guest = |document: Option<&Value>| match document {
+        Some(document) if holds_still(document) => Value::from("postcopy-paused"),
+        Some(document) => document["error"]["guest"].clone(),
+        None => Value::Null,
     };
     if let Some(document) = source {
         let after = if row.mode == Mode::Postcopy { "postcopy-paused" } else { "on-destination" };
@@ -353,7 +400,8 @@ fn settle(row: Row, mut source: Vmm, mut destination: Vmm, place: Place, act: Ac
                 assert_eq!(answer.status, 409, "{name}: {answer:?}");
                 assert!(answer.body.contains("vmm.shutdown"), "{answer:?}");
             }
-            destination.shut_down();
+            destination.api().put("vmm.shutdown", r#"{"force":true}"#).ok();
+            assert_eq!(destination.wait_for_exit(), 0, "{context}");
             drop(free(source, act == Act::KillSource));
         }
         Place::Lost => {
@@ -380,8 +428,15 @@ fn free(source: Vmm, is_killed: bool) -> Vmm {
     if is_killed {
         return Vmm::empty();
     }
-    assert_eq!(source.api().get("vm.info").status, 404, "the source still shows the guest");
-    source.api().put("vm.delete", "").ok();
+    let shown = source.api().get("vm.info");
+    assert!([404, 409].contains(&shown.status), "the source still shows the guest: {shown:?}");
+    if shown.status == 409 {
+        let refused = source.api().put("vm.delete", "");
+        assert!(refused.status == 409 && refused.body.contains("force"), "{refused:?}");
+        source.api().put("vm.delete", r#"{"force":true}"#).ok();
+    } else {
+        source.api().put("vm.delete", "").ok();
+    }
     usable(&source);
     source
 }

@@ -500,15 +500,16 @@ impl RamRegion {
     }
 
     /// Gets pages from the host for a `range` that is about to be filled through
-    /// [`io_slice`](Self::io_slice): one call instead of a fault for each page. Where the kernel
-    /// cannot (before 5.14) or will not do it now, faults do it later.
+    /// [`io_slice`](Self::io_slice): one call instead of a fault for each page, and huge pages for
+    /// whole blocks where the zone is to have them. Where the kernel cannot (before 5.14) or will
+    /// not do it now, faults do it later.
     ///
     /// # Errors
     /// The range is not whole pages of the region, or the host has no memory left.
     pub fn populate_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.check_pages(range)?;
         let mapping = if self.has_alias() { self.alias()? } else { &self.main };
-        match mapping.advise(range, Advice::PopulateWrite) {
+        match self.target(mapping).advise(range) {
             Err(source)
                 if matches!(
                     source.raw_os_error(),
@@ -519,6 +520,17 @@ impl RamRegion {
                 Err(AccessError::Populate { zone, start, end, source })
             }
             _ => Ok(()),
+        }
+    }
+
+    fn target<'a>(&'a self, mapping: &'a Mapping) -> Target<'a> {
+        Target {
+            zone: self.zone_id(),
+            mapping,
+            file: self.file().map(|file| (&**file, self.file_offset)),
+            page_bytes: self.page_bytes(),
+            hugetlb: self.is_hugetlb(),
+            collapse: self.zone.collapse,
         }
     }
 
@@ -541,14 +553,7 @@ impl RamRegion {
         range: &Range<u64>,
         mut done: impl FnMut(Range<u64>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let target = Target {
-            zone: self.zone_id(),
-            mapping: &self.main,
-            file: self.file().map(|file| (&**file, self.file_offset)),
-            page_bytes: self.page_bytes(),
-            hugetlb: self.is_hugetlb(),
-            collapse: self.zone.collapse,
-        };
+        let target = self.target(&self.main);
         let page = self.page_bytes();
         let mut at = range.start;
         while at < range.end {

@@ -4,10 +4,12 @@
 //!
 //! Owns the events that tell about it.
 
+use vm_migration::progress::Phase;
 use vm_migration::vm::DestinationVm as _;
 
 use super::{Next, Pages, RunError, Vm, Vmm};
-use crate::api::{ApiError, ApiErrorKind};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{Consoles, GuestEvent, Machine, MachineError};
@@ -150,18 +152,24 @@ impl Vmm {
         }
     }
 
-    pub(super) fn delete(&mut self, force: bool) -> Result<(), ApiError> {
+    /// `vm.delete`.
+    pub(super) fn delete_for(&mut self, force: bool, responder: Responder) {
+        match &mut self.vm {
+            Vm::Serving(sending) if force => {
+                log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
+                sending.deleters.push(responder);
+                sending.steering.give_up();
+            }
+            _ => responder.answer(self.delete().map(|()| ApiReply::Empty)),
+        }
+    }
+
+    fn delete(&mut self) -> Result<(), ApiError> {
         match &self.vm {
             Vm::None => return Err(ApiError::not_created()),
             // What has arrived and was not started, or is kept for a guest elsewhere, is given up.
             Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
             Vm::Live(_) => self.shutdown()?,
-            Vm::Serving(sending) if force => {
-                // Its end is told like any other; until then the VM is not gone.
-                log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
-                sending.steering.give_up();
-                return Ok(());
-            }
             Vm::Awaited(receiving) => {
                 // The thread answers whoever asked, and the message that follows ends the wait.
                 receiving.cancel.cancel();
@@ -174,9 +182,20 @@ impl Vmm {
         Ok(())
     }
 
+    /// Postcopy to here has lost its connections.
+    fn holds_still(&self) -> bool {
+        self.progress.as_ref().is_some_and(|progress| progress.phase() == Phase::PostcopyPaused)
+    }
+
     pub(super) fn refuse_without_all_pages(&self) -> Result<(), ApiError> {
         match &self.pages {
             Pages::Here => Ok(()),
+            Pages::Arriving { .. } if self.holds_still() => Err(ApiError::new(
+                ApiErrorKind::Conflict,
+                "the VM waits for pages from a source that cannot be reached; it goes on when the \
+                 source has connected again (vm.migration-recover names a new address), and \
+                 vmm.shutdown with force ends it with its VMM",
+            )),
             Pages::Arriving { .. } => Err(ApiError::new(
                 ApiErrorKind::Conflict,
                 "pages of the VM are still arriving from another VMM; wait until they are here",

@@ -120,12 +120,15 @@ impl Vmm {
 
     /// A migration from here is over.
     pub(super) fn departed(&mut self, departure: Departure) -> Next {
-        let (pending, mut cancellers) = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { pending, sending, .. } => (pending, sending.cancellers),
-            Vm::Serving(sending) => (Vec::new(), sending.cancellers),
-            _ => (Vec::new(), Vec::new()),
+        let (pending, sending) = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Leaving { pending, sending, .. } => (pending, Some(sending)),
+            Vm::Serving(sending) => (Vec::new(), Some(sending)),
+            _ => (Vec::new(), None),
         };
-        match departure {
+        let (mut cancellers, deleters) =
+            sending.map(|sending| (sending.cancellers, sending.deleters)).unwrap_or_default();
+        let is_deleted = !deleters.is_empty();
+        let next = match departure {
             Departure::Gone(remains) => {
                 events::emit("vm", "migration-finished", &[]);
                 log::info!("the VM has moved");
@@ -133,9 +136,10 @@ impl Vmm {
                 drop(remains);
                 if self.watched_at.is_some_and(|at| at.elapsed() < WATCHER_TIME) {
                     self.farewell = Some((Instant::now() + WATCHER_TIME, ExitReason::MigratedAway));
-                    return Next::Continue;
+                    Next::Continue
+                } else {
+                    Next::Exit(ExitReason::MigratedAway)
                 }
-                Next::Exit(ExitReason::MigratedAway)
             }
             Departure::Stayed(machine, stay) => {
                 if stay.is_cancelled {
@@ -154,12 +158,22 @@ impl Vmm {
                 events::emit("vm", "migration-failed", &[("error", &reason)]);
                 log::error!("{reason}");
                 cancel::refuse_all(&mut cancellers, &cancel::too_late(&reason));
-                let kept = Box::new(Kept { _remains: remains, _held: held });
-                self.vm = Vm::HandedOver { reason, _kept: kept };
-                self.stay_for_the_pages();
+                if is_deleted {
+                    drop((remains, held));
+                    events::emit("vm", "deleted", &[]);
+                } else {
+                    let kept = Box::new(Kept { _remains: remains, _held: held });
+                    self.vm = Vm::HandedOver { reason, _kept: kept };
+                    self.stay_for_the_pages();
+                }
                 Next::Continue
             }
+        };
+        // What they wanted to be rid of is gone, either way.
+        for responder in deleters {
+            responder.answer(Ok(ApiReply::Empty));
         }
+        next
     }
 
     /// A migration to here is over, or its guest runs.

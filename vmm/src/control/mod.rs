@@ -163,6 +163,7 @@ impl Vmm {
             VmmRequest::VmmShutdown { force } => return self.vmm_shutdown(force, responder),
             VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
             VmmRequest::MigrationCancel => self.cancel_migration(responder),
+            VmmRequest::Delete { force } => self.delete_for(force, responder),
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
             VmmRequest::Restore(config) => self.restore(*config, responder),
             request => responder.answer(self.carry_out(request)),
@@ -190,13 +191,13 @@ impl Vmm {
                 Ok(ApiReply::Empty)
             }
             VmmRequest::Resize(data) => empty(self.resize(&data)),
-            VmmRequest::Delete { force } => empty(self.delete(force)),
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),
             VmmRequest::SendMigration(data) => empty(self.send(&data)),
             VmmRequest::MigrationProgress => self.migration_progress(),
             // Handled by `call`.
             VmmRequest::ReceiveMigration(_)
+            | VmmRequest::Delete { .. }
             | VmmRequest::MigrationCancel
             | VmmRequest::Snapshot(_)
             | VmmRequest::Restore(_)

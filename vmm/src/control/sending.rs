@@ -73,6 +73,8 @@ pub struct Sending {
     pub mode: MemoryMode,
     /// Whoever asked to end it and waits for the answer.
     pub cancellers: Vec<Responder>,
+    /// Whoever gave up the pages that are served, and waits until that is done.
+    pub deleters: Vec<Responder>,
 }
 
 /// Turns the request into options.
@@ -192,7 +194,10 @@ pub fn start(
     };
     let back = || slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     match spawned {
-        Ok(_detached) => Ok(Sending { progress, cancel, steering, mode, cancellers: Vec::new() }),
+        Ok(_detached) => {
+            let (cancellers, deleters) = (Vec::new(), Vec::new());
+            Ok(Sending { progress, cancel, steering, mode, cancellers, deleters })
+        }
         Err(error) => match back() {
             Some(machine) => Err((machine, error)),
             // Only the thread takes it, and there is none.
