@@ -33,6 +33,7 @@ const OPTION_STRINGS: [(&str, &str); 29] = [
     ("net", "ip=192.168.4.1,mask=255.255.255.0,num_queues=4,queue_size=256,offload_tso=off"),
     ("net", "fd=[3,4],num_queues=4,offload_ufo=on,offload_csum=on,host_mac=02:00:00:00:00:01"),
     ("rng", "src=/dev/urandom"),
+    ("balloon", "size=256M,deflate_on_oom=on,free_page_reporting=on,statistics_interval_s=5"),
     ("console", "tty"),
     ("console", "file=/tmp/out"),
     ("console", "null"),
@@ -88,7 +89,11 @@ const BODIES: [(&str, &str); 10] = [
     ("receive-unix", r#"{"receiver_url":"unix:/s"}"#),
 ];
 
-const STATES: [(&str, &str); 4] = [
+const STATES: [(&str, &str); 5] = [
+    (
+        "balloon",
+        r#"{"kind":"virtio-balloon","version":1,"data":{"target_pages":4,"actual_pages":2,"poison":0,"hint_command":2}}"#,
+    ),
     (
         "net",
         r#"{"kind":"virtio-net","version":1,"data":{"mac":[2,0,0,0,0,1],"offloads":0,"active_pairs":1,"announce_pending":false}}"#,

@@ -195,6 +195,33 @@ fn console_and_rng() -> Vec<Seed> {
     seeds
 }
 
+/// Page numbers on queues 0 and 1, statistics on 2, a command and hints on 3, reports on 4. Both
+/// regions of memory are given up in part, the border between them included.
+fn balloon() -> Vec<Seed> {
+    const PFNS: usize = BUFFERS;
+    const STATISTICS: usize = 2 * QUEUE_STRIDE + BUFFERS;
+    const COMMAND: usize = 3 * QUEUE_STRIDE + BUFFERS;
+    let mut memory = Memory::new(5);
+    for (number, pfn) in [10_u32, 9, 8, 10, 15, 16, u32::MAX].iter().enumerate() {
+        put(&mut memory.bytes, PFNS + 4 * number, &pfn.to_le_bytes());
+    }
+    memory.chain(0, &[(PFNS, 28, false)]);
+    memory.chain(0, &[(PFNS, 12, false), (PFNS + 64, 1, true)]);
+    memory.chain(1, &[(PFNS, 8, false)]);
+    put(&mut memory.bytes, STATISTICS, &[4, 0, 1, 2, 3]);
+    put(&mut memory.bytes, STATISTICS + 10, &[99, 0, 7]);
+    memory.chain(2, &[(STATISTICS, 20, false)]);
+    // The first command that the device ever gives, hints, and the end of them.
+    put(&mut memory.bytes, COMMAND, &2_u32.to_le_bytes());
+    memory.chain(3, &[(COMMAND, 4, false)]);
+    memory.chain(3, &[(0x9000, 0x2000, true)]);
+    memory.chain(3, &[(0x7800, 0x1_0000, true)]);
+    memory.chain(3, &[(COMMAND + 8, 4, false)]);
+    memory.chain(4, &[(0x6000, 0x1000, true), (0x7000, 0x2000, true), (0xc800, 0x2000, true)]);
+    memory.chain(4, &[(usize::MAX - 0xfff, 0x2000, true), (0xf000, 0x8000, true)]);
+    memory.seeds("virtio_balloon", "pages", &[0, 1])
+}
+
 pub fn seeds() -> Vec<Seed> {
-    [block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
+    [balloon(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
 }

@@ -41,6 +41,7 @@ fn option_strings_parse() {
             "disk" => parses::<config::DiskConfig>(text),
             "net" => parses::<config::NetConfig>(text),
             "rng" => parses::<config::RngConfig>(text),
+            "balloon" => parses::<config::BalloonConfig>(text),
             "console" => parses::<config::ConsoleConfig>(text),
             "serial" => parses::<config::SerialConfig>(text),
             "debug-console" => parses::<config::DebugConsoleConfig>(text),

@@ -15,6 +15,7 @@ use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuild
 
 use crate::backing::{BackingError, GivenContent, ZoneBacking};
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
+use crate::give_back::DiscardBans;
 use crate::host::{Host, HugePagePolicy};
 use crate::layout::{LayoutError, RamLayout, ZoneExtent};
 use crate::pool::PoolConnection;
@@ -150,6 +151,7 @@ pub struct GuestRam {
     regions: Vec<Arc<RamRegion>>,
     memory: GuestMemoryHandle,
     warnings: Vec<String>,
+    discard_bans: Arc<DiscardBans>,
 }
 
 impl GuestRam {
@@ -240,7 +242,7 @@ impl GuestRam {
         let memory = GuestMemoryHandle::new(assemble(&regions)?);
         let mut warnings = warnings(&regions, policy);
         warnings.extend(merge_pages(&regions));
-        Ok(Self { regions, memory, warnings })
+        Ok(Self { regions, memory, warnings, discard_bans: Arc::default() })
     }
 
     /// Guest memory as devices see it; clones of the handle stay current and keep it mapped.
@@ -251,6 +253,10 @@ impl GuestRam {
     /// The regions, by rising guest address.
     pub fn regions(&self) -> &[Arc<RamRegion>] {
         &self.regions
+    }
+
+    pub(crate) fn discard_bans(&self) -> &Arc<DiscardBans> {
+        &self.discard_bans
     }
 
     /// All RAM, in bytes.

@@ -7,6 +7,7 @@
 
 mod api_client;
 mod bad_input;
+mod balloon;
 mod boot;
 mod clock;
 mod cuts;
@@ -48,6 +49,7 @@ fn main() -> ExitCode {
     api_client::add(&mut suite);
     http::add(&mut suite);
     bad_input::add(&mut suite);
+    balloon::add(&mut suite);
     locks::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);

@@ -161,6 +161,7 @@ pub(crate) struct Counters {
     pub memory_bytes_sent: AtomicU64,
     pub memory_bytes_received: AtomicU64,
     pub zero_pages: AtomicU64,
+    pub free_pages: AtomicU64,
     pub link_bytes_per_s: AtomicU64,
     pub dirty_bytes_per_s: AtomicU64,
     pub expected_downtime_us: AtomicU64,
@@ -426,6 +427,7 @@ impl Progress {
             memory_bytes_sent: get(&c.memory_bytes_sent),
             memory_bytes_received: get(&c.memory_bytes_received),
             zero_pages: get(&c.zero_pages),
+            free_pages: get(&c.free_pages),
             link_bytes_per_s: get(&c.link_bytes_per_s),
             dirty_bytes_per_s: get(&c.dirty_bytes_per_s),
             expected_downtime_us: get(&c.expected_downtime_us),
@@ -491,6 +493,8 @@ pub struct Snapshot {
     pub memory_bytes_received: u64,
     /// Pages that were zero and did not travel, or as a flag.
     pub zero_pages: u64,
+    /// Pages that the guest said it does not use, and that did not travel.
+    pub free_pages: u64,
     /// Rate of the last round.
     pub link_bytes_per_s: u64,
     /// Rate at which the guest dirtied memory in the last round.

@@ -56,6 +56,20 @@ pub trait Throttle: Send {
     fn set(&mut self, percent: u8);
 }
 
+/// Pages that the guest says it does not use. Dropping it lets the guest use them again.
+///
+/// What a page held when the guest was asked is not needed any more. The guest may use it again at
+/// any time: a page that was written since then is not free, and the dirty log has it.
+pub trait FreePageHints: Send + Sync {
+    /// Waits until the guest has told all, at most for `limit`; true if it has.
+    fn wait(&self, limit: Duration) -> bool;
+
+    /// The free pages among `pages`, as far as they are known: bit `i` of word `w` is page
+    /// `pages.start + 64 * w + i`. `pages.start` is a multiple of 64; `words` holds just enough
+    /// words and is overwritten.
+    fn free_words(&self, region: usize, pages: Range<u64>, words: &mut [u64]);
+}
+
 /// A machine on the source that may run.
 pub trait SourceVm: Sized + Send {
     /// Its memory.
@@ -83,6 +97,17 @@ pub trait SourceVm: Sized + Send {
     /// A means to slow its vCPUs down while memory is copied, if there is one.
     fn throttle(&self) -> Option<Box<dyn Throttle>> {
         None
+    }
+
+    /// Asks the guest which pages it does not use, if it is one that can tell. Called when the dirty
+    /// bits of all memory have been cleared: see [`FreePageHints`].
+    fn free_page_hints(&self) -> Option<Box<dyn FreePageHints>> {
+        None
+    }
+
+    /// Whether [`free_page_hints`](Self::free_page_hints) may have an answer.
+    fn may_give_hints(&self) -> bool {
+        false
     }
 
     /// How long the guest stands still whatever is left of its memory: pause, saving the state,

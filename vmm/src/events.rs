@@ -42,6 +42,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "prezeroed-unavailable", "a zone does without the pool (zone, error: why)"),
     ("vm", "pausing", "the vCPUs are being stopped"),
     ("vm", "paused", "the vCPUs stand still"),
+    ("vm", "balloon-resized", "the balloon is to have another size"),
     ("vm", "resuming", "the vCPUs are about to go on"),
     ("vm", "resumed", "the vCPUs run again"),
     ("vm", "snapshotting", "the VM is being saved"),

@@ -44,6 +44,11 @@ impl Segments {
         self.0.iter().map(|segment| u64::from(segment.len_bytes)).sum()
     }
 
+    /// Address and length of each range.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u32)> {
+        self.0.iter().map(|segment| (segment.gpa.0, segment.len_bytes))
+    }
+
     /// Takes `len_bytes` off the front; `None`, and nothing is taken, if there is less.
     pub(crate) fn split_front(&mut self, len_bytes: u64) -> Option<Segments> {
         if len_bytes > self.len_bytes() {

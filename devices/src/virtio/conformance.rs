@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 
+use super::balloon::{Balloon, BalloonConfig};
 use super::block::{Block, BlockConfig};
 use super::console::{Console, ConsoleConfig};
 use super::net::Net;
@@ -37,6 +38,20 @@ fn console() -> Subject {
     let endpoint = Arc::new(ConsoleEndpoint::null().unwrap());
     let device = Box::new(Console::new(ConsoleConfig { id: "console".to_owned(), endpoint }));
     Subject { device, kind: "virtio-console", _keep: Box::new(()) }
+}
+
+fn balloon() -> Subject {
+    let zone = memory::ZoneSpec::new("balloon", 4 << 20);
+    let config = memory::RamConfig { zones: vec![zone] };
+    let ram = memory::GuestRam::new(&config, memory::RamLayout::default()).unwrap();
+    let config = BalloonConfig {
+        free_page_reporting: true,
+        free_page_hinting: true,
+        statistics_every: Some(std::time::Duration::from_hours(1)),
+        ..BalloonConfig::default()
+    };
+    let device = Box::new(Balloon::new(config, Arc::new(ram)).unwrap());
+    Subject { device, kind: "virtio-balloon", _keep: Box::new(()) }
 }
 
 fn rng() -> Subject {
@@ -226,4 +241,4 @@ macro_rules! conformance_of {
     };
 }
 
-conformance_of!(block, console, rng, net);
+conformance_of!(balloon, block, console, rng, net);

@@ -12,10 +12,11 @@ use std::sync::atomic::AtomicBool;
 
 use memory::{GuestMemory, GuestMemoryHandle};
 use virtio_queue::{Queue, QueueT};
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::RING_FEATURES;
+use super::balloon;
 use super::block::Disk;
 use super::block::worker::{BlockWorker, CacheMode, Shared};
 use super::console::worker::ConsoleWorker;
@@ -65,8 +66,11 @@ impl Guest {
             GuestMemory::from_ranges(&[(GuestAddress(0), half), (GuestAddress(BORDER), half)])?;
         let len_bytes = data.len().min(half * 2);
         memory.write_slice(data.get(..len_bytes).unwrap_or_default(), GuestAddress(0))?;
-        let memory = GuestMemoryHandle::new(memory);
-        Ok(Self { memory, interrupt: Arc::new(Nobody), features })
+        Ok(Self::over(GuestMemoryHandle::new(memory), features))
+    }
+
+    fn over(memory: GuestMemoryHandle, features: u64) -> Self {
+        Self { memory, interrupt: Arc::new(Nobody), features }
     }
 
     fn queue(&self, index: u16) -> Setup<WorkQueue> {
@@ -106,6 +110,33 @@ fn report(result: Setup<()>) {
     if let Err(error) = result {
         log::warn!("nothing was tested: {error}");
     }
+}
+
+/// Serves all queues of a balloon, a hint being wanted.
+#[doc(hidden)]
+pub fn fuzz_balloon(data: &[u8]) {
+    report(run_balloon(data));
+}
+
+fn run_balloon(data: &[u8]) -> Setup<()> {
+    let zone = |id: &str| memory::ZoneSpec::new(id, BORDER);
+    let config = memory::RamConfig { zones: vec![zone("low"), zone("high")] };
+    let ram = Arc::new(memory::GuestRam::new(&config, memory::RamLayout::default())?);
+    let memory = ram.guest_memory();
+    let len_bytes = data.len().min(usize::try_from(MEMORY_BYTES)?);
+    let front = data.get(..len_bytes).unwrap_or_default();
+    memory.memory().write_slice(front, GuestAddress(0))?;
+    let guest = Guest::over(memory, features_of(data));
+    let shared = Arc::new(balloon::Shared::new(ram)?);
+    let queues = balloon::Queues {
+        inflate: guest.queue(0)?,
+        deflate: guest.queue(1)?,
+        statistics: Some(guest.queue(2)?),
+        hinting: Some(guest.queue(3)?),
+        reporting: Some(guest.queue(4)?),
+    };
+    shared.want_hints();
+    run(balloon::worker::BalloonWorker::new(queues, &shared, u64::MAX, None)?)
 }
 
 /// Serves the queue of a block device.
@@ -219,5 +250,10 @@ fn run_state(data: &[u8]) -> Setup<()> {
         ..super::net::NetConfig::default()
     })?;
     let _ = net.restore(&snapshot);
+    let zone = memory::ZoneSpec::new("ram", MEMORY_BYTES);
+    let config = memory::RamConfig { zones: vec![zone] };
+    let ram = memory::GuestRam::new(&config, memory::RamLayout::default())?;
+    let mut balloon = balloon::Balloon::new(balloon::BalloonConfig::default(), Arc::new(ram))?;
+    let _ = balloon.restore(&snapshot);
     Ok(())
 }

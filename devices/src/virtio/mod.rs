@@ -7,12 +7,13 @@
 //! | `device` | the contract with the transport |
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `queue`, `buffers` | rings and guest memory, with everything that a driver wrote checked |
-//! | [`block`], [`net`], [`console`], [`rng`] | the devices |
+//! | [`balloon`], [`block`], [`console`], [`net`], [`rng`] | the devices |
 //!
 //! A driver that breaks the rules of a queue gets its device stopped with DEVICE_NEEDS_RESET; one
 //! that asks for something impossible in a request gets an error in its answer. Neither ever makes
 //! a device panic, wait without end or touch memory outside of guest RAM.
 
+pub mod balloon;
 pub mod block;
 mod buffers;
 pub mod console;

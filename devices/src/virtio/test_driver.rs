@@ -250,7 +250,11 @@ impl Driver {
         let half = usize::try_from(BORDER).unwrap();
         let ranges = [(GuestAddress(0), half), (GuestAddress(BORDER), half)];
         let memory = GuestMemory::from_ranges(&ranges).unwrap();
-        let memory = GuestMemoryHandle::new(memory);
+        Self::over(GuestMemoryHandle::new(memory), count, size)
+    }
+
+    /// The same in a memory that has these regions, at least.
+    pub(crate) fn over(memory: GuestMemoryHandle, count: u16, size: u16) -> Self {
         let queues = (0..count).map(|index| DriverQueue::new(&memory, index, size)).collect();
         Self { memory, interrupt: Arc::default(), queues }
     }

@@ -9,16 +9,19 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
+use vm_memory::bitmap::Bitmap as _;
+
 use super::{AccessError, RamRegion, ZoneKind};
-use crate::PAGE_BYTES;
 use crate::mapping::Advice;
+use crate::{PAGE_BYTES, to_usize};
 
 impl RamRegion {
     /// Gives the memory of `range` back to the host, in both mappings and for every process that
     /// shares it; it reads as zero from then on. Both maps are updated: resident and zero.
     ///
     /// What cannot be given back (parts of hugetlb pages, private mappings of files, file systems
-    /// without holes) is zeroed in place. Must not be used on memory that is mapped for DMA: the
+    /// without holes) is zeroed in place. The pages count as written, so that a migration that is going
+    /// on does not leave what they held at its destination. Must not be used on memory that is mapped for DMA: the
     /// device would go on using the old pages.
     ///
     /// # Errors
@@ -43,6 +46,8 @@ impl RamRegion {
         }
         self.zero.set_zero(Self::pages_of(range));
         self.resident.set_resident(Self::pages_of(range));
+        // After the pages are gone: whoever takes this bit sees zeros, and not what was before.
+        self.device_dirty.mark_dirty(to_usize(range.start), to_usize(range.end - range.start));
         Ok(())
     }
 

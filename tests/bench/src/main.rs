@@ -61,14 +61,13 @@ fn main() -> ExitCode {
                     .arg(path("log", "The log").required(true)),
             )
             .subcommand(
-                common("postcopy-latency", "3")
-                    .about("A guest's accesses that wait for a page, beside the raw socket and QEMU"),
-            )
-            .subcommand(
-                common("postcopy-throughput", "3").about(
-                    "The time until the last page beside a raw copy, the guest's speed meanwhile",
+                common("postcopy-latency", "3").about(
+                    "A guest's accesses that wait for a page, beside the raw socket and QEMU",
                 ),
             )
+            .subcommand(common("postcopy-throughput", "3").about(
+                "The time until the last page beside a raw copy, the guest's speed meanwhile",
+            ))
             .subcommand(
                 common("postcopy-scaling", "3")
                     .about("Faults per second for 1 to 160 threads, without KVM"),

@@ -372,6 +372,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Takes pages that are zero. They stay holes unless somebody waits for them.
     pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
         for run in self.check(ranges)? {
+            self.memory.mark_resident(run);
             self.memory.mark_zero(run);
             self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
             self.arrived(run, via, |region, index| self.show(region, index))?;

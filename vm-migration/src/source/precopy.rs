@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
 use super::negotiate::{Links, Terms};
-use super::round::{Line, Pass, RoundKind, Slice, send_round};
+use super::round::{Line, Pass, RoundKind, Slice, clear_all, send_round};
 use super::{Context, Setback, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
@@ -22,10 +22,14 @@ use crate::progress::Event;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
 use crate::steering::Steering;
-use crate::vm::{DirtyLog, SourceVm, Throttle};
+use crate::vm::{DirtyLog, FreePageHints, SourceVm, Throttle};
 
 /// Least that must be sent for a low rate to mean anything.
 const RATE_BYTES_MIN: u64 = 1 << 20;
+
+/// How long the first round waits for the guest to name its free pages. Linux names some GiB in a
+/// tenth of a second; what comes later still counts for memory that was not sent by then.
+const HINTS_TIME: Duration = Duration::from_secs(2);
 
 /// Both sides agree, the destination has mapped the memory; the guest runs here.
 pub(crate) struct Negotiated<V: SourceVm> {
@@ -105,6 +109,7 @@ impl<V: SourceVm> Negotiated<V> {
         let mut remaining_bytes = self.memory.layout().pages() * PAGE_BYTES;
         let mut machine_is_built = !self.links.terms.early_memory();
         log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
+        let mut hints = self.ask_for_hints(log)?;
         for number in 1u32.. {
             check_cancel(context.cancel, "sending memory")?;
             context.progress.begin_round(number, remaining_bytes);
@@ -112,8 +117,10 @@ impl<V: SourceVm> Negotiated<V> {
             let kind = if number == 1 { RoundKind::First } else { RoundKind::Dirty };
             let (control, links) = (&mut self.control, &mut self.links);
             let memory = &*self.memory;
-            let pass = Pass { kind, switch: &switch };
+            let pass = Pass { kind, switch: &switch, hints: hints.as_deref() };
             let sent = send_round(memory, log, pass, control, links, context)?;
+            // The guest gets its free pages back as soon as nobody looks at them any more.
+            hints = None;
             if switch.is_due() {
                 return self.switch(sent.unsent, machine_is_built, context);
             }
@@ -151,6 +158,22 @@ impl<V: SourceVm> Negotiated<V> {
             }
         }
         Ok(Rounds::Enough(pilot.throttle))
+    }
+
+    /// Asks the guest which pages it does not use. All dirty bits are cleared first: a guest may use
+    /// such a page again without a word, and then the next round has to find it dirty.
+    fn ask_for_hints(&self, log: &V::Log) -> Result<Option<Box<dyn FreePageHints>>, Failure> {
+        if !self.vm.may_give_hints() {
+            return Ok(None);
+        }
+        clear_all(log, self.memory.layout())?;
+        let hints = self.vm.free_page_hints();
+        match &hints {
+            Some(hints) if hints.wait(HINTS_TIME) => log::info!("the guest told its free pages"),
+            Some(_) => log::info!("the guest takes long to tell its free pages"),
+            None => {}
+        }
+        Ok(hints)
     }
 
     /// Leaves the rest for after the handover: pages that no round has come to, and those that are

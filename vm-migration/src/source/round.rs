@@ -23,7 +23,7 @@ use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::DirtyClear;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap};
-use crate::vm::DirtyLog;
+use crate::vm::{DirtyLog, FreePageHints};
 
 /// Most runs of pages in one message.
 const MESSAGE_RUNS_MAX: usize = 512;
@@ -102,6 +102,9 @@ impl Line {
 pub(crate) struct Pass<'a> {
     pub kind: RoundKind,
     pub switch: &'a Switch<'a>,
+    /// Which pages a first round need not send. The dirty bits of all memory were cleared before the
+    /// guest was asked for these.
+    pub hints: Option<&'a dyn FreePageHints>,
 }
 
 /// What came of a round.
@@ -118,15 +121,17 @@ pub(crate) struct Sent {
 pub(crate) fn send_round<M: GuestMemoryMap>(
     memory: &M,
     log: &impl DirtyLog,
-    Pass { kind, switch }: Pass<'_>,
+    Pass { kind, switch, hints }: Pass<'_>,
     control: &mut Channel,
     links: &mut Links,
     context: Context<'_>,
 ) -> Result<Sent, Failure> {
     let line = Line::new(memory.layout());
     let cleared = match context.options.dirty_clear {
-        DirtyClear::Slice => None,
-        DirtyClear::Round => Some(clear_all(log, memory.layout(), &line)?),
+        // Before the guest was asked for hints.
+        _ if hints.is_some() => Cleared::Before,
+        DirtyClear::Slice => Cleared::BySlice,
+        DirtyClear::Round => Cleared::AtOnce(clear_all(log, memory.layout())?),
     };
     let round = Round {
         memory,
@@ -138,6 +143,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         cleared,
         failed: AtomicBool::new(false),
         switch,
+        hints,
         context,
     };
     let lanes = 1 + links.memory.len();
@@ -160,8 +166,19 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
     })
 }
 
+/// When the dirty bits of a round are cleared.
+enum Cleared {
+    /// Each slice's just before it is copied.
+    BySlice,
+    /// All at the begin of the round: these, by region.
+    AtOnce(Vec<Vec<u64>>),
+    /// Before the round, which is the first one and has no need of them.
+    Before,
+}
+
 /// Clears the dirty bits of all memory at once; returns them by region.
-fn clear_all(log: &impl DirtyLog, layout: &Layout, line: &Line) -> Result<Vec<Vec<u64>>, Failure> {
+pub(crate) fn clear_all(log: &impl DirtyLog, layout: &Layout) -> Result<Vec<Vec<u64>>, Failure> {
+    let line = Line::new(layout);
     let words = |pages: u64| vec![0; to_usize(pages.div_ceil(64))];
     let mut all: Vec<_> = layout.regions().iter().map(|info| words(info.pages())).collect();
     for Slice { region, first, pages } in line.slices() {
@@ -182,8 +199,9 @@ struct Round<'a, M, L> {
     line: Line,
     /// Up to where the line is claimed.
     cursor: Cursor,
-    /// The dirty bits of all memory, where they are not cleared slice by slice.
-    cleared: Option<Vec<Vec<u64>>>,
+    cleared: Cleared,
+    /// Pages that are left out.
+    hints: Option<&'a dyn FreePageHints>,
     /// One of the senders failed; the others stop soon.
     failed: AtomicBool,
     /// Ends the round early.
@@ -264,9 +282,9 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         while let Some(slice) = self.line.claim(&self.cursor, |_| UNITS_MAX) {
             let Slice { region, first, pages } = slice;
             let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
-                (RoundKind::First, _) => self.populated(slice)?,
-                (RoundKind::Dirty, None) => Vec::new(),
-                (RoundKind::Dirty, Some(all)) => {
+                (RoundKind::First, _) => self.wanted(slice)?.0,
+                (RoundKind::Dirty, Cleared::BySlice | Cleared::Before) => Vec::new(),
+                (RoundKind::Dirty, Cleared::AtOnce(all)) => {
                     let start = to_usize(first / 64);
                     let end = start + to_usize(pages.div_ceil(64));
                     let mut words = all[region][start..end].to_vec();
@@ -281,11 +299,27 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         Ok(unsent)
     }
 
-    fn populated(&self, slice: Slice) -> Result<Vec<(u64, u64)>, Failure> {
+    /// What is populated of a slice and not known to be free, as runs, and the number of pages that
+    /// are free.
+    fn wanted(&self, slice: Slice) -> Result<(Vec<(u64, u64)>, u64), Failure> {
         let Slice { region, first, pages } = slice;
         let runs = self.memory.populated_runs(region, first..first + pages);
         let runs = runs.map_err(Cause::Memory).step("finding populated memory")?;
-        Ok(runs.into_iter().map(|run| (run.start, run.end - run.start)).collect())
+        let Some(hints) = self.hints else {
+            return Ok((runs.into_iter().map(|run| (run.start, run.end - run.start)).collect(), 0));
+        };
+        let mut free = vec![0; to_usize(pages.div_ceil(64))];
+        hints.free_words(region, first..first + pages, &mut free);
+        let mut populated = vec![0_u64; free.len()];
+        for page in runs.into_iter().flatten().map(|page| page - first) {
+            populated[to_usize(page / 64)] |= 1 << (page % 64);
+        }
+        let mut left_out = 0;
+        for (word, free) in populated.iter_mut().zip(free) {
+            left_out += u64::from((*word & free).count_ones());
+            *word &= !free;
+        }
+        Ok((word_runs(&populated, first), left_out))
     }
 
     /// Clears the slice's dirty bits, and only then finds out what its pages hold.
@@ -297,17 +331,26 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
     ) -> Result<(), Failure> {
         let Slice { region, first, pages } = slice;
         let words = &mut words[..to_usize(pages.div_ceil(64))];
-        if let Some(all) = &self.cleared {
-            let start = to_usize(first / 64);
-            words.copy_from_slice(&all[region][start..start + words.len()]);
-        } else {
-            self.log
-                .collect_and_clear(region, first..first + pages, words)
-                .map_err(Cause::Vm)
-                .step("reading the dirty log")?;
+        match &self.cleared {
+            Cleared::Before => {}
+            Cleared::AtOnce(all) => {
+                let start = to_usize(first / 64);
+                words.copy_from_slice(&all[region][start..start + words.len()]);
+            }
+            Cleared::BySlice => {
+                self.log
+                    .collect_and_clear(region, first..first + pages, words)
+                    .map_err(Cause::Vm)
+                    .step("reading the dirty log")?;
+            }
         }
         let runs: Vec<(u64, u64)> = match self.kind {
-            RoundKind::First => self.populated(slice)?,
+            RoundKind::First => {
+                let (runs, free) = self.wanted(slice)?;
+                let counters = &self.context.progress.counters;
+                counters.free_pages.fetch_add(free, Ordering::Relaxed);
+                runs
+            }
             RoundKind::Dirty => {
                 mask_tail(words, pages);
                 word_runs(words, first)

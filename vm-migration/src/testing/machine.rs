@@ -2,16 +2,18 @@
 
 //! Fake machines on both sides, which fail where they are told to and note what was done to them.
 
+use std::ops::Range;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
+use crate::layout::to_usize;
 use crate::ram::GuestMemoryMap;
 use crate::vm::{
-    DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, PausedVm, SourceVm, Throttle,
-    VmError,
+    DestinationBuilder, DestinationVm, FreePageHints, GivenMemory, MappedMachine, PausedVm,
+    SourceVm, Throttle, VmError,
 };
 
 /// What was done to a machine, in order.
@@ -49,10 +51,37 @@ struct Common {
     /// From this share of throttling on the guest dirties nothing; `None` without a throttle.
     calms_at: Option<u8>,
     throttled: Throttled,
+    /// From this page of each region on the guest says that it uses nothing.
+    free_from: Option<u64>,
 }
 
 /// Shares of time that a machine was throttled to, in order.
 pub type Throttled = Arc<Mutex<Vec<u8>>>;
+
+/// Hints of a fake machine.
+struct FakeHints {
+    first: u64,
+    calls: Calls,
+}
+
+impl FreePageHints for FakeHints {
+    fn wait(&self, _: Duration) -> bool {
+        true
+    }
+
+    fn free_words(&self, _: usize, pages: Range<u64>, words: &mut [u64]) {
+        words.fill(0);
+        for page in pages.clone().filter(|page| *page >= self.first) {
+            words[to_usize((page - pages.start) / 64)] |= 1 << ((page - pages.start) % 64);
+        }
+    }
+}
+
+impl Drop for FakeHints {
+    fn drop(&mut self) {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).push("hints done");
+    }
+}
 
 /// The throttle of a fake machine: notes what it is set to.
 struct FakeThrottle {
@@ -110,6 +139,7 @@ impl FakeVm {
             calls: Calls::default(),
             calms_at: None,
             throttled: Throttled::default(),
+            free_from: None,
         };
         Self { common, writers: None }
     }
@@ -118,6 +148,14 @@ impl FakeVm {
     #[must_use]
     pub fn calms_at(mut self, percent: u8) -> Self {
         self.common.calms_at = Some(percent);
+        self
+    }
+
+    /// Gives hints: nothing from this page of each region on is in use. But as soon as it has been
+    /// asked, and before it tells, it uses every other of these pages again.
+    #[must_use]
+    pub fn free_from(mut self, page: u64) -> Self {
+        self.common.free_from = Some(page);
         self
     }
 
@@ -199,6 +237,21 @@ impl SourceVm for FakeVm {
         calms_at.map(|calms_at| -> Box<dyn Throttle> {
             Box::new(FakeThrottle { throttled, memory, calms_at })
         })
+    }
+
+    fn may_give_hints(&self) -> bool {
+        self.common.free_from.is_some()
+    }
+
+    fn free_page_hints(&self) -> Option<Box<dyn FreePageHints>> {
+        let Common { memory, guest, free_from, .. } = &self.common;
+        let first = (*free_from)?;
+        for (region, info) in memory.layout().regions().iter().enumerate() {
+            for page in (first..info.pages()).step_by(2) {
+                guest.visit(memory, region, page, false);
+            }
+        }
+        Some(Box::new(FakeHints { first, calls: Arc::clone(&self.common.calls) }))
     }
 
     fn switch_over_time(&self) -> Duration {

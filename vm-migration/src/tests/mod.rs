@@ -11,6 +11,7 @@
 //! | `sharing` | connections of different speed |
 //! | `converging` | guests that write too fast, and what is done about them |
 //! | `compressed` | memory that travels compressed |
+//! | `hints` | pages that the guest says it does not use |
 //! | `local` | memory handed over as descriptors |
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
@@ -26,6 +27,7 @@ mod converging;
 mod cuts;
 mod early;
 mod failures;
+mod hints;
 mod hostile;
 mod local;
 mod moves;

@@ -67,7 +67,7 @@ pub struct Endpoint {
     pub decode: fn(&[u8]) -> Result<VmmRequest, ApiError>,
 }
 
-use ApiErrorKind::{AlreadyCreated, Conflict, NotBooted, NotCreated};
+use ApiErrorKind::{AlreadyCreated, Conflict, NotBooted, NotCreated, NotNow, NotSupported};
 use Method::{Get, Put};
 
 const LIVE: &[ApiErrorKind] = &[NotCreated, NotBooted, Conflict];
@@ -195,6 +195,17 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |_| Ok(VmmRequest::PowerButton),
     },
     Endpoint {
+        path: "vm.resize",
+        method: Put,
+        summary: "Changes the size of the VM's balloon. vCPUs and memory cannot be changed by this \
+                  version.",
+        operation: None,
+        takes: Body::Schema("VmResize"),
+        gives: Body::Empty,
+        errors: &[NotCreated, NotBooted, NotNow, NotSupported],
+        decode: |body| Ok(VmmRequest::Resize(Box::new(json("VmResize", body)?))),
+    },
+    Endpoint {
         path: "vm.send-migration",
         method: Put,
         summary: "Starts sending the VM to another VMM.",
@@ -290,7 +301,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints that clients may know and that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 15] = [
+pub const UNSUPPORTED: [&str; 14] = [
     "vm.add-device",
     "vm.add-disk",
     "vm.add-fs",
@@ -303,7 +314,6 @@ pub const UNSUPPORTED: [&str; 15] = [
     "vm.coredump",
     "vm.nmi",
     "vm.remove-device",
-    "vm.resize",
     "vm.resize-disk",
     "vm.resize-zone",
 ];

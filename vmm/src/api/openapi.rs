@@ -22,7 +22,7 @@ use super::types::{API_VERSION, MigrationCancelled, VmCounters, VmInfo, VmmPingR
 use crate::config::value::{FieldValue, SchemaSet};
 use crate::config::{
     ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmSnapshotConfig,
+    VmResize, VmSnapshotConfig,
 };
 
 /// The description of the API.
@@ -68,6 +68,7 @@ fn schemas() -> SchemaSet {
     ReceiveMigrationData::collect_schemas(&mut out);
     MigrationRecoverData::collect_schemas(&mut out);
     ForceData::collect_schemas(&mut out);
+    VmResize::collect_schemas(&mut out);
     VmSnapshotConfig::collect_schemas(&mut out);
     RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());
@@ -149,6 +150,7 @@ const fn describe(kind: ApiErrorKind) -> &'static str {
         ApiErrorKind::AlreadyCreated | ApiErrorKind::Conflict => {
             "There is a VM already, or something goes on that excludes this."
         }
+        ApiErrorKind::NotNow => "Not now: something else goes on; it may succeed later.",
         ApiErrorKind::NotSupported => "Not supported by this version.",
         ApiErrorKind::Failed => "It was tried and failed.",
     }

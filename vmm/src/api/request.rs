@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::{
     MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig,
-    VmSnapshotConfig,
+    VmResize, VmSnapshotConfig,
 };
 
 /// What can be asked of the VMM.
@@ -47,6 +47,8 @@ pub enum VmmRequest {
         /// Even if a VM elsewhere needs pages from here.
         force: bool,
     },
+    /// Change the size of the VM.
+    Resize(Box<VmResize>),
     /// Start sending the VM; answered when the migration has been started.
     SendMigration(Box<SendMigrationData>),
     /// Wait for a VM; answered when it has arrived.
@@ -87,6 +89,7 @@ impl VmmRequest {
             Self::Reboot => "vm.reboot",
             Self::PowerButton => "vm.power-button",
             Self::Delete { .. } => "vm.delete",
+            Self::Resize(_) => "vm.resize",
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",
@@ -133,6 +136,8 @@ pub enum ApiErrorKind {
     AlreadyCreated,
     /// Something else goes on that excludes this, such as a migration.
     Conflict,
+    /// Something else goes on; the same request may succeed later.
+    NotNow,
     /// Known and not built.
     NotSupported,
     /// It was tried and failed.
@@ -147,6 +152,7 @@ impl ApiErrorKind {
             Self::NotCreated => 404,
             Self::NotBooted => 405,
             Self::AlreadyCreated | Self::Conflict => 409,
+            Self::NotNow => 429,
             Self::Failed => 500,
             Self::NotSupported => 501,
         }

@@ -133,6 +133,9 @@ option_family! {
         state: VmState = VmState::Created, "" as JsonOnly, answer(), required_json();
         /// Bytes of memory that the guest has now.
         memory_actual_size: u64 = 0, "" as JsonOnly, answer();
+        /// The balloon, if there is one: what it is to have, what it has, and what the guest last
+        /// said of its memory.
+        balloon: Option<BTreeMap<String, u64>> = None, "" as JsonOnly, answer();
         /// Its devices by name.
         device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
         /// How far memory is populated in the background.

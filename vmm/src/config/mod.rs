@@ -11,6 +11,7 @@
 //! reference page are made from that. Rules within a family live beside it, rules across families
 //! in [`vm`]. Nothing in here opens a file, a device or a socket.
 
+pub mod balloon;
 pub mod codec;
 pub mod console;
 pub mod cpus;
@@ -29,6 +30,7 @@ pub mod platform;
 pub mod prefault;
 pub mod rate_limiter;
 pub mod reference;
+pub mod resize;
 pub mod small;
 pub mod value;
 pub mod vm;
@@ -36,6 +38,7 @@ pub mod vm;
 #[cfg(test)]
 mod tests;
 
+pub use balloon::BalloonConfig;
 pub use console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
 pub use cpus::{CpuAffinity, CpuTopology, CpusConfig};
 pub use device::{DeviceConfig, PinMode};
@@ -54,6 +57,7 @@ pub use params::VmParams;
 pub use payload::PayloadConfig;
 pub use platform::PlatformConfig;
 pub use prefault::Prefault;
+pub use resize::VmResize;
 pub use small::RngConfig;
 pub use value::{InheritedFds, MacAddr};
 pub use vm::VmConfig;
@@ -92,6 +96,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "platform" => check::<PlatformConfig>(text),
         "net" => check::<NetConfig>(text),
         "rng" => check::<RngConfig>(text),
+        "balloon" => check::<BalloonConfig>(text),
         "console" => check::<ConsoleConfig>(text),
         "serial" => check::<SerialConfig>(text),
         "debug-console" => check::<DebugConsoleConfig>(text),

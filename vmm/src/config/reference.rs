@@ -32,7 +32,6 @@ pub fn families() -> Vec<FamilyInfo> {
         migration::RestoreConfig::info(),
         migration::VmSnapshotConfig::info(),
         rate_limiter::RateLimitGroupConfig::info(),
-        small::BalloonConfig::info(),
         small::NumaConfig::info(),
         small::TpmConfig::info(),
         small::LandlockConfig::info(),
@@ -47,10 +46,9 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 14] = [
+pub const UNSUPPORTED_FAMILIES: [&str; 13] = [
     "restore",
     "rate-limit-group",
-    "balloon",
     "numa",
     "tpm",
     "landlock-rules",

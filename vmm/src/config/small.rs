@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Small families: `--rng`, `--balloon`, `--numa`, `--tpm`, `--landlock-rules` and the real-time
+//! Small families: `--rng`, `--numa`, `--tpm`, `--landlock-rules` and the real-time
 //! clock.
 //!
 //! Owns their definitions. All but the first are known by name only in this version.
@@ -8,8 +8,7 @@
 use std::path::PathBuf;
 
 use super::codec::{
-    Bytes, File, Id, Int, IntList, JsonOnly, One, Opt, Text, TextList, Toggle, ValueCodec,
-    pair_items,
+    File, Id, Int, IntList, JsonOnly, One, Opt, Text, TextList, Toggle, ValueCodec, pair_items,
 };
 use super::family::option_family;
 
@@ -40,26 +39,6 @@ option_family! {
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>;
-    }
-}
-
-option_family! {
-    /// The balloon device.
-    BalloonConfig "balloon" {
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>;
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>;
-        /// Bytes that the balloon takes from the guest.
-        size: u64 = 0, "size" as One<Bytes>, required_json();
-        /// Give memory back when the guest runs out of it.
-        deflate_on_oom: bool = false, "deflate_on_oom" as One<Toggle>;
-        /// Let the guest report free pages.
-        free_page_reporting: bool = false, "free_page_reporting" as One<Toggle>;
     }
 }
 

@@ -10,6 +10,7 @@
 
 use std::collections::BTreeSet;
 
+use super::balloon::BalloonConfig;
 use super::codec::JsonOnly;
 use super::console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
 use super::cpus::CpusConfig;
@@ -25,13 +26,15 @@ use super::net::NetConfig;
 use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::rate_limiter::RateLimitGroupConfig;
-use super::small::{BalloonConfig, LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
+use super::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
 use super::value::MacAddr;
 
 /// Name of the console device.
 pub const CONSOLE_ID: &str = "__console";
 /// Name of the entropy device.
 pub const RNG_ID: &str = "__rng";
+/// Name of the balloon.
+pub const BALLOON_ID: &str = "__balloon";
 
 option_family! {
     /// The configuration of a virtual machine.
@@ -51,7 +54,7 @@ option_family! {
         /// Entropy device.
         rng: RngConfig = RngConfig::default(), "" as JsonOnly;
         /// Balloon device.
-        balloon: Option<BalloonConfig> = None, "" as JsonOnly, unsupported();
+        balloon: Option<BalloonConfig> = None, "" as JsonOnly;
         /// Shared directories.
         fs: Option<Vec<FsConfig>> = None, "" as JsonOnly, unsupported();
         /// Other vhost-user devices.
@@ -130,6 +133,9 @@ impl VmConfig {
         for device in self.devices.iter().flatten() {
             device.validate()?;
         }
+        if let Some(balloon) = &self.balloon {
+            balloon.validate(self.memory.total_bytes().unwrap_or(0))?;
+        }
         self.console.validate()?;
         self.serial.validate()?;
         self.debug_console.validate()?;
@@ -159,6 +165,9 @@ impl VmConfig {
         take("console", console, CONSOLE_ID)?;
         let rng = self.rng.id.get_or_insert_with(|| RNG_ID.to_owned());
         take("rng", rng, RNG_ID)?;
+        if let Some(balloon) = &mut self.balloon {
+            take("balloon", balloon.id.get_or_insert_with(|| BALLOON_ID.to_owned()), BALLOON_ID)?;
+        }
         for id in self.disks.iter().flatten().filter_map(|disk| disk.id.as_deref()) {
             take("disk", id, "")?;
         }
@@ -188,7 +197,8 @@ impl VmConfig {
         let disks = self.disks.iter().flatten().map(|disk| disk.pci_device_id);
         let nets = self.net.iter().flatten().map(|net| net.pci_device_id);
         let devices = self.devices.iter().flatten().map(|device| device.pci_device_id);
-        let others = [self.rng.pci_device_id, self.console.pci_device_id];
+        let balloon = self.balloon.as_ref().and_then(|balloon| balloon.pci_device_id);
+        let others = [self.rng.pci_device_id, self.console.pci_device_id, balloon];
         let mut slots = BTreeSet::new();
         for slot in disks.chain(nets).chain(devices).chain(others).flatten() {
             if !slots.insert(slot) {

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use devices::virtio::balloon::BalloonHandle;
 use pci::vfio::{PinProgress, PinState};
 
 use crate::api::{
@@ -23,6 +24,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         memory_actual_size: config.memory.total_bytes().unwrap_or(0),
         config: config.clone(),
         state: VmState::Created,
+        balloon: None,
         device_tree: None,
         prefault: None,
         passthrough: None,
@@ -44,10 +46,20 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
             (function.id, node)
         })
         .collect();
+    let balloon = machine.balloon();
+    let ballooned_bytes = balloon.map_or(0, BalloonHandle::actual_bytes);
     VmInfo {
         config: machine.config().clone(),
         state,
-        memory_actual_size: machine.ram().total_bytes(),
+        memory_actual_size: machine.ram().total_bytes().saturating_sub(ballooned_bytes),
+        balloon: balloon.map(|balloon| {
+            let sizes = [
+                ("target_bytes", balloon.target_bytes()),
+                ("actual_bytes", balloon.actual_bytes()),
+            ];
+            let all = sizes.into_iter().chain(balloon.statistics().named());
+            all.map(|(name, value)| (name.to_owned(), value)).collect()
+        }),
         device_tree: Some(device_tree),
         prefault: machine.prefault_status().map(prefault_info),
         passthrough: machine.pin_progress().map(pinning),

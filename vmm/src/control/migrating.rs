@@ -250,6 +250,7 @@ impl Vmm {
             Ok(()) => {
                 events::emit("vm", "postcopy-migration-completed", &[]);
                 log::info!("the last page has arrived");
+                self.memory_has_come();
                 Pages::Here
             }
             Err(paused) => {

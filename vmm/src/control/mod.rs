@@ -28,6 +28,7 @@ mod migrating;
 mod observer;
 mod postcopy;
 mod receiving;
+mod resize;
 mod run;
 mod sending;
 mod signals;
@@ -189,6 +190,7 @@ impl Vmm {
                 self.machine_mut()?.press_power_button();
                 Ok(ApiReply::Empty)
             }
+            VmmRequest::Resize(data) => empty(self.resize(&data)),
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),
             VmmRequest::SendMigration(data) => empty(self.send(&data)),

@@ -307,6 +307,7 @@ impl Vmm {
             && let Some(fill) = self.filling.take()
         {
             fill.stop();
+            self.memory_has_come();
             emit("restore-memory-completed");
         }
     }

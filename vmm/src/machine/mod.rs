@@ -12,12 +12,14 @@
 //!   take_exclusive -> resume <-> pause -> save, release_exclusive
 //! ```
 
+mod balloons;
 mod boot;
 mod consoles;
 mod disks;
 mod events;
 mod features;
 mod host;
+mod inspect;
 mod legacy;
 mod nets;
 mod passthrough;
@@ -31,17 +33,16 @@ mod virtio;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Instant;
 
 use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
+use devices::virtio::balloon::BalloonError;
 use hypervisor::{
     ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu,
-    VcpuInit, VcpuState, VcpuStateError, VcpuThreads, VcpuThrottle, Vm,
+    VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
 };
 use memory::GuestRam;
-use pci::vfio::PinProgress;
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
     PciSegment, PciSegmentOptions, PciStateError,
@@ -138,6 +139,17 @@ pub enum MachineError {
     PciState(#[from] PciStateError),
 }
 
+/// Why a balloon does not get another size.
+#[derive(Debug, Error)]
+pub enum ResizeBalloonError {
+    /// There is none.
+    #[error("the VM has no balloon: start it with --balloon size=0")]
+    None,
+    /// It cannot have this size.
+    #[error(transparent)]
+    Size(#[from] BalloonError),
+}
+
 /// One PCI function, for people who ask.
 pub struct FunctionInfo {
     /// Its id.
@@ -223,9 +235,10 @@ impl Chassis {
             "PCI configuration ports",
             config_ports.clone(),
         )?;
-        let sockets = Sockets { segment: &segment, vm: &vm, memory: ram.guest_memory() };
+        let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
+        let ban = Passthrough::ban_discards(config, &ram);
         let devices = VirtioDevices::wire(config, consoles, &sockets)?;
-        let passthrough = Passthrough::wire(config, &sockets, &ram)?;
+        let passthrough = Passthrough::wire(config, &sockets, &ram, ban)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
             devices,
@@ -359,18 +372,6 @@ impl Machine {
         Ok(machine)
     }
 
-    /// How far memory is populated in the background; `None` where nobody asked for it.
-    pub fn prefault_status(&self) -> Option<PrefaultStatus> {
-        self.prefault.as_ref().map(prefault::Background::status)
-    }
-
-    /// Populates no more memory in the background, for a guest that is about to go elsewhere.
-    pub fn stop_prefault(&self) {
-        if let Some(prefault) = &self.prefault {
-            prefault.cancel();
-        }
-    }
-
     /// Memory for a machine that is still to come, not populated. The zones that are named in
     /// `given` consist of these files.
     ///
@@ -445,32 +446,12 @@ impl Machine {
         self.paused
     }
 
-    /// Whether the guest has asked for a reset or a shutdown, or lost a vCPU.
-    pub fn is_ending(&self) -> bool {
-        self.power.is_pending()
-    }
-
-    /// When the guest's first instruction ran here.
-    pub fn first_run(&self) -> Option<Instant> {
-        self.vcpus.first_run()
-    }
-
-    /// When the guest first touched device memory here.
-    pub fn first_mmio(&self) -> Option<Instant> {
-        self.space.first_mmio()
-    }
-
     /// Whether it could run elsewhere, or later.
     ///
     /// # Errors
     /// Naming the devices that cannot be moved.
     pub fn check_movable(&self) -> Result<(), MachineError> {
         Ok(Passthrough::refuse_move(&self.config)?)
-    }
-
-    /// How much of its memory is mapped for DMA; `None` without passed-through devices.
-    pub fn pin_progress(&self) -> Option<PinProgress> {
-        self.passthrough.progress()
     }
 
     /// Takes image locks and taps.
@@ -519,40 +500,6 @@ impl Machine {
             self.paused = true;
         }
         Ok(())
-    }
-
-    /// A throttle on its vCPUs; `None`, with a line in the log, when the host gives no thread.
-    pub fn throttle(&self) -> Option<VcpuThrottle> {
-        let throttle = self.vcpus.throttle();
-        throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
-    }
-
-    /// Asks guests to tell the network where they are now.
-    pub fn announce(&self) {
-        self.devices.announce();
-    }
-
-    /// Presses the power button.
-    pub fn press_power_button(&self) {
-        self.legacy.press_power_button();
-    }
-
-    /// Counters by device and name; `clock_us` says what time a moment was.
-    pub fn counters(
-        &self,
-        clock_us: impl Fn(Instant) -> u64,
-    ) -> BTreeMap<String, BTreeMap<String, u64>> {
-        let mut counters = self.devices.counters();
-        counters.extend(self.passthrough.counters(clock_us));
-        counters
-    }
-
-    /// The PCI functions.
-    pub fn functions(&self) -> Vec<FunctionInfo> {
-        let virtio = self.devices.functions().iter().map(|(bdf, device)| (device.id(), bdf));
-        let passed = self.passthrough.devices().iter().map(|(bdf, device)| (device.id(), bdf));
-        let info = |(id, bdf): (&str, &Bdf)| FunctionInfo { id: id.to_owned(), bdf: *bdf };
-        virtio.chain(passed).map(info).collect()
     }
 
     /// The state of everything but memory. The machine must be paused.

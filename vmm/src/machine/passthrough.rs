@@ -15,7 +15,7 @@ use arch::acpi::IntxRoute;
 use arch::layout;
 use hypervisor::irq::IrqError;
 use hypervisor::{SlotConfig, Vm};
-use memory::GuestRam;
+use memory::{DiscardBan, GuestRam};
 use pci::vfio::{
     BarMapping, BarSlots, DmaGate, GuestRamPopulator, IntxLine, PinError, PinProgress, PinState,
     Pinning, Type1Container, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
@@ -143,6 +143,8 @@ pub struct Passthrough {
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
     routes: Vec<IntxRoute>,
     strict: bool,
+    /// Last: what devices may write stays theirs until they are gone.
+    _ban: Option<DiscardBan>,
 }
 
 impl Passthrough {
@@ -156,6 +158,14 @@ impl Passthrough {
         if ids.is_empty() { Ok(()) } else { Err(PassthroughError::NotMovable(ids.join(", "))) }
     }
 
+    /// With passed-through devices no memory is given back to the host: they would go on writing
+    /// pages that the guest no longer has. To be called before a balloon is made, which then does
+    /// not offer what would not work.
+    pub fn ban_discards(config: &VmConfig, ram: &GuestRam) -> Option<DiscardBan> {
+        let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
+        has_devices.then(|| ram.ban_discards("passed-through devices may write all guest memory"))
+    }
+
     /// Opens the devices, puts them on the bus, and begins to map memory.
     ///
     /// # Errors
@@ -164,8 +174,9 @@ impl Passthrough {
         config: &VmConfig,
         sockets: &Sockets<'_>,
         ram: &Arc<GuestRam>,
+        ban: Option<DiscardBan>,
     ) -> Result<Self, PassthroughError> {
-        let mut this = Self::default();
+        let mut this = Self { _ban: ban, ..Self::default() };
         let Some(configs) = config.devices.as_ref().filter(|devices| !devices.is_empty()) else {
             return Ok(this);
         };

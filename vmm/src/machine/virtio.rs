@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use devices::virtio::balloon::{BalloonError, BalloonHandle};
 use devices::virtio::block::{DiskError, DiskLock};
 use devices::virtio::console::{Console, ConsoleConfig};
 use devices::virtio::net::TapError;
@@ -15,12 +16,13 @@ use devices::virtio::rng::{Rng, RngConfig, RngError};
 use devices::virtio::{Counters, VirtioDevice};
 use hypervisor::Vm;
 use hypervisor::irq::IoEvents;
-use memory::GuestMemoryHandle;
+use memory::GuestRam;
 use pci::{
     Bdf, BdfError, DeviceNumber, PciDevice, PciError, PciSegment, VirtioPciDevice, VirtioPciError,
 };
 use thiserror::Error;
 
+use super::balloons;
 use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
 use super::nets::{self, NetHandle, NetWiringError};
@@ -38,6 +40,9 @@ pub enum VirtioError {
     /// The entropy device.
     #[error("cannot make the entropy device")]
     Rng(#[from] RngError),
+    /// The balloon.
+    #[error("cannot make the balloon")]
+    Balloon(#[from] BalloonError),
     /// The number that was asked for.
     #[error("cannot use the pci_device_id of '{id}'")]
     Number {
@@ -96,6 +101,7 @@ pub struct VirtioDevices {
     functions: Vec<(Bdf, Arc<VirtioPciDevice>)>,
     locks: Vec<(String, DiskLock)>,
     nets: Vec<(String, NetHandle)>,
+    balloon: Option<BalloonHandle>,
     counters: Vec<(String, Arc<dyn Counters>)>,
 }
 
@@ -106,7 +112,7 @@ pub struct Sockets<'a> {
     /// The VM, for interrupts and notifications.
     pub vm: &'a Vm,
     /// Guest memory.
-    pub memory: GuestMemoryHandle,
+    pub ram: &'a Arc<GuestRam>,
 }
 
 impl VirtioDevices {
@@ -149,6 +155,13 @@ impl VirtioDevices {
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
         devices.plug(sockets, &id, Box::new(rng), config.rng.pci_device_id)?;
+        if let Some(balloon) = &config.balloon {
+            let id = balloon.id.clone().unwrap_or_default();
+            let device = balloons::make(balloon, sockets.ram)?;
+            devices.balloon = Some(device.handle());
+            devices.counters.push((id.clone(), device.counters()));
+            devices.plug(sockets, &id, Box::new(device), balloon.pci_device_id)?;
+        }
         Ok(devices)
     }
 
@@ -161,9 +174,14 @@ impl VirtioDevices {
     ) -> Result<(), VirtioError> {
         let number = wish.map(|number| device_number(id, number)).transpose()?;
         let events: Arc<dyn IoEvents> = Arc::new(sockets.vm.clone());
-        let function =
-            VirtioPciDevice::new(id.to_owned(), device, sockets.memory.clone(), sockets.vm, events)
-                .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
+        let function = VirtioPciDevice::new(
+            id.to_owned(),
+            device,
+            sockets.ram.guest_memory(),
+            sockets.vm,
+            events,
+        )
+        .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
         let function = Arc::new(function);
         let as_pci: Arc<dyn PciDevice> = function.clone();
         let bdf = sockets
@@ -242,6 +260,11 @@ impl VirtioDevices {
         &self.functions
     }
 
+    /// The balloon, if there is one.
+    pub fn balloon(&self) -> Option<&BalloonHandle> {
+        self.balloon.as_ref()
+    }
+
     /// Counters by device and name.
     pub fn counters(&self) -> BTreeMap<String, BTreeMap<String, u64>> {
         let count = |counters: &Arc<dyn Counters>| {
@@ -260,6 +283,7 @@ fn wishes(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
     let disks = config.disks.iter().flatten().map(|disk| (&disk.id, disk.pci_device_id));
     let nets = config.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
     let devices = config.devices.iter().flatten().map(|device| (&device.id, device.pci_device_id));
+    let balloon = config.balloon.as_ref().map(|balloon| (&balloon.id, balloon.pci_device_id));
     let others = [
         (&config.console.id, config.console.pci_device_id),
         (&config.rng.id, config.rng.pci_device_id),
@@ -268,6 +292,7 @@ fn wishes(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
         .chain(nets)
         .chain(devices)
         .chain(others)
+        .chain(balloon)
         .filter_map(|(id, wish)| {
             let number = DeviceNumber::new(wish?).ok()?;
             Some((id.clone().unwrap_or_default(), number))

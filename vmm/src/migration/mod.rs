@@ -8,6 +8,7 @@
 pub mod destination;
 pub mod dirty;
 pub mod document;
+pub mod hints;
 pub mod memory;
 pub mod snapshot;
 pub mod source;

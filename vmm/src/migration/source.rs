@@ -10,11 +10,13 @@ use std::time::Duration;
 
 use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
-use vm_migration::vm::{PausedVm, SourceVm, Throttle};
+use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
 
 use super::dirty::MachineDirtyLog;
 use super::document::MachineDocument;
+use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
+use crate::config::BalloonConfig;
 use crate::machine::Machine;
 
 /// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
@@ -105,6 +107,16 @@ impl SourceVm for LeavingMachine {
     fn throttle(&self) -> Option<Box<dyn Throttle>> {
         let throttle = self.machine.throttle()?;
         Some(Box::new(Slowing(throttle)))
+    }
+
+    fn may_give_hints(&self) -> bool {
+        let hinting = |config: &BalloonConfig| config.free_page_hinting;
+        !self.machine.is_paused() && self.machine.config().balloon.as_ref().is_some_and(hinting)
+    }
+
+    fn free_page_hints(&self) -> Option<Box<dyn FreePageHints>> {
+        let hints = self.machine.balloon()?.ask_for_hints()?;
+        Some(Box::new(MachineHints(hints)))
     }
 
     fn switch_over_time(&self) -> Duration {

@@ -523,7 +523,11 @@ fn guest_memory() -> impl Strategy<Value = Vec<u8>> {
     (descriptors, heads, 0_u16..20, header, any::<u8>()).prop_map(
         |(descriptors, heads, available, (kind, sector), choice)| {
             let mut memory = vec![0; usize::try_from(fuzz::MEMORY_BYTES).unwrap()];
-            for queue in 0..2 {
+            for at in (0x3000..0x8000).step_by(16) {
+                memory[at..at + 4].copy_from_slice(&kind.to_le_bytes());
+                memory[at + 8..at + 16].copy_from_slice(&sector.to_le_bytes());
+            }
+            for queue in 0..5 {
                 let base = queue * usize::try_from(fuzz::QUEUE_STRIDE).unwrap();
                 for (index, (gpa, len_bytes, flags, next)) in descriptors.iter().enumerate() {
                     let at = base + index * 16;
@@ -539,10 +543,6 @@ fn guest_memory() -> impl Strategy<Value = Vec<u8>> {
                     memory[at..at + 2].copy_from_slice(&head.to_le_bytes());
                 }
             }
-            for at in (0x3000..0x8000).step_by(16) {
-                memory[at..at + 4].copy_from_slice(&kind.to_le_bytes());
-                memory[at + 8..at + 16].copy_from_slice(&sector.to_le_bytes());
-            }
             let last = memory.len() - 1;
             memory[last] = choice;
             memory
@@ -554,6 +554,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn no_ring_content_upsets_any_device(memory in guest_memory()) {
+        fuzz::fuzz_balloon(&memory);
         fuzz::fuzz_block(&memory);
         fuzz::fuzz_console(&memory);
         fuzz::fuzz_rng(&memory);
@@ -565,6 +566,7 @@ proptest! {
     fn rubbish_upsets_no_device(
         memory in proptest::collection::vec(any::<u8>(), 0..0x2000),
     ) {
+        fuzz::fuzz_balloon(&memory);
         fuzz::fuzz_block(&memory);
         fuzz::fuzz_console(&memory);
         fuzz::fuzz_rng(&memory);

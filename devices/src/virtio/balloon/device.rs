@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The balloon device.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use log::warn;
+use memory::GuestRam;
+use thiserror::Error;
+use virtio_queue::QueueState;
+
+use super::counters::BalloonCounters;
+use super::hinting::{End, FreePageHints};
+use super::queues::Queues;
+use super::shared::{Driver, Shared};
+use super::statistics::Statistics;
+use super::worker::BalloonWorker;
+use super::{
+    F_DEFLATE_ON_OOM, F_DEVICE_INIT_ON_INFLATE, F_DEVICE_INIT_REPORTED, F_FREE_PAGE_HINT,
+    F_MUST_TELL_HOST, F_PAGE_POISON, F_PAGE_REPORTING, F_STATS_VQ, PAGE_BYTES, state,
+};
+use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
+use crate::virtio::queue::WorkQueue;
+use crate::virtio::worker::Workers;
+use crate::virtio::{RING_FEATURES, read_config_bytes};
+
+/// Virtio device ID of traditional balloons.
+const DEVICE_ID: u16 = 5;
+/// What upstream's balloon has. Linux never has more than one request in a queue, but for hints.
+const QUEUE_SIZE: u16 = 128;
+
+/// What a balloon is made from.
+#[derive(Clone, Debug, Default)]
+pub struct BalloonConfig {
+    /// Name of the device, for its thread.
+    pub id: String,
+    /// Bytes that the balloon is to have at first.
+    pub size_bytes: u64,
+    /// The guest may take pages out when it runs out of memory.
+    pub deflate_on_oom: bool,
+    /// The guest may report free pages.
+    pub free_page_reporting: bool,
+    /// The guest may be asked for free pages during a migration.
+    pub free_page_hinting: bool,
+    /// How often the guest is asked for statistics.
+    pub statistics_every: Option<Duration>,
+    /// The guest is told which pages come back as zeros, by feature bits that are not standard yet.
+    pub prezero_hints: bool,
+}
+
+/// Why a balloon could not be made or changed.
+#[derive(Debug, Error)]
+pub enum BalloonError {
+    /// The host refused a resource.
+    #[error("the host refuses an event descriptor")]
+    Resource(#[source] io::Error),
+    /// Larger than the guest.
+    #[error(
+        "a balloon of {size_bytes} bytes does not fit into the {ram_bytes} bytes of the guest: \
+         make it smaller"
+    )]
+    TooLarge {
+        /// What was asked for.
+        size_bytes: u64,
+        /// What there is.
+        ram_bytes: u64,
+    },
+}
+
+/// A handle of the balloon, for the VMM while the transport owns the device.
+#[derive(Clone)]
+pub struct BalloonHandle {
+    shared: Arc<Shared>,
+}
+
+impl BalloonHandle {
+    /// Sets how large the balloon is to be; the guest brings it there when it can.
+    ///
+    /// # Errors
+    /// It is larger than the guest's memory.
+    pub fn resize(&self, size_bytes: u64) -> Result<(), BalloonError> {
+        let target_pages = pages_of(size_bytes, &self.shared.ram)?;
+        let changed = self.shared.change_config(|config| {
+            std::mem::replace(&mut config.target_pages, target_pages) != target_pages
+        });
+        if let Some(driver) = self.shared.driver().filter(|_| changed) {
+            driver.interrupt.config_changed();
+        }
+        Ok(())
+    }
+
+    /// Bytes that the balloon is to have.
+    pub fn target_bytes(&self) -> u64 {
+        self.shared.target_bytes()
+    }
+
+    /// Bytes that the guest says it has.
+    pub fn actual_bytes(&self) -> u64 {
+        self.shared.actual_bytes()
+    }
+
+    /// What the guest last said of its memory.
+    pub fn statistics(&self) -> Statistics {
+        self.shared.statistics()
+    }
+
+    /// Memory that is in the balloon and could not be given back before may be given back now.
+    pub fn retry(&self) {
+        // A full counter also means that the thread will look.
+        let _ = self.shared.retry().write(1);
+    }
+
+    /// Asks the guest for its free pages. Writes must have been logged since before this call, and
+    /// a page that was written since is not free whatever the hints say.
+    ///
+    /// `None` if the guest gives no hints now.
+    pub fn ask_for_hints(&self) -> Option<FreePageHints> {
+        FreePageHints::ask(&self.shared)
+    }
+}
+
+fn pages_of(size_bytes: u64, ram: &GuestRam) -> Result<u32, BalloonError> {
+    let too_large = || BalloonError::TooLarge { size_bytes, ram_bytes: ram.total_bytes() };
+    if size_bytes > ram.total_bytes() {
+        return Err(too_large());
+    }
+    u32::try_from(size_bytes / PAGE_BYTES).map_err(|_| too_large())
+}
+
+/// A balloon.
+pub struct Balloon {
+    config: BalloonConfig,
+    features: u64,
+    shared: Arc<Shared>,
+    workers: Workers,
+}
+
+impl Balloon {
+    /// A balloon over this memory, empty.
+    ///
+    /// # Errors
+    /// It is to be larger than the memory, or the host refuses a resource.
+    pub fn new(config: BalloonConfig, ram: Arc<GuestRam>) -> Result<Self, BalloonError> {
+        let target_pages = pages_of(config.size_bytes, &ram)?;
+        let features = offered(&config, &ram);
+        let shared = Arc::new(Shared::new(ram).map_err(BalloonError::Resource)?);
+        shared.change_config(|space| space.target_pages = target_pages);
+        Ok(Self { config, features, shared, workers: Workers::default() })
+    }
+
+    /// The handle by which a running VM reaches it.
+    pub fn handle(&self) -> BalloonHandle {
+        BalloonHandle { shared: Arc::clone(&self.shared) }
+    }
+
+    /// Its counters.
+    pub fn counters(&self) -> Arc<BalloonCounters> {
+        Arc::new(BalloonCounters(Arc::downgrade(&self.shared)))
+    }
+}
+
+/// The features of a balloon that is made so.
+fn offered(config: &BalloonConfig, ram: &GuestRam) -> u64 {
+    let mut reporting = config.free_page_reporting;
+    if reporting && let Some(reason) = ram.discards_banned() {
+        // The guest uses reported pages again without a word, and a device may be the first to
+        // touch them: nothing could be done in between.
+        warn!(
+            "free_page_reporting=on is not offered to the guest: {reason}; a balloon size or \
+             virtio-mem give memory back beside such a device"
+        );
+        reporting = false;
+    }
+    let bit = |on: bool, bit: u64| if on { bit } else { 0 };
+    RING_FEATURES
+        | F_MUST_TELL_HOST
+        | bit(config.statistics_every.is_some(), F_STATS_VQ)
+        | bit(config.deflate_on_oom, F_DEFLATE_ON_OOM)
+        | bit(config.free_page_hinting, F_FREE_PAGE_HINT)
+        | bit(config.free_page_hinting || reporting, F_PAGE_POISON)
+        | bit(reporting, F_PAGE_REPORTING)
+        | bit(reporting && config.prezero_hints, F_DEVICE_INIT_REPORTED)
+        | bit(config.prezero_hints, F_DEVICE_INIT_ON_INFLATE)
+}
+
+impl VirtioDevice for Balloon {
+    fn device_id(&self) -> u16 {
+        DEVICE_ID
+    }
+
+    fn queue_sizes_max(&self) -> &[u16] {
+        // All that there can be: drivers count the optional ones in two ways.
+        &[QUEUE_SIZE; 5]
+    }
+
+    fn features(&self) -> u64 {
+        self.features
+    }
+
+    fn acknowledge_features(&mut self, _features: u64) {}
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        let bytes = self.shared.config().bytes(self.shared.hinting.command());
+        read_config_bytes(&bytes, offset, data);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        self.shared.change_config(|config| config.write(offset, data));
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation { memory, interrupt, queues, features } = activation;
+        let queues = Queues::sort(queues, features)?
+            .map(|queue| WorkQueue::new(queue, &memory, &interrupt, features));
+        let every = self.config.statistics_every;
+        let worker = BalloonWorker::new(queues, &self.shared, features, every)
+            .map_err(|source| ActivateError::Resource { what: "prepare the balloon", source })?;
+        self.workers.spawn(&self.config.id, &[], worker)?;
+        self.shared.set_driver(Some(Driver { interrupt, features }));
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.shared.set_driver(None);
+        self.workers.stop();
+        self.shared.hinting.end(End::Reset);
+        // The driver has forgotten what it had in the balloon.
+        self.shared.change_config(|config| {
+            config.actual_pages = 0;
+            config.poison = 0;
+        });
+    }
+
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        self.workers.pause()
+    }
+
+    fn resume(&mut self) {
+        self.workers.resume();
+    }
+
+    fn save(&self) -> DeviceSnapshot {
+        state::save(self.shared.config(), self.shared.hinting.last_command())
+    }
+
+    fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        let ram_pages = self.shared.ram.total_bytes() / PAGE_BYTES;
+        let (config, hint_command) = state::check(state, ram_pages)?;
+        self.shared.change_config(|space| *space = config);
+        self.shared.hinting.restore(hint_command);
+        Ok(())
+    }
+}

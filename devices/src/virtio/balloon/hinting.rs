@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Hints about free pages, for a migration (virtio 1.3, 5.5.6.5).
+//!
+//! Owns the command that the driver sees, and the pages that it names under the current command.
+//! A hint says that what a page held when the command was issued is not needed any more. The driver
+//! may use the page again at any time and tells nobody, so a hint is worth something only to who
+//! has logged writes since before the command.
+//!
+//! ```text
+//!   Idle -- ask --> Asked -- id from the driver --> Telling -- stop from the driver --> Told
+//!    ^                |                                |                                  |
+//!    +---- done, reset+--------------------------------+----------------------------------+
+//! ```
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use memory::{GuestRam, PageBitmap};
+
+use super::PAGE_BYTES;
+use super::shared::Shared;
+
+/// The driver shall stop; pages that it named stay with it.
+const STOP: u32 = 0;
+/// The driver shall stop and may use the pages that it named.
+const DONE: u32 = 1;
+/// The first number that is a command.
+const FIRST: u32 = 2;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Idle,
+    Asked,
+    Telling,
+    Told,
+}
+
+struct State {
+    stage: Stage,
+    /// What the driver reads.
+    command: u32,
+    /// The last number that was a command; none is used twice in a row.
+    last: u32,
+    /// By region, while somebody wants hints.
+    maps: Option<Arc<Vec<PageBitmap>>>,
+}
+
+/// The device's side of hinting.
+pub(super) struct Hinting {
+    /// Held only to look and to set.
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Default for Hinting {
+    fn default() -> Self {
+        let state = State { stage: Stage::Idle, command: STOP, last: FIRST - 1, maps: None };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
+    }
+}
+
+impl Hinting {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the driver reads.
+    pub(super) fn command(&self) -> u32 {
+        self.lock().command
+    }
+
+    /// The last number that was a command, to be saved.
+    pub(super) fn last_command(&self) -> u32 {
+        self.lock().last
+    }
+
+    /// Goes on from a saved state, in which nothing was asked.
+    pub(super) fn restore(&self, last: u32) {
+        let mut state = self.lock();
+        state.last = last.max(FIRST - 1);
+        state.command = DONE;
+    }
+
+    /// Asks for hints; `None` while somebody else does. The driver has to be told of the change.
+    pub(super) fn ask(&self, maps: Vec<PageBitmap>) -> Option<Arc<Vec<PageBitmap>>> {
+        let mut state = self.lock();
+        if state.stage != Stage::Idle {
+            return None;
+        }
+        let maps = Arc::new(maps);
+        state.last = state.last.checked_add(1).unwrap_or(FIRST);
+        state.command = state.last;
+        state.stage = Stage::Asked;
+        state.maps = Some(Arc::clone(&maps));
+        Some(maps)
+    }
+
+    /// The driver has sent a command number.
+    pub(super) fn driver_said(&self, command: u32) {
+        let mut state = self.lock();
+        let current = command == state.command;
+        state.stage = match state.stage {
+            Stage::Asked if current => Stage::Telling,
+            Stage::Telling if command == STOP => Stage::Told,
+            // A late answer to an earlier command; or one that says nothing new.
+            stage => stage,
+        };
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// The maps that take hints now.
+    pub(super) fn taking(&self) -> Option<Arc<Vec<PageBitmap>>> {
+        let state = self.lock();
+        state.maps.clone().filter(|_| state.stage == Stage::Telling)
+    }
+
+    /// Nobody wants hints any more.
+    pub(super) fn end(&self, command_is: End) {
+        let mut state = self.lock();
+        state.stage = Stage::Idle;
+        state.maps = None;
+        state.command = match command_is {
+            End::Done => DONE,
+            End::Reset => STOP,
+        };
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Waits until the driver has told all that it has to tell; false if that takes longer.
+    fn wait_told(&self, limit: Duration) -> bool {
+        let going_on = |state: &mut State| matches!(state.stage, Stage::Asked | Stage::Telling);
+        let waited = self.changed.wait_timeout_while(self.lock(), limit, going_on);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.stage == Stage::Told
+    }
+}
+
+/// What a driver finds when nobody wants hints any more.
+#[derive(Clone, Copy)]
+pub(super) enum End {
+    /// It may use what it named.
+    Done,
+    /// It has forgotten everything itself.
+    Reset,
+}
+
+/// An empty map for each region.
+pub(super) fn maps(ram: &GuestRam) -> io::Result<Vec<PageBitmap>> {
+    ram.regions().iter().map(|region| PageBitmap::new(region.len_pages())).collect()
+}
+
+/// Notes the whole pages of a hint; returns the bytes that are RAM.
+pub(super) fn note(ram: &GuestRam, maps: &[PageBitmap], hint: &Range<u64>) -> u64 {
+    let mut noted = 0;
+    for (region, map) in ram.regions().iter().zip(maps) {
+        let start = hint.start.max(region.gpa());
+        let end = hint.end.min(region.gpa().saturating_add(region.len_bytes()));
+        if start >= end {
+            continue;
+        }
+        let first = (start - region.gpa()).div_ceil(PAGE_BYTES);
+        let behind = (end - region.gpa()) / PAGE_BYTES;
+        if first < behind {
+            map.set_range(first..behind);
+            noted += (behind - first) * PAGE_BYTES;
+        }
+    }
+    noted
+}
+
+/// Hints that a migration has asked for. Dropping it lets the guest use its free pages again.
+pub struct FreePageHints {
+    shared: Arc<Shared>,
+    maps: Arc<Vec<PageBitmap>>,
+}
+
+impl FreePageHints {
+    /// Asks the driver; `None` if it gives no hints now.
+    pub(super) fn ask(shared: &Arc<Shared>) -> Option<Self> {
+        let interrupt = shared.hints_interrupt()?;
+        // A guest that fills free pages with a pattern relies on them.
+        if shared.config().poison != 0 {
+            return None;
+        }
+        let maps = shared.hinting.ask(maps(&shared.ram).ok()?)?;
+        interrupt.config_changed();
+        Some(Self { shared: Arc::clone(shared), maps })
+    }
+
+    /// Waits until the guest has told all that it has to tell, at most for `limit`; true if it has.
+    pub fn wait(&self, limit: Duration) -> bool {
+        self.shared.hinting.wait_told(limit)
+    }
+
+    /// The free pages of each region of guest RAM, as far as they are known.
+    pub fn maps(&self) -> &[PageBitmap] {
+        &self.maps
+    }
+}
+
+impl Drop for FreePageHints {
+    fn drop(&mut self) {
+        self.shared.hinting.end(End::Done);
+        if let Some(interrupt) = self.shared.hints_interrupt() {
+            interrupt.config_changed();
+        }
+    }
+}

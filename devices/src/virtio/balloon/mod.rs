@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! virtio memory balloon (virtio 1.3, 5.5).
+//!
+//! | queue | what comes over it | what becomes of it |
+//! | --- | --- | --- |
+//! | inflate, deflate | pages that enter and leave the balloon | given back in merged runs |
+//! | statistics | what the guest says of its memory | kept, to be asked for |
+//! | hinting | pages that are free while a migration asks | left out by its first round |
+//! | reporting | pages that are free now | given back in merged runs |
+//!
+//! Owns what the guest has said of its pages. What may be given back is for the `memory` crate to
+//! know: see [`memory::GuestRam::give_back`]. All of it happens on the device's own thread, and a
+//! guest is answered when memory and maps are as the answer says. A pause waits for what is under
+//! way, so that a paused guest's memory does not change.
+
+mod config;
+mod counters;
+mod device;
+mod hinting;
+mod pages;
+mod queues;
+mod shared;
+mod state;
+mod statistics;
+#[cfg(test)]
+mod tests;
+pub(super) mod worker;
+
+pub use counters::BalloonCounters;
+pub use device::{Balloon, BalloonConfig, BalloonError, BalloonHandle};
+pub use hinting::FreePageHints;
+pub use statistics::Statistics;
+
+pub(super) use queues::Queues;
+pub(super) use shared::Shared;
+
+/// Pages of the balloon are counted in these, whatever the guest's own are (virtio 1.3, 5.5.6).
+const PAGE_BYTES: u64 = 4096;
+
+/// The driver tells the device before it uses pages of the balloon.
+const F_MUST_TELL_HOST: u64 = 1 << 0;
+/// There is a queue for statistics.
+const F_STATS_VQ: u64 = 1 << 1;
+/// The driver may take pages out of the balloon when it runs out of memory.
+const F_DEFLATE_ON_OOM: u64 = 1 << 2;
+/// There is a queue for hints.
+const F_FREE_PAGE_HINT: u64 = 1 << 3;
+/// The driver says with which value it fills free pages.
+const F_PAGE_POISON: u64 = 1 << 4;
+/// There is a queue for reports.
+const F_PAGE_REPORTING: u64 = 1 << 5;
+/// Reported pages come back initialized as far as the used length says. Proposed (virtio-spec issue
+/// 244), as posted in 2026.
+const F_DEVICE_INIT_REPORTED: u64 = 1 << 6;
+/// The device says which inflated pages come back initialized. Proposed with the one above.
+const F_DEVICE_INIT_ON_INFLATE: u64 = 1 << 7;

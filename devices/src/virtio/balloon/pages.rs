@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The pages that are in the balloon, and how what a guest gives up goes back to the host.
+//!
+//! Owns the map of the balloon. A page of the host that is larger than 4 KiB is given back when all
+//! of it is in the balloon. Numbers come from a guest: what is not RAM is counted and ignored.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use log::warn;
+use memory::{GivenBack, GuestRam, PageBitmap};
+
+use super::counters::Done;
+use super::{PAGE_BYTES, hinting};
+
+/// The balloon's pages; belongs to the device's thread.
+pub(super) struct Pages {
+    ram: Arc<GuestRam>,
+    /// By region.
+    inflated: Vec<PageBitmap>,
+    /// Something in the balloon could not be given back when it came.
+    deferred: bool,
+    warned: bool,
+}
+
+/// Sorts ranges and joins those that touch or overlap.
+fn merge(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if last.end >= range.start => last.end = last.end.max(range.end),
+            _ => merged.push(range),
+        }
+    }
+    merged
+}
+
+fn runs_of(pfns: &[u32]) -> Vec<Range<u64>> {
+    let page = |pfn: &u32| u64::from(*pfn) * PAGE_BYTES;
+    merge(pfns.iter().map(|pfn| page(pfn)..page(pfn) + PAGE_BYTES).collect())
+}
+
+impl Pages {
+    pub(super) fn new(ram: &Arc<GuestRam>) -> io::Result<Self> {
+        let inflated = hinting::maps(ram)?;
+        Ok(Self { ram: Arc::clone(ram), inflated, deferred: false, warned: false })
+    }
+
+    /// The parts of `range` that are RAM: region, and pages in it.
+    fn parts(&self, range: &Range<u64>) -> Vec<(usize, Range<u64>)> {
+        let mut parts = Vec::new();
+        for (index, region) in self.ram.regions().iter().enumerate() {
+            let start = range.start.max(region.gpa());
+            let end = range.end.min(region.gpa().saturating_add(region.len_bytes()));
+            if start < end {
+                let first = (start - region.gpa()) / PAGE_BYTES;
+                parts.push((index, first..(end - region.gpa()) / PAGE_BYTES));
+            }
+        }
+        parts
+    }
+
+    /// Pages have entered the balloon; says which memory was given back, in order.
+    pub(super) fn inflate(&mut self, pfns: &[u32], done: &Done) -> GivenBack {
+        let mut given = GivenBack::default();
+        let mut pages = 0;
+        for run in runs_of(pfns) {
+            for (index, part) in self.parts(&run) {
+                pages += part.end - part.start;
+                if let Some(map) = self.inflated.get(index) {
+                    map.set_range(part.clone());
+                }
+                self.give_back_whole(index, part, &mut given);
+            }
+        }
+        let named = u64::try_from(pfns.len()).unwrap_or(u64::MAX);
+        done.inflated_pages.add(pages);
+        done.rejected_pages.add(named.saturating_sub(pages));
+        done.inflated_given_back_bytes.add(given.len_bytes());
+        self.deferred |= given.deferred_bytes > 0;
+        self.account(&given, done);
+        given
+    }
+
+    /// Gives back those pages of the host that `pages` of the region have a part in, and that are in
+    /// the balloon as a whole.
+    fn give_back_whole(&self, index: usize, pages: Range<u64>, given: &mut GivenBack) {
+        let (Some(region), Some(map)) = (self.ram.regions().get(index), self.inflated.get(index))
+        else {
+            return;
+        };
+        let unit = (region.page_bytes() / PAGE_BYTES).max(1);
+        let mut at = pages.start / unit * unit;
+        let behind = pages.end.next_multiple_of(unit).min(region.len_pages());
+        while at < behind {
+            let hole = map.next_clear(at..behind).unwrap_or(behind);
+            let end = hole / unit * unit;
+            if at < end {
+                let gpa = |page: u64| region.gpa() + page * PAGE_BYTES;
+                join(given, self.ram.give_back(gpa(at)..gpa(end)));
+            }
+            // Behind the host's page that is not complete.
+            at = (end + unit).max(at + unit);
+        }
+    }
+
+    /// Pages have left the balloon. They come back as zeros when they are touched.
+    pub(super) fn deflate(&mut self, pfns: &[u32], done: &Done) {
+        for run in runs_of(pfns) {
+            for (index, part) in self.parts(&run) {
+                done.deflated_pages.add(part.end - part.start);
+                if let Some(map) = self.inflated.get(index) {
+                    map.clear_range(part);
+                }
+            }
+        }
+    }
+
+    /// Gives back what is in the balloon and could not be given back when it came.
+    pub(super) fn retry(&mut self, done: &Done) {
+        if !std::mem::take(&mut self.deferred) {
+            return;
+        }
+        let mut given = GivenBack::default();
+        for (index, map) in self.inflated.iter().enumerate() {
+            for run in map.runs(0..map.len_pages()) {
+                self.give_back_whole(index, run, &mut given);
+            }
+        }
+        done.inflated_given_back_bytes.add(given.len_bytes());
+        self.deferred = given.deferred_bytes > 0;
+        self.account(&given, done);
+    }
+
+    /// Gives back free memory that the guest may use again as soon as it has the answer.
+    pub(super) fn report(&mut self, ranges: Vec<Range<u64>>, done: &Done) -> GivenBack {
+        let mut given = GivenBack::default();
+        for range in merge(ranges) {
+            done.reported_bytes.add(range.end.saturating_sub(range.start));
+            join(&mut given, self.ram.give_back(range));
+        }
+        done.reported_given_back_bytes.add(given.len_bytes());
+        self.account(&given, done);
+        given
+    }
+
+    fn account(&mut self, given: &GivenBack, done: &Done) {
+        done.runs.add(u64::try_from(given.ranges.len()).unwrap_or(u64::MAX));
+        done.deferred_bytes.add(given.deferred_bytes);
+        if let Some(error) = &given.error {
+            done.failures.add(1);
+            // Once: a guest could fill the log otherwise.
+            if !std::mem::replace(&mut self.warned, true) {
+                warn!("memory that the guest gave up stays with it: {error}");
+            }
+        }
+    }
+}
+
+fn join(all: &mut GivenBack, more: GivenBack) {
+    all.ranges.extend(more.ranges);
+    all.deferred_bytes += more.deferred_bytes;
+    all.error = all.error.take().or(more.error);
+}

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The thread of a balloon: all of its queues.
+//!
+//! Owns reading requests and answering them. Memory is given back here, off the vCPUs. What a
+//! request names is bounded, so that a pause does not wait long.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use log::warn;
+use memory::GuestMemory;
+use virtio_queue::QueueState;
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::pages::Pages;
+use super::queues::Queues;
+use super::shared::Shared;
+use super::statistics::STATISTICS_BYTES_MAX;
+use super::{F_DEVICE_INIT_ON_INFLATE, PAGE_BYTES, hinting};
+use crate::virtio::buffers::Segments;
+use crate::virtio::queue::{Broken, Chain, WorkQueue};
+use crate::virtio::worker::{Watch, Work};
+
+const INFLATE_TOKEN: u64 = 0;
+const DEFLATE_TOKEN: u64 = 1;
+const STATISTICS_TOKEN: u64 = 2;
+const HINTING_TOKEN: u64 = 3;
+const REPORTING_TOKEN: u64 = 4;
+const TIMER_TOKEN: u64 = 5;
+const RETRY_TOKEN: u64 = 6;
+
+/// Chains taken before other events are looked at. A chain may name 1 GiB.
+const BUDGET: u32 = 16;
+
+/// Page numbers of one chain: 1 GiB of memory. Linux sends 256.
+const CHAIN_PFNS_MAX: u64 = 256 * 1024;
+
+/// Reads more than this much of a request in pieces.
+const PIECE_BYTES: u64 = 64 << 10;
+
+/// Serves a balloon.
+pub(crate) struct BalloonWorker {
+    queues: Queues<WorkQueue>,
+    shared: Arc<Shared>,
+    pages: Pages,
+    features: u64,
+    /// The buffer of statistics that is kept, to ask for others with it.
+    kept: Option<u16>,
+    timer: Option<(TimerFd, Duration)>,
+}
+
+/// Serves a queue until it is empty or others have waited enough. `request` says how many bytes it
+/// wrote, or what is wrong with a chain.
+fn serve(
+    queue: &mut WorkQueue,
+    mut request: impl FnMut(&GuestMemory, &mut Chain) -> Result<u64, &'static str>,
+) -> Result<(), Broken> {
+    let memory = queue.memory();
+    let mut budget = BUDGET;
+    loop {
+        queue.suppress_kicks(&memory)?;
+        while let Some(mut chain) = queue.pop(&memory)? {
+            let head = chain.head;
+            let written = request(&memory, &mut chain).map_err(|why| queue.bad_chain(head, why))?;
+            queue.add_used(&memory, head, written)?;
+            budget -= 1;
+            if budget == 0 {
+                queue.kick_self();
+                return queue.notify(&memory);
+            }
+        }
+        queue.notify(&memory)?;
+        if !queue.allow_kicks(&memory)? {
+            return Ok(());
+        }
+    }
+}
+
+const NOT_RAM: &str = "points outside of guest RAM";
+
+/// Copies the front of a buffer.
+fn read(memory: &GuestMemory, from: &Segments, len_bytes: u64) -> Result<Vec<u8>, &'static str> {
+    let mut bytes = vec![0; usize::try_from(len_bytes).unwrap_or(0)];
+    from.copy_out(memory, &mut bytes).map_err(|_| NOT_RAM)?;
+    Ok(bytes)
+}
+
+/// The page numbers in a request.
+fn pfns(memory: &GuestMemory, chain: &mut Chain) -> Result<Vec<u32>, &'static str> {
+    let mut left = chain.readable.len_bytes() / 4 * 4;
+    if left > CHAIN_PFNS_MAX * 4 {
+        return Err("names more pages than a request may");
+    }
+    let mut pfns = Vec::new();
+    while left > 0 {
+        let len_bytes = left.min(PIECE_BYTES);
+        left -= len_bytes;
+        let Some(piece) = chain.readable.split_front(len_bytes) else { break };
+        let bytes = read(memory, &piece, len_bytes)?;
+        pfns.extend(bytes.chunks_exact(4).filter_map(|pfn| {
+            let pfn: [u8; 4] = pfn.try_into().ok()?;
+            Some(u32::from_le_bytes(pfn))
+        }));
+    }
+    Ok(pfns)
+}
+
+/// The ranges of a buffer that only its addresses matter of; those that wrap round are empty.
+fn ranges(segments: &Segments) -> Vec<Range<u64>> {
+    let range = |(gpa, len_bytes): (u64, u32)| gpa..gpa.saturating_add(u64::from(len_bytes));
+    segments.iter().map(range).collect()
+}
+
+impl BalloonWorker {
+    /// `statistics_every` is how often statistics are asked for.
+    pub(crate) fn new(
+        queues: Queues<WorkQueue>,
+        shared: &Arc<Shared>,
+        features: u64,
+        statistics_every: Option<Duration>,
+    ) -> io::Result<Self> {
+        let timer = match statistics_every.filter(|_| queues.statistics.is_some()) {
+            Some(every) => Some((TimerFd::new().map_err(io::Error::from)?, every)),
+            None => None,
+        };
+        let pages = Pages::new(&shared.ram)?;
+        Ok(Self { queues, shared: Arc::clone(shared), pages, features, kept: None, timer })
+    }
+
+    fn inflate(&mut self) -> Result<(), Broken> {
+        let Self { queues, shared, pages, features, .. } = self;
+        serve(&mut queues.inflate, |memory, chain| {
+            let pfns = pfns(memory, chain)?;
+            let given = pages.inflate(&pfns, &shared.done);
+            if *features & F_DEVICE_INIT_ON_INFLATE == 0 || shared.config().poison != 0 {
+                return Ok(0);
+            }
+            let mut zeroed = vec![0_u8; pfns.len().div_ceil(8)];
+            for (bits, pfns) in zeroed.iter_mut().zip(pfns.chunks(8)) {
+                for (bit, pfn) in pfns.iter().enumerate() {
+                    let gpa = u64::from(*pfn) * PAGE_BYTES;
+                    if given.covers(&(gpa..gpa + PAGE_BYTES)) {
+                        *bits |= 1 << bit;
+                    }
+                }
+            }
+            let written = chain.writable.copy_in(memory, &zeroed).map_err(|_| NOT_RAM)?;
+            Ok(u64::try_from(written).unwrap_or(0))
+        })
+    }
+
+    fn deflate(&mut self) -> Result<(), Broken> {
+        let Self { queues, shared, pages, .. } = self;
+        serve(&mut queues.deflate, |memory, chain| {
+            pages.deflate(&pfns(memory, chain)?, &shared.done);
+            Ok(0)
+        })
+    }
+
+    fn report(&mut self) -> Result<(), Broken> {
+        let Self { queues, shared, pages, .. } = self;
+        let Some(queue) = &mut queues.reporting else { return Ok(()) };
+        serve(queue, |_, chain| {
+            let ranges = ranges(&chain.writable);
+            // What comes back is zero, and the guest relies on another value.
+            if shared.config().poison != 0 {
+                return Ok(0);
+            }
+            let given = pages.report(ranges.clone(), &shared.done);
+            // The used length counts from the front of the buffer.
+            let whole = ranges.iter().take_while(|range| given.covers(range));
+            Ok(whole.map(|range| range.end - range.start).sum())
+        })
+    }
+
+    fn hints(&mut self) -> Result<(), Broken> {
+        let Self { queues, shared, .. } = self;
+        let Some(queue) = &mut queues.hinting else { return Ok(()) };
+        serve(queue, |memory, chain| {
+            if chain.readable.len_bytes() >= 4 {
+                let command = read(memory, &chain.readable, 4)?;
+                let command = command.try_into().map_or(0, u32::from_le_bytes);
+                shared.hinting.driver_said(command);
+            }
+            if let Some(maps) = shared.hinting.taking() {
+                for hint in ranges(&chain.writable) {
+                    shared.done.hinted_bytes.add(hinting::note(&shared.ram, &maps, &hint));
+                }
+            }
+            Ok(0)
+        })
+    }
+
+    /// Takes statistics, and keeps the buffer to ask for others with it.
+    fn statistics(&mut self) -> Result<(), Broken> {
+        let Some(queue) = &mut self.queues.statistics else { return Ok(()) };
+        let memory = queue.memory();
+        while self.kept.is_none() {
+            let Some(chain) = queue.pop(&memory)? else {
+                if queue.allow_kicks(&memory)? {
+                    continue;
+                }
+                return Ok(());
+            };
+            self.kept = Some(chain.head);
+            let len_bytes = chain.readable.len_bytes().min(STATISTICS_BYTES_MAX);
+            let bytes = read(&memory, &chain.readable, len_bytes)
+                .map_err(|why| queue.bad_chain(chain.head, why))?;
+            self.shared.take_statistics(&bytes);
+        }
+        Ok(())
+    }
+
+    /// Gives the kept buffer back, upon which the driver fills it again.
+    fn ask_for_statistics(&mut self) -> Result<(), Broken> {
+        if let (Some(queue), Some(head)) = (&mut self.queues.statistics, self.kept.take()) {
+            let memory = queue.memory();
+            queue.add_used(&memory, head, 0)?;
+            queue.notify(&memory)?;
+        }
+        self.statistics()
+    }
+}
+
+impl Work for BalloonWorker {
+    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        let Queues { inflate, deflate, statistics, hinting, reporting } = &self.queues;
+        watch.on(INFLATE_TOKEN, inflate.kick().as_raw_fd())?;
+        watch.on(DEFLATE_TOKEN, deflate.kick().as_raw_fd())?;
+        let optional = [
+            (STATISTICS_TOKEN, statistics),
+            (HINTING_TOKEN, hinting),
+            (REPORTING_TOKEN, reporting),
+        ];
+        for (token, queue) in optional {
+            if let Some(queue) = queue {
+                watch.on(token, queue.kick().as_raw_fd())?;
+            }
+        }
+        watch.on(RETRY_TOKEN, self.shared.retry().as_raw_fd())?;
+        if let Some((timer, every)) = &mut self.timer {
+            if let Err(error) = timer.reset(*every, Some(*every)) {
+                warn!("the guest is not asked for statistics: {error}");
+            }
+            watch.on(TIMER_TOKEN, timer.as_raw_fd())?;
+        }
+        self.pages.retry(&self.shared.done);
+        self.inflate()?;
+        self.deflate()?;
+        self.statistics()?;
+        self.hints()?;
+        self.report()
+    }
+
+    fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        match token {
+            INFLATE_TOKEN => {
+                self.queues.inflate.take_kick();
+                self.inflate()
+            }
+            DEFLATE_TOKEN => {
+                self.queues.deflate.take_kick();
+                self.deflate()
+            }
+            STATISTICS_TOKEN => {
+                self.queues.statistics.iter().for_each(WorkQueue::take_kick);
+                self.statistics()
+            }
+            HINTING_TOKEN => {
+                self.queues.hinting.iter().for_each(WorkQueue::take_kick);
+                self.hints()
+            }
+            REPORTING_TOKEN => {
+                self.queues.reporting.iter().for_each(WorkQueue::take_kick);
+                self.report()
+            }
+            TIMER_TOKEN => {
+                if let Some((timer, _)) = &mut self.timer {
+                    // It is readable; an error would only mean to ask once more.
+                    let _ = timer.wait();
+                }
+                self.ask_for_statistics()
+            }
+            _ => {
+                // Another wake-up may have taken it, which is as good.
+                let _ = self.shared.retry().read();
+                self.pages.retry(&self.shared.done);
+                Ok(())
+            }
+        }
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        if let Some((timer, _)) = &mut self.timer
+            && let Err(error) = timer.clear()
+        {
+            warn!("the timer of the statistics cannot be stopped: {error}");
+        }
+        // Whoever serves the queue next takes the kept buffer again.
+        if let (Some(queue), Some(_)) = (&mut self.queues.statistics, self.kept.take()) {
+            queue.undo_pop();
+        }
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        self.queues.all().map(WorkQueue::state).collect()
+    }
+
+    fn report_broken(&self) {
+        self.queues.inflate.interrupt().needs_reset();
+    }
+}

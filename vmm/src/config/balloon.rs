@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `--balloon`: the device by which a guest gives memory back.
+//!
+//! Owns its definition and the rules within it.
+
+use super::codec::{Bytes, Id, Int, One, Opt, Toggle};
+use super::error::ConfigError;
+use super::family::option_family;
+
+/// Pages of a balloon have this size, whatever the guest's.
+const PAGE_BYTES: u64 = 4096;
+
+option_family! {
+    /// The balloon device.
+    BalloonConfig "balloon" {
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        /// Bytes that the balloon takes from the guest.
+        size: u64 = 0, "size" as One<Bytes>, required_json();
+        /// Let the guest take memory out of the balloon when it runs out of it.
+        deflate_on_oom: bool = false, "deflate_on_oom" as One<Toggle>;
+        /// Let the guest report free pages, which go back to the host at once.
+        free_page_reporting: bool = false, "free_page_reporting" as One<Toggle>;
+        /// Let migrations ask the guest for free pages, which they then do not send.
+        free_page_hinting: bool = false, "free_page_hinting" as One<Toggle>;
+        /// Ask the guest for memory statistics every so many seconds; 0 for never.
+        statistics_interval_s: u32 = 0, "statistics_interval_s" as One<Int>, range(0, 86400);
+        /// Tell the guest which pages come back zeroed, by feature bits that are proposed and not
+        /// yet part of the standard.
+        prezero_hints: bool = false, "prezero_hints" as One<Toggle>;
+    }
+}
+
+impl BalloonConfig {
+    /// Checks the rules within the family, and against the guest's memory.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn validate(&self, memory_bytes: u64) -> Result<(), ConfigError> {
+        let refuse = |problem: String| {
+            let id = self.id.clone().unwrap_or_default();
+            Err(ConfigError::Device { what: "balloon", id, problem })
+        };
+        if self.size > memory_bytes {
+            return refuse(format!(
+                "the size {} is more than the {memory_bytes} bytes of memory that the VM has",
+                self.size
+            ));
+        }
+        if !self.size.is_multiple_of(PAGE_BYTES) {
+            return refuse(format!("the size {} is not a multiple of {PAGE_BYTES}", self.size));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use super::*;
+    use crate::config::{Family as _, VmConfig};
+
+    fn vm(balloon: &str) -> VmConfig {
+        let payload = serde_json::json!({"payload": {"kernel": "/k"}, "memory": {"size": 1 << 30}});
+        let config: VmConfig = serde_json::from_value(payload).unwrap();
+        VmConfig { balloon: Some(BalloonConfig::parse(balloon).unwrap()), ..config }
+    }
+
+    #[test]
+    fn every_key_is_read() {
+        let text = "id=b,size=256M,deflate_on_oom=on,free_page_reporting=on,\
+                    free_page_hinting=on,statistics_interval_s=5,prezero_hints=on";
+        let balloon = BalloonConfig::parse(text).unwrap();
+        assert_eq!((balloon.size, balloon.statistics_interval_s), (256 << 20, 5));
+        assert!(balloon.deflate_on_oom && balloon.free_page_reporting);
+        assert!(balloon.free_page_hinting && balloon.prezero_hints);
+        assert!(BalloonConfig::parse("size=0,statistics_interval_s=86401").is_err());
+        assert_eq!(BalloonConfig::parse("").unwrap(), BalloonConfig::default());
+    }
+
+    #[test]
+    fn it_gets_a_name_and_keeps_it() {
+        let config = vm("size=1G").complete().unwrap();
+        assert_eq!(config.balloon.as_ref().unwrap().id.as_deref(), Some("__balloon"));
+        assert_eq!(config.clone().complete().unwrap(), config);
+    }
+
+    #[test]
+    fn impossible_balloons_are_refused() {
+        let refused = |text: &str| vm(text).complete().unwrap_err().to_string();
+        assert!(refused("size=2G").contains("more than the 1073741824 bytes"));
+        assert!(refused("size=4097").contains("not a multiple"));
+        assert!(refused("size=0,iommu=on").contains("balloon.iommu"));
+        assert!(refused("id=__rng").contains("__rng"));
+    }
+}

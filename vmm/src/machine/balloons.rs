@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Wiring of the balloon.
+//!
+//! Owns the translation from options to a device. Whoever passes a device through forbids that
+//! memory is given back with [`GuestRam::ban_discards`] before this is called: reports are not
+//! offered to the guest then, and what it puts into the balloon stays with it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use devices::virtio::balloon::{Balloon, BalloonConfig as DeviceConfig, BalloonError};
+use memory::GuestRam;
+
+use crate::config::BalloonConfig;
+
+/// Makes a balloon over this memory.
+///
+/// # Errors
+/// It does not fit the memory, or the host refuses a resource.
+pub fn make(config: &BalloonConfig, ram: &Arc<GuestRam>) -> Result<Balloon, BalloonError> {
+    let interval = Duration::from_secs(config.statistics_interval_s.into());
+    let device = DeviceConfig {
+        id: config.id.clone().unwrap_or_default(),
+        size_bytes: config.size,
+        deflate_on_oom: config.deflate_on_oom,
+        free_page_reporting: config.free_page_reporting,
+        free_page_hinting: config.free_page_hinting,
+        statistics_every: Some(interval).filter(|every| !every.is_zero()),
+        prezero_hints: config.prezero_hints,
+    };
+    Balloon::new(device, Arc::clone(ram))
+}

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What can be asked of a machine while it runs, and told to it, beside running and moving it.
+//!
+//! Owns no state. Must never stop a vCPU, nor wait for one.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use devices::virtio::balloon::BalloonHandle;
+use hypervisor::VcpuThrottle;
+use pci::vfio::PinProgress;
+use pci::{Bdf, PciDevice as _};
+
+use super::prefault::{Background, PrefaultStatus};
+use super::{FunctionInfo, Machine, ResizeBalloonError};
+
+impl Machine {
+    /// How far memory is populated in the background; `None` where nobody asked for it.
+    pub fn prefault_status(&self) -> Option<PrefaultStatus> {
+        self.prefault.as_ref().map(Background::status)
+    }
+
+    /// Populates no more memory in the background, for a guest that is about to go elsewhere.
+    pub fn stop_prefault(&self) {
+        if let Some(prefault) = &self.prefault {
+            prefault.cancel();
+        }
+    }
+
+    /// Whether the guest has asked for a reset or a shutdown, or lost a vCPU.
+    pub fn is_ending(&self) -> bool {
+        self.power.is_pending()
+    }
+
+    /// When the guest's first instruction ran here.
+    pub fn first_run(&self) -> Option<Instant> {
+        self.vcpus.first_run()
+    }
+
+    /// When the guest first touched device memory here.
+    pub fn first_mmio(&self) -> Option<Instant> {
+        self.space.first_mmio()
+    }
+
+    /// How much of its memory is mapped for DMA; `None` without passed-through devices.
+    pub fn pin_progress(&self) -> Option<PinProgress> {
+        self.passthrough.progress()
+    }
+
+    /// A throttle on its vCPUs; `None`, with a line in the log, when the host gives no thread.
+    pub fn throttle(&self) -> Option<VcpuThrottle> {
+        let throttle = self.vcpus.throttle();
+        throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
+    }
+
+    /// Asks guests to tell the network where they are now.
+    pub fn announce(&self) {
+        self.devices.announce();
+    }
+
+    /// Presses the power button.
+    pub fn press_power_button(&self) {
+        self.legacy.press_power_button();
+    }
+
+    /// The balloon, if there is one.
+    pub fn balloon(&self) -> Option<&BalloonHandle> {
+        self.devices.balloon()
+    }
+
+    /// Sets how large the balloon is to be, now and after a reboot.
+    ///
+    /// # Errors
+    /// There is none, or it is to be larger than the guest.
+    pub fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), ResizeBalloonError> {
+        let (Some(balloon), Some(config)) = (self.devices.balloon(), &mut self.config.balloon)
+        else {
+            return Err(ResizeBalloonError::None);
+        };
+        balloon.resize(size_bytes)?;
+        config.size = balloon.target_bytes();
+        Ok(())
+    }
+
+    /// Counters by device and name; `clock_us` says what time a moment was.
+    pub fn counters(
+        &self,
+        clock_us: impl Fn(Instant) -> u64,
+    ) -> BTreeMap<String, BTreeMap<String, u64>> {
+        let mut counters = self.devices.counters();
+        counters.extend(self.passthrough.counters(clock_us));
+        counters
+    }
+
+    /// The PCI functions.
+    pub fn functions(&self) -> Vec<FunctionInfo> {
+        let virtio = self.devices.functions().iter().map(|(bdf, device)| (device.id(), bdf));
+        let passed = self.passthrough.devices().iter().map(|(bdf, device)| (device.id(), bdf));
+        let info = |(id, bdf): (&str, &Bdf)| FunctionInfo { id: id.to_owned(), bdf: *bdf };
+        virtio.chain(passed).map(info).collect()
+    }
+}

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The free pages that a guest names through its balloon, as the migration sees them.
+//!
+//! Owns the adaption of maps of regions to words; region indexes are the same on both sides.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use vm_migration::vm::FreePageHints;
+
+/// Hints of a machine's balloon.
+pub struct MachineHints(pub(super) devices::virtio::balloon::FreePageHints);
+
+impl FreePageHints for MachineHints {
+    fn wait(&self, limit: Duration) -> bool {
+        self.0.wait(limit)
+    }
+
+    fn free_words(&self, region: usize, pages: Range<u64>, words: &mut [u64]) {
+        words.fill(0);
+        if let Some(map) = self.0.maps().get(region) {
+            for (word, free) in words.iter_mut().zip(map.to_words(pages)) {
+                *word = free;
+            }
+        }
+    }
+}
