@@ -60,6 +60,7 @@ fn busy(
     guest.fill(&from, 60);
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
     let mut options = options(&target.address);
+    options.convergence = Convergence::None;
     adjust(&mut options);
     let cancel = Cancel::new().unwrap();
     let record = Record { events: Arc::default(), cancel: cancel.clone(), enough };

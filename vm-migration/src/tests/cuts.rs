@@ -53,20 +53,22 @@ struct Cut {
 
 /// One frame: header and payload, and behind a Memory table the contents.
 fn frame(from: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; 16];
-    from.read_exact(&mut bytes)?;
+    let mut bytes = Vec::new();
+    more_of(from, 16, &mut bytes)?;
     let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
     let code = u16::from_le_bytes([bytes[0], bytes[1]]);
-    let mut more = usize::try_from(word(&bytes[8..])).unwrap();
-    bytes.resize(16 + more, 0);
-    from.read_exact(&mut bytes[16..])?;
+    let payload = word(&bytes[8..]);
+    more_of(from, payload, &mut bytes)?;
     if code == Command::Memory.code() {
-        more = bytes[16..].chunks_exact(16).map(|e| usize::try_from(word(&e[8..])).unwrap()).sum();
-        let start = bytes.len();
-        bytes.resize(start + more, 0);
-        from.read_exact(&mut bytes[start..])?;
+        let contents = bytes[16..].chunks_exact(16).map(|entry| word(&entry[8..])).sum();
+        more_of(from, contents, &mut bytes)?;
     }
     Ok(bytes)
+}
+
+fn more_of(from: &mut TcpStream, count: u64, bytes: &mut Vec<u8>) -> io::Result<()> {
+    let read = from.take(count).read_to_end(bytes)?;
+    if read as u64 == count { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
 /// Passes the first connection on frame by frame, all others byte by byte.
@@ -89,6 +91,9 @@ impl Relay {
             let connect = || TcpStream::connect((host.as_str(), port));
             let Ok((source, _)) = listener.accept() else { return };
             let Ok(destination) = connect() else { return };
+            for stream in [&source, &destination] {
+                stream.set_nodelay(true).unwrap();
+            }
             std::thread::spawn(move || {
                 let streams = (source.try_clone().unwrap(), destination.try_clone().unwrap());
                 let _ = relay_control(source, destination, cut, &record, &ended);

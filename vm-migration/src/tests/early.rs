@@ -12,7 +12,7 @@ use crate::error::chain;
 use crate::progress::Phase;
 use crate::source::{SendFailure, migrate};
 use crate::testing::Inject;
-use crate::{Cancel, Progress, Side};
+use crate::{Cancel, Convergence, Progress, Side};
 
 /// Waits until a condition holds; a test that waits in vain fails.
 pub(super) fn wait_for(what: &str, condition: impl Fn() -> bool) {
@@ -69,6 +69,7 @@ fn a_machine_that_cannot_be_built_ends_precopy_with_the_reason() {
         let target = Target::start(&loopback(), builder, LIMITS);
         let mut options = options(&target.address);
         (options.connections, options.downtime) = (connections, Duration::ZERO);
+        options.convergence = Convergence::None;
         let progress = Arc::new(Progress::new(Side::Source));
         let sender = {
             let progress = Arc::clone(&progress);

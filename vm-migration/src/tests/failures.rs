@@ -14,7 +14,7 @@ use crate::error::chain;
 use crate::progress::{Event, Observer, Phase};
 use crate::source::{SendFailure, migrate};
 use crate::testing::{FakeMemory, Inject};
-use crate::{Cancel, Cause, GuestIs, MemoryMode, Progress, Side};
+use crate::{Cancel, Cause, Convergence, GuestIs, MemoryMode, Progress, Side};
 
 struct Rig {
     from: Arc<FakeMemory>,
@@ -223,7 +223,7 @@ fn a_guest_that_never_converges_stays_when_it_must_not_be_stopped_for_long() {
     let rig = Rig::new(MemoryMode::Precopy);
     let target = rig.target(Inject::Nothing);
     let mut options = rig.options(&target);
-    options.downtime = Duration::ZERO;
+    (options.convergence, options.downtime) = (Convergence::None, Duration::ZERO);
     options.timeout = Duration::from_millis(300);
     let failure = *send(rig.vm(Inject::Busy), &options).unwrap_err();
     let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };

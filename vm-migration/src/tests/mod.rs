@@ -41,7 +41,7 @@ use std::time::Duration;
 
 use crate::destination::{Listener, ReceiveFailure, Received};
 use crate::layout::{Backing, PAGE_BYTES};
-use crate::options::{Limits, ReceiveOptions, SendOptions};
+use crate::options::{Convergence, Limits, ReceiveOptions, SendOptions};
 use crate::source::{Finished, SendFailure, migrate};
 use crate::testing::{Builder, FakeDestination, FakeMemory, FakeVm, Guest};
 use crate::{Address, Cancel, Progress, Side};
@@ -123,9 +123,15 @@ impl Target {
     }
 }
 
-/// Options for a test's sender.
+/// Options for a test's sender. On a loaded machine a guest may write faster than its memory
+/// travels; it is stopped for longer then, or the test would never end.
 pub(super) fn options(to: &Address) -> SendOptions {
-    SendOptions { limits: LIMITS, ..SendOptions::new(to.clone()) }
+    SendOptions {
+        limits: LIMITS,
+        convergence: Convergence::RaiseDowntime,
+        downtime_max: Some(Duration::from_secs(10)),
+        ..SendOptions::new(to.clone())
+    }
 }
 
 /// Sends with a progress and a cancel of its own.
