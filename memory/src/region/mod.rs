@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! One contiguous piece of guest RAM: its two mappings, its maps, and access to its bytes.
+//! One contiguous piece of guest RAM: its mappings, its maps, and access to its bytes.
 //!
 //! Owns the mappings and the per-page maps. Must never make a reference to guest memory (the guest
 //! writes it at any time), and must never touch a byte outside what it was asked for.
@@ -8,6 +8,7 @@
 //! Offsets are bytes from the start of the region; pages are 4 KiB, counted from there.
 
 mod discard;
+mod guest;
 mod scrub;
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -15,7 +16,7 @@ mod tests;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use vm_memory::VolatileSlice;
 
@@ -162,8 +163,10 @@ pub struct RamRegion {
     file_offset: u64,
     main: Arc<Mapping>,
     alias: OnceLock<Arc<Mapping>>,
-    /// Held while the alias is made, so that it is made once.
-    making_alias: Mutex<()>,
+    /// What vCPUs use instead of `main`, where they do.
+    vcpus: OnceLock<Arc<Mapping>>,
+    /// Held while a further mapping is made, so that it is made once.
+    making_mapping: Mutex<()>,
     /// This process's page map, for private memory; opened early, because a sandbox closes `/proc`.
     pagemap: Option<Arc<File>>,
     resident: ResidentMap,
@@ -189,7 +192,8 @@ impl RamRegion {
             len_bytes,
             file_offset,
             alias: OnceLock::new(),
-            making_alias: Mutex::new(()),
+            vcpus: OnceLock::new(),
+            making_mapping: Mutex::new(()),
             pagemap,
             resident: ResidentMap::new(pages)?,
             zero: ZeroMap::new(pages)?,
@@ -265,7 +269,7 @@ impl RamRegion {
         self.zone.backing.page_bytes
     }
 
-    /// Host address of the first byte in the `main` mapping: for KVM's slot and for userfaultfd.
+    /// Host address of the first byte in the `main` mapping: for devices and for userfaultfd.
     pub fn host_addr(&self) -> u64 {
         self.main.start().addr() as u64
     }
@@ -344,6 +348,10 @@ impl RamRegion {
         }
     }
 
+    fn lock_mappings(&self) -> MutexGuard<'_, ()> {
+        self.making_mapping.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn alias(&self) -> Result<&Arc<Mapping>, AccessError> {
         if let Some(alias) = self.alias.get() {
             return Ok(alias);
@@ -351,7 +359,7 @@ impl RamRegion {
         if self.kind() != ZoneKind::Shared {
             return Err(AccessError::NoAlias { zone: self.zone_id().to_owned() });
         }
-        let _making = self.making_alias.lock().unwrap_or_else(PoisonError::into_inner);
+        let _making = self.lock_mappings();
         if let Some(alias) = self.alias.get() {
             return Ok(alias);
         }

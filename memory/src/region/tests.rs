@@ -296,3 +296,25 @@ fn cleared_memory_is_zero_to_the_last_byte_and_only_there() {
         assert!(region.clear(&(0..100)).is_err() && region.clear(&(0..9 * MIB)).is_err());
     });
 }
+
+#[test]
+fn vcpus_with_a_mapping_of_their_own_see_the_same_memory() {
+    each_kind("region-vcpus", |ram, region| {
+        assert_eq!(region.slot_addr(), region.host_addr());
+        if region.kind() != ZoneKind::Shared {
+            assert!(matches!(region.map_for_vcpus(), Err(AccessError::NoAlias { .. })));
+            assert_eq!(region.slot_addr(), region.host_addr());
+            return;
+        }
+        region.map_for_vcpus().unwrap();
+        let start = region.vcpus_ptr().unwrap();
+        region.map_for_vcpus().unwrap();
+        assert_eq!(region.vcpus_ptr().unwrap(), start);
+        assert_eq!(region.slot_addr(), start.addr() as u64);
+        assert_ne!(region.slot_addr(), region.host_addr());
+        write_main(ram, region.gpa() + 5 * PAGE, &[7; 16]);
+        // SAFETY: inside the mapping, which is as long as the region.
+        let seen = unsafe { start.add(5 * 4096).read_volatile() };
+        assert_eq!(seen, 7);
+    });
+}

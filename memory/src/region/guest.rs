@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A mapping that only vCPUs use.
+//!
+//! Owns the choice between that mapping and `main` for the guest's memory slot. What watches one of
+//! the two does not watch the other: an access of a vCPU can be refused while devices wait.
+
+use std::sync::Arc;
+
+use super::{AccessError, RamRegion, ZoneKind, map};
+
+impl RamRegion {
+    /// Gives vCPUs a mapping of their own. To be done before [`slot_addr`](Self::slot_addr) is
+    /// asked for the guest's memory slot; doing it twice is doing it once.
+    ///
+    /// # Errors
+    /// The memory is private, or the mapping cannot be made.
+    pub fn map_for_vcpus(&self) -> Result<(), AccessError> {
+        if self.kind() != ZoneKind::Shared {
+            return Err(AccessError::NoAlias { zone: self.zone_id().to_owned() });
+        }
+        let _making = self.lock_mappings();
+        if self.vcpus.get().is_some() {
+            return Ok(());
+        }
+        let made = map(&self.zone, self.gpa, self.len_bytes, self.file_offset)
+            .map_err(|source| AccessError::MapAlias { zone: self.zone_id().to_owned(), source })?;
+        self.advise_huge_pages(&made);
+        let made = Arc::new(made);
+        self.zone.add_view(&made, self.file_offset);
+        let _ = self.vcpus.set(made);
+        Ok(())
+    }
+
+    /// Start of the vCPUs' own mapping, if they have one. As [`as_ptr`](Self::as_ptr) otherwise.
+    pub fn vcpus_ptr(&self) -> Option<*mut u8> {
+        self.vcpus.get().map(|mapping| mapping.start())
+    }
+
+    /// Host address for KVM's memory slot.
+    pub fn slot_addr(&self) -> u64 {
+        self.vcpus_ptr().map_or_else(|| self.host_addr(), |start| start.addr() as u64)
+    }
+}
