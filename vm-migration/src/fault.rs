@@ -2,9 +2,12 @@
 
 //! How accesses to pages that have not arrived are caught, and let go on once they have.
 //!
-//! Owns the trait only. The userfaultfd implementation is in [`crate::uffd`]; fault exits of KVM
-//! come as further implementations. A fault source never decides what a page contains: the engine
-//! in `destination::engine` does.
+//! Owns the traits only. The implementations are in [`crate::uffd`]: faults wait in userfaultfd, or
+//! are refused, and the thread that faulted brings its page itself. A fault source never decides
+//! what a page contains: the engine in `destination::engine` does.
+
+use std::io;
+use std::sync::Weak;
 
 use crate::layout::PageRun;
 use crate::uffd::UffdError;
@@ -41,6 +44,34 @@ pub enum FaultWait {
     Stopped,
 }
 
+/// Where a thread that was refused a page gets it.
+pub trait PageDesk: Send + Sync {
+    /// Asks for a page that the calling thread needs, unless somebody has, and returns when it is
+    /// here, or as soon as somebody unparks the thread: then the caller sees to that, and comes
+    /// again if it still needs the page. `seat` is the calling thread's own number.
+    ///
+    /// # Errors
+    /// The page cannot be made visible; the source has been told why.
+    fn bring(&self, seat: usize, fault: Fault) -> Result<(), NotBrought>;
+}
+
+/// A page that could not be made visible to whoever needs it; the migration reports the cause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a missing page cannot be brought in")]
+pub struct NotBrought;
+
+/// What stands before vCPUs beside, or instead of, a watch on their mapping.
+pub trait VcpuBarrier: Send + Sync {
+    /// The run's pages are here and visible.
+    fn let_through(&self, run: PageRun);
+
+    /// All of a region is here: nothing stands there any more.
+    ///
+    /// # Errors
+    /// What the host reports.
+    fn remove(&self, region: usize) -> io::Result<()>;
+}
+
 /// A registered memory whose missing pages make the accessor wait.
 ///
 /// All methods may be called from several threads. Making a page present wakes who waits for it;
@@ -53,6 +84,17 @@ pub trait FaultSource: Send + Sync {
 
     /// Number of independent queues of faults, each to be read by its own thread.
     fn readers(&self) -> usize;
+
+    /// Number of threads whose accesses are refused instead of waiting, and that bring their pages
+    /// themselves.
+    fn seats(&self) -> usize {
+        0
+    }
+
+    /// Where those threads get their pages from now on, for as long as it exists.
+    fn open_desk(&self, desk: Weak<dyn PageDesk>) {
+        let _ = desk;
+    }
 
     /// Waits for faults of one queue and appends as many as one read gives.
     ///

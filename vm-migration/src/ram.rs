@@ -21,8 +21,8 @@ use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
 /// [`layout`](Self::layout). All methods may be called from several threads.
 ///
 /// # Safety
-/// For every region, [`main`](Self::main) and (where it is `Some`) [`alias`](Self::alias) must
-/// point to at least `len_bytes` bytes that stay mapped readable and writable for as long as the
+/// For every region, [`main`](Self::main) and (where they are `Some`) [`alias`](Self::alias) and
+/// [`vcpus`](Self::vcpus) must point to at least `len_bytes` bytes that stay mapped readable and writable for as long as the
 /// value lives, and the layout must never change.
 pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     /// The regions.
@@ -33,6 +33,13 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
 
     /// Start of the second mapping of the same pages, never watched; `None` for anonymous memory.
     fn alias(&self, region: usize) -> Option<*mut u8>;
+
+    /// Start of the mapping of the same pages that vCPUs use instead of [`main`](Self::main), where
+    /// they have one.
+    fn vcpus(&self, region: usize) -> Option<*mut u8> {
+        let _ = region;
+        None
+    }
 
     /// The file that a region's pages belong to, for handing it over; `None` for private memory.
     /// Regions of the same name have the same file.

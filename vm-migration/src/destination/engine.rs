@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::receive::locate;
+use super::sleepers::Sleepers;
 use crate::bitmap::{ClaimMap, change_then_look};
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
@@ -63,6 +64,8 @@ pub(crate) struct Engine<M> {
     fate: Mutex<Fate>,
     /// When the units that are waited for were asked for.
     waits: Waits,
+    /// Threads that bring their own pages.
+    sleepers: Sleepers,
     progress: Arc<Progress>,
 }
 
@@ -116,6 +119,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         }
         progress.counters.remaining_bytes.store(missing_bytes, Ordering::Relaxed);
         let engine = Self {
+            sleepers: Sleepers::new(source.seats()),
             source,
             wanted: maps(&**memory),
             missing,
@@ -234,6 +238,30 @@ impl<M: GuestMemoryMap> Engine<M> {
             }
         }
         Ok(ask)
+    }
+
+    /// A thread that brings its own pages needs one: lets `ask` send what is to be asked for, and
+    /// sleeps until the page is here or somebody wakes the thread.
+    ///
+    /// # Errors
+    /// As [`take_faults`](Self::take_faults).
+    pub(crate) fn bring(
+        &self,
+        seat: usize,
+        fault: Fault,
+        ask: impl FnOnce(Vec<GpaRange>),
+    ) -> Result<(), Cause> {
+        let index = fault.page / self.unit_pages[fault.region];
+        let Some(lying) = self.sleepers.lie_down(seat, fault.region, index) else {
+            let what =
+                format!("thread {seat} brings pages, which only {} may", self.source.seats());
+            return Err(Cause::Unsupported { what, remedy: "this is a defect, please report it" });
+        };
+        ask(self.take_faults(&[fault])?);
+        if self.missing[fault.region].get(index) {
+            lying.sleep();
+        }
+        Ok(())
     }
 
     fn pages_of(&self, region: usize, index: u64) -> PageRun {
@@ -429,6 +457,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             if self.wanted[run.region].get(index) {
                 wanted += unit;
                 wake(run.region, index)?;
+                self.sleepers.wake(run.region, index);
                 if let Some((thread, took)) = self.waits.end(run.region, index) {
                     self.progress.fault_took(thread, took);
                 }

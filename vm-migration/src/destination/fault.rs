@@ -8,9 +8,10 @@
 //! and then looks for a connection; whoever installs connections does so and then looks for
 //! wishes, so that one of the two asks.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::desk::Desk;
 use super::engine::{Engine, Via};
 use super::negotiate::unexpected;
 use super::rejoin::{Connections, Rejoin, Returned};
@@ -31,7 +32,7 @@ use crate::transport::Connection;
 const WISHES_AT_ONCE: usize = 512;
 
 /// The sending end of a connection for requests; several readers may share one.
-struct Asker {
+pub(super) struct Asker {
     /// Held for one message.
     one_at_a_time: Mutex<()>,
     connection: Arc<Connection>,
@@ -40,7 +41,7 @@ struct Asker {
 
 impl Asker {
     /// Asks; a failure ends the set of connections, and the wishes stay noted.
-    fn ask(&self, requests: &Requests) {
+    pub(super) fn ask(&self, requests: &Requests) {
         let mut bytes = Message::PageFault(requests.waited_for.clone()).encode();
         if !requests.ahead.is_empty() {
             bytes.extend(Message::Ahead(requests.ahead.clone()).encode());
@@ -55,15 +56,15 @@ impl Asker {
 }
 
 /// What one message asks for.
-struct Requests {
-    waited_for: Vec<GpaRange>,
+pub(super) struct Requests {
+    pub(super) waited_for: Vec<GpaRange>,
     /// May come along behind.
-    ahead: Vec<GpaRange>,
+    pub(super) ahead: Vec<GpaRange>,
 }
 
-/// Where each reader sends its requests now. A slot is its reader's; it is only locked by others
-/// when connections come and go.
-struct Askers(Vec<Mutex<Option<Arc<Asker>>>>);
+/// Where each reader, and behind them each thread that brings its own pages, sends its requests
+/// now. A slot is its reader's; it is only locked by others when connections come and go.
+pub(super) struct Askers(Vec<Mutex<Option<Arc<Asker>>>>);
 
 impl Askers {
     fn set(&self, askers: &[Arc<Asker>]) {
@@ -74,7 +75,7 @@ impl Askers {
         change_then_look();
     }
 
-    fn of(&self, reader: usize) -> Option<Arc<Asker>> {
+    pub(super) fn of(&self, reader: usize) -> Option<Arc<Asker>> {
         self.0[reader].lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
@@ -85,6 +86,8 @@ pub(crate) struct FaultThreads<M: GuestMemoryMap> {
     pub(super) engine: Arc<Engine<M>>,
     pub(super) rejoin: Rejoin,
     askers: Arc<Askers>,
+    /// Keeps it open for threads that bring their own pages.
+    desk: Arc<Desk<M>>,
     /// Reads faults, from the begin to the end.
     readers: Session,
     /// Receives pages; ends when a connection is lost.
@@ -100,11 +103,14 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         urgent: Vec<Channel>,
     ) -> Result<Self, Failure> {
         let readers = engine.source().readers();
-        let slots = (0..readers).map(|_| Mutex::new(None)).collect();
+        let slots = (0..readers + engine.source().seats()).map(|_| Mutex::new(None)).collect();
         let askers = Arc::new(Askers(slots));
+        let desk = Arc::new(Desk::new(&engine, &askers));
         let (readers_session, session) = (Session::new()?, Session::new()?);
-        let mut all = Self { engine, rejoin, askers, readers: readers_session, session };
+        let mut all = Self { engine, rejoin, askers, desk, readers: readers_session, session };
         all.receive_on(bulk, urgent)?;
+        let open: Weak<Desk<M>> = Arc::downgrade(&all.desk);
+        all.engine.source().open_desk(open);
         for reader in 0..readers {
             let part = (Arc::clone(&all.engine), Arc::clone(&all.askers));
             let engine = Arc::clone(&all.engine);

@@ -12,6 +12,8 @@
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what is missing, what is asked for |
 //! | `fault` | the engine's threads |
+//! | `desk` | where threads that were refused a page get it |
+//! | `sleepers` | how they sleep until it is here |
 //! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
 //! | `rejoin` | how a source that lost its connections comes back |
 //!
@@ -19,6 +21,7 @@
 //! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
 
 mod building;
+mod desk;
 mod engine;
 mod fault;
 mod faulting;
@@ -27,6 +30,7 @@ mod negotiate;
 mod receive;
 mod rejoin;
 mod run;
+mod sleepers;
 
 use std::sync::Arc;
 

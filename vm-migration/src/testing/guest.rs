@@ -190,6 +190,7 @@ fn write(
         // A page has one writer: that is what makes its counter checkable.
         let page = (next(&mut random) % hot_pages) / count * count + index;
         if page < pages {
+            memory.enter(index, region, page);
             guest.visit(memory, region, page, number.is_multiple_of(16));
         }
         visits = visits.wrapping_add(1);

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
+use crate::fault::FaultSource;
 use crate::layout::to_usize;
 use crate::ram::GuestMemoryMap;
 use crate::vm::{
@@ -53,6 +54,8 @@ struct Common {
     throttled: Throttled,
     /// From this page of each region on the guest says that it uses nothing.
     free_from: Option<u64>,
+    /// vCPUs bring their own pages at the destination.
+    own_faults: bool,
 }
 
 /// Shares of time that a machine was throttled to, in order.
@@ -140,6 +143,7 @@ impl FakeVm {
             calms_at: None,
             throttled: Throttled::default(),
             free_from: None,
+            own_faults: false,
         };
         Self { common, writers: None }
     }
@@ -332,6 +336,13 @@ impl Builder {
         self
     }
 
+    /// vCPUs bring their own pages.
+    #[must_use]
+    pub fn own_faults(mut self) -> Self {
+        self.common.own_faults = true;
+        self
+    }
+
     /// Pages (region, page) that restoring state reads through the guest's mapping.
     #[must_use]
     pub fn touch(mut self, pages: Vec<(usize, u64)>) -> Self {
@@ -402,6 +413,14 @@ impl MappedMachine for FakeMapped {
 impl DestinationVm for FakeDestination {
     type Memory = FakeMemory;
     type Running = FakeVm;
+
+    fn fault_source(&mut self) -> Result<Option<Arc<dyn FaultSource>>, VmError> {
+        let Common { memory, vcpus, own_faults, .. } = &self.common;
+        if !own_faults {
+            return Ok(None);
+        }
+        Ok(Some(memory.refuse_vcpus(to_usize(*vcpus))?))
+    }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
         self.common.call(Inject::Apply, "apply")?;

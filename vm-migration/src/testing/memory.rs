@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guest memory from memfds with two mappings (or anonymous with one), and a dirty log over it.
+//! Guest memory from memfds with three mappings (or anonymous with one), and a dirty log over it.
 //!
 //! May contain `unsafe`: mappings. Owns its mappings until it is dropped.
 
@@ -9,10 +9,12 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
+use crate::fault::VcpuBarrier;
 use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, RegionInfo, to_usize};
 use crate::ram::GuestMemoryMap;
+use crate::uffd::{OwnFaults, UffdError};
 use crate::vm::{DirtyLog, VmError};
 
 /// Why there is no fake memory.
@@ -22,6 +24,7 @@ struct Region {
     file: Option<File>,
     main: *mut u8,
     alias: Option<*mut u8>,
+    vcpus: Option<*mut u8>,
     len: usize,
     dirty: Vec<AtomicU64>,
 }
@@ -32,6 +35,19 @@ pub struct FakeMemory {
     regions: Vec<Region>,
     /// A busy log over it has nothing to note.
     calm: AtomicBool,
+    /// What refuses vCPUs, while it does.
+    refusing: OnceLock<Weak<OwnFaults<FakeMemory>>>,
+}
+
+/// Nothing but the watch stands before fake vCPUs.
+struct NoBarrier;
+
+impl VcpuBarrier for NoBarrier {
+    fn let_through(&self, _: PageRun) {}
+
+    fn remove(&self, _: usize) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 // SAFETY: the raw pointers are mappings that live as long as the value; what they show is shared
@@ -65,7 +81,8 @@ impl FakeMemory {
         });
         let layout = Layout::new(infos.collect())?;
         let regions = layout.regions().iter().map(Region::new).collect::<io::Result<_>>()?;
-        Ok(Arc::new(Self { layout, regions, calm: AtomicBool::new(false) }))
+        let (calm, refusing) = (AtomicBool::new(false), OnceLock::new());
+        Ok(Arc::new(Self { layout, regions, calm, refusing }))
     }
 
     /// The same memory as another's, from the files of its regions, in order.
@@ -79,7 +96,8 @@ impl FakeMemory {
         let regions = layout.regions().iter().zip(files);
         let regions = regions.map(|(info, file)| Region::over(info, file));
         let regions = regions.collect::<io::Result<_>>()?;
-        Ok(Arc::new(Self { layout: layout.clone(), regions, calm: AtomicBool::new(false) }))
+        let (calm, refusing) = (AtomicBool::new(false), OnceLock::new());
+        Ok(Arc::new(Self { layout: layout.clone(), regions, calm, refusing }))
     }
 
     /// The word at `word` of a page, through the guest's mapping.
@@ -88,6 +106,46 @@ impl FakeMemory {
         let offset = to_usize(page * PAGE_BYTES + word * 8);
         // SAFETY: inside the mapping (asserted) and aligned; everyone uses atomics.
         unsafe { &*self.regions[region].main.add(offset).cast() }
+    }
+
+    /// From now on `vcpus` vCPUs are refused missing pages and bring them themselves.
+    ///
+    /// # Errors
+    /// When the host does not let anybody watch this memory.
+    pub fn refuse_vcpus(self: &Arc<Self>, vcpus: usize) -> Result<Arc<OwnFaults<Self>>, UffdError> {
+        let faults = OwnFaults::refusing(Arc::clone(self), 1, vcpus, Box::new(NoBarrier))?;
+        let faults = Arc::new(faults);
+        let _ = self.refusing.set(Arc::downgrade(&faults));
+        Ok(faults)
+    }
+
+    /// A vCPU reaches a page: at once, or when it has brought it.
+    pub fn enter(&self, vcpu: u64, region: usize, page: u64) {
+        let Some(refusing) = self.refusing.get() else { return };
+        let gpa = self.layout.regions()[region].gpa + page * PAGE_BYTES;
+        while self.vcpu_reads(region, page).is_err() {
+            if let Some(faults) = refusing.upgrade() {
+                faults.refused(to_usize(vcpu), gpa).expect("the page is brought");
+            }
+        }
+    }
+
+    /// The first byte of a page by a system call from the mapping of vCPUs, for the kernel fails that
+    /// as it fails `KVM_RUN`.
+    ///
+    /// # Errors
+    /// EFAULT when the page is refused.
+    pub fn vcpu_reads(&self, region: usize, page: u64) -> io::Result<u8> {
+        let start = self.regions[region].vcpus.ok_or(io::ErrorKind::Unsupported)?;
+        let at = start.wrapping_add(to_usize(page * PAGE_BYTES));
+        let mut byte = 0_u8;
+        let ours = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+        let theirs = libc::iovec { iov_base: at.cast(), iov_len: 1 };
+        let this = libc::pid_t::try_from(std::process::id()).map_err(io::Error::other)?;
+        // SAFETY: one byte is written, to `byte`; the kernel checks the address that is read.
+        let read =
+            unsafe { libc::process_vm_readv(this, &raw const ours, 1, &raw const theirs, 1, 0) };
+        if read == 1 { Ok(byte) } else { Err(io::Error::last_os_error()) }
     }
 
     /// Notes a write, as the hardware or a device model would.
@@ -118,7 +176,7 @@ impl Region {
             Backing::Anonymous => {
                 let len = to_usize(info.len_bytes);
                 let (main, dirty) = (map(None, len)?, Self::clean(info));
-                Ok(Self { file: None, main, alias: None, len, dirty })
+                Ok(Self { file: None, main, alias: None, vcpus: None, len, dirty })
             }
             Backing::Shared => Self::over(info, memfd(info)?),
         }
@@ -127,7 +185,8 @@ impl Region {
     fn over(info: &RegionInfo, file: File) -> io::Result<Self> {
         let len = to_usize(info.len_bytes);
         let (main, alias) = (map(Some(&file), len)?, map(Some(&file), len)?);
-        Ok(Self { file: Some(file), main, alias: Some(alias), len, dirty: Self::clean(info) })
+        let (alias, vcpus) = (Some(alias), Some(map(Some(&file), len)?));
+        Ok(Self { file: Some(file), main, alias, vcpus, len, dirty: Self::clean(info) })
     }
 
     fn clean(info: &RegionInfo) -> Vec<AtomicU64> {
@@ -137,7 +196,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        for start in [Some(self.main), self.alias].into_iter().flatten() {
+        for start in [Some(self.main), self.alias, self.vcpus].into_iter().flatten() {
             // SAFETY: our own mapping, unmapped once; nobody can use it without the region.
             unsafe { libc::munmap(start.cast(), self.len) };
         }
@@ -172,7 +231,7 @@ fn map(file: Option<&File>, len: usize) -> io::Result<*mut u8> {
     if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(start.cast()) }
 }
 
-// SAFETY: both mappings are `len` bytes, readable and writable, and live as long as the value.
+// SAFETY: all mappings are `len` bytes, readable and writable, and live as long as the value.
 unsafe impl GuestMemoryMap for FakeMemory {
     fn layout(&self) -> &Layout {
         &self.layout
@@ -184,6 +243,10 @@ unsafe impl GuestMemoryMap for FakeMemory {
 
     fn alias(&self, region: usize) -> Option<*mut u8> {
         self.regions[region].alias
+    }
+
+    fn vcpus(&self, region: usize) -> Option<*mut u8> {
+        self.regions[region].vcpus
     }
 
     fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {

@@ -21,13 +21,21 @@ pub(super) struct Case {
     to: Arc<FakeMemory>,
     guest: Arc<Guest>,
     pace: Pace,
+    own_faults: bool,
 }
 
 impl Case {
     pub(super) fn new(from: Arc<FakeMemory>, to: Arc<FakeMemory>, seed: u64) -> Self {
         let guest = Guest::new(&from, seed);
         guest.fill(&from, 60);
-        Self { from, to, guest, pace: Pace::Paced(64, Duration::from_micros(300)) }
+        let pace = Pace::Paced(64, Duration::from_micros(300));
+        Self { from, to, guest, pace, own_faults: false }
+    }
+
+    /// vCPUs bring their own pages at the destination.
+    pub(super) fn own_faults(mut self) -> Self {
+        self.own_faults = true;
+        self
     }
 
     fn vm(&self) -> FakeVm {
@@ -35,7 +43,8 @@ impl Case {
     }
 
     fn builder(&self) -> Builder {
-        Builder::new(&self.to, &self.guest).load(2, 90, self.pace)
+        let builder = Builder::new(&self.to, &self.guest).load(2, 90, self.pace);
+        if self.own_faults { builder.own_faults() } else { builder }
     }
 
     /// Migrates; returns what both sides reported.

@@ -9,6 +9,7 @@
 //! one UFFDIO_CONTINUE a run. Anonymous memory is filled with UFFDIO_COPY. It must never fill a
 //! page with anything that its caller did not say.
 
+mod own;
 mod sys;
 
 #[cfg(test)]
@@ -25,6 +26,7 @@ use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
 use crate::layout::{Backing, PAGE_BYTES, PageRun, RegionInfo};
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::{WaitEnd, wait_readable};
+pub use own::{OwnFaults, Refused};
 use sys::Descriptor;
 
 /// Tries of an operation that the kernel asks to repeat because mappings change.
@@ -68,6 +70,15 @@ pub enum UffdError {
         name: String,
         /// Its page size.
         page_bytes: u64,
+    },
+    /// One mapping where two are needed.
+    #[error(
+        "vCPUs have no mapping of their own of memory region {name}, which fault_source=sigbus \
+         needs; give the VM shared memory (shared=on or hugepages=on), or use fault_source=uffd"
+    )]
+    NoVcpuMapping {
+        /// The region.
+        name: String,
     },
     /// Any operation on pages.
     #[error("userfaultfd cannot {what} {pages} pages at page {first} of memory region {region}")]

@@ -21,6 +21,7 @@ const UFFDIO_CONTINUE: u64 = ioc(3, 0x07, 32);
 
 pub(super) const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 pub(super) const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+pub(super) const FEATURE_SIGBUS: u64 = 1 << 7;
 pub(super) const FEATURE_THREAD_ID: u64 = 1 << 8;
 pub(super) const FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
 pub(super) const FEATURE_MINOR_SHMEM: u64 = 1 << 10;

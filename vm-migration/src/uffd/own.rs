@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Faults that are refused, for threads that bring their own pages.
+//!
+//! Owns two barriers on the same pages. One stands before vCPUs: `KVM_RUN` returns at a missing
+//! page, and the vCPU's thread brings it. The other is userfaultfd on `main`, where everybody else
+//! waits as ever. There are two kinds of the first:
+//!
+//! - a mapping of their own for vCPUs, watched in SIGBUS mode: the host refuses the access;
+//! - marks, which a KVM that has them looks at before the host's memory.
+//!
+//! Both mappings only catch pages that the file does not have, and every page is put into the file
+//! whole: from that moment on both show it. A mark goes after that. It must never resolve anything
+//! for a vCPU on another thread.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use super::sys::{self, Descriptor};
+use super::{Uffd, UffdError, features_for, open, pages_error};
+use crate::fault::{
+    Fault, FaultSource, FaultSourceKind, FaultWait, NotBrought, PageDesk, VcpuBarrier,
+};
+use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
+use crate::ram::GuestMemoryMap;
+
+/// What became of an access that was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// It may be tried again: the page is here, or somebody woke the thread.
+    TryAgain,
+    /// Nothing here refuses accesses any more: it was before, or by somebody else.
+    NotByUs,
+    /// The address is not guest RAM.
+    NotRam,
+}
+
+/// userfaultfd that lets everybody wait but vCPUs, which have to see to themselves.
+pub struct OwnFaults<M: GuestMemoryMap> {
+    others: Uffd<M>,
+    memory: Arc<M>,
+    /// The watch on the vCPUs' own mapping; without it the barrier has marks.
+    refusing: Option<Descriptor>,
+    barrier: Box<dyn VcpuBarrier>,
+    seats: usize,
+    desk: OnceLock<Weak<dyn PageDesk>>,
+    released: AtomicBool,
+}
+
+impl<M: GuestMemoryMap> std::fmt::Debug for OwnFaults<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OwnFaults").field("others", &self.others).finish_non_exhaustive()
+    }
+}
+
+impl<M: GuestMemoryMap> OwnFaults<M> {
+    /// Watches both mappings of all of `memory`: `main` over up to `descriptors` descriptors. There
+    /// are `seats` threads that may be refused; `barrier` is what helps them while they are.
+    ///
+    /// # Errors
+    /// See [`UffdError`].
+    pub fn refusing(
+        memory: Arc<M>,
+        descriptors: usize,
+        seats: usize,
+        barrier: Box<dyn VcpuBarrier>,
+    ) -> Result<Self, UffdError> {
+        let regions = memory.layout().regions();
+        let refusing = open(features_for(regions)? | sys::FEATURE_SIGBUS)?;
+        let others = Uffd::register_missing(Arc::clone(&memory), descriptors)?;
+        for (region, info) in regions.iter().enumerate() {
+            let Some(start) = memory.vcpus(region) else {
+                return Err(UffdError::NoVcpuMapping { name: info.name.clone() });
+            };
+            let start = start.expose_provenance() as u64;
+            refusing
+                .register(start, info.len_bytes, sys::REGISTER_MISSING)
+                .map_err(|source| pages_error("refuse", whole(region, info.pages()), source))?;
+        }
+        let mut faults = Self::with(memory, others, seats, barrier);
+        faults.refusing = Some(refusing);
+        Ok(faults)
+    }
+
+    /// Watches `main` for everybody but vCPUs, which leave the guest at pages that `barrier` has
+    /// marked. Every page is marked now.
+    ///
+    /// # Errors
+    /// See [`UffdError`].
+    pub fn marked(
+        memory: Arc<M>,
+        descriptors: usize,
+        seats: usize,
+        barrier: Box<dyn VcpuBarrier>,
+    ) -> Result<Self, UffdError> {
+        let others = Uffd::register_missing(Arc::clone(&memory), descriptors)?;
+        Ok(Self::with(memory, others, seats, barrier))
+    }
+
+    fn with(memory: Arc<M>, others: Uffd<M>, seats: usize, barrier: Box<dyn VcpuBarrier>) -> Self {
+        let (desk, released) = (OnceLock::new(), AtomicBool::new(false));
+        Self { others, memory, refusing: None, barrier, seats, desk, released }
+    }
+
+    /// The calling thread, whose number is `seat`, was refused the page at `gpa`: brings it.
+    ///
+    /// # Errors
+    /// The page cannot be brought; whoever waits for the last page hears why.
+    pub fn refused(&self, seat: usize, gpa: u64) -> Result<Refused, NotBrought> {
+        let page = GpaRange { gpa: gpa & !(PAGE_BYTES - 1), len_bytes: PAGE_BYTES };
+        let Ok(run) = self.memory.layout().locate(page) else { return Ok(Refused::NotRam) };
+        let desk = self.desk.get().and_then(Weak::upgrade);
+        let Some(desk) = desk.filter(|_| !self.released.load(Ordering::SeqCst)) else {
+            return Ok(Refused::NotByUs);
+        };
+        let fault = Fault { region: run.region, page: run.first, thread: Some(thread_id()) };
+        desk.bring(seat, fault).map(|()| Refused::TryAgain)
+    }
+}
+
+fn whole(region: usize, pages: u64) -> PageRun {
+    PageRun { region, first: 0, count: pages }
+}
+
+/// Of the calling thread, as userfaultfd reports it for others.
+fn thread_id() -> u32 {
+    // SAFETY: takes nothing and touches no memory.
+    u32::try_from(unsafe { libc::gettid() }).unwrap_or(0)
+}
+
+impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
+    fn kind(&self) -> FaultSourceKind {
+        if self.refusing.is_some() { FaultSourceKind::Sigbus } else { FaultSourceKind::Exit }
+    }
+
+    fn readers(&self) -> usize {
+        self.others.readers()
+    }
+
+    fn seats(&self) -> usize {
+        self.seats
+    }
+
+    fn open_desk(&self, desk: Weak<dyn PageDesk>) {
+        // There is one engine for a source.
+        let _ = self.desk.set(desk);
+    }
+
+    fn next_faults(&self, reader: usize, faults: &mut Vec<Fault>) -> Result<FaultWait, UffdError> {
+        self.others.next_faults(reader, faults)
+    }
+
+    fn stop_readers(&self) {
+        self.others.stop_readers();
+    }
+
+    fn receives_in_place(&self, region: usize) -> bool {
+        self.others.receives_in_place(region)
+    }
+
+    fn prefers_copies_of_small_runs(&self) -> bool {
+        self.others.prefers_copies_of_small_runs()
+    }
+
+    fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
+        self.others.make_present(run)?;
+        self.barrier.let_through(run);
+        Ok(())
+    }
+
+    fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
+        self.others.copy_in(run, bytes)?;
+        self.barrier.let_through(run);
+        Ok(())
+    }
+
+    fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
+        self.others.make_zero(run)?;
+        self.barrier.let_through(run);
+        Ok(())
+    }
+
+    fn wake(&self, run: PageRun) -> Result<(), UffdError> {
+        self.others.wake(run)
+    }
+
+    fn release(&self) -> Result<(), UffdError> {
+        self.others.release()?;
+        self.released.store(true, Ordering::SeqCst);
+        for (region, info) in self.memory.layout().regions().iter().enumerate() {
+            let failed = |source| pages_error("let vCPUs at", whole(region, info.pages()), source);
+            if let Some((refusing, start)) = self.refusing.as_ref().zip(self.memory.vcpus(region)) {
+                let start = start.expose_provenance() as u64;
+                refusing.unregister(start, info.len_bytes).map_err(failed)?;
+            }
+            self.barrier.remove(region).map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+#[path = "own_tests.rs"]
+mod tests;

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Refused faults on fake memory: a system call that reads from the vCPUs' mapping stands for
+//! `KVM_RUN`, for the kernel fails both with EFAULT.
+
+#![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+use super::{OwnFaults, Refused};
+use crate::fault::{Fault, FaultSource, FaultSourceKind, NotBrought, PageDesk, VcpuBarrier};
+use crate::layout::{Backing, PAGE_BYTES, PageRun};
+use crate::ram::GuestMemoryMap;
+use crate::testing::FakeMemory;
+use crate::uffd::check;
+
+const PAGES: u64 = 64;
+const GPA: u64 = 0x10_0000;
+
+fn run(first: u64, count: u64) -> PageRun {
+    PageRun { region: 0, first, count }
+}
+
+/// The first byte of a page, as a vCPU gets it.
+fn vcpu_reads(memory: &FakeMemory, page: u64) -> io::Result<u8> {
+    memory.vcpu_reads(0, page)
+}
+
+fn is_refused(memory: &FakeMemory, page: u64) -> bool {
+    vcpu_reads(memory, page).is_err_and(|error| error.raw_os_error() == Some(libc::EFAULT))
+}
+
+/// Memory that is watched, or nothing, loudly, where that is not permitted.
+fn watched() -> Option<(Arc<FakeMemory>, Arc<OwnFaults<FakeMemory>>)> {
+    let memory = FakeMemory::new(&[(GPA, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
+    if let Err(error) = check(memory.layout().regions()) {
+        eprintln!("SKIPPED: {error}");
+        return None;
+    }
+    let sigbus = Arc::new(
+        OwnFaults::refusing(Arc::clone(&memory), 1, 2, Box::new(Noted::default())).unwrap(),
+    );
+    Some((memory, sigbus))
+}
+
+/// Brings pages full of nines, and counts how often it was asked.
+struct Nines(Arc<OwnFaults<FakeMemory>>, AtomicUsize);
+
+impl PageDesk for Nines {
+    fn bring(&self, seat: usize, fault: Fault) -> Result<(), NotBrought> {
+        assert_eq!((seat, fault.region), (1, 0));
+        assert!(fault.thread.is_some_and(|thread| thread > 0));
+        self.1.fetch_add(1, Ordering::SeqCst);
+        self.0.copy_in(run(fault.page, 1), &[9; 4096]).map_err(|_| NotBrought)
+    }
+}
+
+#[test]
+fn a_vcpu_is_refused_until_the_page_is_in_the_file() {
+    let Some((memory, sigbus)) = watched() else { return };
+    assert!(is_refused(&memory, 3));
+    sigbus.copy_in(run(3, 2), &[5; 8192]).unwrap();
+    assert_eq!((vcpu_reads(&memory, 3).unwrap(), vcpu_reads(&memory, 4).unwrap()), (5, 5));
+    assert!(is_refused(&memory, 5), "the neighbours of a page that came are still missing");
+    sigbus.make_zero(run(5, 1)).unwrap();
+    assert_eq!(vcpu_reads(&memory, 5).unwrap(), 0);
+    sigbus.make_zero(run(4, 1)).unwrap();
+    assert_eq!(vcpu_reads(&memory, 4).unwrap(), 5, "a page with contents keeps them");
+}
+
+#[test]
+fn devices_wait_on_the_other_mapping_of_the_same_page() {
+    let Some((memory, sigbus)) = watched() else { return };
+    assert!(is_refused(&memory, 9));
+    let device = {
+        let memory = Arc::clone(&memory);
+        std::thread::spawn(move || memory.word(0, 9, 0).load(Ordering::Relaxed))
+    };
+    let mut faults = Vec::new();
+    sigbus.next_faults(0, &mut faults).unwrap();
+    assert_eq!((faults.len(), faults[0].page), (1, 9), "a refused access makes no event");
+    sigbus.copy_in(run(9, 1), &[6; 4096]).unwrap();
+    assert_eq!(device.join().unwrap(), u64::from_le_bytes([6; 8]));
+    assert_eq!(vcpu_reads(&memory, 9).unwrap(), 6);
+}
+
+#[test]
+fn who_is_refused_brings_the_page_at_the_desk() {
+    let Some((memory, sigbus)) = watched() else { return };
+    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NotByUs, "there is no desk yet");
+    let desk = Arc::new(Nines(Arc::clone(&sigbus), AtomicUsize::new(0)));
+    let weak: Weak<Nines> = Arc::downgrade(&desk);
+    sigbus.open_desk(weak);
+    assert_eq!(sigbus.refused(1, GPA + 7 * PAGE_BYTES + 123).unwrap(), Refused::TryAgain);
+    assert_eq!(vcpu_reads(&memory, 7).unwrap(), 9);
+    for outside in [0, GPA - 1, GPA + PAGES * PAGE_BYTES, u64::MAX] {
+        assert_eq!(sigbus.refused(1, outside).unwrap(), Refused::NotRam, "{outside:#x}");
+    }
+    assert_eq!(desk.1.load(Ordering::SeqCst), 1);
+    drop(desk);
+    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NotByUs, "the desk is closed");
+}
+
+#[test]
+fn after_the_release_nobody_is_refused() {
+    let Some((memory, sigbus)) = watched() else { return };
+    assert!(is_refused(&memory, 1));
+    sigbus.release().unwrap();
+    assert_eq!(vcpu_reads(&memory, 1).unwrap(), 0);
+    assert_eq!(sigbus.refused(0, GPA).unwrap(), Refused::NotByUs);
+}
+
+#[test]
+fn memory_with_one_mapping_is_refused_with_what_to_do() {
+    let memory = FakeMemory::new(&[(0, PAGES)], Backing::Anonymous, PAGE_BYTES).unwrap();
+    if check(memory.layout().regions()).is_err() {
+        return;
+    }
+    let error =
+        OwnFaults::refusing(memory, 1, 1, Box::new(Noted::default())).unwrap_err().to_string();
+    assert!(error.contains("shared=on") && error.contains("fault_source=uffd"), "{error}");
+}
+
+/// Notes which marks went, and which regions are without.
+#[derive(Clone, Default)]
+struct Noted(Arc<Mutex<(Vec<PageRun>, Vec<usize>)>>);
+
+impl VcpuBarrier for Noted {
+    fn let_through(&self, run: PageRun) {
+        self.0.lock().unwrap().0.push(run);
+    }
+
+    fn remove(&self, region: usize) -> io::Result<()> {
+        self.0.lock().unwrap().1.push(region);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_mark_goes_when_its_page_has_come_and_all_go_in_the_end() {
+    let memory = FakeMemory::new(&[(GPA, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
+    if check(memory.layout().regions()).is_err() {
+        return;
+    }
+    let noted = Noted::default();
+    let marked = OwnFaults::marked(memory, 1, 1, Box::new(noted.clone())).unwrap();
+    assert_eq!(marked.kind(), FaultSourceKind::Exit);
+    marked.copy_in(run(3, 2), &[5; 8192]).unwrap();
+    marked.make_zero(run(9, 1)).unwrap();
+    assert!(marked.copy_in(run(9, 1), &[5; 4096]).is_err(), "a page that is there is kept");
+    assert_eq!(noted.0.lock().unwrap().0, [run(3, 2), run(9, 1)]);
+    marked.release().unwrap();
+    assert_eq!(noted.0.lock().unwrap().1, [0]);
+}
