@@ -47,6 +47,10 @@ const REQUIRED: [(u32, &str); 19] = [
     (kvm::KVM_CAP_GET_TSC_KHZ, "KVM_CAP_GET_TSC_KHZ (the guest's TSC)"),
 ];
 
+/// Where KVM's modules say whether they use two-dimensional paging.
+const TWO_DIMENSIONAL_PAGING: [&str; 2] =
+    ["/sys/module/kvm_intel/parameters/ept", "/sys/module/kvm_amd/parameters/npt"];
+
 /// Why KVM cannot be used.
 #[derive(Debug, Error)]
 pub enum OpenError {
@@ -183,6 +187,18 @@ impl Capabilities {
             vcpus_recommended: number(kvm::KVM_CAP_NR_VCPUS),
             guest_memfd: is(kvm::KVM_CAP_GUEST_MEMFD),
         }
+    }
+}
+
+impl Capabilities {
+    /// Whether KVM walks the guest's page tables itself and keeps tables of its own, because the
+    /// processor's two-dimensional paging is not there or not in use.
+    pub fn uses_shadow_paging(&self) -> bool {
+        let says_yes = |path: &&str| {
+            std::fs::read_to_string(path).is_ok_and(|text| text.starts_with(['Y', '1']))
+        };
+        // KVM announces the capability with two-dimensional paging only; it is newer than that.
+        !self.pre_fault_memory && !TWO_DIMENSIONAL_PAGING.iter().any(says_yes)
     }
 }
 

@@ -13,6 +13,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VcpuExit;
 
+use crate::fault_trace::FaultedAt;
 use crate::vcpu::Vcpu;
 
 /// What a vCPU does after its handler has dealt with an exit.
@@ -100,6 +101,12 @@ pub trait ExitHandler: Send + Sync {
     fn mmio_read(&self, gpa: u64, data: &mut [u8]);
     /// The guest writes memory where there is none; `data` is 1 to 8 bytes long.
     fn mmio_write(&self, gpa: u64, data: &[u8]) -> AfterExit;
+    /// Where the calling vCPU was when KVM_RUN failed without saying it, if that is known
+    /// otherwise: see [`crate::FaultTracer`].
+    fn faulted_at(&self, vcpu_index: u32) -> Option<FaultedAt> {
+        let _ = vcpu_index;
+        None
+    }
     /// The guest touched memory that the host cannot provide.
     fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
         let _ = (vcpu_index, access);
@@ -174,7 +181,8 @@ pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
             // A vCPU that waited for INIT and SIPI was woken up.
             libc::EAGAIN => Pass::Handled,
             libc::EFAULT => {
-                fault(handler, index, FaultedAccess { gpa: None, len_bytes: 0, flags: 0 })
+                let gpa = handler.faulted_at(index).and_then(|at| vcpu.gpa_of(at));
+                fault(handler, index, FaultedAccess { gpa, len_bytes: 0, flags: 0 })
             }
             errno => Pass::Stopped(StopReason::RunFailed { errno }),
         },

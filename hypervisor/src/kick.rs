@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The signal that gets a vCPU's thread out of KVM_RUN.
+//! The signal that gets a vCPU's thread out of KVM_RUN, and the token that ends its sleep when it
+//! waits for a page of its own.
 //!
 //! May contain `unsafe`: signal calls. Owns the signal's handler, which does nothing, and the mask
 //! of vCPU threads. Why the signal alone is not enough is told in `threads`.
@@ -12,8 +13,10 @@ use std::thread::JoinHandle;
 
 use vmm_sys_util::signal::SIGRTMIN;
 
-/// Signals a vCPU's thread.
+/// Signals a vCPU's thread, and wakes it where it has parked itself: a signal alone does not end
+/// that.
 pub(crate) fn kick(thread: &JoinHandle<()>) {
+    thread.thread().unpark();
     // SAFETY: a thread whose handle is there has not been joined, so its pthread_t is valid, and
     // the signal has a handler, which is installed before the first vCPU thread starts.
     unsafe { libc::pthread_kill(thread.as_pthread_t(), SIGRTMIN()) };

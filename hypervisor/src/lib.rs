@@ -30,12 +30,14 @@
 //! every length in it is checked before the kernel sees it.
 
 mod blob;
+mod bpf;
 mod caps;
 mod clock;
 mod dirty;
 mod error;
 mod exits;
 pub mod fake;
+mod fault_trace;
 mod ioctl;
 pub mod irq;
 mod irqchip;
@@ -60,6 +62,7 @@ pub use clock::{ClockPolicy, ClockState, TimeBase};
 pub use dirty::DirtyLogSource;
 pub use error::KvmError;
 pub use exits::{AfterExit, ExitHandler, FaultAction, FaultedAccess, StopReason};
+pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};
 pub use irqchip::{IrqchipState, IrqchipStateError};
 pub use msi::InterruptLine;
 pub use msr::MsrValue;

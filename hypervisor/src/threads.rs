@@ -27,6 +27,10 @@
 //! If the vCPU's 0 comes after the kicker's 1, the vCPU reads `leave` after that and sees it set.
 //! Otherwise the kernel sees the kicker's 1, or the signal interrupts KVM_RUN.
 //!
+//! A handler may park its thread while a page is missing (`std::thread::park`, at once after it found
+//! that it has to). A kick unparks it after `leave` was set, the handler answers, and the vCPU sees
+//! `leave` before it enters the guest.
+//!
 //! `hold`, which keeps a throttled vCPU out of the guest for a while, goes the same way as `leave`.
 //!
 //! A vCPU parks only when KVM_RUN returned EINTR. With an exit behind it, that pass has finished

@@ -14,6 +14,7 @@ use kvm_bindings::{
 use kvm_ioctls::VcpuFd;
 
 use crate::error::{Asked, KvmError};
+use crate::fault_trace::FaultedAt;
 use crate::ioctl;
 use crate::msr::{self, MsrValue};
 use crate::run_page::RunPage;
@@ -143,6 +144,23 @@ impl Vcpu {
             .asked("set a vCPU's model-specific registers")
     }
 
+    /// Sets a register that was left out of the vCPU's state but for its lowest bit, unless the guest
+    /// has written something else meanwhile.
+    ///
+    /// # Errors
+    /// The kernel refuses the register.
+    pub fn give_back(&self, msr: MsrValue) -> Result<(), KvmError> {
+        let read = msr::read_all(&[msr.index], |chunk: &mut Msrs| self.fd.get_msrs(chunk))
+            .asked("read a vCPU's model-specific registers")?;
+        if read.values.iter().any(|now| now.value == msr.value & !1) {
+            let refused = self.write_msrs(&[msr])?;
+            if !refused.is_empty() {
+                log::warn!("vcpu{}: KVM does not take MSR {:#x} again", self.index, msr.index);
+            }
+        }
+        Ok(())
+    }
+
     /// Tells the guest's watchdogs that it was stopped. Best effort: most guests have none.
     pub(crate) fn tell_paused(&self) {
         if self.vm.capabilities.kvmclock_ctrl
@@ -150,6 +168,18 @@ impl Vcpu {
         {
             // EINVAL: the guest does not use the clock.
             log::trace!("vcpu{}: the guest cannot be told of the pause: {error}", self.index);
+        }
+    }
+
+    /// The guest physical address of where it faulted; `None` if the guest's page tables say that
+    /// there is nothing.
+    pub(crate) fn gpa_of(&self, at: FaultedAt) -> Option<u64> {
+        match at {
+            FaultedAt::Gpa(gpa) => Some(gpa),
+            FaultedAt::Gva(gva) => {
+                let translated = self.fd.translate_gva(gva).ok()?;
+                (translated.valid != 0).then_some(translated.physical_address)
+            }
         }
     }
 

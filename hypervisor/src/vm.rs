@@ -117,6 +117,16 @@ impl Vm {
         Vcpu::create(Arc::clone(&self.0), index)
     }
 
+    /// Lets vCPUs that halt occupy their processor instead of leaving the guest; only before there
+    /// are any. KVM then makes no asynchronous page faults for a guest that does not want them.
+    ///
+    /// # Errors
+    /// KVM cannot, or there are vCPUs.
+    pub fn keep_halted_vcpus_in_guest(&self) -> Result<(), KvmError> {
+        enable(&self.0.fd, kvm::KVM_CAP_X86_DISABLE_EXITS, kvm::KVM_X86_DISABLE_EXITS_HLT)
+            .asked("keep halted vCPUs in the guest")
+    }
+
     /// Sets the level of a line of the interrupt controllers.
     pub fn set_interrupt_level(&self, gsi: u32, high: bool) -> Result<(), KvmError> {
         self.0.fd.set_irq_line(gsi, high).asked("set the level of an interrupt line")

@@ -82,6 +82,30 @@ fn a_vcpu_that_leaves_has_finished_its_access_and_goes_on_behind_it() {
     assert_eq!(guest.next(), Event::Out(0x70, vec![0x5a]));
 }
 
+/// A handler parks its thread, as for a page that does not come: a kick gets it out at any moment.
+#[test]
+fn a_kick_gets_a_vcpu_out_of_a_sleep_in_its_handler() {
+    let Some(kvm) = kvm() else { return };
+    let (done, finished) = channel();
+    std::thread::spawn(move || {
+        let (vm, memory) = vm(&kvm, false);
+        memory.write(CODE, &[0xe6, 0x70, 0xeb, 0xfc]); // out 0x70, al; loop
+        let vcpu = vm.create_vcpu(0).unwrap();
+        boot(&kvm, &vcpu, CODE, 0);
+        let (mut recorder, _events) = Recorder::new();
+        recorder.on_out = Some(Box::new(std::thread::park));
+        let threads = start(vec![vcpu], recorder);
+        for round in 0..500 {
+            threads.resume_all();
+            (0..round * 20).for_each(|_| std::hint::spin_loop());
+            threads.pause_all().unwrap();
+            assert!(threads.all_parked());
+        }
+        done.send(()).unwrap();
+    });
+    finished.recv_timeout(PATIENCE).expect("a kick was lost");
+}
+
 /// Two vCPUs loop, one in the guest, one through its handler; no kick may be lost.
 #[test]
 fn a_thousand_pauses_never_lose_a_kick() {

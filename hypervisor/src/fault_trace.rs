@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Where a vCPU was refused a page, on a KVM that does not say it.
+//!
+//! When the host refuses an access, `KVM_RUN` of a kernel without the bundled patches fails with
+//! EFAULT and no address. KVM's tracepoints have the address before that: a program on one of them
+//! notes, for threads of this process only, where each was last. Owns that program and its table.
+//! Must never be taken for the cause of a fault: it has the last address, whoever refused it.
+//!
+//! With two-dimensional paging the tracepoint of page faults has guest physical addresses. With
+//! shadow paging every fault walks the guest's page tables first, and the tracepoint of those walks
+//! has the guest virtual address.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use crate::bpf::{self, Helper, Insn, Reg};
+use crate::caps::Capabilities;
+
+/// Threads that fault at a time, at most: more than a VM has vCPUs.
+const THREADS_MAX: u32 = 4096;
+
+/// Why faults cannot be traced.
+#[derive(Debug, Error)]
+pub enum FaultTraceError {
+    /// No right to.
+    #[error(
+        "this process may not load BPF programs, which tell where a vCPU faulted on a KVM without \
+         the bundled patches: give them to the program with \
+         'setcap cap_bpf,cap_perfmon+ep {}', or load the patched KVM with scripts/kvm-modules",
+        program.display()
+    )]
+    NotPermitted {
+        /// This program.
+        program: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Not in this kernel.
+    #[error(
+        "KVM of this kernel has no tracepoint {tracepoint} of the form that is known here (Linux \
+         6.1 and later have)"
+    )]
+    NoTracepoint {
+        /// Its name.
+        tracepoint: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Anything else.
+    #[error("the program that traces KVM's page faults cannot be loaded")]
+    Load(#[source] io::Error),
+}
+
+/// An address of the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultedAt {
+    /// A physical one.
+    Gpa(u64),
+    /// A virtual one, in the address space that the vCPU uses.
+    Gva(u64),
+}
+
+/// How KVM translates guest addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Paging {
+    TwoDimensional,
+    Shadow,
+}
+
+impl Paging {
+    fn tracepoint(self) -> &'static CStr {
+        match self {
+            Self::TwoDimensional => c"kvm_page_fault",
+            Self::Shadow => c"kvm_mmu_pagetable_walk",
+        }
+    }
+
+    /// Offsets of the tracepoint's arguments: the address, and the last that it must have.
+    fn arguments(self) -> (i16, i16) {
+        match self {
+            // Before Linux 6.1 it lacked the first, the vCPU, and so had two.
+            Self::TwoDimensional => (8, 16),
+            Self::Shadow => (0, 8),
+        }
+    }
+}
+
+/// Notes where threads of this process fault, until it is dropped.
+#[derive(Debug)]
+pub struct FaultTracer {
+    paging: Paging,
+    table: OwnedFd,
+    _attached: OwnedFd,
+}
+
+impl FaultTracer {
+    /// Begins.
+    ///
+    /// # Errors
+    /// What is missing, and how to get it.
+    pub fn start(capabilities: &Capabilities) -> Result<Self, FaultTraceError> {
+        let paging =
+            if capabilities.uses_shadow_paging() { Paging::Shadow } else { Paging::TwoDimensional };
+        let table = bpf::create_table(THREADS_MAX).map_err(refusal)?;
+        let this = Process::of_caller().map_err(FaultTraceError::Load)?;
+        let program = bpf::load(&program(paging, &this, &table)).map_err(refusal)?;
+        let tracepoint = paging.tracepoint();
+        let attached =
+            bpf::attach(&program, tracepoint).map_err(|source| match source.raw_os_error() {
+                Some(libc::EPERM | libc::EACCES) => refusal(source),
+                _ => FaultTraceError::NoTracepoint {
+                    tracepoint: tracepoint.to_str().unwrap_or_default(),
+                    source,
+                },
+            })?;
+        Ok(Self { paging, table, _attached: attached })
+    }
+
+    /// Where the calling thread faulted last, unless it has been told already.
+    pub fn take(&self) -> Option<FaultedAt> {
+        // SAFETY: takes nothing and touches no memory.
+        let thread = u32::try_from(unsafe { libc::gettid() }).ok()?;
+        let address = bpf::take_value(&self.table, thread).ok()?;
+        Some(match self.paging {
+            Paging::TwoDimensional => FaultedAt::Gpa(address),
+            Paging::Shadow => FaultedAt::Gva(address),
+        })
+    }
+}
+
+fn refusal(source: io::Error) -> FaultTraceError {
+    match source.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => {
+            let program = std::env::current_exe().unwrap_or_else(|_| "cloud-hypervisor".into());
+            FaultTraceError::NotPermitted { program, source }
+        }
+        _ => FaultTraceError::Load(source),
+    }
+}
+
+/// A process, as the kernel tells it from others.
+struct Process {
+    id: i32,
+    /// Device, as the kernel counts it, and inode of its namespace of process ids.
+    namespace: (u64, u64),
+}
+
+impl Process {
+    fn of_caller() -> io::Result<Self> {
+        let namespace = std::fs::metadata("/proc/self/ns/pid")?;
+        let (major, minor) = (libc::major(namespace.dev()), libc::minor(namespace.dev()));
+        let device = u64::from(major) << 20 | u64::from(minor);
+        let id = i32::try_from(std::process::id()).map_err(io::Error::other)?;
+        Ok(Self { id, namespace: (device, namespace.ino()) })
+    }
+}
+
+/// Notes the address by thread, if the thread is one of `process`.
+fn program(paging: Paging, process: &Process, table: &OwnedFd) -> Vec<Insn> {
+    const FRAME: Reg = Reg(10);
+    const ADDRESS: i16 = -8;
+    /// Thread and process id, 32 bits each.
+    const THREAD: i16 = -16;
+    const PROCESS: i16 = -12;
+    const IDS_BYTES: i32 = 8;
+    /// From after the check of the process to the end.
+    const REST: i16 = 8;
+    let (address, last) = paging.arguments();
+    let mut program = vec![
+        // Nothing needs it; attaching fails where the tracepoint does not have it.
+        Insn::load(Reg(6), Reg(1), last),
+        Insn::load(Reg(7), Reg(1), address),
+        Insn::store(FRAME, ADDRESS, Reg(7)),
+        Insn::store_value(FRAME, THREAD, 0),
+    ];
+    program.extend(Insn::set_wide(Reg(1), process.namespace.0));
+    program.extend(Insn::set_wide(Reg(2), process.namespace.1));
+    program.extend([
+        Insn::copy(Reg(3), FRAME),
+        Insn::add(Reg(3), THREAD.into()),
+        Insn::set(Reg(4), IDS_BYTES),
+        Insn::call(Helper::PidsInNamespace),
+        Insn::skip_unless(Reg(0), 0, REST + 2),
+        Insn::load32(Reg(1), FRAME, PROCESS),
+        Insn::skip_unless(Reg(1), process.id, REST),
+    ]);
+    let rest = program.len();
+    program.extend(Insn::set_map(Reg(1), table));
+    program.extend([
+        Insn::copy(Reg(2), FRAME),
+        Insn::add(Reg(2), THREAD.into()),
+        Insn::copy(Reg(3), FRAME),
+        Insn::add(Reg(3), ADDRESS.into()),
+        Insn::set(Reg(4), 0),
+        Insn::call(Helper::MapUpdate),
+    ]);
+    debug_assert_eq!(program.len() - rest, usize::from(REST.unsigned_abs()));
+    program.extend([Insn::set(Reg(0), 0), Insn::exit()]);
+    program
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use super::*;
+    use crate::Hypervisor;
+
+    #[test]
+    fn the_lack_of_rights_names_the_command_that_grants_them() {
+        let text = refusal(io::Error::from_raw_os_error(libc::EPERM)).to_string();
+        assert!(text.contains("setcap cap_bpf,cap_perfmon+ep /"), "{text}");
+        let other = refusal(io::Error::from_raw_os_error(libc::ENOMEM));
+        assert!(matches!(other, FaultTraceError::Load(_)), "{other:?}");
+    }
+
+    #[test]
+    fn the_kernel_takes_the_program_and_nothing_is_noted_without_a_fault() {
+        let hypervisor = match Hypervisor::open(std::path::Path::new("/dev/kvm")) {
+            Ok(hypervisor) => hypervisor,
+            Err(error) => return eprintln!("SKIPPED: {error}"),
+        };
+        match FaultTracer::start(hypervisor.capabilities()) {
+            Ok(tracer) => assert_eq!(tracer.take(), None),
+            Err(error @ FaultTraceError::NotPermitted { .. }) => eprintln!("SKIPPED: {error}"),
+            Err(error) => panic!("{error}: {:?}", std::error::Error::source(&error)),
+        }
+    }
+
+    #[test]
+    fn a_value_is_taken_once() {
+        let Ok(table) = bpf::create_table(4) else { return eprintln!("SKIPPED: no BPF") };
+        assert_eq!(bpf::take_value(&table, 7).unwrap_err().raw_os_error(), Some(libc::ENOENT));
+    }
+}
