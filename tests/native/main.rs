@@ -12,6 +12,7 @@ mod boot;
 mod clock;
 mod cuts;
 mod events;
+mod fault_sources;
 mod harness;
 mod http;
 mod leaks;
@@ -67,5 +68,6 @@ fn main() -> ExitCode {
     snapshot_recorded::add(&mut suite);
     prefault::add(&mut suite);
     prezero::add(&mut suite);
+    fault_sources::add(&mut suite);
     suite.main()
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::harness::migrate::Reception;
-use crate::harness::{Mode, Suite, Transport, Vmm, wait_for};
+use crate::harness::{Mode, Suite, Transport, Vmm, is_root, skip, wait_for};
 
 /// Bytes per second that leave time for something to happen: 96 MiB take about 6 s.
 const SLOW: &str = "bandwidth=16M";
@@ -23,7 +23,13 @@ const LIMIT_EACH_CUT: Duration = Duration::from_secs(10);
 pub fn add(suite: &mut Suite) {
     let cuts = std::env::var("GODWIT_CUTS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
     let limit = Duration::from_mins(2) + LIMIT_EACH_CUT * cuts;
-    suite.add_long("postcopy::cuts_heal_without_a_command", limit, move || soak(cuts));
+    suite.add_long("postcopy::cuts_heal_without_a_command", limit, move || soak(cuts, ""));
+    suite.add_long("postcopy::cuts_heal_while_vcpus_bring_their_pages", limit, move || {
+        if !is_root() {
+            skip("fault_source=sigbus needs CAP_BPF and CAP_PERFMON");
+        }
+        soak(cuts, ",fault_source=sigbus");
+    });
     suite.add("postcopy::recovery_on_command_at_another_address", recover);
     suite.add("postcopy::auto_switches_on_command", switch);
     suite.add("postcopy::a_source_with_needed_pages_is_not_ended_without_force", force);
@@ -119,10 +125,16 @@ struct Middle {
 
 impl Middle {
     fn start(options: &str) -> Self {
+        Self::start_with(options, "")
+    }
+
+    /// `receiving` are options of the destination, which begin with a comma.
+    fn start_with(options: &str, receiving: &str) -> Self {
         let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=96M");
         source.wait_for_work(5_000);
         let destination = Vmm::empty();
-        let reception = Reception::start(&destination, Transport::Tcp, Mode::Postcopy);
+        let reception =
+            Reception::start_with(&destination, Transport::Tcp, Mode::Postcopy, receiving);
         let cutter = Cutter::start(&reception.url);
         let option = format!("destination_url={},memory_mode=postcopy,{options}", cutter.url);
         source.remote_ok(&["send-migration", &option]);
@@ -144,11 +156,11 @@ impl Middle {
     }
 }
 
-fn soak(cuts: u32) {
+fn soak(cuts: u32, receiving: &str) {
     let mut number = 0x2545_f491_4f6c_dd1d_u64;
     let mut done = 0;
     while done < cuts {
-        let run = Middle::start("bandwidth=4M,preempt=2,connections=2");
+        let run = Middle::start_with("bandwidth=4M,preempt=2,connections=2", receiving);
         while done < cuts && phase(&run.destination) != "done" {
             number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let one = usize::try_from(number >> 40 & 15).unwrap_or(0);

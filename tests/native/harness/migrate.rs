@@ -53,12 +53,18 @@ impl Reception {
     /// Makes `destination` listen.
     #[track_caller]
     pub fn start(destination: &Vmm, transport: Transport, mode: Mode) -> Self {
+        Self::start_with(destination, transport, mode, "")
+    }
+
+    /// The same with more options, which begin with a comma.
+    #[track_caller]
+    pub fn start_with(destination: &Vmm, transport: Transport, mode: Mode, more: &str) -> Self {
         let wanted = match transport {
             Transport::Tcp => "tcp:127.0.0.1:0".to_owned(),
             Transport::Unix => format!("unix:{}", destination.path("migration").display()),
         };
         let seen = ready_addresses(destination).len();
-        let option = format!("receiver_url={wanted},memory_mode={}", mode.name());
+        let option = format!("receiver_url={wanted},memory_mode={}{more}", mode.name());
         let remote = destination.remote_spawn(&["receive-migration", &option]);
         let url = wait_for("the destination to listen", || {
             ready_addresses(destination).into_iter().nth(seen)

@@ -82,6 +82,20 @@ option_enum! {
     }
 }
 
+option_enum! {
+    /// How accesses to pages that have not arrived are caught in postcopy.
+    FaultSourceChoice = "auto|exit|sigbus|uffd", default Auto {
+        /// What is best here; userfaultfd for now.
+        Auto = "auto",
+        /// A vCPU leaves the guest and brings its page itself; needs the patched KVM.
+        Exit = "exit",
+        /// The same with userfaultfd in SIGBUS mode, on any KVM; needs BPF without the patches.
+        Sigbus = "sigbus",
+        /// userfaultfd, with reader threads.
+        Uffd = "uffd",
+    }
+}
+
 option_family! {
     /// Another host NUMA node for a memory zone.
     VmMemoryZoneUpdateData "zone-update" {
@@ -160,6 +174,8 @@ option_family! {
         tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>, unsupported();
         /// When memory travels.
         memory_mode: MigrationMode = MigrationMode::Precopy, "memory_mode" as One<Choice>;
+        /// How accesses of vCPUs to pages that have not arrived are caught in postcopy.
+        fault_source: FaultSourceChoice = FaultSourceChoice::Auto, "fault_source" as One<Choice>;
         /// Other host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly, unsupported();
     }

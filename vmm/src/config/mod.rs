@@ -47,9 +47,9 @@ pub use error::ConfigError;
 pub use family::Family;
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
-    ConvergencePolicy, DirtyClearing, ForceData, MemoryRestoreMode, MigrationCompression,
-    MigrationMode, MigrationRecoverData, MigrationUrl, ReceiveMigrationData, RestoreConfig,
-    SendMigrationData, TimeoutStrategy, VmSnapshotConfig,
+    ConvergencePolicy, DirtyClearing, FaultSourceChoice, ForceData, MemoryRestoreMode,
+    MigrationCompression, MigrationMode, MigrationRecoverData, MigrationUrl, ReceiveMigrationData,
+    RestoreConfig, SendMigrationData, TimeoutStrategy, VmSnapshotConfig,
 };
 pub use net::NetConfig;
 pub use option_string::OptionError;

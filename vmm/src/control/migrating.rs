@@ -20,6 +20,7 @@ use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
 use crate::events;
 use crate::machine::GuestEvent;
+use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
 use crate::options::ExitReason;
 
@@ -94,6 +95,13 @@ impl Vmm {
         if let Some(error) = error {
             return responder.answer(Err(error));
         }
+        let faults = match FaultPlan::new(data.fault_source, &self.host) {
+            Ok(faults) => faults,
+            Err(error) => {
+                let error = ApiError::from_error(ApiErrorKind::Failed, &error);
+                return responder.answer(Err(error));
+            }
+        };
         let listener = match receiving::bind(&data.receiver_url) {
             Ok(listener) => listener,
             Err(error) => return responder.answer(Err(error)),
@@ -101,6 +109,7 @@ impl Vmm {
         let reception = Reception {
             host: Arc::clone(&self.host),
             sink: self.new_sink(),
+            faults,
             mailer: self.mailer.clone(),
         };
         match receiving::start(listener, reception, responder) {
@@ -250,6 +259,12 @@ impl Vmm {
             Ok(()) => {
                 events::emit("vm", "postcopy-migration-completed", &[]);
                 log::info!("the last page has arrived");
+                if let Vm::Live(machine) = &mut self.vm
+                    && let Err(error) = machine.give_back()
+                {
+                    let reason = ApiError::from_error(ApiErrorKind::Failed, &error);
+                    log::error!("the guest goes on without asynchronous page faults: {reason}");
+                }
                 self.memory_has_come();
                 Pages::Here
             }

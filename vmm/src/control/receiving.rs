@@ -17,6 +17,7 @@ use crate::api::{ApiError, ApiErrorKind};
 use crate::events;
 use crate::machine::{EventSink, Host, Machine};
 use crate::migration::destination::{ArrivingBuilder, ArrivingMachine};
+use crate::migration::faults::FaultPlan;
 
 /// How a migration to here ended.
 pub enum Outcome {
@@ -71,6 +72,8 @@ pub struct Reception {
     pub host: Arc<Host>,
     /// Takes events of the guest.
     pub sink: EventSink,
+    /// How accesses to missing pages are caught.
+    pub faults: FaultPlan,
     /// The way back.
     pub mailer: Mailer,
 }
@@ -119,11 +122,11 @@ pub fn start(
     let slot = Arc::new(std::sync::Mutex::new(Some(responder)));
     let spawned = {
         let (slot, progress, cancel) = (Arc::clone(&slot), Arc::clone(&progress), cancel.clone());
-        let Reception { host, sink, mailer } = reception;
+        let Reception { host, sink, faults, mailer } = reception;
         std::thread::Builder::new().name("migration-recv".to_owned()).spawn(move || {
             let taken = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
             let Some(responder) = taken else { return };
-            let builder = ArrivingBuilder::new(host, sink);
+            let builder = ArrivingBuilder::new(host, sink, faults);
             let received = listener.receive(builder, &options, &progress, &cancel);
             let (outcome, faults) = match received {
                 Ok(received) => {

@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use hypervisor::{CpuidEntry, Hypervisor, KvmError, OpenError};
+use hypervisor::{Capabilities, CpuidEntry, Hypervisor, KvmError, OpenError};
 use thiserror::Error;
 
 use super::{MachineError, boot, features};
@@ -38,6 +38,11 @@ impl Host {
         let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
         let cpuid = hypervisor.supported_cpuid()?;
         Ok(Self { hypervisor, cpuid })
+    }
+
+    /// What its KVM can do.
+    pub fn capabilities(&self) -> &Capabilities {
+        self.hypervisor.capabilities()
     }
 
     /// Whether a guest with this configuration that was shown these features can go on here.

@@ -17,6 +17,7 @@ mod boot;
 mod consoles;
 mod disks;
 mod events;
+mod faults;
 mod features;
 mod host;
 mod inspect;
@@ -39,8 +40,8 @@ use arch::layout;
 use devices::bus::BusError;
 use devices::virtio::balloon::BalloonError;
 use hypervisor::{
-    ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu,
-    VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
+    ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, MsrValue, ThreadsConfig, ThreadsError,
+    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
 };
 use memory::GuestRam;
 use pci::{
@@ -56,6 +57,7 @@ use crate::config::console::DEBUG_CONSOLE_PORT;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
+pub use faults::MissingPages;
 pub use host::{Host, HostError};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use passthrough::PassthroughError;
@@ -176,6 +178,8 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
+    /// See [`Machine::give_back`].
+    held_back: Vec<(usize, MsrValue)>,
     /// What vCPUs would be made to show if the guest booted here.
     cpuid: VmCpuid,
     /// What they were made to show when it booted, here or elsewhere.
@@ -293,6 +297,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
+            held_back: Vec::new(),
             shown: features::shown(&cpuid),
             cpuid,
             config,

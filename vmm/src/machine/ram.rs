@@ -8,7 +8,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use arch::layout;
-use hypervisor::{SlotConfig, SlotError, Vm};
+use hypervisor::{KvmError, SlotConfig, SlotError, Vm};
 use memory::{
     Backing, BackingError, Given, GuestRam, HugePageSize, PrefaultError, RamConfig, RamError,
     RamLayout, ZoneSpec,
@@ -36,6 +36,9 @@ pub enum MachineRamError {
     /// KVM does not take it.
     #[error("KVM does not take guest memory")]
     Slot(#[source] SlotError),
+    /// KVM would wait for pages that it was refused.
+    #[error("KVM cannot be kept from asynchronous page faults, as fault_source=sigbus needs")]
+    AsyncFaults(#[source] KvmError),
 }
 
 fn backing(config: &MemoryZoneConfig) -> Result<Backing, memory::ConfigError> {
@@ -160,11 +163,18 @@ fn with_given(
 /// # Errors
 /// Naming the slot.
 pub fn attach(vm: &Vm, ram: &Arc<GuestRam>) -> Result<(), MachineRamError> {
+    // A vCPU whose mapping may refuse it must come back to say so. A KVM without the bundled patches
+    // makes an asynchronous page fault of a refusal whenever it could halt the vCPU meanwhile.
+    let refused = ram.regions().iter().any(|region| region.vcpus_ptr().is_some());
+    let comes_back = vm.capabilities().userfault.is_some_and(|support| support.refused_faults);
+    if refused && !comes_back {
+        vm.keep_halted_vcpus_in_guest().map_err(MachineRamError::AsyncFaults)?;
+    }
     for (slot, region) in (0_u32..).zip(ram.regions()) {
         let config = SlotConfig {
             slot,
             gpa: region.gpa(),
-            hva: region.host_addr(),
+            hva: region.slot_addr(),
             len_bytes: region.len_bytes(),
             log_dirty: false,
             readonly: false,

@@ -8,10 +8,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use devices::bus::{Bus, BusDevice, BusError};
-use hypervisor::{AfterExit, ExitHandler, StopReason};
+use hypervisor::{AfterExit, ExitHandler, FaultAction, FaultedAccess, FaultedAt, StopReason};
 use pci::{BarMapper, MapError, MmioRange};
 
 use super::events::{GuestEvent, Power};
+use super::faults::MissingPages;
 
 /// Ports and device memory of one machine.
 #[derive(Default)]
@@ -19,6 +20,8 @@ pub struct AddressSpace {
     pio: Bus,
     mmio: Bus,
     first_mmio: OnceLock<Instant>,
+    /// RAM that vCPUs may be refused, where they are.
+    missing: OnceLock<Arc<dyn MissingPages>>,
 }
 
 impl AddressSpace {
@@ -48,6 +51,11 @@ impl AddressSpace {
         device: Arc<dyn BusDevice>,
     ) -> Result<(), BusError> {
         self.mmio.insert(name, gpa, len_bytes, device)
+    }
+
+    /// Lets vCPUs bring pages that they are refused. Once, before they run.
+    pub fn set_missing_pages(&self, pages: Arc<dyn MissingPages>) {
+        let _ = self.missing.set(pages);
     }
 
     /// When the guest first touched an address without RAM.
@@ -103,13 +111,28 @@ impl ExitHandler for Exits {
 
     fn mmio_read(&self, gpa: u64, data: &mut [u8]) {
         self.space.first_mmio.get_or_init(Instant::now);
+        if self.space.missing.get().is_some_and(|pages| pages.read(gpa, data)) {
+            return;
+        }
         self.space.mmio.read(gpa, data);
     }
 
     fn mmio_write(&self, gpa: u64, data: &[u8]) -> AfterExit {
         self.space.first_mmio.get_or_init(Instant::now);
+        if self.space.missing.get().is_some_and(|pages| pages.write(gpa, data)) {
+            return AfterExit::Resume;
+        }
         self.space.mmio.write(gpa, data);
         self.after_write()
+    }
+
+    fn faulted_at(&self, _vcpu_index: u32) -> Option<FaultedAt> {
+        self.space.missing.get().and_then(|pages| pages.faulted_at())
+    }
+
+    fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
+        let missing = self.space.missing.get();
+        missing.map_or(FaultAction::Stop, |pages| pages.bring(vcpu_index, access))
     }
 
     fn stopped(&self, vcpu_index: u32, reason: StopReason) {

@@ -8,10 +8,13 @@
 use std::sync::Arc;
 
 use vm_migration::VmError;
+use vm_migration::fault::FaultSource;
 use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
 use super::document::MachineDocument;
+use super::faults::FaultPlan;
 use super::memory::MigratingRam;
+use super::resident::{self, Weakness};
 use crate::config::VmConfig;
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 
@@ -19,12 +22,14 @@ use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 pub struct ArrivingBuilder {
     host: Arc<Host>,
     sink: EventSink,
+    faults: FaultPlan,
 }
 
 impl ArrivingBuilder {
-    /// On this host; events of the guest go to `sink`.
-    pub fn new(host: Arc<Host>, sink: EventSink) -> Self {
-        Self { host, sink }
+    /// On this host; events of the guest go to `sink`; `faults` says how accesses to missing pages
+    /// are caught.
+    pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan) -> Self {
+        Self { host, sink, faults }
     }
 }
 
@@ -38,6 +43,11 @@ pub struct MappedArrival {
 /// A machine that has not run here yet.
 pub struct ArrivingMachine {
     machine: Machine,
+    memory: Arc<MigratingRam>,
+    /// Until somebody asks.
+    faults: Option<FaultPlan>,
+    /// vCPUs are refused missing pages, and KVM's own accesses fail there.
+    weakness: Option<Weakness>,
 }
 
 impl ArrivingMachine {
@@ -62,6 +72,7 @@ impl DestinationBuilder for ArrivingBuilder {
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         let ram = Machine::arriving_ram(&config, &self.host, &given)?;
+        self.faults.prepare(&ram)?;
         let memory = Arc::new(MigratingRam::new(ram)?);
         Ok(MappedArrival { builder: self, config, memory })
     }
@@ -75,12 +86,13 @@ impl MappedMachine for MappedArrival {
     }
 
     fn build(self) -> Result<ArrivingMachine, VmError> {
-        let Self { builder: ArrivingBuilder { host, sink }, mut config, memory } = self;
+        let Self { builder, mut config, memory } = self;
+        let ArrivingBuilder { host, sink, faults } = builder;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
         let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
         machine.check_exclusive()?;
-        Ok(ArrivingMachine { machine })
+        Ok(ArrivingMachine { machine, memory, faults: Some(faults), weakness: None })
     }
 }
 
@@ -88,13 +100,26 @@ impl DestinationVm for ArrivingMachine {
     type Memory = MigratingRam;
     type Running = Machine;
 
+    fn fault_source(&mut self) -> Result<Option<Arc<dyn FaultSource>>, VmError> {
+        let Some(plan) = self.faults.take() else { return Ok(None) };
+        let Some(faulting) = plan.set_up(&self.machine, &self.memory)? else { return Ok(None) };
+        self.weakness = faulting.weakness;
+        Ok(Some(faulting.source))
+    }
+
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
-        let state = MachineState::from_json(state_json)?;
+        let mut state = MachineState::from_json(state_json)?;
+        if let Some(weakness) = self.weakness {
+            resident::bring_in(self.memory.ram(), &state.vcpus, weakness)?;
+            if weakness.async_page_faults {
+                self.machine.hold_back(resident::hold_back(&mut state.vcpus));
+            }
+        }
         Ok(self.machine.restore(state)?)
     }
 
     fn run(self, resume: bool) -> Result<Machine, (Self, VmError)> {
-        let Self { mut machine } = self;
+        let Self { mut machine, memory, faults, weakness } = self;
         let running =
             machine.take_exclusive().and_then(|()| if resume { machine.resume() } else { Ok(()) });
         match running {
@@ -102,7 +127,7 @@ impl DestinationVm for ArrivingMachine {
                 machine.announce();
                 Ok(machine)
             }
-            Err(error) => Err((Self { machine }, error.into())),
+            Err(error) => Err((Self { machine, memory, faults, weakness }, error.into())),
         }
     }
 }

@@ -75,7 +75,7 @@ pub enum MigratingRamError {
     Layout(#[source] LayoutError),
 }
 
-// SAFETY: main and alias mappings are as long as their region, which `ram` keeps mapped readable
+// SAFETY: all mappings of a region are as long as their region, which `ram` keeps mapped readable
 // and writable; regions never change once RAM is made.
 unsafe impl GuestMemoryMap for MigratingRam {
     fn layout(&self) -> &Layout {
@@ -90,6 +90,10 @@ unsafe impl GuestMemoryMap for MigratingRam {
         let region = self.region(region);
         let whole = region.alias_slice(&(0..region.len_bytes())).ok()?;
         Some(whole.ptr_guard_mut().as_ptr())
+    }
+
+    fn vcpus(&self, region: usize) -> Option<*mut u8> {
+        self.region(region).vcpus_ptr()
     }
 
     fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {

@@ -8,7 +8,9 @@
 pub mod destination;
 pub mod dirty;
 pub mod document;
+pub mod faults;
 pub mod hints;
 pub mod memory;
+mod resident;
 pub mod snapshot;
 pub mod source;
