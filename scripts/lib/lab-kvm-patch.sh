@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's group kvm-patch needs beside the usual machine: KVM modules built from the patches of
+# What the lab's groups kvm-patch and faults-patched need beside the usual machine: KVM modules built from the patches of
 # kernel/patches for the lab's own kernel, KVM selftests of the same source, and the cost probe. They are
 # an initramfs of their own that is laid over the machine's. Sourced by scripts/lab.
 
@@ -20,6 +20,16 @@ build_extra_kvm_patch() {
   done
   grep -v '^#' "$SRC/kvm-selftests.txt" | sed 's|^x86_64/||' >"$tree/lab/kvm-patch/selftests.list"
   add_module_script "$tree" "$version" "$out"
+  pack "$tree" "$1"
+}
+
+# build_extra_faults_patched FILE: the modules alone.
+build_extra_faults_patched() {
+  local tree=$LAB/faults-patched out=$LAB/kvm-modules
+  "$ROOT/scripts/kvm-modules" build --kernel "$(cat "$LAB/kernel/version")" --out "$out"
+  rm -rf "$tree"
+  mkdir -p "$tree/lab/kvm-patch"
+  cp "$out/kvm.ko" "$out/kvm-amd.ko" "$tree/lab/kvm-patch/"
   pack "$tree" "$1"
 }
 

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# What the groups of fault sources share: a Debian guest with two vCPUs that computes checksums of what
+# it writes to its disk, moved in postcopy. Sourced after lib.sh.
+
+tap_up lab0
+
+# boot NAME: the guest, with its load under way.
+boot() {
+  start_guest $1 2 --net tap=lab0,mac=52:54:00:00:00:02 &&
+    wait_until $WAIT_S says $1 "GUEST-READY 2 vcpus" &&
+    guest $1 'rm -f /root/bad; head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 & :'
+}
+# move FROM TO FAULT_SOURCE USED: in postcopy; the destination says that it used that source.
+move() {
+  start_vmm $2 || return 1
+  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=postcopy,fault_source=$3 >$T/$2.receive.log 2>&1 &
+  receiver=$!
+  wait_until 30 test -S $T/$2.mig || { cat $T/$2.receive.log; return 1; }
+  remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=postcopy || return 1
+  wait $receiver || { cat $T/$2.receive.log; return 1; }
+  ends $1 90 || return 1
+  arrived() { remote $2 migration-progress | grep -q '"phase": *"done"'; }
+  wait_until 60 arrived - $2 || { remote $2 migration-progress; return 1; }
+  remote $2 migration-progress | tr -d '\n ' | sed 's/.*"faults":\({[^}]*}[^}]*}\).*/FAULTS \1/'; echo
+  remote $2 migration-progress | grep -q "\"source\": *\"$4\"" || return 1
+  state_is $2 Running && open_console $2
+}
+# works NAME: the load goes on, and nothing that it wrote is damaged.
+works() {
+  guest $1 'cat /tmp/rounds' || return 1
+  rounds=$(cat $T/out)
+  guest $1 "for i in \$(seq 300); do [ \$(cat /tmp/rounds) -gt $((rounds + 1)) ] && break; sleep 0.1; done; [ \$(cat /tmp/rounds) -gt $((rounds + 1)) ] && [ ! -e /root/bad ]" || return 1
+  guest $1 'echo 3 >/proc/sys/vm/drop_caches; [ "$(sha256sum </root/known)" = "$(cat /root/known.sum)" ] && ! dmesg | grep -E "I/O error|Oops|BUG:|soft lockup|hung task|segfault"'
+}
+power_off() { remote $1 power-button && wait_until 60 says $1 "POWER-BUTTON" && ends $1 60; }
