@@ -43,7 +43,7 @@ use hypervisor::{
     ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, MsrValue, ThreadsConfig, ThreadsError,
     Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
 };
-use memory::GuestRam;
+use memory::{Collapse, GuestRam};
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
     PciSegment, PciSegmentOptions, PciStateError,
@@ -167,6 +167,8 @@ pub struct Machine {
     paused: bool,
     /// Guest memory that is populated while the guest runs, or was.
     prefault: Option<prefault::Background>,
+    /// Memory from elsewhere that gets huge pages while the guest runs.
+    collapse: Option<Collapse>,
     devices: VirtioDevices,
     passthrough: Passthrough,
     legacy: LegacyDevices,
@@ -286,6 +288,7 @@ impl Chassis {
             vcpus: VcpuThreads::start(vcpus, &threads)?,
             paused: true,
             prefault: None,
+            collapse: None,
             devices: self.devices,
             passthrough: self.passthrough,
             legacy: self.legacy,
