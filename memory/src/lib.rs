@@ -50,6 +50,7 @@ compile_error!("guest RAM needs a 64-bit host");
 
 mod backing;
 mod bitmap;
+mod collapse;
 mod config;
 mod dirty;
 mod give_back;
@@ -67,6 +68,7 @@ mod zero;
 
 pub use backing::BackingError;
 pub use bitmap::{PageBitmap, Runs};
+pub use collapse::{Collapse, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;
 pub use give_back::{DiscardBan, GivenBack};

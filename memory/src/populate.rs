@@ -110,13 +110,18 @@ impl Target<'_> {
         }
     }
 
+    /// Populates by the kernel's advice alone. Fails with `EINVAL` on kernels that do not know it.
+    pub fn populate_small(mapping: &Mapping, range: &Range<u64>) -> io::Result<()> {
+        retry(|| mapping.advise(range, Advice::PopulateWrite))
+    }
+
     /// Populates by the kernel's advice: huge pages by collapse where those are wanted, then the
     /// rest. Fails with `EINVAL` on kernels that do not know the advice.
     pub fn advise(&self, range: &Range<u64>) -> io::Result<()> {
         if self.collapse {
             self.collapse_blocks(range)?;
         }
-        retry(|| self.mapping.advise(range, Advice::PopulateWrite))
+        Self::populate_small(self.mapping, range)
     }
 
     /// Makes huge pages of whole blocks that have next to nothing yet: one page each, then

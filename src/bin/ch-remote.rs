@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use godwit::cli::exit::{self, Failure};
-use godwit::cli::remote;
+use godwit::cli::{print_line, remote};
 
 fn main() -> ExitCode {
     // clap prints help and mistakes by itself, with exit codes 0 and 2.
@@ -13,7 +13,7 @@ fn main() -> ExitCode {
     match remote::run(&matches) {
         Ok(answer) => {
             if let Some(answer) = answer {
-                println!("{answer}");
+                print_line(&answer);
             }
             ExitCode::from(exit::OK)
         }

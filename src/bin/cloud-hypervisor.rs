@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use godwit::cli::exit::{self, Failure};
 use godwit::cli::launch::{self, Launch, RunArgs};
-use godwit::cli::logger;
+use godwit::cli::{logger, print_line};
 use vmm::events;
 
 fn main() -> ExitCode {
@@ -21,7 +21,7 @@ fn main() -> ExitCode {
     };
     let result = match launch {
         Ok(Launch::Print(text)) => {
-            println!("{text}");
+            print_line(&text);
             Ok(())
         }
         Ok(Launch::Run(args)) => run(*args),

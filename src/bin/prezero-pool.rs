@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use godwit::cli::exit::{self, Failure};
-use godwit::cli::{logger, pool};
+use godwit::cli::{logger, pool, print_line};
 
 fn main() -> ExitCode {
     vmm::events::start_clock();
@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         .and_then(|()| call.carry_out().map_err(|error| Failure::failed(&error)));
     match result {
         Ok(text) => {
-            print!("{text}");
+            print_line(text.trim_end());
             ExitCode::from(exit::OK)
         }
         Err(failure) => failure.report(),

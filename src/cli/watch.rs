@@ -7,7 +7,7 @@
 //! takes one that has more or less in it; must never change anything in the VMM.
 
 use std::fmt::Write as _;
-use std::io::{IsTerminal as _, Write as _};
+use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
 use indicatif::{BinaryBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -16,7 +16,7 @@ use thiserror::Error;
 use vmm::api::client::{Client, ClientError};
 use vmm::api::endpoints::Method;
 
-use super::exit;
+use super::{exit, print_line};
 
 /// Time between two looks.
 const POLL: Duration = Duration::from_millis(100);
@@ -335,13 +335,6 @@ impl Screen {
             (_, Some(document)) => print_line(&document.summary()),
         }
     }
-}
-
-/// Whoever reads stdout may have left; the exit code still tells.
-fn print_line(line: &str) {
-    let mut out = std::io::stdout();
-    let _ = writeln!(out, "{line}");
-    let _ = out.flush();
 }
 
 /// Lets the VMM know that somebody is going to look, so that it stays until they have seen the end.

@@ -3,7 +3,7 @@
 //! guest itself must have seen nothing wrong. Many moves of large guests are `migration_rounds.rs`.
 
 use crate::harness::migrate::{migrate, migrate_by};
-use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
+use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
 use crate::migration_local::HugePages;
 
 pub fn add(suite: &mut Suite) {
@@ -16,6 +16,8 @@ pub fn add(suite: &mut Suite) {
         suite.add(&name, move || zones(mode));
         let name = format!("migration::{}_of_4_vcpus", mode.name());
         suite.add(&name, move || of_4_vcpus(mode));
+        let name = format!("migration::{}_gives_huge_pages_back", mode.name());
+        suite.add(&name, move || huge_pages(mode));
     }
     for mode in [Mode::Postcopy, Mode::Auto] {
         let name = format!("migration::{}_of_large_and_small_pages", mode.name());
@@ -25,6 +27,29 @@ pub fn add(suite: &mut Suite) {
     suite.add("migration::postcopy_of_anonymous_memory", || of_anonymous(Mode::Postcopy));
     suite.add("migration::several_connections", several_connections);
     suite.add("migration::events_of_both_sides", events);
+}
+
+/// Bytes of shared memory that a VMM has mapped by huge pages.
+fn huge_bytes(vmm: &Vmm) -> u64 {
+    let path = format!("/proc/{}/smaps_rollup", vmm.pid());
+    let text = std::fs::read_to_string(path).expect("the VMM runs");
+    let line = text.lines().find_map(|line| line.strip_prefix("ShmemPmdMapped:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")).expect("Linux says so");
+    kib.parse::<u64>().expect("a number") << 10
+}
+
+/// Memory arrives in small pages and gets huge ones while the guest runs, without losing a byte.
+fn huge_pages(mode: Mode) {
+    const WRITTEN: u64 = 64 << 20;
+    let source = Vmm::boot(1, "size=192M,shared=on", "workload=random-write mem=64M prefill=1");
+    source.wait_for_heartbeat();
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    // The edges of what the guest writes need not be those of a huge page.
+    wait_for("huge pages", || (huge_bytes(&destination) >= WRITTEN * 3 / 4).then_some(()));
+    destination.wait_for_work(1000);
+    destination.verify();
+    destination.shut_down();
 }
 
 fn paused(mode: Mode) {

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `ch-remote`: a VM's life driven by it, what it prints, its help, its exit codes.
 
+use std::process::Command;
+
 use serde_json::Value;
 
-use crate::harness::vmm::write_file;
+use crate::harness::vmm::{CH_REMOTE, write_file};
 use crate::harness::{Suite, Vmm, ch_remote};
 use crate::lifecycle::config;
 
@@ -31,6 +33,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("remote::life_cycle", life_cycle);
     suite.add("remote::help_of_each_subcommand", help);
     suite.add("remote::errors_are_told_once", errors);
+    suite.add("remote::nobody_has_to_read_the_answer", nobody_has_to_read_the_answer);
 }
 
 fn json(text: &str) -> Value {
@@ -100,5 +103,20 @@ fn errors() {
     let nowhere = ch_remote(&["--api-socket", "/nonexistent/api", "ping"]);
     let error = String::from_utf8_lossy(&nowhere.stderr).into_owned();
     assert!(!nowhere.status.success() && error.contains("/nonexistent/api"), "{error}");
+    vmm.shut_down();
+}
+
+fn nobody_has_to_read_the_answer() {
+    let vmm = Vmm::empty();
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let output = Command::new(CH_REMOTE)
+        .arg("--api-socket")
+        .arg(vmm.socket())
+        .arg("ping")
+        .stdout(writer)
+        .output()
+        .expect("ch-remote runs");
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     vmm.shut_down();
 }

@@ -71,9 +71,11 @@ fn lines(mode: Mode) {
     destination.shut_down();
 }
 
-/// `script` gives it a terminal.
+/// `script` gives it a terminal. The guest is large enough for the bar to be drawn before it moved.
 fn bar(mode: Mode) {
-    let (mut source, destination) = (source(), Vmm::empty());
+    let mut source = Vmm::boot(1, "size=1G,shared=on", "workload=random-write mem=900M prefill=1");
+    source.wait_for_heartbeat();
+    let destination = Vmm::empty();
     let reception = Reception::start(&destination, Transport::Tcp, mode);
     let option = option(&reception, mode);
     let command = format!(

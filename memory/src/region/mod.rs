@@ -8,6 +8,7 @@
 //! Offsets are bytes from the start of the region; pages are 4 KiB, counted from there.
 
 mod discard;
+mod huge;
 mod scrub;
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -26,7 +27,7 @@ use crate::layout::Placement;
 use crate::mapping::{Advice, MapRequest, Mapping};
 use crate::maps::{ResidentMap, ZeroMap};
 use crate::pool::PoolConnection;
-use crate::populate::{PopulateError, THP_BYTES, Target, aligned_inside};
+use crate::populate::{PopulateError, THP_BYTES, Target};
 use crate::populated::{View, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
 use crate::{PAGE_BYTES, to_usize};
@@ -515,16 +516,16 @@ impl RamRegion {
     }
 
     /// Gets pages from the host for a `range` that is about to be filled through
-    /// [`io_slice`](Self::io_slice): one call instead of a fault for each page, and huge pages for
-    /// whole blocks where the zone is to have them. Where the kernel cannot (before 5.14) or will
-    /// not do it now, faults do it later.
+    /// [`io_slice`](Self::io_slice): one call instead of a fault for each page. Where the kernel
+    /// cannot (before 5.14) or will not do it now, faults do it later. Nothing is collapsed, because
+    /// each such call waits for every processor of the host; see [`Collapse`](crate::Collapse).
     ///
     /// # Errors
     /// The range is not whole pages of the region, or the host has no memory left.
     pub fn populate_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.check_pages(range)?;
         let mapping = if self.has_alias() { self.alias()? } else { &self.main };
-        match self.target(mapping).advise(range) {
+        match Target::populate_small(mapping, range) {
             Err(source)
                 if matches!(
                     source.raw_os_error(),
@@ -547,18 +548,6 @@ impl RamRegion {
             hugetlb: self.is_hugetlb(),
             collapse: self.zone.collapse,
         }
-    }
-
-    /// Brings huge pages back to `range` after it was filled by small ones; best effort, returns
-    /// whether the kernel did all of it. Costs a copy of every small page.
-    ///
-    /// # Errors
-    /// The range lies outside the region.
-    pub fn collapse(&self, range: &Range<u64>) -> Result<bool, AccessError> {
-        self.check(range)?;
-        let blocks = aligned_inside(self.host_addr(), range);
-        let possible = !self.is_hugetlb() && !blocks.is_empty();
-        Ok(possible && self.main.advise(&blocks, Advice::Collapse).is_ok())
     }
 
     /// Populates those parts of `range` whose content is here, calling `done` for each. Parts that

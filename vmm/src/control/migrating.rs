@@ -58,11 +58,10 @@ impl Vmm {
         let options = sending::options(data, vcpus)?;
         self.refuse_unmovable()?;
         self.refuse_while_memory_arrives("migrated")?;
-        let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
+        let Vm::Live(mut machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
-        // What is not populated yet need not be: the guest goes elsewhere.
-        machine.stop_prefault();
+        machine.leave_memory();
         let info = Box::new(describe::of_machine(&machine));
         match sending::start(machine, options, self.mailer.clone()) {
             Ok(sending) => {
@@ -203,6 +202,8 @@ impl Vmm {
                 self.vm = Vm::Live(machine);
                 if pages_missing {
                     self.pages = Pages::Arriving { deferred: Vec::new(), steering };
+                } else {
+                    self.memory_has_come();
                 }
                 events::emit("vm", "migration-receive-finished", &[]);
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());

@@ -43,12 +43,14 @@ impl Vmm {
         Ok(())
     }
 
-    /// All of memory is here: what the guest put into its balloon before may go.
-    pub(super) fn memory_has_come(&self) {
-        if let Vm::Live(machine) = &self.vm
-            && let Some(balloon) = machine.balloon()
-        {
-            balloon.retry();
+    /// All of memory is here: what the guest put into its balloon before may go, and the rest gets
+    /// its huge pages back.
+    pub(super) fn memory_has_come(&mut self) {
+        if let Vm::Live(machine) = &mut self.vm {
+            if let Some(balloon) = machine.balloon() {
+                balloon.retry();
+            }
+            machine.restore_huge_pages();
         }
     }
 }

@@ -274,6 +274,9 @@ impl Vmm {
             };
             self.vm = Vm::Live(machine);
             self.filling = fill;
+            if self.filling.is_none() {
+                self.memory_has_come();
+            }
             emit("restored");
             if resume { self.resume() } else { Ok(()) }
         });

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use devices::virtio::balloon::BalloonHandle;
 use hypervisor::VcpuThrottle;
+use memory::Collapse;
 use pci::vfio::PinProgress;
 use pci::{Bdf, PciDevice as _};
 
@@ -21,10 +22,21 @@ impl Machine {
         self.prefault.as_ref().map(Background::status)
     }
 
-    /// Populates no more memory in the background, for a guest that is about to go elsewhere.
-    pub fn stop_prefault(&self) {
+    /// Leaves memory as it is, for a guest that is about to go elsewhere: populates no more of it in
+    /// the background, and makes no more huge pages.
+    pub fn leave_memory(&mut self) {
         if let Some(prefault) = &self.prefault {
             prefault.cancel();
+        }
+        self.collapse = None;
+    }
+
+    /// Begins to make huge pages of memory that has come from elsewhere, where it is to have them.
+    /// All of it has to be here.
+    pub fn restore_huge_pages(&mut self) {
+        match Collapse::start(self.ram.regions()) {
+            Ok(collapse) => self.collapse = collapse,
+            Err(error) => log::warn!("the guest stays on small pages: no thread: {error}"),
         }
     }
 

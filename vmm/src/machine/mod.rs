@@ -42,7 +42,7 @@ use hypervisor::{
     ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, ThreadsConfig, ThreadsError, Vcpu,
     VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
 };
-use memory::GuestRam;
+use memory::{Collapse, GuestRam};
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
     PciSegment, PciSegmentOptions, PciStateError,
@@ -165,6 +165,8 @@ pub struct Machine {
     paused: bool,
     /// Guest memory that is populated while the guest runs, or was.
     prefault: Option<prefault::Background>,
+    /// Memory from elsewhere that gets huge pages while the guest runs.
+    collapse: Option<Collapse>,
     devices: VirtioDevices,
     passthrough: Passthrough,
     legacy: LegacyDevices,
@@ -282,6 +284,7 @@ impl Chassis {
             vcpus: VcpuThreads::start(vcpus, &threads)?,
             paused: true,
             prefault: None,
+            collapse: None,
             devices: self.devices,
             passthrough: self.passthrough,
             legacy: self.legacy,

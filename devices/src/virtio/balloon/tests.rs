@@ -39,6 +39,8 @@ impl Guest {
     fn on(backing: &Backing, change: impl FnOnce(&mut BalloonConfig)) -> Self {
         let zone = |id: &str, size_bytes| ZoneSpec {
             backing: backing.clone(),
+            // Or khugepaged may fill what was given back.
+            thp: false,
             ..ZoneSpec::new(id, size_bytes)
         };
         let zones = vec![zone("low", BORDER), zone("high", BORDER), zone("rest", 2 * BORDER)];

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Huge pages for guest memory that has come from elsewhere, made while the guest runs.
+//!
+//! Memory arrives in small pages: making huge ones at that moment costs time in which the guest, or
+//! whoever waits for it, stands still. Afterwards this makes them, for zones that are to have huge
+//! pages and whose host does not give them by itself.
+//!
+//! Owns one thread, which works for a tenth of the time. Must never populate memory, must not be used
+//! while contents are still to arrive, and must stop soon after it is told to.
+
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::region::RamRegion;
+
+/// How much longer it rests than it works. Collapsing has the kernel do something on every processor,
+/// the guest's among them.
+const REST_FACTOR: u32 = 9;
+/// Failures in a row, with never a success, that show that this kernel does not do it.
+const FAILURES_MAX: u64 = 16;
+
+#[derive(Debug, Default)]
+struct Stop {
+    /// Locked for an instant.
+    told: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Stop {
+    fn tell(&self) {
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for so long; true as soon as it is to stop.
+    fn within(&self, time: Duration) -> bool {
+        let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_timeout_while(told, time, |told| !*told);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// What has become of the blocks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Collapsed {
+    /// Huge pages, by now.
+    pub huge: u64,
+    /// Left as they were: not all of a block was there.
+    pub sparse: u64,
+    /// The kernel would not: pages in use for I/O, no huge page to be had.
+    pub refused: u64,
+}
+
+/// Memory being made of huge pages. Dropping it stops and waits for the thread.
+#[derive(Debug)]
+pub struct Collapse {
+    stop: Arc<Stop>,
+    thread: Option<JoinHandle<Collapsed>>,
+}
+
+impl Collapse {
+    /// Begins with those of `regions` that want it; `None` if none does.
+    ///
+    /// # Errors
+    /// The host gives no thread.
+    pub fn start(regions: &[Arc<RamRegion>]) -> io::Result<Option<Self>> {
+        let wanting = |region: &&Arc<RamRegion>| region.wants_collapse();
+        let regions: Vec<_> = regions.iter().filter(wanting).cloned().collect();
+        if regions.is_empty() {
+            return Ok(None);
+        }
+        let stop = Arc::new(Stop::default());
+        let thread = {
+            let stop = Arc::clone(&stop);
+            thread::Builder::new()
+                .name("huge-pages".to_owned())
+                .spawn(move || collapse_all(&regions, &stop))?
+        };
+        Ok(Some(Self { stop, thread: Some(thread) }))
+    }
+
+    /// Tells it to stop soon. What is huge stays so.
+    pub fn cancel(&self) {
+        self.stop.tell();
+    }
+
+    /// Waits for its end; what has become of the blocks, or `None` after a panic.
+    pub fn wait(mut self) -> Option<Collapsed> {
+        self.thread.take().and_then(|thread| thread.join().ok())
+    }
+}
+
+impl Drop for Collapse {
+    fn drop(&mut self) {
+        self.stop.tell();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn collapse_all(regions: &[Arc<RamRegion>], stop: &Stop) -> Collapsed {
+    let mut blocks = Collapsed::default();
+    for region in regions {
+        for block in region.huge_blocks() {
+            let began = Instant::now();
+            let count = if !region.is_populated(&block) {
+                &mut blocks.sparse
+            } else if region.collapse(&block).unwrap_or(false) {
+                &mut blocks.huge
+            } else {
+                &mut blocks.refused
+            };
+            *count += 1;
+            let hopeless = blocks.huge == 0 && blocks.refused >= FAILURES_MAX;
+            if hopeless || stop.within(began.elapsed() * REST_FACTOR) {
+                return blocks;
+            }
+        }
+    }
+    blocks
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+    use crate::{Backing, GuestRam, RamConfig, RamLayout, ZoneSpec};
+
+    const MIB: u64 = 1 << 20;
+
+    fn ram(thp: bool) -> GuestRam {
+        let zone =
+            ZoneSpec { thp, shared: true, backing: Backing::Memfd, ..ZoneSpec::new("t", 16 * MIB) };
+        GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default()).unwrap()
+    }
+
+    #[test]
+    fn full_blocks_become_huge_and_keep_what_they_hold_while_others_stay() {
+        let ram = ram(true);
+        let region = &ram.regions()[0];
+        let data: Vec<u8> = (0_u32..6 << 18).flat_map(u32::to_le_bytes).collect();
+        region.write_range(0, &data).unwrap();
+        region.write_range(8 * MIB, &data[..1 << 20]).unwrap();
+        let before = region.populated_runs(&(0..16 * MIB)).unwrap();
+        let Some(collapse) = Collapse::start(ram.regions()).unwrap() else {
+            eprintln!("SKIPPED: this host gives huge pages to shared memory by itself");
+            return;
+        };
+        let blocks = collapse.wait().unwrap();
+        if blocks.huge == 0 {
+            eprintln!("SKIPPED: this kernel does not collapse");
+            return;
+        }
+        assert_eq!(blocks, Collapsed { huge: 3, sparse: 5, refused: 0 });
+        assert_eq!(region.populated_runs(&(0..16 * MIB)).unwrap(), before);
+        let mut found = vec![0; data.len()];
+        region.io_slice(&(0..6 * MIB)).unwrap().copy_to(&mut found[..]);
+        assert!(found == data);
+    }
+
+    #[test]
+    fn memory_that_is_to_have_small_pages_is_left_alone() {
+        assert!(Collapse::start(ram(false).regions()).unwrap().is_none());
+    }
+
+    #[test]
+    fn it_ends_when_it_is_told_to() {
+        let ram = ram(true);
+        ram.regions()[0].fill(&(0..16 * MIB)).unwrap();
+        if let Some(collapse) = Collapse::start(ram.regions()).unwrap() {
+            collapse.cancel();
+            let blocks = collapse.wait().unwrap();
+            assert!(blocks.huge + blocks.sparse + blocks.refused <= 8);
+        }
+    }
+}

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Huge pages for a region that was filled by small ones.
+//!
+//! Owns the question whether a block may be collapsed, and the call. Must never populate a page: a
+//! block of which a part is not there stays as it is.
+
+use std::ops::Range;
+
+use super::{AccessError, RamRegion};
+use crate::mapping::Advice;
+use crate::populate::{THP_BYTES, aligned_inside};
+use crate::to_usize;
+
+impl RamRegion {
+    /// Whether huge pages are wanted here that the host's settings do not give by themselves.
+    pub(crate) fn wants_collapse(&self) -> bool {
+        self.zone.collapse
+    }
+
+    /// The blocks that could be huge pages, in bytes of the region.
+    pub(crate) fn huge_blocks(&self) -> impl Iterator<Item = Range<u64>> + use<> {
+        let whole = aligned_inside(self.host_addr(), &(0..self.len_bytes()));
+        whole.step_by(to_usize(THP_BYTES)).map(|start| start..start + THP_BYTES)
+    }
+
+    /// Whether the host has a page for every page of `block`.
+    pub(crate) fn is_populated(&self, block: &Range<u64>) -> bool {
+        self.populated_runs(block).is_ok_and(|runs| runs == [block.clone()])
+    }
+
+    /// Brings huge pages back to `range` after it was filled by small ones; best effort, returns
+    /// whether the kernel did all of it. Costs a copy of every small page.
+    ///
+    /// # Errors
+    /// The range lies outside the region.
+    pub fn collapse(&self, range: &Range<u64>) -> Result<bool, AccessError> {
+        self.check(range)?;
+        let blocks = aligned_inside(self.host_addr(), range);
+        let possible = !self.is_hugetlb() && !blocks.is_empty();
+        Ok(possible && self.main.advise(&blocks, Advice::Collapse).is_ok())
+    }
+}
