@@ -70,7 +70,7 @@ fn zones() {
 }
 
 /// Asks the host for huge pages, and gives them back.
-struct HugePages(u64);
+pub struct HugePages(u64);
 
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
@@ -81,7 +81,7 @@ impl HugePages {
     }
 
     /// `None`, loudly, where the host gives none.
-    fn ask(pages: u64) -> Option<Self> {
+    pub fn ask(pages: u64) -> Option<Self> {
         let before = Self::now();
         let _ = std::fs::write(POOL, (before + pages).to_string());
         let asked = Self(before);

@@ -13,6 +13,7 @@
 //! | `compressed` | memory that travels compressed |
 //! | `hints` | pages that the guest says it does not use |
 //! | `local` | memory handed over as descriptors |
+//! | `pieces` | large host pages that come together from pieces |
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
@@ -31,6 +32,7 @@ mod hints;
 mod hostile;
 mod local;
 mod moves;
+mod pieces;
 mod plain;
 mod recovery;
 mod sharing;
