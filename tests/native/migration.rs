@@ -52,9 +52,23 @@ fn huge_pages(mode: Mode) {
     destination.shut_down();
 }
 
+/// Pauses the guest. A vCPU that is stopped while it writes its status leaves one that cannot be
+/// read; then it goes on for a moment.
+fn pause_between_updates(vmm: &Vmm) {
+    let guest = vmm.guest();
+    wait_for("a pause between two updates of the status", || {
+        vmm.api().put("vm.pause", "").ok();
+        let readable = guest.status().is_ok_and(|status| status.complete());
+        if !readable {
+            vmm.api().put("vm.resume", "").ok();
+        }
+        readable.then_some(())
+    });
+}
+
 fn paused(mode: Mode) {
     let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=64M");
-    source.api().put("vm.pause", "").ok();
+    pause_between_updates(&source);
     let beats = source.guest().heartbeat().expect("a heartbeat");
     let destination = Vmm::empty();
     migrate(source, &destination, Transport::Unix, mode);

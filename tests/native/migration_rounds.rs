@@ -21,8 +21,8 @@ const MANY: u32 = 10;
 const MORE_MIB: u64 = 256;
 /// Guest RAM of which 90 % are written, MiB, and how much that is.
 const NEARLY_ALL_MIB: (u64, u64) = (2048, 1844);
-/// What keeps precopy from ending: a downtime that no round reaches.
-const NEVER: &str = "downtime_ms=1,timeout_s=4";
+/// What ends precopy before its rounds do: a downtime that hardly any reaches, and a clock.
+const NEVER: &str = "downtime_ms=1,postcopy_after_s=1";
 /// Pages visited between two moves, so that each move carries new contents.
 const VISITS: u64 = 20_000;
 
