@@ -3,8 +3,7 @@
 //! guest itself must have seen nothing wrong. Many moves of large guests are `migration_rounds.rs`.
 
 use crate::harness::migrate::{migrate, migrate_by};
-use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
-use crate::migration_local::HugePages;
+use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
 
 pub fn add(suite: &mut Suite) {
     for mode in [Mode::Precopy, Mode::Postcopy, Mode::Auto] {
@@ -106,7 +105,7 @@ fn zones(mode: Mode) {
 
 /// The guest writes in both zones; in that of large pages each fault needs 2 MiB.
 fn of_large_pages(mode: Mode) {
-    let Some(_pool) = HugePages::ask(2 * 64) else { return };
+    let _pool = HugePages::borrow(2 * 64);
     let source = VmmBuilder::guest(2, "size=0", "workload=random-write mem=144M")
         .with(&["--memory-zone", "id=small,size=64M,shared=on"])
         .with(&["id=large,size=128M,hugepages=on,hugepage_size=2M"])

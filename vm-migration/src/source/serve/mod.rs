@@ -15,8 +15,8 @@
 //! its own, claim what was asked for. No lock and no queue is between them. What the destination
 //! shows as one large host page goes out in pieces of 4 KiB where it can put them together, so that
 //! neither waits for a whole one of the other, and who comes later does not wait for who is large.
-//! When a connection is lost, all are ended, and the destination says on the next set what it still lacks: that becomes
-//! pending, whatever has been claimed before.
+//! When a connection is lost, all are ended, and the destination says on the next set what it still
+//! lacks: that becomes pending, whatever has been claimed before.
 
 mod answers;
 mod pages;

@@ -89,9 +89,10 @@ fn push_bulk<M: GuestMemoryMap>(
 ) -> Result<(), Failure> {
     const STEP: &str = "pushing pages";
     let mut at = (0, 0);
+    let mut answers = Answers::new(server);
     loop {
         while channel.reader.has_buffered() || has_data(&channel.connection, stop).step(STEP)? {
-            answer(server, channel, stop)?;
+            answer(&mut answers, server, channel, stop)?;
         }
         give_way(server);
         let Some(chunk) = server.next_chunk(&mut at) else { return Ok(()) };
@@ -140,24 +141,25 @@ fn answer_requests<M: GuestMemoryMap>(
     channel: &mut Channel,
     stop: &Cancel,
 ) -> Result<(), Failure> {
+    let mut answers = Answers::new(server);
     loop {
-        answer(server, channel, stop)?;
+        answer(&mut answers, server, channel, stop)?;
     }
 }
 
-/// Takes a request and answers it, and what comes meanwhile.
+/// Takes a request and answers it, and what comes meanwhile. `answers` is empty before and after.
 fn answer<M: GuestMemoryMap>(
+    answers: &mut Answers<'_, M>,
     server: &Server<M>,
     channel: &mut Channel,
     stop: &Cancel,
 ) -> Result<(), Failure> {
     const STEP: &str = "serving page requests";
     let counters = &server.progress.counters;
-    let mut answers = Answers::new(server);
     if !channel.reader.has_buffered() {
         channel.connection.wait_for_data(None).step(STEP)?;
     }
-    take_request(channel, &mut answers)?;
+    take_request(channel, answers)?;
     while let Some((reply, why)) = answers.next_piece() {
         if !reply.is_empty() {
             let pages = server.send(&channel.connection, &reply).step(STEP)?;
@@ -172,7 +174,7 @@ fn answer<M: GuestMemoryMap>(
             && answers.has_room()
             && (channel.reader.has_buffered() || has_data(&channel.connection, stop).step(STEP)?)
         {
-            take_request(channel, &mut answers)?;
+            take_request(channel, answers)?;
         }
     }
     Ok(())
