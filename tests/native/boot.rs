@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use crate::harness::{Suite, Vmm, VmmBuilder, process, skip};
+use crate::harness::{HugePages, Suite, Vmm, VmmBuilder, process};
 
 pub fn add(suite: &mut Suite) {
     for vcpus in [1, 2, 4] {
@@ -49,25 +49,11 @@ fn works_in(memory: &str) {
 }
 
 fn hugepages() {
-    let free = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
-    let count =
-        |path: &str| fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
-    let pool = "/proc/sys/vm/nr_hugepages";
-    let before = count(pool);
-    if count(free).unwrap_or(0) < 96 {
-        let wanted = before.unwrap_or(0) + 128;
-        let _ = fs::write(pool, wanted.to_string());
-    }
-    if count(free).unwrap_or(0) < 96 {
-        skip("there are no 2 MiB huge pages, and none can be set aside");
-    }
+    let _pool = HugePages::borrow(96);
     let vmm = Vmm::boot(1, "size=192M,shared=on,hugepages=on", "workload=random-write mem=64M");
     vmm.wait_for_work(10_000);
     vmm.verify();
     vmm.shut_down();
-    if let Some(before) = before {
-        let _ = fs::write(pool, before.to_string());
-    }
 }
 
 fn zones() {

@@ -2,8 +2,8 @@
 //! Live migration between two processes while every vCPU writes: every page is compared, and the
 //! guest itself must have seen nothing wrong. Many moves of large guests are `migration_rounds.rs`.
 
-use crate::harness::migrate::migrate;
-use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
+use crate::harness::migrate::{migrate, migrate_by};
+use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
 
 pub fn add(suite: &mut Suite) {
     for mode in [Mode::Precopy, Mode::Postcopy, Mode::Auto] {
@@ -17,6 +17,10 @@ pub fn add(suite: &mut Suite) {
         suite.add(&name, move || of_4_vcpus(mode));
         let name = format!("migration::{}_gives_huge_pages_back", mode.name());
         suite.add(&name, move || huge_pages(mode));
+    }
+    for mode in [Mode::Postcopy, Mode::Auto] {
+        let name = format!("migration::{}_of_large_and_small_pages", mode.name());
+        suite.add(&name, move || of_large_pages(mode));
     }
     suite.add("migration::precopy_of_anonymous_memory", || of_anonymous(Mode::Precopy));
     suite.add("migration::postcopy_of_anonymous_memory", || of_anonymous(Mode::Postcopy));
@@ -47,8 +51,20 @@ fn huge_pages(mode: Mode) {
     destination.shut_down();
 }
 
+/// Waits until every vCPU works. Before, a vCPU has no status page, or one of zeros, which is not
+/// sent.
+fn wait_for_all_vcpus(vmm: &Vmm) {
+    let guest = vmm.guest();
+    wait_for("work of every vCPU", || {
+        let status = guest.status().expect("the guest's status");
+        let working = status.complete() && status.known().all(|vcpu| vcpu.iterations > 0);
+        working.then_some(())
+    });
+}
+
 fn paused(mode: Mode) {
     let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=64M");
+    wait_for_all_vcpus(&source);
     source.api().put("vm.pause", "").ok();
     let beats = source.guest().heartbeat().expect("a heartbeat");
     let destination = Vmm::empty();
@@ -80,6 +96,28 @@ fn zones(mode: Mode) {
     source.wait_for_work(5_000);
     let destination = Vmm::empty();
     migrate(source, &destination, Transport::Tcp, mode);
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+/// The guest writes in both zones; in that of large pages each fault needs 2 MiB.
+fn of_large_pages(mode: Mode) {
+    let _pool = HugePages::borrow(2 * 64);
+    let source = VmmBuilder::guest(2, "size=0", "workload=random-write mem=144M")
+        .with(&["--memory-zone", "id=small,size=64M,shared=on"])
+        .with(&["id=large,size=128M,hugepages=on,hugepage_size=2M"])
+        .start();
+    source.wait_for_work(5_000);
+    let destination = Vmm::empty();
+    let option = |url: &str| {
+        // A guest so small would be there before auto becomes postcopy.
+        let early = if mode == Mode::Auto { ",postcopy_after_s=0" } else { "" };
+        format!("destination_url={url},memory_mode={}{early}", mode.name())
+    };
+    migrate_by(source, &destination, Transport::Tcp, mode, option);
+    let progress = destination.api().get("vm.migration-progress").ok().json();
+    assert!(progress["faults"]["source"].is_string(), "it was not postcopy: {progress}");
     destination.wait_for_work(5_000);
     destination.verify();
     destination.shut_down();

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use crate::harness::migrate::{Reception, failure_of};
-use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
+use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, VmmBuilder};
 
 /// For ten hand-overs.
 const LIMIT_MANY: Duration = Duration::from_mins(2);
@@ -69,39 +69,9 @@ fn zones() {
     destination.shut_down();
 }
 
-/// Asks the host for huge pages, and gives them back.
-struct HugePages(u64);
-
-const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
-
-impl HugePages {
-    fn now() -> u64 {
-        let text = std::fs::read_to_string(POOL).unwrap_or_default();
-        text.trim().parse().unwrap_or(0)
-    }
-
-    /// `None`, loudly, where the host gives none.
-    fn ask(pages: u64) -> Option<Self> {
-        let before = Self::now();
-        let _ = std::fs::write(POOL, (before + pages).to_string());
-        let asked = Self(before);
-        if Self::now() < before + pages {
-            println!("     SKIPPED: the host gives no {pages} pages of 2 MiB");
-            return None;
-        }
-        Some(asked)
-    }
-}
-
-impl Drop for HugePages {
-    fn drop(&mut self) {
-        let _ = std::fs::write(POOL, self.0.to_string());
-    }
-}
-
 fn hugetlb() {
     // For one VM, not for two: what is handed over is not needed a second time.
-    let Some(_pool) = HugePages::ask(96) else { return };
+    let _pool = HugePages::borrow(96);
     let memory = "size=192M,hugepages=on,hugepage_size=2M";
     let source = Vmm::boot(2, memory, "workload=random-write mem=64M");
     source.wait_for_work(5_000);

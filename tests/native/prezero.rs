@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::harness::migrate::Reception;
 use crate::harness::pool::Pool;
-use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, process, skip, wait_for};
+use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, process, wait_for};
 
 /// The soak's length in seconds, and the variable that makes it longer.
 const SOAK_S: u64 = 15;
@@ -131,34 +131,8 @@ fn around_the_hole() {
     vmm.shut_down();
 }
 
-/// Huge pages in the host's pool, given back on drop.
-struct HugePages(String);
-
-impl HugePages {
-    const FILE: &str = "/proc/sys/vm/nr_hugepages";
-
-    fn new(pages: u64) -> Self {
-        let read = || std::fs::read_to_string(Self::FILE).unwrap_or_default().trim().to_owned();
-        let before = read();
-        let wanted = before.parse().unwrap_or(0) + pages;
-        let _ = std::fs::write(Self::FILE, wanted.to_string());
-        let borrowed = Self(before);
-        if read() != wanted.to_string() {
-            drop(borrowed);
-            skip("huge pages cannot be set aside");
-        }
-        borrowed
-    }
-}
-
-impl Drop for HugePages {
-    fn drop(&mut self) {
-        let _ = std::fs::write(Self::FILE, &self.0);
-    }
-}
-
 fn huge_pages() {
-    let _pages = HugePages::new(96);
+    let _pages = HugePages::borrow(96);
     let pool = Pool::start(&["size = '192M'\npages = '2M'\ncount = 1"]);
     let memory = format!("size=192M,hugepages=on{}", pool.option());
     let mut first = Vmm::boot(2, &memory, "workload=random-write mem=100%");

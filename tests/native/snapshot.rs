@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::harness::{Suite, Vmm, VmmBuilder, skip};
+use crate::harness::{HugePages, Suite, Vmm, VmmBuilder};
 
 pub fn add(suite: &mut Suite) {
     for mode in ["copy", "ondemand"] {
@@ -38,25 +38,9 @@ const LOAD: &str = "workload=random-write";
 
 /// A guest that has been writing.
 pub fn source(memory: &str, workload: &str) -> Vmm {
-    if memory.contains("hugepages") && !huge_pages(192 / 2 * 2) {
-        skip("there are not enough 2 MiB huge pages, and none can be set aside");
-    }
     let source = Vmm::boot(2, memory, &format!("{LOAD} {workload}"));
     source.wait_for_work(5_000);
     source
-}
-
-/// Sees to it that so many huge pages are free.
-fn huge_pages(count: u64) -> bool {
-    let free = || -> u64 {
-        let path = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
-        let text = std::fs::read_to_string(path).unwrap_or_default();
-        text.trim().parse().unwrap_or(0)
-    };
-    if free() < count {
-        let _ = std::fs::write("/proc/sys/vm/nr_hugepages", count.to_string());
-    }
-    free() >= count
 }
 
 /// A directory for a snapshot, and its URL.
@@ -111,6 +95,8 @@ fn assert_restores(url: &str, mode: &str) -> Vmm {
 
 fn round_trip(mode: &str, memory: &str, workload: &str) {
     let (_folder, url) = place();
+    // For the guest that is saved, and for what is restored while that one's memory goes.
+    let _pool = memory.contains("hugepages").then(|| HugePages::borrow(2 * 96));
     let mut source = source(memory, workload);
     save(&source, &url);
     let before = source.verify_paused();

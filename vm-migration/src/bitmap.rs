@@ -127,6 +127,11 @@ impl ClaimMap {
         })
     }
 
+    /// How many bits of a run are set (a snapshot, when others claim meanwhile).
+    pub fn count_run(&self, first: u64, count: u64) -> u64 {
+        self.for_words(first, count, |word, mask| mask & self.words[word].load(Ordering::Acquire))
+    }
+
     fn for_words(&self, first: u64, count: u64, mut each: impl FnMut(usize, u64) -> u64) -> u64 {
         let end = first.checked_add(count).filter(|end| *end <= self.bits);
         let end = end.expect("a run of this map's own bits");
@@ -263,6 +268,8 @@ mod tests {
             let map = ClaimMap::new(500);
             map.set(first);
             prop_assert_eq!(map.set_run(first, count), count.saturating_sub(1));
+            prop_assert_eq!(map.count_run(0, 500), map.count());
+            prop_assert_eq!(map.count_run(first, count), count);
             prop_assert_eq!(map.claim_run(first, count), count);
             prop_assert_eq!(map.count(), u64::from(count == 0));
         }

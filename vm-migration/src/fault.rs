@@ -106,7 +106,8 @@ pub trait FaultSource: Send + Sync {
     fn stop_readers(&self);
 
     /// True when pages are received in place (through the alias) and then made visible with
-    /// [`make_present`](Self::make_present); otherwise [`copy_in`](Self::copy_in) is the way.
+    /// [`make_present`](Self::make_present); otherwise [`copy_in`](Self::copy_in) is the way. Must
+    /// be true for shared memory of large host pages: these come in pieces.
     fn receives_in_place(&self, region: usize) -> bool;
 
     /// True when [`copy_in`](Self::copy_in) works for memory that is received in place as well, and

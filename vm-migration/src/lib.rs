@@ -65,6 +65,7 @@ mod latency;
 pub mod layout;
 pub mod options;
 mod pace;
+mod pieces;
 pub mod progress;
 pub mod protocol;
 pub mod ram;

@@ -17,6 +17,7 @@ use crate::error::Side;
 use crate::fault::FaultSourceKind;
 use crate::history::{Course, History, Passage, Sample};
 use crate::latency::{Latencies, micros};
+use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
 use crate::report::FailureReport;
 
@@ -366,6 +367,12 @@ impl Progress {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
         (get(&c.bulk_pages), get(&c.urgent_pages) + get(&c.prefetched_pages))
+    }
+
+    /// Pages of 4 KiB that have come so far, those of large pages that are not complete included.
+    pub(crate) fn pages_come(&self) -> u64 {
+        let c = &self.counters;
+        c.memory_bytes_received.load(Relaxed) / PAGE_BYTES + c.zero_pages.load(Relaxed)
     }
 
     /// Memory went out as a frame.

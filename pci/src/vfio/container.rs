@@ -69,10 +69,9 @@ impl DmaTarget for Type1Container {
         }
         let gpa = region.gpa().saturating_add(range.start);
         let address = region.as_ptr().wrapping_add(start);
-        // SAFETY: the range lies in a region of `self.ram`, which this value and every function that
-        // was opened in the container keep alive until after the container, and so its mappings, are
-        // gone; guest RAM is only ever reached by volatile and atomic
-        // accesses and by system calls, as vCPUs write to it at any time, too.
+        // SAFETY: the range lies in a region of `self.ram`, which outlives the container and so its
+        // mappings (this value and every function opened in it hold it). Guest RAM is reached only by
+        // volatile and atomic accesses and by system calls: vCPUs write to it at any time, too.
         let mapped = unsafe { self.container.vfio_dma_map(gpa, len, address) };
         mapped.map_err(|error| match error {
             IoctlError::IommuDmaMap(errno) => io::Error::from_raw_os_error(errno.errno()),

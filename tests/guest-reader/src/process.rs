@@ -224,15 +224,12 @@ fn is_ram_name(target: &str, more_names: &[String]) -> bool {
     RAM_NAMES.contains(&name) || name.starts_with(RAM_PREFIX)
 }
 
-/// Private anonymous mappings that are large enough, as backings to be probed.
+/// Private anonymous memory that is large enough, as backings to be probed.
 pub(crate) fn anonymous_mappings(pid: u32) -> Result<Vec<Backing>, ProcessError> {
     let path = PathBuf::from(format!("/proc/{pid}/maps"));
     let text = fs::read_to_string(&path).map_err(|source| ProcessError::Proc { path, source })?;
     let mut backings = Vec::new();
-    for (address, end) in text.lines().filter_map(anonymous_line) {
-        if end - address < LEAST_RAM_BYTES {
-            continue;
-        }
+    for (address, end) in anonymous_ranges(&text) {
         let open = |name: &str, write: bool| {
             let path = PathBuf::from(format!("/proc/{pid}/{name}"));
             OpenOptions::new()
@@ -249,6 +246,24 @@ pub(crate) fn anonymous_mappings(pid: u32) -> Result<Vec<Backing>, ProcessError>
         });
     }
     Ok(backings)
+}
+
+/// Where guest RAM may begin and how far it may go, by the text of `/proc/PID/maps`.
+///
+/// The kernel shows one piece of memory as several mappings where their histories differ: parts
+/// that were filled through different userfaultfds stay apart. So each mapping is taken to go on as
+/// far as others follow without a gap.
+#[doc(hidden)]
+pub fn anonymous_ranges(maps: &str) -> Vec<(u64, u64)> {
+    let mut ranges: Vec<(u64, u64)> = maps.lines().filter_map(anonymous_line).collect();
+    for index in (1..ranges.len()).rev() {
+        let (next, end) = ranges[index];
+        if ranges[index - 1].1 == next {
+            ranges[index - 1].1 = end;
+        }
+    }
+    ranges.retain(|(start, end)| end - start >= LEAST_RAM_BYTES);
+    ranges
 }
 
 /// Start and end of the mapping that a line of `/proc/PID/maps` describes, if it is private,

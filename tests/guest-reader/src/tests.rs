@@ -251,6 +251,21 @@ fn map_lines_of_private_anonymous_memory_are_recognised() {
 }
 
 #[test]
+fn mappings_without_a_gap_are_one_piece_of_memory() {
+    let maps = "\
+        10000000-11000000 rw-p 0 00:00 0\n\
+        11000000-12000000 rw-p 0 00:00 0\n\
+        12000000-12001000 ---p 0 00:00 0\n\
+        12001000-12101000 rw-p 0 00:00 0\n\
+        12101000-13001000 rw-p 0 00:00 0\n\
+        20000000-20100000 rw-p 0 00:00 0\n";
+    let found = crate::process::anonymous_ranges(maps);
+    let first = [(0x1000_0000, 0x1200_0000), (0x1100_0000, 0x1200_0000)];
+    let second = [(0x1200_1000, 0x1300_1000), (0x1210_1000, 0x1300_1000)];
+    assert_eq!(found, [first, second].concat());
+}
+
+#[test]
 fn random_numbers_stay_below_their_limit_and_reach_all_of_it() {
     let mut random = Random::new(1, 0);
     let mut seen = [false; 7];

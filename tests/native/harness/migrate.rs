@@ -99,10 +99,22 @@ pub fn send_option(url: &str, mode: Mode) -> String {
 
 /// Moves the VM, and waits until the destination has all of it and the source has ended.
 #[track_caller]
-pub fn migrate(mut source: Vmm, destination: &Vmm, transport: Transport, mode: Mode) {
+pub fn migrate(source: Vmm, destination: &Vmm, transport: Transport, mode: Mode) {
+    migrate_by(source, destination, transport, mode, |url| send_option(url, mode));
+}
+
+/// The same with options of its own, for an address.
+#[track_caller]
+pub fn migrate_by(
+    mut source: Vmm,
+    destination: &Vmm,
+    transport: Transport,
+    mode: Mode,
+    option: impl FnOnce(&str) -> String,
+) {
     let reception = Reception::start(destination, transport, mode);
     let before = source.events().len();
-    source.remote_ok(&["send-migration", &send_option(&reception.url, mode)]);
+    source.remote_ok(&["send-migration", &option(&reception.url)]);
     // The end of an earlier one may be written only now; it is before the begin of this one.
     let begun = wait_for("the begin of the migration", || {
         let events = source.events();

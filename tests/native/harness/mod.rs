@@ -5,6 +5,7 @@
 //! not. Must never contain an expectation about a particular feature.
 
 pub mod api;
+pub mod huge_pages;
 pub mod migrate;
 pub mod pool;
 pub mod process;
@@ -15,6 +16,7 @@ pub mod vmm;
 use std::time::{Duration, Instant};
 
 pub use api::Api;
+pub use huge_pages::HugePages;
 pub use migrate::{Mode, Transport};
 pub use runner::{Suite, skip};
 pub use vmm::{Vmm, VmmBuilder, ch_remote};

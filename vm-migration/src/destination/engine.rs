@@ -7,7 +7,8 @@
 //! source has been asked. A fault sets `wanted` and then looks at `missing`; an arrival clears
 //! `missing` and then looks at `wanted`. Between the two steps both order them, so that one of the
 //! two always sees the other (there is a loom model of this in `bitmap`), and no waiter is
-//! forgotten. It opens, waits on and writes to no connection.
+//! forgotten. A large host page is one of these; what comes of it in pieces arrives with the last
+//! (`destination::assembly`). It opens, waits on and writes to no connection.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +20,8 @@ use crate::bitmap::{ClaimMap, change_then_look};
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
 use crate::fault::{Fault, FaultSource};
-use crate::layout::{GpaRange, PAGE_BYTES, PageRun, to_usize};
+use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun, to_usize};
+use crate::pieces::Pieces;
 use crate::progress::Progress;
 use crate::protocol::codec::ByteSource;
 use crate::protocol::{ProtocolError, runs};
@@ -36,6 +38,10 @@ const SMALL_BYTES: u64 = 128 << 10;
 /// Pages that the copying path buffers at once, rounded up to a unit.
 const COPY_PAGES: u64 = 256;
 
+/// Contents came for pages that need none.
+pub(super) const NOT_MISSING: ProtocolError =
+    ProtocolError::Malformed { what: "memory table", why: "it names pages that are not missing" };
+
 /// How pages came here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Via {
@@ -47,11 +53,13 @@ pub(crate) enum Via {
 
 /// State of all missing memory.
 pub(crate) struct Engine<M> {
-    memory: Arc<M>,
-    source: Arc<dyn FaultSource>,
+    pub(super) memory: Arc<M>,
+    pub(super) source: Arc<dyn FaultSource>,
     /// Per region, in units.
     missing: Vec<ClaimMap>,
     wanted: Vec<ClaimMap>,
+    /// Per region: how its units come together from pieces, where they may.
+    pub(super) pieces: Vec<Option<Pieces>>,
     /// Per region: pages of 4 KiB in a unit.
     unit_pages: Vec<u64>,
     /// Units missing in all regions.
@@ -66,7 +74,7 @@ pub(crate) struct Engine<M> {
     waits: Waits,
     /// Threads that bring their own pages.
     sleepers: Sleepers,
-    progress: Arc<Progress>,
+    pub(super) progress: Arc<Progress>,
 }
 
 /// How the engine stands.
@@ -109,6 +117,11 @@ impl<M: GuestMemoryMap> Engine<M> {
             regions.iter().map(|region| region.host_page_bytes / PAGE_BYTES).collect();
         let mut left = 0;
         let mut missing_bytes = 0;
+        let pieces = regions.iter().zip(&missing).map(|(region, missing)| {
+            let together = region.backing == Backing::Shared && region.host_page_bytes > PAGE_BYTES;
+            together.then(|| Pieces::new(missing, region.host_page_bytes / PAGE_BYTES))
+        });
+        let pieces = pieces.collect();
         for (region, map) in missing.iter().enumerate() {
             let unit = unit_pages[region];
             left += map.count();
@@ -123,6 +136,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             source,
             wanted: maps(&**memory),
             missing,
+            pieces,
             unit_pages,
             left: AtomicU64::new(left),
             complete: Cancel::new().map_err(Cause::Resource)?,
@@ -264,7 +278,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    fn pages_of(&self, region: usize, index: u64) -> PageRun {
+    pub(super) fn pages_of(&self, region: usize, index: u64) -> PageRun {
         let unit = self.unit_pages[region];
         PageRun { region, first: index * unit, count: unit }
     }
@@ -314,6 +328,9 @@ impl<M: GuestMemoryMap> Engine<M> {
                 let run = PageRun { region, first: first * unit, count: count * unit };
                 ram::empty(&*self.memory, run).map_err(Cause::Memory)?;
             }
+            if let Some(pieces) = &self.pieces[region] {
+                pieces.begin_again(map);
+            }
         }
         Ok(())
     }
@@ -343,6 +360,24 @@ impl<M: GuestMemoryMap> Engine<M> {
         scratch: &mut Vec<u8>,
     ) -> Result<(), Cause> {
         let runs = self.check(ranges)?;
+        for alike in runs.chunk_by(|one, next| self.in_pieces(one) == self.in_pieces(next)) {
+            if alike.first().is_some_and(|run| self.in_pieces(run)) {
+                self.take_pieces(from, alike, via)?;
+            } else {
+                self.take_units(from, alike, via, scratch)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes contents of whole units.
+    fn take_units(
+        &self,
+        from: &mut impl ByteSource,
+        runs: &[PageRun],
+        via: Via,
+        scratch: &mut Vec<u8>,
+    ) -> Result<(), Cause> {
         let bytes = runs.iter().map(PageRun::len_bytes).fold(0, u64::saturating_add);
         let in_place = runs.iter().all(|run| self.source.receives_in_place(run.region));
         if bytes <= SMALL_BYTES && self.source.prefers_copies_of_small_runs() {
@@ -354,20 +389,20 @@ impl<M: GuestMemoryMap> Engine<M> {
             from.read_exact(left)?;
             for run in runs {
                 let (piece, rest) = left.split_at_mut(to_usize(run.len_bytes()));
-                self.source.copy_in(run, piece)?;
-                self.has_come(run, via)?;
+                self.source.copy_in(*run, piece)?;
+                self.has_come(*run, via)?;
                 left = rest;
             }
         } else if in_place {
             let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
             from.read_guest(&slices)?;
             for run in runs {
-                self.source.make_present(run)?;
-                self.has_come(run, via)?;
+                self.source.make_present(*run)?;
+                self.has_come(*run, via)?;
             }
         } else {
             for run in runs {
-                self.copy_in(from, run, via)?;
+                self.copy_in(from, *run, via)?;
             }
         }
         Ok(())
@@ -400,9 +435,13 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Takes pages that are zero. They stay holes unless somebody waits for them.
     pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
         for run in self.check(ranges)? {
+            self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
+            if self.in_pieces(&run) {
+                self.take_zero_pieces(run, via)?;
+                continue;
+            }
             self.memory.mark_resident(run);
             self.memory.mark_zero(run);
-            self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
             self.arrived(run, via, |region, index| self.show(region, index))?;
         }
         Ok(())
@@ -424,17 +463,21 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Whole units of guest memory that are missing; contents for anything else would overwrite
-    /// what the guest has written here.
+    /// Whole units of guest memory that are missing, or pieces that nobody has begun to bring in;
+    /// contents for anything else would overwrite what the guest has written here.
     fn check(&self, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
         let runs = locate(self.memory.layout(), ranges)?;
         for run in &runs {
-            let unit = self.unit_pages[run.region];
-            let whole = run.first.is_multiple_of(unit) && run.count.is_multiple_of(unit);
-            let map = &self.missing[run.region];
-            if !whole || !(run.first / unit..run.end() / unit).all(|index| map.get(index)) {
-                let why = "it names pages that are not missing";
-                return Err(ProtocolError::Malformed { what: "memory table", why });
+            let missing = if let Some(pieces) = &self.pieces[run.region] {
+                pieces.are_absent(run.first, run.count)
+            } else {
+                let unit = self.unit_pages[run.region];
+                let whole = run.first.is_multiple_of(unit) && run.count.is_multiple_of(unit);
+                let map = &self.missing[run.region];
+                whole && (run.first / unit..run.end() / unit).all(|index| map.get(index))
+            };
+            if !missing {
+                return Err(NOT_MISSING);
             }
         }
         Ok(runs)
@@ -442,7 +485,7 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// Pages are in place: they are not missing any more, and `wake` is called for each unit that
     /// somebody waits for.
-    fn arrived(
+    pub(super) fn arrived(
         &self,
         run: PageRun,
         via: Via,
@@ -481,7 +524,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Lets waiters of a unit that is not missing go on: with its contents, or else with zeros.
-    fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
+    pub(super) fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
         Ok(self.source.make_zero(self.pages_of(region, index))?)
     }
 }

@@ -244,14 +244,14 @@ struct Pulse {
     stall: Duration,
     asked: Instant,
     /// When something arrived last, and how much there was then.
-    moved: (Instant, (u64, u64)),
+    moved: (Instant, u64),
     rates: Rates,
 }
 
 impl Pulse {
     fn new(progress: &Progress, stall: Duration) -> Self {
         let now = Instant::now();
-        let moved = (now, progress.pages_moved());
+        let moved = (now, progress.pages_come());
         Self { stall, asked: now, moved, rates: Rates::new(progress) }
     }
 
@@ -264,7 +264,7 @@ impl Pulse {
         let after = self.stall;
         let stalled = |what| Err(TransportError::Timeout { what, after }).step(STEP);
         self.rates.sample(progress);
-        let moved = progress.pages_moved();
+        let moved = progress.pages_come();
         if moved != self.moved.1 {
             self.moved = (Instant::now(), moved);
         }

@@ -11,6 +11,7 @@
 //! | `fresh` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what is missing, what is asked for |
+//! | `assembly` | large host pages in it, which come together from pieces |
 //! | `fault` | the engine's threads |
 //! | `desk` | where threads that were refused a page get it |
 //! | `sleepers` | how they sleep until it is here |
@@ -20,6 +21,7 @@
 //! Nothing that the peer says is believed before it is checked against the machine that was built
 //! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
 
+mod assembly;
 mod building;
 mod desk;
 mod engine;

@@ -27,6 +27,9 @@ pub const FEATURE_ZSTD: &str = "zstd";
 /// Memory may be handed over as file descriptors.
 pub const FEATURE_LOCAL: &str = "local";
 
+/// Large host pages of shared memory may come in pieces of 4 KiB in postcopy.
+pub const FEATURE_PIECES: &str = "pieces";
+
 /// Length of the token that extra connections show.
 pub const TOKEN_BYTES: usize = 16;
 
@@ -39,6 +42,7 @@ pub fn features() -> BTreeSet<String> {
         FEATURE_EARLY_MEMORY,
         FEATURE_ZSTD,
         FEATURE_LOCAL,
+        FEATURE_PIECES,
     ]
     .map(String::from)
     .into()

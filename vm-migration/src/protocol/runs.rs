@@ -15,7 +15,7 @@ const TAG_RUNS: u8 = 0;
 const TAG_BITMAP: u8 = 1;
 
 /// Encodes the sets of all regions, in order.
-pub fn encode(maps: &[ClaimMap]) -> Vec<u8> {
+pub fn encode<'m>(maps: impl IntoIterator<Item = &'m ClaimMap>) -> Vec<u8> {
     let mut out = Vec::new();
     for map in maps {
         let runs = map.runs();

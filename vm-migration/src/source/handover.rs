@@ -17,7 +17,6 @@ use super::{Context, Remains, Setback, check_cancel};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::protocol::message::Message;
-use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 use crate::session::Session;
 use crate::vm::{PausedVm, SourceVm};
@@ -108,7 +107,7 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
 ) -> Result<(), Failure> {
     let state = vm.state_json().map_err(Cause::Vm).step("saving the guest's state")?;
     check_cancel(context.cancel, "saving the guest's state")?;
-    let mut pending = server.map(|server| runs::encode(server.pending()));
+    let mut pending = server.map(|server| server.encode_pending());
     if let Some(server) = server {
         // Putting state in may touch memory over there, so requests are served from now on; without
         // connections of their own they come on those of the pushers.

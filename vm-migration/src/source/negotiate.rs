@@ -18,8 +18,9 @@ use crate::layout::Layout;
 use crate::options::{Compression, MemoryMode};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_POSTCOPY,
-    FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common, features, software,
+    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES,
+    FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common,
+    features, software,
 };
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -63,6 +64,8 @@ pub(crate) enum Terms {
         early_memory: bool,
         /// The destination has the guest's memory itself.
         local: bool,
+        /// Large host pages may travel in pieces.
+        pieces: bool,
         /// The destination's memory, which decides the unit in which pages travel.
         layout: Layout,
     },
@@ -138,6 +141,7 @@ pub(crate) fn agree<V: SourceVm>(
                 zero_pages: features.contains(FEATURE_ZERO_PAGES),
                 early_memory: features.contains(FEATURE_EARLY_MEMORY),
                 local: context.options.local,
+                pieces: features.contains(FEATURE_PIECES),
                 layout,
             }
         }

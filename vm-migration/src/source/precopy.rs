@@ -16,7 +16,7 @@ use super::{Context, Setback, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
+use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::{Convergence, DirtyClear, MemoryMode};
 use crate::progress::Event;
 use crate::protocol::message::Message;
@@ -389,7 +389,7 @@ fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<ClaimM
 }
 
 impl Links {
-    /// The unit in which pages of a region travel, in pages of 4 KiB: the destination's host page,
+    /// The unit in which the destination knows pages of a region, in pages of 4 KiB: its host page,
     /// because it can only show whole ones.
     pub(crate) fn unit_pages(&self, region: usize) -> u64 {
         match &self.terms {
@@ -397,6 +397,19 @@ impl Links {
             Terms::Negotiated { layout, .. } => {
                 layout.regions()[region].host_page_bytes / PAGE_BYTES
             }
+        }
+    }
+
+    /// What is sent together at least in postcopy, in pages of 4 KiB: one where the destination
+    /// puts the pieces of a unit together, else a unit.
+    pub(crate) fn piece_pages(&self, region: usize) -> u64 {
+        match &self.terms {
+            Terms::Negotiated { pieces: true, layout, .. }
+                if layout.regions()[region].backing == Backing::Shared =>
+            {
+                1
+            }
+            _ => self.unit_pages(region),
         }
     }
 }

@@ -11,7 +11,7 @@ use std::time::Instant;
 use super::negotiate::Links;
 use super::precopy::{Cargo, Copied, Switch};
 use super::round::{Pass, RoundKind, send_round};
-use super::serve::Server;
+use super::serve::{Grain, Server};
 use super::{Context, Setback};
 use crate::bitmap::{ClaimMap, word_runs};
 use crate::channel::Channel;
@@ -69,8 +69,11 @@ impl<V: SourceVm> Copied<V> {
                     let pending = in_units(pages, &links);
                     let progress = Arc::clone(context.progress);
                     let options = context.options;
+                    let grain =
+                        |region| Grain::new(links.piece_pages(region), links.unit_pages(region));
+                    let grains = (0..pending.len()).map(grain).collect();
                     let server =
-                        Server::new(Arc::clone(&memory), pending, &links, options, progress);
+                        Server::new(Arc::clone(&memory), pending, grains, options, progress);
                     Ok(Some(Arc::new(server)))
                 }
             }
@@ -105,7 +108,7 @@ fn add_dirty<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// The same pages in the units in which they travel.
+/// The same pages in the units that the destination knows.
 fn in_units(pages: Vec<ClaimMap>, links: &Links) -> Vec<ClaimMap> {
     let convert = |(region, map): (usize, ClaimMap)| {
         let unit = links.unit_pages(region);

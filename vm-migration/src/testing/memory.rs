@@ -72,17 +72,28 @@ impl FakeMemory {
         backing: Backing,
         host_page_bytes: u64,
     ) -> Result<Arc<Self>, FakeMemoryError> {
-        let infos = regions.iter().enumerate().map(|(index, (gpa, pages))| RegionInfo {
-            name: format!("ram{index}"),
-            gpa: *gpa,
-            len_bytes: pages * PAGE_BYTES,
-            host_page_bytes,
-            backing,
-        });
-        let layout = Layout::new(infos.collect())?;
+        let layout = layout(regions, backing, host_page_bytes)?;
         let regions = layout.regions().iter().map(Region::new).collect::<io::Result<_>>()?;
-        let (calm, refusing) = (AtomicBool::new(false), OnceLock::new());
-        Ok(Arc::new(Self { layout, regions, calm, refusing }))
+        Ok(Arc::new(Self::with(layout, regions)))
+    }
+
+    fn with(layout: Layout, regions: Vec<Region>) -> Self {
+        Self { layout, regions, calm: AtomicBool::new(false), refusing: OnceLock::new() }
+    }
+
+    /// Shared memory that says of itself that its host pages are large: for tests in which no
+    /// kernel hears of them.
+    ///
+    /// # Errors
+    /// When the host has no memory for it.
+    pub fn pretending(
+        regions: &[(u64, u64)],
+        host_page_bytes: u64,
+    ) -> Result<Arc<Self>, FakeMemoryError> {
+        let pretended = layout(regions, Backing::Shared, host_page_bytes)?;
+        let real = layout(regions, Backing::Shared, PAGE_BYTES)?;
+        let regions = real.regions().iter().map(Region::new).collect::<io::Result<_>>()?;
+        Ok(Arc::new(Self::with(pretended, regions)))
     }
 
     /// The same memory as another's, from the files of its regions, in order.
@@ -96,8 +107,7 @@ impl FakeMemory {
         let regions = layout.regions().iter().zip(files);
         let regions = regions.map(|(info, file)| Region::over(info, file));
         let regions = regions.collect::<io::Result<_>>()?;
-        let (calm, refusing) = (AtomicBool::new(false), OnceLock::new());
-        Ok(Arc::new(Self { layout: layout.clone(), regions, calm, refusing }))
+        Ok(Arc::new(Self::with(layout.clone(), regions)))
     }
 
     /// The word at `word` of a page, through the guest's mapping.
@@ -168,6 +178,21 @@ impl FakeMemory {
         let runs = self.populated_runs(region, pages)?;
         Ok(runs.iter().map(|run| (run.end - run.start) * PAGE_BYTES).sum())
     }
+}
+
+fn layout(
+    regions: &[(u64, u64)],
+    backing: Backing,
+    host_page_bytes: u64,
+) -> Result<Layout, FakeMemoryError> {
+    let infos = regions.iter().enumerate().map(|(index, (gpa, pages))| RegionInfo {
+        name: format!("ram{index}"),
+        gpa: *gpa,
+        len_bytes: pages * PAGE_BYTES,
+        host_page_bytes,
+        backing,
+    });
+    Ok(Layout::new(infos.collect())?)
 }
 
 impl Region {
@@ -260,13 +285,18 @@ unsafe impl GuestMemoryMap for FakeMemory {
         }
         // A page of a memfd is in memory if it was ever populated: the tests do not swap.
         let mut present = vec![0_u8; to_usize(pages.end - pages.start)];
-        // SAFETY: a range of our own mapping, and a byte for each of its pages.
-        let result = unsafe {
-            let start = region.main.add(to_usize(pages.start * PAGE_BYTES));
-            libc::mincore(start.cast(), present.len() * 4096, present.as_mut_ptr())
-        };
-        if result != 0 {
-            return Err(io::Error::last_os_error());
+        // Of large host pages the kernel tells only what a mapping has seen.
+        for mapping in std::iter::once(region.main).chain(region.alias) {
+            let mut seen = vec![0_u8; present.len()];
+            // SAFETY: a range of our own mapping, and a byte for each of its pages.
+            let result = unsafe {
+                let start = mapping.add(to_usize(pages.start * PAGE_BYTES));
+                libc::mincore(start.cast(), seen.len() * 4096, seen.as_mut_ptr())
+            };
+            if result != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            present.iter_mut().zip(seen).for_each(|(present, seen)| *present |= seen);
         }
         let mut runs: Vec<Range<u64>> = Vec::new();
         for page in pages.clone().filter(|page| present[to_usize(page - pages.start)] & 1 == 1) {

@@ -14,7 +14,7 @@ use crate::testing::FakeMemory;
 use crate::{Convergence, DirtyClear, MemoryMode, SendOptions};
 
 /// No guest can be moved with so little downtime.
-fn out_of_reach(options: &mut SendOptions) {
+pub(super) fn out_of_reach(options: &mut SendOptions) {
     options.memory_mode = MemoryMode::Auto;
     options.convergence = Convergence::None;
     options.downtime = Duration::from_micros(1);

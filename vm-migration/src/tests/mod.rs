@@ -14,6 +14,7 @@
 //! | `hints` | pages that the guest says it does not use |
 //! | `local` | memory handed over as descriptors |
 //! | `own` | vCPUs that bring their own pages |
+//! | `pieces` | large host pages that come together from pieces |
 //! | `plain` | peers that know only version 0 |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
@@ -33,6 +34,7 @@ mod hostile;
 mod local;
 mod moves;
 mod own;
+mod pieces;
 mod plain;
 mod recovery;
 mod sharing;

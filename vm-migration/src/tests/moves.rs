@@ -20,7 +20,7 @@ pub(super) struct Case {
     from: Arc<FakeMemory>,
     to: Arc<FakeMemory>,
     guest: Arc<Guest>,
-    pace: Pace,
+    pub(super) pace: Pace,
     own_faults: bool,
 }
 
@@ -74,7 +74,7 @@ impl Case {
     }
 }
 
-fn postcopy(options: &mut crate::SendOptions) {
+pub(super) fn postcopy(options: &mut crate::SendOptions) {
     options.memory_mode = MemoryMode::Postcopy;
 }
 
@@ -224,53 +224,4 @@ fn restoring_state_may_touch_memory_that_has_not_arrived() {
     send(case.vm(), &options).unwrap();
     receiver.join().unwrap().stop();
     assert_whole(&case.guest, &case.to);
-}
-
-#[test]
-fn postcopy_onto_hugetlb_moves_whole_huge_pages() {
-    if !have_uffd() {
-        return;
-    }
-    const HUGE: u64 = 2 << 20;
-    let regions = &[(0, 4 * HUGE / PAGE_BYTES)];
-    let huge = FakeMemory::new(regions, Backing::Shared, HUGE);
-    let _pool = HugePool::ask(8);
-    let Ok(to) = huge else {
-        eprintln!("SKIPPED: no memfd of 2 MiB pages");
-        return;
-    };
-    if !HugePool::has(4) {
-        eprintln!("SKIPPED: the host gives no 2 MiB pages");
-        return;
-    }
-    let from = FakeMemory::new(regions, Backing::Shared, PAGE_BYTES).unwrap();
-    Case::new(from, to, 17).go(&loopback(), postcopy);
-}
-
-/// Asks the host for 2 MiB pages, and gives them back.
-struct HugePool(u64);
-
-impl HugePool {
-    const FILE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/";
-
-    fn read(name: &str) -> u64 {
-        let text = std::fs::read_to_string(format!("{}{name}", Self::FILE)).unwrap_or_default();
-        text.trim().parse().unwrap_or(0)
-    }
-
-    fn has(pages: u64) -> bool {
-        Self::read("free_hugepages") >= pages
-    }
-
-    fn ask(pages: u64) -> Self {
-        let before = Self::read("nr_hugepages");
-        let _ = std::fs::write(format!("{}nr_hugepages", Self::FILE), (before + pages).to_string());
-        Self(before)
-    }
-}
-
-impl Drop for HugePool {
-    fn drop(&mut self) {
-        let _ = std::fs::write(format!("{}nr_hugepages", Self::FILE), self.0.to_string());
-    }
 }

@@ -143,12 +143,21 @@ fn wait_until(what: &str, condition: impl Fn() -> bool) {
 
 impl Run {
     fn start(limits: Limits, adjust: impl FnOnce(&mut SendOptions)) -> Self {
-        let (from, to) = (memory(), memory());
-        let guest = Guest::new(&from, 77);
-        guest.fill(&from, 60);
+        Self::between(&memory(), memory(), 2, limits, adjust)
+    }
+
+    fn between(
+        from: &Arc<FakeMemory>,
+        to: Arc<FakeMemory>,
+        vcpus: u64,
+        limits: Limits,
+        adjust: impl FnOnce(&mut SendOptions),
+    ) -> Self {
+        let guest = Guest::new(from, 77);
+        guest.fill(from, 60);
         // Slow enough not to ask for all pages before a test has acted.
         let pace = Pace::Paced(4, Duration::from_millis(3));
-        let builder = Builder::new(&to, &guest).load(2, 90, pace);
+        let builder = Builder::new(&to, &guest).load(vcpus, 90, pace);
         let receive_steering = Steering::new();
         let target = Target::steered(&loopback(), builder, limits, receive_steering.clone());
         let proxy = Proxy::start(&target.address);
@@ -172,7 +181,7 @@ impl Run {
             (received.vm, done)
         });
         let sender = {
-            let (vm, progress) = (FakeVm::new(&from, &guest).running(), Arc::clone(&source));
+            let (vm, progress) = (FakeVm::new(from, &guest).running(), Arc::clone(&source));
             std::thread::spawn(move || {
                 let sent = migrate(vm, &options, &progress, &Cancel::new().unwrap());
                 sent.map(drop).map_err(|failure| chain(failure.error()))
@@ -229,6 +238,24 @@ fn a_cut_of_any_connection_heals_without_help() {
         assert_eq!((source.recovery.losses, destination.recovery.losses), (1, 1));
         assert!(destination.recovery.reason.is_some());
     }
+}
+
+#[test]
+fn large_host_pages_that_came_in_part_come_again_after_a_cut() {
+    let Some((from, to, _pool)) = super::pieces::onto_large_pages() else { return };
+    // Nobody asks for anything: whole pages would be here before the first cut.
+    let slow = |options: &mut SendOptions| options.bandwidth_bytes_per_s = SLOW / 2;
+    let run = Run::between(&from, to, 0, LIMITS, slow);
+    for cut in 0..4 {
+        wait_until("a piece more", || {
+            let now = run.destination.snapshot();
+            now.phase == Phase::Fault && now.memory_bytes_received > cut * (256 << 10)
+        });
+        run.proxy.cut_all();
+        wait_until("the loss", || u64::from(run.losses()) > cut);
+    }
+    let (_, destination) = run.finish();
+    assert!(destination.recovery.recoveries >= 4, "{destination:?}");
 }
 
 #[test]

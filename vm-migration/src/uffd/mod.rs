@@ -181,7 +181,8 @@ impl<M: GuestMemoryMap> Uffd<M> {
     }
 
     /// The same for memory most of which is there: what is there is not caught, and what is missing
-    /// is always copied in.
+    /// is copied in. Large host pages of shared memory are the exception: they come in pieces, which
+    /// nobody may see before the last, and there are few of them to be caught.
     ///
     /// # Errors
     /// See [`UffdError`].
@@ -302,6 +303,11 @@ fn pages_error(what: &'static str, run: PageRun, source: io::Error) -> UffdError
     UffdError::Pages { what, region: run.region, first: run.first, pages: run.count, source }
 }
 
+/// Whether a region is received in place where shared memory is, or is not.
+fn in_place_of(info: &RegionInfo, shared: bool) -> bool {
+    info.backing == Backing::Shared && (shared || info.host_page_bytes > PAGE_BYTES)
+}
+
 /// Cuts the regions into parts of about `part_bytes`, whole 2 MiB each, and deals them out.
 fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64, in_place: bool) -> Vec<Part> {
     let part_pages = part_bytes.next_multiple_of(HOST_PAGE_BYTES_MAX) / PAGE_BYTES;
@@ -327,7 +333,7 @@ fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64, in_place: bool) -> Vec<
                 descriptor,
                 host_page_bytes: info.host_page_bytes,
                 shared: info.backing == Backing::Shared,
-                in_place: in_place && info.backing == Backing::Shared,
+                in_place: in_place_of(info, in_place),
             });
             first += pages;
             filled += pages;
@@ -381,7 +387,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     }
 
     fn receives_in_place(&self, region: usize) -> bool {
-        self.in_place && self.memory.layout().regions()[region].backing == Backing::Shared
+        in_place_of(&self.memory.layout().regions()[region], self.in_place)
     }
 
     fn prefers_copies_of_small_runs(&self) -> bool {

@@ -14,7 +14,15 @@ use pci::vfio::PinProgress;
 use pci::{Bdf, PciDevice as _};
 
 use super::prefault::{Background, PrefaultStatus};
-use super::{FunctionInfo, Machine, ResizeBalloonError};
+use super::{Machine, ResizeBalloonError};
+
+/// One PCI function, for people who ask.
+pub struct FunctionInfo {
+    /// Its id.
+    pub id: String,
+    /// Its address.
+    pub bdf: Bdf,
+}
 
 impl Machine {
     /// How far memory is populated in the background; `None` where nobody asked for it.

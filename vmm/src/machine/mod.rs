@@ -45,8 +45,8 @@ use hypervisor::{
 };
 use memory::{Collapse, GuestRam};
 use pci::{
-    Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
-    PciSegment, PciSegmentOptions, PciStateError,
+    ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError, PciSegment,
+    PciSegmentOptions, PciStateError,
 };
 use thiserror::Error;
 use vm_memory::GuestAddressSpace as _;
@@ -150,14 +150,6 @@ pub enum ResizeBalloonError {
     /// It cannot have this size.
     #[error(transparent)]
     Size(#[from] BalloonError),
-}
-
-/// One PCI function, for people who ask.
-pub struct FunctionInfo {
-    /// Its id.
-    pub id: String,
-    /// Its address.
-    pub bdf: Bdf,
 }
 
 /// A machine.

@@ -160,6 +160,7 @@ fn too_many_pages_at_once_need_a_reset() {
     guest.driver.queues[INFLATE].add(&[readable(DATA, 1 << 20), readable(DATA, 4)]);
     guest.driver.queues[INFLATE].kick();
     guest.driver.interrupt.wait_broken();
+    assert_eq!(guest.counter("give_back_calls"), 0);
 }
 
 #[test]

@@ -5,16 +5,20 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `mod` | the pending bits, and the phase: serving, losing connections, serving again |
-//! | `pages` | which pages go out in what order: chunks of the background, answers to requests |
+//! | `pages` | which pages go out: chunks of the background, pieces of what was asked for |
+//! | `answers` | the order in which the requests of one connection are answered |
 //! | `threads` | bulk pushers and urgent servers, one for each connection |
 //! | `reconnect` | how lost connections are made again |
 //!
 //! Whoever clears a pending bit sends the page, once. Bulk pushers claim small chunks and send them
 //! on connections whose queues are kept short; urgent servers, each a thread with a connection of
-//! its own, claim what was asked for. No lock and no queue is between them. When a connection is
-//! lost, all are ended, and the destination says on the next set what it still lacks: that becomes
-//! pending, whatever has been claimed before.
+//! its own, claim what was asked for. No lock and no queue is between them. What the destination
+//! shows as one large host page goes out in pieces of 4 KiB where it can put them together, so that
+//! neither waits for a whole one of the other, and who comes later does not wait for who is large.
+//! When a connection is lost, all are ended, and the destination says on the next set what it still
+//! lacks: that becomes pending, whatever has been claimed before.
 
+mod answers;
 mod pages;
 mod reconnect;
 mod threads;
@@ -25,7 +29,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::handover::{HandedOver, Pages};
-use super::negotiate::Links;
 use super::{Context, Remains, Setback};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
@@ -47,13 +50,49 @@ pub(crate) use threads::{serve_bulk, serve_urgent};
 
 use pages::HINT_NONE;
 
+/// How pages of a region go out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grain {
+    /// Pages of 4 KiB that are claimed and sent together.
+    piece_pages: u64,
+    /// Pieces that the destination shows together.
+    unit_pieces: u64,
+}
+
+impl Grain {
+    /// Of pages that a destination shows in units of `unit_pages`.
+    pub(crate) fn new(piece_pages: u64, unit_pages: u64) -> Self {
+        Self { piece_pages, unit_pieces: unit_pages / piece_pages }
+    }
+
+    /// Sets all pieces of the units that are set.
+    fn set_pieces(&self, pieces: &ClaimMap, units: &ClaimMap) {
+        for (first, count) in units.runs() {
+            pieces.set_run(first * self.unit_pieces, count * self.unit_pieces);
+        }
+    }
+
+    /// The units of which a piece is set; `None` where that is the same.
+    fn units_of(&self, pieces: &ClaimMap) -> Option<ClaimMap> {
+        if self.unit_pieces == 1 {
+            return None;
+        }
+        let units = ClaimMap::new(pieces.len() / self.unit_pieces);
+        for (first, count) in pieces.runs() {
+            let start = first / self.unit_pieces;
+            units.set_run(start, (first + count).div_ceil(self.unit_pieces) - start);
+        }
+        Some(units)
+    }
+}
+
 /// What bulk pushers and urgent servers share. It outlives connections.
 pub(crate) struct Server<M> {
     memory: Arc<M>,
-    /// Per region, in units: still to be sent.
+    /// Per region, in pieces: still to be sent.
     pending: Vec<ClaimMap>,
-    /// Per region: pages of 4 KiB in a unit.
-    unit_pages: Vec<u64>,
+    /// Per region: what a piece and a unit are.
+    grains: Vec<Grain>,
     /// Where the guest faulted last, for the pushers.
     hint: AtomicU64,
     /// Requests that are being answered now: pushers let them go first.
@@ -64,19 +103,26 @@ pub(crate) struct Server<M> {
 }
 
 impl<M: GuestMemoryMap> Server<M> {
+    /// Begins with the units that the destination lacks.
     pub(crate) fn new(
         memory: Arc<M>,
-        pending: Vec<ClaimMap>,
-        links: &Links,
+        missing: Vec<ClaimMap>,
+        grains: Vec<Grain>,
         options: &SendOptions,
         progress: Arc<Progress>,
     ) -> Self {
-        let unit_pages: Vec<u64> =
-            (0..pending.len()).map(|region| links.unit_pages(region)).collect();
+        let pending = missing.into_iter().zip(&grains).map(|(units, grain)| {
+            if grain.unit_pieces == 1 {
+                return units;
+            }
+            let pieces = ClaimMap::new(units.len() * grain.unit_pieces);
+            grain.set_pieces(&pieces, &units);
+            pieces
+        });
         let server = Self {
             memory,
-            pending,
-            unit_pages,
+            pending: pending.collect(),
+            grains,
             hint: AtomicU64::new(HINT_NONE),
             in_service: AtomicU32::new(0),
             pace: Pace::new(options.bandwidth_bytes_per_s),
@@ -86,14 +132,24 @@ impl<M: GuestMemoryMap> Server<M> {
         server
     }
 
-    pub(crate) fn pending(&self) -> &[ClaimMap] {
-        &self.pending
+    /// What is still to be sent, for the destination.
+    pub(crate) fn encode_pending(&self) -> Vec<u8> {
+        let units = self.pending.iter().zip(&self.grains);
+        let units: Vec<Option<ClaimMap>> =
+            units.map(|(pieces, grain)| grain.units_of(pieces)).collect();
+        let maps = self.pending.iter().zip(&units);
+        runs::encode(maps.map(|(pieces, units)| units.as_ref().unwrap_or(pieces)))
+    }
+
+    /// Some units go out in pieces.
+    fn sends_pieces(&self) -> bool {
+        self.grains.iter().any(|grain| grain.unit_pieces > 1)
     }
 
     /// Pages of 4 KiB that nobody has claimed.
     fn pending_pages(&self) -> u64 {
         let counts = self.pending.iter().map(ClaimMap::count);
-        counts.zip(&self.unit_pages).map(|(units, unit)| units * unit).sum()
+        counts.zip(&self.grains).map(|(pieces, grain)| pieces * grain.piece_pages).sum()
     }
 
     fn count_remaining(&self) {
@@ -103,10 +159,16 @@ impl<M: GuestMemoryMap> Server<M> {
 
     /// What the destination lacks is pending, and nothing else. Nobody may serve meanwhile.
     fn pend(&self, missing: &[u8]) -> Result<(), ProtocolError> {
+        let maps = self.pending.iter().zip(&self.grains);
+        let units: Vec<ClaimMap> =
+            maps.map(|(map, grain)| ClaimMap::new(map.len() / grain.unit_pieces)).collect();
         for map in &self.pending {
             map.claim_run(0, map.len());
         }
-        runs::decode(missing, &self.pending)?;
+        runs::decode(missing, &units)?;
+        for ((map, units), grain) in self.pending.iter().zip(&units).zip(&self.grains) {
+            grain.set_pieces(map, units);
+        }
         self.count_remaining();
         Ok(())
     }

@@ -3,11 +3,11 @@
 //! Which pages go out, and in what order.
 //!
 //! Owns the claims: a chunk of the background at a time, beginning where the guest faulted last,
-//! and what was asked for. It sends on a connection that it is given and waits for nobody.
+//! and pieces of what was asked for. It sends on a connection that it is given and waits for nobody.
 
 use std::sync::atomic::Ordering;
 
-use super::Server;
+use super::{Grain, Server};
 use crate::bitmap::Claimed;
 use crate::error::Cause;
 use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
@@ -17,32 +17,52 @@ use crate::ram::{self, GuestMemoryMap};
 use crate::source::round::{push, ranges};
 use crate::transport::{Connection, Part};
 
-/// Bytes that a pusher claims at once: 50 us at 10 Gbit/s, so little waits behind it.
-const BULK_CHUNK_BYTES: u64 = 64 << 10;
+/// Bytes that a pusher, or an answer, claims at once: 50 us at 10 Gbit/s, so little waits behind it.
+const CHUNK_BYTES: u64 = 64 << 10;
 
 /// Of a limited bandwidth, a chunk takes no more than this long.
 const BULK_CHUNK_TIME: std::time::Duration = std::time::Duration::from_micros(500);
 
 /// Most units that one request may name.
-const REQUEST_UNITS_MAX: u64 = 4096;
+pub(super) const REQUEST_UNITS_MAX: u64 = 4096;
 
-/// Bits of a hint that hold the unit; the region is above them.
-const HINT_UNIT_BITS: u32 = 52;
+/// Bits of a hint that hold the piece; the region is above them.
+const HINT_PIECE_BITS: u32 = 52;
 
 /// No hint.
 pub(super) const HINT_NONE: u64 = u64::MAX;
 
+/// Pieces of one unit that are still to be looked at for an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Stretch {
+    region: usize,
+    next: u64,
+    end: u64,
+}
+
+impl Stretch {
+    pub(super) fn is_done(&self) -> bool {
+        self.next == self.end
+    }
+}
+
 /// Pages on their way out.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Reply {
-    data: Vec<PageRun>,
-    zero: Vec<PageRun>,
-    elsewhere: Vec<PageRun>,
+    pub(super) data: Vec<PageRun>,
+    pub(super) zero: Vec<PageRun>,
+    pub(super) elsewhere: Vec<PageRun>,
 }
 
 impl Reply {
     pub(super) fn is_empty(&self) -> bool {
         self.data.is_empty() && self.zero.is_empty() && self.elsewhere.is_empty()
+    }
+
+    /// True when more would let others wait for too long.
+    pub(super) fn is_large(&self) -> bool {
+        let pages: u64 = self.data.iter().chain(&self.zero).map(|run| run.count).sum();
+        pages * PAGE_BYTES >= CHUNK_BYTES
     }
 
     /// Bytes of contents.
@@ -63,22 +83,24 @@ impl<M: GuestMemoryMap> Server<M> {
     }
 
     /// Claims the next chunk at `at` or where the guest faulted since, moving on through all
-    /// regions.
+    /// regions. A unit that has been begun is finished first: the destination shows no part of it.
     fn claim_chunk(&self, at: &mut (usize, u64)) -> Option<(usize, Claimed)> {
-        let hint = self.hint.swap(HINT_NONE, Ordering::Relaxed);
-        if hint != HINT_NONE {
-            let region = usize::try_from(hint >> HINT_UNIT_BITS).unwrap_or(0);
-            *at = (region, hint & ((1 << HINT_UNIT_BITS) - 1));
+        if !self.is_within_unit(*at) {
+            let hint = self.hint.swap(HINT_NONE, Ordering::Relaxed);
+            if hint != HINT_NONE {
+                let region = usize::try_from(hint >> HINT_PIECE_BITS).unwrap_or(0);
+                *at = (region, hint & ((1 << HINT_PIECE_BITS) - 1));
+            }
         }
         let paced = self.pace.bytes_in(BULK_CHUNK_TIME).unwrap_or(u64::MAX);
-        let chunk_bytes = BULK_CHUNK_BYTES.min(paced);
+        let chunk_bytes = CHUNK_BYTES.min(paced);
         let regions = self.pending.len();
         // One step more than there are regions: the first one again, from its start.
         for step in 0..=regions {
             let region = (at.0 + step) % regions;
             let from = if step == 0 { at.1 } else { 0 };
-            let chunk_units = chunk_bytes / (self.unit_pages[region] * PAGE_BYTES);
-            let max = u32::try_from(chunk_units.clamp(1, 64)).unwrap_or(1);
+            let chunk_pieces = chunk_bytes / (self.grains[region].piece_pages * PAGE_BYTES);
+            let max = u32::try_from(chunk_pieces.clamp(1, 64)).unwrap_or(1);
             if let Some(claimed) = self.pending[region].claim_next(from, max) {
                 let last = claimed.base + 63 - u64::from(claimed.mask.leading_zeros());
                 *at = (region, last + 1);
@@ -88,60 +110,70 @@ impl<M: GuestMemoryMap> Server<M> {
         None
     }
 
-    /// What was asked for and somebody waits for.
-    pub(super) fn reply_to(&self, ranges: &[GpaRange]) -> Result<Reply, ProtocolError> {
-        let mut reply = Reply::default();
-        self.for_units(ranges, |region, index| {
-            if self.pending[region].claim(index) {
-                self.add(&mut reply, region, index, 1);
-            } else {
-                push(&mut reply.elsewhere, self.pages_of(region, index, 1));
-            }
-        })?;
-        Ok(reply)
+    /// True when pieces of the unit before `at` are still to be sent.
+    fn is_within_unit(&self, (region, piece): (usize, u64)) -> bool {
+        let unit_pieces = self.grains[region].unit_pieces;
+        let done = piece % unit_pieces;
+        done != 0 && self.pending[region].count_run(piece, unit_pieces - done) > 0
     }
 
-    /// What may come along; of that, what is in flight already needs no answer.
-    pub(super) fn reply_ahead(&self, ranges: &[GpaRange]) -> Result<Reply, ProtocolError> {
-        let mut reply = Reply::default();
-        self.for_units(ranges, |region, index| {
-            if self.pending[region].claim(index) {
-                self.add(&mut reply, region, index, 1);
-            }
-        })?;
-        Ok(reply)
-    }
-
-    fn for_units(
-        &self,
-        ranges: &[GpaRange],
-        mut each: impl FnMut(usize, u64),
-    ) -> Result<(), ProtocolError> {
-        let mut asked = 0;
+    /// What a request names, a stretch for each unit; pushers go on behind it.
+    pub(super) fn stretches(&self, ranges: &[GpaRange]) -> Result<Vec<Stretch>, ProtocolError> {
+        let mut stretches = Vec::new();
         for range in ranges {
             let run = self.memory.layout().locate(*range)?;
-            let unit = self.unit_pages[run.region];
-            let units = run.first / unit..run.end().div_ceil(unit);
-            asked += units.end - units.start;
-            if asked > REQUEST_UNITS_MAX {
+            let Grain { piece_pages, unit_pieces } = self.grains[run.region];
+            let unit_pages = piece_pages * unit_pieces;
+            let units = run.first / unit_pages..run.end().div_ceil(unit_pages);
+            if units.end - units.start > REQUEST_UNITS_MAX.saturating_sub(stretches.len() as u64) {
                 let why = "it names too many pages";
                 return Err(ProtocolError::Malformed { what: "page request", why });
             }
-            let packed = (run.region as u64) << HINT_UNIT_BITS | units.end;
+            let packed = (run.region as u64) << HINT_PIECE_BITS | (units.end * unit_pieces);
             self.hint.store(packed, Ordering::Relaxed);
-            for index in units {
-                each(run.region, index);
+            stretches.extend(units.map(|unit| Stretch {
+                region: run.region,
+                next: unit * unit_pieces,
+                end: (unit + 1) * unit_pieces,
+            }));
+        }
+        Ok(stretches)
+    }
+
+    /// Pieces of a stretch that nobody has claimed.
+    pub(super) fn pending_of(&self, stretch: Stretch) -> u64 {
+        let Stretch { region, next, end } = stretch;
+        self.pending[region].count_run(next, end - next)
+    }
+
+    /// Claims from the begin of a stretch until a reply is large enough; returns how many pieces
+    /// that were.
+    pub(super) fn claim_from(&self, stretch: &mut Stretch, reply: &mut Reply) -> u64 {
+        let mut claimed = 0;
+        while stretch.next < stretch.end && !reply.is_large() {
+            let piece = stretch.next;
+            stretch.next += 1;
+            if self.pending[stretch.region].claim(piece) {
+                self.add(reply, stretch.region, piece, 1);
+                claimed += 1;
             }
         }
-        Ok(())
+        claimed
+    }
+
+    /// Says that a unit comes on another connection.
+    pub(super) fn add_elsewhere(&self, reply: &mut Reply, stretch: Stretch) {
+        let Stretch { region, end, .. } = stretch;
+        let unit = self.grains[region].unit_pieces;
+        push(&mut reply.elsewhere, self.pages_of(region, end - unit, unit));
     }
 
     fn pages_of(&self, region: usize, first: u64, count: u64) -> PageRun {
-        let unit = self.unit_pages[region];
-        PageRun { region, first: first * unit, count: count * unit }
+        let piece = self.grains[region].piece_pages;
+        PageRun { region, first: first * piece, count: count * piece }
     }
 
-    /// Adds claimed units, as data or as zeros.
+    /// Adds claimed pieces, as data or as zeros.
     fn add(&self, reply: &mut Reply, region: usize, first: u64, count: u64) {
         for index in first..first + count {
             let run = self.pages_of(region, index, 1);

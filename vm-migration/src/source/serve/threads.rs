@@ -4,7 +4,8 @@
 //!
 //! Owns how pushers give way. A pusher looks between two chunks whether requests are being answered
 //! and lets them go first, keeps to the limit of the background, and answers what is asked on its
-//! own connection: without urgent connections that is where requests come.
+//! own connection: without urgent connections that is where requests come. Whoever answers looks
+//! between two pieces whether more is asked for.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Server;
+use super::answers::{Answers, Why};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -32,6 +34,10 @@ pub(crate) fn serve_urgent<M: GuestMemoryMap>(
     channels: Vec<Channel>,
 ) -> Result<(), Failure> {
     for channel in channels {
+        if server.sends_pieces() {
+            // Pieces that lie in a queue would be in front of what is asked for next.
+            channel.connection.keep_queue_short().step("preparing to serve page requests")?;
+        }
         start(server, session, channel, "mig-urgent", Urgency::Now, answer_requests)?;
     }
     Ok(())
@@ -83,9 +89,10 @@ fn push_bulk<M: GuestMemoryMap>(
 ) -> Result<(), Failure> {
     const STEP: &str = "pushing pages";
     let mut at = (0, 0);
+    let mut answers = Answers::new(server);
     loop {
         while channel.reader.has_buffered() || has_data(&channel.connection, stop).step(STEP)? {
-            answer_one(server, channel)?;
+            answer(&mut answers, server, channel, stop)?;
         }
         give_way(server);
         let Some(chunk) = server.next_chunk(&mut at) else { return Ok(()) };
@@ -132,40 +139,58 @@ fn sleep(pause: Duration, stop: &Cancel) -> Result<(), Cause> {
 fn answer_requests<M: GuestMemoryMap>(
     server: &Server<M>,
     channel: &mut Channel,
-    _: &Cancel,
+    stop: &Cancel,
 ) -> Result<(), Failure> {
+    let mut answers = Answers::new(server);
     loop {
-        answer_one(server, channel)?;
+        answer(&mut answers, server, channel, stop)?;
     }
 }
 
-fn answer_one<M: GuestMemoryMap>(server: &Server<M>, channel: &mut Channel) -> Result<(), Failure> {
+/// Takes a request and answers it, and what comes meanwhile. `answers` is empty before and after.
+fn answer<M: GuestMemoryMap>(
+    answers: &mut Answers<'_, M>,
+    server: &Server<M>,
+    channel: &mut Channel,
+    stop: &Cancel,
+) -> Result<(), Failure> {
     const STEP: &str = "serving page requests";
+    let counters = &server.progress.counters;
     if !channel.reader.has_buffered() {
         channel.connection.wait_for_data(None).step(STEP)?;
     }
-    match Message::read(&mut channel.reader).step(STEP)? {
-        Message::PageFault(ranges) => {
-            server.in_service.fetch_add(1, Ordering::Relaxed);
-            let answered = server
-                .reply_to(&ranges)
-                .map_err(Cause::from)
-                .and_then(|reply| server.send(&channel.connection, &reply));
-            server.in_service.fetch_sub(1, Ordering::Relaxed);
-            let pages = answered.step(STEP)?;
-            server.progress.counters.urgent_pages.fetch_add(pages, Ordering::Relaxed);
+    take_request(channel, answers)?;
+    while let Some((reply, why)) = answers.next_piece() {
+        if !reply.is_empty() {
+            let pages = server.send(&channel.connection, &reply).step(STEP)?;
+            let sent = match why {
+                Why::Waited => &counters.urgent_pages,
+                Why::Ahead => &counters.prefetched_pages,
+            };
+            sent.fetch_add(pages, Ordering::Relaxed);
         }
-        Message::Ahead(ranges) => {
-            let reply = server.reply_ahead(&ranges).step(STEP)?;
-            if !reply.is_empty() {
-                let pages = server.send(&channel.connection, &reply).step(STEP)?;
-                server.progress.counters.prefetched_pages.fetch_add(pages, Ordering::Relaxed);
-            }
-        }
-        other => {
-            let got = other.command().name();
-            return Err(ProtocolError::Unexpected { got, expected: "PageFault" }).step(STEP);
+        answers.sent();
+        while !answers.is_done()
+            && answers.has_room()
+            && (channel.reader.has_buffered() || has_data(&channel.connection, stop).step(STEP)?)
+        {
+            take_request(channel, answers)?;
         }
     }
     Ok(())
+}
+
+fn take_request<M: GuestMemoryMap>(
+    channel: &mut Channel,
+    answers: &mut Answers<'_, M>,
+) -> Result<(), Failure> {
+    const STEP: &str = "taking page requests";
+    match Message::read(&mut channel.reader).step(STEP)? {
+        Message::PageFault(ranges) => answers.wait_for(&ranges).step(STEP),
+        Message::Ahead(ranges) => answers.bring_along(&ranges).step(STEP),
+        other => {
+            let got = other.command().name();
+            Err(ProtocolError::Unexpected { got, expected: "PageFault" }).step(STEP)
+        }
+    }
 }

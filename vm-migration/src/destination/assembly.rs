@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Large host pages arrive: each is received in place, piece by piece on any connections, and shown
+//! to the guest with its last piece.
+//!
+//! Owns the order of that: a piece is claimed before a byte of it is written, so that nobody writes
+//! into a page that the guest sees already. Which pieces there are is in `pieces`, and what an
+//! arrival means in `destination::engine`.
+
+use std::sync::atomic::Ordering;
+
+use super::engine::{Engine, NOT_MISSING, Via};
+use crate::error::Cause;
+use crate::layout::PageRun;
+use crate::pieces::Pieces;
+use crate::protocol::codec::ByteSource;
+use crate::ram::{self, GuestMemoryMap};
+
+impl<M: GuestMemoryMap> Engine<M> {
+    fn pieces_of(&self, run: &PageRun) -> Option<&Pieces> {
+        self.pieces.get(run.region)?.as_ref()
+    }
+
+    /// True for memory whose host pages come together from pieces.
+    pub(super) fn in_pieces(&self, run: &PageRun) -> bool {
+        self.pieces_of(run).is_some()
+    }
+
+    /// Takes the contents of pieces off a connection, to where they belong. What is claimed and
+    /// then does not come, because the connection is lost, is asked for again with all of its host
+    /// page.
+    pub(super) fn take_pieces(
+        &self,
+        from: &mut impl ByteSource,
+        runs: &[PageRun],
+        via: Via,
+    ) -> Result<(), Cause> {
+        for run in runs {
+            self.claim(run)?;
+        }
+        let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
+        from.read_guest(&slices)?;
+        let received = &self.progress.counters.memory_bytes_received;
+        for run in runs {
+            received.fetch_add(run.len_bytes(), Ordering::Relaxed);
+            self.put(*run, via, true)?;
+        }
+        Ok(())
+    }
+
+    /// Takes pieces that are zero. Where a host page was thrown away or never there it has zeros.
+    pub(super) fn take_zero_pieces(&self, run: PageRun, via: Via) -> Result<(), Cause> {
+        self.claim(&run)?;
+        self.put(run, via, false)
+    }
+
+    fn claim(&self, run: &PageRun) -> Result<(), Cause> {
+        match self.pieces_of(run) {
+            Some(pieces) if pieces.claim(run.first, run.count) => Ok(()),
+            _ => Err(NOT_MISSING.into()),
+        }
+    }
+
+    /// Claimed pieces are in place; the guest sees host pages that are complete with them. Those
+    /// that are all zeros stay holes unless somebody waits for them.
+    fn put(&self, run: PageRun, via: Via, contents: bool) -> Result<(), Cause> {
+        let Some(pieces) = self.pieces_of(&run) else { return Ok(()) };
+        pieces.put(run.first, run.count, contents, |unit, filled| {
+            let whole = self.pages_of(run.region, unit);
+            if filled {
+                self.source.make_present(whole)?;
+                self.memory.mark_resident(whole);
+                self.arrived(whole, via, |_, _| Ok(()))
+            } else {
+                self.memory.mark_resident(whole);
+                self.memory.mark_zero(whole);
+                self.arrived(whole, via, |region, index| self.show(region, index))
+            }
+        })
+    }
+}

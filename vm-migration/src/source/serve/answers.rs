@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The requests of one connection, answered piece by piece.
+//!
+//! Owns the order. Of what somebody waits for, the unit goes first of which least is left to send:
+//! a small page never waits for the rest of a large one, and a large one that has come nearly whole
+//! in the background does not either. What may come along goes when nobody waits. It reads and
+//! sends nothing itself.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::Server;
+use super::pages::{REQUEST_UNITS_MAX, Reply, Stretch};
+use crate::layout::{GpaRange, to_usize};
+use crate::protocol::ProtocolError;
+use crate::ram::GuestMemoryMap;
+
+/// Units that are kept to come along; older guesses are dropped for newer ones.
+const AHEAD_MAX: usize = 512;
+
+/// A unit that somebody waits for. Ordered by what is left, then by when it was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Wish {
+    /// Pieces of it that were pending when it was asked for and have not been sent from here.
+    left: u64,
+    number: u64,
+    /// Something of it has been sent from here.
+    sent: bool,
+    stretch: Stretch,
+}
+
+/// Why pages go out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    /// Somebody waits for them.
+    Waited,
+    /// They come along.
+    Ahead,
+}
+
+/// While it lives, pushers let answers go first.
+struct InService<'s>(&'s AtomicU32);
+
+impl<'s> InService<'s> {
+    fn begin(count: &'s AtomicU32) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for InService<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// What has been asked for on a connection and not been answered.
+pub(super) struct Answers<'s, M> {
+    server: &'s Server<M>,
+    waited: BinaryHeap<Reverse<Wish>>,
+    ahead: VecDeque<Stretch>,
+    /// Wishes so far.
+    noted: u64,
+    in_service: Option<InService<'s>>,
+}
+
+impl<'s, M: GuestMemoryMap> Answers<'s, M> {
+    pub(super) fn new(server: &'s Server<M>) -> Self {
+        let (waited, ahead) = (BinaryHeap::new(), VecDeque::new());
+        Self { server, waited, ahead, noted: 0, in_service: None }
+    }
+
+    /// Somebody waits for these.
+    pub(super) fn wait_for(&mut self, ranges: &[GpaRange]) -> Result<(), ProtocolError> {
+        for stretch in self.server.stretches(ranges)? {
+            let left = self.server.pending_of(stretch);
+            self.waited.push(Reverse(Wish { left, number: self.noted, sent: false, stretch }));
+            self.noted += 1;
+        }
+        if !self.waited.is_empty() && self.in_service.is_none() {
+            self.in_service = Some(InService::begin(&self.server.in_service));
+        }
+        Ok(())
+    }
+
+    /// These may come along.
+    pub(super) fn bring_along(&mut self, ranges: &[GpaRange]) -> Result<(), ProtocolError> {
+        self.ahead.extend(self.server.stretches(ranges)?);
+        let too_many = self.ahead.len().saturating_sub(AHEAD_MAX);
+        self.ahead.drain(..too_many);
+        Ok(())
+    }
+
+    /// True while more requests may be taken; a peer that asks for more waits.
+    pub(super) fn has_room(&self) -> bool {
+        self.waited.len() < to_usize(REQUEST_UNITS_MAX)
+    }
+
+    /// Everything has been answered, and sent.
+    pub(super) fn is_done(&self) -> bool {
+        self.waited.is_empty() && self.ahead.is_empty()
+    }
+
+    /// The next piece of an answer; it may be empty. `None` when everything is answered.
+    pub(super) fn next_piece(&mut self) -> Option<(Reply, Why)> {
+        if self.is_done() {
+            return None;
+        }
+        let mut reply = Reply::default();
+        if self.waited.is_empty() {
+            while !reply.is_large()
+                && let Some(mut stretch) = self.ahead.pop_front()
+            {
+                self.server.claim_from(&mut stretch, &mut reply);
+                if !stretch.is_done() {
+                    self.ahead.push_front(stretch);
+                }
+            }
+            return Some((reply, Why::Ahead));
+        }
+        while !reply.is_large()
+            && let Some(Reverse(mut wish)) = self.waited.pop()
+        {
+            // What is not pending stays so: with nothing left, nobody need look at the rest.
+            if wish.left > 0 {
+                let claimed = self.server.claim_from(&mut wish.stretch, &mut reply);
+                wish.sent |= claimed > 0;
+                wish.left = wish.left.saturating_sub(claimed);
+            }
+            if wish.left > 0 && !wish.stretch.is_done() {
+                self.waited.push(Reverse(wish));
+            } else if !wish.sent {
+                self.server.add_elsewhere(&mut reply, wish.stretch);
+            }
+        }
+        Some((reply, Why::Waited))
+    }
+
+    /// What [`next_piece`](Self::next_piece) gave has been sent.
+    pub(super) fn sent(&mut self) {
+        if self.waited.is_empty() {
+            self.in_service = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use std::collections::BTreeSet;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::bitmap::ClaimMap;
+    use crate::layout::{Backing, PAGE_BYTES, PageRun};
+    use crate::progress::Progress;
+    use crate::source::serve::Grain;
+    use crate::testing::{FakeMemory, Guest};
+    use crate::{SendOptions, Side};
+
+    const UNIT: u64 = 512;
+    const SMALL: u64 = 1 << 32;
+
+    /// Four large host pages of the destination, and 64 small ones; all have contents.
+    fn server() -> Server<FakeMemory> {
+        let regions = [(0, 4 * UNIT), (SMALL, 64)];
+        let memory = FakeMemory::new(&regions, Backing::Shared, PAGE_BYTES).unwrap();
+        Guest::new(&memory, 1).fill(&memory, 100);
+        let missing = vec![ClaimMap::new(4), ClaimMap::new(64)];
+        for map in &missing {
+            map.set_run(0, map.len());
+        }
+        let grains = vec![Grain::new(1, UNIT), Grain::new(1, 1)];
+        let options = SendOptions::new("tcp:127.0.0.1:1".parse().unwrap());
+        Server::new(memory, missing, grains, &options, Arc::new(Progress::new(Side::Source)))
+    }
+
+    fn unit(number: u64) -> GpaRange {
+        GpaRange { gpa: number * UNIT * PAGE_BYTES, len_bytes: UNIT * PAGE_BYTES }
+    }
+
+    fn small(page: u64) -> GpaRange {
+        GpaRange { gpa: SMALL + page * PAGE_BYTES, len_bytes: PAGE_BYTES }
+    }
+
+    fn pages(runs: &[PageRun]) -> Vec<(usize, u64)> {
+        runs.iter().flat_map(|run| (run.first..run.end()).map(|page| (run.region, page))).collect()
+    }
+
+    fn data(answers: &mut Answers<'_, FakeMemory>) -> Vec<(usize, u64)> {
+        let (reply, _) = answers.next_piece().unwrap();
+        answers.sent();
+        pages(&reply.data)
+    }
+
+    #[test]
+    fn a_small_page_never_waits_for_the_rest_of_a_large_one() {
+        let server = server();
+        let mut answers = Answers::new(&server);
+        answers.wait_for(&[unit(1)]).unwrap();
+        let mut sent = data(&mut answers);
+        assert_eq!(sent, (UNIT..UNIT + 16).map(|page| (0, page)).collect::<Vec<_>>());
+        answers.wait_for(&[small(7)]).unwrap();
+        let next = data(&mut answers);
+        assert_eq!(next.first(), Some(&(1, 7)), "{next:?}");
+        assert!(next.len() <= 16, "{next:?}");
+        sent.extend(next);
+        while !answers.is_done() {
+            let next = data(&mut answers);
+            assert!(next.len() <= 16, "{next:?}");
+            sent.extend(next);
+        }
+        assert_eq!(sent.len() as u64, UNIT + 1);
+        assert_eq!(sent.into_iter().collect::<BTreeSet<_>>().len() as u64, UNIT + 1, "twice");
+    }
+
+    #[test]
+    fn the_large_page_of_which_least_is_left_goes_first() {
+        let server = server();
+        let mut at = (0, UNIT);
+        for _ in 0..31 {
+            server.next_chunk(&mut at).unwrap();
+        }
+        let mut answers = Answers::new(&server);
+        answers.wait_for(&[unit(0), unit(1)]).unwrap();
+        let first = data(&mut answers);
+        assert_eq!(first, (2 * UNIT - 16..2 * UNIT).map(|page| (0, page)).collect::<Vec<_>>());
+        assert_eq!(data(&mut answers).first(), Some(&(0, 0)));
+    }
+
+    #[test]
+    fn what_all_comes_on_other_connections_is_said_to_be_there() {
+        let server = server();
+        let mut at = (0, 2 * UNIT);
+        for _ in 0..32 {
+            server.next_chunk(&mut at).unwrap();
+        }
+        let mut answers = Answers::new(&server);
+        answers.wait_for(&[unit(2)]).unwrap();
+        let (reply, why) = answers.next_piece().unwrap();
+        assert_eq!((pages(&reply.data).len(), why), (0, Why::Waited));
+        assert_eq!(reply.elsewhere, [PageRun { region: 0, first: 2 * UNIT, count: UNIT }]);
+        assert!(answers.next_piece().is_none());
+    }
+
+    #[test]
+    fn what_may_come_along_goes_when_nobody_waits() {
+        let server = server();
+        let mut answers = Answers::new(&server);
+        answers.bring_along(&[unit(3)]).unwrap();
+        let (reply, why) = answers.next_piece().unwrap();
+        assert_eq!((pages(&reply.data).len(), why), (16, Why::Ahead));
+        answers.wait_for(&[small(1)]).unwrap();
+        assert_eq!(server.in_service.load(Ordering::Relaxed), 1, "pushers have to give way");
+        let (reply, why) = answers.next_piece().unwrap();
+        assert_eq!((pages(&reply.data), why), (vec![(1, 1)], Why::Waited));
+        answers.sent();
+        assert_eq!(server.in_service.load(Ordering::Relaxed), 0, "nobody waits");
+        assert!(matches!(answers.next_piece(), Some((_, Why::Ahead))));
+    }
+
+    #[test]
+    fn a_pusher_finishes_a_large_page_before_it_goes_where_the_guest_is() {
+        let server = server();
+        let mut at = (0, 0);
+        server.next_chunk(&mut at).unwrap();
+        Answers::new(&server).wait_for(&[unit(1)]).unwrap();
+        for chunk in 1..32 {
+            let reply = server.next_chunk(&mut at).unwrap();
+            assert_eq!(pages(&reply.data).first(), Some(&(0, chunk * 16)));
+        }
+        let reply = server.next_chunk(&mut at).unwrap();
+        assert_eq!(pages(&reply.data).first(), Some(&(0, 2 * UNIT)), "behind what was asked for");
+    }
+
+    #[test]
+    fn after_a_loss_whole_large_pages_are_pending_again() {
+        let server = server();
+        let mut answers = Answers::new(&server);
+        answers.wait_for(&[unit(0), unit(1)]).unwrap();
+        while answers.next_piece().is_some() {}
+        let lacks = [ClaimMap::new(4), ClaimMap::new(64)];
+        lacks[0].set(1);
+        server.pend(&crate::protocol::runs::encode(&lacks)).unwrap();
+        assert_eq!(server.pending_pages(), UNIT);
+        assert_eq!(server.encode_pending(), crate::protocol::runs::encode(&lacks));
+    }
+}
