@@ -140,6 +140,8 @@ struct Shared<'a> {
 pub struct Passthrough {
     /// First, so that nothing is mapped any more when the devices go.
     pinning: Option<Pinning>,
+    /// Where memory will be mapped, until that begins.
+    target: Option<(Type1Container, Arc<DmaGate>)>,
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
     routes: Vec<IntxRoute>,
     strict: bool,
@@ -166,10 +168,10 @@ impl Passthrough {
         has_devices.then(|| ram.ban_discards("passed-through devices may write all guest memory"))
     }
 
-    /// Opens the devices, puts them on the bus, and begins to map memory.
+    /// Opens the devices and puts them on the bus.
     ///
     /// # Errors
-    /// Naming the device, or the limit that is too low.
+    /// Naming the device.
     pub fn wire(
         config: &VmConfig,
         sockets: &Sockets<'_>,
@@ -189,12 +191,7 @@ impl Passthrough {
             this.plug(config, index, &shared)?;
         }
         this.strict = configs.iter().any(|device| device.pin == PinMode::Strict);
-        let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
-        let total_bytes = ram.total_bytes();
-        let devices: Vec<_> =
-            this.devices.iter().map(|(_, device)| Arc::downgrade(device)).collect();
-        let on_end = Box::new(move |state: &PinState| tell(state, total_bytes, &devices));
-        this.pinning = Some(Pinning::start(Arc::new(container), populator, gate, on_end)?);
+        this.target = Some((container, gate));
         Ok(this)
     }
 
@@ -236,15 +233,25 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Waits for memory if a device asks for it before the first instruction.
+    /// Begins to map memory, and waits for it if a device asks for that. Comes last before the vCPUs
+    /// are started: what happens before would have to share the processors and the process's memory
+    /// map with the threads that populate.
     ///
     /// # Errors
-    /// Memory cannot be mapped.
-    pub fn wait_if_strict(&mut self) -> Result<(), PassthroughError> {
-        match &mut self.pinning {
-            Some(pinning) if self.strict => Ok(pinning.wait()?),
-            _ => Ok(()),
+    /// A limit that is too low, or memory cannot be mapped.
+    pub fn map_memory(&mut self, ram: &Arc<GuestRam>) -> Result<(), PassthroughError> {
+        let Some((container, gate)) = self.target.take() else { return Ok(()) };
+        let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
+        let total_bytes = ram.total_bytes();
+        let devices: Vec<_> =
+            self.devices.iter().map(|(_, device)| Arc::downgrade(device)).collect();
+        let on_end = Box::new(move |state: &PinState| tell(state, total_bytes, &devices));
+        let mut pinning = Pinning::start(Arc::new(container), populator, gate, on_end)?;
+        if self.strict {
+            pinning.wait()?;
         }
+        self.pinning = Some(pinning);
+        Ok(())
     }
 
     /// Lets every vCPU go that waits for memory.
