@@ -111,6 +111,7 @@ impl Vmm {
             faults,
             mailer: self.mailer.clone(),
         };
+        self.prefault_stage2 = data.prefault_stage2;
         match receiving::start(listener, reception, responder) {
             Ok(receiving) => {
                 self.progress = Some(Arc::clone(&receiving.progress));
