@@ -31,7 +31,8 @@
 //! that it has to). A kick unparks it after `leave` was set, the handler answers, and the vCPU sees
 //! `leave` before it enters the guest.
 //!
-//! `hold`, which keeps a throttled vCPU out of the guest for a while, goes the same way as `leave`.
+//! `hold`, which keeps a throttled vCPU out of the guest for a while, goes the same way as `leave`; so
+//! does `errands`, for which a running vCPU comes out of the guest, does them and goes back.
 //!
 //! A vCPU parks only when KVM_RUN returned EINTR. With an exit behind it, that pass has finished
 //! the port or memory access in the kernel first, so the state that is then read is whole.
@@ -39,6 +40,7 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
@@ -50,6 +52,7 @@ use thiserror::Error;
 use crate::exits::{ExitHandler, Pass, StopReason, run_once};
 use crate::kick::{install_kick_handler, kick, set_signal_mask};
 use crate::run_page::RunPage;
+use crate::stage2::{Errand, RunsErrands, Stage2Fill, Stage2Filled};
 use crate::throttle::{Held, VcpuThrottle};
 use crate::vcpu::Vcpu;
 
@@ -159,6 +162,9 @@ struct Shared {
     leave: AtomicBool,
     /// Whether the vCPU is to stay out of the guest for now; written under the lock of `control`.
     hold: AtomicBool,
+    /// Whether there are jobs that a running vCPU comes out of the guest for; written under the lock
+    /// of `control`, and cleared by the vCPU's thread before it looks for them.
+    errands: AtomicBool,
     run_page: Arc<RunPage>,
     /// The thread, until somebody joins it. Held for one signal, or to take it.
     handle: Mutex<Option<JoinHandle<()>>>,
@@ -174,6 +180,24 @@ impl Held for Shared {
         }
         drop(control);
         self.changed.notify_all();
+    }
+}
+
+impl RunsErrands for Shared {
+    fn run_errand(&self, errand: Errand) -> bool {
+        let mut control = self.lock();
+        if control.phase == Phase::Gone || control.want == Want::Exit {
+            return false;
+        }
+        control.jobs.push_back(Box::new(move |vcpu: &mut Vcpu| errand(vcpu)));
+        if control.phase == Phase::Running {
+            self.errands.store(true, Ordering::SeqCst);
+            self.run_page.set_immediate_exit(true);
+            self.signal();
+        }
+        drop(control);
+        self.changed.notify_all();
+        true
     }
 }
 
@@ -318,6 +342,7 @@ impl VcpuThreads {
             changed: Condvar::new(),
             leave: AtomicBool::new(false),
             hold: AtomicBool::new(false),
+            errands: AtomicBool::new(false),
             handle: Mutex::new(None),
             run_page: Arc::clone(&vcpu.run_page),
         });
@@ -397,6 +422,21 @@ impl VcpuThreads {
     pub fn throttle(&self) -> io::Result<VcpuThrottle> {
         let held = |thread: &Thread| -> Arc<dyn Held> { thread.shared.clone() };
         VcpuThrottle::start(self.threads.iter().map(held).collect())
+    }
+
+    /// Begins to fill the second-stage tables on the vCPUs' threads, while the guest runs or not.
+    /// `runs` gives the guest physical addresses that have memory; it and `done` are called on a
+    /// thread of their own.
+    ///
+    /// # Errors
+    /// The host gives no thread.
+    pub fn fill_stage2(
+        &self,
+        runs: impl FnOnce() -> Vec<Range<u64>> + Send + 'static,
+        done: impl FnOnce(Stage2Filled) + Send + 'static,
+    ) -> io::Result<Stage2Fill> {
+        let vcpu = |thread: &Thread| -> Arc<dyn RunsErrands> { thread.shared.clone() };
+        Stage2Fill::start(self.threads.iter().map(vcpu).collect(), runs, done)
     }
 
     /// Whether every vCPU is out of the guest.
@@ -488,12 +528,7 @@ impl Runner<'_> {
         loop {
             match self.shared.next() {
                 Next::Exit => return,
-                Next::Job(job) => {
-                    let vcpu = &mut self.vcpu;
-                    if catch_unwind(AssertUnwindSafe(|| job(vcpu))).is_err() {
-                        log::error!("vcpu{}: a task on the vCPU panicked", self.shared.index);
-                    }
-                }
+                Next::Job(job) => self.do_job(job),
                 Next::Run => {
                     self.first_run.get_or_init(Instant::now);
                     match catch_unwind(AssertUnwindSafe(|| self.run())) {
@@ -506,17 +541,35 @@ impl Runner<'_> {
         }
     }
 
+    fn do_job(&mut self, job: Job) {
+        let vcpu = &mut self.vcpu;
+        if catch_unwind(AssertUnwindSafe(|| job(vcpu))).is_err() {
+            log::error!("vcpu{}: a task on the vCPU panicked", self.shared.index);
+        }
+    }
+
+    /// What the vCPU came out of the guest for, although it runs.
+    fn do_errands(&mut self) {
+        self.shared.errands.store(false, Ordering::SeqCst);
+        let next = || self.shared.lock().jobs.pop_front();
+        while let Some(job) = next() {
+            self.do_job(job);
+        }
+    }
+
     /// Runs the guest until the vCPU is to leave it.
     fn run(&mut self) -> Result<(), StopReason> {
-        let Shared { run_page, leave, hold, .. } = self.shared;
+        let Shared { run_page, leave, hold, errands, .. } = self.shared;
+        let is = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
         loop {
             run_page.set_immediate_exit(false);
-            if leave.load(Ordering::SeqCst) || hold.load(Ordering::SeqCst) {
+            if is(leave) || is(hold) || is(errands) {
                 run_page.set_immediate_exit(true);
             }
             match run_once(&mut self.vcpu, &*self.handler) {
-                Pass::Interrupted if leave.load(Ordering::SeqCst) => return Ok(()),
-                Pass::Interrupted if hold.load(Ordering::SeqCst) => self.shared.stand_by(),
+                Pass::Interrupted if is(leave) => return Ok(()),
+                Pass::Interrupted if is(hold) => self.shared.stand_by(),
+                Pass::Interrupted if is(errands) => self.do_errands(),
                 // Interrupted without being asked to leave: by a signal that came late.
                 Pass::Handled | Pass::Interrupted => {}
                 Pass::Leave => self.leave_by_itself(),

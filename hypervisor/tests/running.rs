@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use common::{
-    CODE, Event, Guest, LEAVE_PORT, PANIC_PORT, PATIENCE, Recorder, boot, kvm, start, vm,
+    CODE, Event, Guest, LEAVE_PORT, MEMORY_LEN_BYTES, PANIC_PORT, PATIENCE, Recorder, boot, kvm,
+    start, vm,
 };
 use hypervisor::{
     ExitHandler, FaultAction, StopReason, ThreadsConfig, ThreadsError, VcpuInit, VcpuThreads,
@@ -342,5 +343,43 @@ fn a_throttled_vcpu_runs_its_share_and_can_be_paused_at_any_time() {
     assert!(counted_in(second) / 2 > slow, "it is still slowed down");
     let throttle = guest.threads.throttle().unwrap();
     throttle.set(99);
+    guest.threads.stop_all().unwrap();
+}
+
+/// Tables are filled on the vCPUs' threads while they run, and while they are paused in the middle of
+/// it. Where KVM cannot fill them, it says so on such a thread.
+#[test]
+fn a_vcpu_fills_its_tables_and_goes_back_to_the_guest() {
+    let Some(kvm) = kvm() else { return };
+    #[rustfmt::skip]
+    let guest = Guest::new(&kvm, &[
+        0x66, 0xff, 0x06, 0x00, 0x20,   // inc dword [0x2000]
+        0xeb, 0xf9,                     // jmp to it
+    ]);
+    let memory_bytes = u64::try_from(MEMORY_LEN_BYTES).unwrap();
+    guest.threads.resume_all();
+    for round in 0..100 {
+        let (tell, told) = channel();
+        let runs = move || vec![0..4096, 4096..memory_bytes];
+        let filling = guest.threads.fill_stage2(runs, move |end| tell.send(end).unwrap()).unwrap();
+        if round % 2 == 0 {
+            guest.threads.pause_all().unwrap();
+            guest.threads.resume_all();
+        }
+        let end = told.recv_timeout(PATIENCE).expect("the vCPU does not come for its errand");
+        drop(filling);
+        assert!(!end.is_stopped, "{end:?}");
+        if kvm.capabilities().pre_fault_memory {
+            assert!(end.error.is_none() && end.filled_bytes == memory_bytes, "{end:?}");
+        } else {
+            assert!(end.error.is_some() && end.filled_bytes == 0, "{end:?}");
+        }
+        let count = guest.memory.read_u32(0x2000);
+        let begin = Instant::now();
+        while guest.memory.read_u32(0x2000) == count {
+            assert!(begin.elapsed() < PATIENCE, "the guest stands still");
+            std::thread::yield_now();
+        }
+    }
     guest.threads.stop_all().unwrap();
 }

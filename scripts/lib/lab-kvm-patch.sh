@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's groups kvm-patch and faults-patched need beside the usual machine: KVM modules built from the patches of
+# What the lab's groups kvm-patch, faults-patched and bench-* need beside the usual machine: KVM modules built from the patches of
 # kernel/patches for the lab's own kernel, KVM selftests of the same source, and the cost probe. They are
 # an initramfs of their own that is laid over the machine's. Sourced by scripts/lab.
 
@@ -23,13 +23,31 @@ build_extra_kvm_patch() {
   pack "$tree" "$1"
 }
 
-# build_extra_faults_patched FILE: the modules alone.
-build_extra_faults_patched() {
-  local tree=$LAB/faults-patched out=$LAB/kvm-modules
-  "$ROOT/scripts/kvm-modules" build --kernel "$(cat "$LAB/kernel/version")" --out "$out"
+# patched_modules_tree NAME: an initramfs with the modules alone, in $tree.
+patched_modules_tree() {
+  tree=$LAB/$1
+  "$ROOT/scripts/kvm-modules" build --kernel "$(cat "$LAB/kernel/version")" --out "$LAB/kvm-modules"
   rm -rf "$tree"
   mkdir -p "$tree/lab/kvm-patch"
-  cp "$out/kvm.ko" "$out/kvm-amd.ko" "$tree/lab/kvm-patch/"
+  cp "$LAB/kvm-modules/kvm.ko" "$LAB/kvm-modules/kvm-amd.ko" "$tree/lab/kvm-patch/"
+}
+build_extra_faults_patched() {
+  local tree
+  patched_modules_tree faults-patched
+  pack "$tree" "$1"
+}
+build_extra_bench_faults() {
+  local tree
+  patched_modules_tree bench-faults
+  gcc -O2 -Wall -pthread -static -s -o "$tree/lab/kvm-patch/fault-cost" "$SRC/probes/fault-cost.c"
+  pack "$tree" "$1"
+}
+# The program that a guest is measured with.
+build_extra_bench_stage2() {
+  local tree=$LAB/bench-stage2
+  rm -rf "$tree"
+  mkdir -p "$tree/lab"
+  gcc -O2 -Wall -static -s -o "$tree/lab/touch-all" "$SRC/probes/touch-all.c"
   pack "$tree" "$1"
 }
 

@@ -13,6 +13,7 @@ mod clock;
 mod cuts;
 mod events;
 mod fault_sources;
+mod fault_stress;
 mod harness;
 mod http;
 mod leaks;
@@ -69,5 +70,6 @@ fn main() -> ExitCode {
     prefault::add(&mut suite);
     prezero::add(&mut suite);
     fault_sources::add(&mut suite);
+    fault_stress::add(&mut suite);
     suite.main()
 }

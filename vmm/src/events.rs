@@ -51,6 +51,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "restoring", "a VM is being restored"),
     ("vm", "restored", "the VM is there, paused; memory may still be on its way"),
     ("vm", "restore-memory-completed", "all memory is here after an on-demand restore"),
+    (
+        "vm",
+        "stage2-prefault-completed",
+        "the tables of the vCPUs are filled for memory that came from elsewhere",
+    ),
     ("vm", "restore-failed", "the VM could not be restored, or its memory is lost (error: why)"),
     ("vm", "rebooting", "the VM begins to reboot"),
     ("vm", "rebooted", "the VM runs again after a reboot"),

@@ -6,14 +6,16 @@ tap_up lab0
 
 # boot NAME: the guest, with its load under way.
 boot() {
-  start_guest $1 2 --net tap=lab0,mac=52:54:00:00:00:02 &&
+  # A guest that may run guests is not refused pages by auto.
+  CPUS=,nested=off start_guest $1 2 -v --net tap=lab0,mac=52:54:00:00:00:02 &&
     wait_until $WAIT_S says $1 "GUEST-READY 2 vcpus" &&
     guest $1 'rm -f /root/bad; head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/rounds; done) >/dev/null 2>&1 & :'
 }
-# move FROM TO FAULT_SOURCE USED: in postcopy; the destination says that it used that source.
+# move FROM TO FAULT_SOURCE USED: in postcopy; the destination says that it used that source. It gets the
+# options in $RECEIVE beside.
 move() {
-  start_vmm $2 || return 1
-  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=postcopy,fault_source=$3 >$T/$2.receive.log 2>&1 &
+  start_vmm $2 -v || return 1
+  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=postcopy,fault_source=$3${RECEIVE:-} >$T/$2.receive.log 2>&1 &
   receiver=$!
   wait_until 30 test -S $T/$2.mig || { cat $T/$2.receive.log; return 1; }
   remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=postcopy || return 1
@@ -31,5 +33,13 @@ works() {
   rounds=$(cat $T/out)
   guest $1 "for i in \$(seq 300); do [ \$(cat /tmp/rounds) -gt $((rounds + 1)) ] && break; sleep 0.1; done; [ \$(cat /tmp/rounds) -gt $((rounds + 1)) ] && [ ! -e /root/bad ]" || return 1
   guest $1 'echo 3 >/proc/sys/vm/drop_caches; [ "$(sha256sum </root/known)" = "$(cat /root/known.sum)" ] && ! dmesg | grep -E "I/O error|Oops|BUG:|soft lockup|hung task|segfault"'
+}
+# filled NAME: its vCPUs' tables have been filled, with most of its memory.
+filled() {
+  tables() { tr -d '\n ' <$T/$1.events | grep -q '"stage2-prefault-completed"'; }
+  wait_until 60 tables $1 || return 1
+  bytes=$(tr -d '\n ' <$T/$1.events | sed -n 's/.*"stage2-prefault-completed"[^}]*"filled_bytes":"\([0-9]*\)".*/\1/p')
+  echo "stage2: $bytes bytes"
+  [ "${bytes:-0}" -ge 67108864 ]
 }
 power_off() { remote $1 power-button && wait_until 60 says $1 "POWER-BUTTON" && ends $1 60; }

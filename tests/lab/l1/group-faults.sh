@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # A Debian guest moved in postcopy on the kernel's own KVM, whose vCPUs bring their pages themselves
-# (fault_source=sigbus with a BPF program), and again with the default.
+# (fault_source=sigbus with a BPF program): because somebody says so, because nothing speaks against it
+# (auto), and not where the VMM has no right to load the program.
 . ./lib.sh
 . ./faults.sh
 
 check boots boot a
 check sigbus_by_bpf move a b sigbus sigbus
 check works_after_sigbus works b
-check auto move b c auto uffd
+check stage2_is_filled_after_postcopy filled b
+check auto_takes_sigbus move b c auto sigbus
+says_what_it_costs() { grep -q 'auto takes sigbus.*idle vCPU' $T/c.vmm.log; }
+check auto_says_what_it_costs says_what_it_costs
 check works_after_auto works c
+# By its path: the shell would take its own of that name.
+LAUNCH="/bin/setpriv --bounding-set=-bpf,-perfmon,-sys_admin --inh-caps=-bpf,-perfmon,-sys_admin"
+RECEIVE=,prefault_stage2=off
+check auto_without_rights_takes_uffd move c d auto uffd
+LAUNCH= RECEIVE=
+says_why() { grep -q 'auto takes uffd' $T/d.vmm.log && grep -q 'setcap cap_bpf,cap_perfmon' $T/d.vmm.log; }
+check auto_without_rights_says_why says_why
+check works_without_rights works d
+not_filled() { ! grep -q stage2-prefault $T/d.events; }
+check stage2_is_not_filled_when_nobody_wants_it not_filled
 exit_is_refused() {
-  start_vmm d || return 1
-  remote d receive-migration receiver_url=unix:$T/d.mig,memory_mode=postcopy,fault_source=exit >$T/refused 2>&1 && return 1
+  start_vmm e || return 1
+  remote e receive-migration receiver_url=unix:$T/e.mig,memory_mode=postcopy,fault_source=exit >$T/refused 2>&1 && return 1
   cat $T/refused
   grep -q 'scripts/kvm-modules' $T/refused
 }
 check exit_is_refused_without_the_patches exit_is_refused
-check power_button power_off c
+check power_button power_off d
 check filesystem_clean filesystem_clean

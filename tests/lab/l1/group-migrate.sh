@@ -37,6 +37,9 @@ after_move() {
 }
 check precopy move a b precopy
 check disk_and_network_after_precopy after_move b
+# Where KVM can do it, as here, the tables of the vCPUs are filled after every move.
+filled() { grep -q stage2-prefault-completed $T/$1.events; }
+check stage2_is_filled_after_precopy wait_until 60 filled b
 check postcopy move b c postcopy
 check disk_and_network_after_postcopy after_move c
 stream_is_whole() {

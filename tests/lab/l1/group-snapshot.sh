@@ -53,11 +53,14 @@ check restored_copy restore b $T/first copy
 check goes_on_after_copy goes_on b
 check clock_after_copy clock_is_right b
 check network_after_copy from_guest b
+filled() { grep -q stage2-prefault-completed $T/$1.events; }
+check stage2_is_filled_after_copy wait_until 60 filled b
 check saved_and_killed_again save b $T/second
 check restored_ondemand restore c $T/second ondemand
 check goes_on_after_ondemand goes_on c
 all_memory_came() { grep -q restore-memory-completed $T/c.events; }
 check all_memory_came wait_until 120 all_memory_came
+check stage2_is_filled_after_ondemand wait_until 60 filled c
 check clock_after_ondemand clock_is_right c
 check network_after_ondemand from_guest c
 check network_back_after_ondemand to_guest c

@@ -59,7 +59,7 @@ start_guest() {
   vcpus=$2
   shift 2
   start_vmm $vm --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" \
-    --cpus boot=$vcpus --memory ${MEMORY:-size=256M,shared=on} --disk path=$ROOT_DISK${DISK_OPTIONS:-} --rng src=/dev/urandom \
+    --cpus boot=$vcpus${CPUS:-} --memory ${MEMORY:-size=256M,shared=on} --disk path=$ROOT_DISK${DISK_OPTIONS:-} --rng src=/dev/urandom \
     --serial off --console pty "$@" && open_console $vm
 }
 # open_console NAME: collects what the guest prints in $T/NAME.console from now on.

@@ -177,7 +177,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
     /// # Errors
     /// See [`UffdError`].
     pub fn register(memory: Arc<M>, descriptors: usize) -> Result<Self, UffdError> {
-        Self::watch(memory, descriptors, true)
+        Self::watch(memory, Watch { of: Mapping::Main, descriptors, in_place: true })
     }
 
     /// The same for memory most of which is there: what is there is not caught, and what is missing
@@ -187,17 +187,28 @@ impl<M: GuestMemoryMap> Uffd<M> {
     /// # Errors
     /// See [`UffdError`].
     pub fn register_missing(memory: Arc<M>, descriptors: usize) -> Result<Self, UffdError> {
-        Self::watch(memory, descriptors, false)
+        Self::watch(memory, Watch { of: Mapping::Main, descriptors, in_place: false })
     }
 
-    fn watch(memory: Arc<M>, descriptors: usize, in_place: bool) -> Result<Self, UffdError> {
+    /// Refuses vCPUs what is missing, in the mapping of their own. Large host pages are refused until
+    /// [`make_present`](FaultSource::make_present) shows them: they are in the file from their first
+    /// piece on.
+    ///
+    /// # Errors
+    /// See [`UffdError`].
+    fn register_refusing(memory: Arc<M>) -> Result<Self, UffdError> {
+        Self::watch(memory, Watch { of: Mapping::Vcpus, descriptors: 1, in_place: false })
+    }
+
+    fn watch(memory: Arc<M>, watch: Watch) -> Result<Self, UffdError> {
+        let Watch { of, descriptors, in_place } = watch;
         let regions = memory.layout().regions();
-        let features = features_for(regions)?;
+        let features = features_for(regions)? | of.features();
         let total: u64 = regions.iter().map(|region| region.len_bytes).sum();
         let wanted = u64::try_from(descriptors.max(1)).unwrap_or(1);
         let part_bytes = total.div_ceil(wanted).max(PART_BYTES_MIN);
         let stop = Cancel::new().map_err(UffdError::Events)?;
-        let parts = split(&*memory, part_bytes, in_place);
+        let parts = split(&*memory, part_bytes, watch)?;
         let count = parts.iter().map(|part| part.descriptor + 1).max().unwrap_or(1);
         let descriptors = (0..count).map(|_| open(features)).collect::<Result<Vec<_>, _>>()?;
         let released = AtomicBool::new(false);
@@ -308,14 +319,56 @@ fn in_place_of(info: &RegionInfo, shared: bool) -> bool {
     info.backing == Backing::Shared && (shared || info.host_page_bytes > PAGE_BYTES)
 }
 
+/// A mapping of guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mapping {
+    /// Where accesses wait.
+    Main,
+    /// Where those of vCPUs are refused.
+    Vcpus,
+}
+
+impl Mapping {
+    fn features(self) -> u64 {
+        match self {
+            Self::Main => 0,
+            Self::Vcpus => sys::FEATURE_SIGBUS,
+        }
+    }
+
+    /// Where a region begins.
+    fn start<M: GuestMemoryMap>(self, memory: &M, region: usize) -> Result<u64, UffdError> {
+        let start = match self {
+            Self::Main => Some(memory.main(region)),
+            Self::Vcpus => memory.vcpus(region),
+        };
+        start.map(|start| start.expose_provenance() as u64).ok_or_else(|| {
+            let name = memory.layout().regions()[region].name.clone();
+            UffdError::NoVcpuMapping { name }
+        })
+    }
+}
+
+/// What is watched, and how.
+#[derive(Clone, Copy, Debug)]
+struct Watch {
+    of: Mapping,
+    descriptors: usize,
+    in_place: bool,
+}
+
 /// Cuts the regions into parts of about `part_bytes`, whole 2 MiB each, and deals them out.
-fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64, in_place: bool) -> Vec<Part> {
+fn split<M: GuestMemoryMap>(
+    memory: &M,
+    part_bytes: u64,
+    watch: Watch,
+) -> Result<Vec<Part>, UffdError> {
     let part_pages = part_bytes.next_multiple_of(HOST_PAGE_BYTES_MAX) / PAGE_BYTES;
     let mut parts = Vec::new();
     let mut filled = 0;
     let mut descriptor = 0;
     for (region, info) in memory.layout().regions().iter().enumerate() {
-        let main = memory.main(region).expose_provenance() as u64;
+        let start = watch.of.start(memory, region)?;
         let mut first = 0;
         while first < info.pages() {
             if filled >= part_pages {
@@ -329,17 +382,17 @@ fn split<M: GuestMemoryMap>(memory: &M, part_bytes: u64, in_place: bool) -> Vec<
                 region,
                 first,
                 pages,
-                address: main + first * PAGE_BYTES,
+                address: start + first * PAGE_BYTES,
                 descriptor,
                 host_page_bytes: info.host_page_bytes,
                 shared: info.backing == Backing::Shared,
-                in_place: in_place_of(info, in_place),
+                in_place: in_place_of(info, watch.in_place),
             });
             first += pages;
             filled += pages;
         }
     }
-    parts
+    Ok(parts)
 }
 
 impl<M: GuestMemoryMap> FaultSource for Uffd<M> {

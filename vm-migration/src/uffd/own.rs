@@ -9,15 +9,15 @@
 //! - a mapping of their own for vCPUs, watched in SIGBUS mode: the host refuses the access;
 //! - marks, which a KVM that has them looks at before the host's memory.
 //!
-//! Both mappings only catch pages that the file does not have, and every page is put into the file
-//! whole: from that moment on both show it. A mark goes after that. It must never resolve anything
-//! for a vCPU on another thread.
+//! Both mappings only catch pages that the file does not have, and small pages are put into the file
+//! whole: from that moment on both show them. Large ones are in the file from their first piece on,
+//! so both mappings catch them until they are shown there. A mark goes after that. It must never
+//! resolve anything for a vCPU on another thread.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::sys::{self, Descriptor};
-use super::{Uffd, UffdError, features_for, open, pages_error};
+use super::{Uffd, UffdError, in_place_of, pages_error};
 use crate::fault::{
     Fault, FaultSource, FaultSourceKind, FaultWait, NotBrought, PageDesk, VcpuBarrier,
 };
@@ -40,7 +40,7 @@ pub struct OwnFaults<M: GuestMemoryMap> {
     others: Uffd<M>,
     memory: Arc<M>,
     /// The watch on the vCPUs' own mapping; without it the barrier has marks.
-    refusing: Option<Descriptor>,
+    refusing: Option<Uffd<M>>,
     barrier: Box<dyn VcpuBarrier>,
     seats: usize,
     desk: OnceLock<Weak<dyn PageDesk>>,
@@ -65,18 +65,8 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         seats: usize,
         barrier: Box<dyn VcpuBarrier>,
     ) -> Result<Self, UffdError> {
-        let regions = memory.layout().regions();
-        let refusing = open(features_for(regions)? | sys::FEATURE_SIGBUS)?;
+        let refusing = Uffd::register_refusing(Arc::clone(&memory))?;
         let others = Uffd::register_missing(Arc::clone(&memory), descriptors)?;
-        for (region, info) in regions.iter().enumerate() {
-            let Some(start) = memory.vcpus(region) else {
-                return Err(UffdError::NoVcpuMapping { name: info.name.clone() });
-            };
-            let start = start.expose_provenance() as u64;
-            refusing
-                .register(start, info.len_bytes, sys::REGISTER_MISSING)
-                .map_err(|source| pages_error("refuse", whole(region, info.pages()), source))?;
-        }
         let mut faults = Self::with(memory, others, seats, barrier);
         faults.refusing = Some(refusing);
         Ok(faults)
@@ -115,6 +105,18 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         };
         let fault = Fault { region: run.region, page: run.first, thread: Some(thread_id()) };
         desk.bring(seat, fault).map(|()| Refused::TryAgain)
+    }
+
+    /// The run's pages are here, and everybody else sees them: vCPUs do now.
+    fn let_through(&self, run: PageRun) -> Result<(), UffdError> {
+        let info = &self.memory.layout().regions()[run.region];
+        if let Some(refusing) = &self.refusing
+            && in_place_of(info, false)
+        {
+            refusing.make_present(run)?;
+        }
+        self.barrier.let_through(run);
+        Ok(())
     }
 }
 
@@ -164,20 +166,17 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
 
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
         self.others.make_present(run)?;
-        self.barrier.let_through(run);
-        Ok(())
+        self.let_through(run)
     }
 
     fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
         self.others.copy_in(run, bytes)?;
-        self.barrier.let_through(run);
-        Ok(())
+        self.let_through(run)
     }
 
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
         self.others.make_zero(run)?;
-        self.barrier.let_through(run);
-        Ok(())
+        self.let_through(run)
     }
 
     fn wake(&self, run: PageRun) -> Result<(), UffdError> {
@@ -187,12 +186,11 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
     fn release(&self) -> Result<(), UffdError> {
         self.others.release()?;
         self.released.store(true, Ordering::SeqCst);
+        if let Some(refusing) = &self.refusing {
+            refusing.release()?;
+        }
         for (region, info) in self.memory.layout().regions().iter().enumerate() {
             let failed = |source| pages_error("let vCPUs at", whole(region, info.pages()), source);
-            if let Some((refusing, start)) = self.refusing.as_ref().zip(self.memory.vcpus(region)) {
-                let start = start.expose_provenance() as u64;
-                refusing.unregister(start, info.len_bytes).map_err(failed)?;
-            }
             self.barrier.remove(region).map_err(failed)?;
         }
         Ok(())

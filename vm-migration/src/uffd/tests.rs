@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Uffd, UffdError, check, split};
+use super::{Mapping, Uffd, UffdError, Watch, check, split};
 use crate::fault::{Fault, FaultSource, FaultWait};
 use crate::layout::{Backing, PAGE_BYTES, PageRun, RegionInfo};
 use crate::ram::{GuestMemoryMap, slice};
@@ -123,7 +123,8 @@ fn memory_is_dealt_out_without_gaps_and_never_inside_a_huge_page() {
     let mib = 256;
     let regions = [(0, 100 * mib), (1 << 32, 300 * mib + 7), (1 << 33, 1)];
     let memory = FakeMemory::new(&regions, Backing::Shared, PAGE_BYTES).unwrap();
-    let parts = split(&*memory, 64 << 20, true);
+    let watch = Watch { of: Mapping::Main, descriptors: 4, in_place: true };
+    let parts = split(&*memory, 64 << 20, watch).unwrap();
     for (region, info) in memory.layout().regions().iter().enumerate() {
         let mut next = 0;
         for part in parts.iter().filter(|part| part.region == region) {

@@ -85,7 +85,8 @@ option_enum! {
 option_enum! {
     /// How accesses to pages that have not arrived are caught in postcopy.
     FaultSourceChoice = "auto|exit|sigbus|uffd", default Auto {
-        /// What is best here; userfaultfd for now.
+        /// The patched KVM's exits where they are, else userfaultfd in SIGBUS mode where host, memory
+        /// and guest permit it, else userfaultfd.
         Auto = "auto",
         /// A vCPU leaves the guest and brings its page itself; needs the patched KVM.
         Exit = "exit",
@@ -176,6 +177,9 @@ option_family! {
         memory_mode: MigrationMode = MigrationMode::Precopy, "memory_mode" as One<Choice>;
         /// How accesses of vCPUs to pages that have not arrived are caught in postcopy.
         fault_source: FaultSourceChoice = FaultSourceChoice::Auto, "fault_source" as One<Choice>;
+        /// Fill the second-stage tables of the vCPUs when all memory is here, while the guest runs;
+        /// skipped where KVM cannot do it.
+        prefault_stage2: bool = true, "prefault_stage2" as One<Toggle>;
         /// Other host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly, unsupported();
     }
@@ -192,6 +196,9 @@ option_family! {
         /// Bring memory in before the guest runs, or while it runs.
         memory_restore_mode: MemoryRestoreMode = MemoryRestoreMode::Copy,
             "memory_restore_mode" as One<Choice>;
+        /// Fill the second-stage tables of the vCPUs when all memory is here, while the guest runs;
+        /// skipped where KVM cannot do it.
+        prefault_stage2: bool = true, "prefault_stage2" as One<Toggle>;
         /// Let the guest run afterwards.
         resume: bool = false, "resume" as One<Toggle>;
         /// Other host NUMA nodes for memory zones.

@@ -94,7 +94,7 @@ impl Vmm {
         if let Some(error) = error {
             return responder.answer(Err(error));
         }
-        let faults = match FaultPlan::new(data.fault_source, &self.host) {
+        let faults = match FaultPlan::new(data.fault_source, data.memory_mode, &self.host) {
             Ok(faults) => faults,
             Err(error) => {
                 let error = ApiError::from_error(ApiErrorKind::Failed, &error);
@@ -111,6 +111,7 @@ impl Vmm {
             faults,
             mailer: self.mailer.clone(),
         };
+        self.prefault_stage2 = data.prefault_stage2;
         match receiving::start(listener, reception, responder) {
             Ok(receiving) => {
                 self.progress = Some(Arc::clone(&receiving.progress));

@@ -120,6 +120,8 @@ struct Vmm {
     pages: Pages,
     /// Memory of the live machine that is being brought in from a snapshot.
     filling: Option<Fill>,
+    /// Whoever asked for the machine wants the tables of its vCPUs filled when its memory is here.
+    prefault_stage2: bool,
     /// Of the last migration.
     progress: Option<Arc<Progress>>,
     /// When somebody last asked for the progress of a migration.
@@ -140,6 +142,7 @@ impl Vmm {
             machine_number: 0,
             pages: Pages::Here,
             filling: None,
+            prefault_stage2: false,
             progress: None,
             watched_at: None,
             ending: None,

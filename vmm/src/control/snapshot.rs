@@ -219,6 +219,7 @@ impl Vmm {
             Err(error) => return responder.answer(Err(error)),
         };
         emit("restoring");
+        self.prefault_stage2 = config.prefault_stage2;
         let (host, sink) = (Arc::clone(&self.host), self.new_sink());
         let (mailer, own_cancel) = (self.mailer.clone(), cancel.clone());
         let thread = spawn_with("restore", responder, move |responder| {
@@ -243,6 +244,7 @@ impl Vmm {
     pub(super) fn restore_at_once(&mut self, config: &RestoreConfig) -> Result<(), ApiError> {
         let cancel = Cancel::new().map_err(|error| failed(&error))?;
         emit("restoring");
+        self.prefault_stage2 = config.prefault_stage2;
         let (host, sink) = (Arc::clone(&self.host), self.new_sink());
         let restored = snapshot::restore(config, &host, sink, &cancel);
         let restored = restored.map_err(|error| failed(&error));

@@ -31,12 +31,13 @@ impl Machine {
     }
 
     /// Leaves memory as it is, for a guest that is about to go elsewhere: populates no more of it in
-    /// the background, and makes no more huge pages.
+    /// the background, makes no more huge pages, and fills no more tables.
     pub fn leave_memory(&mut self) {
         if let Some(prefault) = &self.prefault {
             prefault.cancel();
         }
         self.collapse = None;
+        self.stop_stage2();
     }
 
     /// Begins to make huge pages of memory that has come from elsewhere, where it is to have them.

@@ -28,6 +28,7 @@ mod prefault;
 mod prezeroed;
 mod ram;
 mod space;
+mod stage2;
 mod state;
 mod virtio;
 
@@ -40,8 +41,8 @@ use arch::layout;
 use devices::bus::BusError;
 use devices::virtio::balloon::BalloonError;
 use hypervisor::{
-    ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, MsrValue, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
+    ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig,
+    ThreadsError, Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
 };
 use memory::{Collapse, GuestRam};
 use pci::{
@@ -155,6 +156,8 @@ pub enum ResizeBalloonError {
 /// A machine.
 pub struct Machine {
     // Order matters on drop: vCPU threads end first, then devices, then memory.
+    /// Tables of vCPUs being filled for memory from elsewhere. Before the vCPUs, as it uses them.
+    stage2: Option<Stage2Fill>,
     vcpus: VcpuThreads,
     paused: bool,
     /// Guest memory that is populated while the guest runs, or was.
@@ -277,6 +280,7 @@ impl Chassis {
             on_start: Some(affinity_setter(&config, &self.topology)),
         };
         Ok(Machine {
+            stage2: None,
             vcpus: VcpuThreads::start(vcpus, &threads)?,
             paused: true,
             prefault: None,

@@ -62,7 +62,7 @@ impl DestinationBuilder for ArrivingBuilder {
     type Mapped = MappedArrival;
 
     fn map_memory(
-        self,
+        mut self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
     ) -> Result<MappedArrival, VmError> {
@@ -72,7 +72,7 @@ impl DestinationBuilder for ArrivingBuilder {
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         let ram = Machine::arriving_ram(&config, &self.host, &given)?;
-        self.faults.prepare(&ram)?;
+        self.faults.prepare(&ram, &common_cpuid)?;
         let memory = Arc::new(MigratingRam::new(ram)?);
         Ok(MappedArrival { builder: self, config, memory })
     }

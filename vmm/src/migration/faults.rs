@@ -11,19 +11,20 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use hypervisor::{
-    FaultAction, FaultTraceError, FaultTracer, FaultedAccess, FaultedAt, SlotError,
+    CpuidEntry, FaultAction, FaultTraceError, FaultTracer, FaultedAccess, FaultedAt, SlotError,
     UserfaultBitmap, Vm,
 };
-use memory::{AccessError, GuestRam};
+use memory::{AccessError, GuestRam, ZoneKind};
 use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 use vm_migration::fault::{FaultSource, VcpuBarrier};
 use vm_migration::layout::{PAGE_BYTES, PageRun};
 use vm_migration::uffd::{OwnFaults, Refused, UffdError};
 
+use super::fault_choice::{Choice, Circumstances, Obstacle, choose, may_nest};
 use super::memory::MigratingRam;
 use super::resident::Weakness;
-use crate::config::FaultSourceChoice;
+use crate::config::{FaultSourceChoice, MigrationMode};
 use crate::machine::{Host, Machine, MissingPages};
 
 /// userfaultfds for accesses of everybody but vCPUs, each with a reader.
@@ -78,44 +79,82 @@ pub enum FaultPlan {
     Refuse(Option<FaultTracer>, Weakness),
     /// KVM looks at a bitmap.
     Mark,
+    /// What is best, as soon as memory and guest are known.
+    Auto(Undecided),
+}
+
+/// What is known of the host before memory and guest are.
+pub struct Undecided {
+    /// What memory and guest may still change.
+    known: Circumstances,
+    weakness: Weakness,
+    /// Already notes faults, where KVM says nothing.
+    tracer: Option<FaultTracer>,
+    /// Why there is none although one is needed.
+    untraced: Option<FaultTraceError>,
 }
 
 impl FaultPlan {
-    /// What `choice` means on this host.
+    /// What `choice` means on this host; `mode` is what whoever asks expects to be sent.
     ///
     /// # Errors
-    /// What is missing, and how to get it.
-    pub fn new(choice: FaultSourceChoice, host: &Host) -> Result<Self, FaultPlanError> {
+    /// What is missing, and how to get it. Never with `auto` and `uffd`.
+    pub fn new(
+        choice: FaultSourceChoice,
+        mode: MigrationMode,
+        host: &Host,
+    ) -> Result<Self, FaultPlanError> {
         let capabilities = host.capabilities();
         let patched = capabilities.userfault;
+        let has_bitmap = patched.is_some_and(|support| support.slot_flag.is_some());
+        let says_where = patched.is_some_and(|support| support.refused_faults);
+        let weakness = Weakness {
+            shadow_paging: capabilities.uses_shadow_paging(),
+            async_page_faults: !says_where,
+        };
         Ok(match choice {
-            // Until the others have been shown to be as good.
-            FaultSourceChoice::Auto | FaultSourceChoice::Uffd => Self::Wait,
-            FaultSourceChoice::Exit => {
-                let has_bitmap = patched.is_some_and(|support| support.slot_flag.is_some());
-                if !has_bitmap {
-                    return Err(FaultPlanError::NoExits);
-                }
-                Self::Mark
-            }
+            FaultSourceChoice::Uffd => Self::Wait,
+            FaultSourceChoice::Exit if has_bitmap => Self::Mark,
+            FaultSourceChoice::Exit => return Err(FaultPlanError::NoExits),
             FaultSourceChoice::Sigbus => {
-                let says_where = patched.is_some_and(|support| support.refused_faults);
-                let weakness = Weakness {
-                    shadow_paging: capabilities.uses_shadow_paging(),
-                    async_page_faults: !says_where,
-                };
                 let tracer =
                     if says_where { None } else { Some(FaultTracer::start(capabilities)?) };
                 Self::Refuse(tracer, weakness)
             }
+            FaultSourceChoice::Auto => {
+                let mut known = Circumstances {
+                    has_bitmap,
+                    shadow_paging: weakness.shadow_paging,
+                    knows_where: true,
+                    shared_memory: true,
+                    expects_postcopy: mode != MigrationMode::Precopy,
+                    may_nest: false,
+                };
+                // Tracing costs every VM of the host something: only where it is of use.
+                let traced = (!says_where && choose(known) == Choice::Sigbus)
+                    .then(|| FaultTracer::start(capabilities));
+                let (tracer, untraced) = match traced {
+                    Some(Ok(tracer)) => (Some(tracer), None),
+                    Some(Err(error)) => (None, Some(error)),
+                    None => (None, None),
+                };
+                known.knows_where = untraced.is_none();
+                Self::Auto(Undecided { known, weakness, tracer, untraced })
+            }
         })
     }
 
-    /// Prepares memory before the machine is made on it.
+    /// Decides what is left to decide, and prepares memory before the machine is made on it. `shown` is
+    /// what the guest was told of its processor.
     ///
     /// # Errors
     /// The memory is of a kind that cannot be used so.
-    pub fn prepare(&self, ram: &GuestRam) -> Result<(), FaultSetupError> {
+    pub fn prepare(&mut self, ram: &GuestRam, shown: &[CpuidEntry]) -> Result<(), FaultSetupError> {
+        let plan = std::mem::replace(self, Self::Wait);
+        *self = match plan {
+            Self::Auto(undecided) => undecided.decide(ram, shown),
+            decided => decided,
+        };
         if matches!(self, Self::Refuse(..)) {
             for region in ram.regions() {
                 region.map_for_vcpus()?;
@@ -136,7 +175,8 @@ impl FaultPlan {
         let seats = machine.vcpu_numbers();
         let ram = Arc::clone(memory.ram());
         let (tracer, faults, weakness) = match self {
-            Self::Wait => return Ok(None),
+            // What is not decided by now is not going to be.
+            Self::Wait | Self::Auto(_) => return Ok(None),
             Self::Refuse(tracer, weakness) => {
                 let tracer: Tracer = Arc::new(RwLock::new(tracer));
                 let tracing = Box::new(Tracing(Arc::clone(&tracer)));
@@ -155,6 +195,44 @@ impl FaultPlan {
         machine.bring_pages_by(Arc::new(VcpuFaults { faults, tracer, repeats, ram }));
         Ok(Some(OwnFaulting { source, weakness }))
     }
+}
+
+impl Undecided {
+    fn decide(self, ram: &GuestRam, shown: &[CpuidEntry]) -> FaultPlan {
+        let Self { known, weakness, tracer, untraced } = self;
+        let shared = ram.regions().iter().all(|region| region.kind() == ZoneKind::Shared);
+        let known = Circumstances { shared_memory: shared, may_nest: may_nest(shown), ..known };
+        match choose(known) {
+            Choice::Exit => FaultPlan::Mark,
+            Choice::Sigbus => {
+                if weakness.async_page_faults {
+                    log::warn!("{HALTED}");
+                }
+                FaultPlan::Refuse(tracer, weakness)
+            }
+            Choice::Uffd(obstacle) => {
+                explain(obstacle, untraced.as_ref());
+                FaultPlan::Wait
+            }
+        }
+    }
+}
+
+/// What fault_source=sigbus costs on a KVM without the patches.
+const HALTED: &str = "fault_source=auto takes sigbus: vCPUs bring missing pages themselves. On this \
+    KVM an idle vCPU occupies a processor of the host for as long as the VM runs in this process; \
+    fault_source=uffd, or the patched KVM of scripts/kvm-modules, avoids that";
+
+/// Says once what is missing for vCPUs that bring their pages, what it would bring, and how to get it.
+fn explain(obstacle: Obstacle, untraced: Option<&FaultTraceError>) {
+    if obstacle == Obstacle::NotExpected {
+        return;
+    }
+    let why = untraced.map(|error| format!(": {error}")).unwrap_or_default();
+    log::info!(
+        "fault_source=auto takes uffd: {obstacle}{why}. With the patched KVM (scripts/kvm-modules) \
+         each vCPU would bring the pages that it needs itself, without a queue that all share"
+    );
 }
 
 /// vCPUs of a machine bring their own pages.

@@ -8,6 +8,7 @@
 pub mod destination;
 pub mod dirty;
 pub mod document;
+mod fault_choice;
 pub mod faults;
 pub mod hints;
 pub mod memory;

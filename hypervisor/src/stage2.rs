@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Filling second-stage tables while the guest runs.
+//!
+//! A guest that came from elsewhere has all of its memory and nothing in the tables of its vCPUs:
+//! each page costs a fault when it is touched first. This fills the tables before that, on the vCPUs'
+//! threads, for KVM lets nobody else do it. Owns what is still to be filled and the turns: a vCPU
+//! works for a short time, all of them at once, and then has at least as long for the guest. Must
+//! never populate memory: it is told what is there.
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::error::KvmError;
+use crate::vcpu::Vcpu;
+
+/// How long a vCPU works at a time, unless one piece takes longer.
+const TURN: Duration = Duration::from_millis(1);
+
+/// What is filled between two looks at the time: 512 small pages, or one large.
+const PIECE_BYTES: u64 = 2 << 20;
+
+/// Between two looks whether to stop, while a vCPU does not answer.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A vCPU whose tables can be filled.
+pub(crate) trait FillsTables {
+    /// Fills from `gpa` on; returns the bytes that were done.
+    fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError>;
+}
+
+impl FillsTables for Vcpu {
+    fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
+        self.pre_fault_memory(gpa, len_bytes)
+    }
+}
+
+/// What a vCPU is asked to do.
+pub(crate) type Errand = Box<dyn FnOnce(&dyn FillsTables) + Send>;
+
+/// Who does it.
+pub(crate) trait RunsErrands: Send + Sync {
+    /// Has it done on the vCPU's thread, soon, wherever the vCPU is; false if there is no thread any
+    /// more. Does not wait.
+    fn run_errand(&self, errand: Errand) -> bool;
+}
+
+/// How filling ended.
+#[derive(Debug)]
+pub struct Stage2Filled {
+    /// Guest memory that the tables have now because of it.
+    pub filled_bytes: u64,
+    /// How long it took.
+    pub took: Duration,
+    /// Why it ended before its end.
+    pub error: Option<KvmError>,
+    /// Somebody stopped it.
+    pub is_stopped: bool,
+}
+
+/// Tables being filled. Dropping it stops and waits for that.
+#[derive(Debug)]
+pub struct Stage2Fill {
+    work: Arc<Work>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Stage2Fill {
+    /// Begins. `runs` gives the guest physical addresses that have memory; it and `done` are called
+    /// on a thread of their own.
+    pub(crate) fn start(
+        vcpus: Vec<Arc<dyn RunsErrands>>,
+        runs: impl FnOnce() -> Vec<Range<u64>> + Send + 'static,
+        done: impl FnOnce(Stage2Filled) + Send + 'static,
+    ) -> io::Result<Self> {
+        let work = Arc::new(Work::default());
+        let body = {
+            let work = Arc::clone(&work);
+            move || {
+                let begin = Instant::now();
+                work.lock().extend(runs());
+                work.fill_with(&vcpus);
+                done(work.end(begin.elapsed()));
+            }
+        };
+        let thread = std::thread::Builder::new().name("stage2-fill".to_owned()).spawn(body)?;
+        Ok(Self { work, thread: Some(thread) })
+    }
+}
+
+impl Drop for Stage2Fill {
+    fn drop(&mut self) {
+        self.work.stop();
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            log::error!("the thread that has second-stage tables filled panicked");
+        }
+    }
+}
+
+/// What is to be done, and what became of it.
+#[derive(Debug, Default)]
+struct Work {
+    /// Locked for an instant.
+    left: Mutex<VecDeque<Range<u64>>>,
+    filled_bytes: AtomicU64,
+    stopped: AtomicBool,
+    /// Signalled when it is stopped, with this lock; held for an instant.
+    rest: Mutex<()>,
+    changed: Condvar,
+    error: Mutex<Option<KvmError>>,
+}
+
+impl Work {
+    fn lock(&self) -> std::sync::MutexGuard<'_, VecDeque<Range<u64>>> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stop(&self) {
+        let _rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
+        self.stopped.store(true, Ordering::SeqCst);
+        self.changed.notify_all();
+    }
+
+    fn is_over(&self) -> bool {
+        self.stopped.load(Ordering::SeqCst)
+            || self.error.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+            || self.lock().is_empty()
+    }
+
+    fn end(&self, took: Duration) -> Stage2Filled {
+        Stage2Filled {
+            filled_bytes: self.filled_bytes.load(Ordering::SeqCst),
+            took,
+            error: self.error.lock().unwrap_or_else(PoisonError::into_inner).take(),
+            is_stopped: self.stopped.load(Ordering::SeqCst),
+        }
+    }
+
+    /// All vCPUs, turn by turn.
+    fn fill_with(self: &Arc<Self>, vcpus: &[Arc<dyn RunsErrands>]) {
+        while !self.is_over() {
+            let begin = Instant::now();
+            let (answer, answers) = mpsc::channel::<()>();
+            let sent = vcpus.iter().filter(|vcpu| {
+                let (work, answer) = (Arc::clone(self), answer.clone());
+                vcpu.run_errand(Box::new(move |vcpu| {
+                    work.turn(vcpu);
+                    drop(answer);
+                }))
+            });
+            if sent.count() == 0 {
+                return self.stop();
+            }
+            drop(answer);
+            // Ends when all have dropped their ends: done, or gone.
+            while answers.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout)
+                && !self.stopped.load(Ordering::SeqCst)
+            {}
+            let rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
+            let awake = |(): &mut ()| !self.stopped.load(Ordering::SeqCst);
+            drop(self.changed.wait_timeout_while(rest, begin.elapsed(), awake));
+        }
+    }
+
+    /// One vCPU works for its time.
+    fn turn(&self, vcpu: &dyn FillsTables) {
+        let begin = Instant::now();
+        while begin.elapsed() < TURN && !self.is_over() {
+            let Some(piece) = self.take() else { return };
+            let mut at = piece.start;
+            while at < piece.end {
+                match vcpu.fill(at, piece.end - at) {
+                    Ok(0) => break,
+                    Ok(done) => {
+                        at = at.saturating_add(done).min(piece.end);
+                        self.filled_bytes.fetch_add(done, Ordering::SeqCst);
+                    }
+                    Err(error) => return self.failed(error, at..piece.end),
+                }
+            }
+        }
+    }
+
+    fn failed(&self, error: KvmError, left: Range<u64>) {
+        match error.errno() {
+            // The vCPU is wanted elsewhere.
+            libc::EINTR | libc::EAGAIN => self.lock().push_front(left),
+            // The guest's memory has gone meanwhile: it gave it back.
+            libc::ENOENT | libc::EFAULT => {}
+            _ => {
+                self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            }
+        }
+    }
+
+    /// The next piece, up to a multiple of its size.
+    fn take(&self) -> Option<Range<u64>> {
+        let mut left = self.lock();
+        let run = left.pop_front()?;
+        let cut = (run.start / PIECE_BYTES + 1).saturating_mul(PIECE_BYTES).min(run.end);
+        if cut < run.end {
+            left.push_front(cut..run.end);
+        }
+        Some(run.start..cut)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// Notes what it was told to fill; fails as it is told to.
+    #[derive(Default)]
+    struct Fake {
+        filled: Mutex<Vec<Range<u64>>>,
+        /// Error numbers, one for each call, from the last on.
+        fail: Mutex<Vec<i32>>,
+    }
+
+    impl FillsTables for Fake {
+        fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
+            if let Some(errno) = self.fail.lock().unwrap().pop() {
+                let source = io::Error::from_raw_os_error(errno);
+                return Err(KvmError { what: "fill", source });
+            }
+            // As KVM: no more than a page, here of 1 MiB.
+            let done = len_bytes.min(MIB - gpa % MIB);
+            self.filled.lock().unwrap().push(gpa..gpa + done);
+            Ok(done)
+        }
+    }
+
+    impl RunsErrands for Fake {
+        fn run_errand(&self, errand: Errand) -> bool {
+            errand(self);
+            true
+        }
+    }
+
+    /// A vCPU whose thread has gone.
+    struct Gone;
+
+    impl RunsErrands for Gone {
+        fn run_errand(&self, _errand: Errand) -> bool {
+            false
+        }
+    }
+
+    fn fill(vcpus: Vec<Arc<dyn RunsErrands>>, runs: Vec<Range<u64>>) -> Stage2Filled {
+        let (tell, told) = mpsc::channel();
+        let filling = Stage2Fill::start(vcpus, || runs, move |end| tell.send(end).unwrap());
+        let _filling = filling.unwrap();
+        told.recv().unwrap()
+    }
+
+    fn covered(fake: &Fake) -> Vec<Range<u64>> {
+        let mut filled = fake.filled.lock().unwrap().clone();
+        filled.sort_by_key(|run| run.start);
+        let mut joined: Vec<Range<u64>> = Vec::new();
+        for run in filled {
+            match joined.last_mut() {
+                Some(last) if last.end == run.start => last.end = run.end,
+                _ => joined.push(run),
+            }
+        }
+        joined
+    }
+
+    #[test]
+    fn all_that_is_there_is_filled_once_and_nothing_else() {
+        let (fake, runs) =
+            (Arc::new(Fake::default()), vec![4096..5 * MIB, 8 * MIB..8 * MIB + 4096]);
+        let end = fill(vec![fake.clone(), fake.clone()], runs.clone());
+        assert!(end.error.is_none() && !end.is_stopped, "{end:?}");
+        assert_eq!(end.filled_bytes, 5 * MIB);
+        assert_eq!(covered(&fake), runs);
+    }
+
+    #[test]
+    fn an_interruption_costs_nothing_and_memory_that_has_gone_its_piece() {
+        let fake = Arc::new(Fake::default());
+        *fake.fail.lock().unwrap() = vec![libc::ENOENT, libc::EAGAIN, libc::EINTR];
+        let end = fill(vec![fake.clone()], vec![0..2 * MIB, 2 * MIB..5 * MIB]);
+        assert!(end.error.is_none(), "{end:?}");
+        assert_eq!(covered(&fake).first(), Some(&(2 * MIB..5 * MIB)));
+    }
+
+    #[test]
+    fn a_kvm_that_cannot_do_it_ends_it() {
+        let fake = Arc::new(Fake::default());
+        *fake.fail.lock().unwrap() = vec![libc::EOPNOTSUPP];
+        let end = fill(vec![fake.clone()], vec![0..MIB, 2 * MIB..64 * MIB]);
+        assert_eq!(end.error.map(|error| error.errno()), Some(libc::EOPNOTSUPP));
+        assert_eq!(end.filled_bytes, 0);
+    }
+
+    #[test]
+    fn it_ends_with_the_vcpus() {
+        let end = fill(vec![Arc::new(Gone)], vec![0..MIB, 2 * MIB..64 * MIB]);
+        assert!(end.is_stopped && end.filled_bytes == 0, "{end:?}");
+    }
+
+    /// Takes errands and never does them.
+    struct Deaf(Mutex<Vec<Errand>>);
+
+    impl RunsErrands for Deaf {
+        fn run_errand(&self, errand: Errand) -> bool {
+            self.0.lock().unwrap().push(errand);
+            true
+        }
+    }
+
+    #[test]
+    fn dropping_it_waits_for_no_vcpu() {
+        let (tell, told) = mpsc::channel();
+        let deaf: Arc<dyn RunsErrands> = Arc::new(Deaf(Mutex::default()));
+        let filling = Stage2Fill::start(
+            vec![deaf],
+            || vec![0..MIB, 2 * MIB..3 * MIB],
+            move |end| {
+                tell.send(end).unwrap();
+            },
+        );
+        drop(filling.unwrap());
+        assert!(told.recv().unwrap().is_stopped);
+    }
+}

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Second-stage tables of a guest whose memory has come from elsewhere.
+//!
+//! Owns the filling of a machine, and what is said of it. Must not begin before all memory is here, and
+//! must never populate any.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use hypervisor::{Stage2Fill, Stage2Filled};
+use memory::GuestRam;
+
+use super::Machine;
+use crate::events;
+
+impl Machine {
+    /// Begins to fill the tables for all memory that is there, on the vCPUs' threads; the guest may
+    /// run meanwhile. Says that it has ended in the event `stage2-prefault-completed`. It is skipped
+    /// where KVM cannot do it.
+    pub fn prefault_stage2(&mut self) {
+        if !self.vm.capabilities().pre_fault_memory {
+            log::debug!(
+                "second-stage tables are not filled ahead: this KVM has no KVM_PRE_FAULT_MEMORY \
+                 (Linux 6.11 with two-dimensional paging has)"
+            );
+            return;
+        }
+        let ram = Arc::clone(&self.ram);
+        self.stage2 = self
+            .vcpus
+            .fill_stage2(move || populated(&ram), report)
+            .inspect_err(|error| {
+                log::warn!("second-stage tables are not filled ahead: no thread: {error}");
+            })
+            .ok();
+    }
+
+    /// Fills no more. What is filled stays so.
+    pub(super) fn stop_stage2(&mut self) {
+        let stopped: Option<Stage2Fill> = self.stage2.take();
+        drop(stopped);
+    }
+}
+
+/// Guest physical addresses that have memory on the host.
+fn populated(ram: &GuestRam) -> Vec<Range<u64>> {
+    let mut runs = Vec::new();
+    for region in ram.regions() {
+        match region.populated_runs(&(0..region.len_bytes())) {
+            Ok(found) => {
+                let gpa = region.gpa();
+                runs.extend(found.into_iter().map(|run| gpa + run.start..gpa + run.end));
+            }
+            Err(error) => log::debug!("memory zone '{}' is left out: {error}", region.zone_id()),
+        }
+    }
+    runs
+}
+
+fn report(end: Stage2Filled) {
+    let Stage2Filled { filled_bytes, took, error, is_stopped } = end;
+    let (bytes, took_ms) = (filled_bytes.to_string(), took.as_millis().to_string());
+    if let Some(error) = error {
+        log::debug!("second-stage tables are not filled any further: {error}: {}", error.source);
+    } else if is_stopped {
+        log::debug!("second-stage tables were filled for {bytes} bytes when it was stopped");
+    } else {
+        log::info!(
+            "second-stage tables are filled for {} MiB, in {took_ms} ms",
+            filled_bytes >> 20
+        );
+        let properties: &[(&'static str, &str)] =
+            &[("filled_bytes", &bytes), ("took_ms", &took_ms)];
+        events::emit("vm", "stage2-prefault-completed", properties);
+    }
+}

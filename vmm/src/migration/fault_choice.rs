@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Which fault source `fault_source=auto` means.
+//!
+//! Owns the rule, a function of what is known of host, memory and guest, and the words that say why it
+//! is not a better one. Must never ask the host anything, nor fail: waiting always works.
+
+use hypervisor::CpuidEntry;
+use thiserror::Error;
+
+/// CPUID leaf and bit of ECX: the guest may switch on VMX.
+const VMX: (u32, u32) = (1, 1 << 5);
+/// The same for SVM.
+const SVM: (u32, u32) = (0x8000_0001, 1 << 2);
+
+/// What is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Circumstances {
+    /// KVM looks at a bitmap before the host's memory.
+    pub has_bitmap: bool,
+    /// KVM reads the guest's page tables itself.
+    pub shadow_paging: bool,
+    /// KVM says where a vCPU was refused a page, or a program of ours may note it.
+    pub knows_where: bool,
+    /// vCPUs can have a mapping of their own of all memory.
+    pub shared_memory: bool,
+    /// Whoever waits for the VM has said that its memory may follow it.
+    pub expects_postcopy: bool,
+    /// The guest may run guests of its own.
+    pub may_nest: bool,
+}
+
+/// What is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// vCPUs leave the guest at pages that are marked.
+    Exit,
+    /// vCPUs are refused pages.
+    Sigbus,
+    /// Everybody waits.
+    Uffd(Obstacle),
+}
+
+/// Why vCPUs wait for missing pages instead of bringing them.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+pub enum Obstacle {
+    /// KVM would fail to read page tables that are missing.
+    #[error("KVM uses no two-dimensional paging here, so it reads the guest's page tables itself")]
+    ShadowPaging,
+    /// Nobody says it.
+    #[error(
+        "this KVM does not say where a vCPU was refused a page, and this process may not trace it"
+    )]
+    NoAddress,
+    /// The memory has one mapping.
+    #[error(
+        "the VM has private memory, which vCPUs can have no mapping of their own of (shared=on or \
+         hugepages=on gives one)"
+    )]
+    PrivateMemory,
+    /// It costs something that only postcopy pays for.
+    #[error("receive-migration was not asked for with memory_mode=postcopy or auto")]
+    NotExpected,
+    /// KVM reads the state of those itself.
+    #[error(
+        "the guest may run guests of its own, whose state KVM reads itself (--cpus nested=off)"
+    )]
+    Nesting,
+}
+
+/// The best that works for certain.
+pub fn choose(known: Circumstances) -> Choice {
+    let obstacles = [
+        (known.shadow_paging, Obstacle::ShadowPaging),
+        (!known.expects_postcopy, Obstacle::NotExpected),
+        (!known.knows_where, Obstacle::NoAddress),
+        (!known.shared_memory, Obstacle::PrivateMemory),
+        (known.may_nest, Obstacle::Nesting),
+    ];
+    if known.has_bitmap {
+        // KVM's own accesses wait there: nothing stands in its way.
+        return Choice::Exit;
+    }
+    match obstacles.iter().find(|(is_there, _)| *is_there) {
+        Some((_, obstacle)) => Choice::Uffd(*obstacle),
+        None => Choice::Sigbus,
+    }
+}
+
+/// Whether a guest that was shown these features may run guests; one of which nothing is known may.
+pub fn may_nest(shown: &[CpuidEntry]) -> bool {
+    let has = |(function, bit): (u32, u32)| {
+        shown.iter().any(|entry| {
+            let [_, _, ecx, _] = entry.answer;
+            entry.function == function && ecx & bit != 0
+        })
+    };
+    shown.is_empty() || has(VMX) || has(SVM)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const BEST_WITHOUT_BITMAP: Circumstances = Circumstances {
+        has_bitmap: false,
+        shadow_paging: false,
+        knows_where: true,
+        shared_memory: true,
+        expects_postcopy: true,
+        may_nest: false,
+    };
+
+    #[test]
+    fn vcpus_are_refused_pages_only_where_nothing_speaks_against_it() {
+        let best = BEST_WITHOUT_BITMAP;
+        assert_eq!(choose(best), Choice::Sigbus);
+        for (known, obstacle) in [
+            (Circumstances { shadow_paging: true, ..best }, Obstacle::ShadowPaging),
+            (Circumstances { knows_where: false, ..best }, Obstacle::NoAddress),
+            (Circumstances { shared_memory: false, ..best }, Obstacle::PrivateMemory),
+            (Circumstances { expects_postcopy: false, ..best }, Obstacle::NotExpected),
+            (Circumstances { may_nest: true, ..best }, Obstacle::Nesting),
+        ] {
+            assert_eq!(choose(known), Choice::Uffd(obstacle), "{known:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn marks_are_used_wherever_they_are(flags in any::<[bool; 5]>()) {
+            let [shadow_paging, knows_where, shared_memory, expects_postcopy, may_nest] = flags;
+            let known = Circumstances {
+                has_bitmap: true,
+                shadow_paging,
+                knows_where,
+                shared_memory,
+                expects_postcopy,
+                may_nest,
+            };
+            prop_assert_eq!(choose(known), Choice::Exit);
+            let without = choose(Circumstances { has_bitmap: false, ..known });
+            let best = Circumstances { has_bitmap: false, ..known } == BEST_WITHOUT_BITMAP;
+            prop_assert_eq!(without == Choice::Sigbus, best);
+        }
+    }
+
+    #[test]
+    fn a_guest_that_was_shown_virtualisation_may_nest() {
+        let entry =
+            |function, ecx| CpuidEntry { function, index: 0, flags: 0, answer: [0, 0, ecx, 0] };
+        assert!(may_nest(&[]));
+        assert!(may_nest(&[entry(0, 0), entry(1, VMX.1)]));
+        assert!(may_nest(&[entry(1, 0), entry(SVM.0, SVM.1 | 1)]));
+        assert!(!may_nest(&[entry(1, !VMX.1), entry(SVM.0, !SVM.1), entry(7, u32::MAX)]));
+    }
+}
