@@ -20,8 +20,8 @@ pub struct Circumstances {
     pub has_bitmap: bool,
     /// KVM reads the guest's page tables itself.
     pub shadow_paging: bool,
-    /// KVM says where a vCPU was refused a page, or a program of ours may note it.
-    pub knows_where: bool,
+    /// KVM says itself where a vCPU was refused a page.
+    pub says_where: bool,
     /// vCPUs can have a mapping of their own of all memory.
     pub shared_memory: bool,
     /// Whoever waits for the VM has said that its memory may follow it.
@@ -47,9 +47,10 @@ pub enum Obstacle {
     /// KVM would fail to read page tables that are missing.
     #[error("KVM uses no two-dimensional paging here, so it reads the guest's page tables itself")]
     ShadowPaging,
-    /// Nobody says it.
+    /// It would have to be traced, and halted vCPUs would have to stay in the guest.
     #[error(
-        "this KVM does not say where a vCPU was refused a page, and this process may not trace it"
+        "this KVM does not say where a vCPU was refused a page (fault_source=sigbus traces it, and \
+         then an idle vCPU occupies a processor for as long as the VM runs in this process)"
     )]
     NoAddress,
     /// The memory has one mapping.
@@ -73,7 +74,7 @@ pub fn choose(known: Circumstances) -> Choice {
     let obstacles = [
         (known.shadow_paging, Obstacle::ShadowPaging),
         (!known.expects_postcopy, Obstacle::NotExpected),
-        (!known.knows_where, Obstacle::NoAddress),
+        (!known.says_where, Obstacle::NoAddress),
         (!known.shared_memory, Obstacle::PrivateMemory),
         (known.may_nest, Obstacle::Nesting),
     ];
@@ -107,7 +108,7 @@ mod tests {
     const BEST_WITHOUT_BITMAP: Circumstances = Circumstances {
         has_bitmap: false,
         shadow_paging: false,
-        knows_where: true,
+        says_where: true,
         shared_memory: true,
         expects_postcopy: true,
         may_nest: false,
@@ -119,7 +120,7 @@ mod tests {
         assert_eq!(choose(best), Choice::Sigbus);
         for (known, obstacle) in [
             (Circumstances { shadow_paging: true, ..best }, Obstacle::ShadowPaging),
-            (Circumstances { knows_where: false, ..best }, Obstacle::NoAddress),
+            (Circumstances { says_where: false, ..best }, Obstacle::NoAddress),
             (Circumstances { shared_memory: false, ..best }, Obstacle::PrivateMemory),
             (Circumstances { expects_postcopy: false, ..best }, Obstacle::NotExpected),
             (Circumstances { may_nest: true, ..best }, Obstacle::Nesting),
@@ -131,11 +132,11 @@ mod tests {
     proptest! {
         #[test]
         fn marks_are_used_wherever_they_are(flags in any::<[bool; 5]>()) {
-            let [shadow_paging, knows_where, shared_memory, expects_postcopy, may_nest] = flags;
+            let [shadow_paging, says_where, shared_memory, expects_postcopy, may_nest] = flags;
             let known = Circumstances {
                 has_bitmap: true,
                 shadow_paging,
-                knows_where,
+                says_where,
                 shared_memory,
                 expects_postcopy,
                 may_nest,

@@ -88,10 +88,6 @@ pub struct Undecided {
     /// What memory and guest may still change.
     known: Circumstances,
     weakness: Weakness,
-    /// Already notes faults, where KVM says nothing.
-    tracer: Option<FaultTracer>,
-    /// Why there is none although one is needed.
-    untraced: Option<FaultTraceError>,
 }
 
 impl FaultPlan {
@@ -122,24 +118,15 @@ impl FaultPlan {
                 Self::Refuse(tracer, weakness)
             }
             FaultSourceChoice::Auto => {
-                let mut known = Circumstances {
+                let known = Circumstances {
                     has_bitmap,
                     shadow_paging: weakness.shadow_paging,
-                    knows_where: true,
+                    says_where,
                     shared_memory: true,
                     expects_postcopy: mode != MigrationMode::Precopy,
                     may_nest: false,
                 };
-                // Tracing costs every VM of the host something: only where it is of use.
-                let traced = (!says_where && choose(known) == Choice::Sigbus)
-                    .then(|| FaultTracer::start(capabilities));
-                let (tracer, untraced) = match traced {
-                    Some(Ok(tracer)) => (Some(tracer), None),
-                    Some(Err(error)) => (None, Some(error)),
-                    None => (None, None),
-                };
-                known.knows_where = untraced.is_none();
-                Self::Auto(Undecided { known, weakness, tracer, untraced })
+                Self::Auto(Undecided { known, weakness })
             }
         })
     }
@@ -199,38 +186,27 @@ impl FaultPlan {
 
 impl Undecided {
     fn decide(self, ram: &GuestRam, shown: &[CpuidEntry]) -> FaultPlan {
-        let Self { known, weakness, tracer, untraced } = self;
+        let Self { known, weakness } = self;
         let shared = ram.regions().iter().all(|region| region.kind() == ZoneKind::Shared);
         let known = Circumstances { shared_memory: shared, may_nest: may_nest(shown), ..known };
         match choose(known) {
             Choice::Exit => FaultPlan::Mark,
-            Choice::Sigbus => {
-                if weakness.async_page_faults {
-                    log::warn!("{HALTED}");
-                }
-                FaultPlan::Refuse(tracer, weakness)
-            }
+            Choice::Sigbus => FaultPlan::Refuse(None, weakness),
             Choice::Uffd(obstacle) => {
-                explain(obstacle, untraced.as_ref());
+                explain(obstacle);
                 FaultPlan::Wait
             }
         }
     }
 }
 
-/// What fault_source=sigbus costs on a KVM without the patches.
-const HALTED: &str = "fault_source=auto takes sigbus: vCPUs bring missing pages themselves. On this \
-    KVM an idle vCPU occupies a processor of the host for as long as the VM runs in this process; \
-    fault_source=uffd, or the patched KVM of scripts/kvm-modules, avoids that";
-
 /// Says once what is missing for vCPUs that bring their pages, what it would bring, and how to get it.
-fn explain(obstacle: Obstacle, untraced: Option<&FaultTraceError>) {
+fn explain(obstacle: Obstacle) {
     if obstacle == Obstacle::NotExpected {
         return;
     }
-    let why = untraced.map(|error| format!(": {error}")).unwrap_or_default();
     log::info!(
-        "fault_source=auto takes uffd: {obstacle}{why}. With the patched KVM (scripts/kvm-modules) \
+        "fault_source=auto takes uffd: {obstacle}. With the patched KVM (scripts/kvm-modules) \
          each vCPU would bring the pages that it needs itself, without a queue that all share"
     );
 }
