@@ -10,7 +10,9 @@ use serde_json::Value;
 
 use crate::harness::migrate::Reception;
 use crate::harness::vmm::{finish, write_file};
-use crate::harness::{Api, Mode, Suite, Transport, Vmm, VmmBuilder, ch_remote, wait_for};
+use crate::harness::{
+    Api, HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, ch_remote, is_root, skip, wait_for,
+};
 use crate::postcopy::{Cutter, phase, progress, wait_for_phase};
 
 /// Bytes per second with which 96 MiB take some 12 s.
@@ -28,6 +30,8 @@ pub fn add(suite: &mut Suite) {
     suite.add("page_server::needed_pages_are_not_given_up_without_force", force);
     suite.add("page_server::whoever_waits_sees_the_last_page", followed);
     suite.add("page_server::after_precopy_and_with_zones", zones);
+    suite.add("page_server::of_memory_of_huge_pages", huge_pages);
+    suite.add("page_server::vcpus_that_bring_their_pages_do_not_notice", own_faults);
     suite.add("page_server::one_that_is_not_needed_ends", unneeded);
     suite.add("page_server::private_memory_is_refused_by_name", private);
     suite.add("page_server::without_its_socket_the_guest_stays", no_socket);
@@ -114,9 +118,14 @@ impl Middle {
     }
 
     fn leave(source: Vmm, mode: Mode, options: &str) -> Self {
+        Self::leave_to(source, mode, options, "")
+    }
+
+    /// `receiving` are options of the destination, which begin with a comma.
+    fn leave_to(source: Vmm, mode: Mode, options: &str, receiving: &str) -> Self {
         source.wait_for_work(5_000);
         let destination = Vmm::empty();
-        let reception = Reception::start(&destination, Transport::Tcp, mode);
+        let reception = Reception::start_with(&destination, Transport::Tcp, mode, receiving);
         let cutter = Cutter::start(&reception.url);
         let option = format!(
             "destination_url={},memory_mode={},page_server=on{options}",
@@ -206,6 +215,8 @@ fn clean() {
     let disk = write_file(&folder.path().join("disk"), &vec![0; 1 << 20]);
     let source = VmmBuilder::guest(2, "size=192M,shared=on", "workload=random-write mem=96M")
         .with(&["--disk", &format!("path={disk}")])
+        // A descriptor that every process it starts would have.
+        .wrapped(&["bash", "-c", "exec 9<\"$0\"; exec \"$@\"", &disk])
         .start();
     source.guest();
     let mut run = Middle::leave(source, Mode::Postcopy, &format!(",{SLOW}"));
@@ -323,6 +334,29 @@ fn zones() {
     let mut run = Middle::leave(source, Mode::Auto, &options);
     run.source_has_ended();
     run.finish();
+}
+
+fn huge_pages() {
+    // One guest here and one there.
+    let _pool = HugePages::borrow(2 * 80);
+    let memory = "size=160M,hugepages=on,hugepage_size=2M";
+    let source = Vmm::boot(2, memory, "workload=random-write mem=96M");
+    let mut run = Middle::leave(source, Mode::Postcopy, &format!(",{SLOW}"));
+    run.source_has_ended();
+    run.finish();
+}
+
+fn own_faults() {
+    if !is_root() {
+        skip("fault_source=sigbus needs CAP_BPF and CAP_PERFMON");
+    }
+    let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=96M");
+    let options = format!(",{SLOW}");
+    let more = ",fault_source=sigbus";
+    let mut run = Middle::leave_to(source, Mode::Postcopy, &options, more);
+    run.source_has_ended();
+    let last = run.finish();
+    assert_eq!(last["faults"]["source"], "sigbus", "{last}");
 }
 
 fn unneeded() {

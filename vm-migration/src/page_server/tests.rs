@@ -123,10 +123,11 @@ fn memory_without_a_file_is_refused_by_name() {
     assert!(error.to_string().contains("'ram0', which is private"), "{error}");
 }
 
+/// What a deputy came to.
+type Told = std::thread::JoinHandle<Result<Option<Charge>, Cause>>;
+
 /// Both ends, with a deputy that waits for its charge.
-fn linked(
-    made: Result<(), &'static str>,
-) -> (Result<Principal, Cause>, std::thread::JoinHandle<Result<Option<Charge>, Cause>>) {
+fn linked(made: Result<(), &'static str>) -> (Result<Principal, Cause>, Told) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let deputy = std::thread::spawn(move || {
         let mut deputy = Deputy::new(theirs)?;

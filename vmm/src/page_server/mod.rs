@@ -79,7 +79,7 @@ impl Observer for Crier {
 
 /// How the thread that serves has ended.
 enum End {
-    /// It was never told to serve.
+    /// It was never told to serve, or there was nothing left to serve: the VMM sees to the end.
     Unneeded,
     /// The destination has everything.
     Served,
@@ -167,16 +167,18 @@ fn serve(mut deputy: Deputy, ram: ServedRam, shared: &Shared) -> Result<End, Pag
     let charge = deputy.wait_for_charge(&layout).map_err(PageServerError::Charge)?;
     let Some(charge) = charge else { return Ok(End::Unneeded) };
     let Shared { progress, steering } = shared;
+    let mut end = End::Unneeded;
     let taken = |taken: Result<Taken, &Cause>| {
         if matches!(taken, Ok(Taken::Serving)) {
             events::emit("vm", "page-server-serving", &[]);
             log::info!("the page server has taken over");
+            end = End::Served;
         }
         deputy.tell(taken);
     };
     serve_for_another(Arc::new(ram), &charge, steering, progress, taken)
-        .map(|_| End::Served)
-        .map_err(PageServerError::Serve)
+        .map_err(PageServerError::Serve)?;
+    Ok(end)
 }
 
 const API: u64 = 0;
