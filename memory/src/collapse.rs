@@ -10,17 +10,22 @@
 //! while contents are still to arrive, and must stop soon after it is told to.
 
 use std::io;
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::populate::THP_BYTES;
 use crate::region::RamRegion;
 
 /// How much longer it rests than it works. Collapsing has the kernel do something on every processor,
 /// the guest's among them.
 const REST_FACTOR: u32 = 9;
-/// Failures in a row, with never a success, that show that this kernel does not do it.
-const FAILURES_MAX: u64 = 16;
+/// Blocks that failed, with never a success, that show that this kernel does not do it.
+const FAILURES_MAX: u64 = 64;
+/// Most that is collapsed by one call. Each call has the kernel wait for every processor, which takes
+/// longer than to make a huge page; and the guest waits for what is being copied.
+const RUN_BYTES_MAX: u64 = 8 * THP_BYTES;
 
 #[derive(Debug, Default)]
 struct Stop {
@@ -105,16 +110,24 @@ impl Drop for Collapse {
 fn collapse_all(regions: &[Arc<RamRegion>], stop: &Stop) -> Collapsed {
     let mut blocks = Collapsed::default();
     for region in regions {
-        for block in region.huge_blocks() {
+        let mut left = region.huge_blocks().peekable();
+        while let Some(first) = left.next() {
             let began = Instant::now();
-            let count = if !region.is_populated(&block) {
-                &mut blocks.sparse
-            } else if region.collapse(&block).unwrap_or(false) {
-                &mut blocks.huge
+            if region.is_populated(&first) {
+                let mut run = first;
+                let fits = |run: &Range<u64>| run.end - run.start < RUN_BYTES_MAX;
+                while let Some(next) = left.next_if(|next| fits(&run) && region.is_populated(next))
+                {
+                    run.end = next.end;
+                }
+                let count = (run.end - run.start) / THP_BYTES;
+                match region.collapse(&run) {
+                    Ok(true) => blocks.huge += count,
+                    Ok(false) | Err(_) => blocks.refused += count,
+                }
             } else {
-                &mut blocks.refused
-            };
-            *count += 1;
+                blocks.sparse += 1;
+            }
             let hopeless = blocks.huge == 0 && blocks.refused >= FAILURES_MAX;
             if hopeless || stop.within(began.elapsed() * REST_FACTOR) {
                 return blocks;
@@ -135,7 +148,7 @@ mod tests {
 
     fn ram(thp: bool) -> GuestRam {
         let zone =
-            ZoneSpec { thp, shared: true, backing: Backing::Memfd, ..ZoneSpec::new("t", 16 * MIB) };
+            ZoneSpec { thp, shared: true, backing: Backing::Memfd, ..ZoneSpec::new("t", 32 * MIB) };
         GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default()).unwrap()
     }
 
@@ -146,7 +159,7 @@ mod tests {
         let data: Vec<u8> = (0_u32..6 << 18).flat_map(u32::to_le_bytes).collect();
         region.write_range(0, &data).unwrap();
         region.write_range(8 * MIB, &data[..1 << 20]).unwrap();
-        let before = region.populated_runs(&(0..16 * MIB)).unwrap();
+        let before = region.populated_runs(&(0..32 * MIB)).unwrap();
         let Some(collapse) = Collapse::start(ram.regions()).unwrap() else {
             eprintln!("SKIPPED: this host gives huge pages to shared memory by itself");
             return;
@@ -156,8 +169,8 @@ mod tests {
             eprintln!("SKIPPED: this kernel does not collapse");
             return;
         }
-        assert_eq!(blocks, Collapsed { huge: 3, sparse: 5, refused: 0 });
-        assert_eq!(region.populated_runs(&(0..16 * MIB)).unwrap(), before);
+        assert_eq!(blocks, Collapsed { huge: 3, sparse: 13, refused: 0 });
+        assert_eq!(region.populated_runs(&(0..32 * MIB)).unwrap(), before);
         let mut found = vec![0; data.len()];
         region.io_slice(&(0..6 * MIB)).unwrap().copy_to(&mut found[..]);
         assert!(found == data);
@@ -171,10 +184,11 @@ mod tests {
     #[test]
     fn it_ends_when_it_is_told_to() {
         let ram = ram(true);
-        ram.regions()[0].fill(&(0..16 * MIB)).unwrap();
+        ram.regions()[0].fill(&(0..32 * MIB)).unwrap();
         let collapse = Collapse { stop: Arc::default(), thread: None };
         collapse.cancel();
         let blocks = collapse_all(ram.regions(), &collapse.stop);
-        assert_eq!(blocks.huge + blocks.sparse + blocks.refused, 1, "the next block was begun");
+        let begun = blocks.huge + blocks.sparse + blocks.refused;
+        assert_eq!(begun * THP_BYTES, RUN_BYTES_MAX, "all at once, or more than one run");
     }
 }

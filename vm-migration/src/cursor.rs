@@ -27,6 +27,11 @@ impl Cursor {
         Self { next: AtomicU64::new(0), end }
     }
 
+    /// Up to where everything is claimed.
+    pub(crate) fn reached(&self) -> u64 {
+        self.next.load(Ordering::Relaxed)
+    }
+
     /// Claims the next piece; `None` when all is claimed. `wanted` gets where the piece begins and
     /// how much is left from there on, and says how much to take: at least one place is taken, at
     /// most what is left. It may be asked more than once.

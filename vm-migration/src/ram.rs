@@ -80,6 +80,14 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
         Ok(())
     }
 
+    /// The same for more at a time and long before, so that huge pages are worth their time.
+    ///
+    /// # Errors
+    /// When the host has no memory left.
+    fn prepare(&self, run: PageRun) -> io::Result<()> {
+        self.populate(run)
+    }
+
     /// Gives the pages back to the host; they read as zeros afterwards. Whole host pages only.
     ///
     /// # Errors

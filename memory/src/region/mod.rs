@@ -531,9 +531,26 @@ impl RamRegion {
     /// # Errors
     /// The range is not whole pages of the region, or the host has no memory left.
     pub fn populate_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.get_pages(range, |mapping| Target::populate_small(mapping, range))
+    }
+
+    /// The same for a longer range, some time before it is filled: huge pages where those are
+    /// wanted. For tens of megabytes at a time, so that the wait for every processor counts little.
+    ///
+    /// # Errors
+    /// As [`populate_for_io`](Self::populate_for_io).
+    pub fn prepare_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.get_pages(range, |mapping| self.target(mapping).advise(range))
+    }
+
+    fn get_pages(
+        &self,
+        range: &Range<u64>,
+        get: impl FnOnce(&Mapping) -> io::Result<()>,
+    ) -> Result<(), AccessError> {
         self.check_pages(range)?;
         let mapping = if self.has_alias() { self.alias()? } else { &self.main };
-        match Target::populate_small(mapping, range) {
+        match get(mapping) {
             Err(source)
                 if matches!(
                     source.raw_os_error(),

@@ -37,6 +37,12 @@ pub fn copy(len_bytes: u64) -> io::Result<Duration> {
     Ok(took)
 }
 
+/// Has the host find so much memory, and gives it back: a machine that is itself a guest may have
+/// given its free memory away, and would pay for it in the middle of what is measured.
+pub fn warm(len_bytes: u64) -> io::Result<()> {
+    Populated::new(usize::try_from(len_bytes).map_err(io::Error::other)?).map(drop)
+}
+
 /// A memfd with all its pages, mapped.
 struct Populated {
     address: *mut libc::c_void,

@@ -108,7 +108,7 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
             Precopy | Auto => asked(Control, Setting::Compressed),
             Postcopy => Vec::new(),
         },
-        Command::AwaitMachine => match mode {
+        Command::Coming | Command::AwaitMachine => match mode {
             Precopy | Auto => asked(Control, Setting::Usual),
             Postcopy => Vec::new(),
         },
@@ -158,6 +158,7 @@ fn contents_bytes(message: &Message) -> u64 {
         | Message::Pending(_)
         | Message::Confirm
         | Message::Elsewhere(_)
+        | Message::Coming(_)
         | Message::PostcopyDone => 0,
     }
 }

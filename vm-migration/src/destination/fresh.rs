@@ -40,6 +40,18 @@ impl Fresh {
         }
         Ok(())
     }
+
+    /// Claims a run for whoever will get pages for it; false when its first stretch is being filled
+    /// already, and then nothing is claimed.
+    pub(crate) fn take(&self, run: PageRun) -> bool {
+        let first = run.first.div_ceil(STRETCH_PAGES);
+        let count = (run.end() / STRETCH_PAGES).saturating_sub(first);
+        let map = &self.0[run.region];
+        count > 0 && map.claim(first) && {
+            map.claim_run(first, count);
+            true
+        }
+    }
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ mod fault;
 mod faulting;
 mod fresh;
 mod negotiate;
+mod preparing;
 mod receive;
 mod rejoin;
 mod run;

@@ -17,6 +17,7 @@ use super::engine::Engine;
 use super::fault::FaultThreads;
 use super::fresh::Fresh;
 use super::negotiate::{read, unexpected, watch};
+use super::preparing::Preparing;
 use super::rejoin::Rejoin;
 use super::{Context, Setback};
 use crate::cancel::Cancel;
@@ -119,6 +120,7 @@ impl<V: DestinationVm> Mapped<V> {
         let mut faults = None;
         let mut inflater = Inflater::default();
         let fresh = Arc::new(Fresh::new(self.parts.memory.layout()));
+        let mut preparing = Preparing::default();
         loop {
             let message = match self.next(&helpers, context)? {
                 Next::Connection => {
@@ -129,7 +131,10 @@ impl<V: DestinationVm> Mapped<V> {
             };
             let memory = &*self.parts.memory;
             match message {
-                Message::Memory(_) | Message::ZeroPages(_) | Message::MemoryZstd { .. }
+                Message::Memory(_)
+                | Message::ZeroPages(_)
+                | Message::MemoryZstd { .. }
+                | Message::Coming(_)
                     if faults.is_some() || self.parts.terms.local() =>
                 {
                     return Err(unexpected(&message, "State"));
@@ -144,6 +149,10 @@ impl<V: DestinationVm> Mapped<V> {
                 }
                 Message::ZeroPages(ranges) if self.parts.terms.negotiated() => {
                     take_zeros(memory, &ranges, context.progress).step(STEP)?;
+                }
+                Message::Coming(ranges) if self.parts.terms.negotiated() => {
+                    let runs = locate(memory.layout(), &ranges).step(STEP)?;
+                    preparing.add(&self.parts.memory, &fresh, &runs);
                 }
                 Message::AwaitMachine if self.parts.terms.negotiated() => {
                     self.parts.building.wait(context.cancel)?;

@@ -29,6 +29,8 @@ pub const FEATURE_LOCAL: &str = "local";
 
 /// Large host pages of shared memory may come in pieces of 4 KiB in postcopy.
 pub const FEATURE_PIECES: &str = "pieces";
+/// The destination gets pages ready for memory that is announced.
+pub const FEATURE_COMING: &str = "coming";
 
 /// Length of the token that extra connections show.
 pub const TOKEN_BYTES: usize = 16;
@@ -43,6 +45,7 @@ pub fn features() -> BTreeSet<String> {
         FEATURE_ZSTD,
         FEATURE_LOCAL,
         FEATURE_PIECES,
+        FEATURE_COMING,
     ]
     .map(String::from)
     .into()

@@ -64,11 +64,13 @@ pub enum Command {
     Ahead = 0x4711,
     /// The destination of a postcopy is there and asks whether the source is.
     Alive = 0x4712,
+    /// Ranges whose contents will come: the destination may get pages for them beforehand.
+    Coming = 0x4713,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -89,6 +91,7 @@ impl Command {
         Self::Alive,
         Self::AwaitMachine,
         Self::MemoryZstd,
+        Self::Coming,
     ];
 
     /// The number on the wire.
@@ -130,6 +133,7 @@ impl Command {
             Self::Alive => "Alive",
             Self::AwaitMachine => "AwaitMachine",
             Self::MemoryZstd => "MemoryZstd",
+            Self::Coming => "Coming",
         }
     }
 }
@@ -190,6 +194,8 @@ pub enum Message {
         /// Length of the frame, in the spare header bytes.
         frame_bytes: u32,
     },
+    /// See [`Command::Coming`].
+    Coming(Vec<GpaRange>),
 }
 
 /// What a source says that connects again.
@@ -256,6 +262,7 @@ impl Message {
             Self::Alive => Command::Alive,
             Self::AwaitMachine => Command::AwaitMachine,
             Self::MemoryZstd { .. } => Command::MemoryZstd,
+            Self::Coming(_) => Command::Coming,
         }
     }
 
@@ -278,7 +285,8 @@ impl Message {
             | Self::PageFault(ranges)
             | Self::ZeroPages(ranges)
             | Self::Elsewhere(ranges)
-            | Self::Ahead(ranges) => put_table(&mut payload, ranges),
+            | Self::Ahead(ranges)
+            | Self::Coming(ranges) => put_table(&mut payload, ranges),
             Self::Recover(recover) => payload = recover.encode(),
             Self::MemoryZstd { ranges, frame_bytes } => {
                 extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
@@ -338,6 +346,7 @@ impl Message {
             Command::Ahead => Self::Ahead(table(from)?),
             Command::Alive => empty(what, len).map(|()| Self::Alive)?,
             Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
+            Command::Coming => Self::Coming(table(from)?),
             Command::MemoryZstd => {
                 let [b0, b1, b2, b3, ..] = header.extra;
                 let frame_bytes = u32::from_le_bytes([b0, b1, b2, b3]);

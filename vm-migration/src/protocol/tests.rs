@@ -43,6 +43,7 @@ fn sample(command: Command) -> Message {
         Command::Ahead => Message::Ahead(table),
         Command::Alive => Message::Alive,
         Command::AwaitMachine => Message::AwaitMachine,
+        Command::Coming => Message::Coming(table),
         Command::MemoryZstd => Message::MemoryZstd { ranges: table, frame_bytes: 0x1_0203 },
     }
 }
@@ -93,6 +94,7 @@ one_test_per_message! {
     alive: Alive,
     await_machine: AwaitMachine,
     memory_zstd: MemoryZstd,
+    coming: Coming,
 }
 
 #[test]

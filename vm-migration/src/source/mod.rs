@@ -19,6 +19,7 @@
 //! machine is in a state of type `V` (it can run) up to Stop, `V::Paused` up to the point of no
 //! return in Handover, and only its remains exist after that.
 
+mod announce;
 mod convergence;
 mod handover;
 mod lane;

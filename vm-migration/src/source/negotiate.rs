@@ -19,7 +19,7 @@ use crate::options::{Compression, MemoryMode};
 use crate::page_server::Successor;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES,
+    Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES,
     FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common,
     features, software,
 };
@@ -69,6 +69,8 @@ pub(crate) enum Terms {
         local: bool,
         /// Large host pages may travel in pieces.
         pieces: bool,
+        /// The destination likes to hear what will come.
+        coming: bool,
         /// The destination's memory, which decides the unit in which pages travel.
         layout: Layout,
     },
@@ -81,6 +83,10 @@ impl Terms {
 
     pub(crate) fn local(&self) -> bool {
         matches!(self, Self::Negotiated { local: true, .. })
+    }
+
+    pub(crate) fn coming(&self) -> bool {
+        matches!(self, Self::Negotiated { coming: true, .. })
     }
 
     pub(crate) fn early_memory(&self) -> bool {
@@ -145,6 +151,7 @@ pub(crate) fn agree<V: SourceVm>(
                 early_memory: features.contains(FEATURE_EARLY_MEMORY),
                 local: context.options.local,
                 pieces: features.contains(FEATURE_PIECES),
+                coming: features.contains(FEATURE_COMING),
                 layout,
             }
         }

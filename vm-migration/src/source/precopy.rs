@@ -117,7 +117,10 @@ impl<V: SourceVm> Negotiated<V> {
             let kind = if number == 1 { RoundKind::First } else { RoundKind::Dirty };
             let (control, links) = (&mut self.control, &mut self.links);
             let memory = &*self.memory;
-            let pass = Pass { kind, switch: &switch, hints: hints.as_deref() };
+            // Where pages may have to be thrown away again, huge ones would only be in the way.
+            let announce =
+                number == 1 && links.terms.coming() && options.mode() == MemoryMode::Precopy;
+            let pass = Pass { kind, switch: &switch, hints: hints.as_deref(), announce };
             let sent = send_round(memory, log, pass, control, links, context)?;
             // The guest gets its free pages back as soon as nobody looks at them any more.
             hints = None;

@@ -11,6 +11,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::announce::{Announcer, full_blocks};
 use super::lane::{Lane, Record, UNIT_PAGES, UNITS_MAX};
 use super::negotiate::Links;
 use super::precopy::Switch;
@@ -86,8 +87,19 @@ impl Line {
 
     /// All of it, in slices of the greatest length.
     pub(crate) fn slices(&self) -> impl Iterator<Item = Slice> {
-        let cursor = Cursor::new(self.units);
-        std::iter::from_fn(move || self.claim(&cursor, |_| UNITS_MAX))
+        self.slices_of(0..self.units)
+    }
+
+    /// The same of some units.
+    fn slices_of(&self, units: std::ops::Range<u64>) -> impl Iterator<Item = Slice> {
+        let mut at = units.start;
+        std::iter::from_fn(move || {
+            let left = units.end.saturating_sub(at);
+            let count = UNITS_MAX.min(left).min(self.left_in_region(at));
+            let slice = (left > 0).then(|| self.slice(&(at..at + count)));
+            at += count;
+            slice
+        })
     }
 
     /// Claims the next slice of as many units as `wanted` says when so many are left.
@@ -105,6 +117,8 @@ pub(crate) struct Pass<'a> {
     /// Which pages a first round need not send. The dirty bits of all memory were cleared before the
     /// guest was asked for these.
     pub hints: Option<&'a dyn FreePageHints>,
+    /// The destination is told beforehand what will come.
+    pub announce: bool,
 }
 
 /// What came of a round.
@@ -121,7 +135,7 @@ pub(crate) struct Sent {
 pub(crate) fn send_round<M: GuestMemoryMap>(
     memory: &M,
     log: &impl DirtyLog,
-    Pass { kind, switch, hints }: Pass<'_>,
+    Pass { kind, switch, hints, announce }: Pass<'_>,
     control: &mut Channel,
     links: &mut Links,
     context: Context<'_>,
@@ -154,7 +168,8 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
     let lane = |(channel, record)| Lane::new(channel, record, round_trip, lanes as u64, progress);
     let sent = {
         let channels = std::iter::once(&mut *control).chain(&mut links.memory);
-        round.send_on(channels.zip(records).map(lane).collect())
+        let announcer = announce.then(Announcer::default);
+        round.send_on(channels.zip(records).map(lane).collect(), announcer)
     };
     let unsent = |bytes| Ok(Sent { bytes, unsent: round.unsent()? });
     sent.and_then(unsent).map_err(|failure| match failure.cause {
@@ -210,16 +225,22 @@ struct Round<'a, M, L> {
 }
 
 impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
-    fn send_on(&self, mut lanes: Vec<Lane<'_>>) -> Result<u64, Failure> {
+    /// The first of the lanes makes the announcements.
+    fn send_on(
+        &self,
+        mut lanes: Vec<Lane<'_>>,
+        mut announcer: Option<Announcer>,
+    ) -> Result<u64, Failure> {
         if let [lane] = &mut lanes[..] {
-            return self.work(lane);
+            return self.work(lane, announcer);
         }
         std::thread::scope(|scope| {
             let mut workers = Vec::new();
             for lane in &mut lanes {
+                let announcer = announcer.take();
                 let spawned = std::thread::Builder::new()
                     .name("mig-send".into())
-                    .spawn_scoped(scope, || self.work(lane));
+                    .spawn_scoped(scope, move || self.work(lane, announcer));
                 match spawned {
                     Ok(worker) => workers.push(worker),
                     Err(error) => {
@@ -242,19 +263,26 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
     }
 
     /// Claims and sends slices until none is left.
-    fn work(&self, lane: &mut Lane<'_>) -> Result<u64, Failure> {
-        let result = self.send_slices(lane);
+    fn work(&self, lane: &mut Lane<'_>, announcer: Option<Announcer>) -> Result<u64, Failure> {
+        let result = self.send_slices(lane, announcer);
         if result.is_err() {
             self.failed.store(true, Ordering::Relaxed);
         }
         result
     }
 
-    fn send_slices(&self, lane: &mut Lane<'_>) -> Result<u64, Failure> {
+    fn send_slices(
+        &self,
+        lane: &mut Lane<'_>,
+        mut announcer: Option<Announcer>,
+    ) -> Result<u64, Failure> {
         let mut sent = 0;
         let mut words = vec![0; to_usize(UNITS_MAX * UNIT_PAGES / 64)];
         let mut content = Content::default();
         loop {
+            if let Some(announcer) = &mut announcer {
+                self.announce(announcer, lane)?;
+            }
             // Before the claim: whoever can send now takes the next slice.
             lane.make_room()?;
             if self.switch.is_due() {
@@ -273,6 +301,24 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         sent += self.flush(lane, &mut content)?;
         lane.settle()?;
         Ok(sent)
+    }
+
+    /// Tells the destination what will come next, if it is time to.
+    fn announce(&self, announcer: &mut Announcer, lane: &mut Lane<'_>) -> Result<(), Failure> {
+        while let Some(units) = announcer.due(self.cursor.reached(), self.line.units) {
+            let mut coming = Vec::new();
+            for slice in self.line.slices_of(units) {
+                for run in self.wanted(slice)?.0 {
+                    for block in full_blocks(self.memory, slice.region, run) {
+                        push(&mut coming, block);
+                    }
+                }
+            }
+            if !coming.is_empty() {
+                lane.send(&Message::Coming(ranges(self.memory, &coming)))?;
+            }
+        }
+        Ok(())
     }
 
     /// What nobody has claimed, as far as it is not found dirty later: of a first round everything

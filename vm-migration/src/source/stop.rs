@@ -57,7 +57,12 @@ impl<V: SourceVm> Copied<V> {
                     let remaining = &context.progress.counters.remaining_bytes;
                     remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
                     let never = Switch::never();
-                    let pass = Pass { kind: RoundKind::Dirty, switch: &never, hints: None };
+                    let pass = Pass {
+                        kind: RoundKind::Dirty,
+                        switch: &never,
+                        hints: None,
+                        announce: false,
+                    };
                     send_round(&*memory, &log, pass, &mut control, &mut links, context)?;
                     // The destination sees the end of these as the end of their work.
                     links.memory.clear();

@@ -5,6 +5,7 @@
 //! Owns what every page must hold. A page with counter 0 is all zeros; every other page holds its
 //! number, its counter twice and a mark made of both.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -88,6 +89,13 @@ impl Guest {
                     self.visit(memory, region, page, false);
                 }
             }
+        }
+    }
+
+    /// Writes every page of a range of a region.
+    pub fn fill_all(&self, memory: &FakeMemory, region: usize, pages: Range<u64>) {
+        for page in pages {
+            self.visit(memory, region, page, false);
         }
     }
 

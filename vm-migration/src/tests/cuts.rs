@@ -200,6 +200,8 @@ fn run_within(limits: Limits, mode: MemoryMode, cut: Option<Cut>) -> Run {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 41);
     guest.fill(&from, 30);
+    // A block that is worth an announcement.
+    guest.fill_all(&from, 0, 512..1024);
     let target = Target::start(&loopback(), Builder::new(&to, &guest), limits);
     let relay = Relay::start(&target.address, cut);
     let mut options = options(&relay.address);
@@ -291,6 +293,7 @@ fn table(mode: MemoryMode) {
     steps.sort_by_key(|command| command.code());
     steps.dedup();
     assert!(steps.len() >= 7, "{steps:?}");
+    assert_eq!(steps.contains(&Command::Coming), mode == MemoryMode::Precopy, "{steps:?}");
     let mut cases = Vec::new();
     for at in steps {
         for point in [Point::Message, Point::Answer] {

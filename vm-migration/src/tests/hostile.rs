@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::{Builder, Guest, LIMITS, Target, have_uffd, loopback, memory};
+use super::{Builder, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory};
 use crate::channel::Channel;
 use crate::layout::{GpaRange, PAGE_BYTES};
 use crate::options::MemoryMode;
@@ -96,17 +96,21 @@ fn tables_that_leave_guest_memory_are_refused_before_a_byte_is_taken() {
         vec![(0, 0)],
         vec![(0, page), (2048 * page, page)],
     ] {
-        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&memory_of(&ranges));
-        assert!(
-            matches!(cause, Cause::Protocol(ProtocolError::Layout(_))),
-            "{ranges:?}: {cause:?}"
-        );
+        let ranges: Vec<_> =
+            ranges.into_iter().map(|(gpa, len_bytes)| GpaRange { gpa, len_bytes }).collect();
+        for message in [Message::Memory(ranges.clone()), Message::Coming(ranges.clone())] {
+            let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&message.encode());
+            assert!(
+                matches!(cause, Cause::Protocol(ProtocolError::Layout(_))),
+                "{message:?}: {cause:?}"
+            );
+        }
     }
 }
 
 #[test]
 fn lengths_beyond_every_limit_are_refused_without_allocating() {
-    for code in [2u16, 3, 4, 6, 9, 0x4701, 0x4702, 0x4703, 0x4705] {
+    for code in [2u16, 3, 4, 6, 9, 0x4701, 0x4702, 0x4703, 0x4705, 0x4713] {
         let bytes = Header::new(code, HUGE).encode();
         let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&bytes);
         assert!(
@@ -176,6 +180,40 @@ fn messages_out_of_place_are_refused() {
     for noise in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &[0; 16]] {
         Enemy::connect().provoke(noise);
     }
+}
+
+#[test]
+fn announcements_get_pages_and_nothing_else() {
+    let mut enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let coming = |gpa, pages| {
+        Message::Coming(vec![GpaRange { gpa: gpa * PAGE_BYTES, len_bytes: pages * PAGE_BYTES }])
+    };
+    // The same thing twice, overlapping, and far more often than there is memory.
+    for (gpa, pages) in [(0, 512), (0, 512), (256, 512)].into_iter().chain([(64, 64); 100]) {
+        enemy.control.ask(&coming(gpa, pages), LIMITS.answer).unwrap();
+    }
+    let began = std::time::Instant::now();
+    while enemy.to.populated_bytes(0).unwrap() < 512 * PAGE_BYTES {
+        assert!(began.elapsed() < LIMITS.answer, "no pages were got");
+        std::thread::yield_now();
+    }
+    drop(enemy.control);
+    enemy.target.join().unwrap_err();
+    let guest = Guest::new(&enemy.to, 1);
+    assert_whole(&guest, &enemy.to);
+}
+
+#[test]
+fn announcements_are_refused_where_pages_are_missing() {
+    if !have_uffd() {
+        return;
+    }
+    let mut enemy = Enemy::negotiated(MemoryMode::Postcopy);
+    let _extra = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
+    enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    let range = GpaRange { gpa: 0, len_bytes: PAGE_BYTES };
+    let cause = enemy.provoke(&Message::Coming(vec![range]).encode());
+    assert!(matches!(cause, Cause::Protocol(ProtocolError::Unexpected { .. })), "{cause:?}");
 }
 
 #[test]

@@ -131,6 +131,11 @@ unsafe impl GuestMemoryMap for MigratingRam {
         self.region(run.region).populate_for_io(&range).map_err(to_io)
     }
 
+    fn prepare(&self, run: PageRun) -> io::Result<()> {
+        let range = bytes(&(run.first..run.end()));
+        self.region(run.region).prepare_for_io(&range).map_err(to_io)
+    }
+
     fn discard(&self, run: PageRun) -> io::Result<()> {
         self.region(run.region).discard(&bytes(&(run.first..run.end()))).map_err(to_io)
     }

@@ -47,6 +47,28 @@ impl Ours {
         send: &str,
     ) -> Result<Self, Box<dyn Error>> {
         let folder = TempDir::with_prefix("godwit-bench-")?;
+        let receiver = format!("tcp:127.0.0.1:0{receive}");
+        Self::start_in(folder, programs, cmdline, &receiver, send)
+    }
+
+    /// The same over a Unix socket.
+    pub fn start_local(
+        programs: &Programs,
+        cmdline: &str,
+        send: &str,
+    ) -> Result<Self, Box<dyn Error>> {
+        let folder = TempDir::with_prefix("godwit-bench-")?;
+        let receiver = format!("unix:{}", folder.path().join("m").display());
+        Self::start_in(folder, programs, cmdline, &receiver, send)
+    }
+
+    fn start_in(
+        folder: TempDir,
+        programs: &Programs,
+        cmdline: &str,
+        receiver: &str,
+        send: &str,
+    ) -> Result<Self, Box<dyn Error>> {
         let memory = format!("size={MEMORY_MIB}M,shared=on");
         let mut command = Command::new(programs.vmm);
         command
@@ -60,7 +82,7 @@ impl Ours {
         let receiver = Killed::spawn(
             // It fails when nothing is sent, as beside a raw copy, and whoever sends says why.
             remote(programs.remote, &destination.socket)
-                .args(["receive-migration", &format!("receiver_url=tcp:127.0.0.1:0{receive}")])
+                .args(["receive-migration", &format!("receiver_url={receiver}")])
                 .stderr(Stdio::null()),
         )?;
         let ready = destination.wait_for(&["migration-receive-ready"])?;

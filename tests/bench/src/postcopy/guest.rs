@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use guest_reader::{Guest, Histogram, Status};
 
-use crate::pair::{PATIENCE, Pair, Workload, float, ms, per_second, prepare};
+use crate::pair::{MEMORY_MIB, PATIENCE, Pair, Workload, float, ms, per_second, prepare};
+use crate::raw;
 
 /// Time in which the speed before the migration is measured.
 const BEFORE: Duration = Duration::from_secs(1);
@@ -34,6 +35,7 @@ pub struct Moved {
 /// Moves the guest of `pair`.
 pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Moved, Box<dyn Error>> {
     let source = prepare(pair.source_pid(), workload)?.guest;
+    raw::warm((2 * MEMORY_MIB) << 20)?;
     let (began, first) = (Instant::now(), workload.work(&source.status()?));
     std::thread::sleep(BEFORE);
 

@@ -88,8 +88,6 @@ pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
         eprintln!("SKIPPED qemu: {why}");
         notes.push(format!("SKIPPED qemu: {why}"));
     }
-    // The host may have to find this memory for the first time, which must not count.
-    raw::copy(3 << 30)?;
     let mut taken: Vec<(Workload, Candidate, f64, Option<f64>)> = Vec::new();
     for run in 0..runs {
         for workload in WORKLOADS {

@@ -12,6 +12,7 @@ use guest_reader::Guest;
 use super::watch::Watch;
 use crate::loopback::Loopback;
 use crate::pair::{MEMORY_MIB, PATIENCE, Pair, Workload, float, ms, per_second, prepare};
+use crate::raw;
 
 /// Time in which the rate before the migration is measured.
 const BEFORE: Duration = Duration::from_secs(1);
@@ -51,6 +52,7 @@ impl Sample {
 pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Sample, Box<dyn Error>> {
     let source = prepare(pair.source_pid(), workload)?.guest;
     let destination_pid = pair.destination_pid();
+    raw::warm((2 * MEMORY_MIB) << 20)?;
     let (rate_from, first) = (Instant::now(), workload.work(&source.status()?));
     std::thread::sleep(BEFORE);
 

@@ -16,7 +16,7 @@ use std::process::Command;
 use crate::loopback::Loopback;
 use crate::pair::ours::Ours;
 use crate::pair::qemu::{self, Qemu, Way};
-use crate::pair::{IDLE, MEMORY_MIB, Pair, Programs, RANDOM_WRITING, Workload, prepare};
+use crate::pair::{IDLE, Pair, Programs, RANDOM_WRITING, Workload, prepare};
 use crate::report::Report;
 use crate::{machine, raw};
 use measure::Sample;
@@ -44,6 +44,8 @@ pub enum Candidate {
     Ours(u16),
     /// This program, the dirty log cleared once per round.
     OursPerRound,
+    /// This program, memory handed over instead of copied: what moving costs beside the copy.
+    OursLocal,
     /// QEMU, one stream.
     Qemu,
     /// QEMU, multifd with 4 channels.
@@ -51,12 +53,13 @@ pub enum Candidate {
 }
 
 impl Candidate {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::RawAlone,
         Self::RawBeside,
         Self::Ours(1),
         Self::Ours(4),
         Self::OursPerRound,
+        Self::OursLocal,
         Self::Qemu,
         Self::QemuMultifd,
     ];
@@ -69,6 +72,7 @@ impl Candidate {
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
             Self::OursPerRound => "godwit, dirty_clear=round".to_owned(),
+            Self::OursLocal => "godwit, local=on".to_owned(),
             Self::Qemu => "qemu".to_owned(),
             Self::QemuMultifd => "qemu, multifd 4".to_owned(),
         }
@@ -105,8 +109,6 @@ pub fn run(setup: &Setup, runs: usize) -> Result<Report, Box<dyn Error>> {
         );
     }
     let candidates = available(setup, &mut notes);
-    // The host may have to find this memory for the first time, which must not count.
-    raw::copy((3 * MEMORY_MIB) << 20)?;
     let mut taken = Vec::new();
     for run in 0..runs {
         for (index, workload) in WORKLOADS.iter().enumerate() {
@@ -165,6 +167,10 @@ fn sample(
         let send = format!(",downtime_ms={downtime_ms}{option}");
         Ours::start(programs, workload.cmdline, "", &send)
     };
+    let local = || {
+        let send = format!(",downtime_ms={downtime_ms},local=on");
+        Ours::start_local(programs, workload.cmdline, &send)
+    };
     let qemu =
         |channels| Qemu::start(programs, workload.cmdline, Way::Precopy { downtime_ms, channels });
     let mut pair: Box<dyn Pair> = match candidate {
@@ -176,6 +182,7 @@ fn sample(
         }
         Candidate::Ours(connections) => Box::new(ours(&format!(",connections={connections}"))?),
         Candidate::OursPerRound => Box::new(ours(",dirty_clear=round")?),
+        Candidate::OursLocal => Box::new(local()?),
         Candidate::Qemu => Box::new(qemu(None)?),
         Candidate::QemuMultifd => Box::new(qemu(Some(4))?),
     };

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Pages for memory that has been announced and not arrived.
+//!
+//! Owns the threads that get them from the host, so that whoever receives memory finds pages (and
+//! huge ones, where those are wanted) and only copies. What has begun to arrive is left alone:
+//! then this is too late to help. A failure is none of the migration's: if there is no memory, its
+//! arrival will say so. Nothing may be prepared any more once the guest may run.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use super::fresh::Fresh;
+use crate::layout::PageRun;
+use crate::ram::GuestMemoryMap;
+
+/// Most that is prepared by one call, in pages: calls cost something of their own, and the end of a
+/// migration waits for one.
+const CHUNK_PAGES: u64 = 8192;
+
+/// Chunks that may wait, 2 TiB: a peer may say anything.
+const CHUNKS_MAX: usize = 1 << 16;
+
+/// Threads at most: four clear memory faster than any link fills it.
+const THREADS_MAX: usize = 4;
+
+#[derive(Debug, Default)]
+struct Todo {
+    chunks: VecDeque<PageRun>,
+    ended: bool,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// Locked for an instant, once a chunk.
+    todo: Mutex<Todo>,
+    changed: Condvar,
+}
+
+impl Queue {
+    fn change(&self, change: impl FnOnce(&mut Todo)) {
+        change(&mut self.todo.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+
+    /// The next chunk, as soon as there is one; `None` at the end.
+    fn next(&self) -> Option<PageRun> {
+        let todo = self.todo.lock().unwrap_or_else(PoisonError::into_inner);
+        let idle = |todo: &mut Todo| todo.chunks.is_empty() && !todo.ended;
+        let mut todo = self.changed.wait_while(todo, idle).unwrap_or_else(PoisonError::into_inner);
+        if todo.ended { None } else { todo.chunks.pop_front() }
+    }
+}
+
+/// Memory being prepared. Dropping it ends that, after the chunks that are under way.
+#[derive(Debug, Default)]
+pub(super) struct Preparing {
+    queue: Arc<Queue>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Preparing {
+    /// These runs will come.
+    pub(super) fn add<M: GuestMemoryMap>(
+        &mut self,
+        memory: &Arc<M>,
+        fresh: &Arc<Fresh>,
+        runs: &[PageRun],
+    ) {
+        self.queue.change(|todo| {
+            let room = CHUNKS_MAX.saturating_sub(todo.chunks.len());
+            todo.chunks.extend(runs.iter().flat_map(chunks).take(room));
+        });
+        if !self.threads.is_empty() {
+            return;
+        }
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        for _ in 0..(processors / 2).clamp(1, THREADS_MAX) {
+            let (queue, memory, fresh) =
+                (Arc::clone(&self.queue), Arc::clone(memory), Arc::clone(fresh));
+            let spawned = std::thread::Builder::new()
+                .name("mig-prepare".to_owned())
+                .spawn(move || prepare_all(&queue, &*memory, &fresh));
+            match spawned {
+                Ok(thread) => self.threads.push(thread),
+                Err(error) => log::debug!("no thread prepares memory: {error}"),
+            }
+        }
+    }
+}
+
+impl Drop for Preparing {
+    fn drop(&mut self) {
+        self.queue.change(|todo| todo.ended = true);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Fresh) {
+    while let Some(run) = queue.next() {
+        if fresh.take(run)
+            && let Err(error) = memory.prepare(run)
+        {
+            log::debug!("memory that will come is not prepared: {error}");
+            return;
+        }
+    }
+}
+
+/// A run in pieces that end at multiples of a chunk.
+fn chunks(run: &PageRun) -> impl Iterator<Item = PageRun> + use<> {
+    let PageRun { region, first, .. } = *run;
+    let (mut at, end) = (first, run.end());
+    std::iter::from_fn(move || {
+        let stop = (at / CHUNK_PAGES + 1).saturating_mul(CHUNK_PAGES).min(end);
+        let chunk = PageRun { region, first: at, count: stop.saturating_sub(at) };
+        at = stop;
+        (chunk.count > 0).then_some(chunk)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::layout::{Backing, PAGE_BYTES};
+    use crate::testing::FakeMemory;
+
+    fn run(first: u64, count: u64) -> PageRun {
+        PageRun { region: 0, first, count }
+    }
+
+    #[test]
+    fn a_run_is_all_of_its_chunks() {
+        let all = |first, count| chunks(&run(first, count)).collect::<Vec<_>>();
+        assert_eq!(all(5, 10), [run(5, 10)]);
+        let second = run(CHUNK_PAGES, CHUNK_PAGES);
+        assert_eq!(
+            all(CHUNK_PAGES - 1, CHUNK_PAGES + 3),
+            [run(CHUNK_PAGES - 1, 1), second, run(2 * CHUNK_PAGES, 2)]
+        );
+        assert_eq!(all(7, 0), []);
+    }
+
+    #[test]
+    fn what_was_announced_gets_pages_unless_it_has_begun_to_arrive() {
+        let pages = 4 * CHUNK_PAGES;
+        let memory = FakeMemory::new(&[(0, pages)], Backing::Shared, PAGE_BYTES).unwrap();
+        let fresh = Arc::new(Fresh::new(memory.layout()));
+        fresh.populate(&*memory, run(0, 64)).unwrap();
+        let populated = || memory.populated_bytes(0).unwrap() / PAGE_BYTES;
+        assert_eq!(populated(), 64);
+        let mut preparing = Preparing::default();
+        preparing.add(&memory, &fresh, &[run(0, 512), run(CHUNK_PAGES, 2 * CHUNK_PAGES)]);
+        let began = Instant::now();
+        while populated() < 64 + 2 * CHUNK_PAGES {
+            assert!(began.elapsed() < Duration::from_secs(30), "{} pages", populated());
+            std::thread::yield_now();
+        }
+        drop(preparing);
+        assert_eq!(populated(), 64 + 2 * CHUNK_PAGES);
+        fresh.populate(&*memory, run(0, 512)).unwrap();
+        assert_eq!(populated(), 512 + 2 * CHUNK_PAGES, "what was left alone is still fresh");
+    }
+
+    #[test]
+    fn it_ends_before_all_is_prepared() {
+        let memory = FakeMemory::new(&[(0, 64)], Backing::Shared, PAGE_BYTES).unwrap();
+        let fresh = Arc::new(Fresh::new(memory.layout()));
+        let mut preparing = Preparing::default();
+        preparing.queue.change(|todo| todo.ended = true);
+        preparing.add(&memory, &fresh, &[run(0, 64)]);
+        drop(preparing);
+        assert_eq!(memory.populated_bytes(0).unwrap(), 0);
+    }
+}
