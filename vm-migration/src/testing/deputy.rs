@@ -7,12 +7,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use super::memory::FakeMemory;
+use crate::cancel::Cancel;
+use crate::channel::Channel;
 use crate::error::{Cause, Side, chain};
 use crate::options::Limits;
 use crate::page_server::{Charge, Deputy, Identity, Principal, Successor, Taken};
 use crate::progress::{Progress, Snapshot};
+use crate::protocol::message::{Message, Recover};
 use crate::source::serve_for_another;
 use crate::steering::Steering;
+use crate::transport::Connection;
 use crate::vm::VmError;
 
 /// What a fake page server does.
@@ -27,6 +31,8 @@ pub enum Conduct {
     Vanishes,
     /// It connects where nobody listens.
     FindsNobody,
+    /// It ends when the destination has let go of the source for it.
+    EndsHalfWay,
 }
 
 /// A page server to be, and what becomes of it.
@@ -80,6 +86,9 @@ impl FakeDeputy {
         if self.conduct == Conduct::Vanishes {
             return Ok(None);
         }
+        if self.conduct == Conduct::EndsHalfWay {
+            return half_way(&charge, &self.limits).map(|()| None).map_err(said);
+        }
         let charge = match self.conduct {
             Conduct::FindsNobody => elsewhere(&charge)?,
             _ => charge,
@@ -105,6 +114,16 @@ fn elsewhere(charge: &Charge) -> Result<Charge, String> {
     let mut document = serde_json::to_value(charge).map_err(text)?;
     document["to"] = "unix:/nonexistent/socket".into();
     serde_json::from_value(document).map_err(text)
+}
+
+/// Asks to go on, and ends with the answer.
+fn half_way(charge: &Charge, limits: &Limits) -> Result<(), Cause> {
+    let to = charge.options()?.to;
+    let never = Cancel::new().map_err(Cause::Resource)?;
+    let connection = Connection::connect(&to, &never, limits.connect, limits.answer)?;
+    let Charge { id, attempt, bulk, urgent, .. } = *charge;
+    let recover = Message::Recover(Recover { id, attempt, bulk, urgent });
+    Channel::new(connection).ask(&recover, limits.answer).map(drop)
 }
 
 #[derive(Debug)]

@@ -119,6 +119,19 @@ fn a_source_whose_page_server_cannot_connect_serves_by_itself() {
 }
 
 #[test]
+fn a_page_server_that_ends_half_way_leaves_the_source_to_go_on() {
+    if !have_uffd() {
+        return;
+    }
+    let (run, deputy) = run(Conduct::EndsHalfWay, LIMITS, |_| {});
+    let (source, destination) = run.finish();
+    assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Failed)));
+    assert_eq!((source.recovery.losses, source.recovery.recoveries), (1, 1));
+    assert_eq!((destination.recovery.losses, destination.recovery.recoveries), (1, 1));
+    assert!(deputy.join().unwrap().is_none());
+}
+
+#[test]
 fn without_a_page_server_that_was_asked_for_the_guest_stays() {
     let from = memory();
     let guest = Guest::new(&from, 5);
