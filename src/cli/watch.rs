@@ -381,7 +381,7 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
         let now = Instant::now();
         if let Some(socket) = document.handed_on_to() {
             screen.show(&document, 0, now);
-            client = Client::new(socket.to_path_buf());
+            client = Client::new(socket);
             rate = Rate::default();
             last = Some(document);
             continue;
@@ -446,6 +446,17 @@ mod tests {
             "4.00 KiB of 1.00 MiB left, 7 faults, by uffd, fault latency 90 us median, 4.2 ms p99, \
              20 ms longest"
         );
+    }
+
+    #[test]
+    fn a_page_server_is_asked_when_the_vmm_has_handed_on() {
+        let server = json!({"state": "serving", "socket": "/run/a.sock.pages", "pid": 7});
+        let on = document(json!({"phase": "handed-on", "page_server": server}));
+        assert_eq!(on.handed_on_to(), Some(Path::new("/run/a.sock.pages")));
+        assert!(!on.is_over(), "pages are still on their way");
+        let before = document(json!({"phase": "serve", "page_server": server}));
+        assert_eq!(before.handed_on_to(), None);
+        assert_eq!(document(json!({"phase": "handed-on"})).handed_on_to(), None);
     }
 
     #[test]
