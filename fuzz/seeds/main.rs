@@ -8,6 +8,7 @@
 
 mod kernel;
 mod migration;
+mod page_server;
 mod pci;
 mod pool;
 mod snapshot;
@@ -44,6 +45,7 @@ pub fn all() -> Vec<Seed> {
         text::seeds(),
         kernel::seeds(),
         migration::seeds(),
+        page_server::seeds(),
         pci::seeds(),
         pool::seeds(),
         snapshot::seeds(),

@@ -10,6 +10,7 @@ use arch::{BootError, BootSpec};
 use memory::GuestMemory;
 use memory::pool::{Reply, Take};
 use vm_memory::GuestAddress;
+use vm_migration::page_server::{Charge, ServedMemory};
 use vm_migration::protocol::message::{Answer, Message, Role};
 use vmm::config::{self, Family, VmConfig};
 
@@ -133,6 +134,25 @@ fn messages_of_the_pool_are_understood() {
             rest = &rest[len..];
         }
         assert!(rest.is_empty(), "{name}: {} bytes are no message", rest.len());
+    }
+}
+
+#[test]
+fn orders_to_a_page_server_are_understood() {
+    for Seed { name, contents, .. } in seeds_of("page_server_orders") {
+        let mut rest = contents.as_slice();
+        let mut layout = None;
+        while let Some((header, after)) = rest.split_at_checked(16) {
+            let len = u64::from_le_bytes(header[8..].try_into().unwrap()) as usize;
+            let (payload, next) = after.split_at(len);
+            match header[0] {
+                1 => layout = Some(ServedMemory::parse(payload).unwrap().layout().unwrap()),
+                2 => assert_eq!(len, 4, "{name}"),
+                _ => drop(Charge::parse(payload, layout.as_ref().unwrap()).unwrap()),
+            }
+            rest = next;
+        }
+        assert!(rest.is_empty() && layout.is_some(), "{name}");
     }
 }
 

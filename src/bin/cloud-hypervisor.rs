@@ -5,9 +5,10 @@
 use std::process::ExitCode;
 
 use godwit::cli::exit::{self, Failure};
-use godwit::cli::launch::{self, Launch, RunArgs};
+use godwit::cli::launch::{self, Launch, PageServerArgs, RunArgs};
 use godwit::cli::{logger, print_line};
-use vmm::events;
+use vmm::events::{self, EventTarget};
+use vmm::page_server::{self, PageServerOptions};
 
 fn main() -> ExitCode {
     events::start_clock();
@@ -25,6 +26,7 @@ fn main() -> ExitCode {
             Ok(())
         }
         Ok(Launch::Run(args)) => run(*args),
+        Ok(Launch::ServePages(args)) => serve_pages(args),
         Err(error) => Err(usage(&error)),
     };
     match result {
@@ -38,9 +40,10 @@ fn usage(error: &dyn std::error::Error) -> Failure {
 }
 
 fn run(args: RunArgs) -> Result<(), Failure> {
-    logger::start("cloud-hypervisor", args.verbosity, args.log_file.as_deref())
+    let log = logger::start("cloud-hypervisor", args.verbosity, args.log_file.as_deref())
         .map_err(|e| Failure::failed(&e))?;
-    let (options, event_target) = args.into_options().map_err(|error| usage(&error))?;
+    let (mut options, event_target) = args.into_options().map_err(|error| usage(&error))?;
+    options.lent.log = log;
     if let Some(target) = event_target {
         events::start(target).map_err(|error| Failure::failed(&error))?;
     }
@@ -48,4 +51,17 @@ fn run(args: RunArgs) -> Result<(), Failure> {
     let reason = vmm::run(options).map_err(|error| Failure::failed(&error))?;
     log::info!("the end: {reason:?}");
     Ok(())
+}
+
+/// A process that a VMM has started to send the last pages of its guest.
+fn serve_pages(args: PageServerArgs) -> Result<(), Failure> {
+    page_server::begin();
+    events::continue_clock(args.uptime);
+    logger::start("page-server", args.verbosity, None).map_err(|e| Failure::failed(&e))?;
+    if let Some(target) = args.event_monitor {
+        let target = EventTarget::parse(&target).map_err(|error| usage(&error))?;
+        events::start(target).map_err(|error| Failure::failed(&error))?;
+    }
+    let options = PageServerOptions { socket: args.socket };
+    page_server::run(options).map_err(|error| Failure::failed(&error))
 }

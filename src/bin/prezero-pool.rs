@@ -13,7 +13,7 @@ fn main() -> ExitCode {
     let call = pool::Call::new(&pool::command().get_matches());
     let result = logger::start("prezero-pool", call.verbosity, None)
         .map_err(|error| Failure::failed(&error))
-        .and_then(|()| call.carry_out().map_err(|error| Failure::failed(&error)));
+        .and_then(|_| call.carry_out().map_err(|error| Failure::failed(&error)));
     match result {
         Ok(text) => {
             print_line(text.trim_end());

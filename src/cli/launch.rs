@@ -7,6 +7,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use thiserror::Error;
@@ -28,7 +29,7 @@ use vmm::config::reference::help;
 use vmm::config::small::{LandlockConfig, NumaConfig, RngConfig, TpmConfig};
 use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, VmParams};
 use vmm::events::{EventError, EventTarget};
-use vmm::options::{SeccompMode, VmmOptions};
+use vmm::options::{Lent, SeccompMode, VmmOptions};
 
 /// What the command line asks for.
 #[derive(Debug)]
@@ -37,6 +38,21 @@ pub enum Launch {
     Print(String),
     /// Run a VMM.
     Run(Box<RunArgs>),
+    /// Be the page server of one.
+    ServePages(PageServerArgs),
+}
+
+/// How to be a page server. The VMM that starts one gives these.
+#[derive(Debug, PartialEq, Eq)]
+pub struct PageServerArgs {
+    /// `-v`, counted.
+    pub verbosity: u8,
+    /// `--event-monitor`.
+    pub event_monitor: Option<String>,
+    /// Where it takes requests.
+    pub socket: PathBuf,
+    /// What the clock of the VMM shows.
+    pub uptime: Duration,
 }
 
 /// How to run a VMM. Descriptors and sockets are still texts: they are opened later, once.
@@ -122,7 +138,8 @@ impl RunArgs {
             restore.directory().map_err(LaunchError::RestoreUrl)?;
         }
         let (seccomp, no_shutdown) = (self.seccomp, self.no_shutdown);
-        Ok((VmmOptions { api_socket, initial_vm, restore, seccomp, no_shutdown }, events))
+        let lent = Lent { verbosity: self.verbosity, log: None };
+        Ok((VmmOptions { api_socket, initial_vm, restore, seccomp, no_shutdown, lent }, events))
     }
 }
 
@@ -153,6 +170,14 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
         return Ok(Launch::Print(text.trim_end().to_owned()));
     }
     let one = |name: &str| matches.get_one::<String>(name).cloned();
+    if let Some(uptime_us) = matches.get_one::<u64>("page-server") {
+        return Ok(Launch::ServePages(PageServerArgs {
+            verbosity: matches.get_count("v"),
+            event_monitor: one("event-monitor"),
+            socket: one("api-socket").map(PathBuf::from).unwrap_or_default(),
+            uptime: Duration::from_micros(*uptime_us),
+        }));
+    }
     const PAYLOAD: [&str; 3] = ["kernel", "firmware", "igvm"];
     if matches.contains_id("restore")
         && let Some(option) = PAYLOAD.iter().chain(&VM_OPTIONS).find(|name| given(matches, name))
@@ -314,6 +339,14 @@ pub fn command(with_help: bool) -> Command {
             many("net", text(help::<NetConfig>)),
             flag("no-shutdown", "Stay when the guest shuts down"),
             many("numa", text(help::<NumaConfig>)),
+            Arg::new("page-server")
+                .long("page-server")
+                .num_args(1)
+                .value_name("US")
+                .value_parser(clap::value_parser!(u64))
+                .requires("api-socket")
+                .help(say("Be the page server of the VMM at the other end of standard input"))
+                .hide(true),
             many("pci-segment", text(help::<PciSegmentConfig>)),
             one("platform", text(help::<PlatformConfig>)),
             many("pmem", text(help::<PmemConfig>)),
@@ -350,7 +383,7 @@ mod tests {
         let args = std::iter::once("cloud-hypervisor").chain(args.split(' '));
         match parse(args).unwrap().unwrap() {
             Launch::Run(run) => *run,
-            other @ Launch::Print(_) => panic!("{other:?}"),
+            other => panic!("{other:?}"),
         }
     }
 
@@ -378,6 +411,24 @@ mod tests {
         assert!(matches!(events, Some(EventTarget::Path(_))));
         assert_eq!(options.initial_vm.unwrap().cpus.boot_vcpus, 2);
         assert!(matches!(options.api_socket, Some(ApiSocket::Path(_))));
+    }
+
+    #[test]
+    fn a_page_server_is_known_by_its_option() {
+        let line = "cloud-hypervisor --page-server 1500 --api-socket /s -v --event-monitor fd=1";
+        let wanted = PageServerArgs {
+            verbosity: 1,
+            event_monitor: Some("fd=1".to_owned()),
+            socket: "/s".into(),
+            uptime: Duration::from_micros(1500),
+        };
+        match parse(line.split(' ')).unwrap().unwrap() {
+            Launch::ServePages(args) => assert_eq!(args, wanted),
+            other => panic!("{other:?}"),
+        }
+        assert!(parse(["cloud-hypervisor", "--page-server", "1"]).is_err());
+        let help = command(true).render_long_help().to_string();
+        assert!(!help.contains("page-server"), "only VMMs start them");
     }
 
     #[test]

@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::path::Path;
+use std::sync::Arc;
 
 use log::{LevelFilter, Log, Metadata, Record};
 use thiserror::Error;
@@ -31,7 +32,7 @@ pub enum LogError {
 
 enum Output {
     Stderr,
-    File(File),
+    File(Arc<File>),
 }
 
 struct Logger {
@@ -50,7 +51,7 @@ impl Log for Logger {
         // Nobody can be told that telling failed.
         let _ = match &self.output {
             Output::Stderr => io::stderr().write_all(line.as_bytes()),
-            Output::File(file) => (&*file).write_all(line.as_bytes()),
+            Output::File(file) => (&**file).write_all(line.as_bytes()),
         };
     }
 
@@ -72,18 +73,21 @@ fn line(program: &str, record: &Record<'_>, end: &str) -> String {
     )
 }
 
-/// Starts logging, in the name of `program`.
+/// Starts logging, in the name of `program`. Gives the file, for processes that log to it as well.
 ///
 /// # Errors
 /// The file cannot be made, or logging was started before.
-pub fn start(program: &'static str, verbosity: u8, file: Option<&Path>) -> Result<(), LogError> {
-    let output = match file {
-        None => Output::Stderr,
-        Some(path) => Output::File(
-            File::create(path)
-                .map_err(|source| LogError::Create { path: path.display().to_string(), source })?,
-        ),
+pub fn start(
+    program: &'static str,
+    verbosity: u8,
+    file: Option<&Path>,
+) -> Result<Option<Arc<File>>, LogError> {
+    let create = |path: &Path| {
+        let failed = |source| LogError::Create { path: path.display().to_string(), source };
+        File::create(path).map(Arc::new).map_err(failed)
     };
+    let file = file.map(create).transpose()?;
+    let output = file.clone().map_or(Output::Stderr, Output::File);
     // A terminal may be in raw mode while the guest uses it.
     let raw = matches!(output, Output::Stderr) && io::stderr().is_terminal();
     let logger = Logger { program, output, line_end: if raw { "\r\n" } else { "\n" } };
@@ -94,7 +98,7 @@ pub fn start(program: &'static str, verbosity: u8, file: Option<&Path>) -> Resul
         2 => LevelFilter::Debug,
         _ => LevelFilter::Trace,
     });
-    Ok(())
+    Ok(file)
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@
 
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use indicatif::{BinaryBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -125,7 +126,14 @@ struct Document {
     expected_downtime_us: u64,
     downtime_us: u64,
     faults: Faults,
+    page_server: Option<PageServer>,
     error: Option<Failure>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct PageServer {
+    socket: PathBuf,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -152,6 +160,12 @@ impl Document {
 
     fn moved_bytes(&self) -> u64 {
         self.memory_bytes_sent.max(self.memory_bytes_received)
+    }
+
+    /// Who goes on, when the VMM does not.
+    fn handed_on_to(&self) -> Option<&Path> {
+        let server = self.page_server.as_ref().filter(|_| self.phase == "handed-on");
+        server.map(|server| server.socket.as_path())
     }
 
     /// Phase, and its round.
@@ -343,11 +357,12 @@ pub fn announce(client: &Client) {
     let _ = client.ask(Method::Get, "vm.migration-progress", None);
 }
 
-/// Follows the migration that goes on, or the last one, to its end.
+/// Follows the migration that goes on, or the last one, to its end, at its page server too.
 ///
 /// # Errors
 /// It did not end well, or its end was not seen.
 pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
+    let mut client = client.clone();
     let mut screen = Screen::new(view);
     let mut rate = Rate::default();
     let mut last: Option<Document> = None;
@@ -364,6 +379,13 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
         };
         let document: Document = serde_json::from_str(&text).unwrap_or_default();
         let now = Instant::now();
+        if let Some(socket) = document.handed_on_to() {
+            screen.show(&document, 0, now);
+            client = Client::new(socket);
+            rate = Rate::default();
+            last = Some(document);
+            continue;
+        }
         if document.is_over() {
             screen.end(Some(&document));
             return verdict(document);
@@ -424,6 +446,17 @@ mod tests {
             "4.00 KiB of 1.00 MiB left, 7 faults, by uffd, fault latency 90 us median, 4.2 ms p99, \
              20 ms longest"
         );
+    }
+
+    #[test]
+    fn a_page_server_is_asked_when_the_vmm_has_handed_on() {
+        let server = json!({"state": "serving", "socket": "/run/a.sock.pages", "pid": 7});
+        let on = document(json!({"phase": "handed-on", "page_server": server}));
+        assert_eq!(on.handed_on_to(), Some(Path::new("/run/a.sock.pages")));
+        assert!(!on.is_over(), "pages are still on their way");
+        let before = document(json!({"phase": "serve", "page_server": server}));
+        assert_eq!(before.handed_on_to(), None);
+        assert_eq!(document(json!({"phase": "handed-on"})).handed_on_to(), None);
     }
 
     #[test]

@@ -25,6 +25,7 @@ mod migration_failures;
 mod migration_local;
 mod migration_precopy;
 mod migration_rounds;
+mod page_server;
 mod pause;
 mod postcopy;
 mod prefault;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
     lifecycle::add(&mut suite);
     pause::add(&mut suite);
     postcopy::add(&mut suite);
+    page_server::add(&mut suite);
     events::add(&mut suite);
     remote::add(&mut suite);
     report::add(&mut suite);

@@ -39,14 +39,14 @@ pub fn add(suite: &mut Suite) {
 }
 
 /// Passes TCP connections on and can cut them.
-struct Cutter {
-    url: String,
+pub struct Cutter {
+    pub url: String,
     streams: Arc<Mutex<Vec<[TcpStream; 2]>>>,
     shut: Arc<Mutex<bool>>,
 }
 
 impl Cutter {
-    fn start(to: &str) -> Self {
+    pub fn start(to: &str) -> Self {
         let to = to.strip_prefix("tcp:").expect("a tcp address").to_owned();
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let url = format!("tcp:{}", listener.local_addr().expect("an address"));
@@ -69,7 +69,7 @@ impl Cutter {
     }
 
     /// Cuts all connections, or of the last `of` the one with this number.
-    fn cut(&self, one: Option<usize>, of: usize) {
+    pub fn cut(&self, one: Option<usize>, of: usize) {
         let streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         let last = streams.len().saturating_sub(of);
         for (number, ends) in streams[last..].iter().enumerate() {
@@ -81,7 +81,7 @@ impl Cutter {
         }
     }
 
-    fn set_shut(&self, shut: bool) {
+    pub fn set_shut(&self, shut: bool) {
         *self.shut.lock().unwrap_or_else(PoisonError::into_inner) = shut;
     }
 }
@@ -103,15 +103,15 @@ fn pass(from: &TcpStream, to: &TcpStream) {
     });
 }
 
-fn progress(vmm: &Vmm) -> Value {
+pub fn progress(vmm: &Vmm) -> Value {
     vmm.api().get("vm.migration-progress").ok().json()
 }
 
-fn phase(vmm: &Vmm) -> String {
+pub fn phase(vmm: &Vmm) -> String {
     progress(vmm)["phase"].as_str().unwrap_or_default().to_owned()
 }
 
-fn wait_for_phase(vmm: &Vmm, wanted: &str) {
+pub fn wait_for_phase(vmm: &Vmm, wanted: &str) {
     wait_for(wanted, || (phase(vmm) == wanted).then_some(()));
 }
 

@@ -12,6 +12,7 @@
 //! | [`protocol`] | messages and their bytes |
 //! | [`transport`] | addresses, sockets, waits |
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
+//! | [`page_server`] | another process that sends the last pages |
 //! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
@@ -65,6 +66,7 @@ mod latency;
 pub mod layout;
 pub mod options;
 mod pace;
+pub mod page_server;
 mod pieces;
 pub mod progress;
 pub mod protocol;
@@ -99,5 +101,7 @@ pub use steering::Steering;
 pub use transport::Address;
 pub use vm::VmError;
 
+#[doc(hidden)]
+pub use page_server::fuzz_orders;
 #[doc(hidden)]
 pub use protocol::message::fuzz_stream;

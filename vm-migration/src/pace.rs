@@ -24,6 +24,11 @@ impl Pace {
         Self { bytes_per_s, start: Instant::now(), free_at: AtomicU64::new(0) }
     }
 
+    /// The rate; 0 for none.
+    pub(crate) fn bytes_per_s(&self) -> u64 {
+        self.bytes_per_s
+    }
+
     /// Bytes that take about `time` at this rate; `None` without a limit.
     pub(crate) fn bytes_in(&self, time: Duration) -> Option<u64> {
         (self.bytes_per_s > 0).then(|| {

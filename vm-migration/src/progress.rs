@@ -19,6 +19,7 @@ use crate::history::{Course, History, Passage, Sample};
 use crate::latency::{Latencies, micros};
 use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
+use crate::page_server::{Identity, PageServerSnapshot, Standing};
 use crate::report::FailureReport;
 
 pub use crate::latency::LatencySnapshot;
@@ -58,12 +59,14 @@ pub enum Phase {
     PostcopyRecover,
     /// Over, well.
     Done,
+    /// Source: over here; a page server sends the pages that are left.
+    HandedOn,
     /// Over, not well.
     Failed,
 }
 
 impl Phase {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 17] = [
         Self::Idle,
         Self::Connect,
         Self::Listen,
@@ -79,6 +82,7 @@ impl Phase {
         Self::PostcopyPaused,
         Self::PostcopyRecover,
         Self::Done,
+        Self::HandedOn,
         Self::Failed,
     ];
 
@@ -99,6 +103,7 @@ impl Phase {
             Self::PostcopyPaused => "postcopy-paused",
             Self::PostcopyRecover => "postcopy-recover",
             Self::Done => "done",
+            Self::HandedOn => "handed-on",
             Self::Failed => "failed",
         }
     }
@@ -145,6 +150,8 @@ pub enum Event {
         /// In microseconds.
         allowed_us: u64,
     },
+    /// The page server has not taken over.
+    PageServerFailed,
 }
 
 /// Gets every event, in order, on the thread that caused it. Must not block.
@@ -202,6 +209,8 @@ pub struct Progress {
     fault_source: OnceLock<FaultSourceKind>,
     /// Why postcopy holds still, or held still last. Held for one copy.
     lost: Mutex<Option<String>>,
+    /// The process that sends the pages that are left.
+    pub(crate) page_server: Standing,
     /// Latencies of faults that waited for the peer. Held for one addition or one copy.
     latency: Mutex<Latencies>,
     /// For the report. Held for one note or one copy.
@@ -240,6 +249,7 @@ impl Progress {
             convergence: OnceLock::new(),
             fault_source: OnceLock::new(),
             lost: Mutex::new(None),
+            page_server: Standing::default(),
             latency: Mutex::new(Latencies::new()),
             course: Mutex::new(Course::new()),
         }
@@ -295,6 +305,11 @@ impl Progress {
     pub(crate) fn recovered(&self, phase: Phase) {
         self.counters.recoveries.fetch_add(1, Relaxed);
         self.enter(phase);
+    }
+
+    /// There is a page server, which this process has started or is.
+    pub fn has_page_server(&self, identity: Identity) {
+        self.page_server.begin(identity);
     }
 
     /// Ends such a phase.
@@ -470,6 +485,7 @@ impl Progress {
                 waited_us: get(&c.fault_wait_us),
                 latency_us: self.latencies(),
             },
+            page_server: self.page_server.snapshot(),
             error: self.failure.get().cloned(),
         }
     }
@@ -526,6 +542,8 @@ pub struct Snapshot {
     pub error: Option<FailureReport>,
     /// Lost connections of postcopy.
     pub recovery: RecoverySnapshot,
+    /// The process that sends the pages that are left, where one was asked for (source).
+    pub page_server: Option<PageServerSnapshot>,
 }
 
 /// How often postcopy lost its connections, and came back.

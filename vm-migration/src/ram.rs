@@ -48,6 +48,12 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
         None
     }
 
+    /// Where in its file a region begins.
+    fn file_offset(&self, region: usize) -> u64 {
+        let _ = region;
+        0
+    }
+
     /// Which of `pages` have ever been populated, as ascending runs. Must not populate any.
     /// Memory that cannot tell answers with the whole range.
     ///

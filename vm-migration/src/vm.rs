@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::fault::FaultSource;
+use crate::page_server::Successor;
 use crate::ram::GuestMemoryMap;
 
 /// An error of the machine; its own sentence names the device or resource.
@@ -108,6 +109,15 @@ pub trait SourceVm: Sized + Send {
     /// Whether [`free_page_hints`](Self::free_page_hints) may have an answer.
     fn may_give_hints(&self) -> bool {
         false
+    }
+
+    /// Starts what is to send the pages that are left when the guest has gone (postcopy), if this
+    /// process is not to do so itself. Called once, before any memory is sent.
+    ///
+    /// # Errors
+    /// Why there is none; the migration then fails and the guest goes on.
+    fn successor(&mut self) -> Result<Option<Box<dyn Successor>>, VmError> {
+        Ok(None)
     }
 
     /// How long the guest stands still whatever is left of its memory: pause, saving the state,

@@ -86,6 +86,13 @@ pub const NAMES: &[(&str, &str, &str)] = &[
         "postcopy connects again; the phase says what came of it",
     ),
     ("vm", "migration-handed-over", "the guest belongs to the destination, pages still go there"),
+    (
+        "vm",
+        "migration-handed-on",
+        "a page server sends the pages that are left (socket, pid, took_us)",
+    ),
+    ("vm", "page-server-failed", "it has not taken over, and the VMM goes on by itself"),
+    ("vm", "page-server-serving", "the page server says so itself, in the VMM's place from now on"),
     ("vm", "migration-receive-ready", "the destination listens"),
     ("vm", "migration-receive-starting", "a source has connected"),
     ("vm", "migration-receive-started", "the source was accepted"),
@@ -233,6 +240,8 @@ enum Message {
 pub struct EventMonitor {
     queue: SyncSender<Message>,
     lost: AtomicU64,
+    /// The file once more, for a process that goes on writing to it.
+    lent: File,
 }
 
 impl EventMonitor {
@@ -242,6 +251,7 @@ impl EventMonitor {
     /// The file cannot be opened, or the host gives no thread.
     pub fn start(target: EventTarget) -> Result<Self, EventError> {
         let file = target.open()?;
+        let lent = file.try_clone().map_err(EventError::Thread)?;
         let (queue, events) = sync_channel(QUEUE_EVENTS);
         std::thread::Builder::new()
             .name("event-monitor".to_owned())
@@ -251,7 +261,7 @@ impl EventMonitor {
                 write_all(&events, file);
             })
             .map_err(EventError::Thread)?;
-        Ok(Self { queue, lost: AtomicU64::new(0) })
+        Ok(Self { queue, lost: AtomicU64::new(0), lent })
     }
 
     /// Tells an event; never blocks.
@@ -325,9 +335,26 @@ pub fn start_clock() {
     let _ = START.set(Instant::now());
 }
 
+/// What the clock showed when this process was started, in microseconds.
+static BEFORE_US: AtomicU64 = AtomicU64::new(0);
+
+/// Lets the clock go on from that of the process that has started this one.
+pub fn continue_clock(before: Duration) {
+    BEFORE_US.store(u64::try_from(before.as_micros()).unwrap_or(u64::MAX), Relaxed);
+}
+
 /// Time since the process was started.
 pub fn uptime() -> Duration {
-    START.get_or_init(Instant::now).elapsed()
+    let elapsed = START.get_or_init(Instant::now).elapsed();
+    elapsed.saturating_add(Duration::from_micros(BEFORE_US.load(Relaxed)))
+}
+
+/// The file of the monitor, for a process that goes on writing to it.
+///
+/// # Errors
+/// The host gives no descriptor.
+pub fn lend() -> io::Result<Option<File>> {
+    MONITOR.get().map(|monitor| monitor.lent.try_clone()).transpose()
 }
 
 /// Starts the event monitor of the process.

@@ -12,6 +12,7 @@ pub mod events;
 pub mod machine;
 pub mod migration;
 pub mod options;
+pub mod page_server;
 
 pub use control::{RunError, run};
 pub use options::{ExitReason, VmmOptions};

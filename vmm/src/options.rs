@@ -4,6 +4,9 @@
 //!
 //! Owns plain values only; it must never do anything.
 
+use std::fs::File;
+use std::sync::Arc;
+
 use crate::api::ApiSocket;
 use crate::config::{RestoreConfig, VmConfig};
 
@@ -19,6 +22,15 @@ pub enum SeccompMode {
     Log,
 }
 
+/// What a process that the VMM starts gets of it.
+#[derive(Clone, Debug, Default)]
+pub struct Lent {
+    /// `-v`, counted.
+    pub verbosity: u8,
+    /// Where its log goes, if not to standard error.
+    pub log: Option<Arc<File>>,
+}
+
 /// What a VMM is started with.
 #[derive(Debug, Default)]
 pub struct VmmOptions {
@@ -32,6 +44,8 @@ pub struct VmmOptions {
     pub seccomp: SeccompMode,
     /// Stay when the guest shuts down (`--no-shutdown`).
     pub no_shutdown: bool,
+    /// For processes that it starts.
+    pub lent: Lent,
 }
 
 /// Why the VMM ended without an error.

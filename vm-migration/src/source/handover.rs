@@ -16,6 +16,7 @@ use super::stop::Stopped;
 use super::{Context, Remains, Setback, check_cancel};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
+use crate::page_server::Successor;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
 use crate::session::Session;
@@ -37,6 +38,7 @@ pub(crate) struct Pages<V: SourceVm> {
     pub session: Session,
     pub bulk: Vec<Channel>,
     pub reconnect: Reconnect,
+    pub successor: Option<Box<dyn Successor>>,
 }
 
 impl<V: SourceVm> HandedOver<V> {
@@ -79,7 +81,8 @@ impl<V: SourceVm> Stopped<V> {
         context.progress.counters.downtime_us.store(downtime_us, Ordering::Relaxed);
         let pages = later.zip(session).zip(links.token).map(|((server, session), id)| {
             let reconnect = Reconnect::new(context.options, id, bulk, urgent);
-            Pages { server, session, bulk: links.memory, reconnect }
+            let successor = links.successor;
+            Pages { server, session, bulk: links.memory, reconnect, successor }
         });
         match confirmed {
             Ok(()) => Ok(HandedOver { remains, control, pages, unconfirmed: None }),

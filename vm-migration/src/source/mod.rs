@@ -41,7 +41,7 @@ use crate::report::FailureReport;
 use crate::vm::{PausedVm, SourceVm};
 
 pub(crate) use convergence::rate;
-pub use serve::Held;
+pub use serve::{Held, serve_for_another};
 
 /// What every phase of one migration uses.
 #[derive(Clone, Copy)]
@@ -51,7 +51,8 @@ pub(crate) struct Context<'a> {
     pub cancel: &'a Cancel,
 }
 
-/// A migration that is over, well: the guest is at the destination, with all its memory.
+/// A migration that is over, well: the guest is at the destination, with all its memory; or with a
+/// page server that sends the rest of it ([`Phase::HandedOn`] in the report).
 #[derive(Debug)]
 pub struct Finished<R> {
     /// What is left of the machine here.
@@ -133,16 +134,16 @@ pub fn migrate<V: SourceVm>(
 ) -> Result<Finished<Remains<V>>, Box<SendFailure<V>>> {
     let context = Context { options, progress, cancel };
     match drive(vm, context) {
-        Ok(remains) => {
-            progress.finish(Phase::Done);
+        Ok((remains, last)) => {
+            progress.finish(last);
             Ok(Finished { remains, report: progress.snapshot() })
         }
         Err(setback) => Err(Box::new(give_up(context, setback))),
     }
 }
 
-/// The phases, in order.
-fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<Remains<V>, Setback<V>> {
+/// The phases, in order; the last one comes back.
+fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<(Remains<V>, Phase), Setback<V>> {
     let run = context.progress;
     let connected = run.run(Phase::Connect, || negotiate::connect(vm, context))?;
     let negotiated = run.run(Phase::Negotiate, || connected.negotiate(context))?;
@@ -152,7 +153,7 @@ fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<Remains<V>, Setback
     if handed_over.has_pages_to_serve() {
         return run.run(Phase::Serve, || handed_over.serve(context));
     }
-    Ok(handed_over.into_remains())
+    Ok((handed_over.into_remains(), Phase::Done))
 }
 
 /// The one exit for failures: tells the peer, resumes the guest where it is still ours.

@@ -16,6 +16,7 @@ use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::Layout;
 use crate::options::{Compression, MemoryMode};
+use crate::page_server::Successor;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES,
@@ -42,6 +43,8 @@ pub(crate) struct Links {
     pub records: Vec<Record>,
     /// The fastest that an answer came.
     pub round_trip: Duration,
+    /// Who sends the pages that are left in postcopy, if not this process.
+    pub successor: Option<Box<dyn Successor>>,
 }
 
 impl Links {
@@ -167,7 +170,12 @@ pub(crate) fn agree<V: SourceVm>(
     let (bulk_count, urgent_count) = extra_connections(context);
     let memory_links = extra(Role::Memory, bulk_count)?;
     let urgent = extra(Role::Fault, urgent_count)?;
-    Ok(Links { memory: memory_links, urgent, terms, token, records: Vec::new(), round_trip })
+    let successor = vm.successor().map_err(Cause::Vm).step("starting the page server")?;
+    if let Some(successor) = &successor {
+        context.progress.has_page_server(successor.identity());
+    }
+    let records = Vec::new();
+    Ok(Links { memory: memory_links, urgent, terms, token, records, round_trip, successor })
 }
 
 /// Refuses memory that has no file to be handed over.

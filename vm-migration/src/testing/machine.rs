@@ -7,10 +7,12 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::deputy::FakeDeputy;
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
 use crate::fault::FaultSource;
 use crate::layout::to_usize;
+use crate::page_server::Successor;
 use crate::ram::GuestMemoryMap;
 use crate::vm::{
     DestinationBuilder, DestinationVm, FreePageHints, GivenMemory, MappedMachine, PausedVm,
@@ -56,6 +58,8 @@ struct Common {
     free_from: Option<u64>,
     /// vCPUs bring their own pages at the destination.
     own_faults: bool,
+    /// Who sends the pages that are left.
+    deputy: Option<Arc<FakeDeputy>>,
 }
 
 /// Shares of time that a machine was throttled to, in order.
@@ -144,6 +148,7 @@ impl FakeVm {
             throttled: Throttled::default(),
             free_from: None,
             own_faults: false,
+            deputy: None,
         };
         Self { common, writers: None }
     }
@@ -160,6 +165,13 @@ impl FakeVm {
     #[must_use]
     pub fn free_from(mut self, page: u64) -> Self {
         self.common.free_from = Some(page);
+        self
+    }
+
+    /// Its last pages are sent by this one.
+    #[must_use]
+    pub fn deputy(mut self, deputy: &Arc<FakeDeputy>) -> Self {
+        self.common.deputy = Some(Arc::clone(deputy));
         self
     }
 
@@ -256,6 +268,11 @@ impl SourceVm for FakeVm {
             }
         }
         Some(Box::new(FakeHints { first, calls: Arc::clone(&self.common.calls) }))
+    }
+
+    fn successor(&mut self) -> Result<Option<Box<dyn Successor>>, VmError> {
+        let Common { deputy, memory, .. } = &self.common;
+        deputy.as_ref().map(|deputy| deputy.start(memory)).transpose()
     }
 
     fn switch_over_time(&self) -> Duration {

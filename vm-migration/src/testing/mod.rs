@@ -6,10 +6,12 @@
 //! that only its one writer raises, and a shadow table outside guest memory knows each counter, so
 //! a stale, torn or misplaced page shows at the next visit.
 
+mod deputy;
 mod guest;
 mod machine;
 mod memory;
 
+pub use deputy::{Conduct, FakeDeputy, Served};
 pub use guest::{Guest, Pace, Writers};
 pub use machine::{
     Builder, Calls, FakeDestination, FakeMapped, FakePaused, FakeVm, Inject, Throttled,

@@ -258,7 +258,7 @@ fn every_phase_is_announced_with_its_begin_and_its_end() {
             Event::End(phase, _) => seen.push((*phase, false)),
             Event::Fail(phase, _) => panic!("{phase} failed"),
             Event::Round { round, .. } | Event::Stalled { round, .. } => assert!(*round > 0),
-            Event::Throttled { .. } | Event::DowntimeAllowed { .. } => {
+            Event::Throttled { .. } | Event::DowntimeAllowed { .. } | Event::PageServerFailed => {
                 panic!("nobody asked for it")
             }
         }

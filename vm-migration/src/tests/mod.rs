@@ -11,6 +11,7 @@
 //! | `sharing` | connections of different speed |
 //! | `converging` | guests that write too fast, and what is done about them |
 //! | `compressed` | memory that travels compressed |
+//! | `handed_on` | postcopy whose last pages another process sends |
 //! | `hints` | pages that the guest says it does not use |
 //! | `local` | memory handed over as descriptors |
 //! | `own` | vCPUs that bring their own pages |
@@ -29,6 +30,7 @@ mod converging;
 mod cuts;
 mod early;
 mod failures;
+mod handed_on;
 mod hints;
 mod hostile;
 mod local;

@@ -28,10 +28,10 @@ use crate::{Address, Cancel, Cause, Limits, MemoryMode, Progress, SendOptions, S
 const SHORT: Limits = Limits { stall: Duration::from_millis(700), ..LIMITS };
 
 /// Slow enough that all of the cuts of a test find pages on their way: 30 % of 12 MiB a second.
-const SLOW: u64 = 4 << 20;
+pub(super) const SLOW: u64 = 4 << 20;
 
 /// Passes connections on, and can cut or stall them.
-struct Proxy {
+pub(super) struct Proxy {
     address: Address,
     links: Arc<Mutex<Vec<Link>>>,
     accepted: Arc<AtomicU64>,
@@ -76,7 +76,7 @@ impl Proxy {
         Self { address, links, accepted, closed }
     }
 
-    fn cut_all(&self) {
+    pub(super) fn cut_all(&self) {
         for link in self.links.lock().unwrap().drain(..) {
             link.cut();
         }
@@ -121,19 +121,19 @@ fn pass(from: &TcpStream, to: &TcpStream, stalled: &Arc<AtomicBool>) {
 }
 
 /// Both sides of a postcopy through a proxy.
-struct Run {
+pub(super) struct Run {
     to: Arc<FakeMemory>,
     guest: Arc<Guest>,
-    proxy: Proxy,
-    source: Arc<Progress>,
-    destination: Arc<Progress>,
+    pub proxy: Proxy,
+    pub source: Arc<Progress>,
+    pub destination: Arc<Progress>,
     send_steering: Steering,
     receive_steering: Steering,
     sender: JoinHandle<Result<(), String>>,
     receiver: JoinHandle<(FakeVm, Result<Snapshot, String>)>,
 }
 
-fn wait_until(what: &str, condition: impl Fn() -> bool) {
+pub(super) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_mins(1);
     while !condition() {
         assert!(Instant::now() < deadline, "{what} did not happen");
@@ -152,6 +152,18 @@ impl Run {
         vcpus: u64,
         limits: Limits,
         adjust: impl FnOnce(&mut SendOptions),
+    ) -> Self {
+        Self::of(from, to, vcpus, limits, adjust, |vm| vm)
+    }
+
+    /// The same with a machine that `equip` makes something of.
+    pub(super) fn of(
+        from: &Arc<FakeMemory>,
+        to: Arc<FakeMemory>,
+        vcpus: u64,
+        limits: Limits,
+        adjust: impl FnOnce(&mut SendOptions),
+        equip: impl FnOnce(FakeVm) -> FakeVm,
     ) -> Self {
         let guest = Guest::new(from, 77);
         guest.fill(from, 60);
@@ -181,7 +193,8 @@ impl Run {
             (received.vm, done)
         });
         let sender = {
-            let (vm, progress) = (FakeVm::new(from, &guest).running(), Arc::clone(&source));
+            let vm = equip(FakeVm::new(from, &guest)).running();
+            let progress = Arc::clone(&source);
             std::thread::spawn(move || {
                 let sent = migrate(vm, &options, &progress, &Cancel::new().unwrap());
                 sent.map(drop).map_err(|failure| chain(failure.error()))
@@ -201,16 +214,21 @@ impl Run {
         }
     }
 
+    /// The source has nothing more to do.
+    pub(super) fn source_is_over(&self) -> bool {
+        self.sender.is_finished()
+    }
+
     fn is_over(&self) -> bool {
         self.destination.phase() == Phase::Done
     }
 
-    fn losses(&self) -> u32 {
+    pub(super) fn losses(&self) -> u32 {
         self.destination.snapshot().recovery.losses
     }
 
     /// Everything arrives, and nothing is wrong.
-    fn finish(self) -> (Snapshot, Snapshot) {
+    pub(super) fn finish(self) -> (Snapshot, Snapshot) {
         let sent = self.sender.join().unwrap();
         let (mut vm, done) = self.receiver.join().unwrap();
         sent.unwrap();

@@ -10,6 +10,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError, mpsc};
@@ -75,6 +76,18 @@ impl Connection {
             }
         }
         Err(TransportError::Connect { address: to.clone(), source: last })
+    }
+
+    /// Over a socket that is connected already.
+    ///
+    /// # Errors
+    /// What the system says about it.
+    pub(crate) fn over(
+        stream: UnixStream,
+        cancel: &Cancel,
+        stall_timeout: Duration,
+    ) -> Result<Self, TransportError> {
+        Self::new(Socket::from(stream), cancel, stall_timeout)
     }
 
     fn new(

@@ -56,7 +56,7 @@ fn list(reasons: &[String]) -> String {
 }
 
 /// A client of one VMM.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Client {
     path: PathBuf,
 }

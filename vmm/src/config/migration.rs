@@ -147,6 +147,12 @@ option_family! {
         /// Longest time in seconds for which a postcopy that lost its connections connects again by
         /// itself; migration-recover does so later.
         recover_timeout_s: u64 = 600, "recover_timeout_s" as One<Int>, range(0, 31_536_000);
+        /// In postcopy, let a process of its own send the last pages, so that this one ends as soon
+        /// as that has taken over; for shared memory.
+        page_server: bool = false, "page_server" as One<Toggle>;
+        /// Where that process takes requests; the path of the API socket with .pages behind it if
+        /// not given.
+        page_server_socket: Option<PathBuf> = None, "page_server_socket" as Opt<File>;
     }
 }
 
@@ -334,6 +340,12 @@ impl SendMigrationData {
         if self.downtime_max_ms.is_some_and(|max| max < self.downtime_ms) {
             return refuse("downtime_max_ms is less than downtime_ms");
         }
+        if self.page_server && self.memory_mode == MigrationMode::Precopy {
+            return refuse("page_server works with memory_mode=postcopy or auto only");
+        }
+        if self.page_server_socket.is_some() && !self.page_server {
+            return refuse("page_server_socket has no meaning without page_server=on");
+        }
         if self.local && self.memory_mode != MigrationMode::Precopy {
             return refuse("local and postcopy exclude each other");
         }
@@ -439,6 +451,12 @@ mod tests {
         assert!(postcopy.to_string().contains("memory_mode=postcopy"), "{postcopy}");
         assert!(parse("destination_url=tcp:h:1,compression=zstd,memory_mode=postcopy").is_err());
         assert!(parse("destination_url=tcp:h:1,downtime_ms=9,downtime_max_ms=8").is_err());
+        let served = "destination_url=tcp:h:1,memory_mode=postcopy,page_server=on";
+        assert!(parse(served).is_ok());
+        let socket = format!("{served},page_server_socket=/s");
+        assert!(SendMigrationData::parse_or_url(&socket).unwrap().validate().is_ok());
+        assert!(parse("destination_url=tcp:h:1,page_server=on").is_err());
+        assert!(parse("destination_url=tcp:h:1,memory_mode=auto,page_server_socket=/s").is_err());
         assert!(matches!(
             parse("destination_url=tcp:h:1,tls_dir=/x"),
             Err(ConfigError::Unsupported { .. })

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vm_migration::destination::PostcopyPaused;
-use vm_migration::{GuestIs, Phase, Steering};
+use vm_migration::{GuestIs, Phase, Snapshot, Steering};
 
 use super::receiving::{self, Arrival, Outcome, Reception};
 use super::sending::{self, Departure};
@@ -23,10 +23,11 @@ use crate::machine::GuestEvent;
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
 use crate::options::ExitReason;
+use crate::page_server::{PageServerPlan, socket_beside};
 
 /// Whoever asked for the progress of a migration has this long to ask once more and see its end,
 /// before the process ends. Long enough for a slow poll on a busy host.
-const WATCHER_TIME: Duration = Duration::from_secs(10);
+pub(crate) const WATCHER_TIME: Duration = Duration::from_secs(10);
 
 impl Vmm {
     pub(super) fn migration_progress(&mut self) -> ApiResult {
@@ -34,7 +35,7 @@ impl Vmm {
         self.watched_at = Some(Instant::now());
         let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
         let snapshot = progress.snapshot();
-        if snapshot.phase == Phase::Done {
+        if matches!(snapshot.phase, Phase::Done | Phase::HandedOn) {
             // Who has seen the end, perhaps before this thread has, needs no more time.
             self.watched_at = None;
         }
@@ -59,12 +60,13 @@ impl Vmm {
         let options = sending::options(data, vcpus)?;
         self.refuse_unmovable()?;
         self.refuse_while_memory_arrives("migrated")?;
+        let page_server = self.page_server(data)?;
         let Vm::Live(mut machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
         machine.leave_memory();
         let info = Box::new(describe::of_machine(&machine));
-        match sending::start(machine, options, self.mailer.clone()) {
+        match sending::start(machine, options, page_server, self.mailer.clone()) {
             Ok(sending) => {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.progress = Some(Arc::clone(&sending.progress));
@@ -76,6 +78,36 @@ impl Vmm {
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error))
             }
         }
+    }
+
+    /// The page server that a request asks for.
+    fn page_server(
+        &mut self,
+        data: &SendMigrationData,
+    ) -> Result<Option<PageServerPlan>, ApiError> {
+        if !data.page_server {
+            return Ok(None);
+        }
+        let regions = self.machine_mut()?.ram().regions().iter();
+        if let Some(private) = regions.clone().find(|region| region.file().is_none()) {
+            return Err(ApiError::new(
+                ApiErrorKind::Conflict,
+                format!(
+                    "a page server cannot have memory zone '{}', which is private memory; boot the \
+                     VM with shared=on or hugepages=on, or leave page_server out",
+                    private.zone_id()
+                ),
+            ));
+        }
+        let beside = self.api_path.as_deref().map(socket_beside);
+        let socket = data.page_server_socket.clone().or(beside).ok_or_else(|| {
+            ApiError::new(
+                ApiErrorKind::BadRequest,
+                "this VMM's API socket has no path beside which the page server's could be; name \
+                 one with page_server_socket",
+            )
+        })?;
+        Ok(Some(PageServerPlan { socket, lent: self.lent.clone() }))
     }
 
     pub(super) fn receive(&mut self, data: &ReceiveMigrationData, responder: Responder) {
@@ -147,8 +179,7 @@ impl Vmm {
         let is_deleted = !deleters.is_empty();
         let next = match departure {
             Departure::Gone(remains) => {
-                events::emit("vm", "migration-finished", &[]);
-                log::info!("the VM has moved");
+                tell_end(self.progress.as_ref().map(|progress| progress.snapshot()));
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
                 drop(remains);
                 if self.watched_at.is_some_and(|at| at.elapsed() < WATCHER_TIME) {
@@ -285,6 +316,20 @@ impl Vmm {
         };
         self.act_on(deferred)
     }
+}
+
+/// Tells that the VM has moved, and with whom its last pages are.
+fn tell_end(last: Option<Snapshot>) {
+    let server = last.filter(|last| last.phase == Phase::HandedOn);
+    let Some(server) = server.and_then(|last| last.page_server) else {
+        events::emit("vm", "migration-finished", &[]);
+        log::info!("the VM has moved");
+        return;
+    };
+    let (pid, took_us) = (server.pid.to_string(), server.took_over_us.unwrap_or(0).to_string());
+    let properties = [("socket", server.socket.as_str()), ("pid", &pid), ("took_us", &took_us)];
+    events::emit("vm", "migration-handed-on", &properties);
+    log::info!("the VM has moved; process {pid} sends its last pages");
 }
 
 fn nothing_migrated() -> ApiError {

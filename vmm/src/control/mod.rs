@@ -34,6 +34,7 @@ mod sending;
 mod signals;
 mod snapshot;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -47,9 +48,13 @@ use crate::machine::{EventSink, GuestEvent, Host, Machine};
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
-use crate::options::ExitReason;
+use crate::options::{ExitReason, Lent};
 
+pub(crate) use migrating::WATCHER_TIME;
+pub(crate) use observer::announce;
+pub(crate) use postcopy::recover_wish;
 pub use run::{RunError, run};
+pub(crate) use signals::Signals;
 
 use ending::Ending;
 use inbox::{Mailer, Message};
@@ -129,12 +134,16 @@ struct Vmm {
     /// The process is to end when the migration is over.
     ending: Option<Ending>,
     no_shutdown: bool,
+    /// Path of the API's socket, if it has one.
+    api_path: Option<PathBuf>,
+    /// For processes that are started from here.
+    lent: Lent,
     /// Set when all is over but somebody may still want to see how it went.
     farewell: Option<(Instant, ExitReason)>,
 }
 
 impl Vmm {
-    fn new(host: Host, mailer: Mailer, no_shutdown: bool) -> Self {
+    fn new(host: Host, mailer: Mailer, no_shutdown: bool, lent: Lent) -> Self {
         Self {
             host: Arc::new(host),
             mailer,
@@ -147,6 +156,8 @@ impl Vmm {
             watched_at: None,
             ending: None,
             no_shutdown,
+            api_path: None,
+            lent,
             farewell: None,
         }
     }

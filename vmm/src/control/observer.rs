@@ -15,58 +15,66 @@ pub struct Herald {
 
 impl Observer for Herald {
     fn event(&self, side: Side, event: Event) {
-        let side = side.to_string();
-        match event {
-            Event::Begin(phase) => {
-                let name = phase.to_string();
-                events::emit("vm", "migration-phase", &[("side", &side), ("phase", &name)]);
-                match phase {
-                    Phase::Precopy => events::emit("vm", "migration-started", &[]),
-                    Phase::Receive => events::emit("vm", "migration-receive-started", &[]),
-                    Phase::Serve => self.mailer.send(Message::HandedOver),
-                    Phase::PostcopyPaused => {
-                        events::emit("vm", "postcopy-migration-paused", &[("side", &side)]);
-                    }
-                    Phase::PostcopyRecover => {
-                        events::emit("vm", "postcopy-migration-recovering", &[("side", &side)]);
-                    }
-                    _ => {}
-                }
-            }
-            Event::Round { round, remaining_bytes } => events::emit(
-                "vm",
-                "migration-memory-iteration",
-                &[
-                    ("side", &side),
-                    ("id", &round.to_string()),
-                    ("remaining_bytes", &remaining_bytes.to_string()),
-                ],
-            ),
-            Event::Stalled { round, expected_us, allowed_us } => events::emit(
-                "vm",
-                "migration-stalled",
-                &[
-                    ("side", &side),
-                    ("id", &round.to_string()),
-                    ("expected_downtime_us", &expected_us.to_string()),
-                    ("allowed_downtime_us", &allowed_us.to_string()),
-                ],
-            ),
-            Event::Throttled { percent } => events::emit(
-                "vm",
-                "migration-throttled",
-                &[("side", &side), ("percent", &percent.to_string())],
-            ),
-            Event::DowntimeAllowed { allowed_us } => events::emit(
-                "vm",
-                "migration-downtime-allowed",
-                &[("side", &side), ("allowed_downtime_us", &allowed_us.to_string())],
-            ),
-            Event::Fail(phase, time) => {
-                log::warn!("migration ({side}): {phase} failed after {} ms", time.as_millis());
-            }
-            // The crate's own log has the times.
-            Event::End(..) => {}
+        announce(side, event);
+        if event == Event::Begin(Phase::Serve) {
+            self.mailer.send(Message::HandedOver);
         }
+    }
+}
+
+/// Tells one.
+pub fn announce(side: Side, event: Event) {
+    let side = side.to_string();
+    match event {
+        Event::Begin(phase) => {
+            let name = phase.to_string();
+            events::emit("vm", "migration-phase", &[("side", &side), ("phase", &name)]);
+            match phase {
+                Phase::Precopy => events::emit("vm", "migration-started", &[]),
+                Phase::Receive => events::emit("vm", "migration-receive-started", &[]),
+                Phase::PostcopyPaused => {
+                    events::emit("vm", "postcopy-migration-paused", &[("side", &side)]);
+                }
+                Phase::PostcopyRecover => {
+                    events::emit("vm", "postcopy-migration-recovering", &[("side", &side)]);
+                }
+                _ => {}
+            }
+        }
+        Event::Round { round, remaining_bytes } => events::emit(
+            "vm",
+            "migration-memory-iteration",
+            &[
+                ("side", &side),
+                ("id", &round.to_string()),
+                ("remaining_bytes", &remaining_bytes.to_string()),
+            ],
+        ),
+        Event::Stalled { round, expected_us, allowed_us } => events::emit(
+            "vm",
+            "migration-stalled",
+            &[
+                ("side", &side),
+                ("id", &round.to_string()),
+                ("expected_downtime_us", &expected_us.to_string()),
+                ("allowed_downtime_us", &allowed_us.to_string()),
+            ],
+        ),
+        Event::Throttled { percent } => events::emit(
+            "vm",
+            "migration-throttled",
+            &[("side", &side), ("percent", &percent.to_string())],
+        ),
+        Event::DowntimeAllowed { allowed_us } => events::emit(
+            "vm",
+            "migration-downtime-allowed",
+            &[("side", &side), ("allowed_downtime_us", &allowed_us.to_string())],
+        ),
+        Event::Fail(phase, time) => {
+            log::warn!("migration ({side}): {phase} failed after {} ms", time.as_millis());
+        }
+        Event::PageServerFailed => events::emit("vm", "page-server-failed", &[]),
+        // The crate's own log has the times.
+        Event::End(..) => {}
     }
 }

@@ -52,19 +52,26 @@ impl Vmm {
                 ));
             }
         };
-        let phase = self.progress.as_ref().map(|progress| progress.phase());
-        if !matches!(phase, Some(Phase::PostcopyPaused | Phase::PostcopyRecover)) {
-            return Err(conflict("the connections of this migration work; nothing is to recover"));
-        }
-        let wish = match &data.url {
-            None => Recover::There,
-            Some(url) => {
-                let address = url.parse::<Address>();
-                let bad = |error| ApiError::from_error(ApiErrorKind::BadRequest, &error);
-                Recover::At(address.map_err(bad)?)
-            }
-        };
-        steering.recover(wish);
+        let phase = self.progress.as_ref().map_or(Phase::Idle, |progress| progress.phase());
+        steering.recover(recover_wish(data, phase)?);
         Ok(())
+    }
+}
+
+/// What a request to connect again asks for, of a migration in this phase.
+///
+/// # Errors
+/// It is in no phase in which it could, or the address is none.
+pub fn recover_wish(data: &MigrationRecoverData, phase: Phase) -> Result<Recover, ApiError> {
+    if !matches!(phase, Phase::PostcopyPaused | Phase::PostcopyRecover) {
+        return Err(conflict("the connections of this migration work; nothing is to recover"));
+    }
+    match &data.url {
+        None => Ok(Recover::There),
+        Some(url) => {
+            let address = url.parse::<Address>();
+            let bad = |error| ApiError::from_error(ApiErrorKind::BadRequest, &error);
+            Ok(Recover::At(address.map_err(bad)?))
+        }
     }
 }

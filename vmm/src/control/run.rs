@@ -14,7 +14,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use super::inbox::Inbox;
 use super::signals::Signals;
 use super::{Next, Vmm};
-use crate::api::{self, ApiError, ApiListener, ApiServer, SocketError};
+use crate::api::{self, ApiError, ApiListener, ApiServer, ApiSocket, SocketError};
 use crate::events;
 use crate::machine::{Host, HostError};
 use crate::options::{ExitReason, VmmOptions};
@@ -71,9 +71,14 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
     events::emit("vmm", "starting", &[]);
     let signals = Signals::new().map_err(RunError::Loop)?;
     let host = Host::open()?;
+    let api_path = match &options.api_socket {
+        Some(ApiSocket::Path(path)) => Some(path.clone()),
+        _ => None,
+    };
     let listener = options.api_socket.map(ApiListener::bind).transpose()?;
     let (mailer, inbox) = Inbox::new().map_err(RunError::Loop)?;
-    let mut vmm = Vmm::new(host, mailer, options.no_shutdown);
+    let mut vmm = Vmm::new(host, mailer, options.no_shutdown, options.lent);
+    vmm.api_path = api_path;
     if let Some(config) = options.initial_vm {
         vmm.create(Box::new(config)).map_err(RunError::Start)?;
         vmm.boot().map_err(RunError::Start)?;

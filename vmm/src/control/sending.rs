@@ -26,6 +26,7 @@ use crate::config::{
 use crate::machine::Machine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::{LeavingMachine, Remains};
+use crate::page_server::PageServerPlan;
 
 /// How a migration from here ended.
 pub enum Departure {
@@ -133,11 +134,12 @@ fn chain(error: &MigrationError) -> String {
 
 fn carry(
     machine: Box<Machine>,
+    page_server: Option<PageServerPlan>,
     options: &SendOptions,
     progress: &Arc<Progress>,
     cancel: &Cancel,
 ) -> Departure {
-    let leaving = match LeavingMachine::new(machine) {
+    let leaving = match LeavingMachine::new(machine, page_server) {
         Ok(leaving) => leaving,
         Err((machine, error)) => {
             let step = "describing guest memory";
@@ -171,6 +173,7 @@ fn carry(
 pub fn start(
     machine: Box<Machine>,
     options: SendOptions,
+    page_server: Option<PageServerPlan>,
     mailer: Mailer,
 ) -> Result<Sending, (Box<Machine>, std::io::Error)> {
     let cancel = match Cancel::new() {
@@ -187,7 +190,7 @@ pub fn start(
         std::thread::Builder::new().name("migration-send".to_owned()).spawn(move || {
             let taken = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
             if let Some(machine) = taken {
-                let departure = carry(machine, &options, &progress, &cancel);
+                let departure = carry(machine, page_server, &options, &progress, &cancel);
                 mailer.send(Message::Departed(Box::new(departure)));
             }
         })

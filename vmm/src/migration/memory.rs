@@ -100,6 +100,10 @@ unsafe impl GuestMemoryMap for MigratingRam {
         self.region(region).file().map(|file| file.as_fd())
     }
 
+    fn file_offset(&self, region: usize) -> u64 {
+        self.region(region).file_offset()
+    }
+
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
         let runs = self.region(region).populated_runs(&bytes(&pages)).map_err(to_io)?;
         Ok(runs

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
+use vm_migration::page_server::Successor;
 use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
 
 use super::dirty::MachineDirtyLog;
@@ -18,6 +19,7 @@ use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::BalloonConfig;
 use crate::machine::Machine;
+use crate::page_server::{PageServerPlan, PageServerProcess};
 
 /// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
 /// and started again.
@@ -30,6 +32,7 @@ const SWITCH_OVER_VCPU: Duration = Duration::from_millis(1);
 pub struct LeavingMachine {
     machine: Box<Machine>,
     memory: Arc<MigratingRam>,
+    page_server: Option<PageServerPlan>,
 }
 
 /// A machine whose guest does not run.
@@ -50,13 +53,16 @@ pub struct Remains {
 pub struct GuestIsEnding;
 
 impl LeavingMachine {
-    /// Takes the machine over.
+    /// Takes the machine over; its last pages may be for a page server.
     ///
     /// # Errors
     /// The machine comes back with the reason.
-    pub fn new(machine: Box<Machine>) -> Result<Self, (Box<Machine>, MigratingRamError)> {
+    pub fn new(
+        machine: Box<Machine>,
+        page_server: Option<PageServerPlan>,
+    ) -> Result<Self, (Box<Machine>, MigratingRamError)> {
         match MigratingRam::new(Arc::clone(machine.ram())) {
-            Ok(memory) => Ok(Self { machine, memory: Arc::new(memory) }),
+            Ok(memory) => Ok(Self { machine, memory: Arc::new(memory), page_server }),
             Err(error) => Err((machine, error)),
         }
     }
@@ -119,18 +125,23 @@ impl SourceVm for LeavingMachine {
         Some(Box::new(MachineHints(hints)))
     }
 
+    fn successor(&mut self) -> Result<Option<Box<dyn Successor>>, VmError> {
+        let Some(plan) = &self.page_server else { return Ok(None) };
+        Ok(Some(Box::new(PageServerProcess::start(plan, &self.memory)?)))
+    }
+
     fn switch_over_time(&self) -> Duration {
         SWITCH_OVER_BASE + SWITCH_OVER_VCPU * self.machine.config().cpus.boot_vcpus
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
-        let Self { mut machine, memory } = self;
+        let Self { mut machine, memory, page_server } = self;
         let ran_before = !machine.is_paused();
         if let Err(error) = machine.pause() {
-            return Err((Self { machine, memory }, error.into()));
+            return Err((Self { machine, memory, page_server }, error.into()));
         }
         if machine.is_ending() {
-            return Err((Self { machine, memory }, GuestIsEnding.into()));
+            return Err((Self { machine, memory, page_server }, GuestIsEnding.into()));
         }
         Ok(PausedMachine { machine, memory, ran_before })
     }
@@ -158,7 +169,7 @@ impl PausedVm for PausedMachine {
             .take_exclusive()
             .and_then(|()| if ran_before { machine.resume() } else { Ok(()) });
         match back {
-            Ok(()) => Ok(LeavingMachine { machine, memory }),
+            Ok(()) => Ok(LeavingMachine { machine, memory, page_server: None }),
             Err(error) => Err((Self { machine, memory, ran_before }, error.into())),
         }
     }

@@ -9,6 +9,7 @@
 //! | `answers` | the order in which the requests of one connection are answered |
 //! | `threads` | bulk pushers and urgent servers, one for each connection |
 //! | `reconnect` | how lost connections are made again |
+//! | `relay` | letting another process go on, and going on in place of one |
 //!
 //! Whoever clears a pending bit sends the page, once. Bulk pushers claim small chunks and send them
 //! on connections whose queues are kept short; urgent servers, each a thread with a connection of
@@ -21,6 +22,7 @@
 mod answers;
 mod pages;
 mod reconnect;
+mod relay;
 mod threads;
 
 use std::os::fd::AsRawFd;
@@ -46,9 +48,12 @@ use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::vm::SourceVm;
 
 pub(crate) use reconnect::Reconnect;
+pub use relay::serve_for_another;
 pub(crate) use threads::{serve_bulk, serve_urgent};
 
 use pages::HINT_NONE;
+use reconnect::Connections;
+use relay::Relay;
 
 /// How pages of a region go out.
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +68,11 @@ impl Grain {
     /// Of pages that a destination shows in units of `unit_pages`.
     pub(crate) fn new(piece_pages: u64, unit_pages: u64) -> Self {
         Self { piece_pages, unit_pieces: unit_pages / piece_pages }
+    }
+
+    /// Pages of 4 KiB in a piece and in a unit.
+    fn pages(&self) -> (u64, u64) {
+        (self.piece_pages, self.piece_pages * self.unit_pieces)
     }
 
     /// Sets all pieces of the units that are set.
@@ -200,56 +210,76 @@ impl<M: GuestMemoryMap> std::fmt::Debug for Held<M> {
 enum End {
     /// The destination has every page.
     Done,
+    /// A page server sends those that are left.
+    HandedOn,
     /// Lost.
     Lost(Failure),
 }
 
 impl<V: SourceVm> HandedOver<V> {
     /// Serves pages until the destination has every one, over as many sets of connections as that
-    /// takes.
-    pub(crate) fn serve(self, context: Context<'_>) -> Result<Remains<V>, Setback<V>> {
+    /// takes, or another process does so.
+    pub(crate) fn serve(self, context: Context<'_>) -> Result<(Remains<V>, Phase), Setback<V>> {
         let Self { remains, control, pages, unconfirmed } = self;
-        let Some(pages) = pages else { return Ok(remains) };
-        let Pages { server, mut session, bulk, reconnect } = pages;
+        let Some(pages) = pages else { return Ok((remains, Phase::Done)) };
+        let Pages { server, mut session, bulk, reconnect, successor } = pages;
+        let mut relay = Relay { reconnect, successor };
         let result = match unconfirmed {
             Some(failure) => Ok(End::Lost(failure)),
             None => serve_bulk(&server, &mut session, bulk)
-                .and_then(|()| server.watch(control, &session, context)),
+                .and_then(|()| server.attend(control, &session, &mut relay, context)),
         };
-        match server.serve_on(result, session, reconnect, context) {
-            Ok(()) => Ok(remains),
+        match server.serve_on(result, session, relay, context) {
+            Ok(last) => Ok((remains, last)),
             Err(failure) => Err(Setback::HandedOver(remains, Some(Held::new(server)), failure)),
         }
     }
 }
 
 impl<M: GuestMemoryMap> Server<M> {
-    /// What comes after a first set of connections: more of them, until one comes to the end.
+    /// What comes after a first set of connections: more of them, until one comes to the end. Gives
+    /// the last phase.
     fn serve_on(
         self: &Arc<Self>,
         first: Result<End, Failure>,
         session: Session,
-        mut reconnect: Reconnect,
+        mut relay: Relay,
         context: Context<'_>,
-    ) -> Result<(), Failure> {
+    ) -> Result<Phase, Failure> {
         let (mut result, mut session) = (first, session);
         loop {
             let lost = match result {
-                Ok(End::Done) => return Ok(()),
-                Err(failure) if matches!(failure.cause, Cause::Cancelled) => return Err(failure),
+                Ok(End::Done) => return Ok(Phase::Done),
+                Ok(End::HandedOn) => return Ok(Phase::HandedOn),
+                // Whoever waits is also stopped by the end of another connection of its set.
+                Err(failure) if context.options.steering.gives_up() => return Err(failure),
                 Ok(End::Lost(failure)) | Err(failure) => failure,
             };
             session.end();
             log::warn!("postcopy holds still: {}", lost.for_peer());
             self.progress.lost(lost.for_peer());
-            let Some(connections) = reconnect.until_connected(self)? else { return Ok(()) };
+            let Some(connections) = relay.reconnect.until_connected(self)? else {
+                return Ok(Phase::Done);
+            };
             session = Session::new()?;
             self.progress.recovered(Phase::Serve);
             log::info!("postcopy goes on");
-            result = serve_urgent(self, &mut session, connections.urgent)
-                .and_then(|()| serve_bulk(self, &mut session, connections.bulk))
-                .and_then(|()| self.watch(connections.control, &session, context));
+            result = self
+                .serve_on_set(&mut session, connections)
+                .and_then(|control| self.attend(control, &session, &mut relay, context));
         }
+    }
+
+    /// Starts everybody on a set of connections; gives the first of them.
+    fn serve_on_set(
+        self: &Arc<Self>,
+        session: &mut Session,
+        connections: Connections,
+    ) -> Result<Channel, Failure> {
+        let Connections { control, bulk, urgent } = connections;
+        serve_urgent(self, session, urgent)?;
+        serve_bulk(self, session, bulk)?;
+        Ok(control)
     }
 
     /// Answers the destination's signs of life until it has everything, or a connection is lost.

@@ -120,7 +120,19 @@ impl Reconnect {
         }
     }
 
-    fn connect<M: GuestMemoryMap>(
+    /// The number of the next attempt, which is then somebody else's.
+    pub(super) fn give_attempt(&mut self) -> u32 {
+        self.attempt += 1;
+        self.attempt
+    }
+
+    /// Goes on from this attempt: the next one has its number.
+    pub(super) fn next_attempt_is(&mut self, attempt: u32) {
+        self.attempt = attempt.saturating_sub(1);
+    }
+
+    /// Tries once; `None` when the destination turns out to have every page.
+    pub(super) fn connect<M: GuestMemoryMap>(
         &mut self,
         server: &Arc<Server<M>>,
     ) -> Result<Option<Connections>, Failure> {

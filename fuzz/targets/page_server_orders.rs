@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a page server is told by the VMM that has started it: the guest's memory, and how to go on.
+
+#![no_main]
+
+godwit_fuzz::target!(vm_migration::fuzz_orders);

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a page server is told: which memory it has, and how it goes on with the migration.
+//!
+//! Owns the two documents and their checks. They come from a process of the same program, and are
+//! checked as if they did not: a number becomes an address, a page or a time here, or an error.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Cause;
+use crate::layout::{Backing, Layout, PAGE_BYTES, RegionInfo};
+use crate::options::{CONNECTIONS_MAX, Limits, SendOptions};
+use crate::protocol::ProtocolError;
+use crate::protocol::capabilities::TOKEN_BYTES;
+use crate::ram::GuestMemoryMap;
+use crate::transport::Address;
+
+/// Of both documents. A program that was replaced meanwhile does not matter: the page server is the
+/// program that its VMM is.
+const VERSION: u32 = 1;
+
+/// Longest time that a limit may say.
+const TIME_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
+
+/// Where a region's pages are.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ServedRegion {
+    /// The region.
+    pub region: RegionInfo,
+    /// Number of the file that they belong to, in the order in which the files come.
+    pub file: u32,
+    /// Where in it they begin.
+    pub file_offset: u64,
+}
+
+/// The memory that a page server gets.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ServedMemory {
+    version: u32,
+    /// How many files follow.
+    pub(super) files: u32,
+    pub(super) regions: Vec<ServedRegion>,
+}
+
+/// How a page server goes on with the migration.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Charge {
+    version: u32,
+    /// Where the destination listens.
+    to: String,
+    /// What proves that it is this migration. Never to be logged.
+    pub(crate) id: [u8; TOKEN_BYTES],
+    /// Number of the page server's first attempt to connect.
+    pub(crate) attempt: u32,
+    pub(crate) bulk: u16,
+    pub(crate) urgent: u16,
+    bandwidth_bytes_per_s: u64,
+    recover_timeout_ms: u64,
+    connect_timeout_ms: u64,
+    stall_timeout_ms: u64,
+    /// Per region: pages of 4 KiB that go out together, and that the destination shows together.
+    pub(crate) units: Vec<(u64, u64)>,
+}
+
+impl fmt::Debug for Charge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Charge").field("to", &self.to).finish_non_exhaustive()
+    }
+}
+
+const MEMORY: &str = "description of memory";
+const CHARGE: &str = "charge of a page server";
+
+fn wrong(what: &'static str, why: &'static str) -> ProtocolError {
+    ProtocolError::Malformed { what, why }
+}
+
+fn read<'a, T: Deserialize<'a>>(what: &'static str, json: &'a [u8]) -> Result<T, ProtocolError> {
+    serde_json::from_slice(json).map_err(|source| ProtocolError::Json { what, source })
+}
+
+fn same_version(what: &'static str, version: u32) -> Result<(), ProtocolError> {
+    if version == VERSION { Ok(()) } else { Err(wrong(what, "it is of another version")) }
+}
+
+impl ServedMemory {
+    /// Describes memory, and gives its files in their order.
+    ///
+    /// # Errors
+    /// When some of it has no file.
+    pub fn of<M: GuestMemoryMap>(memory: &M) -> Result<(Self, Vec<BorrowedFd<'_>>), Cause> {
+        let (mut files, mut numbers) = (Vec::new(), BTreeMap::new());
+        let mut regions = Vec::new();
+        for (index, info) in memory.layout().regions().iter().enumerate() {
+            let Some(file) = memory.file(index) else {
+                let what = format!(
+                    "a page server cannot have memory zone '{}', which is private memory",
+                    info.name
+                );
+                let remedy = "boot the VM with shared=on or hugepages=on, or leave page_server out";
+                return Err(Cause::Unsupported { what, remedy });
+            };
+            // Regions of one name are parts of one file.
+            let number = *numbers.entry(info.name.as_str()).or_insert_with(|| {
+                files.push(file);
+                u32::try_from(files.len() - 1).unwrap_or(u32::MAX)
+            });
+            let file_offset = memory.file_offset(index);
+            regions.push(ServedRegion { region: info.clone(), file: number, file_offset });
+        }
+        let count = u32::try_from(files.len()).unwrap_or(u32::MAX);
+        Ok((Self { version: VERSION, files: count, regions }, files))
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// When it is no description of memory.
+    pub fn parse(json: &[u8]) -> Result<Self, ProtocolError> {
+        let memory: Self = read(MEMORY, json)?;
+        memory.check()?;
+        Ok(memory)
+    }
+
+    pub(super) fn to_json(&self) -> Vec<u8> {
+        // No map and no float in it: writing it cannot fail.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    fn check(&self) -> Result<(), ProtocolError> {
+        same_version(MEMORY, self.version)?;
+        self.layout()?;
+        if self.files as usize > self.regions.len() {
+            return Err(wrong(MEMORY, "it has more files than regions"));
+        }
+        for ServedRegion { region, file, file_offset } in &self.regions {
+            if region.backing != Backing::Shared {
+                return Err(wrong(MEMORY, "some of it is private"));
+            }
+            if *file >= self.files {
+                return Err(wrong(MEMORY, "it names a file that does not come"));
+            }
+            let end = file_offset.checked_add(region.len_bytes);
+            if !file_offset.is_multiple_of(region.host_page_bytes)
+                || end.is_none_or(|end| i64::try_from(end).is_err())
+            {
+                return Err(wrong(MEMORY, "a region is at an impossible place of its file"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The regions as a layout.
+    ///
+    /// # Errors
+    /// When they are none.
+    pub fn layout(&self) -> Result<Layout, ProtocolError> {
+        Ok(Layout::new(self.regions.iter().map(|served| served.region.clone()).collect())?)
+    }
+
+    /// The regions, by ascending address.
+    pub fn regions(&self) -> &[ServedRegion] {
+        &self.regions
+    }
+}
+
+/// What a charge says beside what [`SendOptions`] have.
+pub(crate) struct Terms {
+    pub id: [u8; TOKEN_BYTES],
+    pub attempt: u32,
+    pub bulk: u16,
+    pub urgent: u16,
+    pub units: Vec<(u64, u64)>,
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).min(TIME_MS_MAX)
+}
+
+impl Charge {
+    pub(crate) fn new(
+        to: &Address,
+        limits: &Limits,
+        recover_timeout: Duration,
+        bandwidth_bytes_per_s: u64,
+        terms: Terms,
+    ) -> Self {
+        let Terms { id, attempt, bulk, urgent, units } = terms;
+        Self {
+            version: VERSION,
+            to: to.to_string(),
+            id,
+            attempt,
+            bulk,
+            urgent,
+            bandwidth_bytes_per_s,
+            recover_timeout_ms: millis(recover_timeout),
+            connect_timeout_ms: millis(limits.connect),
+            stall_timeout_ms: millis(limits.stall),
+            units,
+        }
+    }
+
+    /// Reads one, for this memory.
+    ///
+    /// # Errors
+    /// When it is no charge, or one for other memory.
+    pub fn parse(json: &[u8], layout: &Layout) -> Result<Self, ProtocolError> {
+        let charge: Self = read(CHARGE, json)?;
+        charge.check(layout)?;
+        Ok(charge)
+    }
+
+    pub(super) fn to_json(&self) -> Vec<u8> {
+        // As above.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    fn address(&self) -> Result<Address, ProtocolError> {
+        self.to.parse().map_err(|_| wrong(CHARGE, "its address is none"))
+    }
+
+    fn check(&self, layout: &Layout) -> Result<(), ProtocolError> {
+        same_version(CHARGE, self.version)?;
+        self.address()?;
+        if self.bulk == 0 || self.bulk.max(self.urgent) > CONNECTIONS_MAX {
+            return Err(wrong(CHARGE, "its numbers of connections make no sense"));
+        }
+        // The attempts that follow count on from it.
+        if self.attempt == 0 || self.attempt > u32::MAX / 2 {
+            return Err(wrong(CHARGE, "its number of an attempt makes no sense"));
+        }
+        let times = [self.connect_timeout_ms, self.stall_timeout_ms];
+        if times.contains(&0) || times.iter().any(|ms| *ms > TIME_MS_MAX) {
+            return Err(wrong(CHARGE, "its limits in time make no sense"));
+        }
+        if self.recover_timeout_ms > TIME_MS_MAX {
+            return Err(wrong(CHARGE, "its limits in time make no sense"));
+        }
+        if self.units.len() != layout.regions().len() {
+            return Err(wrong(CHARGE, "it is for other memory"));
+        }
+        for ((piece, unit), region) in self.units.iter().zip(layout.regions()) {
+            let fits = *piece > 0
+                && *unit > 0
+                && unit.is_multiple_of(*piece)
+                && region.pages().is_multiple_of(*unit)
+                && *unit <= region.pages()
+                && *piece <= (1 << 30) / PAGE_BYTES;
+            if !fits {
+                return Err(wrong(CHARGE, "its pages do not fit the memory"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The part of it that a sender's options are.
+    ///
+    /// # Errors
+    /// When the address is none, which [`parse`](Self::parse) has found before.
+    pub(crate) fn options(&self) -> Result<SendOptions, ProtocolError> {
+        let limits = Limits {
+            connect: Duration::from_millis(self.connect_timeout_ms),
+            stall: Duration::from_millis(self.stall_timeout_ms),
+            ..Limits::default()
+        };
+        Ok(SendOptions {
+            bandwidth_bytes_per_s: self.bandwidth_bytes_per_s,
+            recover_timeout: Duration::from_millis(self.recover_timeout_ms),
+            limits,
+            ..SendOptions::new(self.address()?)
+        })
+    }
+}

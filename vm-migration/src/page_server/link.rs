@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The socket between a source and its page server.
+//!
+//! Owns the frames and who says what when. A source waits for no answer for longer than it says; a
+//! page server waits for its charge for as long as the source is there.
+
+use std::fs::File;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use super::charge::{Charge, ServedMemory};
+use super::{Taken, take_over_limit};
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::Cause;
+use crate::layout::Layout;
+use crate::options::Limits;
+use crate::protocol::ProtocolError;
+use crate::protocol::codec::{ByteSource, Header, read_payload};
+use crate::protocol::message::Answer;
+use crate::ram::GuestMemoryMap;
+use crate::transport::{Connection, TransportError};
+
+const MEMORY: u16 = 1;
+const FILE: u16 = 2;
+const CHARGE: u16 = 3;
+
+/// Longest description of memory: 4096 regions with names of 128 bytes, doubled.
+const MEMORY_BYTES_MAX: u64 = 4 << 20;
+
+/// Longest charge: 4096 pairs of numbers, doubled.
+const CHARGE_BYTES_MAX: u64 = 512 << 10;
+
+/// How long a page server may take to start and to map what it is given: a busy host, many regions.
+const START_LIMIT: Duration = Duration::from_secs(20);
+
+/// What a page server has to do, unchecked.
+#[derive(Debug, PartialEq, Eq)]
+enum Order {
+    Memory(Vec<u8>),
+    /// Number of a file, which comes along as a descriptor.
+    File(u32),
+    Charge(Vec<u8>),
+}
+
+impl Order {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Memory(_) => "a description of memory",
+            Self::File(_) => "a file",
+            Self::Charge(_) => "a charge",
+        }
+    }
+
+    /// Header and payload.
+    fn encode(&self) -> (Vec<u8>, Vec<u8>) {
+        let (code, payload) = match self {
+            Self::Memory(json) => (MEMORY, json.clone()),
+            Self::File(number) => (FILE, number.to_le_bytes().to_vec()),
+            Self::Charge(json) => (CHARGE, json.clone()),
+        };
+        (Header::new(code, payload.len() as u64).encode().to_vec(), payload)
+    }
+
+    fn read(from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
+        let Header { code, len_bytes, .. } = Header::read(from)?;
+        let what = "an order to a page server";
+        match code {
+            MEMORY => Ok(Self::Memory(read_payload(from, what, len_bytes, MEMORY_BYTES_MAX)?)),
+            CHARGE => Ok(Self::Charge(read_payload(from, what, len_bytes, CHARGE_BYTES_MAX)?)),
+            FILE if len_bytes == 4 => {
+                let mut number = [0; 4];
+                from.read_exact(&mut number)?;
+                Ok(Self::File(u32::from_le_bytes(number)))
+            }
+            FILE => Err(ProtocolError::BadLength { what, len_bytes }),
+            other => Err(ProtocolError::UnknownCommand(other)),
+        }
+    }
+}
+
+fn channel(socket: UnixStream, stall: Duration) -> Result<Channel, Cause> {
+    let never = Cancel::new().map_err(Cause::Resource)?;
+    Ok(Channel::new(Connection::over(socket, &never, stall)?))
+}
+
+/// The source's end.
+#[derive(Debug)]
+pub struct Principal {
+    channel: Channel,
+    limits: Limits,
+}
+
+impl Principal {
+    /// Over one end of a pair of sockets.
+    ///
+    /// # Errors
+    /// What the host refuses.
+    pub fn new(socket: UnixStream, limits: Limits) -> Result<Self, Cause> {
+        Ok(Self { channel: channel(socket, START_LIMIT)?, limits })
+    }
+
+    fn order(&mut self, order: &Order, file: Option<BorrowedFd<'_>>) -> Result<(), Cause> {
+        let (header, payload) = order.encode();
+        let connection = &self.channel.connection;
+        let sent = connection.send(&header).and_then(|()| match file {
+            Some(file) => connection.send_with_descriptor(&payload, file),
+            None => connection.send(&payload),
+        });
+        sent.map_err(|error| self.channel.explain(error))
+    }
+
+    /// Gives the memory away, for the page server to map.
+    ///
+    /// # Errors
+    /// When some of it has no file, or the page server does not take it.
+    pub fn give_memory<M: GuestMemoryMap>(&mut self, memory: &M) -> Result<(), Cause> {
+        let (description, files) = ServedMemory::of(memory)?;
+        self.order(&Order::Memory(description.to_json()), None)?;
+        self.channel.answer(START_LIMIT)?;
+        for (number, file) in (0..).zip(files) {
+            self.order(&Order::File(number), Some(file))?;
+            self.channel.answer(START_LIMIT)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the page server take over.
+    ///
+    /// # Errors
+    /// When it cannot, or does not answer in time: see [`super::Successor::take_over`].
+    pub fn charge(&mut self, charge: &Charge) -> Result<Taken, Cause> {
+        self.order(&Order::Charge(charge.to_json()), None)?;
+        let answer = self.channel.answer(take_over_limit(&self.limits))?;
+        match answer.payload.as_slice() {
+            [] => Ok(Taken::Serving),
+            _ => Ok(Taken::Complete),
+        }
+    }
+}
+
+/// The page server's end.
+#[derive(Debug)]
+pub struct Deputy {
+    channel: Channel,
+}
+
+impl Deputy {
+    /// Over the other end of the pair.
+    ///
+    /// # Errors
+    /// What the host refuses.
+    pub fn new(socket: UnixStream) -> Result<Self, Cause> {
+        let mut channel = channel(socket, START_LIMIT)?;
+        channel.reader.welcome_descriptors(true);
+        Ok(Self { channel })
+    }
+
+    fn next(&mut self) -> Result<Order, Cause> {
+        Ok(Order::read(&mut self.channel.reader)?)
+    }
+
+    /// Takes the memory, and lets `make` map it.
+    ///
+    /// # Errors
+    /// When what comes is no memory, or it cannot be mapped; the source has been told why.
+    pub fn take_memory<T>(
+        &mut self,
+        make: impl FnOnce(&ServedMemory, Vec<File>) -> Result<T, Cause>,
+    ) -> Result<(ServedMemory, T), Cause> {
+        let taken = self.try_take_memory(make);
+        self.tell(taken.as_ref().map(|_| Taken::Serving));
+        taken
+    }
+
+    fn try_take_memory<T>(
+        &mut self,
+        make: impl FnOnce(&ServedMemory, Vec<File>) -> Result<T, Cause>,
+    ) -> Result<(ServedMemory, T), Cause> {
+        let unexpected = |order: &Order, expected| {
+            let got = order.name();
+            Cause::from(ProtocolError::Unexpected { got, expected })
+        };
+        let memory = match self.next()? {
+            Order::Memory(json) => ServedMemory::parse(&json)?,
+            other => return Err(unexpected(&other, "a description of memory")),
+        };
+        let mut files = Vec::new();
+        for number in 0..memory.files {
+            self.channel.yes()?;
+            match self.next()? {
+                Order::File(got) if got == number => {}
+                other => return Err(unexpected(&other, "the next file")),
+            }
+            let file = self.channel.reader.take_descriptor().map(|fd: OwnedFd| File::from(fd));
+            let why = "no descriptor came with it";
+            files.push(file.ok_or(ProtocolError::Malformed { what: "file", why })?);
+        }
+        let made = make(&memory, files)?;
+        Ok((memory, made))
+    }
+
+    /// Waits for the charge; `None` when the source ends without having one.
+    ///
+    /// # Errors
+    /// When something else comes; the source has been told.
+    pub fn wait_for_charge(&mut self, layout: &Layout) -> Result<Option<Charge>, Cause> {
+        if !self.channel.reader.has_buffered() {
+            match self.channel.connection.wait_for_data(None) {
+                Ok(()) => {}
+                Err(TransportError::Closed) => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let charge = match self.next() {
+            Ok(Order::Charge(json)) => Charge::parse(&json, layout).map_err(Cause::from),
+            Ok(other) => {
+                let (got, expected) = (other.name(), "a charge");
+                Err(ProtocolError::Unexpected { got, expected }.into())
+            }
+            Err(Cause::Transport(TransportError::Closed)) => return Ok(None),
+            Err(error) => Err(error),
+        };
+        if let Err(cause) = &charge {
+            self.tell(Err(cause));
+        }
+        charge.map(Some)
+    }
+
+    /// Answers. A source that is gone needs no answer: what was taken over stays so.
+    pub fn tell(&self, taken: Result<Taken, &Cause>) {
+        let answer = match taken {
+            Ok(Taken::Serving) => Answer::ok(),
+            Ok(Taken::Complete) => Answer::Ok { offer_taken: false, payload: vec![1] },
+            Err(cause) => Answer::Error { reason: crate::error::chain(cause) },
+        };
+        if let Err(error) = self.channel.connection.send(&answer.encode()) {
+            log::warn!("the VMM cannot be answered: {}", crate::error::chain(&error));
+        }
+    }
+}
+
+/// Reads orders from bytes until they end or make no sense, and checks what they say: for fuzzing.
+#[doc(hidden)]
+pub fn fuzz_orders(data: &[u8]) {
+    let mut from = data;
+    let mut layout = None;
+    while let Ok(order) = Order::read(&mut from) {
+        let (header, payload) = order.encode();
+        let again = Order::read(&mut [header, payload].concat().as_slice());
+        assert!(again.is_ok_and(|again| again == order));
+        match order {
+            Order::Memory(json) => {
+                let Ok(memory) = ServedMemory::parse(&json) else { continue };
+                let again = ServedMemory::parse(&memory.to_json()).ok();
+                assert_eq!(again.as_ref(), Some(&memory));
+                layout = memory.layout().ok();
+                assert!(layout.is_some());
+            }
+            Order::File(_) => {}
+            Order::Charge(json) => {
+                let Some(layout) = &layout else { continue };
+                let Ok(charge) = Charge::parse(&json, layout) else { continue };
+                assert!(charge.options().is_ok());
+                let again = Charge::parse(&charge.to_json(), layout).ok();
+                assert_eq!(again.as_ref(), Some(&charge));
+            }
+        }
+    }
+}

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Another process that sends the last pages of a postcopy, so that the source itself can go.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `charge` | what the other process is told: the memory, and how to go on |
+//! | `link` | the two ends of the socket between the processes |
+//!
+//! What it does with its connections is in `source::serve`. The process is there, and has the
+//! memory, before the guest stops; what it has to know comes when the guest has gone. It then
+//! connects as a source does that has lost its connections. The destination takes that for a loss:
+//! what was on its way comes again, and nothing has to be known of the threads here.
+//!
+//! ```text
+//! source                                   page server
+//!   Memory (JSON)                      ->    Ok
+//!   File (with a descriptor) ...       ->    Ok for each; mapped with the last, or Error + reason
+//!     ... the guest is handed over, its pages are served from here ...
+//!   Charge (JSON)                      ->    connects; Ok when it serves, or Error + reason
+//! ```
+//!
+//! Until that last Ok the source serves, and goes on if it does not come: then it has to end the
+//! page server first, because only one of the two may connect. From it on the source is not needed.
+
+mod charge;
+mod link;
+
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::Serialize;
+
+pub(crate) use charge::Terms;
+pub use charge::{Charge, ServedMemory, ServedRegion};
+pub use link::{Deputy, Principal, fuzz_orders};
+
+use crate::latency::micros;
+use crate::options::Limits;
+use crate::vm::VmError;
+
+/// Who a page server is, for people.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// Where it takes requests.
+    pub socket: String,
+    /// Its process.
+    pub pid: u32,
+}
+
+/// What taking over has come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// It serves the pages that are left.
+    Serving,
+    /// There is none left.
+    Complete,
+}
+
+/// A page server that is ready. It ends when it is dropped without having been told to take over.
+pub trait Successor: Send + fmt::Debug {
+    /// Who it is.
+    fn identity(&self) -> Identity;
+
+    /// Tells it to take over and waits until it has.
+    ///
+    /// # Errors
+    /// Why it has not. It has ended by then, or it could disturb whoever goes on in its place.
+    fn take_over(self: Box<Self>, charge: &Charge) -> Result<Taken, VmError>;
+}
+
+/// How long a page server may take to take over: it connects, asks, and hears what is missing.
+pub(crate) fn take_over_limit(limits: &Limits) -> Duration {
+    limits.connect + 2 * limits.stall
+}
+
+/// How it stands with a page server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PageServerState {
+    /// It waits for the guest to be handed over.
+    Ready,
+    /// It sends the pages that are left.
+    Serving,
+    /// It has not taken over; the VMM sends them.
+    Failed,
+}
+
+/// A page server in the progress document.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PageServerSnapshot {
+    /// How it stands.
+    pub state: PageServerState,
+    /// Where it takes requests.
+    pub socket: String,
+    /// Its process.
+    pub pid: u32,
+    /// How long it took to take over.
+    pub took_over_us: Option<u64>,
+    /// Why it has not.
+    pub reason: Option<String>,
+}
+
+/// How it stands with the page server of a migration, if it has one.
+#[derive(Debug, Default)]
+pub(crate) struct Standing {
+    /// Held for one change or one copy.
+    now: Mutex<Option<PageServerSnapshot>>,
+}
+
+impl Standing {
+    fn lock(&self) -> MutexGuard<'_, Option<PageServerSnapshot>> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn begin(&self, identity: Identity) {
+        let Identity { socket, pid } = identity;
+        let state = PageServerState::Ready;
+        let new = PageServerSnapshot { state, socket, pid, took_over_us: None, reason: None };
+        *self.lock() = Some(new);
+    }
+
+    pub(crate) fn serves(&self, took: Duration) {
+        if let Some(now) = self.lock().as_mut() {
+            now.state = PageServerState::Serving;
+            now.took_over_us = Some(micros(took));
+        }
+    }
+
+    pub(crate) fn failed(&self, reason: String) {
+        if let Some(now) = self.lock().as_mut() {
+            now.state = PageServerState::Failed;
+            now.reason = Some(reason);
+        }
+    }
+
+    pub(crate) fn snapshot(&self) -> Option<PageServerSnapshot> {
+        self.lock().clone()
+    }
+}

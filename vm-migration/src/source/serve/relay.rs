@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Letting another process go on with serving, and going on in place of one.
+//!
+//! Owns that only one of the two connects. The source serves while its successor takes over: that
+//! one connects as if connections had been lost, and with its word that it serves the source is
+//! done. Without that word the source goes on, with attempts of higher numbers.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::reconnect::Reconnect;
+use super::{End, Grain, Server};
+use crate::bitmap::ClaimMap;
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step, chain};
+use crate::options::SendOptions;
+use crate::page_server::{Charge, Successor, Taken, Terms};
+use crate::progress::{Event as ProgressEvent, Phase, Progress, Snapshot};
+use crate::ram::GuestMemoryMap;
+use crate::report::FailureReport;
+use crate::session::Session;
+use crate::source::Context;
+use crate::steering::Steering;
+
+/// How it goes on after a set of connections: who connects.
+pub(super) struct Relay {
+    pub reconnect: Reconnect,
+    /// Whoever is to take over and has not yet been asked to.
+    pub successor: Option<Box<dyn Successor>>,
+}
+
+impl<M: GuestMemoryMap> Server<M> {
+    /// Watches a set of connections; while there is somebody to take over, lets them.
+    pub(super) fn attend(
+        &self,
+        control: Channel,
+        session: &Session,
+        relay: &mut Relay,
+        context: Context<'_>,
+    ) -> Result<End, Failure> {
+        let Some(successor) = relay.successor.take() else {
+            return self.watch(control, session, context);
+        };
+        let charge = self.charge(&mut relay.reconnect);
+        std::thread::scope(|scope| {
+            let hand_on = || self.hand_on(successor, &charge, session);
+            let thread = std::thread::Builder::new().name("mig-hand-on".into());
+            let handing = thread.spawn_scoped(scope, hand_on);
+            let end = self.watch(control, session, context);
+            match handing {
+                Ok(handing) => match handing.join() {
+                    Ok(Some(Taken::Serving)) => Ok(End::HandedOn),
+                    Ok(Some(Taken::Complete)) => Ok(End::Done),
+                    Ok(None) | Err(_) => end,
+                },
+                Err(error) => {
+                    self.not_handed_on(format!("there is no thread for it: {error}"));
+                    end
+                }
+            }
+        })
+    }
+
+    /// Lets the successor take over; the set of connections ends when it has.
+    fn hand_on(
+        &self,
+        successor: Box<dyn Successor>,
+        charge: &Charge,
+        session: &Session,
+    ) -> Option<Taken> {
+        let began = Instant::now();
+        match successor.take_over(charge) {
+            Ok(taken) => {
+                self.progress.page_server.serves(began.elapsed());
+                session.fate().stop().cancel();
+                Some(taken)
+            }
+            Err(error) => {
+                self.not_handed_on(chain(&*error));
+                None
+            }
+        }
+    }
+
+    fn not_handed_on(&self, why: String) {
+        log::error!("the page server has not taken over, this process goes on: {why}");
+        self.progress.page_server.failed(why);
+        self.progress.tell(ProgressEvent::PageServerFailed);
+    }
+
+    /// What a successor has to know; it has the next attempt.
+    fn charge(&self, reconnect: &mut Reconnect) -> Charge {
+        let attempt = reconnect.give_attempt();
+        let Reconnect { to, id, bulk, urgent, timeout, limits, .. } = reconnect;
+        let units = self.grains.iter().map(Grain::pages).collect();
+        let terms = Terms { id: *id, attempt, bulk: *bulk, urgent: *urgent, units };
+        Charge::new(to, limits, *timeout, self.pace.bytes_per_s(), terms)
+    }
+}
+
+/// Serves the pages that are left of a guest in place of the process that had it, until the
+/// destination has every one. `taken` is called once, when it is known whether it does.
+///
+/// # Errors
+/// When it could not take over, which `taken` was told; or a person has given up.
+pub fn serve_for_another<M: GuestMemoryMap>(
+    memory: Arc<M>,
+    charge: &Charge,
+    steering: &Steering,
+    progress: &Arc<Progress>,
+    taken: impl FnOnce(Result<Taken, &Cause>),
+) -> Result<Snapshot, Box<MigrationError>> {
+    let began = Instant::now();
+    let mut taken = Some(taken);
+    let mut answer = |result: Result<Taken, &Cause>| {
+        if let Some(taken) = taken.take() {
+            if result.is_ok() {
+                progress.page_server.serves(began.elapsed());
+            }
+            taken(result);
+        }
+    };
+    let total_bytes = memory.layout().regions().iter().map(|region| region.len_bytes).sum();
+    progress.counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
+    let serve = || -> Result<(), Failure> {
+        const STEP: &str = "taking over from the VMM";
+        let options = SendOptions { steering: steering.clone(), ..charge.options().step(STEP)? };
+        let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
+        let context = Context { options: &options, progress, cancel: &never };
+        let server = Arc::new(empty_server(memory, charge, &options, progress));
+        let counts = (usize::from(charge.bulk), usize::from(charge.urgent));
+        let mut reconnect = Reconnect::new(&options, charge.id, counts.0, counts.1);
+        reconnect.next_attempt_is(charge.attempt);
+        let connected = progress.run(Phase::Connect, || reconnect.connect(&server))?;
+        let Some(connections) = connected else {
+            answer(Ok(Taken::Complete));
+            return Ok(());
+        };
+        progress.run(Phase::Serve, || {
+            let mut session = Session::new()?;
+            let control = server.serve_on_set(&mut session, connections)?;
+            answer(Ok(Taken::Serving));
+            let relay = Relay { reconnect, successor: None };
+            let result = server.watch(control, &session, context);
+            server.serve_on(result, session, relay, context).map(drop)
+        })
+    };
+    let result = serve();
+    match result {
+        Ok(()) => {
+            progress.finish(Phase::Done);
+            Ok(progress.snapshot())
+        }
+        Err(Failure { step, cause }) => {
+            answer(Err(&cause));
+            let (side, phase, guest) = (Side::Source, progress.phase(), GuestIs::PostcopyPaused);
+            let error = MigrationError { side, phase, step, guest, cause };
+            progress.fail(Phase::PostcopyPaused, FailureReport::new(&error));
+            Err(Box::new(error))
+        }
+    }
+}
+
+/// A server that learns from the destination what is missing.
+fn empty_server<M: GuestMemoryMap>(
+    memory: Arc<M>,
+    charge: &Charge,
+    options: &SendOptions,
+    progress: &Arc<Progress>,
+) -> Server<M> {
+    let regions = memory.layout().regions().iter().zip(&charge.units);
+    let missing = regions.map(|(region, (_, unit))| ClaimMap::new(region.pages() / unit)).collect();
+    let grains = charge.units.iter().map(|(piece, unit)| Grain::new(*piece, *unit)).collect();
+    Server::new(memory, missing, grains, options, Arc::clone(progress))
+}

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The requests that a page server answers, and how long it stays for those who watch.
+//!
+//! Owns the answers: how far it is, connecting again, and giving up. Everything else is refused,
+//! with what this process is. It decides nothing about pages.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use vm_migration::{Phase, Progress, Steering};
+
+use super::PageServerError;
+use crate::api::request::Responder;
+use crate::api::{
+    ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmmPingResponse, VmmRequest,
+};
+use crate::control::{WATCHER_TIME, recover_wish};
+use crate::events;
+
+/// What the loop does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Waits.
+    Continue,
+    /// Ends the process.
+    End,
+}
+
+/// Answers requests.
+pub struct Desk {
+    progress: Arc<Progress>,
+    steering: Steering,
+    /// When somebody last asked how far it is.
+    watched_at: Option<Instant>,
+    /// Who has given the pages up, and waits until that is done.
+    given_up_by: Vec<Responder>,
+    /// All is over, and those who watch have until then.
+    farewell: Option<Instant>,
+}
+
+fn conflict(text: &str) -> ApiError {
+    ApiError::new(ApiErrorKind::Conflict, text)
+}
+
+fn document<T: Serialize>(value: T) -> ApiResult {
+    let document = serde_json::to_value(value)
+        .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
+    Ok(ApiReply::Progress(document))
+}
+
+impl Desk {
+    /// Nobody has asked for anything yet.
+    pub fn new(progress: Arc<Progress>, steering: Steering) -> Self {
+        Self { progress, steering, watched_at: None, given_up_by: Vec::new(), farewell: None }
+    }
+
+    /// Answers a request, or keeps it until it can be answered.
+    pub fn call(&mut self, call: ApiCall) {
+        let (request, responder) = call.into_parts();
+        log::debug!("request {}", request.name());
+        let answer = match request {
+            VmmRequest::Ping => Ok(ApiReply::Ping(VmmPingResponse::default())),
+            VmmRequest::MigrationProgress => self.show_progress(),
+            VmmRequest::MigrationReport => document(self.progress.history()),
+            VmmRequest::MigrationRecover(data) => {
+                recover_wish(&data, self.progress.phase()).map(|wish| {
+                    self.steering.recover(wish);
+                    ApiReply::Empty
+                })
+            }
+            VmmRequest::VmmShutdown { force: true } | VmmRequest::Delete { force: true } => {
+                return self.give_up(responder);
+            }
+            _ => Err(conflict(
+                "this is the page server of a VM that runs at the destination of its migration, \
+                 which gets its last pages from here; it ends by itself when the destination has \
+                 them, and with force (vmm.shutdown, vm.delete) the VM is lost",
+            )),
+        };
+        responder.answer(answer);
+    }
+
+    fn show_progress(&mut self) -> ApiResult {
+        let snapshot = self.progress.snapshot();
+        if snapshot.phase == Phase::Done {
+            // Who has seen the end needs no more time.
+            self.watched_at = None;
+            self.farewell = self.farewell.map(|_| Instant::now());
+        } else {
+            self.watched_at = Some(Instant::now());
+        }
+        document(snapshot)
+    }
+
+    fn give_up(&mut self, responder: Responder) {
+        match self.progress.phase() {
+            Phase::Idle => responder.answer(Err(conflict(
+                "the VM has not left its VMM yet; cancel the migration there",
+            ))),
+            Phase::Done => responder.answer(Ok(ApiReply::Empty)),
+            _ => {
+                log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
+                self.given_up_by.push(responder);
+                self.steering.give_up();
+            }
+        }
+    }
+
+    /// The destination has everything.
+    pub fn served(&mut self, now: Instant) {
+        let watched = self.watched_at.is_some_and(|at| now.duration_since(at) < WATCHER_TIME);
+        self.farewell = Some(if watched { now + WATCHER_TIME } else { now });
+        for responder in self.given_up_by.drain(..) {
+            responder.answer(Ok(ApiReply::Empty));
+        }
+    }
+
+    /// It serves no more, because somebody wanted that, or for `error`.
+    pub fn given_up(&mut self, error: PageServerError) -> Result<(), PageServerError> {
+        if self.given_up_by.is_empty() {
+            return Err(error);
+        }
+        let reason = ApiError::from_error(ApiErrorKind::Failed, &error).to_string();
+        events::emit("vm", "migration-failed", &[("error", &reason)]);
+        for responder in self.given_up_by.drain(..) {
+            responder.answer(Ok(ApiReply::Empty));
+        }
+        Ok(())
+    }
+
+    /// Whether there is still somebody to wait for.
+    pub fn next(&self, now: Instant) -> Next {
+        if self.farewell.is_some_and(|until| until <= now) { Next::End } else { Next::Continue }
+    }
+
+    /// How long the loop may sleep.
+    pub fn timeout_ms(&self) -> i32 {
+        self.farewell.map_or(-1, |until| {
+            let left: Duration = until.saturating_duration_since(Instant::now());
+            i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+        })
+    }
+}

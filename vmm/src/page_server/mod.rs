@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A process that sends the last pages of a guest that has gone, so that its VMM can go as well.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `mod` | the process from its begin to its end |
+//! | `memory` | the guest's memory, mapped once more |
+//! | `desk` | the requests that it answers |
+//! | `process` | the VMM's side: starting it, and ending it if it is not needed |
+//!
+//! It is this program in another role, started by a VMM whose guest is to leave in postcopy. It has
+//! the guest's memory, a socket for requests, what its VMM lends it for log and events, and nothing
+//! else: no disk, no tap, no KVM. It must never write to the memory.
+
+mod desk;
+mod memory;
+mod process;
+
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Instant;
+
+use thiserror::Error;
+use vm_migration::page_server::{Deputy, Identity, Taken};
+use vm_migration::source::serve_for_another;
+use vm_migration::{Cause, Event, MigrationError, Observer, Progress, Side, Steering};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use crate::api::{self, ApiListener, ApiQueue, ApiServer, ApiSocket, SocketError};
+use crate::control::{Signals, announce};
+use crate::events;
+
+use desk::{Desk, Next};
+use memory::ServedRam;
+
+pub use process::{PageServerPlan, PageServerProcess, ProcessError};
+
+/// What a page server is started with.
+#[derive(Debug)]
+pub struct PageServerOptions {
+    /// Where it takes requests.
+    pub socket: PathBuf,
+}
+
+/// Why a page server ended with an error.
+#[derive(Debug, Error)]
+pub enum PageServerError {
+    /// Descriptors, a thread.
+    #[error("the page server cannot be set up")]
+    SetUp(#[source] io::Error),
+    /// The VMM does not say what it should.
+    #[error("the page server has not got the guest's memory from its VMM")]
+    Memory(#[source] Cause),
+    /// No requests could be taken.
+    #[error("the page server cannot take requests")]
+    Api(#[source] SocketError),
+    /// What it was to do made no sense.
+    #[error("the page server was told what it cannot do")]
+    Charge(#[source] Cause),
+    /// It could not take over, or was told to give up.
+    #[error("the page server does not serve")]
+    Serve(#[source] Box<MigrationError>),
+}
+
+/// Tells log and events how it goes.
+struct Crier;
+
+impl Observer for Crier {
+    fn event(&self, side: Side, event: Event) {
+        announce(side, event);
+    }
+}
+
+/// How the thread that serves has ended.
+enum End {
+    /// It was never told to serve, or there was nothing left to serve: the VMM sees to the end.
+    Unneeded,
+    /// The destination has everything.
+    Served,
+}
+
+/// What both threads see.
+struct Shared {
+    progress: Arc<Progress>,
+    steering: Steering,
+}
+
+/// Makes this process a page server and nothing else: closes what it was started with beside the
+/// three standard descriptors, and takes a name by which people find it. First thing in `main`.
+pub fn begin() {
+    // SAFETY: takes no pointer. Nothing in this process has opened a descriptor yet, so none of
+    // those that are closed is anybody's; they are left from whoever started the VMM.
+    unsafe { libc::syscall(libc::SYS_close_range, 3_u32, u32::MAX, 0_u32) };
+    // SAFETY: reads a constant, terminated text and changes the name of the calling thread.
+    unsafe { libc::prctl(libc::PR_SET_NAME, c"page-server".as_ptr()) };
+}
+
+/// Runs a page server. The VMM that has started it is at the other end of standard input.
+///
+/// # Errors
+/// [`PageServerError`]; the VMM knows, if it is still there.
+pub fn run(options: PageServerOptions) -> Result<(), PageServerError> {
+    let signals = Signals::new().map_err(PageServerError::SetUp)?;
+    let link = io::stdin().as_fd().try_clone_to_owned().map_err(PageServerError::SetUp)?;
+    let mut deputy = Deputy::new(UnixStream::from(link)).map_err(PageServerError::Memory)?;
+    let progress = Arc::new(Progress::observed(Side::Source, Box::new(Crier)));
+    let socket = options.socket.display().to_string();
+    progress.has_page_server(Identity { socket, pid: std::process::id() });
+    let shared = Arc::new(Shared { progress, steering: Steering::new() });
+    let (_, (ram, listener)) = deputy
+        .take_memory(|description, files| {
+            let ram = ServedRam::map(description, files).map_err(|e| Cause::Vm(e.into()))?;
+            let socket = ApiSocket::Path(options.socket);
+            let listener = ApiListener::bind(socket).map_err(|e| Cause::Vm(e.into()))?;
+            Ok((ram, listener))
+        })
+        .map_err(PageServerError::Memory)?;
+    log::info!("the page server is ready with {} of guest memory", Mib(ram.len_bytes()));
+    let (handle, queue) = api::channel().map_err(PageServerError::SetUp)?;
+    let server = ApiServer::start(listener, handle).map_err(PageServerError::Api)?;
+    let ended = start(deputy, ram, &shared).map_err(PageServerError::SetUp)?;
+    let mut desk = Desk::new(Arc::clone(&shared.progress), shared.steering.clone());
+    let result = attend(&mut desk, &queue, signals, &ended);
+    drop(queue);
+    server.stop();
+    events::flush();
+    result
+}
+
+struct Mib(u64);
+
+impl std::fmt::Display for Mib {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} MiB", self.0 >> 20)
+    }
+}
+
+/// Tells how serving has ended.
+struct Ended {
+    event: EventFd,
+    end: Receiver<Result<End, PageServerError>>,
+}
+
+/// Starts the thread that serves.
+fn start(deputy: Deputy, ram: ServedRam, shared: &Arc<Shared>) -> io::Result<Ended> {
+    let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+    let (wake, (sender, end)) = (event.try_clone()?, channel());
+    let shared = Arc::clone(shared);
+    std::thread::Builder::new().name("serve".to_owned()).spawn(move || {
+        let result = serve(deputy, ram, &shared);
+        if sender.send(result).is_ok() {
+            // A full counter wakes as well.
+            let _ = wake.write(1);
+        }
+    })?;
+    Ok(Ended { event, end })
+}
+
+fn serve(mut deputy: Deputy, ram: ServedRam, shared: &Shared) -> Result<End, PageServerError> {
+    let layout = vm_migration::ram::GuestMemoryMap::layout(&ram).clone();
+    let charge = deputy.wait_for_charge(&layout).map_err(PageServerError::Charge)?;
+    let Some(charge) = charge else { return Ok(End::Unneeded) };
+    let Shared { progress, steering } = shared;
+    let mut end = End::Unneeded;
+    let taken = |taken: Result<Taken, &Cause>| {
+        if matches!(taken, Ok(Taken::Serving)) {
+            events::emit("vm", "page-server-serving", &[]);
+            log::info!("the page server has taken over");
+            end = End::Served;
+        }
+        deputy.tell(taken);
+    };
+    serve_for_another(Arc::new(ram), &charge, steering, progress, taken)
+        .map_err(PageServerError::Serve)?;
+    Ok(end)
+}
+
+const API: u64 = 0;
+const SIGNALS: u64 = 1;
+const ENDED: u64 = 2;
+
+/// Answers requests until serving has ended, and whoever watches has seen that.
+fn attend(
+    desk: &mut Desk,
+    queue: &ApiQueue,
+    mut signals: Signals,
+    ended: &Ended,
+) -> Result<(), PageServerError> {
+    let epoll = Epoll::new().map_err(PageServerError::SetUp)?;
+    let sources = [
+        (queue.event().as_raw_fd(), API),
+        (signals.as_raw_fd(), SIGNALS),
+        (ended.event.as_raw_fd(), ENDED),
+    ];
+    for (fd, token) in sources {
+        epoll
+            .ctl(ControlOperation::Add, fd, EpollEvent::new(EventSet::IN, token))
+            .map_err(PageServerError::SetUp)?;
+    }
+    let mut ready = [EpollEvent::default(); 3];
+    loop {
+        match epoll.wait(desk.timeout_ms(), &mut ready) {
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(PageServerError::SetUp(error)),
+        }
+        if signals.next().is_some() {
+            log::warn!(
+                "told to end: that waits until the destination has the last page; shutdown-vmm \
+                 --force gives the pages up"
+            );
+        }
+        // WouldBlock means that it was clear.
+        let _ = ended.event.read();
+        match ended.end.try_recv() {
+            Ok(Ok(End::Unneeded)) => {
+                log::info!("the page server is not needed");
+                return Ok(());
+            }
+            Ok(Ok(End::Served)) => {
+                events::emit("vm", "migration-finished", &[]);
+                log::info!("the destination has the last page");
+                desk.served(Instant::now());
+            }
+            Ok(Err(error)) => return desk.given_up(error),
+            Err(_) => {}
+        }
+        queue.clear();
+        while let Some(call) = queue.take() {
+            desk.call(call);
+        }
+        if desk.next(Instant::now()) == Next::End {
+            return Ok(());
+        }
+    }
+}
+
+/// Where a VMM whose API is at `api` has its page server.
+pub fn socket_beside(api: &std::path::Path) -> PathBuf {
+    let mut path = api.as_os_str().to_owned();
+    path.push(".pages");
+    PathBuf::from(path)
+}
