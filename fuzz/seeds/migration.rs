@@ -74,7 +74,7 @@ pub fn seeds() -> Vec<Seed> {
     ];
     let local = [
         plain(START, &[]),
-        plain(MEMORY_FD, &[1, 0, 0, 0, 9, 0, 0, 0]),
+        plain(MEMORY_FD, &[1, 0, 0, 0]),
         plain(COMPLETE_PAUSED, &[]),
         plain(ABANDON, b"the guest has no disk"),
     ];

@@ -47,7 +47,7 @@ fn option_strings_parse() {
             "serial" => parses::<config::SerialConfig>(text),
             "debug-console" => parses::<config::DebugConsoleConfig>(text),
             "numa" => parses::<config::small::NumaConfig>(text),
-            "device" => parses::<config::later::DeviceConfig>(text),
+            "device" => parses::<config::DeviceConfig>(text),
             "send-migration" => config::SendMigrationData::parse_or_url(text)
                 .map(|_| ())
                 .map_err(|error| error.to_string()),
