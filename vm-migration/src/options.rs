@@ -310,6 +310,9 @@ pub struct ReceiveOptions {
     /// userfaultfds over which memory is split in postcopy, each with its reader; `None` for one
     /// for each connection for requested pages.
     pub fault_readers: Option<usize>,
+    /// Threads that get pages for memory that is announced; `None` for as many as this host has to
+    /// spare, none with fewer than four processors.
+    pub prepare_threads: Option<usize>,
     /// What a person may ask of the migration while it runs.
     pub steering: Steering,
 }

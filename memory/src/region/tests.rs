@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::ops::Range;
 use std::path::Path;
 
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, VolatileMemory};
@@ -277,6 +278,21 @@ fn small_pages_become_huge_by_collapse() {
     }
     assert_eq!(huge, 8 * MIB);
     assert!(read_main(&ram, 0, 8 << 20).iter().all(|byte| *byte == 5));
+}
+
+#[test]
+fn memory_is_prepared_with_the_pages_that_it_is_to_have() {
+    each_kind("prepared memory", |ram, region| {
+        write_main(ram, 5 * MIB, &[0xa5]);
+        region.prepare_for_io(&(2 * MIB..6 * MIB)).unwrap();
+        assert_eq!(read_main(ram, 5 * MIB, 2), [0xa5, 0]);
+        let populated = region.populated_runs(&(0..8 * MIB)).unwrap();
+        let has = |range: &Range<u64>| {
+            populated.iter().any(|run| run.start <= range.start && range.end <= run.end)
+        };
+        assert!(has(&(2 * MIB..6 * MIB)), "{populated:?}");
+        assert!(region.prepare_for_io(&(0..100)).is_err());
+    });
 }
 
 #[test]

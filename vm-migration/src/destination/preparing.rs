@@ -3,13 +3,16 @@
 //! Pages for memory that has been announced and not arrived.
 //!
 //! Owns the threads that get them from the host, so that whoever receives memory finds pages (and
-//! huge ones, where those are wanted) and only copies. What has begun to arrive is left alone:
-//! then this is too late to help. A failure is none of the migration's: if there is no memory, its
-//! arrival will say so. Nothing may be prepared any more once the guest may run.
+//! huge ones, where those are wanted) and only copies. Huge pages cost far less than small ones on a
+//! host that has them at hand, and far more on one that has to look for them or is itself a guest; so
+//! both are tried, and what has cost less is used. What has begun to arrive is left alone: then this
+//! is too late to help. A failure is none of the migration's: if there is no memory, its arrival will
+//! say so. Nothing may be prepared any more once the guest may run.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use super::fresh::Fresh;
 use crate::layout::PageRun;
@@ -24,6 +27,52 @@ const CHUNKS_MAX: usize = 1 << 16;
 
 /// Threads at most: four clear memory faster than any link fills it.
 const THREADS_MAX: usize = 4;
+
+/// One thread for so many processors; on fewer there is none to spare beside those that receive.
+const PROCESSORS_PER_THREAD: usize = 4;
+
+/// The way that has cost more is tried again after so many chunks: hosts change.
+const RETRY_AFTER: u32 = 64;
+
+/// How pages are got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Huge,
+    Small,
+}
+
+/// What each way has cost a thread, in nanoseconds a page; 0 before it was tried.
+#[derive(Debug, Default)]
+struct Costs {
+    huge: u64,
+    small: u64,
+    since_retry: u32,
+}
+
+impl Costs {
+    fn way(&self) -> Way {
+        let (cheaper, other) =
+            if self.huge <= self.small { (Way::Huge, Way::Small) } else { (Way::Small, Way::Huge) };
+        match (self.huge, self.small) {
+            (0, _) => Way::Huge,
+            (_, 0) => Way::Small,
+            _ if self.since_retry >= RETRY_AFTER => other,
+            _ => cheaper,
+        }
+    }
+
+    fn took(&mut self, way: Way, pages: u64, time: Duration) {
+        let now = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX) / pages.max(1);
+        let both_tried = self.huge > 0 && self.small > 0;
+        self.since_retry =
+            if both_tried && self.since_retry < RETRY_AFTER { self.since_retry + 1 } else { 0 };
+        let cost = match way {
+            Way::Huge => &mut self.huge,
+            Way::Small => &mut self.small,
+        };
+        *cost = if *cost == 0 { now } else { *cost / 2 + now / 2 }.max(1);
+    }
+}
 
 #[derive(Debug, Default)]
 struct Todo {
@@ -54,13 +103,24 @@ impl Queue {
 }
 
 /// Memory being prepared. Dropping it ends that, after the chunks that are under way.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Preparing {
     queue: Arc<Queue>,
     threads: Vec<JoinHandle<()>>,
+    threads_max: usize,
 }
 
 impl Preparing {
+    /// With so many threads, or as many as this host has to spare.
+    pub(super) fn new(threads: Option<usize>) -> Self {
+        let spare = || {
+            let processors = std::thread::available_parallelism().map_or(1, usize::from);
+            (processors / PROCESSORS_PER_THREAD).min(THREADS_MAX)
+        };
+        let threads_max = threads.unwrap_or_else(spare);
+        Self { queue: Arc::default(), threads: Vec::new(), threads_max }
+    }
+
     /// These runs will come.
     pub(super) fn add<M: GuestMemoryMap>(
         &mut self,
@@ -68,6 +128,9 @@ impl Preparing {
         fresh: &Arc<Fresh>,
         runs: &[PageRun],
     ) {
+        if self.threads_max == 0 {
+            return;
+        }
         self.queue.change(|todo| {
             let room = CHUNKS_MAX.saturating_sub(todo.chunks.len());
             todo.chunks.extend(runs.iter().flat_map(chunks).take(room));
@@ -75,8 +138,7 @@ impl Preparing {
         if !self.threads.is_empty() {
             return;
         }
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        for _ in 0..(processors / 2).clamp(1, THREADS_MAX) {
+        for _ in 0..self.threads_max {
             let (queue, memory, fresh) =
                 (Arc::clone(&self.queue), Arc::clone(memory), Arc::clone(fresh));
             let spawned = std::thread::Builder::new()
@@ -100,14 +162,24 @@ impl Drop for Preparing {
 }
 
 fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Fresh) {
+    let mut costs = Costs::default();
     while let Some(run) = queue.next() {
-        if fresh.take(run)
-            && let Err(error) = memory.prepare(run)
-        {
+        if !fresh.take(run) {
+            continue;
+        }
+        let way = costs.way();
+        let began = Instant::now();
+        let prepared = match way {
+            Way::Huge => memory.prepare(run),
+            Way::Small => memory.populate(run),
+        };
+        if let Err(error) = prepared {
             log::debug!("memory that will come is not prepared: {error}");
             return;
         }
+        costs.took(way, run.count, began.elapsed());
     }
+    log::debug!("prepared memory: {costs:?}");
 }
 
 /// A run in pieces that end at multiples of a chunk.
@@ -125,8 +197,6 @@ fn chunks(run: &PageRun) -> impl Iterator<Item = PageRun> + use<> {
 #[cfg(test)]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
-    use std::time::{Duration, Instant};
-
     use super::*;
     use crate::layout::{Backing, PAGE_BYTES};
     use crate::testing::FakeMemory;
@@ -155,7 +225,7 @@ mod tests {
         fresh.populate(&*memory, run(0, 64)).unwrap();
         let populated = || memory.populated_bytes(0).unwrap() / PAGE_BYTES;
         assert_eq!(populated(), 64);
-        let mut preparing = Preparing::default();
+        let mut preparing = Preparing::new(Some(2));
         preparing.add(&memory, &fresh, &[run(0, 512), run(CHUNK_PAGES, 2 * CHUNK_PAGES)]);
         let began = Instant::now();
         while populated() < 64 + 2 * CHUNK_PAGES {
@@ -169,10 +239,33 @@ mod tests {
     }
 
     #[test]
+    fn both_ways_are_tried_and_the_cheaper_one_is_used() {
+        let host = |huge_us: u64, small_us: u64| {
+            let mut costs = Costs::default();
+            let mut ways = Vec::new();
+            for _ in 0..2 + 2 * (RETRY_AFTER + 1) {
+                let way = costs.way();
+                ways.push(way);
+                let us = if way == Way::Huge { huge_us } else { small_us };
+                costs.took(way, CHUNK_PAGES, Duration::from_micros(us));
+            }
+            ways
+        };
+        for (ways, cheaper) in
+            [(host(4_000, 20_000), Way::Huge), (host(65_000, 20_000), Way::Small)]
+        {
+            assert_eq!(ways[..2], [Way::Huge, Way::Small]);
+            let others = ways[2..].iter().filter(|way| **way != cheaper).count();
+            assert_eq!(others, 2, "{ways:?}");
+            assert_eq!(ways[2], cheaper);
+        }
+    }
+
+    #[test]
     fn it_ends_before_all_is_prepared() {
         let memory = FakeMemory::new(&[(0, 64)], Backing::Shared, PAGE_BYTES).unwrap();
         let fresh = Arc::new(Fresh::new(memory.layout()));
-        let mut preparing = Preparing::default();
+        let mut preparing = Preparing::new(Some(1));
         preparing.queue.change(|todo| todo.ended = true);
         preparing.add(&memory, &fresh, &[run(0, 64)]);
         drop(preparing);

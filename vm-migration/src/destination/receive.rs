@@ -120,7 +120,7 @@ impl<V: DestinationVm> Mapped<V> {
         let mut faults = None;
         let mut inflater = Inflater::default();
         let fresh = Arc::new(Fresh::new(self.parts.memory.layout()));
-        let mut preparing = Preparing::default();
+        let mut preparing = Preparing::new(context.options.prepare_threads);
         loop {
             let message = match self.next(&helpers, context)? {
                 Next::Connection => {

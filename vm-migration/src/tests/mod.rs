@@ -118,7 +118,12 @@ impl Target {
         let progress = Arc::new(Progress::new(Side::Destination));
         let thread = {
             let (cancel, progress) = (cancel.clone(), Arc::clone(&progress));
-            let options = ReceiveOptions { limits, steering, ..ReceiveOptions::default() };
+            let options = ReceiveOptions {
+                limits,
+                steering,
+                prepare_threads: Some(1),
+                ..ReceiveOptions::default()
+            };
             std::thread::spawn(move || listener.receive(builder, &options, &progress, &cancel))
         };
         Self { address, cancel, progress, thread }
