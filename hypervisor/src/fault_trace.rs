@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_taken_once() {
+    fn a_table_says_that_it_has_no_value() {
         let Ok(table) = bpf::create_table(4) else { return eprintln!("SKIPPED: no BPF") };
         assert_eq!(bpf::take_value(&table, 7).unwrap_err().raw_os_error(), Some(libc::ENOENT));
     }

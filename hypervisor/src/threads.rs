@@ -37,10 +37,11 @@
 //! A vCPU parks only when KVM_RUN returned EINTR. With an exit behind it, that pass has finished
 //! the port or memory access in the kernel first, so the state that is then read is whole.
 
+mod errands;
+
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
@@ -52,7 +53,6 @@ use thiserror::Error;
 use crate::exits::{ExitHandler, Pass, StopReason, run_once};
 use crate::kick::{install_kick_handler, kick, set_signal_mask};
 use crate::run_page::RunPage;
-use crate::stage2::{Errand, RunsErrands, Stage2Fill, Stage2Filled};
 use crate::throttle::{Held, VcpuThrottle};
 use crate::vcpu::Vcpu;
 
@@ -180,24 +180,6 @@ impl Held for Shared {
         }
         drop(control);
         self.changed.notify_all();
-    }
-}
-
-impl RunsErrands for Shared {
-    fn run_errand(&self, errand: Errand) -> bool {
-        let mut control = self.lock();
-        if control.phase == Phase::Gone || control.want == Want::Exit {
-            return false;
-        }
-        control.jobs.push_back(Box::new(move |vcpu: &mut Vcpu| errand(vcpu)));
-        if control.phase == Phase::Running {
-            self.errands.store(true, Ordering::SeqCst);
-            self.run_page.set_immediate_exit(true);
-            self.signal();
-        }
-        drop(control);
-        self.changed.notify_all();
-        true
     }
 }
 
@@ -424,21 +406,6 @@ impl VcpuThreads {
         VcpuThrottle::start(self.threads.iter().map(held).collect())
     }
 
-    /// Begins to fill the second-stage tables on the vCPUs' threads, while the guest runs or not.
-    /// `runs` gives the guest physical addresses that have memory; it and `done` are called on a
-    /// thread of their own.
-    ///
-    /// # Errors
-    /// The host gives no thread.
-    pub fn fill_stage2(
-        &self,
-        runs: impl FnOnce() -> Vec<Range<u64>> + Send + 'static,
-        done: impl FnOnce(Stage2Filled) + Send + 'static,
-    ) -> io::Result<Stage2Fill> {
-        let vcpu = |thread: &Thread| -> Arc<dyn RunsErrands> { thread.shared.clone() };
-        Stage2Fill::start(self.threads.iter().map(vcpu).collect(), runs, done)
-    }
-
     /// Whether every vCPU is out of the guest.
     pub fn all_parked(&self) -> bool {
         self.threads.iter().all(|thread| thread.shared.lock().phase != Phase::Running)
@@ -545,15 +512,6 @@ impl Runner<'_> {
         let vcpu = &mut self.vcpu;
         if catch_unwind(AssertUnwindSafe(|| job(vcpu))).is_err() {
             log::error!("vcpu{}: a task on the vCPU panicked", self.shared.index);
-        }
-    }
-
-    /// What the vCPU came out of the guest for, although it runs.
-    fn do_errands(&mut self) {
-        self.shared.errands.store(false, Ordering::SeqCst);
-        let next = || self.shared.lock().jobs.pop_front();
-        while let Some(job) = next() {
-            self.do_job(job);
         }
     }
 

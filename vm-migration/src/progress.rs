@@ -19,7 +19,7 @@ use crate::history::{Course, History, Passage, Sample};
 use crate::latency::{Latencies, micros};
 use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
-use crate::page_server::{Identity, PageServerSnapshot, Standing};
+use crate::page_server::{PageServerSnapshot, Standing};
 use crate::report::FailureReport;
 
 pub use crate::latency::LatencySnapshot;
@@ -305,11 +305,6 @@ impl Progress {
     pub(crate) fn recovered(&self, phase: Phase) {
         self.counters.recoveries.fetch_add(1, Relaxed);
         self.enter(phase);
-    }
-
-    /// There is a page server, which this process has started or is.
-    pub fn has_page_server(&self, identity: Identity) {
-        self.page_server.begin(identity);
     }
 
     /// Ends such a phase.

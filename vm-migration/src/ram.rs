@@ -22,8 +22,8 @@ use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
 ///
 /// # Safety
 /// For every region, [`main`](Self::main) and (where they are `Some`) [`alias`](Self::alias) and
-/// [`vcpus`](Self::vcpus) must point to at least `len_bytes` bytes that stay mapped readable and writable for as long as the
-/// value lives, and the layout must never change.
+/// [`vcpus`](Self::vcpus) must point to at least `len_bytes` bytes that stay mapped readable and
+/// writable for as long as the value lives, and the layout must never change.
 pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     /// The regions.
     fn layout(&self) -> &Layout;

@@ -108,7 +108,7 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
             Precopy | Auto => asked(Control, Setting::Compressed),
             Postcopy => Vec::new(),
         },
-        Command::Coming | Command::AwaitMachine => match mode {
+        Command::AwaitMachine => match mode {
             Precopy | Auto => asked(Control, Setting::Usual),
             Postcopy => Vec::new(),
         },
@@ -127,9 +127,11 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         // Sent after something else has failed; whoever misses it learns the same from the end
         // of the connection, which is what the other rows do. And of local migrations, which have
         // no network.
+        // `Coming` depends on the host; the crate's own table of cuts has it.
         // The last three come after a loss or when it takes long: `postcopy` has these.
         Command::Abandon
         | Command::MemoryFd
+        | Command::Coming
         | Command::Recover
         | Command::Ahead
         | Command::Alive => Vec::new(),

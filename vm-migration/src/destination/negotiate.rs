@@ -10,17 +10,18 @@ use std::io::Read;
 use std::sync::Arc;
 
 use super::building::{Building, build_now};
+use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
 use super::{Context, Setback};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::layout::Layout;
-use crate::options::MemoryMode;
+use crate::options::{MemoryMode, ReceiveOptions};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_CONFIRM, FEATURE_POSTCOPY, Offer, Prepared, TOKEN_BYTES, common, features,
-    software,
+    Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_POSTCOPY, Offer, Prepared, TOKEN_BYTES,
+    common, features, software,
 };
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -66,7 +67,7 @@ impl Connected {
     ) -> Result<Parts<B::Vm>, Failure> {
         const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
-        let terms = agree(control)?;
+        let terms = agree(control, context.options)?;
         let (config, given) = take_config(control, &terms)?;
         let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
@@ -96,7 +97,7 @@ impl Connected {
 }
 
 /// Start, and Capabilities where the source offers them.
-fn agree(control: &mut Channel) -> Result<Terms, Failure> {
+fn agree(control: &mut Channel, options: &ReceiveOptions) -> Result<Terms, Failure> {
     const STEP: &str = "negotiating";
     let offer = match read(control, "waiting for the start of the protocol")? {
         Message::Start { version: VERSION, offer } => offer,
@@ -119,7 +120,11 @@ fn agree(control: &mut Channel) -> Result<Terms, Failure> {
     };
     log::info!("the source is {:?}", offer.software);
     let layout = offer.layout().step(STEP)?;
-    let ours = features();
+    let mut ours = features();
+    if options.prepare_threads.unwrap_or_else(spare_threads) == 0 {
+        // The source need not find out what will come.
+        ours.remove(FEATURE_COMING);
+    }
     let common = common(&ours, &offer.features);
     let needed: &[&str] = match offer.memory_mode {
         MemoryMode::Precopy => &[FEATURE_CONFIRM],

@@ -113,11 +113,7 @@ pub(super) struct Preparing {
 impl Preparing {
     /// With so many threads, or as many as this host has to spare.
     pub(super) fn new(threads: Option<usize>) -> Self {
-        let spare = || {
-            let processors = std::thread::available_parallelism().map_or(1, usize::from);
-            (processors / PROCESSORS_PER_THREAD).min(THREADS_MAX)
-        };
-        let threads_max = threads.unwrap_or_else(spare);
+        let threads_max = threads.unwrap_or_else(spare_threads);
         Self { queue: Arc::default(), threads: Vec::new(), threads_max }
     }
 
@@ -159,6 +155,12 @@ impl Drop for Preparing {
             let _ = thread.join();
         }
     }
+}
+
+/// Threads that this host has to spare.
+pub(super) fn spare_threads() -> usize {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    (processors / PROCESSORS_PER_THREAD).min(THREADS_MAX)
 }
 
 fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Fresh) {

@@ -41,6 +41,7 @@ pub use link::{Deputy, Principal, fuzz_orders};
 
 use crate::latency::micros;
 use crate::options::Limits;
+use crate::progress::Progress;
 use crate::vm::VmError;
 
 /// Who a page server is, for people.
@@ -140,5 +141,12 @@ impl Standing {
 
     pub(crate) fn snapshot(&self) -> Option<PageServerSnapshot> {
         self.lock().clone()
+    }
+}
+
+impl Progress {
+    /// There is a page server, which this process has started or is.
+    pub fn has_page_server(&self, identity: Identity) {
+        self.page_server.begin(identity);
     }
 }

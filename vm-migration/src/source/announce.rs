@@ -10,12 +10,11 @@
 use std::ops::Range;
 
 use super::lane::UNIT_PAGES;
-use crate::layout::PageRun;
+use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::ram::{self, GuestMemoryMap};
 
 /// A block: what a huge page covers.
 const BLOCK_PAGES: u64 = 512;
-const BLOCK_STEP: usize = 512;
 
 /// Pages of a block that are looked at, and how many of them have to hold something. Memory that
 /// was populated and never written (by `prefault=on`) is left to be holes.
@@ -23,7 +22,7 @@ const LOOKS: u64 = 8;
 const LOOKS_FULL_MIN: u64 = LOOKS / 2;
 
 /// Units that are looked at together, 2 GiB: finding what is populated of them takes some 20 ms.
-const WINDOW_UNITS: u64 = (2 << 30) / (UNIT_PAGES * crate::layout::PAGE_BYTES);
+const WINDOW_UNITS: u64 = (2 << 30) / (UNIT_PAGES * PAGE_BYTES);
 
 /// How far the destination has been told.
 #[derive(Debug, Default)]
@@ -51,7 +50,7 @@ pub(super) fn full_blocks<M: GuestMemoryMap>(
     (first, count): (u64, u64),
 ) -> impl Iterator<Item = PageRun> {
     let end = first + count;
-    let starts = (first.next_multiple_of(BLOCK_PAGES)..end).step_by(BLOCK_STEP);
+    let starts = (first.next_multiple_of(BLOCK_PAGES)..end).step_by(to_usize(BLOCK_PAGES));
     let whole = starts.filter(move |start| end - start >= BLOCK_PAGES);
     whole.filter(move |start| is_full(memory, region, *start)).map(move |start| PageRun {
         region,
@@ -72,7 +71,7 @@ fn is_full<M: GuestMemoryMap>(memory: &M, region: usize, start: u64) -> bool {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
     use super::*;
-    use crate::layout::{Backing, PAGE_BYTES};
+    use crate::layout::Backing;
     use crate::testing::FakeMemory;
 
     #[test]

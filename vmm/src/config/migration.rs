@@ -85,8 +85,8 @@ option_enum! {
 option_enum! {
     /// How accesses to pages that have not arrived are caught in postcopy.
     FaultSourceChoice = "auto|exit|sigbus|uffd", default Auto {
-        /// The patched KVM's exits where they are, else userfaultfd in SIGBUS mode where host, memory
-        /// and guest permit it, else userfaultfd.
+        /// The patched KVM's exits where they are, else userfaultfd; SIGBUS mode only on a KVM that
+        /// says itself where a vCPU was refused a page.
         Auto = "auto",
         /// A vCPU leaves the guest and brings its page itself; needs the patched KVM.
         Exit = "exit",

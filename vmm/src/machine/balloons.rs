@@ -11,8 +11,20 @@ use std::time::Duration;
 
 use devices::virtio::balloon::{Balloon, BalloonConfig as DeviceConfig, BalloonError};
 use memory::GuestRam;
+use thiserror::Error;
 
 use crate::config::BalloonConfig;
+
+/// Why a balloon does not get another size.
+#[derive(Debug, Error)]
+pub enum ResizeBalloonError {
+    /// There is none.
+    #[error("the VM has no balloon: start it with --balloon size=0")]
+    None,
+    /// It cannot have this size.
+    #[error(transparent)]
+    Size(#[from] BalloonError),
+}
 
 /// Makes a balloon over this memory.
 ///

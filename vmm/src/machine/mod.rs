@@ -39,7 +39,6 @@ use std::sync::Arc;
 use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
-use devices::virtio::balloon::BalloonError;
 use hypervisor::{
     ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig,
     ThreadsError, Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
@@ -55,6 +54,7 @@ use vm_memory::GuestAddressSpace as _;
 use crate::config::VmConfig;
 use crate::config::console::DEBUG_CONSOLE_PORT;
 
+pub use balloons::ResizeBalloonError;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
@@ -140,17 +140,6 @@ pub enum MachineError {
     /// State of PCI devices.
     #[error("cannot save or restore a PCI device")]
     PciState(#[from] PciStateError),
-}
-
-/// Why a balloon does not get another size.
-#[derive(Debug, Error)]
-pub enum ResizeBalloonError {
-    /// There is none.
-    #[error("the VM has no balloon: start it with --balloon size=0")]
-    None,
-    /// It cannot have this size.
-    #[error(transparent)]
-    Size(#[from] BalloonError),
 }
 
 /// A machine.

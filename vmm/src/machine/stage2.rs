@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use hypervisor::{Stage2Fill, Stage2Filled};
+use hypervisor::Stage2Filled;
 use memory::GuestRam;
 
 use super::Machine;
@@ -38,8 +38,7 @@ impl Machine {
 
     /// Fills no more. What is filled stays so.
     pub(super) fn stop_stage2(&mut self) {
-        let stopped: Option<Stage2Fill> = self.stage2.take();
-        drop(stopped);
+        self.stage2 = None;
     }
 }
 

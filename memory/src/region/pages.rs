@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Pages from the host for a region, before somebody needs them.
+//!
+//! Owns which part of a range may be populated, and through which mapping. Must never populate what
+//! is still to arrive. How it is done is in `populate`.
+
+use std::io;
+use std::ops::Range;
+
+use super::{AccessError, RamRegion};
+use crate::PAGE_BYTES;
+use crate::mapping::Mapping;
+use crate::populate::{PopulateError, Target};
+
+impl RamRegion {
+    /// Gets pages from the host for a `range` that is about to be filled through
+    /// [`io_slice`](Self::io_slice): one call instead of a fault for each page. Where the kernel
+    /// cannot (before 5.14) or will not do it now, faults do it later. Nothing is collapsed, because
+    /// each such call waits for every processor of the host; see [`Collapse`](crate::Collapse).
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region, or the host has no memory left.
+    pub fn populate_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.get_pages(range, |mapping| Target::populate_small(mapping, range))
+    }
+
+    /// The same for a longer range, some time before it is filled: huge pages where those are
+    /// wanted. For tens of megabytes at a time, so that the wait for every processor counts little.
+    ///
+    /// # Errors
+    /// As [`populate_for_io`](Self::populate_for_io).
+    pub fn prepare_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.get_pages(range, |mapping| self.target(mapping).advise(range))
+    }
+
+    fn get_pages(
+        &self,
+        range: &Range<u64>,
+        get: impl FnOnce(&Mapping) -> io::Result<()>,
+    ) -> Result<(), AccessError> {
+        self.check_pages(range)?;
+        let mapping = if self.has_alias() { self.alias()? } else { &self.main };
+        match get(mapping) {
+            Err(source)
+                if matches!(
+                    source.raw_os_error(),
+                    Some(libc::ENOMEM | libc::ENOSPC | libc::EFAULT)
+                ) =>
+            {
+                let (zone, start, end) = (self.zone_id().to_owned(), range.start, range.end);
+                Err(AccessError::Populate { zone, start, end, source })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn target<'a>(&'a self, mapping: &'a Mapping) -> Target<'a> {
+        Target {
+            zone: self.zone_id(),
+            mapping,
+            file: self.file().map(|file| (&**file, self.file_offset)),
+            page_bytes: self.page_bytes(),
+            hugetlb: self.is_hugetlb(),
+            collapse: self.zone.collapse,
+        }
+    }
+
+    /// Populates those parts of `range` whose content is here, calling `done` for each. Parts that
+    /// are still to arrive are left alone, to whole pages of the backing.
+    pub(crate) fn populate<E: From<PopulateError>>(
+        &self,
+        range: &Range<u64>,
+        mut done: impl FnMut(Range<u64>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let target = self.target(&self.main);
+        let page = self.page_bytes();
+        let mut at = range.start;
+        while at < range.end {
+            let absent = self.resident.absent_runs(Self::pages_of(&(at..range.end))).next();
+            let absent = absent.map_or(range.end..range.end, |run| {
+                let start = run.start * PAGE_BYTES;
+                start - start % page..(run.end * PAGE_BYTES).next_multiple_of(page)
+            });
+            let here = at..absent.start.min(range.end);
+            if !here.is_empty() {
+                if !self.is_prezeroed() {
+                    target.populate(here.clone())?;
+                }
+                done(here)?;
+            }
+            at = absent.end.max(at + page);
+        }
+        Ok(())
+    }
+}
