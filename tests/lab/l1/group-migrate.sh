@@ -48,12 +48,13 @@ handed_on() {
   remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=postcopy >$T/$2.receive.log 2>&1 &
   receiver=$!
   wait_until 30 test -S $T/$2.mig || return 1
-  remote $1 send-migration destination_url=unix:$T/$2.mig,memory_mode=postcopy,page_server=on,bandwidth=8M || return 1
+  remote $1 send-migration destination_url=unix:$T/$2.mig,memory_mode=postcopy,page_server=on,bandwidth=16M || return 1
   ends $1 60 || return 1
   phase() { remote $1 migration-progress | tr -d ' \n' | grep -q "\"phase\":\"$2\""; }
   phase $2 fault || { echo "nothing was left when the VMM had ended"; remote $2 migration-progress; return 1; }
   wait $receiver || { cat $T/$2.receive.log; return 1; }
-  state_is $2 Running && open_console $2 && wait_until 120 phase $2 done
+  state_is $2 Running && open_console $2 || return 1
+  wait_until 300 phase $2 done || { remote $2 migration-progress; return 1; }
 }
 check postcopy_by_a_page_server handed_on c d
 check disk_and_network_after_the_page_server after_move d
