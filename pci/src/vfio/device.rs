@@ -167,6 +167,14 @@ impl VfioPciDevice {
         }
     }
 
+    /// Makes the host's function harmless before it is given back: it is gone for the guest, reaches
+    /// no memory, and is reset.
+    pub fn disarm(&self) {
+        self.lose();
+        self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
+        self.host.reset();
+    }
+
     /// Whether it is gone for the guest.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)

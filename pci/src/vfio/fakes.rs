@@ -45,6 +45,7 @@ pub struct FakeFunction {
     connected: Mutex<Option<(InterruptKind, usize)>>,
     resample: Mutex<bool>,
     violations: Mutex<Vec<String>>,
+    pub resets: Mutex<u32>,
     pub config_writes: Mutex<Vec<(u16, Vec<u8>)>>,
 }
 
@@ -91,6 +92,7 @@ impl FakeFunction {
             connected: Mutex::default(),
             resample: Mutex::default(),
             violations: Mutex::default(),
+            resets: Mutex::default(),
             config_writes: Mutex::default(),
         }))
     }
@@ -219,7 +221,9 @@ impl HostFunction for FakeFunction {
         Ok(())
     }
 
-    fn reset(&self) {}
+    fn reset(&self) {
+        *lock(&self.resets) += 1;
+    }
 }
 
 /// Memory slots that may not overlap.
@@ -294,6 +298,10 @@ impl DmaTarget for FakeTarget {
         }
         lock(&self.mapped).push(gpa..region.gpa() + range.end);
         Ok(())
+    }
+
+    fn unmap_all(&self) {
+        lock(&self.mapped).clear();
     }
 
     fn limits(&self) -> DmaLimits {

@@ -19,6 +19,7 @@ pub mod device;
 pub mod disk;
 pub mod error;
 pub mod family;
+pub mod hotplug;
 pub mod later;
 pub mod memory;
 pub mod migration;
@@ -45,6 +46,7 @@ pub use device::{DeviceConfig, PinMode};
 pub use disk::{DiskConfig, ImageType, LockGranularity};
 pub use error::ConfigError;
 pub use family::Family;
+pub use hotplug::{NewDevice, VmRemoveDevice};
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
     ConvergencePolicy, DirtyClearing, FaultSourceChoice, ForceData, MemoryRestoreMode,

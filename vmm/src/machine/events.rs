@@ -18,6 +18,8 @@ pub enum GuestEvent {
     Reset,
     /// It switched itself off.
     Shutdown,
+    /// It has let go of devices that it was asked to let go of.
+    Ejected,
     /// One of its vCPUs cannot go on.
     VcpuStopped {
         /// Number of the vCPU.
