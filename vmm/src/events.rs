@@ -69,8 +69,9 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     (
         "vm",
         "passthrough-device-lost",
-        "a passed-through device is gone for the guest (id: its name)",
+        "a passed-through device is gone for the guest (id: its name, error: why)",
     ),
+    ("vm", "passthrough-device-wanted", "the host wants a passed-through device back (id)"),
     ("vm", "migration-starting", "the VM is about to be sent"),
     ("vm", "migration-started", "the destination takes the VM"),
     ("vm", "migration-memory-iteration", "a round of precopy is done (id: its number)"),

@@ -65,12 +65,19 @@ add_again() { remote a add-device path=$disk,id=disk,pin=strict && info a '"stat
 check adds_it_again_with_all_memory_mapped_first add_again
 check reads_by_dma_again reads_what_is_there a
 check writes_by_dma_again writes_and_reads_back a
-place_of() { remote $1 info | tr -d ' \n' | sed -n 's/.*"id":"disk","parent":[^,]*,"pci_bdf":"\([^"]*\)".*/\1/p;s/.*"pci_bdf":"\([^"]*\)","id":"disk".*/\1/p' | head -n 1; }
 guest_restarts_itself() {
   echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 2
 }
 check guest_restarts_itself guest_restarts_itself
 check reads_by_dma_after_restart reads_what_is_there a
+
+# The host's driver for passing through lets go of the disk: that waits until the guest has.
+wanted_back() {
+  echo >$disk/driver_override
+  basename $disk >$disk/driver/unbind
+  happened a passthrough-device-wanted && wait_until 30 removed disk && is_locked 0 && [ ! -e $disk/driver ]
+}
+check guest_lets_go_of_what_the_host_wants_back wanted_back
 
 # Not passed through: the same slots.
 truncate -s 64M $T/second.img

@@ -218,7 +218,7 @@ impl Vmm {
     pub(super) fn guest_event(&mut self, event: GuestEvent) -> Next {
         if let Vm::Leaving { sending, pending, .. } = &mut self.vm {
             // A device that the guest has let go of is taken apart where the guest is then.
-            if !matches!(event, GuestEvent::Ejected) {
+            if !matches!(event, GuestEvent::Ejected | GuestEvent::DeviceWanted { .. }) {
                 log::info!(
                     "the guest ends or reboots while it is migrated: the migration is cancelled"
                 );
@@ -264,6 +264,12 @@ impl Vmm {
             }
             GuestEvent::Ejected => {
                 self.devices_ejected();
+                Next::Continue
+            }
+            GuestEvent::DeviceWanted { id } => {
+                if let Err(error) = self.remove_device(&id) {
+                    log::warn!("the guest cannot be asked to let go of '{id}': {error}");
+                }
                 Next::Continue
             }
             GuestEvent::VcpuStopped { index, reason } => {

@@ -239,11 +239,11 @@ impl Chassis {
             "PCI configuration ports",
             config_ports.clone(),
         )?;
-        let hotplug = Hotplug::wire(&space, &segment, sink)?;
+        let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
         let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
         let devices = VirtioDevices::wire(config, consoles, &sockets)?;
-        let passthrough = Passthrough::wire(config, &sockets, ban)?;
+        let passthrough = Passthrough::wire(config, &sockets, ban, sink)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
             devices,

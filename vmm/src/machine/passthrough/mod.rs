@@ -6,6 +6,7 @@
 //! until the machine ends. Tells the event monitor how mapping ended, and takes the devices from the
 //! guest if it failed.
 
+mod notices;
 mod slots;
 
 use std::collections::BTreeMap;
@@ -18,12 +19,13 @@ use arch::layout;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::{
-    DmaGate, DmaTarget as _, GuestRamPopulator, IntxLine, PinError, PinProgress, PinState, Pinning,
-    Type1Container, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    DmaGate, DmaTarget as _, GuestRamPopulator, IntxLine, Notices, PinError, PinProgress, PinState,
+    Pinning, Type1Container, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
 use thiserror::Error;
 
+use super::events::EventSink;
 use super::virtio::Sockets;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
@@ -93,9 +95,11 @@ fn read(roll: &Mutex<Vec<Weak<VfioPciDevice>>>) -> MutexGuard<'_, Vec<Weak<VfioP
 }
 
 /// The passed-through devices of one machine.
-#[derive(Default)]
 pub struct Passthrough {
-    /// First, so that nothing is mapped any more when the devices go.
+    /// Of the devices, from the first one on.
+    notices: Option<Notices>,
+    sink: EventSink,
+    /// Before the devices, so that nothing is mapped any more when the devices go.
     pinning: Option<Pinning>,
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
     roll: Roll,
@@ -150,8 +154,20 @@ impl Passthrough {
         config: &VmConfig,
         sockets: &Sockets<'_>,
         ban: Option<DiscardBan>,
+        sink: EventSink,
     ) -> Result<Self, PassthroughError> {
-        let mut this = Self { ban, ..Self::default() };
+        let mut this = Self {
+            notices: None,
+            sink,
+            pinning: None,
+            devices: Vec::new(),
+            roll: Roll::default(),
+            gate: Arc::default(),
+            container: None,
+            slots: None,
+            strict: false,
+            ban,
+        };
         for config in config.devices.iter().flatten() {
             this.plug(config, sockets)?;
         }
@@ -199,8 +215,25 @@ impl Passthrough {
         let (bdf, device) = added.inspect_err(|_| sockets.segment.release(number))?;
         self.strict |= config.pin == PinMode::Strict;
         read(&self.roll).push(Arc::downgrade(&device));
+        self.listen_to(&device);
         self.devices.push((bdf, device));
         Ok(bdf)
+    }
+
+    /// A device that cannot tell is of use all the same.
+    fn listen_to(&mut self, device: &VfioPciDevice) {
+        let id = device.id();
+        if self.notices.is_none() {
+            match notices::listen(Arc::clone(&self.roll), Arc::clone(&self.sink)) {
+                Ok(notices) => self.notices = Some(notices),
+                Err(error) => log::warn!("nobody hears if device '{id}' fails: {error}"),
+            }
+        }
+        if let Some(notices) = &self.notices
+            && let Err(error) = device.report_to(notices)
+        {
+            log::warn!("nobody hears if device '{id}' fails: {error}");
+        }
     }
 
     fn open(
@@ -283,6 +316,9 @@ impl Passthrough {
         let (_, device) = self.devices.remove(at);
         if let Ok(number) = DeviceNumber::new(bdf.device()) {
             segment.remove_device(number);
+        }
+        if let Some(notices) = &self.notices {
+            notices.forget(device.id());
         }
         device.disarm();
         if self.devices.is_empty() {
@@ -368,7 +404,8 @@ fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Vec<Weak<VfioPciDevice>
             let devices: Vec<_> = read(roll).iter().filter_map(Weak::upgrade).collect();
             for device in devices {
                 device.lose();
-                events::emit("vm", "passthrough-device-lost", &[("id", device.id())]);
+                let lost = [("id", device.id()), ("error", reason.as_ref())];
+                events::emit("vm", "passthrough-device-lost", &lost);
             }
         }
     }
