@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's groups vfio and vfio-gate need beside the usual machine: a disk to pass through, and programs that
+# What the groups with passed-through devices need beside the usual machine: a disk to pass through, and programs that
 # change a process's limits. Sourced by scripts/lab.
 
 # build_extra_vfio FILE: writes the disk, and an initramfs with the programs.
@@ -15,3 +15,4 @@ build_extra_vfio() {
 }
 build_extra_bench_passthrough() { build_extra_vfio "$@"; }
 build_extra_vfio_gate() { build_extra_vfio "$@"; }
+build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
