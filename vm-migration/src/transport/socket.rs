@@ -240,7 +240,7 @@ impl Connection {
     }
 
     /// Receives what is there, at least one byte. Descriptors that come with it are closed.
-    pub(super) fn receive_some(&self, buf: &mut [u8]) -> Result<usize, TransportError> {
+    pub(crate) fn receive_some(&self, buf: &mut [u8]) -> Result<usize, TransportError> {
         loop {
             // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only
             // ever writes initialised bytes into them.

@@ -21,13 +21,15 @@ const WORKLOADS: [Workload; 2] = [IDLE, RANDOM_WRITING];
 enum Candidate {
     RawAlone,
     RawBeside,
+    RawNew,
     Ours(u16),
     Qemu { preempt: bool },
 }
 
-const CANDIDATES: [Candidate; 6] = [
+const CANDIDATES: [Candidate; 7] = [
     Candidate::RawAlone,
     Candidate::RawBeside,
+    Candidate::RawNew,
     Candidate::Ours(1),
     Candidate::Ours(4),
     Candidate::Qemu { preempt: false },
@@ -39,6 +41,7 @@ impl Candidate {
         match self {
             Self::RawAlone => "raw copy alone".to_owned(),
             Self::RawBeside => "raw copy beside the guest".to_owned(),
+            Self::RawNew => "raw copy into new memory beside the guest".to_owned(),
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
             Self::Qemu { preempt: false } => "qemu, postcopy".to_owned(),
@@ -57,11 +60,13 @@ impl Candidate {
             Ours::start(programs, workload.cmdline, ",memory_mode=postcopy", &send)
         };
         let mut pair: Box<dyn Pair> = match self {
-            Self::RawAlone | Self::RawBeside => {
+            Self::RawAlone | Self::RawBeside | Self::RawNew => {
                 let pair = ours(1)?;
                 let prepared = prepare(pair.source_pid(), workload)?;
-                let _running = (self == Self::RawBeside).then_some(pair);
-                return Ok((ms(raw::copy(prepared.populated_bytes)?), None));
+                let _running = (self != Self::RawAlone).then_some(pair);
+                let to = if self == Self::RawNew { raw::To::New } else { raw::To::Populated };
+                raw::warm(2 * prepared.populated_bytes)?;
+                return Ok((ms(raw::copy(prepared.populated_bytes, to)?), None));
             }
             Self::Ours(connections) => Box::new(ours(connections)?),
             Self::Qemu { preempt } => {
@@ -129,10 +134,11 @@ fn targets(figures: &[Figure]) -> Vec<Target> {
     let mut targets = Vec::new();
     for workload in WORKLOADS {
         let ours = total(workload, Candidate::Ours(1));
-        let rival = total(workload, Candidate::RawBeside);
-        if let (Some(ours), Some(rival)) = (ours, rival) {
-            let name = format!("{}: godwit: {TOTAL} by a raw copy beside the guest", workload.name);
-            targets.push(Target::at_most(&name, ours / rival, 1.25));
+        for raw in [Candidate::RawBeside, Candidate::RawNew] {
+            if let (Some(ours), Some(rival)) = (ours, total(workload, raw)) {
+                let name = format!("{}: godwit: {TOTAL} by a {}", workload.name, raw.name());
+                targets.push(Target::at_most(&name, ours / rival, 1.25));
+            }
         }
     }
     targets

@@ -68,9 +68,11 @@ fn targets(taken: &[Taken], downtime_ms: u64) -> Vec<Target> {
     let mut targets = Vec::new();
     for ours in OURS {
         let who = ours.name();
-        let beside = ratio(TOTAL, IDLE, Candidate::RawBeside, ours);
-        let name = format!("idle: {who}: rate by that of a raw copy beside the guest");
-        targets.extend(beside.map(|value| Target::at_least(&name, value, 0.8)));
+        for raw in [Candidate::RawBeside, Candidate::RawNew] {
+            let rate = ratio(TOTAL, IDLE, raw, ours);
+            let name = format!("idle: {who}: rate by that of a {}", raw.name());
+            targets.extend(rate.map(|value| Target::at_least(&name, value, 0.8)));
+        }
     }
     let sent = ratio(SENT, HOT, Candidate::Ours(1), Candidate::OursPerRound);
     let name = "hot-set-writing: godwit: bytes by those with dirty_clear=round";

@@ -40,6 +40,8 @@ pub enum Candidate {
     RawAlone,
     /// The bytes alone, while the guest runs.
     RawBeside,
+    /// The same, into memory that the host has to find, as a migration's destination has to.
+    RawNew,
     /// This program, so many connections.
     Ours(u16),
     /// This program, the dirty log cleared once per round.
@@ -53,9 +55,10 @@ pub enum Candidate {
 }
 
 impl Candidate {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::RawAlone,
         Self::RawBeside,
+        Self::RawNew,
         Self::Ours(1),
         Self::Ours(4),
         Self::OursPerRound,
@@ -69,6 +72,7 @@ impl Candidate {
         match self {
             Self::RawAlone => "raw copy alone".to_owned(),
             Self::RawBeside => "raw copy beside the guest".to_owned(),
+            Self::RawNew => "raw copy into new memory beside the guest".to_owned(),
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
             Self::OursPerRound => "godwit, dirty_clear=round".to_owned(),
@@ -174,11 +178,14 @@ fn sample(
     let qemu =
         |channels| Qemu::start(programs, workload.cmdline, Way::Precopy { downtime_ms, channels });
     let mut pair: Box<dyn Pair> = match candidate {
-        Candidate::RawAlone | Candidate::RawBeside => {
+        Candidate::RawAlone | Candidate::RawBeside | Candidate::RawNew => {
             let pair = ours("")?;
             let prepared = prepare(pair.source_pid(), workload)?;
-            let _running = (candidate == Candidate::RawBeside).then_some(pair);
-            return Ok(Sample::raw(raw::copy(prepared.populated_bytes)?));
+            let _running = (candidate != Candidate::RawAlone).then_some(pair);
+            let is_new = candidate == Candidate::RawNew;
+            let to = if is_new { raw::To::New } else { raw::To::Populated };
+            raw::warm(2 * prepared.populated_bytes)?;
+            return Ok(Sample::raw(raw::copy(prepared.populated_bytes, to)?));
         }
         Candidate::Ours(connections) => Box::new(ours(&format!(",connections={connections}"))?),
         Candidate::OursPerRound => Box::new(ours(",dirty_clear=round")?),
