@@ -19,6 +19,7 @@ mod process;
 mod qemu;
 mod raw;
 mod report;
+mod reuse;
 mod slots;
 mod snapshot;
 mod trace;
@@ -53,6 +54,9 @@ fn main() -> ExitCode {
             ))
             .subcommand(common("prezero-pool", "5").about(
                 "Handing memory over, clearing it, and what a busy neighbour loses meanwhile",
+            ))
+            .subcommand(common("prezero-hints", "3").about(
+                "Giving memory up and taking it again, told that it is zero and not, beside QEMU",
             ))
             .subcommand(
                 Command::new("passthrough-boot")
@@ -105,6 +109,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         "snapshot" => snapshot::run(&vmm, &guest, runs),
         "prefault" => prefault::run(runs),
         "prezero-pool" => prezero::run(&vmm, &guest, runs),
+        "prezero-hints" => reuse::run(&programs, runs),
         "postcopy-latency" => postcopy::latency::run(&programs, runs),
         "postcopy-throughput" => postcopy::throughput::run(&programs, runs),
         "postcopy-scaling" => postcopy::scaling::run(runs),

@@ -36,5 +36,5 @@ pub use histogram::{AboveCut, Histogram, Summary};
 pub use memory::{GuestMemory, MemoryError, Segment};
 pub use process::{Backing, ProcessError};
 pub use pulse::Pulse;
-pub use status::{ErrorRecord, Gap, Status, VcpuStatus};
+pub use status::{BalloonStatus, ErrorRecord, Gap, Status, VcpuStatus};
 pub use verify::{PageError, PageErrorKind, VerifyReport};

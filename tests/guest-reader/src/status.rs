@@ -5,7 +5,7 @@
 
 use serde::Serialize;
 
-use crate::abi::{control, error, failure, param, stage, state, vcpu, workload};
+use crate::abi::{balloon_failure, control, error, failure, param, stage, state, vcpu, workload};
 use crate::memory::Words;
 use crate::tsc;
 
@@ -160,6 +160,27 @@ pub struct VcpuStatus {
     pub gaps: Vec<Gap>,
     /// The first errors.
     pub error_records: Vec<ErrorRecord>,
+    /// What the balloon workloads did.
+    pub balloon: BalloonStatus,
+}
+
+/// What a vCPU did with the balloon.
+#[derive(Clone, Copy, Debug, Serialize, PartialEq, Eq)]
+pub struct BalloonStatus {
+    /// Pages that were reported or put into the balloon.
+    pub given_pages: u64,
+    /// Of them, those that the device said come back zeroed.
+    pub told_pages: u64,
+    /// Time that giving them took.
+    pub give_ns: u64,
+    /// Time that taking them out of the balloon took.
+    pub back_ns: u64,
+    /// Time from then on until all of them were there, and zero.
+    pub take_ns: u64,
+    /// Features that driver and device agreed on.
+    pub features: u64,
+    /// Why the workload ended early.
+    pub failure: Option<&'static str>,
 }
 
 /// A time in which a vCPU did not run or waited.
@@ -222,7 +243,28 @@ impl VcpuStatus {
             gaps_noted: page.at(vcpu::GAPS_NOTED),
             gaps: gaps(page, khz),
             error_records: error_records(page),
+            balloon: BalloonStatus {
+                given_pages: page.at(vcpu::BALLOON_GIVEN),
+                told_pages: page.at(vcpu::BALLOON_TOLD),
+                give_ns: ns(vcpu::BALLOON_GIVE_TICKS),
+                back_ns: ns(vcpu::BALLOON_BACK_TICKS),
+                take_ns: ns(vcpu::BALLOON_TAKE_TICKS),
+                features: page.at(vcpu::BALLOON_FEATURES),
+                failure: balloon_failure_name(page.at(vcpu::BALLOON_FAILURE)),
+            },
         }
+    }
+}
+
+fn balloon_failure_name(number: u64) -> Option<&'static str> {
+    match number {
+        0 => None,
+        balloon_failure::DEVICE => Some("there is no balloon"),
+        balloon_failure::LEGACY => Some("the balloon is not one of virtio 1"),
+        balloon_failure::FEATURES => Some("the balloon lacks a feature"),
+        balloon_failure::QUEUE => Some("the balloon lacks a queue"),
+        balloon_failure::VCPUS => Some("balloon workloads are for one vCPU"),
+        _ => Some("unknown failure"),
     }
 }
 

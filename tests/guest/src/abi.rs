@@ -23,6 +23,14 @@ pub const TRAMPOLINE_PAGE: u32 = 8;
 pub const CONTROL_GPA: u64 = 0x40_0000;
 /// The parameter page, which the host may write.
 pub const PARAM_GPA: u64 = 0x40_1000;
+/// Rings of the balloon driver, a page for each queue; only while a balloon workload runs.
+pub const BALLOON_RINGS_GPA: u64 = 0x40_2000;
+/// What the balloon driver sends: page numbers, and behind them what the device says of them.
+pub const BALLOON_REQUEST_GPA: u64 = 0x40_6000;
+/// A bit for each of the first test pages that the device said comes back zeroed.
+pub const BALLOON_TOLD_GPA: u64 = 0x40_8000;
+/// Test pages that have such a bit.
+pub const BALLOON_TOLD_PAGES: u64 = (VCPU_GPA - BALLOON_TOLD_GPA) * 8;
 /// The first vCPU's block; the others follow at `VCPU_BLOCK_BYTES`.
 pub const VCPU_GPA: u64 = 0x41_0000;
 /// Distance of two vCPUs' blocks: status page, linear histogram, stack.
@@ -166,6 +174,12 @@ pub mod param {
     pub const RESET: u64 = 0x88;
     /// Not 0: a page never written must read as zero.
     pub const CHECK_ZERO: u64 = 0x90;
+    /// Feature bits that the balloon driver accepts, of those that it knows.
+    pub const BALLOON_FEATURES: u64 = 0x98;
+    /// The value that the balloon driver says that it fills free pages with.
+    pub const BALLOON_POISON: u64 = 0xa0;
+    /// PCI configuration space, where the balloon driver looks for its device.
+    pub const ECAM_GPA: u64 = 0xa8;
 }
 
 /// `param::COMMAND`.
@@ -192,9 +206,22 @@ pub mod workload {
     pub const READ_ONLY: u64 = 5;
     /// As random write, most of it to a small hot set.
     pub const HOT_WRITE: u64 = 6;
+    /// Report all pages to the balloon as free, take them again, and fill them; in each iteration.
+    pub const BALLOON_REPORT: u64 = 7;
+    /// The same by putting them into the balloon and taking them out.
+    pub const BALLOON_INFLATE: u64 = 8;
     /// Names, by number.
-    pub const NAMES: [&str; 7] =
-        ["idle", "fill", "verify", "random-write", "sequential-write", "read-only", "hot-write"];
+    pub const NAMES: [&str; 9] = [
+        "idle",
+        "fill",
+        "verify",
+        "random-write",
+        "sequential-write",
+        "read-only",
+        "hot-write",
+        "balloon-report",
+        "balloon-inflate",
+    ];
 }
 
 /// `param::VERIFY`: what is checked before a page is written or when it is read.
@@ -273,6 +300,20 @@ pub mod vcpu {
     pub const CURSOR: u64 = 0xd0;
     /// Iterations left of the present phase, 0 for endless.
     pub const LEFT: u64 = 0xd8;
+    /// Pages that were reported or put into the balloon.
+    pub const BALLOON_GIVEN: u64 = 0xe0;
+    /// Of them, those that the device said come back zeroed.
+    pub const BALLOON_TOLD: u64 = 0xe8;
+    /// Time that giving them took, ticks.
+    pub const BALLOON_GIVE_TICKS: u64 = 0xf0;
+    /// Time that taking them out of the balloon took, ticks.
+    pub const BALLOON_BACK_TICKS: u64 = 0xf8;
+    /// Time that it took until all were there and zero again, ticks.
+    pub const BALLOON_TAKE_TICKS: u64 = 0x100;
+    /// Features that the balloon driver and its device agreed on.
+    pub const BALLOON_FEATURES: u64 = 0x108;
+    /// One of `balloon_failure`, 0 when there is none.
+    pub const BALLOON_FAILURE: u64 = 0x110;
 
     /// Error records of `ERROR_BYTES`; see `error`.
     pub const ERROR_RECORDS: u64 = 0x400;
@@ -298,6 +339,20 @@ pub mod vcpu {
     pub const LINEAR_BUCKETS: u64 = 4096;
     /// Bytes of the block that hold statistics.
     pub const STATISTICS_BYTES: u64 = LINEAR + LINEAR_BUCKETS * 4;
+}
+
+/// Why a balloon workload ended early (`vcpu::BALLOON_FAILURE`).
+pub mod balloon_failure {
+    /// There is no balloon on the bus.
+    pub const DEVICE: u64 = 1;
+    /// It is not one of virtio 1.
+    pub const LEGACY: u64 = 2;
+    /// It does not take the features that it offered.
+    pub const FEATURES: u64 = 3;
+    /// It lacks a queue.
+    pub const QUEUE: u64 = 4;
+    /// The workload is for one vCPU.
+    pub const VCPUS: u64 = 5;
 }
 
 /// Fields of an error record.

@@ -6,6 +6,9 @@
 
 use crate::abi::{PAGE_BYTES, after, command, param, verify, workload};
 
+/// Where cloud-hypervisor has PCI configuration space.
+const ECAM_GPA: u64 = 0xe800_0000;
+
 /// A size or position: bytes, or a share of all test memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Amount {
@@ -68,6 +71,12 @@ pub struct Settings {
     pub check_zero: u64,
     /// `reset=0|1`: clear the statistics when taken up.
     pub reset: u64,
+    /// `balloon_features=`: bits that the balloon driver may accept.
+    pub balloon_features: u64,
+    /// `balloon_poison=`.
+    pub balloon_poison: u64,
+    /// `ecam=`: where PCI configuration space is.
+    pub ecam: u64,
     /// Words that were not understood.
     pub refused: u64,
 }
@@ -94,6 +103,9 @@ impl Settings {
             gap_note_ns: 1_000_000,
             check_zero: 1,
             reset: 0,
+            balloon_features: u64::MAX,
+            balloon_poison: 0,
+            ecam: ECAM_GPA,
             refused: 0,
         }
     }
@@ -125,7 +137,7 @@ impl Settings {
 
     /// These settings as fields of the parameter page, all but the generation, for a guest with
     /// so many test pages and vCPUs.
-    pub fn fields(&self, pages: u64, vcpus: u64) -> [(u64, u64); 18] {
+    pub fn fields(&self, pages: u64, vcpus: u64) -> [(u64, u64); 21] {
         let first = self.window.0.pages(pages);
         let window = self.window.1.pages(pages).min(pages - first);
         let active = if self.active == 0 { vcpus } else { self.active };
@@ -148,6 +160,9 @@ impl Settings {
             (param::ACTIVE_VCPUS, active),
             (param::CHECK_ZERO, self.check_zero),
             (param::RESET, self.reset),
+            (param::BALLOON_FEATURES, self.balloon_features),
+            (param::BALLOON_POISON, self.balloon_poison),
+            (param::ECAM_GPA, self.ecam),
         ]
     }
 
@@ -174,6 +189,9 @@ impl Settings {
             gap_note_ns: get(param::GAP_NOTE_NS),
             check_zero: get(param::CHECK_ZERO),
             reset: 0,
+            balloon_features: get(param::BALLOON_FEATURES),
+            balloon_poison: get(param::BALLOON_POISON),
+            ecam: get(param::ECAM_GPA),
             refused: 0,
         }
     }
@@ -194,6 +212,9 @@ impl Settings {
             b"gap_note_ns" => &mut self.gap_note_ns,
             b"check_zero" => &mut self.check_zero,
             b"reset" => &mut self.reset,
+            b"balloon_features" => &mut self.balloon_features,
+            b"balloon_poison" => &mut self.balloon_poison,
+            b"ecam" => &mut self.ecam,
             _ => return None,
         })
     }

@@ -9,6 +9,7 @@
 
 #[expect(dead_code, reason = "some of it is for the reader on the host")]
 mod abi;
+mod balloon;
 mod boot;
 mod clock;
 #[expect(dead_code, reason = "some of it is for the reader on the host")]
@@ -17,8 +18,10 @@ mod layout;
 mod mem;
 mod pattern;
 mod pvh;
+mod reuse;
 mod runtime;
 mod smp;
+mod virtio;
 mod worker;
 
 use abi::{control, event, failure, param, stage};

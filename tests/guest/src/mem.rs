@@ -4,6 +4,8 @@
 //! Owns the raw pointers: no other module makes one from an address. Accesses are volatile, since
 //! the host reads (and for the parameter page writes) the same memory.
 
+use crate::abi;
+
 /// Reads a 64-bit word.
 #[inline]
 pub fn load(gpa: u64) -> u64 {
@@ -43,6 +45,34 @@ pub fn load8(gpa: u64) -> u8 {
 pub fn store8(gpa: u64, value: u8) {
     // SAFETY: as for `store`.
     unsafe { core::ptr::write_volatile(gpa as *mut u8, value) }
+}
+
+/// Writes 16 bits, to memory or to a device.
+pub fn store16(gpa: u64, value: u16) {
+    // SAFETY: as for `load32`.
+    unsafe { core::ptr::write_volatile(gpa as *mut u16, value) }
+}
+
+/// Reads 16 bits, of memory or of a device.
+pub fn load16(gpa: u64) -> u16 {
+    // SAFETY: as for `load32`.
+    unsafe { core::ptr::read_volatile(gpa as *const u16) }
+}
+
+/// Clears a page as kernels do, with one instruction.
+#[inline]
+pub fn clear_page(gpa: u64) {
+    // SAFETY: as for `store`, for 512 words from an address that is a page's; the direction flag is
+    // clear in every function, by the calling convention.
+    unsafe {
+        core::arch::asm!(
+            "rep stosq",
+            inout("rdi") gpa => _,
+            inout("rcx") abi::PAGE_BYTES / 8 => _,
+            in("rax") 0_u64,
+            options(nostack, preserves_flags)
+        );
+    }
 }
 
 /// Clears whole words.

@@ -4,11 +4,15 @@
 //! Owns this vCPU's test pages and its part of the shadow table. Page `p` belongs to vCPU
 //! `p mod n`, so no other vCPU ever touches them and there is nothing to lock.
 
-use crate::abi::{self, after, command, event, param, state, vcpu, verify, workload};
+use crate::abi::{
+    self, after, balloon_failure, command, event, param, state, vcpu, verify, workload,
+};
+use crate::balloon::Balloon;
 use crate::clock::{self, Clock};
 use crate::layout::{Layout, Own};
 use crate::mem::{self, Block};
 use crate::pattern::{Mismatch, Pattern, Random};
+use crate::reuse::Reuse;
 
 const PARAM: Block = Block::at(abi::PARAM_GPA);
 
@@ -46,6 +50,8 @@ pub struct Worker {
     left: u64,
     deadline: u64,
     state: u64,
+    /// From the first iteration of a balloon workload on.
+    balloon: Option<Balloon>,
 }
 
 impl Worker {
@@ -79,6 +85,7 @@ impl Worker {
             left: 0,
             deadline: 0,
             state: state::OFF,
+            balloon: None,
         };
         worker.clock.reset();
         worker.clock.tick();
@@ -270,6 +277,13 @@ impl Worker {
                 self.random_access(if hot { self.now.hot_count } else { self.now.own.count });
             }
             workload::FILL => self.step_fill(state::WORK),
+            workload::BALLOON_REPORT | workload::BALLOON_INFLATE => {
+                if let Err(why) = self.give_up_and_take() {
+                    self.block.set(vcpu::BALLOON_FAILURE, why);
+                    self.enter(state::DONE, 0);
+                    return;
+                }
+            }
             _ => core::hint::spin_loop(),
         }
         if self.left > 0 {
@@ -279,6 +293,38 @@ impl Worker {
                 self.finish_phase(state::DONE);
             }
         }
+    }
+
+    /// Gives all pages up, takes them again, and fills them.
+    fn give_up_and_take(&mut self) -> Result<(), u64> {
+        if self.vcpus != 1 {
+            return Err(balloon_failure::VCPUS);
+        }
+        if self.balloon.is_none() {
+            let get = |field| PARAM.get(field);
+            let accepted = get(param::BALLOON_FEATURES);
+            let poison = get(param::BALLOON_POISON);
+            self.balloon = Some(Balloon::start(get(param::ECAM_GPA), accepted, poison)?);
+        }
+        let Some(balloon) = &mut self.balloon else { return Err(balloon_failure::DEVICE) };
+        self.block.set(vcpu::BALLOON_FEATURES, balloon.features);
+        if self.now.workload == workload::BALLOON_REPORT && !balloon.reports() {
+            return Err(balloon_failure::FEATURES);
+        }
+        let Parameters { own, workload, .. } = self.now;
+        Reuse { layout: self.layout, own, block: self.block }.round(
+            workload,
+            balloon,
+            &mut self.clock,
+        );
+        for index in own.first..own.first + own.count {
+            let (page, gpa, _) = self.locate(index);
+            // Zero, whoever made it so.
+            self.check(page, gpa, 0, verify::FULL);
+            self.write(index, verify::NONE, true);
+        }
+        self.block.add(vcpu::PASSES, 1);
+        Ok(())
     }
 
     fn random_access(&mut self, among: u64) {

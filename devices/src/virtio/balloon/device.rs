@@ -179,7 +179,8 @@ fn offered(config: &BalloonConfig, ram: &GuestRam) -> u64 {
         | bit(config.statistics_every.is_some(), F_STATS_VQ)
         | bit(config.deflate_on_oom, F_DEFLATE_ON_OOM)
         | bit(config.free_page_hinting, F_FREE_PAGE_HINT)
-        | bit(config.free_page_hinting || reporting, F_PAGE_POISON)
+        // Also for hints alone: what is zero for the device need not be what the guest wants.
+        | bit(config.free_page_hinting || reporting || config.prezero_hints, F_PAGE_POISON)
         | bit(reporting, F_PAGE_REPORTING)
         | bit(reporting && config.prezero_hints, F_DEVICE_INIT_REPORTED)
         | bit(config.prezero_hints, F_DEVICE_INIT_ON_INFLATE)

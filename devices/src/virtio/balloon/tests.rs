@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use memory::{Backing, GuestRam, RamConfig, RamLayout, ZoneSpec};
 use proptest::prelude::*;
+use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 
 use super::*;
 use crate::virtio::device::StateError;
@@ -184,6 +185,89 @@ fn reported_pages_go_back_and_the_used_length_is_true() {
 }
 
 #[test]
+fn reports_that_wrap_round_overlap_or_are_nothing_harm_nobody() {
+    let mut guest = Guest::new(|_| {}).start();
+    let last = u64::MAX - PAGE_BYTES + 1;
+    // The end of the address space and over it; over the end of RAM; nowhere.
+    for (gpa, len_bytes) in [
+        (last, PAGE),
+        (last, 2 * PAGE),
+        (u64::MAX, 1),
+        (u64::MAX, u32::MAX),
+        (4 * BORDER, PAGE),
+        (4 * BORDER - 1, 1),
+        (GIVEN_UP + 1, PAGE - 1),
+    ] {
+        assert_eq!(guest.request(REPORTING, &[writable(gpa, len_bytes)]), 0, "{gpa:#x}");
+    }
+    assert_eq!((guest.counter("give_back_calls"), guest.on_host(1)), (0, BORDER));
+    // One within another, one over the end of the other, one twice: once is what counts, and every
+    // element is answered for.
+    let overlapping = [
+        writable(GIVEN_UP, 8 * PAGE),
+        writable(GIVEN_UP + 2 * PAGE_BYTES, PAGE),
+        writable(GIVEN_UP + 7 * PAGE_BYTES, 2 * PAGE),
+        writable(GIVEN_UP, 8 * PAGE),
+    ];
+    assert_eq!(guest.request(REPORTING, &overlapping), 19 * PAGE);
+    assert_eq!(guest.on_host(1), BORDER - 9 * PAGE_BYTES);
+    assert_eq!(guest.counter("give_back_calls"), 1);
+    // To the last byte of RAM and beyond it: what is RAM goes, and the answer is for none of it.
+    let end = 4 * BORDER - PAGE_BYTES;
+    guest.driver.write(end, &[7; 4096]);
+    assert_eq!(guest.request(REPORTING, &[writable(end, u32::MAX)]), 0);
+    assert_eq!(guest.byte(end), 0);
+    assert!(!guest.driver.interrupt.is_broken());
+}
+
+/// Copies whatever counts as written, over and over, as a precopy does.
+fn copies(ram: &GuestRam, copy: &mut [u8]) {
+    let words = ram.take_device_dirty(GIVEN_UP, BORDER).unwrap();
+    for (page, to) in copy.chunks_exact_mut(4096).enumerate() {
+        if words[page / 64] >> (page % 64) & 1 == 1 {
+            let gpa = GuestAddress(GIVEN_UP + u64::try_from(page).unwrap() * PAGE_BYTES);
+            ram.guest_memory().memory().read_slice(to, gpa).unwrap();
+        }
+    }
+}
+
+#[test]
+fn reports_and_inflates_that_race_a_migration_leave_nothing_old_behind() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let mut guest = Guest::new(|_| {}).start();
+    let ram = Arc::clone(&guest.ram);
+    ram.track_device_writes(true);
+    let over = Arc::new(AtomicBool::new(false));
+    let ended = Arc::clone(&over);
+    let migration = std::thread::spawn(move || {
+        let mut copy = vec![7; usize::try_from(BORDER).unwrap()];
+        while !ended.load(Ordering::Acquire) {
+            copies(&ram, &mut copy);
+        }
+        // The guest is stopped.
+        copies(&ram, &mut copy);
+        copy
+    });
+    for round in 0..300_u32 {
+        let page = u64::from(round.wrapping_mul(2_654_435_761) % 500);
+        let gpa = GIVEN_UP + page * PAGE_BYTES;
+        let fill = u8::try_from(round % 255).unwrap() + 1;
+        guest.driver.write(gpa, &vec![fill; 8 * 4096]);
+        if round % 2 == 0 {
+            guest.request(REPORTING, &[writable(gpa, 4 * PAGE), writable(gpa, PAGE)]);
+        } else {
+            guest.send_pages(INFLATE, &[pfn(gpa), pfn(gpa) + 2, pfn(gpa) + 1]);
+        }
+    }
+    over.store(true, Ordering::Release);
+    let copy = migration.join().unwrap();
+    let now = guest.driver.read(GIVEN_UP, copy.len());
+    let wrong: Vec<_> =
+        (0..512).filter(|page| copy[page * 4096..][..4096] != now[page * 4096..][..4096]).collect();
+    assert_eq!(wrong, [0_usize; 0]);
+}
+
+#[test]
 fn a_guest_that_fills_free_pages_keeps_them() {
     let mut guest = Guest::new(|_| {});
     guest.device.write_config(12, &0xaaaa_aaaa_u32.to_le_bytes());
@@ -335,6 +419,22 @@ fn a_guest_that_knows_it_is_told_which_inflated_pages_are_zero() {
     assert_eq!((written, guest.byte(DATA + 64)), (1, 0b101));
     // Asked in the way of today, it answers so.
     assert_eq!(guest.request(INFLATE, &[readable(DATA, 12)]), 0);
+}
+
+#[test]
+fn a_guest_that_fills_free_pages_is_told_of_none_that_is_zero() {
+    let only_hints = |config: &mut BalloonConfig| {
+        (config.free_page_reporting, config.free_page_hinting) = (false, false);
+        config.prezero_hints = true;
+    };
+    let mut guest = Guest::new(only_hints);
+    let expected = F_DEVICE_INIT_ON_INFLATE | F_PAGE_POISON;
+    assert_eq!(guest.device.features() & (expected | F_DEVICE_INIT_REPORTED), expected);
+    guest.device.write_config(12, &0xaaaa_aaaa_u32.to_le_bytes());
+    let mut guest = guest.start();
+    guest.driver.write(DATA, &pfn(GIVEN_UP).to_le_bytes());
+    let written = guest.request(INFLATE, &[readable(DATA, 4), writable(DATA + 64, 1)]);
+    assert_eq!((written, guest.byte(DATA + 64)), (0, 7), "the bitmap is not written");
 }
 
 #[test]

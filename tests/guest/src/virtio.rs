@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A virtio device on the first PCI bus, driven without interrupts.
+//!
+//! Owns finding it, its registers and its rings. One request at a time in a queue, and whoever sent
+//! it looks until it is answered. Must never know what a request is about.
+
+use core::sync::atomic::{Ordering, fence};
+
+use crate::abi::{self, balloon_failure};
+use crate::mem;
+
+const VENDOR: u32 = 0x1af4;
+/// Modern devices have their type behind this number.
+const FIRST_MODERN: u32 = 0x1040;
+const DEVICES: u64 = 32;
+const CONFIG_BYTES: u64 = 8 * 4096;
+
+const COMMAND: u64 = 0x04;
+const COMMAND_MEMORY_AND_BUS_MASTER: u32 = 6;
+const STATUS_CAPABILITIES: u32 = 1 << 20;
+const BARS: u64 = 0x10;
+const BAR_COUNT: u64 = 6;
+const BAR_64: u32 = 4;
+const CAPABILITIES: u64 = 0x34;
+const CAPABILITY_VENDOR: u32 = 9;
+/// More than any list has.
+const CAPABILITIES_MAX: usize = 48;
+const CAP_COMMON: u32 = 1;
+const CAP_NOTIFY: u32 = 2;
+const CAP_DEVICE: u32 = 4;
+
+/// BARs that lie where nothing is mapped are moved here, 16 MiB apart: below the addresses that the
+/// events are written to, in what every machine leaves to devices.
+const BARS_GPA: u64 = 0xd000_0000;
+const BARS_DISTANCE: u64 = 16 << 20;
+
+/// Registers of the common configuration.
+mod common {
+    pub const DEVICE_FEATURE_SELECT: u64 = 0;
+    pub const DEVICE_FEATURE: u64 = 4;
+    pub const DRIVER_FEATURE_SELECT: u64 = 8;
+    pub const DRIVER_FEATURE: u64 = 12;
+    pub const NUM_QUEUES: u64 = 18;
+    pub const STATUS: u64 = 20;
+    pub const QUEUE_SELECT: u64 = 22;
+    pub const QUEUE_SIZE: u64 = 24;
+    pub const QUEUE_ENABLE: u64 = 28;
+    pub const QUEUE_NOTIFY_OFF: u64 = 30;
+    pub const QUEUE_DESC: u64 = 32;
+    pub const QUEUE_AVAIL: u64 = 40;
+    pub const QUEUE_USED: u64 = 48;
+}
+
+const ACKNOWLEDGE_AND_DRIVER: u8 = 3;
+const FEATURES_OK: u8 = 8;
+const DRIVER_OK: u8 = 4;
+const F_VERSION_1: u64 = 1 << 32;
+
+const DESC_NEXT: u16 = 1;
+const DESC_WRITE: u16 = 2;
+const AVAIL_NO_INTERRUPT: u16 = 1;
+/// Descriptors of a queue; its rings fit a page.
+pub const QUEUE_SIZE: u16 = 32;
+const AVAIL_AT: u64 = 0x800;
+const USED_AT: u64 = 0xc00;
+
+/// A device that is being set up, or is.
+pub struct Device {
+    common: u64,
+    notify: u64,
+    notify_multiplier: u64,
+    /// The device's own configuration.
+    pub config: u64,
+    /// Queues that it has.
+    pub queues: u16,
+}
+
+/// One queue.
+pub struct Queue {
+    rings: u64,
+    notify: u64,
+    index: u16,
+    avail: u16,
+}
+
+/// A part of a request.
+#[derive(Clone, Copy, Default)]
+pub struct Part {
+    /// Where it is.
+    pub gpa: u64,
+    /// How long.
+    pub len_bytes: u32,
+    /// The device may write it.
+    pub writable: bool,
+}
+
+fn register(function: u64, at: u64) -> u32 {
+    mem::load32(function + at)
+}
+
+/// The function's configuration space, if a device of this type is there.
+fn find(ecam: u64, device_type: u32) -> Option<u64> {
+    let id = (FIRST_MODERN + device_type) << 16 | VENDOR;
+    (0..DEVICES).map(|device| ecam + device * CONFIG_BYTES).find(|at| register(*at, 0) == id)
+}
+
+/// Gives every BAR that is not below 4 GiB a place there, and lets the device be reached.
+fn place_bars(function: u64) {
+    let command = register(function, COMMAND) & 0xffff;
+    mem::store32(function + COMMAND, command & !COMMAND_MEMORY_AND_BUS_MASTER);
+    let mut bar = 0;
+    while bar < BAR_COUNT {
+        let at = function + BARS + bar * 4;
+        let low = mem::load32(at);
+        if low & 1 == 1 {
+            bar += 1;
+            continue;
+        }
+        let wide = low & 6 == BAR_64;
+        let high = if wide { mem::load32(at + 4) } else { 0 };
+        // A BAR that is not there reads as zero and stays so.
+        if low & !0xf == 0 || high != 0 {
+            mem::store32(at, low_half(BARS_GPA + bar * BARS_DISTANCE));
+            if wide {
+                mem::store32(at + 4, 0);
+            }
+        }
+        bar += if wide { 2 } else { 1 };
+    }
+    mem::store32(function + COMMAND, command | COMMAND_MEMORY_AND_BUS_MASTER);
+}
+
+impl Device {
+    /// Finds a device of this type and resets it.
+    pub fn find(ecam: u64, device_type: u32) -> Result<Self, u64> {
+        let function = find(ecam, device_type).ok_or(balloon_failure::DEVICE)?;
+        if register(function, COMMAND) & STATUS_CAPABILITIES == 0 {
+            return Err(balloon_failure::LEGACY);
+        }
+        place_bars(function);
+        let (mut common, mut notify, mut config, mut notify_multiplier) = (0, 0, 0, 0);
+        let mut at = u64::from(register(function, CAPABILITIES) & 0xfc);
+        for _ in 0..CAPABILITIES_MAX {
+            if at == 0 {
+                break;
+            }
+            let head = register(function, at);
+            if head & 0xff == CAPABILITY_VENDOR {
+                let bar = u64::from(register(function, at + 4) & 0xff).min(BAR_COUNT - 1);
+                let base = u64::from(register(function, BARS + bar * 4) & !0xf);
+                let gpa = base + u64::from(register(function, at + 8));
+                match head >> 24 {
+                    CAP_COMMON => common = gpa,
+                    CAP_NOTIFY => {
+                        notify = gpa;
+                        notify_multiplier = u64::from(register(function, at + 16));
+                    }
+                    CAP_DEVICE => config = gpa,
+                    _ => {}
+                }
+            }
+            at = u64::from(head >> 8 & 0xfc);
+        }
+        if common == 0 || notify == 0 || config == 0 {
+            return Err(balloon_failure::LEGACY);
+        }
+        mem::store8(common + common::STATUS, 0);
+        while mem::load8(common + common::STATUS) != 0 {
+            core::hint::spin_loop();
+        }
+        mem::store8(common + common::STATUS, ACKNOWLEDGE_AND_DRIVER);
+        let queues = mem::load16(common + common::NUM_QUEUES);
+        Ok(Self { common, notify, notify_multiplier, config, queues })
+    }
+
+    /// Agrees on those of the wanted features that the device offers, and says which.
+    pub fn agree(&self, wanted: u64) -> Result<u64, u64> {
+        let half = |select: u32| {
+            mem::store32(self.common + common::DEVICE_FEATURE_SELECT, select);
+            u64::from(mem::load32(self.common + common::DEVICE_FEATURE))
+        };
+        let agreed = (half(0) | half(1) << 32) & (wanted | F_VERSION_1);
+        for (select, half) in [(0, low_half(agreed)), (1, low_half(agreed >> 32))] {
+            mem::store32(self.common + common::DRIVER_FEATURE_SELECT, select);
+            mem::store32(self.common + common::DRIVER_FEATURE, half);
+        }
+        self.add_status(FEATURES_OK);
+        let taken = mem::load8(self.common + common::STATUS) & FEATURES_OK != 0;
+        if taken { Ok(agreed) } else { Err(balloon_failure::FEATURES) }
+    }
+
+    /// Sets up a queue whose rings are in the page `rings`.
+    pub fn queue(&self, number: u16, rings: u64) -> Result<Queue, u64> {
+        mem::store16(self.common + common::QUEUE_SELECT, number);
+        if mem::load16(self.common + common::QUEUE_SIZE) < QUEUE_SIZE {
+            return Err(balloon_failure::QUEUE);
+        }
+        mem::clear(rings, abi::PAGE_BYTES);
+        mem::store16(rings + AVAIL_AT, AVAIL_NO_INTERRUPT);
+        mem::store16(self.common + common::QUEUE_SIZE, QUEUE_SIZE);
+        for (register, gpa) in [
+            (common::QUEUE_DESC, rings),
+            (common::QUEUE_AVAIL, rings + AVAIL_AT),
+            (common::QUEUE_USED, rings + USED_AT),
+        ] {
+            mem::store32(self.common + register, low_half(gpa));
+            mem::store32(self.common + register + 4, 0);
+        }
+        let offset = mem::load16(self.common + common::QUEUE_NOTIFY_OFF);
+        mem::store16(self.common + common::QUEUE_ENABLE, 1);
+        let notify = self.notify + u64::from(offset) * self.notify_multiplier;
+        Ok(Queue { rings, notify, index: number, avail: 0 })
+    }
+
+    /// The device may begin.
+    pub fn ready(&self) {
+        self.add_status(DRIVER_OK);
+    }
+
+    fn add_status(&self, bits: u8) {
+        let status = mem::load8(self.common + common::STATUS);
+        mem::store8(self.common + common::STATUS, status | bits);
+    }
+}
+
+impl Queue {
+    /// Sends a request of at most `QUEUE_SIZE` parts and waits for the answer, calling `meanwhile`
+    /// over and over; returns how many bytes the device says it wrote.
+    pub fn request(&mut self, parts: &[Part], mut meanwhile: impl FnMut()) -> u32 {
+        let parts = parts.get(..usize::from(QUEUE_SIZE).min(parts.len())).unwrap_or_default();
+        for (part, number) in parts.iter().zip(0_u16..) {
+            let at = self.rings + u64::from(number) * 16;
+            let more = usize::from(number) + 1 < parts.len();
+            let next = if more { DESC_NEXT } else { 0 };
+            let write = if part.writable { DESC_WRITE } else { 0 };
+            mem::store(at, part.gpa);
+            mem::store32(at + 8, part.len_bytes);
+            mem::store16(at + 12, next | write);
+            mem::store16(at + 14, number + 1);
+        }
+        let slot = u64::from(self.avail % QUEUE_SIZE);
+        mem::store16(self.rings + AVAIL_AT + 4 + slot * 2, 0);
+        self.avail = self.avail.wrapping_add(1);
+        mem::store16(self.rings + AVAIL_AT + 2, self.avail);
+        fence(Ordering::SeqCst);
+        mem::store16(self.notify, self.index);
+        while mem::load16(self.rings + USED_AT + 2) != self.avail {
+            meanwhile();
+            core::hint::spin_loop();
+        }
+        fence(Ordering::SeqCst);
+        mem::load32(self.rings + USED_AT + 4 + slot * 8 + 4)
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the upper half is another register")]
+fn low_half(value: u64) -> u32 {
+    value as u32
+}
