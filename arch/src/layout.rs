@@ -116,6 +116,8 @@ pub const ACPI_POWER_RESET_VALUE: u8 = 1;
 pub const ACPI_PM_TIMER_PORT: u16 = 0x608;
 /// Event status register of the generic event device; see [`crate::acpi::ged`].
 pub const GED_PORT: u16 = 0x60c;
+/// Registers of PCI hotplug; see [`crate::acpi::hotplug`].
+pub const PCI_HOTPLUG_PORT: u16 = 0x610;
 /// COM1.
 pub const SERIAL_PORT: u16 = 0x3f8;
 /// Registers of a 16550.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the groups of the lab with passed-through devices need beside the usual machine: a disk to pass
-# through, and programs that change limits of a process. Sourced by scripts/lab.
+# What the groups with passed-through devices need beside the usual machine: a disk to pass through, and
+# programs that change limits of a process. Sourced by scripts/lab.
 
 # build_extra_vfio FILE: writes the disk, and an initramfs with the programs.
 build_extra_vfio() {
@@ -15,4 +15,5 @@ build_extra_vfio() {
 }
 build_extra_bench_passthrough() { build_extra_vfio "$@"; }
 build_extra_vfio_gate() { build_extra_vfio "$@"; }
+build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }

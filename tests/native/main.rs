@@ -15,6 +15,7 @@ mod events;
 mod fault_sources;
 mod fault_stress;
 mod harness;
+mod hotplug;
 mod http;
 mod leaks;
 mod lifecycle;
@@ -73,5 +74,6 @@ fn main() -> ExitCode {
     prezero::add(&mut suite);
     fault_sources::add(&mut suite);
     fault_stress::add(&mut suite);
+    hotplug::add(&mut suite);
     suite.main()
 }

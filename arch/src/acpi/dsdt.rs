@@ -16,7 +16,8 @@ use acpi_tables::aml::{
 };
 use acpi_tables::sdt::Sdt;
 
-use super::ged::EVENT_POWER_BUTTON;
+use super::ged::{EVENT_PCI, EVENT_POWER_BUTTON};
+use super::hotplug;
 use super::inputs::{AcpiCpu, AcpiInputs, GedInputs, PciSegment};
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
 use crate::layout;
@@ -28,13 +29,13 @@ const SDT_HEADER_BYTES: u32 = 36;
 const STATUS_PRESENT: u8 = 0xf;
 /// Notification "the button was pressed" (section 5.6.6).
 const NOTIFY_BUTTON: u8 = 0x80;
-/// What we let the guest's PCI layer control by itself: the PCI Express capability. Hotplug, power
-/// events and error reporting are not there to be controlled.
+/// What we let the guest's PCI layer control by itself: the PCI Express capability. Native hotplug
+/// (ours is ACPI's), power events and error reporting are not there to be controlled.
 const OSC_GRANTED: u8 = 0x10;
 const OSC_PCI_HOST_UUID: &str = "33DB4D5B-1FF7-401C-9657-7441C03DD766";
 
 /// AML that was already serialised.
-struct Raw(Vec<u8>);
+pub(super) struct Raw(pub(super) Vec<u8>);
 
 impl Aml for Raw {
     fn to_aml_bytes(&self, sink: &mut dyn acpi_tables::AmlSink) {
@@ -47,21 +48,24 @@ fn refs<T: Aml>(items: &[T]) -> Vec<&dyn Aml> {
     items.iter().map(|item| -> &dyn Aml { item }).collect()
 }
 
-fn hid(name: &str) -> Name {
+pub(super) fn hid(name: &str) -> Name {
     Name::new("_HID".into(), &EISAName::new(name))
 }
 
-fn uid(number: u32) -> Name {
+pub(super) fn uid(number: u32) -> Name {
     Name::new("_UID".into(), &number)
 }
 
 /// The whole table.
 pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let mut devices = vec![Raw(motherboard(inputs)), Raw(processors(&inputs.cpus))];
-    devices.extend(inputs.segments.iter().map(|segment| Raw(host_bridge(segment))));
+    let has_slots = |segment: &PciSegment| segment.id == 0 && inputs.pci_hotplug_port.is_some();
+    let bridge = |segment| Raw(host_bridge(segment, has_slots(segment)));
+    devices.extend(inputs.pci_hotplug_port.map(|port| Raw(hotplug::controller(port))));
+    devices.extend(inputs.segments.iter().map(bridge));
     devices.extend(inputs.cmos.then(|| Raw(clock())));
     devices.extend(inputs.serial_gsi.map(|gsi| Raw(serial(gsi))));
-    devices.extend(inputs.ged.map(|ged| Raw(events(ged))));
+    devices.extend(inputs.ged.map(|ged| Raw(events(ged, inputs.segments.iter().any(has_slots)))));
     let system_bus = Scope::new("\\_SB_".into(), refs(&devices));
 
     let s5 = layout::ACPI_S5_SLEEP_TYPE;
@@ -83,8 +87,11 @@ fn motherboard(inputs: &AcpiInputs) -> Vec<u8> {
         .map(|segment| Memory32Fixed::new(true, low(segment.ecam_gpa), low(segment.ecam_bytes())))
         .collect();
     let ports = IO::new(layout::ACPI_POWER_PORT, layout::ACPI_POWER_PORT, 1, 16);
+    let len = u8::try_from(hotplug::REGISTERS_LEN_BYTES).unwrap_or(u8::MAX);
+    let slots = inputs.pci_hotplug_port.map(|port| IO::new(port, port, 1, len));
     let mut resources = refs(&ecams);
     resources.push(&ports);
+    resources.extend(slots.iter().map(|ports| -> &dyn Aml { ports }));
     let resources = Name::new("_CRS".into(), &ResourceTemplate::new(resources));
     to_bytes(&Device::new("MBRD".into(), vec![&hid("PNP0C02"), &uid(0), &resources]))
 }
@@ -137,7 +144,7 @@ impl<T: Aml> Named for T {
 }
 
 /// The generic event device and the power button it speaks for.
-fn events(ged: GedInputs) -> Vec<u8> {
+fn events(ged: GedInputs, has_slots: bool) -> Vec<u8> {
     let number = uid(0);
     let button_id = hid("PNP0C0C");
     let button = Device::new("PWRB".into(), vec![&button_id, &number]);
@@ -159,14 +166,21 @@ fn events(ged: GedInputs) -> Vec<u8> {
     let button_path = Path::new("\\_SB_.PWRB");
     let notify = Notify::new(&button_path, &NOTIFY_BUTTON);
     let was_pressed = If::new(&pressed, vec![&notify]);
-    let handler = Method::new("_EVT".into(), 1, true, vec![&read, &was_pressed]);
+    let changed = And::new(&ZERO, &Local(0), &EVENT_PCI);
+    let tell = Raw(hotplug::tell());
+    let have_changed = If::new(&changed, vec![&tell]);
+    let mut body: Vec<&dyn Aml> = vec![&read, &was_pressed];
+    if has_slots {
+        body.push(&have_changed);
+    }
+    let handler = Method::new("_EVT".into(), 1, true, body);
     let device =
         Device::new("GED_".into(), vec![&id, &number, &resources, &region, &register, &handler]);
     [to_bytes(&button), to_bytes(&device)].concat()
 }
 
 /// A PCI Express root with its windows.
-fn host_bridge(segment: &PciSegment) -> Vec<u8> {
+fn host_bridge(segment: &PciSegment, has_slots: bool) -> Vec<u8> {
     let path = Path::new(&format!("PC{:02X}", segment.id));
     let legacy = Name::new("_CID".into(), &EISAName::new("PNP0A03"));
     let number = Name::new("_SEG".into(), &u16::from(segment.id));
@@ -181,6 +195,10 @@ fn host_bridge(segment: &PciSegment) -> Vec<u8> {
         vec![&id, &legacy, &unique, &number, &first_bus, &coherent, &resources, &control];
     if !segment.intx.is_empty() {
         children.push(&routes);
+    }
+    let slots = hotplug::slots();
+    if has_slots {
+        children.push(&slots);
     }
     to_bytes(&Device::new(path, children))
 }

@@ -21,7 +21,7 @@
 pub const EVENT_CPU: u8 = 1 << 0;
 /// Memory was added or is to be removed. No AML looks at it yet.
 pub const EVENT_MEMORY: u8 = 1 << 1;
-/// PCI devices were added or are to be removed. No AML looks at it yet.
+/// PCI devices were added or are to be removed; see [`super::hotplug`].
 pub const EVENT_PCI: u8 = 1 << 2;
 /// The power button was pressed: the guest is asked to shut down.
 pub const EVENT_POWER_BUTTON: u8 = 1 << 3;

@@ -81,6 +81,9 @@ pub struct AcpiInputs {
     pub ged: Option<GedInputs>,
     /// There is a CMOS clock at its usual ports.
     pub cmos: bool,
+    /// Port of the PCI hotplug registers if devices of segment 0 may come and go; see
+    /// [`super::hotplug`].
+    pub pci_hotplug_port: Option<u16>,
     /// Further AML at the top level of the DSDT.
     pub extra_aml: Vec<u8>,
 }
@@ -95,6 +98,7 @@ impl AcpiInputs {
             pm_timer_port: Some(layout::ACPI_PM_TIMER_PORT),
             ged: Some(GedInputs { gsi: layout::GED_GSI, port: layout::GED_PORT }),
             cmos: true,
+            pci_hotplug_port: Some(layout::PCI_HOTPLUG_PORT),
             extra_aml: Vec::new(),
         }
     }

@@ -8,6 +8,7 @@
 
 mod dsdt;
 pub mod ged;
+pub mod hotplug;
 mod inputs;
 mod tables;
 #[cfg(test)]

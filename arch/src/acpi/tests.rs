@@ -221,6 +221,13 @@ fn aml_is_what_acpica_understands() {
         "Method (_OSC, 4, Serialized)",
         "33db4d5b-1ff7-401c-9657-7441c03dd766",
         "Device (C002)",
+        "OperationRegion (PCST, SystemIO, 0x0610, 0x10)",
+        "Device (S001)",
+        "Device (S031)",
+        "Name (_ADR, 0x001F0000)",
+        "\\_SB.PHPR.PCEJ (0x1F)",
+        "Notify (S031, 0x03)",
+        "\\_SB.PC00.PCNT ()",
         "Name (\\_S5",
     ] {
         assert!(source.contains(expected), "no {expected} in\n{source}");
@@ -230,10 +237,11 @@ fn aml_is_what_acpica_understands() {
         pm_timer_port: None,
         ged: None,
         cmos: false,
+        pci_hotplug_port: None,
         ..AcpiInputs::new(0..300, vec![segment(0)])
     };
     let source = check_with_iasl(dir.path(), &bare).unwrap();
-    for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT"] {
+    for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT", "PHPR", "_EJ0"] {
         assert!(!source.contains(absent), "{absent} in\n{source}");
     }
 }

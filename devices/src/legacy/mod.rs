@@ -10,6 +10,7 @@ mod acpi;
 mod cmos;
 mod debug;
 mod i8042;
+mod pci_hotplug;
 mod serial;
 #[cfg(test)]
 mod tests;
@@ -26,6 +27,7 @@ pub use debug::{
     DebugPort,
 };
 pub use i8042::{I8042, I8042_LEN_BYTES, I8042_PORT};
+pub use pci_hotplug::{OnEject, PCI_HOTPLUG_LEN_BYTES, PCI_HOTPLUG_PORT, PciHotplug};
 pub use serial::{SERIAL_COM1_IRQ, SERIAL_COM1_PORT, SERIAL_LEN_BYTES, Serial, SerialError};
 
 /// What the guest can ask of the whole machine.

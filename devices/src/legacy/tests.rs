@@ -265,12 +265,13 @@ proptest! {
     ) {
         let events: Arc<Events> = Arc::default();
         let endpoint = Arc::new(ConsoleEndpoint::null().unwrap());
-        let devices: [Box<dyn BusDevice>; 8] = [
+        let devices: [Box<dyn BusDevice>; 9] = [
             Box::new(PowerControl::new(events.clone())),
             Box::new(PmTimer::new()),
             Box::new(GedDevice::new(line())),
             Box::new(Cmos::new(1 << 30, 0, Box::new(HostClock))),
             Box::new(I8042::new(events)),
+        Box::new(PciHotplug::new(Box::new(|_| {}))),
             Box::new(DebugConsole::new(Arc::clone(&endpoint))),
             Box::new(DebugPort),
             Box::new(Serial::new(endpoint, line()).unwrap()),
@@ -375,12 +376,13 @@ fn a_paused_serial_port_takes_no_input_and_its_state_has_what_came_before() {
 fn foreign_states_are_refused_by_every_legacy_device() {
     let events: Arc<Events> = Arc::default();
     let endpoint = Arc::new(ConsoleEndpoint::null().unwrap());
-    let devices: Mutex<[Box<dyn Snapshot>; 7]> = Mutex::new([
+    let devices: Mutex<[Box<dyn Snapshot>; 8]> = Mutex::new([
         Box::new(PowerControl::new(events.clone())),
         Box::new(PmTimer::new()),
         Box::new(GedDevice::new(line())),
         Box::new(Cmos::new(1 << 30, 0, Box::new(HostClock))),
         Box::new(I8042::new(events)),
+        Box::new(PciHotplug::new(Box::new(|_| {}))),
         Box::new(DebugConsole::new(Arc::clone(&endpoint))),
         Box::new(Serial::new(endpoint, line()).unwrap()),
     ]);

@@ -245,6 +245,23 @@ impl BarPlacement {
         Ok(())
     }
 
+    /// Forgets the BARs of a function; what was mapped of them is not any more.
+    pub fn remove(&mut self, owner: DeviceNumber) {
+        for at in (0..self.bars.len())
+            .rev()
+            .filter(|at| self.bars[*at].owner == owner)
+            .collect::<Vec<_>>()
+        {
+            self.unmap(at);
+            let bar = self.bars.swap_remove(at);
+            if let Some(claim) = bar.claim {
+                self.free(claim);
+            }
+        }
+        // Others may have waited for these ranges.
+        self.settle();
+    }
+
     fn place(&mut self, id: &str, bar: BarDescription) -> Result<Claim, PlacementError> {
         let window = match bar.kind {
             BarKind::Memory32 => WINDOW_BELOW_4G,

@@ -11,6 +11,7 @@ mod host_bridge;
 #[cfg(test)]
 mod tests;
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
 use thiserror::Error;
@@ -91,6 +92,8 @@ enum Slot {
 pub struct PciSegment {
     segment: u16,
     slots: RwLock<[Slot; DEVICES_PER_BUS_COUNT as usize]>,
+    /// A bit for each device number whose function does not answer any more.
+    hidden: AtomicU32,
     placement: Mutex<BarPlacement>,
 }
 
@@ -105,7 +108,12 @@ impl PciSegment {
             .map_err(|source| PciError::Placement { segment, source })?;
         let mut slots = [const { Slot::Free }; DEVICES_PER_BUS_COUNT as usize];
         slots[0] = Slot::Taken(Arc::new(HostBridge::new(segment)));
-        Ok(Arc::new(Self { segment, slots: RwLock::new(slots), placement: Mutex::new(placement) }))
+        Ok(Arc::new(Self {
+            segment,
+            slots: RwLock::new(slots),
+            hidden: AtomicU32::new(0),
+            placement: Mutex::new(placement),
+        }))
     }
 
     /// Number of the segment.
@@ -128,6 +136,44 @@ impl PciSegment {
         }
     }
 
+    /// Keeps `wish`, or the lowest free number, for a device that is about to be made; `wish` may be
+    /// kept for it already. Whoever does not add the device gives the number back with
+    /// [`PciSegment::release`].
+    ///
+    /// # Errors
+    /// The number is taken, or none is left.
+    pub fn choose(&self, wish: Option<DeviceNumber>, id: &str) -> Result<DeviceNumber, PciError> {
+        let mut slots = write(&self.slots);
+        let number = self.number_for(&*slots, wish, id)?;
+        slots[usize::from(number.get())] = Slot::Reserved;
+        Ok(number)
+    }
+
+    /// Gives a number back that was kept for a device.
+    pub fn release(&self, number: DeviceNumber) {
+        let slot = &mut write(&self.slots)[usize::from(number.get())];
+        if matches!(slot, Slot::Reserved) {
+            *slot = Slot::Free;
+        }
+    }
+
+    fn number_for(
+        &self,
+        slots: &[Slot],
+        wish: Option<DeviceNumber>,
+        id: &str,
+    ) -> Result<DeviceNumber, PciError> {
+        match wish {
+            Some(number) => match &slots[usize::from(number.get())] {
+                Slot::Taken(holder) => Err(self.taken(number, id, holder.id())),
+                Slot::Free | Slot::Reserved => Ok(number),
+            },
+            None => DeviceNumber::all()
+                .find(|number| matches!(slots[usize::from(number.get())], Slot::Free))
+                .ok_or_else(|| PciError::Full { segment: self.segment, id: id.to_owned() }),
+        }
+    }
+
     /// Puts a function on the bus, at `requested` or at the lowest free device number, and gives
     /// its BARs addresses. They are mapped when the guest switches memory decode on.
     pub fn add_device(
@@ -141,22 +187,31 @@ impl PciSegment {
         if slots.iter().any(same_id) {
             return Err(PciError::DuplicateId { segment: self.segment, id: id.to_owned() });
         }
-        let number = match requested {
-            Some(number) => {
-                if let Slot::Taken(holder) = &slots[usize::from(number.get())] {
-                    return Err(self.taken(number, id, holder.id()));
-                }
-                number
-            }
-            None => DeviceNumber::all()
-                .find(|number| matches!(slots[usize::from(number.get())], Slot::Free))
-                .ok_or_else(|| PciError::Full { segment: self.segment, id: id.to_owned() })?,
-        };
+        let number = self.number_for(&*slots, requested, id)?;
         lock(&self.placement)
             .add(number, device)
             .map_err(|source| PciError::Placement { segment: self.segment, source })?;
         slots[usize::from(number.get())] = Slot::Taken(Arc::clone(device));
         Ok(Bdf::on_root_bus(self.segment, number))
+    }
+
+    /// Lets a function answer no more in configuration space, as if it were pulled out; what is
+    /// mapped of it stays until [`PciSegment::remove_device`].
+    pub fn hide(&self, number: DeviceNumber) {
+        self.hidden.fetch_or(1 << number.get(), Ordering::AcqRel);
+    }
+
+    /// Takes a function off the bus: nothing of it is mapped when this returns, and its number and
+    /// addresses are free. An access of another vCPU may still be in it.
+    pub fn remove_device(&self, number: DeviceNumber) -> Option<Arc<dyn PciDevice>> {
+        let slot = &mut write(&self.slots)[usize::from(number.get())];
+        if !matches!(slot, Slot::Taken(_)) || number == DeviceNumber::HOST_BRIDGE {
+            return None;
+        }
+        let Slot::Taken(device) = std::mem::replace(slot, Slot::Free) else { return None };
+        lock(&self.placement).remove(number);
+        self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
+        Some(device)
     }
 
     fn taken(&self, number: DeviceNumber, id: &str, holder: &str) -> PciError {
@@ -210,6 +265,9 @@ impl PciSegment {
             return None;
         }
         let number = DeviceNumber::new(address.device).ok()?;
+        if self.hidden.load(Ordering::Acquire) & 1 << number.get() != 0 {
+            return None;
+        }
         match &read(&self.slots)[usize::from(number.get())] {
             Slot::Taken(device) => Some((number, Arc::clone(device))),
             Slot::Free | Slot::Reserved => None,

@@ -88,6 +88,53 @@ fn reserved_numbers_wait_for_their_device() {
 }
 
 #[test]
+fn a_chosen_number_is_kept_and_can_be_given_back() {
+    let (segment, _) = segment(0);
+    let first = segment.choose(None, "a").unwrap();
+    assert_eq!(first.get(), 1);
+    assert_eq!(segment.choose(number(1), "a").unwrap(), first, "kept for it already");
+    assert_eq!(segment.choose(None, "b").unwrap().get(), 2);
+    segment.release(first);
+    assert_eq!(segment.add_device(&device("c"), None).unwrap().device(), 1);
+    segment.release(first);
+    assert!(segment.choose(number(1), "d").is_err(), "only what is kept is given back");
+    assert!(segment.choose(number(0), "d").is_err());
+}
+
+#[test]
+fn a_removed_function_leaves_nothing_behind() {
+    let (segment, mapper) = segment(0);
+    let ecam = PciEcam::new(&segment);
+    let (first, second) = (device("a"), device("b"));
+    let at = segment.add_device(&first, None).unwrap();
+    segment.add_device(&second, None).unwrap();
+    ecam.write(1 << 15 | 4, &[2, 0]);
+    ecam.write(2 << 15 | 4, &[2, 0]);
+    let both = mapper.mapped();
+    assert_eq!(both.len(), 2);
+    let number = number(at.device()).unwrap();
+
+    segment.hide(number);
+    assert_eq!(read_u32(&ecam, 1 << 15), u32::MAX);
+    ecam.write(1 << 15 | 4, &[0, 0]);
+    assert_eq!(mapper.mapped(), both, "hidden, and writes go nowhere");
+
+    assert_eq!(segment.remove_device(number).unwrap().id(), "a");
+    assert_eq!(mapper.mapped().len(), 1);
+    assert!(segment.remove_device(number).is_none());
+    assert!(segment.remove_device(DeviceNumber::HOST_BRIDGE).is_none());
+    assert_eq!(Arc::strong_count(&first), 1, "nobody holds it");
+
+    // The next one there gets its number and its addresses.
+    let third = device("c");
+    assert_eq!(segment.add_device(&third, None).unwrap(), at);
+    assert_ne!(read_u32(&ecam, 1 << 15), u32::MAX, "not hidden");
+    ecam.write(1 << 15 | 4, &[2, 0]);
+    assert_eq!(mapper.mapped(), both);
+    assert_eq!(mapper.violations(), Vec::<String>::new());
+}
+
+#[test]
 fn a_full_segment_says_so() {
     let (segment, _) = segment(0);
     for at in 1..32 {

@@ -9,7 +9,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use hypervisor::Vm;
 use memory::{GuestRam, RamRegion};
@@ -18,6 +18,7 @@ use vfio_ioctls::{VfioContainer, VfioDeviceFd, VfioError as IoctlError, VfioOps}
 use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
+use crate::locks::lock;
 
 const CONTAINER: &str = "/dev/vfio/vfio";
 
@@ -25,6 +26,8 @@ const CONTAINER: &str = "/dev/vfio/vfio";
 pub struct Type1Container {
     // Order matters on drop: the mappings go before what they map.
     container: Arc<VfioContainer>,
+    /// What is mapped: guest physical addresses and lengths.
+    mapped: Mutex<Vec<(u64, usize)>>,
     ram: Arc<GuestRam>,
 }
 
@@ -43,7 +46,7 @@ impl Type1Container {
         let tell_kvm = VfioDeviceFd::new_from_kvm(vm.create_vfio_device()?);
         let container =
             VfioContainer::new(Some(Arc::new(tell_kvm))).map_err(VfioError::Container)?;
-        Ok(Self { container: Arc::new(container), ram })
+        Ok(Self { container: Arc::new(container), mapped: Mutex::default(), ram })
     }
 
     /// The memory that may be mapped in it.
@@ -76,7 +79,17 @@ impl DmaTarget for Type1Container {
         mapped.map_err(|error| match error {
             IoctlError::IommuDmaMap(errno) => io::Error::from_raw_os_error(errno.errno()),
             other => io::Error::other(other),
-        })
+        })?;
+        lock(&self.mapped).push((gpa, len));
+        Ok(())
+    }
+
+    fn unmap_all(&self) {
+        for (gpa, len) in std::mem::take(&mut *lock(&self.mapped)) {
+            if let Err(error) = self.container.vfio_dma_unmap(gpa, len) {
+                log::warn!("{len:#x} bytes at {gpa:#x} stay mapped for DMA: {error}");
+            }
+        }
     }
 
     fn limits(&self) -> DmaLimits {

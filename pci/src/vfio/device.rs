@@ -24,6 +24,7 @@ use super::gate::DmaGate;
 use super::host::{HostFunction, InterruptKind};
 use super::interrupts::{Interrupts, IntxLine};
 use super::mapping::BarMapping;
+use super::notices::Notices;
 use crate::bar::{BarDecode, BarDescription, MapError};
 use crate::config_space::register;
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
@@ -165,6 +166,22 @@ impl VfioPciDevice {
         for bar in lock(&self.direct).iter_mut() {
             self.hide(bar);
         }
+    }
+
+    /// Makes the host's function harmless before it is given back: it is gone for the guest, reaches
+    /// no memory, and is reset.
+    pub fn disarm(&self) {
+        self.lose();
+        self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
+        self.host.reset();
+    }
+
+    /// Lets `notices` hear what the host tells of it.
+    ///
+    /// # Errors
+    /// The host refuses.
+    pub fn report_to(&self, notices: &Notices) -> Result<(), VfioError> {
+        notices.watch(&self.id, self.host.as_ref())
     }
 
     /// Whether it is gone for the guest.

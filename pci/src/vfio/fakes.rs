@@ -8,9 +8,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use memory::RamRegion;
@@ -19,7 +20,7 @@ use vmm_sys_util::tempfile::TempFile;
 use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::gate::DmaGate;
-use super::host::{HostBar, HostFunction, InterruptKind};
+use super::host::{HostBar, HostFunction, HostNotice, InterruptKind};
 use super::limits::DmaLimits;
 use super::mapping::BarMapping;
 use super::{BarSlots, IntxLine};
@@ -45,6 +46,9 @@ pub struct FakeFunction {
     connected: Mutex<Option<(InterruptKind, usize)>>,
     resample: Mutex<bool>,
     violations: Mutex<Vec<String>>,
+    notices: Mutex<BTreeMap<HostNotice, File>>,
+    is_silent: AtomicBool,
+    pub resets: Mutex<u32>,
     pub config_writes: Mutex<Vec<(u16, Vec<u8>)>>,
 }
 
@@ -91,6 +95,9 @@ impl FakeFunction {
             connected: Mutex::default(),
             resample: Mutex::default(),
             violations: Mutex::default(),
+            notices: Mutex::default(),
+            is_silent: AtomicBool::new(false),
+            resets: Mutex::default(),
             config_writes: Mutex::default(),
         }))
     }
@@ -113,6 +120,17 @@ impl FakeFunction {
 
     pub fn is_bus_master(&self) -> bool {
         self.command() & 4 != 0
+    }
+
+    /// Tells what a host would; false if nobody is connected to hear it.
+    pub fn tell(&self, notice: HostNotice) -> bool {
+        let notices = lock(&self.notices);
+        notices.get(&notice).is_some_and(|mut event| event.write_all(&1_u64.to_ne_bytes()).is_ok())
+    }
+
+    /// Has nothing to tell from now on.
+    pub fn be_silent(&self) {
+        self.is_silent.store(true, Ordering::Relaxed);
     }
 
     fn violate(&self, what: String) {
@@ -211,6 +229,16 @@ impl HostFunction for FakeFunction {
         Ok(())
     }
 
+    fn connect_notice(&self, notice: HostNotice, event: BorrowedFd<'_>) -> Result<bool, VfioError> {
+        if self.is_silent.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        let failed = |source| VfioError::Io { what: "duplicate an eventfd", source };
+        let event = event.try_clone_to_owned().map_err(failed)?;
+        lock(&self.notices).insert(notice, event.into());
+        Ok(true)
+    }
+
     fn disconnect(&self, kind: InterruptKind) -> Result<(), VfioError> {
         let before = lock(&self.connected).take();
         if before.is_none_or(|(connected, _)| connected != kind) {
@@ -219,7 +247,9 @@ impl HostFunction for FakeFunction {
         Ok(())
     }
 
-    fn reset(&self) {}
+    fn reset(&self) {
+        *lock(&self.resets) += 1;
+    }
 }
 
 /// Memory slots that may not overlap.
@@ -294,6 +324,10 @@ impl DmaTarget for FakeTarget {
         }
         lock(&self.mapped).push(gpa..region.gpa() + range.end);
         Ok(())
+    }
+
+    fn unmap_all(&self) {
+        lock(&self.mapped).clear();
     }
 
     fn limits(&self) -> DmaLimits {

@@ -16,15 +16,16 @@ use std::sync::Arc;
 use log::warn;
 use memory::GuestRam;
 use vfio_bindings::bindings::vfio::{
-    VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_INTX_IRQ_INDEX, VFIO_PCI_MSI_IRQ_INDEX,
-    VFIO_PCI_MSIX_IRQ_INDEX, VFIO_REGION_INFO_FLAG_MMAP,
+    VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ERR_IRQ_INDEX, VFIO_PCI_INTX_IRQ_INDEX,
+    VFIO_PCI_MSI_IRQ_INDEX, VFIO_PCI_MSIX_IRQ_INDEX, VFIO_PCI_REQ_IRQ_INDEX,
+    VFIO_REGION_INFO_FLAG_MMAP,
 };
 use vfio_ioctls::{VfioDevice, VfioRegionInfoCap};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::container::Type1Container;
 use super::error::VfioError;
-use super::host::{HostBar, HostFunction, InterruptKind};
+use super::host::{HostBar, HostFunction, HostNotice, InterruptKind};
 use super::mapping::BarMapping;
 use crate::config_space::BARS_COUNT;
 use crate::locks::LogBudget;
@@ -208,6 +209,21 @@ impl HostFunction for VfioFunction {
         self.device
             .set_irq_resample_fd(VFIO_PCI_INTX_IRQ_INDEX, events.iter().collect())
             .map_err(Self::refused("unmask the interrupt pin by an eventfd".to_owned()))
+    }
+
+    fn connect_notice(&self, notice: HostNotice, event: BorrowedFd<'_>) -> Result<bool, VfioError> {
+        let index = match notice {
+            HostNotice::Failed => VFIO_PCI_ERR_IRQ_INDEX,
+            HostNotice::WantedBack => VFIO_PCI_REQ_IRQ_INDEX,
+        };
+        if self.device.get_irq_info(index).is_none_or(|info| info.count == 0) {
+            return Ok(false);
+        }
+        let events = duplicates(&[event])?;
+        self.device
+            .enable_irq(index, events.iter().collect())
+            .map_err(Self::refused(format!("tell that a device is {notice:?}")))?;
+        Ok(true)
     }
 
     fn disconnect(&self, kind: InterruptKind) -> Result<(), VfioError> {

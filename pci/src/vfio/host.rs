@@ -24,6 +24,15 @@ pub enum InterruptKind {
     Msix,
 }
 
+/// What the host tells of a function by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum HostNotice {
+    /// It has failed beyond repair.
+    Failed,
+    /// The host wants it back, and waits for it.
+    WantedBack,
+}
+
 /// A BAR as the host has it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostBar {
@@ -67,6 +76,11 @@ pub trait HostFunction: Send + Sync {
     /// # Errors
     /// The host refuses.
     fn connect_resample(&self, event: BorrowedFd<'_>) -> Result<(), VfioError>;
+    /// Lets the host signal `event` when there is that to tell; false if there never is.
+    ///
+    /// # Errors
+    /// The host refuses.
+    fn connect_notice(&self, notice: HostNotice, event: BorrowedFd<'_>) -> Result<bool, VfioError>;
     /// Lets it interrupt in that way no more.
     ///
     /// # Errors

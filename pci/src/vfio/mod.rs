@@ -35,6 +35,7 @@ mod interrupts;
 mod limits;
 mod mapping;
 mod msi;
+mod notices;
 mod pinning;
 #[cfg(test)]
 mod tests;
@@ -45,8 +46,9 @@ pub use dma::{DmaTarget, GuestRamPopulator, Populator};
 pub use error::{PinError, VfioError};
 pub use function::VfioFunction;
 pub use gate::{DmaGate, GateClosed};
-pub use host::{HostBar, HostFunction, InterruptKind};
+pub use host::{HostBar, HostFunction, HostNotice, InterruptKind};
 pub use interrupts::IntxLine;
 pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
+pub use notices::{Notices, OnNotice};
 pub use pinning::{PinProgress, PinState, Pinning};

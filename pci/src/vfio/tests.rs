@@ -262,6 +262,24 @@ fn a_failure_pulls_the_device_out() {
 }
 
 #[test]
+fn a_device_is_harmless_before_it_is_given_back() {
+    let rig = Rig::new();
+    rig.write(4, &[2, 0]);
+    rig.write(MSIX_OFFSET + 2, &[4, 0x80]);
+    rig.gate.open();
+    rig.write(4, &[6, 0]);
+    assert!(rig.host.is_bus_master());
+    let number = DeviceNumber::new(1).unwrap();
+    rig.segment.remove_device(number).unwrap();
+    assert_eq!(rig.slots.shown(), []);
+    rig.device.disarm();
+    assert!(!rig.host.is_bus_master());
+    assert_eq!((rig.host.connected(), *rig.host.resets.lock().unwrap()), (None, 1));
+    assert_eq!(Arc::strong_count(&rig.device), 1, "nobody else holds it");
+    rig.check();
+}
+
+#[test]
 fn nothing_is_left_when_the_device_goes() {
     let rig = Rig::with(FakeFunction::config(), Vec::new(), true);
     rig.write(4, &[2, 0]);

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# One Debian guest with two vCPUs, moved twice between VMMs on this machine with its disk and network
-# in use: first in precopy, then in postcopy.
+# One Debian guest with two vCPUs, moved between VMMs on this machine with its disk and network in use:
+# in precopy, in postcopy, and in postcopy by a page server, whose VMM has ended by then.
 . ./lib.sh
 
 tap_up lab0
@@ -42,10 +42,26 @@ filled() { grep -q stage2-prefault-completed $T/$1.events; }
 check stage2_is_filled_after_precopy wait_until 60 filled b
 check postcopy move b c postcopy
 check disk_and_network_after_postcopy after_move c
+# handed_on FROM TO: slowly enough that most pages come when the VMM has gone.
+handed_on() {
+  start_vmm $2 || return 1
+  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=postcopy >$T/$2.receive.log 2>&1 &
+  receiver=$!
+  wait_until 30 test -S $T/$2.mig || return 1
+  remote $1 send-migration destination_url=unix:$T/$2.mig,memory_mode=postcopy,page_server=on,bandwidth=16M || return 1
+  ends $1 60 || return 1
+  phase() { remote $1 migration-progress | tr -d ' \n' | grep -q "\"phase\":\"$2\""; }
+  phase $2 fault || { echo "nothing was left when the VMM had ended"; remote $2 migration-progress; return 1; }
+  wait $receiver || { cat $T/$2.receive.log; return 1; }
+  state_is $2 Running && open_console $2 || return 1
+  wait_until 300 phase $2 done || { remote $2 migration-progress; return 1; }
+}
+check postcopy_by_a_page_server handed_on c d
+check disk_and_network_after_the_page_server after_move d
 stream_is_whole() {
   head -n -1 $T/stream | awk '$0 != "line " NR-1 {print "line " NR ": " $0; bad=1; exit} END {exit bad}'
 }
 check stream_is_whole stream_is_whole
-power_button() { remote c power-button && wait_until 60 says c "POWER-BUTTON" && ends c 60; }
+power_button() { remote d power-button && wait_until 60 says d "POWER-BUTTON" && ends d 60; }
 check power_button_after_moves power_button
 check filesystem_clean filesystem_clean

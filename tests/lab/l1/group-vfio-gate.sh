@@ -48,6 +48,14 @@ check failure_is_told failure_is_told
 check guest_goes_on wait_until $WAIT_S says b "GUEST-READY 1 vcpus"
 device_is_gone() { guest b "test ! -e /dev/nvme0n1; echo \$?; dmesg | grep -i nvme; true" && cat $T/out && [ "$(head -n 1 $T/out)" = 0 ]; }
 check device_is_gone_for_the_guest device_is_gone
+# With the limit back where it was, the device is taken out and put in again.
+recovers() {
+  prlimit --pid "$(cat $T/b.pid)" --memlock=unlimited
+  remote b remove-device disk && wait_until 60 happened b device-removed || return 1
+  remote b add-device path=$disk,id=disk && wait_until 60 happened b passthrough-pinned || return 1
+  guest b "for i in \$(seq 200); do test -b /dev/nvme0n1 && break; sleep 0.1; done; test -b /dev/nvme0n1" && reads_what_is_there b
+}
+check is_of_use_when_added_again recovers
 check power_button_ends_that_vmm power_button b
 LAUNCH=
 

@@ -7,51 +7,27 @@
 //! the table of cases. After each case exactly one side has the guest, the one that the state
 //! machine says, and it is whole.
 
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use super::relay::{Act, Cut, Point, Relay, Rule};
 use super::{
     Builder, FakeVm, Guest, LIMITS, ReceiveResult, SendResult, Target, assert_whole, have_uffd,
     loopback, memory, options, send,
 };
 use crate::error::chain;
-use crate::layout::to_usize;
-use crate::protocol::codec::ByteSource as _;
+use crate::protocol::capabilities::{
+    FEATURE_COMING, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES, FEATURE_POSTCOPY,
+    FEATURE_ZERO_PAGES, FEATURE_ZSTD,
+};
 use crate::protocol::message::Command;
 use crate::source::SendFailure;
 use crate::testing::FakeMemory;
-use crate::transport::{Connection, Listener, Reader, TransportError};
-use crate::{Address, Cancel, Compression, GuestIs, Limits, MemoryMode};
+use crate::{Address, Compression, GuestIs, Limits, MemoryMode};
 
 /// Limits of the cases in which somebody stalls; each costs that much.
 const SHORT: Limits =
     Limits { answer: Duration::from_millis(1500), prepare: Duration::from_millis(1500), ..LIMITS };
-
-/// Where the relay acts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Point {
-    /// Instead of passing the message on.
-    Message,
-    /// Instead of passing its answer on.
-    Answer,
-}
-
-/// What it does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Act {
-    Close,
-    Rubbish,
-    Stall,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Cut {
-    at: Command,
-    point: Point,
-    act: Act,
-}
 
 /// How memory goes, beside the mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,179 +36,6 @@ enum Kind {
     Compressed,
     /// As descriptors, over a Unix socket.
     Local,
-}
-
-/// One frame: header and payload, behind a table of Memory the contents, and what came with it.
-type Frame = (Vec<u8>, Option<OwnedFd>);
-
-/// The relay's end of a connection.
-struct End {
-    connection: Arc<Connection>,
-    reader: Reader,
-}
-
-impl End {
-    fn new(connection: Connection) -> Self {
-        let connection = Arc::new(connection);
-        let mut reader = Reader::new(Arc::clone(&connection));
-        reader.welcome_descriptors(true);
-        Self { connection, reader }
-    }
-
-    fn frame(&mut self) -> Result<Frame, TransportError> {
-        let mut bytes = Vec::new();
-        self.more(16, &mut bytes)?;
-        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
-        let code = u16::from_le_bytes([bytes[0], bytes[1]]);
-        let payload = word(&bytes[8..]);
-        self.more(payload, &mut bytes)?;
-        if code == Command::Memory.code() {
-            let contents = bytes[16..].chunks_exact(16).map(|entry| word(&entry[8..])).sum();
-            self.more(contents, &mut bytes)?;
-        }
-        if code == Command::MemoryZstd.code() {
-            let frame = u32::from_le_bytes(bytes[2..6].try_into().unwrap());
-            self.more(frame.into(), &mut bytes)?;
-        }
-        Ok((bytes, self.reader.take_descriptor()))
-    }
-
-    fn more(&mut self, count: u64, bytes: &mut Vec<u8>) -> Result<(), TransportError> {
-        let start = bytes.len();
-        bytes.resize(start + to_usize(count), 0);
-        self.reader.read_exact(&mut bytes[start..])
-    }
-
-    fn pass(&self, (bytes, descriptor): &Frame) -> Result<(), TransportError> {
-        match descriptor {
-            Some(descriptor) => self.connection.send_with_descriptor(bytes, descriptor.as_fd()),
-            None => self.connection.send(bytes),
-        }
-    }
-}
-
-/// Passes the first connection on frame by frame, all others byte by byte.
-struct Relay {
-    address: Address,
-    seen: Arc<Mutex<Vec<Command>>>,
-    /// Ends the wait for further connections.
-    cancel: Cancel,
-    /// Dropping it ends a stall.
-    _end: Sender<()>,
-}
-
-impl Drop for Relay {
-    fn drop(&mut self) {
-        self.cancel.cancel();
-    }
-}
-
-/// Longer than any case.
-const FOR_EVER: Duration = Duration::from_hours(1);
-
-impl Relay {
-    fn start(to: &Address, cut: Option<Cut>) -> Self {
-        let at = match to {
-            Address::Tcp { .. } => loopback(),
-            Address::Unix(path) => Address::Unix(path.with_extension("relay")),
-        };
-        let listener = Listener::bind(&at).unwrap();
-        let address = listener.address().clone();
-        let seen = Arc::new(Mutex::new(Vec::new()));
-        let (end, ended) = channel();
-        let (record, to) = (Arc::clone(&seen), to.clone());
-        let cancel = Cancel::new().unwrap();
-        let until = cancel.clone();
-        std::thread::spawn(move || {
-            // What is passed on ends with its connections.
-            let never = Cancel::new().unwrap();
-            let connect = || Connection::connect(&to, &never, FOR_EVER, FOR_EVER);
-            let accept = || {
-                let connection = listener.accept(&until, None, FOR_EVER)?;
-                connection.set_cancel(&never);
-                Ok::<_, TransportError>(connection)
-            };
-            let Ok(source) = accept() else { return };
-            let Ok(destination) = connect() else { return };
-            let (source, destination) = (End::new(source), End::new(destination));
-            std::thread::spawn(move || {
-                let ends = [&source, &destination].map(|end| Arc::clone(&end.connection));
-                let _ = relay_control(source, destination, cut, &record, &ended);
-                ends.iter().for_each(|end| end.shut_down());
-            });
-            while let Ok(source) = accept() {
-                let Ok(destination) = connect() else { return };
-                copy_both(source, destination);
-            }
-        });
-        Self { address, seen, cancel, _end: end }
-    }
-}
-
-fn copy_both(one: Connection, other: Connection) {
-    let (one, other) = (Arc::new(one), Arc::new(other));
-    for (from, to) in [(&one, &other), (&other, &one)] {
-        let (from, to) = (Arc::clone(from), Arc::clone(to));
-        std::thread::spawn(move || {
-            let mut bytes = vec![0; 1 << 16];
-            while let Ok(count) = from.receive_some(&mut bytes) {
-                if to.send(&bytes[..count]).is_err() {
-                    break;
-                }
-            }
-            from.shut_down();
-            to.shut_down();
-        });
-    }
-}
-
-fn relay_control(
-    mut source: End,
-    mut destination: End,
-    cut: Option<Cut>,
-    seen: &Mutex<Vec<Command>>,
-    ended: &Receiver<()>,
-) -> Result<(), TransportError> {
-    // After Confirm the destination is the one that speaks.
-    let (mut speaker, mut listener) = (&mut source, &mut destination);
-    loop {
-        let message = speaker.frame()?;
-        let code = u16::from_le_bytes([message.0[0], message.0[1]]);
-        let command = Command::from_code(code).unwrap();
-        let first = !seen.lock().unwrap().contains(&command);
-        seen.lock().unwrap().push(command);
-        let here = |point| cut.filter(|cut| first && cut.at == command && cut.point == point);
-        if let Some(cut) = here(Point::Message) {
-            return act(cut.act, listener, ended);
-        }
-        listener.pass(&message)?;
-        if command == Command::Abandon {
-            return Ok(());
-        }
-        let answer = listener.frame()?;
-        if let Some(cut) = here(Point::Answer) {
-            return act(cut.act, speaker, ended);
-        }
-        speaker.pass(&answer)?;
-        if command == Command::Confirm {
-            (speaker, listener) = (listener, speaker);
-        }
-    }
-}
-
-fn act(act: Act, victim: &mut End, ended: &Receiver<()>) -> Result<(), TransportError> {
-    match act {
-        Act::Close => {}
-        Act::Rubbish => {
-            victim.connection.send(&[0xee; 64])?;
-            // The victim has seen it when it says so or leaves.
-            let _ = victim.reader.read_exact(&mut [0; 1]);
-        }
-        Act::Stall => {
-            let _ = ended.recv();
-        }
-    }
-    Ok(())
 }
 
 /// Both sides of one migration through a relay.
@@ -252,7 +55,7 @@ fn run(mode: MemoryMode, kind: Kind, cut: Cut) -> Run {
     const TRIES: usize = 20;
     let mut limits = if cut.act == Act::Stall { SHORT } else { LIMITS };
     for _ in 0..TRIES {
-        let run = run_within(limits, mode, kind, Some(cut));
+        let run = run_within(limits, mode, kind, Rule::Cut(cut));
         if run.commands.contains(&cut.at) {
             return run;
         }
@@ -261,7 +64,7 @@ fn run(mode: MemoryMode, kind: Kind, cut: Cut) -> Run {
     panic!("{cut:?} was not reached in {TRIES} migrations");
 }
 
-fn run_within(limits: Limits, mode: MemoryMode, kind: Kind, cut: Option<Cut>) -> Run {
+fn run_within(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 41);
     guest.fill(&from, 30);
@@ -273,7 +76,7 @@ fn run_within(limits: Limits, mode: MemoryMode, kind: Kind, cut: Option<Cut>) ->
         Kind::Plain | Kind::Compressed => loopback(),
     };
     let target = Target::start(&at, Builder::new(&to, &guest), limits);
-    let relay = Relay::start(&target.address, cut);
+    let relay = Relay::start(&target.address, rule);
     let mut options = options(&relay.address);
     (options.memory_mode, options.limits, options.local) = (mode, limits, kind == Kind::Local);
     if kind == Kind::Compressed {
@@ -356,7 +159,7 @@ fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
 /// All cases; `must` is a message that only this kind has.
 fn table(mode: MemoryMode, kind: Kind, must: &[Command]) {
     const AT_ONCE: usize = 6;
-    let clean = run_within(LIMITS, mode, kind, None);
+    let clean = run_within(LIMITS, mode, kind, Rule::Nothing);
     clean.sent.unwrap();
     let mut received = clean.received.unwrap();
     received.vm.stop();
@@ -408,5 +211,46 @@ fn a_cut_at_any_message_when_memory_is_handed_over() {
 fn a_cut_at_any_message_of_postcopy() {
     if have_uffd() {
         table(MemoryMode::Postcopy, Kind::Plain, &[Command::Pending, Command::PostcopyDone]);
+    }
+}
+
+/// A peer that is older lacks some of what both could do.
+#[test]
+fn peers_without_a_feature_go_on_without_it_or_say_what_is_missing() {
+    let optional = |feature, mode, kind| {
+        let run = run_within(LIMITS, mode, kind, Rule::Without(feature));
+        run.sent.unwrap_or_else(|failure| panic!("{feature}: {failure:?}"));
+        let mut received = run.received.unwrap();
+        received.vm.stop();
+        assert_ne!(run.faults_well, Some(false), "{feature}");
+        assert_whole(&run.guest, received.vm.memory());
+        run.commands
+    };
+    let (precopy, postcopy) = (MemoryMode::Precopy, MemoryMode::Postcopy);
+    let unused = |feature, kind, command| {
+        let commands = optional(feature, precopy, kind);
+        assert!(!commands.contains(&command), "{feature}: {commands:?}");
+    };
+    unused(FEATURE_COMING, Kind::Plain, Command::Coming);
+    unused(FEATURE_EARLY_MEMORY, Kind::Plain, Command::AwaitMachine);
+    unused(FEATURE_ZERO_PAGES, Kind::Plain, Command::ZeroPages);
+    let refused = |feature, mode, kind| {
+        let run = run_within(LIMITS, mode, kind, Rule::Without(feature));
+        let SendFailure::Resumed { mut vm, error } = *run.sent.unwrap_err() else { panic!() };
+        assert!(vm.runs() && run.received.is_err(), "{feature}");
+        vm.stop();
+        assert_whole(&run.guest, &run.from);
+        chain(&error)
+    };
+    for (feature, kind) in [(FEATURE_ZSTD, Kind::Compressed), (FEATURE_LOCAL, Kind::Local)] {
+        let told = refused(feature, precopy, kind);
+        assert!(told.contains(feature), "{feature}: {told}");
+    }
+    if have_uffd() {
+        let told = refused(FEATURE_POSTCOPY, postcopy, Kind::Plain);
+        assert!(told.contains(FEATURE_POSTCOPY), "{told}");
+        optional(FEATURE_PIECES, postcopy, Kind::Plain);
+        optional(FEATURE_ZERO_PAGES, postcopy, Kind::Plain);
+        optional(FEATURE_EARLY_MEMORY, postcopy, Kind::Plain);
     }
 }

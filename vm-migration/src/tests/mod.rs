@@ -39,6 +39,7 @@ mod own;
 mod pieces;
 mod plain;
 mod recovery;
+mod relay;
 mod sharing;
 
 use std::sync::Arc;

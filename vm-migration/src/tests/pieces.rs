@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::auto::out_of_reach;
 use super::moves::{Case, postcopy};
+use super::relay::{Relay, Rule};
 use super::{FakeMemory, have_uffd, loopback};
 use crate::Side;
 use crate::bitmap::ClaimMap;
@@ -16,6 +17,7 @@ use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
 use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun, to_usize};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
+use crate::protocol::capabilities::FEATURE_PIECES;
 use crate::testing::Pace;
 use crate::uffd::UffdError;
 
@@ -237,6 +239,24 @@ fn postcopy_onto_large_pages_puts_them_together() {
         });
         assert_eq!(source.memory_bytes_sent, destination.memory_bytes_received);
         assert_eq!(destination.remaining_bytes, 0);
+    }
+}
+
+/// Sides that have not agreed on pieces move large pages as a whole.
+#[test]
+fn without_pieces_large_pages_come_whole() {
+    for seed in 1..=4 {
+        let Some((from, to, _pool)) = onto_large_pages() else { return };
+        let mut case = Case::new(from, to, seed);
+        case.pace = Pace::Full;
+        let mut relay = None;
+        case.go(&loopback(), |options| {
+            postcopy(options);
+            options.connections = 1 + u16::try_from(seed % 3).unwrap();
+            options.urgent_connections = u16::try_from(seed % 3).unwrap();
+            let between = Relay::start(&options.to, Rule::Without(FEATURE_PIECES));
+            options.to = relay.insert(between).address.clone();
+        });
     }
 }
 

@@ -9,8 +9,8 @@ use serde::de::DeserializeOwned;
 
 use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
 use crate::config::{
-    ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmConfig, VmSnapshotConfig,
+    ForceData, MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig,
+    SendMigrationData, VmConfig, VmSnapshotConfig,
 };
 
 /// Where all paths begin.
@@ -67,7 +67,9 @@ pub struct Endpoint {
     pub decode: fn(&[u8]) -> Result<VmmRequest, ApiError>,
 }
 
-use ApiErrorKind::{AlreadyCreated, Conflict, NotBooted, NotCreated, NotNow, NotSupported};
+use ApiErrorKind::{
+    AlreadyCreated, Conflict, NotBooted, NotCreated, NotFound, NotNow, NotSupported,
+};
 use Method::{Get, Put};
 
 const LIVE: &[ApiErrorKind] = &[NotCreated, NotBooted, Conflict];
@@ -195,6 +197,48 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |_| Ok(VmmRequest::PowerButton),
     },
     Endpoint {
+        path: "vm.add-device",
+        method: Put,
+        summary: "Passes a device of the host through to the VM. While the VM runs, the answer says \
+                  where it is; before, it will be there when the VM boots.",
+        operation: None,
+        takes: Body::Schema("DeviceConfig"),
+        gives: Body::Optional("PciDeviceInfo"),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::Host(json("DeviceConfig", body)?))),
+    },
+    Endpoint {
+        path: "vm.add-disk",
+        method: Put,
+        summary: "Adds a disk to the VM, as vm.add-device does.",
+        operation: None,
+        takes: Body::Schema("DiskConfig"),
+        gives: Body::Optional("PciDeviceInfo"),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::Disk(json("DiskConfig", body)?))),
+    },
+    Endpoint {
+        path: "vm.add-net",
+        method: Put,
+        summary: "Adds a network device to the VM, as vm.add-device does.",
+        operation: None,
+        takes: Body::Schema("NetConfig"),
+        gives: Body::Optional("PciDeviceInfo"),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::Net(json("NetConfig", body)?))),
+    },
+    Endpoint {
+        path: "vm.remove-device",
+        method: Put,
+        summary: "Asks the guest to let go of a disk, network device or passed-through device, which \
+                  is removed when it has; before the VM boots, takes it from the configuration.",
+        operation: None,
+        takes: Body::Schema("VmRemoveDevice"),
+        gives: Body::Empty,
+        errors: &[NotFound, Conflict],
+        decode: |body| Ok(VmmRequest::RemoveDevice(json("VmRemoveDevice", body)?)),
+    },
+    Endpoint {
         path: "vm.resize",
         method: Put,
         summary: "Changes the size of the VM's balloon. vCPUs and memory cannot be changed by this \
@@ -301,19 +345,15 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints that clients may know and that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 14] = [
-    "vm.add-device",
-    "vm.add-disk",
+pub const UNSUPPORTED: [&str; 10] = [
     "vm.add-fs",
     "vm.add-generic-vhost-user",
-    "vm.add-net",
     "vm.add-pmem",
     "vm.add-user-device",
     "vm.add-vdpa",
     "vm.add-vsock",
     "vm.coredump",
     "vm.nmi",
-    "vm.remove-device",
     "vm.resize-disk",
     "vm.resize-zone",
 ];
@@ -356,6 +396,10 @@ fn json<T: DeserializeOwned>(what: &str, body: &[u8]) -> Result<T, ApiError> {
         return Err(bad("it is empty".to_owned()));
     }
     serde_json::from_slice(body).map_err(|error| bad(error.to_string()))
+}
+
+fn add(device: NewDevice) -> VmmRequest {
+    VmmRequest::AddDevice(Box::new(device))
 }
 
 fn bad_config(error: &crate::config::ConfigError) -> ApiError {
@@ -415,6 +459,7 @@ pub fn encode(reply: &ApiReply) -> Result<Option<Vec<u8>>, ApiError> {
         ApiReply::Ping(ping) => serde_json::to_vec(ping),
         ApiReply::Info(info) => serde_json::to_vec(info),
         ApiReply::Counters(counters) => serde_json::to_vec(counters),
+        ApiReply::Device(device) => serde_json::to_vec(device),
         ApiReply::Progress(progress) => serde_json::to_vec(progress),
         ApiReply::Cancelled(cancelled) => serde_json::to_vec(cancelled),
     };

@@ -33,6 +33,6 @@ pub use request::{
 pub use server::ApiServer;
 pub use socket::{ApiListener, ApiSocket, SocketError};
 pub use types::{
-    DeviceNode, MigrationCancelled, PassthroughInfo, PinningState, PrefaultInfo, PrefaultState,
-    VmCounters, VmInfo, VmState, VmmPingResponse,
+    DeviceNode, MigrationCancelled, PassthroughInfo, PciDeviceInfo, PinningState, PrefaultInfo,
+    PrefaultState, VmCounters, VmInfo, VmState, VmmPingResponse,
 };

@@ -18,11 +18,13 @@ use utoipa::openapi::{
 
 use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
-use super::types::{API_VERSION, MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
+use super::types::{
+    API_VERSION, MigrationCancelled, PciDeviceInfo, VmCounters, VmInfo, VmmPingResponse,
+};
 use crate::config::value::{FieldValue, SchemaSet};
 use crate::config::{
     ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmResize, VmSnapshotConfig,
+    VmRemoveDevice, VmResize, VmSnapshotConfig,
 };
 
 /// The description of the API.
@@ -68,6 +70,8 @@ fn schemas() -> SchemaSet {
     ReceiveMigrationData::collect_schemas(&mut out);
     MigrationRecoverData::collect_schemas(&mut out);
     ForceData::collect_schemas(&mut out);
+    VmRemoveDevice::collect_schemas(&mut out);
+    PciDeviceInfo::collect_schemas(&mut out);
     VmResize::collect_schemas(&mut out);
     VmSnapshotConfig::collect_schemas(&mut out);
     RestoreConfig::collect_schemas(&mut out);
@@ -123,6 +127,10 @@ fn operation(endpoint: &Endpoint) -> OperationBuilder {
                 .build(),
         ),
     };
+    if matches!(endpoint.gives, Body::Optional(_)) {
+        let done = ResponseBuilder::new().description("Done, without an answer.");
+        responses = responses.response("204", done.build());
+    }
     let mut failures = vec![ApiErrorKind::Failed];
     if endpoint.takes != Body::Empty {
         failures.push(ApiErrorKind::BadRequest);
@@ -146,6 +154,7 @@ const fn describe(kind: ApiErrorKind) -> &'static str {
     match kind {
         ApiErrorKind::BadRequest | ApiErrorKind::BadConfig => "The request is not valid.",
         ApiErrorKind::NotCreated => "There is no VM.",
+        ApiErrorKind::NotFound => "There is no VM, or nothing of that name.",
         ApiErrorKind::NotBooted => "The VM is not in a state for this.",
         ApiErrorKind::AlreadyCreated | ApiErrorKind::Conflict => {
             "There is a VM already, or something goes on that excludes this."

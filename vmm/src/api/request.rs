@@ -13,10 +13,10 @@ use std::sync::mpsc::{Receiver, Sender};
 use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::types::{MigrationCancelled, VmCounters, VmInfo, VmmPingResponse};
+use super::types::{MigrationCancelled, PciDeviceInfo, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::{
-    MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig,
-    VmResize, VmSnapshotConfig,
+    MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData,
+    VmConfig, VmRemoveDevice, VmResize, VmSnapshotConfig,
 };
 
 /// What can be asked of the VMM.
@@ -47,6 +47,10 @@ pub enum VmmRequest {
         /// Even if a VM elsewhere needs pages from here.
         force: bool,
     },
+    /// Add a device.
+    AddDevice(Box<NewDevice>),
+    /// Ask the guest to let go of a device.
+    RemoveDevice(VmRemoveDevice),
     /// Change the size of the VM.
     Resize(Box<VmResize>),
     /// Start sending the VM; answered when the migration has been started.
@@ -89,6 +93,12 @@ impl VmmRequest {
             Self::Reboot => "vm.reboot",
             Self::PowerButton => "vm.power-button",
             Self::Delete { .. } => "vm.delete",
+            Self::AddDevice(device) => match device.as_ref() {
+                NewDevice::Host(_) => "vm.add-device",
+                NewDevice::Disk(_) => "vm.add-disk",
+                NewDevice::Net(_) => "vm.add-net",
+            },
+            Self::RemoveDevice(_) => "vm.remove-device",
             Self::Resize(_) => "vm.resize",
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
@@ -117,6 +127,8 @@ pub enum ApiReply {
     Counters(VmCounters),
     /// To [`VmmRequest::MigrationProgress`] and [`VmmRequest::MigrationReport`]: the document.
     Progress(serde_json::Value),
+    /// To [`VmmRequest::AddDevice`] while the guest runs.
+    Device(PciDeviceInfo),
     /// To [`VmmRequest::MigrationCancel`].
     Cancelled(MigrationCancelled),
 }
@@ -130,6 +142,8 @@ pub enum ApiErrorKind {
     BadConfig,
     /// There is no VM.
     NotCreated,
+    /// There is nothing of that name.
+    NotFound,
     /// The VM does not run, or not in the way that the request needs.
     NotBooted,
     /// There is a VM already.
@@ -149,7 +163,7 @@ impl ApiErrorKind {
     pub const fn http_status(self) -> u16 {
         match self {
             Self::BadRequest | Self::BadConfig => 400,
-            Self::NotCreated => 404,
+            Self::NotCreated | Self::NotFound => 404,
             Self::NotBooted => 405,
             Self::AlreadyCreated | Self::Conflict => 409,
             Self::NotNow => 429,

@@ -70,6 +70,16 @@ option_family! {
     }
 }
 
+option_family! {
+    /// A device that was added to a VM that runs.
+    PciDeviceInfo "pci-device-info" {
+        /// Name.
+        id: String = String::new(), "" as JsonOnly, answer(), required_json();
+        /// Its place on the PCI bus.
+        bdf: String = String::new(), "" as JsonOnly, answer(), required_json();
+    }
+}
+
 option_enum! {
     /// What has become of memory that is populated in the background.
     PrefaultState = "running|completed|failed|cancelled", default Running {

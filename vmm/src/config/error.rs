@@ -112,6 +112,12 @@ pub enum ConfigError {
         /// PCI device number.
         slot: u8,
     },
+    /// One device of the host twice.
+    #[error("the device at {path} is passed through already")]
+    DuplicatePath {
+        /// The device.
+        path: std::path::PathBuf,
+    },
     /// One terminal for two consoles.
     #[error("console and serial cannot both be tty, set one of them to off, null or file")]
     DoubleTty,

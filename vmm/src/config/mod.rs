@@ -19,6 +19,7 @@ pub mod device;
 pub mod disk;
 pub mod error;
 pub mod family;
+pub mod hotplug;
 pub mod later;
 pub mod memory;
 pub mod migration;
@@ -45,6 +46,7 @@ pub use device::{DeviceConfig, PinMode};
 pub use disk::{DiskConfig, ImageType, LockGranularity};
 pub use error::ConfigError;
 pub use family::Family;
+pub use hotplug::{NewDevice, VmRemoveDevice};
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
     ConvergencePolicy, DirtyClearing, FaultSourceChoice, ForceData, MemoryRestoreMode,
@@ -123,6 +125,10 @@ pub fn fuzz_api_json(data: &[u8]) {
         let again = again.and_then(|config| config.complete().map_err(|e| e.to_string()));
         assert_eq!(again.as_ref().map(|config| &config.payload), Ok(&config.payload));
     }
+    let config = VmConfig::default();
+    let _ = serde_json::from_slice(data).map(|it| NewDevice::Host(it).add_to(&config));
+    let _ = serde_json::from_slice(data).map(|it| NewDevice::Disk(it).add_to(&config));
+    let _ = serde_json::from_slice(data).map(|it| NewDevice::Net(it).add_to(&config));
     let _ = serde_json::from_slice::<SendMigrationData>(data).map(|data| data.validate());
     let _ = serde_json::from_slice::<ReceiveMigrationData>(data).map(|data| data.validate());
 }

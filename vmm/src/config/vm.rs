@@ -112,6 +112,7 @@ impl VmConfig {
         }
         self.assign_ids()?;
         self.check_slots()?;
+        self.check_host_devices()?;
         for net in self.net.iter_mut().flatten() {
             if net.mac.is_none() {
                 net.mac = Some(random_mac()?);
@@ -188,6 +189,16 @@ impl VmConfig {
                 if ids.insert(name.clone()) {
                     *id = Some(name);
                 }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_host_devices(&self) -> Result<(), ConfigError> {
+        let mut paths = BTreeSet::new();
+        for path in self.devices.iter().flatten().filter_map(|device| device.path.as_ref()) {
+            if !paths.insert(path) {
+                return Err(ConfigError::DuplicatePath { path: path.clone() });
             }
         }
         Ok(())

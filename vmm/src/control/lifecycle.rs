@@ -119,7 +119,7 @@ impl Vmm {
         self.machine_mut()?;
         self.refuse_without_all_pages()?;
         if let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) {
-            let config = machine.config().clone();
+            let config = machine.lasting_config();
             drop(machine);
             self.stop_filling();
             self.vm = Vm::Idle(Box::new(config));
@@ -135,7 +135,7 @@ impl Vmm {
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
-        let (config, consoles) = (machine.config().clone(), machine.consoles().clone());
+        let (config, consoles) = (machine.lasting_config(), machine.consoles().clone());
         // Locks, taps and memory of the old machine go before the new one wants them.
         drop(machine);
         self.stop_filling();
@@ -217,10 +217,13 @@ impl Vmm {
     /// Acts on what the guest did.
     pub(super) fn guest_event(&mut self, event: GuestEvent) -> Next {
         if let Vm::Leaving { sending, pending, .. } = &mut self.vm {
-            log::info!(
-                "the guest ends or reboots while it is migrated: the migration is cancelled"
-            );
-            sending.cancel.cancel();
+            // A device that the guest has let go of is taken apart where the guest is then.
+            if !matches!(event, GuestEvent::Ejected | GuestEvent::DeviceWanted { .. }) {
+                log::info!(
+                    "the guest ends or reboots while it is migrated: the migration is cancelled"
+                );
+                sending.cancel.cancel();
+            }
             pending.push(event);
             return Next::Continue;
         }
@@ -232,15 +235,16 @@ impl Vmm {
             return Next::Continue;
         }
         match (&mut self.pages, &event) {
-            (Pages::Arriving { deferred, .. }, GuestEvent::Reset | GuestEvent::Shutdown) => {
-                log::info!("the guest ends or reboots: that waits until its last page is here");
+            (
+                Pages::Arriving { deferred, .. },
+                GuestEvent::Reset | GuestEvent::Shutdown | GuestEvent::Ejected,
+            ) => {
+                log::info!("what the guest does ({event:?}) waits until its last page is here");
                 deferred.push(event);
                 return Next::Continue;
             }
-            (Pages::Lost(_), GuestEvent::Reset | GuestEvent::Shutdown) => {
-                log::warn!(
-                    "the guest ends or reboots, and pages of it are lost: it stays as it is"
-                );
+            (Pages::Lost(_), GuestEvent::Reset | GuestEvent::Shutdown | GuestEvent::Ejected) => {
+                log::warn!("the guest does {event:?}, and pages of it are lost: it stays as it is");
                 return Next::Continue;
             }
             _ => {}
@@ -257,6 +261,16 @@ impl Vmm {
                     Ok(()) => Next::Exit(ExitReason::GuestShutdown),
                     Err(error) => Next::Fail(RunError::Shutdown(error)),
                 }
+            }
+            GuestEvent::Ejected => {
+                self.devices_ejected();
+                Next::Continue
+            }
+            GuestEvent::DeviceWanted { id } => {
+                if let Err(error) = self.remove_device(&id) {
+                    log::warn!("the guest cannot be asked to let go of '{id}': {error}");
+                }
+                Next::Continue
             }
             GuestEvent::VcpuStopped { index, reason } => {
                 events::emit("guest", "panic", &[("vcpu", &index.to_string())]);

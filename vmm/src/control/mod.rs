@@ -22,6 +22,7 @@
 mod cancel;
 mod describe;
 mod ending;
+mod hotplug;
 mod inbox;
 mod lifecycle;
 mod migrating;
@@ -204,6 +205,8 @@ impl Vmm {
                 self.machine_mut()?.press_power_button();
                 Ok(ApiReply::Empty)
             }
+            VmmRequest::AddDevice(device) => self.add_device(*device),
+            VmmRequest::RemoveDevice(data) => empty(self.remove_device(&data.id)),
             VmmRequest::Resize(data) => empty(self.resize(&data)),
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),

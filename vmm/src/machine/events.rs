@@ -11,13 +11,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use devices::legacy::PowerEvents;
 use hypervisor::StopReason;
 
-/// Something that the guest did.
+/// Something that the guest did, or that is done to it.
 #[derive(Clone, Debug)]
 pub enum GuestEvent {
     /// It asked for a reset.
     Reset,
     /// It switched itself off.
     Shutdown,
+    /// It has let go of devices that it was asked to let go of.
+    Ejected,
+    /// The host wants a passed-through device back, which the guest has to let go of first.
+    DeviceWanted {
+        /// The device.
+        id: String,
+    },
     /// One of its vCPUs cannot go on.
     VcpuStopped {
         /// Number of the vCPU.

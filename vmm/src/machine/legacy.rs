@@ -12,8 +12,9 @@ use devices::Snapshot;
 use devices::bus::{BusDevice, BusError};
 use devices::legacy::{
     CMOS_LEN_BYTES, Cmos, DEBUG_CONSOLE_LEN_BYTES, DEBUG_PORT_LEN_BYTES, DebugConsole, DebugPort,
-    GED_REGISTER_LEN_BYTES, GedDevice, HostClock, I8042, I8042_LEN_BYTES, PM_TIMER_LEN_BYTES,
-    POWER_CONTROL_LEN_BYTES, PmTimer, PowerControl, SERIAL_LEN_BYTES, Serial, SerialError,
+    GED_PCI_DEVICES_CHANGED, GED_REGISTER_LEN_BYTES, GedDevice, HostClock, I8042, I8042_LEN_BYTES,
+    PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES, PmTimer, PowerControl, SERIAL_LEN_BYTES, Serial,
+    SerialError,
 };
 use devices::virtio::{DeviceSnapshot, StateError};
 use hypervisor::Vm;
@@ -126,6 +127,11 @@ impl LegacyDevices {
     /// Presses the power button.
     pub fn press_power_button(&self) {
         self.ged.set_power_button();
+    }
+
+    /// Tells the guest that PCI devices came or are to go.
+    pub fn tell_pci_changed(&self) {
+        self.ged.notify(GED_PCI_DEVICES_CHANGED);
     }
 
     /// Stops input to the guest.

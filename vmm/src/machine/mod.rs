@@ -12,6 +12,7 @@
 //!   take_exclusive -> resume <-> pause -> save, release_exclusive
 //! ```
 
+mod affinity;
 mod balloons;
 mod boot;
 mod consoles;
@@ -20,6 +21,7 @@ mod events;
 mod faults;
 mod features;
 mod host;
+mod hotplug;
 mod inspect;
 mod legacy;
 mod nets;
@@ -39,6 +41,7 @@ use std::sync::Arc;
 use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
 use devices::bus::BusError;
+use devices::virtio::StateError;
 use hypervisor::{
     ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig,
     ThreadsError, Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
@@ -60,13 +63,16 @@ pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
 pub use faults::MissingPages;
 pub use host::{Host, HostError};
+pub use hotplug::RemoveError;
 pub use legacy::{LegacyError, LegacyStateError};
 pub use passthrough::PassthroughError;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
-pub use virtio::{ExclusiveError, VirtioError};
+pub use virtio::{ExclusiveError, HotAddError, VirtioError};
 
+use affinity::affinity_setter;
+use hotplug::Hotplug;
 use legacy::LegacyDevices;
 use passthrough::Passthrough;
 use space::{AddressSpace, Exits};
@@ -105,6 +111,12 @@ pub enum MachineError {
     /// Virtio devices.
     #[error("cannot make the virtio devices")]
     Virtio(#[from] VirtioError),
+    /// A disk or network device for a machine that is there.
+    #[error(transparent)]
+    HotAdd(#[from] HotAddError),
+    /// Devices that come and go.
+    #[error("cannot restore the state of PCI hotplug")]
+    HotplugState(#[from] StateError),
     /// Passed-through devices.
     #[error(transparent)]
     Passthrough(#[from] PassthroughError),
@@ -156,6 +168,7 @@ pub struct Machine {
     devices: VirtioDevices,
     passthrough: Passthrough,
     legacy: LegacyDevices,
+    hotplug: Hotplug,
     segment: Arc<PciSegment>,
     config_ports: Arc<PciConfigIo>,
     space: Arc<AddressSpace>,
@@ -178,6 +191,7 @@ struct Chassis {
     devices: VirtioDevices,
     passthrough: Passthrough,
     legacy: LegacyDevices,
+    hotplug: Hotplug,
     segment: Arc<PciSegment>,
     config_ports: Arc<PciConfigIo>,
     space: Arc<AddressSpace>,
@@ -206,7 +220,7 @@ impl Chassis {
             |vm| Ok::<_, MachineError>(ram::attach(vm, &ram)?),
         )?;
         let space = Arc::new(AddressSpace::default());
-        let power = Power::new(sink);
+        let power = Power::new(Arc::clone(&sink));
         let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
 
@@ -225,15 +239,17 @@ impl Chassis {
             "PCI configuration ports",
             config_ports.clone(),
         )?;
+        let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
         let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
         let devices = VirtioDevices::wire(config, consoles, &sockets)?;
-        let passthrough = Passthrough::wire(config, &sockets, &ram, ban)?;
+        let passthrough = Passthrough::wire(config, &sockets, ban, sink)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
             devices,
             passthrough,
             legacy,
+            hotplug,
             segment,
             config_ports,
             space,
@@ -277,6 +293,7 @@ impl Chassis {
             devices: self.devices,
             passthrough: self.passthrough,
             legacy: self.legacy,
+            hotplug: self.hotplug,
             segment: self.segment,
             config_ports: self.config_ports,
             space: self.space,
@@ -290,40 +307,6 @@ impl Chassis {
             cpuid,
             config,
         })
-    }
-}
-
-/// Binds each vCPU's thread to the host CPUs that the options give it.
-fn affinity_setter(
-    config: &VmConfig,
-    topology: &CpuTopology,
-) -> Arc<dyn Fn(u32) -> std::io::Result<()> + Send + Sync> {
-    let wishes: BTreeMap<u32, Vec<u32>> = config
-        .cpus
-        .affinity
-        .iter()
-        .flatten()
-        .map(|entry| (topology.apic_id(entry.vcpu), entry.host_cpus.clone()))
-        .collect();
-    Arc::new(move |index| wishes.get(&index).map_or(Ok(()), |cpus| bind_to(cpus)))
-}
-
-fn bind_to(cpus: &[u32]) -> std::io::Result<()> {
-    // SAFETY: the set is a plain array of bits, and all zeroes is the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    for cpu in cpus {
-        let cpu = usize::try_from(*cpu).unwrap_or(usize::MAX);
-        if cpu >= 8 * size_of::<libc::cpu_set_t>() {
-            return Err(std::io::Error::other(format!("host CPU {cpu} does not exist")));
-        }
-        // SAFETY: `cpu` is a bit inside the set, checked above.
-        unsafe { libc::CPU_SET(cpu, &mut set) };
-    }
-    // SAFETY: the kernel reads the set, which lives across the call.
-    if unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) } == 0 {
-        Ok(())
-    } else {
-        Err(std::io::Error::last_os_error())
     }
 }
 
@@ -348,7 +331,7 @@ impl Machine {
             &config,
             &chassis.topology,
             chassis.windows,
-            chassis.passthrough.routes(),
+            &passthrough::routes(),
             consoles.serial.is_some(),
         )?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
@@ -518,6 +501,7 @@ impl Machine {
             irqchips: self.vm.irqchips()?,
             legacy: self.legacy.save(),
             pci_config_address: self.config_ports.address(),
+            pci_hotplug: Some(self.hotplug.save()),
             pci,
         })
     }
@@ -557,6 +541,10 @@ impl Machine {
             PciDevice::restore(function.as_ref(), &saved.state)?;
         }
         self.segment.refresh_mappings();
+        if let Some(state) = &state.pci_hotplug {
+            self.hotplug.restore(state)?;
+            self.take_ejected();
+        }
         Ok(())
     }
 

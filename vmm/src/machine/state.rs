@@ -41,6 +41,9 @@ pub struct MachineState {
     pub legacy: BTreeMap<String, DeviceSnapshot>,
     /// Address register of the PCI configuration ports.
     pub pci_config_address: u32,
+    /// PCI devices that come and go; earlier versions had none.
+    #[serde(default)]
+    pub pci_hotplug: Option<DeviceSnapshot>,
     /// PCI functions by id.
     pub pci: BTreeMap<String, PciFunctionState>,
 }

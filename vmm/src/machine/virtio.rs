@@ -26,7 +26,7 @@ use super::balloons;
 use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
 use super::nets::{self, NetHandle, NetWiringError};
-use crate::config::VmConfig;
+use crate::config::{DiskConfig, NetConfig, VmConfig};
 
 /// Why a machine lacks a virtio device.
 #[derive(Debug, Error)]
@@ -95,6 +95,17 @@ pub enum ExclusiveError {
     },
 }
 
+/// Why a device could not be added to a machine that is there.
+#[derive(Debug, Error)]
+pub enum HotAddError {
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] VirtioError),
+    /// Its image or tap.
+    #[error(transparent)]
+    Exclusive(#[from] ExclusiveError),
+}
+
 /// The virtio devices of one machine.
 #[derive(Default)]
 pub struct VirtioDevices {
@@ -139,18 +150,10 @@ impl VirtioDevices {
             devices.plug(sockets, &id, Box::new(console), config.console.pci_device_id)?;
         }
         for disk in config.disks.iter().flatten() {
-            let id = disk.id.clone().unwrap_or_default();
-            let (block, lock) = disks::make(disk)?;
-            devices.locks.push((id.clone(), lock));
-            devices.counters.push((id.clone(), block.counters()));
-            devices.plug(sockets, &id, Box::new(block), disk.pci_device_id)?;
+            devices.plug_disk(disk, sockets)?;
         }
         for net in config.net.iter().flatten() {
-            let id = net.id.clone().unwrap_or_default();
-            let (device, handle) = nets::make(net)?;
-            devices.counters.push((id.clone(), handle.counters()));
-            devices.nets.push((id.clone(), handle));
-            devices.plug(sockets, &id, Box::new(device), net.pci_device_id)?;
+            devices.plug_net(net, sockets)?;
         }
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
@@ -165,13 +168,40 @@ impl VirtioDevices {
         Ok(devices)
     }
 
+    pub(super) fn plug_disk(
+        &mut self,
+        disk: &DiskConfig,
+        sockets: &Sockets<'_>,
+    ) -> Result<Bdf, VirtioError> {
+        let id = disk.id.clone().unwrap_or_default();
+        let (block, lock) = disks::make(disk)?;
+        let counters = block.counters();
+        let bdf = self.plug(sockets, &id, Box::new(block), disk.pci_device_id)?;
+        self.locks.push((id.clone(), lock));
+        self.counters.push((id, counters));
+        Ok(bdf)
+    }
+
+    pub(super) fn plug_net(
+        &mut self,
+        net: &NetConfig,
+        sockets: &Sockets<'_>,
+    ) -> Result<Bdf, VirtioError> {
+        let id = net.id.clone().unwrap_or_default();
+        let (device, handle) = nets::make(net)?;
+        let bdf = self.plug(sockets, &id, Box::new(device), net.pci_device_id)?;
+        self.counters.push((id.clone(), handle.counters()));
+        self.nets.push((id, handle));
+        Ok(bdf)
+    }
+
     fn plug(
         &mut self,
         sockets: &Sockets<'_>,
         id: &str,
         device: Box<dyn VirtioDevice>,
         wish: Option<u8>,
-    ) -> Result<(), VirtioError> {
+    ) -> Result<Bdf, VirtioError> {
         let number = wish.map(|number| device_number(id, number)).transpose()?;
         let events: Arc<dyn IoEvents> = Arc::new(sockets.vm.clone());
         let function = VirtioPciDevice::new(
@@ -189,7 +219,36 @@ impl VirtioDevices {
             .add_device(&as_pci, number)
             .map_err(|source| VirtioError::Bus { id: id.to_owned(), source })?;
         self.functions.push((bdf, function));
-        Ok(())
+        Ok(bdf)
+    }
+
+    /// Takes the device at `bdf` off the bus and apart, and gives its lock or tap back. Returns its
+    /// id; nothing if it belongs to the machine.
+    pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
+        let at = self.functions.iter().position(|(at, _)| *at == bdf)?;
+        let id = self.functions.get(at)?.1.id().to_owned();
+        let is = |(other, _): &(String, _)| *other == id;
+        let lock = self.locks.iter().position(|(other, _)| *other == id);
+        let net = self.nets.iter().position(|(other, _)| *other == id);
+        if lock.is_none() && net.is_none() {
+            return None;
+        }
+        let (_, function) = self.functions.remove(at);
+        if let Ok(number) = DeviceNumber::new(bdf.device()) {
+            segment.remove_device(number);
+        }
+        // Its threads end here; then nobody writes to the image, or takes frames.
+        function.reset();
+        self.counters.retain(|entry| !is(entry));
+        if let Some((id, lock)) = lock.map(|at| self.locks.remove(at))
+            && let Err(error) = lock.unlock()
+        {
+            log::warn!("disk '{id}' stays locked: {error}");
+        }
+        if let Some((_, net)) = net.map(|at| self.nets.remove(at)) {
+            net.detach();
+        }
+        Some(id)
     }
 
     /// Takes image locks and taps. What was taken is given back if one fails.
@@ -253,6 +312,63 @@ impl VirtioDevices {
     /// Goes on.
     pub fn resume(&self) {
         self.functions.iter().for_each(|(_, function)| function.resume());
+    }
+
+    /// Adds a disk to a machine that is there, with its lock.
+    ///
+    /// # Errors
+    /// Naming the disk; everything is as before.
+    pub fn add_disk(
+        &mut self,
+        disk: &DiskConfig,
+        sockets: &Sockets<'_>,
+        is_paused: bool,
+    ) -> Result<Bdf, HotAddError> {
+        let bdf = self.plug_disk(disk, sockets)?;
+        let locked = match self.locks.last() {
+            Some((id, lock)) => {
+                lock.lock().map_err(|source| ExclusiveError::Disk { id: id.clone(), source })
+            }
+            None => Ok(()),
+        };
+        self.complete(bdf, locked, sockets.segment, is_paused)
+    }
+
+    /// Adds a network device to a machine that is there, with its tap.
+    ///
+    /// # Errors
+    /// Naming the device; everything is as before.
+    pub fn add_net(
+        &mut self,
+        net: &NetConfig,
+        sockets: &Sockets<'_>,
+        is_paused: bool,
+    ) -> Result<Bdf, HotAddError> {
+        let bdf = self.plug_net(net, sockets)?;
+        let attached = match self.nets.last() {
+            Some((id, net)) => {
+                net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })
+            }
+            None => Ok(()),
+        };
+        self.complete(bdf, attached, sockets.segment, is_paused)
+    }
+
+    fn complete(
+        &mut self,
+        bdf: Bdf,
+        taken: Result<(), ExclusiveError>,
+        segment: &PciSegment,
+        is_paused: bool,
+    ) -> Result<Bdf, HotAddError> {
+        if let Err(error) = taken {
+            self.remove(bdf, segment);
+            return Err(error.into());
+        }
+        if is_paused && let Some((_, function)) = self.functions.last() {
+            function.pause();
+        }
+        Ok(bdf)
     }
 
     /// The functions and where they sit.

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What the host tells of its functions by itself: that one has failed, or is wanted back.
+//!
+//! Owns a thread that waits for it, and the eventfds by which it comes. Decides nothing: whoever
+//! started it is told, on that thread.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use log::warn;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::error::VfioError;
+use super::host::{HostFunction, HostNotice};
+use crate::locks::lock;
+
+/// Told of the function's id and of what there is to tell; must not wait.
+pub type OnNotice = Box<dyn Fn(&str, HostNotice) + Send>;
+
+/// The token of the event that ends the thread.
+const STOP: u64 = 0;
+
+struct Source {
+    id: String,
+    notice: HostNotice,
+    event: EventFd,
+}
+
+struct Shared {
+    epoll: Epoll,
+    stop: EventFd,
+    /// By token; taken to look something up, and when functions come and go.
+    sources: Mutex<Sources>,
+}
+
+#[derive(Default)]
+struct Sources {
+    last_token: u64,
+    by_token: BTreeMap<u64, Source>,
+}
+
+/// Listens until it is dropped.
+pub struct Notices {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn new_event() -> io::Result<EventFd> {
+    EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)
+}
+
+impl Notices {
+    /// Begins to listen, to nobody yet.
+    ///
+    /// # Errors
+    /// No descriptor or no thread.
+    pub fn start(on_notice: OnNotice) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            epoll: Epoll::new()?,
+            stop: new_event()?,
+            sources: Mutex::default(),
+        });
+        let event = EpollEvent::new(EventSet::IN, STOP);
+        shared.epoll.ctl(ControlOperation::Add, shared.stop.as_raw_fd(), event)?;
+        let inner = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("vfio-notices".to_owned())
+            .spawn(move || inner.listen(&on_notice))?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Listens to a function, as far as it has something to tell.
+    ///
+    /// # Errors
+    /// The host refuses; what was connected before stays.
+    pub fn watch(&self, id: &str, function: &dyn HostFunction) -> Result<(), VfioError> {
+        for notice in [HostNotice::Failed, HostNotice::WantedBack] {
+            let failed = |source| VfioError::Io { what: "make an eventfd for notices", source };
+            let event = new_event().map_err(failed)?;
+            // SAFETY: the eventfd is open for as long as `event` lives, which is beyond the call.
+            let borrowed = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
+            if function.connect_notice(notice, borrowed)? {
+                let source = Source { id: id.to_owned(), notice, event };
+                self.shared.add(source).map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Listens to a function no more.
+    pub fn forget(&self, id: &str) {
+        let mut sources = lock(&self.shared.sources);
+        sources.by_token.retain(|_, source| {
+            let stays = source.id != id;
+            if !stays {
+                let (fd, none) = (source.event.as_raw_fd(), EpollEvent::default());
+                // An event that is closed next is of no use to anybody.
+                let _ = self.shared.epoll.ctl(ControlOperation::Delete, fd, none);
+            }
+            stays
+        });
+    }
+}
+
+impl Drop for Notices {
+    fn drop(&mut self) {
+        // A full counter wakes as well.
+        let _ = self.shared.stop.write(1);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn add(&self, source: Source) -> io::Result<()> {
+        let mut sources = lock(&self.sources);
+        sources.last_token += 1;
+        let token = sources.last_token;
+        let event = EpollEvent::new(EventSet::IN, token);
+        self.epoll.ctl(ControlOperation::Add, source.event.as_raw_fd(), event)?;
+        sources.by_token.insert(token, source);
+        Ok(())
+    }
+
+    fn listen(&self, on_notice: &OnNotice) {
+        let mut ready = [EpollEvent::default(); 8];
+        loop {
+            let count = match self.epoll.wait(-1, &mut ready) {
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    warn!("the host's notices on passed-through devices are not heard: {error}");
+                    return;
+                }
+            };
+            for token in ready.iter().take(count).map(EpollEvent::data) {
+                if token == STOP {
+                    return;
+                }
+                if let Some((id, notice)) = self.take(token) {
+                    on_notice(&id, notice);
+                }
+            }
+        }
+    }
+
+    /// What an event stands for, unless nobody listens to it any more.
+    fn take(&self, token: u64) -> Option<(String, HostNotice)> {
+        let sources = lock(&self.sources);
+        let source = sources.by_token.get(&token)?;
+        source.event.read().ok()?;
+        Some((source.id.clone(), source.notice))
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::super::fakes::FakeFunction;
+    use super::super::gate::DmaGate;
+    use super::*;
+
+    /// Longer than anything here takes.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    fn rig() -> (Notices, mpsc::Receiver<(String, HostNotice)>) {
+        let (told, heard) = mpsc::channel();
+        let on_notice =
+            Box::new(move |id: &str, notice| told.send((id.to_owned(), notice)).unwrap());
+        (Notices::start(on_notice).unwrap(), heard)
+    }
+
+    fn function() -> Arc<FakeFunction> {
+        FakeFunction::new(FakeFunction::config(), Arc::new(DmaGate::default())).unwrap()
+    }
+
+    #[test]
+    fn each_function_is_heard_by_its_name() {
+        let (notices, heard) = rig();
+        let (gpu, nic) = (function(), function());
+        notices.watch("gpu", gpu.as_ref()).unwrap();
+        notices.watch("nic", nic.as_ref()).unwrap();
+        assert!(nic.tell(HostNotice::WantedBack));
+        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("nic".into(), HostNotice::WantedBack));
+        assert!(gpu.tell(HostNotice::Failed));
+        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("gpu".into(), HostNotice::Failed));
+        // The host asks again until it has it.
+        assert!(nic.tell(HostNotice::WantedBack));
+        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("nic".into(), HostNotice::WantedBack));
+    }
+
+    #[test]
+    fn a_function_that_is_forgotten_is_not_heard() {
+        let (notices, heard) = rig();
+        let (gpu, nic) = (function(), function());
+        notices.watch("gpu", gpu.as_ref()).unwrap();
+        notices.watch("nic", nic.as_ref()).unwrap();
+        notices.forget("gpu");
+        gpu.tell(HostNotice::Failed);
+        nic.tell(HostNotice::Failed);
+        assert_eq!(heard.recv_timeout(PATIENCE).unwrap().0, "nic");
+        drop(notices);
+        assert!(heard.try_recv().is_err(), "and the thread has ended");
+    }
+
+    #[test]
+    fn a_function_with_nothing_to_tell_is_no_failure() {
+        let (notices, _heard) = rig();
+        let silent = function();
+        silent.be_silent();
+        notices.watch("old", silent.as_ref()).unwrap();
+        assert!(!silent.tell(HostNotice::Failed));
+    }
+}

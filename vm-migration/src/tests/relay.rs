@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A peer between a source and a destination that reads along, and does harm or mischief.
+//!
+//! Owns the frames of the first connection; all others are passed on byte by byte.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::loopback;
+use crate::layout::to_usize;
+use crate::protocol::codec::ByteSource as _;
+use crate::protocol::message::Command;
+use crate::transport::{Connection, Listener, Reader, TransportError};
+use crate::{Address, Cancel};
+
+/// Command, six bytes of its own, and the length of what follows.
+const HEADER_BYTES: usize = 16;
+
+/// Where the relay acts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Point {
+    /// Instead of passing the message on.
+    Message,
+    /// Instead of passing its answer on.
+    Answer,
+}
+
+/// What it does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Act {
+    Close,
+    Rubbish,
+    Stall,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cut {
+    pub at: Command,
+    pub point: Point,
+    pub act: Act,
+}
+
+/// What a relay does beside passing on.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Rule {
+    Nothing,
+    Cut(Cut),
+    /// Both sides hear from each other that the other does not know this feature.
+    Without(&'static str),
+}
+
+/// One frame: header and payload, behind a table of Memory the contents, and what came with it.
+type Frame = (Vec<u8>, Option<OwnedFd>);
+
+/// The relay's end of a connection.
+struct End {
+    connection: Arc<Connection>,
+    reader: Reader,
+}
+
+impl End {
+    fn new(connection: Connection) -> Self {
+        let connection = Arc::new(connection);
+        let mut reader = Reader::new(Arc::clone(&connection));
+        reader.welcome_descriptors(true);
+        Self { connection, reader }
+    }
+
+    fn frame(&mut self) -> Result<Frame, TransportError> {
+        let mut bytes = Vec::new();
+        self.more(HEADER_BYTES as u64, &mut bytes)?;
+        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
+        let code = u16::from_le_bytes([bytes[0], bytes[1]]);
+        let payload = word(&bytes[8..]);
+        self.more(payload, &mut bytes)?;
+        if code == Command::Memory.code() {
+            let contents =
+                bytes[HEADER_BYTES..].chunks_exact(16).map(|entry| word(&entry[8..])).sum();
+            self.more(contents, &mut bytes)?;
+        }
+        if code == Command::MemoryZstd.code() {
+            let frame = u32::from_le_bytes(bytes[2..6].try_into().unwrap());
+            self.more(frame.into(), &mut bytes)?;
+        }
+        Ok((bytes, self.reader.take_descriptor()))
+    }
+
+    fn more(&mut self, count: u64, bytes: &mut Vec<u8>) -> Result<(), TransportError> {
+        let start = bytes.len();
+        bytes.resize(start + to_usize(count), 0);
+        self.reader.read_exact(&mut bytes[start..])
+    }
+
+    fn pass(&self, (bytes, descriptor): &Frame) -> Result<(), TransportError> {
+        match descriptor {
+            Some(descriptor) => self.connection.send_with_descriptor(bytes, descriptor.as_fd()),
+            None => self.connection.send(bytes),
+        }
+    }
+}
+
+/// Passes the first connection on frame by frame, all others byte by byte.
+pub(super) struct Relay {
+    pub address: Address,
+    pub seen: Arc<Mutex<Vec<Command>>>,
+    /// Ends the wait for further connections.
+    cancel: Cancel,
+    /// Dropping it ends a stall.
+    _end: Sender<()>,
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+    }
+}
+
+/// Longer than any case.
+const FOR_EVER: Duration = Duration::from_hours(1);
+
+impl Relay {
+    pub fn start(to: &Address, rule: Rule) -> Self {
+        let at = match to {
+            Address::Tcp { .. } => loopback(),
+            Address::Unix(path) => Address::Unix(path.with_extension("relay")),
+        };
+        let listener = Listener::bind(&at).unwrap();
+        let address = listener.address().clone();
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let (end, ended) = channel();
+        let (record, to) = (Arc::clone(&seen), to.clone());
+        let cancel = Cancel::new().unwrap();
+        let until = cancel.clone();
+        std::thread::spawn(move || {
+            // What is passed on ends with its connections.
+            let never = Cancel::new().unwrap();
+            let connect = || Connection::connect(&to, &never, FOR_EVER, FOR_EVER);
+            let accept = || {
+                let connection = listener.accept(&until, None, FOR_EVER)?;
+                connection.set_cancel(&never);
+                Ok::<_, TransportError>(connection)
+            };
+            let Ok(source) = accept() else { return };
+            let Ok(destination) = connect() else { return };
+            let (source, destination) = (End::new(source), End::new(destination));
+            std::thread::spawn(move || {
+                let ends = [&source, &destination].map(|end| Arc::clone(&end.connection));
+                let _ = relay_control(source, destination, rule, &record, &ended);
+                for end in ends {
+                    end.shut_down();
+                }
+            });
+            while let Ok(source) = accept() {
+                let Ok(destination) = connect() else { return };
+                copy_both(source, destination);
+            }
+        });
+        Self { address, seen, cancel, _end: end }
+    }
+}
+
+fn copy_both(one: Connection, other: Connection) {
+    let (one, other) = (Arc::new(one), Arc::new(other));
+    for (from, to) in [(&one, &other), (&other, &one)] {
+        let (from, to) = (Arc::clone(from), Arc::clone(to));
+        std::thread::spawn(move || {
+            let mut bytes = vec![0; 1 << 16];
+            while let Ok(count) = from.receive_some(&mut bytes) {
+                if to.send(&bytes[..count]).is_err() {
+                    break;
+                }
+            }
+            from.shut_down();
+            to.shut_down();
+        });
+    }
+}
+
+fn relay_control(
+    mut source: End,
+    mut destination: End,
+    rule: Rule,
+    seen: &Mutex<Vec<Command>>,
+    ended: &Receiver<()>,
+) -> Result<(), TransportError> {
+    // After Confirm the destination is the one that speaks.
+    let (mut speaker, mut listener) = (&mut source, &mut destination);
+    let cut = if let Rule::Cut(cut) = rule { Some(cut) } else { None };
+    loop {
+        let mut message = speaker.frame()?;
+        let code = u16::from_le_bytes([message.0[0], message.0[1]]);
+        let command = Command::from_code(code).unwrap();
+        let first = !seen.lock().unwrap().contains(&command);
+        seen.lock().unwrap().push(command);
+        let here = |point| cut.filter(|cut| first && cut.at == command && cut.point == point);
+        if let Some(cut) = here(Point::Message) {
+            return act(cut.act, listener, ended);
+        }
+        forget(rule, command, &mut message.0);
+        listener.pass(&message)?;
+        if command == Command::Abandon {
+            return Ok(());
+        }
+        let mut answer = listener.frame()?;
+        forget(rule, command, &mut answer.0);
+        if let Some(cut) = here(Point::Answer) {
+            return act(cut.act, speaker, ended);
+        }
+        speaker.pass(&answer)?;
+        if command == Command::Confirm {
+            (speaker, listener) = (listener, speaker);
+        }
+    }
+}
+
+/// Takes the feature out of what the sides tell each other of themselves.
+fn forget(rule: Rule, command: Command, bytes: &mut Vec<u8>) {
+    let (Rule::Without(feature), Command::Capabilities) = (rule, command) else { return };
+    // A refusal is no document.
+    let Ok(mut document) = serde_json::from_slice::<serde_json::Value>(&bytes[HEADER_BYTES..])
+    else {
+        return;
+    };
+    let features = document["features"].as_array_mut().unwrap();
+    features.retain(|known| known != feature);
+    bytes.truncate(HEADER_BYTES);
+    bytes.extend(serde_json::to_vec(&document).unwrap());
+    let payload = (bytes.len() - HEADER_BYTES) as u64;
+    bytes[8..HEADER_BYTES].copy_from_slice(&payload.to_le_bytes());
+}
+
+fn act(act: Act, victim: &mut End, ended: &Receiver<()>) -> Result<(), TransportError> {
+    match act {
+        Act::Close => {}
+        Act::Rubbish => {
+            victim.connection.send(&[0xee; 64])?;
+            // The victim has seen it when it says so or leaves.
+            let _ = victim.reader.read_exact(&mut [0; 1]);
+        }
+        Act::Stall => {
+            let _ = ended.recv();
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Devices that are added to a configuration and taken out of it again.
+//!
+//! Owns the bodies of `vm.remove-device` and what it means for a whole configuration that a device
+//! comes or goes. It must never look at the host.
+
+use super::codec::JsonOnly;
+use super::error::ConfigError;
+use super::family::option_family;
+use super::{DeviceConfig, DiskConfig, NetConfig, VmConfig};
+
+option_family! {
+    /// The device that is to go.
+    VmRemoveDevice "remove-device" {
+        /// Its name.
+        id: String = String::new(), "" as JsonOnly;
+    }
+}
+
+/// A device that is to be added.
+#[derive(Clone, Debug, PartialEq)]
+pub enum NewDevice {
+    /// A passed-through device.
+    Host(DeviceConfig),
+    /// A disk.
+    Disk(DiskConfig),
+    /// A network device.
+    Net(NetConfig),
+}
+
+impl NewDevice {
+    /// Its name, once it is complete.
+    pub fn id(&self) -> &str {
+        let id = match self {
+            Self::Host(device) => &device.id,
+            Self::Disk(disk) => &disk.id,
+            Self::Net(net) => &net.id,
+        };
+        id.as_deref().unwrap_or_default()
+    }
+
+    /// `config` with the device, and the device with everything that was filled in.
+    ///
+    /// # Errors
+    /// A rule that it breaks, by itself or beside what is there.
+    pub fn add_to(self, config: &VmConfig) -> Result<(VmConfig, Self), ConfigError> {
+        let mut config = config.clone();
+        match &self {
+            Self::Host(device) => config.devices.get_or_insert_default().push(device.clone()),
+            Self::Disk(disk) => config.disks.get_or_insert_default().push(disk.clone()),
+            Self::Net(net) => {
+                if net.fds.as_ref().is_some_and(|fds| !fds.0.is_empty()) {
+                    return Err(ConfigError::Unsupported { names: vec!["fds".to_owned()] });
+                }
+                config.net.get_or_insert_default().push(net.clone());
+            }
+        }
+        let config = config.complete()?;
+        let last = match &self {
+            Self::Host(_) => config.devices.iter().flatten().last().cloned().map(Self::Host),
+            Self::Disk(_) => config.disks.iter().flatten().last().cloned().map(Self::Disk),
+            Self::Net(_) => config.net.iter().flatten().last().cloned().map(Self::Net),
+        };
+        Ok((config, last.unwrap_or(self)))
+    }
+}
+
+/// A list without the elements that are meant; whether there was one.
+fn take_out<T>(list: &mut Option<Vec<T>>, is_meant: impl Fn(&T) -> bool) -> bool {
+    let Some(elements) = list else { return false };
+    let before = elements.len();
+    elements.retain(|element| !is_meant(element));
+    let found = elements.len() != before;
+    if elements.is_empty() {
+        *list = None;
+    }
+    found
+}
+
+impl VmConfig {
+    /// The configuration without a device; nothing if it has no such device that can go.
+    #[must_use]
+    pub fn without(&self, id: &str) -> Option<Self> {
+        let mut config = self.clone();
+        let is = |other: &Option<String>| other.as_deref() == Some(id);
+        let found = take_out(&mut config.devices, |device| is(&device.id))
+            | take_out(&mut config.disks, |disk| is(&disk.id))
+            | take_out(&mut config.net, |net| is(&net.id));
+        found.then_some(config)
+    }
+
+    /// Lets a device ask for the PCI device number that it has.
+    pub fn set_pci_device_id(&mut self, id: &str, number: u8) {
+        let disks = self.disks.iter_mut().flatten().map(|disk| (&disk.id, &mut disk.pci_device_id));
+        let nets = self.net.iter_mut().flatten().map(|net| (&net.id, &mut net.pci_device_id));
+        let devices = self.devices.iter_mut().flatten();
+        let devices = devices.map(|device| (&device.id, &mut device.pci_device_id));
+        let balloon = self.balloon.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
+        let others = [
+            (&self.console.id, &mut self.console.pci_device_id),
+            (&self.rng.id, &mut self.rng.pci_device_id),
+        ];
+        for (other, wish) in disks.chain(nets).chain(devices).chain(balloon).chain(others) {
+            if other.as_deref() == Some(id) {
+                *wish = Some(number);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    fn config() -> VmConfig {
+        let json = serde_json::json!({
+            "payload": {"kernel": "/k"},
+            "disks": [{"path": "/a"}, {"path": "/b", "id": "data"}],
+            "balloon": {"size": 0},
+        });
+        serde_json::from_value::<VmConfig>(json).unwrap().complete().unwrap()
+    }
+
+    fn disk(json: serde_json::Value) -> NewDevice {
+        NewDevice::Disk(serde_json::from_value(json).unwrap())
+    }
+
+    fn host(json: serde_json::Value) -> NewDevice {
+        NewDevice::Host(serde_json::from_value(json).unwrap())
+    }
+
+    #[test]
+    fn what_is_added_is_complete_and_can_be_taken_out_again() {
+        let before = config();
+        let (config, added) = disk(serde_json::json!({"path": "/c"})).add_to(&before).unwrap();
+        assert!(!added.id().is_empty());
+        assert_eq!(config.disks.as_ref().unwrap().len(), 3);
+        assert_eq!(config.without(added.id()).unwrap(), before);
+        let device = host(serde_json::json!({"path": "/sys/d", "id": "gpu"}));
+        let (config, added) = device.add_to(&before).unwrap();
+        assert_eq!(added.id(), "gpu");
+        assert_eq!(config.without("gpu").unwrap(), before, "no empty list stays");
+    }
+
+    #[test]
+    fn names_places_and_hosts_devices_are_given_once() {
+        let (config, _) = host(serde_json::json!({"path": "/sys/d", "pci_device_id": 9}))
+            .add_to(&config())
+            .unwrap();
+        let refused = |device: NewDevice| device.add_to(&config).unwrap_err();
+        let error = refused(disk(serde_json::json!({"path": "/c", "id": "data"})));
+        assert_eq!(error, ConfigError::DuplicateId { id: "data".into() });
+        let error = refused(disk(serde_json::json!({"path": "/c", "pci_device_id": 9})));
+        assert_eq!(error, ConfigError::DuplicateSlot { slot: 9 });
+        let error = refused(host(serde_json::json!({"path": "/sys/d"})));
+        assert_eq!(error, ConfigError::DuplicatePath { path: "/sys/d".into() });
+        assert!(matches!(refused(host(serde_json::json!({}))), ConfigError::Device { .. }));
+    }
+
+    #[test]
+    fn numbers_stay_whoever_goes() {
+        let mut config = config();
+        for (id, number) in [("data", 4), ("__console", 1), ("__rng", 5), ("__balloon", 6)] {
+            config.set_pci_device_id(id, number);
+        }
+        assert_eq!(config.disks.as_ref().unwrap()[1].pci_device_id, Some(4));
+        assert_eq!(config.disks.as_ref().unwrap()[0].pci_device_id, None);
+        assert_eq!(config.rng.pci_device_id, Some(5));
+        assert_eq!(config.console.pci_device_id, Some(1));
+        assert_eq!(config.balloon.as_ref().unwrap().pci_device_id, Some(6));
+        assert!(config.clone().complete().is_ok());
+        assert_eq!(config.without("__rng"), None);
+        assert_eq!(config.without("nobody"), None);
+    }
+}

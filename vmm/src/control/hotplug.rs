@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! `vm.add-device`, `vm.add-disk`, `vm.add-net` and `vm.remove-device`.
+//!
+//! Owns their answers: before the guest runs they change what it will have, afterwards what it has.
+
+use super::{Vm, Vmm};
+use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, PciDeviceInfo};
+use crate::config::{ConfigError, NewDevice, VmConfig};
+use crate::machine::RemoveError;
+
+fn refused(error: &ConfigError) -> ApiError {
+    let kind = match error {
+        ConfigError::DuplicateId { .. }
+        | ConfigError::DuplicateSlot { .. }
+        | ConfigError::DuplicatePath { .. } => ApiErrorKind::Conflict,
+        _ => ApiErrorKind::BadConfig,
+    };
+    ApiError::from_error(kind, error)
+}
+
+fn with(device: NewDevice, config: &VmConfig) -> Result<(VmConfig, NewDevice), ApiError> {
+    device.add_to(config).map_err(|error| refused(&error))
+}
+
+impl Vmm {
+    /// Adds a device.
+    pub(super) fn add_device(&mut self, device: NewDevice) -> ApiResult {
+        if let Vm::Idle(config) = &mut self.vm {
+            **config = with(device, config)?.0;
+            return Ok(ApiReply::Empty);
+        }
+        self.machine_mut()?;
+        self.refuse_while_memory_arrives("given devices")?;
+        let machine = self.machine_mut()?;
+        let (config, device) = with(device, machine.config())?;
+        let bdf = machine
+            .add_device(&device, config)
+            .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
+        let (id, bdf) = (device.id().to_owned(), bdf.to_string());
+        Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
+    }
+
+    /// `vm.remove-device`.
+    pub(super) fn remove_device(&mut self, id: &str) -> Result<(), ApiError> {
+        let refused = |error: &RemoveError| {
+            let kind = match error {
+                RemoveError::Unknown(_) => ApiErrorKind::NotFound,
+                RemoveError::Fixed(_) => ApiErrorKind::BadRequest,
+            };
+            ApiError::from_error(kind, error)
+        };
+        if let Vm::Idle(config) = &mut self.vm {
+            let without = config.without(id);
+            let unknown = || refused(&RemoveError::Unknown(id.to_owned()));
+            **config = without.ok_or_else(unknown)?;
+            return Ok(());
+        }
+        self.machine_mut()?.ask_to_remove(id).map_err(|error| refused(&error))
+    }
+
+    /// The guest has let go of devices.
+    pub(super) fn devices_ejected(&mut self) {
+        if let Vm::Live(machine) = &mut self.vm {
+            machine.take_ejected();
+        }
+    }
+}

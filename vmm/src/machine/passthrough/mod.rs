@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Wiring of passed-through devices, and of guest memory into the IOMMU.
+//!
+//! Owns the devices and the pipeline that maps memory for them, from the moment the devices are open
+//! until the machine ends. Tells the event monitor how mapping ended, and takes the devices from the
+//! guest if it failed.
+
+mod notices;
+mod slots;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use arch::acpi::IntxRoute;
+use arch::layout;
+use hypervisor::irq::IrqError;
+use memory::{DiscardBan, GuestRam};
+use pci::vfio::{
+    DmaGate, DmaTarget as _, GuestRamPopulator, IntxLine, Notices, PinError, PinProgress, PinState,
+    Pinning, Type1Container, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+};
+use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
+use thiserror::Error;
+
+use super::events::EventSink;
+use super::virtio::Sockets;
+use crate::config::{DeviceConfig, PinMode, VmConfig};
+use crate::events;
+use slots::KvmBarSlots;
+
+/// Lines of the I/O APIC that no fixed device has.
+const INTX_LINES: u32 = layout::FIRST_MSI_GSI - layout::FIRST_FREE_GSI;
+
+/// Why a machine lacks a passed-through device.
+#[derive(Debug, Error)]
+pub enum PassthroughError {
+    /// VFIO.
+    #[error("cannot pass devices through")]
+    Vfio(#[source] VfioError),
+    /// One device.
+    #[error("cannot pass through '{id}' ({})", path.display())]
+    Device {
+        /// Its id.
+        id: String,
+        /// Where it was looked for.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: VfioError,
+    },
+    /// Its interrupt line.
+    #[error("cannot give '{id}' an interrupt line")]
+    Line {
+        /// Its id.
+        id: String,
+        /// Why.
+        #[source]
+        source: IrqError,
+    },
+    /// The bus.
+    #[error("cannot give '{id}' a place on the PCI bus")]
+    Bus {
+        /// Its id.
+        id: String,
+        /// Why.
+        #[source]
+        source: PciError,
+    },
+    /// Memory for DMA.
+    #[error("cannot make guest memory ready for DMA")]
+    Pin(#[from] PinError),
+    /// It was not, so no device is of use.
+    #[error(
+        "guest memory could not be made ready for DMA ({0}); remove the passed-through devices that \
+         the VM has, then add them again"
+    )]
+    MemoryFailed(Arc<str>),
+    /// A migration or a snapshot.
+    #[error(
+        "the VM has passed-through devices ({0}), and the state of their hardware cannot be moved: \
+         it can be neither migrated nor saved; start it without them for that"
+    )]
+    NotMovable(String),
+}
+
+/// Everybody who has to be told when memory cannot be mapped; devices come and go meanwhile. Held for
+/// an instant.
+type Roll = Arc<Mutex<Vec<Weak<VfioPciDevice>>>>;
+
+fn read(roll: &Mutex<Vec<Weak<VfioPciDevice>>>) -> MutexGuard<'_, Vec<Weak<VfioPciDevice>>> {
+    roll.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The passed-through devices of one machine.
+pub struct Passthrough {
+    /// Of the devices, from the first one on.
+    notices: Option<Notices>,
+    sink: EventSink,
+    /// Before the devices, so that nothing is mapped any more when the devices go.
+    pinning: Option<Pinning>,
+    devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
+    roll: Roll,
+    /// What the devices wait at; another one for the next after the last has gone.
+    gate: Arc<DmaGate>,
+    /// Made for the first device, and kept: KVM is told of VFIO once.
+    container: Option<Arc<Type1Container>>,
+    slots: Option<Arc<KvmBarSlots>>,
+    /// A device wants all memory mapped before the guest goes on.
+    strict: bool,
+    /// Last: what devices may write stays theirs until they are gone.
+    ban: Option<DiscardBan>,
+}
+
+/// The line of the I/O APIC for the interrupt pin of a device.
+fn line_of(number: DeviceNumber) -> u32 {
+    layout::FIRST_FREE_GSI + u32::from(number.get()) % INTX_LINES
+}
+
+/// Lines of the interrupt pins of all devices that there may ever be.
+pub fn routes() -> Vec<IntxRoute> {
+    (1..DEVICES_PER_BUS_COUNT)
+        .filter_map(|number| DeviceNumber::new(number).ok())
+        .map(|number| IntxRoute { device: number.get(), pin: 0, gsi: line_of(number) })
+        .collect()
+}
+
+impl Passthrough {
+    /// Refuses what would move a machine with passed-through devices.
+    ///
+    /// # Errors
+    /// Naming the devices.
+    pub fn refuse_move(config: &VmConfig) -> Result<(), PassthroughError> {
+        let ids: Vec<_> =
+            config.devices.iter().flatten().filter_map(|device| device.id.as_deref()).collect();
+        if ids.is_empty() { Ok(()) } else { Err(PassthroughError::NotMovable(ids.join(", "))) }
+    }
+
+    /// With passed-through devices no memory is given back to the host: they would go on writing
+    /// pages that the guest no longer has. To be called before a balloon is made, which then does
+    /// not offer what would not work.
+    pub fn ban_discards(config: &VmConfig, ram: &GuestRam) -> Option<DiscardBan> {
+        let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
+        has_devices.then(|| ban(ram))
+    }
+
+    /// Opens the devices and puts them on the bus.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn wire(
+        config: &VmConfig,
+        sockets: &Sockets<'_>,
+        ban: Option<DiscardBan>,
+        sink: EventSink,
+    ) -> Result<Self, PassthroughError> {
+        let mut this = Self {
+            notices: None,
+            sink,
+            pinning: None,
+            devices: Vec::new(),
+            roll: Roll::default(),
+            gate: Arc::default(),
+            container: None,
+            slots: None,
+            strict: false,
+            ban,
+        };
+        for config in config.devices.iter().flatten() {
+            this.plug(config, sockets)?;
+        }
+        Ok(this)
+    }
+
+    /// Adds a device to a machine that is there. The first one begins to map memory, whose guest may
+    /// run meanwhile.
+    ///
+    /// # Errors
+    /// Naming the device; everything is as before.
+    pub fn add(
+        &mut self,
+        config: &DeviceConfig,
+        sockets: &Sockets<'_>,
+    ) -> Result<Bdf, PassthroughError> {
+        if let Some(PinState::Failed(reason)) = self.progress().map(|progress| progress.state) {
+            return Err(PassthroughError::MemoryFailed(reason));
+        }
+        // Nothing is given back to the host from here on; what has been comes back.
+        self.ban.get_or_insert_with(|| ban(sockets.ram));
+        let added = self.plug(config, sockets).and_then(|bdf| {
+            let mapped = self.map_memory(sockets.ram);
+            mapped.inspect_err(|_| self.pull_out(bdf, sockets.segment)).map(|()| bdf)
+        });
+        self.strict = false;
+        self.forget_memory_without_devices();
+        added
+    }
+
+    fn plug(
+        &mut self,
+        config: &DeviceConfig,
+        sockets: &Sockets<'_>,
+    ) -> Result<Bdf, PassthroughError> {
+        let id = config.id.clone().unwrap_or_default();
+        let bus = |source| PassthroughError::Bus { id: id.clone(), source };
+        let wish = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
+        let number = sockets.segment.choose(wish, &id).map_err(bus)?;
+        let device = self.open(config, &id, number, sockets);
+        let added = device.and_then(|device| {
+            let on_bus: Arc<dyn PciDevice> = device.clone();
+            Ok((sockets.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device))
+        });
+        let (bdf, device) = added.inspect_err(|_| sockets.segment.release(number))?;
+        self.strict |= config.pin == PinMode::Strict;
+        read(&self.roll).push(Arc::downgrade(&device));
+        self.listen_to(&device);
+        self.devices.push((bdf, device));
+        Ok(bdf)
+    }
+
+    /// A device that cannot tell is of use all the same.
+    fn listen_to(&mut self, device: &VfioPciDevice) {
+        let id = device.id();
+        if self.notices.is_none() {
+            match notices::listen(Arc::clone(&self.roll), Arc::clone(&self.sink)) {
+                Ok(notices) => self.notices = Some(notices),
+                Err(error) => log::warn!("nobody hears if device '{id}' fails: {error}"),
+            }
+        }
+        if let Some(notices) = &self.notices
+            && let Err(error) = device.report_to(notices)
+        {
+            log::warn!("nobody hears if device '{id}' fails: {error}");
+        }
+    }
+
+    fn open(
+        &mut self,
+        config: &DeviceConfig,
+        id: &str,
+        number: DeviceNumber,
+        sockets: &Sockets<'_>,
+    ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
+        let container = if let Some(container) = &self.container {
+            Arc::clone(container)
+        } else {
+            let container = Type1Container::new(sockets.vm, Arc::clone(sockets.ram))
+                .map_err(PassthroughError::Vfio)?;
+            Arc::clone(self.container.insert(Arc::new(container)))
+        };
+        let slots =
+            self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(sockets.vm.clone())));
+        let path = config.path.clone().unwrap_or_default();
+        let failed =
+            |source| PassthroughError::Device { id: id.to_owned(), path: path.clone(), source };
+        let function = VfioFunction::open(id, &path, &container).map_err(failed)?;
+        let line = sockets
+            .vm
+            .create_level_line(line_of(number))
+            .map_err(|source| PassthroughError::Line { id: id.to_owned(), source })?;
+        let trapped = config.x_exclude_mmap_bars.iter();
+        let wiring = VfioWiring {
+            msi_source: sockets.vm,
+            slots: slots.clone(),
+            gate: Arc::clone(&self.gate),
+            intx: Some(Box::new(line) as Box<dyn IntxLine>),
+            trapped_bars: trapped.filter_map(|bar| u8::try_from(*bar).ok()).collect(),
+        };
+        let device = VfioPciDevice::new(id.to_owned(), Arc::new(function), wiring);
+        device.map(Arc::new).map_err(failed)
+    }
+
+    /// Begins to map memory if there are devices and it is not being mapped, and waits for it if a
+    /// device asks for that. Comes last before the vCPUs are started: what happens before would have
+    /// to share the processors and the process's memory map with the threads that populate.
+    ///
+    /// # Errors
+    /// A limit that is too low, or memory cannot be mapped.
+    pub fn map_memory(&mut self, ram: &Arc<GuestRam>) -> Result<(), PassthroughError> {
+        let Some(container) = self.container.as_ref().filter(|_| !self.devices.is_empty()) else {
+            return Ok(());
+        };
+        let pinning = match &mut self.pinning {
+            Some(pinning) => pinning,
+            none => {
+                let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
+                let (total_bytes, roll) = (ram.total_bytes(), Arc::clone(&self.roll));
+                let on_end = Box::new(move |state: &PinState| tell(state, total_bytes, &roll));
+                let (target, gate) = (Arc::clone(container), Arc::clone(&self.gate));
+                none.insert(Pinning::start(target, populator, gate, on_end)?)
+            }
+        };
+        if self.strict {
+            pinning.wait()?;
+            // Somebody else may have waited before.
+            if let PinState::Failed(reason) = pinning.progress().state {
+                return Err(PassthroughError::MemoryFailed(reason));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the device at `bdf` from the guest and gives it back to the host; with the last one
+    /// memory is unmapped. Returns its id.
+    pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
+        let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();
+        self.pull_out(bdf, segment);
+        self.forget_memory_without_devices();
+        Some(id)
+    }
+
+    fn pull_out(&mut self, bdf: Bdf, segment: &PciSegment) {
+        let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
+        let (_, device) = self.devices.remove(at);
+        if let Ok(number) = DeviceNumber::new(bdf.device()) {
+            segment.remove_device(number);
+        }
+        if let Some(notices) = &self.notices {
+            notices.forget(device.id());
+        }
+        device.disarm();
+        if self.devices.is_empty() {
+            // Turns a vCPU away that waits for memory, and ends what maps it.
+            self.pinning = None;
+            if let Some(container) = &self.container {
+                container.unmap_all();
+            }
+        }
+        // The group goes back with the device, which no mapping may need any more.
+        drop(device);
+        read(&self.roll).retain(|device| device.strong_count() > 0);
+    }
+
+    /// Without devices all is as if there had never been one.
+    fn forget_memory_without_devices(&mut self) {
+        if self.devices.is_empty() {
+            self.gate = Arc::default();
+            self.ban = None;
+        }
+    }
+
+    /// Lets every vCPU go that waits for memory.
+    pub fn cancel(&self) {
+        if let Some(pinning) = &self.pinning {
+            pinning.cancel();
+        }
+    }
+
+    /// How far memory is; `None` without devices.
+    pub fn progress(&self) -> Option<PinProgress> {
+        self.pinning.as_ref().map(Pinning::progress)
+    }
+
+    /// The devices and where they sit.
+    pub fn devices(&self) -> &[(Bdf, Arc<VfioPciDevice>)] {
+        &self.devices
+    }
+
+    /// When each device's driver asked for DMA, and how long it waited, in microseconds.
+    pub fn counters(
+        &self,
+        clock_us: impl Fn(Instant) -> u64,
+    ) -> BTreeMap<String, BTreeMap<String, u64>> {
+        let of_device = |device: &VfioPciDevice| {
+            let times = device.bus_master_times();
+            let mut counters = BTreeMap::new();
+            if let Some(asked) = times.asked {
+                counters.insert("bus_master_asked_monotonic_us".to_owned(), clock_us(asked));
+            }
+            if let (Some(asked), Some(granted)) = (times.asked, times.granted) {
+                let waited = granted.saturating_duration_since(asked).as_micros();
+                let waited = u64::try_from(waited).unwrap_or(u64::MAX);
+                counters.insert("bus_master_waited_us".to_owned(), waited);
+            }
+            counters.insert("lost".to_owned(), u64::from(device.is_lost()));
+            counters
+        };
+        self.devices.iter().map(|(_, device)| (device.id().to_owned(), of_device(device))).collect()
+    }
+}
+
+fn ban(ram: &GuestRam) -> DiscardBan {
+    ram.ban_discards("passed-through devices may write all guest memory")
+}
+
+/// Tells how mapping ended, and takes the devices from the guest if it failed.
+fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Vec<Weak<VfioPciDevice>>>) {
+    let bytes = total_bytes.to_string();
+    match state {
+        PinState::Pinning => {}
+        PinState::Pinned(took) => {
+            let took_ms = took.as_millis().to_string();
+            log::info!(
+                "{} MiB of guest memory are mapped for DMA after {took_ms} ms",
+                total_bytes >> 20
+            );
+            events::emit("vm", "passthrough-pinned", &[("bytes", &bytes), ("took_ms", &took_ms)]);
+        }
+        PinState::Failed(reason) => {
+            log::error!("passed-through devices are taken from the guest: {reason}");
+            events::emit("vm", "passthrough-failed", &[("error", reason)]);
+            let devices: Vec<_> = read(roll).iter().filter_map(Weak::upgrade).collect();
+            for device in devices {
+                device.lose();
+                let lost = [("id", device.id()), ("error", reason.as_ref())];
+                events::emit("vm", "passthrough-device-lost", &lost);
+            }
+        }
+    }
+}

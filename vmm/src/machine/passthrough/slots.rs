@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! BARs of passed-through devices as memory slots of KVM.
+//!
+//! Owns the numbers of these slots. Never touches what is behind them.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use hypervisor::{SlotConfig, Vm};
+use pci::MapError;
+use pci::vfio::{BarMapping, BarSlots};
+
+/// Numbers of memory slots from here on are for BARs; those below are for RAM.
+const FIRST_BAR_SLOT: u32 = 1024;
+
+/// BARs as memory slots of KVM.
+pub struct KvmBarSlots {
+    vm: Vm,
+    /// Numbers in use; held for an instant.
+    taken: Mutex<BTreeSet<u32>>,
+}
+
+impl KvmBarSlots {
+    /// Slots of `vm`.
+    pub fn new(vm: Vm) -> Self {
+        Self { vm, taken: Mutex::default() }
+    }
+
+    fn take(&self) -> u32 {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = (FIRST_BAR_SLOT..u32::MAX).find(|number| !taken.contains(number));
+        let number = free.unwrap_or(u32::MAX);
+        taken.insert(number);
+        number
+    }
+
+    fn give_back(&self, number: u32) {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
+    }
+}
+
+impl BarSlots for KvmBarSlots {
+    fn map(&self, gpa: u64, memory: &Arc<BarMapping>) -> Result<u32, MapError> {
+        let slot = self.take();
+        let config = SlotConfig {
+            slot,
+            gpa,
+            hva: memory.host_addr(),
+            len_bytes: memory.len_bytes(),
+            log_dirty: false,
+            readonly: false,
+        };
+        // SAFETY: the mapping is `len_bytes` long and stays until it is dropped, of which the slot
+        // holds a share; nothing in this process reads or writes it.
+        let made = unsafe { self.vm.set_memory_slot(config, Arc::<BarMapping>::clone(memory)) };
+        made.map_err(|error| {
+            self.give_back(slot);
+            MapError { source: Box::new(error) }
+        })?;
+        Ok(slot)
+    }
+
+    fn unmap(&self, slot: u32) -> Result<(), MapError> {
+        self.vm.remove_memory_slot(slot).map_err(|error| MapError { source: Box::new(error) })?;
+        self.give_back(slot);
+        Ok(())
+    }
+}
