@@ -192,7 +192,7 @@ fn reset(row: Row) {
     if is_late(row) {
         crash(&destination);
         wait_for("the log", || {
-            destination.output().contains("the guest ends or reboots").then_some(())
+            destination.output().contains("waits until its last page is here").then_some(())
         });
         relay.release();
         assert!(reception.finish().status.success(), "{}", destination.output());
