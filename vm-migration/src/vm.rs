@@ -48,20 +48,6 @@ pub trait DirtyLog: Send + Sync {
         pages: Range<u64>,
         words: &mut [u64],
     ) -> Result<(), VmError>;
-
-    /// Which of `pages` the guest has written since they were last collected, as far as that can be
-    /// said without clearing anything: a later round reports them all the same. The form is that of
-    /// [`collect_and_clear`](Self::collect_and_clear). It may cost as much as looking at the whole
-    /// region.
-    ///
-    /// # Errors
-    /// What the host reports.
-    fn written_since(
-        &self,
-        region: usize,
-        pages: Range<u64>,
-        words: &mut [u64],
-    ) -> Result<(), VmError>;
 }
 
 /// Keeps vCPUs out of the guest for a share of the time. Dropping it lets them run freely.

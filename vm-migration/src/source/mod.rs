@@ -23,8 +23,6 @@ mod announce;
 mod convergence;
 mod handover;
 mod lane;
-mod line;
-mod lookahead;
 mod negotiate;
 mod precopy;
 mod round;

@@ -10,9 +10,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
-use super::line::{Line, Slice};
 use super::negotiate::{Links, Terms};
-use super::round::{Pass, RoundKind, clear_all, send_round};
+use super::round::{Line, Pass, RoundKind, Slice, clear_all, send_round};
 use super::{Context, Setback, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
@@ -376,7 +375,7 @@ fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<ClaimM
     let layout = memory.layout();
     let maps = empty_maps(layout);
     let mut words = Vec::new();
-    for Slice { region, first, pages, .. } in Line::new(layout).slices() {
+    for Slice { region, first, pages } in Line::new(layout).slices() {
         words.resize(to_usize(pages.div_ceil(64)), 0);
         log.collect_and_clear(region, first..first + pages, &mut words)
             .map_err(Cause::Vm)

@@ -6,16 +6,13 @@
 //! cursor, each as much as its pace allows. A slice's dirty bits are cleared and tracking re-armed
 //! **just before** that slice is copied: a page that is dirtied while it waits for its turn goes
 //! out once, and one dirtied after its copy goes out again in the next round. (With
-//! [`DirtyClear::Round`] all bits are cleared at the beginning, for comparison.) In the first round
-//! they are cleared some way ahead, and what the guest has written again by then is left to the
-//! second: see [`Lookahead`]. Holes are never read, so they stay holes.
+//! [`DirtyClear::Round`] all bits are cleared at the beginning, for comparison.) Holes are never
+//! read, so they stay holes.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::announce::{Announcer, full_blocks};
 use super::lane::{Lane, Record, UNIT_PAGES, UNITS_MAX};
-use super::line::{Line, Slice};
-use super::lookahead::Lookahead;
 use super::negotiate::Links;
 use super::precopy::Switch;
 use super::{Context, check_cancel};
@@ -39,6 +36,77 @@ pub(crate) enum RoundKind {
     First,
     /// All that were dirtied; one that became zero must become so over there.
     Dirty,
+}
+
+/// Some pages of one region, the first one a multiple of [`UNIT_PAGES`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Slice {
+    pub region: usize,
+    pub first: u64,
+    pub pages: u64,
+}
+
+/// All regions as one line of units, each region beginning with a unit of its own.
+#[derive(Debug)]
+pub(crate) struct Line {
+    /// Per region: its first unit, and its pages.
+    regions: Vec<(u64, u64)>,
+    units: u64,
+}
+
+impl Line {
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let mut units = 0;
+        let mut place = |pages: u64| {
+            let first = units;
+            units += pages.div_ceil(UNIT_PAGES);
+            (first, pages)
+        };
+        let regions = layout.regions().iter().map(|info| place(info.pages())).collect();
+        Self { regions, units }
+    }
+
+    fn region_at(&self, unit: u64) -> usize {
+        self.regions.partition_point(|(first, _)| *first <= unit).saturating_sub(1)
+    }
+
+    /// Units from `unit` to the end of its region.
+    fn left_in_region(&self, unit: u64) -> u64 {
+        let next = self.region_at(unit) + 1;
+        self.regions.get(next).map_or(self.units, |(first, _)| *first) - unit
+    }
+
+    /// The pages of units of one region.
+    fn slice(&self, units: &std::ops::Range<u64>) -> Slice {
+        let region = self.region_at(units.start);
+        let (region_first, region_pages) = self.regions[region];
+        let first = (units.start - region_first) * UNIT_PAGES;
+        let end = ((units.end - region_first) * UNIT_PAGES).min(region_pages);
+        Slice { region, first, pages: end - first }
+    }
+
+    /// All of it, in slices of the greatest length.
+    pub(crate) fn slices(&self) -> impl Iterator<Item = Slice> {
+        self.slices_of(0..self.units)
+    }
+
+    /// The same of some units.
+    fn slices_of(&self, units: std::ops::Range<u64>) -> impl Iterator<Item = Slice> {
+        let mut at = units.start;
+        std::iter::from_fn(move || {
+            let left = units.end.saturating_sub(at);
+            let count = UNITS_MAX.min(left).min(self.left_in_region(at));
+            let slice = (left > 0).then(|| self.slice(&(at..at + count)));
+            at += count;
+            slice
+        })
+    }
+
+    /// Claims the next slice of as many units as `wanted` says when so many are left.
+    fn claim(&self, cursor: &Cursor, wanted: impl Fn(u64) -> u64) -> Option<Slice> {
+        let units = cursor.claim(|start, left| wanted(left).min(self.left_in_region(start)))?;
+        Some(self.slice(&units))
+    }
 }
 
 /// What a round is, and what ends it early.
@@ -84,11 +152,9 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         log,
         kind,
         zero_flags: links.terms.zero_pages(),
-        cursor: Cursor::new(line.units()),
-        lookahead: lookahead(kind, &cleared, line.units()),
+        cursor: Cursor::new(line.units),
         line,
         cleared,
-        postponed: AtomicU64::new(0),
         failed: AtomicBool::new(false),
         switch,
         hints,
@@ -105,10 +171,6 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         let announcer = announce.then(Announcer::default);
         round.send_on(channels.zip(records).map(lane).collect(), announcer)
     };
-    let postponed = round.postponed.load(Ordering::Relaxed);
-    if postponed > 0 {
-        log::info!("{postponed} pages wait for the next round: the guest keeps writing them");
-    }
     let unsent = |bytes| Ok(Sent { bytes, unsent: round.unsent()? });
     sent.and_then(unsent).map_err(|failure| match failure.cause {
         // An extra connection that ended says less than the first one may have to say.
@@ -129,21 +191,12 @@ enum Cleared {
     Before,
 }
 
-/// Only a first round sends pages that nobody is known to have written, and so has something to gain.
-fn lookahead(kind: RoundKind, cleared: &Cleared, units: u64) -> Option<Lookahead> {
-    match (kind, cleared) {
-        (RoundKind::First, Cleared::BySlice) => Some(Lookahead::new(units)),
-        (RoundKind::First, Cleared::Before) => Some(Lookahead::cleared(units)),
-        _ => None,
-    }
-}
-
 /// Clears the dirty bits of all memory at once; returns them by region.
 pub(crate) fn clear_all(log: &impl DirtyLog, layout: &Layout) -> Result<Vec<Vec<u64>>, Failure> {
     let line = Line::new(layout);
     let words = |pages: u64| vec![0; to_usize(pages.div_ceil(64))];
     let mut all: Vec<_> = layout.regions().iter().map(|info| words(info.pages())).collect();
-    for Slice { region, first, pages, .. } in line.slices() {
+    for Slice { region, first, pages } in line.slices() {
         let words = to_usize(first / 64)..to_usize((first + pages).div_ceil(64));
         log.collect_and_clear(region, first..first + pages, &mut all[region][words])
             .map_err(Cause::Vm)
@@ -162,9 +215,6 @@ struct Round<'a, M, L> {
     /// Up to where the line is claimed.
     cursor: Cursor,
     cleared: Cleared,
-    lookahead: Option<Lookahead>,
-    /// Pages that it left to the next round.
-    postponed: AtomicU64,
     /// Pages that are left out.
     hints: Option<&'a dyn FreePageHints>,
     /// One of the senders failed; the others stop soon.
@@ -238,10 +288,7 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
             if self.switch.is_due() {
                 break;
             }
-            let slice = self.line.claim(&self.cursor, |start, left| {
-                let room = self.lookahead.as_ref().map_or(u64::MAX, |ahead| ahead.room(start));
-                lane.claim_units(left).min(room)
-            });
+            let slice = self.line.claim(&self.cursor, |left| lane.claim_units(left));
             let Some(slice) = slice.filter(|_| !self.failed.load(Ordering::Relaxed)) else { break };
             // A fast link never waits, and only waits look at the cancel.
             check_cancel(self.context.cancel, "sending memory")?;
@@ -258,10 +305,10 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
 
     /// Tells the destination what will come next, if it is time to.
     fn announce(&self, announcer: &mut Announcer, lane: &mut Lane<'_>) -> Result<(), Failure> {
-        while let Some(units) = announcer.due(self.cursor.reached(), self.line.units()) {
+        while let Some(units) = announcer.due(self.cursor.reached(), self.line.units) {
             let mut coming = Vec::new();
-            for slice in self.line.slices_of(units, UNITS_MAX) {
-                for run in self.wanted(slice, None)?.runs {
+            for slice in self.line.slices_of(units) {
+                for run in self.wanted(slice)?.0 {
                     for block in full_blocks(self.memory, slice.region, run) {
                         push(&mut coming, block);
                     }
@@ -278,10 +325,10 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
     /// that is populated, of others what was cleared before.
     fn unsent(&self) -> Result<Vec<PageRun>, Failure> {
         let mut unsent = Vec::new();
-        while let Some(slice) = self.line.claim(&self.cursor, |_, _| UNITS_MAX) {
-            let Slice { region, first, pages, .. } = slice;
+        while let Some(slice) = self.line.claim(&self.cursor, |_| UNITS_MAX) {
+            let Slice { region, first, pages } = slice;
             let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
-                (RoundKind::First, _) => self.wanted(slice, None)?.runs,
+                (RoundKind::First, _) => self.wanted(slice)?.0,
                 (RoundKind::Dirty, Cleared::BySlice | Cleared::Before) => Vec::new(),
                 (RoundKind::Dirty, Cleared::AtOnce(all)) => {
                     let start = to_usize(first / 64);
@@ -298,28 +345,27 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         Ok(unsent)
     }
 
-    /// What is populated of a slice, and neither known to be free nor among what has been `written`.
-    fn wanted(&self, slice: Slice, written: Option<&[u64]>) -> Result<Wanted, Failure> {
-        let Slice { region, first, pages, .. } = slice;
+    /// What is populated of a slice and not known to be free, as runs, and the number of pages that
+    /// are free.
+    fn wanted(&self, slice: Slice) -> Result<(Vec<(u64, u64)>, u64), Failure> {
+        let Slice { region, first, pages } = slice;
         let runs = self.memory.populated_runs(region, first..first + pages);
         let runs = runs.map_err(Cause::Memory).step("finding populated memory")?;
-        let written = written.filter(|words| words.iter().any(|word| *word != 0));
-        if self.hints.is_none() && written.is_none() {
-            let runs = runs.into_iter().map(|run| (run.start, run.end - run.start)).collect();
-            return Ok(Wanted { runs, ..Wanted::default() });
-        }
-        let mut wanted = vec![0_u64; to_usize(pages.div_ceil(64))];
+        let Some(hints) = self.hints else {
+            return Ok((runs.into_iter().map(|run| (run.start, run.end - run.start)).collect(), 0));
+        };
+        let mut free = vec![0; to_usize(pages.div_ceil(64))];
+        hints.free_words(region, first..first + pages, &mut free);
+        let mut populated = vec![0_u64; free.len()];
         for page in runs.into_iter().flatten().map(|page| page - first) {
-            wanted[to_usize(page / 64)] |= 1 << (page % 64);
+            populated[to_usize(page / 64)] |= 1 << (page % 64);
         }
-        let mut free = 0;
-        if let Some(hints) = self.hints {
-            let mut words = vec![0; wanted.len()];
-            hints.free_words(region, first..first + pages, &mut words);
-            free = leave_out(&mut wanted, &words);
+        let mut left_out = 0;
+        for (word, free) in populated.iter_mut().zip(free) {
+            left_out += u64::from((*word & free).count_ones());
+            *word &= !free;
         }
-        let postponed = written.map_or(0, |written| leave_out(&mut wanted, written));
-        Ok(Wanted { runs: word_runs(&wanted, first), free, postponed })
+        Ok((word_runs(&populated, first), left_out))
     }
 
     /// Clears the slice's dirty bits, and only then finds out what its pages hold.
@@ -329,12 +375,9 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         words: &mut [u64],
         content: &mut Content,
     ) -> Result<(), Failure> {
-        let Slice { region, first, pages, .. } = slice;
+        let Slice { region, first, pages } = slice;
         let words = &mut words[..to_usize(pages.div_ceil(64))];
-        let ahead = self.lookahead.as_ref();
-        let written = ahead.and_then(|ahead| ahead.written(slice, &self.line, self.log));
         match &self.cleared {
-            _ if written.is_some() => {}
             Cleared::Before => {}
             Cleared::AtOnce(all) => {
                 let start = to_usize(first / 64);
@@ -349,10 +392,9 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         }
         let runs: Vec<(u64, u64)> = match self.kind {
             RoundKind::First => {
-                let Wanted { runs, free, postponed } = self.wanted(slice, written)?;
+                let (runs, free) = self.wanted(slice)?;
                 let counters = &self.context.progress.counters;
                 counters.free_pages.fetch_add(free, Ordering::Relaxed);
-                self.postponed.fetch_add(postponed, Ordering::Relaxed);
                 runs
             }
             RoundKind::Dirty => {
@@ -400,27 +442,6 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
     }
 }
 
-/// What a first round sends of a slice.
-#[derive(Default)]
-struct Wanted {
-    /// First page and count.
-    runs: Vec<(u64, u64)>,
-    /// Pages that are left out because the guest does not use them.
-    free: u64,
-    /// Pages that are left to the next round.
-    postponed: u64,
-}
-
-/// Takes bits out; returns how many of them were there.
-fn leave_out(words: &mut [u64], out: &[u64]) -> u64 {
-    let mut count = 0;
-    for (word, out) in words.iter_mut().zip(out) {
-        count += u64::from((*word & out).count_ones());
-        *word &= !out;
-    }
-    count
-}
-
 /// Clears bits of the last word that are beyond the slice.
 fn mask_tail(words: &mut [u64], pages: u64) {
     let tail = pages % 64;
@@ -458,4 +479,44 @@ impl Content {
 /// Runs as they travel.
 pub(crate) fn ranges<M: GuestMemoryMap>(memory: &M, runs: &[PageRun]) -> Vec<GpaRange> {
     runs.iter().map(|run| memory.layout().range_of(*run)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::layout::{Backing, RegionInfo};
+
+    proptest! {
+        #[test]
+        fn slices_cover_each_page_once_and_never_leave_a_region(
+            sizes in prop::collection::vec(1u64..3000, 1..6), wants in prop::collection::vec(1u64..40, 1..8),
+        ) {
+            let mut gpa = 0;
+            let regions = sizes.iter().map(|pages| {
+                let info = RegionInfo {
+                    name: String::new(),
+                    gpa,
+                    len_bytes: pages * PAGE_BYTES,
+                    host_page_bytes: PAGE_BYTES,
+                    backing: Backing::Shared,
+                };
+                gpa += (pages + 7) * PAGE_BYTES;
+                info
+            });
+            let line = Line::new(&Layout::new(regions.collect()).expect("a layout"));
+            let cursor = Cursor::new(line.units);
+            let mut next = vec![0; sizes.len()];
+            let mut turn = 0;
+            while let Some(slice) = line.claim(&cursor, |_| wants[turn % wants.len()]) {
+                prop_assert_eq!(slice.first, next[slice.region]);
+                prop_assert!(slice.first.is_multiple_of(UNIT_PAGES) && slice.pages > 0);
+                prop_assert!(slice.pages <= wants[turn % wants.len()] * UNIT_PAGES);
+                next[slice.region] += slice.pages;
+                turn += 1;
+            }
+            prop_assert_eq!(next, sizes);
+        }
+    }
 }

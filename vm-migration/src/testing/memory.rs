@@ -393,20 +393,4 @@ impl DirtyLog for FakeLog {
         }
         Ok(())
     }
-
-    fn written_since(
-        &self,
-        region: usize,
-        pages: Range<u64>,
-        words: &mut [u64],
-    ) -> Result<(), VmError> {
-        assert!(pages.start.is_multiple_of(64));
-        let noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
-        for (index, word) in words.iter_mut().enumerate() {
-            let index = to_usize(pages.start / 64) + index;
-            let dirty = self.memory.regions[region].dirty[index].load(Ordering::SeqCst);
-            *word = noted[region][index] | dirty;
-        }
-        Ok(())
-    }
 }

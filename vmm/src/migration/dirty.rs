@@ -92,24 +92,4 @@ impl DirtyLog for MachineDirtyLog {
         }
         Ok(())
     }
-
-    fn written_since(
-        &self,
-        region: usize,
-        pages: Range<u64>,
-        words: &mut [u64],
-    ) -> Result<(), VmError> {
-        words.fill(0);
-        // Reading such a log clears it.
-        if self.vm.capabilities().manual_dirty_log == ManualDirtyLog::None {
-            return Ok(());
-        }
-        let mut all = Vec::new();
-        self.vm.dirty_log(slot_of(region), &mut all)?;
-        let first_word = usize::try_from(pages.start / 64)?;
-        for (word, bits) in words.iter_mut().zip(all.into_iter().skip(first_word)) {
-            *word = bits;
-        }
-        Ok(())
-    }
 }
