@@ -271,7 +271,7 @@ proptest! {
             Box::new(GedDevice::new(line())),
             Box::new(Cmos::new(1 << 30, 0, Box::new(HostClock))),
             Box::new(I8042::new(events)),
-        Box::new(PciHotplug::new(Box::new(|_| {}))),
+            Box::new(PciHotplug::new(Box::new(|_| {}))),
             Box::new(DebugConsole::new(Arc::clone(&endpoint))),
             Box::new(DebugPort),
             Box::new(Serial::new(endpoint, line()).unwrap()),

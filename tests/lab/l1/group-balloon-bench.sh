@@ -2,7 +2,7 @@
 # on_request
 # limit_s: 3600
 # What giving memory back is worth, beside QEMU with the same guest: `scripts/bench balloon` and
-# `scripts/bench migration-hints` read the lines that begin with FIGURE, TARGET and NOTE.
+# `scripts/bench migration-hints` read the lines that begin with FIGURE and TARGET.
 . ./lib.sh
 . ./balloon-lib.sh
 . ./qemu.sh

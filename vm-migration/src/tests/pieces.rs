@@ -3,6 +3,7 @@
 //! Large host pages that come together from pieces: what the engine shows when, what it refuses,
 //! and whole migrations onto real huge pages where the host gives some.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::auto::out_of_reach;
@@ -121,7 +122,7 @@ impl Bench {
     }
 
     fn word(&self, page: u64) -> u64 {
-        self.memory.word(0, page, 100).load(std::sync::atomic::Ordering::SeqCst)
+        self.memory.word(0, page, 100).load(Ordering::SeqCst)
     }
 }
 
@@ -257,6 +258,8 @@ fn without_pieces_large_pages_come_whole() {
             let between = Relay::start(&options.to, Rule::Without(FEATURE_PIECES));
             options.to = relay.insert(between).address.clone();
         });
+        let shortest_bytes = &relay.unwrap().shortest_bytes;
+        assert_eq!(shortest_bytes.load(Ordering::Relaxed), LARGE_BYTES);
     }
 }
 

@@ -2,15 +2,18 @@
 
 //! A peer between a source and a destination that reads along, and does harm or mischief.
 //!
-//! Owns the frames of the first connection; all others are passed on byte by byte.
+//! Owns the frames of the first connection. Of all others it only looks, and only where nobody is cut
+//! off, at what the source sends.
 
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::loopback;
 use crate::layout::to_usize;
+use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::codec::ByteSource as _;
 use crate::protocol::message::Command;
 use crate::transport::{Connection, Listener, Reader, TransportError};
@@ -62,8 +65,7 @@ struct End {
 }
 
 impl End {
-    fn new(connection: Connection) -> Self {
-        let connection = Arc::new(connection);
+    fn new(connection: Arc<Connection>) -> Self {
         let mut reader = Reader::new(Arc::clone(&connection));
         reader.welcome_descriptors(true);
         Self { connection, reader }
@@ -72,13 +74,11 @@ impl End {
     fn frame(&mut self) -> Result<Frame, TransportError> {
         let mut bytes = Vec::new();
         self.more(HEADER_BYTES as u64, &mut bytes)?;
-        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
         let code = u16::from_le_bytes([bytes[0], bytes[1]]);
-        let payload = word(&bytes[8..]);
+        let payload = word(&bytes[8..HEADER_BYTES]);
         self.more(payload, &mut bytes)?;
         if code == Command::Memory.code() {
-            let contents =
-                bytes[HEADER_BYTES..].chunks_exact(16).map(|entry| word(&entry[8..])).sum();
+            let contents = runs_bytes(&bytes).into_iter().sum();
             self.more(contents, &mut bytes)?;
         }
         if code == Command::MemoryZstd.code() {
@@ -102,10 +102,12 @@ impl End {
     }
 }
 
-/// Passes the first connection on frame by frame, all others byte by byte.
+/// Passes the first connection on message by message, in turns; all others as what is there comes.
 pub(super) struct Relay {
     pub address: Address,
     pub seen: Arc<Mutex<Vec<Command>>>,
+    /// Length of the shortest run of contents on the further connections.
+    pub shortest_bytes: Arc<AtomicU64>,
     /// Ends the wait for further connections.
     cancel: Cancel,
     /// Dropping it ends a stall.
@@ -132,16 +134,18 @@ impl Relay {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let (end, ended) = channel();
         let (record, to) = (Arc::clone(&seen), to.clone());
+        let shortest_bytes = Arc::new(AtomicU64::new(u64::MAX));
+        let shortest = Arc::clone(&shortest_bytes);
         let cancel = Cancel::new().unwrap();
         let until = cancel.clone();
         std::thread::spawn(move || {
             // What is passed on ends with its connections.
             let never = Cancel::new().unwrap();
-            let connect = || Connection::connect(&to, &never, FOR_EVER, FOR_EVER);
+            let connect = || Connection::connect(&to, &never, FOR_EVER, FOR_EVER).map(Arc::new);
             let accept = || {
                 let connection = listener.accept(&until, None, FOR_EVER)?;
                 connection.set_cancel(&never);
-                Ok::<_, TransportError>(connection)
+                Ok::<_, TransportError>(Arc::new(connection))
             };
             let Ok(source) = accept() else { return };
             let Ok(destination) = connect() else { return };
@@ -155,28 +159,61 @@ impl Relay {
             });
             while let Ok(source) = accept() {
                 let Ok(destination) = connect() else { return };
-                copy_both(source, destination);
+                let (from, to) = (Arc::clone(&source), Arc::clone(&destination));
+                let shortest = Arc::clone(&shortest);
+                // After a cut other connections come than those of the beginning.
+                std::thread::spawn(move || match rule {
+                    Rule::Without(_) => copy_messages(from, &to, &shortest),
+                    Rule::Nothing | Rule::Cut(_) => copy(&from, &to),
+                });
+                std::thread::spawn(move || copy(&destination, &source));
             }
         });
-        Self { address, seen, cancel, _end: end }
+        Self { address, seen, shortest_bytes, cancel, _end: end }
     }
 }
 
-fn copy_both(one: Connection, other: Connection) {
-    let (one, other) = (Arc::new(one), Arc::new(other));
-    for (from, to) in [(&one, &other), (&other, &one)] {
-        let (from, to) = (Arc::clone(from), Arc::clone(to));
-        std::thread::spawn(move || {
-            let mut bytes = vec![0; 1 << 16];
-            while let Ok(count) = from.receive_some(&mut bytes) {
-                if to.send(&bytes[..count]).is_err() {
-                    break;
-                }
-            }
-            from.shut_down();
-            to.shut_down();
-        });
+fn copy(from: &Connection, to: &Connection) {
+    let mut bytes = vec![0; 1 << 16];
+    while let Ok(count) = from.receive_some(&mut bytes) {
+        if to.send(&bytes[..count]).is_err() {
+            break;
+        }
     }
+    from.shut_down();
+    to.shut_down();
+}
+
+/// As `copy`, and looks at the messages.
+fn copy_messages(from: Arc<Connection>, to: &Connection, shortest: &AtomicU64) {
+    let mut from = End::new(from);
+    // What the connection is for, and the token.
+    let mut hello = [0; size_of::<u16>() + TOKEN_BYTES];
+    let _ = from.reader.read_exact(&mut hello).and_then(|()| to.send(&hello));
+    while let Ok((bytes, _)) = from.frame() {
+        if let Some(bytes) = runs_bytes(&bytes).into_iter().min() {
+            shortest.fetch_min(bytes, Ordering::Relaxed);
+        }
+        if to.send(&bytes).is_err() {
+            break;
+        }
+    }
+    from.connection.shut_down();
+    to.shut_down();
+}
+
+/// Lengths of the runs whose contents a message carries.
+fn runs_bytes(message: &[u8]) -> Vec<u64> {
+    if message[..2] != Command::Memory.code().to_le_bytes() {
+        return Vec::new();
+    }
+    let table_bytes = to_usize(word(&message[8..HEADER_BYTES]));
+    let table = &message[HEADER_BYTES..HEADER_BYTES + table_bytes];
+    table.chunks_exact(16).map(|entry| word(&entry[8..])).collect()
+}
+
+fn word(bytes: &[u8]) -> u64 {
+    u64::from_le_bytes(bytes.try_into().unwrap())
 }
 
 fn relay_control(

@@ -227,7 +227,6 @@ impl VirtioDevices {
     pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
         let at = self.functions.iter().position(|(at, _)| *at == bdf)?;
         let id = self.functions.get(at)?.1.id().to_owned();
-        let is = |(other, _): &(String, _)| *other == id;
         let lock = self.locks.iter().position(|(other, _)| *other == id);
         let net = self.nets.iter().position(|(other, _)| *other == id);
         if lock.is_none() && net.is_none() {
@@ -239,7 +238,7 @@ impl VirtioDevices {
         }
         // Its threads end here; then nobody writes to the image, or takes frames.
         function.reset();
-        self.counters.retain(|entry| !is(entry));
+        self.counters.retain(|(other, _)| *other != id);
         if let Some((id, lock)) = lock.map(|at| self.locks.remove(at))
             && let Err(error) = lock.unlock()
         {
