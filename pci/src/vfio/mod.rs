@@ -10,7 +10,7 @@
 //!   config write ──> ShadowConfig ──> (Bus Master Enable? wait at DmaGate) ──> HostFunction
 //!   BAR access   ──> memory slot (BarSlots), or trapped: MSI-X table, or HostFunction
 //!   interrupt    <── irqfd of a vector <── eventfd <── HostFunction
-//!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, chunk by chunk
+//!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, in Pieces
 //! ```
 //!
 //! The kernel clears Bus Master Enable when it opens a function, and DMA needs it. So the guest may
@@ -36,6 +36,7 @@ mod limits;
 mod mapping;
 mod msi;
 mod notices;
+mod pieces;
 mod pinning;
 #[cfg(test)]
 mod tests;
@@ -51,4 +52,5 @@ pub use interrupts::IntxLine;
 pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
 pub use notices::{Notices, OnNotice};
+pub use pieces::{OnLost, Pieces};
 pub use pinning::{PinProgress, PinState, Pinning};
