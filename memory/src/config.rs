@@ -267,7 +267,9 @@ impl ZoneSpec {
             && block_bytes >= page_bytes
             && self.size_bytes.is_multiple_of(block_bytes);
         match (fits, self.prefault) {
-            (false, _) => Some("its size is not a multiple of its blocks, which are huge pages or more"),
+            (false, _) => {
+                Some("its size is not a multiple of its blocks, which are huge pages or more")
+            }
             (true, true) => Some("what is plugged in later cannot be populated before"),
             (true, false) => None,
         }

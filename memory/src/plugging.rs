@@ -223,7 +223,8 @@ mod tests {
     const START: u64 = 4 << 30;
 
     fn ram() -> GuestRam {
-        let later = ZoneSpec { block_bytes: Some(BLOCK), shared: true, ..ZoneSpec::new("l", 8 * BLOCK) };
+        let later =
+            ZoneSpec { block_bytes: Some(BLOCK), shared: true, ..ZoneSpec::new("l", 8 * BLOCK) };
         let zones = vec![ZoneSpec::new("a", 4 * MIB), later];
         GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap()
     }
@@ -255,7 +256,8 @@ mod tests {
     fn only_blocks_that_fit_are_plugged_and_unplugged() {
         let ram = ram();
         ram.plug(&blocks(3, 1)).unwrap();
-        for bad in [blocks(2, 2), blocks(7, 2), 0..BLOCK, blocks(2, 0), START + 4096..START + BLOCK] {
+        for bad in [blocks(2, 2), blocks(7, 2), 0..BLOCK, blocks(2, 0), START + 4096..START + BLOCK]
+        {
             let refused = ram.plug(&bad);
             assert!(matches!(refused, Err(PlugError::NotBlocks { .. })), "{bad:x?}: {refused:?}");
         }

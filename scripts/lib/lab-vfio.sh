@@ -17,3 +17,4 @@ build_extra_bench_passthrough() { build_extra_vfio "$@"; }
 build_extra_vfio_gate() { build_extra_vfio "$@"; }
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }
+build_extra_mem() { build_extra_vfio "$@"; }

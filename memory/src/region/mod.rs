@@ -202,7 +202,11 @@ impl RamRegion {
             pagemap,
             resident: ResidentMap::new(pages)?,
             zero: ZeroMap::new(pages)?,
-            plugged: zone.spec.block_bytes.map(|bytes| Plugged::new(bytes, len_bytes)).transpose()?,
+            plugged: zone
+                .spec
+                .block_bytes
+                .map(|bytes| Plugged::new(bytes, len_bytes))
+                .transpose()?,
             device_dirty: DeviceDirtyLog::keeping_mapped(len_bytes, Arc::clone(&main))?,
             main,
             zone,

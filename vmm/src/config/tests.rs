@@ -494,3 +494,47 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn memory_that_comes_later_needs_room_blocks_and_a_method() {
+    let check = |option: &str| {
+        let memory: MemoryConfig = MemoryConfig::parse(option).unwrap();
+        memory.validate().map(|()| memory)
+    };
+    let memory = check("size=1G,hotplug_method=virtio-mem,hotplug_size=64G").unwrap();
+    assert_eq!(memory.hotplug_size, Some(64 << 30));
+    for (option, why) in [
+        ("size=1G,hotplug_size=1G", "virtio-mem"),
+        ("size=1G,hotplug_method=virtio-mem,hotplugged_size=1G", "hotplug_size"),
+        ("size=1G,hotplug_method=virtio-mem,hotplug_size=3M", "multiples of 2097152"),
+        ("size=1G,hotplug_method=virtio-mem,hotplug_size=1G,hotplugged_size=1M", "multiples"),
+        ("size=1G,hotplug_method=virtio-mem,hotplug_size=1G,hotplugged_size=2G", "more than"),
+        ("size=1G,hotplug_method=virtio-mem,hotplug_size=65T", "64 TiB"),
+        (
+            "size=1G,hugepages=on,hugepage_size=1G,hotplug_method=virtio-mem,hotplug_size=512M",
+            "multiples of 1073741824",
+        ),
+    ] {
+        let error = check(option).unwrap_err().to_string();
+        assert!(error.contains(why), "{option}: {error}");
+    }
+    assert!(check("size=1G,hotplug_method=virtio-mem").is_ok());
+}
+
+#[test]
+fn blocks_grow_with_the_memory_that_consists_of_them() {
+    let later = |size: u64, hugepage_size: Option<u64>| {
+        let zone = MemoryZoneConfig {
+            hotplug_size: Some(size),
+            hugepages: hugepage_size.is_some(),
+            hugepage_size,
+            ..MemoryZoneConfig::default()
+        };
+        zone.later().map(|(_, block)| block)
+    };
+    assert_eq!(later(0, None), None);
+    assert_eq!(later(512 << 20, None), Some(2 << 20));
+    assert_eq!(later(32 << 30, None), Some(2 << 20));
+    assert_eq!(later(1 << 40, None), Some(64 << 20));
+    assert_eq!(later(4 << 30, Some(1 << 30)), Some(1 << 30));
+}

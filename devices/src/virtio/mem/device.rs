@@ -78,6 +78,14 @@ impl MemHandle {
         Ok(())
     }
 
+    /// What could not be had or given before may be now: tells the driver, which would wait for up to
+    /// some minutes.
+    pub fn retry(&self) {
+        if self.plugged_bytes() != self.requested_bytes() {
+            self.shared.tell_driver();
+        }
+    }
+
     /// Bytes that the guest is to have.
     pub fn requested_bytes(&self) -> u64 {
         self.shared.requested_bytes()
@@ -115,11 +123,8 @@ impl Mem {
         let region = ram.regions().iter().find(|region| region.zone_id() == config.zone);
         let shared = region.and_then(|region| Shared::new(Arc::clone(ram), Arc::clone(region)));
         let shared = shared.ok_or_else(|| MemError::NoZone { zone: config.zone.clone() })?;
-        let device = Self {
-            id: config.id.clone(),
-            shared: Arc::new(shared),
-            workers: Workers::default(),
-        };
+        let device =
+            Self { id: config.id.clone(), shared: Arc::new(shared), workers: Workers::default() };
         device.handle().resize(config.requested_bytes)?;
         Ok(device)
     }
@@ -182,12 +187,10 @@ impl VirtioDevice for Mem {
 
     fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
         let region = self.shared.region();
-        let (requested, usable) =
-            state::check(state, self.shared.block_bytes, region.len_bytes())?;
-        region.set_usable(&usable).map_err(|error| StateError::Invalid {
-            kind: "virtio-mem",
-            why: error.to_string(),
-        })?;
+        let (requested, usable) = state::check(state, self.shared.block_bytes, region.len_bytes())?;
+        region
+            .set_usable(&usable)
+            .map_err(|error| StateError::Invalid { kind: "virtio-mem", why: error.to_string() })?;
         self.shared.request(requested);
         Ok(())
     }

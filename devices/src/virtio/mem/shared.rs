@@ -54,9 +54,13 @@ impl Shared {
 
     /// Sets what the guest is to have, and tells its driver if that is another amount.
     pub(crate) fn request(&self, bytes: u64) {
-        if self.requested_bytes.swap(bytes, Ordering::AcqRel) == bytes {
-            return;
+        if self.requested_bytes.swap(bytes, Ordering::AcqRel) != bytes {
+            self.tell_driver();
         }
+    }
+
+    /// Makes the driver compare what it has with what it is to have.
+    pub(super) fn tell_driver(&self) {
         if let Some(driver) = &*self.driver.lock().unwrap_or_else(PoisonError::into_inner) {
             driver.config_changed();
         }

@@ -31,7 +31,8 @@ struct Guest {
 }
 
 fn device(requested_bytes: u64) -> Result<(Arc<GuestRam>, Mem), MemError> {
-    let later = ZoneSpec { block_bytes: Some(BLOCK), shared: true, ..ZoneSpec::new("later", 8 * BLOCK) };
+    let later =
+        ZoneSpec { block_bytes: Some(BLOCK), shared: true, ..ZoneSpec::new("later", 8 * BLOCK) };
     let zones = vec![ZoneSpec { thp: false, ..ZoneSpec::new("now", 2 * BORDER) }, later];
     let ram = Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap());
     let config = MemConfig { id: "mem".into(), zone: "later".into(), requested_bytes };
@@ -146,6 +147,8 @@ fn while_memory_must_stay_as_it_is_drivers_are_told_to_wait() {
     assert_eq!(guest.blocks(PLUG, 0, 1), ACK);
     let ban = guest.ram.ban_discards("a test");
     assert_eq!((guest.blocks(PLUG, 1, 1), guest.blocks(UNPLUG, 0, 1)), (BUSY, BUSY));
+    guest.handle().retry();
+    assert_eq!(guest.driver.interrupt.config_changes(), 1);
     drop(ban);
     assert_eq!((guest.blocks(PLUG, 1, 1), guest.blocks(UNPLUG, 0, 1)), (ACK, ACK));
 }

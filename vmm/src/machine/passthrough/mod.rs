@@ -17,6 +17,7 @@ use std::time::Instant;
 use arch::acpi::IntxRoute;
 use arch::layout;
 use devices::virtio::balloon::BalloonHandle;
+use devices::virtio::mem::MemHandle;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::{
@@ -184,7 +185,7 @@ impl Passthrough {
         &mut self,
         config: &DeviceConfig,
         sockets: &Sockets<'_>,
-        balloon: Option<&BalloonHandle>,
+        borrowers: Borrowers,
     ) -> Result<Bdf, PassthroughError> {
         if let Some(PinState::Failed(reason)) = self.progress().map(|progress| progress.state) {
             return Err(PassthroughError::MemoryFailed(reason));
@@ -193,7 +194,7 @@ impl Passthrough {
         // balloon goes again when everything is mapped.
         self.ban.get_or_insert_with(|| Arc::new(ban(sockets.ram)));
         let added = self.plug(config, sockets).and_then(|bdf| {
-            let mapped = self.map_memory(sockets.ram, balloon);
+            let mapped = self.map_memory(sockets.ram, borrowers);
             mapped.inspect_err(|_| self.pull_out(bdf, sockets.segment)).map(|()| bdf)
         });
         self.strict = false;
@@ -286,7 +287,7 @@ impl Passthrough {
     pub fn map_memory(
         &mut self,
         ram: &Arc<GuestRam>,
-        balloon: Option<&BalloonHandle>,
+        borrowers: Borrowers,
     ) -> Result<(), PassthroughError> {
         let Some(container) = self.container.as_ref().filter(|_| !self.devices.is_empty()) else {
             return Ok(());
@@ -298,9 +299,10 @@ impl Passthrough {
                 let (target, gate) = (Arc::clone(container), Arc::clone(&self.gate));
                 let roll = Arc::clone(&self.roll);
                 let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &roll));
-                let pieces = Pieces::plan(target, populator.as_ref(), balloon.is_some(), on_lost);
+                let pieces =
+                    Pieces::plan(target, populator.as_ref(), borrowers.balloon.is_some(), on_lost);
                 let (total_bytes, roll) = (ram.total_bytes(), Arc::clone(&self.roll));
-                let lend = Lend::new(balloon, self.ban.as_ref(), &pieces);
+                let lend = Lend::new(borrowers, self.ban.as_ref(), &pieces);
                 let on_end = Box::new(move |state: &PinState| {
                     tell(state, total_bytes, &roll);
                     if let (PinState::Pinned(_), Some(lend)) = (state, lend) {
@@ -403,32 +405,46 @@ fn ban(ram: &GuestRam) -> DiscardBan {
     ram.ban_discards("passed-through devices may write all guest memory")
 }
 
-/// What happens with a balloon when all memory is mapped.
+/// The devices by which memory comes and goes.
+#[derive(Default)]
+pub struct Borrowers {
+    /// The balloon.
+    pub balloon: Option<BalloonHandle>,
+    /// The memory devices.
+    pub mems: Vec<MemHandle>,
+}
+
+/// What happens with them when all memory is mapped.
 struct Lend {
-    balloon: BalloonHandle,
+    borrowers: Borrowers,
     ban: Arc<DiscardBan>,
     pieces: Arc<Pieces>,
 }
 
 impl Lend {
     fn new(
-        balloon: Option<&BalloonHandle>,
+        borrowers: Borrowers,
         ban: Option<&Arc<DiscardBan>>,
         pieces: &Arc<Pieces>,
     ) -> Option<Self> {
-        let (balloon, ban) = (balloon?.clone(), Arc::clone(ban?));
-        Some(Self { balloon, ban, pieces: Arc::clone(pieces) })
+        if borrowers.balloon.is_none() && borrowers.mems.is_empty() {
+            return None;
+        }
+        Some(Self { borrowers, ban: Arc::clone(ban?), pieces: Arc::clone(pieces) })
     }
 
     fn begin(self) {
         let piece_bytes = self.pieces.piece_bytes();
-        log::info!(
-            "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \
-             passed-through devices",
-            piece_bytes >> 20
-        );
         self.ban.except_what_is_let_go(self.pieces);
-        self.balloon.retry();
+        if let Some(balloon) = self.borrowers.balloon {
+            log::info!(
+                "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \
+                 passed-through devices",
+                piece_bytes >> 20
+            );
+            balloon.retry();
+        }
+        self.borrowers.mems.iter().for_each(MemHandle::retry);
     }
 }
 
