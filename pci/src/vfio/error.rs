@@ -102,6 +102,9 @@ pub enum VfioError {
         #[source]
         source: io::Error,
     },
+    /// A descriptor of something else.
+    #[error("what was opened is no device of /dev/vfio/devices")]
+    NotANode(#[source] KvmError),
     /// It cannot be used through iommufd.
     #[error("cannot use the device through iommufd{}", attach_hint(source))]
     Attach {
@@ -221,19 +224,19 @@ pub enum PinError {
 fn attach_hint(error: &vfio_ioctls::VfioError) -> &'static str {
     use vfio_ioctls::VfioError as Ioctl;
     match error {
-        Ioctl::VfioDeviceBindIommufd(errno) if errno.errno() == libc::EPERM => {
-            ": every device of its IOMMU group has to be bound to vfio-pci or to no driver"
-        }
-        Ioctl::VfioDeviceBindIommufd(errno)
-            if matches!(errno.errno(), libc::EBUSY | libc::EINVAL) =>
-        {
-            ": another process, or another VM, has it or a device of its IOMMU group; a descriptor \
-             must be one of /dev/vfio/devices"
-        }
-        Ioctl::VfioDeviceAttachIommufdPt(errno) if errno.errno() == libc::EPERM => {
-            ": the host's IOMMU does not keep its interrupts apart; if the guest is to be trusted \
-             with that, set /sys/module/iommufd/parameters/allow_unsafe_interrupts"
-        }
+        Ioctl::VfioDeviceBindIommufd(errno) => match errno.errno() {
+            libc::EINVAL => ": another process, or another VM, has it",
+            libc::EBUSY => {
+                ": every device of its IOMMU group has to be bound to vfio-pci or to no driver, and \
+                 nobody may have the group in /dev/vfio open"
+            }
+            libc::EPERM => {
+                ": another VM has a device of its IOMMU group, or the host's IOMMU does not keep \
+                 interrupts of devices apart; if this guest is to be trusted with that, set \
+                 /sys/module/iommufd/parameters/allow_unsafe_interrupts"
+            }
+            _ => "",
+        },
         Ioctl::VfioDeviceAttachIommufdPt(errno) if errno.errno() == libc::ENOMEM => {
             ": the limit on locked memory (ulimit -l, LimitMEMLOCK= of a systemd unit) is reached, \
              or memory has run out"
@@ -253,5 +256,25 @@ fn hint(error: &io::Error) -> &'static str {
         }
         Some(libc::EINVAL) => " (the IOMMU of this host cannot reach that address)",
         _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vfio_ioctls::VfioError as Ioctl;
+    use vmm_sys_util::errno::Error as Errno;
+
+    use super::*;
+
+    #[test]
+    fn what_stands_in_the_way_of_iommufd_is_named() {
+        let text = |source| VfioError::Attach { source }.to_string();
+        let bind = |errno| text(Ioctl::VfioDeviceBindIommufd(Errno::new(errno)));
+        let attach = |errno| text(Ioctl::VfioDeviceAttachIommufdPt(Errno::new(errno)));
+        assert!(bind(libc::EINVAL).contains("another VM, has it"));
+        assert!(bind(libc::EBUSY).contains("vfio-pci"));
+        assert!(bind(libc::EPERM).contains("allow_unsafe_interrupts"));
+        assert!(attach(libc::ENOMEM).contains("LimitMEMLOCK"));
+        assert_eq!(attach(libc::EIO), "cannot use the device through iommufd");
     }
 }

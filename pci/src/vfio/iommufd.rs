@@ -107,25 +107,36 @@ impl IommufdSpace {
 
     /// Binds an open character device and puts it into the space.
     fn take(&self, node: File, may_be_bound: bool) -> Result<OpenedFunction, VfioError> {
-        let attach = |source| VfioError::Attach { source };
         // First: the kernel wants to know the VM when it opens the device.
-        let told = self.files.tell(node.as_fd())?;
+        let told = self.files.tell(node.as_fd()).map_err(|error| match error.errno() {
+            libc::EINVAL => VfioError::NotANode(error),
+            _ => VfioError::Kvm(error),
+        })?;
         let again = may_be_bound.then(|| node.try_clone()).transpose();
         let again = again.map_err(|source| VfioError::Io {
             what: "duplicate the descriptor of the device",
             source,
         })?;
-        let space = Arc::clone(&self.space);
-        let device = match (VfioDevice::new_from_fd(node, space, true), again) {
+        let bound = VfioDevice::new_from_fd(node, Arc::clone(&self.space), true);
+        let device = match (bound, again) {
             // Bound for as long as its descriptor is open somewhere: by its owner, or before a reboot.
             (Err(IoctlError::VfioDeviceBindIommufd(errno)), Some(node))
                 if errno.errno() == libc::EINVAL =>
             {
-                let space = Arc::clone(&self.space);
-                VfioDevice::new_from_bound_fd(node, space, true).map_err(attach)?
+                let device = VfioDevice::new_from_bound_fd(node, Arc::clone(&self.space), true);
+                device.map_err(|error| match error {
+                    // It is not, so that was not why it could not be bound.
+                    IoctlError::VfioDeviceAttachIommufdPt(other)
+                        if other.errno() == libc::EINVAL =>
+                    {
+                        IoctlError::VfioDeviceBindIommufd(errno)
+                    }
+                    error => error,
+                })
             }
-            (device, _) => device.map_err(attach)?,
+            (device, _) => device,
         };
+        let device = device.map_err(|source| VfioError::Attach { source })?;
         Ok(OpenedFunction { device, told: Some(told) })
     }
 }

@@ -60,3 +60,47 @@ impl Piece {
         Ok(Self { gpa, len, address: region.as_ptr().wrapping_add(start) })
     }
 }
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use memory::{RamConfig, RamLayout, ZoneSpec};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn ram() -> GuestRam {
+        let layout = RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, end: 1 << 40 };
+        GuestRam::new(&RamConfig { zones: vec![ZoneSpec::new("mem0", 4 * MIB)] }, layout).unwrap()
+    }
+
+    #[test]
+    fn memory_of_another_vm_is_none() {
+        let (ours, theirs) = (ram(), ram());
+        let range = 0..MIB;
+        assert!(Piece::of(&ours, &ours.regions()[1], &range).is_ok());
+        assert!(Piece::of(&ours, &theirs.regions()[1], &range).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn a_piece_is_inside_its_region(
+            start in prop_oneof![0..3 * MIB, any::<u64>()],
+            end in prop_oneof![0..3 * MIB, any::<u64>()],
+        ) {
+            let ram = ram();
+            let region = &ram.regions()[1];
+            match Piece::of(&ram, region, &(start..end)) {
+                Ok(piece) => {
+                    prop_assert!(start < end && end <= region.len_bytes());
+                    prop_assert_eq!(piece.gpa, region.gpa() + start);
+                    prop_assert_eq!(piece.len as u64, end - start);
+                    prop_assert_eq!(piece.address.addr() as u64, region.host_addr() + start);
+                }
+                Err(_) => prop_assert!(start >= end || end > region.len_bytes()),
+            }
+        }
+    }
+}
