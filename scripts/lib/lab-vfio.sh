@@ -26,6 +26,7 @@ build_extra_iommufd() {
   pack "$LAB/vfio" "$1"
 }
 build_extra_bench_passthrough() { build_extra_vfio "$@"; }
+build_extra_iommufd_memory() { build_extra_vfio "$@"; }
 build_extra_vfio_gate() { build_extra_vfio "$@"; }
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }
