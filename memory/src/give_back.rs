@@ -4,7 +4,8 @@
 //!
 //! Owns the question of what may be given back: whole pages of the backing whose content is here,
 //! while nobody forbids it. Whoever gives memory to a passed-through device forbids it with a
-//! [`DiscardBan`], as the device would go on using the old pages. The map of resident pages keeps
+//! [`DiscardBan`], as the device would go on using the old pages; what becomes of memory that is let
+//! go of in time is in [`crate::pins`]. The map of resident pages keeps
 //! pages alone that are still to arrive: their content would come back after they were given up.
 //!
 //! Guest addresses come from a guest and are believed in nothing; what is not RAM is left out.
@@ -13,6 +14,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::PAGE_BYTES;
+use crate::pins::Pins;
 use crate::ram::GuestRam;
 use crate::region::{AccessError, RamRegion, ZoneKind};
 
@@ -20,15 +22,24 @@ use crate::region::{AccessError, RamRegion, ZoneKind};
 /// takes (64 MiB of 4 KiB pages in a memfd: some 10 ms).
 const PIECE_BYTES: u64 = 64 << 20;
 
+/// Somebody who forbids that memory is given back.
+#[derive(Debug)]
+struct Ban {
+    number: u64,
+    reason: &'static str,
+    /// Who may let go of memory that is asked for before it is used again.
+    pins: Option<Arc<dyn Pins>>,
+}
+
 /// Those who forbid that memory is given back, with their reasons.
 ///
 /// The lock is held while memory is given back, so that whoever has got a ban knows that nothing
 /// is given back any more.
 #[derive(Debug, Default)]
-pub(crate) struct DiscardBans(Mutex<Vec<&'static str>>);
+pub(crate) struct DiscardBans(Mutex<Vec<Ban>>);
 
 impl DiscardBans {
-    fn lock(&self) -> MutexGuard<'_, Vec<&'static str>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Ban>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -37,15 +48,26 @@ impl DiscardBans {
 #[derive(Debug)]
 pub struct DiscardBan {
     bans: Arc<DiscardBans>,
-    reason: &'static str,
+    number: u64,
+}
+
+impl DiscardBan {
+    pub(crate) fn set_pins(&self, pins: Arc<dyn Pins>) {
+        let mut bans = self.bans.lock();
+        if let Some(ban) = bans.iter_mut().find(|ban| ban.number == self.number) {
+            ban.pins = Some(pins);
+        }
+    }
 }
 
 impl Drop for DiscardBan {
     fn drop(&mut self) {
         let mut bans = self.bans.lock();
-        if let Some(index) = bans.iter().position(|reason| *reason == self.reason) {
-            bans.swap_remove(index);
-        }
+        let at = bans.iter().position(|ban| ban.number == self.number);
+        let ended = at.map(|at| bans.remove(at));
+        drop(bans);
+        // Not under the lock: it may be the last to know of what is pinned.
+        drop(ended);
     }
 }
 
@@ -92,13 +114,25 @@ impl GuestRam {
     /// this was called has been when it returns.
     pub fn ban_discards(&self, reason: &'static str) -> DiscardBan {
         let bans = Arc::clone(self.discard_bans());
-        bans.lock().push(reason);
-        DiscardBan { bans, reason }
+        let mut all = bans.lock();
+        // In the order in which they came, so that the last number is the greatest.
+        let number = all.last().map_or(0, |ban| ban.number.wrapping_add(1));
+        all.push(Ban { number, reason, pins: None });
+        drop(all);
+        DiscardBan { bans, number }
     }
 
     /// Why no memory is given back now, if it is not.
     pub fn discards_banned(&self) -> Option<&'static str> {
-        self.discard_bans().lock().first().copied()
+        self.discard_bans().lock().first().map(|ban| ban.reason)
+    }
+
+    /// Who lets go of pinned memory, if somebody does and nobody else forbids it.
+    pub(crate) fn pins(&self) -> Option<Arc<dyn Pins>> {
+        match &self.discard_bans().lock()[..] {
+            [ban] => ban.pins.clone(),
+            _ => None,
+        }
     }
 
     /// Gives the memory of the guest physical `range` back to the host, in both mappings and for
@@ -108,6 +142,11 @@ impl GuestRam {
     /// What is no RAM, part of a page of the backing only, or cannot be given back (a private
     /// mapping of a file) is left as it is.
     pub fn give_back(&self, range: Range<u64>) -> GivenBack {
+        self.give_back_if(range, false)
+    }
+
+    /// `asks`: the guest asks before it uses the memory again.
+    pub(crate) fn give_back_if(&self, range: Range<u64>, asks: bool) -> GivenBack {
         let mut given = GivenBack::default();
         for region in self.regions() {
             let start = range.start.max(region.gpa());
@@ -119,16 +158,23 @@ impl GuestRam {
             let start = (start - region.gpa()).next_multiple_of(page);
             let end = (end - region.gpa()) / page * page;
             if start < end {
-                self.give_back_of(region, start..end, &mut given);
+                self.give_back_of(region, start..end, asks, &mut given);
             }
         }
         given
     }
 
     /// `range` is bytes of the region, whole pages of its backing.
-    fn give_back_of(&self, region: &RamRegion, range: Range<u64>, given: &mut GivenBack) {
+    fn give_back_of(
+        &self,
+        region: &RamRegion,
+        range: Range<u64>,
+        asks: bool,
+        given: &mut GivenBack,
+    ) {
         let page = region.page_bytes();
-        let step = PIECE_BYTES.next_multiple_of(page);
+        let unit = if asks { self.give_up_bytes(region) } else { page };
+        let step = PIECE_BYTES.next_multiple_of(unit);
         let mut at = range.start;
         while at < range.end {
             let absent = region.resident().absent_runs(RamRegion::pages_of(&(at..range.end)));
@@ -139,8 +185,9 @@ impl GuestRam {
             let here = at..absent.start.max(at).min(range.end);
             let mut piece = here.start;
             while piece < here.end {
-                let end = here.end.min(piece + step);
-                self.give_back_piece(region, piece..end, given);
+                // Units are counted from the begin of the region.
+                let end = here.end.min((piece + step) / unit * unit);
+                self.give_back_piece(region, piece..end, asks, given);
                 piece = end;
             }
             let behind = absent.end.max(here.end).min(range.end);
@@ -149,16 +196,28 @@ impl GuestRam {
         }
     }
 
-    fn give_back_piece(&self, region: &RamRegion, piece: Range<u64>, given: &mut GivenBack) {
+    fn give_back_piece(
+        &self,
+        region: &RamRegion,
+        piece: Range<u64>,
+        asks: bool,
+        given: &mut GivenBack,
+    ) {
         let bans = self.discard_bans().lock();
-        if !bans.is_empty() {
-            given.deferred_bytes += piece.end - piece.start;
-            return;
-        }
-        match region.discard(&piece) {
-            Ok(()) => given.push(region.gpa() + piece.start..region.gpa() + piece.end),
-            Err(error) => {
-                given.error.get_or_insert(error);
+        let len_bytes = piece.end - piece.start;
+        let parts = match &bans[..] {
+            [] => vec![piece],
+            [Ban { pins: Some(pins), .. }] if asks => pins.let_go(region, &piece),
+            _ => Vec::new(),
+        };
+        given.deferred_bytes += len_bytes;
+        for part in parts {
+            given.deferred_bytes -= part.end - part.start;
+            match region.discard(&part) {
+                Ok(()) => given.push(region.gpa() + part.start..region.gpa() + part.end),
+                Err(error) => {
+                    given.error.get_or_insert(error);
+                }
             }
         }
     }

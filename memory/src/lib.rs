@@ -58,6 +58,7 @@ mod host;
 mod layout;
 mod mapping;
 mod maps;
+mod pins;
 pub mod pool;
 mod populate;
 mod populated;
@@ -74,6 +75,7 @@ pub use dirty::DeviceDirtyLog;
 pub use give_back::{DiscardBan, GivenBack};
 pub use layout::{LayoutError, RamLayout};
 pub use maps::{ResidentMap, ZeroMap};
+pub use pins::Pins;
 pub use populate::PopulateError;
 pub use prefault::{
     ChunkHook, HookError, Notice, Populate, Prefault, PrefaultError, PrefaultOptions, Progress,

@@ -65,6 +65,9 @@ pub trait FreePageHints: Send + Sync {
     /// Waits until the guest has told all, at most for `limit`; true if it has.
     fn wait(&self, limit: Duration) -> bool;
 
+    /// A number that grows whenever the guest names pages.
+    fn named(&self) -> u64;
+
     /// The free pages among `pages`, as far as they are known: bit `i` of word `w` is page
     /// `pages.start + 64 * w + i`. `pages.start` is a multiple of 64; `words` holds just enough
     /// words and is overwritten.

@@ -6,6 +6,7 @@
 //! across the pinning of a call, so several threads map no faster than one; what makes it fast are
 //! large calls on memory that is populated already.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -29,7 +30,7 @@ pub struct Type1Container {
     // Order matters on drop: the mappings go before what they map.
     container: Arc<VfioContainer>,
     /// What is mapped: guest physical addresses and lengths.
-    mapped: Mutex<Vec<(u64, usize)>>,
+    mapped: Mutex<BTreeMap<u64, usize>>,
     ram: Arc<GuestRam>,
 }
 
@@ -78,7 +79,14 @@ impl DmaTarget for Type1Container {
             IoctlError::IommuDmaMap(errno) => io::Error::from_raw_os_error(errno.errno()),
             other => io::Error::other(other),
         })?;
-        lock(&self.mapped).push((gpa, len));
+        lock(&self.mapped).insert(gpa, len);
+        Ok(())
+    }
+
+    fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
+        let len = usize::try_from(gpa.end.saturating_sub(gpa.start)).map_err(io::Error::other)?;
+        self.container.vfio_dma_unmap(gpa.start, len).map_err(io::Error::other)?;
+        lock(&self.mapped).retain(|start, _| !gpa.contains(start));
         Ok(())
     }
 

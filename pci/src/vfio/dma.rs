@@ -17,12 +17,18 @@ use super::limits::DmaLimits;
 /// An IOMMU's mappings of one VM: guest physical addresses become addresses for DMA.
 pub trait DmaTarget: Send + Sync {
     /// Maps a part of guest memory, given in bytes of the region, at its guest physical address, and
-    /// pins it. It stays mapped, in this one piece, until all is unmapped or the target is gone, and so
+    /// pins it. It stays mapped, in this one piece, until it is unmapped or the target is gone, and so
     /// does the memory.
     ///
     /// # Errors
     /// The kernel's answer.
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()>;
+    /// Unmaps and unpins guest physical addresses: one piece that was mapped, or several that follow
+    /// each other without a gap. No function may be using them.
+    ///
+    /// # Errors
+    /// The kernel's answer.
+    fn unmap(&self, gpa: &Range<u64>) -> io::Result<()>;
     /// Unmaps and unpins everything; no function may use it any more.
     fn unmap_all(&self);
     /// The limits that hold for this process here and now.

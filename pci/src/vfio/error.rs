@@ -4,12 +4,13 @@
 //!
 //! Owns the messages only.
 
+use std::error::Error;
 use std::io;
 use std::path::PathBuf;
 
 use hypervisor::KvmError;
 use hypervisor::irq::IrqError;
-use memory::PrefaultError;
+use memory::{AccessError, PrefaultError};
 use thiserror::Error;
 
 use crate::config_space::ConfigError;
@@ -213,6 +214,16 @@ pub enum PinError {
     /// It could not be populated, or one of the above came up on the way.
     #[error("guest memory could not be made ready for DMA")]
     Populate(#[from] PrefaultError),
+    /// What the balloon had cannot be had again.
+    #[error(
+        "guest memory that was in the balloon could not be made ready for DMA again: the host needs \
+         as much free memory as the guest may take out of its balloon"
+    )]
+    Repopulate {
+        /// Why.
+        #[source]
+        source: AccessError,
+    },
     /// No thread.
     #[error("could not start a thread to map guest memory for DMA")]
     Thread(#[source] io::Error),
@@ -257,6 +268,18 @@ fn hint(error: &io::Error) -> &'static str {
         Some(libc::EINVAL) => " (the IOMMU of this host cannot reach that address)",
         _ => "",
     }
+}
+
+/// An error and what is behind it, in one line.
+pub(super) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        source = error.source();
+    }
+    text
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use memory::RamRegion;
@@ -314,6 +314,26 @@ pub struct FakeTarget {
     pub mapped: Mutex<Vec<Range<u64>>>,
     pub limits: DmaLimits,
     pub before: Option<BeforeMap>,
+    pub unmaps: AtomicU64,
+}
+
+impl FakeTarget {
+    pub fn unmaps(&self) -> u64 {
+        self.unmaps.load(Ordering::Relaxed)
+    }
+
+    pub fn mapped_bytes_in(&self, gpa: &Range<u64>) -> u64 {
+        let part =
+            |piece: &Range<u64>| piece.end.min(gpa.end).saturating_sub(piece.start.max(gpa.start));
+        lock(&self.mapped).iter().map(part).sum()
+    }
+
+    /// In how many pieces all of it is mapped.
+    pub fn is_mapped(&self, gpa: Range<u64>) -> Option<usize> {
+        let is_whole = self.mapped_bytes_in(&gpa) == gpa.end - gpa.start;
+        let touches = |piece: &&Range<u64>| piece.start < gpa.end && gpa.start < piece.end;
+        is_whole.then(|| lock(&self.mapped).iter().filter(touches).count())
+    }
 }
 
 impl DmaTarget for FakeTarget {
@@ -323,6 +343,19 @@ impl DmaTarget for FakeTarget {
             before(gpa)?;
         }
         lock(&self.mapped).push(gpa..region.gpa() + range.end);
+        Ok(())
+    }
+
+    fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
+        let mut mapped = lock(&self.mapped);
+        let touches = |piece: &Range<u64>| piece.start < gpa.end && gpa.start < piece.end;
+        let is_inside = |piece: &Range<u64>| gpa.start <= piece.start && piece.end <= gpa.end;
+        if mapped.iter().any(|piece| touches(piece) && !is_inside(piece)) {
+            // As type1: a mapping cannot be cut.
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        mapped.retain(|piece| !touches(piece));
+        self.unmaps.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 

@@ -8,6 +8,7 @@
 //! the process's page tables; other memory, and all memory on older kernels, by its address. Pieces are
 //! pinned in parallel where several threads map.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -34,7 +35,7 @@ pub struct IommufdSpace {
     // Order matters on drop: the mappings go before what they map.
     space: Arc<VfioIommufd>,
     /// What is mapped: guest physical addresses and lengths.
-    mapped: Mutex<Vec<(u64, usize)>>,
+    mapped: Mutex<BTreeMap<u64, usize>>,
     /// The kernel maps files; known not to after the first answer that says so.
     maps_files: AtomicBool,
     /// Devices that come as descriptors may have been bound to this iommufd before.
@@ -171,7 +172,14 @@ impl DmaTarget for IommufdSpace {
         if !self.map_file(region, range.start, &piece)? {
             self.map_address(&piece)?;
         }
-        lock(&self.mapped).push((piece.gpa, piece.len));
+        lock(&self.mapped).insert(piece.gpa, piece.len);
+        Ok(())
+    }
+
+    fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
+        let len = usize::try_from(gpa.end.saturating_sub(gpa.start)).map_err(io::Error::other)?;
+        self.space.vfio_dma_unmap(gpa.start, len).map_err(io::Error::other)?;
+        lock(&self.mapped).retain(|start, _| !gpa.contains(start));
         Ok(())
     }
 

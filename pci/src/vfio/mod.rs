@@ -10,8 +10,8 @@
 //!   config write ──> ShadowConfig ──> (Bus Master Enable? wait at DmaGate) ──> HostFunction
 //!   BAR access   ──> memory slot (BarSlots), or trapped: MSI-X table, or HostFunction
 //!   interrupt    <── irqfd of a vector <── eventfd <── HostFunction
-//!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, chunk by chunk:
-//!                    a DmaSpace, which is Type1Container or IommufdSpace
+//!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, in Pieces; the target is
+//!                    a DmaSpace: Type1Container or IommufdSpace
 //! ```
 //!
 //! The kernel clears Bus Master Enable when it opens a function, and DMA needs it. So the guest may
@@ -38,6 +38,7 @@ mod limits;
 mod mapping;
 mod msi;
 mod notices;
+mod pieces;
 mod pinning;
 mod space;
 mod sysfs;
@@ -56,6 +57,7 @@ pub use iommufd::IommufdSpace;
 pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
 pub use notices::{Notices, OnNotice};
+pub use pieces::{OnLost, Pieces};
 pub use pinning::{PinProgress, PinState, Pinning};
 pub use space::{DmaSpace, OpenedFunction};
 pub use sysfs::HostPlace;

@@ -2,24 +2,20 @@
 
 //! The pipeline that makes guest memory ready for DMA while the guest runs.
 //!
-//! Owns its thread, the size of the pieces and the progress, and settles the gate. A piece is mapped
-//! as soon as it is populated, on the thread that populated it, while others are being populated. A
-//! failure is told to everybody who waits; nothing of it may end in waiting for ever.
+//! Owns its thread and the progress, and settles the gate. Memory is mapped as soon as it is
+//! populated, on the thread that populated it, while other memory is being populated. A failure is
+//! told to everybody who waits; nothing of it may end in waiting for ever.
 
-use std::error::Error;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::dma::{DmaTarget, Populator};
-use super::error::PinError;
+use super::dma::Populator;
+use super::error::{PinError, chain};
 use super::gate::DmaGate;
+use super::pieces::Pieces;
 use crate::locks::lock;
-
-/// A piece is never cut later, so it is also the least that can be given back: not larger than needed
-/// for the kernel to pin large runs at once.
-const CHUNK_BYTES: u64 = 64 << 20;
 
 /// How far it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +31,7 @@ pub enum PinState {
 /// How far it is, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PinProgress {
-    /// Bytes mapped.
+    /// Bytes mapped; what the balloon has taken out is not.
     pub pinned_bytes: u64,
     /// Bytes in all.
     pub total_bytes: u64,
@@ -45,7 +41,7 @@ pub struct PinProgress {
 
 struct Shared {
     total_bytes: u64,
-    pinned_bytes: AtomicU64,
+    pieces: Arc<Pieces>,
     stop: AtomicBool,
     state: Mutex<PinState>,
     gate: Arc<DmaGate>,
@@ -60,35 +56,23 @@ pub struct Pinning {
     thread: Option<JoinHandle<Result<(), PinError>>>,
 }
 
-/// The size of pieces that leaves a quarter of the mappings for other things.
-fn chunk_bytes(populator: &dyn Populator, entries: Option<u64>) -> u64 {
-    let allowed = entries.map_or(u64::MAX, |entries| entries - entries / 4);
-    let (total_bytes, _) = populator.total_bytes();
-    let mut chunk_bytes = CHUNK_BYTES;
-    while chunk_bytes < total_bytes && populator.chunks(chunk_bytes) > allowed {
-        chunk_bytes *= 2;
-    }
-    chunk_bytes
-}
-
 impl Pinning {
     /// Checks the limits and begins; `gate` is settled at the end, whatever that is.
     ///
     /// # Errors
     /// A limit that is too low, or no thread.
     pub fn start(
-        target: Arc<dyn DmaTarget>,
+        pieces: Arc<Pieces>,
         populator: Arc<dyn Populator>,
         gate: Arc<DmaGate>,
         on_end: OnEnd,
     ) -> Result<Self, PinError> {
-        let limits = target.limits();
-        let chunk_bytes = chunk_bytes(populator.as_ref(), limits.entries);
         let (total_bytes, counted_bytes) = populator.total_bytes();
-        limits.check(populator.chunks(chunk_bytes), total_bytes, counted_bytes)?;
+        let entries = populator.chunks(pieces.piece_bytes());
+        pieces.target().limits().check(entries, total_bytes, counted_bytes)?;
         let shared = Arc::new(Shared {
             total_bytes,
-            pinned_bytes: AtomicU64::new(0),
+            pieces,
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
             gate,
@@ -96,17 +80,19 @@ impl Pinning {
         let inner = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("pin".to_owned())
-            .spawn(move || inner.run(&target, populator.as_ref(), chunk_bytes, on_end))
+            .spawn(move || inner.run(populator.as_ref(), on_end))
             .map_err(PinError::Thread)?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
     /// How far it is.
     pub fn progress(&self) -> PinProgress {
+        let Shared { total_bytes, pieces, state, .. } = &*self.shared;
+        let lost = pieces.lost().map(PinState::Failed);
         PinProgress {
-            pinned_bytes: self.shared.pinned_bytes.load(Ordering::Relaxed),
-            total_bytes: self.shared.total_bytes,
-            state: lock(&self.shared.state).clone(),
+            pinned_bytes: pieces.mapped_bytes(),
+            total_bytes: *total_bytes,
+            state: lost.unwrap_or_else(|| lock(state).clone()),
         }
     }
 
@@ -122,10 +108,11 @@ impl Pinning {
         }
     }
 
-    /// Ends it soon; whoever waits at the gate is turned away.
+    /// Ends it soon; whoever waits at the gate is turned away. Nothing is mapped again.
     pub fn cancel(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.gate.fail("the VM ends");
+        self.shared.pieces.close();
     }
 }
 
@@ -147,16 +134,10 @@ impl Drop for Settle<'_> {
 }
 
 impl Shared {
-    fn run(
-        self: Arc<Self>,
-        target: &Arc<dyn DmaTarget>,
-        populator: &dyn Populator,
-        chunk_bytes: u64,
-        on_end: OnEnd,
-    ) -> Result<(), PinError> {
+    fn run(self: Arc<Self>, populator: &dyn Populator, on_end: OnEnd) -> Result<(), PinError> {
         let _settle = Settle(&self.gate);
         let start = Instant::now();
-        let result = self.pin(target, populator, chunk_bytes);
+        let result = self.pin(populator);
         if self.stop.load(Ordering::Relaxed) {
             *lock(&self.state) = PinState::Failed("the VM ends".into());
             return Err(PinError::Cancelled);
@@ -175,44 +156,19 @@ impl Shared {
         result
     }
 
-    fn pin(
-        self: &Arc<Self>,
-        target: &Arc<dyn DmaTarget>,
-        populator: &dyn Populator,
-        chunk_bytes: u64,
-    ) -> Result<(), PinError> {
-        let (shared, target) = (Arc::clone(self), Arc::clone(target));
+    fn pin(self: &Arc<Self>, populator: &dyn Populator) -> Result<(), PinError> {
+        let shared = Arc::clone(self);
         populator.populate(
-            chunk_bytes,
+            self.pieces.chunk_bytes(),
             Arc::new(move |region, range| {
                 if shared.stop.load(Ordering::Relaxed) {
                     return Err(PinError::Cancelled.into());
                 }
-                let len_bytes = range.end.saturating_sub(range.start);
-                let gpa = region.gpa().saturating_add(range.start);
-                target.map(region, &range).map_err(|source| PinError::Map {
-                    gpa,
-                    len_bytes,
-                    source,
-                })?;
-                shared.pinned_bytes.fetch_add(len_bytes, Ordering::Relaxed);
-                Ok(())
+                Ok(shared.pieces.map(region, &range)?)
             }),
         )?;
         // What was left out, such as memory whose contents are still to arrive, is not mapped.
-        let pinned_bytes = self.pinned_bytes.load(Ordering::Relaxed);
-        if pinned_bytes == self.total_bytes { Ok(()) } else { Err(PinError::Cancelled) }
+        let is_whole = self.pieces.mapped_bytes() == self.total_bytes;
+        if is_whole { Ok(()) } else { Err(PinError::Cancelled) }
     }
-}
-
-/// An error and what is behind it, in one line.
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        source = error.source();
-    }
-    text
 }

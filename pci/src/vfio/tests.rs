@@ -296,13 +296,18 @@ fn ram(len_bytes: u64) -> Arc<GuestRam> {
     Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
 }
 
+fn pieces(target: Arc<FakeTarget>, populator: &GuestRamPopulator) -> Arc<Pieces> {
+    Pieces::plan(target, populator, false, Box::new(|reason| panic!("{reason}")))
+}
+
 fn start(
     target: FakeTarget,
     ram: &Arc<GuestRam>,
     gate: &Arc<DmaGate>,
 ) -> Result<Pinning, PinError> {
     let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
-    Pinning::start(Arc::new(target), populator, Arc::clone(gate), Box::new(|_| {}))
+    let pieces = pieces(Arc::new(target), &populator);
+    Pinning::start(pieces, populator, Arc::clone(gate), Box::new(|_| {}))
 }
 
 #[test]
@@ -321,7 +326,8 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
     let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
     let (told, end) = mpsc::channel();
     let on_end = Box::new(move |state: &PinState| told.send(state.clone()).unwrap());
-    let mut pinning = Pinning::start(target.clone(), populator, Arc::clone(&gate), on_end).unwrap();
+    let pieces = pieces(target.clone(), &populator);
+    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), on_end).unwrap();
     gate.wait().unwrap();
     assert!(matches!(end.recv_timeout(PATIENCE), Ok(PinState::Pinned(_))));
     pinning.wait().unwrap();

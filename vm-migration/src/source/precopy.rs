@@ -27,9 +27,15 @@ use crate::vm::{DirtyLog, FreePageHints, SourceVm, Throttle};
 /// Least that must be sent for a low rate to mean anything.
 const RATE_BYTES_MIN: u64 = 1 << 20;
 
-/// How long the first round waits for the guest to name its free pages. Linux names some GiB in a
+/// How long the first round waits for the guest to name more free pages. Linux names some GiB in a
 /// tenth of a second; what comes later still counts for memory that was not sent by then.
-const HINTS_TIME: Duration = Duration::from_secs(2);
+const HINTS_PAUSE: Duration = Duration::from_secs(2);
+
+/// How long it waits in all. A guest that goes on for so long keeps taking its pages back.
+const HINTS_TIME_MAX: Duration = Duration::from_secs(20);
+
+/// How often it is looked whether somebody cancels, and whether there are new ones.
+const HINTS_LOOK: Duration = Duration::from_millis(50);
 
 /// Both sides agree, the destination has mapped the memory; the guest runs here.
 pub(crate) struct Negotiated<V: SourceVm> {
@@ -109,7 +115,7 @@ impl<V: SourceVm> Negotiated<V> {
         let mut remaining_bytes = self.memory.layout().pages() * PAGE_BYTES;
         let mut machine_is_built = !self.links.terms.early_memory();
         log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
-        let mut hints = self.ask_for_hints(log)?;
+        let mut hints = self.ask_for_hints(log, context)?;
         for number in 1u32.. {
             check_cancel(context.cancel, "sending memory")?;
             context.progress.begin_round(number, remaining_bytes);
@@ -165,18 +171,30 @@ impl<V: SourceVm> Negotiated<V> {
 
     /// Asks the guest which pages it does not use. All dirty bits are cleared first: a guest may use
     /// such a page again without a word, and then the next round has to find it dirty.
-    fn ask_for_hints(&self, log: &V::Log) -> Result<Option<Box<dyn FreePageHints>>, Failure> {
+    fn ask_for_hints(
+        &self,
+        log: &V::Log,
+        context: Context<'_>,
+    ) -> Result<Option<Box<dyn FreePageHints>>, Failure> {
         if !self.vm.may_give_hints() {
             return Ok(None);
         }
         clear_all(log, self.memory.layout())?;
-        let hints = self.vm.free_page_hints();
-        match &hints {
-            Some(hints) if hints.wait(HINTS_TIME) => log::info!("the guest told its free pages"),
-            Some(_) => log::info!("the guest takes long to tell its free pages"),
-            None => {}
+        let Some(hints) = self.vm.free_page_hints() else { return Ok(None) };
+        let began = Instant::now();
+        let (mut named, mut since) = (hints.named(), began);
+        while !hints.wait(HINTS_LOOK) {
+            check_cancel(context.cancel, "waiting for the guest to name its free pages")?;
+            if named != hints.named() {
+                (named, since) = (hints.named(), Instant::now());
+            }
+            if since.elapsed() >= HINTS_PAUSE || began.elapsed() >= HINTS_TIME_MAX {
+                log::info!("the guest takes long to name its free pages: the first round begins");
+                return Ok(Some(hints));
+            }
         }
-        Ok(hints)
+        log::info!("the guest named its free pages within {} ms", began.elapsed().as_millis());
+        Ok(Some(hints))
     }
 
     /// Leaves the rest for after the handover: pages that no round has come to, and those that are

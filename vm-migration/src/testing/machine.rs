@@ -3,6 +3,7 @@
 //! Fake machines on both sides, which fail where they are told to and note what was done to them.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -56,6 +57,8 @@ struct Common {
     throttled: Throttled,
     /// From this page of each region on the guest says that it uses nothing.
     free_from: Option<u64>,
+    /// How many looks it takes to name them all.
+    hint_looks: u64,
     /// vCPUs bring their own pages at the destination.
     own_faults: bool,
     /// Who sends the pages that are left.
@@ -68,17 +71,30 @@ pub type Throttled = Arc<Mutex<Vec<u8>>>;
 /// Hints of a fake machine.
 struct FakeHints {
     first: u64,
+    /// Looks until all are named; up to then none counts.
+    looks_left: AtomicU64,
     calls: Calls,
 }
 
 impl FreePageHints for FakeHints {
-    fn wait(&self, _: Duration) -> bool {
-        true
+    fn wait(&self, limit: Duration) -> bool {
+        let left = self.looks_left.load(Ordering::Relaxed);
+        self.looks_left.store(left.saturating_sub(1), Ordering::Relaxed);
+        if left > 0 {
+            std::thread::sleep(limit);
+        }
+        left == 0
+    }
+
+    fn named(&self) -> u64 {
+        // Something new each time.
+        u64::MAX - self.looks_left.load(Ordering::Relaxed)
     }
 
     fn free_words(&self, _: usize, pages: Range<u64>, words: &mut [u64]) {
         words.fill(0);
-        for page in pages.clone().filter(|page| *page >= self.first) {
+        let first = if self.named() == u64::MAX { self.first } else { pages.end };
+        for page in pages.clone().filter(|page| *page >= first) {
             words[to_usize((page - pages.start) / 64)] |= 1 << ((page - pages.start) % 64);
         }
     }
@@ -147,6 +163,7 @@ impl FakeVm {
             calms_at: None,
             throttled: Throttled::default(),
             free_from: None,
+            hint_looks: 0,
             own_faults: false,
             deputy: None,
         };
@@ -165,6 +182,12 @@ impl FakeVm {
     #[must_use]
     pub fn free_from(mut self, page: u64) -> Self {
         self.common.free_from = Some(page);
+        self
+    }
+
+    /// It takes so many looks to name them, and always has some more.
+    pub fn slow_hints(mut self, looks: u64) -> Self {
+        self.common.hint_looks = looks;
         self
     }
 
@@ -260,14 +283,15 @@ impl SourceVm for FakeVm {
     }
 
     fn free_page_hints(&self) -> Option<Box<dyn FreePageHints>> {
-        let Common { memory, guest, free_from, .. } = &self.common;
+        let Common { memory, guest, free_from, hint_looks, .. } = &self.common;
         let first = (*free_from)?;
         for (region, info) in memory.layout().regions().iter().enumerate() {
             for page in (first..info.pages()).step_by(2) {
                 guest.visit(memory, region, page, false);
             }
         }
-        Some(Box::new(FakeHints { first, calls: Arc::clone(&self.common.calls) }))
+        let looks_left = AtomicU64::new(*hint_looks);
+        Some(Box::new(FakeHints { first, looks_left, calls: Arc::clone(&self.common.calls) }))
     }
 
     fn successor(&mut self) -> Result<Option<Box<dyn Successor>>, VmError> {

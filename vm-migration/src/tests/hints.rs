@@ -54,6 +54,22 @@ fn free_pages_do_not_travel_and_those_that_are_used_again_do() {
 }
 
 #[test]
+fn a_guest_that_takes_long_is_waited_for_while_it_names_more() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 93);
+    guest.fill(&from, 100);
+    let pace = Pace::Paced(64, Duration::from_micros(200));
+    let builder = Builder::new(&to, &guest).load(1, 20, pace);
+    let target = Target::start(&loopback(), builder, LIMITS);
+    // Far longer than a guest is waited for that names nothing.
+    let vm = FakeVm::new(&from, &guest).load(1, 20, pace).free_from(FREE_FROM).slow_hints(60);
+    let finished = send(vm.running(), &options(&target.address)).unwrap();
+    target.join().unwrap().vm.stop();
+    let named: u64 = REGIONS.iter().map(|(_, pages)| pages - FREE_FROM).sum();
+    assert_eq!(finished.report.free_pages, named);
+}
+
+#[test]
 fn a_guest_without_hints_and_one_in_postcopy_are_not_asked() {
     if !super::have_uffd() {
         return;

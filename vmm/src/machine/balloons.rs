@@ -4,7 +4,7 @@
 //!
 //! Owns the translation from options to a device. Whoever passes a device through forbids that
 //! memory is given back with [`GuestRam::ban_discards`] before this is called: reports are not
-//! offered to the guest then, and what it puts into the balloon stays with it.
+//! offered to the guest then, and what it puts into the balloon goes only as far as it is unmapped.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -99,7 +99,9 @@ impl Machine {
     ) -> Result<Bdf, MachineError> {
         let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
         let bdf = match device {
-            NewDevice::Host(device) => self.passthrough.add(device, &sockets)?,
+            NewDevice::Host(device) => {
+                self.passthrough.add(device, &sockets, self.devices.balloon())?
+            }
             NewDevice::Disk(disk) => self.devices.add_disk(disk, &sockets, self.paused)?,
             NewDevice::Net(net) => self.devices.add_net(net, &sockets, self.paused)?,
         };

@@ -340,7 +340,7 @@ impl Machine {
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.passthrough.map_memory(&chassis.ram)?;
+        chassis.passthrough.map_memory(&chassis.ram, chassis.devices.balloon())?;
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
         let memory = &machine.config.memory;
         let wishes = ram::prefault_wishes(memory);

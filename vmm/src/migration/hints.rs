@@ -17,6 +17,10 @@ impl FreePageHints for MachineHints {
         self.0.wait(limit)
     }
 
+    fn named(&self) -> u64 {
+        self.0.named_bytes()
+    }
+
     fn free_words(&self, region: usize, pages: Range<u64>, words: &mut [u64]) {
         words.fill(0);
         if let Some(map) = self.0.maps().get(region) {

@@ -168,8 +168,8 @@ fn offered(config: &BalloonConfig, ram: &GuestRam) -> u64 {
         // The guest uses reported pages again without a word, and a device may be the first to
         // touch them: nothing could be done in between.
         warn!(
-            "free_page_reporting=on is not offered to the guest: {reason}; a balloon size or \
-             virtio-mem give memory back beside such a device"
+            "free_page_reporting=on is not offered to the guest: {reason}; a balloon size \
+             (vm.resize, desired_balloon) or virtio-mem give memory back beside such a device"
         );
         reporting = false;
     }
@@ -227,7 +227,8 @@ impl VirtioDevice for Balloon {
         self.shared.set_driver(None);
         self.workers.stop();
         self.shared.hinting.end(End::Reset);
-        // The driver has forgotten what it had in the balloon.
+        // The driver has forgotten what it had in the balloon, and asks for nothing before it uses it.
+        self.shared.ram.take_back(&(0..u64::MAX));
         self.shared.change_config(|config| {
             config.actual_pages = 0;
             config.poison = 0;

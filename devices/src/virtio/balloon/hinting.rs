@@ -197,6 +197,11 @@ impl FreePageHints {
         self.shared.hinting.wait_told(limit)
     }
 
+    /// Bytes that the guest has named since it was made; some of them more than once.
+    pub fn named_bytes(&self) -> u64 {
+        self.shared.done.hinted_bytes.get()
+    }
+
     /// The free pages of each region of guest RAM, as far as they are known.
     pub fn maps(&self) -> &[PageBitmap] {
         &self.maps

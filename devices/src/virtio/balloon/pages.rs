@@ -3,7 +3,8 @@
 //! The pages that are in the balloon, and how what a guest gives up goes back to the host.
 //!
 //! Owns the map of the balloon. A page of the host that is larger than 4 KiB is given back when all
-//! of it is in the balloon. Numbers come from a guest: what is not RAM is counted and ignored.
+//! of it is in the balloon; beside passed-through devices it is what is mapped for them as a whole.
+//! Numbers come from a guest: what is not RAM is counted and ignored.
 
 use std::io;
 use std::ops::Range;
@@ -20,8 +21,12 @@ pub(super) struct Pages {
     ram: Arc<GuestRam>,
     /// By region.
     inflated: Vec<PageBitmap>,
+    /// The guest tells before it uses pages of the balloon again.
+    tells: bool,
     /// Something in the balloon could not be given back when it came.
     deferred: bool,
+    /// Whether pinned memory could be given up when it was last looked at.
+    was_pinned: bool,
     warned: bool,
 }
 
@@ -44,9 +49,15 @@ fn runs_of(pfns: &[u32]) -> Vec<Range<u64>> {
 }
 
 impl Pages {
-    pub(super) fn new(ram: &Arc<GuestRam>) -> io::Result<Self> {
-        let inflated = hinting::maps(ram)?;
-        Ok(Self { ram: Arc::clone(ram), inflated, deferred: false, warned: false })
+    pub(super) fn new(ram: &Arc<GuestRam>, tells: bool) -> io::Result<Self> {
+        Ok(Self {
+            ram: Arc::clone(ram),
+            inflated: hinting::maps(ram)?,
+            tells,
+            deferred: false,
+            was_pinned: ram.gives_up_pinned(),
+            warned: false,
+        })
     }
 
     /// The parts of `range` that are RAM: region, and pages in it.
@@ -85,14 +96,14 @@ impl Pages {
         given
     }
 
-    /// Gives back those pages of the host that `pages` of the region have a part in, and that are in
-    /// the balloon as a whole.
+    /// Gives back those units of memory that `pages` of the region have a part in, and that are in the
+    /// balloon as a whole.
     fn give_back_whole(&self, index: usize, pages: Range<u64>, given: &mut GivenBack) {
         let (Some(region), Some(map)) = (self.ram.regions().get(index), self.inflated.get(index))
         else {
             return;
         };
-        let unit = (region.page_bytes() / PAGE_BYTES).max(1);
+        let unit = (self.ram.give_up_bytes(region) / PAGE_BYTES).max(1);
         let mut at = pages.start / unit * unit;
         let behind = pages.end.next_multiple_of(unit).min(region.len_pages());
         while at < behind {
@@ -100,16 +111,20 @@ impl Pages {
             let end = hole / unit * unit;
             if at < end {
                 let gpa = |page: u64| region.gpa() + page * PAGE_BYTES;
-                join(given, self.ram.give_back(gpa(at)..gpa(end)));
+                let range = gpa(at)..gpa(end);
+                let ram = &self.ram;
+                join(given, if self.tells { ram.give_up(range) } else { ram.give_back(range) });
             }
-            // Behind the host's page that is not complete.
+            // Behind the unit that is not complete.
             at = (end + unit).max(at + unit);
         }
     }
 
-    /// Pages have left the balloon. They come back as zeros when they are touched.
+    /// Pages are about to leave the balloon. They come back as zeros when they are touched; devices
+    /// reach them when this returns.
     pub(super) fn deflate(&mut self, pfns: &[u32], done: &Done) {
         for run in runs_of(pfns) {
+            self.ram.take_back(&run);
             for (index, part) in self.parts(&run) {
                 done.deflated_pages.add(part.end - part.start);
                 if let Some(map) = self.inflated.get(index) {
@@ -119,9 +134,12 @@ impl Pages {
         }
     }
 
-    /// Gives back what is in the balloon and could not be given back when it came.
+    /// Gives back what is in the balloon and could not be given back when it came, or has come back
+    /// for a device since.
     pub(super) fn retry(&mut self, done: &Done) {
-        if !std::mem::take(&mut self.deferred) {
+        let is_pinned = self.ram.gives_up_pinned();
+        let newly_pinned = is_pinned && !std::mem::replace(&mut self.was_pinned, is_pinned);
+        if !std::mem::take(&mut self.deferred) && !newly_pinned {
             return;
         }
         let mut given = GivenBack::default();

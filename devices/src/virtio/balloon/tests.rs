@@ -4,17 +4,19 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use memory::{Backing, GuestRam, RamConfig, RamLayout, ZoneSpec};
+use memory::{Backing, GuestRam, Pins, RamConfig, RamLayout, RamRegion, ZoneSpec};
 use proptest::prelude::*;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 
 use super::*;
 use crate::virtio::device::StateError;
 use crate::virtio::test_driver::{BORDER, Buffer, DATA, Driver, readable, writable};
-use crate::virtio::{Counters, VirtioDevice};
+use crate::virtio::{Counters, RING_FEATURES, VirtioDevice};
 
 const INFLATE: usize = 0;
 const DEFLATE: usize = 1;
@@ -322,6 +324,76 @@ fn beside_a_device_that_writes_memory_reports_are_not_offered_and_nothing_is_giv
     drop(ban);
     let other = Balloon::new(config, Arc::clone(&guest.ram)).unwrap();
     assert_ne!(other.features() & F_PAGE_REPORTING, 0);
+}
+
+/// Lets go of units of eight pages, and remembers what of the second region it let go of.
+#[derive(Default)]
+struct FakePins(Mutex<BTreeSet<u64>>);
+
+const UNIT: u64 = 8 * PAGE_BYTES;
+
+impl Pins for FakePins {
+    fn grain_bytes(&self, _region: &RamRegion) -> u64 {
+        UNIT
+    }
+
+    fn let_go(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+        assert_eq!((range.start % UNIT, range.end % UNIT), (0, 0));
+        self.0.lock().unwrap().extend(range.start / UNIT..range.end / UNIT);
+        vec![range.clone()]
+    }
+
+    fn take_back(&self, _region: &RamRegion, range: &Range<u64>) {
+        let units = range.start / UNIT..range.end.div_ceil(UNIT);
+        self.0.lock().unwrap().retain(|unit| !units.contains(unit));
+    }
+}
+
+impl FakePins {
+    fn gone(&self) -> Vec<u64> {
+        self.0.lock().unwrap().iter().copied().collect()
+    }
+}
+
+#[test]
+fn what_is_pinned_goes_in_whole_units_and_is_back_before_the_guest_is_told() {
+    let mut guest = Guest::new(|_| {}).start();
+    let first = pfn(GIVEN_UP);
+    guest.send_pages(INFLATE, &(first..first + 8).collect::<Vec<_>>());
+    // A device comes, for which everything is populated and pinned.
+    let (ban, pins) = (guest.ram.ban_discards("a device writes guest memory"), FakePins::default());
+    let pins = Arc::new(pins);
+    guest.driver.write(GIVEN_UP, &[7; 4096]);
+    guest.send_pages(INFLATE, &[first + 8]);
+    ban.except_what_is_let_go(pins.clone());
+    guest.device.handle().retry();
+    // Another request is behind the wake-up at the latest when the thread has started again.
+    guest.device.pause();
+    guest.device.resume();
+    guest.send_pages(INFLATE, &(first + 9..first + 15).collect::<Vec<_>>());
+    assert_eq!((pins.gone(), guest.byte(GIVEN_UP)), (vec![0], 0), "what was in it went again");
+    assert_eq!(guest.byte(GIVEN_UP + UNIT), 7, "not whole");
+    guest.send_pages(INFLATE, &[first + 15]);
+    assert_eq!((pins.gone(), guest.byte(GIVEN_UP + UNIT)), (vec![0, 1], 0));
+    assert_eq!(guest.request(REPORTING, &[writable(GIVEN_UP + 2 * UNIT, 8 * PAGE)]), 0);
+    guest.send_pages(DEFLATE, &[first + 3]);
+    assert_eq!(pins.gone(), [1]);
+    guest.device.reset();
+    assert_eq!(pins.gone(), [0; 0], "the driver asks for nothing any more");
+}
+
+#[test]
+fn what_is_pinned_stays_with_a_guest_that_does_not_ask() {
+    let mut guest = Guest::new(|_| {}).with_features(RING_FEATURES);
+    let (ban, pins) = (guest.ram.ban_discards("a device writes guest memory"), FakePins::default());
+    let pins = Arc::new(pins);
+    ban.except_what_is_let_go(pins.clone());
+    let first = pfn(GIVEN_UP);
+    guest.send_pages(INFLATE, &(first..first + 8).collect::<Vec<_>>());
+    assert_eq!((pins.gone(), guest.byte(GIVEN_UP)), (Vec::new(), 7));
+    drop(ban);
+    guest.send_pages(INFLATE, &[first]);
+    assert_eq!(guest.byte(GIVEN_UP), 0);
 }
 
 #[test]

@@ -20,7 +20,7 @@ use super::pages::Pages;
 use super::queues::Queues;
 use super::shared::Shared;
 use super::statistics::STATISTICS_BYTES_MAX;
-use super::{F_DEVICE_INIT_ON_INFLATE, PAGE_BYTES, hinting};
+use super::{F_DEVICE_INIT_ON_INFLATE, F_MUST_TELL_HOST, PAGE_BYTES, hinting};
 use crate::virtio::buffers::Segments;
 use crate::virtio::queue::{Broken, Chain, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
@@ -127,7 +127,7 @@ impl BalloonWorker {
             Some(every) => Some((TimerFd::new().map_err(io::Error::from)?, every)),
             None => None,
         };
-        let pages = Pages::new(&shared.ram)?;
+        let pages = Pages::new(&shared.ram, features & F_MUST_TELL_HOST != 0)?;
         Ok(Self { queues, shared: Arc::clone(shared), pages, features, kept: None, timer })
     }
 

@@ -16,11 +16,12 @@ use std::time::Instant;
 
 use arch::acpi::IntxRoute;
 use arch::layout;
+use devices::virtio::balloon::BalloonHandle;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::{
-    DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, PinError, PinProgress, PinState,
-    Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, Pieces, PinError, PinProgress,
+    PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
 use thiserror::Error;
@@ -112,8 +113,8 @@ pub struct Passthrough {
     slots: Option<Arc<KvmBarSlots>>,
     /// A device wants all memory mapped before the guest goes on.
     strict: bool,
-    /// Last: what devices may write stays theirs until they are gone.
-    ban: Option<DiscardBan>,
+    /// Last: what devices may write stays theirs until they are gone, or until it is let go of.
+    ban: Option<Arc<DiscardBan>>,
 }
 
 /// The line of the I/O APIC for the interrupt pin of a device.
@@ -169,7 +170,7 @@ impl Passthrough {
             space: None,
             slots: None,
             strict: false,
-            ban,
+            ban: ban.map(Arc::new),
         };
         for config in config.devices.iter().flatten() {
             this.plug(config, sockets)?;
@@ -186,14 +187,16 @@ impl Passthrough {
         &mut self,
         config: &DeviceConfig,
         sockets: &Sockets<'_>,
+        balloon: Option<&BalloonHandle>,
     ) -> Result<Bdf, PassthroughError> {
         if let Some(PinState::Failed(reason)) = self.progress().map(|progress| progress.state) {
             return Err(PassthroughError::MemoryFailed(reason));
         }
-        // Nothing is given back to the host from here on; what has been comes back.
-        self.ban.get_or_insert_with(|| ban(sockets.ram));
+        // Nothing is given back to the host from here on; what has been comes back, and what is in a
+        // balloon goes again when everything is mapped.
+        self.ban.get_or_insert_with(|| Arc::new(ban(sockets.ram)));
         let added = self.plug(config, sockets).and_then(|bdf| {
-            let mapped = self.map_memory(sockets.ram);
+            let mapped = self.map_memory(sockets.ram, balloon);
             mapped.inspect_err(|_| self.pull_out(bdf, sockets.segment)).map(|()| bdf)
         });
         self.strict = false;
@@ -285,9 +288,15 @@ impl Passthrough {
     /// device asks for that. Comes last before the vCPUs are started: what happens before would have
     /// to share the processors and the process's memory map with the threads that populate.
     ///
+    /// With a balloon memory is mapped in small pieces, which go and come back with what is in it.
+    ///
     /// # Errors
     /// A limit that is too low, or memory cannot be mapped.
-    pub fn map_memory(&mut self, ram: &Arc<GuestRam>) -> Result<(), PassthroughError> {
+    pub fn map_memory(
+        &mut self,
+        ram: &Arc<GuestRam>,
+        balloon: Option<&BalloonHandle>,
+    ) -> Result<(), PassthroughError> {
         let Some(space) = self.space.as_ref().filter(|_| !self.devices.is_empty()) else {
             return Ok(());
         };
@@ -295,10 +304,19 @@ impl Passthrough {
             Some(pinning) => pinning,
             none => {
                 let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
-                let (total_bytes, roll) = (ram.total_bytes(), Arc::clone(&self.roll));
-                let on_end = Box::new(move |state: &PinState| tell(state, total_bytes, &roll));
                 let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
-                none.insert(Pinning::start(target, populator, gate, on_end)?)
+                let roll = Arc::clone(&self.roll);
+                let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &roll));
+                let pieces = Pieces::plan(target, populator.as_ref(), balloon.is_some(), on_lost);
+                let (total_bytes, roll) = (ram.total_bytes(), Arc::clone(&self.roll));
+                let lend = Lend::new(balloon, self.ban.as_ref(), &pieces);
+                let on_end = Box::new(move |state: &PinState| {
+                    tell(state, total_bytes, &roll);
+                    if let (PinState::Pinned(_), Some(lend)) = (state, lend) {
+                        lend.begin();
+                    }
+                });
+                none.insert(Pinning::start(pieces, populator, gate, on_end)?)
             }
         };
         if self.strict {
@@ -394,6 +412,35 @@ fn ban(ram: &GuestRam) -> DiscardBan {
     ram.ban_discards("passed-through devices may write all guest memory")
 }
 
+/// What happens with a balloon when all memory is mapped.
+struct Lend {
+    balloon: BalloonHandle,
+    ban: Arc<DiscardBan>,
+    pieces: Arc<Pieces>,
+}
+
+impl Lend {
+    fn new(
+        balloon: Option<&BalloonHandle>,
+        ban: Option<&Arc<DiscardBan>>,
+        pieces: &Arc<Pieces>,
+    ) -> Option<Self> {
+        let (balloon, ban) = (balloon?.clone(), Arc::clone(ban?));
+        Some(Self { balloon, ban, pieces: Arc::clone(pieces) })
+    }
+
+    fn begin(self) {
+        let piece_bytes = self.pieces.piece_bytes();
+        log::info!(
+            "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \
+             passed-through devices",
+            piece_bytes >> 20
+        );
+        self.ban.except_what_is_let_go(self.pieces);
+        self.balloon.retry();
+    }
+}
+
 /// Tells how mapping ended, and takes the devices from the guest if it failed.
 fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Vec<Weak<VfioPciDevice>>>) {
     let bytes = total_bytes.to_string();
@@ -407,15 +454,19 @@ fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Vec<Weak<VfioPciDevice>
             );
             events::emit("vm", "passthrough-pinned", &[("bytes", &bytes), ("took_ms", &took_ms)]);
         }
-        PinState::Failed(reason) => {
-            log::error!("passed-through devices are taken from the guest: {reason}");
-            events::emit("vm", "passthrough-failed", &[("error", reason)]);
-            let devices: Vec<_> = read(roll).iter().filter_map(Weak::upgrade).collect();
-            for device in devices {
-                device.lose();
-                let lost = [("id", device.id()), ("error", reason.as_ref())];
-                events::emit("vm", "passthrough-device-lost", &lost);
-            }
-        }
+        PinState::Failed(reason) => lose_all(reason, roll),
+    }
+}
+
+/// Takes the devices from the guest, and memory from the devices.
+fn lose_all(reason: &Arc<str>, roll: &Mutex<Vec<Weak<VfioPciDevice>>>) {
+    log::error!("passed-through devices are taken from the guest: {reason}");
+    events::emit("vm", "passthrough-failed", &[("error", reason)]);
+    let devices: Vec<_> = read(roll).iter().filter_map(Weak::upgrade).collect();
+    for device in devices {
+        // It may have been at work.
+        device.disarm();
+        let lost = [("id", device.id()), ("error", reason.as_ref())];
+        events::emit("vm", "passthrough-device-lost", &lost);
     }
 }

@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The pieces in which guest memory is mapped for DMA, and those that are unmapped for a while.
+//!
+//! Owns the record of every mapping. A mapping cannot be cut, and to unmap one that a device may be
+//! using, even for an instant, would break its DMA; so a piece goes when the guest uses nothing of
+//! it, and comes back as a whole before the guest may use any of it.
+//!
+//! ```text
+//!   mapped -- the balloon has all of it --> unmapped, given back to the host
+//!     ^                                          |
+//!     +-- populated, mapped <-- the guest wants some of it back, and waits
+//! ```
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use memory::{Pins, RamRegion};
+
+use super::dma::{DmaTarget, Populator};
+use super::error::{PinError, chain};
+use crate::locks::lock;
+
+/// Not larger than needed for the kernel to pin large runs at once.
+const PIECE_BYTES: u64 = 64 << 20;
+/// Where memory is to go and come back: what a guest has in its balloon is whole huge pages of its own
+/// for the most part. Half of this would cost the IOMMU its large pages, twice this would leave
+/// much with the host.
+const LENT_PIECE_BYTES: u64 = 2 << 20;
+/// What a thread populates at once. Larger than a piece, so that the threads do not meet too often.
+const CHUNK_BYTES: u64 = 64 << 20;
+
+/// Told why when a piece could not be mapped again: devices must not go on. Once.
+pub type OnLost = Box<dyn Fn(&Arc<str>) + Send + Sync>;
+
+/// Whether pieces may be mapped and unmapped.
+#[derive(Default)]
+enum Phase {
+    #[default]
+    Open,
+    /// All of it is about to be unmapped.
+    Closed,
+    /// Devices were told that they cannot go on, for this reason.
+    Lost(Arc<str>),
+}
+
+/// What is mapped and what is not at the moment: guest physical addresses and lengths.
+#[derive(Default)]
+struct State {
+    mapped: BTreeMap<u64, u64>,
+    unmapped: BTreeMap<u64, u64>,
+    phase: Phase,
+}
+
+impl State {
+    fn is_open(&self) -> bool {
+        matches!(self.phase, Phase::Open)
+    }
+}
+
+/// See the module.
+pub struct Pieces {
+    target: Arc<dyn DmaTarget>,
+    piece_bytes: u64,
+    chunk_bytes: u64,
+    /// Held while pieces are mapped and unmapped, as the kernel holds its own lock.
+    state: Mutex<State>,
+    on_lost: OnLost,
+}
+
+/// What of the map has a part in `range`.
+fn overlapping(map: &BTreeMap<u64, u64>, range: &Range<u64>) -> Vec<(u64, u64)> {
+    let before = map.range(..range.start).next_back();
+    let first = before.filter(|(start, len)| start.saturating_add(**len) > range.start);
+    first.into_iter().chain(map.range(range.clone())).map(|(start, len)| (*start, *len)).collect()
+}
+
+/// The lengths of pieces that follow each other without a gap, as runs.
+fn runs(pieces: &[(u64, u64)]) -> Vec<Vec<(u64, u64)>> {
+    let mut runs: Vec<Vec<(u64, u64)>> = Vec::new();
+    for piece in pieces {
+        match runs.last_mut() {
+            Some(run) if run.last().is_some_and(|(start, len)| start + len == piece.0) => {
+                run.push(*piece);
+            }
+            _ => runs.push(vec![*piece]),
+        }
+    }
+    runs
+}
+
+fn span(run: &[(u64, u64)]) -> Range<u64> {
+    let start = run.first().map_or(0, |(start, _)| *start);
+    start..run.last().map_or(start, |(start, len)| start + len)
+}
+
+impl Pieces {
+    /// Nothing is mapped yet. `lent`: memory is to go and come back, so the pieces are small; as small as
+    /// the limit on mappings allows, of which a quarter is left for other things.
+    pub fn plan(
+        target: Arc<dyn DmaTarget>,
+        populator: &dyn Populator,
+        lent: bool,
+        on_lost: OnLost,
+    ) -> Arc<Self> {
+        let allowed = target.limits().entries.map_or(u64::MAX, |entries| entries - entries / 4);
+        let (total_bytes, _) = populator.total_bytes();
+        let mut piece_bytes = if lent { LENT_PIECE_BYTES } else { PIECE_BYTES };
+        while piece_bytes < total_bytes && populator.chunks(piece_bytes) > allowed {
+            piece_bytes *= 2;
+        }
+        Arc::new(Self {
+            target,
+            piece_bytes,
+            chunk_bytes: piece_bytes.max(CHUNK_BYTES),
+            state: Mutex::default(),
+            on_lost,
+        })
+    }
+
+    pub(super) fn target(&self) -> &dyn DmaTarget {
+        self.target.as_ref()
+    }
+
+    /// The size of a piece, where the host's pages are no larger.
+    pub fn piece_bytes(&self) -> u64 {
+        self.piece_bytes
+    }
+
+    /// What is to be populated at once.
+    pub(super) fn chunk_bytes(&self) -> u64 {
+        self.chunk_bytes
+    }
+
+    /// Bytes that are mapped now.
+    pub(super) fn mapped_bytes(&self) -> u64 {
+        lock(&self.state).mapped.values().sum()
+    }
+
+    /// Maps a part of a region that is populated.
+    pub(super) fn map(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
+        let grain = self.grain_bytes(region);
+        let mut at = range.start;
+        while at < range.end {
+            let end = (at / grain).saturating_add(1).saturating_mul(grain).min(range.end);
+            let mut state = self.open()?;
+            self.map_piece(&mut state, region, &(at..end))?;
+            drop(state);
+            at = end;
+        }
+        Ok(())
+    }
+
+    fn open(&self) -> Result<MutexGuard<'_, State>, PinError> {
+        let state = lock(&self.state);
+        if state.is_open() { Ok(state) } else { Err(PinError::Cancelled) }
+    }
+
+    fn map_piece(
+        &self,
+        state: &mut State,
+        region: &RamRegion,
+        piece: &Range<u64>,
+    ) -> Result<(), PinError> {
+        let (gpa, len_bytes) = (region.gpa() + piece.start, piece.end - piece.start);
+        let failed = |source: io::Error| PinError::Map { gpa, len_bytes, source };
+        self.target.map(region, piece).map_err(failed)?;
+        state.unmapped.remove(&gpa);
+        state.mapped.insert(gpa, len_bytes);
+        Ok(())
+    }
+
+    /// Nothing is mapped or unmapped from now on: all of it is about to be unmapped.
+    pub(super) fn close(&self) {
+        lock(&self.state).phase = Phase::Closed;
+    }
+
+    /// Why devices could not go on, if that is so.
+    pub(super) fn lost(&self) -> Option<Arc<str>> {
+        match &lock(&self.state).phase {
+            Phase::Lost(reason) => Some(Arc::clone(reason)),
+            Phase::Open | Phase::Closed => None,
+        }
+    }
+
+    fn map_again(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
+        let gpa = region.gpa();
+        let mut state = lock(&self.state);
+        if !state.is_open() {
+            return Ok(());
+        }
+        let wanted = overlapping(&state.unmapped, &(gpa + range.start..gpa + range.end));
+        for run in runs(&wanted) {
+            let bytes = span(&run);
+            let pages = bytes.start - gpa..bytes.end - gpa;
+            region.populate_for_io(&pages).map_err(|source| PinError::Repopulate { source })?;
+            for (start, len) in run {
+                self.map_piece(&mut state, region, &(start - gpa..start - gpa + len))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Pins for Pieces {
+    fn grain_bytes(&self, region: &RamRegion) -> u64 {
+        // Both are powers of two.
+        self.piece_bytes.max(region.page_bytes())
+    }
+
+    fn let_go(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+        let gpa = region.gpa();
+        let range = gpa + range.start..gpa + range.end;
+        let mut state = lock(&self.state);
+        if !state.is_open() {
+            return Vec::new();
+        }
+        let is_inside = |(start, len): &(u64, u64)| start + len <= range.end;
+        let inside = state.mapped.range(range.clone()).map(|(start, len)| (*start, *len));
+        let inside: Vec<_> = inside.filter(is_inside).collect();
+        let mut gone = Vec::new();
+        for run in runs(&inside) {
+            let bytes = span(&run);
+            if let Err(error) = self.target.unmap(&bytes) {
+                log::warn!("memory at {:#x} stays mapped for DMA: {error}", bytes.start);
+                continue;
+            }
+            for (start, len) in run {
+                state.mapped.remove(&start);
+                state.unmapped.insert(start, len);
+            }
+            gone.push(bytes.start - gpa..bytes.end - gpa);
+        }
+        gone
+    }
+
+    fn take_back(&self, region: &RamRegion, range: &Range<u64>) {
+        if let Err(error) = self.map_again(region, range) {
+            let reason: Arc<str> = chain(&error).into();
+            lock(&self.state).phase = Phase::Lost(Arc::clone(&reason));
+            (self.on_lost)(&reason);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "tests")]
+
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::vfio::fakes::FakeTarget;
+    use crate::vfio::{DmaLimits, GuestRamPopulator};
+
+    const MIB: u64 = 1 << 20;
+    const GPA: u64 = 8 * MIB;
+
+    fn ram(len_bytes: u64) -> Arc<GuestRam> {
+        let layout = RamLayout { hole_start: GPA, hole_end: 2 * GPA, end: 1 << 40 };
+        let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", len_bytes) }];
+        Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
+    }
+
+    fn pieces(target: &Arc<FakeTarget>, ram: &Arc<GuestRam>, on_lost: OnLost) -> Arc<Pieces> {
+        let populator = GuestRamPopulator(Arc::clone(ram));
+        let target: Arc<dyn DmaTarget> = target.clone();
+        let pieces = Pieces::plan(target, &populator, true, on_lost);
+        for region in ram.regions() {
+            pieces.map(region, &(0..region.len_bytes())).unwrap();
+        }
+        pieces
+    }
+
+    fn no_loss() -> OnLost {
+        Box::new(|reason| panic!("{reason}"))
+    }
+
+    #[test]
+    fn pieces_are_as_small_as_the_limit_allows() {
+        let ram = ram(256 * MIB);
+        let size = |entries, lent| {
+            let limits = DmaLimits { entries, ..DmaLimits::default() };
+            let target = Arc::new(FakeTarget { limits, ..FakeTarget::default() });
+            let populator = GuestRamPopulator(Arc::clone(&ram));
+            Pieces::plan(target, &populator, lent, no_loss()).piece_bytes()
+        };
+        assert_eq!((size(None, true), size(None, false)), (2 * MIB, 64 * MIB));
+        assert_eq!((size(Some(65535), true), size(Some(100), true)), (2 * MIB, 4 * MIB));
+    }
+
+    #[test]
+    fn a_piece_goes_as_a_whole_and_comes_back_as_a_whole() {
+        let ram = ram(8 * MIB);
+        let region = &ram.regions()[0];
+        let target = Arc::new(FakeTarget::default());
+        let pieces = pieces(&target, &ram, no_loss());
+        assert_eq!(
+            pieces.let_go(region, &(MIB..7 * MIB)),
+            [Range { start: 2 * MIB, end: 6 * MIB }]
+        );
+        assert_eq!((pieces.mapped_bytes(), target.unmaps()), (4 * MIB, 1));
+        assert!(pieces.let_go(region, &(2 * MIB..6 * MIB)).is_empty(), "once");
+        region.discard(&(2 * MIB..6 * MIB)).unwrap();
+        pieces.take_back(region, &(0..2 * MIB));
+        assert_eq!(pieces.mapped_bytes(), 4 * MIB);
+        pieces.take_back(region, &(4 * MIB - 1..4 * MIB));
+        assert_eq!(target.is_mapped(2 * MIB..4 * MIB), Some(1), "in one mapping");
+        assert_eq!(target.is_mapped(4 * MIB..6 * MIB), None);
+        let there = region.populated_runs(&(0..region.len_bytes())).unwrap();
+        assert_eq!(there, [Range { start: 2 * MIB, end: 4 * MIB }], "populated before");
+    }
+
+    #[test]
+    fn what_cannot_be_mapped_again_is_told_once_and_ends_it() {
+        let ram = ram(8 * MIB);
+        let region = &ram.regions()[0];
+        let full = Arc::new(AtomicBool::new(false));
+        let target = Arc::new(FakeTarget {
+            before: Some({
+                let full = Arc::clone(&full);
+                Box::new(move |_| {
+                    let errno = io::Error::from_raw_os_error(libc::ENOMEM);
+                    if full.load(Ordering::Relaxed) { Err(errno) } else { Ok(()) }
+                })
+            }),
+            ..FakeTarget::default()
+        });
+        let told = Arc::new(AtomicU64::new(0));
+        let on_lost: OnLost = Box::new({
+            let told = Arc::clone(&told);
+            move |reason| {
+                assert!(reason.contains("ulimit -l"), "{reason}");
+                told.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let pieces = pieces(&target, &ram, on_lost);
+        assert_eq!(pieces.let_go(region, &(0..4 * MIB)).len(), 1);
+        full.store(true, Ordering::Relaxed);
+        pieces.take_back(region, &(0..MIB));
+        pieces.take_back(region, &(0..MIB));
+        assert_eq!(told.load(Ordering::Relaxed), 1);
+        assert!(pieces.let_go(region, &(4 * MIB..8 * MIB)).is_empty(), "nothing goes any more");
+        assert!(pieces.lost().unwrap().contains("ulimit -l"));
+    }
+
+    proptest! {
+        /// Whatever goes and comes back, what the guest may use is mapped, in the pieces of the begin.
+        #[test]
+        fn what_the_guest_may_use_is_mapped(
+            steps in prop::collection::vec((any::<bool>(), 0..20 * MIB, 0..8 * MIB), 1..40),
+        ) {
+            let ram = ram(19 * MIB);
+            let target = Arc::new(FakeTarget::default());
+            let pieces = pieces(&target, &ram, no_loss());
+            for (goes, start, len) in steps {
+                for region in ram.regions() {
+                    let end = (start + len).min(region.len_bytes()) / 4096 * 4096;
+                    let range = (start / 4096 * 4096).min(end)..end;
+                    if goes {
+                        for part in pieces.let_go(region, &range) {
+                            prop_assert!(range.start <= part.start && part.end <= range.end);
+                            let gpa = region.gpa() + part.start..region.gpa() + part.end;
+                            prop_assert_eq!(target.mapped_bytes_in(&gpa), 0);
+                        }
+                    } else {
+                        pieces.take_back(region, &range);
+                        let gpa = region.gpa() + range.start..region.gpa() + range.end;
+                        prop_assert_eq!(target.mapped_bytes_in(&gpa), range.end - range.start);
+                    }
+                }
+            }
+            for region in ram.regions() {
+                pieces.take_back(region, &(0..region.len_bytes()));
+            }
+            let mapped: Vec<_> = target.mapped.lock().unwrap().clone();
+            prop_assert_eq!(mapped.len(), 10);
+            prop_assert!(mapped.iter().all(|piece| piece.end - piece.start <= 2 * MIB));
+        }
+    }
+}
