@@ -61,7 +61,7 @@ pub use platform::PlatformConfig;
 pub use prefault::Prefault;
 pub use resize::{VmResize, VmResizeZone};
 pub use small::RngConfig;
-pub use value::{InheritedFds, MacAddr};
+pub use value::{InheritedFd, InheritedFds, MacAddr};
 pub use vm::VmConfig;
 
 use value::FieldValue;

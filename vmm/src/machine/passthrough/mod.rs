@@ -6,11 +6,11 @@
 //! until the machine ends. Tells the event monitor how mapping ended, and takes the devices from the
 //! guest if it failed.
 
+mod backend;
 mod notices;
 mod slots;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -21,8 +21,8 @@ use devices::virtio::mem::MemHandle;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::{
-    DmaGate, DmaTarget as _, GuestRamPopulator, IntxLine, Notices, Pieces, PinError, PinProgress,
-    PinState, Pinning, Type1Container, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, Pieces, PinError, PinProgress,
+    PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
 use thiserror::Error;
@@ -31,6 +31,7 @@ use super::events::EventSink;
 use super::virtio::Sockets;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
+use backend::{Backend, place_of, shown_place};
 use slots::KvmBarSlots;
 
 /// Lines of the I/O APIC that no fixed device has.
@@ -43,12 +44,12 @@ pub enum PassthroughError {
     #[error("cannot pass devices through")]
     Vfio(#[source] VfioError),
     /// One device.
-    #[error("cannot pass through '{id}' ({})", path.display())]
+    #[error("cannot pass through '{id}' ({place})")]
     Device {
         /// Its id.
         id: String,
         /// Where it was looked for.
-        path: PathBuf,
+        place: String,
         /// Why.
         #[source]
         source: VfioError,
@@ -107,8 +108,9 @@ pub struct Passthrough {
     roll: Roll,
     /// What the devices wait at; another one for the next after the last has gone.
     gate: Arc<DmaGate>,
+    backend: Backend,
     /// Made for the first device, and kept: KVM is told of VFIO once.
-    container: Option<Arc<Type1Container>>,
+    space: Option<Arc<dyn DmaSpace>>,
     slots: Option<Arc<KvmBarSlots>>,
     /// A device wants all memory mapped before the guest goes on.
     strict: bool,
@@ -165,7 +167,8 @@ impl Passthrough {
             devices: Vec::new(),
             roll: Roll::default(),
             gate: Arc::default(),
-            container: None,
+            backend: Backend::of(config),
+            space: None,
             slots: None,
             strict: false,
             ban: ban.map(Arc::new),
@@ -240,6 +243,14 @@ impl Passthrough {
         }
     }
 
+    fn space(&mut self, sockets: &Sockets<'_>) -> Result<Arc<dyn DmaSpace>, PassthroughError> {
+        if let Some(space) = &self.space {
+            return Ok(Arc::clone(space));
+        }
+        let space = self.backend.new_space(sockets).map_err(PassthroughError::Vfio)?;
+        Ok(Arc::clone(self.space.insert(space)))
+    }
+
     fn open(
         &mut self,
         config: &DeviceConfig,
@@ -247,19 +258,17 @@ impl Passthrough {
         number: DeviceNumber,
         sockets: &Sockets<'_>,
     ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
-        let container = if let Some(container) = &self.container {
-            Arc::clone(container)
-        } else {
-            let container = Type1Container::new(sockets.vm, Arc::clone(sockets.ram))
-                .map_err(PassthroughError::Vfio)?;
-            Arc::clone(self.container.insert(Arc::new(container)))
-        };
+        let space = self.space(sockets)?;
         let slots =
             self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(sockets.vm.clone())));
-        let path = config.path.clone().unwrap_or_default();
-        let failed =
-            |source| PassthroughError::Device { id: id.to_owned(), path: path.clone(), source };
-        let function = VfioFunction::open(id, &path, &container).map_err(failed)?;
+        let failed = |source| PassthroughError::Device {
+            id: id.to_owned(),
+            place: shown_place(config),
+            source,
+        };
+        let function =
+            place_of(config).and_then(|place| VfioFunction::open(id, place, space.as_ref()));
+        let function = function.map_err(failed)?;
         let line = sockets
             .vm
             .create_level_line(line_of(number))
@@ -289,14 +298,14 @@ impl Passthrough {
         ram: &Arc<GuestRam>,
         borrowers: Borrowers,
     ) -> Result<(), PassthroughError> {
-        let Some(container) = self.container.as_ref().filter(|_| !self.devices.is_empty()) else {
+        let Some(space) = self.space.as_ref().filter(|_| !self.devices.is_empty()) else {
             return Ok(());
         };
         let pinning = match &mut self.pinning {
             Some(pinning) => pinning,
             none => {
                 let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
-                let (target, gate) = (Arc::clone(container), Arc::clone(&self.gate));
+                let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
                 let roll = Arc::clone(&self.roll);
                 let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &roll));
                 let pieces =
@@ -344,8 +353,8 @@ impl Passthrough {
         if self.devices.is_empty() {
             // Turns a vCPU away that waits for memory, and ends what maps it.
             self.pinning = None;
-            if let Some(container) = &self.container {
-                container.unmap_all();
+            if let Some(space) = &self.space {
+                space.unmap_all();
             }
         }
         // The group goes back with the device, which no mapping may need any more.
