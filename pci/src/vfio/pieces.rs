@@ -15,6 +15,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use memory::{Pins, RamRegion};
@@ -67,6 +68,8 @@ pub struct Pieces {
     chunk_bytes: u64,
     /// Held while pieces are mapped and unmapped, as the kernel holds its own lock.
     state: Mutex<State>,
+    /// For who asks: the lock is held while the kernel pins.
+    mapped_bytes: AtomicU64,
     on_lost: OnLost,
 }
 
@@ -116,6 +119,7 @@ impl Pieces {
             piece_bytes,
             chunk_bytes: piece_bytes.max(CHUNK_BYTES),
             state: Mutex::default(),
+            mapped_bytes: AtomicU64::new(0),
             on_lost,
         })
     }
@@ -136,7 +140,7 @@ impl Pieces {
 
     /// Bytes that are mapped now.
     pub(super) fn mapped_bytes(&self) -> u64 {
-        lock(&self.state).mapped.values().sum()
+        self.mapped_bytes.load(Ordering::Relaxed)
     }
 
     /// Maps a part of a region that is populated.
@@ -169,6 +173,7 @@ impl Pieces {
         self.target.map(region, piece).map_err(failed)?;
         state.unmapped.remove(&gpa);
         state.mapped.insert(gpa, len_bytes);
+        self.mapped_bytes.fetch_add(len_bytes, Ordering::Relaxed);
         Ok(())
     }
 
@@ -232,6 +237,7 @@ impl Pins for Pieces {
             }
             for (start, len) in run {
                 state.mapped.remove(&start);
+                self.mapped_bytes.fetch_sub(len, Ordering::Relaxed);
                 // What was unplugged does not come back by being asked for.
                 if region.is_usable(&(start - gpa..start - gpa + len)).1 {
                     state.unmapped.insert(start, len);
@@ -266,7 +272,7 @@ impl Pins for Pieces {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "tests")]
 
-    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    use std::sync::atomic::AtomicBool;
 
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
     use proptest::prelude::*;
