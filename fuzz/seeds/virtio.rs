@@ -222,6 +222,31 @@ fn balloon() -> Vec<Seed> {
     memory.seeds("virtio_balloon", "pages", &[0, 1])
 }
 
+/// Requests of every kind: blocks that come, go and are asked for, and some that are not there.
+fn mem() -> Vec<Seed> {
+    const REGION: u64 = 4 << 30;
+    const BLOCK: u64 = 2 << 20;
+    let mut memory = Memory::new(1);
+    let requests: [(u16, u64, u16); 8] = [
+        (0, REGION, 4),
+        (0, REGION + 5 * BLOCK, 1),
+        (3, REGION, 8),
+        (1, REGION + BLOCK, 2),
+        (0, REGION + 7 * BLOCK, 2),
+        (9, 0, 0),
+        (2, 0, 0),
+        (0, REGION - BLOCK, 1),
+    ];
+    for (number, (kind, gpa, count)) in requests.into_iter().enumerate() {
+        let at = BUFFERS + 64 * number;
+        put(&mut memory.bytes, at, &kind.to_le_bytes());
+        put(&mut memory.bytes, at + 8, &gpa.to_le_bytes());
+        put(&mut memory.bytes, at + 16, &count.to_le_bytes());
+        memory.chain(0, &[(at, 24, false), (at + 32, 10, true)]);
+    }
+    memory.seeds("virtio_mem", "requests", &[0, 1])
+}
+
 pub fn seeds() -> Vec<Seed> {
-    [balloon(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
+    [balloon(), mem(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
 }

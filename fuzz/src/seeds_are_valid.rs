@@ -94,6 +94,7 @@ fn kernels_load() {
         cmdline: "console=hvc0",
         rsdp_gpa: arch::layout::RSDP_GPA,
         reserved: &[],
+        later: &[],
         ram_is_zero: true,
     };
     for Seed { name, contents, .. } in seeds_of("kernel_image") {

@@ -75,5 +75,5 @@ pub use tsc::TscState;
 pub use userfault::{FaultCause, UserfaultBitmap, UserfaultSupport};
 pub use vcpu::{BootRegisters, Vcpu, VcpuInit};
 pub use vcpu_state::{CpuidEntry, VCPU_STATE_VERSION, VcpuState, VcpuStateError};
-pub use vfio::LevelLine;
+pub use vfio::{LevelLine, ToldFile, VfioFiles};
 pub use vm::{Vm, VmConfig};

@@ -2,12 +2,16 @@
 
 //! What a VM offers to passed-through devices: KVM's VFIO device and level-triggered lines.
 //!
-//! Owns the eventfds of a line. Knows nothing of VFIO itself: whoever opens a group tells KVM of it
-//! through the handle that is made here.
+//! Owns the eventfds of a line, and which files KVM was told of. Knows nothing of VFIO itself: whoever
+//! opens a group or a device tells KVM of it through what is made here.
 
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use kvm_bindings::{kvm_create_device, kvm_device_type_KVM_DEV_TYPE_VFIO};
+use kvm_bindings::{
+    KVM_DEV_VFIO_FILE, KVM_DEV_VFIO_FILE_ADD, KVM_DEV_VFIO_FILE_DEL, kvm_create_device,
+    kvm_device_attr, kvm_device_type_KVM_DEV_TYPE_VFIO,
+};
 use kvm_ioctls::DeviceFd;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -41,6 +45,45 @@ impl LevelLine {
     }
 }
 
+/// KVM's VFIO device, for whoever opens devices one by one. A VM has one at most.
+#[derive(Clone)]
+pub struct VfioFiles(Arc<DeviceFd>);
+
+impl VfioFiles {
+    /// Tells KVM of the open file of a device.
+    ///
+    /// # Errors
+    /// It is no such file, or KVM knows it already.
+    pub fn tell(&self, file: BorrowedFd<'_>) -> Result<ToldFile, KvmError> {
+        let what = "take note of a passed-through device";
+        let file = file.try_clone_to_owned().asked(what)?;
+        self.set(KVM_DEV_VFIO_FILE_ADD, &file).asked(what)?;
+        Ok(ToldFile { files: self.clone(), file })
+    }
+
+    fn set(&self, attribute: u32, file: &OwnedFd) -> Result<(), kvm_ioctls::Error> {
+        let number = file.as_raw_fd();
+        // The kernel reads one i32 there, which lives across the call.
+        let addr = (&raw const number).addr() as u64;
+        let attr = u64::from(attribute);
+        self.0.set_device_attr(&kvm_device_attr { flags: 0, group: KVM_DEV_VFIO_FILE, attr, addr })
+    }
+}
+
+/// A file that KVM was told of. It holds the file open, and so does KVM, until this is dropped.
+pub struct ToldFile {
+    files: VfioFiles,
+    file: OwnedFd,
+}
+
+impl Drop for ToldFile {
+    fn drop(&mut self) {
+        if let Err(error) = self.files.set(KVM_DEV_VFIO_FILE_DEL, &self.file) {
+            log::warn!("KVM does not let go of a passed-through device: {error}");
+        }
+    }
+}
+
 impl Drop for LevelLine {
     fn drop(&mut self) {
         if let Err(error) = self.vm.fd.unregister_irqfd(&self.event, self.gsi) {
@@ -58,6 +101,14 @@ impl Vm {
         let mut request =
             kvm_create_device { type_: kvm_device_type_KVM_DEV_TYPE_VFIO, fd: 0, flags: 0 };
         self.shared().fd.create_device(&mut request).asked("make KVM's VFIO device")
+    }
+
+    /// The same, for devices that are opened one by one.
+    ///
+    /// # Errors
+    /// When the kernel has none, or this VM has one already.
+    pub fn vfio_files(&self) -> Result<VfioFiles, KvmError> {
+        self.create_vfio_device().map(|device| VfioFiles(Arc::new(device)))
     }
 
     /// Makes a level-triggered line of `gsi` (0 to 23).

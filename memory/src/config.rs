@@ -45,6 +45,9 @@ pub struct ZoneSpec {
     pub reserve: bool,
     /// Take the pages from this NUMA node of the host.
     pub host_numa_node: Option<u32>,
+    /// The guest gets it in blocks of this length, one by one, while it runs: see
+    /// [`plugging`](crate::plugging). Lies behind all other zones.
+    pub block_bytes: Option<u64>,
 }
 
 impl ZoneSpec {
@@ -60,6 +63,7 @@ impl ZoneSpec {
             prefault: false,
             reserve: false,
             host_numa_node: None,
+            block_bytes: None,
         }
     }
 }
@@ -248,7 +252,26 @@ impl ZoneSpec {
                 Some("private anonymous memory cannot have shared=on")
             }
             Backing::File(ref path) if path.as_os_str().is_empty() => Some("file= has no path"),
-            _ => None,
+            _ => self.bad_blocks(),
+        }
+    }
+
+    fn bad_blocks(&self) -> Option<&'static str> {
+        let block_bytes = self.block_bytes?;
+        let page_bytes = match self.backing {
+            Backing::Hugetlb { page_size } => page_size.bytes().unwrap_or(PAGE_BYTES),
+            Backing::File(_) => return Some("a file cannot be plugged in block by block"),
+            _ => PAGE_BYTES,
+        };
+        let fits = block_bytes.is_power_of_two()
+            && block_bytes >= page_bytes
+            && self.size_bytes.is_multiple_of(block_bytes);
+        match (fits, self.prefault) {
+            (false, _) => {
+                Some("its size is not a multiple of its blocks, which are huge pages or more")
+            }
+            (true, true) => Some("what is plugged in later cannot be populated before"),
+            (true, false) => None,
         }
     }
 }
@@ -313,6 +336,28 @@ mod tests {
         assert!(matches!(nowhere, Err(ConfigError::Contradiction { .. })));
         let node = check(|z| z.host_numa_node = Some(1024));
         assert!(matches!(node, Err(ConfigError::BadNode { node: 1024, .. })));
+    }
+
+    #[test]
+    fn blocks_are_pages_and_divide_the_zone() {
+        let blocks = |block_bytes, change: fn(&mut ZoneSpec)| {
+            check(|z| {
+                z.block_bytes = Some(block_bytes);
+                change(z);
+            })
+        };
+        assert_eq!(blocks(2 << 20, |_| {}), Ok(()));
+        for (block_bytes, change) in [
+            (0, (|_| {}) as fn(&mut ZoneSpec)),
+            (3 << 20, |_| {}),
+            (1 << 31, |_| {}),
+            (2 << 20, |z| z.prefault = true),
+            (2 << 20, |z| z.backing = Backing::File("f".into())),
+            (2 << 20, |z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Gib1 }),
+        ] {
+            let refused = blocks(block_bytes, change);
+            assert!(matches!(refused, Err(ConfigError::Contradiction { .. })), "{refused:?}");
+        }
     }
 
     #[test]

@@ -127,6 +127,24 @@ impl GuestRam {
         self.discard_bans().lock().first().map(|ban| ban.reason)
     }
 
+    /// Does `change` while nobody can forbid or allow anything, if somebody's pins (`pinned`), or nobody
+    /// at all, were what stood against it.
+    ///
+    /// # Errors
+    /// The reason of who forbids it now.
+    pub(crate) fn unless_banned<R>(
+        &self,
+        pinned: bool,
+        change: impl FnOnce() -> R,
+    ) -> Result<R, &'static str> {
+        let bans = self.discard_bans().lock();
+        match &bans[..] {
+            [] => Ok(change()),
+            [Ban { pins: Some(_), .. }] if pinned => Ok(change()),
+            [first, ..] => Err(first.reason),
+        }
+    }
+
     /// Who lets go of pinned memory, if somebody does and nobody else forbids it.
     pub(crate) fn pins(&self) -> Option<Arc<dyn Pins>> {
         match &self.discard_bans().lock()[..] {

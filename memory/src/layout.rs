@@ -7,6 +7,10 @@
 
 use std::ops::Range;
 
+/// Where memory begins that comes later: the largest unit in which a guest of 64 bits adds memory, so
+/// that nothing of it is lost to the guest.
+const LATER_ALIGN_BYTES: u64 = 2 << 30;
+
 /// The guest's address space as far as RAM is concerned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RamLayout {
@@ -81,6 +85,8 @@ pub(crate) struct ZoneExtent<'a> {
     pub id: &'a str,
     pub size_bytes: u64,
     pub page_bytes: u64,
+    /// Comes block by block: behind all other zones, aligned for the guest.
+    pub comes_later: bool,
 }
 
 impl RamLayout {
@@ -91,8 +97,14 @@ impl RamLayout {
         }
         let mut placed = Vec::new();
         let mut gpa = 0;
-        for (index, zone) in zones.iter().enumerate() {
+        let (later, now): (Vec<_>, Vec<_>) =
+            zones.iter().enumerate().partition(|(_, zone)| zone.comes_later);
+        for (index, zone) in now {
             gpa = self.place_zone(index, zone, gpa, &mut placed)?;
+        }
+        for (index, zone) in later {
+            let aligned = gpa.max(self.hole_end).checked_next_multiple_of(LATER_ALIGN_BYTES);
+            gpa = self.place_zone(index, zone, aligned.unwrap_or(u64::MAX), &mut placed)?;
         }
         Ok(placed)
     }
@@ -141,7 +153,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn zone(id: &str, size_bytes: u64, page_bytes: u64) -> ZoneExtent<'_> {
-        ZoneExtent { id, size_bytes, page_bytes }
+        ZoneExtent { id, size_bytes, page_bytes, comes_later: false }
     }
 
     #[test]
@@ -177,6 +189,19 @@ mod tests {
         let zones = [zone("a", 4096, 4096), zone("b", 4 * GIB, 2 << 20)];
         let error = RamLayout::default().place(&zones).unwrap_err();
         assert!(matches!(error, LayoutError::CutPage { ref id, .. } if id == "b"), "{error}");
+    }
+
+    #[test]
+    fn what_comes_later_lies_behind_everything_and_aligned() {
+        let later = |id| ZoneExtent { comes_later: true, ..zone(id, GIB, 4096) };
+        let zones = [zone("a", GIB, 4096), later("l"), zone("b", 5 * GIB, 4096), later("m")];
+        let placed = RamLayout::default().place(&zones).unwrap();
+        let at: Vec<_> = placed.iter().map(|piece| (piece.zone, piece.gpa / GIB)).collect();
+        assert_eq!(at, [(0, 0), (2, 1), (2, 4), (1, 8), (3, 10)]);
+        let small = RamLayout::default().place(&[zone("a", GIB, 4096), later("l")]).unwrap();
+        assert_eq!(small.last().map(|piece| piece.gpa), Some(4 * GIB));
+        let layout = RamLayout { end: 9 * GIB, ..RamLayout::default() };
+        assert!(layout.place(&zones).is_err());
     }
 
     #[test]

@@ -59,6 +59,7 @@ mod layout;
 mod mapping;
 mod maps;
 mod pins;
+pub mod plugging;
 pub mod pool;
 mod populate;
 mod populated;

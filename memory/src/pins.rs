@@ -27,6 +27,16 @@ pub trait Pins: Send + Sync {
     /// Pins everything again that it let go of and that has a part in `range`. When this returns,
     /// devices reach it, or reach nothing at all for good.
     fn take_back(&self, region: &RamRegion, range: &Range<u64>);
+    /// Pins `range`, which is populated and of which nothing is pinned. Devices reach it when this
+    /// returns.
+    ///
+    /// # Errors
+    /// Why it cannot; then nothing of it is pinned.
+    fn take_on(
+        &self,
+        region: &RamRegion,
+        range: &Range<u64>,
+    ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
 }
 
 impl fmt::Debug for dyn Pins {
@@ -107,6 +117,14 @@ mod tests {
 
         fn take_back(&self, _region: &RamRegion, range: &Range<u64>) {
             self.back.lock().unwrap().push(range.clone());
+        }
+
+        fn take_on(
+            &self,
+            _region: &RamRegion,
+            _range: &Range<u64>,
+        ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+            Ok(())
         }
     }
 

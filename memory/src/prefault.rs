@@ -139,6 +139,12 @@ struct Chunk {
     bytes: Range<u64>,
 }
 
+impl Chunk {
+    fn len_bytes(&self) -> u64 {
+        self.bytes.end - self.bytes.start
+    }
+}
+
 /// The work of one NUMA node; `None` for memory that is bound to none.
 #[derive(Debug)]
 struct Queue {
@@ -173,7 +179,7 @@ impl fmt::Debug for Prefault {
 }
 
 impl Prefault {
-    /// Begins to populate all of `regions` and returns at once.
+    /// Begins to populate all of `regions` that the guest may use now, and returns at once.
     ///
     /// # Errors
     /// No thread could be started.
@@ -182,7 +188,7 @@ impl Prefault {
         options: &PrefaultOptions,
     ) -> Result<Self, PrefaultError> {
         let queues = cut(regions, options.chunk_bytes);
-        let total_bytes = regions.iter().map(|region| region.len_bytes()).sum();
+        let total_bytes = queues.iter().flat_map(|queue| &queue.chunks).map(Chunk::len_bytes).sum();
         let counts = share_threads(&queues, options.threads);
         let engine = Arc::new(Engine {
             queues,
@@ -366,11 +372,13 @@ fn cut(regions: &[Arc<RamRegion>], chunk_bytes: u64) -> Vec<Queue> {
         let Some(queue) = queues.get_mut(index) else { continue };
         let align = region.page_bytes().max(THP_BYTES);
         let skew = region.host_addr() % align;
-        let mut start = 0;
-        while start < region.len_bytes() {
-            let end = chunk_end(start, skew, chunk_bytes, align).min(region.len_bytes());
-            queue.chunks.push(Chunk { region: Arc::clone(region), bytes: start..end });
-            start = end;
+        for run in region.usable_runs() {
+            let mut start = run.start;
+            while start < run.end {
+                let end = chunk_end(start, skew, chunk_bytes, align).min(run.end);
+                queue.chunks.push(Chunk { region: Arc::clone(region), bytes: start..end });
+                start = end;
+            }
         }
     }
     queues

@@ -259,9 +259,9 @@ impl GuestRam {
         &self.discard_bans
     }
 
-    /// All RAM, in bytes.
+    /// All RAM that the guest may use now, in bytes.
     pub fn total_bytes(&self) -> u64 {
-        self.regions.iter().map(|region| region.len_bytes()).sum()
+        self.regions.iter().map(|region| region.usable_bytes()).sum()
     }
 
     /// What the user asked for and does not quite get, a sentence each.
@@ -320,7 +320,8 @@ fn extents(zones: &[ZoneSpec], page_bytes: impl Fn(usize) -> u64) -> Vec<ZoneExt
     let mut extents = Vec::new();
     for (index, zone) in zones.iter().enumerate() {
         let (size_bytes, page_bytes) = (zone.size_bytes, page_bytes(index));
-        extents.push(ZoneExtent { id: &zone.id, size_bytes, page_bytes });
+        let comes_later = zone.block_bytes.is_some();
+        extents.push(ZoneExtent { id: &zone.id, size_bytes, page_bytes, comes_later });
     }
     extents
 }
@@ -339,7 +340,7 @@ fn check_nodes(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
 fn check_reservation(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
     let counts = |zone: &&ZoneSpec| {
         let elsewhere = matches!(zone.backing, Backing::Hugetlb { .. } | Backing::File(_));
-        zone.reserve && !elsewhere
+        zone.reserve && !elsewhere && zone.block_bytes.is_none()
     };
     let sizes = zones.iter().filter(counts).map(|zone| zone.size_bytes);
     let needed_bytes = sizes.fold(0, u64::saturating_add);
@@ -376,8 +377,12 @@ fn check_hugetlb(zones: &[Arc<Zone>], host: &Host) -> Result<(), RamError> {
     /// Pages, and the zones that need them.
     type Need<'a> = (u64, Vec<&'a str>);
     let mut needs: BTreeMap<(u64, Option<u32>), Need<'_>> = BTreeMap::new();
-    // A file that holds data has pages already, nobody knows how many more it takes.
-    for zone in zones.iter().filter(|zone| zone.backing.hugetlb && !zone.backing.holds_data) {
+    // A file that holds data has pages already, nobody knows how many more it takes; and what comes
+    // later gets its pages when it comes.
+    let now = |zone: &&Arc<Zone>| {
+        zone.backing.hugetlb && !zone.backing.holds_data && zone.spec.block_bytes.is_none()
+    };
+    for zone in zones.iter().filter(now) {
         let page_bytes = zone.backing.page_bytes;
         let nodes = [None, zone.spec.host_numa_node];
         let distinct = if nodes[1].is_some() { 2 } else { 1 };

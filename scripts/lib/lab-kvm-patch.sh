@@ -7,7 +7,7 @@
 kvm_modules() {
   local verb=$1 run=()
   shift
-  [ -z "${LAB_KERNEL:-}" ] || run=(in_sid)
+  [ "${LAB_KERNEL:-}" != 7.2 ] || run=(in_sid)
   "${run[@]}" "$ROOT/scripts/kvm-modules" "$verb" --kernel "$(cat "$LAB/kernel/version")" --out "$LAB/kvm-modules" "$@"
 }
 

@@ -13,7 +13,21 @@ build_extra_vfio() {
   add_program "$tree" /usr/bin/chrt
   pack "$tree" "$1"
 }
+# For the guest that has a real network card's driver, Debian's kernel for all machines rather than that
+# for virtual ones.
+build_extra_iommufd() {
+  local kernel=$LAB/kernel-amd64
+  build_extra_vfio "$1"
+  fetch_kernel linux-image-6.12-amd64 "$kernel"
+  build_l2_initramfs l2-initramfs-amd64 "$kernel" nvme e1000e
+  mkdir -p "$LAB/vfio/lab"
+  cp "$kernel/vmlinuz" "$LAB/vfio/lab/vmlinuz-amd64"
+  cp "$LAB/l2-initramfs-amd64.gz" "$LAB/vfio/lab/initramfs-amd64.gz"
+  pack "$LAB/vfio" "$1"
+}
 build_extra_bench_passthrough() { build_extra_vfio "$@"; }
+build_extra_iommufd_memory() { build_extra_vfio "$@"; }
 build_extra_vfio_gate() { build_extra_vfio "$@"; }
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }
+build_extra_mem() { build_extra_vfio "$@"; }

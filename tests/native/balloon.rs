@@ -3,11 +3,15 @@
 //! a migration; and the test guest's driver for it, which makes use of what it is told of pages that
 //! come back zeroed. What guests of today do with it is for the lab.
 
+use std::os::unix::fs::MetadataExt as _;
+
 use guest_reader::BalloonStatus;
 use serde_json::Value;
 
+use crate::harness::pool::Pool;
 use crate::harness::{HugePages, Suite, Vmm, VmmBuilder, wait_for};
 use crate::lifecycle::config;
+use crate::prezero::assert_zero;
 
 /// The proposed bits: of reported pages, and of those in the balloon.
 const INIT_BITS: u64 = 0xc0;
@@ -18,6 +22,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("balloon::pages_that_the_guest_is_told_of_are_zero", told_pages);
     suite.add("balloon::huge_pages_that_the_guest_is_told_of_are_zero", told_huge_pages);
     suite.add("balloon::a_guest_that_is_told_nothing_zeroes_itself", told_nothing);
+    suite.add("balloon::memory_of_the_pool_stays_lent_and_comes_back_whole", of_the_pool);
 }
 
 /// Runs the test guest until it has given all its pages up twice, by `workload`, and has checked that
@@ -87,6 +92,41 @@ fn told_nothing() {
     }
 }
 
+/// What a VM gave back of memory from the pool is still accounted to it, and in the next VM's hands it
+/// is there and zero.
+fn of_the_pool() {
+    const LEN: u64 = 192 << 20;
+    let pool = Pool::start(&["size = '192M'\npages = '4K'\ncount = 1"]);
+    let memory = format!("size=192M,thp=off{}", pool.option());
+    for workload in ["balloon-report", "balloon-inflate"] {
+        let cmdline = format!("mem=64M iterations=2 workload={workload}");
+        let vmm = VmmBuilder::guest(1, &memory, &cmdline)
+            .with(&["--balloon", "size=0,free_page_reporting=on"])
+            .start();
+        vmm.wait_for_event("prezeroed-taken");
+        wait_for("the end of the workload", || {
+            Some(()).filter(|()| vmm.guest_status().all_in("done"))
+        });
+        vmm.verify();
+        let counters: Value =
+            serde_json::from_str(&vmm.api().get("vm.counters").body).expect("vm.counters is JSON");
+        let given_back: u64 = ["reported_given_back_bytes", "inflated_given_back_bytes"]
+            .iter()
+            .filter_map(|name| counters["__balloon"][*name].as_u64())
+            .sum();
+        assert!(given_back >= GIVEN_MIN * 4096, "{counters}");
+        assert_eq!(pool.slots("lent"), 1);
+        assert!(pool.take(LEN).is_err());
+        vmm.shut_down();
+        pool.wait_until_ready();
+        let (connection, taken) = pool.take(LEN).expect("memory");
+        assert_eq!(taken.file.metadata().expect("a memfd").blocks() * 512, LEN, "not populated");
+        assert_zero(&taken.file, LEN);
+        drop((connection, taken));
+        pool.wait_until_ready();
+    }
+}
+
 fn with_balloon() -> String {
     let mut config: Value = serde_json::from_str(&config(128)).expect("a configuration");
     config["balloon"] = serde_json::json!({
@@ -144,7 +184,7 @@ fn impossible_sizes() {
     };
     refused(r#"{"desired_balloon":1073741824}"#, 400, "does not fit");
     refused(r#"{"desired_vcpus":1}"#, 501, "cannot be changed");
-    refused(r#"{"desired_ram":1073741824}"#, 501, "cannot be changed");
+    refused(r#"{"desired_ram":1073741824}"#, 400, "hotplug_size");
     api.put("vm.resize", "{}").ok();
     assert_eq!(info(&vmm)["balloon"]["target_bytes"], 16 << 20);
     vmm.shut_down();

@@ -21,6 +21,7 @@ mod leaks;
 mod lifecycle;
 mod locks;
 mod meanwhile;
+mod memory_size;
 mod migration;
 mod migration_failures;
 mod migration_local;
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
     http::add(&mut suite);
     bad_input::add(&mut suite);
     balloon::add(&mut suite);
+    memory_size::add(&mut suite);
     locks::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);

@@ -34,7 +34,7 @@ pub fn add(suite: &mut Suite) {
 
 /// Whether all of a file is zero, without populating what it lacks.
 #[track_caller]
-fn assert_zero(file: &File, len_bytes: u64) {
+pub fn assert_zero(file: &File, len_bytes: u64) {
     let mut bytes = vec![0; 1 << 20];
     let mut at = 0;
     while at < len_bytes {

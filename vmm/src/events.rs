@@ -43,6 +43,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "pausing", "the vCPUs are being stopped"),
     ("vm", "paused", "the vCPUs stand still"),
     ("vm", "balloon-resized", "the balloon is to have another size"),
+    ("vm", "memory-resized", "a memory zone is to have another size"),
     ("vm", "resuming", "the vCPUs are about to go on"),
     ("vm", "resumed", "the vCPUs run again"),
     ("vm", "snapshotting", "the VM is being saved"),

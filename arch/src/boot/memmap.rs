@@ -27,8 +27,8 @@ pub struct Entry {
     pub kind: u32,
 }
 
-/// All RAM in ascending order, adjacent regions as one.
-pub fn merged_ram(mem: &GuestMemory) -> Vec<GpaRange> {
+/// All RAM but what comes `later`, in ascending order, adjacent regions as one.
+pub fn merged_ram(mem: &GuestMemory, later: &[GpaRange]) -> Vec<GpaRange> {
     let mut regions: Vec<GpaRange> = GuestMemoryBackend::iter(mem)
         .map(|region| GpaRange { gpa: region.start_addr().raw_value(), len_bytes: region.len() })
         .collect();
@@ -40,11 +40,18 @@ pub fn merged_ram(mem: &GuestMemory) -> Vec<GpaRange> {
             _ => merged.push(range),
         }
     }
+    for range in later {
+        merged = merged.iter().flat_map(|ram| subtract(*ram, *range)).collect();
+    }
     merged
 }
 
 /// The memory map: RAM without the ACPI and SMBIOS area, and what is reserved.
-pub fn memory_map(mem: &GuestMemory, reserved: &[GpaRange]) -> Result<Vec<Entry>, BootError> {
+pub fn memory_map(
+    mem: &GuestMemory,
+    reserved: &[GpaRange],
+    later: &[GpaRange],
+) -> Result<Vec<Entry>, BootError> {
     let tables = GpaRange::between(layout::ACPI_GPA, layout::HIGH_RAM_GPA);
     let ecam = GpaRange { gpa: layout::ECAM_GPA, len_bytes: layout::ECAM_BYTES };
     let kvm = GpaRange::between(
@@ -54,7 +61,7 @@ pub fn memory_map(mem: &GuestMemory, reserved: &[GpaRange]) -> Result<Vec<Entry>
     let mut holes = vec![tables, ecam, kvm];
     holes.extend_from_slice(reserved);
 
-    let mut ram = merged_ram(mem);
+    let mut ram = merged_ram(mem, later);
     for hole in &holes {
         ram = ram.iter().flat_map(|range| subtract(*range, *hole)).collect();
     }

@@ -44,6 +44,8 @@ pub struct BootSpec<'a> {
     pub rsdp_gpa: u64,
     /// Addresses to name as reserved in the memory map, beyond those of [`crate::layout`].
     pub reserved: &'a [GpaRange],
+    /// RAM that the guest gets later from a device: not to be named at all.
+    pub later: &'a [GpaRange],
     /// Guest memory was never written: clearing what the kernel expects to be zero can be left
     /// out. False after a reboot that kept the memory.
     pub ram_is_zero: bool,
@@ -113,11 +115,11 @@ fn boot_pvh<K: ImageSource, I: ImageSource>(
     spec: &BootSpec<'_>,
 ) -> Result<BootEntry, BootError> {
     let cmdline = checked_cmdline(spec.cmdline, layout::CMDLINE_MAX_BYTES - 1)?;
-    let map = memmap::memory_map(mem, spec.reserved)?;
+    let map = memmap::memory_map(mem, spec.reserved, spec.later)?;
     let loaded = elf::load(mem, kernel, spec.ram_is_zero)?;
     // A module's address is given with 64 bits, but kernels read it before they have page tables.
     let limits = [layout::LOW_RAM_END_GPA];
-    let initramfs = load_initramfs(mem, initramfs, loaded.extent, &limits)?;
+    let initramfs = load_initramfs(mem, spec.later, initramfs, loaded.extent, &limits)?;
     write(mem, &cmdline, layout::CMDLINE_GPA, "the command line")?;
     pvh::write_start_info(mem, &map, initramfs, spec.rsdp_gpa)?;
     Ok(BootEntry::Pvh {
@@ -132,17 +134,23 @@ fn boot_linux64<K: ImageSource, I: ImageSource>(
     initramfs: Option<&mut I>,
     spec: &BootSpec<'_>,
 ) -> Result<BootEntry, BootError> {
-    let map = memmap::memory_map(mem, spec.reserved)?;
+    let map = memmap::memory_map(mem, spec.reserved, spec.later)?;
     let loaded = bzimage::load(mem, kernel)?;
     let header = &loaded.header;
     let max_bytes = u64::from(header.cmdline_max_bytes).min(layout::CMDLINE_MAX_BYTES - 1);
     let cmdline = checked_cmdline(spec.cmdline, max_bytes)?;
     let initramfs = if header.initrd_above_4g {
         // Below 4 GiB if it fits: then the kernel's own page tables reach it from the first.
-        load_initramfs(mem, initramfs, loaded.extent, &[layout::LOW_RAM_END_GPA, u64::MAX])?
+        load_initramfs(
+            mem,
+            spec.later,
+            initramfs,
+            loaded.extent,
+            &[layout::LOW_RAM_END_GPA, u64::MAX],
+        )?
     } else {
         let limit_gpa = layout::LOW_RAM_END_GPA.min(header.initrd_last_gpa.saturating_add(1));
-        load_initramfs(mem, initramfs, loaded.extent, &[limit_gpa])?
+        load_initramfs(mem, spec.later, initramfs, loaded.extent, &[limit_gpa])?
     };
     write(mem, &cmdline, layout::CMDLINE_GPA, "the command line")?;
     linux64::write_zero_page(mem, header, loaded.extent.gpa, &map, initramfs, spec.rsdp_gpa)?;
@@ -175,6 +183,7 @@ fn detect<K: ImageSource>(kernel: &mut ImageReader<'_, K>) -> Result<Format, Boo
 /// Loads the initramfs as high as the first of `limits_gpa` allows under which there is room.
 fn load_initramfs<I: ImageSource>(
     mem: &GuestMemory,
+    later: &[GpaRange],
     initramfs: Option<&mut I>,
     kernel: GpaRange,
     limits_gpa: &[u64],
@@ -185,7 +194,7 @@ fn load_initramfs<I: ImageSource>(
     if len_bytes == 0 {
         return Err(BootError::InitramfsEmpty);
     }
-    let ram = memmap::merged_ram(mem);
+    let ram = memmap::merged_ram(mem, later);
     let gpa = limits_gpa
         .iter()
         .find_map(|&limit_gpa| memmap::place_high(&ram, kernel, len_bytes, limit_gpa))
@@ -222,6 +231,7 @@ pub(crate) fn fuzz_kernel_image(bytes: &[u8]) {
         cmdline: "console=hvc0",
         rsdp_gpa: layout::RSDP_GPA,
         reserved: &[],
+        later: &[],
         // As after a reboot, so that clearing is covered too.
         ram_is_zero: false,
     };

@@ -26,7 +26,7 @@ fn guest(ranges: &[(u64, u64)]) -> GuestMemory {
 }
 
 fn spec(cmdline: &str) -> BootSpec<'_> {
-    BootSpec { cmdline, rsdp_gpa: layout::RSDP_GPA, reserved: &[], ram_is_zero: true }
+    BootSpec { cmdline, rsdp_gpa: layout::RSDP_GPA, reserved: &[], later: &[], ram_is_zero: true }
 }
 
 fn boot(mem: &GuestMemory, kernel: &[u8]) -> Result<BootEntry, BootError> {

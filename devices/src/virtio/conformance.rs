@@ -13,6 +13,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use super::balloon::{Balloon, BalloonConfig};
 use super::block::{Block, BlockConfig};
 use super::console::{Console, ConsoleConfig};
+use super::mem::{Mem, MemConfig};
 use super::net::Net;
 use super::rng::{Rng, RngConfig};
 use super::test_driver::Driver;
@@ -52,6 +53,21 @@ fn balloon() -> Subject {
     };
     let device = Box::new(Balloon::new(config, Arc::new(ram)).unwrap());
     Subject { device, kind: "virtio-balloon", _keep: Box::new(()) }
+}
+
+fn mem() -> Subject {
+    let later = memory::ZoneSpec {
+        block_bytes: Some(2 << 20),
+        shared: true,
+        ..memory::ZoneSpec::new("later", 8 << 20)
+    };
+    let zones = vec![memory::ZoneSpec::new("now", 4 << 20), later];
+    let config = memory::RamConfig { zones };
+    let ram = memory::GuestRam::new(&config, memory::RamLayout::default()).unwrap();
+    let config =
+        MemConfig { id: "mem".to_owned(), zone: "later".to_owned(), requested_bytes: 4 << 20 };
+    let device = Box::new(Mem::new(&config, &Arc::new(ram)).unwrap());
+    Subject { device, kind: "virtio-mem", _keep: Box::new(()) }
 }
 
 fn rng() -> Subject {
@@ -241,4 +257,4 @@ macro_rules! conformance_of {
     };
 }
 
-conformance_of!(balloon, block, console, rng, net);
+conformance_of!(balloon, block, console, mem, rng, net);

@@ -21,6 +21,7 @@ use super::block::Disk;
 use super::block::worker::{BlockWorker, CacheMode, Shared};
 use super::console::worker::ConsoleWorker;
 use super::device::{ActiveQueue, VirtioInterrupt};
+use super::mem;
 use super::net::worker::NetWorker;
 use super::net::{ControlWorker, Link, MacAddress, NetCounters, Tap, TapConfig, TapSlot};
 use super::queue::WorkQueue;
@@ -177,6 +178,35 @@ fn run_console(data: &[u8]) -> Setup<()> {
     run(ConsoleWorker::new(guest.queue(0)?, guest.queue(1)?, endpoint))
 }
 
+/// Serves the queue of a memory device. Its region begins at 4 GiB and has eight blocks of 2 MiB, of which
+/// the guest may have six.
+#[doc(hidden)]
+pub fn fuzz_mem(data: &[u8]) {
+    report(run_mem(data));
+}
+
+fn run_mem(data: &[u8]) -> Setup<()> {
+    const BLOCK_BYTES: u64 = 2 << 20;
+    let later = memory::ZoneSpec {
+        block_bytes: Some(BLOCK_BYTES),
+        ..memory::ZoneSpec::new("later", 8 * BLOCK_BYTES)
+    };
+    let zones = vec![memory::ZoneSpec::new("now", MEMORY_BYTES), later];
+    let config = memory::RamConfig { zones };
+    let ram = Arc::new(memory::GuestRam::new(&config, memory::RamLayout::default())?);
+    let memory = ram.guest_memory();
+    let len_bytes = data.len().min(usize::try_from(MEMORY_BYTES)?);
+    let front = data.get(..len_bytes).unwrap_or_default();
+    memory.memory().write_slice(front, GuestAddress(0))?;
+    let guest = Guest::over(memory, features_of(data));
+    let region = ram.regions().last().ok_or("no region")?;
+    let shared = mem::Shared::new(Arc::clone(&ram), Arc::clone(region)).ok_or("no blocks")?;
+    shared.request(6 * BLOCK_BYTES);
+    run(mem::worker::MemWorker::new(guest.queue(0)?, Arc::new(shared)))?;
+    assert!(region.usable_bytes() <= 6 * BLOCK_BYTES, "more than it may have");
+    Ok(())
+}
+
 /// Serves the queue of an entropy device.
 #[doc(hidden)]
 pub fn fuzz_rng(data: &[u8]) {
@@ -255,5 +285,11 @@ fn run_state(data: &[u8]) -> Setup<()> {
     let ram = memory::GuestRam::new(&config, memory::RamLayout::default())?;
     let mut balloon = balloon::Balloon::new(balloon::BalloonConfig::default(), Arc::new(ram))?;
     let _ = balloon.restore(&snapshot);
+    let later =
+        memory::ZoneSpec { block_bytes: Some(2 << 20), ..memory::ZoneSpec::new("later", 8 << 20) };
+    let config = memory::RamConfig { zones: vec![later] };
+    let ram = Arc::new(memory::GuestRam::new(&config, memory::RamLayout::default())?);
+    let config = mem::MemConfig { id: String::new(), zone: "later".into(), requested_bytes: 0 };
+    let _ = mem::Mem::new(&config, &ram)?.restore(&snapshot);
     Ok(())
 }

@@ -7,7 +7,7 @@
 //! | `device` | the contract with the transport |
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `queue`, `buffers` | rings and guest memory, with everything that a driver wrote checked |
-//! | [`balloon`], [`block`], [`console`], [`net`], [`rng`] | the devices |
+//! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`rng`] | the devices |
 //!
 //! A driver that breaks the rules of a queue gets its device stopped with DEVICE_NEEDS_RESET; one
 //! that asks for something impossible in a request gets an error in its answer. Neither ever makes
@@ -19,6 +19,7 @@ mod buffers;
 pub mod console;
 mod counters;
 mod device;
+pub mod mem;
 pub mod net;
 mod queue;
 pub mod rng;

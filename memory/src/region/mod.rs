@@ -28,6 +28,7 @@ use crate::dirty::DeviceDirtyLog;
 use crate::layout::Placement;
 use crate::mapping::{Advice, MapRequest, Mapping};
 use crate::maps::{ResidentMap, ZeroMap};
+use crate::plugging::Plugged;
 use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
 use crate::populated::{View, hugetlb_runs, mapped_data_runs, private_runs};
@@ -174,6 +175,8 @@ pub struct RamRegion {
     resident: ResidentMap,
     zero: ZeroMap,
     device_dirty: DeviceDirtyLog,
+    /// Which blocks the guest has, where it gets them one by one.
+    plugged: Option<Plugged>,
 }
 
 impl RamRegion {
@@ -199,6 +202,11 @@ impl RamRegion {
             pagemap,
             resident: ResidentMap::new(pages)?,
             zero: ZeroMap::new(pages)?,
+            plugged: zone
+                .spec
+                .block_bytes
+                .map(|bytes| Plugged::new(bytes, len_bytes))
+                .transpose()?,
             device_dirty: DeviceDirtyLog::keeping_mapped(len_bytes, Arc::clone(&main))?,
             main,
             zone,
@@ -316,6 +324,10 @@ impl RamRegion {
     /// Which pages devices of this process wrote.
     pub fn device_dirty(&self) -> &DeviceDirtyLog {
         &self.device_dirty
+    }
+
+    pub(crate) fn plugged(&self) -> Option<&Plugged> {
+        self.plugged.as_ref()
     }
 
     /// The pages that `range` touches.
@@ -537,6 +549,7 @@ fn map(zone: &Zone, gpa: u64, len_bytes: u64, file_offset: u64) -> io::Result<Ma
         file,
         shared: backing.kind == ZoneKind::Shared,
         // Without a reservation, a hugetlb pool that runs dry would be a SIGBUS for the guest.
-        reserve: zone.spec.reserve || backing.hugetlb,
+        // What comes later gets them block by block.
+        reserve: zone.spec.block_bytes.is_none() && (zone.spec.reserve || backing.hugetlb),
     })
 }

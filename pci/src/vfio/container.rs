@@ -14,11 +14,13 @@ use std::sync::{Arc, Mutex};
 
 use hypervisor::Vm;
 use memory::{GuestRam, RamRegion};
-use vfio_ioctls::{VfioContainer, VfioDeviceFd, VfioError as IoctlError, VfioOps};
+use vfio_ioctls::{VfioContainer, VfioDevice, VfioDeviceFd, VfioError as IoctlError};
 
 use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
+use super::space::{DmaSpace, OpenedFunction, Piece};
+use super::sysfs::{HostPlace, SysfsFunction};
 use crate::locks::lock;
 
 const CONTAINER: &str = "/dev/vfio/vfio";
@@ -49,30 +51,26 @@ impl Type1Container {
             VfioContainer::new(Some(Arc::new(tell_kvm))).map_err(VfioError::Container)?;
         Ok(Self { container: Arc::new(container), mapped: Mutex::default(), ram })
     }
+}
 
-    /// The memory that may be mapped in it.
-    pub(super) fn memory(&self) -> Arc<GuestRam> {
-        Arc::clone(&self.ram)
+impl DmaSpace for Type1Container {
+    fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError> {
+        let HostPlace::Sysfs(path) = place else { return Err(VfioError::NeedsIommufd) };
+        let SysfsFunction { path, group } = SysfsFunction::find(&path)?;
+        // The container tells KVM of the group.
+        let device = VfioDevice::new(&path, self.container.clone(), false)
+            .map_err(|source| VfioError::Open { path, group, source })?;
+        Ok(OpenedFunction { device, told: None })
     }
 
-    /// What the ioctls' crate wants of a container.
-    pub(super) fn operations(&self) -> Arc<dyn VfioOps> {
-        self.container.clone()
+    fn memory(&self) -> Arc<GuestRam> {
+        Arc::clone(&self.ram)
     }
 }
 
 impl DmaTarget for Type1Container {
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
-        let ours = self.ram.regions().iter().any(|own| std::ptr::eq(&raw const **own, region));
-        let inside = range.start < range.end && range.end <= region.len_bytes();
-        let len =
-            usize::try_from(range.end.saturating_sub(range.start)).map_err(io::Error::other)?;
-        let start = usize::try_from(range.start).map_err(io::Error::other)?;
-        if !ours || !inside {
-            return Err(io::Error::from(io::ErrorKind::InvalidInput));
-        }
-        let gpa = region.gpa().saturating_add(range.start);
-        let address = region.as_ptr().wrapping_add(start);
+        let Piece { gpa, len, address } = Piece::of(&self.ram, region, range)?;
         // SAFETY: the range lies in a region of `self.ram`, which outlives the container and so its
         // mappings (this value and every function opened in it hold it). Guest RAM is reached only by
         // volatile and atomic accesses and by system calls: vCPUs write to it at any time, too.

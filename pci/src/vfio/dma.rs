@@ -55,7 +55,7 @@ pub struct GuestRamPopulator(pub Arc<GuestRam>);
 impl Populator for GuestRamPopulator {
     fn total_bytes(&self) -> (u64, u64) {
         let counted = self.0.regions().iter().filter(|region| !region.is_hugetlb());
-        (self.0.total_bytes(), counted.map(|region| region.len_bytes()).sum())
+        (self.0.total_bytes(), counted.map(|region| region.usable_bytes()).sum())
     }
 
     fn chunks(&self, chunk_bytes: u64) -> u64 {

@@ -73,6 +73,49 @@ pub enum VfioError {
         #[source]
         source: vfio_ioctls::VfioError,
     },
+    /// iommufd cannot be had.
+    #[error(
+        "cannot use iommufd: the host's kernel has to be Linux 6.6 or newer with CONFIG_IOMMUFD and \
+         CONFIG_VFIO_DEVICE_CDEV, the module iommufd to be loaded, and /dev/iommu to be accessible; \
+         without iommufd=on devices are passed through by type1, which every kernel with VFIO has"
+    )]
+    Iommufd(#[source] io::Error),
+    /// No address space in it.
+    #[error("iommufd gives no address space")]
+    AddressSpace(#[source] vfio_ioctls::VfioError),
+    /// A device without a character device of its own.
+    #[error(
+        "the device at {path} has no character device for iommufd: the host's kernel lacks \
+         CONFIG_VFIO_DEVICE_CDEV (Linux 6.6 or newer); leave iommufd=on out to use type1"
+    )]
+    NoNode {
+        /// The device.
+        path: PathBuf,
+    },
+    /// Its character device cannot be opened.
+    #[error("cannot open the device at {path}: this process needs access to {node}")]
+    OpenNode {
+        /// The device.
+        path: PathBuf,
+        /// Its character device.
+        node: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A descriptor of something else.
+    #[error("what was opened is no device of /dev/vfio/devices")]
+    NotANode(#[source] KvmError),
+    /// It cannot be used through iommufd.
+    #[error("cannot use the device through iommufd{}", attach_hint(source))]
+    Attach {
+        /// VFIO's answer.
+        #[source]
+        source: vfio_ioctls::VfioError,
+    },
+    /// A descriptor in place of a path, without iommufd.
+    #[error("a device can be given by its descriptor only with iommufd")]
+    NeedsIommufd,
     /// A system call on an open device.
     #[error("cannot {what}")]
     Io {
@@ -189,10 +232,35 @@ pub enum PinError {
     Cancelled,
 }
 
+fn attach_hint(error: &vfio_ioctls::VfioError) -> &'static str {
+    use vfio_ioctls::VfioError as Ioctl;
+    match error {
+        Ioctl::VfioDeviceBindIommufd(errno) => match errno.errno() {
+            libc::EINVAL => ": another process, or another VM, has it",
+            libc::EBUSY => {
+                ": every device of its IOMMU group has to be bound to vfio-pci or to no driver, and \
+                 nobody may have the group in /dev/vfio open"
+            }
+            libc::EPERM => {
+                ": another VM has a device of its IOMMU group, or the host's IOMMU does not keep \
+                 interrupts of devices apart; if this guest is to be trusted with that, set \
+                 /sys/module/iommufd/parameters/allow_unsafe_interrupts"
+            }
+            _ => "",
+        },
+        Ioctl::VfioDeviceAttachIommufdPt(errno) if errno.errno() == libc::ENOMEM => {
+            ": the limit on locked memory (ulimit -l, LimitMEMLOCK= of a systemd unit) is reached, \
+             or memory has run out"
+        }
+        _ => "",
+    }
+}
+
 fn hint(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOMEM) => {
-            " (the limit on locked memory, ulimit -l, is reached, or memory has run out)"
+            " (the limit on locked memory, ulimit -l, is reached, which iommufd counts for all \
+             processes of the user; or memory has run out)"
         }
         Some(libc::ENOSPC) => {
             " (more mappings than /sys/module/vfio_iommu_type1/parameters/dma_entry_limit allows)"
@@ -212,4 +280,24 @@ pub(super) fn chain(error: &dyn Error) -> String {
         source = error.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use vfio_ioctls::VfioError as Ioctl;
+    use vmm_sys_util::errno::Error as Errno;
+
+    use super::*;
+
+    #[test]
+    fn what_stands_in_the_way_of_iommufd_is_named() {
+        let text = |source| VfioError::Attach { source }.to_string();
+        let bind = |errno| text(Ioctl::VfioDeviceBindIommufd(Errno::new(errno)));
+        let attach = |errno| text(Ioctl::VfioDeviceAttachIommufdPt(Errno::new(errno)));
+        assert!(bind(libc::EINVAL).contains("another VM, has it"));
+        assert!(bind(libc::EBUSY).contains("vfio-pci"));
+        assert!(bind(libc::EPERM).contains("allow_unsafe_interrupts"));
+        assert!(attach(libc::ENOMEM).contains("LimitMEMLOCK"));
+        assert_eq!(attach(libc::EIO), "cannot use the device through iommufd");
+    }
 }

@@ -10,9 +10,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Arc;
 
+use hypervisor::ToldFile;
 use log::warn;
 use memory::GuestRam;
 use vfio_bindings::bindings::vfio::{
@@ -23,10 +23,11 @@ use vfio_bindings::bindings::vfio::{
 use vfio_ioctls::{VfioDevice, VfioRegionInfoCap};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::container::Type1Container;
 use super::error::VfioError;
 use super::host::{HostBar, HostFunction, HostNotice, InterruptKind};
 use super::mapping::BarMapping;
+use super::space::{DmaSpace, OpenedFunction};
+use super::sysfs::HostPlace;
 use crate::config_space::BARS_COUNT;
 use crate::locks::LogBudget;
 
@@ -36,36 +37,21 @@ pub struct VfioFunction {
     /// A duplicate for reading and writing; it goes before the device, which gives the group back.
     file: File,
     device: VfioDevice,
+    /// Goes after the device: that leaves the IOMMU's address space first.
+    _told: Option<ToldFile>,
     config_len_bytes: u16,
-    /// Until the device is gone its container may have guest memory mapped.
+    /// Until the device is gone its address space may have guest memory mapped.
     _memory: Arc<GuestRam>,
     log_budget: LogBudget,
 }
 
-/// Name that a link points to.
-fn link_name(path: &Path) -> Option<String> {
-    Some(path.read_link().ok()?.file_name()?.to_string_lossy().into_owned())
-}
-
 impl VfioFunction {
-    /// Opens the function whose directory in sysfs is `path`, resets it, and puts its group into
-    /// `container`. `id` is for messages.
+    /// Opens the function at `place`, resets it, and puts it into `space`. `id` is for messages.
     ///
     /// # Errors
     /// Saying what the host lacks.
-    pub fn open(id: &str, path: &Path, container: &Type1Container) -> Result<Self, VfioError> {
-        let path = path
-            .canonicalize()
-            .map_err(|source| VfioError::NoDevice { path: path.to_owned(), source })?;
-        let group = link_name(&path.join("iommu_group"))
-            .ok_or_else(|| VfioError::NoGroup { path: path.clone() })?;
-        let driver = link_name(&path.join("driver")).unwrap_or_else(|| "no driver".to_owned());
-        // Variant drivers of vendors have vfio in their names, too.
-        if !driver.contains("vfio") {
-            return Err(VfioError::Driver { path, driver });
-        }
-        let device = VfioDevice::new(&path, container.operations(), false)
-            .map_err(|source| VfioError::Open { path: path.clone(), group, source })?;
+    pub fn open(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Self, VfioError> {
+        let OpenedFunction { device, told } = space.open(place)?;
         // SAFETY: the device keeps its descriptor open across this statement.
         let file = unsafe { BorrowedFd::borrow_raw(device.as_raw_fd()) };
         let file = file.try_clone_to_owned().map(File::from).map_err(|source| VfioError::Io {
@@ -77,7 +63,8 @@ impl VfioFunction {
         let config_len_bytes = u16::try_from(config_len.min(4096)).unwrap_or(0);
         let id = id.to_owned();
         let log_budget = LogBudget::default();
-        Ok(Self { id, file, device, config_len_bytes, _memory: container.memory(), log_budget })
+        let memory = space.memory();
+        Ok(Self { id, file, device, _told: told, config_len_bytes, _memory: memory, log_budget })
     }
 
     /// Where a range of a region lies in the device's file.

@@ -25,8 +25,18 @@ pub struct LockedMemory {
 }
 
 impl LockedMemory {
-    /// As the kernel has it now.
+    /// As the kernel has it now for type1, which counts by process.
     pub fn of_this_process() -> Self {
+        Self::counted_by("VmLck:")
+    }
+
+    /// As the kernel has it now for iommufd. That counts all processes of the user together, but how
+    /// much that is nobody can read: what this process has pinned is the least that it can be.
+    pub fn for_iommufd() -> Self {
+        Self::counted_by("VmPin:")
+    }
+
+    fn counted_by(counter: &str) -> Self {
         let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         // SAFETY: the kernel writes one rlimit, which lives across the call.
@@ -34,7 +44,7 @@ impl LockedMemory {
         let limited = known && limit.rlim_cur != libc::RLIM_INFINITY && !may_lock(&status);
         Self {
             limit_bytes: limited.then_some(limit.rlim_cur),
-            used_bytes: field(&status, "VmLck:")
+            used_bytes: field(&status, counter)
                 .and_then(|text| text.strip_suffix("kB")?.trim().parse::<u64>().ok())
                 .map_or(0, |kib| kib.saturating_mul(1024)),
         }

@@ -10,7 +10,8 @@
 //!   config write ──> ShadowConfig ──> (Bus Master Enable? wait at DmaGate) ──> HostFunction
 //!   BAR access   ──> memory slot (BarSlots), or trapped: MSI-X table, or HostFunction
 //!   interrupt    <── irqfd of a vector <── eventfd <── HostFunction
-//!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, in Pieces
+//!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, in Pieces; the target is
+//!                    a DmaSpace: Type1Container or IommufdSpace
 //! ```
 //!
 //! The kernel clears Bus Master Enable when it opens a function, and DMA needs it. So the guest may
@@ -32,12 +33,15 @@ pub mod fuzzing;
 mod gate;
 mod host;
 mod interrupts;
+mod iommufd;
 mod limits;
 mod mapping;
 mod msi;
 mod notices;
 mod pieces;
 mod pinning;
+mod space;
+mod sysfs;
 #[cfg(test)]
 mod tests;
 
@@ -49,8 +53,11 @@ pub use function::VfioFunction;
 pub use gate::{DmaGate, GateClosed};
 pub use host::{HostBar, HostFunction, HostNotice, InterruptKind};
 pub use interrupts::IntxLine;
+pub use iommufd::IommufdSpace;
 pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
 pub use notices::{Notices, OnNotice};
 pub use pieces::{OnLost, Pieces};
 pub use pinning::{PinProgress, PinState, Pinning};
+pub use space::{DmaSpace, OpenedFunction};
+pub use sysfs::HostPlace;

@@ -206,8 +206,8 @@ impl Pieces {
 
 impl Pins for Pieces {
     fn grain_bytes(&self, region: &RamRegion) -> u64 {
-        // Both are powers of two.
-        self.piece_bytes.max(region.page_bytes())
+        // All are powers of two. What comes block by block goes so, too.
+        region.block_bytes().unwrap_or_else(|| self.piece_bytes.max(region.page_bytes()))
     }
 
     fn let_go(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
@@ -220,6 +220,9 @@ impl Pins for Pieces {
         let is_inside = |(start, len): &(u64, u64)| start + len <= range.end;
         let inside = state.mapped.range(range.clone()).map(|(start, len)| (*start, *len));
         let inside: Vec<_> = inside.filter(is_inside).collect();
+        state.unmapped.retain(|start, len| {
+            !range.contains(start) || region.is_usable(&(start - gpa..start - gpa + *len)).1
+        });
         let mut gone = Vec::new();
         for run in runs(&inside) {
             let bytes = span(&run);
@@ -229,7 +232,10 @@ impl Pins for Pieces {
             }
             for (start, len) in run {
                 state.mapped.remove(&start);
-                state.unmapped.insert(start, len);
+                // What was unplugged does not come back by being asked for.
+                if region.is_usable(&(start - gpa..start - gpa + len)).1 {
+                    state.unmapped.insert(start, len);
+                }
             }
             gone.push(bytes.start - gpa..bytes.end - gpa);
         }
@@ -242,6 +248,17 @@ impl Pins for Pieces {
             lock(&self.state).phase = Phase::Lost(Arc::clone(&reason));
             (self.on_lost)(&reason);
         }
+    }
+
+    fn take_on(
+        &self,
+        region: &RamRegion,
+        range: &Range<u64>,
+    ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        self.map(region, range).map_err(|error| {
+            self.let_go(region, range);
+            Box::new(error).into()
+        })
     }
 }
 

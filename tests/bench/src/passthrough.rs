@@ -11,8 +11,13 @@ use std::path::Path;
 use crate::machine;
 use crate::report::{Figure, Report, Target};
 
-const MODES: [(&str, &str); 3] =
-    [("none", "no device"), ("strict", "pin=strict"), ("overlap", "pin=overlap")];
+const MODES: [(&str, &str); 5] = [
+    ("none", "no device"),
+    ("strict", "pin=strict"),
+    ("overlap", "pin=overlap"),
+    ("strict-iommufd", "pin=strict by iommufd"),
+    ("overlap-iommufd", "pin=overlap by iommufd"),
+];
 const MEMORY: [(&str, u64); 4] = [("4k", 256), ("4k", 512), ("4k", 1024), ("2m", 1024)];
 const FIRST_INSTRUCTION: &str = "first-instruction";
 const WHAT: [(&str, &str); 4] = [
@@ -62,24 +67,37 @@ fn report(samples: &BTreeMap<Key<'_>, Vec<f64>>) -> Report {
     let of = |mode, (pages, mib), what| medians.get(&(mode, pages, mib, what)).copied();
     let mut targets = Vec::new();
     let largest = ("4k", 1024);
-    for memory in MEMORY {
-        let (pages, mib) = memory;
-        let with = of("overlap", memory, FIRST_INSTRUCTION);
-        if let Some((with, without)) = with.zip(of("none", memory, FIRST_INSTRUCTION)) {
-            let name =
-                format!("first instruction with the device over without, {mib} MiB of {pages}");
-            targets.push(Target::at_most(&name, with / without, 1.2));
+    for (overlap, strict, by) in
+        [("overlap", "strict", ""), ("overlap-iommufd", "strict-iommufd", " by iommufd")]
+    {
+        for memory in MEMORY {
+            let (pages, mib) = memory;
+            let with = of(overlap, memory, FIRST_INSTRUCTION);
+            if let Some((with, without)) = with.zip(of("none", memory, FIRST_INSTRUCTION)) {
+                let name = format!(
+                    "first instruction with the device{by} over without, {mib} MiB of {pages}"
+                );
+                targets.push(Target::at_most(&name, with / without, 1.2));
+            }
+            let granted = of(overlap, memory, "bus-master-granted");
+            if let Some((overlap, strict)) = granted.zip(of(strict, memory, "bus-master-granted")) {
+                let name = format!("device usable{by}, overlap over strict, {mib} MiB of {pages}");
+                targets.push(Target::at_most(&name, overlap / strict, 1.0));
+            }
         }
-        let granted = of("overlap", memory, "bus-master-granted");
-        if let Some((overlap, strict)) = granted.zip(of("strict", memory, "bus-master-granted")) {
-            let name = format!("device usable, overlap over strict, {mib} MiB of {pages}");
-            targets.push(Target::at_most(&name, overlap / strict, 1.0));
+        let small = of(overlap, ("4k", 256), FIRST_INSTRUCTION);
+        if let Some((large, small)) = of(overlap, largest, FIRST_INSTRUCTION).zip(small) {
+            let name = format!("first instruction with the device{by}, 1024 MiB over 256 MiB");
+            targets.push(Target::at_most(&name, large / small, 1.2));
         }
     }
-    let small = of("overlap", ("4k", 256), FIRST_INSTRUCTION);
-    if let Some((large, small)) = of("overlap", largest, FIRST_INSTRUCTION).zip(small) {
-        let name = "first instruction with the device, 1024 MiB over 256 MiB";
-        targets.push(Target::at_most(name, large / small, 1.2));
+    for memory in MEMORY {
+        let (pages, mib) = memory;
+        let pinning = of("strict-iommufd", memory, "pinning").zip(of("strict", memory, "pinning"));
+        if let Some((iommufd, type1)) = pinning {
+            let name = format!("pinning with pin=strict, iommufd over type1, {mib} MiB of {pages}");
+            targets.push(Target::at_most(&name, iommufd / type1, 1.0));
+        }
     }
     let notes = vec![
         "The emulated machine has one CPU: what pins memory and the guest take turns on it."

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # Figures for `scripts/bench passthrough-boot`: from exec to the guest's first instruction, to its driver's
 # first Bus Master Enable, and to that being granted, by memory, kind of page and mode. One line each:
-# FIGURE MODE PAGES MIB RUN WHAT MILLISECONDS.
+# FIGURE MODE PAGES MIB RUN WHAT MILLISECONDS. On the kernel with iommufd each mode is measured by that, too.
 # limit_s: 2400
 # on_request
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
@@ -14,9 +14,12 @@ runs=$(sed -n 's/.*lab.runs=\([0-9]*\).*/\1/p' /proc/cmdline)
 # Of the group with the name, as 'disk' has counters of its own.
 value() { sed -n "s/.*\"$1\": \([0-9]*\).*/\1/p" $T/counters | head -n 1; }
 measured() { remote a counters >$T/counters 2>/dev/null && [ -n "$(value $1)" ]; }
+modes="none strict overlap"
+[ -z "$PASS_BY" ] || modes="$modes strict-iommufd overlap-iommufd"
 # measure MODE PAGES MIB RUN
 measure() {
-  device="--device path=$disk,id=disk,pin=$1"
+  device="--device path=$disk,id=disk,pin=${1%-iommufd}"
+  case $1 in *-iommufd) device="$PASS_BY $device" ;; esac
   last=bus_master_waited_us
   [ $1 != none ] || { device=; last=first_mmio_monotonic_us; }
   pages=
@@ -54,7 +57,7 @@ measure() {
 run=0
 # One more than counted: the first fills the page cache.
 while [ $run -le ${runs:-1} ]; do
-  for mode in none strict overlap; do
+  for mode in $modes; do
     for size in 256 512 1024; do
       [ $run = 0 ] && [ $size != 256 ] && continue
       measure $mode 4k $size $run

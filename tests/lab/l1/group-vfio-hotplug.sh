@@ -12,9 +12,6 @@ check disk_is_bound give_to_vfio $disk
 start_guest a 1 || failed start "the VMM did not start"
 check boots wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
 
-# locked: KiB that the VMM has pinned.
-locked() { sed -n 's/^VmLck:[^0-9]*\([0-9]*\).*/\1/p' "/proc/$(cat $T/a.pid)/status"; }
-is_locked() { [ "$(locked)" = $1 ]; }
 # refused TEXT REQUEST...: the VMM refuses, and says so.
 refused() {
   text=$1
@@ -27,14 +24,14 @@ guest_sees() { guest a "for i in \$(seq 200); do $1 && exit_code=0 && break || e
 removed() { tr -d ' ' <$T/a.events | grep -q "\"id\":\"$1\"" && happened a device-removed && ! info a "\"id\": *\"$1\""; }
 
 add_disk() {
-  is_locked 0 && remote a add-device path=$disk,id=disk >$T/added || return 1
+  pinned_is a 0 && remote a add-device path=$disk,id=disk >$T/added || return 1
   cat $T/added
   grep -q '"id": "disk"' $T/added && grep -q '"bdf": "0000:00:0' $T/added && happened a device-added
 }
 check adds_a_disk add_disk
 check guest_finds_it guest_sees "test -b /dev/nvme0n1"
 memory_is_mapped() {
-  wait_until 60 happened a passthrough-pinned && info a '"state": *"Pinned"' && is_locked 262144
+  wait_until 60 happened a passthrough-pinned && info a '"state": *"Pinned"' && pinned_is a 262144
 }
 check memory_is_mapped_for_it memory_is_mapped
 check reads_by_dma reads_what_is_there a
@@ -51,7 +48,7 @@ ours_again() {
   guest a "dd if=/dev/nvme0n1 bs=1M skip=16 count=32 2>/dev/null | sha256sum" || return 1
   expected=$(head -n 1 $T/out)
   remote a remove-device disk && wait_until 30 removed disk || return 1
-  is_locked 0 && info a '"state": *"Running"' && ! grep -q passthrough $T/info || return 1
+  pinned_is a 0 && info a '"state": *"Running"' && ! grep -q passthrough $T/info || return 1
   guest a "test ! -e /dev/nvme0n1" || return 1
   echo >$disk/driver_override
   basename $disk >$disk/driver/unbind
@@ -75,7 +72,7 @@ check reads_by_dma_after_restart reads_what_is_there a
 wanted_back() {
   echo >$disk/driver_override
   basename $disk >$disk/driver/unbind
-  happened a passthrough-device-wanted && wait_until 30 removed disk && is_locked 0 && [ ! -e $disk/driver ]
+  happened a passthrough-device-wanted && wait_until 30 removed disk && pinned_is a 0 && [ ! -e $disk/driver ]
 }
 check guest_lets_go_of_what_the_host_wants_back wanted_back
 

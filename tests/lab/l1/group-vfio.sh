@@ -26,7 +26,7 @@ echo "SATA $sata, disk $disk, network card $nic, our end $ours"
 fill_disk
 
 refuses_what_is_not_bound() {
-  cloud-hypervisor --kernel /lab/vmlinuz --memory size=256M --device path=$disk >$T/refused.log 2>&1 && return 1
+  cloud-hypervisor $PASS_BY --kernel /lab/vmlinuz --memory size=256M --device path=$disk >$T/refused.log 2>&1 && return 1
   cat $T/refused.log
   grep -q "belongs to nvme; bind it to vfio-pci first" $T/refused.log
 }
@@ -47,9 +47,17 @@ refuses_too_many_mappings() {
   cat $T/refused.log
   [ $code != 0 ] && grep -q "dma_entry_limit" $T/refused.log
 }
-check refuses_too_many_mappings refuses_too_many_mappings
+# A limit of type1's.
+[ -n "$PASS_BY" ] || check refuses_too_many_mappings refuses_too_many_mappings
+# Debian's kernels have no iommufd.
+refuses_iommufd() {
+  cloud-hypervisor --platform iommufd=on --kernel /lab/vmlinuz --memory size=256M --device path=$disk >$T/refused.log 2>&1 && return 1
+  cat $T/refused.log
+  grep "CONFIG_IOMMUFD" $T/refused.log | grep -q "without iommufd=on"
+}
+[ -n "$PASS_BY" ] || check refuses_iommufd_that_the_kernel_does_not_have refuses_iommufd
 refuses_too_little_locked_memory() {
-  /bin/setpriv --bounding-set=-ipc_lock prlimit --memlock=67108864 cloud-hypervisor --kernel /lab/vmlinuz \
+  /bin/setpriv --bounding-set=-ipc_lock prlimit --memlock=67108864 cloud-hypervisor $PASS_BY --kernel /lab/vmlinuz \
     --memory size=256M --device path=$disk >$T/refused.log 2>&1 && return 1
   cat $T/refused.log
   grep -q "ulimit -l" $T/refused.log

@@ -40,13 +40,14 @@ remote() {
 answers() { remote "$1" ping >/dev/null 2>&1; }
 state_is() { remote "$1" info 2>/dev/null | grep -q "\"state\": *\"$2\""; }
 
-# start_vmm NAME ARG...: a VMM with an API socket; its pid is in $T/NAME.pid. $LAUNCH stands before it.
+# start_vmm NAME ARG...: a VMM with an API socket; its pid is in $T/NAME.pid. $LAUNCH stands before it,
+# $PASS_BY says how devices are passed through.
 start_vmm() {
   vm=$1
   shift
   # The shell around it keeps the exit code, also when whoever asks is not its parent.
   {
-    ${LAUNCH:-} cloud-hypervisor --api-socket path=$T/$vm.sock --event-monitor path=$T/$vm.events "$@" >$T/$vm.vmm.log 2>&1 &
+    ${LAUNCH:-} cloud-hypervisor --api-socket path=$T/$vm.sock --event-monitor path=$T/$vm.events ${PASS_BY:-} "$@" >$T/$vm.vmm.log 2>&1 &
     echo $! >$T/$vm.pid
     wait $!
     echo $? >$T/$vm.exit
@@ -58,7 +59,7 @@ start_guest() {
   vm=$1
   vcpus=$2
   shift 2
-  start_vmm $vm --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" \
+  start_vmm $vm --kernel ${GUEST_KERNEL:-/lab/vmlinuz} --initramfs ${GUEST_INITRAMFS:-/lab/initramfs.gz} --cmdline "$CMDLINE" \
     --cpus boot=$vcpus${CPUS:-} --memory ${MEMORY:-size=256M,shared=on} --disk path=$ROOT_DISK${DISK_OPTIONS:-} --rng src=/dev/urandom \
     --serial off --console pty "$@" && open_console $vm
 }

@@ -2,7 +2,17 @@
 # What the groups with passed-through devices share. Busybox sh; after lib.sh.
 
 PCI=/sys/bus/pci/devices
-echo 1 >/sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts
+# PASS_BY: what every VMM is told; PINNED: where the kernel counts what a process has pinned.
+if grep -q lab-iommufd /proc/cmdline; then
+  PASS_BY="--platform iommufd=on" PINNED=VmPin
+  echo 1 >/sys/module/iommufd/parameters/allow_unsafe_interrupts
+else
+  PASS_BY="" PINNED=VmLck
+  echo 1 >/sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts
+fi
+# pinned NAME: KiB that the VMM has pinned.
+pinned() { sed -n "s/^$PINNED:[^0-9]*\([0-9]*\).*/\1/p" "/proc/$(cat $T/$1.pid)/status"; }
+pinned_is() { [ "$(pinned $1)" = $2 ]; }
 
 # give_to_vfio DIRECTORY: binds a function to vfio-pci.
 give_to_vfio() {

@@ -186,6 +186,7 @@ impl FakeVm {
     }
 
     /// It takes so many looks to name them, and always has some more.
+    #[must_use]
     pub fn slow_hints(mut self, looks: u64) -> Self {
         self.common.hint_looks = looks;
         self

@@ -241,13 +241,23 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.resize",
         method: Put,
-        summary: "Changes the size of the VM's balloon. vCPUs and memory cannot be changed by this \
-                  version.",
+        summary: "Changes the size of the VM's memory, as far as hotplug_size allows, or of its balloon. \
+                  vCPUs cannot be changed by this version.",
         operation: None,
         takes: Body::Schema("VmResize"),
         gives: Body::Empty,
         errors: &[NotCreated, NotBooted, NotNow, NotSupported],
         decode: |body| Ok(VmmRequest::Resize(Box::new(json("VmResize", body)?))),
+    },
+    Endpoint {
+        path: "vm.resize-zone",
+        method: Put,
+        summary: "Changes the size of a memory zone, as far as its hotplug_size allows.",
+        operation: None,
+        takes: Body::Schema("VmResizeZone"),
+        gives: Body::Empty,
+        errors: &[NotCreated, NotBooted, NotNow],
+        decode: |body| Ok(VmmRequest::ResizeZone(json("VmResizeZone", body)?)),
     },
     Endpoint {
         path: "vm.send-migration",
@@ -345,7 +355,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints that clients may know and that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 10] = [
+pub const UNSUPPORTED: [&str; 9] = [
     "vm.add-fs",
     "vm.add-generic-vhost-user",
     "vm.add-pmem",
@@ -355,7 +365,6 @@ pub const UNSUPPORTED: [&str; 10] = [
     "vm.coredump",
     "vm.nmi",
     "vm.resize-disk",
-    "vm.resize-zone",
 ];
 
 /// What became of a path and a method.

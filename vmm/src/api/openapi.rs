@@ -24,7 +24,7 @@ use super::types::{
 use crate::config::value::{FieldValue, SchemaSet};
 use crate::config::{
     ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmRemoveDevice, VmResize, VmSnapshotConfig,
+    VmRemoveDevice, VmResize, VmResizeZone, VmSnapshotConfig,
 };
 
 /// The description of the API.
@@ -73,6 +73,7 @@ fn schemas() -> SchemaSet {
     VmRemoveDevice::collect_schemas(&mut out);
     PciDeviceInfo::collect_schemas(&mut out);
     VmResize::collect_schemas(&mut out);
+    VmResizeZone::collect_schemas(&mut out);
     VmSnapshotConfig::collect_schemas(&mut out);
     RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());

@@ -16,7 +16,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::types::{MigrationCancelled, PciDeviceInfo, VmCounters, VmInfo, VmmPingResponse};
 use crate::config::{
     MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmConfig, VmRemoveDevice, VmResize, VmSnapshotConfig,
+    VmConfig, VmRemoveDevice, VmResize, VmResizeZone, VmSnapshotConfig,
 };
 
 /// What can be asked of the VMM.
@@ -53,6 +53,8 @@ pub enum VmmRequest {
     RemoveDevice(VmRemoveDevice),
     /// Change the size of the VM.
     Resize(Box<VmResize>),
+    /// Change the size of a memory zone.
+    ResizeZone(VmResizeZone),
     /// Start sending the VM; answered when the migration has been started.
     SendMigration(Box<SendMigrationData>),
     /// Wait for a VM; answered when it has arrived.
@@ -100,6 +102,7 @@ impl VmmRequest {
             },
             Self::RemoveDevice(_) => "vm.remove-device",
             Self::Resize(_) => "vm.resize",
+            Self::ResizeZone(_) => "vm.resize-zone",
             Self::SendMigration(_) => "vm.send-migration",
             Self::ReceiveMigration(_) => "vm.receive-migration",
             Self::MigrationProgress => "vm.migration-progress",

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use super::option_string::{KeySyntax, OptionError, Options, Printer, list_items, quote, unquote};
-use super::value::{InheritedFds, MacAddr};
+use super::value::{InheritedFd, InheritedFds, MacAddr};
 
 /// Most entries of any list in an option string; more CPUs than any host has.
 pub const MAX_LIST_ENTRIES: usize = 8192;
@@ -382,6 +382,22 @@ impl ValueCodec<InheritedFds> for Fds {
     fn print(value: &InheritedFds) -> String {
         let items: Vec<_> = value.0.iter().map(ToString::to_string).collect();
         format!("[{}]", items.join(","))
+    }
+}
+
+/// One file descriptor, `3`.
+#[derive(Debug)]
+pub struct Fd;
+
+impl ValueCodec<InheritedFd> for Fd {
+    const SYNTAX: &'static str = "<file_descriptor>";
+
+    fn parse(raw: &str) -> Result<InheritedFd, String> {
+        raw.parse().map(InheritedFd).map_err(|_| "expected a file descriptor, like 3".to_owned())
+    }
+
+    fn print(value: &InheritedFd) -> String {
+        value.0.to_string()
     }
 }
 

@@ -6,9 +6,11 @@
 
 use std::path::PathBuf;
 
-use super::codec::{Choice, File, Id, Int, IntList, One, Opt, Toggle};
+use super::codec::{Choice, Fd, File, Id, Int, IntList, One, Opt, Toggle};
 use super::error::ConfigError;
 use super::family::{option_enum, option_family};
+use super::platform::PlatformConfig;
+use super::value::InheritedFd;
 
 /// BARs of a PCI function.
 const BARS_COUNT: u64 = 6;
@@ -28,8 +30,8 @@ option_family! {
     DeviceConfig "device" {
         /// The device in sysfs.
         path: Option<PathBuf> = None, "path" as Opt<File>;
-        /// Open descriptor of the device.
-        fd: Option<u32> = None, "fd" as Opt<Int>, unsupported();
+        /// Open descriptor of the device's node in /dev/vfio/devices, in place of a path.
+        fd: Option<InheritedFd> = None, "fd" as Opt<Fd>;
         /// Behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// PCI segment.
@@ -53,14 +55,28 @@ impl DeviceConfig {
     ///
     /// # Errors
     /// The first rule that is broken.
-    pub fn validate(&self) -> Result<(), ConfigError> {
+    pub fn validate(&self, platform: Option<&PlatformConfig>) -> Result<(), ConfigError> {
         let id = self.id.clone().unwrap_or_default();
         let refuse = |problem: &str| {
             let problem = problem.to_owned();
             Err(ConfigError::Device { what: "device", id: id.clone(), problem })
         };
-        if self.path.as_ref().is_none_or(|path| path.as_os_str().is_empty()) {
-            return refuse("needs a path, its directory in /sys/bus/pci/devices");
+        let has_path = self.path.as_ref().is_some_and(|path| !path.as_os_str().is_empty());
+        match self.fd {
+            None if !has_path => {
+                return refuse("needs a path, its directory in /sys/bus/pci/devices");
+            }
+            None => {}
+            Some(_) if has_path => return refuse("path and fd exclude each other"),
+            Some(fd) => {
+                fd.check().or_else(refuse)?;
+                // It stays bound to the iommufd that it was first used with, across a reboot, too.
+                if platform.and_then(|platform| platform.iommufd_fd).is_none() {
+                    return refuse(
+                        "fd needs --platform iommufd=on,iommufd_fd=..., to which it is bound",
+                    );
+                }
+            }
         }
         if self.x_exclude_mmap_bars.iter().any(|bar| *bar >= BARS_COUNT) {
             return refuse("x_exclude_mmap_bars names a BAR that does not exist (0 to 5 do)");

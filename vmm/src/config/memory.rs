@@ -18,6 +18,12 @@ pub const PAGE_BYTES: u64 = 4096;
 /// Huge page size that is assumed for rules if none is given.
 pub const DEFAULT_HUGEPAGE_BYTES: u64 = 2 << 20;
 
+/// Memory that comes later comes in blocks of at least this length.
+const BLOCK_BYTES_MIN: u64 = 2 << 20;
+
+/// Most blocks of a zone, as long as those are no longer than need be.
+const BLOCKS_MAX: u64 = 16 << 10;
+
 /// Guest memory if no size is given.
 pub const DEFAULT_MEMORY_BYTES: u64 = 512 << 20;
 
@@ -51,9 +57,9 @@ option_family! {
         /// Host NUMA node that the memory comes from.
         host_numa_node: Option<u32> = None, "host_numa_node" as Opt<Int>;
         /// Bytes that may be added later.
-        hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>, unsupported();
+        hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>;
         /// Bytes that have been added.
-        hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>, unsupported();
+        hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>;
         /// Allocate all pages before the guest runs, or in the background while it runs; in JSON
         /// true, false or "background".
         prefault: Prefault = Prefault::Off, "prefault" as One<PrefaultWord>;
@@ -70,14 +76,13 @@ option_family! {
         /// Size in bytes; 0 if zones are given.
         size: u64 = DEFAULT_MEMORY_BYTES, "size" as One<Bytes>, required_json();
         /// Bytes that may be added later.
-        hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>, unsupported();
+        hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>;
         /// Bytes that have been added.
-        hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>, unsupported();
+        hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>;
         /// Let the host merge equal pages.
         mergeable: bool = false, "mergeable" as One<Toggle>;
-        /// How memory is added.
-        hotplug_method: HotplugMethod = HotplugMethod::Acpi, "hotplug_method" as One<Choice>,
-            unsupported();
+        /// How memory is added: by virtio-mem, the only way in this version.
+        hotplug_method: HotplugMethod = HotplugMethod::Acpi, "hotplug_method" as One<Choice>;
         /// Shareable with other processes.
         shared: bool = false, "shared" as One<Toggle>;
         /// Back with huge pages.
@@ -110,9 +115,58 @@ struct Backing<'a> {
     hugepages: bool,
     hugepage_bytes: Option<u64>,
     prezeroed: Option<&'a PathBuf>,
+    method: HotplugMethod,
+    hotplug_size: Option<u64>,
+    hotplugged_size: Option<u64>,
+}
+
+/// The length of the blocks in which memory of this size comes and goes: as small as huge pages are, but
+/// for large memory not more of them than a host maps for passed-through devices with ease.
+fn block_bytes(size_bytes: u64, page_bytes: u64) -> u64 {
+    let few = (size_bytes / BLOCKS_MAX).max(1).next_power_of_two();
+    few.max(page_bytes).max(BLOCK_BYTES_MIN)
+}
+
+impl MemoryZoneConfig {
+    /// How many bytes may come later, and in blocks of how many.
+    pub fn later(&self) -> Option<(u64, u64)> {
+        let size_bytes = self.hotplug_size.filter(|bytes| *bytes > 0)?;
+        let page = if self.hugepages { self.hugepage_size } else { None };
+        Some((size_bytes, block_bytes(size_bytes, page.unwrap_or(0))))
+    }
 }
 
 impl Backing<'_> {
+    /// The rules of memory that comes later.
+    fn validate_later(&self) -> Result<(), String> {
+        let plugged = self.hotplugged_size.unwrap_or(0);
+        let Some(size) = self.hotplug_size.filter(|bytes| *bytes > 0) else {
+            return match plugged {
+                0 => Ok(()),
+                _ => Err("hotplugged_size needs a hotplug_size".into()),
+            };
+        };
+        if self.method != HotplugMethod::VirtioMem {
+            return Err(
+                "hotplug_size needs hotplug_method=virtio-mem: memory devices in ACPI are not \
+                        supported by this version"
+                    .into(),
+            );
+        }
+        if self.has_file {
+            return Err("memory in a file cannot be added while the guest runs".into());
+        }
+        let page = if self.hugepages { self.hugepage_bytes.unwrap_or(0) } else { 0 };
+        let block = block_bytes(size, page);
+        if !size.is_multiple_of(block) || !plugged.is_multiple_of(block) {
+            return Err(format!("hotplug_size and hotplugged_size must be multiples of {block}"));
+        }
+        if plugged > size {
+            return Err(format!("hotplugged_size {plugged} is more than hotplug_size {size}"));
+        }
+        Ok(())
+    }
+
     fn validate(&self) -> Result<(), ConfigError> {
         let refuse =
             |problem: String| Err(ConfigError::Memory { what: self.what.to_owned(), problem });
@@ -145,6 +199,7 @@ impl Backing<'_> {
                     .into(),
             );
         }
+        self.validate_later().or_else(refuse)?;
         if let Some(socket) = self.prezeroed {
             if socket.as_os_str().is_empty() {
                 return refuse("prezeroed= has no path".into());
@@ -163,13 +218,20 @@ impl MemoryConfig {
         self.zones.iter().flatten().try_fold(self.size, |sum, zone| sum.checked_add(zone.size))
     }
 
+    /// Bytes that may be there one day; `None` if the sum does not fit.
+    fn most_bytes(&self) -> Option<u64> {
+        let zones = self.zones.iter().flatten().map(|zone| zone.hotplug_size);
+        let later = zones.chain([self.hotplug_size]).flatten();
+        later.fold(self.total_bytes(), |sum, size| sum?.checked_add(size))
+    }
+
     /// Checks the rules within the two families.
     ///
     /// # Errors
     /// The first rule that is broken.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let zones = self.zones.as_deref().unwrap_or_default();
-        if self.total_bytes().is_none_or(|bytes| bytes > 1 << 46) {
+        if self.most_bytes().is_none_or(|bytes| bytes > 1 << 46) {
             return Err(ConfigError::Memory {
                 what: "memory".into(),
                 problem: "the sizes add up to more than 64 TiB".into(),
@@ -185,6 +247,9 @@ impl MemoryConfig {
                 hugepages: self.hugepages,
                 hugepage_bytes: self.hugepage_size,
                 prezeroed: self.prezeroed.as_ref(),
+                method: self.hotplug_method,
+                hotplug_size: self.hotplug_size,
+                hotplugged_size: self.hotplugged_size,
             }
             .validate();
         }
@@ -196,6 +261,8 @@ impl MemoryConfig {
             || self.prezeroed.is_some()
             || self.reserve
             || self.hugepage_size.is_some()
+            || self.hotplug_size.is_some()
+            || self.hotplugged_size.is_some()
         {
             return Err(ConfigError::Memory {
                 what: "memory".into(),
@@ -219,6 +286,9 @@ impl MemoryConfig {
                 hugepages: zone.hugepages,
                 hugepage_bytes: zone.hugepage_size,
                 prezeroed: zone.prezeroed.as_ref(),
+                method: self.hotplug_method,
+                hotplug_size: zone.hotplug_size,
+                hotplugged_size: zone.hotplugged_size,
             }
             .validate()?;
         }

@@ -59,9 +59,9 @@ pub use params::VmParams;
 pub use payload::PayloadConfig;
 pub use platform::PlatformConfig;
 pub use prefault::Prefault;
-pub use resize::VmResize;
+pub use resize::{VmResize, VmResizeZone};
 pub use small::RngConfig;
-pub use value::{InheritedFds, MacAddr};
+pub use value::{InheritedFd, InheritedFds, MacAddr};
 pub use vm::VmConfig;
 
 use value::FieldValue;

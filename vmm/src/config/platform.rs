@@ -4,9 +4,10 @@
 //!
 //! Owns the families and the rules within them.
 
-use super::codec::{Int, IntList, One, Opt, Text, TextList, Toggle};
+use super::codec::{Fd, Int, IntList, One, Opt, Text, TextList, Toggle};
 use super::error::ConfigError;
 use super::family::option_family;
+use super::value::InheritedFd;
 
 /// Longest string in an SMBIOS table that common guests still show.
 pub const MAX_SMBIOS_STRING_BYTES: usize = 255;
@@ -58,10 +59,10 @@ option_family! {
         tdx: bool = false, "tdx" as One<Toggle>, unsupported();
         /// AMD SEV-SNP guest.
         sev_snp: bool = false, "sev_snp" as One<Toggle>, unsupported();
-        /// Passthrough through iommufd.
-        iommufd: bool = false, "iommufd" as One<Toggle>, unsupported();
-        /// Open descriptor of iommufd.
-        iommufd_fd: Option<u32> = None, "iommufd_fd" as Opt<Int>, unsupported();
+        /// Pass devices through by iommufd, in place of type1.
+        iommufd: bool = false, "iommufd" as One<Toggle>;
+        /// Open descriptor of /dev/iommu.
+        iommufd_fd: Option<InheritedFd> = None, "iommufd_fd" as Opt<Fd>;
         /// DMA between passed-through devices.
         vfio_p2p_dma: bool = true, "vfio_p2p_dma" as One<Toggle>, unsupported();
     }
@@ -100,6 +101,12 @@ impl PlatformConfig {
             && parse_uuid(uuid).is_none()
         {
             return refuse(format!("'{uuid}' is not a UUID"));
+        }
+        if let Some(fd) = self.iommufd_fd {
+            if !self.iommufd {
+                return refuse("iommufd_fd needs iommufd=on".into());
+            }
+            fd.check().or_else(|problem| refuse(format!("iommufd_fd: {problem}")))?;
         }
         let texts = [
             &self.system_serial_number,

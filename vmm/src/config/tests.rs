@@ -205,7 +205,7 @@ fn passed_through_devices() {
     let parsed = DeviceConfig::parse("path=/e,id=gpu,pin=strict").unwrap();
     assert_eq!(parsed, devices[1]);
     assert!(matches!(with(r#"{"id":"gpu"}"#), Err(ConfigError::Device { what: "device", .. })));
-    for later in [r#""iommu":true"#, r#""fd":3"#, r#""pci_segment":1"#] {
+    for later in [r#""iommu":true"#, r#""pci_segment":1"#] {
         let refused = with(&format!(r#"{{"path":"/d",{later}}}"#));
         assert!(matches!(refused, Err(ConfigError::Unsupported { .. })), "{later}");
     }
@@ -353,6 +353,43 @@ fn descriptors_come_from_the_command_line_only() {
 }
 
 #[test]
+fn devices_by_descriptor_need_the_iommufd_that_they_belong_to() {
+    let with = |platform: &str, devices: &[&str]| {
+        params(|params| {
+            params.platform = (!platform.is_empty()).then(|| platform.to_owned());
+            params.devices = devices.iter().map(|&device| device.to_owned()).collect();
+        })?
+        .complete()
+    };
+    let both = "iommufd=on,iommufd_fd=9";
+    let config = with(both, &["fd=8", "path=/d,id=nic", "fd=7,id=gpu"]).unwrap();
+    let devices = config.devices.clone().unwrap();
+    assert_eq!((devices[0].id.as_deref(), devices[2].fd), (Some("_vfio0"), Some(InheritedFd(7))));
+    assert!(with("iommufd=on", &["path=/d"]).is_ok());
+    for (platform, devices) in [
+        ("iommufd_fd=9", &["path=/d"][..]),
+        ("iommufd=on,iommufd_fd=2", &["path=/d"]),
+        ("", &["fd=8"]),
+        ("iommufd=on", &["fd=8"]),
+        (both, &["fd=2"]),
+        (both, &["fd=8,path=/d"]),
+        (both, &["fd=8", "fd=8"]),
+        (both, &["id=gpu"]),
+    ] {
+        let refused = with(platform, devices);
+        assert!(
+            matches!(refused, Err(ConfigError::Device { .. } | ConfigError::DuplicatePath { .. })),
+            "{platform} {devices:?}: {refused:?}"
+        );
+    }
+    let json = serde_json::to_string(&config).unwrap();
+    let travelled = serde_json::from_str::<VmConfig>(&json).unwrap().complete();
+    assert!(matches!(travelled, Err(ConfigError::Device { .. })));
+    let added = NewDevice::Host(DeviceConfig::parse("fd=8").unwrap()).add_to(&config);
+    assert!(matches!(added, Err(ConfigError::Unsupported { .. })));
+}
+
+#[test]
 fn hidden_options_work_and_are_not_shown() {
     let disk = DiskConfig::parse("path=/a,_disable_io_uring=on").unwrap();
     assert!(disk.disable_io_uring);
@@ -414,6 +451,7 @@ fn value_for(placeholder: &'static str) -> BoxedStrategy<String> {
         "<mac_address>" => "02:[0-9a-f]{2}:00:00:00:01".boxed(),
         "<list_of_numbers>" => "\\[[0-9]{1,2}(-9[0-9])?,[0-9]{1,3}\\]".boxed(),
         "<list_of_file_descriptors>" => "\\[[0-9]{1,2},[0-9]{1,2}\\]".boxed(),
+        "<file_descriptor>" => (0_u8..99).prop_map(|n| n.to_string()).boxed(),
         "<list_of_texts>" => "\\[[a-z]{0,3},\"[a-z,]{0,5}\"\\]".boxed(),
         other if other.contains("cpuset") => "\\[[0-9]@\\[[0-9],[0-9]\\]\\]".boxed(),
         other if other.contains("distances") => "\\[[0-9]@[0-9]{2}\\]".boxed(),
@@ -493,4 +531,48 @@ proptest! {
             prop_assert_eq!(serde_json::from_slice::<CpusConfig>(&json).unwrap(), cpus);
         }
     }
+}
+
+#[test]
+fn memory_that_comes_later_needs_room_blocks_and_a_method() {
+    let check = |option: &str| {
+        let memory: MemoryConfig = MemoryConfig::parse(option).unwrap();
+        memory.validate().map(|()| memory)
+    };
+    let memory = check("size=1G,hotplug_method=virtio-mem,hotplug_size=64G").unwrap();
+    assert_eq!(memory.hotplug_size, Some(64 << 30));
+    for (option, why) in [
+        ("size=1G,hotplug_size=1G", "virtio-mem"),
+        ("size=1G,hotplug_method=virtio-mem,hotplugged_size=1G", "hotplug_size"),
+        ("size=1G,hotplug_method=virtio-mem,hotplug_size=3M", "multiples of 2097152"),
+        ("size=1G,hotplug_method=virtio-mem,hotplug_size=1G,hotplugged_size=1M", "multiples"),
+        ("size=1G,hotplug_method=virtio-mem,hotplug_size=1G,hotplugged_size=2G", "more than"),
+        ("size=1G,hotplug_method=virtio-mem,hotplug_size=65T", "64 TiB"),
+        (
+            "size=1G,hugepages=on,hugepage_size=1G,hotplug_method=virtio-mem,hotplug_size=512M",
+            "multiples of 1073741824",
+        ),
+    ] {
+        let error = check(option).unwrap_err().to_string();
+        assert!(error.contains(why), "{option}: {error}");
+    }
+    assert!(check("size=1G,hotplug_method=virtio-mem").is_ok());
+}
+
+#[test]
+fn blocks_grow_with_the_memory_that_consists_of_them() {
+    let later = |size: u64, hugepage_size: Option<u64>| {
+        let zone = MemoryZoneConfig {
+            hotplug_size: Some(size),
+            hugepages: hugepage_size.is_some(),
+            hugepage_size,
+            ..MemoryZoneConfig::default()
+        };
+        zone.later().map(|(_, block)| block)
+    };
+    assert_eq!(later(0, None), None);
+    assert_eq!(later(512 << 20, None), Some(2 << 20));
+    assert_eq!(later(32 << 30, None), Some(2 << 20));
+    assert_eq!(later(1 << 40, None), Some(64 << 20));
+    assert_eq!(later(4 << 30, Some(1 << 30)), Some(1 << 30));
 }

@@ -9,6 +9,7 @@
 //! It must never touch the host except for random bytes.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 
 use super::balloon::BalloonConfig;
 use super::codec::JsonOnly;
@@ -27,7 +28,7 @@ use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::rate_limiter::RateLimitGroupConfig;
 use super::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
-use super::value::MacAddr;
+use super::value::{InheritedFd, MacAddr};
 
 /// Name of the console device.
 pub const CONSOLE_ID: &str = "__console";
@@ -132,7 +133,7 @@ impl VmConfig {
             net.validate(self.cpus.boot_vcpus)?;
         }
         for device in self.devices.iter().flatten() {
-            device.validate()?;
+            device.validate(self.platform.as_ref())?;
         }
         if let Some(balloon) = &self.balloon {
             balloon.validate(self.memory.total_bytes().unwrap_or(0))?;
@@ -197,8 +198,14 @@ impl VmConfig {
     fn check_host_devices(&self) -> Result<(), ConfigError> {
         let mut paths = BTreeSet::new();
         for path in self.devices.iter().flatten().filter_map(|device| device.path.as_ref()) {
-            if !paths.insert(path) {
+            if !paths.insert(path.clone()) {
                 return Err(ConfigError::DuplicatePath { path: path.clone() });
+            }
+        }
+        for InheritedFd(number) in self.devices.iter().flatten().filter_map(|device| device.fd) {
+            let path = PathBuf::from(format!("descriptor {number}"));
+            if !paths.insert(path.clone()) {
+                return Err(ConfigError::DuplicatePath { path });
             }
         }
         Ok(())

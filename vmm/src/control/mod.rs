@@ -208,6 +208,7 @@ impl Vmm {
             VmmRequest::AddDevice(device) => self.add_device(*device),
             VmmRequest::RemoveDevice(data) => empty(self.remove_device(&data.id)),
             VmmRequest::Resize(data) => empty(self.resize(&data)),
+            VmmRequest::ResizeZone(data) => empty(self.resize_zone(&data)),
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),
             VmmRequest::SendMigration(data) => empty(self.send(&data)),

@@ -1,35 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Other sizes for a VM that is there: its balloon.
+//! Other sizes for a VM that is there: its memory and its balloon.
 //!
-//! Owns the answers to `vm.resize`.
+//! Owns the answers to `vm.resize` and `vm.resize-zone`.
 
 use super::{Vm, Vmm};
 use crate::api::{ApiError, ApiErrorKind};
-use crate::config::VmResize;
+use crate::config::{VmResize, VmResizeZone};
 use crate::events;
-use crate::machine::ResizeBalloonError;
+use crate::machine::{Machine, ResizeBalloonError, ResizeMemoryError};
 
 impl Vmm {
     /// `vm.resize`.
     pub(super) fn resize(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
-        let machine = self.machine_mut().map_err(|mut error| {
-            // As clients know it from this request.
-            if error.kind == ApiErrorKind::Conflict {
-                error.kind = ApiErrorKind::NotNow;
-            }
-            error
-        })?;
-        let config = machine.config();
-        let vcpus = config.cpus.boot_vcpus;
-        let others = wanted.desired_vcpus.is_some_and(|wanted| wanted != vcpus)
-            || wanted.desired_ram.is_some_and(|wanted| Some(wanted) != config.memory.total_bytes());
-        if others {
+        let machine = self.running()?;
+        let vcpus = machine.config().cpus.boot_vcpus;
+        if wanted.desired_vcpus.is_some_and(|wanted| wanted != vcpus) {
             return Err(ApiError::new(
                 ApiErrorKind::NotSupported,
-                "the number of vCPUs and the size of memory of a VM that runs cannot be changed by \
-                 this version; desired_balloon can",
+                "the number of vCPUs of a VM that runs cannot be changed by this version; \
+                 desired_ram and desired_balloon can",
             ));
+        }
+        if let Some(wanted_bytes) = wanted.desired_ram {
+            resize_memory(machine, None, wanted_bytes)?;
         }
         let Some(size_bytes) = wanted.desired_balloon else { return Ok(()) };
         machine.resize_balloon(size_bytes).map_err(|error| {
@@ -41,6 +35,23 @@ impl Vmm {
         })?;
         events::emit("vm", "balloon-resized", &[("size", &size_bytes.to_string())]);
         Ok(())
+    }
+
+    /// `vm.resize-zone`.
+    pub(super) fn resize_zone(&mut self, wanted: &VmResizeZone) -> Result<(), ApiError> {
+        let machine = self.running()?;
+        let Some(wanted_bytes) = wanted.desired_ram else { return Ok(()) };
+        resize_memory(machine, Some(&wanted.id), wanted_bytes)
+    }
+
+    fn running(&mut self) -> Result<&mut Machine, ApiError> {
+        self.machine_mut().map_err(|mut error| {
+            // As clients know it from these requests.
+            if error.kind == ApiErrorKind::Conflict {
+                error.kind = ApiErrorKind::NotNow;
+            }
+            error
+        })
     }
 
     /// All of memory is here: what the guest put into its balloon before may go, the rest gets its
@@ -56,4 +67,22 @@ impl Vmm {
             }
         }
     }
+}
+
+fn resize_memory(
+    machine: &mut Machine,
+    zone: Option<&str>,
+    wanted_bytes: u64,
+) -> Result<(), ApiError> {
+    let zone = machine.resize_memory(zone, wanted_bytes).map_err(|error| {
+        let kind = match error {
+            ResizeMemoryError::Fixed(_) | ResizeMemoryError::Zones => ApiErrorKind::BadConfig,
+            ResizeMemoryError::NoZone(_)
+            | ResizeMemoryError::BelowBoot { .. }
+            | ResizeMemoryError::Size(_) => ApiErrorKind::BadRequest,
+        };
+        ApiError::from_error(kind, &error)
+    })?;
+    events::emit("vm", "memory-resized", &[("zone", &zone), ("size", &wanted_bytes.to_string())]);
+    Ok(())
 }

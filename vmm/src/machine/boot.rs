@@ -13,10 +13,12 @@ use arch::layout::{self, GpaRange};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
 use arch::{BootEntry, BootError, BootSpec, regs};
 use hypervisor::{BootRegisters, KvmError, Vcpu};
-use memory::{GuestMemory, GuestRam};
+use memory::GuestRam;
 use pci::{MmioRange, MmioWindows};
 use thiserror::Error;
+use vm_memory::GuestAddressSpace as _;
 
+use super::ram;
 use crate::config::{CpusConfig, PlatformConfig, VmConfig};
 
 /// Why a machine cannot boot.
@@ -148,7 +150,7 @@ fn smbios_inputs(platform: Option<&PlatformConfig>) -> SmbiosInputs {
 /// # Errors
 /// Naming the file or table.
 pub fn load(
-    memory: &GuestMemory,
+    ram: &GuestRam,
     config: &VmConfig,
     topology: &CpuTopology,
     windows: MmioWindows,
@@ -176,13 +178,19 @@ pub fn load(
     if !has_serial {
         inputs.serial_gsi = None;
     }
+    let memory = ram.guest_memory();
+    let memory = &*memory.memory();
     let rsdp_gpa = acpi::write_tables(memory, &inputs).map_err(MachineBootError::Acpi)?;
     smbios::write_tables(memory, &smbios_inputs(config.platform.as_ref()))
         .map_err(MachineBootError::Smbios)?;
+    let later: Vec<GpaRange> = ram::later(ram)
+        .map(|region| GpaRange { gpa: region.gpa(), len_bytes: region.len_bytes() })
+        .collect();
     let spec = BootSpec {
         cmdline: config.payload.cmdline.as_deref().unwrap_or_default(),
         rsdp_gpa,
         reserved: &[],
+        later: &later,
         ram_is_zero: true,
     };
     arch::load_kernel(memory, &mut kernel, initramfs.as_mut(), &spec)

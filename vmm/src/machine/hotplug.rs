@@ -100,7 +100,7 @@ impl Machine {
         let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
         let bdf = match device {
             NewDevice::Host(device) => {
-                self.passthrough.add(device, &sockets, self.devices.balloon())?
+                self.passthrough.add(device, &sockets, self.devices.borrowers())?
             }
             NewDevice::Disk(disk) => self.devices.add_disk(disk, &sockets, self.paused)?,
             NewDevice::Net(net) => self.devices.add_net(net, &sockets, self.paused)?,

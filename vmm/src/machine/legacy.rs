@@ -196,7 +196,8 @@ pub enum LegacyStateError {
 
 /// Bytes of RAM below and above 4 GiB.
 fn sizes(ram: &GuestRam) -> (u64, u64) {
-    ram.regions().iter().fold((0, 0), |(low, high), region| {
+    let now = ram.regions().iter().filter(|region| region.block_bytes().is_none());
+    now.fold((0, 0), |(low, high), region| {
         if region.gpa() < layout::LOW_RAM_END_GPA {
             (low + region.len_bytes(), high)
         } else {

@@ -24,6 +24,7 @@ mod host;
 mod hotplug;
 mod inspect;
 mod legacy;
+mod mems;
 mod nets;
 mod passthrough;
 mod prefault;
@@ -52,7 +53,6 @@ use pci::{
     PciSegmentOptions, PciStateError,
 };
 use thiserror::Error;
-use vm_memory::GuestAddressSpace as _;
 
 use crate::config::VmConfig;
 use crate::config::console::DEBUG_CONSOLE_PORT;
@@ -65,6 +65,7 @@ pub use faults::MissingPages;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
 pub use legacy::{LegacyError, LegacyStateError};
+pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
@@ -325,9 +326,8 @@ impl Machine {
         let ram = ram::make(&config.memory, bits, true, &[])?;
         let mut chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
         let vcpus = chassis.create_vcpus(&config)?;
-        let memory = chassis.ram.guest_memory();
         let entry = boot::load(
-            &memory.memory(),
+            &chassis.ram,
             &config,
             &chassis.topology,
             chassis.windows,
@@ -340,7 +340,7 @@ impl Machine {
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.passthrough.map_memory(&chassis.ram, chassis.devices.balloon())?;
+        chassis.passthrough.map_memory(&chassis.ram, chassis.devices.borrowers())?;
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
         let memory = &machine.config.memory;
         let wishes = ram::prefault_wishes(memory);

@@ -11,7 +11,7 @@ use arch::layout;
 use hypervisor::{KvmError, SlotConfig, SlotError, Vm};
 use memory::{
     Backing, BackingError, Given, GuestRam, HugePageSize, PrefaultError, RamConfig, RamError,
-    RamLayout, ZoneSpec,
+    RamLayout, RamRegion, ZoneSpec,
 };
 use thiserror::Error;
 
@@ -70,7 +70,41 @@ fn zone_spec(config: &MemoryZoneConfig, thp: bool) -> Result<ZoneSpec, MachineRa
         prefault: config.prefault == Prefault::Boot,
         reserve: config.reserve,
         host_numa_node: config.host_numa_node,
+        block_bytes: None,
     })
+}
+
+/// A zone, or the part of one, that the guest gets while it runs.
+pub struct LaterZone {
+    /// Its own name, which is also that of its device.
+    pub id: String,
+    /// What the guest is to have of it at first.
+    pub plugged_bytes: u64,
+    spec: MemoryZoneConfig,
+    block_bytes: u64,
+}
+
+/// The name of the part of a zone that comes later.
+pub fn later_id(zone: &str) -> String {
+    format!("__mem_{zone}")
+}
+
+/// The parts of memory that come later, as the options describe them.
+pub fn later_zones(config: &MemoryConfig) -> Vec<LaterZone> {
+    let of_zone = |zone: MemoryZoneConfig| {
+        let (size, block_bytes) = zone.later()?;
+        let id = later_id(&zone.id);
+        let plugged_bytes = zone.hotplugged_size.unwrap_or(0);
+        let prefault = Prefault::Off;
+        let spec = MemoryZoneConfig { id: id.clone(), size, prefault, prezeroed: None, ..zone };
+        Some(LaterZone { id, plugged_bytes, spec, block_bytes })
+    };
+    zones(config).into_iter().filter_map(of_zone).collect()
+}
+
+/// The regions that come later.
+pub fn later(ram: &GuestRam) -> impl Iterator<Item = &Arc<RamRegion>> {
+    ram.regions().iter().filter(|region| region.block_bytes().is_some())
 }
 
 /// The zones that the options describe.
@@ -87,6 +121,8 @@ fn zones(config: &MemoryConfig) -> Vec<MemoryZoneConfig> {
             prefault: config.prefault,
             reserve: config.reserve,
             prezeroed: config.prezeroed.clone(),
+            hotplug_size: config.hotplug_size,
+            hotplugged_size: config.hotplugged_size,
             ..MemoryZoneConfig::default()
         }],
     }
@@ -109,8 +145,12 @@ pub fn make(
     given: &[(String, Arc<File>)],
 ) -> Result<Arc<GuestRam>, MachineRamError> {
     let zones = zones(config);
-    let specs =
+    let mut specs =
         zones.iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<Vec<_>, _>>()?;
+    for later in later_zones(config) {
+        let spec = zone_spec(&later.spec, config.thp)?;
+        specs.push(ZoneSpec { block_bytes: Some(later.block_bytes), ..spec });
+    }
     let layout = RamLayout {
         hole_start: layout::LOW_RAM_END_GPA,
         hole_end: layout::HIGH_RAM_64_GPA,

@@ -5,12 +5,13 @@
 //! Owns the devices in the order in which they were plugged, which is the order of their
 //! addresses, and the handles by which a running VM reaches them: locks, taps, counters.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use devices::virtio::balloon::{BalloonError, BalloonHandle};
 use devices::virtio::block::{DiskError, DiskLock};
 use devices::virtio::console::{Console, ConsoleConfig};
+use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::TapError;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
 use devices::virtio::{Counters, VirtioDevice};
@@ -18,14 +19,17 @@ use hypervisor::Vm;
 use hypervisor::irq::IoEvents;
 use memory::GuestRam;
 use pci::{
-    Bdf, BdfError, DeviceNumber, PciDevice, PciError, PciSegment, VirtioPciDevice, VirtioPciError,
+    Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment,
+    VirtioPciDevice, VirtioPciError,
 };
 use thiserror::Error;
 
 use super::balloons;
 use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
+use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
+use super::passthrough::Borrowers;
 use crate::config::{DiskConfig, NetConfig, VmConfig};
 
 /// Why a machine lacks a virtio device.
@@ -43,6 +47,9 @@ pub enum VirtioError {
     /// The balloon.
     #[error("cannot make the balloon")]
     Balloon(#[from] BalloonError),
+    /// A memory device.
+    #[error("cannot make a memory device")]
+    Mem(#[from] MemError),
     /// The number that was asked for.
     #[error("cannot use the pci_device_id of '{id}'")]
     Number {
@@ -113,6 +120,7 @@ pub struct VirtioDevices {
     locks: Vec<(String, DiskLock)>,
     nets: Vec<(String, NetHandle)>,
     balloon: Option<BalloonHandle>,
+    mems: Vec<(String, MemHandle)>,
     counters: Vec<(String, Arc<dyn Counters>)>,
 }
 
@@ -137,7 +145,9 @@ impl VirtioDevices {
         sockets: &Sockets<'_>,
     ) -> Result<Self, VirtioError> {
         let mut devices = Self::default();
+        let mut taken = BTreeSet::new();
         for (id, number) in wishes(config) {
+            taken.insert(number.get());
             sockets
                 .segment
                 .reserve(number, &id)
@@ -164,6 +174,13 @@ impl VirtioDevices {
             devices.balloon = Some(device.handle());
             devices.counters.push((id.clone(), device.counters()));
             devices.plug(sockets, &id, Box::new(device), balloon.pci_device_id)?;
+        }
+        for Wired { id, device, handle } in mems::make(&config.memory, sockets.ram)? {
+            devices.mems.push((id.clone(), handle));
+            // From the end, and so the same elsewhere whatever has come and gone before it.
+            let free = |number: &u8| taken.insert(*number);
+            let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
+            devices.plug(sockets, &id, Box::new(device), number)?;
         }
         Ok(devices)
     }
@@ -378,6 +395,17 @@ impl VirtioDevices {
     /// The balloon, if there is one.
     pub fn balloon(&self) -> Option<&BalloonHandle> {
         self.balloon.as_ref()
+    }
+
+    /// The devices by which memory comes and goes.
+    pub fn borrowers(&self) -> Borrowers {
+        let mems = self.mems.iter().map(|(_, device)| device.clone()).collect();
+        Borrowers { balloon: self.balloon.clone(), mems }
+    }
+
+    /// The memory devices by name.
+    pub fn mems(&self) -> &[(String, MemHandle)] {
+        &self.mems
     }
 
     /// Counters by device and name.

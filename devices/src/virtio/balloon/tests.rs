@@ -347,6 +347,14 @@ impl Pins for FakePins {
         let units = range.start / UNIT..range.end.div_ceil(UNIT);
         self.0.lock().unwrap().retain(|unit| !units.contains(unit));
     }
+
+    fn take_on(
+        &self,
+        _region: &RamRegion,
+        _range: &Range<u64>,
+    ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        unreachable!("nothing is plugged in here")
+    }
 }
 
 impl FakePins {

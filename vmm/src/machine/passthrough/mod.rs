@@ -6,22 +6,23 @@
 //! until the machine ends. Tells the event monitor how mapping ended, and takes the devices from the
 //! guest if it failed.
 
+mod backend;
 mod notices;
 mod slots;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use arch::acpi::IntxRoute;
 use arch::layout;
 use devices::virtio::balloon::BalloonHandle;
+use devices::virtio::mem::MemHandle;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::{
-    DmaGate, DmaTarget as _, GuestRamPopulator, IntxLine, Notices, Pieces, PinError, PinProgress,
-    PinState, Pinning, Type1Container, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, Pieces, PinError, PinProgress,
+    PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
 use thiserror::Error;
@@ -30,6 +31,7 @@ use super::events::EventSink;
 use super::virtio::Sockets;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
+use backend::{Backend, place_of, shown_place};
 use slots::KvmBarSlots;
 
 /// Lines of the I/O APIC that no fixed device has.
@@ -42,12 +44,12 @@ pub enum PassthroughError {
     #[error("cannot pass devices through")]
     Vfio(#[source] VfioError),
     /// One device.
-    #[error("cannot pass through '{id}' ({})", path.display())]
+    #[error("cannot pass through '{id}' ({place})")]
     Device {
         /// Its id.
         id: String,
         /// Where it was looked for.
-        path: PathBuf,
+        place: String,
         /// Why.
         #[source]
         source: VfioError,
@@ -106,8 +108,9 @@ pub struct Passthrough {
     roll: Roll,
     /// What the devices wait at; another one for the next after the last has gone.
     gate: Arc<DmaGate>,
+    backend: Backend,
     /// Made for the first device, and kept: KVM is told of VFIO once.
-    container: Option<Arc<Type1Container>>,
+    space: Option<Arc<dyn DmaSpace>>,
     slots: Option<Arc<KvmBarSlots>>,
     /// A device wants all memory mapped before the guest goes on.
     strict: bool,
@@ -164,7 +167,8 @@ impl Passthrough {
             devices: Vec::new(),
             roll: Roll::default(),
             gate: Arc::default(),
-            container: None,
+            backend: Backend::of(config),
+            space: None,
             slots: None,
             strict: false,
             ban: ban.map(Arc::new),
@@ -184,7 +188,7 @@ impl Passthrough {
         &mut self,
         config: &DeviceConfig,
         sockets: &Sockets<'_>,
-        balloon: Option<&BalloonHandle>,
+        borrowers: Borrowers,
     ) -> Result<Bdf, PassthroughError> {
         if let Some(PinState::Failed(reason)) = self.progress().map(|progress| progress.state) {
             return Err(PassthroughError::MemoryFailed(reason));
@@ -193,7 +197,7 @@ impl Passthrough {
         // balloon goes again when everything is mapped.
         self.ban.get_or_insert_with(|| Arc::new(ban(sockets.ram)));
         let added = self.plug(config, sockets).and_then(|bdf| {
-            let mapped = self.map_memory(sockets.ram, balloon);
+            let mapped = self.map_memory(sockets.ram, borrowers);
             mapped.inspect_err(|_| self.pull_out(bdf, sockets.segment)).map(|()| bdf)
         });
         self.strict = false;
@@ -239,6 +243,14 @@ impl Passthrough {
         }
     }
 
+    fn space(&mut self, sockets: &Sockets<'_>) -> Result<Arc<dyn DmaSpace>, PassthroughError> {
+        if let Some(space) = &self.space {
+            return Ok(Arc::clone(space));
+        }
+        let space = self.backend.new_space(sockets).map_err(PassthroughError::Vfio)?;
+        Ok(Arc::clone(self.space.insert(space)))
+    }
+
     fn open(
         &mut self,
         config: &DeviceConfig,
@@ -246,19 +258,17 @@ impl Passthrough {
         number: DeviceNumber,
         sockets: &Sockets<'_>,
     ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
-        let container = if let Some(container) = &self.container {
-            Arc::clone(container)
-        } else {
-            let container = Type1Container::new(sockets.vm, Arc::clone(sockets.ram))
-                .map_err(PassthroughError::Vfio)?;
-            Arc::clone(self.container.insert(Arc::new(container)))
-        };
+        let space = self.space(sockets)?;
         let slots =
             self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(sockets.vm.clone())));
-        let path = config.path.clone().unwrap_or_default();
-        let failed =
-            |source| PassthroughError::Device { id: id.to_owned(), path: path.clone(), source };
-        let function = VfioFunction::open(id, &path, &container).map_err(failed)?;
+        let failed = |source| PassthroughError::Device {
+            id: id.to_owned(),
+            place: shown_place(config),
+            source,
+        };
+        let function =
+            place_of(config).and_then(|place| VfioFunction::open(id, place, space.as_ref()));
+        let function = function.map_err(failed)?;
         let line = sockets
             .vm
             .create_level_line(line_of(number))
@@ -286,21 +296,22 @@ impl Passthrough {
     pub fn map_memory(
         &mut self,
         ram: &Arc<GuestRam>,
-        balloon: Option<&BalloonHandle>,
+        borrowers: Borrowers,
     ) -> Result<(), PassthroughError> {
-        let Some(container) = self.container.as_ref().filter(|_| !self.devices.is_empty()) else {
+        let Some(space) = self.space.as_ref().filter(|_| !self.devices.is_empty()) else {
             return Ok(());
         };
         let pinning = match &mut self.pinning {
             Some(pinning) => pinning,
             none => {
                 let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
-                let (target, gate) = (Arc::clone(container), Arc::clone(&self.gate));
+                let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
                 let roll = Arc::clone(&self.roll);
                 let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &roll));
-                let pieces = Pieces::plan(target, populator.as_ref(), balloon.is_some(), on_lost);
+                let pieces =
+                    Pieces::plan(target, populator.as_ref(), borrowers.balloon.is_some(), on_lost);
                 let (total_bytes, roll) = (ram.total_bytes(), Arc::clone(&self.roll));
-                let lend = Lend::new(balloon, self.ban.as_ref(), &pieces);
+                let lend = Lend::new(borrowers, self.ban.as_ref(), &pieces);
                 let on_end = Box::new(move |state: &PinState| {
                     tell(state, total_bytes, &roll);
                     if let (PinState::Pinned(_), Some(lend)) = (state, lend) {
@@ -342,8 +353,8 @@ impl Passthrough {
         if self.devices.is_empty() {
             // Turns a vCPU away that waits for memory, and ends what maps it.
             self.pinning = None;
-            if let Some(container) = &self.container {
-                container.unmap_all();
+            if let Some(space) = &self.space {
+                space.unmap_all();
             }
         }
         // The group goes back with the device, which no mapping may need any more.
@@ -403,32 +414,46 @@ fn ban(ram: &GuestRam) -> DiscardBan {
     ram.ban_discards("passed-through devices may write all guest memory")
 }
 
-/// What happens with a balloon when all memory is mapped.
+/// The devices by which memory comes and goes.
+#[derive(Default)]
+pub struct Borrowers {
+    /// The balloon.
+    pub balloon: Option<BalloonHandle>,
+    /// The memory devices.
+    pub mems: Vec<MemHandle>,
+}
+
+/// What happens with them when all memory is mapped.
 struct Lend {
-    balloon: BalloonHandle,
+    borrowers: Borrowers,
     ban: Arc<DiscardBan>,
     pieces: Arc<Pieces>,
 }
 
 impl Lend {
     fn new(
-        balloon: Option<&BalloonHandle>,
+        borrowers: Borrowers,
         ban: Option<&Arc<DiscardBan>>,
         pieces: &Arc<Pieces>,
     ) -> Option<Self> {
-        let (balloon, ban) = (balloon?.clone(), Arc::clone(ban?));
-        Some(Self { balloon, ban, pieces: Arc::clone(pieces) })
+        if borrowers.balloon.is_none() && borrowers.mems.is_empty() {
+            return None;
+        }
+        Some(Self { borrowers, ban: Arc::clone(ban?), pieces: Arc::clone(pieces) })
     }
 
     fn begin(self) {
         let piece_bytes = self.pieces.piece_bytes();
-        log::info!(
-            "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \
-             passed-through devices",
-            piece_bytes >> 20
-        );
         self.ban.except_what_is_let_go(self.pieces);
-        self.balloon.retry();
+        if let Some(balloon) = self.borrowers.balloon {
+            log::info!(
+                "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \
+                 passed-through devices",
+                piece_bytes >> 20
+            );
+            balloon.retry();
+        }
+        self.borrowers.mems.iter().for_each(MemHandle::retry);
     }
 }
 

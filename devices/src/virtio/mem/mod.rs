@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! virtio memory device (virtio 1.3, 5.15).
+//!
+//! The device has a region of guest addresses and says how much of it the guest is to have; the driver
+//! asks for blocks, or gives them up, until it is there. Owns the requests and the wish. Which blocks
+//! the guest has, and what happens to their pages, is for the `memory` crate to know: see
+//! [`memory::plugging`]. All of it happens on the device's own thread.
+
+mod config;
+mod device;
+mod requests;
+mod shared;
+mod state;
+#[cfg(test)]
+mod tests;
+pub(super) mod worker;
+
+pub use device::{Mem, MemConfig, MemError, MemHandle};
+
+pub(super) use shared::Shared;
+
+/// The driver must not touch what it has not plugged.
+const F_UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;

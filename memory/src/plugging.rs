@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory that comes and goes in blocks while the guest runs.
+//!
+//! A zone with [`ZoneSpec::block_bytes`](crate::ZoneSpec) exists from the begin: its addresses, its
+//! mapping, its slot. It has no pages until a device plugs blocks in, and those of a block that is
+//! unplugged go back to the host. Owns which blocks the guest has, and the order in which a block comes
+//! and goes: pages before passed-through devices reach them, devices before the guest is told.
+//! Must never be what keeps a guest from touching a block that it does not have: that costs the host a
+//! page, and is the guest's own loss.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::bitmap::PageBitmap;
+use crate::pins::Pins;
+use crate::populate::PopulateError;
+use crate::ram::GuestRam;
+use crate::region::RamRegion;
+
+/// A block that the guest does not get.
+#[derive(Debug, thiserror::Error)]
+pub enum PlugError {
+    /// Not blocks of a region, or the wrong ones.
+    #[error("addresses {start:#x}..{end:#x} are not blocks that could be {what}")]
+    NotBlocks {
+        /// First address.
+        start: u64,
+        /// First address behind.
+        end: u64,
+        /// Plugged or unplugged.
+        what: &'static str,
+    },
+    /// Memory must stay as it is for a while; try again.
+    #[error("memory cannot come or go now: {reason}")]
+    Busy {
+        /// Who forbids it.
+        reason: &'static str,
+    },
+    /// The host has no pages.
+    #[error(transparent)]
+    NoPages(#[from] PopulateError),
+    /// Passed-through devices cannot be given the pages.
+    #[error("the block at {gpa:#x} cannot be mapped for passed-through devices")]
+    NotMapped {
+        /// The block.
+        gpa: u64,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// Which blocks of a region the guest has.
+#[derive(Debug)]
+pub(crate) struct Plugged {
+    block_bytes: u64,
+    blocks: PageBitmap,
+}
+
+impl Plugged {
+    pub(crate) fn new(block_bytes: u64, len_bytes: u64) -> io::Result<Self> {
+        Ok(Self { block_bytes, blocks: PageBitmap::new(len_bytes / block_bytes.max(1))? })
+    }
+
+    fn range_of(&self, blocks: &Range<u64>) -> Range<u64> {
+        blocks.start * self.block_bytes..blocks.end * self.block_bytes
+    }
+}
+
+impl RamRegion {
+    /// The length of a block, where the guest gets the region in blocks.
+    pub fn block_bytes(&self) -> Option<u64> {
+        self.plugged().map(|plugged| plugged.block_bytes)
+    }
+
+    /// Bytes that the guest may use now.
+    pub fn usable_bytes(&self) -> u64 {
+        let blocks = |plugged: &Plugged| plugged.blocks.count() * plugged.block_bytes;
+        self.plugged().map_or(self.len_bytes(), blocks)
+    }
+
+    /// What the guest may use now, in bytes of the region, as runs in order.
+    pub fn usable_runs(&self) -> Vec<Range<u64>> {
+        match self.plugged() {
+            None => vec![0..self.len_bytes()],
+            Some(plugged) => {
+                let runs = plugged.blocks.runs(0..plugged.blocks.len_pages());
+                runs.map(|run| plugged.range_of(&run)).collect()
+            }
+        }
+    }
+
+    /// Whether the guest may use some, and all, of `range`, in bytes of the region.
+    pub fn is_usable(&self, range: &Range<u64>) -> (bool, bool) {
+        let Some(plugged) = self.plugged() else { return (true, true) };
+        let blocks = range.start / plugged.block_bytes..range.end.div_ceil(plugged.block_bytes);
+        let count = plugged.blocks.count_range(blocks.clone());
+        (count > 0, count == blocks.end.saturating_sub(blocks.start))
+    }
+
+    /// Notes that the guest has exactly these blocks, given as runs of bytes of the region, as a saved
+    /// state says. Gives and takes no page.
+    ///
+    /// # Errors
+    /// They are not blocks of this region.
+    pub fn set_usable(&self, runs: &[Range<u64>]) -> Result<(), PlugError> {
+        let blocks = runs.iter().map(|run| self.blocks_of(run)).collect::<Option<Vec<_>>>();
+        let (Some(plugged), Some(blocks)) = (self.plugged(), blocks) else {
+            let all = self.gpa()..self.gpa() + self.len_bytes();
+            return Err(not_blocks(&all, "plugged"));
+        };
+        plugged.blocks.clear_range(0..plugged.blocks.len_pages());
+        blocks.into_iter().for_each(|run| plugged.blocks.set_range(run));
+        Ok(())
+    }
+
+    /// The numbers of the blocks that `range` consists of.
+    fn blocks_of(&self, range: &Range<u64>) -> Option<Range<u64>> {
+        let block = self.block_bytes()?;
+        let whole = range.start.is_multiple_of(block) && range.end.is_multiple_of(block);
+        let inside = range.start < range.end && range.end <= self.len_bytes();
+        (whole && inside).then(|| range.start / block..range.end / block)
+    }
+}
+
+fn not_blocks(gpa: &Range<u64>, what: &'static str) -> PlugError {
+    PlugError::NotBlocks { start: gpa.start, end: gpa.end, what }
+}
+
+/// Plugging has one caller at a time: the thread of the device that owns the region.
+impl GuestRam {
+    /// Gives the guest the blocks of the guest physical range `gpa`, none of which it has. Its pages are
+    /// zero. When this returns, passed-through devices reach them.
+    ///
+    /// # Errors
+    /// They are not such blocks, or the host cannot give them; then nothing has changed.
+    pub fn plug(&self, gpa: &Range<u64>) -> Result<(), PlugError> {
+        let (region, plugged, blocks) = self.blocks_at(gpa, "plugged")?;
+        if plugged.blocks.any(blocks.clone()) {
+            return Err(not_blocks(gpa, "plugged"));
+        }
+        let bytes = plugged.range_of(&blocks);
+        let pins = self.pins_or_busy()?;
+        if region.is_hugetlb() || region.spec().reserve || pins.is_some() {
+            // Later it would be a SIGBUS for the guest, or for nobody.
+            let populated = region.populate(&bytes, |_| Ok(()));
+            populated.inspect_err(|_: &PopulateError| drop(self.give_up(gpa.clone())))?;
+        }
+        // Whoever forbids it now maps all memory that the guest has afterwards.
+        let noted = self.unless_banned(pins.is_some(), || plugged.blocks.set_range(blocks.clone()));
+        if let Err(reason) = noted {
+            self.give_up(gpa.clone());
+            return Err(PlugError::Busy { reason });
+        }
+        if let Some(pins) = pins
+            && let Err(source) = pins.take_on(region, &bytes)
+        {
+            plugged.blocks.clear_range(blocks);
+            self.give_up(gpa.clone());
+            return Err(PlugError::NotMapped { gpa: gpa.start, source });
+        }
+        Ok(())
+    }
+
+    /// Takes the blocks of the guest physical range `gpa`, all of which it has, from the guest, and gives
+    /// their pages to the host. No passed-through device reaches them when this returns.
+    ///
+    /// # Errors
+    /// They are not such blocks, or devices cannot let go of them now; then nothing has changed.
+    pub fn unplug(&self, gpa: &Range<u64>) -> Result<(), PlugError> {
+        let (_, plugged, blocks) = self.blocks_at(gpa, "unplugged")?;
+        if plugged.blocks.count_range(blocks.clone()) != blocks.end - blocks.start {
+            return Err(not_blocks(gpa, "unplugged"));
+        }
+        let pins = self.pins_or_busy()?;
+        let noted = self.unless_banned(pins.is_some(), || plugged.blocks.clear_range(blocks));
+        noted.map_err(|reason| PlugError::Busy { reason })?;
+        let given = self.give_up(gpa.clone());
+        if let Some(error) = given.error {
+            // The guest has no use for it; the host will miss it.
+            log::warn!("unplugged memory stays with the guest: {error}");
+        }
+        Ok(())
+    }
+
+    /// Who has memory pinned and lets go of it; an error where memory must stay as it is.
+    fn pins_or_busy(&self) -> Result<Option<Arc<dyn Pins>>, PlugError> {
+        match (self.discards_banned(), self.pins()) {
+            (Some(reason), None) => Err(PlugError::Busy { reason }),
+            (_, pins) => Ok(pins),
+        }
+    }
+
+    fn blocks_at(
+        &self,
+        gpa: &Range<u64>,
+        what: &'static str,
+    ) -> Result<(&RamRegion, &Plugged, Range<u64>), PlugError> {
+        let found = || {
+            let (region, start) = self.region_at(gpa.start)?;
+            let end = start.checked_add(gpa.end.checked_sub(gpa.start)?)?;
+            Some((&**region, region.plugged()?, region.blocks_of(&(start..end))?))
+        };
+        found().ok_or_else(|| not_blocks(gpa, what))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::sync::Mutex;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{RamConfig, RamLayout, ZoneSpec};
+
+    const MIB: u64 = 1 << 20;
+    const BLOCK: u64 = 2 * MIB;
+    const START: u64 = 4 << 30;
+
+    fn ram() -> GuestRam {
+        let later =
+            ZoneSpec { block_bytes: Some(BLOCK), shared: true, ..ZoneSpec::new("l", 8 * BLOCK) };
+        let zones = vec![ZoneSpec::new("a", 4 * MIB), later];
+        GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap()
+    }
+
+    fn blocks(first: u64, count: u64) -> Range<u64> {
+        START + first * BLOCK..START + (first + count) * BLOCK
+    }
+
+    #[test]
+    fn blocks_come_and_go_with_their_pages() {
+        let ram = ram();
+        let region = &ram.regions()[1];
+        assert_eq!((region.gpa(), region.usable_bytes(), ram.total_bytes()), (START, 0, 4 * MIB));
+        ram.plug(&blocks(1, 2)).unwrap();
+        ram.plug(&blocks(4, 1)).unwrap();
+        assert_eq!(region.usable_runs(), [BLOCK..3 * BLOCK, 4 * BLOCK..5 * BLOCK]);
+        assert_eq!(region.is_usable(&(0..2 * BLOCK)), (true, false));
+        assert_eq!(region.is_usable(&(BLOCK..3 * BLOCK)), (true, true));
+        assert_eq!(region.is_usable(&(5 * BLOCK..6 * BLOCK)), (false, false));
+        region.write_range(BLOCK, &[7; 4096]).unwrap();
+        ram.unplug(&blocks(1, 1)).unwrap();
+        assert_eq!(ram.total_bytes(), 4 * MIB + 2 * BLOCK);
+        assert!(region.populated_runs(&(0..region.len_bytes())).unwrap().is_empty());
+        ram.plug(&blocks(1, 1)).unwrap();
+        assert!(region.page_is_zero(BLOCK / 4096).unwrap());
+    }
+
+    #[test]
+    fn only_blocks_that_fit_are_plugged_and_unplugged() {
+        let ram = ram();
+        ram.plug(&blocks(3, 1)).unwrap();
+        for bad in [blocks(2, 2), blocks(7, 2), 0..BLOCK, blocks(2, 0), START + 4096..START + BLOCK]
+        {
+            let refused = ram.plug(&bad);
+            assert!(matches!(refused, Err(PlugError::NotBlocks { .. })), "{bad:x?}: {refused:?}");
+        }
+        for bad in [blocks(2, 2), blocks(0, 1), 0..BLOCK, blocks(3, 0)] {
+            assert!(matches!(ram.unplug(&bad), Err(PlugError::NotBlocks { .. })), "{bad:x?}");
+        }
+        assert_eq!(ram.regions()[1].usable_runs(), [3 * BLOCK..4 * BLOCK]);
+    }
+
+    #[test]
+    fn a_saved_state_is_checked() {
+        let ram = ram();
+        let region = &ram.regions()[1];
+        region.set_usable(&[0..BLOCK, 2 * BLOCK..4 * BLOCK]).unwrap();
+        assert_eq!(region.usable_bytes(), 3 * BLOCK);
+        for bad in [1..BLOCK, 7 * BLOCK..9 * BLOCK, BLOCK..BLOCK] {
+            assert!(region.set_usable(std::slice::from_ref(&bad)).is_err(), "{bad:x?}");
+        }
+        assert_eq!(region.usable_bytes(), 3 * BLOCK);
+        assert!(ram.regions()[0].set_usable(&[]).is_err());
+    }
+
+    /// Notes what it is asked for, and refuses to take on one block.
+    #[derive(Default)]
+    struct Fake(Mutex<Vec<(&'static str, Range<u64>)>>);
+
+    impl Pins for Fake {
+        fn grain_bytes(&self, _region: &RamRegion) -> u64 {
+            BLOCK
+        }
+
+        fn let_go(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+            self.0.lock().unwrap().push(("let go", range.clone()));
+            vec![range.clone()]
+        }
+
+        fn take_back(&self, _region: &RamRegion, _range: &Range<u64>) {}
+
+        fn take_on(
+            &self,
+            _region: &RamRegion,
+            range: &Range<u64>,
+        ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+            if range.contains(&(5 * BLOCK)) {
+                return Err("the limit".into());
+            }
+            self.0.lock().unwrap().push(("take on", range.clone()));
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn devices_reach_a_block_before_the_guest_has_it_and_until_it_goes() {
+        let ram = ram();
+        let ban = ram.ban_discards("a test");
+        assert!(matches!(ram.plug(&blocks(0, 1)), Err(PlugError::Busy { .. })));
+        let pins = Arc::new(Fake::default());
+        ban.except_what_is_let_go(Arc::<Fake>::clone(&pins));
+        ram.plug(&blocks(0, 1)).unwrap();
+        let region = &ram.regions()[1];
+        assert_eq!(region.populated_runs(&(0..4 * BLOCK)).unwrap(), [0..BLOCK]);
+        assert!(matches!(ram.plug(&blocks(5, 1)), Err(PlugError::NotMapped { .. })));
+        assert_eq!(region.usable_runs(), [0..BLOCK]);
+        ram.unplug(&blocks(0, 1)).unwrap();
+        assert!(region.populated_runs(&(0..8 * BLOCK)).unwrap().is_empty());
+        let asked = pins.0.lock().unwrap().clone();
+        let failed = 5 * BLOCK..6 * BLOCK;
+        assert_eq!(asked, [("take on", 0..BLOCK), ("let go", failed), ("let go", 0..BLOCK)]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_range_is_harmless(start: u64, end: u64, offset in 0..20 * BLOCK, len in 0..20 * BLOCK) {
+            let ram = ram();
+            for range in [start..end, START + offset..START + offset + len] {
+                let plugged = ram.plug(&range).is_ok();
+                prop_assert_eq!(ram.unplug(&range).is_ok(), plugged);
+                prop_assert_eq!(ram.regions()[1].usable_bytes(), 0);
+            }
+        }
+    }
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What the two ways into the host's IOMMU have in common: type1 ([`super::Type1Container`]) and
+//! iommufd ([`super::IommufdSpace`]).
+//!
+//! Owns the trait, and the check that a range lies in the memory that the space keeps.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use hypervisor::ToldFile;
+use memory::{GuestRam, RamRegion};
+use vfio_ioctls::VfioDevice;
+
+use super::dma::DmaTarget;
+use super::error::VfioError;
+use super::sysfs::HostPlace;
+
+/// One IOMMU address space for all passed-through functions of a VM.
+pub trait DmaSpace: DmaTarget {
+    /// Opens a function and puts it into the space: it reaches what is mapped, now and later.
+    ///
+    /// # Errors
+    /// Saying what the host lacks.
+    fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError>;
+    /// The memory that may be mapped in it. Whoever holds a function of the space holds this, too.
+    fn memory(&self) -> Arc<GuestRam>;
+}
+
+/// A function in a space. It leaves it when it is dropped.
+pub struct OpenedFunction {
+    /// The function.
+    pub device: VfioDevice,
+    /// KVM's knowledge of it, which goes after it.
+    pub told: Option<ToldFile>,
+}
+
+/// A checked part of guest memory.
+pub(super) struct Piece {
+    pub gpa: u64,
+    pub len: usize,
+    pub address: *mut u8,
+}
+
+impl Piece {
+    /// `range` of `region`, which is one of `ram`.
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn of(ram: &GuestRam, region: &RamRegion, range: &Range<u64>) -> io::Result<Self> {
+        let ours = ram.regions().iter().any(|own| std::ptr::eq(&raw const **own, region));
+        let inside = range.start < range.end && range.end <= region.len_bytes();
+        if !ours || !inside {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        let start = usize::try_from(range.start).map_err(io::Error::other)?;
+        let len = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
+        let gpa = region.gpa().saturating_add(range.start);
+        Ok(Self { gpa, len, address: region.as_ptr().wrapping_add(start) })
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use memory::{RamConfig, RamLayout, ZoneSpec};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn ram() -> GuestRam {
+        let layout = RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, end: 1 << 40 };
+        GuestRam::new(&RamConfig { zones: vec![ZoneSpec::new("mem0", 4 * MIB)] }, layout).unwrap()
+    }
+
+    #[test]
+    fn memory_of_another_vm_is_none() {
+        let (ours, theirs) = (ram(), ram());
+        let range = 0..MIB;
+        assert!(Piece::of(&ours, &ours.regions()[1], &range).is_ok());
+        assert!(Piece::of(&ours, &theirs.regions()[1], &range).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn a_piece_is_inside_its_region(
+            start in prop_oneof![0..3 * MIB, any::<u64>()],
+            end in prop_oneof![0..3 * MIB, any::<u64>()],
+        ) {
+            let ram = ram();
+            let region = &ram.regions()[1];
+            match Piece::of(&ram, region, &(start..end)) {
+                Ok(piece) => {
+                    prop_assert!(start < end && end <= region.len_bytes());
+                    prop_assert_eq!(piece.gpa, region.gpa() + start);
+                    prop_assert_eq!(piece.len as u64, end - start);
+                    prop_assert_eq!(piece.address.addr() as u64, region.host_addr() + start);
+                }
+                Err(_) => prop_assert!(start >= end || end > region.len_bytes()),
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Where a function of the host is found, and whether it may be opened from there.
+//!
+//! Owns the checks that say what the host lacks before VFIO says less clearly that it does.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use super::error::VfioError;
+
+/// How a function is named to this process.
+#[derive(Debug)]
+pub enum HostPlace {
+    /// Its directory in sysfs.
+    Sysfs(PathBuf),
+    /// Its character device, which somebody has opened already.
+    Descriptor(OwnedFd),
+}
+
+/// A function in sysfs that has an IOMMU and a driver for passing through.
+#[derive(Debug)]
+pub(super) struct SysfsFunction {
+    /// Its directory, without links.
+    pub path: PathBuf,
+    /// Its IOMMU group.
+    pub group: String,
+}
+
+/// Name that a link points to.
+fn link_name(path: &Path) -> Option<String> {
+    Some(path.read_link().ok()?.file_name()?.to_string_lossy().into_owned())
+}
+
+impl SysfsFunction {
+    /// Looks at the directory.
+    ///
+    /// # Errors
+    /// Saying what the host lacks.
+    pub fn find(path: &Path) -> Result<Self, VfioError> {
+        let path = path
+            .canonicalize()
+            .map_err(|source| VfioError::NoDevice { path: path.to_owned(), source })?;
+        let group = link_name(&path.join("iommu_group"))
+            .ok_or_else(|| VfioError::NoGroup { path: path.clone() })?;
+        let driver = link_name(&path.join("driver")).unwrap_or_else(|| "no driver".to_owned());
+        // Variant drivers of vendors have vfio in their names, too.
+        if !driver.contains("vfio") {
+            return Err(VfioError::Driver { path, driver });
+        }
+        Ok(Self { path, group })
+    }
+
+    /// Its character device, by which iommufd has it; `None` if the kernel makes none.
+    pub fn node(&self) -> Option<PathBuf> {
+        let mut nodes = self.path.join("vfio-dev").read_dir().ok()?;
+        Some(Path::new("/dev/vfio/devices").join(nodes.next()?.ok()?.file_name()))
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn what_the_host_lacks_is_named() {
+        let root = vmm_sys_util::tempdir::TempDir::new().unwrap();
+        let device = root.as_path().join("0000:00:03.0");
+        let why = || SysfsFunction::find(&device).unwrap_err().to_string();
+        assert!(why().contains("there is no PCI device"));
+        fs::create_dir(&device).unwrap();
+        assert!(why().contains("intel_iommu=on"));
+        symlink("/sys/kernel/iommu_groups/7", device.join("iommu_group")).unwrap();
+        assert!(why().contains("belongs to no driver"));
+        symlink("/sys/bus/pci/drivers/nvme", device.join("driver")).unwrap();
+        assert!(why().contains("belongs to nvme"));
+        fs::remove_file(device.join("driver")).unwrap();
+        symlink("/sys/bus/pci/drivers/mlx5_vfio_pci", device.join("driver")).unwrap();
+
+        let function = SysfsFunction::find(&device).unwrap();
+        assert_eq!(function.group, "7");
+        assert_eq!(function.node(), None);
+        fs::create_dir_all(device.join("vfio-dev/vfio3")).unwrap();
+        assert_eq!(function.node(), Some("/dev/vfio/devices/vfio3".into()));
+    }
+}

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Memory that may grow, through the API: sizes that are refused, and one that is kept through a reboot
+//! and a move. The test guest has no driver for it; what guests with one do is for the lab.
+
+use serde_json::Value;
+
+use crate::harness::migrate::migrate;
+use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
+
+pub fn add(suite: &mut Suite) {
+    suite.add("memory_size::impossible_sizes_are_refused", impossible_sizes);
+    suite.add("memory_size::zones_have_sizes_of_their_own", zones);
+    for mode in [Mode::Precopy, Mode::Postcopy] {
+        let name = format!("memory_size::size_is_kept_through_a_reboot_and_{}", mode.name());
+        suite.add(&name, move || size_is_kept(mode));
+    }
+}
+
+const MEMORY: &str = "size=192M,shared=on,hotplug_method=virtio-mem,hotplug_size=4G";
+
+fn info(vmm: &Vmm) -> Value {
+    vmm.api().get("vm.info").json()
+}
+
+fn refused(vmm: &Vmm, request: &str, body: &str, why: &str) {
+    let answer = vmm.api().put(request, body);
+    assert!(answer.status == 400 && answer.body.contains(why), "{body}: {answer:?}");
+}
+
+fn impossible_sizes() {
+    let vmm = Vmm::boot(1, MEMORY, "workload=idle prefill=0");
+    let ram = |bytes: u64| format!(r#"{{"desired_ram":{bytes}}}"#);
+    refused(&vmm, "vm.resize", &ram(128 << 20), "since the guest booted");
+    refused(&vmm, "vm.resize", &ram(5 << 30), "room for 4294967296");
+    refused(&vmm, "vm.resize", &ram((193 << 20) + 4096), "blocks of 2097152");
+    let zone = |id: &str| format!(r#"{{"id":"{id}","desired_ram":1073741824}}"#);
+    refused(&vmm, "vm.resize-zone", &zone("other"), "no memory zone 'other'");
+    assert_eq!(info(&vmm)["config"]["memory"]["hotplugged_size"], Value::Null);
+    vmm.shut_down();
+    let fixed = Vmm::boot(1, "size=192M,shared=on", "workload=idle prefill=0");
+    refused(&fixed, "vm.resize", &ram(1 << 30), "hotplug_method=virtio-mem");
+    fixed.api().put("vm.resize", &ram(192 << 20)).ok();
+    fixed.shut_down();
+}
+
+fn zones() {
+    let vmm = VmmBuilder::guest(1, "size=0,hotplug_method=virtio-mem", "workload=idle prefill=0")
+        .with(&["--memory-zone", "id=a,size=128M", "id=b,size=64M,hotplug_size=1G"])
+        .start();
+    let zone = |id: &str, mib: u64| format!(r#"{{"id":"{id}","desired_ram":{}}}"#, mib << 20);
+    refused(&vmm, "vm.resize", r#"{"desired_ram":1073741824}"#, "vm.resize-zone");
+    refused(&vmm, "vm.resize-zone", &zone("a", 256), "zone 'a' cannot change");
+    vmm.api().put("vm.resize-zone", &zone("b", 576)).ok();
+    let zones = info(&vmm)["config"]["memory"]["zones"].clone();
+    assert_eq!(zones[1]["hotplugged_size"], 512 << 20);
+    assert_eq!(info(&vmm)["memory_actual_size"], 192 << 20, "the guest has no driver");
+    vmm.shut_down();
+}
+
+fn size_is_kept(mode: Mode) {
+    let source = Vmm::boot(1, MEMORY, "workload=random-write mem=64M");
+    source.wait_for_heartbeat();
+    source.remote_ok(&["resize", "--memory", "1216M"]);
+    let kept = |vmm: &Vmm| {
+        let info = info(vmm);
+        assert_eq!(info["config"]["memory"]["hotplugged_size"], 1 << 30);
+        // At another place it would be another device for the guest.
+        assert_eq!(info["device_tree"]["__mem_mem0"]["pci_bdf"], "0000:00:1f.0");
+    };
+    kept(&source);
+    source.api().put("vm.reboot", "").ok();
+    source.wait_for_heartbeat();
+    kept(&source);
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    kept(&destination);
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
+}

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Wiring of memory that the guest gets while it runs.
+//!
+//! Owns the translation from options to memory devices, one for each zone that may grow, and back from
+//! a wish for a size to the amount that a device is to give.
+
+use std::sync::Arc;
+
+use devices::virtio::mem::{Mem, MemConfig, MemError, MemHandle};
+use memory::GuestRam;
+use thiserror::Error;
+
+use super::Machine;
+use super::ram::{self, DEFAULT_ZONE};
+use crate::config::MemoryConfig;
+
+/// Why memory does not get another size.
+#[derive(Debug, Error)]
+pub enum ResizeMemoryError {
+    /// It cannot grow.
+    #[error(
+        "memory zone '{0}' cannot change: start the VM with hotplug_method=virtio-mem and a \
+         hotplug_size"
+    )]
+    Fixed(String),
+    /// There is no such zone.
+    #[error("the VM has no memory zone '{0}'")]
+    NoZone(String),
+    /// It is not said which zone.
+    #[error("the VM's memory consists of zones: use vm.resize-zone")]
+    Zones,
+    /// Less than what the guest booted with.
+    #[error(
+        "memory zone '{zone}' cannot have {wanted_bytes} bytes: {boot_bytes} are there since the \
+         guest booted and stay"
+    )]
+    BelowBoot {
+        /// The zone.
+        zone: String,
+        /// What was asked for.
+        wanted_bytes: u64,
+        /// What it has at least.
+        boot_bytes: u64,
+    },
+    /// Not an amount that the device can give.
+    #[error(transparent)]
+    Size(#[from] MemError),
+}
+
+/// The memory device of a zone, and how one reaches it.
+pub struct Wired {
+    /// Name of the device.
+    pub id: String,
+    pub device: Mem,
+    pub handle: MemHandle,
+}
+
+/// The devices that the options ask for.
+///
+/// # Errors
+/// A zone that is to have more than it can.
+pub fn make(config: &MemoryConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, MemError> {
+    let wire = |zone: ram::LaterZone| {
+        let id = zone.id;
+        let requested_bytes = zone.plugged_bytes;
+        let config = MemConfig { id: id.clone(), zone: id.clone(), requested_bytes };
+        let device = Mem::new(&config, ram)?;
+        let handle = device.handle();
+        Ok(Wired { id, device, handle })
+    };
+    ram::later_zones(config).into_iter().map(wire).collect()
+}
+
+impl Machine {
+    /// Lets a zone have another size, or the only one there is; returns its name. The guest takes or
+    /// gives memory until it is there.
+    ///
+    /// # Errors
+    /// It cannot have this size.
+    pub fn resize_memory(
+        &mut self,
+        zone: Option<&str>,
+        wanted_bytes: u64,
+    ) -> Result<String, ResizeMemoryError> {
+        let memory = &mut self.config.memory;
+        let has_zones = memory.zones.as_ref().is_some_and(|zones| !zones.is_empty());
+        let id = match zone {
+            Some(id) => id.to_owned(),
+            None if has_zones => return Err(ResizeMemoryError::Zones),
+            None => DEFAULT_ZONE.to_owned(),
+        };
+        let (boot_bytes, plugged) = if has_zones {
+            let zone = memory.zones.iter_mut().flatten().find(|zone| zone.id == id);
+            let zone = zone.ok_or_else(|| ResizeMemoryError::NoZone(id.clone()))?;
+            (zone.size, &mut zone.hotplugged_size)
+        } else if id == DEFAULT_ZONE {
+            (memory.size, &mut memory.hotplugged_size)
+        } else {
+            return Err(ResizeMemoryError::NoZone(id));
+        };
+        let more_bytes = wanted_bytes.checked_sub(boot_bytes).ok_or_else(|| {
+            ResizeMemoryError::BelowBoot { zone: id.clone(), wanted_bytes, boot_bytes }
+        })?;
+        let device = self.devices.mems().iter().find(|(name, _)| *name == ram::later_id(&id));
+        let Some((_, device)) = device else {
+            return if more_bytes == 0 { Ok(id) } else { Err(ResizeMemoryError::Fixed(id)) };
+        };
+        device.resize(more_bytes)?;
+        *plugged = Some(more_bytes);
+        Ok(id)
+    }
+}

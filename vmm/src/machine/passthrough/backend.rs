@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Which of the two ways into the host's IOMMU a machine takes, and where its devices are.
+//!
+//! Owns the step from the configuration to the address space and to a device's place on the host.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use pci::vfio::{DmaSpace, HostPlace, IommufdSpace, Type1Container, VfioError};
+
+use crate::config::{DeviceConfig, InheritedFd, VmConfig};
+use crate::machine::virtio::Sockets;
+
+/// A way into the IOMMU.
+pub enum Backend {
+    /// Groups and a container.
+    Type1,
+    /// iommufd.
+    Iommufd {
+        /// The one that this process was given, if it was.
+        given: Option<InheritedFd>,
+    },
+}
+
+impl Backend {
+    /// What the configuration asks for.
+    pub fn of(config: &VmConfig) -> Self {
+        match &config.platform {
+            Some(platform) if platform.iommufd => Self::Iommufd { given: platform.iommufd_fd },
+            _ => Self::Type1,
+        }
+    }
+
+    /// An empty address space.
+    ///
+    /// # Errors
+    /// Saying what the host lacks.
+    pub fn new_space(&self, sockets: &Sockets<'_>) -> Result<Arc<dyn DmaSpace>, VfioError> {
+        let (vm, ram) = (sockets.vm, Arc::clone(sockets.ram));
+        Ok(match self {
+            Self::Type1 => Arc::new(Type1Container::new(vm, ram)?),
+            Self::Iommufd { given } => {
+                let given = given.map(duplicate).transpose()?;
+                Arc::new(IommufdSpace::new(vm, ram, given)?)
+            }
+        })
+    }
+}
+
+/// Where a device is, for people.
+pub fn shown_place(config: &DeviceConfig) -> String {
+    match (config.fd, &config.path) {
+        (Some(InheritedFd(fd)), _) => format!("descriptor {fd}"),
+        (None, Some(path)) => path.display().to_string(),
+        (None, None) => String::new(),
+    }
+}
+
+/// Where a device is.
+///
+/// # Errors
+/// Its descriptor is not open.
+pub fn place_of(config: &DeviceConfig) -> Result<HostPlace, VfioError> {
+    config.fd.map_or_else(
+        || Ok(HostPlace::Sysfs(config.path.clone().unwrap_or_default())),
+        |fd| duplicate(fd).map(HostPlace::Descriptor),
+    )
+}
+
+/// Duplicates an inherited descriptor: the configuration keeps the original for a reboot.
+fn duplicate(InheritedFd(fd): InheritedFd) -> Result<OwnedFd, VfioError> {
+    let what = "use the descriptor that was given";
+    if fd < 0 {
+        return Err(VfioError::Io { what, source: io::Error::from_raw_os_error(libc::EBADF) });
+    }
+    // SAFETY: the number is only passed to the kernel, which refuses it if nothing is open there.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    borrowed.try_clone_to_owned().map_err(|source| VfioError::Io { what, source })
+}
