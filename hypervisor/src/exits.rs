@@ -14,7 +14,11 @@ use kvm_bindings::{
 use kvm_ioctls::VcpuExit;
 
 use crate::fault_trace::FaultedAt;
+use crate::stage2::FillsTables;
 use crate::vcpu::Vcpu;
+
+/// What a guest misses at a time.
+const PAGE_BYTES: u64 = 4096;
 
 /// What a vCPU does after its handler has dealt with an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +33,11 @@ pub enum AfterExit {
 /// What a vCPU does after a memory fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultAction {
-    /// The memory is there now: goes back into the guest.
+    /// The memory may be there now: goes back into the guest.
     Retry,
+    /// The memory is there now: KVM maps it, and then it goes back into the guest, which would otherwise
+    /// leave it once more for that. Only where [`crate::Capabilities::pre_fault_memory`] says so.
+    Map,
     /// Gives up, with [`StopReason::MemoryFault`].
     Stop,
 }
@@ -165,7 +172,7 @@ pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
         Ok(VcpuExit::MmioWrite(gpa, data)) => handler.mmio_write(gpa, data).into(),
         Ok(VcpuExit::MemoryFault { flags, gpa, size }) => {
             let access = FaultedAccess { gpa: Some(gpa), len_bytes: size, flags };
-            fault(handler, index, access)
+            fault(handler, vcpu, index, access)
         }
         Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => Pass::Handled,
         Ok(VcpuExit::Shutdown) => Pass::Stopped(StopReason::Shutdown),
@@ -182,16 +189,30 @@ pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
             libc::EAGAIN => Pass::Handled,
             libc::EFAULT => {
                 let gpa = handler.faulted_at(index).and_then(|at| vcpu.gpa_of(at));
-                fault(handler, index, FaultedAccess { gpa, len_bytes: 0, flags: 0 })
+                let access = FaultedAccess { gpa, len_bytes: 0, flags: 0 };
+                fault(handler, vcpu, index, access)
             }
             errno => Pass::Stopped(StopReason::RunFailed { errno }),
         },
     }
 }
 
-fn fault(handler: &dyn ExitHandler, index: u32, access: FaultedAccess) -> Pass {
+fn fault(
+    handler: &dyn ExitHandler,
+    vcpu: &dyn FillsTables,
+    index: u32,
+    access: FaultedAccess,
+) -> Pass {
     match handler.memory_fault(index, access) {
         FaultAction::Retry => Pass::Handled,
+        FaultAction::Map => {
+            let page = access.gpa.map(|gpa| gpa & !(PAGE_BYTES - 1));
+            // What KVM cannot map ahead, the guest's own access maps, or is refused again.
+            if let Some(Err(error)) = page.map(|page| vcpu.fill(page, PAGE_BYTES)) {
+                log::trace!("vcpu{index}: {error}: {}", error.source);
+            }
+            Pass::Handled
+        }
         FaultAction::Stop => Pass::Stopped(StopReason::MemoryFault(access)),
     }
 }
@@ -226,7 +247,13 @@ fn describe(suberror: u32, data: &[u64], rip: Option<u64>) -> String {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use std::io;
+    use std::sync::Mutex;
+
     use super::*;
+    use crate::error::KvmError;
 
     /// Answers memory faults, and nothing else.
     struct Faults(FaultAction);
@@ -241,20 +268,43 @@ mod tests {
             AfterExit::Resume
         }
         fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
-            assert_eq!((vcpu_index, access.gpa), (3, Some(0x5000)));
+            assert_eq!((vcpu_index, access.gpa), (3, Some(0x5008)));
             self.0
         }
         fn stopped(&self, _vcpu_index: u32, _reason: StopReason) {}
     }
 
+    /// Notes what it is to map; cannot do it.
+    #[derive(Default)]
+    struct Tables(Mutex<Vec<(u64, u64)>>);
+
+    impl FillsTables for Tables {
+        fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
+            self.0.lock().unwrap().push((gpa, len_bytes));
+            Err(KvmError { what: "fill", source: io::Error::from_raw_os_error(libc::EAGAIN) })
+        }
+    }
+
     #[test]
     fn the_handler_decides_whether_a_memory_fault_is_retried() {
-        let access = FaultedAccess { gpa: Some(0x5000), len_bytes: 4096, flags: 0 };
-        assert!(matches!(fault(&Faults(FaultAction::Retry), 3, access), Pass::Handled));
-        let Pass::Stopped(reason) = fault(&Faults(FaultAction::Stop), 3, access) else {
+        let access = FaultedAccess { gpa: Some(0x5008), len_bytes: 4096, flags: 0 };
+        let tables = Tables::default();
+        let after = |action| fault(&Faults(action), &tables, 3, access);
+        assert!(matches!(after(FaultAction::Retry), Pass::Handled));
+        let Pass::Stopped(reason) = after(FaultAction::Stop) else {
             panic!("the vCPU goes on without its memory");
         };
         assert_eq!(reason, StopReason::MemoryFault(access));
+        assert!(tables.0.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_page_is_mapped_ahead_when_the_handler_says_so_and_the_guest_goes_on_without() {
+        let access = FaultedAccess { gpa: Some(0x5008), len_bytes: 0, flags: 0 };
+        let tables = Tables::default();
+        let after = fault(&Faults(FaultAction::Map), &tables, 3, access);
+        assert!(matches!(after, Pass::Handled));
+        assert_eq!(*tables.0.lock().unwrap(), [(0x5000, 4096)]);
     }
 
     #[test]

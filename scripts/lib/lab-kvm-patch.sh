@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's groups kvm-patch, faults-patched and bench-* need beside the usual machine: KVM modules built from the patches of
-# kernel/patches for the lab's own kernel, KVM selftests of the same source, and the cost probe. They are
-# an initramfs of their own that is laid over the machine's. Sourced by scripts/lab.
+# What the lab's groups kvm-patch, faults-* and bench-* need beside the usual machine: KVM modules built from
+# the patches of kernel/patches for the lab's own kernel, KVM selftests of the same source, and the cost
+# probe. They are an initramfs of their own that is laid over the machine's. Sourced by scripts/lab.
+
+# kvm_modules VERB...: scripts/kvm-modules for the lab's kernel, on a Debian that has it.
+kvm_modules() {
+  local verb=$1 run=()
+  shift
+  [ "${LAB_KERNEL:-}" != 7.2 ] || run=(in_sid)
+  "${run[@]}" "$ROOT/scripts/kvm-modules" "$verb" --kernel "$(cat "$LAB/kernel/version")" --out "$LAB/kvm-modules" "$@"
+}
 
 # build_extra_kvm_patch FILE: writes that initramfs.
 build_extra_kvm_patch() {
   local version tree=$LAB/kvm-patch out=$LAB/kvm-modules program
   version=$(cat "$LAB/kernel/version")
-  "$ROOT/scripts/kvm-modules" build --kernel "$version" --out "$out"
-  mapfile -t KVM_SELFTESTS < <(grep -hv '^#' "$SRC/kvm-selftests.txt" | cut -d' ' -f1)
-  "$ROOT/scripts/kvm-modules" selftests --kernel "$version" --out "$out" "${KVM_SELFTESTS[@]}" x86_64/userfault_test
+  kvm_modules build
+  kvm_modules selftests
   rm -rf "$tree"
-  mkdir -p "$tree/bin" "$tree/lab/kvm-patch/selftests"
+  mkdir -p "$tree/bin" "$tree/lab/kvm-patch"
   cp "$out/kvm.ko" "$out/kvm-amd.ko" "$tree/lab/kvm-patch/"
   gcc -O2 -Wall -pthread -static -s -o "$tree/lab/kvm-patch/fault-cost" "$SRC/probes/fault-cost.c"
-  for program in "${KVM_SELFTESTS[@]}" userfault_test; do
-    add_program "$tree" "$out/selftests/$(basename "$program")"
-    mv "$tree/bin/$(basename "$program")" "$tree/lab/kvm-patch/selftests/"
-  done
-  grep -v '^#' "$SRC/kvm-selftests.txt" | sed 's|^x86_64/||' >"$tree/lab/kvm-patch/selftests.list"
+  cp -r "$out/selftests" "$tree/lab/kvm-patch/selftests"
+  # What one kernel's source has is not what all have.
+  grep -v '^#' "$SRC/kvm-selftests.txt" | while read -r program; do
+    [ ! -x "$out/selftests/${program%% *}" ] || echo "$program"
+  done >"$tree/lab/kvm-patch/selftests.list"
   add_module_script "$tree" "$version" "$out"
   pack "$tree" "$1"
 }
@@ -26,7 +33,7 @@ build_extra_kvm_patch() {
 # patched_modules_tree NAME: an initramfs with the modules alone, in $tree.
 patched_modules_tree() {
   tree=$LAB/$1
-  "$ROOT/scripts/kvm-modules" build --kernel "$(cat "$LAB/kernel/version")" --out "$LAB/kvm-modules"
+  kvm_modules build
   rm -rf "$tree"
   mkdir -p "$tree/lab/kvm-patch"
   cp "$LAB/kvm-modules/kvm.ko" "$LAB/kvm-modules/kvm-amd.ko" "$tree/lab/kvm-patch/"
@@ -36,6 +43,7 @@ build_extra_faults_patched() {
   patched_modules_tree faults-patched
   pack "$tree" "$1"
 }
+build_extra_faults_hosts() { build_extra_faults_patched "$1"; }
 build_extra_bench_faults() {
   local tree
   patched_modules_tree bench-faults

@@ -9,7 +9,8 @@ check boots boot a
 check sigbus_by_bpf move a b sigbus sigbus
 check works_after_sigbus works b
 check stage2_is_filled_after_postcopy filled b
-check auto_takes_uffd move b c auto uffd
+again sigbus_by_bpf b sigbus sigbus
+check auto_takes_uffd move $last c auto uffd
 says_why() { grep -q 'auto takes uffd.*fault_source=sigbus.*scripts/kvm-modules' $T/c.vmm.log; }
 check auto_says_why says_why
 check works_after_auto works c
@@ -17,6 +18,7 @@ check works_after_auto works c
 LAUNCH="/bin/setpriv --bounding-set=-bpf,-perfmon,-sys_admin --inh-caps=-bpf,-perfmon,-sys_admin"
 RECEIVE=,prefault_stage2=off
 check auto_without_rights_takes_uffd move c d auto uffd
+again auto_without_rights_takes_uffd d auto uffd
 sigbus_is_refused() {
   start_vmm r || return 1
   remote r receive-migration receiver_url=unix:$T/r.mig,memory_mode=postcopy,fault_source=sigbus >$T/refused 2>&1 && return 1
@@ -25,8 +27,8 @@ sigbus_is_refused() {
 }
 check sigbus_is_refused_without_rights sigbus_is_refused
 LAUNCH= RECEIVE=
-check works_without_rights works d
-not_filled() { ! grep -q stage2-prefault $T/d.events; }
+check works_without_rights works $last
+not_filled() { ! grep -q stage2-prefault $T/$last.events; }
 check stage2_is_not_filled_when_nobody_wants_it not_filled
 exit_is_refused() {
   start_vmm e || return 1
@@ -35,5 +37,5 @@ exit_is_refused() {
   grep -q 'scripts/kvm-modules' $T/refused
 }
 check exit_is_refused_without_the_patches exit_is_refused
-check power_button power_off d
+check power_button power_off $last
 check filesystem_clean filesystem_clean

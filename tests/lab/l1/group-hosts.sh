@@ -7,35 +7,7 @@
 . ./lib.sh
 . ./hosts.sh
 
-# must NAME COMMAND...: as check, but nothing else makes sense without it.
-must() {
-  must_name=$1
-  shift
-  if "$@"; then ok $must_name; return 0; fi
-  failed $must_name "$*"
-  on b ': >$T/done'
-  exit 1
-}
-must network_between_hosts host_up $HOST_a
-other_answers() { wget -q -O /dev/null --post-data : http://$HOST_b/cgi-bin/run 2>/dev/null; }
-must other_machine_is_there wait_until 120 other_answers
-
-# Both clocks must agree, as they would through NTP: the guest's time follows that of its host.
-ahead() { clock-ask $HOST_b $CLOCK_PORT >$T/ahead && read -r ahead_us rtt_us <$T/ahead || { echo "no answer from the other clock"; return 1; }; }
-near() { [ ${1#-} -lt $2 ]; }
-same_clock() {
-  latency_us=5000
-  for try in 1 2 3 4 5 6; do
-    ahead || return 1
-    near $ahead_us 8000 && { echo "the other clock is $ahead_us us ahead (round trip $rtt_us us)"; return 0; }
-    # What is left after the first setting is what it took.
-    [ $try -gt 1 ] && near $ahead_us 500000 && latency_us=$((latency_us - ahead_us))
-    on b "clock-set $ahead_us $latency_us" || return 1
-  done
-  echo "the other clock stays $ahead_us us ahead"
-  return 1
-}
-must clocks_of_the_hosts_agree same_clock
+meet
 
 start_guest a1 2 --net tap=lab0,mac=52:54:00:00:00:07 || failed start "the VMM did not start"
 must boots_with_two_vcpus wait_until $WAIT_S says a1 "GUEST-READY 2 vcpus"

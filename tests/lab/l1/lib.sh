@@ -75,10 +75,11 @@ says() { tr -d '\r' <$T/$1.console | grep -q "$2"; }
 # says_times NAME TEXT COUNT: the console has at least that many lines with the text.
 says_times() { [ "$(tr -d '\r' <$T/$1.console | grep -c "$2")" -ge "$3" ]; }
 
-serial_number=0
 # guest NAME COMMAND: runs a command in the guest; its output is in $T/out, its exit code is ours.
 guest() {
-  serial_number=$((serial_number + 1))
+  # In a file: a subshell's count would be forgotten, and an older answer taken for this one.
+  serial_number=$(($(cat $T/serial 2>/dev/null || echo 0) + 1))
+  echo $serial_number >$T/serial
   mark="END-$$-$serial_number-$1"
   echo "echo BEGIN-$$-$serial_number-$1; { $2; }; echo $mark=\$?" >"$(cat $T/$1.pty)"
   wait_until "${GUEST_S:-90}" says "$1" "^$mark=" || { echo "the guest did not answer: $2"; return 99; }

@@ -6,7 +6,7 @@
 host_up $HOST_b || echo "the network did not come up"
 nc -ll -p $CLOCK_PORT -e /bin/clock-answer </dev/null >/dev/null 2>&1 &
 httpd -h /lab/www
-wait_until 1500 test -e $T/done
+wait_until "${PEER_S:-1500}" test -e $T/done
 for log in $T/*.vmm.log $T/*.console; do
   [ -f "$log" ] && { echo "--- $log"; tail -n 25 "$log"; }
 done

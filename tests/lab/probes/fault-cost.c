@@ -3,14 +3,17 @@
  * What a fault of a vCPU on a missing page costs, and whether KVM has userfault exits at all.
  *
  *   fault-cost handshake          asks /dev/kvm; exit code 0 with the interface, 3 without
- *   fault-cost MODE VCPUS MIB [allocated]
+ *   fault-cost MODE VCPUS MIB [allocated|filled] [prefault]
  *                                 one guest whose vCPUs write to each of their pages once; with "allocated"
  *                                 the memfd has its pages before the guest starts, only their contents are
- *                                 missing, so that allocating and clearing them is not part of the fault
+ *                                 missing, so that allocating and clearing them is not part of the fault;
+ *                                 with "filled" nothing is copied either, which leaves the fault alone; with
+ *                                 "prefault" a vCPU's thread has KVM map its page before it goes on
  *       none     memory is there, no fault handling
  *       uffd     userfaultfd, one thread that reads events and installs pages
  *       sigbus   userfaultfd refuses; the vCPU's thread takes the address from the exit
  *       exit     KVM_MEM_USERFAULT: the vCPU's thread installs the page and clears the bit
+ *       copy     no guest: what writing the contents of a page costs
  *   fault-cost refused SECONDS [nohlt]
  *                                 a refused fault with interrupts enabled and an interrupt controller in
  *                                 KVM: exit code 0 if KVM_RUN says so, 4 if it does not come back; with
@@ -56,14 +59,19 @@ struct region2 {
 #define SET_REGION2 _IOW(KVMIO, 0x49, struct region2)
 #define EXIT_MEMORY_FAULT 39
 
-enum mode { NONE, UFFD, SIGBUS_EXIT, USERFAULT };
+struct pre_fault {
+	uint64_t gpa, size, flags, padding[5];
+};
+#define PRE_FAULT_MEMORY _IOWR(KVMIO, 0xd5, struct pre_fault)
+
+enum mode { NONE, UFFD, SIGBUS_EXIT, USERFAULT, COPY };
 
 #define PAGE 4096ul
 #define FIRST (2ul << 20) /* the vCPUs' pages; code and page tables are below */
 #define DONE_GPA 0xe0000000ul
 
 static enum mode mode;
-static int kvm, vm, uffd = -1, nr_vcpus = 1, allocated;
+static int kvm, vm, uffd = -1, nr_vcpus = 1, allocated, filled, prefault;
 static uint64_t size;
 static uint8_t *slot_map, *alias_map;
 static uint64_t *bitmap;
@@ -111,8 +119,11 @@ static void install(uint64_t gpa)
 {
 	uint64_t page = gpa / PAGE;
 
-	memcpy(alias_map + page * PAGE, content, PAGE);
-	if (mode == USERFAULT) {
+	if (!filled)
+		memcpy(alias_map + page * PAGE, content, PAGE);
+	if (mode == COPY) {
+		return;
+	} else if (mode == USERFAULT) {
 		__atomic_fetch_and(&bitmap[page / 64], ~(1ull << page % 64), __ATOMIC_RELEASE);
 	} else {
 		struct uffdio_continue c = { .range = { (uintptr_t)slot_map + page * PAGE, PAGE } };
@@ -233,6 +244,12 @@ static void *vcpu_thread(void *arg)
 			exit(1);
 		}
 		install(fault->gpa);
+		if (prefault) {
+			struct pre_fault page = { .gpa = fault->gpa & ~(PAGE - 1), .size = PAGE };
+
+			if (ioctl(vcpu, PRE_FAULT_MEMORY, &page))
+				die("KVM_PRE_FAULT_MEMORY");
+		}
 	}
 	seconds[id] = now() - start;
 	return NULL;
@@ -262,8 +279,16 @@ static int measure(uint64_t mib)
 
 	create_vm(mib << 20);
 	load_guest(0);
-	if (mode == NONE || allocated)
-		memset(alias_map + FIRST, mode == NONE, size - FIRST);
+	if (mode == NONE || allocated || filled)
+		memset(alias_map + FIRST, mode == NONE || filled, size - FIRST);
+	if (mode == COPY) {
+		double start = now();
+
+		for (i = FIRST; i < (long)size; i += PAGE)
+			install(i);
+		printf("%.3f us per page\n", (now() - start) * 1e6 / ((size - FIRST) / PAGE));
+		return 0;
+	}
 	if (mode == UFFD || mode == SIGBUS_EXIT)
 		open_uffd(mode == UFFD ? 0 : UFFD_FEATURE_SIGBUS);
 	if (mode == UFFD)
@@ -327,9 +352,8 @@ static int refused(unsigned int limit_s, int nohlt)
 
 int main(int argc, char **argv)
 {
-	static const char *const names[] = { "none", "uffd", "sigbus", "exit" };
-	unsigned int i;
-	int have;
+	static const char *const names[] = { "none", "uffd", "sigbus", "exit", "copy" };
+	int have, i;
 
 	kvm = open("/dev/kvm", O_RDWR | O_CLOEXEC);
 	if (kvm < 0)
@@ -345,19 +369,23 @@ int main(int argc, char **argv)
 	}
 	if (argc >= 3 && !strcmp(argv[1], "refused"))
 		return refused(atoi(argv[2]), argc == 4);
-	allocated = argc == 5 && !strcmp(argv[4], "allocated");
-	for (i = 0; argc == 4 + allocated && i < 4; i++) {
+	for (i = 4; i < argc; i++) {
+		allocated |= !strcmp(argv[i], "allocated");
+		filled |= !strcmp(argv[i], "filled");
+		prefault |= !strcmp(argv[i], "prefault");
+	}
+	for (i = 0; argc >= 4 && argc == 4 + allocated + filled + prefault && i < 5; i++) {
 		if (strcmp(argv[1], names[i]))
 			continue;
 		mode = i;
 		nr_vcpus = atoi(argv[2]);
-		if (nr_vcpus < 1 || nr_vcpus > 64 || atoi(argv[3]) < 4 || (mode >= SIGBUS_EXIT && !have)) {
+		if (nr_vcpus < 1 || nr_vcpus > 64 || atoi(argv[3]) < 4 || ((mode == SIGBUS_EXIT || mode == USERFAULT) && !have)) {
 			fputs("not possible here\n", stderr);
 			return 3;
 		}
 		memset(content, 1, sizeof(content));
 		return measure(atoi(argv[3]));
 	}
-	fputs("fault-cost handshake | refused SECONDS | none|uffd|sigbus|exit VCPUS MIB [allocated]\n", stderr);
+	fputs("fault-cost handshake | refused SECONDS | none|uffd|sigbus|exit|copy VCPUS MIB [allocated|filled] [prefault]\n", stderr);
 	return 2;
 }

@@ -178,8 +178,13 @@ impl FaultPlan {
         };
         let faults = Arc::new(faults);
         let repeats = (0..seats).map(|_| Repeats::default()).collect();
+        let when_here = if machine.vm().capabilities().pre_fault_memory {
+            FaultAction::Map
+        } else {
+            FaultAction::Retry
+        };
         let source: Arc<dyn FaultSource> = faults.clone();
-        machine.bring_pages_by(Arc::new(VcpuFaults { faults, tracer, repeats, ram }));
+        machine.bring_pages_by(Arc::new(VcpuFaults { faults, tracer, repeats, ram, when_here }));
         Ok(Some(OwnFaulting { source, weakness }))
     }
 }
@@ -287,6 +292,8 @@ struct VcpuFaults {
     tracer: Tracer,
     repeats: Vec<Repeats>,
     ram: Arc<GuestRam>,
+    /// What follows when a page was brought.
+    when_here: FaultAction,
 }
 
 impl VcpuFaults {
@@ -311,7 +318,8 @@ impl MissingPages for VcpuFaults {
         }
         let Some(gpa) = access.gpa else { return FaultAction::Retry };
         match self.faults.refused(seat, gpa) {
-            Ok(Refused::TryAgain | Refused::NotByUs) => FaultAction::Retry,
+            Ok(Refused::TryAgain) => self.when_here,
+            Ok(Refused::NotByUs) => FaultAction::Retry,
             Ok(Refused::NotRam) => FaultAction::Stop,
             Err(error) => {
                 // As with userfaultfd it waits, until somebody ends or pauses it.
