@@ -84,7 +84,7 @@ impl RamRegion {
     /// What the guest may use now, in bytes of the region, as runs in order.
     pub fn usable_runs(&self) -> Vec<Range<u64>> {
         match self.plugged() {
-            None => vec![0..self.len_bytes()],
+            None => std::iter::once(0..self.len_bytes()).collect(),
             Some(plugged) => {
                 let runs = plugged.blocks.runs(0..plugged.blocks.len_pages());
                 runs.map(|run| plugged.range_of(&run)).collect()
@@ -112,7 +112,9 @@ impl RamRegion {
             return Err(not_blocks(&all, "plugged"));
         };
         plugged.blocks.clear_range(0..plugged.blocks.len_pages());
-        blocks.into_iter().for_each(|run| plugged.blocks.set_range(run));
+        for run in blocks {
+            plugged.blocks.set_range(run);
+        }
         Ok(())
     }
 
@@ -264,7 +266,7 @@ mod tests {
         for bad in [blocks(2, 2), blocks(0, 1), 0..BLOCK, blocks(3, 0)] {
             assert!(matches!(ram.unplug(&bad), Err(PlugError::NotBlocks { .. })), "{bad:x?}");
         }
-        assert_eq!(ram.regions()[1].usable_runs(), [3 * BLOCK..4 * BLOCK]);
+        assert!(ram.regions()[1].usable_runs().iter().eq([&(3 * BLOCK..4 * BLOCK)]));
     }
 
     #[test]
@@ -318,9 +320,9 @@ mod tests {
         ban.except_what_is_let_go(Arc::<Fake>::clone(&pins));
         ram.plug(&blocks(0, 1)).unwrap();
         let region = &ram.regions()[1];
-        assert_eq!(region.populated_runs(&(0..4 * BLOCK)).unwrap(), [0..BLOCK]);
+        assert!(region.populated_runs(&(0..4 * BLOCK)).unwrap().iter().eq([&(0..BLOCK)]));
         assert!(matches!(ram.plug(&blocks(5, 1)), Err(PlugError::NotMapped { .. })));
-        assert_eq!(region.usable_runs(), [0..BLOCK]);
+        assert!(region.usable_runs().iter().eq([&(0..BLOCK)]));
         ram.unplug(&blocks(0, 1)).unwrap();
         assert!(region.populated_runs(&(0..8 * BLOCK)).unwrap().is_empty());
         let asked = pins.0.lock().unwrap().clone();

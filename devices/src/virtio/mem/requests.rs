@@ -76,11 +76,10 @@ impl Request {
 impl Answer {
     pub(super) fn bytes(self) -> [u8; ANSWER_BYTES] {
         let (kind, state): (u16, u16) = match self {
-            Self::Ack => (0, 0),
+            Self::Ack | Self::State(Have::All) => (0, 0),
             Self::Nack => (1, 0),
             Self::Busy => (2, 0),
             Self::Error => (3, 0),
-            Self::State(Have::All) => (0, 0),
             Self::State(Have::None) => (0, 1),
             Self::State(Have::Some) => (0, 2),
         };
