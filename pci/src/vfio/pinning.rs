@@ -89,9 +89,11 @@ impl Pinning {
     pub fn progress(&self) -> PinProgress {
         let Shared { total_bytes, pieces, state, .. } = &*self.shared;
         let lost = pieces.lost().map(PinState::Failed);
+        let pinned_bytes = pieces.mapped_bytes();
         PinProgress {
-            pinned_bytes: pieces.mapped_bytes(),
-            total_bytes: *total_bytes,
+            pinned_bytes,
+            // A guest may have got more memory since.
+            total_bytes: pinned_bytes.max(*total_bytes),
             state: lost.unwrap_or_else(|| lock(state).clone()),
         }
     }
