@@ -52,13 +52,6 @@ enum Phase {
 struct State {
     mapped: BTreeMap<u64, u64>,
     unmapped: BTreeMap<u64, u64>,
-    phase: Phase,
-}
-
-impl State {
-    fn is_open(&self) -> bool {
-        matches!(self.phase, Phase::Open)
-    }
 }
 
 /// See the module.
@@ -68,7 +61,9 @@ pub struct Pieces {
     chunk_bytes: u64,
     /// Held while pieces are mapped and unmapped, as the kernel holds its own lock.
     state: Mutex<State>,
-    /// For who asks: the lock is held while the kernel pins.
+    /// Locked last, to look and to set: who ends it all does not wait for the kernel.
+    phase: Mutex<Phase>,
+    /// For who asks, who does not wait either.
     mapped_bytes: AtomicU64,
     on_lost: OnLost,
 }
@@ -119,6 +114,7 @@ impl Pieces {
             piece_bytes,
             chunk_bytes: piece_bytes.max(CHUNK_BYTES),
             state: Mutex::default(),
+            phase: Mutex::default(),
             mapped_bytes: AtomicU64::new(0),
             on_lost,
         })
@@ -159,7 +155,11 @@ impl Pieces {
 
     fn open(&self) -> Result<MutexGuard<'_, State>, PinError> {
         let state = lock(&self.state);
-        if state.is_open() { Ok(state) } else { Err(PinError::Cancelled) }
+        if self.is_open() { Ok(state) } else { Err(PinError::Cancelled) }
+    }
+
+    fn is_open(&self) -> bool {
+        matches!(*lock(&self.phase), Phase::Open)
     }
 
     fn map_piece(
@@ -177,14 +177,20 @@ impl Pieces {
         Ok(())
     }
 
-    /// Nothing is mapped or unmapped from now on: all of it is about to be unmapped.
+    /// Nothing more is mapped or unmapped, but for a piece that the kernel is at: all of it is about to be
+    /// unmapped.
     pub(super) fn close(&self) {
-        lock(&self.state).phase = Phase::Closed;
+        *lock(&self.phase) = Phase::Closed;
+    }
+
+    /// Waits for that piece.
+    pub(super) fn settle(&self) {
+        drop(lock(&self.state));
     }
 
     /// Why devices could not go on, if that is so.
     pub(super) fn lost(&self) -> Option<Arc<str>> {
-        match &lock(&self.state).phase {
+        match &*lock(&self.phase) {
             Phase::Lost(reason) => Some(Arc::clone(reason)),
             Phase::Open | Phase::Closed => None,
         }
@@ -193,7 +199,7 @@ impl Pieces {
     fn map_again(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
         let gpa = region.gpa();
         let mut state = lock(&self.state);
-        if !state.is_open() {
+        if !self.is_open() {
             return Ok(());
         }
         let wanted = overlapping(&state.unmapped, &(gpa + range.start..gpa + range.end));
@@ -219,7 +225,7 @@ impl Pins for Pieces {
         let gpa = region.gpa();
         let range = gpa + range.start..gpa + range.end;
         let mut state = lock(&self.state);
-        if !state.is_open() {
+        if !self.is_open() {
             return Vec::new();
         }
         let is_inside = |(start, len): &(u64, u64)| start + len <= range.end;
@@ -251,7 +257,12 @@ impl Pins for Pieces {
     fn take_back(&self, region: &RamRegion, range: &Range<u64>) {
         if let Err(error) = self.map_again(region, range) {
             let reason: Arc<str> = chain(&error).into();
-            lock(&self.state).phase = Phase::Lost(Arc::clone(&reason));
+            let mut phase = lock(&self.phase);
+            if !matches!(*phase, Phase::Open) {
+                return;
+            }
+            *phase = Phase::Lost(Arc::clone(&reason));
+            drop(phase);
             (self.on_lost)(&reason);
         }
     }

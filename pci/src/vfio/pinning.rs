@@ -123,6 +123,7 @@ impl Drop for Pinning {
         self.cancel();
         // The failure of something that nobody wants any more.
         let _ = self.wait();
+        self.shared.pieces.settle();
     }
 }
 
