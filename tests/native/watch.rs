@@ -11,7 +11,7 @@ use crate::cuts::{Stopped, stop_at};
 use crate::harness::migrate::Reception;
 use crate::harness::relay::{self, Point, Row, Setting};
 use crate::harness::vmm::{CH_REMOTE, finish};
-use crate::harness::{Mode, Suite, Transport, Vmm, free_port, skip};
+use crate::harness::{Mode, Suite, Transport, Vmm, free_port, skip, wait_for};
 
 pub fn add(suite: &mut Suite) {
     for mode in [Mode::Precopy, Mode::Postcopy] {
@@ -20,6 +20,7 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("watch::{name}_bar_on_a_terminal"), move || bar(mode));
     }
     suite.add("watch::exit_code_of_a_failure", failure);
+    suite.add("watch::told_of_a_failure_the_guest_can_be_paused", paused_at_once);
     suite.add("watch::exit_code_of_a_cancel", cancel);
     suite.add("watch::exit_code_of_a_guest_in_doubt", doubt);
     suite.add("watch::exit_code_of_a_vmm_that_is_gone", gone);
@@ -108,6 +109,24 @@ fn failure() {
         assert_eq!(code, Some(1), "{error}");
         assert!(error.contains("migration failed on the source in phase connect"), "{error}");
         assert!(error.contains("the guest goes on at the source"), "{error}");
+    }
+    source.verify();
+    source.shut_down();
+}
+
+/// Whoever hears that a migration failed and the guest is here finds it here.
+fn paused_at_once() {
+    let source = source();
+    let api = source.api();
+    for _ in 0..100 {
+        let url = format!(r#"{{"destination_url":"tcp:127.0.0.1:{}"}}"#, free_port());
+        api.put("vm.send-migration", &url).ok();
+        wait_for("the failure", || {
+            let phase = api.get("vm.migration-progress").json()["phase"].clone();
+            (phase == "failed").then_some(())
+        });
+        api.put("vm.pause", "").ok();
+        api.put("vm.resume", "").ok();
     }
     source.verify();
     source.shut_down();

@@ -30,7 +30,34 @@ use crate::page_server::{PageServerPlan, socket_beside};
 pub(crate) const WATCHER_TIME: Duration = Duration::from_secs(10);
 
 impl Vmm {
-    pub(super) fn migration_progress(&mut self) -> ApiResult {
+    /// Answers with the progress, unless the migration has just failed and this thread has not
+    /// been told: the answer waits for that, so that whoever is told of a failure may count on
+    /// what it says of the guest, and ask for the next thing at once.
+    pub(super) fn progress_for(&mut self, responder: Responder) {
+        let is_settled = match &self.vm {
+            Vm::Leaving { sending, .. } | Vm::Serving(sending) => {
+                sending.progress.phase() != Phase::Failed
+            }
+            Vm::Awaited(receiving) => receiving.progress.phase() != Phase::Failed,
+            _ => true,
+        };
+        if is_settled {
+            let answer = self.migration_progress();
+            responder.answer(answer);
+        } else {
+            self.watched_at = Some(Instant::now());
+            self.progress_askers.push(responder);
+        }
+    }
+
+    /// Answers whoever asked while a failure was being settled.
+    fn answer_progress_askers(&mut self) {
+        for responder in std::mem::take(&mut self.progress_askers) {
+            self.progress_for(responder);
+        }
+    }
+
+    fn migration_progress(&mut self) -> ApiResult {
         // Before there is anything to see, too: who asks now wants to see what comes.
         self.watched_at = Some(Instant::now());
         let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
@@ -169,6 +196,12 @@ impl Vmm {
 
     /// A migration from here is over.
     pub(super) fn departed(&mut self, departure: Departure) -> Next {
+        let next = self.depart(departure);
+        self.answer_progress_askers();
+        next
+    }
+
+    fn depart(&mut self, departure: Departure) -> Next {
         let (pending, sending) = match std::mem::replace(&mut self.vm, Vm::None) {
             Vm::Leaving { pending, sending, .. } => (pending, Some(sending)),
             Vm::Serving(sending) => (Vec::new(), Some(sending)),
@@ -226,6 +259,12 @@ impl Vmm {
 
     /// A migration to here is over, or its guest runs.
     pub(super) fn arrived(&mut self, arrival: Arrival) -> Next {
+        let next = self.arrive(arrival);
+        self.answer_progress_askers();
+        next
+    }
+
+    fn arrive(&mut self, arrival: Arrival) -> Next {
         let Arrival { outcome, responder } = arrival;
         let mut steering = Steering::new();
         let mut cancellers = match std::mem::replace(&mut self.vm, Vm::None) {

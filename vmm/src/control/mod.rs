@@ -43,6 +43,7 @@ use vm_migration::destination::PostcopyPaused;
 use vm_migration::source::Held;
 use vm_migration::{Progress, Steering};
 
+use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;
 use crate::machine::{EventSink, GuestEvent, Host, Machine};
@@ -132,6 +133,8 @@ struct Vmm {
     progress: Option<Arc<Progress>>,
     /// When somebody last asked for the progress of a migration.
     watched_at: Option<Instant>,
+    /// Asked for the progress of a migration that has failed, before this thread was told.
+    progress_askers: Vec<Responder>,
     /// The process is to end when the migration is over.
     ending: Option<Ending>,
     no_shutdown: bool,
@@ -155,6 +158,7 @@ impl Vmm {
             prefault_stage2: false,
             progress: None,
             watched_at: None,
+            progress_askers: Vec::new(),
             ending: None,
             no_shutdown,
             api_path: None,
@@ -178,6 +182,7 @@ impl Vmm {
             VmmRequest::VmmShutdown { force } => return self.vmm_shutdown(force, responder),
             VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
             VmmRequest::MigrationCancel => self.cancel_migration(responder),
+            VmmRequest::MigrationProgress => self.progress_for(responder),
             VmmRequest::Delete { force } => self.delete_for(force, responder),
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
             VmmRequest::Restore(config) => self.restore(*config, responder),
@@ -212,12 +217,12 @@ impl Vmm {
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),
             VmmRequest::SendMigration(data) => empty(self.send(&data)),
-            VmmRequest::MigrationProgress => self.migration_progress(),
             VmmRequest::MigrationReport => self.migration_report(),
             // Handled by `call`.
             VmmRequest::ReceiveMigration(_)
             | VmmRequest::Delete { .. }
             | VmmRequest::MigrationCancel
+            | VmmRequest::MigrationProgress
             | VmmRequest::Snapshot(_)
             | VmmRequest::Restore(_)
             | VmmRequest::VmmShutdown { .. } => Ok(ApiReply::Empty),
