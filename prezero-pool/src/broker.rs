@@ -244,7 +244,10 @@ impl Broker {
                 self.counters.succeed(slot.class);
             }
             Err(error) => {
-                log::warn!("a slot of {size_bytes} bytes is not ready: {}", chain(&error));
+                log::warn!(
+                    "a slot of {size_bytes} bytes is not ready: {}",
+                    error_text::chain(&error)
+                );
                 self.counters.failures += 1;
                 if matches!(error, SlotError::NotZero { .. }) {
                     self.counters.not_zero += 1;
@@ -318,18 +321,6 @@ impl Broker {
         }
         counts
     }
-}
-
-/// An error with its reasons.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        text.push_str(": ");
-        text.push_str(&inner.to_string());
-        source = inner.source();
-    }
-    text
 }
 
 #[cfg(test)]

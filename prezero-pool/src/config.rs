@@ -311,10 +311,7 @@ mod tests {
             ("socket = '/s'\n[[slots]]\nsize = '2M'\npages = '4K'\ncount = 300", "256"),
         ] {
             let error = Config::parse(text).unwrap_err();
-            let mut chain = error.to_string();
-            if let Some(source) = std::error::Error::source(&error) {
-                chain.push_str(&source.to_string());
-            }
+            let chain = error_text::chain(&error);
             assert!(chain.contains(named), "{text:?}: {chain}");
         }
     }

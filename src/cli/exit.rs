@@ -41,12 +41,12 @@ pub struct Failure {
 impl Failure {
     /// It failed.
     pub fn failed(error: &dyn Error) -> Self {
-        Self { code: FAILED, message: chain(error), hint: None }
+        Self { code: FAILED, message: error_text::chain(error), hint: None }
     }
 
     /// The command line is wrong.
     pub fn usage(error: &dyn Error) -> Self {
-        Self { code: USAGE, message: chain(error), hint: None }
+        Self { code: USAGE, message: error_text::chain(error), hint: None }
     }
 
     /// The same with another code.
@@ -75,21 +75,6 @@ impl Failure {
             None => format!("Error: {}", self.message),
         }
     }
-}
-
-/// All sentences of an error, outermost first. A layer that only passes its source on is not
-/// printed twice.
-pub fn chain(error: &dyn Error) -> String {
-    let mut sentences = vec![error.to_string()];
-    let mut source = error.source();
-    while let Some(inner) = source {
-        let sentence = inner.to_string();
-        if sentences.last() != Some(&sentence) {
-            sentences.push(sentence);
-        }
-        source = inner.source();
-    }
-    sentences.join(": ")
 }
 
 #[cfg(test)]

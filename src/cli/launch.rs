@@ -447,7 +447,7 @@ mod tests {
         assert!(message.contains("--kernel"), "a suggestion is missing: {message}");
         assert!(parse(["cloud-hypervisor", "--seccomp", "maybe"]).is_err());
         let config = run("--kernel k --disk pth=/a").into_options().unwrap_err();
-        assert!(super::super::exit::chain(&config).ends_with("did you mean 'path'?"));
+        assert!(error_text::chain(&config).ends_with("did you mean 'path'?"));
     }
 
     #[test]

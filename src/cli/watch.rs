@@ -479,7 +479,7 @@ mod tests {
             "guest": "on-source", "chain": ["migration failed on the source", "no route"],
         }});
         let error = verdict(document(value)).unwrap_err();
-        assert_eq!(exit::chain(&error), "migration failed on the source: no route");
+        assert_eq!(error_text::chain(&error), "migration failed on the source: no route");
     }
 
     #[test]

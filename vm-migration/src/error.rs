@@ -178,20 +178,8 @@ impl Failure {
 
     /// The whole chain in one line, for the peer.
     pub(crate) fn for_peer(&self) -> String {
-        format!("while {}: {}", self.step, chain(&self.cause))
+        format!("while {}: {}", self.step, error_text::chain(&self.cause))
     }
-}
-
-/// Error texts from the outermost to the root.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        source = error.source();
-    }
-    text
 }
 
 /// Adds the step to a result.

@@ -27,20 +27,6 @@ pub struct FailureReport {
     pub chain: Vec<String>,
 }
 
-fn sentences(error: &dyn std::error::Error) -> Vec<String> {
-    let mut chain = vec![error.to_string()];
-    let mut source = error.source();
-    while let Some(inner) = source {
-        let sentence = inner.to_string();
-        // A layer that only passes its source on is not told twice.
-        if chain.last() != Some(&sentence) {
-            chain.push(sentence);
-        }
-        source = inner.source();
-    }
-    chain
-}
-
 impl FailureReport {
     /// The report of an error.
     pub fn new(error: &MigrationError) -> Self {
@@ -50,7 +36,7 @@ impl FailureReport {
             step: error.step.to_owned(),
             guest: error.guest,
             cancelled: matches!(error.cause, Cause::Cancelled),
-            chain: sentences(error),
+            chain: error_text::sentences(error),
         }
     }
 
@@ -65,7 +51,7 @@ impl FailureReport {
             Side::Destination => GuestIs::NotHere,
         };
         let mut chain = vec![format!("the migration could not begin, while {step}; {guest}")];
-        chain.extend(sentences(error));
+        chain.extend(error_text::sentences(error));
         Self { side, phase: Phase::Idle, step: step.to_owned(), guest, cancelled: false, chain }
     }
 }

@@ -113,6 +113,15 @@ fn report(result: Setup<()>) {
     }
 }
 
+/// A guest in that RAM, which it begins with `data`.
+fn guest_over(ram: &memory::GuestRam, data: &[u8]) -> Setup<Guest> {
+    let memory = ram.guest_memory();
+    let len_bytes = data.len().min(usize::try_from(MEMORY_BYTES)?);
+    let front = data.get(..len_bytes).unwrap_or_default();
+    memory.memory().write_slice(front, GuestAddress(0))?;
+    Ok(Guest::over(memory, features_of(data)))
+}
+
 /// Serves all queues of a balloon, a hint being wanted.
 #[doc(hidden)]
 pub fn fuzz_balloon(data: &[u8]) {
@@ -123,11 +132,7 @@ fn run_balloon(data: &[u8]) -> Setup<()> {
     let zone = |id: &str| memory::ZoneSpec::new(id, BORDER);
     let config = memory::RamConfig { zones: vec![zone("low"), zone("high")] };
     let ram = Arc::new(memory::GuestRam::new(&config, memory::RamLayout::default())?);
-    let memory = ram.guest_memory();
-    let len_bytes = data.len().min(usize::try_from(MEMORY_BYTES)?);
-    let front = data.get(..len_bytes).unwrap_or_default();
-    memory.memory().write_slice(front, GuestAddress(0))?;
-    let guest = Guest::over(memory, features_of(data));
+    let guest = guest_over(&ram, data)?;
     let shared = Arc::new(balloon::Shared::new(ram)?);
     let queues = balloon::Queues {
         inflate: guest.queue(0)?,
@@ -194,11 +199,7 @@ fn run_mem(data: &[u8]) -> Setup<()> {
     let zones = vec![memory::ZoneSpec::new("now", MEMORY_BYTES), later];
     let config = memory::RamConfig { zones };
     let ram = Arc::new(memory::GuestRam::new(&config, memory::RamLayout::default())?);
-    let memory = ram.guest_memory();
-    let len_bytes = data.len().min(usize::try_from(MEMORY_BYTES)?);
-    let front = data.get(..len_bytes).unwrap_or_default();
-    memory.memory().write_slice(front, GuestAddress(0))?;
-    let guest = Guest::over(memory, features_of(data));
+    let guest = guest_over(&ram, data)?;
     let region = ram.regions().last().ok_or("no region")?;
     let shared = mem::Shared::new(Arc::clone(&ram), Arc::clone(region)).ok_or("no blocks")?;
     shared.request(6 * BLOCK_BYTES);

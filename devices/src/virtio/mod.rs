@@ -6,6 +6,7 @@
 //! | --- | --- |
 //! | `device` | the contract with the transport |
 //! | `worker` | the threads of a device: events, pause, resume, stop |
+//! | `one_queue` | threads that serve one queue |
 //! | `queue`, `buffers` | rings and guest memory, with everything that a driver wrote checked |
 //! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`rng`] | the devices |
 //!
@@ -21,6 +22,7 @@ mod counters;
 mod device;
 pub mod mem;
 pub mod net;
+mod one_queue;
 mod queue;
 pub mod rng;
 mod worker;

@@ -19,6 +19,9 @@ use vmm_sys_util::eventfd::EventFd;
 use super::buffers::{RANGES_MAX, Segment, Segments};
 use super::device::{ActiveQueue, VirtioInterrupt};
 
+/// What is wrong with a chain whose buffers are not RAM.
+pub(crate) const NOT_RAM: &str = "points outside of guest RAM";
+
 /// The driver broke a rule of the queue; the device needs a reset.
 #[derive(Debug, Error)]
 pub(crate) enum Broken {
@@ -125,6 +128,34 @@ impl WorkQueue {
     /// Gives the chain back to the available ring that was taken last.
     pub(crate) fn undo_pop(&mut self) {
         self.queue.go_to_previous_position();
+    }
+
+    /// Serves requests until there is none, or others have waited for `budget` of them: then the
+    /// queue is kicked. `request` says how many bytes it wrote, or what is wrong with a chain.
+    pub(crate) fn serve(
+        &mut self,
+        mut budget: u32,
+        mut request: impl FnMut(&GuestMemory, &mut Chain) -> Result<u64, &'static str>,
+    ) -> Result<(), Broken> {
+        let memory = self.memory();
+        loop {
+            self.suppress_kicks(&memory)?;
+            while let Some(mut chain) = self.pop(&memory)? {
+                let head = chain.head;
+                let written =
+                    request(&memory, &mut chain).map_err(|why| self.bad_chain(head, why))?;
+                self.add_used(&memory, head, written)?;
+                budget = budget.saturating_sub(1);
+                if budget == 0 {
+                    self.kick_self();
+                    return self.notify(&memory);
+                }
+            }
+            self.notify(&memory)?;
+            if !self.allow_kicks(&memory)? {
+                return Ok(());
+            }
+        }
     }
 
     /// The error for a chain that does not have what a request of this device needs.

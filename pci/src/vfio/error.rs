@@ -4,7 +4,6 @@
 //!
 //! Owns the messages only.
 
-use std::error::Error;
 use std::io;
 use std::path::PathBuf;
 
@@ -268,18 +267,6 @@ fn hint(error: &io::Error) -> &'static str {
         Some(libc::EINVAL) => " (the IOMMU of this host cannot reach that address)",
         _ => "",
     }
-}
-
-/// An error and what is behind it, in one line.
-pub(super) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        source = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use memory::{Pins, RamRegion};
 
 use super::dma::{DmaTarget, Populator};
-use super::error::{PinError, chain};
+use super::error::PinError;
 use crate::locks::lock;
 
 /// Not larger than needed for the kernel to pin large runs at once.
@@ -256,7 +256,7 @@ impl Pins for Pieces {
 
     fn take_back(&self, region: &RamRegion, range: &Range<u64>) {
         if let Err(error) = self.map_again(region, range) {
-            let reason: Arc<str> = chain(&error).into();
+            let reason: Arc<str> = error_text::chain(&error).into();
             let mut phase = lock(&self.phase);
             if !matches!(*phase, Phase::Open) {
                 return;

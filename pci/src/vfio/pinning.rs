@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::dma::Populator;
-use super::error::{PinError, chain};
+use super::error::PinError;
 use super::gate::DmaGate;
 use super::pieces::Pieces;
 use crate::locks::lock;
@@ -147,7 +147,7 @@ impl Shared {
         }
         let state = match &result {
             Ok(()) => PinState::Pinned(start.elapsed()),
-            Err(error) => PinState::Failed(chain(error).into()),
+            Err(error) => PinState::Failed(error_text::chain(error).into()),
         };
         *lock(&self.state) = state.clone();
         match &state {

@@ -135,18 +135,32 @@ rates() {
 }
 median() { sort -n $1 | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
 
-# What the guest is slowed down by reports: the same work with and without.
+# What a guest is slowed down by reports: the same work with and without, in turns. It frees most of its
+# memory, and works on what it holds while that is reported; then it allocates and frees most of it over
+# and over, which is the worst there is: all of it has to come from the host again.
+held='head -c 50331648 /dev/urandom >/tmp/held; head -c 100663296 /dev/zero >/tmp/f; rm /tmp/f; read a _ </proc/uptime; for n in 1 2 3 4 5 6; do sha256sum </tmp/held >/dev/null; done; read b _ </proc/uptime; rm /tmp/held; echo "$a $b"'
+anew='for n in 1 2 3; do head -c 50331648 /dev/zero >/tmp/f; rm /tmp/f; done; sleep 3; read a _ </proc/uptime; for n in 1 2 3 4; do head -c 50331648 /dev/zero >/tmp/f; rm /tmp/f; done; read b _ </proc/uptime; echo "$a $b"'
+# slowdown ours|qemu 4k|2m
 slowdown() {
-  for reporting in off on off on; do
-    start_guest s$reporting 1 --balloon size=0,free_page_reporting=$reporting || return 1
-    wait_until $WAIT_S says s$reporting "GUEST-READY" && room s$reporting || return 1
-    guest s$reporting 'for n in 1 2 3; do head -c 50331648 /dev/zero >/tmp/f; rm /tmp/f; done; sleep 3; read a _ </proc/uptime; for n in 1 2 3 4; do head -c 50331648 /dev/zero >/tmp/f; rm /tmp/f; done; read b _ </proc/uptime; echo "$a $b"' || return 1
-    awk '{ print ($2 - $1) * 1000 }' $T/out >>$T/took.$reporting
-    power_off s$reporting && rm -f $T/s$reporting.* || return 1
+  took=$T/took.$1.$2
+  for how in nothing reports nothing reports; do
+    start $1 s$how $how || return 1
+    for work in held anew; do
+      eval "words=\$$work"
+      guest s$how "$words" && awk '{ print ($2 - $1) * 1000 }' $T/out >>$took.$work.$how || return 1
+    done
+    power_off s$how && rm -f $T/s$how.* || return 1
   done
-  work=$(cat $T/took.on $T/took.off | awk '{ t[NR] = $1 } END { print int((t[1] + t[2]) * 100 / (t[3] + t[4])) }')
-  figure balloon $work % "time of a guest that allocates and frees, by the same without reports"
-  target balloon $work lower 103 "time of a guest that allocates and frees, by the same without reports, %"
+  for work in held anew; do
+    case $work in
+      held) what="a guest that works on memory that it holds" ;;
+      anew) what="a guest that allocates and frees only" ;;
+    esac
+    for how in nothing reports; do figure balloon "$(median $took.$work.$how)" ms "$1, $2: $what, with $how, emulated"; done
+    more=$(cat $took.$work.reports $took.$work.nothing | awk '{ t[NR] = $1 } END { printf "%.1f\n", (t[1] + t[2]) * 100 / (t[3] + t[4]) }')
+    figure balloon $more % "$1, $2: $what, by the same without reports"
+    [ $1 = qemu ] || target balloon $more lower 103 "$2: $what, by the same without reports, %"
+  done
 }
 if ! grep -q lab.only=migration-hints /proc/cmdline; then
   for who in ours qemu; do
@@ -160,5 +174,8 @@ if ! grep -q lab.only=migration-hints /proc/cmdline; then
     ratio=$(echo "$(median $T/rates.ours.$what) $(median $T/rates.qemu.$what)" | awk '{ printf "%.1f", $1 * 100 / $2 }')
     target balloon $ratio higher 100 "$what by that of QEMU, %"
   done
-  check slowdown slowdown
+  for who in ours qemu; do check slowdown_of_$who slowdown $who 4k; alone; done
+  echo $((MEMORY_MIB / 2)) >/proc/sys/vm/nr_hugepages
+  MEMORY=$MEMORY,hugepages=on,hugepage_size=2M
+  check slowdown_on_huge_pages slowdown ours 2m
 fi

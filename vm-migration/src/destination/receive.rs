@@ -230,7 +230,7 @@ impl<V: DestinationVm> Mapped<V> {
             Ok(joined) => joined,
             Err(Cause::Cancelled) => return Err(Cause::Cancelled).step("accepting connections"),
             Err(cause) => {
-                log::warn!("an extra connection was turned away: {}", crate::error::chain(&cause));
+                log::warn!("an extra connection was turned away: {}", error_text::chain(&cause));
                 return Ok(());
             }
         };

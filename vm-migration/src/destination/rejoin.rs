@@ -58,7 +58,7 @@ impl Rejoin {
         match self.try_greet(cancel) {
             Ok(returned) => Some(returned),
             Err(cause) => {
-                let why = crate::error::chain(&cause);
+                let why = error_text::chain(&cause);
                 log::warn!("a connection during postcopy was turned away: {why}");
                 None
             }
@@ -112,7 +112,7 @@ impl Rejoin {
             if let Some(steering::Recover::At(address)) = self.steering.take_recover() {
                 match Listener::bind(&address) {
                     Ok(listener) => self.listener = Arc::new(listener),
-                    Err(error) => log::error!("{}", crate::error::chain(&error)),
+                    Err(error) => log::error!("{}", error_text::chain(&error)),
                 }
             }
             let fds = [self.listener.as_raw_fd()];
@@ -159,7 +159,7 @@ impl Rejoin {
                     Ok((Role::Memory, channel)) => bulk.push(channel),
                     Ok((Role::Fault, channel)) => urgent.push(channel),
                     Err(cause) => {
-                        let why = crate::error::chain(&cause);
+                        let why = error_text::chain(&cause);
                         log::warn!("a connection during a recovery was turned away: {why}");
                     }
                 },

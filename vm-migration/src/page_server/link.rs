@@ -234,10 +234,10 @@ impl Deputy {
         let answer = match taken {
             Ok(Taken::Serving) => Answer::ok(),
             Ok(Taken::Complete) => Answer::Ok { offer_taken: false, payload: vec![1] },
-            Err(cause) => Answer::Error { reason: crate::error::chain(cause) },
+            Err(cause) => Answer::Error { reason: error_text::chain(cause) },
         };
         if let Err(error) = self.channel.connection.send(&answer.encode()) {
-            log::warn!("the VMM cannot be answered: {}", crate::error::chain(&error));
+            log::warn!("the VMM cannot be answered: {}", error_text::chain(&error));
         }
     }
 }

@@ -23,7 +23,7 @@ use super::open::Opened;
 use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::destination::{Engine, Via};
-use crate::error::{Cause, Failure, Side, chain};
+use crate::error::{Cause, Failure, Side};
 use crate::fault::{FaultSource, FaultWait};
 use crate::layout::{GpaRange, PAGE_BYTES, PageRun, to_usize};
 use crate::progress::{FaultSnapshot, Progress};
@@ -123,7 +123,7 @@ impl<M: GuestMemoryMap> Filling<M> {
         progress.set_fault_source(source.kind());
         let plan = Plan::new(&**memory, &geometry, &index);
         let engine = Engine::with_missing(memory, source, plan.missing, progress)
-            .map_err(|cause| SnapshotError::Pages(chain(&cause)))?;
+            .map_err(|cause| SnapshotError::Pages(error_text::chain(&cause)))?;
         let shared = Arc::new(Shared {
             engine,
             memory: Arc::clone(memory),
@@ -173,7 +173,7 @@ impl<M: GuestMemoryMap> Filling<M> {
     pub fn commit(&self) -> Result<(), SnapshotError> {
         self.shared.engine.commit().map_err(|failure| {
             let noted = self.take_failure();
-            noted.unwrap_or_else(|| SnapshotError::Pages(chain(&failure.cause)))
+            noted.unwrap_or_else(|| SnapshotError::Pages(error_text::chain(&failure.cause)))
         })
     }
 
@@ -267,7 +267,7 @@ const TRAIL_UNIT_BITS: u32 = 48;
 impl<M: GuestMemoryMap> Shared<M> {
     /// Notes what failed first, and stops everybody.
     fn fail(&self, error: SnapshotError) {
-        let text = chain(&error);
+        let text = error_text::chain(&error);
         log::error!("memory cannot be restored: {text}");
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         let cause = Cause::Memory(std::io::Error::other(text));
@@ -284,7 +284,7 @@ impl<M: GuestMemoryMap> Shared<M> {
 
     /// Answers the faults of one queue until nobody needs it any more.
     fn answer_faults(&self, reader: usize) -> Result<(), SnapshotError> {
-        let pages = |cause: &Cause| SnapshotError::Pages(chain(cause));
+        let pages = |cause: &Cause| SnapshotError::Pages(error_text::chain(cause));
         let mut faults = Vec::new();
         let mut buffer = AlignedBuffer::new(0);
         loop {
@@ -394,7 +394,7 @@ impl<M: GuestMemoryMap> Shared<M> {
             let range = self.memory.layout().range_of(piece);
             self.engine
                 .take_contents(&mut content, &[range], via, &mut scratch)
-                .map_err(|cause| SnapshotError::Pages(chain(&cause)))?;
+                .map_err(|cause| SnapshotError::Pages(error_text::chain(&cause)))?;
         }
         Ok(())
     }

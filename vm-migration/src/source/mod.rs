@@ -34,7 +34,7 @@ use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::channel::Channel;
-use crate::error::{Failure, GuestIs, MigrationError, Side, Step, chain};
+use crate::error::{Failure, GuestIs, MigrationError, Side, Step};
 use crate::options::SendOptions;
 use crate::progress::{Phase, Progress, Snapshot};
 use crate::report::FailureReport;
@@ -181,7 +181,7 @@ fn give_up<V: SourceVm>(context: Context<'_>, setback: Setback<V>) -> SendFailur
                     SendFailure::Resumed { vm, error }
                 }
                 Err((vm, reason)) => {
-                    log::error!("the guest could not be resumed: {}", chain(&*reason));
+                    log::error!("the guest could not be resumed: {}", error_text::chain(&*reason));
                     let error = fail(Phase::Failed, GuestIs::PausedOnSource, failure);
                     SendFailure::StillPaused { vm, error }
                 }

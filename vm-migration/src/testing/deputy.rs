@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use super::memory::FakeMemory;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
-use crate::error::{Cause, Side, chain};
+use crate::error::{Cause, Side};
 use crate::options::Limits;
 use crate::page_server::{Charge, Deputy, Identity, Principal, Successor, Taken};
 use crate::progress::{Progress, Snapshot};
@@ -74,14 +74,14 @@ impl FakeDeputy {
     }
 
     fn run(&self, socket: UnixStream) -> Served {
-        let said = |cause: Cause| chain(&cause);
+        let said = |cause: Cause| error_text::chain(&cause);
         let mut deputy = Deputy::new(socket).map_err(said)?;
         let made = deputy.take_memory(|description, files| match self.conduct {
             Conduct::RefusesMemory => Err(Cause::Vm("there is no room".into())),
             _ => FakeMemory::over(&description.layout()?, files).map_err(Cause::Vm),
         });
         let (description, memory) = made.map_err(said)?;
-        let layout = description.layout().map_err(|error| chain(&error))?;
+        let layout = description.layout().map_err(|error| error_text::chain(&error))?;
         let Some(charge) = deputy.wait_for_charge(&layout).map_err(said)? else { return Ok(None) };
         if self.conduct == Conduct::Vanishes {
             return Ok(None);
@@ -95,7 +95,7 @@ impl FakeDeputy {
         };
         let taken = |taken: Result<Taken, &Cause>| deputy.tell(taken);
         let served = serve_for_another(memory, &charge, &self.steering, &self.progress, taken);
-        served.map(Some).map_err(|error| chain(&*error))
+        served.map(Some).map_err(|error| error_text::chain(&*error))
     }
 
     /// Waits for its end.

@@ -9,7 +9,6 @@ use super::{
     Builder, FakeMemory, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, options, send,
 };
 use crate::Compression;
-use crate::error::chain;
 use crate::layout::{Backing, PAGE_BYTES};
 use crate::progress::Snapshot;
 
@@ -83,6 +82,6 @@ fn compression_is_refused_where_it_has_no_meaning() {
     let mut options = options(&loopback());
     options.compression = Compression::Zstd;
     options.memory_mode = crate::MemoryMode::Postcopy;
-    let text = chain(&options.check().unwrap_err());
+    let text = error_text::chain(&options.check().unwrap_err());
     assert!(text.contains("compression=zstd"), "{text}");
 }

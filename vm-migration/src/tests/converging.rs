@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::{Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, options};
-use crate::error::chain;
 use crate::progress::{Event, Observer, Snapshot};
 use crate::source::{SendFailure, migrate};
 use crate::testing::{Inject, Pace};
@@ -129,7 +128,11 @@ fn a_machine_that_cannot_be_slowed_down_says_so_before_memory_travels() {
     let (end, events, _) =
         busy(|options| options.convergence = Convergence::Throttle, |vm| vm, |_| false);
     let cause = end.unwrap_err();
-    assert!(chain(&cause).contains("slow down its vCPUs"), "{}", chain(&cause));
+    assert!(
+        error_text::chain(&cause).contains("slow down its vCPUs"),
+        "{}",
+        error_text::chain(&cause)
+    );
     assert!(!events.iter().any(|event| matches!(event, Event::Round { .. })));
 }
 
@@ -183,7 +186,11 @@ fn what_happened_instead_of_converging_is_told_in_numbers() {
     let cause = end.unwrap_err();
     let Cause::NotConverging { downtime_ms, expected_ms, .. } = cause else { panic!("{cause:?}") };
     assert!(downtime_ms == 1 && expected_ms > 1, "{cause:?}");
-    assert!(chain(&cause).contains("convergence=throttle"), "{}", chain(&cause));
+    assert!(
+        error_text::chain(&cause).contains("convergence=throttle"),
+        "{}",
+        error_text::chain(&cause)
+    );
 }
 
 #[test]

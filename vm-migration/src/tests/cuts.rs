@@ -15,7 +15,6 @@ use super::{
     Builder, FakeVm, Guest, LIMITS, ReceiveResult, SendResult, Target, assert_whole, have_uffd,
     loopback, memory, options, send,
 };
-use crate::error::chain;
 use crate::protocol::capabilities::{
     FEATURE_COMING, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES, FEATURE_POSTCOPY,
     FEATURE_ZERO_PAGES, FEATURE_ZSTD,
@@ -122,18 +121,26 @@ fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
         }
         Err(failure) => match *failure {
             SendFailure::Resumed { mut vm, error } => {
-                assert!(!confirm && cut.at != Command::PostcopyDone, "{case}: {}", chain(&error));
+                assert!(
+                    !confirm && cut.at != Command::PostcopyDone,
+                    "{case}: {}",
+                    error_text::chain(&error)
+                );
                 assert!(vm.runs(), "{case}");
                 let failure = received.as_ref().map(drop).unwrap_err();
                 let left = [GuestIs::NotHere, GuestIs::InDoubt];
                 assert!(left.contains(&failure.error.guest), "{case}: {failure:?}");
                 vm.stop();
                 assert_whole(&guest, &from);
-                chain(&error)
+                error_text::chain(&error)
             }
             SendFailure::HandedOver { error, held, .. } => {
-                assert!(confirm && !heals && held.is_none(), "{case}: {}", chain(&error));
-                chain(&error)
+                assert!(
+                    confirm && !heals && held.is_none(),
+                    "{case}: {}",
+                    error_text::chain(&error)
+                );
+                error_text::chain(&error)
             }
             SendFailure::StillPaused { error, .. } => panic!("{case}: {error:?}"),
         },
@@ -240,7 +247,7 @@ fn peers_without_a_feature_go_on_without_it_or_say_what_is_missing() {
         assert!(vm.runs() && run.received.is_err(), "{feature}");
         vm.stop();
         assert_whole(&run.guest, &run.from);
-        chain(&error)
+        error_text::chain(&error)
     };
     for (feature, kind) in [(FEATURE_ZSTD, Kind::Compressed), (FEATURE_LOCAL, Kind::Local)] {
         let told = refused(feature, precopy, kind);

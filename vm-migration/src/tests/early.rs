@@ -8,7 +8,6 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use super::{Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, options};
-use crate::error::chain;
 use crate::progress::Phase;
 use crate::source::{SendFailure, migrate};
 use crate::testing::Inject;
@@ -80,12 +79,20 @@ fn a_machine_that_cannot_be_built_ends_precopy_with_the_reason() {
         let failure = *sender.join().unwrap().unwrap_err();
         let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
         assert_eq!(error.phase, Phase::Precopy);
-        assert!(chain(&error).contains("injected failure in prepare"), "{}", chain(&error));
+        assert!(
+            error_text::chain(&error).contains("injected failure in prepare"),
+            "{}",
+            error_text::chain(&error)
+        );
         assert!(vm.runs());
         vm.stop();
         assert_whole(&guest, &from);
         let error = target.join().unwrap_err().error;
-        assert!(chain(&error).contains("injected failure in prepare"), "{}", chain(&error));
+        assert!(
+            error_text::chain(&error).contains("injected failure in prepare"),
+            "{}",
+            error_text::chain(&error)
+        );
     }
 }
 

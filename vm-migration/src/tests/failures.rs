@@ -10,7 +10,6 @@ use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, options,
     send,
 };
-use crate::error::chain;
 use crate::progress::{Event, Observer, Phase};
 use crate::source::{SendFailure, migrate};
 use crate::testing::{FakeMemory, Inject};
@@ -80,10 +79,14 @@ fn a_source_that_fails_at_any_step_keeps_its_guest() {
                 panic!("{mode:?} {inject:?}: {failure:?}")
             };
             assert_eq!(error.guest, GuestIs::OnSource);
-            assert!(chain(&error).contains("injected failure"), "{}", chain(&error));
+            assert!(
+                error_text::chain(&error).contains("injected failure"),
+                "{}",
+                error_text::chain(&error)
+            );
             rig.assert_goes_on(&mut vm);
             let error = target.join().unwrap_err().error;
-            let told = chain(&error);
+            let told = error_text::chain(&error);
             assert!(told.contains("injected failure"), "{mode:?} {inject:?}: {told}");
         }
     }
@@ -126,7 +129,7 @@ fn a_guest_that_does_not_start_at_the_destination_is_not_resumed_at_the_source()
     let options = rig.options(&target);
     let failure = *send(rig.vm(Inject::Nothing), &options).unwrap_err();
     assert!(matches!(failure, SendFailure::HandedOver { .. }), "{failure:?}");
-    assert!(chain(failure.error()).contains("injected failure"));
+    assert!(error_text::chain(failure.error()).contains("injected failure"));
     let failure = *target.join().unwrap_err();
     assert_eq!(failure.error.guest, GuestIs::OnDestination);
     assert!(failure.vm.is_some(), "the machine is kept for another try");
@@ -141,7 +144,7 @@ fn different_memory_layouts_are_refused_with_both_named() {
     let builder = Builder::new(&other.unwrap(), &rig.guest);
     let target = Target::start(&loopback(), builder, LIMITS);
     let failure = *send(rig.vm(Inject::Nothing), &rig.options(&target)).unwrap_err();
-    let text = chain(failure.error());
+    let text = error_text::chain(failure.error());
     assert!(text.contains("0x0+0x40000 here") && text.contains("0x0+0x800000"), "{text}");
     target.join().unwrap_err();
 }
@@ -157,7 +160,11 @@ fn nobody_there_is_an_error_that_says_so() {
     let failure = *send(rig.vm(Inject::Nothing), &options(&address)).unwrap_err();
     let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
     assert_eq!(error.phase, Phase::Connect);
-    assert!(chain(&error).contains(&address.to_string()), "{}", chain(&error));
+    assert!(
+        error_text::chain(&error).contains(&address.to_string()),
+        "{}",
+        error_text::chain(&error)
+    );
     rig.assert_goes_on(&mut vm);
 }
 
@@ -213,7 +220,7 @@ fn a_cancel_at_the_destination_is_told_to_the_source() {
     });
     let failure = *send(rig.vm(Inject::Nothing), &options).unwrap_err();
     let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
-    assert!(chain(&error).contains("cancelled"), "{}", chain(&error));
+    assert!(error_text::chain(&error).contains("cancelled"), "{}", error_text::chain(&error));
     rig.assert_goes_on(&mut vm);
     assert!(matches!(receiver.join().unwrap().cause, Cause::Cancelled));
 }

@@ -144,7 +144,7 @@ fn without_a_page_server_that_was_asked_for_the_guest_stays() {
     match *send(vm, &options).unwrap_err() {
         SendFailure::Resumed { vm, error } => {
             assert_eq!((error.step, error.guest), ("starting the page server", GuestIs::OnSource));
-            assert!(crate::error::chain(&error).contains("there is no room"), "{error}");
+            assert!(error_text::chain(&error).contains("there is no room"), "{error}");
             assert!(vm.runs());
         }
         other => panic!("{other:?}"),
@@ -162,7 +162,7 @@ fn private_memory_has_no_page_server() {
     let mut options = options(&target.address);
     options.memory_mode = MemoryMode::Postcopy;
     let failure = send(FakeVm::new(&from, &guest).deputy(&deputy), &options).unwrap_err();
-    let text = crate::error::chain(failure.error());
+    let text = error_text::chain(failure.error());
     assert!(text.contains("'ram0', which is private memory"), "{text}");
     target.join().unwrap_err();
 }

@@ -10,7 +10,6 @@ use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, options, send,
 };
 use crate::channel::Channel;
-use crate::error::chain;
 use crate::layout::{Backing, PAGE_BYTES};
 use crate::protocol::capabilities::{Offer, features};
 use crate::protocol::message::{Message, VERSION};
@@ -65,7 +64,11 @@ fn a_guest_stays_when_the_other_side_fails() {
         options.local = true;
         let failure = *send(FakeVm::new(&from, &guest).running(), &options).unwrap_err();
         let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
-        assert!(chain(&error).contains("injected failure"), "{}", chain(&error));
+        assert!(
+            error_text::chain(&error).contains("injected failure"),
+            "{}",
+            error_text::chain(&error)
+        );
         target.join().unwrap_err();
         vm.stop();
         assert_whole(&guest, &from);
@@ -87,7 +90,7 @@ fn private_memory_and_a_network_are_refused_by_name() {
     let target = Target::start(&unix(&dir), Builder::new(&memory(), &guest), LIMITS);
     let failure = *send(FakeVm::new(&private, &guest).running(), &options).unwrap_err();
     let SendFailure::Resumed { error, .. } = failure else { panic!("{failure:?}") };
-    let text = chain(&error);
+    let text = error_text::chain(&error);
     assert!(text.contains("'ram0'") && text.contains("shared=on"), "{text}");
     target.join().unwrap_err();
 }
@@ -125,7 +128,7 @@ fn descriptors_that_are_missing_doubled_or_for_nothing_are_refused() {
     };
     let refused = |control: Channel, target: Target, why: &str| {
         drop(control);
-        let text = chain(&target.join().unwrap_err().error);
+        let text = error_text::chain(&target.join().unwrap_err().error);
         assert!(text.contains(why), "{text}");
     };
     for slot in [2, u32::MAX] {

@@ -15,7 +15,6 @@ use super::{
 };
 use crate::channel::Channel;
 use crate::destination::Faulting;
-use crate::error::chain;
 use crate::progress::{Phase, Snapshot};
 use crate::protocol::message::{Message, Recover};
 use crate::source::migrate;
@@ -182,10 +181,11 @@ impl Run {
         let source = Arc::new(Progress::new(Side::Source));
         let destination = Arc::clone(&target.progress);
         let receiver = std::thread::spawn(move || {
-            let received = target.join().map_err(|failure| chain(&failure.error)).unwrap();
+            let received =
+                target.join().map_err(|failure| error_text::chain(&failure.error)).unwrap();
             let done = received.faults.map(Faulting::wait).unwrap();
             let done = done.map_err(|paused| {
-                let text = chain(&paused.error);
+                let text = error_text::chain(&paused.error);
                 // Its waiters never get their pages.
                 std::mem::forget(paused);
                 text
@@ -197,7 +197,7 @@ impl Run {
             let progress = Arc::clone(&source);
             std::thread::spawn(move || {
                 let sent = migrate(vm, &options, &progress, &Cancel::new().unwrap());
-                sent.map(drop).map_err(|failure| chain(failure.error()))
+                sent.map(drop).map_err(|failure| error_text::chain(failure.error()))
             })
         };
         wait_until("the handover", || destination.phase() == Phase::Fault);

@@ -193,13 +193,7 @@ impl ApiError {
 
     /// A failure that an error and its sources describe.
     pub fn from_error(kind: ApiErrorKind, error: &dyn std::error::Error) -> Self {
-        let mut chain = vec![error.to_string()];
-        let mut source = error.source();
-        while let Some(inner) = source {
-            chain.push(inner.to_string());
-            source = inner.source();
-        }
-        Self { kind, chain }
+        Self { kind, chain: error_text::sentences(error) }
     }
 
     /// Puts a sentence before the others.

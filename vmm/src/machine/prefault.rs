@@ -57,17 +57,6 @@ fn emit(event: &'static str, mode: &str, progress: Progress) {
     events::emit("vm", event, properties);
 }
 
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        text.push_str(": ");
-        text.push_str(&inner.to_string());
-        source = inner.source();
-    }
-    text
-}
-
 /// Begins to populate the zones that ask for it `when`; `None` if none does.
 fn start(
     ram: &GuestRam,
@@ -111,7 +100,7 @@ fn start(
             emit("prefault-cancelled", mode, progress);
         }
         Notice::Failed(error) => {
-            let why = chain(error);
+            let why = error_text::chain(error);
             log::warn!("guest memory is not populated any further: {why}");
             events::emit("vm", "prefault-failed", &[("mode", mode), ("error", &why)]);
             note(PrefaultEnd::Failed(why));
@@ -150,7 +139,10 @@ impl Background {
         zones: &[(String, Prefault)],
     ) -> Option<Self> {
         start(ram, config, zones, Prefault::Background).unwrap_or_else(|error| {
-            log::warn!("guest memory is not populated in the background: {}", chain(&error));
+            log::warn!(
+                "guest memory is not populated in the background: {}",
+                error_text::chain(&error)
+            );
             None
         })
     }

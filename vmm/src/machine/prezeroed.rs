@@ -44,13 +44,7 @@ impl<'a> Pools<'a> {
 
 /// Says why a zone does without.
 pub fn warn(zone: &str, error: &dyn std::error::Error) {
-    let mut why = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        why.push_str(": ");
-        why.push_str(&inner.to_string());
-        source = inner.source();
-    }
+    let why = error_text::chain(error);
     log::warn!(
         "memory zone '{zone}' does without prezeroed memory and is zeroed when it is used: {why}"
     );

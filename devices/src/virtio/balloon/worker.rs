@@ -22,7 +22,7 @@ use super::shared::Shared;
 use super::statistics::STATISTICS_BYTES_MAX;
 use super::{F_DEVICE_INIT_ON_INFLATE, F_MUST_TELL_HOST, PAGE_BYTES, hinting};
 use crate::virtio::buffers::Segments;
-use crate::virtio::queue::{Broken, Chain, WorkQueue};
+use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
 
 const INFLATE_TOKEN: u64 = 0;
@@ -52,35 +52,6 @@ pub(crate) struct BalloonWorker {
     kept: Option<u16>,
     timer: Option<(TimerFd, Duration)>,
 }
-
-/// Serves a queue until it is empty or others have waited enough. `request` says how many bytes it
-/// wrote, or what is wrong with a chain.
-fn serve(
-    queue: &mut WorkQueue,
-    mut request: impl FnMut(&GuestMemory, &mut Chain) -> Result<u64, &'static str>,
-) -> Result<(), Broken> {
-    let memory = queue.memory();
-    let mut budget = BUDGET;
-    loop {
-        queue.suppress_kicks(&memory)?;
-        while let Some(mut chain) = queue.pop(&memory)? {
-            let head = chain.head;
-            let written = request(&memory, &mut chain).map_err(|why| queue.bad_chain(head, why))?;
-            queue.add_used(&memory, head, written)?;
-            budget -= 1;
-            if budget == 0 {
-                queue.kick_self();
-                return queue.notify(&memory);
-            }
-        }
-        queue.notify(&memory)?;
-        if !queue.allow_kicks(&memory)? {
-            return Ok(());
-        }
-    }
-}
-
-const NOT_RAM: &str = "points outside of guest RAM";
 
 /// Copies the front of a buffer.
 fn read(memory: &GuestMemory, from: &Segments, len_bytes: u64) -> Result<Vec<u8>, &'static str> {
@@ -133,7 +104,7 @@ impl BalloonWorker {
 
     fn inflate(&mut self) -> Result<(), Broken> {
         let Self { queues, shared, pages, features, .. } = self;
-        serve(&mut queues.inflate, |memory, chain| {
+        queues.inflate.serve(BUDGET, |memory, chain| {
             let pfns = pfns(memory, chain)?;
             let given = pages.inflate(&pfns, &shared.done);
             if *features & F_DEVICE_INIT_ON_INFLATE == 0 || shared.config().poison != 0 {
@@ -155,7 +126,7 @@ impl BalloonWorker {
 
     fn deflate(&mut self) -> Result<(), Broken> {
         let Self { queues, shared, pages, .. } = self;
-        serve(&mut queues.deflate, |memory, chain| {
+        queues.deflate.serve(BUDGET, |memory, chain| {
             pages.deflate(&pfns(memory, chain)?, &shared.done);
             Ok(0)
         })
@@ -164,7 +135,7 @@ impl BalloonWorker {
     fn report(&mut self) -> Result<(), Broken> {
         let Self { queues, shared, pages, .. } = self;
         let Some(queue) = &mut queues.reporting else { return Ok(()) };
-        serve(queue, |_, chain| {
+        queue.serve(BUDGET, |_, chain| {
             let ranges = ranges(&chain.writable);
             // What comes back is zero, and the guest relies on another value.
             if shared.config().poison != 0 {
@@ -180,7 +151,7 @@ impl BalloonWorker {
     fn hints(&mut self) -> Result<(), Broken> {
         let Self { queues, shared, .. } = self;
         let Some(queue) = &mut queues.hinting else { return Ok(()) };
-        serve(queue, |memory, chain| {
+        queue.serve(BUDGET, |memory, chain| {
             if chain.readable.len_bytes() >= 4 {
                 let command = read(memory, &chain.readable, 4)?;
                 let command = command.try_into().map_or(0, u32::from_le_bytes);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use virtio_queue::QueueState;
 
 use crate::endpoint::ConsoleEndpoint;
-use crate::virtio::queue::{Broken, WorkQueue};
+use crate::virtio::queue::{Broken, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
 
 const RECEIVE_TOKEN: u64 = 0;
@@ -51,9 +51,9 @@ impl ConsoleWorker {
                     let len_bytes = left.min(BUFFER_BYTES as u64);
                     left -= len_bytes;
                     let Some(piece) = chain.readable.split_front(len_bytes) else { break };
-                    let copied = piece.copy_out(&memory, &mut buffer).map_err(|_| {
-                        self.transmit.bad_chain(chain.head, "points outside of guest RAM")
-                    })?;
+                    let copied = piece
+                        .copy_out(&memory, &mut buffer)
+                        .map_err(|_| self.transmit.bad_chain(chain.head, NOT_RAM))?;
                     self.endpoint.write(buffer.get(..copied).unwrap_or_default());
                 }
                 self.transmit.add_used(&memory, chain.head, 0)?;
@@ -100,7 +100,7 @@ impl ConsoleWorker {
             let copied = chain
                 .writable
                 .copy_in(&memory, input)
-                .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+                .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
             self.receive.add_used(&memory, chain.head, u64::try_from(copied).unwrap_or(0))?;
         }
         self.receive.notify(&memory)

@@ -11,7 +11,7 @@ use virtio_queue::QueueState;
 use super::worker::MemWorker;
 use super::{F_UNPLUGGED_INACCESSIBLE, Shared, state};
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
-use crate::virtio::queue::WorkQueue;
+use crate::virtio::one_queue::only_queue;
 use crate::virtio::worker::Workers;
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
@@ -157,10 +157,8 @@ impl VirtioDevice for Mem {
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let Activation { memory, interrupt, queues, features } = activation;
-        let queue = queues.into_iter().find(|queue| queue.index == 0);
-        let queue = queue.ok_or(ActivateError::MissingQueue { index: 0 })?;
-        let queue = WorkQueue::new(queue, &memory, &interrupt, features);
+        let interrupt = Arc::clone(&activation.interrupt);
+        let queue = only_queue(activation)?;
         self.workers.spawn(&self.id, &[], MemWorker::new(queue, Arc::clone(&self.shared)))?;
         self.shared.set_driver(Some(interrupt));
         Ok(())

@@ -140,19 +140,8 @@ fn answer(done: &Result<(), PlugError>) -> Answer {
         }
         PlugError::NoPages(_) | PlugError::NotMapped { .. } => {
             // Drivers try again after a while, and somebody may have raised the limit by then.
-            warn!("a guest gets less memory than it is to have: {}", chain(error));
+            warn!("a guest gets less memory than it is to have: {}", error_text::chain(error));
             Answer::Busy
         }
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(source) = next {
-        text.push_str(": ");
-        text.push_str(&source.to_string());
-        next = source.source();
-    }
-    text
 }

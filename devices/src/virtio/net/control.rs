@@ -5,19 +5,16 @@
 //! Filters are best effort in virtio: receive modes and VLANs are accepted, and frames that they
 //! would keep away are delivered all the same.
 
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use memory::GuestMemory;
 use virtio_bindings::virtio_net as abi;
-use virtio_queue::QueueState;
 
 use super::config::{GUEST_OFFLOADS, Link};
 use super::tap::MacAddress;
-use crate::virtio::queue::{Broken, Chain, WorkQueue};
-use crate::virtio::worker::{Watch, Work};
+use crate::virtio::one_queue::OneQueue;
+use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 
-const KICK_TOKEN: u64 = 0;
 /// Chains taken before other events are looked at.
 const BUDGET: u32 = 64;
 /// Longest command that is looked at: a table of addresses is longer, and is not looked at.
@@ -36,48 +33,29 @@ impl ControlWorker {
     pub(crate) fn new(queue: WorkQueue, link: Arc<Link>, features: u64) -> Self {
         Self { queue, link, features }
     }
+}
 
-    fn serve(&mut self) -> Result<(), Broken> {
-        let memory = self.queue.memory();
-        let mut budget = BUDGET;
-        loop {
-            self.queue.suppress_kicks(&memory)?;
-            while let Some(chain) = self.queue.pop(&memory)? {
-                self.execute(&memory, &chain)?;
-                self.queue.add_used(&memory, chain.head, 1)?;
-                budget -= 1;
-                if budget == 0 {
-                    self.queue.kick_self();
-                    return self.queue.notify(&memory);
-                }
-            }
-            self.queue.notify(&memory)?;
-            if !self.queue.allow_kicks(&memory)? {
-                return Ok(());
-            }
-        }
-    }
+/// Carries out what comes by the control queue.
+struct Commands<'a> {
+    link: &'a Link,
+    features: u64,
+}
 
-    fn execute(&self, memory: &GuestMemory, chain: &Chain) -> Result<(), Broken> {
-        let bad = |why| self.queue.bad_chain(chain.head, why);
+impl Commands<'_> {
+    /// Says how many bytes it wrote.
+    fn execute(&self, memory: &GuestMemory, chain: &Chain) -> Result<u64, &'static str> {
         if chain.writable.len_bytes() == 0 {
-            return Err(bad("has no room for an answer"));
+            return Err("has no room for an answer");
         }
         let mut command = [0; COMMAND_BYTES_MAX];
-        let len_bytes = chain
-            .readable
-            .copy_out(memory, &mut command)
-            .map_err(|_| bad("points outside of guest RAM"))?;
+        let len_bytes = chain.readable.copy_out(memory, &mut command).map_err(|_| NOT_RAM)?;
         let accepted = match command.get(..len_bytes).unwrap_or_default() {
             [class, command, data @ ..] => self.command(u32::from(*class), *command, data),
             _ => false,
         };
         let answer = if accepted { OK } else { ERROR };
-        chain
-            .writable
-            .copy_in(memory, &[answer])
-            .map_err(|_| bad("points outside of guest RAM"))?;
-        Ok(())
+        chain.writable.copy_in(memory, &[answer]).map_err(|_| NOT_RAM)?;
+        Ok(1)
     }
 
     fn has(&self, feature: u32) -> bool {
@@ -156,26 +134,14 @@ impl ControlWorker {
     }
 }
 
-impl Work for ControlWorker {
-    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
-        watch.on(KICK_TOKEN, self.queue.kick().as_raw_fd())?;
-        self.serve()
+impl OneQueue for ControlWorker {
+    fn queue(&self) -> &WorkQueue {
+        &self.queue
     }
 
-    fn ready(&mut self, _token: u64, _watch: &mut Watch) -> Result<(), Broken> {
-        self.queue.take_kick();
-        self.serve()
-    }
-
-    fn drain(&mut self) -> Result<(), Broken> {
-        Ok(())
-    }
-
-    fn queue_states(&self) -> Vec<(u16, QueueState)> {
-        vec![self.queue.state()]
-    }
-
-    fn report_broken(&self) {
-        self.queue.interrupt().needs_reset();
+    fn serve(&mut self) -> Result<(), Broken> {
+        let Self { queue, link, features } = self;
+        let commands = Commands { link, features: *features };
+        queue.serve(BUDGET, |memory, chain| commands.execute(memory, chain))
     }
 }

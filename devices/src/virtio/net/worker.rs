@@ -13,7 +13,7 @@ use virtio_queue::QueueState;
 use super::config::Link;
 use super::counters::NetCounters;
 use super::tap::{HEADER_BYTES, Tap};
-use crate::virtio::queue::{Broken, Chain, WorkQueue};
+use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
 
 const RECEIVE_TOKEN: u64 = 0;
@@ -208,7 +208,7 @@ impl NetWorker {
         let mut ranges = chain
             .writable
             .host_ranges(memory)
-            .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+            .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
         // SAFETY: the tail is not moved, freed or otherwise used before `ranges` is dropped at the
         // end of this function.
         unsafe { ranges.push_own(self.tail.as_mut_ptr(), self.tail.len()) };
@@ -231,7 +231,7 @@ impl NetWorker {
             chain
                 .writable
                 .copy_in_at(memory, offset, &one_buffer)
-                .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+                .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
             self.count_received(len_bytes);
             self.receive.add_used(memory, chain.head, len_bytes as u64)?;
             return Ok(Delivery::Finished);
@@ -245,7 +245,7 @@ impl NetWorker {
         chain
             .writable
             .copy_out(memory, &mut frame)
-            .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+            .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
         frame.extend_from_slice(self.tail.get(..len_bytes - room).unwrap_or_default());
         self.deliver(memory, chain, frame)
     }
@@ -290,7 +290,7 @@ impl NetWorker {
             let copied = chain
                 .writable
                 .copy_in(memory, rest)
-                .map_err(|_| self.receive.bad_chain(chain.head, "points outside of guest RAM"))?;
+                .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
             used.push((chain.head, copied as u64));
             done += copied;
         }

@@ -15,7 +15,7 @@ use super::state;
 use super::worker::RngWorker;
 use crate::virtio::RING_FEATURES;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
-use crate::virtio::queue::WorkQueue;
+use crate::virtio::one_queue::only_queue;
 use crate::virtio::worker::Workers;
 
 /// Virtio device ID of entropy devices.
@@ -92,10 +92,7 @@ impl VirtioDevice for Rng {
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let Activation { memory, interrupt, queues, features } = activation;
-        let queue = queues.into_iter().find(|queue| queue.index == 0);
-        let queue = queue.ok_or(ActivateError::MissingQueue { index: 0 })?;
-        let queue = WorkQueue::new(queue, &memory, &interrupt, features);
+        let queue = only_queue(activation)?;
         let worker = RngWorker::new(queue, Arc::clone(&self.source));
         self.workers.spawn(&self.config.id, &[], worker)
     }

@@ -14,7 +14,7 @@ use super::{End, Grain, Server};
 use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
-use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step, chain};
+use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step};
 use crate::options::SendOptions;
 use crate::page_server::{Charge, Successor, Taken, Terms};
 use crate::progress::{Event as ProgressEvent, Phase, Progress, Snapshot};
@@ -78,7 +78,7 @@ impl<M: GuestMemoryMap> Server<M> {
                 Some(taken)
             }
             Err(error) => {
-                self.not_handed_on(chain(&*error));
+                self.not_handed_on(error_text::chain(&*error));
                 None
             }
         }
