@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's group balloon-bench needs beside the usual machine: QEMU, to compare with. Sourced by
+# What the lab's groups that compare with QEMU need beside the usual machine. Sourced by
 # scripts/lab.
 
-# build_extra_balloon_bench FILE: writes an initramfs with QEMU and its firmware.
-build_extra_balloon_bench() {
-  local tree=$LAB/balloon-bench firmware file
-  rm -rf "$tree"
+# add_qemu TREE: QEMU and its firmware.
+add_qemu() {
+  local tree=$1 firmware file
   mkdir -p "$tree/bin/qemu"
   add_program "$tree" "$(command -v qemu-system-x86_64)"
   for firmware in qboot.rom kvmvapic.bin linuxboot_dma.bin; do
@@ -13,5 +12,10 @@ build_extra_balloon_bench() {
       [ ! -e "$file" ] || { cp -L "$file" "$tree/bin/qemu/" && break; }
     done
   done
-  pack "$tree" "$1"
+}
+# build_extra_balloon_bench FILE: writes an initramfs with it.
+build_extra_balloon_bench() {
+  rm -rf "$LAB/balloon-bench"
+  add_qemu "$LAB/balloon-bench"
+  pack "$LAB/balloon-bench" "$1"
 }

@@ -25,7 +25,13 @@ build_extra_iommufd() {
   cp "$LAB/l2-initramfs-amd64.gz" "$LAB/vfio/lab/initramfs-amd64.gz"
   pack "$LAB/vfio" "$1"
 }
-build_extra_bench_passthrough() { build_extra_vfio "$@"; }
+# The benchmark compares with QEMU, and has a pool.
+build_extra_bench_passthrough() {
+  build_extra_vfio "$1"
+  add_qemu "$LAB/vfio"
+  add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
+  pack "$LAB/vfio" "$1"
+}
 build_extra_iommufd_memory() { build_extra_vfio "$@"; }
 build_extra_vfio_gate() { build_extra_vfio "$@"; }
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }

@@ -11,10 +11,12 @@ use std::path::Path;
 use crate::machine;
 use crate::report::{Figure, Report, Target};
 
-const MODES: [(&str, &str); 5] = [
+const MODES: [(&str, &str); 7] = [
     ("none", "no device"),
     ("strict", "pin=strict"),
     ("overlap", "pin=overlap"),
+    ("pool", "pin=overlap with a pool"),
+    ("qemu", "QEMU"),
     ("strict-iommufd", "pin=strict by iommufd"),
     ("overlap-iommufd", "pin=overlap by iommufd"),
 ];
@@ -97,6 +99,25 @@ fn report(samples: &BTreeMap<Key<'_>, Vec<f64>>) -> Report {
         if let Some((iommufd, type1)) = pinning {
             let name = format!("pinning with pin=strict, iommufd over type1, {mib} MiB of {pages}");
             targets.push(Target::at_most(&name, iommufd / type1, 1.0));
+        }
+    }
+    for memory in MEMORY {
+        let (pages, mib) = memory;
+        let about = format!("{mib} MiB of {pages}");
+        let usable = of("overlap", memory, "bus-master-granted");
+        if let Some((ours, theirs)) = usable.zip(of("qemu", memory, "bus-master-granted")) {
+            let name = format!("device usable, overlap over QEMU, {about}");
+            targets.push(Target::at_most(&name, ours / theirs, 1.0));
+        }
+        // What the guest takes by itself is what it takes when all is pinned before it starts.
+        let alone = of("strict", memory, "bus-master-asked").zip(of("strict", memory, "pinning"));
+        if let Some((ours, (asked, pinning))) = usable.zip(alone) {
+            let name = format!("device usable over the guest's own time or pinning alone, {about}");
+            targets.push(Target::at_most(&name, ours / (asked - pinning).max(pinning), 1.1));
+        }
+        if let Some(pinning) = of("pool", memory, "pinning") {
+            let name = format!("pinning memory of the pool, ms, {about}");
+            targets.push(Target::at_most(&name, pinning, 100.0));
         }
     }
     let notes = vec![

@@ -93,3 +93,21 @@ snapshot() {
   below d 160 && remote d resize --balloon 0 && wait_until 60 actual_is d 0 && guest d "$kept"
 }
 check a_snapshot_keeps_the_balloon snapshot
+# Restored on demand: the balloon grows and the guest gives memory up while its memory is still to come.
+on_demand() {
+  remote d resize --balloon 64M && wait_until 60 actual_is d 64 || return 1
+  remote d pause && mkdir -p $T/snap2 && remote d snapshot file://$T/snap2 || return 1
+  remote d shutdown-vmm || return 1
+  ends d 30 && start_vmm e || return 1
+  remote e restore source_url=file://$T/snap2,memory_restore_mode=ondemand && remote e resize --balloon 112M || return 1
+  remote e resume && open_console e || return 1
+  guest e 'for n in 1 2 3; do head -c 16777216 /dev/zero | tr "\0" "v" >/tmp/churn; rm /tmp/churn; done' || return 1
+  wait_until 60 actual_is e 112 && guest e "$kept" || return 1
+  wait_until 120 grep -q restore-memory-completed $T/e.events || return 1
+  # What could not go while it was still to come has gone since.
+  wait_until 30 below e 144 || { echo "$(blocks e) MiB of 144 at most"; return 1; }
+  remote e resize --balloon 0 && wait_until 60 actual_is e 0 || return 1
+  guest e 'head -c 88080384 /dev/zero | tr "\0" "w" >/tmp/fill; tr -d w </tmp/fill | wc -c' || return 1
+  [ "$(cat $T/out)" = 0 ] && guest e "rm /tmp/fill; $kept"
+}
+check an_on_demand_restore_with_a_balloon_in_use on_demand

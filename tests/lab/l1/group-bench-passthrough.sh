@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # Figures for `scripts/bench passthrough-boot`: from exec to the guest's first instruction, to its driver's
-# first Bus Master Enable, and to that being granted, by memory, kind of page and mode. One line each:
-# FIGURE MODE PAGES MIB RUN WHAT MILLISECONDS. On the kernel with iommufd each mode is measured by that, too.
+# first Bus Master Enable, and to that being granted, by memory, kind of page and mode, and for QEMU. One line
+# each: FIGURE MODE PAGES MIB RUN WHAT MILLISECONDS. On the kernel with iommufd each mode is measured by that,
+# too.
 # limit_s: 2400
 # on_request
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
@@ -14,24 +15,86 @@ runs=$(sed -n 's/.*lab.runs=\([0-9]*\).*/\1/p' /proc/cmdline)
 # Of the group with the name, as 'disk' has counters of its own.
 value() { sed -n "s/.*\"$1\": \([0-9]*\).*/\1/p" $T/counters | head -n 1; }
 measured() { remote a counters >$T/counters 2>/dev/null && [ -n "$(value $1)" ]; }
-modes="none strict overlap"
+modes="none strict overlap pool qemu"
 [ -z "$PASS_BY" ] || modes="$modes strict-iommufd overlap-iommufd"
+# set_aside PAGES MIB: huge pages, if it takes them.
+set_aside() { [ $1 != 2m ] || echo $(($2 / 2)) >/proc/sys/vm/nr_hugepages; }
+# uptime_ms: the clock that the VMM's counters have, in hundredths of a second.
+uptime_ms() { sed 's/ .*//; s/\.//; s/^0*//; s/$/0/' /proc/uptime; }
+now_us() { bash -c 'echo ${EPOCHREALTIME/./}'; }
+
+# with_pool PAGES MIB: a pool that has the memory of one VM ready.
+with_pool() {
+  case $1 in 4k) pages=4K ;; 2m) pages=2M ;; esac
+  printf '%s\n' "socket = '$T/pool.sock'" "stats_socket = '$T/stats.sock'" "idle_only = false" "bandwidth = '0'" \
+    "keep_free = '0'" "[[slots]]" "size = '${2}M'" "pages = '$pages'" "count = 1" >$T/pool.toml
+  rm -f $T/pool.sock $T/stats.sock
+  prezero-pool run --config $T/pool.toml >$T/pool.vmm.log 2>&1 &
+  pool=$!
+  wait_until 120 slot_is_ready
+}
+slot_is_ready() { prezero-pool --config $T/pool.toml stats 2>/dev/null | grep -q 'state="ready".* 1$'; }
+
+# measure_qemu PAGES MIB RUN: QEMU with the same guest and disk. KVM's own trace keeps the first entries into a
+# guest, QEMU's has the writes to the disk's configuration.
+TRACING=/sys/kernel/tracing
+asks_for_dma() { sed -n 's/^[0-9]*@\([0-9]*\)\.\([0-9]*\):vfio_pci_write_config .*@0x4, 0x[0-9a-f]*[4-7c-f], len=.*/\1\2/p' $T/q.trace | head -n 1; }
+has_asked() { [ -n "$(asks_for_dma)" ] || [ ! -d /proc/$vmm ]; }
+measure_qemu() {
+  huge=
+  [ $1 = 4k ] || huge=,hugetlb=on,hugetlbsize=2M
+  set_aside $1 $2
+  echo vfio_pci_write_config >$T/q.trace-events
+  : >$T/q.trace
+  for set in tracing_on=0 trace_clock=mono options/overwrite=0 buffer_size_kb=64 events/kvm/kvm_entry/enable=1 tracing_on=1; do
+    echo "${set#*=}" >$TRACING/${set%=*}
+  done
+  : >$TRACING/trace
+  begin_us=$(now_us) begin_ms=$(uptime_ms)
+  qemu-system-x86_64 -L /bin/qemu -accel kvm -cpu host -M q35,memory-backend=ram -smp 1 -m ${2}M \
+    -object memory-backend-memfd,id=ram,size=${2}M,share=on$huge -nodefaults -display none -no-reboot \
+    -bios /bin/qemu/qboot.rom -kernel /lab/vmlinuz -initrd /lab/initramfs.gz -append "$CMDLINE" \
+    -device vfio-pci,host=$(basename $disk) -msg timestamp=on -trace events=$T/q.trace-events,file=$T/q.trace \
+    >$T/q.vmm.log 2>&1 &
+  vmm=$!
+  wait_until 240 has_asked
+  asked=$(asks_for_dma)
+  echo 0 >$TRACING/tracing_on
+  first=$(sed -n 's/.* \([0-9]*\)\.\([0-9]*\): kvm_entry:.*/\1\2/p' $TRACING/trace | head -n 1)
+  if [ -n "$asked" ] && [ -n "$first" ]; then
+    key="qemu $1 $2 $3"
+    echo "FIGURE $key first-instruction $((first / 1000 - begin_ms))"
+    echo "FIGURE $key bus-master-asked $(((asked - begin_us) / 1000))"
+    echo "FIGURE $key bus-master-granted $(((asked - begin_us) / 1000))"
+  else
+    failed "qemu_$1_$2" "first '$first', asked '$asked'"
+  fi
+  kill -9 $vmm
+  wait $vmm 2>/dev/null
+  echo 0 >/proc/sys/vm/nr_hugepages
+}
 # measure MODE PAGES MIB RUN
 measure() {
-  device="--device path=$disk,id=disk,pin=${1%-iommufd}"
+  [ $1 != qemu ] || { measure_qemu $2 $3 $4; return; }
+  pin=${1%-iommufd} zone= pool=
+  if [ $1 = pool ]; then
+    pin=overlap zone=,prezeroed=$T/pool.sock
+    set_aside $2 $3
+    with_pool $2 $3 || { failed "pool_$2_$3" "no memory is ready"; return; }
+  fi
+  device="--device path=$disk,id=disk,pin=$pin"
   case $1 in *-iommufd) device="$PASS_BY $device" ;; esac
   last=bus_master_waited_us
   [ $1 != none ] || { device=; last=first_mmio_monotonic_us; }
   pages=
   if [ $2 = 2m ]; then
-    echo $(($3 / 2)) >/proc/sys/vm/nr_hugepages
+    set_aside $2 $3
     pages=,hugepages=on,hugepage_size=2M
   fi
   rm -f $T/a.sock
-  # Hundredths of a second; all that follows are seconds.
-  begin_ms=$(sed 's/ .*//; s/\.//; s/^0*//; s/$/0/' /proc/uptime)
+  begin_ms=$(uptime_ms)
   cloud-hypervisor --api-socket path=$T/a.sock --event-monitor path=$T/a.events --kernel /lab/vmlinuz \
-    --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" --cpus boot=1 --memory size=${3}M,shared=on$pages \
+    --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" --cpus boot=1 --memory size=${3}M,shared=on$pages$zone \
     --serial off --console off $device >$T/a.vmm.log 2>&1 &
   vmm=$!
   polls=0
@@ -43,6 +106,7 @@ measure() {
   done
   since() { echo "FIGURE $1 $(($2 / 1000 - begin_ms))"; }
   key="$1 $2 $3 $4"
+  [ -z "$pool" ] || grep -q prezeroed-taken $T/a.events || failed "$1_$2_$3" "the pool gave nothing"
   since "$key first-instruction" "$(value first_instruction_monotonic_us)"
   if [ $1 != none ]; then
     asked=$(value bus_master_asked_monotonic_us)
@@ -50,8 +114,8 @@ measure() {
     since "$key bus-master-granted" $((asked + $(value bus_master_waited_us)))
     echo "FIGURE $key pinning $(sed -n 's/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/a.events)"
   fi
-  kill -9 $vmm
-  wait $vmm 2>/dev/null
+  kill -9 $vmm $pool
+  wait $vmm $pool 2>/dev/null
   echo 0 >/proc/sys/vm/nr_hugepages
 }
 run=0

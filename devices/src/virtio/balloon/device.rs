@@ -76,16 +76,19 @@ pub struct BalloonHandle {
 }
 
 impl BalloonHandle {
-    /// Sets how large the balloon is to be; the guest brings it there when it can.
+    /// Sets how large the balloon is to be; the guest brings it there when it can. A guest that took
+    /// pages out because it had no others does not put them in again by itself: it is told whenever it
+    /// has not what it is to have, also if that is what it was to have before.
     ///
     /// # Errors
     /// It is larger than the guest's memory.
     pub fn resize(&self, size_bytes: u64) -> Result<(), BalloonError> {
         let target_pages = pages_of(size_bytes, &self.shared.ram)?;
-        let changed = self.shared.change_config(|config| {
-            std::mem::replace(&mut config.target_pages, target_pages) != target_pages
+        let news = self.shared.change_config(|config| {
+            let changed = std::mem::replace(&mut config.target_pages, target_pages) != target_pages;
+            changed || config.actual_pages != target_pages
         });
-        if let Some(driver) = self.shared.driver().filter(|_| changed) {
+        if let Some(driver) = self.shared.driver().filter(|_| news) {
             driver.interrupt.config_changed();
         }
         Ok(())
