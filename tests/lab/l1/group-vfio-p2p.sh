@@ -20,9 +20,10 @@ check both_are_bound eval "give_to_vfio $writes && give_to_vfio $buffer"
 # The program is on the second disk.
 DISK_OPTIONS=" path=/lab/nvme-peer,readonly=on"
 
-# one_writes NAME: the guest takes both from their driver and runs the program, whose lines are in $T/out.
+# one_writes NAME: the guest takes both from their driver for as long as the program runs, whose lines are in
+# $T/out.
 one_writes() {
-  guest $1 "$function_of; head -c 1048576 /dev/vdb >/tmp/nvme-peer; chmod +x /tmp/nvme-peer; for i in \$(seq 100); do grep -qs '^buffer' /sys/class/nvme/*/serial && grep -qs '^writes' /sys/class/nvme/*/serial && break; sleep 0.1; done; a=\$(function_of writes); b=\$(function_of buffer); for f in \$a \$b; do basename \$f >/sys/bus/pci/drivers/nvme/unbind; done; /tmp/nvme-peer \$a \$b 2>&1"
+  guest $1 "$function_of; head -c 1048576 /dev/vdb >/tmp/nvme-peer; chmod +x /tmp/nvme-peer; for i in \$(seq 100); do grep -qs '^buffer' /sys/class/nvme/*/serial && grep -qs '^writes' /sys/class/nvme/*/serial && break; sleep 0.1; done; a=\$(function_of writes); b=\$(function_of buffer); for f in \$a \$b; do basename \$f >/sys/bus/pci/drivers/nvme/unbind; done; /tmp/nvme-peer \$a \$b 2>&1; code=\$?; for f in \$a \$b; do basename \$f >/sys/bus/pci/drivers/nvme/bind; done; test \$code = 0"
   code=$?
   cat $T/out
   return $code
@@ -39,6 +40,13 @@ check again_when_it_is_on the_line "other device with decoding on again: arrives
 check not_where_it_was the_line "where it was before it moved: does not arrive"
 check where_it_moved_to the_line "where it moved to: arrives"
 check where_it_is_again the_line "where it is again: arrives"
+# Nothing that is mapped for the other keeps it here.
+comes_and_goes() {
+  remote a remove-device buffer && wait_until 60 happened a device-removed || return 1
+  basename $buffer >$buffer/driver/unbind && [ ! -e $buffer/driver ] && give_to_vfio $buffer || return 1
+  remote a add-device path=$buffer,id=buffer && one_writes a && the_line "other device: arrives" && the_line "where it moved to: arrives"
+}
+check other_device_comes_and_goes comes_and_goes
 all_of_it_is_mapped() { ! grep -E "cannot reach all of device|stays mapped" $T/a.vmm.log; }
 check all_of_it_is_mapped all_of_it_is_mapped
 power_button() { remote $1 power-button && wait_until 60 says $1 "POWER-BUTTON" && ends $1 60; }
