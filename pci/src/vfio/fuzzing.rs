@@ -3,8 +3,9 @@
 //! Entry point for fuzzing: bytes become a function's configuration space and a guest's accesses.
 //!
 //! Whatever hardware says and a guest does, nothing may panic, nothing that is made up here may reach
-//! the host, no BAR may lie over another in the guest, bus mastering may never pass a closed gate, and
-//! nothing may be left shown or connected.
+//! the host, no BAR may lie over another in the guest, bus mastering may never pass a closed gate, other
+//! functions may reach nothing that the guest does not reach, and nothing may be left shown, mapped or
+//! connected.
 
 use std::sync::Arc;
 
@@ -15,8 +16,8 @@ use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
 use devices::bus::BusDevice as _;
 
-use super::fakes::{FakeFunction, FakeLine, FakeSlots};
-use super::{DmaGate, HostFunction, VfioPciDevice, VfioWiring};
+use super::fakes::{FakeFunction, FakeLine, FakePeers, FakeSlots};
+use super::{DmaGate, HostFunction, PeerBars, VfioPciDevice, VfioWiring};
 
 const WINDOWS: MmioWindows = MmioWindows {
     below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x100_0000 },
@@ -67,13 +68,19 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     let Ok(host) = FakeFunction::new(config, Arc::clone(&gate)) else { return };
     let slots = Arc::new(FakeSlots::default());
     let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
-    drive(&host, &slots, &mapper, &gate, input);
+    let iommu = Arc::new(FakePeers::new(Arc::clone(&slots), Arc::clone(&gate)));
+    let peers = PeerBars::new(iommu.clone());
+    // Another function, so that it matters.
+    let _other = peers.join("other");
+    drive(&host, &slots, &mapper, (&gate, &peers), input);
     assert_eq!(host.violations(), Vec::<String>::new());
     assert_eq!(slots.violations(), Vec::<String>::new());
     assert_eq!(mapper.violations(), Vec::<String>::new());
     // Its windows keep the device.
     drop(mapper);
     assert_eq!(slots.shown(), Vec::<std::ops::Range<u64>>::new());
+    assert_eq!(iommu.mapped(), Vec::<std::ops::Range<u64>>::new());
+    assert_eq!(iommu.violations(), Vec::<String>::new());
     assert_eq!(host.connected(), None);
 }
 
@@ -81,7 +88,7 @@ fn drive(
     host: &Arc<FakeFunction>,
     slots: &Arc<FakeSlots>,
     mapper: &Arc<FakeMapper>,
-    gate: &Arc<DmaGate>,
+    (gate, peers): (&Arc<DmaGate>, &Arc<PeerBars>),
     mut input: &[u8],
 ) {
     let line = std::fs::File::open("/dev/null").ok();
@@ -91,6 +98,7 @@ fn drive(
         gate: Arc::clone(gate),
         intx: line.map(|file| Box::new(FakeLine(file)) as _),
         trapped_bars: Vec::new(),
+        peers: Some(Arc::clone(peers)),
     };
     let host: Arc<dyn HostFunction> = host.clone();
     let Ok(device) = VfioPciDevice::new("fuzz".to_owned(), host, wiring) else { return };
