@@ -225,6 +225,13 @@ static void report(const char *what, volatile uint8_t *found, const uint8_t *exp
 	       same(found, expected) ? "arrives" : same(found, untouched) ? "does not arrive" : "differs", status);
 }
 
+/* Puts the 64-bit BAR 2 somewhere. */
+static void place_bar(int config, uint64_t at)
+{
+	write_config(config, PCI_BAR2 + 4, at >> 32, 4);
+	write_config(config, PCI_BAR2, (uint32_t)at, 4);
+}
+
 int main(int argc, char **argv)
 {
 	uint8_t expected[PAGE];
@@ -269,17 +276,13 @@ int main(int argc, char **argv)
 	report("other device with decoding on again", buffer, expected, status);
 
 	fill(buffer, 0xa5);
-	write_config(config, PCI_BAR2 + 4, moved >> 32, 4);
-	write_config(config, PCI_BAR2, (uint32_t)moved, 4);
+	place_bar(config, moved);
 	status = identify_to(&disk, bar);
-	write_config(config, PCI_BAR2 + 4, bar >> 32, 4);
-	write_config(config, PCI_BAR2, (uint32_t)bar, 4);
+	place_bar(config, bar);
 	report("where it was before it moved", buffer, expected, status);
-	write_config(config, PCI_BAR2 + 4, moved >> 32, 4);
-	write_config(config, PCI_BAR2, (uint32_t)moved, 4);
+	place_bar(config, moved);
 	status = identify_to(&disk, moved);
-	write_config(config, PCI_BAR2 + 4, bar >> 32, 4);
-	write_config(config, PCI_BAR2, (uint32_t)bar, 4);
+	place_bar(config, bar);
 	report("where it moved to", buffer, expected, status);
 	fill(buffer, 0xa5);
 	status = identify_to(&disk, bar);
