@@ -3,8 +3,8 @@
 //! The VMM's end of the connection to a pool.
 //!
 //! Owns the connection: the memory that came over it is lent for as long as the connection is open.
-//! Must never wait longer than [`PATIENCE`] in all: a VM without prezeroed memory starts later, a
-//! VM whose pool hangs must start all the same.
+//! Must never wait longer than [`PATIENCE`] in all (for a device, [`PATIENCE_PINNED`]): a VM without
+//! prezeroed memory starts later, a VM whose pool hangs must start all the same.
 
 use std::fs::File;
 use std::io;
@@ -19,10 +19,16 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use thiserror::Error;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
+use super::pinned::{PinnedGrant, TakePinned};
 use super::protocol::{MESSAGE_BYTES_MAX, ProtocolError, Refusal, Reply, SlotPages, Take};
 
 /// A pool answers within a millisecond; one that is stopped or overrun does not hold a VM up.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// For a device that the pool has at hand while it maps memory: without the answer nobody else could have
+/// it, and the pool itself gives up before.
+const PATIENCE_PINNED: Duration = Duration::from_secs(12);
+/// Descriptors that come with an answer.
+const DESCRIPTORS_MAX: usize = 3;
 
 /// Why a pool gave no memory.
 #[derive(Debug, Error)]
@@ -85,6 +91,19 @@ pub struct PoolMemory {
     pub pages: SlotPages,
 }
 
+/// Memory from a pool that a device is ready to reach, and the device.
+#[derive(Debug)]
+pub struct PinnedMemory {
+    /// The memfd, with every page present and zero.
+    pub file: File,
+    /// The iommufd; the pool has none any more.
+    pub iommufd: File,
+    /// The character device, which is bound to it and attached to nothing.
+    pub device: File,
+    /// What is mapped where, and the numbers.
+    pub grant: PinnedGrant,
+}
+
 /// A connection to a pool. What was taken over it goes back when it is closed.
 #[derive(Debug)]
 pub struct PoolConnection {
@@ -114,8 +133,11 @@ impl PoolConnection {
         let talk = |source| PoolError::Talk { path: path(), source };
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
         io::Write::write_all(&mut &*stream, &wish.encode()).map_err(talk)?;
-        let (reply, file) = self.receive(&stream)?;
-        match (reply, file) {
+        let (reply, mut files) = self.receive(&stream, PATIENCE)?;
+        if files.len() > 1 {
+            return Err(misbehaved("sent two descriptors for one"));
+        }
+        match (reply, files.pop()) {
             (Reply::Granted { size_bytes, .. }, Some(_)) if size_bytes < wish.size_bytes => {
                 Err(misbehaved("gave less memory than it was asked for"))
             }
@@ -126,6 +148,7 @@ impl PoolConnection {
                 Ok(PoolMemory { file, size_bytes, pages })
             }
             (Reply::Granted { .. }, None) => Err(misbehaved("granted memory and sent none")),
+            (Reply::GrantedPinned(_), _) => Err(misbehaved("gave a device that nobody asked for")),
             (Reply::Refused { .. }, Some(_)) => Err(misbehaved("sent memory that it refused")),
             (Reply::Refused { reason, text }, None) => {
                 Err(PoolError::Refused { path: path(), reason, text })
@@ -133,12 +156,49 @@ impl PoolConnection {
         }
     }
 
-    fn receive(&self, stream: &UnixStream) -> Result<(Reply, Option<File>), PoolError> {
+    /// Asks for memory that a device is ready to reach, and for the device.
+    ///
+    /// # Errors
+    /// There is none, or the pool does not answer in time; nothing was taken.
+    pub fn take_pinned(&self, wish: &TakePinned) -> Result<PinnedMemory, PoolError> {
+        let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let path = || self.path.clone();
+        let talk = |source| PoolError::Talk { path: path(), source };
+        let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
+        io::Write::write_all(&mut &*stream, &wish.encode()).map_err(talk)?;
+        stream.set_read_timeout(Some(PATIENCE_PINNED)).map_err(talk)?;
+        let received = self.receive(&stream, PATIENCE_PINNED);
+        stream.set_read_timeout(Some(PATIENCE)).map_err(talk)?;
+        let (reply, files) = received?;
+        let grant = match reply {
+            Reply::GrantedPinned(grant) => grant,
+            Reply::Granted { .. } => return Err(misbehaved("gave memory without the device")),
+            Reply::Refused { .. } if !files.is_empty() => {
+                return Err(misbehaved("sent memory that it refused"));
+            }
+            Reply::Refused { reason, text } => {
+                return Err(PoolError::Refused { path: path(), reason, text });
+            }
+        };
+        if grant.size_bytes != wish.size_bytes || !grant.pages.suits(wish.pages) {
+            return Err(misbehaved("gave other memory than it was asked for"));
+        }
+        let files = <[File; DESCRIPTORS_MAX]>::try_from(files);
+        let [file, iommufd, device] =
+            files.map_err(|_| misbehaved("granted a device and sent too little"))?;
+        Ok(PinnedMemory { file, iommufd, device, grant })
+    }
+
+    fn receive(
+        &self,
+        stream: &UnixStream,
+        patience: Duration,
+    ) -> Result<(Reply, Vec<File>), PoolError> {
         let path = || self.path.clone();
         let talk = |source| PoolError::Talk { path: path(), source };
         let start = Instant::now();
         let mut buffer = [0; MESSAGE_BYTES_MAX];
-        let (mut filled, mut file) = (0, None);
+        let (mut filled, mut files) = (0, Vec::new());
         loop {
             let so_far = buffer.get(..filled).unwrap_or_default();
             let decoded = Reply::decode(so_far)
@@ -148,9 +208,9 @@ impl PoolConnection {
                     let what = "says more than it was asked";
                     return Err(PoolError::Misbehaved { path: path(), what });
                 }
-                return Ok((reply, file));
+                return Ok((reply, files));
             }
-            if start.elapsed() > PATIENCE {
+            if start.elapsed() > patience {
                 return Err(talk(io::Error::from(io::ErrorKind::TimedOut)));
             }
             let room = buffer.get_mut(filled..).unwrap_or_default();
@@ -160,11 +220,11 @@ impl PoolConnection {
             if len == 0 {
                 return Err(talk(io::Error::from(io::ErrorKind::UnexpectedEof)));
             }
-            if received.is_some() && file.is_some() {
-                let what = "sent two descriptors for one";
+            if received.is_some() && files.len() == DESCRIPTORS_MAX {
+                let what = "sent too many descriptors";
                 return Err(PoolError::Misbehaved { path: path(), what });
             }
-            file = file.or(received);
+            files.extend(received);
             filled += len;
         }
     }
@@ -190,6 +250,7 @@ mod tests {
     use std::os::fd::AsRawFd as _;
     use std::os::unix::net::UnixListener;
 
+    use super::super::pinned::PinnedRegion;
     use super::super::protocol::PagesWanted;
     use super::*;
 
@@ -263,6 +324,81 @@ mod tests {
         assert!(matches!(rubbish, Err(PoolError::Protocol { .. })));
         let gone = answered(|_| ());
         assert!(matches!(gone, Err(PoolError::Talk { .. })), "{gone:?}");
+    }
+
+    /// The same for a device, answered with descriptors that come with the first bytes.
+    fn answered_pinned(
+        answer: Vec<u8>,
+        descriptors: usize,
+    ) -> (TakePinned, Result<PinnedMemory, PoolError>) {
+        let wish = TakePinned {
+            size_bytes: 8192,
+            pages: PagesWanted::Small,
+            node: None,
+            hole_start: 4096,
+            hole_end: 1 << 20,
+            device: "0000:65:00.0".parse().unwrap(),
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pool");
+        let listener = UnixListener::bind(&path).unwrap();
+        let pool = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 56];
+            stream.read_exact(&mut request).unwrap();
+            assert_eq!(TakePinned::decode(&request), Ok(Some((wish, 56))));
+            for (at, byte) in answer.iter().enumerate() {
+                let file = crate::backing::memfd("m", 0).unwrap();
+                file.set_len(4096 * (at as u64 + 1)).unwrap();
+                let sent = if at < descriptors {
+                    stream.send_with_fd(&[*byte][..], file.as_raw_fd()).is_ok()
+                } else {
+                    stream.write_all(&[*byte]).is_ok()
+                };
+                // Whoever has heard enough hangs up.
+                if !sent {
+                    break;
+                }
+            }
+        });
+        let result = PoolConnection::open(&path).and_then(|pool| pool.take_pinned(&wish));
+        let _ = pool.join();
+        (wish, result)
+    }
+
+    #[test]
+    fn a_device_comes_with_its_memory_or_not_at_all() {
+        let region = |gpa, offset| PinnedRegion { gpa, len_bytes: 4096, offset };
+        let grant = PinnedGrant {
+            size_bytes: 8192,
+            pages: SlotPages::Small,
+            piece_bytes: 4096,
+            device_id: 1,
+            space_id: 2,
+            table_id: 3,
+            regions: vec![region(0, 0), region(1 << 20, 4096)],
+        };
+        let reply = Reply::GrantedPinned(grant.clone()).encode();
+        let memory = answered_pinned(reply.clone(), 3).1.unwrap();
+        assert_eq!(memory.grant, grant);
+        let len = |file: &File| file.metadata().unwrap().len();
+        assert_eq!([&memory.file, &memory.iommufd, &memory.device].map(len), [4096, 8192, 12288]);
+        for descriptors in [0, 2, 4] {
+            let result = answered_pinned(reply.clone(), descriptors).1;
+            assert!(matches!(result, Err(PoolError::Misbehaved { .. })), "{descriptors}");
+        }
+        let regions = vec![PinnedRegion { gpa: 0, len_bytes: 4096, offset: 0 }];
+        let half =
+            Reply::GrantedPinned(PinnedGrant { size_bytes: 4096, regions, ..grant }).encode();
+        assert!(matches!(answered_pinned(half, 3).1, Err(PoolError::Misbehaved { .. })));
+        let memory_only = granted(8192, SlotPages::Small);
+        assert!(matches!(answered_pinned(memory_only, 1).1, Err(PoolError::Misbehaved { .. })));
+        let refused = Reply::Refused { reason: Refusal::NotAllowed, text: String::new() };
+        let reason = match answered_pinned(refused.encode(), 0).1 {
+            Err(PoolError::Refused { reason, .. }) => Some(reason),
+            _ => None,
+        };
+        assert_eq!(reason, Some(Refusal::NotAllowed));
     }
 
     #[test]

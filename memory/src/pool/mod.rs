@@ -11,12 +11,17 @@
 //!        ... the connection stays open for as long as the memory is used ...
 //!        --- closed, however the VMM ended --->  the memory goes back
 //! ```
+//!
+//! A pool may also keep memory that a device is ready to reach ([`PinnedGrant`]); it comes with the
+//! device.
 
 mod client;
+mod pinned;
 mod protocol;
 
-pub use client::{PoolConnection, PoolError, PoolMemory};
+pub use client::{PinnedMemory, PoolConnection, PoolError, PoolMemory};
+pub use pinned::{DeviceAddress, PinnedGrant, PinnedRegion, TakePinned, pieces};
 pub use protocol::{
-    HEADER_BYTES, MESSAGE_BYTES_MAX, PagesWanted, ProtocolError, Refusal, Reply, SlotPages, Take,
-    fuzz_protocol,
+    HEADER_BYTES, MESSAGE_BYTES_MAX, PagesWanted, ProtocolError, Refusal, Reply, Request,
+    SlotPages, Take, fuzz_protocol,
 };

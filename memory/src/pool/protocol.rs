@@ -11,8 +11,12 @@
 //!   Granted  size u64 | pages u8 | 0 x 7          with the memfd as SCM_RIGHTS
 //!   Refused  reason u16 | 0 u16 | text, UTF-8
 //! ```
+//!
+//! Memory that is mapped for a device already has messages of its own: see `pinned`.
 
 use thiserror::Error;
+
+use super::pinned::{PinnedGrant, TakePinned};
 
 const MAGIC: [u8; 4] = *b"GPZ1";
 /// What every message begins with.
@@ -22,11 +26,13 @@ const BODY_BYTES_FIXED: usize = 16;
 const TEXT_BYTES_MAX: usize = 512;
 /// Longest message.
 pub const MESSAGE_BYTES_MAX: usize = HEADER_BYTES + 4 + TEXT_BYTES_MAX;
-const ANY_NODE: u32 = u32::MAX;
+pub(super) const ANY_NODE: u32 = u32::MAX;
 
 const KIND_TAKE: u16 = 1;
 const KIND_GRANTED: u16 = 2;
 const KIND_REFUSED: u16 = 3;
+pub(super) const KIND_TAKE_PINNED: u16 = 4;
+pub(super) const KIND_GRANTED_PINNED: u16 = 5;
 
 /// The pages that a zone wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,6 +82,8 @@ pub enum Refusal {
     OverLimit,
     /// The pool could not hand over what it has.
     Failed,
+    /// The slot is for other users.
+    NotAllowed,
 }
 
 /// What the pool answers.
@@ -88,6 +96,8 @@ pub enum Reply {
         /// What it consists of.
         pages: SlotPages,
     },
+    /// Memory that a device is ready to reach: three descriptors come with this message.
+    GrantedPinned(PinnedGrant),
     /// There is none.
     Refused {
         /// Why, for programs.
@@ -95,6 +105,15 @@ pub enum Reply {
         /// Why, for people.
         text: String,
     },
+}
+
+/// What a VMM may ask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// For memory.
+    Take(Take),
+    /// For memory that a device is ready to reach, and the device.
+    TakePinned(TakePinned),
 }
 
 /// Bytes that are no message.
@@ -130,7 +149,7 @@ pub enum ProtocolError {
 }
 
 /// A part of a message at a fixed place.
-fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+pub(super) fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut out = [0; N];
     if let Some(part) = bytes.get(at..at + N) {
         out.copy_from_slice(part);
@@ -139,10 +158,13 @@ fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 }
 
 /// Kind and body of a message, and how long all of it is.
-type Parts<'a> = (u16, &'a [u8], usize);
+pub(super) type Parts<'a> = (u16, &'a [u8], usize);
 
 /// The message at the start of `bytes`; `None` if there is not enough yet.
-fn split<'a>(bytes: &'a [u8], allowed: &[u16]) -> Result<Option<Parts<'a>>, ProtocolError> {
+pub(super) fn split<'a>(
+    bytes: &'a [u8],
+    allowed: &[u16],
+) -> Result<Option<Parts<'a>>, ProtocolError> {
     let known = bytes.len().min(MAGIC.len());
     if bytes.get(..known) != MAGIC.get(..known) {
         return Err(ProtocolError::Magic);
@@ -163,6 +185,8 @@ fn split<'a>(bytes: &'a [u8], allowed: &[u16]) -> Result<Option<Parts<'a>>, Prot
     let len = usize::try_from(len_bytes).unwrap_or(usize::MAX);
     let fits = match kind {
         KIND_REFUSED => (4..=4 + TEXT_BYTES_MAX).contains(&len),
+        KIND_TAKE_PINNED => len == TakePinned::BODY_BYTES,
+        KIND_GRANTED_PINNED => PinnedGrant::is_body_length(len),
         _ => len == BODY_BYTES_FIXED,
     };
     if !fits {
@@ -172,7 +196,7 @@ fn split<'a>(bytes: &'a [u8], allowed: &[u16]) -> Result<Option<Parts<'a>>, Prot
     Ok(bytes.get(HEADER_BYTES..whole).map(|body| (kind, body, whole)))
 }
 
-fn message(kind: u16, body: &[u8]) -> Vec<u8> {
+pub(super) fn message(kind: u16, body: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(HEADER_BYTES + body.len());
     out.extend(MAGIC);
     out.extend(kind.to_le_bytes());
@@ -185,11 +209,13 @@ fn message(kind: u16, body: &[u8]) -> Vec<u8> {
 }
 
 impl PagesWanted {
-    const ALL: [Self; 4] = [Self::Small, Self::Transparent, Self::Huge2Mib, Self::Huge1Gib];
+    pub(super) const ALL: [Self; 4] =
+        [Self::Small, Self::Transparent, Self::Huge2Mib, Self::Huge1Gib];
 }
 
 impl SlotPages {
-    const ALL: [Self; 4] = [Self::Small, Self::Transparent, Self::Huge2Mib, Self::Huge1Gib];
+    pub(super) const ALL: [Self; 4] =
+        [Self::Small, Self::Transparent, Self::Huge2Mib, Self::Huge1Gib];
 
     /// Whether a zone that wants `pages` can live on these.
     pub fn suits(self, pages: PagesWanted) -> bool {
@@ -218,13 +244,13 @@ impl SlotPages {
     }
 }
 
-fn known<T: Copy>(all: &[T], kind: u16, code: u8) -> Result<T, ProtocolError> {
+pub(super) fn known<T: Copy>(all: &[T], kind: u16, code: u8) -> Result<T, ProtocolError> {
     let value = u64::from(code);
     let found = all.get(usize::from(code)).copied();
     found.ok_or(ProtocolError::Value { kind, what: "page kind", value })
 }
 
-fn check_zero(kind: u16, bytes: &[u8]) -> Result<(), ProtocolError> {
+pub(super) fn check_zero(kind: u16, bytes: &[u8]) -> Result<(), ProtocolError> {
     match bytes.iter().find(|byte| **byte != 0) {
         None => Ok(()),
         Some(byte) => {
@@ -261,8 +287,36 @@ impl Take {
     }
 }
 
+impl Request {
+    /// The request at the start of `bytes` and its length; `None` if it is not all there.
+    ///
+    /// # Errors
+    /// What is there is no request.
+    pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, ProtocolError> {
+        match split(bytes, &[KIND_TAKE, KIND_TAKE_PINNED])? {
+            None => Ok(None),
+            Some((KIND_TAKE, ..)) => {
+                Ok(Take::decode(bytes)?.map(|(take, len)| (Self::Take(take), len)))
+            }
+            Some(_) => {
+                Ok(TakePinned::decode(bytes)?.map(|(take, len)| (Self::TakePinned(take), len)))
+            }
+        }
+    }
+
+    /// As it goes over the wire.
+    pub fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Take(take) => take.encode(),
+            Self::TakePinned(take) => take.encode(),
+        }
+    }
+}
+
 impl Refusal {
-    const ALL: [Self; 4] = [Self::Empty, Self::NoSuchSlot, Self::OverLimit, Self::Failed];
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 5] =
+        [Self::Empty, Self::NoSuchSlot, Self::OverLimit, Self::Failed, Self::NotAllowed];
 
     /// The name that statistics use.
     pub fn name(self) -> &'static str {
@@ -271,6 +325,7 @@ impl Refusal {
             Self::NoSuchSlot => "no_such_slot",
             Self::OverLimit => "over_limit",
             Self::Failed => "failed",
+            Self::NotAllowed => "not_allowed",
         }
     }
 }
@@ -284,6 +339,7 @@ impl Reply {
                 body.extend([*pages as u8, 0, 0, 0, 0, 0, 0, 0]);
                 message(KIND_GRANTED, &body)
             }
+            Self::GrantedPinned(grant) => grant.encode(),
             Self::Refused { reason, text } => {
                 let cut = text.floor_char_boundary(TEXT_BYTES_MAX);
                 let mut body = (*reason as u16).to_le_bytes().to_vec();
@@ -299,8 +355,11 @@ impl Reply {
     /// # Errors
     /// What is there is no reply.
     pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, ProtocolError> {
-        let allowed = [KIND_GRANTED, KIND_REFUSED];
+        let allowed = [KIND_GRANTED, KIND_REFUSED, KIND_GRANTED_PINNED];
         let Some((kind, body, whole)) = split(bytes, &allowed)? else { return Ok(None) };
+        if kind == KIND_GRANTED_PINNED {
+            return Ok(Some((Self::GrantedPinned(PinnedGrant::of_body(kind, body)?), whole)));
+        }
         if kind == KIND_GRANTED {
             let size_bytes = u64::from_le_bytes(field(body, 0));
             let [pages, rest @ ..] = field::<8>(body, 8);
@@ -323,8 +382,8 @@ impl Reply {
 #[doc(hidden)]
 pub fn fuzz_protocol(data: &[u8]) {
     let mut rest = data;
-    while let Ok(Some((take, len))) = Take::decode(rest) {
-        assert_eq!(rest.get(..len), Some(take.encode().as_slice()));
+    while let Ok(Some((request, len))) = Request::decode(rest) {
+        assert_eq!(rest.get(..len), Some(request.encode().as_slice()));
         rest = rest.get(len..).unwrap_or_default();
     }
     while let Ok(Some((reply, len))) = Reply::decode(rest) {
