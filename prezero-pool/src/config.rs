@@ -5,12 +5,12 @@
 //! Owns its form (TOML) and its rules. Must never look at the host: whether there are such pages is
 //! found out when they are made.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use memory::pool::SlotPages;
+use memory::pool::{DeviceAddress, SlotPages};
 use serde::Deserialize;
 use thiserror::Error;
 
@@ -63,6 +63,17 @@ pub struct Class {
     pub node: Option<u32>,
     /// How many are kept.
     pub count: u32,
+    /// What it is mapped for; then there is one of it.
+    pub device: Option<SlotDevice>,
+}
+
+/// A device that goes with a slot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SlotDevice {
+    /// Which.
+    pub address: DeviceAddress,
+    /// Who may have it, beside root and the pool's own user.
+    pub users: Vec<u32>,
 }
 
 /// How much each user may have.
@@ -124,6 +135,8 @@ struct RawConfig {
     limits: RawLimits,
     #[serde(default)]
     slots: Vec<RawSlots>,
+    #[serde(default)]
+    device_slots: Vec<RawDeviceSlot>,
 }
 
 #[derive(Default, Deserialize)]
@@ -141,6 +154,17 @@ struct RawSlots {
     pages: String,
     node: Option<u32>,
     count: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawDeviceSlot {
+    device: String,
+    size: String,
+    pages: String,
+    node: Option<u32>,
+    #[serde(default)]
+    users: Vec<u32>,
 }
 
 fn refuse<T>(
@@ -171,24 +195,43 @@ fn optional_bytes(key: &str, text: Option<&String>, default: u64) -> Result<u64,
     text.map_or(Ok(default), |text| bytes(key, text))
 }
 
+/// The memory of a slot, as the table `table` describes it.
+fn memory(table: &str, size: &str, pages: &str) -> Result<(u64, SlotPages), ConfigError> {
+    let key = |name: &str| format!("{table}.{name}");
+    let (pages, page_bytes) = match pages {
+        "4K" => (SlotPages::Small, 4096),
+        "thp" => (SlotPages::Transparent, 2 << 20),
+        "2M" => (SlotPages::Huge2Mib, 2 << 20),
+        "1G" => (SlotPages::Huge1Gib, 1 << 30),
+        other => return refuse(key("pages"), other, "expected 4K, thp, 2M or 1G"),
+    };
+    let size_bytes = bytes(&key("size"), size)?;
+    if size_bytes == 0 || !size_bytes.is_multiple_of(page_bytes) {
+        return refuse(key("size"), size, "it is not a multiple of the page size");
+    }
+    // A page size for a page size: what a node number may be is the kernel's to say.
+    if size_bytes > 1 << 46 {
+        return refuse(key("size"), size, "more than 64 TiB");
+    }
+    Ok((size_bytes, pages))
+}
+
 impl RawSlots {
     fn check(&self) -> Result<Class, ConfigError> {
-        let (pages, page_bytes) = match self.pages.as_str() {
-            "4K" => (SlotPages::Small, 4096),
-            "thp" => (SlotPages::Transparent, 2 << 20),
-            "2M" => (SlotPages::Huge2Mib, 2 << 20),
-            "1G" => (SlotPages::Huge1Gib, 1 << 30),
-            other => return refuse("slots.pages", other, "expected 4K, thp, 2M or 1G"),
+        let (size_bytes, pages) = memory("slots", &self.size, &self.pages)?;
+        Ok(Class { size_bytes, pages, node: self.node, count: self.count, device: None })
+    }
+}
+
+impl RawDeviceSlot {
+    fn check(&self) -> Result<Class, ConfigError> {
+        let (size_bytes, pages) = memory("device_slots", &self.size, &self.pages)?;
+        let Ok(address) = self.device.parse() else {
+            let problem = "expected the address of a PCI device such as 0000:65:00.0";
+            return refuse("device_slots.device", &self.device, problem);
         };
-        let size_bytes = bytes("slots.size", &self.size)?;
-        if size_bytes == 0 || !size_bytes.is_multiple_of(page_bytes) {
-            return refuse("slots.size", &self.size, "it is not a multiple of the page size");
-        }
-        // A page size for a page size: what a node number may be is the kernel's to say.
-        if size_bytes > 1 << 46 {
-            return refuse("slots.size", &self.size, "more than 64 TiB");
-        }
-        Ok(Class { size_bytes, pages, node: self.node, count: self.count })
+        let device = Some(SlotDevice { address, users: self.users.clone() });
+        Ok(Class { size_bytes, pages, node: self.node, count: 1, device })
     }
 }
 
@@ -231,7 +274,16 @@ impl Config {
             };
             users.insert(uid, bytes(&format!("limits.users.{name}"), limit)?);
         }
-        let classes = raw.slots.iter().map(RawSlots::check).collect::<Result<Vec<_>, _>>()?;
+        let plain = raw.slots.iter().map(RawSlots::check);
+        let with_device = raw.device_slots.iter().map(RawDeviceSlot::check);
+        let classes = plain.chain(with_device).collect::<Result<Vec<_>, _>>()?;
+        let mut devices = BTreeSet::new();
+        for device in classes.iter().filter_map(|class| class.device.as_ref()) {
+            if !devices.insert(device.address) {
+                let (key, problem) = ("device_slots.device", "a device can be in one slot only");
+                return refuse(key, device.address.to_string(), problem);
+            }
+        }
         let count: u64 = classes.iter().map(|class| u64::from(class.count)).sum();
         if count > SLOTS_MAX {
             return refuse("slots", count.to_string(), "more than 256 slots in all");
@@ -277,14 +329,32 @@ mod tests {
             pages = "2M"
             node = 1
             count = 3
+            [[device_slots]]
+            device = "0000:65:00.0"
+            size = "8G"
+            pages = "thp"
+            users = [1000]
             "#,
         )
         .unwrap();
         assert_eq!((config.socket_mode, config.threads.get()), (0o666, 2));
         assert_eq!((config.bandwidth, config.keep_free_bytes), (None, 512 << 20));
-        let class =
-            Class { size_bytes: 4 << 30, pages: SlotPages::Huge2Mib, node: Some(1), count: 3 };
-        assert_eq!(config.classes, [class]);
+        let class = Class {
+            size_bytes: 4 << 30,
+            pages: SlotPages::Huge2Mib,
+            node: Some(1),
+            count: 3,
+            device: None,
+        };
+        let address = "0000:65:00.0".parse().unwrap();
+        let with_device = Class {
+            size_bytes: 8 << 30,
+            pages: SlotPages::Transparent,
+            node: None,
+            count: 1,
+            device: Some(SlotDevice { address, users: vec![1000] }),
+        };
+        assert_eq!(config.classes, [class, with_device]);
         let limit = |uid| config.limits.of(uid, 7);
         assert_eq!([limit(1000), limit(1001)], [64 << 30, 4 << 30]);
         assert_eq!([limit(0), limit(7)], [u64::MAX, u64::MAX]);
@@ -295,6 +365,17 @@ mod tests {
         let config = Config::parse("socket = '/s'").unwrap();
         assert_eq!(config.limits.of(1000, 7), 0);
         assert_eq!((config.bandwidth, config.idle_only), (Some(2 << 30), true));
+    }
+
+    #[test]
+    fn a_device_is_in_one_slot() {
+        let slot = "[[device_slots]]\ndevice = '0000:65:00.0'\nsize = '2M'\npages = '2M'\n";
+        assert!(Config::parse(&format!("socket = '/s'\n{slot}")).is_ok());
+        let error = Config::parse(&format!("socket = '/s'\n{slot}{slot}")).unwrap_err();
+        assert!(error.to_string().contains("one slot only"), "{error}");
+        let elsewhere = slot.replace("0000:65:00.0", "/dev/vfio/devices/vfio0");
+        let error = Config::parse(&format!("socket = '/s'\n{elsewhere}")).unwrap_err();
+        assert!(error.to_string().contains("device_slots.device"), "{error}");
     }
 
     #[test]

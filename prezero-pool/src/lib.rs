@@ -3,8 +3,9 @@
 //! Keeps populated and zeroed memory ready for virtual machines, and takes it back when they end.
 //!
 //! Owns the slots: which are ready, who has which, and what becomes of those that come back. Knows
-//! nothing of virtual machines: a slot is a memfd, and its user is whoever holds the connection
-//! over which it was taken. Must never hand out a byte that somebody wrote.
+//! nothing of virtual machines but where their memory begins and ends: a slot is a memfd, perhaps mapped
+//! for a device, and its user is whoever holds the connection over which it was taken. Must never hand
+//! out a byte that somebody wrote.
 //!
 //! ```text
 //!                build (kernel zeroes, every byte is looked at)
@@ -24,6 +25,18 @@
 //! is gone; while it is refused, somebody still has the memory (another process of a VM that
 //! moved, say) and it stays lent. The memfd's mode keeps users from opening it a third time.
 //!
+//! # Slots with a device
+//!
+//! ```text
+//!   memory is clear --> waiting ---- opens and binds the device, maps, fills a page table ----> ready
+//!                         ^                                                                      |
+//!                         +--- somebody has the device; or its user was refused the slot --------+
+//! ```
+//!
+//! The memory is mapped by its file, so the iommufd has an open file of it until it is gone itself, and
+//! it cannot go before the device was let go of. The lease is refused for as long as anybody has any of
+//! the three, whoever that is: what the first user passed on is found in the same way.
+//!
 //! Pages can be held without a file, in a pipe for instance, by a process that means to. So what
 //! one user had is only ever given to the same user again; for another one it goes back to the
 //! kernel, and new memory is made.
@@ -31,6 +44,7 @@
 mod broker;
 mod config;
 mod pace;
+mod prepinned;
 mod server;
 mod slot;
 mod stats;

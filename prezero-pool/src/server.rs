@@ -6,7 +6,7 @@
 //! answer, or says nothing for long without having anything, is cut off.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
@@ -14,13 +14,13 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memory::pool::{MESSAGE_BYTES_MAX, Take};
+use memory::pool::{HEADER_BYTES, MESSAGE_BYTES_MAX, Request, Take, TakePinned};
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
-use crate::broker::Broker;
+use crate::broker::{Broker, PinnedAnswer};
 use crate::config::Config;
 use crate::pace::Pace;
 use crate::slot::Means;
@@ -74,6 +74,8 @@ struct Connection {
     pid: i32,
     since: Instant,
     received: Vec<u8>,
+    /// What it asked for and a worker is at. Without the answer the connection is soon too old.
+    waits_for: Option<TakePinned>,
 }
 
 struct Server {
@@ -203,6 +205,14 @@ impl Server {
         while let Some(done) = self.workers.next_done() {
             self.broker.done(done, Instant::now());
         }
+        let waiting = self.connections.iter().filter(|(_, other)| other.waits_for.is_some());
+        let waiting: Vec<u64> = waiting.map(|(number, _)| *number).collect();
+        for number in waiting {
+            let Some(connection) = self.connections.get_mut(&number) else { continue };
+            if let Err(error) = connection.answer_late(number, &mut self.broker) {
+                self.cut(number, &format!("it takes no answer: {error}"));
+            }
+        }
     }
 
     fn accept(&mut self) {
@@ -235,8 +245,8 @@ impl Server {
         self.watch(stream.as_raw_fd(), number)?;
         self.next_number += 1;
         let (uid, pid) = (peer.uid, peer.pid);
-        let connection =
-            Connection { stream, uid, pid, since: Instant::now(), received: Vec::new() };
+        let (since, received) = (Instant::now(), Vec::new());
+        let connection = Connection { stream, uid, pid, since, received, waits_for: None };
         self.connections.insert(number, connection);
         Ok(())
     }
@@ -286,29 +296,74 @@ impl Connection {
             Err(_) => return Talk::Over,
         }
         loop {
-            match Take::decode(&self.received) {
+            let request = match Request::decode(&self.received) {
                 Ok(None) => return Talk::GoesOn,
                 Err(error) => return Talk::Bad(error.to_string()),
-                Ok(Some((take, len))) => {
-                    self.received.drain(..len);
-                    if let Err(error) = self.answer(number, &take, broker) {
-                        return Talk::Bad(format!("it takes no answer: {error}"));
-                    }
+                Ok(Some(_)) if self.waits_for.is_some() => {
+                    return Talk::Bad("it asks again before it was answered".to_owned());
                 }
+                Ok(Some((request, len))) => {
+                    self.received.drain(..len);
+                    request
+                }
+            };
+            let answered = match request {
+                Request::Take(take) => self.answer(number, &take, broker),
+                Request::TakePinned(take) => self.answer_pinned(number, take, false, broker),
+            };
+            if let Err(error) = answered {
+                return Talk::Bad(format!("it takes no answer: {error}"));
             }
         }
+    }
+
+    fn answer_late(&mut self, number: u64, broker: &mut Broker) -> io::Result<()> {
+        let Some(take) = self.waits_for.take() else { return Ok(()) };
+        self.answer_pinned(number, take, true, broker)
+    }
+
+    fn answer_pinned(
+        &mut self,
+        number: u64,
+        take: TakePinned,
+        has_waited: bool,
+        broker: &mut Broker,
+    ) -> io::Result<()> {
+        let answer = broker.take_pinned(number, self.uid, &take, has_waited, Instant::now());
+        let (reply, files) = match answer {
+            PinnedAnswer::Now(reply, files) => (reply, files),
+            PinnedAnswer::Later => {
+                self.waits_for = Some(take);
+                return Ok(());
+            }
+        };
+        log::info!("process {} of user {}: {take:?}: {reply:?}", self.pid, self.uid);
+        let bytes = reply.encode();
+        let Some(files) = files else { return self.send(&bytes, None) };
+        // A descriptor for each part: a reader has room for one.
+        let (header, rest) = bytes.split_at(HEADER_BYTES.min(bytes.len()));
+        let (first, last) = rest.split_at(HEADER_BYTES.min(rest.len()));
+        for (part, file) in
+            [(header, &files.memory), (first, &files.iommufd), (last, &files.device)]
+        {
+            self.send(part, Some(file))?;
+        }
+        Ok(())
     }
 
     fn answer(&self, number: u64, take: &Take, broker: &mut Broker) -> io::Result<()> {
         let (reply, file) = broker.take(number, self.uid, take);
         log::info!("process {} of user {}: {take:?}: {reply:?}", self.pid, self.uid);
-        let bytes = reply.encode();
-        let sent = match &file {
+        self.send(&reply.encode(), file.as_ref())
+    }
+
+    fn send(&self, bytes: &[u8], file: Option<&File>) -> io::Result<()> {
+        let sent = match file {
             Some(file) => self
                 .stream
-                .send_with_fd(&bytes[..], file.as_raw_fd())
+                .send_with_fd(bytes, file.as_raw_fd())
                 .map_err(|error| io::Error::from_raw_os_error(error.errno()))?,
-            None => (&self.stream).write(&bytes)?,
+            None => (&self.stream).write(bytes)?,
         };
         // A message is far smaller than a socket's buffer.
         if sent < bytes.len() {

@@ -25,7 +25,7 @@ use crate::sys::{self, Users};
 /// The unit in which memory is touched: small enough that the pace is even.
 const CHUNK_BYTES: u64 = 16 << 20;
 /// Names the memory in errors.
-const ZONE: &str = "pool";
+pub const ZONE: &str = "pool";
 
 /// Memory that could not be made or cleared.
 #[derive(Debug, Error)]
@@ -90,7 +90,7 @@ pub struct SlotMemory {
 /// Everything at its place from 0 on, without a hole.
 const LAYOUT: RamLayout = RamLayout { hole_start: 0, hole_end: 0, end: 1 << 52 };
 
-fn zone_of(class: &Class) -> ZoneSpec {
+pub fn zone_of(class: &Class) -> ZoneSpec {
     let huge = |page_size| Backing::Hugetlb { page_size };
     ZoneSpec {
         backing: match class.pages {
@@ -229,7 +229,7 @@ mod tests {
     const SIZE: u64 = 4 << 20;
 
     fn class() -> Class {
-        Class { size_bytes: SIZE, pages: SlotPages::Small, node: None, count: 1 }
+        Class { size_bytes: SIZE, pages: SlotPages::Small, node: None, count: 1, device: None }
     }
 
     fn means() -> Means {

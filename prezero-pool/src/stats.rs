@@ -26,6 +26,8 @@ pub struct Counters {
     /// Memory that came back and could not be proved free.
     pub unproved: u64,
     pub bad_requests: u64,
+    /// Memory that could not be mapped for its device.
+    pub pin_failures: u64,
     refusals: BTreeMap<&'static str, u64>,
     waits: BTreeMap<usize, Duration>,
 }
@@ -64,20 +66,30 @@ fn head(out: &mut String, name: &str, kind: &str, help: &str) {
 /// All of it.
 pub fn render(counters: &Counters, slots: &[SlotCount<'_>]) -> String {
     let mut out = String::new();
-    head(&mut out, "slots", "gauge", "Slots by kind and state.");
-    for SlotCount { class, state, count } in slots {
-        let node = class.node.map_or_else(|| "any".to_owned(), |node| node.to_string());
-        let _ = writeln!(
-            out,
-            "prezero_pool_slots{{bytes=\"{}\",pages=\"{}\",node=\"{node}\",state=\"{state}\"}} \
-             {count}",
-            class.size_bytes,
-            class.pages.name(),
-        );
+    let (with_device, plain): (Vec<_>, Vec<_>) =
+        slots.iter().partition(|slot| slot.class.device.is_some());
+    let help = "Slots that are mapped for a device, by device, kind and state.";
+    for (name, help, slots) in
+        [("slots", "Slots by kind and state.", plain), ("device_slots", help, with_device)]
+    {
+        head(&mut out, name, "gauge", help);
+        for SlotCount { class, state, count } in slots {
+            let device = class.device.as_ref();
+            let device =
+                device.map_or_else(String::new, |slot| format!("device=\"{}\",", slot.address));
+            let node = class.node.map_or_else(|| "any".to_owned(), |node| node.to_string());
+            let _ = writeln!(
+                out,
+                "prezero_pool_{name}{{{device}bytes=\"{}\",pages=\"{}\",node=\"{node}\",\
+                 state=\"{state}\"}} {count}",
+                class.size_bytes,
+                class.pages.name(),
+            );
+        }
     }
     let help = "Requests that got no memory, by reason.";
     head(&mut out, "refusals_total", "counter", help);
-    for reason in [Refusal::Empty, Refusal::NoSuchSlot, Refusal::OverLimit, Refusal::Failed] {
+    for reason in Refusal::ALL {
         let count = counters.refusals.get(reason.name()).copied().unwrap_or(0);
         let _ =
             writeln!(out, "prezero_pool_refusals_total{{reason=\"{}\"}} {count}", reason.name());
@@ -90,6 +102,7 @@ pub fn render(counters: &Counters, slots: &[SlotCount<'_>]) -> String {
         ("failures_total", "Slots that could not be made or cleared.", counters.failures),
         ("not_zero_total", "Slots that were not zero when verified.", counters.not_zero),
         ("unproved_total", "Slots made anew, not provably free.", counters.unproved),
+        ("pin_failures_total", "Slots not mapped for their device.", counters.pin_failures),
         ("bad_requests_total", "Connections cut for what they sent.", counters.bad_requests),
     ] {
         head(&mut out, name, "counter", help);
@@ -99,20 +112,32 @@ pub fn render(counters: &Counters, slots: &[SlotCount<'_>]) -> String {
 }
 
 #[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 mod tests {
     use memory::pool::SlotPages;
 
     use super::*;
+    use crate::config::SlotDevice;
 
     #[test]
     fn each_series_has_its_head_and_a_number() {
-        let class = Class { size_bytes: 4096, pages: SlotPages::Small, node: None, count: 1 };
+        let (pages, address) = (SlotPages::Small, "0000:65:00.0".parse().unwrap());
+        let class = Class { size_bytes: 4096, pages, node: None, count: 1, device: None };
+        let device = Some(SlotDevice { address, users: Vec::new() });
+        let with_device = Class { device, ..class.clone() };
         let mut counters = Counters { grants: 3, ..Counters::default() };
         counters.refuse(Refusal::Empty);
-        let text = render(&counters, &[SlotCount { class: &class, state: "ready", count: 2 }]);
+        let slots = [
+            SlotCount { class: &class, state: "ready", count: 2 },
+            SlotCount { class: &with_device, state: "waiting", count: 1 },
+        ];
+        let text = render(&counters, &slots);
         for line in [
             "prezero_pool_slots{bytes=\"4096\",pages=\"4K\",node=\"any\",state=\"ready\"} 2",
+            "prezero_pool_device_slots{device=\"0000:65:00.0\",bytes=\"4096\",pages=\"4K\",\
+             node=\"any\",state=\"waiting\"} 1",
             "prezero_pool_refusals_total{reason=\"empty\"} 1",
+            "prezero_pool_refusals_total{reason=\"not_allowed\"} 0",
             "prezero_pool_grants_total 3",
             "# TYPE prezero_pool_grants_total counter",
         ] {

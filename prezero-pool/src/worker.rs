@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::config::Class;
+use crate::prepinned::{PinError, Prepinned};
 use crate::slot::{Means, SlotError, SlotMemory};
 use crate::sys;
 
@@ -23,22 +24,34 @@ pub enum Job {
     Build { slot: usize, class: Class },
     /// Clear its memory, which nobody else has.
     Scrub { slot: usize, class: Class, memory: SlotMemory },
+    /// Map it for its device.
+    Pin { slot: usize, class: Class, memory: SlotMemory },
 }
 
 impl Job {
     fn class(&self) -> &Class {
         match self {
-            Self::Build { class, .. } | Self::Scrub { class, .. } => class,
+            Self::Build { class, .. } | Self::Scrub { class, .. } | Self::Pin { class, .. } => {
+                class
+            }
         }
     }
 }
 
 /// What came of it.
 #[derive(Debug)]
+pub enum Outcome {
+    /// Memory, made or cleared.
+    Memory { scrubbed: bool, result: Result<SlotMemory, SlotError> },
+    /// The same memory, mapped for its device or not.
+    Pinned { memory: SlotMemory, result: Result<Prepinned, PinError> },
+}
+
+/// What came of what.
+#[derive(Debug)]
 pub struct Done {
     pub slot: usize,
-    pub scrubbed: bool,
-    pub result: Result<SlotMemory, SlotError>,
+    pub outcome: Outcome,
 }
 
 /// The threads.
@@ -133,11 +146,15 @@ impl Worker {
         match job {
             Job::Build { slot, class } => {
                 let result = SlotMemory::build(&class, &self.means);
-                Done { slot, scrubbed: false, result }
+                Done { slot, outcome: Outcome::Memory { scrubbed: false, result } }
             }
             Job::Scrub { slot, class, memory } => {
                 let result = memory.scrub(&class, &self.means).map(|()| memory);
-                Done { slot, scrubbed: true, result }
+                Done { slot, outcome: Outcome::Memory { scrubbed: true, result } }
+            }
+            Job::Pin { slot, class, memory } => {
+                let result = Prepinned::new(&class, &memory);
+                Done { slot, outcome: Outcome::Pinned { memory, result } }
             }
         }
     }

@@ -26,9 +26,14 @@ fn config(slots: &[(u64, SlotPages, u32)], limit: u64) -> Config {
         pages: *pages,
         node: None,
         count: *count,
+        device: None,
     };
     config.classes = slots.iter().map(class).collect();
     config
+}
+
+fn memory_done(slot: usize, scrubbed: bool, result: Result<SlotMemory, SlotError>) -> Done {
+    Done { slot, outcome: Outcome::Memory { scrubbed, result } }
 }
 
 /// Does all work that is due an hour after the last time, as workers would.
@@ -42,13 +47,16 @@ fn settle(broker: &mut Broker) {
         let mut idle = true;
         while let Some(job) = broker.next_job() {
             idle = false;
-            let (slot, scrubbed, result) = match job {
-                Job::Build { slot, class } => (slot, false, SlotMemory::build(&class, &means)),
-                Job::Scrub { slot, class, memory } => {
-                    (slot, true, memory.scrub(&class, &means).map(|()| memory))
+            let done = match job {
+                Job::Build { slot, class } => {
+                    memory_done(slot, false, SlotMemory::build(&class, &means))
                 }
+                Job::Scrub { slot, class, memory } => {
+                    memory_done(slot, true, memory.scrub(&class, &means).map(|()| memory))
+                }
+                Job::Pin { .. } => panic!("no slot has a device"),
             };
-            broker.done(Done { slot, scrubbed, result }, later);
+            broker.done(done, later);
         }
         if idle {
             return;
@@ -70,7 +78,7 @@ fn wish(mib: u64) -> Take {
 fn refusal(reply: &Reply) -> Option<Refusal> {
     match reply {
         Reply::Refused { reason, .. } => Some(*reason),
-        Reply::Granted { .. } => None,
+        Reply::Granted { .. } | Reply::GrantedPinned(_) => None,
     }
 }
 
@@ -169,7 +177,7 @@ fn memory_that_cannot_be_made_is_tried_again_later_and_later() {
         let Some(Job::Build { slot, class }) = broker.next_job() else { panic!("no job") };
         let result = SlotMemory::build(&class, &means);
         assert!(result.is_err());
-        broker.done(Done { slot, scrubbed: false, result }, now);
+        broker.done(memory_done(slot, false, result), now);
         let at = broker.tick(now).unwrap();
         waits.push(at - now);
         now = at;

@@ -5,6 +5,8 @@
 //! Owns all slots and every decision about them; one thread has it, so there is no lock. Must never
 //! touch memory or a socket: it says what is to be done.
 
+mod pinned;
+
 use std::collections::VecDeque;
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -12,10 +14,13 @@ use std::time::{Duration, Instant};
 use memory::pool::{Refusal, Reply, Take};
 
 use crate::config::{Class, Config};
+use crate::prepinned::Prepinned;
 use crate::slot::{SlotError, SlotMemory};
 use crate::stats::{Counters, SlotCount};
 use crate::sys::Users;
-use crate::worker::{Done, Job};
+use crate::worker::{Done, Job, Outcome};
+
+pub use pinned::PinnedAnswer;
 
 /// How soon memory whose user has gone is looked at again while somebody still has it: soon at
 /// first, for a process that ends takes a moment, then seldom.
@@ -34,8 +39,12 @@ enum State {
     Absent { at: Instant, wait: Duration },
     /// A worker makes or clears it.
     InWork { owner: Option<u32> },
+    /// Its memory is ready; the device that it is to be mapped for is asked for at `at`.
+    Waiting { memory: SlotMemory, owner: Option<u32>, at: Instant, wait: Duration },
+    /// A worker maps it for its device.
+    Pinning { owner: Option<u32>, wait: Duration },
     /// It can be lent: to `owner` alone, if somebody has had it.
-    Ready { memory: SlotMemory, owner: Option<u32> },
+    Ready { memory: SlotMemory, owner: Option<u32>, prepinned: Option<Prepinned> },
     /// Somebody has it.
     Lent { memory: SlotMemory, uid: u32, lessee: Lessee },
     /// Whoever had it has gone; whether others have it is looked at.
@@ -59,6 +68,8 @@ impl State {
         match self {
             Self::Absent { .. } => "absent",
             Self::InWork { .. } => "in_work",
+            Self::Waiting { .. } => "waiting",
+            Self::Pinning { .. } => "pinning",
             Self::Ready { .. } => "ready",
             Self::Lent { .. } => "lent",
             Self::Lingering { .. } => "lingering",
@@ -70,6 +81,10 @@ impl State {
 struct Slot {
     class: usize,
     state: State,
+    /// Its device is left alone until then, for somebody who was refused the slot.
+    hold_off: Option<Instant>,
+    /// What kept it from its device, as it was said last.
+    problem: Option<String>,
 }
 
 /// All slots.
@@ -86,7 +101,8 @@ impl Broker {
     pub fn new(config: Config, own_uid: u32) -> Self {
         let mut slots = Vec::new();
         for (class, spec) in config.classes.iter().enumerate() {
-            slots.extend((0..spec.count).map(|_| Slot { class, state: State::absent() }));
+            let slot = |_| Slot { class, state: State::absent(), hold_off: None, problem: None };
+            slots.extend((0..spec.count).map(slot));
         }
         Self { config, own_uid, slots, jobs: VecDeque::new(), counters: Counters::default() }
     }
@@ -118,7 +134,8 @@ impl Broker {
         let fits = |class: &Class| {
             let waste = u128::from(wish.size_bytes) * u128::from(self.config.max_waste_percent);
             let most = u128::from(wish.size_bytes) + waste / 100;
-            class.pages.suits(wish.pages)
+            class.device.is_none()
+                && class.pages.suits(wish.pages)
                 && wish.node.is_none_or(|node| class.node == Some(node))
                 && class.size_bytes >= wish.size_bytes
                 && u128::from(class.size_bytes) <= most
@@ -150,7 +167,7 @@ impl Broker {
         let room = limit - has;
         let rank = |slot: &usize| -> Option<(u64, bool, bool)> {
             let class = self.class_of(*slot)?;
-            let State::Ready { owner, .. } = self.slots.get(*slot)?.state else { return None };
+            let &State::Ready { owner, .. } = &self.slots.get(*slot)?.state else { return None };
             let usable = owner.is_none_or(|owner| owner == uid) && class.size_bytes <= room;
             // The smallest, of the pages that are liked best, and what only this user can have.
             usable.then_some((
@@ -226,21 +243,31 @@ impl Broker {
     /// A worker has done something.
     pub fn done(&mut self, done: Done, now: Instant) {
         let Some(class) = self.class_of(done.slot) else { return };
-        let size_bytes = class.size_bytes;
+        let (size_bytes, has_device) = (class.size_bytes, class.device.is_some());
+        let (scrubbed, result) = match done.outcome {
+            Outcome::Memory { scrubbed, result } => (scrubbed, result),
+            Outcome::Pinned { memory, result } => {
+                return self.pinned(done.slot, memory, result, now);
+            }
+        };
         let Some(slot) = self.slots.get_mut(done.slot) else { return };
         let owner = match slot.state {
             State::InWork { owner } => owner,
             _ => None,
         };
-        match done.result {
+        match result {
             Ok(memory) => {
-                let bytes = if done.scrubbed {
+                let bytes = if scrubbed {
                     &mut self.counters.scrubbed_bytes
                 } else {
                     &mut self.counters.built_bytes
                 };
                 *bytes = bytes.saturating_add(size_bytes);
-                slot.state = State::Ready { memory, owner };
+                slot.state = if has_device {
+                    State::Waiting { memory, owner, at: now, wait: RETRY_MIN }
+                } else {
+                    State::Ready { memory, owner, prepinned: None }
+                };
                 self.counters.succeed(slot.class);
             }
             Err(error) => {
@@ -303,6 +330,16 @@ impl Broker {
                     soon(at);
                     State::Lingering { memory, uid, at, wait }
                 }
+                State::Waiting { memory, owner, at, wait } => {
+                    let due = slot.hold_off.map_or(at, |until| until.max(at));
+                    if due <= now {
+                        self.jobs.push_back(Job::Pin { slot: index, class, memory });
+                        State::Pinning { owner, wait }
+                    } else {
+                        soon(due);
+                        State::Waiting { memory, owner, at, wait }
+                    }
+                }
                 other => other,
             };
         }
@@ -313,7 +350,9 @@ impl Broker {
     pub fn slot_counts(&self) -> Vec<SlotCount<'_>> {
         let mut counts = Vec::new();
         for (index, class) in self.config.classes.iter().enumerate() {
-            for state in ["absent", "in_work", "ready", "lent", "lingering"] {
+            let with_device = ["waiting", "pinning"].into_iter().filter(|_| class.device.is_some());
+            let all = ["absent", "in_work", "ready", "lent", "lingering"];
+            for state in all.into_iter().chain(with_device) {
                 let of_it = |slot: &&Slot| slot.class == index && slot.state.name() == state;
                 let count = self.slots.iter().filter(of_it).count();
                 counts.push(SlotCount { class, state, count });
@@ -324,5 +363,4 @@ impl Broker {
 }
 
 #[cfg(test)]
-#[path = "broker_tests.rs"]
 mod tests;

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Slots that are mapped for a device: who gets them, and when the pool has the device.
+//!
+//! Owns the rule that whoever may have a device and does not get its slot finds the device free, for a
+//! VM without the pool opens it itself. Must never give a device to a user who is not named.
+
+use std::fs::File;
+use std::time::{Duration, Instant};
+
+use memory::RamLayout;
+use memory::pool::{Refusal, Reply, TakePinned};
+
+use super::{Broker, Lessee, RETRY_MIN, State};
+use crate::config::Class;
+use crate::prepinned::{PinError, Prepinned};
+use crate::slot::SlotMemory;
+use crate::worker::Job;
+
+/// How long a device is left alone when somebody who was refused its slot is about to open it: far more
+/// than a VMM takes.
+const HOLD_OFF: Duration = Duration::from_secs(10);
+/// How seldom a device is looked for that somebody has. To look costs next to nothing.
+const DEVICE_RETRY_MAX: Duration = Duration::from_secs(30);
+
+/// What goes to a user.
+#[derive(Debug)]
+pub struct PinnedFiles {
+    pub memory: File,
+    pub iommufd: File,
+    pub device: File,
+}
+
+/// What comes of a request.
+#[derive(Debug)]
+pub enum PinnedAnswer {
+    /// The reply, and what goes with it.
+    Now(Reply, Option<PinnedFiles>),
+    /// A worker has the device in its hands: ask again when it has done something.
+    Later,
+}
+
+type Refused = (Refusal, String);
+
+impl Broker {
+    /// Lends a slot with its device.
+    pub fn take_pinned(
+        &mut self,
+        lessee: Lessee,
+        uid: u32,
+        wish: &TakePinned,
+        has_waited: bool,
+        now: Instant,
+    ) -> PinnedAnswer {
+        let lent = match self.find_pinned(uid, wish, has_waited, now) {
+            Ok(None) => return PinnedAnswer::Later,
+            Ok(Some(slot)) => self.lend_pinned(slot, lessee, uid),
+            Err(refused) => Err(refused),
+        };
+        match lent {
+            Ok((reply, files)) => {
+                self.counters.grants += 1;
+                PinnedAnswer::Now(reply, Some(files))
+            }
+            Err((reason, text)) => {
+                self.counters.refuse(reason);
+                PinnedAnswer::Now(Reply::Refused { reason, text }, None)
+            }
+        }
+    }
+
+    /// The slot to lend; `None` if that is not known yet.
+    fn find_pinned(
+        &mut self,
+        uid: u32,
+        wish: &TakePinned,
+        has_waited: bool,
+        now: Instant,
+    ) -> Result<Option<usize>, Refused> {
+        let address = wish.device;
+        let has_device =
+            |class: &Class| class.device.as_ref().is_some_and(|device| device.address == address);
+        let slot = (0..self.slots.len()).find(|slot| self.class_of(*slot).is_some_and(has_device));
+        let class = slot.and_then(|slot| Some((slot, self.class_of(slot)?.clone())));
+        let Some((slot, class)) = class else {
+            let text = format!("no slot is configured for device {address}");
+            return Err((Refusal::NoSuchSlot, text));
+        };
+        let is_named = class.device.as_ref().is_some_and(|device| device.users.contains(&uid));
+        if !is_named && uid != 0 && uid != self.own_uid {
+            let text = format!(
+                "the slot of device {address} is not for user {uid}: name the user in the pool's \
+                 configuration"
+            );
+            return Err((Refusal::NotAllowed, text));
+        }
+        let state = self.slots.get(slot).map(|slot| &slot.state);
+        // Whatever the answer, the device is not free before the worker is done.
+        if matches!(state, Some(State::Pinning { .. })) {
+            return Ok(None);
+        }
+        if let Err(refused) = self.suits(uid, &class, wish) {
+            self.leave_device(slot, now);
+            return Err(refused);
+        }
+        let not_ready = || {
+            let text = format!("the slot of device {address} is not ready");
+            Err((Refusal::Empty, text))
+        };
+        let Some(entry) = self.slots.get_mut(slot) else { return not_ready() };
+        match std::mem::replace(&mut entry.state, State::absent()) {
+            State::Ready { owner, .. } | State::Waiting { owner, .. }
+                if owner.is_some_and(|owner| owner != uid) =>
+            {
+                // Gone with memory and device, to be made anew.
+                entry.hold_off = Some(now + HOLD_OFF);
+                not_ready()
+            }
+            State::Ready { memory, owner, prepinned: Some(prepinned) } => {
+                entry.state = State::Ready { memory, owner, prepinned: Some(prepinned) };
+                Ok(Some(slot))
+            }
+            // Whoever asks for it does not have the device: the pool may get it at last.
+            State::Waiting { memory, owner, .. } if !has_waited => {
+                entry.state = State::Pinning { owner, wait: RETRY_MIN };
+                self.jobs.push_back(Job::Pin { slot, class, memory });
+                Ok(None)
+            }
+            other => {
+                entry.state = other;
+                self.leave_device(slot, now);
+                not_ready()
+            }
+        }
+    }
+
+    fn suits(&self, uid: u32, class: &Class, wish: &TakePinned) -> Result<(), Refused> {
+        let layout = RamLayout::default();
+        let fits = class.size_bytes == wish.size_bytes
+            && class.pages.suits(wish.pages)
+            && wish.node.is_none_or(|node| class.node == Some(node))
+            && (layout.hole_start, layout.hole_end) == (wish.hole_start, wish.hole_end);
+        if !fits {
+            let text = format!(
+                "the slot of device {} has {} bytes of pages '{}', node {:?}, and was asked for {} \
+                 bytes of other pages, on another node or with another hole: it must be all memory of \
+                 the VM, no more and no less",
+                wish.device,
+                class.size_bytes,
+                class.pages.name(),
+                class.node,
+                wish.size_bytes
+            );
+            return Err((Refusal::NoSuchSlot, text));
+        }
+        let (limit, has) = (self.config.limits.of(uid, self.own_uid), self.held_by(uid));
+        if has.saturating_add(class.size_bytes) > limit {
+            let text = format!(
+                "user {uid} has {has} bytes of the pool and may have {limit}: raise the limit in \
+                 the pool's configuration"
+            );
+            return Err((Refusal::OverLimit, text));
+        }
+        Ok(())
+    }
+
+    /// Lets go of a device for a while. What is mapped for it goes.
+    fn leave_device(&mut self, slot: usize, now: Instant) {
+        let Some(entry) = self.slots.get_mut(slot) else { return };
+        let until = now + HOLD_OFF;
+        entry.hold_off = Some(until);
+        entry.state = match std::mem::replace(&mut entry.state, State::absent()) {
+            State::Ready { memory, owner, prepinned: Some(_) } => {
+                State::Waiting { memory, owner, at: until, wait: RETRY_MIN }
+            }
+            other => other,
+        };
+    }
+
+    fn lend_pinned(
+        &mut self,
+        slot: usize,
+        lessee: Lessee,
+        uid: u32,
+    ) -> Result<(Reply, PinnedFiles), Refused> {
+        let gone = || (Refusal::Failed, "the slot is not there any more".to_owned());
+        let entry = self.slots.get_mut(slot).ok_or_else(gone)?;
+        match std::mem::replace(&mut entry.state, State::absent()) {
+            State::Ready { memory, owner, prepinned: Some(prepinned) } => match memory.lend() {
+                Ok(file) => {
+                    entry.state = State::Lent { memory, uid, lessee };
+                    let Prepinned { iommufd, device, grant } = prepinned;
+                    let files = PinnedFiles { memory: file, iommufd, device };
+                    Ok((Reply::GrantedPinned(grant), files))
+                }
+                Err(error) => {
+                    entry.state = State::Ready { memory, owner, prepinned: Some(prepinned) };
+                    Err((Refusal::Failed, error.to_string()))
+                }
+            },
+            other => {
+                entry.state = other;
+                Err(gone())
+            }
+        }
+    }
+
+    /// A worker has mapped memory for its device, or could not.
+    pub(super) fn pinned(
+        &mut self,
+        slot: usize,
+        memory: SlotMemory,
+        result: Result<Prepinned, PinError>,
+        now: Instant,
+    ) {
+        let Some(entry) = self.slots.get_mut(slot) else { return };
+        let (owner, wait) = match entry.state {
+            State::Pinning { owner, wait } => (owner, wait),
+            _ => (None, RETRY_MIN),
+        };
+        entry.state = match result {
+            Ok(prepinned) => {
+                entry.problem = None;
+                State::Ready { memory, owner, prepinned: Some(prepinned) }
+            }
+            Err(error) => {
+                self.counters.pin_failures += 1;
+                let problem = error_text::chain(&error);
+                // It is the same every time while a VM has the device.
+                if entry.problem.as_ref() != Some(&problem) {
+                    log::warn!("a slot waits for its device: {problem}");
+                }
+                entry.problem = Some(problem);
+                let next = (wait * 2).min(DEVICE_RETRY_MAX);
+                State::Waiting { memory, owner, at: now + wait, wait: next }
+            }
+        };
+    }
+}
+
+#[cfg(test)]
+#[path = "pinned_tests.rs"]
+mod tests;

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory that is mapped for a device before anybody needs it.
+//!
+//! Owns the iommufd and the device until they are handed over with the memory, and then nothing of them:
+//! who has an iommufd controls every address space in it, so there is one for each slot. Must never
+//! attach the device: it reaches nothing before its user says so.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use iommufd_bindings::iommufd::{
+    iommu_hwpt_alloc, iommu_ioas_alloc, iommu_ioas_map_file,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA as FIXED_IOVA,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE as READABLE,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE as WRITEABLE,
+};
+use iommufd_ioctls::{IommuFd, IommufdError};
+use memory::pool::{DeviceAddress, PinnedGrant, PinnedRegion, pieces};
+use memory::{Given, GuestRam, RamConfig, RamError, RamLayout};
+use thiserror::Error;
+use vfio_ioctls::{VfioDevice, VfioError, VfioIommufd};
+
+use crate::config::Class;
+use crate::slot::{SlotError, SlotMemory, ZONE, zone_of};
+
+const IOMMUFD: &str = "/dev/iommu";
+const DEVICES: &str = "/sys/bus/pci/devices";
+/// What is mapped by one call: not larger than needed for the kernel to pin large runs at once, and the
+/// smallest thing that a VM can give back.
+const PIECE_BYTES: u64 = 64 << 20;
+
+/// Memory that could not be mapped for its device.
+#[derive(Debug, Error)]
+pub enum PinError {
+    /// The kernel has no iommufd, or the pool may not use it.
+    #[error("cannot open {IOMMUFD} (a kernel with CONFIG_IOMMUFD, and the right to open it)")]
+    Iommufd(#[source] io::Error),
+    /// The device is not there for passing through.
+    #[error(
+        "cannot open device {0} (is it bound to vfio-pci, has the kernel CONFIG_VFIO_DEVICE_CDEV, may \
+         the pool open what is in /dev/vfio/devices?)"
+    )]
+    Open(DeviceAddress, #[source] VfioError),
+    /// Somebody else has it.
+    #[error("cannot have device {0}: a VM or another process has it")]
+    Bind(DeviceAddress, #[source] VfioError),
+    /// An object of iommufd.
+    #[error("cannot make what device {0} needs in iommufd")]
+    Object(DeviceAddress, #[source] IommufdError),
+    /// The kernel is too old.
+    #[error("this kernel maps memory for devices by address only: Linux 6.14 or newer is needed")]
+    NoMapFile,
+    /// Pinning.
+    #[error(
+        "cannot map {len_bytes} bytes at {gpa:#x} for device {device} (ENOMEM: raise LimitMEMLOCK, or \
+         give the pool CAP_IPC_LOCK)"
+    )]
+    Map {
+        /// For which.
+        device: DeviceAddress,
+        /// Where.
+        gpa: u64,
+        /// How much.
+        len_bytes: u64,
+        /// The kernel's answer.
+        #[source]
+        source: IommufdError,
+    },
+    /// The layout of the VM's memory.
+    #[error("this memory cannot be that of a VM")]
+    Layout(#[source] RamError),
+    /// An own open file of the memory.
+    #[error("cannot map memory")]
+    File(#[source] SlotError),
+    /// Descriptors.
+    #[error("cannot duplicate a descriptor")]
+    Duplicate(#[source] io::Error),
+    /// A slot without a device.
+    #[error("the slot has no device")]
+    NoDevice,
+}
+
+/// A device, its iommufd, and what is mapped there.
+#[derive(Debug)]
+pub struct Prepinned {
+    pub iommufd: File,
+    pub device: File,
+    pub grant: PinnedGrant,
+}
+
+/// Where the VM has the memory: the same rule that its VMM goes by.
+fn regions(
+    class: &Class,
+    memory: &SlotMemory,
+) -> Result<(Arc<File>, Vec<PinnedRegion>, u64), PinError> {
+    let file = Arc::new(memory.lend().map_err(PinError::File)?);
+    let config = RamConfig { zones: vec![zone_of(class)] };
+    let given = [Given::file(ZONE, Arc::clone(&file))];
+    let ram =
+        GuestRam::with_given(&config, RamLayout::default(), &given).map_err(PinError::Layout)?;
+    let page_bytes = ram.regions().first().map_or(0, |region| region.page_bytes());
+    let of_region = |region: &Arc<memory::RamRegion>| PinnedRegion {
+        gpa: region.gpa(),
+        len_bytes: region.len_bytes(),
+        offset: region.file_offset(),
+    };
+    Ok((file, ram.regions().iter().map(of_region).collect(), page_bytes))
+}
+
+fn size_of_u32<T>() -> u32 {
+    // Structures of the kernel's interface have some dozens of bytes.
+    u32::try_from(size_of::<T>()).unwrap_or(u32::MAX)
+}
+
+impl Prepinned {
+    /// Opens the device, maps the memory at the VM's addresses and fills a page table with it.
+    ///
+    /// # Errors
+    /// Saying what the host lacks; the device is as before.
+    pub fn new(class: &Class, memory: &SlotMemory) -> Result<Self, PinError> {
+        let address = class.device.as_ref().ok_or(PinError::NoDevice)?.address;
+        let (file, regions, page_bytes) = regions(class, memory)?;
+        let iommufd =
+            File::options().read(true).write(true).open(IOMMUFD).map_err(PinError::Iommufd)?;
+        let path = Path::new(DEVICES).join(address.to_string());
+        let device =
+            VfioDevice::open_cdev(&path).map_err(|source| PinError::Open(address, source))?;
+        let object = |source| PinError::Object(address, source);
+
+        // The crate's values are for who keeps them: these have duplicates, and what they undo when
+        // they are dropped is an address space of their own and no attachment.
+        let copy = iommufd.try_clone().map_err(PinError::Duplicate)?;
+        let control = Arc::new(IommuFd::new_from_fd(copy));
+        let space = VfioIommufd::new(Arc::clone(&control), None, None);
+        let space = space.map_err(|source| PinError::Open(address, source))?;
+        let copy = device.try_clone().map_err(PinError::Duplicate)?;
+        let bound = VfioDevice::new_from_fd(copy, Arc::new(space), false)
+            .map_err(|source| PinError::Bind(address, source))?;
+        let device_id = bound.iommufd_dev_id().ok_or(PinError::NoDevice)?;
+
+        let mut new_space =
+            iommu_ioas_alloc { size: size_of_u32::<iommu_ioas_alloc>(), ..Default::default() };
+        control.alloc_iommu_ioas(&mut new_space).map_err(object)?;
+        let space_id = new_space.out_ioas_id;
+        // First, so that each piece is pinned as it is mapped: without a table nothing is.
+        let mut table = iommu_hwpt_alloc {
+            size: size_of_u32::<iommu_hwpt_alloc>(),
+            dev_id: device_id,
+            pt_id: space_id,
+            ..Default::default()
+        };
+        control.alloc_iommu_hwpt(&mut table).map_err(object)?;
+        for piece in regions.iter().flat_map(|region| pieces(*region, PIECE_BYTES, page_bytes)) {
+            let PinnedRegion { gpa, len_bytes, offset } = piece;
+            let map = iommu_ioas_map_file {
+                size: size_of_u32::<iommu_ioas_map_file>(),
+                flags: FIXED_IOVA | READABLE | WRITEABLE,
+                ioas_id: space_id,
+                fd: file.as_raw_fd(),
+                start: offset,
+                length: len_bytes,
+                iova: gpa,
+            };
+            control.map_iommu_ioas_file(&map).map_err(|source| match source {
+                IommufdError::IommuIoasMapFile(errno) if errno.errno() == libc::ENOTTY => {
+                    PinError::NoMapFile
+                }
+                source => PinError::Map { device: address, gpa, len_bytes, source },
+            })?;
+        }
+        let grant = PinnedGrant {
+            size_bytes: class.size_bytes,
+            pages: class.pages,
+            piece_bytes: PIECE_BYTES,
+            device_id,
+            space_id,
+            table_id: table.out_hwpt_id,
+            regions,
+        };
+        Ok(Self { iommufd, device, grant })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use memory::pool::SlotPages;
+
+    use super::*;
+    use crate::config::SlotDevice;
+    use crate::pace::Pace;
+    use crate::slot::Means;
+    use crate::sys::Users;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn memory_is_where_a_vm_has_it() {
+        let address = "0000:65:00.0".parse().unwrap();
+        let device = Some(SlotDevice { address, users: Vec::new() });
+        let (pages, node) = (SlotPages::Small, None);
+        let class = Class { size_bytes: 4 * MIB, pages, node, count: 1, device };
+        let means = Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false };
+        let memory = SlotMemory::build(&class, &means).unwrap();
+        let (file, regions, page_bytes) = regions(&class, &memory).unwrap();
+        assert_eq!(regions, [PinnedRegion { gpa: 0, len_bytes: 4 * MIB, offset: 0 }]);
+        assert_eq!(page_bytes, 4096);
+        // What iommufd holds of it keeps it from being used again.
+        assert_eq!(memory.users(), Users::Others);
+        drop(file);
+        assert_eq!(memory.users(), Users::OnlyUs);
+    }
+}
