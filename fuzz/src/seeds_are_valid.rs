@@ -8,7 +8,7 @@ use std::io::{Seek, Write};
 
 use arch::{BootError, BootSpec};
 use memory::GuestMemory;
-use memory::pool::{Reply, Take};
+use memory::pool::{Reply, Request};
 use vm_memory::GuestAddress;
 use vm_migration::page_server::{Charge, ServedMemory};
 use vm_migration::protocol::message::{Answer, Message, Role};
@@ -128,7 +128,7 @@ fn streams_are_messages_to_the_end() {
 fn messages_of_the_pool_are_understood() {
     for Seed { name, contents, .. } in seeds_of("pool_protocol") {
         let mut rest = contents.as_slice();
-        while let Ok(Some((_, len))) = Take::decode(rest) {
+        while let Ok(Some((_, len))) = Request::decode(rest) {
             rest = &rest[len..];
         }
         while let Ok(Some((_, len))) = Reply::decode(rest) {

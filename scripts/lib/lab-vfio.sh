@@ -46,6 +46,13 @@ build_extra_vfio_memory() {
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
   pack "$LAB/vfio" "$1"
 }
+# Beside the pool a program that keeps a descriptor of a VMM.
+build_extra_pool_device() {
+  build_extra_vfio "$1"
+  add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
+  gcc -O2 -Wall -Wextra -static -s -o "$LAB/vfio/bin/hold-fd" "$SRC/probes/hold-fd.c"
+  pack "$LAB/vfio" "$1"
+}
 build_extra_vfio_gate() { build_extra_vfio "$@"; }
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }

@@ -112,6 +112,18 @@ pub enum VfioError {
         #[source]
         source: vfio_ioctls::VfioError,
     },
+    /// Memory that was mapped before is not the VM's.
+    #[error("what is mapped for the device is not this VM's memory: {0}")]
+    OtherMemory(&'static str),
+    /// A pool's device that its iommufd does not know.
+    #[error("the iommufd that came with the device does not know it")]
+    NotInSlot(#[source] iommufd_ioctls::IommufdError),
+    /// A pool's device that is another one.
+    #[error("the open device that came is not the one at {path}")]
+    OtherDevice {
+        /// Where the VM's is.
+        path: PathBuf,
+    },
     /// A descriptor in place of a path, without iommufd.
     #[error("a device can be given by its descriptor only with iommufd")]
     NeedsIommufd,

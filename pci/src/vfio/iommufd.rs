@@ -7,17 +7,29 @@
 //! file is mapped by the file (`IOMMU_IOAS_MAP_FILE`, Linux 6.14), which spares the kernel the look at
 //! the process's page tables; other memory, and all memory on older kernels, by its address. Pieces are
 //! pinned in parallel where several threads map.
+//!
+//! An address space may also come from a pool, with all memory mapped in it and a page table that is filled
+//! ([`IommufdSpace::prepinned`]): devices are attached to that.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
-use hypervisor::{VfioFiles, Vm};
+use hypervisor::{ToldFile, VfioFiles, Vm};
+use iommufd_bindings::iommufd::{
+    iommu_hw_info, iommu_ioas_map, iommu_ioas_map_file, iommu_ioas_unmap,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA as FIXED_IOVA,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE as READABLE,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE as WRITEABLE,
+};
 use iommufd_ioctls::{IommuFd, IommufdError};
+use memory::pool::PinnedGrant;
 use memory::{GuestRam, RamRegion};
 use vfio_ioctls::{VfioDevice, VfioError as IoctlError, VfioIommufd};
 
@@ -25,8 +37,9 @@ use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
 use super::peers::PeerTarget;
+use super::prepinned::mapped_pieces;
 use super::space::{DmaSpace, OpenedFunction, Piece};
-use super::sysfs::{HostPlace, SysfsFunction};
+use super::sysfs::{HostPlace, SysfsFunction, is_node_of};
 use crate::locks::lock;
 
 const IOMMUFD: &str = "/dev/iommu";
@@ -35,6 +48,10 @@ const IOMMUFD: &str = "/dev/iommu";
 pub struct IommufdSpace {
     // Order matters on drop: the mappings go before what they map.
     space: Arc<VfioIommufd>,
+    /// The address space that is used; of a pool's it is not that of `space`, which then stays empty.
+    space_id: u32,
+    /// The page table that devices are attached to, if it was there before.
+    table_id: Option<u32>,
     /// What is mapped: guest physical addresses and lengths.
     mapped: Mutex<BTreeMap<u64, usize>>,
     /// The kernel maps files; known not to after the first answer that says so.
@@ -62,6 +79,8 @@ impl IommufdSpace {
         // KVM is told of each device here: the crate would not take it back if it cannot be used.
         let space = VfioIommufd::new(iommufd, None, None).map_err(VfioError::AddressSpace)?;
         Ok(Self {
+            space_id: space.ioas().id(),
+            table_id: None,
             space: Arc::new(space),
             mapped: Mutex::default(),
             maps_files: AtomicBool::new(true),
@@ -71,14 +90,51 @@ impl IommufdSpace {
         })
     }
 
+    /// The address space of a pool, in which all of `ram` is mapped as `grant` says.
+    ///
+    /// # Errors
+    /// What is mapped is not this memory, or the iommufd does not know the device.
+    pub fn prepinned(
+        vm: &Vm,
+        ram: Arc<GuestRam>,
+        iommufd: OwnedFd,
+        grant: &PinnedGrant,
+    ) -> Result<Self, VfioError> {
+        let mapped = mapped_pieces(&ram, grant)?;
+        let space = Self::new(vm, ram, Some(iommufd))?;
+        let mut info = iommu_hw_info {
+            size: size_of_u32::<iommu_hw_info>(),
+            dev_id: grant.device_id,
+            ..Default::default()
+        };
+        space.space.iommufd().get_hw_info(&mut info).map_err(VfioError::NotInSlot)?;
+        let in_words = |(gpa, len)| Some((gpa, usize::try_from(len).ok()?));
+        Ok(Self {
+            space_id: grant.space_id,
+            table_id: Some(grant.table_id),
+            mapped: Mutex::new(mapped.into_iter().filter_map(in_words).collect()),
+            // The device comes open, others do not.
+            is_given: false,
+            ..space
+        })
+    }
+
     /// Maps a piece by the file that it is in; false if the kernel cannot do that.
     fn map_file(&self, region: &RamRegion, start: u64, piece: &Piece) -> io::Result<bool> {
         let Some(file) = region.file().filter(|_| self.maps_files.load(Ordering::Relaxed)) else {
             return Ok(false);
         };
         let offset = region.file_offset().saturating_add(start);
-        let ioas = self.space.ioas();
-        match ioas.map_file(file.as_raw_fd(), offset, piece.len as u64, piece.gpa, true) {
+        let map = iommu_ioas_map_file {
+            size: size_of_u32::<iommu_ioas_map_file>(),
+            flags: FIXED_IOVA | READABLE | WRITEABLE,
+            ioas_id: self.space_id,
+            fd: file.as_raw_fd(),
+            start: offset,
+            length: piece.len as u64,
+            iova: piece.gpa,
+        };
+        match self.space.iommufd().map_iommu_ioas_file(&map) {
             Ok(()) => Ok(true),
             Err(IommufdError::IommuIoasMapFile(errno)) => match errno.errno() {
                 libc::ENOTTY => {
@@ -95,31 +151,82 @@ impl IommufdSpace {
     }
 
     fn map_address(&self, piece: &Piece) -> io::Result<()> {
-        // SAFETY: the piece lies in a region of `self.ram`, which outlives the address space and so its
-        // mappings (this value and every function opened in it hold it). Guest RAM is reached only by
-        // volatile and atomic accesses and by system calls: vCPUs write to it at any time, too.
-        let mapped = unsafe { self.space.vfio_dma_map(piece.gpa, piece.len, piece.address) };
-        mapped.map_err(|error| match error {
-            IoctlError::IommufdIoctlError(IommufdError::IommuIoasMap(errno)) => {
-                io::Error::from_raw_os_error(errno.errno())
-            }
+        // The piece lies in a region of `self.ram`, which outlives the address space and so its mappings
+        // (this value and every function opened in it hold it). Guest RAM is reached only by volatile and
+        // atomic accesses and by system calls: vCPUs write to it at any time, too.
+        let map = iommu_ioas_map {
+            size: size_of_u32::<iommu_ioas_map>(),
+            flags: FIXED_IOVA | READABLE | WRITEABLE,
+            ioas_id: self.space_id,
+            user_va: piece.address.addr() as u64,
+            length: piece.len as u64,
+            iova: piece.gpa,
+            ..Default::default()
+        };
+        self.space.iommufd().map_iommu_ioas(&map).map_err(|error| match error {
+            IommufdError::IommuIoasMap(errno) => io::Error::from_raw_os_error(errno.errno()),
             other => io::Error::other(other),
         })
+    }
+
+    fn unmap_range(&self, gpa: u64, len_bytes: u64) -> Result<(), IommufdError> {
+        let mut unmap = iommu_ioas_unmap {
+            size: size_of_u32::<iommu_ioas_unmap>(),
+            ioas_id: self.space_id,
+            iova: gpa,
+            length: len_bytes,
+        };
+        self.space.iommufd().unmap_iommu_ioas(&mut unmap)
+    }
+
+    /// Tells KVM of an open character device.
+    fn tell(&self, node: &File) -> Result<ToldFile, VfioError> {
+        self.files.tell(node.as_fd()).map_err(|error| match error.errno() {
+            libc::EINVAL => VfioError::NotANode(error),
+            _ => VfioError::Kvm(error),
+        })
+    }
+
+    /// Attaches a device to the page table that was there before. One with another IOMMU gets a table of
+    /// its own.
+    fn attach(&self, device: &VfioDevice) -> Result<(), VfioError> {
+        let Some(table_id) = self.table_id else { return Ok(()) };
+        let attached = match device.attach_hwpt(table_id) {
+            Err(IoctlError::VfioDeviceAttachIommufdPt(errno)) if errno.errno() == libc::EINVAL => {
+                device.attach_hwpt(self.space_id)
+            }
+            other => other,
+        };
+        attached.map_err(|source| VfioError::Attach { source })
+    }
+
+    /// Puts the device into the space that came with it.
+    fn take_prepinned(&self, path: &Path, node: File) -> Result<OpenedFunction, VfioError> {
+        let SysfsFunction { path, .. } = SysfsFunction::find(path)?;
+        if !is_node_of(&path, &node) {
+            return Err(VfioError::OtherDevice { path });
+        }
+        let told = self.tell(&node)?;
+        let device = VfioDevice::new_from_bound_fd(node, Arc::clone(&self.space), false);
+        let device = device.map_err(|source| VfioError::Attach { source })?;
+        let start = Instant::now();
+        self.attach(&device)?;
+        let took_us = start.elapsed().as_micros();
+        log::info!("the device at {} reaches all memory after {took_us} us", path.display());
+        Ok(OpenedFunction { device, told: Some(told) })
     }
 
     /// Binds an open character device and puts it into the space.
     fn take(&self, node: File, may_be_bound: bool) -> Result<OpenedFunction, VfioError> {
         // First: the kernel wants to know the VM when it opens the device.
-        let told = self.files.tell(node.as_fd()).map_err(|error| match error.errno() {
-            libc::EINVAL => VfioError::NotANode(error),
-            _ => VfioError::Kvm(error),
-        })?;
+        let told = self.tell(&node)?;
         let again = may_be_bound.then(|| node.try_clone()).transpose();
         let again = again.map_err(|source| VfioError::Io {
             what: "duplicate the descriptor of the device",
             source,
         })?;
-        let bound = VfioDevice::new_from_fd(node, Arc::clone(&self.space), true);
+        let to_space = self.table_id.is_none();
+        let bound = VfioDevice::new_from_fd(node, Arc::clone(&self.space), to_space);
         let device = match (bound, again) {
             // Bound for as long as its descriptor is open somewhere: by its owner, or before a reboot.
             (Err(IoctlError::VfioDeviceBindIommufd(errno)), Some(node))
@@ -139,8 +246,14 @@ impl IommufdSpace {
             (device, _) => device,
         };
         let device = device.map_err(|source| VfioError::Attach { source })?;
+        self.attach(&device)?;
         Ok(OpenedFunction { device, told: Some(told) })
     }
+}
+
+fn size_of_u32<T>() -> u32 {
+    // Structures of the kernel's interface have some dozens of bytes.
+    u32::try_from(size_of::<T>()).unwrap_or(u32::MAX)
 }
 
 impl DmaSpace for IommufdSpace {
@@ -149,6 +262,9 @@ impl DmaSpace for IommufdSpace {
             HostPlace::Sysfs(path) => path,
             // Only of the iommufd that came with it is it known that it may be bound to that.
             HostPlace::Descriptor(node) => return self.take(File::from(node), self.is_given),
+            HostPlace::Prepinned { path, node } => {
+                return self.take_prepinned(&path, File::from(node));
+            }
         };
         let function = SysfsFunction::find(&path)?;
         let node = function.node();
@@ -183,15 +299,15 @@ impl DmaTarget for IommufdSpace {
     }
 
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
-        let len = usize::try_from(gpa.end.saturating_sub(gpa.start)).map_err(io::Error::other)?;
-        self.space.vfio_dma_unmap(gpa.start, len).map_err(io::Error::other)?;
+        let len_bytes = gpa.end.saturating_sub(gpa.start);
+        self.unmap_range(gpa.start, len_bytes).map_err(io::Error::other)?;
         lock(&self.mapped).retain(|start, _| !gpa.contains(start));
         Ok(())
     }
 
     fn unmap_all(&self) {
         for (gpa, len) in std::mem::take(&mut *lock(&self.mapped)) {
-            if let Err(error) = self.space.vfio_dma_unmap(gpa, len) {
+            if let Err(error) = self.unmap_range(gpa, len as u64) {
                 log::warn!("{len:#x} bytes at {gpa:#x} stay mapped for DMA: {error}");
             }
         }

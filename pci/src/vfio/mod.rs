@@ -42,6 +42,7 @@ mod notices;
 mod peers;
 mod pieces;
 mod pinning;
+mod prepinned;
 mod space;
 mod sysfs;
 #[cfg(test)]
@@ -62,5 +63,6 @@ pub use notices::{Notices, OnNotice};
 pub use peers::{Peer, PeerBars, PeerTarget};
 pub use pieces::{OnLost, Pieces};
 pub use pinning::{PinProgress, PinState, Pinning};
+pub use prepinned::mapped_pieces;
 pub use space::{DmaSpace, OpenedFunction};
 pub use sysfs::HostPlace;

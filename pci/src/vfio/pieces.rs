@@ -120,6 +120,25 @@ impl Pieces {
         })
     }
 
+    /// All of `mapped` is mapped in the target already, in pieces of `piece_bytes`.
+    pub fn prepinned(
+        target: Arc<dyn DmaTarget>,
+        mapped: BTreeMap<u64, u64>,
+        piece_bytes: u64,
+        on_lost: OnLost,
+    ) -> Arc<Self> {
+        let mapped_bytes = AtomicU64::new(mapped.values().sum());
+        Arc::new(Self {
+            target,
+            piece_bytes,
+            chunk_bytes: piece_bytes.max(CHUNK_BYTES),
+            state: Mutex::new(State { mapped, unmapped: BTreeMap::new() }),
+            phase: Mutex::default(),
+            mapped_bytes,
+            on_lost,
+        })
+    }
+
     pub(super) fn target(&self) -> &dyn DmaTarget {
         self.target.as_ref()
     }

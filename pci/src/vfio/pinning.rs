@@ -85,6 +85,21 @@ impl Pinning {
         Ok(Self { shared, thread: Some(thread) })
     }
 
+    /// All memory of `pieces` is mapped: the gate is open, and nothing remains to be done.
+    pub fn complete(pieces: Arc<Pieces>, gate: Arc<DmaGate>, on_end: OnEnd) -> Self {
+        gate.open();
+        let state = PinState::Pinned(Duration::ZERO);
+        let shared = Arc::new(Shared {
+            total_bytes: pieces.mapped_bytes(),
+            pieces,
+            stop: AtomicBool::new(false),
+            state: Mutex::new(state.clone()),
+            gate,
+        });
+        on_end(&state);
+        Self { shared, thread: None }
+    }
+
     /// How far it is.
     pub fn progress(&self) -> PinProgress {
         let Shared { total_bytes, pieces, state, .. } = &*self.shared;

@@ -4,7 +4,9 @@
 //!
 //! Owns the checks that say what the host lacks before VFIO says less clearly that it does.
 
+use std::fs::{self, File};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use super::error::VfioError;
@@ -16,6 +18,13 @@ pub enum HostPlace {
     Sysfs(PathBuf),
     /// Its character device, which somebody has opened already.
     Descriptor(OwnedFd),
+    /// The same, bound to an iommufd in which memory is mapped for it; and where it is to be.
+    Prepinned {
+        /// Its directory in sysfs.
+        path: PathBuf,
+        /// Its character device.
+        node: OwnedFd,
+    },
 }
 
 /// A function in sysfs that has an IOMMU and a driver for passing through.
@@ -30,6 +39,17 @@ pub(super) struct SysfsFunction {
 /// Name that a link points to.
 fn link_name(path: &Path) -> Option<String> {
     Some(path.read_link().ok()?.file_name()?.to_string_lossy().into_owned())
+}
+
+/// Whether an open file is the character device of the function at `path`.
+pub(super) fn is_node_of(path: &Path, node: &File) -> bool {
+    let Ok(metadata) = node.metadata() else { return false };
+    let number = metadata.rdev();
+    let text = format!("{}:{}", libc::major(number), libc::minor(number));
+    let nodes = path.join("vfio-dev").read_dir();
+    let mut numbers = nodes.into_iter().flatten().flatten().map(|node| node.path().join("dev"));
+    metadata.file_type().is_char_device()
+        && numbers.any(|file| fs::read_to_string(file).is_ok_and(|own| own.trim() == text))
 }
 
 impl SysfsFunction {
@@ -61,7 +81,6 @@ impl SysfsFunction {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use std::fs;
     use std::os::unix::fs::symlink;
 
     use super::*;
@@ -86,5 +105,12 @@ mod tests {
         assert_eq!(function.node(), None);
         fs::create_dir_all(device.join("vfio-dev/vfio3")).unwrap();
         assert_eq!(function.node(), Some("/dev/vfio/devices/vfio3".into()));
+
+        let open = |path: &str| File::open(path).unwrap();
+        assert!(!is_node_of(&function.path, &open("/dev/null")));
+        fs::write(device.join("vfio-dev/vfio3/dev"), "1:3\n").unwrap();
+        assert!(is_node_of(&function.path, &open("/dev/null")));
+        assert!(!is_node_of(&function.path, &open("/dev/zero")), "another device");
+        assert!(!is_node_of(&function.path, &open("/proc/self/status")), "no device");
     }
 }

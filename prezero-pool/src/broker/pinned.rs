@@ -141,14 +141,14 @@ impl Broker {
             && wish.node.is_none_or(|node| class.node == Some(node))
             && (layout.hole_start, layout.hole_end) == (wish.hole_start, wish.hole_end);
         if !fits {
+            let node =
+                class.node.map_or_else(|| "any node".to_owned(), |node| format!("node {node}"));
             let text = format!(
-                "the slot of device {} has {} bytes of pages '{}', node {:?}, and was asked for {} \
-                 bytes of other pages, on another node or with another hole: it must be all memory of \
-                 the VM, no more and no less",
+                "the slot of device {} has {} bytes of pages '{}' of {node}, and the VM has {} bytes: \
+                 it has to be all memory of the VM, of its pages, on its node",
                 wish.device,
                 class.size_bytes,
                 class.pages.name(),
-                class.node,
                 wish.size_bytes
             );
             return Err((Refusal::NoSuchSlot, text));

@@ -11,7 +11,7 @@ use std::path::Path;
 use crate::machine;
 use crate::report::{Figure, Report, Target};
 
-const MODES: [(&str, &str); 7] = [
+const MODES: [(&str, &str); 8] = [
     ("none", "no device"),
     ("strict", "pin=strict"),
     ("overlap", "pin=overlap"),
@@ -19,14 +19,17 @@ const MODES: [(&str, &str); 7] = [
     ("qemu", "QEMU"),
     ("strict-iommufd", "pin=strict by iommufd"),
     ("overlap-iommufd", "pin=overlap by iommufd"),
+    ("prepinned-iommufd", "a pool that has mapped memory, by iommufd"),
 ];
 const MEMORY: [(&str, u64); 4] = [("4k", 256), ("4k", 512), ("4k", 1024), ("2m", 1024)];
 const FIRST_INSTRUCTION: &str = "first-instruction";
-const WHAT: [(&str, &str); 4] = [
+const ADDED: &str = "added";
+const WHAT: [(&str, &str); 5] = [
     (FIRST_INSTRUCTION, "exec to first guest instruction"),
     ("bus-master-asked", "exec to the driver's first Bus Master Enable"),
     ("bus-master-granted", "exec to that being granted"),
     ("pinning", "populating and mapping all memory"),
+    (ADDED, "attaching the device, and its driver's wait for memory"),
 ];
 
 /// Mode, pages, MiB and what.
@@ -118,6 +121,17 @@ fn report(samples: &BTreeMap<Key<'_>, Vec<f64>>) -> Report {
         if let Some(pinning) = of("pool", memory, "pinning") {
             let name = format!("pinning memory of the pool, ms, {about}");
             targets.push(Target::at_most(&name, pinning, 100.0));
+        }
+        if let Some(added) = of("prepinned-iommufd", memory, ADDED) {
+            let name = format!("what memory that the pool has mapped adds, ms, {about}");
+            targets.push(Target::at_most(&name, added, 100.0));
+        }
+        let first = of("prepinned-iommufd", memory, FIRST_INSTRUCTION);
+        let overlap = of("overlap-iommufd", memory, FIRST_INSTRUCTION);
+        if let Some((prepinned, overlap)) = first.zip(overlap) {
+            let name =
+                format!("first instruction, memory that the pool has mapped over overlap, {about}");
+            targets.push(Target::at_most(&name, prepinned / overlap, 1.2));
         }
     }
     let notes = vec![

@@ -16,18 +16,20 @@ runs=$(sed -n 's/.*lab.runs=\([0-9]*\).*/\1/p' /proc/cmdline)
 value() { sed -n "s/.*\"$1\": \([0-9]*\).*/\1/p" $T/counters | head -n 1; }
 measured() { remote a counters >$T/counters 2>/dev/null && [ -n "$(value $1)" ]; }
 modes="none strict overlap pool qemu"
-[ -z "$PASS_BY" ] || modes="$modes strict-iommufd overlap-iommufd"
+[ -z "$PASS_BY" ] || modes="$modes strict-iommufd overlap-iommufd prepinned-iommufd"
 # set_aside PAGES MIB: huge pages, if it takes them.
 set_aside() { [ $1 != 2m ] || echo $(($2 / 2)) >/proc/sys/vm/nr_hugepages; }
 # uptime_ms: the clock that the VMM's counters have, in hundredths of a second.
 uptime_ms() { sed 's/ .*//; s/\.//; s/^0*//; s/$/0/' /proc/uptime; }
 now_us() { bash -c 'echo ${EPOCHREALTIME/./}'; }
 
-# with_pool PAGES MIB: a pool that has the memory of one VM ready.
+# with_pool PAGES MIB TABLE...: a pool that has the memory of one VM ready, as the lines of the table say.
 with_pool() {
   case $1 in 4k) pages=4K ;; 2m) pages=2M ;; esac
+  of_slot="size = '${2}M'"
+  shift 2
   printf '%s\n' "socket = '$T/pool.sock'" "stats_socket = '$T/stats.sock'" "idle_only = false" "bandwidth = '0'" \
-    "keep_free = '0'" "[[slots]]" "size = '${2}M'" "pages = '$pages'" "count = 1" >$T/pool.toml
+    "keep_free = '0'" "$@" "$of_slot" "pages = '$pages'" >$T/pool.toml
   rm -f $T/pool.sock $T/stats.sock
   prezero-pool run --config $T/pool.toml >$T/pool.vmm.log 2>&1 &
   pool=$!
@@ -81,7 +83,11 @@ measure() {
   if [ $1 = pool ]; then
     pin=overlap zone=,prezeroed=$T/pool.sock
     set_aside $2 $3
-    with_pool $2 $3 || { failed "pool_$2_$3" "no memory is ready"; return; }
+    with_pool $2 $3 "[[slots]]" "count = 1" || { failed "pool_$2_$3" "no memory is ready"; return; }
+  elif [ $1 = prepinned-iommufd ]; then
+    pin="overlap -v" zone=,prezeroed=$T/pool.sock
+    set_aside $2 $3
+    with_pool $2 $3 "[[device_slots]]" "device = '$(basename $disk)'" || { failed "prepinned_$2_$3" "no slot is ready"; return; }
   fi
   device="--device path=$disk,id=disk,pin=$pin"
   case $1 in *-iommufd) device="$PASS_BY $device" ;; esac
@@ -107,12 +113,18 @@ measure() {
   done
   since() { echo "FIGURE $1 $(($2 / 1000 - begin_ms))"; }
   key="$1 $2 $3 $4"
-  [ -z "$pool" ] || grep -q prezeroed-taken $T/a.events || failed "$1_$2_$3" "the pool gave nothing"
+  [ -z "$pool" ] || grep -qE 'prezeroed-taken|prepinned-taken' $T/a.events || failed "$1_$2_$3" "the pool gave nothing"
   since "$key first-instruction" "$(value first_instruction_monotonic_us)"
   if [ $1 != none ]; then
     asked=$(value bus_master_asked_monotonic_us)
     since "$key bus-master-asked" $asked
     since "$key bus-master-granted" $((asked + $(value bus_master_waited_us)))
+    # Memory is mapped before: what remains is to attach the device, and to ask for Bus Master.
+    [ $1 != prepinned-iommufd ] || {
+      attach_us=$(sed -n 's/.*reaches all memory after \([0-9]*\) us.*/\1/p' $T/a.vmm.log)
+      added_us=$((attach_us + $(value bus_master_waited_us)))
+      echo "FIGURE $key added $((added_us / 1000)).$(printf %03d $((added_us % 1000)))"
+    }
     echo "FIGURE $key pinning $(sed -n 's/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/a.events)"
   fi
   kill -9 $vmm $pool

@@ -47,7 +47,7 @@ use hypervisor::{
     ClockPolicy, CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig,
     ThreadsError, Vcpu, VcpuInit, VcpuState, VcpuStateError, VcpuThreads, Vm,
 };
-use memory::{Collapse, GuestRam};
+use memory::{Collapse, Given, GuestRam};
 use pci::{
     ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError, PciSegment,
     PciSegmentOptions, PciStateError,
@@ -75,7 +75,7 @@ pub use virtio::{ExclusiveError, HotAddError, VirtioError};
 use affinity::affinity_setter;
 use hotplug::Hotplug;
 use legacy::LegacyDevices;
-use passthrough::Passthrough;
+use passthrough::{Passthrough, PrepinnedSlot};
 use space::{AddressSpace, Exits};
 use virtio::{Sockets, VirtioDevices};
 
@@ -210,6 +210,7 @@ impl Chassis {
         host: &Host,
         sink: EventSink,
         ram: Arc<GuestRam>,
+        slot: Option<PrepinnedSlot>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let vm = Vm::create_with_memory(
@@ -244,7 +245,7 @@ impl Chassis {
         let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
         let devices = VirtioDevices::wire(config, consoles, &sockets)?;
-        let passthrough = Passthrough::wire(config, &sockets, ban, sink)?;
+        let passthrough = Passthrough::wire(config, &sockets, ban, sink, slot)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
             devices,
@@ -323,8 +324,10 @@ impl Machine {
         sink: EventSink,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        let ram = ram::make(&config.memory, bits, true, &[])?;
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
+        let slot = PrepinnedSlot::take(&config, bits)?;
+        let given = slot.iter().map(PrepinnedSlot::memory).collect();
+        let ram = ram::make(&config.memory, bits, true, given)?;
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, slot)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let entry = boot::load(
             &chassis.ram,
@@ -360,7 +363,8 @@ impl Machine {
     ) -> Result<Arc<GuestRam>, MachineError> {
         Passthrough::refuse_move(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        Ok(ram::make(&config.memory, bits, false, given)?)
+        let given = given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file)));
+        Ok(ram::make(&config.memory, bits, false, given.collect())?)
     }
 
     /// A machine on such memory, whose state is still to come, paused. Does not touch the memory.
@@ -375,7 +379,7 @@ impl Machine {
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         Passthrough::refuse_move(&config)?;
-        let chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram, None)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
         let machine = chassis.start(vcpus, cpuid, config, consoles)?;

@@ -14,7 +14,8 @@ use memory::{Backing, Given, HugePageSize, ZoneSpec};
 
 use crate::events;
 
-fn pages(zone: &ZoneSpec) -> PagesWanted {
+/// What it asks a pool for.
+pub fn pages(zone: &ZoneSpec) -> PagesWanted {
     match zone.backing {
         // What hosts call their default is 2 MiB; if it is not, the pool's memory does not fit and
         // is not used.

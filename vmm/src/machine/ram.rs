@@ -4,7 +4,7 @@
 //!
 //! Owns the translation only; slot number and region index are the same number.
 
-use std::fs::File;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use arch::layout;
@@ -133,6 +133,29 @@ pub fn prefault_wishes(config: &MemoryConfig) -> Vec<(String, Prefault)> {
     zones(config).into_iter().map(|zone| (zone.id, zone.prefault)).collect()
 }
 
+/// The layout of guest memory.
+pub fn layout_of(phys_bits: u8) -> RamLayout {
+    RamLayout {
+        hole_start: layout::LOW_RAM_END_GPA,
+        hole_end: layout::HIGH_RAM_64_GPA,
+        end: 1 << phys_bits.min(52),
+    }
+}
+
+/// The zone of a machine that has one, and nothing that comes later; with the pool that it asks.
+///
+/// # Errors
+/// A huge page size that does not exist.
+pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, MachineRamError> {
+    let zones = zones(config);
+    let [zone] = zones.as_slice() else { return Ok(None) };
+    let Some(socket) = zone.prezeroed.clone() else { return Ok(None) };
+    if !later_zones(config).is_empty() {
+        return Ok(None);
+    }
+    Ok(Some((zone_spec(zone, config.thp)?, socket)))
+}
+
 /// Makes guest RAM. `populate` is false where contents are still to arrive; the zones named in
 /// `given` consist of files that somebody handed over.
 ///
@@ -142,7 +165,7 @@ pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
     populate: bool,
-    given: &[(String, Arc<File>)],
+    given: Vec<Given>,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
     let zones = zones(config);
     let mut specs =
@@ -151,17 +174,14 @@ pub fn make(
         let spec = zone_spec(&later.spec, config.thp)?;
         specs.push(ZoneSpec { block_bytes: Some(later.block_bytes), ..spec });
     }
-    let layout = RamLayout {
-        hole_start: layout::LOW_RAM_END_GPA,
-        hole_end: layout::HIGH_RAM_64_GPA,
-        end: 1 << phys_bits.min(52),
-    };
-    let mut files: Vec<_> =
-        given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file))).collect();
+    let layout = layout_of(phys_bits);
+    let mut files = given;
     if populate {
         // Contents that arrive want memory that is not there yet.
         let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
-        let wishes: Vec<_> = specs.iter().zip(sockets).collect();
+        let is_there = |zone: &ZoneSpec| files.iter().any(|file| file.zone() == zone.id);
+        let wishes: Vec<_> =
+            specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
         files.extend(prezeroed::take(&wishes));
     }
     let ram = with_given(&RamConfig { zones: specs }, layout, files)?;

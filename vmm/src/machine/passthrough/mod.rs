@@ -8,6 +8,7 @@
 
 mod backend;
 mod notices;
+mod prepinned;
 mod slots;
 
 use std::collections::BTreeMap;
@@ -33,6 +34,8 @@ use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use backend::{Backend, place_of, shown_place};
 use slots::KvmBarSlots;
+
+pub use prepinned::PrepinnedSlot;
 
 /// Lines of the I/O APIC that no fixed device has.
 const INTX_LINES: u32 = layout::FIRST_MSI_GSI - layout::FIRST_FREE_GSI;
@@ -112,6 +115,8 @@ pub struct Passthrough {
     /// Made for the first device, and kept: KVM is told of VFIO once.
     space: Option<Arc<dyn DmaSpace>>,
     slots: Option<Arc<KvmBarSlots>>,
+    /// Memory that was mapped before, until somebody asks for it to be mapped.
+    prepinned: Option<PrepinnedSlot>,
     /// Devices are to reach each other by DMA.
     meets_peers: bool,
     /// What they reach of each other; another one after the last has gone, as the gate.
@@ -163,6 +168,7 @@ impl Passthrough {
         sockets: &Sockets<'_>,
         ban: Option<DiscardBan>,
         sink: EventSink,
+        slot: Option<PrepinnedSlot>,
     ) -> Result<Self, PassthroughError> {
         let mut this = Self {
             notices: None,
@@ -174,13 +180,23 @@ impl Passthrough {
             backend: Backend::of(config),
             space: None,
             slots: None,
+            prepinned: slot,
             meets_peers: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
             peers: None,
             strict: false,
             ban: ban.map(Arc::new),
         };
         for config in config.devices.iter().flatten() {
-            this.plug(config, sockets)?;
+            // The first device is that of the slot.
+            let plugged = this.plug(config, sockets).or_else(|error| match this.prepinned.take() {
+                Some(slot) if this.devices.is_empty() => {
+                    slot.refuse(&error);
+                    this.space = None;
+                    this.plug(config, sockets)
+                }
+                _ => Err(error),
+            });
+            plugged?;
         }
         Ok(this)
     }
@@ -253,7 +269,11 @@ impl Passthrough {
         if let Some(space) = &self.space {
             return Ok(Arc::clone(space));
         }
-        let space = self.backend.new_space(sockets).map_err(PassthroughError::Vfio)?;
+        let space = match &mut self.prepinned {
+            Some(slot) => slot.space(sockets),
+            None => self.backend.new_space(sockets),
+        };
+        let space = space.map_err(PassthroughError::Vfio)?;
         Ok(Arc::clone(self.space.insert(space)))
     }
 
@@ -280,8 +300,9 @@ impl Passthrough {
             place: shown_place(config),
             source,
         };
-        let function =
-            place_of(config).and_then(|place| VfioFunction::open(id, place, space.as_ref()));
+        let of_slot = self.prepinned.as_mut().and_then(PrepinnedSlot::take_device);
+        let place = of_slot.map_or_else(|| place_of(config), Ok);
+        let function = place.and_then(|place| VfioFunction::open(id, place, space.as_ref()));
         let function = function.map_err(failed)?;
         let line = sockets
             .vm
@@ -323,8 +344,14 @@ impl Passthrough {
                 let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
                 let roll = Arc::clone(&self.roll);
                 let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &roll));
-                let pieces =
-                    Pieces::plan(target, populator.as_ref(), borrowers.balloon.is_some(), on_lost);
+                let prepinned = self.prepinned.take();
+                let is_prepinned = prepinned.is_some();
+                let pieces = if let Some(slot) = prepinned {
+                    slot.pieces(target, on_lost)
+                } else {
+                    let lent = borrowers.balloon.is_some();
+                    Pieces::plan(target, populator.as_ref(), lent, on_lost)
+                };
                 let (total_bytes, roll) = (ram.total_bytes(), Arc::clone(&self.roll));
                 let lend = Lend::new(borrowers, self.ban.as_ref(), &pieces);
                 let on_end = Box::new(move |state: &PinState| {
@@ -333,7 +360,11 @@ impl Passthrough {
                         lend.begin();
                     }
                 });
-                none.insert(Pinning::start(pieces, populator, gate, on_end)?)
+                none.insert(if is_prepinned {
+                    Pinning::complete(pieces, gate, on_end)
+                } else {
+                    Pinning::start(pieces, populator, gate, on_end)?
+                })
             }
         };
         if self.strict {

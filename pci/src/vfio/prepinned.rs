@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory that a pool has mapped for a device before the VM was there.
+//!
+//! Owns the comparison of what the pool says is mapped with the memory that this VM has. Must never take
+//! the pool's word for an address or a length: a device that reached other memory than the guest gave it
+//! would write where nobody expects it.
+
+use std::collections::BTreeMap;
+
+use memory::GuestRam;
+use memory::pool::{PinnedGrant, PinnedRegion, pieces};
+
+use super::error::VfioError;
+
+/// The pieces that are mapped, guest physical addresses and lengths, if they are all of `ram`.
+///
+/// # Errors
+/// They are not.
+pub fn mapped_pieces(ram: &GuestRam, grant: &PinnedGrant) -> Result<BTreeMap<u64, u64>, VfioError> {
+    let other = |what| Err(VfioError::OtherMemory(what));
+    let regions = ram.regions();
+    if regions.len() != grant.regions.len() {
+        return other("it has another number of regions");
+    }
+    let mut mapped = BTreeMap::new();
+    for (region, granted) in regions.iter().zip(&grant.regions) {
+        let own = PinnedRegion {
+            gpa: region.gpa(),
+            len_bytes: region.len_bytes(),
+            offset: region.file_offset(),
+        };
+        if own != *granted {
+            return other("a region is elsewhere, or of another length");
+        }
+        if !region.is_prezeroed() || region.block_bytes().is_some() {
+            return other("a region does not consist of what the pool gave");
+        }
+        let all = pieces(own, grant.piece_bytes, region.page_bytes());
+        mapped.extend(all.map(|piece| (piece.gpa, piece.len_bytes)));
+    }
+    Ok(mapped)
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "tests")]
+
+    use std::os::unix::net::UnixListener;
+    use std::sync::Arc;
+
+    use memory::pool::{PoolConnection, SlotPages};
+    use memory::{Given, RamConfig, RamLayout, ZoneSpec};
+
+    use super::*;
+    use crate::vfio::fakes::FakeTarget;
+    use crate::vfio::{DmaGate, Pieces, PinState, Pinning};
+
+    const MIB: u64 = 1 << 20;
+    const LAYOUT: RamLayout = RamLayout { hole_start: 4 * MIB, hole_end: 8 * MIB, end: 1 << 40 };
+
+    /// Memory of 6 MiB in two regions, a pool's or the VM's own.
+    fn ram(is_pools: bool) -> Arc<GuestRam> {
+        let zone = ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 6 * MIB) };
+        let config = RamConfig { zones: vec![zone] };
+        let own = GuestRam::new(&config, LAYOUT).unwrap();
+        if !is_pools {
+            return Arc::new(own);
+        }
+        let dir = vmm_sys_util::tempdir::TempDir::new().unwrap();
+        let path = dir.as_path().join("pool");
+        let _pool = UnixListener::bind(&path).unwrap();
+        let lease = Arc::new(PoolConnection::open(&path).unwrap());
+        let file = Arc::clone(own.regions()[0].file().unwrap());
+        let given = [Given::prezeroed("mem0", file, lease)];
+        Arc::new(GuestRam::with_given(&config, LAYOUT, &given).unwrap())
+    }
+
+    fn grant() -> PinnedGrant {
+        let region = |gpa, len_bytes, offset| PinnedRegion { gpa, len_bytes, offset };
+        PinnedGrant {
+            size_bytes: 6 * MIB,
+            pages: SlotPages::Small,
+            piece_bytes: MIB,
+            device_id: 1,
+            space_id: 2,
+            table_id: 3,
+            regions: vec![region(0, 4 * MIB, 0), region(8 * MIB, 2 * MIB, 4 * MIB)],
+        }
+    }
+
+    #[test]
+    fn what_is_mapped_is_compared_with_the_memory() {
+        let ram_of_pool = ram(true);
+        let pieces = mapped_pieces(&ram_of_pool, &grant()).unwrap();
+        let all = [0, 1, 2, 3, 8, 9].map(|at| (at * MIB, MIB));
+        assert_eq!(pieces.into_iter().collect::<Vec<_>>(), all);
+        assert!(mapped_pieces(&ram(false), &grant()).is_err(), "not the pool's memory");
+        let changes: [fn(&mut PinnedGrant); 4] = [
+            |grant| grant.regions[1].gpa += MIB,
+            |grant| grant.regions[1].offset -= MIB,
+            |grant| grant.regions[1].len_bytes -= MIB,
+            |grant| grant.regions.truncate(1),
+        ];
+        for change in changes {
+            let mut other = grant();
+            change(&mut other);
+            assert!(mapped_pieces(&ram_of_pool, &other).is_err(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn the_gate_is_open_and_all_is_pinned_from_the_start() {
+        let target = Arc::new(FakeTarget::default());
+        let mapped = mapped_pieces(&ram(true), &grant()).unwrap();
+        let no_loss = Box::new(|reason: &Arc<str>| panic!("{reason}"));
+        let pieces = Pieces::prepinned(target.clone(), mapped, MIB, no_loss);
+        let gate = Arc::new(DmaGate::default());
+        let (told, tell) = std::sync::mpsc::channel();
+        let on_end = Box::new(move |state: &PinState| told.send(state.clone()).unwrap());
+        let mut pinning = Pinning::complete(pieces, Arc::clone(&gate), on_end);
+        assert!(gate.is_open() && pinning.wait().is_ok());
+        let progress = pinning.progress();
+        assert_eq!((progress.pinned_bytes, progress.total_bytes), (6 * MIB, 6 * MIB));
+        assert!(matches!(tell.recv().unwrap(), PinState::Pinned(_)));
+        assert!(target.mapped.lock().unwrap().is_empty(), "nothing was mapped again");
+    }
+}

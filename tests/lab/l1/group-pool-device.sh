@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# Memory of the pool that is mapped for a device before a VM asks (LAB_KERNEL=iommufd): a Debian guest that
+# starts on it, killed VMMs, descriptors that somebody kept, other users, sizes that do not fit, and a second
+# device.
+# on_request
+# limit_s: 2400
+# machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
+# machine: -drive if=none,id=p1,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p1,serial=second
+# Limits only, for a host that has other things to do.
+WAIT_S=600 GUEST_S=300
+. ./lib.sh
+. ./passthrough.sh
+
+check the_kernel_has_iommufd test -c /dev/iommu
+find_disk
+fill_disk
+second=$PCI/$(basename "$(readlink /sys/class/nvme/$(grep -ls '^second' /sys/class/nvme/*/serial | cut -d/ -f5)/device)")
+dd if=$T/known of=/dev/$(grep -ls '^second' /sys/class/nvme/*/serial | cut -d/ -f5)n1 bs=1M conv=fsync 2>/dev/null
+check disk_is_bound give_to_vfio $disk
+check second_disk_is_bound give_to_vfio $second
+no_faults() { ! dmesg | grep -E 'handling fault|fault addr|fault reason|WARNING:.*(iommu|vfio)|BUG:'; }
+
+printf '%s\n' "socket = '$T/pool.sock'" "socket_mode = '0666'" "stats_socket = '$T/stats.sock'" "idle_only = false" \
+  "bandwidth = '0'" "keep_free = '0'" "[[device_slots]]" "device = '$(basename $disk)'" "size = '256M'" "pages = '4K'" \
+  "users = [1000]" >$T/pool.toml
+prezero-pool run --config $T/pool.toml -v >$T/pool.vmm.log 2>&1 &
+pool=$!
+echo $pool >$T/pool.pid
+stats() { prezero-pool --config $T/pool.toml stats 2>/dev/null; }
+slot_is() { stats | grep "^prezero_pool_device_slots" | grep -q "state=\"$1\"} 1$"; }
+check slot_becomes_ready wait_until 120 slot_is ready
+check the_pool_has_it_pinned pinned_is pool 262144
+
+# Without a right to the device nothing is to be had, and nothing is disturbed.
+chmod 666 /dev/kvm
+refuses_other_users() {
+  /bin/setpriv --reuid 1001 --clear-groups cloud-hypervisor $PASS_BY --kernel /lab/vmlinuz \
+    --memory size=256M,shared=on,prezeroed=$T/pool.sock --device path=$disk >$T/refused.log 2>&1 && return 1
+  cat $T/refused.log
+  grep -q "not for user 1001" $T/refused.log && slot_is ready
+}
+check refuses_a_user_who_is_not_named refuses_other_users
+
+MEMORY=size=256M,shared=on,prezeroed=$T/pool.sock
+takes_slot() {
+  start_guest $1 1 -v --device path=$disk,id=disk || return 1
+  happened $1 prepinned-taken || { cat $T/$1.vmm.log; return 1; }
+  info $1 '"state": *"Pinned"' && info $1 '"pinned_bytes": *268435456' || { cat $T/info; return 1; }
+  echo "LAB attach: $(grep -o 'reaches all memory after [0-9]* us' $T/$1.vmm.log)"
+  pinned_is $1 0 && pinned_is pool 262144 && slot_is lent
+}
+on_slot() { takes_slot $1 && wait_until $WAIT_S says $1 "GUEST-READY 1 vcpus"; }
+check guest_starts_on_the_slot on_slot a
+check reads_by_dma reads_what_is_there a
+check writes_by_dma writes_and_reads_back a
+
+# A VMM that asks while the slot is lent does as without a pool.
+killed() { kill -9 "$(cat $T/$1.pid)"; wait_until 30 test -s $T/$1.exit; }
+# bytes_in_pool: how many bytes of the pool's memory are not zero.
+bytes_in_pool() {
+  for fd in /proc/$pool/fd/*; do
+    case $(readlink $fd) in /memfd:ram-pool*) tr -d '\000' <$fd | wc -c; return ;; esac
+  done
+  echo none
+}
+fills_its_memory() {
+  guest a "head -c 67108864 /dev/zero | tr '\000' Q >/tmp/q; wc -c </tmp/q" && [ "$(head -n 1 $T/out)" = 67108864 ] &&
+    [ "$(bytes_in_pool)" -gt 67108864 ]
+}
+check guest_fills_its_memory fills_its_memory
+comes_back_clear() {
+  killed a && wait_until 120 slot_is ready || return 1
+  left=$(bytes_in_pool)
+  echo "$left bytes are not zero"
+  [ "$left" = 0 ] && pinned_is pool 262144
+}
+check comes_back_clear_after_sigkill comes_back_clear
+check next_guest_starts_on_it on_slot b
+check next_guest_reads_by_dma reads_what_is_there b
+check next_guest_writes_by_dma writes_and_reads_back b
+
+# A second device joins what is mapped; with the last one memory is unpinned, and it can come again.
+second_joins() {
+  remote b add-device path=$second,id=second || return 1
+  guest b "for i in \$(seq 200); do test -b /dev/nvme1n1 && break; sleep 0.1; done; head -c 8388608 /dev/nvme1n1 | sha256sum" &&
+    [ "$(head -n 1 $T/out)" = "$(sha256sum <$T/known)" ] && pinned_is b 0
+}
+check a_second_device_joins second_joins
+removed() { tr -d ' ' <$T/b.events | grep -q "\"id\":\"$1\"" && ! info b "\"id\": *\"$1\""; }
+devices_go() {
+  remote b remove-device second && wait_until 30 removed second && reads_what_is_there b || return 1
+  remote b remove-device disk && wait_until 30 removed disk && wait_until 10 pinned_is pool 0
+}
+check memory_is_unpinned_with_the_last_device devices_go
+comes_again() { remote b add-device path=$disk,id=disk && wait_until 60 pinned_is b 262144 && reads_what_is_there b; }
+check the_device_comes_again comes_again
+
+# While somebody has the iommufd, nobody gets the memory.
+kept_by_somebody() {
+  hold-fd $(cat $T/b.pid) /dev/iommu >$T/held &
+  holder=$!
+  wait_until 10 grep -q held $T/held && killed b && wait_until 10 slot_is lingering || return 1
+  # Long enough for the pool to have looked again.
+  wait_until 5 false
+  slot_is lingering && [ "$(bytes_in_pool)" -gt 0 ] || return 1
+  kill -9 $holder
+  wait_until 120 slot_is ready && [ "$(bytes_in_pool)" = 0 ]
+}
+check waits_for_who_kept_the_iommufd kept_by_somebody
+device_kept() {
+  takes_slot c || return 1
+  hold-fd $(cat $T/c.pid) /dev/vfio/devices/ >$T/held &
+  holder=$!
+  wait_until 10 grep -q held $T/held && killed c && wait_until 10 slot_is lingering || return 1
+  wait_until 5 false
+  slot_is lingering || return 1
+  kill -9 $holder
+  wait_until 120 slot_is ready && [ "$(bytes_in_pool)" = 0 ]
+}
+check waits_for_who_kept_the_device device_kept
+
+# A reboot gives the slot back, and maps memory itself.
+restarts() {
+  on_slot d && echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/d.pty)" &&
+    wait_until $WAIT_S says_times d "GUEST-READY" 2 && reads_what_is_there d
+}
+check guest_restarts_itself restarts
+killed d
+check ready_after_the_restarted_guest wait_until 120 slot_is ready
+
+# What does not fit is done without.
+MEMORY=size=192M,shared=on,prezeroed=$T/pool.sock
+does_without() {
+  start_guest e 1 --device path=$disk,id=disk && happened e prepinned-unavailable && ! happened e prepinned-taken &&
+    wait_until $WAIT_S says e "GUEST-READY 1 vcpus" && wait_until 60 pinned_is e 196608 && reads_what_is_there e &&
+    writes_and_reads_back e && slot_is waiting
+}
+check another_size_does_without does_without
+killed e
+check ready_when_the_device_is_free wait_until 120 slot_is ready
+stats | grep -v '^#'
+check the_iommu_saw_no_fault no_faults
+kill $pool

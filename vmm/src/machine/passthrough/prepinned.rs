@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory from a pool that is mapped for the machine's device already, and the device.
+//!
+//! Owns what came from the pool until the machine has it: the memory first, then the address space, then
+//! the device. Must never fail a VM: what does not fit is said, and everything is done as without the pool.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use memory::Given;
+use memory::pool::{DeviceAddress, PinnedGrant, PoolConnection, TakePinned};
+use pci::vfio::{
+    DmaSpace, DmaTarget, HostPlace, IommufdSpace, OnLost, Pieces, VfioError, mapped_pieces,
+};
+
+use super::PassthroughError;
+use super::backend::Backend;
+use crate::config::VmConfig;
+use crate::events;
+use crate::machine::prezeroed;
+use crate::machine::ram::{self, MachineRamError};
+use crate::machine::virtio::Sockets;
+
+/// What came from a pool.
+pub struct PrepinnedSlot {
+    given: Given,
+    iommufd: Option<OwnedFd>,
+    /// The device, and where it is.
+    device: Option<(PathBuf, OwnedFd)>,
+    grant: PinnedGrant,
+    /// What is mapped, once it was compared with the memory.
+    mapped: BTreeMap<u64, u64>,
+}
+
+/// The address of the device at a path in sysfs.
+fn address_of(path: &std::path::Path) -> Option<DeviceAddress> {
+    path.canonicalize().ok()?.file_name()?.to_str()?.parse().ok()
+}
+
+fn warn(device: DeviceAddress, error: &dyn std::error::Error) {
+    let why = error_text::chain(error);
+    log::warn!(
+        "the pool has no memory that is mapped for device {device}; it is mapped while the guest starts: \
+         {why}"
+    );
+    let device = device.to_string();
+    events::emit("vm", "prepinned-unavailable", &[("device", &device), ("error", &why)]);
+}
+
+impl PrepinnedSlot {
+    /// Asks the pool, if the machine has what a slot is for: iommufd, a device by its path, and one zone of
+    /// a pool's memory that does not grow. With several devices the slot is that of the first.
+    ///
+    /// # Errors
+    /// The options of the memory make no sense.
+    pub fn take(config: &VmConfig, phys_bits: u8) -> Result<Option<Self>, MachineRamError> {
+        if !matches!(Backend::of(config), Backend::Iommufd { given: None }) {
+            return Ok(None);
+        }
+        let first = config.devices.iter().flatten().next().filter(|device| device.fd.is_none());
+        let Some(path) = first.and_then(|device| device.path.clone()) else { return Ok(None) };
+        let Some((zone, socket)) = ram::only_zone(&config.memory)? else { return Ok(None) };
+        // Whoever opens it says what is wrong with the path.
+        let Some(device) = address_of(&path) else { return Ok(None) };
+        let layout = ram::layout_of(phys_bits);
+        let wish = TakePinned {
+            size_bytes: zone.size_bytes,
+            pages: prezeroed::pages(&zone),
+            node: zone.host_numa_node,
+            hole_start: layout.hole_start,
+            hole_end: layout.hole_end,
+            device,
+        };
+        let taken = PoolConnection::open(&socket)
+            .and_then(|pool| pool.take_pinned(&wish).map(|memory| (pool, memory)));
+        let (pool, memory) = match taken {
+            Ok(taken) => taken,
+            Err(error) => {
+                warn(device, &error);
+                return Ok(None);
+            }
+        };
+        let (bytes, name) = (memory.grant.size_bytes.to_string(), device.to_string());
+        let properties = [("zone", zone.id.as_str()), ("bytes", &bytes), ("device", &name)];
+        events::emit("vm", "prepinned-taken", &properties);
+        Ok(Some(Self {
+            given: Given::prezeroed(&zone.id, Arc::new(memory.file), Arc::new(pool)),
+            iommufd: Some(memory.iommufd.into()),
+            device: Some((path, memory.device.into())),
+            grant: memory.grant,
+            mapped: BTreeMap::new(),
+        }))
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> Given {
+        self.given.clone()
+    }
+
+    /// The address space, once.
+    ///
+    /// # Errors
+    /// What is mapped in it is not the machine's memory.
+    pub(super) fn space(&mut self, sockets: &Sockets<'_>) -> Result<Arc<dyn DmaSpace>, VfioError> {
+        self.mapped = mapped_pieces(sockets.ram, &self.grant)?;
+        let iommufd = self.iommufd.take().ok_or(VfioError::OtherMemory("it is in use"))?;
+        let ram = Arc::clone(sockets.ram);
+        Ok(Arc::new(IommufdSpace::prepinned(sockets.vm, ram, iommufd, &self.grant)?))
+    }
+
+    /// The device, once.
+    pub(super) fn take_device(&mut self) -> Option<HostPlace> {
+        self.device.take().map(|(path, node)| HostPlace::Prepinned { path, node })
+    }
+
+    /// All memory, mapped.
+    pub(super) fn pieces(self, target: Arc<dyn DmaSpace>, on_lost: OnLost) -> Arc<Pieces> {
+        let target: Arc<dyn DmaTarget> = target;
+        Pieces::prepinned(target, self.mapped, self.grant.piece_bytes, on_lost)
+    }
+
+    /// Says why the machine does without. The device is free when this returns.
+    pub(super) fn refuse(self, error: &PassthroughError) {
+        // Iommufd and device go here, if they have not gone with what could not use them.
+        drop(self);
+        let why = error_text::chain(error);
+        log::warn!("what the pool has mapped is not used, memory is mapped anew: {why}");
+        events::emit("vm", "prepinned-unavailable", &[("error", &why)]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memory::RamLayout;
+
+    use super::*;
+
+    /// A pool goes by the layout that the memory crate calls its default.
+    #[test]
+    fn the_pool_and_the_machine_lay_memory_out_alike() {
+        assert_eq!(ram::layout_of(52), RamLayout::default());
+    }
+}
