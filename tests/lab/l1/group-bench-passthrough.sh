@@ -4,6 +4,7 @@
 # each: FIGURE MODE PAGES MIB RUN WHAT MILLISECONDS. On the kernel with iommufd each mode is measured by that,
 # too.
 # limit_s: 2400
+# cpus: 2
 # on_request
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
 . ./lib.sh

@@ -8,6 +8,7 @@
 
 mod backend;
 mod notices;
+mod opening;
 mod slots;
 
 use std::collections::BTreeMap;
@@ -32,6 +33,8 @@ use super::virtio::Sockets;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use backend::{Backend, place_of, shown_place};
+use opening::ComingDevice;
+pub use opening::Opening;
 use slots::KvmBarSlots;
 
 /// Lines of the I/O APIC that no fixed device has.
@@ -105,6 +108,8 @@ pub struct Passthrough {
     /// Before the devices, so that nothing is mapped any more when the devices go.
     pinning: Option<Pinning>,
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
+    /// Those that the guest is still to get.
+    coming: Vec<ComingDevice>,
     roll: Roll,
     /// What the devices wait at; another one for the next after the last has gone.
     gate: Arc<DmaGate>,
@@ -154,7 +159,8 @@ impl Passthrough {
         has_devices.then(|| ban(ram))
     }
 
-    /// Opens the devices and puts them on the bus.
+    /// Opens the devices and puts them on the bus, or begins to, and [`Passthrough::settle`] does the
+    /// rest.
     ///
     /// # Errors
     /// Naming the device.
@@ -163,12 +169,14 @@ impl Passthrough {
         sockets: &Sockets<'_>,
         ban: Option<DiscardBan>,
         sink: EventSink,
+        opening: Opening,
     ) -> Result<Self, PassthroughError> {
         let mut this = Self {
             notices: None,
             sink,
             pinning: None,
             devices: Vec::new(),
+            coming: Vec::new(),
             roll: Roll::default(),
             gate: Arc::default(),
             backend: Backend::of(config),
@@ -179,8 +187,13 @@ impl Passthrough {
             strict: false,
             ban: ban.map(Arc::new),
         };
+        let overlaps = opening.overlaps(config);
         for config in config.devices.iter().flatten() {
-            this.plug(config, sockets)?;
+            if overlaps {
+                this.expect(config, sockets)?;
+            } else {
+                this.plug(config, sockets)?;
+            }
         }
         Ok(this)
     }
@@ -226,11 +239,15 @@ impl Passthrough {
             Ok((sockets.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device))
         });
         let (bdf, device) = added.inspect_err(|_| sockets.segment.release(number))?;
+        self.keep(config, bdf, device);
+        Ok(bdf)
+    }
+
+    fn keep(&mut self, config: &DeviceConfig, bdf: Bdf, device: Arc<VfioPciDevice>) {
         self.strict |= config.pin == PinMode::Strict;
         read(&self.roll).push(Arc::downgrade(&device));
         self.listen_to(&device);
         self.devices.push((bdf, device));
-        Ok(bdf)
     }
 
     /// A device that cannot tell is of use all the same.
@@ -272,17 +289,28 @@ impl Passthrough {
         sockets: &Sockets<'_>,
     ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
         let space = self.space(sockets)?;
-        let peers = self.peers(&space);
-        let slots =
-            self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(sockets.vm.clone())));
-        let failed = |source| PassthroughError::Device {
+        let function = place_of(config).and_then(|place| opening::open(id, place, space.as_ref()));
+        let function = function.map_err(|source| PassthroughError::Device {
             id: id.to_owned(),
             place: shown_place(config),
             source,
-        };
-        let function =
-            place_of(config).and_then(|place| VfioFunction::open(id, place, space.as_ref()));
-        let function = function.map_err(failed)?;
+        })?;
+        self.dress(function, config, id, number, sockets)
+    }
+
+    /// Makes a device of an open function.
+    fn dress(
+        &mut self,
+        function: VfioFunction,
+        config: &DeviceConfig,
+        id: &str,
+        number: DeviceNumber,
+        sockets: &Sockets<'_>,
+    ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
+        let space = self.space(sockets)?;
+        let peers = self.peers(&space);
+        let slots =
+            self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(sockets.vm.clone())));
         let line = sockets
             .vm
             .create_level_line(line_of(number))
@@ -297,7 +325,11 @@ impl Passthrough {
             peers,
         };
         let device = VfioPciDevice::new(id.to_owned(), Arc::new(function), wiring);
-        device.map(Arc::new).map_err(failed)
+        device.map(Arc::new).map_err(|source| PassthroughError::Device {
+            id: id.to_owned(),
+            place: shown_place(config),
+            source,
+        })
     }
 
     /// Begins to map memory if there are devices and it is not being mapped, and waits for it if a
