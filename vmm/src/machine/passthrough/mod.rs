@@ -33,8 +33,8 @@ use super::virtio::Sockets;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use backend::{Backend, place_of, shown_place};
-use opening::ComingDevice;
 pub use opening::Opening;
+use opening::{ComingDevice, Opened};
 use slots::KvmBarSlots;
 
 /// Lines of the I/O APIC that no fixed device has.
@@ -108,6 +108,8 @@ pub struct Passthrough {
     /// Before the devices, so that nothing is mapped any more when the devices go.
     pinning: Option<Pinning>,
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
+    /// When each of them was open, by id.
+    opened: BTreeMap<String, Instant>,
     /// Those that the guest is still to get.
     coming: Vec<ComingDevice>,
     roll: Roll,
@@ -176,6 +178,7 @@ impl Passthrough {
             sink,
             pinning: None,
             devices: Vec::new(),
+            opened: BTreeMap::new(),
             coming: Vec::new(),
             roll: Roll::default(),
             gate: Arc::default(),
@@ -234,16 +237,17 @@ impl Passthrough {
         let wish = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
         let number = sockets.segment.choose(wish, &id).map_err(bus)?;
         let device = self.open(config, &id, number, sockets);
-        let added = device.and_then(|device| {
+        let added = device.and_then(|(device, at)| {
             let on_bus: Arc<dyn PciDevice> = device.clone();
-            Ok((sockets.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device))
+            Ok((sockets.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device, at))
         });
-        let (bdf, device) = added.inspect_err(|_| sockets.segment.release(number))?;
-        self.keep(config, bdf, device);
+        let (bdf, device, at) = added.inspect_err(|_| sockets.segment.release(number))?;
+        self.keep(config, bdf, device, at);
         Ok(bdf)
     }
 
-    fn keep(&mut self, config: &DeviceConfig, bdf: Bdf, device: Arc<VfioPciDevice>) {
+    fn keep(&mut self, config: &DeviceConfig, bdf: Bdf, device: Arc<VfioPciDevice>, at: Instant) {
+        self.opened.insert(device.id().to_owned(), at);
         self.strict |= config.pin == PinMode::Strict;
         read(&self.roll).push(Arc::downgrade(&device));
         self.listen_to(&device);
@@ -287,15 +291,15 @@ impl Passthrough {
         id: &str,
         number: DeviceNumber,
         sockets: &Sockets<'_>,
-    ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
+    ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
         let space = self.space(sockets)?;
-        let function = place_of(config).and_then(|place| opening::open(id, place, space.as_ref()));
-        let function = function.map_err(|source| PassthroughError::Device {
+        let opened = place_of(config).and_then(|place| opening::open(id, place, space.as_ref()));
+        let Opened { function, at } = opened.map_err(|source| PassthroughError::Device {
             id: id.to_owned(),
             place: shown_place(config),
             source,
         })?;
-        self.dress(function, config, id, number, sockets)
+        Ok((self.dress(function, config, id, number, sockets)?, at))
     }
 
     /// Makes a device of an open function.
@@ -390,6 +394,7 @@ impl Passthrough {
     fn pull_out(&mut self, bdf: Bdf, segment: &PciSegment) {
         let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
         let (_, device) = self.devices.remove(at);
+        self.opened.remove(device.id());
         if let Ok(number) = DeviceNumber::new(bdf.device()) {
             segment.remove_device(number);
         }
@@ -435,7 +440,8 @@ impl Passthrough {
         &self.devices
     }
 
-    /// When each device's driver asked for DMA, and how long it waited, in microseconds.
+    /// When each device was open, when its driver asked for DMA, and how long it waited, in
+    /// microseconds.
     pub fn counters(
         &self,
         clock_us: impl Fn(Instant) -> u64,
@@ -443,6 +449,9 @@ impl Passthrough {
         let of_device = |device: &VfioPciDevice| {
             let times = device.bus_master_times();
             let mut counters = BTreeMap::new();
+            if let Some(at) = self.opened.get(device.id()) {
+                counters.insert("opened_monotonic_us".to_owned(), clock_us(*at));
+            }
             if let Some(asked) = times.asked {
                 counters.insert("bus_master_asked_monotonic_us".to_owned(), clock_us(asked));
             }

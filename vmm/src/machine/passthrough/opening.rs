@@ -49,11 +49,19 @@ pub struct ComingDevice {
     config: DeviceConfig,
     id: String,
     number: DeviceNumber,
-    thread: Option<JoinHandle<Result<VfioFunction, VfioError>>>,
+    thread: Option<JoinHandle<Result<Opened, VfioError>>>,
+}
+
+/// An open function.
+pub struct Opened {
+    /// The function, which has been reset.
+    pub function: VfioFunction,
+    /// When it was there.
+    pub at: Instant,
 }
 
 impl ComingDevice {
-    fn wait(&mut self) -> Result<VfioFunction, VfioError> {
+    fn wait(&mut self) -> Result<Opened, VfioError> {
         let failed = |why| VfioError::Io { what: "open it", source: io::Error::other(why) };
         let thread = self.thread.take().ok_or_else(|| failed("it has been opened already"))?;
         thread.join().unwrap_or_else(|_| Err(failed("the thread that does has panicked")))
@@ -61,13 +69,16 @@ impl ComingDevice {
 }
 
 /// Opens a function and tells how long that took.
-pub fn open(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<VfioFunction, VfioError> {
+///
+/// # Errors
+/// Saying what the host lacks.
+pub fn open(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Opened, VfioError> {
     let begun = Instant::now();
     let function = VfioFunction::open(id, place, space)?;
     let took_ms = begun.elapsed().as_millis().to_string();
     log::info!("passed-through device '{id}' is open after {took_ms} ms");
     events::emit("vm", "passthrough-device-opened", &[("id", id), ("took_ms", &took_ms)]);
-    Ok(function)
+    Ok(Opened { function, at: Instant::now() })
 }
 
 impl Drop for ComingDevice {
@@ -161,15 +172,16 @@ impl Passthrough {
 
     fn receive(&mut self, at: usize, sockets: &Sockets<'_>) -> Result<(), PassthroughError> {
         let Some(coming) = self.coming.get_mut(at) else { return Ok(()) };
-        let function = coming.wait();
+        let opened = coming.wait();
         let (config, id, number) = (coming.config.clone(), coming.id.clone(), coming.number);
         let failed = |source| PassthroughError::Device {
             id: id.clone(),
             place: shown_place(&config),
             source,
         };
-        let device = self.dress(function.map_err(failed)?, &config, &id, number, sockets)?;
-        self.keep(&config, Bdf::on_root_bus(sockets.segment.segment(), number), device);
+        let Opened { function, at } = opened.map_err(failed)?;
+        let device = self.dress(function, &config, &id, number, sockets)?;
+        self.keep(&config, Bdf::on_root_bus(sockets.segment.segment(), number), device, at);
         Ok(())
     }
 
