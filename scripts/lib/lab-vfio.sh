@@ -41,6 +41,12 @@ build_extra_vfio_p2p() {
   truncate -s 1M "$tree/lab/nvme-peer"
   pack "$tree" "$1"
 }
+# Devices that take long to open.
+build_extra_vfio_gate() {
+  build_extra_vfio "$1"
+  gcc -O2 -Wall -Wextra -shared -fPIC -s -o "$LAB/vfio/bin/slow-open.so" "$SRC/probes/slow-open.c" -ldl
+  pack "$LAB/vfio" "$1"
+}
 build_extra_vfio_memory() {
   build_extra_vfio "$1"
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
@@ -53,7 +59,6 @@ build_extra_pool_device() {
   gcc -O2 -Wall -Wextra -static -s -o "$LAB/vfio/bin/hold-fd" "$SRC/probes/hold-fd.c"
   pack "$LAB/vfio" "$1"
 }
-build_extra_vfio_gate() { build_extra_vfio "$@"; }
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }
 build_extra_mem() { build_extra_vfio "$@"; }

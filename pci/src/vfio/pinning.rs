@@ -67,9 +67,8 @@ impl Pinning {
         gate: Arc<DmaGate>,
         on_end: OnEnd,
     ) -> Result<Self, PinError> {
-        let (total_bytes, counted_bytes) = populator.total_bytes();
-        let entries = populator.chunks(pieces.piece_bytes());
-        pieces.target().limits().check(entries, total_bytes, counted_bytes)?;
+        Self::check(&pieces, populator.as_ref())?;
+        let (total_bytes, _) = populator.total_bytes();
         let shared = Arc::new(Shared {
             total_bytes,
             pieces,
@@ -98,6 +97,16 @@ impl Pinning {
         });
         on_end(&state);
         Self { shared, thread: None }
+    }
+
+    /// Whether the limits allow it, without beginning.
+    ///
+    /// # Errors
+    /// The one that is too low.
+    pub fn check(pieces: &Pieces, populator: &dyn Populator) -> Result<(), PinError> {
+        let (total_bytes, counted_bytes) = populator.total_bytes();
+        let entries = populator.chunks(pieces.piece_bytes());
+        pieces.target().limits().check(entries, total_bytes, counted_bytes)
     }
 
     /// How far it is.

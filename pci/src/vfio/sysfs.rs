@@ -27,6 +27,21 @@ pub enum HostPlace {
     },
 }
 
+impl HostPlace {
+    /// What can be said about the function without opening it.
+    ///
+    /// # Errors
+    /// Saying what the host lacks.
+    pub fn check(&self) -> Result<(), VfioError> {
+        match self {
+            Self::Sysfs(path) | Self::Prepinned { path, .. } => {
+                SysfsFunction::find(path).map(|_| ())
+            }
+            Self::Descriptor(_) => Ok(()),
+        }
+    }
+}
+
 /// A function in sysfs that has an IOMMU and a driver for passing through.
 #[derive(Debug)]
 pub(super) struct SysfsFunction {

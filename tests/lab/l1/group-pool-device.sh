@@ -92,11 +92,15 @@ devices_go() {
   remote b remove-device disk && wait_until 30 removed disk && wait_until 10 pinned_is pool 0
 }
 check memory_is_unpinned_with_the_last_device devices_go
-comes_again() { remote b add-device path=$disk,id=disk && wait_until 60 pinned_is b 262144 && reads_what_is_there b; }
+comes_again() {
+  remote b add-device path=$disk,id=disk && wait_until 60 pinned_is b 262144 || return 1
+  guest b "for i in \$(seq 200); do test -b /dev/nvme0n1 && break; sleep 0.1; done" && reads_what_is_there b
+}
 check the_device_comes_again comes_again
 
 # While somebody has the iommufd, nobody gets the memory.
 kept_by_somebody() {
+  rm -f $T/held
   hold-fd $(cat $T/b.pid) /dev/iommu >$T/held &
   holder=$!
   wait_until 10 grep -q held $T/held && killed b && wait_until 10 slot_is lingering || return 1
@@ -108,6 +112,7 @@ kept_by_somebody() {
 }
 check waits_for_who_kept_the_iommufd kept_by_somebody
 device_kept() {
+  rm -f $T/held
   takes_slot c || return 1
   hold-fd $(cat $T/c.pid) /dev/vfio/devices/ >$T/held &
   holder=$!

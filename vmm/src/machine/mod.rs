@@ -75,7 +75,7 @@ pub use virtio::{ExclusiveError, HotAddError, VirtioError};
 use affinity::affinity_setter;
 use hotplug::Hotplug;
 use legacy::LegacyDevices;
-use passthrough::{Passthrough, PrepinnedSlot};
+use passthrough::{Opening, Passthrough, PrepinnedSlot};
 use space::{AddressSpace, Exits};
 use virtio::{Sockets, VirtioDevices};
 
@@ -210,7 +210,7 @@ impl Chassis {
         host: &Host,
         sink: EventSink,
         ram: Arc<GuestRam>,
-        slot: Option<PrepinnedSlot>,
+        (opening, slot): (Opening, Option<PrepinnedSlot>),
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let vm = Vm::create_with_memory(
@@ -245,7 +245,7 @@ impl Chassis {
         let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
         let devices = VirtioDevices::wire(config, consoles, &sockets)?;
-        let passthrough = Passthrough::wire(config, &sockets, ban, sink, slot)?;
+        let passthrough = Passthrough::wire(config, &sockets, ban, sink, opening, slot)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
             devices,
@@ -313,7 +313,7 @@ impl Chassis {
 }
 
 impl Machine {
-    /// A machine at its first instruction, paused.
+    /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow.
     ///
     /// # Errors
     /// Naming what is missing.
@@ -327,7 +327,8 @@ impl Machine {
         let slot = PrepinnedSlot::take(&config, bits)?;
         let given = slot.iter().map(PrepinnedSlot::memory).collect();
         let ram = ram::make(&config.memory, bits, true, given)?;
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, slot)?;
+        let opening = (Opening::Meanwhile, slot);
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let entry = boot::load(
             &chassis.ram,
@@ -343,12 +344,23 @@ impl Machine {
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.passthrough.map_memory(&chassis.ram, chassis.devices.borrowers())?;
+        let borrowers = chassis.devices.borrowers();
+        chassis.passthrough.check_limits(&chassis.ram, &borrowers)?;
+        chassis.passthrough.map_memory(&chassis.ram, borrowers)?;
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
         let memory = &machine.config.memory;
         let wishes = ram::prefault_wishes(memory);
         machine.prefault = prefault::Background::start(&machine.ram, memory, &wishes);
         Ok(machine)
+    }
+
+    /// Gives the guest the passed-through devices that have been opened while it began to run.
+    ///
+    /// # Errors
+    /// Naming the device; the machine is of no use then.
+    pub fn settle(&mut self) -> Result<(), MachineError> {
+        let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
+        Ok(self.passthrough.settle(&sockets, self.devices.borrowers())?)
     }
 
     /// Memory for a machine that is still to come, not populated. The zones that are named in
@@ -379,7 +391,8 @@ impl Machine {
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         Passthrough::refuse_move(&config)?;
-        let chassis = Chassis::build(&config, &consoles, host, sink, ram, None)?;
+        let opening = (Opening::Before, None);
+        let chassis = Chassis::build(&config, &consoles, host, sink, ram, opening)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
         let machine = chassis.start(vcpus, cpuid, config, consoles)?;
@@ -569,7 +582,8 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A vCPU may be waiting for memory that a device is to reach.
+        // A vCPU may be waiting for a device, or for memory that one is to reach.
+        self.passthrough.forsake(&self.segment);
         self.passthrough.cancel();
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end well: {error}");
