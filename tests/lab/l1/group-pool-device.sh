@@ -28,7 +28,7 @@ pool=$!
 echo $pool >$T/pool.pid
 stats() { prezero-pool --config $T/pool.toml stats 2>/dev/null; }
 slot_is() { stats | grep "^prezero_pool_device_slots" | grep -q "state=\"$1\"} 1$"; }
-check slot_becomes_ready wait_until 120 slot_is ready
+check slot_becomes_ready wait_until $WAIT_S slot_is ready
 check the_pool_has_it_pinned pinned_is pool 262144
 
 # Without a right to the device nothing is to be had, and nothing is disturbed.
@@ -69,7 +69,7 @@ fills_its_memory() {
 }
 check guest_fills_its_memory fills_its_memory
 comes_back_clear() {
-  killed a && wait_until 120 slot_is ready || return 1
+  killed a && wait_until $WAIT_S slot_is ready || return 1
   left=$(bytes_in_pool)
   echo "$left bytes are not zero"
   [ "$left" = 0 ] && pinned_is pool 262144
@@ -103,12 +103,12 @@ kept_by_somebody() {
   rm -f $T/held
   hold-fd $(cat $T/b.pid) /dev/iommu >$T/held &
   holder=$!
-  wait_until 10 grep -q held $T/held && killed b && wait_until 10 slot_is lingering || return 1
+  wait_until 60 grep -q held $T/held && killed b && wait_until 60 slot_is lingering || return 1
   # Long enough for the pool to have looked again.
   wait_until 5 false
   slot_is lingering && [ "$(bytes_in_pool)" -gt 0 ] || return 1
   kill -9 $holder
-  wait_until 120 slot_is ready && [ "$(bytes_in_pool)" = 0 ]
+  wait_until $WAIT_S slot_is ready && [ "$(bytes_in_pool)" = 0 ]
 }
 check waits_for_who_kept_the_iommufd kept_by_somebody
 device_kept() {
@@ -116,11 +116,11 @@ device_kept() {
   takes_slot c || return 1
   hold-fd $(cat $T/c.pid) /dev/vfio/devices/ >$T/held &
   holder=$!
-  wait_until 10 grep -q held $T/held && killed c && wait_until 10 slot_is lingering || return 1
+  wait_until 60 grep -q held $T/held && killed c && wait_until 60 slot_is lingering || return 1
   wait_until 5 false
   slot_is lingering || return 1
   kill -9 $holder
-  wait_until 120 slot_is ready && [ "$(bytes_in_pool)" = 0 ]
+  wait_until $WAIT_S slot_is ready && [ "$(bytes_in_pool)" = 0 ]
 }
 check waits_for_who_kept_the_device device_kept
 
@@ -131,7 +131,7 @@ restarts() {
 }
 check guest_restarts_itself restarts
 killed d
-check ready_after_the_restarted_guest wait_until 120 slot_is ready
+check ready_after_the_restarted_guest wait_until $WAIT_S slot_is ready
 
 # What does not fit is done without.
 MEMORY=size=192M,shared=on,prezeroed=$T/pool.sock
@@ -142,7 +142,7 @@ does_without() {
 }
 check another_size_does_without does_without
 killed e
-check ready_when_the_device_is_free wait_until 120 slot_is ready
+check ready_when_the_device_is_free wait_until $WAIT_S slot_is ready
 stats | grep -v '^#'
 check the_iommu_saw_no_fault no_faults
 kill $pool
