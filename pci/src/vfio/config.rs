@@ -15,7 +15,9 @@ use hypervisor::irq::MsiMessage;
 use super::capabilities::{self, HIDDEN_EXTENDED, double_word, word};
 use super::error::VfioError;
 use crate::bar::{BarDecode, BarDescription};
-use crate::config_space::{CONFIG_SPACE_LEN_BYTES, ConfigSpace, Identity, register};
+use crate::config_space::{
+    CONFIG_SPACE_LEN_BYTES, ConfigSpace, ConfigSpaceState, ConfigStateError, Identity, register,
+};
 
 const LEN: usize = CONFIG_SPACE_LEN_BYTES as usize;
 const CONVENTIONAL_END: u16 = 0x100;
@@ -265,6 +267,24 @@ impl ShadowConfig {
     /// The first write to the host's command register: memory decode only.
     pub fn first_command() -> [u8; 2] {
         [COMMAND_MEMORY, 0]
+    }
+
+    /// What is made up here, to be saved.
+    pub fn save(&self) -> ConfigSpaceState {
+        self.space.save()
+    }
+
+    /// What was saved, if it is of such a function. To be taken by [`Self::take`].
+    ///
+    /// # Errors
+    /// Naming the register.
+    pub fn restored(&self, state: &ConfigSpaceState) -> Result<ConfigSpace, ConfigStateError> {
+        self.space.restored(state)
+    }
+
+    /// Takes what was saved.
+    pub fn take(&mut self, restored: ConfigSpace) {
+        self.space = restored;
     }
 
     /// The BARs.

@@ -15,7 +15,6 @@ use std::time::Instant;
 
 use hypervisor::irq::MsiSource;
 use log::{error, warn};
-use thiserror::Error;
 
 use super::bars::{self, MsixRanges};
 use super::config::{MsiLayout, MsixLayout, ShadowConfig};
@@ -24,6 +23,7 @@ use super::gate::DmaGate;
 use super::host::{HostFunction, InterruptKind};
 use super::interrupts::{Interrupts, IntxLine};
 use super::mapping::BarMapping;
+use super::migration::{Migration, MigrationPort, VFIO_STATE_VERSION};
 use super::notices::Notices;
 use crate::bar::{BarDecode, BarDescription, MapError};
 use crate::config_space::register;
@@ -63,10 +63,6 @@ pub struct VfioWiring<'a> {
     pub trapped_bars: Vec<u8>,
 }
 
-#[derive(Debug, Error)]
-#[error("a passed-through device cannot be saved or restored: its state is in the hardware")]
-struct NotMovable;
-
 /// A part of a BAR that the guest may reach directly.
 struct DirectArea {
     offset: u64,
@@ -90,19 +86,21 @@ pub struct BusMasterTimes {
 
 /// A passed-through function.
 pub struct VfioPciDevice {
-    id: String,
-    config: Mutex<ShadowConfig>,
-    interrupts: Interrupts,
+    pub(super) id: String,
+    pub(super) config: Mutex<ShadowConfig>,
+    pub(super) interrupts: Interrupts,
     msix_ranges: Option<MsixRanges>,
     direct: Mutex<Vec<DirectBar>>,
     slots: Arc<dyn BarSlots>,
-    gate: Arc<DmaGate>,
+    pub(super) gate: Arc<DmaGate>,
     lost: AtomicBool,
     asked: OnceLock<Instant>,
     granted: OnceLock<Instant>,
     log_budget: LogBudget,
+    /// What moving it takes.
+    pub(super) migration: Migration,
     /// Last, as it gives its group back when nothing else uses the function.
-    host: Arc<dyn HostFunction>,
+    pub(super) host: Arc<dyn HostFunction>,
 }
 
 impl VfioPciDevice {
@@ -140,7 +138,9 @@ impl VfioPciDevice {
             map_bars(&id, host.as_ref(), &bars, msix_ranges.as_ref(), &wiring.trapped_bars);
         // A driver may use the pin without ever asking for it.
         interrupts.apply(config.msix_control(), config.msi().as_ref());
+        let port: Arc<dyn MigrationPort> = Arc::<dyn HostFunction>::clone(&host);
         Ok(Self {
+            migration: Migration::new(&id, port),
             id,
             config: Mutex::new(config),
             interrupts,
@@ -174,6 +174,7 @@ impl VfioPciDevice {
         self.lose();
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
         self.host.reset();
+        self.migration.was_reset();
     }
 
     /// Lets `notices` hear what the host tells of it.
@@ -381,10 +382,12 @@ impl PciDevice for VfioPciDevice {
     }
 
     fn save(&self) -> Result<PciDeviceState, PciStateError> {
-        Err(PciStateError::Device { id: self.id.clone(), source: NotMovable.into() })
+        let state = self.saved().map_err(|error| self.state_error(error))?;
+        PciDeviceState::encode(self, VFIO_STATE_VERSION, &state)
     }
 
-    fn restore(&self, _state: &PciDeviceState) -> Result<(), PciStateError> {
-        Err(PciStateError::Device { id: self.id.clone(), source: NotMovable.into() })
+    fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError> {
+        let state = state.decode(self, VFIO_STATE_VERSION)?;
+        self.put_in(&state).map_err(|error| self.state_error(error))
     }
 }

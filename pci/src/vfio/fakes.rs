@@ -23,6 +23,8 @@ use super::gate::DmaGate;
 use super::host::{HostBar, HostFunction, HostNotice, InterruptKind};
 use super::limits::DmaLimits;
 use super::mapping::BarMapping;
+use super::migration::fakes::FakeMigration;
+use super::migration::{DeviceState, MigrationPort, MigrationSupport};
 use super::{BarSlots, IntxLine};
 use crate::bar::MapError;
 use crate::config_space::register;
@@ -49,6 +51,7 @@ pub struct FakeFunction {
     notices: Mutex<BTreeMap<HostNotice, File>>,
     is_silent: AtomicBool,
     pub resets: Mutex<u32>,
+    pub migration: FakeMigration,
     pub config_writes: Mutex<Vec<(u16, Vec<u8>)>>,
 }
 
@@ -98,6 +101,7 @@ impl FakeFunction {
             notices: Mutex::default(),
             is_silent: AtomicBool::new(false),
             resets: Mutex::default(),
+            migration: FakeMigration::default(),
             config_writes: Mutex::default(),
         }))
     }
@@ -249,6 +253,48 @@ impl HostFunction for FakeFunction {
 
     fn reset(&self) {
         *lock(&self.resets) += 1;
+        self.migration.reset();
+    }
+}
+
+impl MigrationPort for FakeFunction {
+    fn migration_support(&self) -> io::Result<Option<MigrationSupport>> {
+        self.migration.support()
+    }
+
+    fn set_device_state(&self, state: DeviceState) -> io::Result<()> {
+        if state == DeviceState::Resuming && !self.gate.is_open() {
+            self.violate("a state put in behind a closed gate".to_owned());
+        }
+        self.migration.set_state(state)
+    }
+
+    fn device_state(&self) -> io::Result<u32> {
+        self.migration.state()
+    }
+
+    fn state_len_bytes(&self) -> io::Result<u64> {
+        Ok(self.migration.hardware().len() as u64)
+    }
+
+    fn read_state(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.migration.read(buffer)
+    }
+
+    fn write_state(&self, data: &[u8]) -> io::Result<()> {
+        self.migration.write(data)
+    }
+
+    fn start_dma_log(&self, ranges: &[Range<u64>]) -> io::Result<()> {
+        self.migration.start_log(ranges)
+    }
+
+    fn take_dma_log(&self, range: &Range<u64>) -> io::Result<Vec<u64>> {
+        self.migration.take_log(range)
+    }
+
+    fn stop_dma_log(&self) -> io::Result<()> {
+        self.migration.stop_log()
     }
 }
 

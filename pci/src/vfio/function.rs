@@ -67,6 +67,11 @@ impl VfioFunction {
         Ok(Self { id, file, device, _told: told, config_len_bytes, _memory: memory, log_budget })
     }
 
+    /// The device, for the rest of its interface.
+    pub(super) fn device(&self) -> &VfioDevice {
+        &self.device
+    }
+
     /// Where a range of a region lies in the device's file.
     fn offset(&self, region: u32, offset: u64, len: usize) -> Option<u64> {
         let end = offset.checked_add(u64::try_from(len).ok()?)?;

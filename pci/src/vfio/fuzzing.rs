@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Entry point for fuzzing: bytes become a function's configuration space and a guest's accesses.
+//! Entry points for fuzzing: bytes become a function's configuration space and a guest's accesses, or a
+//! saved state.
 //!
-//! Whatever hardware says and a guest does, nothing may panic, nothing that is made up here may reach
+//! Whatever hardware says, a guest does and a peer sends, nothing may panic, nothing that is made up here may reach
 //! the host, no BAR may lie over another in the guest, bus mastering may never pass a closed gate, and
 //! nothing may be left shown or connected.
 
@@ -77,6 +78,43 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     assert_eq!(host.connected(), None);
 }
 
+/// Saved states: those parts of a good one are replaced that `input`, a JSON object, names.
+pub fn fuzz_vfio_state(input: &[u8]) {
+    let Ok(changes) = serde_json::from_slice::<serde_json::Map<_, _>>(input) else { return };
+    let gate = Arc::new(DmaGate::default());
+    gate.open();
+    let function = || FakeFunction::new(FakeFunction::config(), Arc::clone(&gate)).ok();
+    let (Some(there), Some(here)) = (function(), function()) else { return };
+    let slots = Arc::new(FakeSlots::default());
+    let take = |host: &Arc<FakeFunction>| {
+        host.migration.allow(true, b"firmware");
+        let wiring = VfioWiring {
+            msi_source: &FakeMsiSource::new(64),
+            slots: slots.clone(),
+            gate: Arc::clone(&gate),
+            intx: None,
+            trapped_bars: Vec::new(),
+        };
+        let device = VfioPciDevice::new("fuzz".to_owned(), host.clone(), wiring).ok()?;
+        device.stop().ok()?;
+        Some(device)
+    };
+    let (Some(source), Some(destination)) = (take(&there), take(&here)) else { return };
+    let Ok(mut state) = source.save() else { return };
+    if let Some(parts) = state.data.as_object_mut() {
+        parts.extend(changes);
+    }
+    let is_taken = destination.restore(&state).is_ok();
+    if is_taken {
+        assert!(destination.wake().and_then(|()| destination.run()).is_ok());
+        assert!(destination.stop().is_ok() && destination.save().is_ok());
+    }
+    destination.lose();
+    assert_eq!(here.violations(), Vec::<String>::new());
+    assert_eq!(slots.violations(), Vec::<String>::new());
+    assert_eq!(here.connected(), None);
+}
+
 fn drive(
     host: &Arc<FakeFunction>,
     slots: &Arc<FakeSlots>,
@@ -129,6 +167,17 @@ mod tests {
         #[test]
         fn any_function_and_any_guest_are_harmless(bytes in prop::collection::vec(any::<u8>(), 0..2048)) {
             fuzz_vfio_config(&bytes);
+        }
+
+        #[test]
+        fn any_saved_state_is_taken_or_refused(
+            key in "hardware|registers|command|express_controls|msix|msi_pending|state|other",
+            value in "null|[0-9]{1,6}|-1|\\[[0-9,\\[\\]]{0,12}\\]|\\{\"(len_bytes|base64|version)\":[0-9]{1,3}\\}",
+            (len_bytes, base64) in (0_u64..40, "[A-Za-d0-9+/=]{0,48}"),
+        ) {
+            fuzz_vfio_state(format!("{{\"{key}\":{value}}}").as_bytes());
+            let state = format!(r#"{{"state":{{"len_bytes":{len_bytes},"base64":"{base64}"}}}}"#);
+            fuzz_vfio_state(state.as_bytes());
         }
     }
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use super::error::VfioError;
 use super::mapping::BarMapping;
+use super::migration::MigrationPort;
 
 /// Ways in which a function interrupts. A function uses one at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,7 +47,7 @@ pub struct HostBar {
 ///
 /// All methods may be called from several vCPUs at once. Accesses that the host refuses read as ones
 /// and are lost when written.
-pub trait HostFunction: Send + Sync {
+pub trait HostFunction: MigrationPort {
     /// Length of its configuration space: 256 or 4096.
     fn config_len_bytes(&self) -> u16;
     /// Fills `data` from its configuration space.

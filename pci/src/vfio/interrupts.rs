@@ -94,6 +94,11 @@ impl Interrupts {
         self.msix.as_ref()
     }
 
+    /// MSI, if the function has it.
+    pub fn msi(&self) -> Option<&Msi> {
+        self.msi.as_ref()
+    }
+
     /// Follows the guest's registers. One call at a time, in the order of the writes.
     pub fn apply(&self, msix_control: Option<u16>, msi: Option<&MsiRegisters>) {
         if let (Some(msix), Some(control)) = (&self.msix, msix_control) {

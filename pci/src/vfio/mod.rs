@@ -36,6 +36,7 @@ mod interrupts;
 mod iommufd;
 mod limits;
 mod mapping;
+pub mod migration;
 mod msi;
 mod notices;
 mod pieces;

@@ -25,35 +25,50 @@ use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
 
 const BELOW: u64 = 0xc000_0000;
-const ABOVE: u64 = 0x40_0000_0000;
+pub(super) const ABOVE: u64 = 0x40_0000_0000;
 const DEVICE: u64 = 1 << 15;
 const MIB: u64 = 1 << 20;
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-struct Rig {
-    host: Arc<FakeFunction>,
-    device: Arc<VfioPciDevice>,
-    slots: Arc<FakeSlots>,
-    mapper: Arc<FakeMapper>,
-    msi: FakeMsiSource,
-    gate: Arc<DmaGate>,
-    ecam: PciEcam,
-    segment: Arc<PciSegment>,
+pub(super) struct Rig {
+    pub(super) host: Arc<FakeFunction>,
+    pub(super) device: Arc<VfioPciDevice>,
+    pub(super) slots: Arc<FakeSlots>,
+    pub(super) mapper: Arc<FakeMapper>,
+    pub(super) msi: FakeMsiSource,
+    pub(super) gate: Arc<DmaGate>,
+    pub(super) ecam: PciEcam,
+    pub(super) segment: Arc<PciSegment>,
 }
 
 impl Rig {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self::with(FakeFunction::config(), Vec::new(), false)
     }
 
-    fn with(config: Vec<u8>, trapped_bars: Vec<u8>, has_line: bool) -> Self {
+    pub(super) fn with(config: Vec<u8>, trapped_bars: Vec<u8>, has_line: bool) -> Self {
+        Self::build(config, trapped_bars, has_line, |_| {})
+    }
+
+    /// `prepare` sets up the host's function before it is taken for the guest.
+    pub(super) fn prepared(config: Vec<u8>, prepare: impl FnOnce(&FakeFunction)) -> Self {
+        Self::build(config, Vec::new(), false, prepare)
+    }
+
+    fn build(
+        config: Vec<u8>,
+        trapped_bars: Vec<u8>,
+        has_line: bool,
+        prepare: impl FnOnce(&FakeFunction),
+    ) -> Self {
         let windows = MmioWindows {
             below_4g: MmioRange { start_gpa: BELOW, len_bytes: 0x100_0000 },
             above_4g: MmioRange { start_gpa: ABOVE, len_bytes: 0x100_0000 },
         };
         let gate = Arc::new(DmaGate::default());
         let host = FakeFunction::new(config, Arc::clone(&gate)).unwrap();
+        prepare(&host);
         let slots = Arc::new(FakeSlots::default());
         let msi = FakeMsiSource::new(64);
         let line = has_line.then(|| Box::new(FakeLine(File::open("/dev/null").unwrap())) as _);
@@ -74,17 +89,17 @@ impl Rig {
         Self { host, device, slots, mapper, msi, gate, ecam, segment }
     }
 
-    fn write(&self, offset: u16, data: &[u8]) {
+    pub(super) fn write(&self, offset: u16, data: &[u8]) {
         self.ecam.write(DEVICE | u64::from(offset), data);
     }
 
-    fn read<const N: usize>(&self, offset: u16) -> [u8; N] {
+    pub(super) fn read<const N: usize>(&self, offset: u16) -> [u8; N] {
         let mut data = [0; N];
         self.ecam.read(DEVICE | u64::from(offset), &mut data);
         data
     }
 
-    fn check(&self) {
+    pub(super) fn check(&self) {
         assert_eq!(self.host.violations(), Vec::<String>::new());
         assert_eq!(self.slots.violations(), Vec::<String>::new());
         assert_eq!(self.mapper.violations(), Vec::<String>::new());
