@@ -147,6 +147,22 @@ impl From<AfterExit> for Pass {
 
 /// Enters the guest once, and deals with the exit.
 pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
+    let pass = enter_once(vcpu, handler);
+    match &pass {
+        Pass::Stopped(StopReason::InternalError { suberror, text })
+            if *suberror == KVM_INTERNAL_ERROR_DELIVERY_EV && vcpu.lost_deliveries.again() =>
+        {
+            log::debug!("vcpu{}: {text}; trying again", vcpu.index());
+            Pass::Handled
+        }
+        _ => {
+            vcpu.lost_deliveries.none();
+            pass
+        }
+    }
+}
+
+fn enter_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
     let index = vcpu.index();
     match vcpu.fd.run() {
         Ok(VcpuExit::IoIn(port, data)) => {
@@ -254,6 +270,7 @@ mod tests {
 
     use super::*;
     use crate::error::KvmError;
+    use crate::vcpu::LostDeliveries;
 
     /// Answers memory faults, and nothing else.
     struct Faults(FaultAction);
@@ -314,5 +331,13 @@ mod tests {
                         details 0x10 0x2";
         assert_eq!(text, expected);
         assert_eq!(describe(99, &[], None), "an internal error of KVM");
+    }
+
+    #[test]
+    fn a_delivery_that_fails_is_tried_again_and_not_for_ever() {
+        let mut lost = LostDeliveries::default();
+        assert!(lost.again() && lost.again() && lost.again() && !lost.again() && !lost.again());
+        lost.none();
+        assert!(lost.again());
     }
 }

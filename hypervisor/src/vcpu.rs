@@ -50,12 +50,37 @@ pub struct VcpuInit {
     pub registers: Option<BootRegisters>,
 }
 
+/// How often in a row a vCPU left the guest because an event could not be delivered.
+///
+/// KVM keeps the event and delivers it with the next entry, and has gone on by itself until Linux 6.14,
+/// which leaves it to us. A processor that says falsely that it was delivering something (QEMU's
+/// emulation of SVM does now and then) is right the next time; a guest whose interrupt stack is no
+/// memory never is.
+#[derive(Debug, Default)]
+pub(crate) struct LostDeliveries(u8);
+
+impl LostDeliveries {
+    const IN_A_ROW_MAX: u8 = 3;
+
+    /// One more; says whether to enter the guest again.
+    pub(crate) fn again(&mut self) -> bool {
+        self.0 = self.0.saturating_add(1);
+        self.0 <= Self::IN_A_ROW_MAX
+    }
+
+    /// The guest was left for another reason.
+    pub(crate) fn none(&mut self) {
+        self.0 = 0;
+    }
+}
+
 /// A virtual processor.
 pub struct Vcpu {
     pub(crate) fd: VcpuFd,
     pub(crate) run_page: Arc<RunPage>,
     index: u32,
     xsave_len_bytes: usize,
+    pub(crate) lost_deliveries: LostDeliveries,
     /// Keeps guest memory mapped; last, so that it outlives the file descriptor.
     vm: Arc<VmShared>,
 }
@@ -69,7 +94,8 @@ impl Vcpu {
         }
         // After the vCPU exists, as that is when the kernel fixes the answer.
         let xsave_len_bytes = vm.xsave_len_bytes();
-        Ok(Self { fd, run_page, index, xsave_len_bytes, vm })
+        let lost_deliveries = LostDeliveries::default();
+        Ok(Self { fd, run_page, index, xsave_len_bytes, lost_deliveries, vm })
     }
 
     /// Number of the vCPU, which is its APIC number.

@@ -32,7 +32,11 @@ build_extra_bench_passthrough() {
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
   pack "$LAB/vfio" "$1"
 }
-build_extra_iommufd_memory() { build_extra_vfio "$@"; }
+build_extra_vfio_memory() {
+  build_extra_vfio "$1"
+  add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
+  pack "$LAB/vfio" "$1"
+}
 build_extra_vfio_gate() { build_extra_vfio "$@"; }
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! vCPUs that bring their own pages while everything happens to them: signals, pauses that are refused
-//! and one that is not, a source that stands still, migrations that are cancelled. No vCPU is lost, and
-//! no page is.
+//! and one that is not, a source that stands still, migrations that are cancelled, snapshots that are
+//! refused and some that are not. No vCPU is lost, and no page is.
 //!
 //! `GODWIT_STRESS_ROUNDS=N` makes N moves; otherwise 6. `GODWIT_STRESS_SEED=N` repeats a run.
 
@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::harness::migrate::Reception;
 use crate::harness::{Mode, Suite, Transport, Vmm, is_root, skip, wait_for};
+use crate::snapshot::{place, save};
 
 const LIMIT_EACH_ROUND: Duration = Duration::from_secs(20);
 const VCPUS: u32 = 3;
@@ -82,6 +83,32 @@ fn pause(vmm: &Vmm) {
     }
 }
 
+/// A snapshot of a guest some of whose pages may be missing; it is refused unless all are here and the
+/// guest is paused.
+fn snapshot_meanwhile(vmm: &Vmm, resumed: bool) {
+    let (_folder, url) = place();
+    let body = format!(r#"{{"destination_url":"{url}"}}"#);
+    let status = vmm.api().put("vm.snapshot", &body).status;
+    assert!(status != 204 || !resumed, "a guest that runs was saved");
+}
+
+/// Saves what has arrived, kills it, and goes on with what is restored.
+fn through_snapshot(mut vmm: Vmm, dice: &mut Dice) -> Vmm {
+    let (_folder, url) = place();
+    save(&vmm, &url);
+    vmm.signal(libc::SIGKILL);
+    vmm.wait_for_exit();
+    let restored = Vmm::empty();
+    let mode = if dice.below(2) == 0 { "copy" } else { "ondemand" };
+    let option = format!("source_url={url},memory_restore_mode={mode},resume=on");
+    restored.remote_ok(&["restore", &option]);
+    if mode == "ondemand" {
+        // The file is read until then.
+        restored.wait_for_event("restore-memory-completed");
+    }
+    restored
+}
+
 fn stress(rounds: u64) {
     if !is_root() {
         skip("fault_source=sigbus needs CAP_BPF and CAP_PERFMON");
@@ -91,13 +118,17 @@ fn stress(rounds: u64) {
     println!("     GODWIT_STRESS_SEED={seed}");
     let mut dice = Dice(seed);
     let mut vmm = Vmm::boot(VCPUS, "size=192M,shared=on", "workload=random-write mem=128M");
-    let (mut moved, mut stayed) = (0, 0);
+    let (mut moved, mut stayed, mut saved) = (0, 0, 0);
     while moved < rounds {
         vmm.wait_for_work(2_000);
         match round(vmm, &mut dice) {
             Round::Moved(there) => {
                 moved += 1;
                 vmm = there;
+                if dice.below(3) == 0 {
+                    saved += 1;
+                    vmm = through_snapshot(vmm, &mut dice);
+                }
             }
             Round::Stayed(here) => {
                 stayed += 1;
@@ -108,7 +139,7 @@ fn stress(rounds: u64) {
         vmm.verify();
         assert_eq!(vcpu_threads(&vmm).len(), usize::try_from(VCPUS).unwrap_or(0));
     }
-    println!("     {moved} moves, {stayed} that were cancelled");
+    println!("     {moved} moves, {stayed} that were cancelled, {saved} snapshots");
     vmm.shut_down();
 }
 
@@ -147,7 +178,7 @@ fn round(mut source: Vmm, dice: &mut Dice) -> Round {
     assert!(received.status.success(), "{received:?}\n{}", destination.output());
     let mut resumed = !paused;
     while phase(&destination) != "done" {
-        match dice.below(6) {
+        match dice.below(7) {
             0 | 1 => kick(&destination, dice),
             2 => pause_or_resume(&destination, &mut resumed),
             3 if source.exited().is_none() => {
@@ -156,6 +187,7 @@ fn round(mut source: Vmm, dice: &mut Dice) -> Round {
                 source.signal(libc::SIGCONT);
             }
             4 => drop(destination.remote(&["migration-cancel"])),
+            5 => snapshot_meanwhile(&destination, resumed),
             _ => dice.nap(20),
         }
     }
