@@ -501,7 +501,8 @@ impl Machine {
         }
         let mut pci = BTreeMap::new();
         for (bdf, function) in self.pci_functions() {
-            let state = function.save()?;
+            let state =
+                function.save().inspect_err(|error| self.passthrough.tell_if_lost(bdf, error))?;
             pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
         }
         Ok(MachineState {

@@ -8,9 +8,9 @@
 
 use std::sync::Arc;
 
-use pci::PciDevice as _;
 use pci::vfio::VfioPciDevice;
 use pci::vfio::migration::{DmaLog, MigrationError};
+use pci::{Bdf, PciDevice as _};
 
 use super::{Passthrough, PassthroughError};
 use crate::config::VmConfig;
@@ -97,6 +97,13 @@ impl Passthrough {
         }
     }
 
+    /// Tells of the device at `bdf`, if that is one and is gone for the guest because of `error`.
+    pub fn tell_if_lost(&self, bdf: Bdf, error: &dyn std::error::Error) {
+        if let Some((_, device)) = self.devices.iter().find(|(at, _)| *at == bdf) {
+            tell_if_lost(device, error);
+        }
+    }
+
     /// Watches what the devices write to guest memory, until the answer is dropped.
     pub fn watch_dma(&self, ram: &memory::GuestRam) -> Vec<DmaLog> {
         self.devices.iter().map(|(_, device)| device.watch_dma(ram)).collect()
@@ -109,7 +116,7 @@ impl Passthrough {
     }
 }
 
-fn tell_if_lost(device: &VfioPciDevice, error: &MigrationError) {
+fn tell_if_lost(device: &VfioPciDevice, error: &dyn std::error::Error) {
     if device.is_lost() {
         let (id, reason) = (device.id(), error_text::chain(error));
         log::error!("passed-through device '{id}' is gone for the guest: {reason}");
