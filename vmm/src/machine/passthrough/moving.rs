@@ -128,7 +128,119 @@ fn tell_if_lost(device: &VfioPciDevice, error: &dyn std::error::Error) {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use pci::fakes::FakeMsiSource;
+    use pci::vfio::fakes::{FakeFunction, FakeSlots};
+    use pci::vfio::migration::DeviceState;
+    use pci::vfio::migration::fakes::Mishap;
+    use pci::vfio::{DmaGate, VfioWiring};
+
+    use super::super::{Backend, Roll};
     use super::*;
+
+    /// Devices 'one' and 'two', which can be moved, and what the host has of them.
+    fn two_devices() -> (Passthrough, [Arc<FakeFunction>; 2]) {
+        let gate = Arc::new(DmaGate::default());
+        let hosts = ["one", "two"].map(|_| {
+            let host = FakeFunction::new(FakeFunction::config(), Arc::clone(&gate)).unwrap();
+            host.migration.allow(true, b"state");
+            host
+        });
+        let device = |(number, id, host): (u8, &str, &Arc<FakeFunction>)| {
+            let wiring = VfioWiring {
+                msi_source: &FakeMsiSource::new(64),
+                slots: Arc::new(FakeSlots::default()),
+                gate: Arc::clone(&gate),
+                intx: None,
+                trapped_bars: Vec::new(),
+            };
+            let device = VfioPciDevice::new(id.to_owned(), host.clone(), wiring).unwrap();
+            (Bdf::new(0, 0, number, 0).unwrap(), Arc::new(device))
+        };
+        let passthrough = Passthrough {
+            notices: None,
+            sink: Arc::new(|_| {}),
+            pinning: None,
+            devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
+            roll: Roll::default(),
+            gate: Arc::clone(&gate),
+            backend: Backend::Type1,
+            space: None,
+            slots: None,
+            strict: false,
+            ban: None,
+        };
+        (passthrough, hosts)
+    }
+
+    fn history(host: &FakeFunction) -> Vec<DeviceState> {
+        host.migration.hardware_mut().history.clone()
+    }
+
+    #[test]
+    fn none_stops_before_all_are_quiet() {
+        use DeviceState::{Running, RunningP2p};
+        let (passthrough, [one, two]) = two_devices();
+        two.migration.hardware_mut().mishap = Some((RunningP2p, Mishap::Refused));
+        let error = passthrough.stop().unwrap_err();
+        assert_eq!(error.to_string(), "cannot stop passed-through device 'two'");
+        assert_eq!(history(&one), [RunningP2p, Running]);
+        assert_eq!(history(&two), []);
+        assert!(passthrough.devices.iter().all(|(_, device)| !device.is_lost()));
+    }
+
+    #[test]
+    fn when_one_does_not_stop_all_go_on() {
+        use DeviceState::{Running, RunningP2p, Stop};
+        let (passthrough, [one, two]) = two_devices();
+        two.migration.hardware_mut().mishap = Some((Stop, Mishap::Refused));
+        assert!(passthrough.stop().is_err());
+        assert_eq!(history(&one), [RunningP2p, Stop, RunningP2p, Running]);
+        assert_eq!(history(&two), [RunningP2p, Running]);
+        two.migration.hardware_mut().mishap = None;
+        passthrough.stop().unwrap();
+        passthrough.stop().unwrap();
+        assert_eq!(passthrough.state_len_bytes(), 2 * 14);
+        passthrough.run();
+        assert_eq!(history(&two)[2..], [RunningP2p, Stop, RunningP2p, Running]);
+    }
+
+    #[test]
+    fn one_that_fails_is_gone_and_the_others_go_on() {
+        let (passthrough, [one, two]) = two_devices();
+        passthrough.stop().unwrap();
+        one.migration.hardware_mut().mishap = Some((DeviceState::Running, Mishap::Refused));
+        passthrough.run();
+        let is_lost = |index: usize| passthrough.devices[index].1.is_lost();
+        assert!(is_lost(0) && !is_lost(1));
+        assert_eq!(*one.resets.lock().unwrap(), 1);
+        assert_eq!(history(&two).last(), Some(&DeviceState::Running));
+        let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
+        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        assert!(error.contains("'one': it is gone for the guest") && !error.contains("'two'"));
+    }
+
+    #[test]
+    fn all_that_cannot_be_moved_are_named() {
+        let (mut passthrough, hosts) = two_devices();
+        let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
+        passthrough.check_movable(&config).unwrap();
+        for ((_, device), host) in passthrough.devices.iter_mut().zip(&hosts) {
+            host.migration.hardware_mut().support = None;
+            let wiring = VfioWiring {
+                msi_source: &FakeMsiSource::new(64),
+                slots: Arc::new(FakeSlots::default()),
+                gate: Arc::default(),
+                intx: None,
+                trapped_bars: Vec::new(),
+            };
+            let id = device.id().to_owned();
+            *device = Arc::new(VfioPciDevice::new(id, host.clone(), wiring).unwrap());
+        }
+        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        for id in ["'one': its driver", "'two': its driver"] {
+            assert!(error.contains(id), "{error}");
+        }
+    }
 
     fn why(json: &str) -> Option<String> {
         let config: VmConfig = serde_json::from_str(json).unwrap();
