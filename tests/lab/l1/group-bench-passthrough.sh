@@ -38,6 +38,7 @@ slot_is_ready() { prezero-pool --config $T/pool.toml stats 2>/dev/null | grep -q
 # measure_qemu PAGES MIB RUN: QEMU with the same guest and disk. KVM's own trace keeps the first entries into a
 # guest, QEMU's has the writes to the disk's configuration.
 TRACING=/sys/kernel/tracing
+mount -t tracefs tracefs $TRACING
 asks_for_dma() { sed -n 's/^[0-9]*@\([0-9]*\)\.\([0-9]*\):vfio_pci_write_config .*@0x4, 0x[0-9a-f]*[4-7c-f], len=.*/\1\2/p' $T/q.trace | head -n 1; }
 has_asked() { [ -n "$(asks_for_dma)" ] || [ ! -d /proc/$vmm ]; }
 measure_qemu() {
@@ -49,7 +50,7 @@ measure_qemu() {
   for set in tracing_on=0 trace_clock=mono options/overwrite=0 buffer_size_kb=64 events/kvm/kvm_entry/enable=1 tracing_on=1; do
     echo "${set#*=}" >$TRACING/${set%=*}
   done
-  : >$TRACING/trace
+  echo >$TRACING/trace
   begin_us=$(now_us) begin_ms=$(uptime_ms)
   qemu-system-x86_64 -L /bin/qemu -accel kvm -cpu host -M q35,memory-backend=ram -smp 1 -m ${2}M \
     -object memory-backend-memfd,id=ram,size=${2}M,share=on$huge -nodefaults -display none -no-reboot \
