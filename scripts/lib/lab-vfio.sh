@@ -32,6 +32,15 @@ build_extra_bench_passthrough() {
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
   pack "$LAB/vfio" "$1"
 }
+# The program that drives one disk from within the guest, as a disk of its own.
+build_extra_vfio_p2p() {
+  local tree=$LAB/vfio-p2p
+  rm -rf "$tree"
+  mkdir -p "$tree/lab"
+  gcc -O2 -Wall -Wextra -static -s -o "$tree/lab/nvme-peer" "$SRC/probes/nvme-peer.c"
+  truncate -s 1M "$tree/lab/nvme-peer"
+  pack "$tree" "$1"
+}
 build_extra_vfio_memory() {
   build_extra_vfio "$1"
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"

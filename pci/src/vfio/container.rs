@@ -19,6 +19,8 @@ use vfio_ioctls::{VfioContainer, VfioDevice, VfioDeviceFd, VfioError as IoctlErr
 use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
+use super::mapping::BarMapping;
+use super::peers::PeerTarget;
 use super::space::{DmaSpace, OpenedFunction, Piece};
 use super::sysfs::{HostPlace, SysfsFunction};
 use crate::locks::lock;
@@ -29,7 +31,7 @@ const CONTAINER: &str = "/dev/vfio/vfio";
 pub struct Type1Container {
     // Order matters on drop: the mappings go before what they map.
     container: Arc<VfioContainer>,
-    /// What is mapped: guest physical addresses and lengths.
+    /// What is mapped of guest memory: guest physical addresses and lengths.
     mapped: Mutex<BTreeMap<u64, usize>>,
     ram: Arc<GuestRam>,
 }
@@ -66,6 +68,38 @@ impl DmaSpace for Type1Container {
     fn memory(&self) -> Arc<GuestRam> {
         Arc::clone(&self.ram)
     }
+
+    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn PeerTarget>> {
+        Some(self)
+    }
+}
+
+fn errno_of(error: IoctlError) -> io::Error {
+    match error {
+        IoctlError::IommuDmaMap(errno) | IoctlError::IommuDmaUnmap(errno) => {
+            io::Error::from_raw_os_error(errno.errno())
+        }
+        other => io::Error::other(other),
+    }
+}
+
+impl PeerTarget for Type1Container {
+    fn map_bar(&self, gpa: u64, memory: &BarMapping) -> io::Result<()> {
+        let len = usize::try_from(memory.len_bytes()).map_err(io::Error::other)?;
+        // SAFETY: the address and the length are those of one mapping of device memory, which nothing in
+        // this process ever reads or writes, so whatever functions do to it nobody here can notice. Should
+        // it be unmapped from the process first, the IOMMU goes on translating to the device alone.
+        unsafe { self.container.vfio_dma_map(gpa, len, memory.as_ptr()) }.map_err(errno_of)
+    }
+
+    fn unmap_bar(&self, gpa: &Range<u64>) -> io::Result<()> {
+        let len = usize::try_from(gpa.end.saturating_sub(gpa.start)).map_err(io::Error::other)?;
+        self.container.vfio_dma_unmap(gpa.start, len).map_err(errno_of)
+    }
+
+    fn entries(&self) -> Option<u64> {
+        DmaLimits::type1_entries()
+    }
 }
 
 impl DmaTarget for Type1Container {
@@ -75,10 +109,7 @@ impl DmaTarget for Type1Container {
         // mappings (this value and every function opened in it hold it). Guest RAM is reached only by
         // volatile and atomic accesses and by system calls: vCPUs write to it at any time, too.
         let mapped = unsafe { self.container.vfio_dma_map(gpa, len, address) };
-        mapped.map_err(|error| match error {
-            IoctlError::IommuDmaMap(errno) => io::Error::from_raw_os_error(errno.errno()),
-            other => io::Error::other(other),
-        })?;
+        mapped.map_err(errno_of)?;
         lock(&self.mapped).insert(gpa, len);
         Ok(())
     }

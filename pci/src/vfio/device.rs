@@ -6,7 +6,7 @@
 //! still there for the guest. The write that would let it reach memory waits at the gate; when memory
 //! will not be mapped, the function is gone for the guest, as if pulled out.
 //!
-//! Locks: configuration, then BARs or interrupts. None is held at the gate.
+//! Locks: configuration, then BARs or interrupts, then those of [`PeerBars`]. None is held at the gate.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,6 +25,7 @@ use super::interrupts::{Interrupts, IntxLine};
 use super::mapping::BarMapping;
 use super::migration::{Migration, MigrationPort, VFIO_STATE_VERSION};
 use super::notices::Notices;
+use super::peers::{Peer, PeerBars};
 use crate::bar::{BarDecode, BarDescription, MapError};
 use crate::config_space::register;
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
@@ -61,13 +62,21 @@ pub struct VfioWiring<'a> {
     pub intx: Option<Box<dyn IntxLine>>,
     /// BARs that every access to leaves the guest, by their indexes.
     pub trapped_bars: Vec<u8>,
+    /// The functions that are to reach its BARs by DMA, and it theirs.
+    pub peers: Option<Arc<PeerBars>>,
 }
 
 /// A part of a BAR that the guest may reach directly.
 struct DirectArea {
     offset: u64,
     memory: Arc<BarMapping>,
-    slot: Option<u32>,
+    shown: Option<Shown>,
+}
+
+/// Where the guest reaches it.
+struct Shown {
+    gpa: u64,
+    slot: u32,
 }
 
 struct DirectBar {
@@ -92,6 +101,7 @@ pub struct VfioPciDevice {
     msix_ranges: Option<MsixRanges>,
     direct: Mutex<Vec<DirectBar>>,
     slots: Arc<dyn BarSlots>,
+    peer: Option<Peer>,
     pub(super) gate: Arc<DmaGate>,
     lost: AtomicBool,
     asked: OnceLock<Instant>,
@@ -139,6 +149,7 @@ impl VfioPciDevice {
         // A driver may use the pin without ever asking for it.
         interrupts.apply(config.msix_control(), config.msi().as_ref());
         let port: Arc<dyn MigrationPort> = Arc::<dyn HostFunction>::clone(&host);
+        let peer = wiring.peers.map(|peers| peers.join(&id));
         Ok(Self {
             migration: Migration::new(&id, port),
             id,
@@ -147,6 +158,7 @@ impl VfioPciDevice {
             msix_ranges,
             direct: Mutex::new(direct),
             slots: wiring.slots,
+            peer,
             gate: wiring.gate,
             lost: AtomicBool::new(false),
             asked: OnceLock::new(),
@@ -200,6 +212,9 @@ impl VfioPciDevice {
         self.asked.get_or_init(Instant::now);
         match self.gate.wait() {
             Ok(()) => {
+                if let Some(peer) = &self.peer {
+                    peer.pass_gate();
+                }
                 self.granted.get_or_init(Instant::now);
                 true
             }
@@ -217,7 +232,12 @@ impl VfioPciDevice {
         for area in &mut bar.areas {
             let Some(gpa) = gpa.checked_add(area.offset) else { continue };
             match self.slots.map(gpa, &area.memory) {
-                Ok(slot) => area.slot = Some(slot),
+                Ok(slot) => {
+                    area.shown = Some(Shown { gpa, slot });
+                    if let Some(peer) = &self.peer {
+                        peer.show(gpa, &area.memory);
+                    }
+                }
                 // The guest's accesses still arrive here, only slower.
                 Err(error) => self.complain("show", bar.index, &error),
             }
@@ -226,9 +246,12 @@ impl VfioPciDevice {
 
     fn hide(&self, bar: &mut DirectBar) {
         for area in &mut bar.areas {
-            if let Some(slot) = area.slot.take()
-                && let Err(error) = self.slots.unmap(slot)
-            {
+            let Some(Shown { gpa, slot }) = area.shown.take() else { continue };
+            // First: others reach it only as long as the guest does.
+            if let Some(peer) = &self.peer {
+                peer.hide(gpa, &area.memory);
+            }
+            if let Err(error) = self.slots.unmap(slot) {
                 self.complain("hide", bar.index, &error);
             }
         }
@@ -279,7 +302,7 @@ fn map_bars(
         let mut areas = Vec::new();
         for range in bars::direct_areas(index, &bar, msix) {
             match host.map_bar(index, &range) {
-                Ok(memory) => areas.push(DirectArea { offset: range.start, memory, slot: None }),
+                Ok(memory) => areas.push(DirectArea { offset: range.start, memory, shown: None }),
                 Err(error) => warn!(
                     "passed-through device {id}: cannot map BAR {index} from {:#x}, accesses will be \
                      slow: {error}",

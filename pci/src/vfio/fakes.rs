@@ -12,7 +12,7 @@ use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use memory::RamRegion;
 use vmm_sys_util::tempfile::TempFile;
@@ -25,6 +25,7 @@ use super::limits::DmaLimits;
 use super::mapping::BarMapping;
 use super::migration::fakes::FakeMigration;
 use super::migration::{DeviceState, MigrationPort, MigrationSupport};
+use super::peers::PeerTarget;
 use super::{BarSlots, IntxLine};
 use crate::bar::MapError;
 use crate::config_space::register;
@@ -52,6 +53,8 @@ pub struct FakeFunction {
     is_silent: AtomicBool,
     pub resets: Mutex<u32>,
     pub migration: FakeMigration,
+    /// Called before it may reach memory.
+    pub on_bus_master: OnceLock<Box<dyn Fn() + Send + Sync>>,
     pub config_writes: Mutex<Vec<(u16, Vec<u8>)>>,
 }
 
@@ -102,6 +105,7 @@ impl FakeFunction {
             is_silent: AtomicBool::new(false),
             resets: Mutex::default(),
             migration: FakeMigration::default(),
+            on_bus_master: OnceLock::new(),
             config_writes: Mutex::default(),
         }))
     }
@@ -178,6 +182,9 @@ impl HostFunction for FakeFunction {
                 }
                 if byte & 4 != 0 && !self.gate.is_open() {
                     self.violate("bus mastering behind a closed gate".to_owned());
+                }
+                if let Some(told) = self.on_bus_master.get().filter(|_| byte & 4 != 0) {
+                    told();
                 }
             }
             if let Some(current) = config.get_mut(at) {
@@ -411,5 +418,89 @@ impl DmaTarget for FakeTarget {
 
     fn limits(&self) -> DmaLimits {
         self.limits.clone()
+    }
+}
+
+/// An IOMMU that takes device memory which the guest reaches, and no other.
+pub struct FakePeers {
+    pub slots: Arc<FakeSlots>,
+    pub gate: Arc<DmaGate>,
+    pub entries: Option<u64>,
+    /// Maps nothing from now on.
+    pub refuses: AtomicBool,
+    /// Unmaps nothing from now on.
+    pub keeps: AtomicBool,
+    mapped: Mutex<BTreeMap<u64, u64>>,
+    calls: AtomicU64,
+    violations: Mutex<Vec<String>>,
+}
+
+impl FakePeers {
+    pub fn new(slots: Arc<FakeSlots>, gate: Arc<DmaGate>) -> Self {
+        Self {
+            slots,
+            gate,
+            entries: None,
+            refuses: AtomicBool::new(false),
+            keeps: AtomicBool::new(false),
+            mapped: Mutex::default(),
+            calls: AtomicU64::new(0),
+            violations: Mutex::default(),
+        }
+    }
+
+    /// First and last guest physical addresses of what is mapped, in order.
+    pub fn mapped(&self) -> Vec<Range<u64>> {
+        lock(&self.mapped).iter().map(|(start, len)| *start..start + len).collect()
+    }
+
+    /// How often it was asked to map something.
+    pub fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    pub fn violations(&self) -> Vec<String> {
+        lock(&self.violations).clone()
+    }
+
+    fn check(&self, what: &str, gpa: &Range<u64>) {
+        if !self.slots.shown().contains(gpa) {
+            lock(&self.violations).push(format!("{what} {gpa:x?}, which the guest does not reach"));
+        }
+    }
+}
+
+impl PeerTarget for FakePeers {
+    fn map_bar(&self, gpa: u64, memory: &BarMapping) -> io::Result<()> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let range = gpa..gpa.saturating_add(memory.len_bytes());
+        self.check("maps", &range);
+        if !self.gate.is_open() {
+            lock(&self.violations).push(format!("{range:x?} is mapped behind a closed gate"));
+        }
+        if self.refuses.load(Ordering::Relaxed) {
+            return Err(io::Error::from_raw_os_error(libc::EEXIST));
+        }
+        let mut mapped = lock(&self.mapped);
+        if mapped.iter().any(|(start, len)| *start < range.end && gpa < start + len) {
+            lock(&self.violations).push(format!("{range:x?} overlaps another"));
+        }
+        mapped.insert(gpa, memory.len_bytes());
+        Ok(())
+    }
+
+    fn unmap_bar(&self, gpa: &Range<u64>) -> io::Result<()> {
+        self.check("unmaps", gpa);
+        if self.keeps.load(Ordering::Relaxed) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        if lock(&self.mapped).remove(&gpa.start) != Some(gpa.end - gpa.start) {
+            lock(&self.violations).push(format!("{gpa:x?} was not mapped as one"));
+        }
+        Ok(())
+    }
+
+    fn entries(&self) -> Option<u64> {
+        self.entries
     }
 }

@@ -4,8 +4,9 @@
 //! saved state.
 //!
 //! Whatever hardware says, a guest does and a peer sends, nothing may panic, nothing that is made up here may reach
-//! the host, no BAR may lie over another in the guest, bus mastering may never pass a closed gate, and
-//! nothing may be left shown or connected.
+//! the host, no BAR may lie over another in the guest, bus mastering may never pass a closed gate, other
+//! functions may reach nothing that the guest does not reach, and nothing may be left shown, mapped or
+//! connected.
 
 use std::sync::Arc;
 
@@ -16,8 +17,8 @@ use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
 use devices::bus::BusDevice as _;
 
-use super::fakes::{FakeFunction, FakeLine, FakeSlots};
-use super::{DmaGate, HostFunction, VfioPciDevice, VfioWiring};
+use super::fakes::{FakeFunction, FakeLine, FakePeers, FakeSlots};
+use super::{DmaGate, HostFunction, PeerBars, VfioPciDevice, VfioWiring};
 
 const WINDOWS: MmioWindows = MmioWindows {
     below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x100_0000 },
@@ -68,13 +69,19 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     let Ok(host) = FakeFunction::new(config, Arc::clone(&gate)) else { return };
     let slots = Arc::new(FakeSlots::default());
     let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
-    drive(&host, &slots, &mapper, &gate, input);
+    let iommu = Arc::new(FakePeers::new(Arc::clone(&slots), Arc::clone(&gate)));
+    let peers = PeerBars::new(iommu.clone());
+    // Another function, so that it matters.
+    let _other = peers.join("other");
+    drive(&host, &slots, &mapper, (&gate, &peers), input);
     assert_eq!(host.violations(), Vec::<String>::new());
     assert_eq!(slots.violations(), Vec::<String>::new());
     assert_eq!(mapper.violations(), Vec::<String>::new());
     // Its windows keep the device.
     drop(mapper);
     assert_eq!(slots.shown(), Vec::<std::ops::Range<u64>>::new());
+    assert_eq!(iommu.mapped(), Vec::<std::ops::Range<u64>>::new());
+    assert_eq!(iommu.violations(), Vec::<String>::new());
     assert_eq!(host.connected(), None);
 }
 
@@ -94,6 +101,7 @@ pub fn fuzz_vfio_state(input: &[u8]) {
             gate: Arc::clone(&gate),
             intx: None,
             trapped_bars: Vec::new(),
+            peers: None,
         };
         let device = VfioPciDevice::new("fuzz".to_owned(), host.clone(), wiring).ok()?;
         device.stop().ok()?;
@@ -119,7 +127,7 @@ fn drive(
     host: &Arc<FakeFunction>,
     slots: &Arc<FakeSlots>,
     mapper: &Arc<FakeMapper>,
-    gate: &Arc<DmaGate>,
+    (gate, peers): (&Arc<DmaGate>, &Arc<PeerBars>),
     mut input: &[u8],
 ) {
     let line = std::fs::File::open("/dev/null").ok();
@@ -129,6 +137,7 @@ fn drive(
         gate: Arc::clone(gate),
         intx: line.map(|file| Box::new(FakeLine(file)) as _),
         trapped_bars: Vec::new(),
+        peers: Some(Arc::clone(peers)),
     };
     let host: Arc<dyn HostFunction> = host.clone();
     let Ok(device) = VfioPciDevice::new("fuzz".to_owned(), host, wiring) else { return };

@@ -24,6 +24,7 @@ use vfio_ioctls::{VfioDevice, VfioError as IoctlError, VfioIommufd};
 use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
+use super::peers::PeerTarget;
 use super::space::{DmaSpace, OpenedFunction, Piece};
 use super::sysfs::{HostPlace, SysfsFunction};
 use crate::locks::lock;
@@ -163,6 +164,11 @@ impl DmaSpace for IommufdSpace {
 
     fn memory(&self) -> Arc<GuestRam> {
         Arc::clone(&self.ram)
+    }
+
+    /// Device memory has no pages that `IOMMU_IOAS_MAP` could pin: every kernel refuses it.
+    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn PeerTarget>> {
+        None
     }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A part of a BAR, mapped into this process so that KVM can show it to the guest.
+//! A part of a BAR, mapped into this process so that KVM can show it to the guest, and the IOMMU to other
+//! functions.
 //!
 //! Owns the mapping. Never reads or writes it: device memory is for the guest alone.
 
@@ -49,6 +50,11 @@ impl BarMapping {
     /// Its first address in this process.
     pub fn host_addr(&self) -> u64 {
         self.address.addr() as u64
+    }
+
+    /// The same, for the kernel alone.
+    pub(super) fn as_ptr(&self) -> *mut u8 {
+        self.address.cast()
     }
 
     /// Its length.

@@ -12,6 +12,7 @@
 //!   interrupt    <── irqfd of a vector <── eventfd <── HostFunction
 //!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, in Pieces; the target is
 //!                    a DmaSpace: Type1Container or IommufdSpace
+//!                ──> BARs of the VM's other functions that PeerBars has mapped through a PeerTarget
 //! ```
 //!
 //! The kernel clears Bus Master Enable when it opens a function, and DMA needs it. So the guest may
@@ -39,6 +40,7 @@ mod mapping;
 pub mod migration;
 mod msi;
 mod notices;
+mod peers;
 mod pieces;
 mod pinning;
 mod space;
@@ -58,6 +60,7 @@ pub use iommufd::IommufdSpace;
 pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
 pub use notices::{Notices, OnNotice};
+pub use peers::{Peer, PeerBars, PeerTarget};
 pub use pieces::{OnLost, Pieces};
 pub use pinning::{PinProgress, PinState, Pinning};
 pub use space::{DmaSpace, OpenedFunction};

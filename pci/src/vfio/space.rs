@@ -15,6 +15,7 @@ use vfio_ioctls::VfioDevice;
 
 use super::dma::DmaTarget;
 use super::error::VfioError;
+use super::peers::PeerTarget;
 use super::sysfs::HostPlace;
 
 /// One IOMMU address space for all passed-through functions of a VM.
@@ -26,6 +27,8 @@ pub trait DmaSpace: DmaTarget {
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError>;
     /// The memory that may be mapped in it. Whoever holds a function of the space holds this, too.
     fn memory(&self) -> Arc<GuestRam>;
+    /// The same as what takes device memory beside it, if it does.
+    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn PeerTarget>>;
 }
 
 /// A function in a space. It leaves it when it is dropped.

@@ -78,6 +78,7 @@ impl Rig {
             gate: Arc::clone(&gate),
             intx: line,
             trapped_bars,
+            peers: None,
         };
         let device = Arc::new(VfioPciDevice::new("gpu".into(), host.clone(), wiring).unwrap());
         let mapper = Arc::new(FakeMapper::new(vec![windows.below_4g, windows.above_4g]));
@@ -225,6 +226,7 @@ fn a_bridge_is_refused() {
         gate,
         intx: None,
         trapped_bars: Vec::new(),
+        peers: None,
     };
     let refused = VfioPciDevice::new("bridge".into(), host, wiring);
     assert!(matches!(refused.err(), Some(VfioError::Header { found: 1 })));

@@ -3,7 +3,7 @@
 # passed-through disk is read and written.
 # limit_s: 2400
 # kernel: hugepagesz=1G hugepages=1
-# machine: -m 3G
+# machine: -m 4G
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
 . ./lib.sh
 . ./passthrough.sh

@@ -63,8 +63,8 @@ option_family! {
         iommufd: bool = false, "iommufd" as One<Toggle>;
         /// Open descriptor of /dev/iommu.
         iommufd_fd: Option<InheritedFd> = None, "iommufd_fd" as Opt<Fd>;
-        /// DMA between passed-through devices.
-        vfio_p2p_dma: bool = true, "vfio_p2p_dma" as One<Toggle>, unsupported();
+        /// DMA between passed-through devices, by type1.
+        vfio_p2p_dma: bool = true, "vfio_p2p_dma" as One<Toggle>;
     }
 }
 

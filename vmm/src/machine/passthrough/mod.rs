@@ -23,8 +23,8 @@ use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::migration::MigrationError;
 use pci::vfio::{
-    DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, Pieces, PinError, PinProgress,
-    PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, PeerBars, Pieces, PinError,
+    PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
 use thiserror::Error;
@@ -124,6 +124,10 @@ pub struct Passthrough {
     /// Made for the first device, and kept: KVM is told of VFIO once.
     space: Option<Arc<dyn DmaSpace>>,
     slots: Option<Arc<KvmBarSlots>>,
+    /// Devices are to reach each other by DMA.
+    meets_peers: bool,
+    /// What they reach of each other; another one after the last has gone, as the gate.
+    peers: Option<Arc<PeerBars>>,
     /// A device wants all memory mapped before the guest goes on.
     strict: bool,
     /// Last: what devices may write stays theirs until they are gone, or until it is let go of.
@@ -172,6 +176,8 @@ impl Passthrough {
             backend: Backend::of(config),
             space: None,
             slots: None,
+            meets_peers: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
+            peers: None,
             strict: false,
             ban: ban.map(Arc::new),
         };
@@ -253,6 +259,13 @@ impl Passthrough {
         Ok(Arc::clone(self.space.insert(space)))
     }
 
+    fn peers(&mut self, space: &Arc<dyn DmaSpace>) -> Option<Arc<PeerBars>> {
+        if self.peers.is_none() && self.meets_peers {
+            self.peers = Arc::clone(space).peer_target().map(PeerBars::new);
+        }
+        self.peers.clone()
+    }
+
     fn open(
         &mut self,
         config: &DeviceConfig,
@@ -261,6 +274,7 @@ impl Passthrough {
         sockets: &Sockets<'_>,
     ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
         let space = self.space(sockets)?;
+        let peers = self.peers(&space);
         let slots =
             self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(sockets.vm.clone())));
         let failed = |source| PassthroughError::Device {
@@ -282,6 +296,7 @@ impl Passthrough {
             gate: Arc::clone(&self.gate),
             intx: Some(Box::new(line) as Box<dyn IntxLine>),
             trapped_bars: trapped.filter_map(|bar| u8::try_from(*bar).ok()).collect(),
+            peers,
         };
         let device = VfioPciDevice::new(id.to_owned(), Arc::new(function), wiring);
         device.map(Arc::new).map_err(failed)
@@ -368,6 +383,7 @@ impl Passthrough {
     fn forget_memory_without_devices(&mut self) {
         if self.devices.is_empty() {
             self.gate = Arc::default();
+            self.peers = None;
             self.ban = None;
         }
     }

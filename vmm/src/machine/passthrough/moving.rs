@@ -152,6 +152,7 @@ mod tests {
                 gate: Arc::clone(&gate),
                 intx: None,
                 trapped_bars: Vec::new(),
+                peers: None,
             };
             let device = VfioPciDevice::new(id.to_owned(), host.clone(), wiring).unwrap();
             (Bdf::new(0, 0, number, 0).unwrap(), Arc::new(device))
@@ -166,6 +167,8 @@ mod tests {
             backend: Backend::Type1,
             space: None,
             slots: None,
+            meets_peers: false,
+            peers: None,
             strict: false,
             ban: None,
         };
@@ -232,6 +235,7 @@ mod tests {
                 gate: Arc::default(),
                 intx: None,
                 trapped_bars: Vec::new(),
+                peers: None,
             };
             let id = device.id().to_owned();
             *device = Arc::new(VfioPciDevice::new(id, host.clone(), wiring).unwrap());

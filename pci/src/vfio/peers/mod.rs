@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The BARs of passed-through functions as what other functions of the same VM reach by DMA.
+//!
+//! Owns the record of what is to be mapped in the IOMMU and of what is. A BAR that a guest reaches at an
+//! address is mapped there; nothing of it is when the guest does not reach it any more. Guest memory comes
+//! first: where a BAR cannot be mapped the VM goes on without, and BARs take only a part of the mappings
+//! that an IOMMU allows.
+//!
+//! ```text
+//!   nothing is mapped -- two functions, and the first of them passes the gate --> BARs are mapped
+//! ```
+//!
+//! Before that nobody could use it: without Bus Master Enable there is no DMA, and a function has no need
+//! of the IOMMU to reach its own BARs. So the guest's first accesses to configuration space do not wait
+//! for the kernel, which is busy with guest memory then, and a VM with one device never does.
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use log::{debug, error, warn};
+
+use super::mapping::BarMapping;
+use crate::locks::lock;
+
+/// Of the mappings that the IOMMU allows, BARs get one in so many: half of what is left beside guest memory.
+const ENTRIES_SHARE: u64 = 8;
+
+/// An IOMMU that takes device memory.
+pub trait PeerTarget: Send + Sync {
+    /// Maps device memory at a guest physical address. Whoever calls keeps `memory` until it is unmapped.
+    ///
+    /// # Errors
+    /// The kernel's answer.
+    fn map_bar(&self, gpa: u64, memory: &BarMapping) -> io::Result<()>;
+    /// Unmaps what was mapped there as one.
+    ///
+    /// # Errors
+    /// The kernel's answer.
+    fn unmap_bar(&self, gpa: &Range<u64>) -> io::Result<()>;
+    /// How many mappings it takes in all, if that is limited.
+    fn entries(&self) -> Option<u64>;
+}
+
+/// A function whose BARs these are.
+#[derive(Debug)]
+struct Owner {
+    id: String,
+    /// A line was logged that something of it cannot be reached.
+    was_told: AtomicBool,
+}
+
+/// What became of a part of a BAR.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    /// Nobody could use it yet.
+    Waits,
+    Mapped,
+    /// The kernel did not want it; it is asked again when the BAR moves.
+    Refused,
+}
+
+/// A part of a BAR that a guest reaches.
+struct Bar {
+    owner: Arc<Owner>,
+    memory: Arc<BarMapping>,
+    fate: Fate,
+}
+
+#[derive(Default)]
+struct State {
+    functions: usize,
+    /// A function has passed the gate.
+    may_dma: bool,
+    bars: BTreeMap<u64, Bar>,
+    mapped: u64,
+    /// Mapped for ever, as the kernel did not unmap it; so the device stays with the VM.
+    stuck: Vec<Arc<BarMapping>>,
+}
+
+/// The BARs of all functions that share one set of DMA mappings.
+pub struct PeerBars {
+    target: Arc<dyn PeerTarget>,
+    entries_max: u64,
+    /// Held while BARs are mapped and unmapped. Only changes of the decoding of BARs, and writes that set
+    /// Bus Master Enable, come here; locked last.
+    state: Mutex<State>,
+}
+
+impl PeerBars {
+    /// None yet.
+    pub fn new(target: Arc<dyn PeerTarget>) -> Arc<Self> {
+        let entries_max = target.entries().map_or(u64::MAX, |entries| entries / ENTRIES_SHARE);
+        Arc::new(Self { target, entries_max, state: Mutex::default() })
+    }
+
+    /// Adds a function, which is one of them until the answer is dropped.
+    pub fn join(self: &Arc<Self>, id: &str) -> Peer {
+        let owner = Arc::new(Owner { id: id.to_owned(), was_told: AtomicBool::new(false) });
+        let mut state = lock(&self.state);
+        state.functions += 1;
+        self.map_what_is_not(&mut state);
+        drop(state);
+        Peer { bars: Arc::clone(self), owner }
+    }
+
+    fn map_what_is_not(&self, state: &mut State) {
+        if !state.may_dma || state.functions < 2 {
+            return;
+        }
+        let State { bars, mapped, .. } = state;
+        for (gpa, bar) in bars.iter_mut().filter(|(_, bar)| bar.fate == Fate::Waits) {
+            let result = if *mapped < self.entries_max {
+                self.target.map_bar(*gpa, &bar.memory)
+            } else {
+                Err(io::Error::other("too many are (dma_entry_limit of vfio_iommu_type1)"))
+            };
+            if let Err(error) = result {
+                bar.fate = Fate::Refused;
+                bar.owner.tell(*gpa, bar.memory.len_bytes(), &error);
+            } else {
+                bar.fate = Fate::Mapped;
+                *mapped += 1;
+            }
+        }
+    }
+}
+
+impl Owner {
+    fn tell(&self, gpa: u64, len_bytes: u64, error: &io::Error) {
+        if !self.was_told.swap(true, Ordering::Relaxed) {
+            let id = &self.id;
+            warn!(
+                "other passed-through devices cannot reach all of device {id} by DMA, as {len_bytes:#x} \
+                 bytes of it at {gpa:#x} cannot be mapped in the IOMMU: {error}"
+            );
+        }
+    }
+}
+
+/// A function among [`PeerBars`].
+pub struct Peer {
+    bars: Arc<PeerBars>,
+    owner: Arc<Owner>,
+}
+
+impl Peer {
+    /// The guest reaches a part of a BAR of it at `gpa`.
+    pub fn show(&self, gpa: u64, memory: &Arc<BarMapping>) {
+        let mut state = lock(&self.bars.state);
+        let (owner, memory) = (Arc::clone(&self.owner), Arc::clone(memory));
+        // BARs never overlap in the guest, so nothing can be there.
+        state.bars.entry(gpa).or_insert(Bar { owner, memory, fate: Fate::Waits });
+        self.bars.map_what_is_not(&mut state);
+    }
+
+    /// The guest is about to reach it there no more.
+    pub fn hide(&self, gpa: u64, memory: &Arc<BarMapping>) {
+        let mut state = lock(&self.bars.state);
+        let Some(bar) = state.bars.remove(&gpa).filter(|bar| bar.fate == Fate::Mapped) else {
+            return;
+        };
+        match self.bars.target.unmap_bar(&(gpa..gpa.saturating_add(memory.len_bytes()))) {
+            Ok(()) => state.mapped = state.mapped.saturating_sub(1),
+            Err(error) => {
+                let id = &self.owner.id;
+                error!(
+                    "a BAR of device {id} at {gpa:#x} stays mapped in the IOMMU, and the device with \
+                     this VM: {error}"
+                );
+                state.stuck.push(bar.memory);
+            }
+        }
+    }
+
+    /// It is about to be let through the gate: from now on functions may reach each other.
+    pub fn pass_gate(&self) {
+        let mut state = lock(&self.bars.state);
+        if !state.may_dma {
+            state.may_dma = true;
+            self.bars.map_what_is_not(&mut state);
+            debug!("{} parts of BARs are mapped for DMA of other devices", state.mapped);
+        }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let mut state = lock(&self.bars.state);
+        state.functions = state.functions.saturating_sub(1);
+    }
+}
