@@ -26,7 +26,7 @@ use super::mapping::BarMapping;
 use super::migration::{Migration, MigrationPort, VFIO_STATE_VERSION};
 use super::notices::Notices;
 use super::peers::{Peer, PeerBars};
-use crate::bar::{BarDecode, BarDescription, MapError};
+use crate::bar::{BarDecode, BarDescription, BarKind, MapError};
 use crate::config_space::register;
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
 use crate::locks::{LogBudget, lock};
@@ -297,7 +297,8 @@ fn map_bars(
     trapped_bars: &[u8],
 ) -> Vec<DirectBar> {
     let mut direct = Vec::new();
-    for index in bars.iter().map(|bar| bar.index).filter(|index| !trapped_bars.contains(index)) {
+    let mappable = bars.iter().filter(|bar| bar.kind != BarKind::Ports).map(|bar| bar.index);
+    for index in mappable.filter(|index| !trapped_bars.contains(index)) {
         let Some(bar) = host.bar(index) else { continue };
         let mut areas = Vec::new();
         for range in bars::direct_areas(index, &bar, msix) {
@@ -363,7 +364,9 @@ impl PciDevice for VfioPciDevice {
 
     fn bar_decode(&self) -> BarDecode {
         let mut decode = lock(&self.config).bar_decode();
-        decode.enabled &= !self.is_lost();
+        let is_there = !self.is_lost();
+        decode.enabled &= is_there;
+        decode.ports_enabled &= is_there;
         decode
     }
 

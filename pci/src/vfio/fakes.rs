@@ -51,6 +51,9 @@ pub struct FakeFunction {
     violations: Mutex<Vec<String>>,
     notices: Mutex<BTreeMap<HostNotice, File>>,
     is_silent: AtomicBool,
+    /// Has no eventfd by which the pin is unmasked.
+    pub never_resamples: AtomicBool,
+    unmasked: AtomicU64,
     pub resets: Mutex<u32>,
     pub migration: FakeMigration,
     /// Called before it may reach memory.
@@ -103,6 +106,8 @@ impl FakeFunction {
             violations: Mutex::default(),
             notices: Mutex::default(),
             is_silent: AtomicBool::new(false),
+            never_resamples: AtomicBool::new(false),
+            unmasked: AtomicU64::new(0),
             resets: Mutex::default(),
             migration: FakeMigration::default(),
             on_bus_master: OnceLock::new(),
@@ -120,6 +125,11 @@ impl FakeFunction {
 
     pub fn has_resample(&self) -> bool {
         *lock(&self.resample)
+    }
+
+    /// How often its pin was unmasked.
+    pub fn unmasked(&self) -> u64 {
+        self.unmasked.load(Ordering::Relaxed)
     }
 
     pub fn command(&self) -> u8 {
@@ -175,9 +185,10 @@ impl HostFunction for FakeFunction {
         }
         for (byte, at) in data.iter().zip(usize::from(offset)..) {
             if at == usize::from(register::COMMAND) {
-                if byte & 3 != 2 {
+                let has_ports = config.get(0x20).is_some_and(|flags| flags & 1 != 0);
+                if byte & 2 == 0 || (byte & 1 != 0 && !has_ports) {
                     self.violate(format!(
-                        "command {byte:#x}: memory decode must stay, ports never"
+                        "command {byte:#x}: memory decode must stay, ports only where there are any"
                     ));
                 }
                 if byte & 4 != 0 && !self.gate.is_open() {
@@ -235,8 +246,16 @@ impl HostFunction for FakeFunction {
         Ok(())
     }
 
-    fn connect_resample(&self, _event: BorrowedFd<'_>) -> Result<(), VfioError> {
+    fn connect_resample(&self, _event: BorrowedFd<'_>) -> Result<bool, VfioError> {
+        if self.never_resamples.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
         *lock(&self.resample) = true;
+        Ok(true)
+    }
+
+    fn unmask_pin(&self) -> Result<(), VfioError> {
+        self.unmasked.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use crate::address::DeviceNumber;
-use crate::bar::{MmioRange, MmioWindows};
+use crate::bar::{MmioRange, MmioWindows, PortWindow};
 use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
@@ -20,6 +20,7 @@ use devices::bus::BusDevice as _;
 use super::fakes::{FakeFunction, FakeLine, FakePeers, FakeSlots};
 use super::{DmaGate, HostFunction, PeerBars, VfioPciDevice, VfioWiring};
 
+const PORTS: MmioRange = MmioRange { start_gpa: 0x1000, len_bytes: 0xf000 };
 const WINDOWS: MmioWindows = MmioWindows {
     below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x100_0000 },
     above_4g: MmioRange { start_gpa: 0x40_0000_0000, len_bytes: 0x100_0000 },
@@ -143,7 +144,10 @@ fn drive(
     let Ok(device) = VfioPciDevice::new("fuzz".to_owned(), host, wiring) else { return };
     let device: Arc<dyn PciDevice> = Arc::new(device);
     let options = PciSegmentOptions { segment: 0, windows: WINDOWS };
-    let Ok(segment) = PciSegment::new(options, mapper.clone()) else { return };
+    let ports = Arc::new(FakeMapper::new(vec![PORTS]));
+    let window = PortWindow { first: 0x1000, last: 0xffff, mapper: ports.clone() };
+    let segment = PciSegment::with_ports(options, mapper.clone(), Some(window));
+    let Ok(segment) = segment else { return };
     if segment.add_device(&device, DeviceNumber::new(1).ok()).is_err() {
         return;
     }
@@ -159,11 +163,12 @@ fn drive(
         match kind >> 2 & 7 {
             0..=2 => ecam.write(1 << 15 | u64::from(at), &data),
             3 | 4 => ecam.read(1 << 15 | u64::from(at), &mut data),
-            5 => drop(mapper.write(in_bar, &data)),
-            6 => drop(mapper.read(in_bar, &mut data)),
+            5 => drop(mapper.write(in_bar, &data) || ports.write(in_bar, &data)),
+            6 => drop(mapper.read(in_bar, &mut data) || ports.read(in_bar, &mut data)),
             _ => device.write_bar(at.to_le_bytes()[0] % 7, u64::from(at) << 4, &data),
         }
     }
+    assert_eq!(ports.violations(), Vec::<String>::new());
 }
 
 #[cfg(test)]

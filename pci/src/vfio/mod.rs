@@ -47,6 +47,7 @@ mod space;
 mod sysfs;
 #[cfg(test)]
 mod tests;
+mod unmasking;
 
 pub use container::Type1Container;
 pub use device::{BarSlots, VfioPciDevice, VfioWiring};

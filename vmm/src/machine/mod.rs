@@ -226,7 +226,8 @@ impl Chassis {
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
 
         let windows = boot::device_windows(&ram, bits)?;
-        let segment = PciSegment::new(PciSegmentOptions { segment: 0, windows }, space.clone())?;
+        let options = PciSegmentOptions { segment: 0, windows };
+        let segment = PciSegment::with_ports(options, space.clone(), Some(space.port_window()))?;
         space.insert_memory(
             layout::ECAM_GPA,
             ECAM_SEGMENT_LEN_BYTES,

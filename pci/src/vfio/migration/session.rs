@@ -38,7 +38,8 @@ pub struct Migration {
 }
 
 impl Migration {
-    /// Of a function that works.
+    /// Of a function that was just opened, and works from here on: not every driver on the host sets it to
+    /// work again when whoever had stopped it is gone.
     pub fn new(id: &str, port: Arc<dyn MigrationPort>) -> Self {
         let support = match port.migration_support() {
             Ok(Some(support)) if support.stop_copy => Ok(support),
@@ -46,7 +47,14 @@ impl Migration {
             Ok(None) => Err(Immovable::Unsupported),
             Err(error) => Err(Immovable::Unknown(Arc::new(error))),
         };
-        Self { id: id.to_owned(), port, support, state: Mutex::new(DeviceState::Running) }
+        let found = support.as_ref().ok().and_then(|_| port.device_state().ok());
+        let state = found.and_then(DeviceState::from_number).unwrap_or(DeviceState::Running);
+        let this = Self { id: id.to_owned(), port, support, state: Mutex::new(state) };
+        if let Err(error) = this.run() {
+            let error = error_text::chain(&error);
+            warn!("passed-through device {id} was found in {state}, and stays there: {error}");
+        }
+        this
     }
 
     /// What it can do.

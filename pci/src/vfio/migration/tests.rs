@@ -52,6 +52,16 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 #[test]
+fn a_function_that_somebody_left_stopped_works_when_it_is_taken() {
+    let rig = Rig::prepared(FakeFunction::config(), |host| {
+        host.migration.allow(true, FIRMWARE);
+        host.migration.hardware_mut().state = DeviceState::Stop;
+    });
+    assert_eq!(state_of(&rig), DeviceState::Running);
+    assert!(!rig.device.is_stopped());
+}
+
+#[test]
 fn a_function_goes_on_elsewhere_as_it_was() {
     let source = rig(true);
     source.write(0x10, &0x0010_0000_u32.to_le_bytes());
