@@ -50,7 +50,7 @@ use hypervisor::{
 use memory::{Collapse, GuestRam};
 use pci::{
     Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
-    PciSegment, PciSegmentOptions, PciStateError,
+    PciSegment, PciStateError,
 };
 use thiserror::Error;
 
@@ -226,8 +226,7 @@ impl Chassis {
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
 
         let windows = boot::device_windows(&ram, bits)?;
-        let options = PciSegmentOptions { segment: 0, windows };
-        let segment = PciSegment::with_ports(options, space.clone(), Some(space.port_window()))?;
+        let segment = space.new_segment(windows)?;
         space.insert_memory(
             layout::ECAM_GPA,
             ECAM_SEGMENT_LEN_BYTES,

@@ -10,7 +10,10 @@ use std::time::Instant;
 use arch::layout;
 use devices::bus::{Bus, BusDevice, BusError};
 use hypervisor::{AfterExit, ExitHandler, FaultAction, FaultedAccess, FaultedAt, StopReason};
-use pci::{BarMapper, MapError, MmioRange, PortWindow};
+use pci::{
+    BarMapper, MapError, MmioRange, MmioWindows, PciError, PciSegment, PciSegmentOptions,
+    PortWindow,
+};
 
 use super::events::{GuestEvent, Power};
 use super::faults::MissingPages;
@@ -59,13 +62,21 @@ impl AddressSpace {
         let _ = self.missing.set(pages);
     }
 
-    /// Where I/O BARs lie.
-    pub fn port_window(self: &Arc<Self>) -> PortWindow {
-        PortWindow {
+    /// A PCI segment whose BARs lie in `windows` and, those of I/O, among the ports.
+    ///
+    /// # Errors
+    /// A window is impossible.
+    pub fn new_segment(
+        self: &Arc<Self>,
+        windows: MmioWindows,
+    ) -> Result<Arc<PciSegment>, PciError> {
+        let options = PciSegmentOptions { segment: 0, windows };
+        let ports = PortWindow {
             first: layout::PCI_IO_PORT,
             last: layout::PCI_IO_LAST_PORT,
             mapper: Arc::new(Ports(Arc::clone(self))),
-        }
+        };
+        PciSegment::with_ports(options, self.clone(), Some(ports))
     }
 
     /// When the guest first touched an address without RAM.

@@ -65,7 +65,8 @@ fn a_function_that_somebody_left_stopped_works_when_it_is_taken() {
 fn a_function_goes_on_elsewhere_as_it_was() {
     let source = rig(true);
     source.write(0x10, &0x0010_0000_u32.to_le_bytes());
-    source.write(4, &[6, 4]);
+    source.write(0x20, &[0x60, 0xc0]);
+    source.write(4, &[7, 4]);
     source.write(0x3c, &[11]);
     source.write(0x88, &[0x50, 0x29]);
     source.mapper.write(ABOVE + MIB + TABLE_OFFSET, &0xfee0_1000_u64.to_le_bytes());
@@ -84,6 +85,7 @@ fn a_function_goes_on_elsewhere_as_it_was() {
     assert!(here.host.is_bus_master());
     assert_eq!(here.slots.shown(), source.slots.shown());
     assert!(here.slots.shown().iter().any(|range| range.start == ABOVE + MIB));
+    assert_eq!((here.ports.mapped(), here.host.command() & 1), (vec![0xc060], 1));
     assert_eq!(here.host.connected(), source.host.connected());
     let vector = here.msi.vector(0).unwrap();
     let message = vector.record().programmed.unwrap();
