@@ -51,7 +51,8 @@ impl SysfsFunction {
         // Variant drivers of vendors have vfio in their names, too. Mediated devices have no other drivers
         // than those for passing them through, whatever their names are.
         let is_mediated = link_name(&path.join("subsystem")).is_some_and(|bus| bus == MEDIATED_BUS);
-        if !driver.contains("vfio") && !(is_mediated && driver != NO_DRIVER) {
+        let is_for_vfio = driver.contains("vfio") || (is_mediated && driver != NO_DRIVER);
+        if !is_for_vfio {
             return Err(VfioError::Driver { path, driver });
         }
         Ok(Self { path, group })

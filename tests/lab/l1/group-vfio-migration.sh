@@ -197,7 +197,7 @@ check on_demand_is_refused on_demand_is_refused
 # A second card comes while the guest runs; its ports are its own.
 another_card() {
   remote d add-device path=$CARDS/$(card 5),id=other || return 1
-  guest d 'for i in $(seq 100); do [ $(grep -l 0x3253 /sys/bus/pci/devices/*/device | wc -l) = 2 ] && break; sleep 0.1; done; c=$(dirname $(grep -l 0x3253 /sys/bus/pci/devices/*/device | tail -n 1)); p=$(sed -n "1s/0x0*\([0-9a-f]*\) .*/\1/p" $c/resource); /tmp/ports $p w7=3c r7' || { cat $T/out; return 1; }
+  guest d 'for i in $(seq 300); do c=$(dirname $(grep -l 0x3253 /sys/bus/pci/devices/*/device | sed -n 2p)) && find $c/ -name "ttyS*" 2>/dev/null | grep -q . && break; sleep 0.1; done; head -n 2 $c/resource; p=$(sed -n "1s/0x0*\([0-9a-f]*\) .*/\1/p" $c/resource); /tmp/ports $p w7=3c r7' || { cat $T/out; return 1; }
   cat $T/out
   [ "$(tail -n 1 $T/out)" = "3c " ] && has_state d
 }
