@@ -3,8 +3,8 @@
 //! Locking that survives a panic elsewhere, and a bound on what a guest can make us log.
 //!
 //! Every lock in this crate guards plain values that are consistent between any two statements, so
-//! a poisoned lock is still usable. The order in which locks nest is: segment slots, placement,
-//! transport, configuration space, MSI-X table or notification state.
+//! a poisoned lock is still usable. The order in which locks nest is: arrivals on a segment, segment
+//! slots, placement, transport, configuration space, MSI-X table or notification state.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};

@@ -58,12 +58,17 @@ build_extra_vfio_migration() {
   add_kernel_amd64 "$tree"
   pack "$tree" "$1"
 }
+# Devices that take long to open.
+build_extra_vfio_gate() {
+  build_extra_vfio "$1"
+  gcc -O2 -Wall -Wextra -shared -fPIC -s -o "$LAB/vfio/bin/slow-open.so" "$SRC/probes/slow-open.c" -ldl
+  pack "$LAB/vfio" "$1"
+}
 build_extra_vfio_memory() {
   build_extra_vfio "$1"
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
   pack "$LAB/vfio" "$1"
 }
-build_extra_vfio_gate() { build_extra_vfio "$@"; }
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }
 build_extra_mem() { build_extra_vfio "$@"; }

@@ -65,6 +65,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "device-added", "a device was added while the VM runs (id, bdf)"),
     ("vm", "device-removing", "the guest is asked to let go of a device (id)"),
     ("vm", "device-removed", "the guest has let go of a device, and it is gone (id)"),
+    ("vm", "passthrough-device-opened", "a passed-through device is open and reset (id, took_ms)"),
     ("vm", "passthrough-pinned", "all memory is ready for passed-through devices (bytes, took_ms)"),
     ("vm", "passthrough-failed", "memory cannot be made ready for them (error: why)"),
     (

@@ -5,6 +5,7 @@
 //! Owns the device numbers and, through the placement, the mappings of BARs. Never holds a lock
 //! while a function handles an access, as that may wait.
 
+mod arrivals;
 mod config_io;
 mod ecam;
 mod host_bridge;
@@ -22,6 +23,7 @@ use crate::config_space::{BARS_COUNT, register};
 use crate::device::PciDevice;
 use crate::locks::{lock, read, write};
 
+use arrivals::Arrivals;
 pub use config_io::PciConfigIo;
 pub use ecam::{ECAM_SEGMENT_LEN_BYTES, PciEcam};
 pub use host_bridge::HostBridge;
@@ -82,6 +84,8 @@ enum Slot {
     Free,
     /// Kept for a device that will ask for this number.
     Reserved,
+    /// Kept for one that the guest has, though it is still being opened.
+    Coming,
     Taken(Arc<dyn PciDevice>),
 }
 
@@ -94,6 +98,7 @@ pub struct PciSegment {
     slots: RwLock<[Slot; DEVICES_PER_BUS_COUNT as usize]>,
     /// A bit for each device number whose function does not answer any more.
     hidden: AtomicU32,
+    arrivals: Arrivals,
     placement: Mutex<BarPlacement>,
 }
 
@@ -124,6 +129,7 @@ impl PciSegment {
             segment,
             slots: RwLock::new(slots),
             hidden: AtomicU32::new(0),
+            arrivals: Arrivals::default(),
             placement: Mutex::new(placement),
         }))
     }
@@ -143,7 +149,9 @@ impl PciSegment {
                 *slot = Slot::Reserved;
                 Ok(())
             }
-            Slot::Reserved => Err(self.taken(number, id, "another device's pci_device_id")),
+            Slot::Reserved | Slot::Coming => {
+                Err(self.taken(number, id, "another device's pci_device_id"))
+            }
             Slot::Taken(holder) => Err(self.taken(number, id, holder.id())),
         }
     }
@@ -161,12 +169,26 @@ impl PciSegment {
         Ok(number)
     }
 
+    /// As [`PciSegment::choose`], for a device that the guest has from its first instruction on, but
+    /// that takes time to open: who looks at its configuration space waits until it is added or the
+    /// number given back.
+    ///
+    /// # Errors
+    /// The number is taken, or none is left.
+    pub fn expect(&self, wish: Option<DeviceNumber>, id: &str) -> Result<DeviceNumber, PciError> {
+        let mut slots = write(&self.slots);
+        let number = self.number_for(&*slots, wish, id)?;
+        slots[usize::from(number.get())] = Slot::Coming;
+        Ok(number)
+    }
+
     /// Gives a number back that was kept for a device.
     pub fn release(&self, number: DeviceNumber) {
         let slot = &mut write(&self.slots)[usize::from(number.get())];
-        if matches!(slot, Slot::Reserved) {
+        if matches!(slot, Slot::Reserved | Slot::Coming) {
             *slot = Slot::Free;
         }
+        self.arrivals.tell();
     }
 
     fn number_for(
@@ -178,6 +200,7 @@ impl PciSegment {
         match wish {
             Some(number) => match &slots[usize::from(number.get())] {
                 Slot::Taken(holder) => Err(self.taken(number, id, holder.id())),
+                Slot::Coming => Err(self.taken(number, id, "a device that is being opened")),
                 Slot::Free | Slot::Reserved => Ok(number),
             },
             None => DeviceNumber::all()
@@ -193,13 +216,45 @@ impl PciSegment {
         device: &Arc<dyn PciDevice>,
         requested: Option<DeviceNumber>,
     ) -> Result<Bdf, PciError> {
-        let mut slots = write(&self.slots);
+        self.put(&mut *write(&self.slots), device, requested)
+    }
+
+    /// As [`PciSegment::add_device`] with a number that [`PciSegment::expect`] has kept; lets those go
+    /// on who wait for the function.
+    ///
+    /// # Errors
+    /// As there; who waits does so until the number is given back.
+    pub fn deliver(
+        &self,
+        device: &Arc<dyn PciDevice>,
+        number: DeviceNumber,
+    ) -> Result<Bdf, PciError> {
+        let bdf = {
+            let mut slots = write(&self.slots);
+            let at = usize::from(number.get());
+            let kept = std::mem::replace(&mut slots[at], Slot::Reserved);
+            let bdf = self.put(&mut *slots, device, Some(number));
+            if bdf.is_err() {
+                slots[at] = kept;
+            }
+            bdf?
+        };
+        self.arrivals.tell();
+        Ok(bdf)
+    }
+
+    fn put(
+        &self,
+        slots: &mut [Slot],
+        device: &Arc<dyn PciDevice>,
+        requested: Option<DeviceNumber>,
+    ) -> Result<Bdf, PciError> {
         let id = device.id();
         let same_id = |slot: &Slot| matches!(slot, Slot::Taken(other) if other.id() == id);
         if slots.iter().any(same_id) {
             return Err(PciError::DuplicateId { segment: self.segment, id: id.to_owned() });
         }
-        let number = self.number_for(&*slots, requested, id)?;
+        let number = self.number_for(slots, requested, id)?;
         lock(&self.placement)
             .add(number, device)
             .map_err(|source| PciError::Placement { segment: self.segment, source })?;
@@ -243,7 +298,7 @@ impl PciSegment {
                 Slot::Taken(device) => {
                     Some((Bdf::on_root_bus(self.segment, number), Arc::clone(device)))
                 }
-                Slot::Free | Slot::Reserved => None,
+                Slot::Free | Slot::Reserved | Slot::Coming => None,
             })
             .collect()
     }
@@ -253,7 +308,8 @@ impl PciSegment {
         lock(&self.placement).refresh_all();
     }
 
-    /// Fills `data` from a function's configuration space; ones where there is no function.
+    /// Fills `data` from a function's configuration space; ones where there is no function. Waits for
+    /// one that is coming, as does a write.
     pub fn read_config(&self, address: ConfigAddress, data: &mut [u8]) {
         match self.function(address) {
             Some((_, device)) => device.read_config(address.offset, data),
@@ -280,10 +336,13 @@ impl PciSegment {
         if self.hidden.load(Ordering::Acquire) & 1 << number.get() != 0 {
             return None;
         }
-        match &read(&self.slots)[usize::from(number.get())] {
-            Slot::Taken(device) => Some((number, Arc::clone(device))),
-            Slot::Free | Slot::Reserved => None,
-        }
+        // The slot's function, if it has one; nothing yet if it is coming.
+        let look = || match &read(&self.slots)[usize::from(number.get())] {
+            Slot::Taken(device) => Some(Some((number, Arc::clone(device)))),
+            Slot::Free | Slot::Reserved => Some(None),
+            Slot::Coming => None,
+        };
+        look().unwrap_or_else(|| self.arrivals.wait_for(look))
     }
 }
 

@@ -3,6 +3,9 @@
 //! Tests of the segment and of both ways to configuration space.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
 use devices::bus::BusDevice;
 use memory::{GuestMemory, GuestMemoryHandle};
 use vm_memory::GuestAddress;
@@ -250,4 +253,60 @@ fn the_host_bridge_saves_and_refuses_foreign_states() {
     let mut other = state;
     other.data["registers"][0] = 1.into();
     assert!(matches!(bridge.restore(&other), Err(crate::PciStateError::Device { .. })));
+}
+
+/// Reads the vendor of device 1 in a thread, which tells when it begins and what it has seen.
+fn reader(segment: &Arc<PciSegment>) -> (mpsc::Receiver<()>, mpsc::Receiver<u16>) {
+    let (begun, has_begun) = mpsc::channel();
+    let (seen, has_seen) = mpsc::channel();
+    let segment = Arc::clone(segment);
+    std::thread::spawn(move || {
+        begun.send(()).unwrap();
+        let mut vendor = [0; 2];
+        let address = ConfigAddress { bus: 0, device: 1, function: 0, offset: register::VENDOR_ID };
+        segment.read_config(address, &mut vendor);
+        seen.send(u16::from_le_bytes(vendor)).unwrap();
+    });
+    (has_begun, has_seen)
+}
+
+const LONG: Duration = Duration::from_mins(1);
+
+#[test]
+fn who_looks_at_a_coming_function_waits_for_it() {
+    for comes in [true, false] {
+        let (segment, _) = segment(0);
+        let number = segment.expect(None, "a").unwrap();
+        assert_eq!(number.get(), 1);
+        assert!(segment.choose(Some(number), "b").is_err());
+        assert!(segment.add_device(&device("b"), Some(number)).is_err());
+        let (begun, seen) = reader(&segment);
+        begun.recv_timeout(LONG).unwrap();
+        // Others are not kept waiting.
+        let mut vendor = [0; 2];
+        let address = ConfigAddress { bus: 0, device: 2, function: 0, offset: register::VENDOR_ID };
+        segment.read_config(address, &mut vendor);
+        assert_eq!(vendor, [0xff; 2]);
+        assert_eq!(seen.recv_timeout(Duration::from_millis(50)), Err(RecvTimeoutError::Timeout));
+        if comes {
+            segment.deliver(&device("a"), number).unwrap();
+            assert_eq!(seen.recv_timeout(LONG), Ok(0x1af4));
+        } else {
+            segment.release(number);
+            assert_eq!(seen.recv_timeout(LONG), Ok(0xffff));
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_delivered_is_waited_for_until_its_number_is_given_back() {
+    let (segment, _) = segment(0);
+    let number = segment.expect(None, "a").unwrap();
+    segment.add_device(&device("a"), None).unwrap();
+    let (begun, seen) = reader(&segment);
+    begun.recv_timeout(LONG).unwrap();
+    assert!(matches!(segment.deliver(&device("a"), number), Err(PciError::DuplicateId { .. })));
+    assert_eq!(seen.recv_timeout(Duration::from_millis(50)), Err(RecvTimeoutError::Timeout));
+    segment.release(number);
+    assert_eq!(seen.recv_timeout(LONG), Ok(0xffff));
 }

@@ -67,9 +67,8 @@ impl Pinning {
         gate: Arc<DmaGate>,
         on_end: OnEnd,
     ) -> Result<Self, PinError> {
-        let (total_bytes, counted_bytes) = populator.total_bytes();
-        let entries = populator.chunks(pieces.piece_bytes());
-        pieces.target().limits().check(entries, total_bytes, counted_bytes)?;
+        Self::check(&pieces, populator.as_ref())?;
+        let (total_bytes, _) = populator.total_bytes();
         let shared = Arc::new(Shared {
             total_bytes,
             pieces,
@@ -83,6 +82,16 @@ impl Pinning {
             .spawn(move || inner.run(populator.as_ref(), on_end))
             .map_err(PinError::Thread)?;
         Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Whether the limits allow it, without beginning.
+    ///
+    /// # Errors
+    /// The one that is too low.
+    pub fn check(pieces: &Pieces, populator: &dyn Populator) -> Result<(), PinError> {
+        let (total_bytes, counted_bytes) = populator.total_bytes();
+        let entries = populator.chunks(pieces.piece_bytes());
+        pieces.target().limits().check(entries, total_bytes, counted_bytes)
     }
 
     /// How far it is.

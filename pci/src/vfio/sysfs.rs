@@ -18,6 +18,19 @@ pub enum HostPlace {
     Descriptor(OwnedFd),
 }
 
+impl HostPlace {
+    /// What can be said about the function without opening it.
+    ///
+    /// # Errors
+    /// Saying what the host lacks.
+    pub fn check(&self) -> Result<(), VfioError> {
+        match self {
+            Self::Sysfs(path) => SysfsFunction::find(path).map(|_| ()),
+            Self::Descriptor(_) => Ok(()),
+        }
+    }
+}
+
 /// A function in sysfs that has an IOMMU and a driver for passing through.
 #[derive(Debug)]
 pub(super) struct SysfsFunction {

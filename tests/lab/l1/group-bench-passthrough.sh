@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # Figures for `scripts/bench passthrough-boot`: from exec to the guest's first instruction, to its driver's
-# first Bus Master Enable, and to that being granted, by memory, kind of page and mode, and for QEMU. One line
+# first Bus Master Enable, and to that being granted, and what opening the device takes, by memory, kind of page and mode, and for QEMU. One line
 # each: FIGURE MODE PAGES MIB RUN WHAT MILLISECONDS. On the kernel with iommufd each mode is measured by that,
 # too.
 # limit_s: 2400
+# cpus: 2
 # on_request
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
 . ./lib.sh
@@ -113,7 +114,8 @@ measure() {
     asked=$(value bus_master_asked_monotonic_us)
     since "$key bus-master-asked" $asked
     since "$key bus-master-granted" $((asked + $(value bus_master_waited_us)))
-    echo "FIGURE $key pinning $(sed -n 's/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/a.events)"
+    echo "FIGURE $key opening $(sed -n '/passthrough-device-opened/,/}/s/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/a.events)"
+    echo "FIGURE $key pinning $(sed -n '/passthrough-pinned/,/}/s/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/a.events)"
   fi
   kill -9 $vmm $pool
   wait $vmm $pool 2>/dev/null

@@ -69,3 +69,30 @@ strict() {
 check strict_maps_before_the_guest_runs strict
 vmm_ends_while_it_waits() { remote c shutdown-vmm && ends c 60; }
 check shuts_down vmm_ends_while_it_waits
+
+# A device that takes long to open keeps no guest from its first instruction, only from the device.
+slow() { echo "/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_OPEN_S=5 $1"; }
+LAUNCH=$(slow)
+MEMORY=size=256M,shared=on
+opened_meanwhile() {
+  remote o counters >$T/counters
+  cat $T/counters
+  first=$(sed -n 's/.*"first_instruction_monotonic_us": *\([0-9]*\).*/\1/p' $T/counters)
+  opened=$(sed -n 's/.*"opened_monotonic_us": *\([0-9]*\).*/\1/p' $T/counters)
+  [ $((opened - first)) -gt 2000000 ]
+}
+start_guest o 1 --device path=$disk,id=disk || failed start "the VMM did not start"
+check opens_the_device_while_the_guest_runs opened_meanwhile
+check boots_with_a_slow_device wait_until $WAIT_S says o "GUEST-READY 1 vcpus"
+check reads_by_dma_of_a_slow_device reads_what_is_there o
+check power_button_ends_the_vmm_of_a_slow_device power_button o
+# Nobody waits for a device that does not come, neither a vCPU nor the next VMM.
+LAUNCH=
+cannot_be_opened() {
+  $(slow SLOW_OPEN_FAILS=1) cloud-hypervisor $PASS_BY --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --memory size=256M \
+    --serial off --console off --device path=$disk,id=disk >$T/refused.log 2>&1
+  code=$?
+  cat $T/refused.log
+  [ $code = 1 ] && grep -q "cannot pass through 'disk' ($disk)" $T/refused.log
+}
+check says_that_a_device_cannot_be_opened cannot_be_opened

@@ -62,6 +62,7 @@ impl Vmm {
         let mut machine = Machine::boot(config, consoles, &self.host, sink)?;
         machine.take_exclusive()?;
         machine.resume()?;
+        machine.settle()?;
         Ok(machine)
     }
 

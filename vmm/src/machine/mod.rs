@@ -75,7 +75,7 @@ pub use virtio::{ExclusiveError, HotAddError, VirtioError};
 use affinity::affinity_setter;
 use hotplug::Hotplug;
 use legacy::LegacyDevices;
-use passthrough::Passthrough;
+use passthrough::{Opening, Passthrough};
 use space::{AddressSpace, Exits};
 use virtio::{Sockets, VirtioDevices};
 
@@ -210,6 +210,7 @@ impl Chassis {
         host: &Host,
         sink: EventSink,
         ram: Arc<GuestRam>,
+        opening: Opening,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let vm = Vm::create_with_memory(
@@ -244,7 +245,7 @@ impl Chassis {
         let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
         let devices = VirtioDevices::wire(config, consoles, &sockets)?;
-        let passthrough = Passthrough::wire(config, &sockets, ban, sink)?;
+        let passthrough = Passthrough::wire(config, &sockets, ban, sink, opening)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
             devices,
@@ -312,7 +313,7 @@ impl Chassis {
 }
 
 impl Machine {
-    /// A machine at its first instruction, paused.
+    /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow.
     ///
     /// # Errors
     /// Naming what is missing.
@@ -324,7 +325,7 @@ impl Machine {
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let ram = ram::make(&config.memory, bits, true, &[])?;
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, Opening::Meanwhile)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let entry = boot::load(
             &chassis.ram,
@@ -340,12 +341,23 @@ impl Machine {
             vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        chassis.passthrough.map_memory(&chassis.ram, chassis.devices.borrowers())?;
+        let borrowers = chassis.devices.borrowers();
+        chassis.passthrough.check_limits(&chassis.ram, &borrowers)?;
+        chassis.passthrough.map_memory(&chassis.ram, borrowers)?;
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
         let memory = &machine.config.memory;
         let wishes = ram::prefault_wishes(memory);
         machine.prefault = prefault::Background::start(&machine.ram, memory, &wishes);
         Ok(machine)
+    }
+
+    /// Gives the guest the passed-through devices that have been opened while it began to run.
+    ///
+    /// # Errors
+    /// Naming the device; the machine is of no use then.
+    pub fn settle(&mut self) -> Result<(), MachineError> {
+        let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
+        Ok(self.passthrough.settle(&sockets, self.devices.borrowers())?)
     }
 
     /// Memory for a machine that is still to come, not populated. The zones that are named in
@@ -375,7 +387,7 @@ impl Machine {
         sink: EventSink,
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram)?;
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, Opening::Before)?;
         chassis.passthrough.check_movable(&config)?;
         chassis.passthrough.stop()?;
         // On threads of their own; what arrives in a page stays in it.
@@ -586,7 +598,8 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A vCPU may be waiting for memory that a device is to reach.
+        // A vCPU may be waiting for a device, or for memory that one is to reach.
+        self.passthrough.forsake(&self.segment);
         self.passthrough.cancel();
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end well: {error}");

@@ -9,6 +9,7 @@
 mod backend;
 mod moving;
 mod notices;
+mod opening;
 mod slots;
 
 use std::collections::BTreeMap;
@@ -35,6 +36,8 @@ use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use backend::{Backend, place_of, shown_place};
 pub use moving::check_config;
+pub use opening::Opening;
+use opening::{ComingDevice, Opened};
 use slots::KvmBarSlots;
 
 /// Lines of the I/O APIC that no fixed device has.
@@ -117,6 +120,10 @@ pub struct Passthrough {
     /// Before the devices, so that nothing is mapped any more when the devices go.
     pinning: Option<Pinning>,
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
+    /// When each of them was open, by id.
+    opened: BTreeMap<String, Instant>,
+    /// Those that the guest is still to get.
+    coming: Vec<ComingDevice>,
     roll: Roll,
     /// What the devices wait at; another one for the next after the last has gone.
     gate: Arc<DmaGate>,
@@ -156,7 +163,8 @@ impl Passthrough {
         has_devices.then(|| ban(ram))
     }
 
-    /// Opens the devices and puts them on the bus.
+    /// Opens the devices and puts them on the bus, or begins to, and [`Passthrough::settle`] does the
+    /// rest.
     ///
     /// # Errors
     /// Naming the device.
@@ -165,12 +173,15 @@ impl Passthrough {
         sockets: &Sockets<'_>,
         ban: Option<DiscardBan>,
         sink: EventSink,
+        opening: Opening,
     ) -> Result<Self, PassthroughError> {
         let mut this = Self {
             notices: None,
             sink,
             pinning: None,
             devices: Vec::new(),
+            opened: BTreeMap::new(),
+            coming: Vec::new(),
             roll: Roll::default(),
             gate: Arc::default(),
             backend: Backend::of(config),
@@ -181,8 +192,13 @@ impl Passthrough {
             strict: false,
             ban: ban.map(Arc::new),
         };
+        let overlaps = opening.overlaps(config);
         for config in config.devices.iter().flatten() {
-            this.plug(config, sockets)?;
+            if overlaps {
+                this.expect(config, sockets)?;
+            } else {
+                this.plug(config, sockets)?;
+            }
         }
         Ok(this)
     }
@@ -223,16 +239,21 @@ impl Passthrough {
         let wish = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
         let number = sockets.segment.choose(wish, &id).map_err(bus)?;
         let device = self.open(config, &id, number, sockets);
-        let added = device.and_then(|device| {
+        let added = device.and_then(|(device, at)| {
             let on_bus: Arc<dyn PciDevice> = device.clone();
-            Ok((sockets.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device))
+            Ok((sockets.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device, at))
         });
-        let (bdf, device) = added.inspect_err(|_| sockets.segment.release(number))?;
+        let (bdf, device, at) = added.inspect_err(|_| sockets.segment.release(number))?;
+        self.keep(config, bdf, device, at);
+        Ok(bdf)
+    }
+
+    fn keep(&mut self, config: &DeviceConfig, bdf: Bdf, device: Arc<VfioPciDevice>, at: Instant) {
+        self.opened.insert(device.id().to_owned(), at);
         self.strict |= config.pin == PinMode::Strict;
         read(&self.roll).push(Arc::downgrade(&device));
         self.listen_to(&device);
         self.devices.push((bdf, device));
-        Ok(bdf)
     }
 
     /// A device that cannot tell is of use all the same.
@@ -272,19 +293,30 @@ impl Passthrough {
         id: &str,
         number: DeviceNumber,
         sockets: &Sockets<'_>,
+    ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
+        let space = self.space(sockets)?;
+        let opened = place_of(config).and_then(|place| opening::open(id, place, space.as_ref()));
+        let Opened { function, at } = opened.map_err(|source| PassthroughError::Device {
+            id: id.to_owned(),
+            place: shown_place(config),
+            source,
+        })?;
+        Ok((self.dress(function, config, id, number, sockets)?, at))
+    }
+
+    /// Makes a device of an open function.
+    fn dress(
+        &mut self,
+        function: VfioFunction,
+        config: &DeviceConfig,
+        id: &str,
+        number: DeviceNumber,
+        sockets: &Sockets<'_>,
     ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
         let space = self.space(sockets)?;
         let peers = self.peers(&space);
         let slots =
             self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(sockets.vm.clone())));
-        let failed = |source| PassthroughError::Device {
-            id: id.to_owned(),
-            place: shown_place(config),
-            source,
-        };
-        let function =
-            place_of(config).and_then(|place| VfioFunction::open(id, place, space.as_ref()));
-        let function = function.map_err(failed)?;
         let line = sockets
             .vm
             .create_level_line(line_of(number))
@@ -299,7 +331,11 @@ impl Passthrough {
             peers,
         };
         let device = VfioPciDevice::new(id.to_owned(), Arc::new(function), wiring);
-        device.map(Arc::new).map_err(failed)
+        device.map(Arc::new).map_err(|source| PassthroughError::Device {
+            id: id.to_owned(),
+            place: shown_place(config),
+            source,
+        })
     }
 
     /// Begins to map memory if there are devices and it is not being mapped, and waits for it if a
@@ -360,6 +396,7 @@ impl Passthrough {
     fn pull_out(&mut self, bdf: Bdf, segment: &PciSegment) {
         let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
         let (_, device) = self.devices.remove(at);
+        self.opened.remove(device.id());
         if let Ok(number) = DeviceNumber::new(bdf.device()) {
             segment.remove_device(number);
         }
@@ -405,7 +442,8 @@ impl Passthrough {
         &self.devices
     }
 
-    /// When each device's driver asked for DMA, and how long it waited, in microseconds.
+    /// When each device was open, when its driver asked for DMA, and how long it waited, in
+    /// microseconds.
     pub fn counters(
         &self,
         clock_us: impl Fn(Instant) -> u64,
@@ -413,6 +451,9 @@ impl Passthrough {
         let of_device = |device: &VfioPciDevice| {
             let times = device.bus_master_times();
             let mut counters = BTreeMap::new();
+            if let Some(at) = self.opened.get(device.id()) {
+                counters.insert("opened_monotonic_us".to_owned(), clock_us(*at));
+            }
             if let Some(asked) = times.asked {
                 counters.insert("bus_master_asked_monotonic_us".to_owned(), clock_us(asked));
             }

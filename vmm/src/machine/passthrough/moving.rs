@@ -128,6 +128,8 @@ fn tell_if_lost(device: &VfioPciDevice, error: &dyn std::error::Error) {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use std::collections::BTreeMap;
+
     use pci::fakes::FakeMsiSource;
     use pci::vfio::fakes::{FakeFunction, FakeSlots};
     use pci::vfio::migration::DeviceState;
@@ -162,6 +164,8 @@ mod tests {
             sink: Arc::new(|_| {}),
             pinning: None,
             devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
+            opened: BTreeMap::new(),
+            coming: Vec::new(),
             roll: Roll::default(),
             gate: Arc::clone(&gate),
             backend: Backend::Type1,

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The wait of a vCPU for a function that is still being opened.
+//!
+//! Owns the wake-up and nothing else: whether there is something to wait for is in the slots. Whoever
+//! changes a slot tells it here afterwards.
+
+use std::sync::{Condvar, Mutex, PoisonError};
+
+use crate::locks::lock;
+
+/// Told of every slot whose function has come, or will not.
+#[derive(Debug, Default)]
+pub(super) struct Arrivals {
+    turn: Mutex<()>,
+    changed: Condvar,
+}
+
+impl Arrivals {
+    /// Waits until `look` finds something. It is called again after each [`Arrivals::tell`], and must
+    /// not call this.
+    pub fn wait_for<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {
+        let mut turn = lock(&self.turn);
+        loop {
+            // A slot that changes from here on is told of when this thread waits: telling takes the
+            // lock that only waiting gives up.
+            if let Some(found) = look() {
+                return found;
+            }
+            turn = self.changed.wait(turn).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A slot has changed.
+    pub fn tell(&self) {
+        drop(lock(&self.turn));
+        self.changed.notify_all();
+    }
+}

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+/*
+ * A library to load before others (LD_PRELOAD): opening a device through VFIO takes as many seconds more as
+ * SLOW_OPEN_S says, as if the device took so long to reset, and fails then if SLOW_OPEN_FAILS is set.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <linux/vfio.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+/* Linux 6.6 and newer; the headers may be older. VFIO_DEVICE_BIND_IOMMUFD. */
+#define BIND_IOMMUFD _IO(VFIO_TYPE, VFIO_BASE + 18)
+
+int ioctl(int fd, unsigned long request, ...)
+{
+	int (*real)(int, unsigned long, void *) = (int (*)(int, unsigned long, void *))dlsym(RTLD_NEXT, "ioctl");
+	va_list list;
+	void *argument;
+
+	va_start(list, request);
+	argument = va_arg(list, void *);
+	va_end(list);
+	if (request == VFIO_GROUP_GET_DEVICE_FD || request == BIND_IOMMUFD) {
+		const char *seconds = getenv("SLOW_OPEN_S");
+
+		sleep(seconds ? (unsigned)atoi(seconds) : 0);
+		if (getenv("SLOW_OPEN_FAILS")) {
+			errno = EIO;
+			return -1;
+		}
+	}
+	return real(fd, request, argument);
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Devices that are opened while the guest runs already.
+//!
+//! Opening a device resets it, which takes a tenth of a second and more for each; a guest has a lot to
+//! do before it looks for its devices. So they are opened by threads of their own, all at once, and a
+//! vCPU that comes to one's configuration space too soon waits there for it.
+//!
+//! Owns the threads and the device numbers that are kept meanwhile. What can be said at once about a
+//! device that cannot be passed through is said before the guest has run.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use memory::GuestRam;
+use pci::vfio::{
+    DmaSpace, DmaTarget, GuestRamPopulator, HostPlace, Pieces, Pinning, VfioError, VfioFunction,
+};
+use pci::{Bdf, DeviceNumber, PciDevice, PciSegment};
+
+use super::backend::{place_of, shown_place};
+use super::{Borrowers, Passthrough, PassthroughError};
+use crate::config::{DeviceConfig, PinMode, VmConfig};
+use crate::events;
+use crate::machine::virtio::Sockets;
+
+/// When the devices of a configuration are opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Opening {
+    /// Before the guest runs.
+    Before,
+    /// While it does, unless it is to wait for its memory anyway.
+    Meanwhile,
+}
+
+impl Opening {
+    /// Whether the guest runs before the devices of `config` are there.
+    pub fn overlaps(self, config: &VmConfig) -> bool {
+        let waits = |device: &DeviceConfig| device.pin == PinMode::Strict;
+        self == Self::Meanwhile && !config.devices.iter().flatten().any(waits)
+    }
+}
+
+/// A device that is being opened. Dropping it waits until nobody does that any more: the next VM may
+/// want the device.
+pub struct ComingDevice {
+    config: DeviceConfig,
+    id: String,
+    number: DeviceNumber,
+    thread: Option<JoinHandle<Result<Opened, VfioError>>>,
+}
+
+/// An open function.
+pub struct Opened {
+    /// The function, which has been reset.
+    pub function: VfioFunction,
+    /// When it was there.
+    pub at: Instant,
+}
+
+impl ComingDevice {
+    fn wait(&mut self) -> Result<Opened, VfioError> {
+        let failed = |why| VfioError::Io { what: "open it", source: io::Error::other(why) };
+        let thread = self.thread.take().ok_or_else(|| failed("it has been opened already"))?;
+        thread.join().unwrap_or_else(|_| Err(failed("the thread that does has panicked")))
+    }
+}
+
+/// Opens a function and tells how long that took.
+///
+/// # Errors
+/// Saying what the host lacks.
+pub fn open(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Opened, VfioError> {
+    let begun = Instant::now();
+    let function = VfioFunction::open(id, place, space)?;
+    let took_ms = begun.elapsed().as_millis().to_string();
+    log::info!("passed-through device '{id}' is open after {took_ms} ms");
+    events::emit("vm", "passthrough-device-opened", &[("id", id), ("took_ms", &took_ms)]);
+    Ok(Opened { function, at: Instant::now() })
+}
+
+impl Drop for ComingDevice {
+    fn drop(&mut self) {
+        drop(self.wait());
+    }
+}
+
+impl Passthrough {
+    /// Begins to open a device, for which a place is kept.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub(super) fn expect(
+        &mut self,
+        config: &DeviceConfig,
+        sockets: &Sockets<'_>,
+    ) -> Result<(), PassthroughError> {
+        let id = config.id.clone().unwrap_or_default();
+        let failed = |source| PassthroughError::Device {
+            id: id.clone(),
+            place: shown_place(config),
+            source,
+        };
+        let place = place_of(config).and_then(|place| place.check().map(|()| place));
+        let place = place.map_err(failed)?;
+        let space = self.space(sockets)?;
+        let wish = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
+        let number = sockets.segment.expect(wish, &id);
+        let number = number.map_err(|source| PassthroughError::Bus { id: id.clone(), source })?;
+        let name = id.clone();
+        let work = move || open(&name, place, space.as_ref());
+        let thread = thread::Builder::new().name("vfio-open".to_owned()).spawn(work);
+        let thread = thread.map_err(|source| {
+            sockets.segment.release(number);
+            failed(VfioError::Io { what: "start the thread that opens it", source })
+        })?;
+        let config = config.clone();
+        self.coming.push(ComingDevice { config, id, number, thread: Some(thread) });
+        Ok(())
+    }
+
+    /// Whether memory can be mapped for the devices that are being opened, as far as limits say: before
+    /// the guest runs.
+    ///
+    /// # Errors
+    /// The limit that is too low.
+    pub fn check_limits(
+        &self,
+        ram: &Arc<GuestRam>,
+        borrowers: &Borrowers,
+    ) -> Result<(), PassthroughError> {
+        let Some(space) = self.space.as_ref().filter(|_| !self.coming.is_empty()) else {
+            return Ok(());
+        };
+        let populator = GuestRamPopulator(Arc::clone(ram));
+        let lends = borrowers.balloon.is_some();
+        let target: Arc<dyn DmaTarget> = Arc::<dyn DmaSpace>::clone(space);
+        let pieces = Pieces::plan(target, &populator, lends, Box::new(|_| {}));
+        Ok(Pinning::check(&pieces, &populator)?)
+    }
+
+    /// Waits until the devices that are being opened are there, gives them to the guest, and begins to
+    /// map memory. Does nothing if there are none.
+    ///
+    /// # Errors
+    /// Naming the device. The machine is of no use then.
+    pub fn settle(
+        &mut self,
+        sockets: &Sockets<'_>,
+        borrowers: Borrowers,
+    ) -> Result<(), PassthroughError> {
+        if self.coming.is_empty() {
+            return Ok(());
+        }
+        for at in 0..self.coming.len() {
+            self.receive(at, sockets)?;
+        }
+        // A vCPU that reaches a device finds somebody at work who will open the gate.
+        self.map_memory(sockets.ram, borrowers)?;
+        for (coming, (_, device)) in self.coming.iter().zip(&self.devices) {
+            let on_bus: Arc<dyn PciDevice> = device.clone();
+            sockets
+                .segment
+                .deliver(&on_bus, coming.number)
+                .map_err(|source| PassthroughError::Bus { id: coming.id.clone(), source })?;
+        }
+        self.coming.clear();
+        Ok(())
+    }
+
+    fn receive(&mut self, at: usize, sockets: &Sockets<'_>) -> Result<(), PassthroughError> {
+        let Some(coming) = self.coming.get_mut(at) else { return Ok(()) };
+        let opened = coming.wait();
+        let (config, id, number) = (coming.config.clone(), coming.id.clone(), coming.number);
+        let failed = |source| PassthroughError::Device {
+            id: id.clone(),
+            place: shown_place(&config),
+            source,
+        };
+        let Opened { function, at } = opened.map_err(failed)?;
+        let device = self.dress(function, &config, &id, number, sockets)?;
+        self.keep(&config, Bdf::on_root_bus(sockets.segment.segment(), number), device, at);
+        Ok(())
+    }
+
+    /// Lets those go on who wait for a device that will not come.
+    pub fn forsake(&self, segment: &PciSegment) {
+        self.coming.iter().for_each(|coming| segment.release(coming.number));
+    }
+}
