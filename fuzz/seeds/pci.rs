@@ -136,6 +136,13 @@ pub fn seeds() -> Vec<Seed> {
     vec![
         Seed::new("vfio_config", "gate-open", passthrough(true)),
         Seed::new("vfio_config", "gate-failed", passthrough(false)),
+        Seed::new("vfio_state", "as-saved", b"{}".to_vec()),
+        Seed::new("vfio_state", "registers", br#"{"command":1030,"msi_pending":5}"#.to_vec()),
+        Seed::new(
+            "vfio_state",
+            "hardware",
+            br#"{"state":{"len_bytes":3,"base64":"QUJD"},"msix":{"version":1,"entries":[]}}"#.to_vec(),
+        ),
         Seed::new("pci_config_space", "ecam", enumeration(false)),
         Seed::new("pci_config_space", "ports", enumeration(true)),
         Seed::new("virtio_transport", "one-queue", driver(1, false)),

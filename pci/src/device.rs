@@ -115,7 +115,7 @@ pub trait PciDevice: Send + Sync {
 
     /// The BARs that the function has. Never changes.
     fn bars(&self) -> Vec<BarDescription>;
-    /// What the BAR registers and the memory decode bit say now.
+    /// What the BAR registers and the decode bits say now.
     fn bar_decode(&self) -> BarDecode;
     /// Programs a BAR register, as firmware would.
     fn place_bar(&self, index: u8, gpa: u64);

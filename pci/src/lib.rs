@@ -33,7 +33,7 @@ mod virtio;
 pub use address::{Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber};
 pub use bar::{
     BarDecode, BarDescription, BarKind, BarMapper, BarWindow, MapError, MmioRange, MmioWindows,
-    PlacementError,
+    PlacementError, PortWindow,
 };
 pub use bus::{
     ConfigAddress, ECAM_SEGMENT_LEN_BYTES, HostBridge, PciConfigIo, PciEcam, PciError, PciSegment,

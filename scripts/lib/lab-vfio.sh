@@ -13,16 +13,19 @@ build_extra_vfio() {
   add_program "$tree" /usr/bin/chrt
   pack "$tree" "$1"
 }
-# For the guest that has a real network card's driver, Debian's kernel for all machines rather than that
-# for virtual ones.
-build_extra_iommufd() {
+# add_kernel_amd64 TREE: for a guest, Debian's kernel for all machines rather than that for virtual ones.
+add_kernel_amd64() {
   local kernel=$LAB/kernel-amd64
-  build_extra_vfio "$1"
   fetch_kernel linux-image-6.12-amd64 "$kernel"
   build_l2_initramfs l2-initramfs-amd64 "$kernel" nvme e1000e
-  mkdir -p "$LAB/vfio/lab"
-  cp "$kernel/vmlinuz" "$LAB/vfio/lab/vmlinuz-amd64"
-  cp "$LAB/l2-initramfs-amd64.gz" "$LAB/vfio/lab/initramfs-amd64.gz"
+  mkdir -p "$1/lab"
+  cp "$kernel/vmlinuz" "$1/lab/vmlinuz-amd64"
+  cp "$LAB/l2-initramfs-amd64.gz" "$1/lab/initramfs-amd64.gz"
+}
+# The guest has a real network card's driver.
+build_extra_iommufd() {
+  build_extra_vfio "$1"
+  add_kernel_amd64 "$LAB/vfio"
   pack "$LAB/vfio" "$1"
 }
 # The benchmark compares with QEMU, and has a pool.
@@ -39,6 +42,20 @@ build_extra_vfio_p2p() {
   mkdir -p "$tree/lab"
   gcc -O2 -Wall -Wextra -static -s -o "$tree/lab/nvme-peer" "$SRC/probes/nvme-peer.c"
   truncate -s 1M "$tree/lab/nvme-peer"
+  pack "$tree" "$1"
+}
+# The driver of the serial cards on the host, and the program that reads and writes their ports from within
+# the guest, as a disk of its own; the guest's kernel has /dev/port.
+build_extra_vfio_migration() {
+  local tree=$LAB/vfio-migration modules
+  modules=$(echo "$MACHINE_KERNEL"/root/lib/modules/*/kernel)
+  [ -f "$modules/samples/vfio-mdev/mtty.ko" ] || die "vfio-migration needs LAB_KERNEL=iommufd: no other kernel here has mtty"
+  rm -rf "$tree"
+  mkdir -p "$tree/lab"
+  cp "$modules/drivers/vfio/mdev/mdev.ko" "$modules/samples/vfio-mdev/mtty.ko" "$tree/lab/"
+  gcc -O2 -Wall -Wextra -static -s -o "$tree/lab/ports" "$SRC/probes/ports.c"
+  truncate -s 1M "$tree/lab/ports"
+  add_kernel_amd64 "$tree"
   pack "$tree" "$1"
 }
 # Devices that take long to open.

@@ -2,11 +2,11 @@
 
 //! Where the BARs of a segment lie, and what of that is mapped.
 //!
-//! Owns the two address windows and the record of every BAR: where its register points, which
-//! range it holds in a window, and which range is mapped. Only a BAR that decodes and holds the
-//! range its register points to is mapped, so a guest can never lay a BAR over RAM, over another
-//! device or outside the windows: such a BAR is just not mapped, and comes back as soon as its
-//! range is free or its register points elsewhere.
+//! Owns the windows, two of memory and perhaps one of ports, and the record of every BAR: where its
+//! register points, which range it holds in a window, and which range is mapped. Only a BAR that
+//! decodes and holds the range its register points to is mapped, so a guest can never lay a BAR over
+//! RAM, over another device or outside the windows: such a BAR is just not mapped, and comes back as
+//! soon as its range is free or its register points elsewhere.
 //!
 //! A BAR that does not decode holds its range softly: new devices are not placed there, but a BAR
 //! that does decode may take it (guests shuffle BARs with decoding off).
@@ -25,7 +25,7 @@ use crate::address::DeviceNumber;
 use crate::device::PciDevice;
 use crate::locks::LogBudget;
 
-/// A range of guest physical addresses.
+/// A range of guest physical addresses; for an I/O BAR a range of ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MmioRange {
     /// First guest physical address.
@@ -44,13 +44,35 @@ pub struct MmioWindows {
     pub above_4g: MmioRange,
 }
 
-/// Width of a memory BAR.
+/// The ports in which I/O BARs may lie. No other device may have one of them, nor another segment.
+pub struct PortWindow {
+    /// First port.
+    pub first: u16,
+    /// Last port.
+    pub last: u16,
+    /// Where they are mapped.
+    pub mapper: Arc<dyn BarMapper>,
+}
+
+/// What a BAR decodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BarKind {
     /// 32-bit address, one register.
     Memory32,
     /// 64-bit address, two registers.
     Memory64,
+    /// Ports, one register.
+    Ports,
+}
+
+impl BarKind {
+    /// How many registers it takes.
+    pub fn registers_count(self) -> u8 {
+        match self {
+            Self::Memory32 | Self::Ports => 1,
+            Self::Memory64 => 2,
+        }
+    }
 }
 
 /// One BAR of a function.
@@ -58,7 +80,7 @@ pub enum BarKind {
 pub struct BarDescription {
     /// Index of its (first) register, 0 to 5.
     pub index: u8,
-    /// Width.
+    /// What it decodes.
     pub kind: BarKind,
     /// Whether reads have no side effects.
     pub prefetchable: bool,
@@ -71,20 +93,22 @@ pub struct BarDescription {
 pub struct BarDecode {
     /// Memory decode is on.
     pub enabled: bool,
+    /// I/O decode is on.
+    pub ports_enabled: bool,
     /// Index and address of each BAR.
     pub gpas: Vec<(u8, u64)>,
 }
 
 /// Why the address space refused a mapping.
 #[derive(Debug, Error)]
-#[error("the MMIO address space refused the range")]
+#[error("the address space refused the range")]
 pub struct MapError {
     /// Its reason.
     #[from]
     pub source: Box<dyn std::error::Error + Send + Sync>,
 }
 
-/// The MMIO address space in which BARs are mapped.
+/// An address space in which BARs are mapped: device memory, or ports.
 ///
 /// Calls come from inside an access of a vCPU to configuration space, so an implementation must
 /// not hold a lock during dispatch that it needs here. Calls come one at a time from a segment.
@@ -98,7 +122,7 @@ pub trait BarMapper: Send + Sync {
     fn relocate(&self, from: MmioRange, to: MmioRange) -> Result<(), MapError>;
 }
 
-/// One BAR of one function, as the MMIO bus sees it.
+/// One BAR of one function, as the bus of its address space sees it.
 pub struct BarWindow {
     device: Arc<dyn PciDevice>,
     index: u8,
@@ -118,7 +142,7 @@ impl BusDevice for BarWindow {
 #[derive(Debug, Error)]
 pub enum PlacementError {
     /// A window is impossible.
-    #[error("the PCI MMIO window of {len_bytes:#x} bytes at {start_gpa:#x} is impossible")]
+    #[error("the PCI window of {len_bytes:#x} bytes at {start_gpa:#x} is impossible")]
     Window {
         /// Its start.
         start_gpa: u64,
@@ -127,6 +151,14 @@ pub enum PlacementError {
         /// What is wrong with it.
         #[source]
         source: vm_allocator::Error,
+    },
+    /// The segment has no ports.
+    #[error("no room for BAR {index} of PCI device {id}: its PCI segment has no ports")]
+    NoPorts {
+        /// Id of the device.
+        id: String,
+        /// Index of the BAR.
+        index: u8,
     },
     /// A window is full.
     #[error(
@@ -157,6 +189,13 @@ struct Claim {
     range: RangeInclusive,
 }
 
+impl Claim {
+    /// Windows lie apart, or in different address spaces.
+    fn overlaps(&self, other: &Self) -> bool {
+        self.window == other.window && self.range.overlaps(&other.range)
+    }
+}
+
 /// All that is known of one BAR.
 struct PlacedBar {
     owner: DeviceNumber,
@@ -164,7 +203,7 @@ struct PlacedBar {
     description: BarDescription,
     /// Where the register points.
     wanted_gpa: u64,
-    /// Whether the function decodes memory accesses.
+    /// Whether the function decodes accesses to it.
     decodes: bool,
     claim: Option<Claim>,
     mapped: Option<MmioRange>,
@@ -182,33 +221,49 @@ impl PlacedBar {
 
 const WINDOW_BELOW_4G: usize = 0;
 const WINDOW_ABOVE_4G: usize = 1;
+const WINDOW_PORTS: usize = 2;
 
 /// The BARs of one segment.
 pub struct BarPlacement {
     mapper: Arc<dyn BarMapper>,
-    windows: [AddressAllocator; 2],
+    port_mapper: Option<Arc<dyn BarMapper>>,
+    /// Those of memory, then that of ports, if there is one.
+    windows: Vec<AddressAllocator>,
     bars: Vec<PlacedBar>,
     log_budget: LogBudget,
 }
 
 impl BarPlacement {
-    /// A placement without BARs.
-    pub fn new(windows: MmioWindows, mapper: Arc<dyn BarMapper>) -> Result<Self, PlacementError> {
+    /// A placement without BARs. Where there is no window of ports, I/O BARs lie nowhere.
+    pub fn new(
+        windows: MmioWindows,
+        mapper: Arc<dyn BarMapper>,
+        ports: Option<PortWindow>,
+    ) -> Result<Self, PlacementError> {
         let allocator =
             |window: MmioRange| {
                 let MmioRange { start_gpa, len_bytes } = window;
                 AddressAllocator::new(start_gpa, len_bytes)
                     .map_err(|source| PlacementError::Window { start_gpa, len_bytes, source })
             };
+        let mut allocators = vec![allocator(windows.below_4g)?, allocator(windows.above_4g)?];
+        if let Some(PortWindow { first, last, .. }) = &ports {
+            let (start_gpa, end) = (u64::from(*first), u64::from(*last) + 1);
+            let len_bytes = end.saturating_sub(start_gpa);
+            allocators.push(allocator(MmioRange { start_gpa, len_bytes })?);
+        }
         Ok(Self {
             mapper,
-            windows: [allocator(windows.below_4g)?, allocator(windows.above_4g)?],
+            port_mapper: ports.map(|ports| ports.mapper),
+            windows: allocators,
             bars: Vec::new(),
             log_budget: LogBudget::default(),
         })
     }
 
-    /// Gives every BAR of a function an address; all or none.
+    /// Gives every BAR of a function an address; all or none. An I/O BAR for which there is no room
+    /// gets none: functions have to be of use without (PCIe 4.0, 1.3.2.2), or are asked for by guests
+    /// that know how to make room.
     pub fn add(
         &mut self,
         owner: DeviceNumber,
@@ -220,9 +275,13 @@ impl BarPlacement {
         let mut claims = Vec::with_capacity(descriptions.len());
         for description in descriptions {
             match self.place(device.id(), description) {
-                Ok(claim) => claims.push((description, claim)),
+                Ok(claim) => claims.push((description, Some(claim))),
+                Err(error) if description.kind == BarKind::Ports => {
+                    warn!("{error}; the guest may place it");
+                    claims.push((description, None));
+                }
                 Err(error) => {
-                    for (_, claim) in claims {
+                    for claim in claims.into_iter().filter_map(|(_, claim)| claim) {
                         self.free(claim);
                     }
                     return Err(error);
@@ -230,14 +289,15 @@ impl BarPlacement {
             }
         }
         for (description, claim) in claims {
-            device.place_bar(description.index, claim.range.start());
+            let wanted_gpa = claim.map_or(0, |claim| claim.range.start());
+            device.place_bar(description.index, wanted_gpa);
             self.bars.push(PlacedBar {
                 owner,
                 device: Arc::clone(device),
                 description,
-                wanted_gpa: claim.range.start(),
+                wanted_gpa,
                 decodes: false,
-                claim: Some(claim),
+                claim,
                 mapped: None,
             });
         }
@@ -266,15 +326,19 @@ impl BarPlacement {
         let window = match bar.kind {
             BarKind::Memory32 => WINDOW_BELOW_4G,
             BarKind::Memory64 => WINDOW_ABOVE_4G,
+            BarKind::Ports => WINDOW_PORTS,
         };
-        let allocator = &mut self.windows[window];
+        let (id, index, len_bytes) = (id.to_owned(), bar.index, bar.len_bytes);
+        let Some(allocator) = self.windows.get_mut(window) else {
+            return Err(PlacementError::NoPorts { id, index });
+        };
         allocator
             .allocate(bar.len_bytes, bar.len_bytes, AllocPolicy::FirstMatch)
             .map(|range| Claim { window, range })
             .map_err(|source| PlacementError::NoRoom {
-                id: id.to_owned(),
-                index: bar.index,
-                len_bytes: bar.len_bytes,
+                id,
+                index,
+                len_bytes,
                 start_gpa: allocator.base(),
                 last_gpa: allocator.end(),
                 source,
@@ -296,7 +360,10 @@ impl BarPlacement {
     fn observe(&mut self, of_interest: impl Fn(&PlacedBar) -> bool) {
         for bar in self.bars.iter_mut().filter(|bar| of_interest(bar)) {
             let decode = bar.device.bar_decode();
-            bar.decodes = decode.enabled;
+            bar.decodes = match bar.description.kind {
+                BarKind::Memory32 | BarKind::Memory64 => decode.enabled,
+                BarKind::Ports => decode.ports_enabled,
+            };
             let gpa = decode.gpas.iter().find(|(index, _)| *index == bar.description.index);
             if let Some((_, gpa)) = gpa {
                 bar.wanted_gpa = *gpa;
@@ -352,21 +419,25 @@ impl BarPlacement {
     fn claim_wanted(&mut self, at: usize) -> Option<Claim> {
         let bar = &self.bars[at];
         let len_bytes = bar.description.len_bytes;
+        let is_of_ports = bar.description.kind == BarKind::Ports;
         let last_gpa = bar.wanted_gpa.checked_add(len_bytes - 1)?;
         let range = RangeInclusive::new(bar.wanted_gpa, last_gpa).ok()?;
-        let window = self
-            .windows
-            .iter()
-            .position(|window| window.base() <= range.start() && range.end() <= window.end())?;
-        if bar.decodes && !self.take_soft_claims(range) {
+        let (window, _) = self.windows.iter().enumerate().find(|(at, window)| {
+            (*at == WINDOW_PORTS) == is_of_ports
+                && window.base() <= range.start()
+                && range.end() <= window.end()
+        })?;
+        let wanted = Claim { window, range };
+        if bar.decodes && !self.take_soft_claims(&wanted) {
             return None;
         }
         // Asked for an exact range inside of one that is taken, the allocator gives it.
-        let taken = |bar: &PlacedBar| bar.claim.is_some_and(|claim| claim.range.overlaps(&range));
+        let taken = |bar: &PlacedBar| bar.claim.is_some_and(|claim| claim.overlaps(&wanted));
         if self.bars.iter().any(taken) {
             return None;
         }
-        self.windows[window]
+        self.windows
+            .get_mut(window)?
             .allocate(len_bytes, len_bytes, AllocPolicy::ExactMatch(range.start()))
             .ok()
             .map(|range| Claim { window, range })
@@ -374,8 +445,8 @@ impl BarPlacement {
 
     /// Frees what soft holders have of `wanted`, unless a decoding BAR has a part of it: taking
     /// anything then would help nobody, and the holders would take it back for ever.
-    fn take_soft_claims(&mut self, wanted: RangeInclusive) -> bool {
-        let overlaps = |claim: &Claim| claim.range.overlaps(&wanted);
+    fn take_soft_claims(&mut self, wanted: &Claim) -> bool {
+        let overlaps = |claim: &Claim| claim.overlaps(wanted);
         if self.bars.iter().any(|bar| bar.decodes && bar.claim.as_ref().is_some_and(overlaps)) {
             return false;
         }
@@ -391,11 +462,21 @@ impl BarPlacement {
     }
 
     fn free(&mut self, claim: Claim) {
-        let freed = self.windows[claim.window].free(&claim.range);
-        debug_assert!(freed.is_ok(), "a claim that the allocator does not know");
+        let window = self.windows.get_mut(claim.window);
+        let freed = window.is_some_and(|window| window.free(&claim.range).is_ok());
+        debug_assert!(freed, "a claim that the allocator does not know");
+    }
+
+    /// The address space of a BAR. One that is mapped has one, as it holds a range in a window.
+    fn mapper(&self, at: usize) -> &Arc<dyn BarMapper> {
+        match (self.bars[at].description.kind, &self.port_mapper) {
+            (BarKind::Ports, Some(ports)) => ports,
+            _ => &self.mapper,
+        }
     }
 
     fn map(&mut self, at: usize) -> bool {
+        let mapper = Arc::clone(self.mapper(at));
         let bar = &mut self.bars[at];
         if bar.mapped.is_some() {
             return false;
@@ -403,7 +484,7 @@ impl BarPlacement {
         let range = bar.range_at(bar.wanted_gpa);
         let index = bar.description.index;
         let window = Arc::new(BarWindow { device: Arc::clone(&bar.device), index });
-        match self.mapper.map(range, window) {
+        match mapper.map(range, window) {
             Ok(()) => {
                 bar.mapped = Some(range);
                 bar.device.bar_moved(index, Some(range.start_gpa));
@@ -417,10 +498,11 @@ impl BarPlacement {
     }
 
     fn unmap(&mut self, at: usize) -> bool {
+        let mapper = Arc::clone(self.mapper(at));
         let bar = &mut self.bars[at];
         let Some(range) = bar.mapped.take() else { return false };
         bar.device.bar_moved(bar.description.index, None);
-        if let Err(error) = self.mapper.unmap(range) {
+        if let Err(error) = mapper.unmap(range) {
             self.complain("unmap", at, range, &error);
         }
         true
@@ -428,12 +510,13 @@ impl BarPlacement {
 
     /// Moves a mapped BAR to where it points now; does nothing for one that is not mapped.
     fn relocate(&mut self, at: usize) {
+        let mapper = Arc::clone(self.mapper(at));
         let bar = &mut self.bars[at];
         let Some(from) = bar.mapped else { return };
         let to = bar.range_at(bar.wanted_gpa);
         let index = bar.description.index;
         bar.device.bar_moved(index, None);
-        match self.mapper.relocate(from, to) {
+        match mapper.relocate(from, to) {
             Ok(()) => {
                 bar.mapped = Some(to);
                 bar.device.bar_moved(index, Some(to.start_gpa));

@@ -20,6 +20,8 @@ const WINDOWS: MmioWindows = MmioWindows {
     above_4g: MmioRange { start_gpa: HIGH, len_bytes: 0x10_0000 },
 };
 
+const PORTS: MmioRange = MmioRange { start_gpa: 0x1000, len_bytes: 0x300 };
+
 /// A function whose registers a test sets directly.
 struct Function {
     bars: Vec<BarDescription>,
@@ -41,7 +43,11 @@ impl Function {
             .collect();
         Arc::new(Self {
             bars,
-            decode: Mutex::new(BarDecode { enabled: false, gpas: Vec::new() }),
+            decode: Mutex::new(BarDecode {
+                enabled: false,
+                ports_enabled: false,
+                gpas: Vec::new(),
+            }),
             moves: Mutex::default(),
         })
     }
@@ -93,14 +99,17 @@ impl PciDevice for Function {
 struct Rig {
     placement: BarPlacement,
     mapper: Arc<FakeMapper>,
+    ports: Arc<FakeMapper>,
     functions: Vec<Arc<Function>>,
 }
 
 impl Rig {
     fn new() -> Self {
         let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
-        let placement = BarPlacement::new(WINDOWS, mapper.clone()).unwrap();
-        Self { placement, mapper, functions: Vec::new() }
+        let ports = Arc::new(FakeMapper::new(vec![PORTS]));
+        let window = PortWindow { first: 0x1000, last: 0x12ff, mapper: ports.clone() };
+        let placement = BarPlacement::new(WINDOWS, mapper.clone(), Some(window)).unwrap();
+        Self { placement, mapper, ports, functions: Vec::new() }
     }
 
     /// A rig with functions that have one 64-bit BAR of 64 KiB each.
@@ -133,12 +142,18 @@ impl Rig {
         lock(&self.functions[at].decode).enabled = enabled;
         self.placement.refresh(Self::number(at));
     }
+
+    fn decode_ports(&mut self, at: usize, enabled: bool) {
+        lock(&self.functions[at].decode).ports_enabled = enabled;
+        self.placement.refresh(Self::number(at));
+    }
 }
 
 impl Drop for Rig {
     fn drop(&mut self) {
         if !std::thread::panicking() {
             assert_eq!(self.mapper.violations(), Vec::<String>::new());
+            assert_eq!(self.ports.violations(), Vec::<String>::new());
         }
     }
 }
@@ -183,10 +198,82 @@ fn a_function_without_room_gives_back_what_it_got() {
 }
 
 #[test]
+fn ports_and_memory_of_a_function_come_and_go_by_bits_of_their_own() {
+    let mut rig = Rig::new();
+    let function = rig.add(&[(BarKind::Ports, 8), (BarKind::Memory32, 0x1000)]).unwrap();
+    assert_eq!((function.gpa(0), function.gpa(2)), (0x1000, LOW));
+    rig.decode(0, true);
+    assert_eq!((rig.ports.mapped(), rig.mapper.mapped()), (vec![], vec![LOW]));
+    rig.decode_ports(0, true);
+    assert_eq!((rig.ports.mapped(), rig.mapper.mapped()), (vec![0x1000], vec![LOW]));
+    let mut data = [0xff];
+    assert!(rig.ports.read(0x1007, &mut data) && data == [0]);
+    rig.decode(0, false);
+    assert_eq!((rig.ports.mapped(), rig.mapper.mapped()), (vec![0x1000], vec![]));
+    rig.placement.remove(Rig::number(0));
+    assert_eq!(rig.ports.mapped(), [0_u64; 0]);
+    assert_eq!(rig.add(&[(BarKind::Ports, 8)]).unwrap().gpa(0), 0x1000, "they are free again");
+}
+
+#[test]
+fn ports_follow_their_register_inside_of_their_window() {
+    let mut rig = Rig::new();
+    rig.add(&[(BarKind::Ports, 8)]).unwrap();
+    rig.add(&[(BarKind::Ports, 0x100)]).unwrap();
+    assert_eq!(rig.functions[1].gpa(0), 0x1100);
+    rig.decode_ports(0, true);
+    rig.decode_ports(1, true);
+    rig.functions[0].place_bar(0, 0x12f8);
+    rig.decode_ports(0, true);
+    assert_eq!(rig.ports.mapped(), [0x1100, 0x12f8]);
+    // Fixed ports, beyond the window, memory, and another's.
+    for elsewhere in [0, 0x3f8, 0x1300, LOW, HIGH, 0x1180] {
+        rig.functions[0].place_bar(0, elsewhere);
+        rig.decode_ports(0, true);
+        assert_eq!(rig.ports.mapped(), [0x1100], "{elsewhere:#x}");
+    }
+    rig.functions[0].place_bar(0, 0x1000);
+    rig.decode_ports(0, true);
+    assert_eq!(rig.ports.mapped(), [0x1000, 0x1100]);
+    assert_eq!(rig.mapper.take_calls(), []);
+}
+
+#[test]
+fn a_function_without_room_for_its_ports_has_them_nowhere() {
+    let mut rig = Rig::new();
+    for _ in 0..3 {
+        rig.add(&[(BarKind::Ports, 0x100)]).unwrap();
+        rig.decode_ports(rig.functions.len() - 1, true);
+    }
+    let late = rig.add(&[(BarKind::Ports, 4), (BarKind::Memory32, 0x1000)]).unwrap();
+    assert_eq!((late.gpa(0), late.gpa(2)), (0, LOW));
+    rig.decode_ports(3, true);
+    assert_eq!(rig.ports.mapped(), [0x1000, 0x1100, 0x1200]);
+    // The guest makes room.
+    rig.decode_ports(1, false);
+    late.place_bar(0, 0x1104);
+    rig.decode_ports(3, true);
+    assert_eq!(rig.ports.mapped(), [0x1000, 0x1104, 0x1200]);
+}
+
+#[test]
+fn without_a_window_there_are_no_ports() {
+    let mapper = Arc::new(FakeMapper::default());
+    let mut placement = BarPlacement::new(WINDOWS, mapper.clone(), None).unwrap();
+    let function = Function::new(&[(BarKind::Ports, 8)]);
+    let device: Arc<dyn PciDevice> = function.clone();
+    placement.add(Rig::number(0), &device).unwrap();
+    function.place_bar(0, 0x1000);
+    lock(&function.decode).ports_enabled = true;
+    placement.refresh_all();
+    assert_eq!(mapper.take_calls(), []);
+}
+
+#[test]
 fn impossible_windows_are_refused() {
     let window = MmioRange { start_gpa: u64::MAX, len_bytes: 2 };
     let windows = MmioWindows { above_4g: window, ..WINDOWS };
-    let refused = BarPlacement::new(windows, Arc::new(FakeMapper::default()));
+    let refused = BarPlacement::new(windows, Arc::new(FakeMapper::default()), None);
     assert!(matches!(refused, Err(PlacementError::Window { start_gpa: u64::MAX, .. })));
 }
 

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use thiserror::Error;
 
 use crate::address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
-use crate::bar::{BarMapper, BarPlacement, MmioWindows, PlacementError};
+use crate::bar::{BarMapper, BarPlacement, MmioWindows, PlacementError, PortWindow};
 use crate::config_space::{BARS_COUNT, register};
 use crate::device::PciDevice;
 use crate::locks::{lock, read, write};
@@ -108,8 +108,20 @@ impl PciSegment {
         options: PciSegmentOptions,
         mapper: Arc<dyn BarMapper>,
     ) -> Result<Arc<Self>, PciError> {
+        Self::with_ports(options, mapper, None)
+    }
+
+    /// As [`PciSegment::new`], with ports for I/O BARs.
+    ///
+    /// # Errors
+    /// A window is impossible.
+    pub fn with_ports(
+        options: PciSegmentOptions,
+        mapper: Arc<dyn BarMapper>,
+        ports: Option<PortWindow>,
+    ) -> Result<Arc<Self>, PciError> {
         let segment = options.segment;
-        let placement = BarPlacement::new(options.windows, mapper)
+        let placement = BarPlacement::new(options.windows, mapper, ports)
             .map_err(|source| PciError::Placement { segment, source })?;
         let mut slots = [const { Slot::Free }; DEVICES_PER_BUS_COUNT as usize];
         slots[0] = Slot::Taken(Arc::new(HostBridge::new(segment)));
@@ -198,7 +210,7 @@ impl PciSegment {
     }
 
     /// Puts a function on the bus, at `requested` or at the lowest free device number, and gives
-    /// its BARs addresses. They are mapped when the guest switches memory decode on.
+    /// its BARs addresses. They are mapped when the guest switches decoding on.
     pub fn add_device(
         &self,
         device: &Arc<dyn PciDevice>,

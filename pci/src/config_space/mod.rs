@@ -53,18 +53,23 @@ pub mod register {
     pub const INTERRUPT_LINE: u16 = 0x3c;
 }
 
+const COMMAND_IO: u16 = 1;
 const COMMAND_MEMORY: u16 = 1 << 1;
 const COMMAND_BUS_MASTER: u16 = 1 << 2;
-/// Memory decode, bus master, parity response, SERR, INTx disable. I/O decode is left out, as there
-/// are no I/O BARs, and so are the bits that PCI Express hardwires to zero.
+/// Memory decode, bus master, parity response, SERR, INTx disable. I/O decode comes with the first
+/// I/O BAR; the bits that PCI Express hardwires to zero are left out.
 const COMMAND_WRITABLE: u16 = COMMAND_MEMORY | COMMAND_BUS_MASTER | 1 << 6 | 1 << 8 | 1 << 10;
 const STATUS_CAPABILITIES: u16 = 1 << 4;
 
+const BAR_IS_PORTS: u32 = 1;
 const BAR_TYPE_64: u32 = 0b10 << 1;
 const BAR_PREFETCHABLE: u32 = 1 << 3;
 const BAR_ADDRESS_MASK: u64 = !0xf;
+const BAR_PORTS_MASK: u64 = !0x3;
 /// The flag bits leave this as the smallest memory BAR (PCI 3.0, 6.2.5.1).
 const BAR_LEN_MIN_BYTES: u64 = 16;
+/// Lengths of an I/O BAR, by the same.
+pub(crate) const BAR_PORTS_LENS: std::ops::RangeInclusive<u64> = 4..=256;
 
 /// Why a configuration space could not be laid out. These are mistakes of the program.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -76,7 +81,10 @@ pub enum ConfigError {
         index: u8,
     },
     /// A BAR size that cannot be decoded.
-    #[error("a BAR cannot be {len_bytes} bytes long; it takes a power of two, 16 at least")]
+    #[error(
+        "a BAR cannot be {len_bytes} bytes long; it takes a power of two, 16 at least, and an I/O BAR \
+         4 to 256"
+    )]
     BarSize {
         /// Size asked for.
         len_bytes: u64,
@@ -153,13 +161,10 @@ impl ConfigSpace {
         space
     }
 
-    /// Adds a memory BAR. It reads as address zero until it is placed.
+    /// Adds a BAR. It reads as address zero until it is placed.
     pub fn add_bar(&mut self, bar: BarDescription) -> Result<(), ConfigError> {
         let index = bar.index;
-        let registers = match bar.kind {
-            BarKind::Memory32 => 1,
-            BarKind::Memory64 => 2,
-        };
+        let registers = bar.kind.registers_count();
         let taken = index.checked_add(registers).is_none_or(|end| end > BARS_COUNT)
             || (index..index + registers).any(|register| self.register_is_taken(register));
         if taken {
@@ -167,17 +172,21 @@ impl ConfigSpace {
         }
         let len_bytes = bar.len_bytes;
         let fits = match bar.kind {
-            BarKind::Memory32 => len_bytes <= 1 << 31,
-            BarKind::Memory64 => true,
+            BarKind::Memory32 => (BAR_LEN_MIN_BYTES..=1 << 31).contains(&len_bytes),
+            BarKind::Memory64 => len_bytes >= BAR_LEN_MIN_BYTES,
+            BarKind::Ports => BAR_PORTS_LENS.contains(&len_bytes),
         };
-        if !len_bytes.is_power_of_two() || len_bytes < BAR_LEN_MIN_BYTES || !fits {
+        if !len_bytes.is_power_of_two() || !fits {
             return Err(ConfigError::BarSize { len_bytes });
         }
         let mut flags = 0;
         if bar.kind == BarKind::Memory64 {
             flags |= BAR_TYPE_64;
         }
-        if bar.prefetchable {
+        if bar.kind == BarKind::Ports {
+            flags |= BAR_IS_PORTS;
+            self.allow(register::COMMAND, &COMMAND_IO.to_le_bytes());
+        } else if bar.prefetchable {
             flags |= BAR_PREFETCHABLE;
         }
         // What a guest can write is what it reads back after writing ones: the size.
@@ -190,10 +199,10 @@ impl ConfigSpace {
     }
 
     fn register_is_taken(&self, register: u8) -> bool {
-        self.bars.iter().flatten().any(|bar| match bar.kind {
-            BarKind::Memory32 => bar.index == register,
-            BarKind::Memory64 => bar.index == register || bar.index + 1 == register,
-        })
+        self.bars
+            .iter()
+            .flatten()
+            .any(|bar| (bar.index..bar.index + bar.kind.registers_count()).contains(&register))
     }
 
     /// Appends a capability (PCI 3.0, 6.7); returns its offset.
@@ -305,6 +314,11 @@ impl ConfigSpace {
         self.read_u16(register::COMMAND) & COMMAND_MEMORY != 0
     }
 
+    /// Whether the function answers accesses to its I/O BARs.
+    pub fn io_decode(&self) -> bool {
+        self.read_u16(register::COMMAND) & COMMAND_IO != 0
+    }
+
     /// Whether the function may read and write memory.
     pub fn bus_master(&self) -> bool {
         self.read_u16(register::COMMAND) & COMMAND_BUS_MASTER != 0
@@ -320,28 +334,28 @@ impl ConfigSpace {
         let bar = self.bars.get(usize::from(index)).copied().flatten()?;
         let offset = bar_offset(index);
         let low = u64::from(self.read_u32(offset));
-        let high = match bar.kind {
-            BarKind::Memory32 => 0,
-            BarKind::Memory64 => u64::from(self.read_u32(offset + 4)),
-        };
-        Some((high << 32 | low) & BAR_ADDRESS_MASK)
+        Some(match bar.kind {
+            BarKind::Memory32 => low & BAR_ADDRESS_MASK,
+            BarKind::Memory64 => {
+                (u64::from(self.read_u32(offset + 4)) << 32 | low) & BAR_ADDRESS_MASK
+            }
+            BarKind::Ports => low & BAR_PORTS_MASK,
+        })
     }
 
     /// Programs a BAR register; bits below the BAR's size, and a BAR that does not exist, are
     /// ignored as they are in a guest's write.
     pub fn set_bar_gpa(&mut self, index: u8, gpa: u64) {
         let Some(bar) = self.bars.get(usize::from(index)).copied().flatten() else { return };
-        let registers_len = match bar.kind {
-            BarKind::Memory32 => 4,
-            BarKind::Memory64 => 8,
-        };
+        let registers_len = usize::from(bar.kind.registers_count()) * 4;
         self.write(bar_offset(index), &gpa.to_le_bytes()[..registers_len]);
     }
 
-    /// What the BAR registers and the memory decode bit say.
+    /// What the BAR registers and the decode bits say.
     pub fn bar_decode(&self) -> BarDecode {
         BarDecode {
             enabled: self.memory_decode(),
+            ports_enabled: self.io_decode(),
             gpas: self
                 .bars()
                 .filter_map(|bar| self.bar_gpa(bar.index).map(|gpa| (bar.index, gpa)))

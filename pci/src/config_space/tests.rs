@@ -85,6 +85,27 @@ fn bars_keep_their_flags_and_their_alignment() {
 }
 
 #[test]
+fn ports_have_their_own_flag_size_and_decode_bit() {
+    let mut space = ConfigSpace::endpoint(&identity());
+    space.write(register::COMMAND, &[1]);
+    assert!(!space.io_decode(), "without ports there is nothing to switch on");
+    space.add_bar(bar(0, BarKind::Ports, 8)).unwrap();
+    space.add_bar(bar(1, BarKind::Ports, 256)).unwrap();
+    assert_eq!(size_register(&mut space, 0x10), 0xffff_fff9);
+    assert_eq!(size_register(&mut space, 0x14), 0xffff_ff01);
+    space.set_bar_gpa(0, 0x100f);
+    assert_eq!((space.bar_gpa(0), space.read_u32(0x10)), (Some(0x1008), 0x1009));
+    space.write(register::COMMAND, &[1]);
+    let decode = space.bar_decode();
+    assert!(decode.ports_enabled && !decode.enabled);
+    assert_eq!(decode.gpas, [(0, 0x1008), (1, 0)]);
+    for len_bytes in [0, 2, 12, 512] {
+        let refused = space.add_bar(bar(2, BarKind::Ports, len_bytes));
+        assert_eq!(refused, Err(ConfigError::BarSize { len_bytes }));
+    }
+}
+
+#[test]
 fn impossible_bars_are_refused() {
     let mut space = space();
     for index in [0, 1, 2, 5, 6, 255] {

@@ -2,8 +2,7 @@
 
 //! The BARs of a host's function: which a guest sees, and which parts it reaches without an exit.
 //!
-//! Owns the arithmetic. I/O BARs are left out: drivers that need them are older than the guests that
-//! this program is for.
+//! Owns the arithmetic. Every access to an I/O BAR leaves the guest: ports cannot be mapped.
 
 use std::ops::Range;
 
@@ -11,7 +10,7 @@ use super::capabilities::double_word;
 use super::config::MsixLayout;
 use super::host::{HostBar, HostFunction};
 use crate::bar::{BarDescription, BarKind};
-use crate::config_space::{BARS_COUNT, register};
+use crate::config_space::{BAR_PORTS_LENS, BARS_COUNT, register};
 use crate::msix::ENTRY_LEN_BYTES;
 
 /// Grain of memory slots and of the host's mappings.
@@ -21,23 +20,26 @@ const BAR_TYPE_MASK: u32 = 0b110;
 const BAR_TYPE_64: u32 = 0b100;
 const BAR_PREFETCHABLE: u32 = 1 << 3;
 
-/// The memory BARs that `config` and the host speak of.
+/// The BARs that `config` and the host speak of.
 pub fn describe(config: &[u8], host: &dyn HostFunction) -> Vec<BarDescription> {
     let mut bars = Vec::new();
     let mut index = 0;
     while index < BARS_COUNT {
         let flags = double_word(config, register::BAR0 + u16::from(index) * 4).unwrap_or(0);
-        let is_64 = flags & (BAR_IS_IO | BAR_TYPE_MASK) == BAR_TYPE_64 && index + 1 < BARS_COUNT;
+        let kind = match flags & (BAR_IS_IO | BAR_TYPE_MASK) {
+            BAR_TYPE_64 if index + 1 < BARS_COUNT => BarKind::Memory64,
+            flags if flags & BAR_IS_IO != 0 => BarKind::Ports,
+            _ => BarKind::Memory32,
+        };
         let len_bytes = host.bar(index).map_or(0, |bar| bar.len_bytes);
-        if flags & BAR_IS_IO == 0 && len_bytes > 0 {
-            bars.push(BarDescription {
-                index,
-                kind: if is_64 { BarKind::Memory64 } else { BarKind::Memory32 },
-                prefetchable: flags & BAR_PREFETCHABLE != 0,
-                len_bytes,
-            });
+        // More ports than PCI knows are left out: a function has to be of use without.
+        let is_shown = kind != BarKind::Ports
+            || len_bytes.is_power_of_two() && BAR_PORTS_LENS.contains(&len_bytes);
+        if len_bytes > 0 && is_shown {
+            let prefetchable = kind != BarKind::Ports && flags & BAR_PREFETCHABLE != 0;
+            bars.push(BarDescription { index, kind, prefetchable, len_bytes });
         }
-        index += if is_64 { 2 } else { 1 };
+        index += kind.registers_count();
     }
     bars
 }

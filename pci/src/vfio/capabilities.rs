@@ -14,6 +14,9 @@ pub const MSI: u8 = 0x05;
 /// MSI-X (PCI 3.0, 6.8.2).
 pub const MSIX: u8 = 0x11;
 
+/// PCI Express (PCI Express 4.0, 7.5.3).
+pub const EXPRESS: u8 = 0x10;
+
 /// Extended capabilities that a guest must not see, as they speak of more than this function: single
 /// root I/O virtualisation, alternative routing ID, and resizable BARs, whose size is the host's.
 pub const HIDDEN_EXTENDED: [u16; 4] = [0x0010, 0x000e, 0x0015, 0x0024];
@@ -38,20 +41,28 @@ pub fn double_word(config: &[u8], offset: u16) -> Option<u32> {
     Some(u32::from(high) << 16 | u32::from(low))
 }
 
+/// Offsets and IDs of all capabilities that are not extended.
+pub fn conventional(config: &[u8]) -> Vec<(u16, u16)> {
+    let mut found = Vec::new();
+    let has_list =
+        byte(config, register::STATUS).is_some_and(|bits| bits & STATUS_CAPABILITIES != 0);
+    let pointer = |at| byte(config, at).map(|offset| u16::from(offset & !3));
+    let mut next = pointer(register::CAPABILITIES).filter(|_| has_list);
+    let mut seen = BTreeSet::new();
+    while let Some(offset) = next.filter(|at| (FIRST_OFFSET..CONVENTIONAL_END).contains(at))
+        && seen.insert(offset)
+    {
+        let Some(id) = byte(config, offset) else { break };
+        found.push((offset, id.into()));
+        next = pointer(offset + 1);
+    }
+    found
+}
+
 /// Offset of the first capability with this ID.
 pub fn find(config: &[u8], id: u8) -> Option<u16> {
-    if byte(config, register::STATUS)? & STATUS_CAPABILITIES == 0 {
-        return None;
-    }
-    let mut offset = u16::from(byte(config, register::CAPABILITIES)? & !3);
-    let mut seen = BTreeSet::new();
-    while (FIRST_OFFSET..CONVENTIONAL_END).contains(&offset) && seen.insert(offset) {
-        if byte(config, offset)? == id {
-            return Some(offset);
-        }
-        offset = u16::from(byte(config, offset + 1)? & !3);
-    }
-    None
+    let all = conventional(config);
+    all.into_iter().find_map(|(offset, found)| (found == u16::from(id)).then_some(offset))
 }
 
 /// Offsets and IDs of all extended capabilities.

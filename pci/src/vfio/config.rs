@@ -2,20 +2,22 @@
 
 //! What a guest sees of a host function's configuration space.
 //!
-//! Owns, bit by bit, which part of it is the host's and which is made up here: the BARs, memory
-//! decode, the interrupt line and pin, MSI and the control word of MSI-X, and what speaks of more
+//! Owns, bit by bit, which part of it is the host's and which is made up here: the BARs, their
+//! decoding, the interrupt line and pin, MSI and the control word of MSI-X, and what speaks of more
 //! than this one function. Has no side effects: a write gives back what has to go to the host.
 //!
 //! The host's function decodes memory all the time, whatever the guest's bit says: the guest's
 //! mappings come and go with its bit, and a mapping of a function that does not decode would end the
-//! VM when a vCPU touches it.
+//! VM when a vCPU touches it. It decodes ports when the guest says so, if the guest sees ports of it.
 
 use hypervisor::irq::MsiMessage;
 
 use super::capabilities::{self, HIDDEN_EXTENDED, double_word, word};
 use super::error::VfioError;
 use crate::bar::{BarDecode, BarDescription};
-use crate::config_space::{CONFIG_SPACE_LEN_BYTES, ConfigSpace, Identity, register};
+use crate::config_space::{
+    CONFIG_SPACE_LEN_BYTES, ConfigSpace, ConfigSpaceState, ConfigStateError, Identity, register,
+};
 
 const LEN: usize = CONFIG_SPACE_LEN_BYTES as usize;
 const CONVENTIONAL_END: u16 = 0x100;
@@ -242,7 +244,10 @@ impl ShadowConfig {
                 continue;
             }
             let byte = match at {
-                register::COMMAND => *byte & !COMMAND_IO | COMMAND_MEMORY,
+                register::COMMAND => {
+                    let io = u8::from(self.space.io_decode()) * COMMAND_IO;
+                    *byte & !COMMAND_IO | COMMAND_MEMORY | io
+                }
                 _ => *byte,
             };
             match forwards.last_mut() {
@@ -267,12 +272,30 @@ impl ShadowConfig {
         [COMMAND_MEMORY, 0]
     }
 
+    /// What is made up here, to be saved.
+    pub fn save(&self) -> ConfigSpaceState {
+        self.space.save()
+    }
+
+    /// What was saved, if it is of such a function. To be taken by [`Self::take`].
+    ///
+    /// # Errors
+    /// Naming the register.
+    pub fn restored(&self, state: &ConfigSpaceState) -> Result<ConfigSpace, ConfigStateError> {
+        self.space.restored(state)
+    }
+
+    /// Takes what was saved.
+    pub fn take(&mut self, restored: ConfigSpace) {
+        self.space = restored;
+    }
+
     /// The BARs.
     pub fn bars(&self) -> Vec<BarDescription> {
         self.space.bars().collect()
     }
 
-    /// What the guest's BAR registers and its memory decode bit say.
+    /// What the guest's BAR registers and its decode bits say.
     pub fn bar_decode(&self) -> BarDecode {
         self.space.bar_decode()
     }

@@ -15,7 +15,6 @@ use std::time::Instant;
 
 use hypervisor::irq::MsiSource;
 use log::{error, warn};
-use thiserror::Error;
 
 use super::bars::{self, MsixRanges};
 use super::config::{MsiLayout, MsixLayout, ShadowConfig};
@@ -24,9 +23,10 @@ use super::gate::DmaGate;
 use super::host::{HostFunction, InterruptKind};
 use super::interrupts::{Interrupts, IntxLine};
 use super::mapping::BarMapping;
+use super::migration::{Migration, MigrationPort, VFIO_STATE_VERSION};
 use super::notices::Notices;
 use super::peers::{Peer, PeerBars};
-use crate::bar::{BarDecode, BarDescription, MapError};
+use crate::bar::{BarDecode, BarDescription, BarKind, MapError};
 use crate::config_space::register;
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
 use crate::locks::{LogBudget, lock};
@@ -66,10 +66,6 @@ pub struct VfioWiring<'a> {
     pub peers: Option<Arc<PeerBars>>,
 }
 
-#[derive(Debug, Error)]
-#[error("a passed-through device cannot be saved or restored: its state is in the hardware")]
-struct NotMovable;
-
 /// A part of a BAR that the guest may reach directly.
 struct DirectArea {
     offset: u64,
@@ -99,20 +95,22 @@ pub struct BusMasterTimes {
 
 /// A passed-through function.
 pub struct VfioPciDevice {
-    id: String,
-    config: Mutex<ShadowConfig>,
-    interrupts: Interrupts,
+    pub(super) id: String,
+    pub(super) config: Mutex<ShadowConfig>,
+    pub(super) interrupts: Interrupts,
     msix_ranges: Option<MsixRanges>,
     direct: Mutex<Vec<DirectBar>>,
     slots: Arc<dyn BarSlots>,
     peer: Option<Peer>,
-    gate: Arc<DmaGate>,
+    pub(super) gate: Arc<DmaGate>,
     lost: AtomicBool,
     asked: OnceLock<Instant>,
     granted: OnceLock<Instant>,
     log_budget: LogBudget,
+    /// What moving it takes.
+    pub(super) migration: Migration,
     /// Last, as it gives its group back when nothing else uses the function.
-    host: Arc<dyn HostFunction>,
+    pub(super) host: Arc<dyn HostFunction>,
 }
 
 impl VfioPciDevice {
@@ -150,8 +148,10 @@ impl VfioPciDevice {
             map_bars(&id, host.as_ref(), &bars, msix_ranges.as_ref(), &wiring.trapped_bars);
         // A driver may use the pin without ever asking for it.
         interrupts.apply(config.msix_control(), config.msi().as_ref());
+        let port: Arc<dyn MigrationPort> = Arc::<dyn HostFunction>::clone(&host);
         let peer = wiring.peers.map(|peers| peers.join(&id));
         Ok(Self {
+            migration: Migration::new(&id, port),
             id,
             config: Mutex::new(config),
             interrupts,
@@ -186,6 +186,7 @@ impl VfioPciDevice {
         self.lose();
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
         self.host.reset();
+        self.migration.was_reset();
     }
 
     /// Lets `notices` hear what the host tells of it.
@@ -296,7 +297,8 @@ fn map_bars(
     trapped_bars: &[u8],
 ) -> Vec<DirectBar> {
     let mut direct = Vec::new();
-    for index in bars.iter().map(|bar| bar.index).filter(|index| !trapped_bars.contains(index)) {
+    let mappable = bars.iter().filter(|bar| bar.kind != BarKind::Ports).map(|bar| bar.index);
+    for index in mappable.filter(|index| !trapped_bars.contains(index)) {
         let Some(bar) = host.bar(index) else { continue };
         let mut areas = Vec::new();
         for range in bars::direct_areas(index, &bar, msix) {
@@ -362,7 +364,9 @@ impl PciDevice for VfioPciDevice {
 
     fn bar_decode(&self) -> BarDecode {
         let mut decode = lock(&self.config).bar_decode();
-        decode.enabled &= !self.is_lost();
+        let is_there = !self.is_lost();
+        decode.enabled &= is_there;
+        decode.ports_enabled &= is_there;
         decode
     }
 
@@ -404,10 +408,12 @@ impl PciDevice for VfioPciDevice {
     }
 
     fn save(&self) -> Result<PciDeviceState, PciStateError> {
-        Err(PciStateError::Device { id: self.id.clone(), source: NotMovable.into() })
+        let state = self.saved().map_err(|error| self.state_error(error))?;
+        PciDeviceState::encode(self, VFIO_STATE_VERSION, &state)
     }
 
-    fn restore(&self, _state: &PciDeviceState) -> Result<(), PciStateError> {
-        Err(PciStateError::Device { id: self.id.clone(), source: NotMovable.into() })
+    fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError> {
+        let state = state.decode(self, VFIO_STATE_VERSION)?;
+        self.put_in(&state).map_err(|error| self.state_error(error))
     }
 }

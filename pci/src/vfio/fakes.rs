@@ -23,6 +23,8 @@ use super::gate::DmaGate;
 use super::host::{HostBar, HostFunction, HostNotice, InterruptKind};
 use super::limits::DmaLimits;
 use super::mapping::BarMapping;
+use super::migration::fakes::FakeMigration;
+use super::migration::{DeviceState, MigrationPort, MigrationSupport};
 use super::peers::PeerTarget;
 use super::{BarSlots, IntxLine};
 use crate::bar::MapError;
@@ -49,7 +51,11 @@ pub struct FakeFunction {
     violations: Mutex<Vec<String>>,
     notices: Mutex<BTreeMap<HostNotice, File>>,
     is_silent: AtomicBool,
+    /// Has no eventfd by which the pin is unmasked.
+    pub never_resamples: AtomicBool,
+    unmasked: AtomicU64,
     pub resets: Mutex<u32>,
+    pub migration: FakeMigration,
     /// Called before it may reach memory.
     pub on_bus_master: OnceLock<Box<dyn Fn() + Send + Sync>>,
     pub config_writes: Mutex<Vec<(u16, Vec<u8>)>>,
@@ -100,7 +106,10 @@ impl FakeFunction {
             violations: Mutex::default(),
             notices: Mutex::default(),
             is_silent: AtomicBool::new(false),
+            never_resamples: AtomicBool::new(false),
+            unmasked: AtomicU64::new(0),
             resets: Mutex::default(),
+            migration: FakeMigration::default(),
             on_bus_master: OnceLock::new(),
             config_writes: Mutex::default(),
         }))
@@ -116,6 +125,11 @@ impl FakeFunction {
 
     pub fn has_resample(&self) -> bool {
         *lock(&self.resample)
+    }
+
+    /// How often its pin was unmasked.
+    pub fn unmasked(&self) -> u64 {
+        self.unmasked.load(Ordering::Relaxed)
     }
 
     pub fn command(&self) -> u8 {
@@ -171,9 +185,10 @@ impl HostFunction for FakeFunction {
         }
         for (byte, at) in data.iter().zip(usize::from(offset)..) {
             if at == usize::from(register::COMMAND) {
-                if byte & 3 != 2 {
+                let has_ports = config.get(0x20).is_some_and(|flags| flags & 1 != 0);
+                if byte & 2 == 0 || (byte & 1 != 0 && !has_ports) {
                     self.violate(format!(
-                        "command {byte:#x}: memory decode must stay, ports never"
+                        "command {byte:#x}: memory decode must stay, ports only where there are any"
                     ));
                 }
                 if byte & 4 != 0 && !self.gate.is_open() {
@@ -231,8 +246,16 @@ impl HostFunction for FakeFunction {
         Ok(())
     }
 
-    fn connect_resample(&self, _event: BorrowedFd<'_>) -> Result<(), VfioError> {
+    fn connect_resample(&self, _event: BorrowedFd<'_>) -> Result<bool, VfioError> {
+        if self.never_resamples.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
         *lock(&self.resample) = true;
+        Ok(true)
+    }
+
+    fn unmask_pin(&self) -> Result<(), VfioError> {
+        self.unmasked.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -256,6 +279,48 @@ impl HostFunction for FakeFunction {
 
     fn reset(&self) {
         *lock(&self.resets) += 1;
+        self.migration.reset();
+    }
+}
+
+impl MigrationPort for FakeFunction {
+    fn migration_support(&self) -> io::Result<Option<MigrationSupport>> {
+        self.migration.support()
+    }
+
+    fn set_device_state(&self, state: DeviceState) -> io::Result<()> {
+        if state == DeviceState::Resuming && !self.gate.is_open() {
+            self.violate("a state put in behind a closed gate".to_owned());
+        }
+        self.migration.set_state(state)
+    }
+
+    fn device_state(&self) -> io::Result<u32> {
+        self.migration.state()
+    }
+
+    fn state_len_bytes(&self) -> io::Result<u64> {
+        Ok(self.migration.hardware().len() as u64)
+    }
+
+    fn read_state(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.migration.read(buffer)
+    }
+
+    fn write_state(&self, data: &[u8]) -> io::Result<()> {
+        self.migration.write(data)
+    }
+
+    fn start_dma_log(&self, ranges: &[Range<u64>]) -> io::Result<()> {
+        self.migration.start_log(ranges)
+    }
+
+    fn take_dma_log(&self, range: &Range<u64>) -> io::Result<Vec<u64>> {
+        self.migration.take_log(range)
+    }
+
+    fn stop_dma_log(&self) -> io::Result<()> {
+        self.migration.stop_log()
     }
 }
 

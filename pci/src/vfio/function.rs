@@ -67,6 +67,11 @@ impl VfioFunction {
         Ok(Self { id, file, device, _told: told, config_len_bytes, _memory: memory, log_budget })
     }
 
+    /// The device, for the rest of its interface.
+    pub(super) fn device(&self) -> &VfioDevice {
+        &self.device
+    }
+
     /// Where a range of a region lies in the device's file.
     fn offset(&self, region: u32, offset: u64, len: usize) -> Option<u64> {
         let end = offset.checked_add(u64::try_from(len).ok()?)?;
@@ -191,11 +196,18 @@ impl HostFunction for VfioFunction {
             .map_err(Self::refused(format!("connect {} {kind:?} interrupts", events.len())))
     }
 
-    fn connect_resample(&self, event: BorrowedFd<'_>) -> Result<(), VfioError> {
+    fn connect_resample(&self, event: BorrowedFd<'_>) -> Result<bool, VfioError> {
         let events = duplicates(&[event])?;
+        // The ioctl's own answer does not come through, so whatever it is, the other way is tried.
+        let answer =
+            self.device.set_irq_resample_fd(VFIO_PCI_INTX_IRQ_INDEX, events.iter().collect());
+        Ok(answer.is_ok())
+    }
+
+    fn unmask_pin(&self) -> Result<(), VfioError> {
         self.device
-            .set_irq_resample_fd(VFIO_PCI_INTX_IRQ_INDEX, events.iter().collect())
-            .map_err(Self::refused("unmask the interrupt pin by an eventfd".to_owned()))
+            .unmask_irq(VFIO_PCI_INTX_IRQ_INDEX)
+            .map_err(Self::refused("unmask the interrupt pin".to_owned()))
     }
 
     fn connect_notice(&self, notice: HostNotice, event: BorrowedFd<'_>) -> Result<bool, VfioError> {

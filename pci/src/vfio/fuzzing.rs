@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Entry point for fuzzing: bytes become a function's configuration space and a guest's accesses.
+//! Entry points for fuzzing: bytes become a function's configuration space and a guest's accesses, or a
+//! saved state.
 //!
-//! Whatever hardware says and a guest does, nothing may panic, nothing that is made up here may reach
+//! Whatever hardware says, a guest does and a peer sends, nothing may panic, nothing that is made up here may reach
 //! the host, no BAR may lie over another in the guest, bus mastering may never pass a closed gate, other
 //! functions may reach nothing that the guest does not reach, and nothing may be left shown, mapped or
 //! connected.
@@ -10,7 +11,7 @@
 use std::sync::Arc;
 
 use crate::address::DeviceNumber;
-use crate::bar::{MmioRange, MmioWindows};
+use crate::bar::{MmioRange, MmioWindows, PortWindow};
 use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
@@ -19,6 +20,7 @@ use devices::bus::BusDevice as _;
 use super::fakes::{FakeFunction, FakeLine, FakePeers, FakeSlots};
 use super::{DmaGate, HostFunction, PeerBars, VfioPciDevice, VfioWiring};
 
+const PORTS: MmioRange = MmioRange { start_gpa: 0x1000, len_bytes: 0xf000 };
 const WINDOWS: MmioWindows = MmioWindows {
     below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x100_0000 },
     above_4g: MmioRange { start_gpa: 0x40_0000_0000, len_bytes: 0x100_0000 },
@@ -84,6 +86,44 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     assert_eq!(host.connected(), None);
 }
 
+/// Saved states: those parts of a good one are replaced that `input`, a JSON object, names.
+pub fn fuzz_vfio_state(input: &[u8]) {
+    let Ok(changes) = serde_json::from_slice::<serde_json::Map<_, _>>(input) else { return };
+    let gate = Arc::new(DmaGate::default());
+    gate.open();
+    let function = || FakeFunction::new(FakeFunction::config(), Arc::clone(&gate)).ok();
+    let (Some(there), Some(here)) = (function(), function()) else { return };
+    let slots = Arc::new(FakeSlots::default());
+    let take = |host: &Arc<FakeFunction>| {
+        host.migration.allow(true, b"firmware");
+        let wiring = VfioWiring {
+            msi_source: &FakeMsiSource::new(64),
+            slots: slots.clone(),
+            gate: Arc::clone(&gate),
+            intx: None,
+            trapped_bars: Vec::new(),
+            peers: None,
+        };
+        let device = VfioPciDevice::new("fuzz".to_owned(), host.clone(), wiring).ok()?;
+        device.stop().ok()?;
+        Some(device)
+    };
+    let (Some(source), Some(destination)) = (take(&there), take(&here)) else { return };
+    let Ok(mut state) = source.save() else { return };
+    if let Some(parts) = state.data.as_object_mut() {
+        parts.extend(changes);
+    }
+    let is_taken = destination.restore(&state).is_ok();
+    if is_taken {
+        assert!(destination.wake().and_then(|()| destination.run()).is_ok());
+        assert!(destination.stop().is_ok() && destination.save().is_ok());
+    }
+    destination.lose();
+    assert_eq!(here.violations(), Vec::<String>::new());
+    assert_eq!(slots.violations(), Vec::<String>::new());
+    assert_eq!(here.connected(), None);
+}
+
 fn drive(
     host: &Arc<FakeFunction>,
     slots: &Arc<FakeSlots>,
@@ -104,7 +144,10 @@ fn drive(
     let Ok(device) = VfioPciDevice::new("fuzz".to_owned(), host, wiring) else { return };
     let device: Arc<dyn PciDevice> = Arc::new(device);
     let options = PciSegmentOptions { segment: 0, windows: WINDOWS };
-    let Ok(segment) = PciSegment::new(options, mapper.clone()) else { return };
+    let ports = Arc::new(FakeMapper::new(vec![PORTS]));
+    let window = PortWindow { first: 0x1000, last: 0xffff, mapper: ports.clone() };
+    let segment = PciSegment::with_ports(options, mapper.clone(), Some(window));
+    let Ok(segment) = segment else { return };
     if segment.add_device(&device, DeviceNumber::new(1).ok()).is_err() {
         return;
     }
@@ -120,11 +163,12 @@ fn drive(
         match kind >> 2 & 7 {
             0..=2 => ecam.write(1 << 15 | u64::from(at), &data),
             3 | 4 => ecam.read(1 << 15 | u64::from(at), &mut data),
-            5 => drop(mapper.write(in_bar, &data)),
-            6 => drop(mapper.read(in_bar, &mut data)),
+            5 => drop(mapper.write(in_bar, &data) || ports.write(in_bar, &data)),
+            6 => drop(mapper.read(in_bar, &mut data) || ports.read(in_bar, &mut data)),
             _ => device.write_bar(at.to_le_bytes()[0] % 7, u64::from(at) << 4, &data),
         }
     }
+    assert_eq!(ports.violations(), Vec::<String>::new());
 }
 
 #[cfg(test)]
@@ -137,6 +181,17 @@ mod tests {
         #[test]
         fn any_function_and_any_guest_are_harmless(bytes in prop::collection::vec(any::<u8>(), 0..2048)) {
             fuzz_vfio_config(&bytes);
+        }
+
+        #[test]
+        fn any_saved_state_is_taken_or_refused(
+            key in "hardware|registers|command|express_controls|msix|msi_pending|state|other",
+            value in "null|[0-9]{1,6}|-1|\\[[0-9,\\[\\]]{0,12}\\]|\\{\"(len_bytes|base64|version)\":[0-9]{1,3}\\}",
+            (len_bytes, base64) in (0_u64..40, "[A-Za-d0-9+/=]{0,48}"),
+        ) {
+            fuzz_vfio_state(format!("{{\"{key}\":{value}}}").as_bytes());
+            let state = format!(r#"{{"state":{{"len_bytes":{len_bytes},"base64":"{base64}"}}}}"#);
+            fuzz_vfio_state(state.as_bytes());
         }
     }
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use super::error::VfioError;
 use super::mapping::BarMapping;
+use super::migration::MigrationPort;
 
 /// Ways in which a function interrupts. A function uses one at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,8 +47,8 @@ pub struct HostBar {
 ///
 /// All methods may be called from several vCPUs at once. Accesses that the host refuses read as ones
 /// and are lost when written.
-pub trait HostFunction: Send + Sync {
-    /// Length of its configuration space: 256 or 4096.
+pub trait HostFunction: MigrationPort {
+    /// Length of its configuration space: 256 or 4096, or a byte less of some mediated devices.
     fn config_len_bytes(&self) -> u16;
     /// Fills `data` from its configuration space.
     fn read_config(&self, offset: u16, data: &mut [u8]);
@@ -71,11 +72,17 @@ pub trait HostFunction: Send + Sync {
     /// # Errors
     /// The host refuses, mostly for want of interrupt vectors.
     fn connect(&self, kind: InterruptKind, events: &[BorrowedFd<'_>]) -> Result<(), VfioError>;
-    /// Unmasks the pin whenever `event` is signalled.
+    /// Unmasks the pin whenever `event` is signalled; false if the host cannot, and somebody has to call
+    /// [`HostFunction::unmask_pin`] then.
     ///
     /// # Errors
     /// The host refuses.
-    fn connect_resample(&self, event: BorrowedFd<'_>) -> Result<(), VfioError>;
+    fn connect_resample(&self, event: BorrowedFd<'_>) -> Result<bool, VfioError>;
+    /// Unmasks the pin.
+    ///
+    /// # Errors
+    /// The host refuses.
+    fn unmask_pin(&self) -> Result<(), VfioError>;
     /// Lets the host signal `event` when there is that to tell; false if there never is.
     ///
     /// # Errors

@@ -4,19 +4,21 @@
 //!
 //! Owns which of the pin, MSI and MSI-X is connected at the host, which is one at most, and follows
 //! what the guest has switched on. No interrupt passes through this code: the host's function signals
-//! an eventfd that KVM turns into the guest's interrupt.
+//! an eventfd that KVM turns into the guest's interrupt. Only that a guest is done with the pin does,
+//! where the host knows no other way.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 
 use hypervisor::LevelLine;
 use hypervisor::irq::MsiSource;
-use log::warn;
+use log::{info, warn};
 
 use super::config::{MsiLayout, MsiRegisters, MsixLayout};
 use super::error::VfioError;
 use super::host::{HostFunction, InterruptKind};
 use super::msi::Msi;
+use super::unmasking::Unmasking;
 use crate::locks::{LogBudget, lock};
 use crate::msix::Msix;
 
@@ -59,6 +61,8 @@ pub struct Interrupts {
     msi: Option<Msi>,
     intx: Option<Box<dyn IntxLine>>,
     connected: Mutex<Connected>,
+    /// For a pin that the kernel does not unmask. Taken after `connected`, by whoever changes that.
+    unmasking: Mutex<Option<Unmasking>>,
     log_budget: LogBudget,
 }
 
@@ -85,6 +89,7 @@ impl Interrupts {
                 .map_err(VfioError::Msi)?,
             intx,
             connected: Mutex::new(Connected::Nothing),
+            unmasking: Mutex::default(),
             log_budget: LogBudget::default(),
         })
     }
@@ -92,6 +97,11 @@ impl Interrupts {
     /// MSI-X, for its table and pending bits.
     pub fn msix(&self) -> Option<&Msix> {
         self.msix.as_ref()
+    }
+
+    /// MSI, if the function has it.
+    pub fn msi(&self) -> Option<&Msi> {
+        self.msi.as_ref()
     }
 
     /// Follows the guest's registers. One call at a time, in the order of the writes.
@@ -134,7 +144,16 @@ impl Interrupts {
             Connected::Intx => {
                 let Some(line) = &self.intx else { return Ok(()) };
                 self.host.connect(InterruptKind::Intx, &[line.trigger().as_fd()])?;
-                self.host.connect_resample(line.resample())
+                if self.host.connect_resample(line.resample())? {
+                    return Ok(());
+                }
+                info!("passed-through device {}: the VMM unmasks its interrupt pin", self.id);
+                let unmasking = Unmasking::start(&self.id, Arc::clone(&self.host), line.resample());
+                *lock(&self.unmasking) = Some(unmasking.map_err(|source| VfioError::Io {
+                    what: "unmask the interrupt pin by a thread",
+                    source,
+                })?);
+                Ok(())
             }
             Connected::Msi { count } => {
                 let Some(msi) = &self.msi else { return Ok(()) };
@@ -158,6 +177,8 @@ impl Interrupts {
             Connected::Msi { .. } => InterruptKind::Msi,
             Connected::Msix => InterruptKind::Msix,
         };
+        let unmasking = lock(&self.unmasking).take();
+        drop(unmasking);
         if let Err(error) = self.host.disconnect(kind) {
             self.complain(&error);
         }

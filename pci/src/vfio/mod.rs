@@ -37,6 +37,7 @@ mod interrupts;
 mod iommufd;
 mod limits;
 mod mapping;
+pub mod migration;
 mod msi;
 mod notices;
 mod peers;
@@ -47,6 +48,7 @@ mod space;
 mod sysfs;
 #[cfg(test)]
 mod tests;
+mod unmasking;
 
 pub use container::Type1Container;
 pub use device::{BarSlots, VfioPciDevice, VfioWiring};

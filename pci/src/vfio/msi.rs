@@ -29,6 +29,30 @@ impl Msi {
         self.vectors.iter().take(count.into()).map(|vector| vector.eventfd()).collect()
     }
 
+    /// Messages that came while they were held back, a bit for each; they still wait.
+    pub fn pending(&self) -> u32 {
+        let mut pending = 0;
+        for (index, vector) in (0_u32..).zip(&self.vectors) {
+            if vector.take_pending() {
+                pending |= 1_u32.checked_shl(index).unwrap_or(0);
+                if let Err(error) = vector.trigger() {
+                    log::warn!("an interrupt that waited to be let through is lost: {error}");
+                }
+            }
+        }
+        pending
+    }
+
+    /// Lets these messages wait. All are held back.
+    ///
+    /// # Errors
+    /// The host refuses.
+    pub fn set_pending(&self, pending: u32) -> Result<(), IrqError> {
+        let is_set = |index: u32| pending.checked_shr(index).unwrap_or(0) & 1 != 0;
+        let waiting = (0_u32..).zip(&self.vectors).filter(|(index, _)| is_set(*index));
+        waiting.map(|(_, vector)| vector).try_for_each(|vector| vector.trigger())
+    }
+
     /// Brings all vectors in line with the registers.
     ///
     /// # Errors

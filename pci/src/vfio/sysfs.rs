@@ -51,6 +51,10 @@ pub(super) struct SysfsFunction {
     pub group: String,
 }
 
+/// The bus of mediated devices: parts of a device, or made up, by a driver on the host.
+const MEDIATED_BUS: &str = "mdev";
+const NO_DRIVER: &str = "no driver";
+
 /// Name that a link points to.
 fn link_name(path: &Path) -> Option<String> {
     Some(path.read_link().ok()?.file_name()?.to_string_lossy().into_owned())
@@ -78,9 +82,12 @@ impl SysfsFunction {
             .map_err(|source| VfioError::NoDevice { path: path.to_owned(), source })?;
         let group = link_name(&path.join("iommu_group"))
             .ok_or_else(|| VfioError::NoGroup { path: path.clone() })?;
-        let driver = link_name(&path.join("driver")).unwrap_or_else(|| "no driver".to_owned());
-        // Variant drivers of vendors have vfio in their names, too.
-        if !driver.contains("vfio") {
+        let driver = link_name(&path.join("driver")).unwrap_or_else(|| NO_DRIVER.to_owned());
+        // Variant drivers of vendors have vfio in their names, too. Mediated devices have no other drivers
+        // than those for passing them through, whatever their names are.
+        let is_mediated = link_name(&path.join("subsystem")).is_some_and(|bus| bus == MEDIATED_BUS);
+        let is_for_vfio = driver.contains("vfio") || (is_mediated && driver != NO_DRIVER);
+        if !is_for_vfio {
             return Err(VfioError::Driver { path, driver });
         }
         Ok(Self { path, group })
@@ -127,5 +134,20 @@ mod tests {
         assert!(is_node_of(&function.path, &open("/dev/null")));
         assert!(!is_node_of(&function.path, &open("/dev/zero")), "another device");
         assert!(!is_node_of(&function.path, &open("/proc/self/status")), "no device");
+    }
+
+    #[test]
+    fn a_mediated_device_may_have_any_driver() {
+        let root = vmm_sys_util::tempdir::TempDir::new().unwrap();
+        let device = root.as_path().join("83b8f4f2-509f-382f-3c1e-e6bfe0fa1001");
+        fs::create_dir(&device).unwrap();
+        symlink("/sys/kernel/iommu_groups/8", device.join("iommu_group")).unwrap();
+        symlink("/sys/bus/mdev", device.join("subsystem")).unwrap();
+        assert!(SysfsFunction::find(&device).unwrap_err().to_string().contains("no driver"));
+        symlink("/sys/bus/mdev/drivers/mtty", device.join("driver")).unwrap();
+        assert_eq!(SysfsFunction::find(&device).unwrap().group, "8");
+        fs::remove_file(device.join("subsystem")).unwrap();
+        symlink("/sys/bus/pci", device.join("subsystem")).unwrap();
+        assert!(SysfsFunction::find(&device).unwrap_err().to_string().contains("mtty"));
     }
 }

@@ -5,6 +5,8 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -19,44 +21,60 @@ use super::fakes::{
 use super::limits::LockedMemory;
 use super::*;
 use crate::address::DeviceNumber;
-use crate::bar::{MmioRange, MmioWindows};
+use crate::bar::{MmioRange, MmioWindows, PortWindow};
 use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
 
 const BELOW: u64 = 0xc000_0000;
-const ABOVE: u64 = 0x40_0000_0000;
+pub(super) const ABOVE: u64 = 0x40_0000_0000;
 const DEVICE: u64 = 1 << 15;
 const MIB: u64 = 1 << 20;
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-struct Rig {
-    host: Arc<FakeFunction>,
-    device: Arc<VfioPciDevice>,
-    slots: Arc<FakeSlots>,
-    mapper: Arc<FakeMapper>,
-    msi: FakeMsiSource,
-    gate: Arc<DmaGate>,
-    ecam: PciEcam,
-    segment: Arc<PciSegment>,
+pub(super) struct Rig {
+    pub(super) host: Arc<FakeFunction>,
+    pub(super) device: Arc<VfioPciDevice>,
+    pub(super) slots: Arc<FakeSlots>,
+    pub(super) mapper: Arc<FakeMapper>,
+    pub(super) ports: Arc<FakeMapper>,
+    pub(super) msi: FakeMsiSource,
+    pub(super) gate: Arc<DmaGate>,
+    pub(super) ecam: PciEcam,
+    pub(super) segment: Arc<PciSegment>,
 }
 
 impl Rig {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self::with(FakeFunction::config(), Vec::new(), false)
     }
 
-    fn with(config: Vec<u8>, trapped_bars: Vec<u8>, has_line: bool) -> Self {
+    pub(super) fn with(config: Vec<u8>, trapped_bars: Vec<u8>, has_line: bool) -> Self {
+        Self::build(config, trapped_bars, has_line, |_| {})
+    }
+
+    /// `prepare` sets up the host's function before it is taken for the guest.
+    pub(super) fn prepared(config: Vec<u8>, prepare: impl FnOnce(&FakeFunction)) -> Self {
+        Self::build(config, Vec::new(), false, prepare)
+    }
+
+    fn build(
+        config: Vec<u8>,
+        trapped_bars: Vec<u8>,
+        has_line: bool,
+        prepare: impl FnOnce(&FakeFunction),
+    ) -> Self {
         let windows = MmioWindows {
             below_4g: MmioRange { start_gpa: BELOW, len_bytes: 0x100_0000 },
             above_4g: MmioRange { start_gpa: ABOVE, len_bytes: 0x100_0000 },
         };
         let gate = Arc::new(DmaGate::default());
         let host = FakeFunction::new(config, Arc::clone(&gate)).unwrap();
+        prepare(&host);
         let slots = Arc::new(FakeSlots::default());
         let msi = FakeMsiSource::new(64);
-        let line = has_line.then(|| Box::new(FakeLine(File::open("/dev/null").unwrap())) as _);
+        let line = has_line.then(|| Box::new(FakeLine(silent_file())) as _);
         let wiring = VfioWiring {
             msi_source: &msi,
             slots: slots.clone(),
@@ -67,29 +85,38 @@ impl Rig {
         };
         let device = Arc::new(VfioPciDevice::new("gpu".into(), host.clone(), wiring).unwrap());
         let mapper = Arc::new(FakeMapper::new(vec![windows.below_4g, windows.above_4g]));
-        let segment =
-            PciSegment::new(PciSegmentOptions { segment: 0, windows }, mapper.clone()).unwrap();
+        let ports =
+            Arc::new(FakeMapper::new(vec![MmioRange { start_gpa: 0x1000, len_bytes: 0xf000 }]));
+        let window = PortWindow { first: 0x1000, last: 0xffff, mapper: ports.clone() };
+        let options = PciSegmentOptions { segment: 0, windows };
+        let segment = PciSegment::with_ports(options, mapper.clone(), Some(window)).unwrap();
         let on_bus: Arc<dyn PciDevice> = device.clone();
         segment.add_device(&on_bus, DeviceNumber::new(1).ok()).unwrap();
         let ecam = PciEcam::new(&segment);
-        Self { host, device, slots, mapper, msi, gate, ecam, segment }
+        Self { host, device, slots, mapper, ports, msi, gate, ecam, segment }
     }
 
-    fn write(&self, offset: u16, data: &[u8]) {
+    pub(super) fn write(&self, offset: u16, data: &[u8]) {
         self.ecam.write(DEVICE | u64::from(offset), data);
     }
 
-    fn read<const N: usize>(&self, offset: u16) -> [u8; N] {
+    pub(super) fn read<const N: usize>(&self, offset: u16) -> [u8; N] {
         let mut data = [0; N];
         self.ecam.read(DEVICE | u64::from(offset), &mut data);
         data
     }
 
-    fn check(&self) {
+    pub(super) fn check(&self) {
         assert_eq!(self.host.violations(), Vec::<String>::new());
         assert_eq!(self.slots.violations(), Vec::<String>::new());
         assert_eq!(self.mapper.violations(), Vec::<String>::new());
+        assert_eq!(self.ports.violations(), Vec::<String>::new());
     }
+}
+
+/// What can be waited for, and never comes.
+fn silent_file() -> File {
+    File::from(OwnedFd::from(UnixDatagram::unbound().unwrap()))
 }
 
 #[test]
@@ -103,11 +130,47 @@ fn the_guest_sees_the_function_and_its_own_bars() {
     rig.write(0x14, &[0xff; 4]);
     assert_eq!(rig.read::<8>(0x10), (!0x3fff_u64 | 4).to_le_bytes());
     rig.write(0x20, &[0xff; 4]);
-    assert_eq!(rig.read::<4>(0x20), [0; 4], "ports are not shown");
+    assert_eq!(rig.read::<4>(0x20), (!0x1f_u32 | 1).to_le_bytes(), "ports");
     rig.write(0x30, &[0xff; 4]);
     assert_eq!(rig.read::<4>(0x30), [0; 4], "no ROM");
     assert_eq!(rig.read::<4>(SRIOV_OFFSET), 0x1800_0000_u32.to_le_bytes(), "hidden, list intact");
     assert_eq!(rig.read::<4>(0x180), 0x0001_0003_u32.to_le_bytes());
+    rig.check();
+}
+
+#[test]
+fn ports_are_reached_while_the_guest_wants_them() {
+    let rig = Rig::new();
+    assert_eq!(rig.read::<4>(0x20), 0x1001_u32.to_le_bytes());
+    rig.write(4, &[2]);
+    assert_eq!((rig.ports.mapped(), rig.host.command() & 1), (vec![], 0));
+    rig.write(4, &[3]);
+    assert_eq!((rig.ports.mapped(), rig.host.command() & 3), (vec![0x1000], 3));
+    assert!(rig.ports.write(0x1007, &[0xa5]));
+    let mut data = [0];
+    rig.host.read_bar(4, 7, &mut data);
+    assert_eq!(data, [0xa5]);
+    rig.write(0x20, &[0x60, 0xc0]);
+    assert_eq!(rig.ports.mapped(), [0xc060]);
+    assert!(rig.ports.read(0xc067, &mut data) && data == [0xa5]);
+    rig.device.lose();
+    assert!(rig.ports.read(0xc067, &mut data) && data == [0xff], "as any BAR of one that is gone");
+    rig.check();
+}
+
+#[test]
+fn a_pin_that_the_host_does_not_unmask_is_unmasked_here() {
+    let rig = Rig::build(FakeFunction::config(), Vec::new(), true, |host| {
+        host.never_resamples.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert_eq!(rig.host.connected(), Some((InterruptKind::Intx, 1)));
+    assert!(!rig.host.has_resample());
+    rig.write(MSI_OFFSET + 2, &[1, 0]);
+    assert_eq!(rig.host.connected(), Some((InterruptKind::Msi, 1)));
+    rig.write(MSI_OFFSET + 2, &[0, 0]);
+    assert_eq!(rig.host.connected(), Some((InterruptKind::Intx, 1)));
+    rig.device.lose();
+    assert_eq!(rig.host.connected(), None);
     rig.check();
 }
 

@@ -41,7 +41,7 @@ check refuses_a_device_twice refused "passed through already" add-device path=$d
 check refuses_what_is_not_there refused "there is no PCI device" add-device path=$PCI/0000:00:1e.7,id=other
 check refuses_to_remove_a_stranger refused "has no device 'nobody'" remove-device nobody
 check refuses_to_remove_the_console refused "cannot be removed" remove-device __console
-check refuses_to_migrate_with_it refused "passed-through devices (disk)" send-migration destination_url=unix:$T/none.mig
+check refuses_to_migrate_with_it refused "passed-through devices: 'disk': its driver" send-migration destination_url=unix:$T/none.mig
 
 # The host has the disk again, and finds on it what the guest wrote.
 ours_again() {

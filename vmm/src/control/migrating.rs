@@ -84,8 +84,11 @@ impl Vmm {
 
     pub(super) fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
         let vcpus = self.machine_mut()?.config().cpus.boot_vcpus;
-        let options = sending::options(data, vcpus)?;
+        let mut options = sending::options(data, vcpus)?;
         self.refuse_unmovable()?;
+        if self.machine_mut()?.has_passthrough() {
+            sending::without_postcopy(&mut options, data)?;
+        }
         self.refuse_while_memory_arrives("migrated")?;
         let page_server = self.page_server(data)?;
         let Vm::Live(mut machine) = std::mem::replace(&mut self.vm, Vm::None) else {

@@ -24,6 +24,7 @@ use crate::config::{
     TimeoutStrategy as ConfigStrategy,
 };
 use crate::machine::Machine;
+use crate::migration::destination::DmaToMissingPages;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::{LeavingMachine, Remains};
 use crate::page_server::PageServerPlan;
@@ -76,6 +77,31 @@ pub struct Sending {
     pub cancellers: Vec<Responder>,
     /// Whoever gave up the pages that are served, and waits until that is done.
     pub deleters: Vec<Responder>,
+}
+
+/// Leaves out what a VM with passed-through devices cannot do.
+///
+/// # Errors
+/// Nothing else was asked for.
+pub fn without_postcopy(
+    options: &mut SendOptions,
+    data: &SendMigrationData,
+) -> Result<(), ApiError> {
+    if options.memory_mode == MemoryMode::Postcopy || data.page_server {
+        let error = ApiError::from_error(ApiErrorKind::Conflict, &DmaToMissingPages);
+        return Err(error);
+    }
+    let may_switch =
+        options.memory_mode == MemoryMode::Auto || options.convergence == Convergence::Postcopy;
+    if may_switch {
+        log::info!("a VM with passed-through devices moves in precopy only: no switch to postcopy");
+        options.memory_mode = MemoryMode::Precopy;
+        options.postcopy_after = None;
+        if options.convergence == Convergence::Postcopy {
+            options.convergence = Convergence::None;
+        }
+    }
+    Ok(())
 }
 
 /// Turns the request into options.
@@ -206,5 +232,30 @@ pub fn start(
             // Only the thread takes it, and there is none.
             None => unreachable!("no thread was made"),
         },
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn with_devices(keys: &str) -> Result<SendOptions, String> {
+        let data = format!("destination_url=tcp:h:1,{keys}");
+        let data = SendMigrationData::parse_or_url(&data).unwrap();
+        let mut sent = options(&data, 1).map_err(|error| error.to_string())?;
+        without_postcopy(&mut sent, &data).map_err(|error| error.to_string())?;
+        Ok(sent)
+    }
+
+    #[test]
+    fn passed_through_devices_move_in_precopy_only() {
+        let auto = with_devices("memory_mode=auto,postcopy_after_s=3").unwrap();
+        assert_eq!((auto.memory_mode, auto.postcopy_after), (MemoryMode::Precopy, None));
+        assert_eq!(with_devices("downtime_ms=7").unwrap().memory_mode, MemoryMode::Precopy);
+        for refused in ["memory_mode=postcopy", "memory_mode=auto,page_server=on"] {
+            let error = with_devices(refused).unwrap_err();
+            assert!(error.contains("cannot wait for pages that are still to come"), "{error}");
+        }
     }
 }

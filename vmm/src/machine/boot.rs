@@ -168,7 +168,7 @@ pub fn load(
         ecam_gpa: layout::ECAM_GPA,
         first_bus: 0,
         last_bus: 0,
-        io_ports: None,
+        io_ports: Some((layout::PCI_IO_PORT, layout::PCI_IO_LAST_PORT)),
         mmio32: Some(range(windows.below_4g)),
         mmio64: Some(range(windows.above_4g)),
         intx: intx.to_vec(),

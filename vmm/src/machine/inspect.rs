@@ -11,6 +11,7 @@ use devices::virtio::balloon::BalloonHandle;
 use hypervisor::VcpuThrottle;
 use memory::Collapse;
 use pci::vfio::PinProgress;
+use pci::vfio::migration::DmaLog;
 use pci::{Bdf, PciDevice as _};
 
 use super::prefault::{Background, PrefaultStatus};
@@ -67,6 +68,21 @@ impl Machine {
     /// How much of its memory is mapped for DMA; `None` without passed-through devices.
     pub fn pin_progress(&self) -> Option<PinProgress> {
         self.passthrough.progress()
+    }
+
+    /// Whether it has passed-through devices.
+    pub fn has_passthrough(&self) -> bool {
+        !self.passthrough.devices().is_empty()
+    }
+
+    /// An estimate of the length of the state of its passed-through hardware.
+    pub fn hardware_state_len_bytes(&self) -> u64 {
+        self.passthrough.state_len_bytes()
+    }
+
+    /// Watches what passed-through devices write to its memory, until the answer is dropped.
+    pub fn watch_dma(&self) -> Vec<DmaLog> {
+        self.passthrough.watch_dma(&self.ram)
     }
 
     /// A throttle on its vCPUs; `None`, with a line in the log, when the host gives no thread.

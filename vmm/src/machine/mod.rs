@@ -49,8 +49,8 @@ use hypervisor::{
 };
 use memory::{Collapse, Given, GuestRam};
 use pci::{
-    ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError, PciSegment,
-    PciSegmentOptions, PciStateError,
+    Bdf, ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciDevice, PciEcam, PciError,
+    PciSegment, PciStateError,
 };
 use thiserror::Error;
 
@@ -227,7 +227,7 @@ impl Chassis {
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
 
         let windows = boot::device_windows(&ram, bits)?;
-        let segment = PciSegment::new(PciSegmentOptions { segment: 0, windows }, space.clone())?;
+        let segment = space.new_segment(windows)?;
         space.insert_memory(
             layout::ECAM_GPA,
             ECAM_SEGMENT_LEN_BYTES,
@@ -373,13 +373,14 @@ impl Machine {
         host: &Host,
         given: &[(String, Arc<File>)],
     ) -> Result<Arc<GuestRam>, MachineError> {
-        Passthrough::refuse_move(config)?;
+        passthrough::check_config(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file)));
         Ok(ram::make(&config.memory, bits, false, given.collect())?)
     }
 
-    /// A machine on such memory, whose state is still to come, paused. Does not touch the memory.
+    /// A machine on such memory, whose state is still to come, paused. Does not touch what is in
+    /// memory; for passed-through devices all of it gets its pages.
     ///
     /// # Errors
     /// Naming what is missing here.
@@ -390,9 +391,12 @@ impl Machine {
         sink: EventSink,
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
-        Passthrough::refuse_move(&config)?;
         let opening = (Opening::Before, None);
-        let chassis = Chassis::build(&config, &consoles, host, sink, ram, opening)?;
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening)?;
+        chassis.passthrough.check_movable(&config)?;
+        chassis.passthrough.stop()?;
+        // On threads of their own; what arrives in a page stays in it.
+        chassis.passthrough.map_memory(&chassis.ram, chassis.devices.borrowers())?;
         let vcpus = chassis.create_vcpus(&config)?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
         let machine = chassis.start(vcpus, cpuid, config, consoles)?;
@@ -444,7 +448,7 @@ impl Machine {
     /// # Errors
     /// Naming the devices that cannot be moved.
     pub fn check_movable(&self) -> Result<(), MachineError> {
-        Ok(Passthrough::refuse_move(&self.config)?)
+        Ok(self.passthrough.check_movable(&self.config)?)
     }
 
     /// Takes image locks and taps.
@@ -473,6 +477,7 @@ impl Machine {
     /// None today; the signature leaves room for back ends that can refuse.
     pub fn resume(&mut self) -> Result<(), MachineError> {
         if self.paused {
+            self.passthrough.run();
             self.devices.resume();
             self.legacy.resume();
             self.vcpus.resume_all();
@@ -484,10 +489,14 @@ impl Machine {
     /// Stops the vCPUs, then everything else that writes guest memory.
     ///
     /// # Errors
-    /// When a vCPU cannot be stopped; the machine runs on.
+    /// When a vCPU or a passed-through device cannot be stopped; the machine runs on.
     pub fn pause(&mut self) -> Result<(), MachineError> {
         if !self.paused {
             self.vcpus.pause_all()?;
+            if let Err(error) = self.passthrough.stop() {
+                self.vcpus.resume_all();
+                return Err(error.into());
+            }
             self.devices.pause();
             self.legacy.pause();
             self.paused = true;
@@ -500,14 +509,17 @@ impl Machine {
     /// # Errors
     /// Naming the vCPU or device.
     pub fn save(&self) -> Result<MachineState, MachineError> {
+        // One that was added since the pause works.
+        self.passthrough.stop()?;
         let clock = self.vm.clock()?;
         let mut vcpus = Vec::new();
         for (index, state) in (0_u32..).zip(self.vcpus.on_each(|vcpu| vcpu.state())?) {
             vcpus.push(state.map_err(|source| MachineError::Vcpu { index, source })?);
         }
         let mut pci = BTreeMap::new();
-        for (bdf, function) in self.devices.functions() {
-            let state = PciDevice::save(function.as_ref())?;
+        for (bdf, function) in self.pci_functions() {
+            let state =
+                function.save().inspect_err(|error| self.passthrough.tell_if_lost(bdf, error))?;
             pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
         }
         Ok(MachineState {
@@ -537,7 +549,7 @@ impl Machine {
         }
         features::check(&state.shown, &self.cpuid).map_err(MachineError::Features)?;
         self.shown = state.shown;
-        let functions = self.devices.functions();
+        let functions = self.pci_functions();
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));
         }
@@ -555,7 +567,7 @@ impl Machine {
             if saved.bdf != bdf.to_string() {
                 return Err(mismatch(format!("'{id}' is at {}, here at {bdf}", saved.bdf)));
             }
-            PciDevice::restore(function.as_ref(), &saved.state)?;
+            function.restore(&saved.state)?;
         }
         self.segment.refresh_mappings();
         if let Some(state) = &state.pci_hotplug {
@@ -563,6 +575,15 @@ impl Machine {
             self.take_ejected();
         }
         Ok(())
+    }
+
+    /// All PCI functions; passed-through ones last, as their hardware may use what the others hold.
+    fn pci_functions(&self) -> Vec<(Bdf, Arc<dyn PciDevice>)> {
+        let virtio = self.devices.functions().iter();
+        let passed = self.passthrough.devices().iter();
+        let virtio = virtio.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
+        let passed = passed.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
+        virtio.chain(passed).collect()
     }
 
     fn restore_vcpus(

@@ -7,9 +7,13 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use arch::layout;
 use devices::bus::{Bus, BusDevice, BusError};
 use hypervisor::{AfterExit, ExitHandler, FaultAction, FaultedAccess, FaultedAt, StopReason};
-use pci::{BarMapper, MapError, MmioRange};
+use pci::{
+    BarMapper, MapError, MmioRange, MmioWindows, PciError, PciSegment, PciSegmentOptions,
+    PortWindow,
+};
 
 use super::events::{GuestEvent, Power};
 use super::faults::MissingPages;
@@ -58,6 +62,23 @@ impl AddressSpace {
         let _ = self.missing.set(pages);
     }
 
+    /// A PCI segment whose BARs lie in `windows` and, those of I/O, among the ports.
+    ///
+    /// # Errors
+    /// A window is impossible.
+    pub fn new_segment(
+        self: &Arc<Self>,
+        windows: MmioWindows,
+    ) -> Result<Arc<PciSegment>, PciError> {
+        let options = PciSegmentOptions { segment: 0, windows };
+        let ports = PortWindow {
+            first: layout::PCI_IO_PORT,
+            last: layout::PCI_IO_LAST_PORT,
+            mapper: Arc::new(Ports(Arc::clone(self))),
+        };
+        PciSegment::with_ports(options, self.clone(), Some(ports))
+    }
+
     /// When the guest first touched an address without RAM.
     pub fn first_mmio(&self) -> Option<Instant> {
         self.first_mmio.get().copied()
@@ -66,19 +87,48 @@ impl AddressSpace {
 
 impl BarMapper for AddressSpace {
     fn map(&self, range: MmioRange, device: Arc<dyn BusDevice>) -> Result<(), MapError> {
-        let inserted = self.mmio.insert("PCI BAR", range.start_gpa, range.len_bytes, device);
-        inserted.map_err(|error| MapError { source: Box::new(error) })
+        map(&self.mmio, range, device)
     }
 
     fn unmap(&self, range: MmioRange) -> Result<(), MapError> {
-        let removed = self.mmio.remove(range.start_gpa);
-        removed.map(drop).map_err(|error| MapError { source: Box::new(error) })
+        unmap(&self.mmio, range)
     }
 
     fn relocate(&self, from: MmioRange, to: MmioRange) -> Result<(), MapError> {
-        let moved = self.mmio.move_range(from.start_gpa, to.start_gpa);
-        moved.map_err(|error| MapError { source: Box::new(error) })
+        relocate(&self.mmio, from, to)
     }
+}
+
+/// The ports of an address space, for I/O BARs.
+struct Ports(Arc<AddressSpace>);
+
+impl BarMapper for Ports {
+    fn map(&self, range: MmioRange, device: Arc<dyn BusDevice>) -> Result<(), MapError> {
+        map(&self.0.pio, range, device)
+    }
+
+    fn unmap(&self, range: MmioRange) -> Result<(), MapError> {
+        unmap(&self.0.pio, range)
+    }
+
+    fn relocate(&self, from: MmioRange, to: MmioRange) -> Result<(), MapError> {
+        relocate(&self.0.pio, from, to)
+    }
+}
+
+fn map(bus: &Bus, range: MmioRange, device: Arc<dyn BusDevice>) -> Result<(), MapError> {
+    let inserted = bus.insert("PCI BAR", range.start_gpa, range.len_bytes, device);
+    inserted.map_err(|error| MapError { source: Box::new(error) })
+}
+
+fn unmap(bus: &Bus, range: MmioRange) -> Result<(), MapError> {
+    let removed = bus.remove(range.start_gpa);
+    removed.map(drop).map_err(|error| MapError { source: Box::new(error) })
+}
+
+fn relocate(bus: &Bus, from: MmioRange, to: MmioRange) -> Result<(), MapError> {
+    let moved = bus.move_range(from.start_gpa, to.start_gpa);
+    moved.map_err(|error| MapError { source: Box::new(error) })
 }
 
 /// Answers the exits of one machine's vCPUs.

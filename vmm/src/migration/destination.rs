@@ -50,6 +50,14 @@ pub struct ArrivingMachine {
     weakness: Option<Weakness>,
 }
 
+/// A device cannot wait for a page as a vCPU does.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the VM has passed-through devices, which may reach any of its memory at any time and cannot wait \
+     for pages that are still to come: it can be moved in precopy only"
+)]
+pub struct DmaToMissingPages;
+
 impl ArrivingMachine {
     /// The machine, to be described.
     pub fn machine(&self) -> &Machine {
@@ -101,6 +109,9 @@ impl DestinationVm for ArrivingMachine {
     type Running = Machine;
 
     fn fault_source(&mut self) -> Result<Option<Arc<dyn FaultSource>>, VmError> {
+        if self.machine.has_passthrough() {
+            return Err(DmaToMissingPages.into());
+        }
         let Some(plan) = self.faults.take() else { return Ok(None) };
         let Some(faulting) = plan.set_up(&self.machine, &self.memory)? else { return Ok(None) };
         self.weakness = faulting.weakness;

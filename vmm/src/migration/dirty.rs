@@ -2,14 +2,16 @@
 
 //! Which pages the guest and its devices wrote, while a migration watches.
 //!
-//! Owns the union of KVM's log (vCPUs) and of the log of device writes in this process. Tracking
-//! starts when the value is made and stops when it is dropped.
+//! Owns the union of KVM's log (vCPUs), of the log of device writes in this process, and of what
+//! passed-through devices write by DMA. Tracking starts when the value is made and stops when it is
+//! dropped.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use hypervisor::{DirtyLogSource, ManualDirtyLog, SlotError, Vm};
 use memory::GuestRam;
+use pci::vfio::migration::DmaLog;
 use vm_migration::VmError;
 use vm_migration::vm::DirtyLog;
 
@@ -20,6 +22,8 @@ pub struct MachineDirtyLog {
     /// KVM's bits as of the last round, by region. Locked once a slice by the one thread that
     /// copies it.
     noted: Vec<Mutex<Vec<u64>>>,
+    /// Of passed-through devices; what they report is added to the log of device writes.
+    dma: Vec<DmaLog>,
 }
 
 fn slot_of(region: usize) -> u32 {
@@ -27,14 +31,18 @@ fn slot_of(region: usize) -> u32 {
 }
 
 impl MachineDirtyLog {
-    /// Starts tracking.
+    /// Starts tracking. `watch_dma` starts to watch passed-through devices.
     ///
     /// # Errors
     /// What KVM says; tracking is off then.
-    pub fn start(vm: Vm, ram: Arc<GuestRam>) -> Result<Self, SlotError> {
+    pub fn start(
+        vm: Vm,
+        ram: Arc<GuestRam>,
+        watch_dma: impl FnOnce() -> Vec<DmaLog>,
+    ) -> Result<Self, SlotError> {
         ram.track_device_writes(true);
         let noted = ram.regions().iter().map(|_| Mutex::new(Vec::new())).collect();
-        let log = Self { vm, ram, noted };
+        let log = Self { vm, ram, noted, dma: watch_dma() };
         for region in 0..log.ram.regions().len() {
             log.vm.set_dirty_logging(slot_of(region), true)?;
         }
@@ -55,6 +63,7 @@ impl Drop for MachineDirtyLog {
 
 impl DirtyLog for MachineDirtyLog {
     fn begin_round(&self) -> Result<u64, VmError> {
+        self.dma.iter().for_each(|log| log.collect(&self.ram));
         let mut pages = 0;
         for (index, region) in self.ram.regions().iter().enumerate() {
             let mut noted = self.noted[index].lock().unwrap_or_else(PoisonError::into_inner);

@@ -16,6 +16,7 @@ use vm_migration::snapshot::{
     Filling, Opened, SaveReport, Saved, SnapshotError, copy_in, default_threads, save,
 };
 
+use super::destination::DmaToMissingPages;
 use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
@@ -65,6 +66,8 @@ enum RestoreCause {
     Config(#[from] ConfigError),
     #[error("zone_updates names memory zone '{0}', which the VM does not have")]
     NoZone(String),
+    #[error(transparent)]
+    MissingPages(#[from] DmaToMissingPages),
     #[error("state.json cannot be used")]
     StateJson(#[source] MachineStateError),
     #[error(transparent)]
@@ -139,6 +142,10 @@ fn restore_from(
     let config: VmConfig =
         serde_json::from_slice(snapshot.config_json()).map_err(RestoreCause::ConfigJson)?;
     let mut config = config.complete()?;
+    let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
+    if has_devices && wishes.memory_restore_mode == MemoryRestoreMode::OnDemand {
+        return Err(DmaToMissingPages.into());
+    }
     update_zones(&mut config, wishes)?;
     // Before anything is made: a state that nobody can read needs no machine.
     let state = MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;

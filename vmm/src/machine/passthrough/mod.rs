@@ -7,6 +7,7 @@
 //! guest if it failed.
 
 mod backend;
+mod moving;
 mod notices;
 mod opening;
 mod prepinned;
@@ -22,6 +23,7 @@ use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::mem::MemHandle;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
+use pci::vfio::migration::MigrationError;
 use pci::vfio::{
     DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, PeerBars, Pieces, PinError,
     PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
@@ -34,6 +36,7 @@ use super::virtio::Sockets;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use backend::{Backend, place_of, shown_place};
+pub use moving::check_config;
 pub use opening::Opening;
 use opening::{ComingDevice, Opened};
 use slots::KvmBarSlots;
@@ -89,10 +92,19 @@ pub enum PassthroughError {
     MemoryFailed(Arc<str>),
     /// A migration or a snapshot.
     #[error(
-        "the VM has passed-through devices ({0}), and the state of their hardware cannot be moved: \
-         it can be neither migrated nor saved; start it without them for that"
+        "the VM can be neither migrated nor saved because of its passed-through devices: {0}; remove \
+         them first"
     )]
     NotMovable(String),
+    /// A device does not stop.
+    #[error("cannot stop passed-through device '{id}'")]
+    Stop {
+        /// Its id.
+        id: String,
+        /// Why.
+        #[source]
+        source: MigrationError,
+    },
 }
 
 /// Everybody who has to be told when memory cannot be mapped; devices come and go meanwhile. Held for
@@ -148,16 +160,6 @@ pub fn routes() -> Vec<IntxRoute> {
 }
 
 impl Passthrough {
-    /// Refuses what would move a machine with passed-through devices.
-    ///
-    /// # Errors
-    /// Naming the devices.
-    pub fn refuse_move(config: &VmConfig) -> Result<(), PassthroughError> {
-        let ids: Vec<_> =
-            config.devices.iter().flatten().filter_map(|device| device.id.as_deref()).collect();
-        if ids.is_empty() { Ok(()) } else { Err(PassthroughError::NotMovable(ids.join(", "))) }
-    }
-
     /// With passed-through devices no memory is given back to the host: they would go on writing
     /// pages that the guest no longer has. To be called before a balloon is made, which then does
     /// not offer what would not work.

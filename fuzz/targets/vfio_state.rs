@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The saved state of a passed-through function.
+
+#![no_main]
+
+godwit_fuzz::target!(pci::vfio::fuzzing::fuzz_vfio_state);

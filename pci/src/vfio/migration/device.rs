@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A passed-through function that is stopped, saved, put in and set to work again.
+//!
+//! Owns the order in which the hardware's part and the part that is kept here come and go. No state is
+//! put in before all guest memory is mapped: a function may use memory from then on. A function that
+//! fails on the way is reset, and is gone for the guest.
+
+use std::sync::Arc;
+
+use memory::GuestRam;
+
+use super::dma_log::DmaLog;
+use super::error::{Immovable, MigrationError};
+use super::port::{MigrationPort, MigrationSupport};
+use super::saved::{Hardware, HardwareState, VfioState};
+use crate::config_space::register;
+use crate::device::{PciDevice as _, PciStateError};
+use crate::locks::lock;
+use crate::msix::MsixError;
+use crate::vfio::VfioPciDevice;
+use crate::vfio::capabilities::{self, word};
+use crate::vfio::config::ShadowConfig;
+
+/// Device control, and device control 2, in the capability of PCI Express.
+const EXPRESS_CONTROLS: [u16; 2] = [0x08, 0x28];
+/// In its second register: how much of it there is.
+const EXPRESS_VERSION_MASK: u16 = 0xf;
+/// In device control: resets the function.
+const INITIATE_RESET: u16 = 1 << 15;
+
+impl VfioPciDevice {
+    /// What its hardware and the driver on the host can do.
+    ///
+    /// # Errors
+    /// Why it cannot be moved.
+    pub fn movable(&self) -> Result<MigrationSupport, &Immovable> {
+        if self.is_lost() { Err(&Immovable::Lost) } else { self.migration.support() }
+    }
+
+    /// Begins nothing that reaches other functions from here on.
+    ///
+    /// # Errors
+    /// The kernel refuses, or it has failed; then it is gone for the guest.
+    pub fn quiesce(&self) -> Result<(), MigrationError> {
+        self.unless_lost(|this| this.migration.quiesce())
+    }
+
+    /// Does nothing from here on, if it is one that can be stopped.
+    ///
+    /// # Errors
+    /// As with [`Self::quiesce`].
+    pub fn stop(&self) -> Result<(), MigrationError> {
+        self.unless_lost(|this| this.migration.stop())
+    }
+
+    /// Answers other functions again.
+    ///
+    /// # Errors
+    /// As with [`Self::quiesce`].
+    pub fn wake(&self) -> Result<(), MigrationError> {
+        self.unless_lost(|this| this.migration.wake())
+    }
+
+    /// Works again.
+    ///
+    /// # Errors
+    /// As with [`Self::quiesce`].
+    pub fn run(&self) -> Result<(), MigrationError> {
+        self.unless_lost(|this| this.migration.run())
+    }
+
+    /// Whether it does nothing, so that what it wrote to guest memory is there.
+    pub fn is_stopped(&self) -> bool {
+        self.migration.is_stopped()
+    }
+
+    /// An estimate of the length of the hardware's state.
+    pub fn estimated_state_len_bytes(&self) -> u64 {
+        self.migration.estimated_len_bytes()
+    }
+
+    /// Watches what it writes to guest memory, from here on.
+    pub fn watch_dma(self: &Arc<Self>, ram: &GuestRam) -> DmaLog {
+        DmaLog::start(Arc::clone(self), ram)
+    }
+
+    pub(super) fn port(&self) -> &dyn MigrationPort {
+        self.host.as_ref()
+    }
+
+    fn unless_lost(
+        &self,
+        step: impl FnOnce(&Self) -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        if self.is_lost() {
+            return Ok(());
+        }
+        step(self).inspect_err(|error| self.give_up_if_failed(error))
+    }
+
+    fn give_up_if_failed(&self, error: &MigrationError) {
+        if matches!(error, MigrationError::Failed { .. }) {
+            self.disarm();
+        }
+    }
+
+    pub(in crate::vfio) fn state_error(&self, error: MigrationError) -> PciStateError {
+        PciStateError::Device { id: self.id.clone(), source: Box::new(error) }
+    }
+
+    /// Its state. It has to be stopped.
+    pub(in crate::vfio) fn saved(&self) -> Result<VfioState, MigrationError> {
+        if self.is_lost() {
+            return Err(Immovable::Lost.into());
+        }
+        if let Err(reason) = self.migration.support() {
+            return Err(reason.clone().into());
+        }
+        let data = self.migration.save().inspect_err(|error| self.give_up_if_failed(error))?;
+        let raw = self.raw_config();
+        let mut command = [0; 2];
+        self.read_config(register::COMMAND, &mut command);
+        let config = lock(&self.config);
+        Ok(VfioState {
+            hardware: Hardware::of(&raw, &config.bars()),
+            registers: config.save(),
+            command: u16::from_le_bytes(command),
+            express_controls: express_controls(&raw)
+                .map(|places| places.map(|at| word(&raw, at).unwrap_or(0))),
+            msix: self.interrupts.msix().map(crate::msix::Msix::save),
+            msi_pending: self.interrupts.msi().map_or(0, crate::vfio::msi::Msi::pending),
+            state: HardwareState(data),
+        })
+    }
+
+    /// Puts a state in; waits until all guest memory is mapped. It has to be stopped.
+    pub(in crate::vfio) fn put_in(&self, state: &VfioState) -> Result<(), MigrationError> {
+        if self.is_lost() {
+            return Err(Immovable::Lost.into());
+        }
+        if let Err(reason) = self.migration.support() {
+            return Err(reason.clone().into());
+        }
+        let raw = self.raw_config();
+        let mut config = lock(&self.config);
+        state.hardware.check(&Hardware::of(&raw, &config.bars()))?;
+        let registers = config.restored(&state.registers)?;
+        match (self.interrupts.msix(), &state.msix) {
+            (Some(msix), Some(saved)) => msix.check(saved)?,
+            (None, None) => {}
+            (here, there) => {
+                let (found, expected) = (usize::from(there.is_some()), usize::from(here.is_some()));
+                return Err(MsixError::StateLength { found, expected }.into());
+            }
+        }
+        // The guest does not run, so nobody waits for these registers meanwhile.
+        self.gate.wait()?;
+        let complete = || self.complete(&mut config, registers, &raw, state);
+        let put = self.migration.load(&state.state.0, complete);
+        put.inspect_err(|error| {
+            drop(config);
+            self.give_up_if_failed(error);
+        })
+    }
+
+    /// What is kept here, once the hardware has its part. The hardware is still waiting.
+    fn complete(
+        &self,
+        config: &mut ShadowConfig,
+        registers: crate::config_space::ConfigSpace,
+        raw: &[u8],
+        state: &VfioState,
+    ) -> Result<(), MigrationError> {
+        config.take(registers);
+        for (at, bytes) in config.write(register::COMMAND, &state.command.to_le_bytes()) {
+            self.host.write_config(at, &bytes);
+        }
+        if let (Some(places), Some(controls)) = (express_controls(raw), state.express_controls) {
+            let [first, second] = controls;
+            for (at, control) in places.into_iter().zip([first & !INITIATE_RESET, second]) {
+                self.host.write_config(at, &control.to_le_bytes());
+            }
+        }
+        if let (Some(msix), Some(saved)) = (self.interrupts.msix(), &state.msix) {
+            msix.restore(saved, config.msix_control().unwrap_or(0))?;
+        }
+        if let Some(msi) = self.interrupts.msi()
+            && let Err(error) = msi.set_pending(state.msi_pending)
+        {
+            log::warn!("passed-through device {}: an interrupt is lost: {error}", self.id);
+        }
+        self.interrupts.apply(config.msix_control(), config.msi().as_ref());
+        Ok(())
+    }
+
+    fn raw_config(&self) -> Vec<u8> {
+        let mut raw = vec![0xff; self.host.config_len_bytes().into()];
+        self.host.read_config(0, &mut raw);
+        raw
+    }
+}
+
+/// Where the control registers of PCI Express are, if the capability has both.
+fn express_controls(raw: &[u8]) -> Option<[u16; 2]> {
+    let offset = capabilities::find(raw, capabilities::EXPRESS)?;
+    let version = word(raw, offset.checked_add(2)?)? & EXPRESS_VERSION_MASK;
+    let places = EXPRESS_CONTROLS.map(|register| offset.saturating_add(register));
+    // The older form of the capability ends before the second.
+    (version >= 2 && places.iter().all(|at| word(raw, *at).is_some())).then_some(places)
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a function writes to guest memory by DMA while a migration watches.
+//!
+//! Owns the question which pages may hold something new. A function that can log its writes says so
+//! itself. Of any other it is only known that it may have written everything until it stopped: all
+//! pages count as written then, once. The same holds when a log is lost on the way.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use log::{info, warn};
+use memory::GuestRam;
+
+use super::port::LOG_PAGE_BYTES;
+use crate::device::PciDevice as _;
+use crate::locks::lock;
+use crate::vfio::VfioPciDevice;
+
+/// What is asked for at once: 32 KiB of bits.
+const REPORT_BYTES: u64 = 1 << 30;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Knowledge {
+    /// The function logs.
+    Logged,
+    /// It may write anything, until it stops.
+    Anything,
+    /// Nothing is to come: it has stopped, and what it may have written is known.
+    Settled,
+}
+
+/// The writes of one function, from the moment at which this is made until it is dropped.
+pub struct DmaLog {
+    device: Arc<VfioPciDevice>,
+    /// Locked by the one thread that begins a round.
+    knowledge: Mutex<Knowledge>,
+}
+
+impl DmaLog {
+    /// Begins to watch. Writes to guest memory that come later are reported.
+    pub fn start(device: Arc<VfioPciDevice>, ram: &GuestRam) -> Self {
+        let id = device.id();
+        let ranges: Vec<_> =
+            ram.regions().iter().map(|region| span(region.gpa(), region)).collect();
+        let knowledge = if device.is_stopped() {
+            // Stopped by its owner, so it has written nothing since memory was last looked at.
+            Knowledge::Settled
+        } else {
+            match device.port().start_dma_log(&ranges) {
+                Ok(()) => {
+                    info!("passed-through device {id} logs what it writes to guest memory");
+                    Knowledge::Logged
+                }
+                Err(error) => {
+                    warn!(
+                        "passed-through device {id} cannot log what it writes to guest memory \
+                         ({error}): all of it will be sent again when the guest has stopped, \
+                         whatever downtime_ms allows"
+                    );
+                    Knowledge::Anything
+                }
+            }
+        };
+        Self { device, knowledge: Mutex::new(knowledge) }
+    }
+
+    /// Marks what was written since the last time in the regions' own logs of device writes.
+    pub fn collect(&self, ram: &GuestRam) {
+        let mut knowledge = lock(&self.knowledge);
+        // Before the log is read: what is written between the two is in the next report.
+        let stopped = self.device.is_stopped();
+        if *knowledge == Knowledge::Logged
+            && let Err(error) = self.take(ram)
+        {
+            warn!(
+                "passed-through device {}: the log of what it writes is lost ({error}); all guest \
+                 memory will be sent again when the guest has stopped",
+                self.device.id()
+            );
+            self.end();
+            *knowledge = Knowledge::Anything;
+        }
+        if *knowledge == Knowledge::Anything && stopped {
+            for region in ram.regions() {
+                mark_all(region);
+            }
+            *knowledge = Knowledge::Settled;
+        }
+    }
+
+    fn take(&self, ram: &GuestRam) -> std::io::Result<()> {
+        for region in ram.regions() {
+            let mut at = 0;
+            while at < region.len_bytes() {
+                let end = at.saturating_add(REPORT_BYTES).min(region.len_bytes());
+                let range = region.gpa() + at..region.gpa() + end;
+                let words = self.device.port().take_dma_log(&range)?;
+                let first = at / LOG_PAGE_BYTES;
+                let pages = (end - at).div_ceil(LOG_PAGE_BYTES);
+                let len = usize::try_from(pages.div_ceil(64)).unwrap_or(usize::MAX);
+                if words.len() != len {
+                    let what = format!("{} words came for {pages} pages", words.len());
+                    return Err(std::io::Error::other(what));
+                }
+                region.device_dirty().put_back(first..first + pages, &words);
+                at = end;
+            }
+        }
+        Ok(())
+    }
+
+    fn end(&self) {
+        if let Err(error) = self.device.port().stop_dma_log() {
+            let id = self.device.id();
+            warn!("passed-through device {id} goes on logging its writes: {error}");
+        }
+    }
+}
+
+fn span(start: u64, region: &memory::RamRegion) -> Range<u64> {
+    start..start.saturating_add(region.len_bytes())
+}
+
+fn mark_all(region: &memory::RamRegion) {
+    const PAGES: u64 = 64 * 512;
+    let words = [u64::MAX; 512];
+    let mut first = 0;
+    while first < region.len_pages() {
+        let end = (first + PAGES).min(region.len_pages());
+        region.device_dirty().put_back(first..end, &words);
+        first = end;
+    }
+}
+
+impl Drop for DmaLog {
+    fn drop(&mut self) {
+        if *lock(&self.knowledge) == Knowledge::Logged {
+            self.end();
+        }
+    }
+}

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The saved form of a passed-through function: what is kept of it here, and what its hardware says
+//! of itself.
+//!
+//! Owns the form, and the check that a state is whole and was taken of the same kind of hardware. What
+//! the hardware's part means only the driver on the host knows. Everything in it comes from a peer or a
+//! file.
+
+use std::fmt;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::error::MigrationError;
+use super::session::STATE_LEN_BYTES_MAX;
+use crate::bar::BarDescription;
+use crate::config_space::{ConfigSpaceState, register};
+use crate::msix::MsixState;
+use crate::vfio::capabilities::{self, HIDDEN_EXTENDED, double_word};
+
+/// Version of [`VfioState`] that this program writes, and the newest that it reads.
+pub const VFIO_STATE_VERSION: u32 = 1;
+
+/// The bytes that the driver on the host gave. In JSON they are base64, with their number beside them.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Encoded", into = "Encoded")]
+pub struct HardwareState(pub Vec<u8>);
+
+#[derive(Serialize, Deserialize)]
+struct Encoded {
+    len_bytes: u64,
+    base64: String,
+}
+
+/// Why bytes are not the state of hardware.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum HardwareStateError {
+    /// Some are missing, or there are too many.
+    #[error("the state of the hardware has {found} bytes in place of {expected}")]
+    Length {
+        /// What is there.
+        found: u64,
+        /// What was announced.
+        expected: u64,
+    },
+    /// More than is ever moved.
+    #[error("the state of the hardware has {0} bytes, at most {STATE_LEN_BYTES_MAX} are possible")]
+    TooLong(u64),
+    /// No base64.
+    #[error("the state of the hardware is no base64")]
+    Base64(#[from] base64::DecodeError),
+}
+
+impl From<HardwareState> for Encoded {
+    fn from(HardwareState(bytes): HardwareState) -> Self {
+        Self { len_bytes: bytes.len() as u64, base64: STANDARD.encode(bytes) }
+    }
+}
+
+impl TryFrom<Encoded> for HardwareState {
+    type Error = HardwareStateError;
+
+    fn try_from(encoded: Encoded) -> Result<Self, HardwareStateError> {
+        let Encoded { len_bytes, base64 } = encoded;
+        // What is decoded is shorter than its text, which has limits of its own where it came from.
+        if len_bytes > STATE_LEN_BYTES_MAX {
+            return Err(HardwareStateError::TooLong(len_bytes));
+        }
+        let bytes = STANDARD.decode(base64)?;
+        let found = bytes.len() as u64;
+        if found != len_bytes {
+            return Err(HardwareStateError::Length { found, expected: len_bytes });
+        }
+        Ok(Self(bytes))
+    }
+}
+
+impl fmt::Debug for HardwareState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.0.len())
+    }
+}
+
+/// What a guest's driver has seen of the hardware, and relies on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hardware {
+    /// Vendor and device.
+    pub device: u32,
+    /// Class and revision.
+    pub class: u32,
+    /// Subsystem and its vendor.
+    pub subsystem: u32,
+    /// Length of configuration space.
+    pub config_len_bytes: u16,
+    /// Offsets and IDs of capabilities, extended ones included.
+    pub capabilities: Vec<(u16, u16)>,
+    /// Indexes and lengths of BARs.
+    pub bars: Vec<(u8, u64)>,
+}
+
+impl Hardware {
+    /// Of a function with this configuration space.
+    pub fn of(config: &[u8], bars: &[BarDescription]) -> Self {
+        let register = |offset| double_word(config, offset).unwrap_or(u32::MAX);
+        let mut all = capabilities::conventional(config);
+        let extended = capabilities::extended(config);
+        // What the guest does not see may differ.
+        all.extend(extended.into_iter().filter(|(_, id)| !HIDDEN_EXTENDED.contains(id)));
+        Self {
+            device: register(register::VENDOR_ID),
+            class: register(register::REVISION_ID),
+            subsystem: register(register::SUBSYSTEM_VENDOR_ID),
+            config_len_bytes: u16::try_from(config.len()).unwrap_or(u16::MAX),
+            capabilities: all,
+            bars: bars.iter().map(|bar| (bar.index, bar.len_bytes)).collect(),
+        }
+    }
+
+    /// Whether what was saved of `self` fits `here`.
+    ///
+    /// # Errors
+    /// Naming the first difference.
+    pub fn check(&self, here: &Self) -> Result<(), MigrationError> {
+        let numbers = [
+            ("its vendor and device", self.device, here.device),
+            ("its class and revision", self.class, here.class),
+            ("its subsystem", self.subsystem, here.subsystem),
+        ];
+        for (what, found, expected) in numbers {
+            if found != expected {
+                return Err(differs(what, format!("{found:#010x}"), format!("{expected:#010x}")));
+            }
+        }
+        if self.config_len_bytes != here.config_len_bytes {
+            let (found, expected) = (self.config_len_bytes, here.config_len_bytes);
+            let what = "the length of its configuration space";
+            return Err(differs(what, found.to_string(), expected.to_string()));
+        }
+        if self.capabilities != here.capabilities {
+            let shown = |list: &[(u16, u16)]| {
+                let entry = |(offset, id): &(u16, u16)| format!("{id:#x} at {offset:#x}");
+                list.iter().take(SHOWN_MAX).map(entry).collect::<Vec<_>>().join(", ")
+            };
+            let what = "its list of capabilities";
+            return Err(differs(what, shown(&self.capabilities), shown(&here.capabilities)));
+        }
+        if self.bars != here.bars {
+            let shown = |list: &[(u8, u64)]| {
+                let entry = |(index, len): &(u8, u64)| format!("BAR {index} of {len:#x} bytes");
+                list.iter().take(SHOWN_MAX).map(entry).collect::<Vec<_>>().join(", ")
+            };
+            return Err(differs("its BARs", shown(&self.bars), shown(&here.bars)));
+        }
+        Ok(())
+    }
+}
+
+/// Entries of a list that a message names: as many capabilities as there could be of use to anybody.
+const SHOWN_MAX: usize = 48;
+
+fn differs(what: &'static str, found: String, expected: String) -> MigrationError {
+    MigrationError::OtherHardware { what, found, expected }
+}
+
+/// A saved function: plain and untrusted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VfioState {
+    /// What it was.
+    pub hardware: Hardware,
+    /// What of configuration space is made up here.
+    pub registers: ConfigSpaceState,
+    /// The command register, as the guest sees it.
+    pub command: u16,
+    /// Device control and device control 2 of PCI Express, as the guest has set them.
+    pub express_controls: Option<[u16; 2]>,
+    /// The table of MSI-X.
+    pub msix: Option<MsixState>,
+    /// MSI messages that wait to be let through, a bit for each.
+    pub msi_pending: u32,
+    /// What the hardware says.
+    pub state: HardwareState,
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn read(len_bytes: u64, base64: &str) -> Result<HardwareState, HardwareStateError> {
+        Encoded { len_bytes, base64: base64.to_owned() }.try_into()
+    }
+
+    #[test]
+    fn what_is_cut_off_or_too_long_is_refused() {
+        let whole = Encoded::from(HardwareState(b"firmware state".to_vec()));
+        assert_eq!(read(14, &whole.base64).unwrap().0, b"firmware state");
+        let short = |found, expected| Err(HardwareStateError::Length { found, expected });
+        assert_eq!(read(14, &whole.base64[..16]), short(12, 14));
+        assert_eq!(read(13, &whole.base64), short(14, 13));
+        assert_eq!(read(0, ""), Ok(HardwareState(Vec::new())));
+        assert_eq!(read(1 << 40, "AAAA"), Err(HardwareStateError::TooLong(1 << 40)));
+        assert!(matches!(read(3, "A*=="), Err(HardwareStateError::Base64(_))));
+        assert!(matches!(read(14, &whole.base64[..19]), Err(HardwareStateError::Base64(_))));
+    }
+
+    #[test]
+    fn other_hardware_is_named() {
+        let here = Hardware {
+            device: 0x1018_15b3,
+            class: 0x0200_0000,
+            subsystem: 0x0001_15b3,
+            config_len_bytes: 4096,
+            capabilities: vec![(0x60, 0x10), (0x100, 1)],
+            bars: vec![(0, 0x10_0000)],
+        };
+        assert!(here.check(&here.clone()).is_ok());
+        let why = |change: fn(&mut Hardware)| {
+            let mut there = here.clone();
+            change(&mut there);
+            there.check(&here).unwrap_err().to_string()
+        };
+        assert!(
+            why(|there| there.device = 0x1019_15b3).contains("0x101915b3 there and 0x101815b3")
+        );
+        assert!(why(|there| there.class += 1).contains("revision"));
+        assert!(why(|there| there.subsystem = 0).contains("subsystem"));
+        assert!(why(|there| there.config_len_bytes = 256).contains("256 there and 4096"));
+        assert!(
+            why(|there| there.capabilities.clear()).contains("0x10 at 0x60, 0x1 at 0x100 here")
+        );
+        assert!(why(|there| there.bars[0].1 = 0x20_0000).contains("BAR 0 of 0x200000 bytes there"));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(bytes in prop::collection::vec(any::<u8>(), 0..512)) {
+            let json = serde_json::to_string(&HardwareState(bytes.clone())).unwrap();
+            prop_assert_eq!(serde_json::from_str::<HardwareState>(&json).unwrap().0, bytes);
+        }
+
+        #[test]
+        fn any_text_is_read_or_refused(len_bytes in 0_u64..64, text in "[A-Za-z0-9+/=*]{0,80}") {
+            if let Ok(state) = read(len_bytes, &text) {
+                prop_assert_eq!(state.0.len() as u64, len_bytes);
+            }
+        }
+    }
+}

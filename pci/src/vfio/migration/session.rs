@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! One function on its way through the states of VFIO migration v2.
+//!
+//! Owns which state it is in, and the only ways from one to the next. Never guesses: after a step that
+//! failed the kernel is asked where the function is, and where nobody knows it counts as failed.
+//!
+//! ```text
+//!   RUNNING <-> RUNNING_P2P <-> STOP <-> STOP_COPY   its state is read
+//!                                 ^----> RESUMING    its state is put in
+//! ```
+//!
+//! Functions of one VM may reach each other, so all of them are in `RUNNING_P2P` before the first
+//! stops, and before the first works again. Those that do not know that state skip it.
+
+use std::sync::{Arc, Mutex};
+
+use log::warn;
+
+use super::error::{Immovable, MigrationError};
+use super::port::{DeviceState, MigrationPort, MigrationSupport};
+use crate::locks::lock;
+
+/// The longest state of a function that is moved. All states travel in one message with those of
+/// vCPUs and devices, in base64, which may be 256 MiB long.
+pub const STATE_LEN_BYTES_MAX: u64 = 128 << 20;
+
+/// What is read of a state at once.
+const READ_BYTES: usize = 1 << 20;
+
+/// The states of one function.
+pub struct Migration {
+    id: String,
+    port: Arc<dyn MigrationPort>,
+    support: Result<MigrationSupport, Immovable>,
+    /// As far as is known here. Held across a step.
+    state: Mutex<DeviceState>,
+}
+
+impl Migration {
+    /// Of a function that was just opened, and works from here on: not every driver on the host sets it to
+    /// work again when whoever had stopped it is gone.
+    pub fn new(id: &str, port: Arc<dyn MigrationPort>) -> Self {
+        let support = match port.migration_support() {
+            Ok(Some(support)) if support.stop_copy => Ok(support),
+            Ok(Some(_)) => Err(Immovable::NoStopCopy),
+            Ok(None) => Err(Immovable::Unsupported),
+            Err(error) => Err(Immovable::Unknown(Arc::new(error))),
+        };
+        let found = support.as_ref().ok().and_then(|_| port.device_state().ok());
+        let state = found.and_then(DeviceState::from_number).unwrap_or(DeviceState::Running);
+        let this = Self { id: id.to_owned(), port, support, state: Mutex::new(state) };
+        if let Err(error) = this.run() {
+            let error = error_text::chain(&error);
+            warn!("passed-through device {id} was found in {state}, and stays there: {error}");
+        }
+        this
+    }
+
+    /// What it can do.
+    ///
+    /// # Errors
+    /// It cannot be moved.
+    pub fn support(&self) -> Result<MigrationSupport, &Immovable> {
+        self.support.as_ref().copied()
+    }
+
+    /// Whether it does nothing.
+    pub fn is_stopped(&self) -> bool {
+        !matches!(*lock(&self.state), DeviceState::Running | DeviceState::RunningP2p)
+    }
+
+    /// Begins nothing that reaches other functions from here on. No effect if it does nothing, or cannot
+    /// do that.
+    ///
+    /// # Errors
+    /// See [`Self::go`].
+    pub fn quiesce(&self) -> Result<(), MigrationError> {
+        let mut state = lock(&self.state);
+        if *state == DeviceState::Running && self.has_p2p() {
+            self.go(&mut state, DeviceState::RunningP2p)?;
+        }
+        Ok(())
+    }
+
+    /// Does nothing from here on. No effect on one that cannot be moved.
+    ///
+    /// # Errors
+    /// See [`Self::go`].
+    pub fn stop(&self) -> Result<(), MigrationError> {
+        if self.support.is_err() {
+            return Ok(());
+        }
+        self.go(&mut lock(&self.state), DeviceState::Stop)
+    }
+
+    /// Is ready to work again, as far as others need it to. No effect if it works.
+    ///
+    /// # Errors
+    /// See [`Self::go`].
+    pub fn wake(&self) -> Result<(), MigrationError> {
+        let mut state = lock(&self.state);
+        if *state != DeviceState::Running && self.has_p2p() {
+            self.go(&mut state, DeviceState::RunningP2p)?;
+        }
+        Ok(())
+    }
+
+    /// Works. No effect if it does.
+    ///
+    /// # Errors
+    /// See [`Self::go`].
+    pub fn run(&self) -> Result<(), MigrationError> {
+        self.go(&mut lock(&self.state), DeviceState::Running)
+    }
+
+    /// It was reset, which makes it work.
+    pub fn was_reset(&self) {
+        *lock(&self.state) = DeviceState::Running;
+    }
+
+    /// An estimate of the length of its state; zero if there is none.
+    pub fn estimated_len_bytes(&self) -> u64 {
+        if self.support.is_err() { 0 } else { self.port.state_len_bytes().unwrap_or(0) }
+    }
+
+    /// Its state. It has to be stopped, and is so afterwards.
+    ///
+    /// # Errors
+    /// It is not stopped, the kernel does not give its state, or it is too long.
+    pub fn save(&self) -> Result<Vec<u8>, MigrationError> {
+        let mut state = lock(&self.state);
+        needs(*state, DeviceState::Stop)?;
+        self.go(&mut state, DeviceState::StopCopy)?;
+        let data = self.read();
+        let back = self.go(&mut state, DeviceState::Stop);
+        // Why it cannot be read says more than what comes of it.
+        let data = data?;
+        back.map(|()| data)
+    }
+
+    fn read(&self) -> Result<Vec<u8>, MigrationError> {
+        let mut data = Vec::new();
+        let mut part = vec![0; READ_BYTES];
+        loop {
+            let read_bytes = data.len() as u64;
+            let len = match self.port.read_state(&mut part) {
+                Ok(len) => len,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(source) => return Err(MigrationError::Read { read_bytes, source }),
+            };
+            if len == 0 {
+                return Ok(data);
+            }
+            if read_bytes + len as u64 > STATE_LEN_BYTES_MAX {
+                return Err(MigrationError::TooLong { limit_bytes: STATE_LEN_BYTES_MAX });
+            }
+            data.extend_from_slice(part.get(..len).unwrap_or(&part));
+        }
+    }
+
+    /// Puts a state in; `complete` does what is left to do before the function has taken it. It has to be
+    /// stopped, and is so afterwards. All guest memory has to be mapped.
+    ///
+    /// # Errors
+    /// It is not stopped, or does not take the state; it is of no use then.
+    pub fn load(
+        &self,
+        data: &[u8],
+        complete: impl FnOnce() -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let mut state = lock(&self.state);
+        needs(*state, DeviceState::Stop)?;
+        self.go(&mut state, DeviceState::Resuming)?;
+        let len_bytes = data.len() as u64;
+        self.port
+            .write_state(data)
+            .map_err(|source| MigrationError::Write { len_bytes, source })?;
+        complete()?;
+        // Only now the function says whether it has understood.
+        self.go(&mut state, DeviceState::Stop)
+    }
+
+    fn has_p2p(&self) -> bool {
+        self.support.as_ref().is_ok_and(|support| support.p2p)
+    }
+
+    /// One step; none if it is there.
+    ///
+    /// # Errors
+    /// The kernel refuses, or the function has failed.
+    fn go(&self, state: &mut DeviceState, to: DeviceState) -> Result<(), MigrationError> {
+        let from = *state;
+        if from == to {
+            return Ok(());
+        }
+        let Err(source) = self.port.set_device_state(to) else {
+            *state = to;
+            return Ok(());
+        };
+        let now = self.port.device_state().ok().and_then(DeviceState::from_number);
+        *state = now.unwrap_or(DeviceState::Error);
+        if *state == DeviceState::Error {
+            warn!("passed-through device {} has failed between {from} and {to}", self.id);
+            return Err(MigrationError::Failed { from, to, source });
+        }
+        Err(MigrationError::Refused { from, to, now: *state, source })
+    }
+}
+
+fn needs(now: DeviceState, needed: DeviceState) -> Result<(), MigrationError> {
+    if now == needed { Ok(()) } else { Err(MigrationError::Order { now, needed }) }
+}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The interrupt pin of a function that the kernel cannot unmask by itself.
+//!
+//! Owns a thread that unmasks the pin whenever the guest is done with an interrupt. Drivers of mediated
+//! devices on the host often know no eventfd for that; for all others the kernel does it, without an exit.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use log::warn;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::host::HostFunction;
+
+/// The token of the event that ends the thread.
+const STOP: u64 = 0;
+/// The token of the event by which the guest is done.
+const DONE: u64 = 1;
+
+/// Unmasks a pin until it is dropped.
+pub struct Unmasking {
+    stop: EventFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Unmasking {
+    /// Unmasks the pin of `host` whenever `done` is signalled.
+    ///
+    /// # Errors
+    /// No descriptor or no thread.
+    pub fn start(id: &str, host: Arc<dyn HostFunction>, done: BorrowedFd<'_>) -> io::Result<Self> {
+        let done = done.try_clone_to_owned()?;
+        // SAFETY: the descriptor is an eventfd's, and from here on belongs to the new value alone.
+        let done = unsafe { EventFd::from_raw_fd(done.into_raw_fd()) };
+        let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+        let epoll = Epoll::new()?;
+        for (event, token) in [(&stop, STOP), (&done, DONE)] {
+            let interest = EpollEvent::new(EventSet::IN, token);
+            epoll.ctl(ControlOperation::Add, event.as_raw_fd(), interest)?;
+        }
+        let id = id.to_owned();
+        let thread = std::thread::Builder::new()
+            .name("vfio-unmask".to_owned())
+            .spawn(move || unmask(&id, host.as_ref(), &epoll, &done))?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Unmasking {
+    fn drop(&mut self) {
+        // A full counter wakes as well.
+        let _ = self.stop.write(1);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn unmask(id: &str, host: &dyn HostFunction, epoll: &Epoll, done: &EventFd) {
+    let mut ready = [EpollEvent::default(); 2];
+    loop {
+        let count = match epoll.wait(-1, &mut ready) {
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => {
+                warn!("passed-through device {id} interrupts no more by its pin: {error}");
+                return;
+            }
+        };
+        let mut tokens = ready.iter().take(count).map(EpollEvent::data);
+        if tokens.any(|token| token == STOP) {
+            return;
+        }
+        // Several may have come; one answer is enough for them.
+        if done.read().is_ok()
+            && let Err(error) = host.unmask_pin()
+        {
+            let error = error_text::chain(&error);
+            warn!("passed-through device {id} interrupts no more by its pin: {error}");
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::super::fakes::FakeFunction;
+    use super::super::gate::DmaGate;
+    use super::*;
+
+    #[test]
+    fn the_pin_is_unmasked_each_time_the_guest_is_done() {
+        let host = FakeFunction::new(FakeFunction::config(), Arc::new(DmaGate::default())).unwrap();
+        let done = EventFd::new(EFD_NONBLOCK).unwrap();
+        // SAFETY: the eventfd is open for as long as `done` lives, which is beyond the call.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(done.as_raw_fd()) };
+        let unmasking = Unmasking::start("gpu", host.clone(), borrowed).unwrap();
+        for times in 1..4 {
+            done.write(1).unwrap();
+            let began = Instant::now();
+            while host.unmasked() < times {
+                assert!(began.elapsed() < Duration::from_secs(20), "{times}");
+                std::thread::yield_now();
+            }
+        }
+        drop(unmasking);
+        done.write(1).unwrap();
+        assert_eq!(host.unmasked(), 3);
+    }
+}

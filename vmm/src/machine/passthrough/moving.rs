@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Passed-through devices of a machine that stops, moves and goes on.
+//!
+//! Owns the order for all devices together: none may reach another that has stopped, so all are
+//! quiet before the first stops, and awake before the first works. Says which devices cannot be moved,
+//! and why. What a device's state is, is the device's own business.
+
+use std::sync::Arc;
+
+use pci::vfio::VfioPciDevice;
+use pci::vfio::migration::{DmaLog, MigrationError};
+use pci::{Bdf, PciDevice as _};
+
+use super::{Passthrough, PassthroughError};
+use crate::config::VmConfig;
+use crate::events;
+use crate::machine::ram;
+
+/// What is done with each device before the next step.
+type Step = fn(&VfioPciDevice) -> Result<(), MigrationError>;
+
+/// Refuses to move a machine of whose devices the configuration alone says that they cannot be.
+///
+/// # Errors
+/// Naming the devices, and why.
+pub fn check_config(config: &VmConfig) -> Result<(), PassthroughError> {
+    let devices = config.devices.as_deref().unwrap_or_default();
+    let mut reasons: Vec<_> = devices
+        .iter()
+        .filter(|device| device.fd.is_some())
+        .map(|device| {
+            let id = device.id.as_deref().unwrap_or_default();
+            reason(id, &"it was given as a descriptor, which does not travel; give its path")
+        })
+        .collect();
+    if !devices.is_empty() && !ram::later_zones(&config.memory).is_empty() {
+        reasons
+            .push("devices beside memory that the guest gets while it runs (hotplug_size)".into());
+    }
+    refuse(&reasons)
+}
+
+fn reason(id: &str, why: &dyn std::fmt::Display) -> String {
+    format!("'{id}': {why}")
+}
+
+fn refuse(reasons: &[String]) -> Result<(), PassthroughError> {
+    if reasons.is_empty() {
+        return Ok(());
+    }
+    Err(PassthroughError::NotMovable(reasons.join("; ")))
+}
+
+impl Passthrough {
+    /// Refuses to move a machine whose devices cannot be.
+    ///
+    /// # Errors
+    /// Naming the devices, and why.
+    pub fn check_movable(&self, config: &VmConfig) -> Result<(), PassthroughError> {
+        check_config(config)?;
+        let why = |(_, device): &(_, Arc<VfioPciDevice>)| {
+            Some(reason(device.id(), &error_text::chain(device.movable().err()?)))
+        };
+        refuse(&self.devices.iter().filter_map(why).collect::<Vec<_>>())
+    }
+
+    /// Stops the devices, as far as they can be stopped. The vCPUs have stopped before. Idempotent.
+    ///
+    /// # Errors
+    /// Naming the device; all work as before, but for one that has failed, which is gone for the guest.
+    pub fn stop(&self) -> Result<(), PassthroughError> {
+        let steps: [Step; 2] = [VfioPciDevice::quiesce, VfioPciDevice::stop];
+        for step in steps {
+            for (_, device) in &self.devices {
+                if let Err(source) = step(device) {
+                    tell_if_lost(device, &source);
+                    self.run();
+                    let id = device.id().to_owned();
+                    return Err(PassthroughError::Stop { id, source });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets the devices work again, before the vCPUs do. One that does not is gone for the guest.
+    pub fn run(&self) {
+        let steps: [Step; 2] = [VfioPciDevice::wake, VfioPciDevice::run];
+        for step in steps {
+            for (_, device) in &self.devices {
+                if let Err(error) = step(device) {
+                    device.disarm();
+                    tell_if_lost(device, &error);
+                }
+            }
+        }
+    }
+
+    /// Tells of the device at `bdf`, if that is one and is gone for the guest because of `error`.
+    pub fn tell_if_lost(&self, bdf: Bdf, error: &dyn std::error::Error) {
+        if let Some((_, device)) = self.devices.iter().find(|(at, _)| *at == bdf) {
+            tell_if_lost(device, error);
+        }
+    }
+
+    /// Watches what the devices write to guest memory, until the answer is dropped.
+    pub fn watch_dma(&self, ram: &memory::GuestRam) -> Vec<DmaLog> {
+        self.devices.iter().map(|(_, device)| device.watch_dma(ram)).collect()
+    }
+
+    /// An estimate of the length of the state of all hardware.
+    pub fn state_len_bytes(&self) -> u64 {
+        let lens = self.devices.iter().map(|(_, device)| device.estimated_state_len_bytes());
+        lens.fold(0, u64::saturating_add)
+    }
+}
+
+fn tell_if_lost(device: &VfioPciDevice, error: &dyn std::error::Error) {
+    if device.is_lost() {
+        let (id, reason) = (device.id(), error_text::chain(error));
+        log::error!("passed-through device '{id}' is gone for the guest: {reason}");
+        let lost = [("id", id), ("error", reason.as_str())];
+        events::emit("vm", "passthrough-device-lost", &lost);
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use pci::fakes::FakeMsiSource;
+    use pci::vfio::fakes::{FakeFunction, FakeSlots};
+    use pci::vfio::migration::DeviceState;
+    use pci::vfio::migration::fakes::Mishap;
+    use pci::vfio::{DmaGate, VfioWiring};
+
+    use super::super::{Backend, Roll};
+    use super::*;
+
+    /// Devices 'one' and 'two', which can be moved, and what the host has of them.
+    fn two_devices() -> (Passthrough, [Arc<FakeFunction>; 2]) {
+        let gate = Arc::new(DmaGate::default());
+        let hosts = ["one", "two"].map(|_| {
+            let host = FakeFunction::new(FakeFunction::config(), Arc::clone(&gate)).unwrap();
+            host.migration.allow(true, b"state");
+            host
+        });
+        let device = |(number, id, host): (u8, &str, &Arc<FakeFunction>)| {
+            let wiring = VfioWiring {
+                msi_source: &FakeMsiSource::new(64),
+                slots: Arc::new(FakeSlots::default()),
+                gate: Arc::clone(&gate),
+                intx: None,
+                trapped_bars: Vec::new(),
+                peers: None,
+            };
+            let device = VfioPciDevice::new(id.to_owned(), host.clone(), wiring).unwrap();
+            (Bdf::new(0, 0, number, 0).unwrap(), Arc::new(device))
+        };
+        let passthrough = Passthrough {
+            notices: None,
+            sink: Arc::new(|_| {}),
+            pinning: None,
+            devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
+            opened: BTreeMap::new(),
+            coming: Vec::new(),
+            roll: Roll::default(),
+            gate: Arc::clone(&gate),
+            backend: Backend::Type1,
+            space: None,
+            slots: None,
+            prepinned: None,
+            meets_peers: false,
+            peers: None,
+            strict: false,
+            ban: None,
+        };
+        (passthrough, hosts)
+    }
+
+    fn history(host: &FakeFunction) -> Vec<DeviceState> {
+        host.migration.hardware_mut().history.clone()
+    }
+
+    #[test]
+    fn none_stops_before_all_are_quiet() {
+        use DeviceState::{Running, RunningP2p};
+        let (passthrough, [one, two]) = two_devices();
+        two.migration.hardware_mut().mishap = Some((RunningP2p, Mishap::Refused));
+        let error = passthrough.stop().unwrap_err();
+        assert_eq!(error.to_string(), "cannot stop passed-through device 'two'");
+        assert_eq!(history(&one), [RunningP2p, Running]);
+        assert_eq!(history(&two), []);
+        assert!(passthrough.devices.iter().all(|(_, device)| !device.is_lost()));
+    }
+
+    #[test]
+    fn when_one_does_not_stop_all_go_on() {
+        use DeviceState::{Running, RunningP2p, Stop};
+        let (passthrough, [one, two]) = two_devices();
+        two.migration.hardware_mut().mishap = Some((Stop, Mishap::Refused));
+        assert!(passthrough.stop().is_err());
+        assert_eq!(history(&one), [RunningP2p, Stop, RunningP2p, Running]);
+        assert_eq!(history(&two), [RunningP2p, Running]);
+        two.migration.hardware_mut().mishap = None;
+        passthrough.stop().unwrap();
+        passthrough.stop().unwrap();
+        assert_eq!(passthrough.state_len_bytes(), 2 * 14);
+        passthrough.run();
+        assert_eq!(history(&two)[2..], [RunningP2p, Stop, RunningP2p, Running]);
+    }
+
+    #[test]
+    fn one_that_fails_is_gone_and_the_others_go_on() {
+        let (passthrough, [one, two]) = two_devices();
+        passthrough.stop().unwrap();
+        one.migration.hardware_mut().mishap = Some((DeviceState::Running, Mishap::Refused));
+        passthrough.run();
+        let is_lost = |index: usize| passthrough.devices[index].1.is_lost();
+        assert!(is_lost(0) && !is_lost(1));
+        assert_eq!(*one.resets.lock().unwrap(), 1);
+        assert_eq!(history(&two).last(), Some(&DeviceState::Running));
+        let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
+        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        assert!(error.contains("'one': it is gone for the guest") && !error.contains("'two'"));
+    }
+
+    #[test]
+    fn all_that_cannot_be_moved_are_named() {
+        let (mut passthrough, hosts) = two_devices();
+        let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
+        passthrough.check_movable(&config).unwrap();
+        for ((_, device), host) in passthrough.devices.iter_mut().zip(&hosts) {
+            host.migration.hardware_mut().support = None;
+            let wiring = VfioWiring {
+                msi_source: &FakeMsiSource::new(64),
+                slots: Arc::new(FakeSlots::default()),
+                gate: Arc::default(),
+                intx: None,
+                trapped_bars: Vec::new(),
+                peers: None,
+            };
+            let id = device.id().to_owned();
+            *device = Arc::new(VfioPciDevice::new(id, host.clone(), wiring).unwrap());
+        }
+        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        for id in ["'one': its driver", "'two': its driver"] {
+            assert!(error.contains(id), "{error}");
+        }
+    }
+
+    fn why(json: &str) -> Option<String> {
+        let config: VmConfig = serde_json::from_str(json).unwrap();
+        check_config(&config).err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_the_configuration_forbids_is_named() {
+        let path = r#""devices":[{"path":"/run/nic","id":"nic"}]"#;
+        let payload = r#""payload":{"kernel":"/k"}"#;
+        assert_eq!(why(&format!("{{{payload},{path}}}")), None);
+        let later = r#""memory":{"size":1073741824,"hotplug_method":"VirtioMem","hotplug_size":1073741824}"#;
+        assert_eq!(why(&format!("{{{payload},{later}}}")), None, "no devices");
+        let error = why(&format!("{{{payload},{later},{path}}}")).unwrap();
+        assert!(error.contains("hotplug_size"), "{error}");
+    }
+
+    #[test]
+    fn a_descriptor_does_not_travel() {
+        let json = r#"{"payload":{"kernel":"/k"},"devices":[{"path":"/x","id":"nic"}]}"#;
+        let mut config: VmConfig = serde_json::from_str(json).unwrap();
+        for device in config.devices.iter_mut().flatten() {
+            device.fd = Some(crate::config::InheritedFd(9));
+        }
+        let error = check_config(&config).unwrap_err().to_string();
+        assert!(error.contains("'nic': it was given as a descriptor"), "{error}");
+    }
+}
