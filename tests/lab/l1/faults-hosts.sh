@@ -12,8 +12,8 @@ STREAM_PORT=7003
 
 # What the guest does: one loop reads back from its disk what it has written, one copies what it has in
 # memory, and a line goes out ten times a second. /tmp is memory.
-DISK_WORK='head -c 2097152 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo disk >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
-MEMORY_WORK='head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; (n=0; while :; do cat /tmp/known >/tmp/copy.$((n%2)); cmp /tmp/known /tmp/copy.$((n%2)) || echo memory >>/root/bad; n=$((n+1)); echo $n >/tmp/c; mv /tmp/c /tmp/copies; done) >/dev/null 2>&1 & :'
+DISK_WORK='head -c 2097152 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; echo 0 >/tmp/rounds; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo disk >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
+MEMORY_WORK='head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; echo 0 >/tmp/copies; (n=0; while :; do cat /tmp/known >/tmp/copy.$((n%2)); cmp /tmp/known /tmp/copy.$((n%2)) || echo memory >>/root/bad; n=$((n+1)); echo $n >/tmp/c; mv /tmp/c /tmp/copies; done) >/dev/null 2>&1 & :'
 STREAM_WORK='(n=0; while :; do echo line $n; n=$((n+1)); sleep 0.1; done >/dev/tcp/10.9.0.1/7003) >/dev/null 2>&1 & :'
 
 # boots: a guest on this machine, with its work under way.

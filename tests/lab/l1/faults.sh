@@ -14,7 +14,7 @@ boot() {
   # A guest that may run guests is not refused pages by auto.
   CPUS=,nested=off start_guest $1 2 -v --net tap=lab0,mac=52:54:00:00:00:02 &&
     wait_until $WAIT_S says $1 "GUEST-READY 2 vcpus" &&
-    guest $1 'rm -f /root/bad; head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
+    guest $1 'rm -f /root/bad; head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; echo 0 >/tmp/rounds; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
 }
 # move FROM TO FAULT_SOURCE USED: in postcopy; the destination says that it used that source. It gets the
 # options in $RECEIVE beside.

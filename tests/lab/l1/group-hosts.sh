@@ -13,7 +13,7 @@ start_guest a1 2 --net tap=lab0,mac=52:54:00:00:00:07 || failed start "the VMM d
 must boots_with_two_vcpus wait_until $WAIT_S says a1 "GUEST-READY 2 vcpus"
 
 # A loop in the guest that writes, reads back from the disk and compares, and a file whose sum is known.
-work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
+work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; echo 0 >/tmp/rounds; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
 check starts_disk_load guest_on a a1 "$work"
 # A TCP stream to this machine that lasts over all moves: ten lines a second, with the guest's time.
 nc -l -p 7003 </dev/null | stamp >$T/stream &

@@ -8,7 +8,7 @@ start_guest a 2 --net tap=lab0,mac=52:54:00:00:00:02 || failed start "the VMM di
 check boots_with_two_vcpus wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
 
 # A loop in the guest that writes and reads back from the disk, and a file whose sum is known.
-work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
+work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; echo 0 >/tmp/rounds; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
 check starts_disk_load guest a "$work"
 # A TCP stream that lasts over both moves: one line every tenth of a second.
 nc -l -p 7003 </dev/null >$T/stream &

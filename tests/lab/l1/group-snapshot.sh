@@ -9,7 +9,7 @@ check boots_with_two_vcpus wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
 
 # A loop in the guest that writes and reads back from the disk, and files whose sums are known: one
 # on the disk, one that is in memory only.
-work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; sync; (n=0; while [ ! -e /tmp/stop ]; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done; touch /tmp/stopped) >/dev/null 2>&1 & :'
+work='head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; sync; echo 0 >/tmp/rounds; (n=0; while [ ! -e /tmp/stop ]; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done; touch /tmp/stopped) >/dev/null 2>&1 & :'
 check starts_disk_load guest a "$work"
 check knows_its_boot guest a 'cat /proc/sys/kernel/random/boot_id'
 boot_id=$(cat $T/out)
