@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The state of a machine, taken from it and given to another.
+//!
+//! Owns the order in which parts are saved and come back, and the checks that a state fits. Must never
+//! touch guest memory, which comes by other ways.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use hypervisor::{ClockPolicy, TimeBase, VcpuState};
+use pci::{Bdf, PciDevice};
+
+use super::{
+    MACHINE_STATE_VERSION, Machine, MachineError, MachineState, PciFunctionState, features,
+};
+
+impl Machine {
+    /// The state of everything but memory. The machine must be paused.
+    ///
+    /// # Errors
+    /// Naming the vCPU or device.
+    pub fn save(&self) -> Result<MachineState, MachineError> {
+        // One that was added since the pause works.
+        self.passthrough.stop()?;
+        let clock = self.vm.clock()?;
+        let mut vcpus = Vec::new();
+        for (index, state) in (0_u32..).zip(self.vcpus.on_each(|vcpu| vcpu.state())?) {
+            vcpus.push(state.map_err(|source| MachineError::Vcpu { index, source })?);
+        }
+        let mut pci = BTreeMap::new();
+        for (bdf, function) in self.pci_functions() {
+            let state =
+                function.save().inspect_err(|error| self.passthrough.tell_if_lost(bdf, error))?;
+            pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
+        }
+        Ok(MachineState {
+            version: MACHINE_STATE_VERSION,
+            shown: self.shown.clone(),
+            clock,
+            vcpus,
+            irqchips: self.vm.irqchips()?,
+            legacy: self.legacy.save(),
+            pci_config_address: self.config_ports.address(),
+            pci_hotplug: Some(self.hotplug.save()),
+            pci,
+        })
+    }
+
+    /// Takes a saved state. The machine stays paused.
+    ///
+    /// # Errors
+    /// Naming the part that does not fit; the machine cannot be used then.
+    pub fn restore(&mut self, state: MachineState) -> Result<(), MachineError> {
+        if state.version != MACHINE_STATE_VERSION {
+            return Err(MachineError::StateVersion(state.version));
+        }
+        if state.vcpus.len() != self.vcpus.count() {
+            let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());
+            return Err(mismatch(format!("it has {theirs} vCPUs, this machine {ours}")));
+        }
+        features::check(&state.shown, &self.cpuid).map_err(MachineError::Features)?;
+        self.shown = state.shown;
+        let functions = self.pci_functions();
+        if state.pci.len() != functions.len() {
+            return Err(mismatch("it has another number of PCI devices".to_owned()));
+        }
+        let time = self.vm.restore_clock(&state.clock, ClockPolicy::CatchUp)?;
+        self.restore_vcpus(state.vcpus, time)?;
+        self.vm.set_irqchips(&state.irqchips)?;
+        self.legacy.restore(&state.legacy)?;
+        self.config_ports.set_address(state.pci_config_address);
+        for (bdf, function) in functions {
+            let id = function.id();
+            let saved = state
+                .pci
+                .get(id)
+                .ok_or_else(|| mismatch(format!("it has no PCI device '{id}'")))?;
+            if saved.bdf != bdf.to_string() {
+                return Err(mismatch(format!("'{id}' is at {}, here at {bdf}", saved.bdf)));
+            }
+            function.restore(&saved.state)?;
+        }
+        self.segment.refresh_mappings();
+        if let Some(state) = &state.pci_hotplug {
+            self.hotplug.restore(state)?;
+            self.take_ejected();
+        }
+        Ok(())
+    }
+
+    /// All PCI functions; passed-through ones last, as their hardware may use what the others hold.
+    fn pci_functions(&self) -> Vec<(Bdf, Arc<dyn PciDevice>)> {
+        let virtio = self.devices.functions().iter();
+        let passed = self.passthrough.devices().iter();
+        let virtio = virtio.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
+        let passed = passed.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
+        virtio.chain(passed).collect()
+    }
+
+    fn restore_vcpus(&self, states: Vec<VcpuState>, time: TimeBase) -> Result<(), MachineError> {
+        for (index, state) in (0_u32..).zip(states) {
+            let apic_id = self.topology.apic_id(index);
+            self.vcpus
+                .on_one(apic_id, move |vcpu| vcpu.set_state(&state, &time))?
+                .map_err(|source| MachineError::Vcpu { index, source })?;
+        }
+        Ok(())
+    }
+}
+
+fn mismatch(what: String) -> MachineError {
+    MachineError::StateMismatch(what)
+}
