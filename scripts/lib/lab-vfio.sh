@@ -58,10 +58,11 @@ build_extra_vfio_migration() {
   add_kernel_amd64 "$tree"
   pack "$tree" "$1"
 }
-# Devices that take long to open.
+# add_slow_open TREE: what makes devices take long to open.
+add_slow_open() { gcc -O2 -Wall -Wextra -shared -fPIC -s -o "$1/bin/slow-open.so" "$SRC/probes/slow-open.c" -ldl; }
 build_extra_vfio_gate() {
   build_extra_vfio "$1"
-  gcc -O2 -Wall -Wextra -shared -fPIC -s -o "$LAB/vfio/bin/slow-open.so" "$SRC/probes/slow-open.c" -ldl
+  add_slow_open "$LAB/vfio"
   pack "$LAB/vfio" "$1"
 }
 build_extra_vfio_memory() {
@@ -72,6 +73,7 @@ build_extra_vfio_memory() {
 # Beside the pool a program that keeps a descriptor of a VMM.
 build_extra_pool_device() {
   build_extra_vfio "$1"
+  add_slow_open "$LAB/vfio"
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
   gcc -O2 -Wall -Wextra -static -s -o "$LAB/vfio/bin/hold-fd" "$SRC/probes/hold-fd.c"
   pack "$LAB/vfio" "$1"

@@ -46,11 +46,12 @@ pub struct VfioFunction {
 }
 
 impl VfioFunction {
-    /// Opens the function at `place`, resets it, and puts it into `space`. `id` is for messages.
+    /// Opens the function at `place` and puts it into `space`. `id` is for messages. Whoever had it before
+    /// may have left something in it, so it is to be reset before a guest has it, which takes long.
     ///
     /// # Errors
     /// Saying what the host lacks.
-    pub fn open(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Self, VfioError> {
+    pub fn attach(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Self, VfioError> {
         let OpenedFunction { device, told } = space.open(place)?;
         // SAFETY: the device keeps its descriptor open across this statement.
         let file = unsafe { BorrowedFd::borrow_raw(device.as_raw_fd()) };
@@ -58,7 +59,6 @@ impl VfioFunction {
             what: "duplicate the descriptor of the device",
             source,
         })?;
-        device.reset();
         let config_len = device.get_region_size(VFIO_PCI_CONFIG_REGION_INDEX);
         let config_len_bytes = u16::try_from(config_len.min(4096)).unwrap_or(0);
         let id = id.to_owned();

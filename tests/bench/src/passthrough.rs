@@ -11,8 +11,9 @@ use std::path::Path;
 use crate::machine;
 use crate::report::{Figure, Report, Target};
 
-const MODES: [(&str, &str); 8] = [
+const MODES: [(&str, &str); 9] = [
     ("none", "no device"),
+    ("populated", "pin=strict, populated before"),
     ("strict", "pin=strict"),
     ("overlap", "pin=overlap"),
     ("pool", "pin=overlap with a pool"),
@@ -21,16 +22,19 @@ const MODES: [(&str, &str); 8] = [
     ("overlap-iommufd", "pin=overlap by iommufd"),
     ("prepinned-iommufd", "a pool that has mapped memory, by iommufd"),
 ];
-const MEMORY: [(&str, u64); 4] = [("4k", 256), ("4k", 512), ("4k", 1024), ("2m", 1024)];
+const MEMORY: [(&str, u64); 5] =
+    [("4k", 256), ("4k", 1024), ("4k", 4096), ("2m", 1024), ("2m", 4096)];
 const FIRST_INSTRUCTION: &str = "first-instruction";
-const ADDED: &str = "added";
+const ASKED: &str = "bus-master-asked";
+const WAITED: &str = "waited";
+const PINNING: &str = "pinning";
 const WHAT: [(&str, &str); 6] = [
     (FIRST_INSTRUCTION, "exec to first guest instruction"),
-    ("bus-master-asked", "exec to the driver's first Bus Master Enable"),
-    ("bus-master-granted", "exec to that being granted"),
+    (ASKED, "exec to the driver's first Bus Master Enable"),
+    (WAITED, "how long that waited"),
     ("opening", "opening and resetting the device"),
-    ("pinning", "populating and mapping all memory"),
-    (ADDED, "attaching the device, and its driver's wait for memory"),
+    (PINNING, "populating and mapping all memory"),
+    ("attaching", "attaching the device to memory that is mapped"),
 ];
 
 /// Mode, pages, MiB and what.
@@ -70,65 +74,130 @@ fn report(samples: &BTreeMap<Key<'_>, Vec<f64>>) -> Report {
             }
         }
     }
-    let of = |mode, (pages, mib), what| medians.get(&(mode, pages, mib, what)).copied();
+    let medians = Medians(medians);
     let mut targets = Vec::new();
-    let largest = ("4k", 1024);
     for (overlap, strict, by) in
         [("overlap", "strict", ""), ("overlap-iommufd", "strict-iommufd", " by iommufd")]
     {
-        for memory in MEMORY {
-            let (pages, mib) = memory;
-            let with = of(overlap, memory, FIRST_INSTRUCTION);
-            if let Some((with, without)) = with.zip(of("none", memory, FIRST_INSTRUCTION)) {
-                let name = format!(
-                    "first instruction with the device{by} over without, {mib} MiB of {pages}"
-                );
-                targets.push(Target::at_most(&name, with / without, 1.2));
-            }
-            let granted = of(overlap, memory, "bus-master-granted");
-            if let Some((overlap, strict)) = granted.zip(of(strict, memory, "bus-master-granted")) {
-                let name = format!("device usable{by}, overlap over strict, {mib} MiB of {pages}");
-                targets.push(Target::at_most(&name, overlap / strict, 1.0));
-            }
-        }
-        let small = of(overlap, ("4k", 256), FIRST_INSTRUCTION);
-        if let Some((large, small)) = of(overlap, largest, FIRST_INSTRUCTION).zip(small) {
-            let name = format!("first instruction with the device{by}, 1024 MiB over 256 MiB");
-            targets.push(Target::at_most(&name, large / small, 1.2));
-        }
+        targets.extend(medians.of_starting(overlap, by));
+        targets.extend(medians.of_overlapping(overlap, strict, by));
     }
-    for memory in MEMORY {
-        let (pages, mib) = memory;
-        let pinning = of("strict-iommufd", memory, "pinning").zip(of("strict", memory, "pinning"));
-        if let Some((iommufd, type1)) = pinning {
-            let name = format!("pinning with pin=strict, iommufd over type1, {mib} MiB of {pages}");
-            targets.push(Target::at_most(&name, iommufd / type1, 1.0));
-        }
-    }
-    for memory in MEMORY {
-        let (pages, mib) = memory;
-        let about = format!("{mib} MiB of {pages}");
-        let usable = of("overlap", memory, "bus-master-granted");
-        if let Some((ours, theirs)) = usable.zip(of("qemu", memory, "bus-master-granted")) {
-            let name = format!("device usable, overlap over QEMU, {about}");
-            targets.push(Target::at_most(&name, ours / theirs, 1.0));
-        }
-        // What the guest takes by itself is what it takes when all is pinned before it starts.
-        let alone = of("strict", memory, "bus-master-asked").zip(of("strict", memory, "pinning"));
-        if let Some((ours, (asked, pinning))) = usable.zip(alone) {
-            let name = format!("device usable over the guest's own time or pinning alone, {about}");
-            targets.push(Target::at_most(&name, ours / (asked - pinning).max(pinning), 1.1));
-        }
-        if let Some(pinning) = of("pool", memory, "pinning") {
-            let name = format!("pinning memory of the pool, ms, {about}");
-            targets.push(Target::at_most(&name, pinning, 100.0));
-        }
-        if let Some(added) = of("prepinned-iommufd", memory, ADDED) {
-            let name = format!("what memory that the pool has mapped adds, ms, {about}");
-            targets.push(Target::at_most(&name, added, 100.0));
-        }
-    }
+    targets.extend(medians.of_peers());
     let notes = vec!["Emulated times: only ratios within this run mean anything.".to_owned()];
     let machine = format!("the lab's machine on {}", machine::name());
     Report { name: "passthrough-boot", machine, figures, targets, notes }
+}
+
+/// The median of each figure.
+struct Medians<'a>(BTreeMap<Key<'a>, f64>);
+
+impl Medians<'_> {
+    fn of(&self, mode: &str, (pages, mib): (&str, u64), what: &str) -> Option<f64> {
+        self.0.get(&(mode, pages, mib, what)).copied()
+    }
+
+    /// Exec to the device being usable.
+    fn usable(&self, mode: &str, memory: (&str, u64)) -> Option<f64> {
+        Some(self.of(mode, memory, ASKED)? + self.of(mode, memory, WAITED)?)
+    }
+
+    /// Of the guest's first instruction.
+    fn of_starting(&self, mode: &str, by: &str) -> Vec<Target> {
+        let mut targets = Vec::new();
+        let first = |mode, memory| self.of(mode, memory, FIRST_INSTRUCTION);
+        for memory in MEMORY {
+            if let Some((with, without)) = first(mode, memory).zip(first("none", memory)) {
+                let name = format!(
+                    "first instruction with the device{by} over without, {}",
+                    about(memory)
+                );
+                targets.push(Target::at_most(&name, with / without, 1.2));
+            }
+        }
+        for pages in ["4k", "2m"] {
+            let all = MEMORY.iter().filter(|memory| memory.0 == pages);
+            let (Some(small), Some(large)) = (all.clone().next(), all.clone().next_back()) else {
+                continue;
+            };
+            if let Some((with, less)) = first(mode, *large).zip(first(mode, *small)) {
+                let name = format!(
+                    "first instruction with the device{by}, {} over {} MiB",
+                    about(*large),
+                    small.1
+                );
+                targets.push(Target::at_most(&name, with / less, 1.2));
+            }
+        }
+        targets
+    }
+
+    /// Of the device being usable.
+    fn of_overlapping(&self, overlap: &str, strict: &str, by: &str) -> Vec<Target> {
+        let mut targets = Vec::new();
+        for memory in MEMORY {
+            let (about, usable) = (about(memory), self.usable(overlap, memory));
+            if let Some((overlap, strict)) = usable.zip(self.usable(strict, memory)) {
+                let name = format!("device usable{by}, overlap over strict, {about}");
+                targets.push(Target::at_most(&name, overlap / strict, 1.0));
+            }
+            // What the guest takes by itself is what it takes when all is pinned before it starts.
+            let alone = self.of(strict, memory, ASKED).zip(self.of(strict, memory, PINNING));
+            if let Some((ours, (asked, pinning))) = usable.zip(alone) {
+                let name = format!(
+                    "device usable{by} over the guest's own time or pinning alone, {about}"
+                );
+                let limit = (asked - pinning).max(pinning);
+                targets.push(Target::at_most(&name, ours / limit, 1.1));
+            }
+        }
+        targets
+    }
+
+    /// Of a pool, QEMU, and both ways into the IOMMU.
+    fn of_peers(&self) -> Vec<Target> {
+        let mut targets = Vec::new();
+        for memory in MEMORY {
+            let about = about(memory);
+            let ratio = |name: &str, ours: Option<f64>, theirs: Option<f64>| {
+                let (ours, theirs) = ours.zip(theirs)?;
+                Some(Target::at_most(&format!("{name}, {about}"), ours / theirs, 1.0))
+            };
+            let usable = |mode| self.usable(mode, memory);
+            let pinning = |mode| self.of(mode, memory, PINNING);
+            targets.extend(ratio(
+                "device usable, overlap over QEMU",
+                usable("overlap"),
+                usable("qemu"),
+            ));
+            targets.extend(ratio(
+                "device usable, strict over populated before",
+                usable("strict"),
+                usable("populated"),
+            ));
+            targets.extend(ratio(
+                "pinning with pin=strict, iommufd over type1",
+                pinning("strict-iommufd"),
+                pinning("strict"),
+            ));
+            for (mode, name) in
+                [("pool", "memory of the pool"), ("prepinned-iommufd", "mapped memory of the pool")]
+            {
+                if let Some(added) = self.added(mode, memory) {
+                    let name = format!("what the device adds with {name}, ms, {about}");
+                    targets.push(Target::at_most(&name, added, 100.0));
+                }
+            }
+        }
+        targets
+    }
+
+    /// By how much the guest starts later than without the device, and how long its driver waits.
+    fn added(&self, mode: &str, memory: (&str, u64)) -> Option<f64> {
+        let first = |mode| self.of(mode, memory, FIRST_INSTRUCTION);
+        Some(first(mode)? - first("none")? + self.of(mode, memory, WAITED)?)
+    }
+}
+
+fn about((pages, mib): (&str, u64)) -> String {
+    format!("{mib} MiB of {pages}")
 }

@@ -50,7 +50,11 @@ takes_slot() {
   pinned_is $1 0 && pinned_is pool 262144 && slot_is lent
 }
 on_slot() { takes_slot $1 && wait_until $WAIT_S says $1 "GUEST-READY 1 vcpus"; }
+# That the device takes long to reset keeps the guest from nothing but the device.
+LAUNCH="/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_RESET_S=5"
 check guest_starts_on_the_slot on_slot a
+LAUNCH=
+check resets_the_device_while_the_guest_runs opened_meanwhile a
 check reads_by_dma reads_what_is_there a
 check writes_by_dma writes_and_reads_back a
 

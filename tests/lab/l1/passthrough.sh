@@ -52,3 +52,11 @@ info() {
 }
 # counter NAME COUNTER: its value, or nothing.
 counter() { remote $1 counters | sed -n "s/.*\"$2\": \([0-9]*\).*/\1/p" | head -n 1; }
+# opened_meanwhile NAME: the guest ran for two seconds before its device was there.
+opened_meanwhile() {
+  remote $1 counters >$T/counters
+  cat $T/counters
+  first=$(sed -n 's/.*"first_instruction_monotonic_us": *\([0-9]*\).*/\1/p' $T/counters)
+  opened=$(sed -n 's/.*"opened_monotonic_us": *\([0-9]*\).*/\1/p' $T/counters)
+  [ $((opened - first)) -gt 2000000 ]
+}

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 /*
  * A library to load before others (LD_PRELOAD): opening a device through VFIO takes as many seconds more as
- * SLOW_OPEN_S says, as if the device took so long to reset, and fails then if SLOW_OPEN_FAILS is set.
+ * SLOW_OPEN_S says, and fails then if SLOW_OPEN_FAILS is set; resetting one that is open takes as many more as
+ * SLOW_RESET_S says.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,6 +15,11 @@
 /* Linux 6.6 and newer; the headers may be older. VFIO_DEVICE_BIND_IOMMUFD. */
 #define BIND_IOMMUFD _IO(VFIO_TYPE, VFIO_BASE + 18)
 
+static void sleep_for(const char *seconds)
+{
+	sleep(seconds ? (unsigned)atoi(seconds) : 0);
+}
+
 int ioctl(int fd, unsigned long request, ...)
 {
 	int (*real)(int, unsigned long, void *) = (int (*)(int, unsigned long, void *))dlsym(RTLD_NEXT, "ioctl");
@@ -23,10 +29,10 @@ int ioctl(int fd, unsigned long request, ...)
 	va_start(list, request);
 	argument = va_arg(list, void *);
 	va_end(list);
+	if (request == VFIO_DEVICE_RESET)
+		sleep_for(getenv("SLOW_RESET_S"));
 	if (request == VFIO_GROUP_GET_DEVICE_FD || request == BIND_IOMMUFD) {
-		const char *seconds = getenv("SLOW_OPEN_S");
-
-		sleep(seconds ? (unsigned)atoi(seconds) : 0);
+		sleep_for(getenv("SLOW_OPEN_S"));
 		if (getenv("SLOW_OPEN_FAILS")) {
 			errno = EIO;
 			return -1;

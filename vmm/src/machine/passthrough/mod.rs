@@ -35,7 +35,7 @@ use super::events::EventSink;
 use super::virtio::Sockets;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
-use backend::{Backend, place_of, shown_place};
+use backend::{Backend, shown_place};
 pub use moving::check_config;
 pub use opening::Opening;
 use opening::{ComingDevice, Opened};
@@ -105,6 +105,10 @@ pub enum PassthroughError {
         #[source]
         source: MigrationError,
     },
+}
+
+fn no_device(config: &DeviceConfig, id: &str, source: VfioError) -> PassthroughError {
+    PassthroughError::Device { id: id.to_owned(), place: shown_place(config), source }
 }
 
 /// Everybody who has to be told when memory cannot be mapped; devices come and go meanwhile. Held for
@@ -199,18 +203,8 @@ impl Passthrough {
             strict: false,
             ban: ban.map(Arc::new),
         };
-        let mut overlaps = opening.overlaps(config);
+        let overlaps = opening.overlaps(config);
         for config in config.devices.iter().flatten() {
-            // The slot is for the first device; with it the others are opened at once, too.
-            if this.prepinned.is_some() && this.devices.is_empty() {
-                match this.plug(config, sockets) {
-                    Ok(_) => {
-                        overlaps = false;
-                        continue;
-                    }
-                    Err(error) => this.do_without_slot(&error),
-                }
-            }
             if overlaps {
                 this.expect(config, sockets)?;
             } else {
@@ -218,13 +212,6 @@ impl Passthrough {
             }
         }
         Ok(this)
-    }
-
-    fn do_without_slot(&mut self, error: &PassthroughError) {
-        self.space = None;
-        if let Some(slot) = self.prepinned.take() {
-            slot.refuse(error);
-        }
     }
 
     /// Adds a device to a machine that is there. The first one begins to map memory, whose guest may
@@ -322,15 +309,8 @@ impl Passthrough {
         number: DeviceNumber,
         sockets: &Sockets<'_>,
     ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
-        let space = self.space(sockets)?;
-        let of_slot = self.prepinned.as_mut().and_then(PrepinnedSlot::take_device);
-        let place = of_slot.map_or_else(|| place_of(config), Ok);
-        let opened = place.and_then(|place| opening::open(id, place, space.as_ref()));
-        let Opened { function, at } = opened.map_err(|source| PassthroughError::Device {
-            id: id.to_owned(),
-            place: shown_place(config),
-            source,
-        })?;
+        let open = self.opener(config, id, sockets)?;
+        let Opened { function, at } = open().map_err(|source| no_device(config, id, source))?;
         Ok((self.dress(function, config, id, number, sockets)?, at))
     }
 
@@ -361,11 +341,7 @@ impl Passthrough {
             peers,
         };
         let device = VfioPciDevice::new(id.to_owned(), Arc::new(function), wiring);
-        device.map(Arc::new).map_err(|source| PassthroughError::Device {
-            id: id.to_owned(),
-            place: shown_place(config),
-            source,
-        })
+        device.map(Arc::new).map_err(|source| no_device(config, id, source))
     }
 
     /// Begins to map memory if there are devices and it is not being mapped, and waits for it if a

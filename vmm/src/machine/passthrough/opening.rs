@@ -16,12 +16,12 @@ use std::time::Instant;
 
 use memory::GuestRam;
 use pci::vfio::{
-    DmaSpace, DmaTarget, GuestRamPopulator, HostPlace, Pieces, Pinning, VfioError, VfioFunction,
+    DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pieces, Pinning, VfioError, VfioFunction,
 };
 use pci::{Bdf, DeviceNumber, PciDevice, PciSegment};
 
-use super::backend::{place_of, shown_place};
-use super::{Borrowers, Passthrough, PassthroughError};
+use super::backend::place_of;
+use super::{Borrowers, Passthrough, PassthroughError, PrepinnedSlot, no_device};
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use crate::machine::virtio::Sockets;
@@ -68,17 +68,17 @@ impl ComingDevice {
     }
 }
 
-/// Opens a function and tells how long that took.
-///
-/// # Errors
-/// Saying what the host lacks.
-pub fn open(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Opened, VfioError> {
-    let begun = Instant::now();
-    let function = VfioFunction::open(id, place, space)?;
+/// What opens a device, on whatever thread.
+pub type Opener = Box<dyn FnOnce() -> Result<Opened, VfioError> + Send>;
+
+/// Resets a function, so that the guest finds it as if it had just been switched on. `begun`: when it
+/// began to be opened.
+fn reset(id: &str, function: VfioFunction, begun: Instant) -> Opened {
+    function.reset();
     let took_ms = begun.elapsed().as_millis().to_string();
     log::info!("passed-through device '{id}' is open after {took_ms} ms");
     events::emit("vm", "passthrough-device-opened", &[("id", id), ("took_ms", &took_ms)]);
-    Ok(Opened { function, at: Instant::now() })
+    Opened { function, at: Instant::now() }
 }
 
 impl Drop for ComingDevice {
@@ -88,6 +88,56 @@ impl Drop for ComingDevice {
 }
 
 impl Passthrough {
+    /// What opens a device. All that can be said about it at once is said here; that of a pool's slot, which
+    /// is open already, is attached here, too, as that shows whether the slot is of use.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub(super) fn opener(
+        &mut self,
+        config: &DeviceConfig,
+        id: &str,
+        sockets: &Sockets<'_>,
+    ) -> Result<Opener, PassthroughError> {
+        let begun = Instant::now();
+        let name = id.to_owned();
+        if let Some(function) = self.attach_that_of_slot(config, id, sockets) {
+            return Ok(Box::new(move || Ok(reset(&name, function, begun))));
+        }
+        let place = place_of(config).and_then(|place| place.check().map(|()| place));
+        let place = place.map_err(|source| no_device(config, id, source))?;
+        let space = self.space(sockets)?;
+        Ok(Box::new(move || {
+            let function = VfioFunction::attach(&name, place, space.as_ref())?;
+            Ok(reset(&name, function, begun))
+        }))
+    }
+
+    /// The slot is for the first device. One that is of no use is given back.
+    fn attach_that_of_slot(
+        &mut self,
+        config: &DeviceConfig,
+        id: &str,
+        sockets: &Sockets<'_>,
+    ) -> Option<VfioFunction> {
+        self.prepinned.as_ref().filter(|slot| slot.has_device())?;
+        let attached = self.space(sockets).and_then(|space| {
+            let place = self.prepinned.as_mut().and_then(PrepinnedSlot::take_device);
+            let place = place.map_or_else(|| place_of(config), Ok);
+            place
+                .and_then(|place| VfioFunction::attach(id, place, space.as_ref()))
+                .map_err(|source| no_device(config, id, source))
+        });
+        attached.inspect_err(|error| self.do_without_slot(error)).ok()
+    }
+
+    fn do_without_slot(&mut self, error: &PassthroughError) {
+        self.space = None;
+        if let Some(slot) = self.prepinned.take() {
+            slot.refuse(error);
+        }
+    }
+
     /// Begins to open a device, for which a place is kept.
     ///
     /// # Errors
@@ -98,23 +148,15 @@ impl Passthrough {
         sockets: &Sockets<'_>,
     ) -> Result<(), PassthroughError> {
         let id = config.id.clone().unwrap_or_default();
-        let failed = |source| PassthroughError::Device {
-            id: id.clone(),
-            place: shown_place(config),
-            source,
-        };
-        let place = place_of(config).and_then(|place| place.check().map(|()| place));
-        let place = place.map_err(failed)?;
-        let space = self.space(sockets)?;
+        let open = self.opener(config, &id, sockets)?;
         let wish = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
         let number = sockets.segment.expect(wish, &id);
         let number = number.map_err(|source| PassthroughError::Bus { id: id.clone(), source })?;
-        let name = id.clone();
-        let work = move || open(&name, place, space.as_ref());
-        let thread = thread::Builder::new().name("vfio-open".to_owned()).spawn(work);
+        let thread = thread::Builder::new().name("vfio-open".to_owned()).spawn(open);
         let thread = thread.map_err(|source| {
             sockets.segment.release(number);
-            failed(VfioError::Io { what: "start the thread that opens it", source })
+            let what = "start the thread that opens it";
+            no_device(config, &id, VfioError::Io { what, source })
         })?;
         let config = config.clone();
         self.coming.push(ComingDevice { config, id, number, thread: Some(thread) });
@@ -131,7 +173,9 @@ impl Passthrough {
         ram: &Arc<GuestRam>,
         borrowers: &Borrowers,
     ) -> Result<(), PassthroughError> {
-        let Some(space) = self.space.as_ref().filter(|_| !self.coming.is_empty()) else {
+        // What a pool has mapped was allowed to it.
+        let is_to_map = !self.coming.is_empty() && self.prepinned.is_none();
+        let Some(space) = self.space.as_ref().filter(|_| is_to_map) else {
             return Ok(());
         };
         let populator = GuestRamPopulator(Arc::clone(ram));
@@ -174,12 +218,8 @@ impl Passthrough {
         let Some(coming) = self.coming.get_mut(at) else { return Ok(()) };
         let opened = coming.wait();
         let (config, id, number) = (coming.config.clone(), coming.id.clone(), coming.number);
-        let failed = |source| PassthroughError::Device {
-            id: id.clone(),
-            place: shown_place(&config),
-            source,
-        };
-        let Opened { function, at } = opened.map_err(failed)?;
+        let opened = opened.map_err(|source| no_device(&config, &id, source));
+        let Opened { function, at } = opened?;
         let device = self.dress(function, &config, &id, number, sockets)?;
         self.keep(&config, Bdf::on_root_bus(sockets.segment.segment(), number), device, at);
         Ok(())

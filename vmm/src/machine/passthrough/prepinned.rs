@@ -111,6 +111,11 @@ impl PrepinnedSlot {
         Ok(Arc::new(IommufdSpace::prepinned(sockets.vm, ram, iommufd, &self.grant)?))
     }
 
+    /// Whether the device is still to be taken.
+    pub(super) fn has_device(&self) -> bool {
+        self.device.is_some()
+    }
+
     /// The device, once.
     pub(super) fn take_device(&mut self) -> Option<HostPlace> {
         self.device.take().map(|(path, node)| HostPlace::Prepinned { path, node })
