@@ -8,16 +8,11 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use iommufd_bindings::iommufd::{
-    iommu_hwpt_alloc, iommu_ioas_alloc, iommu_ioas_map_file,
-    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA as FIXED_IOVA,
-    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE as READABLE,
-    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE as WRITEABLE,
-};
+use ioas::{Ioas, MapFileError, Mapped};
 use iommufd_ioctls::{IommuFd, IommufdError};
 use memory::pool::{DeviceAddress, PinnedGrant, PinnedRegion, pieces};
 use memory::{Given, GuestRam, RamConfig, RamError, RamLayout};
@@ -51,9 +46,6 @@ pub enum PinError {
     /// An object of iommufd.
     #[error("cannot make what device {0} needs in iommufd")]
     Object(DeviceAddress, #[source] IommufdError),
-    /// The kernel is too old.
-    #[error("this kernel maps memory for devices by address only: Linux 6.14 or newer is needed")]
-    NoMapFile,
     /// Pinning.
     #[error(
         "cannot map {len_bytes} bytes at {gpa:#x} for device {device} (ENOMEM: raise LimitMEMLOCK, or \
@@ -68,7 +60,7 @@ pub enum PinError {
         len_bytes: u64,
         /// The kernel's answer.
         #[source]
-        source: IommufdError,
+        source: MapFileError,
     },
     /// The layout of the VM's memory.
     #[error("this memory cannot be that of a VM")]
@@ -111,11 +103,6 @@ fn regions(
     Ok((file, ram.regions().iter().map(of_region).collect(), page_bytes))
 }
 
-fn size_of_u32<T>() -> u32 {
-    // Structures of the kernel's interface have some dozens of bytes.
-    u32::try_from(size_of::<T>()).unwrap_or(u32::MAX)
-}
-
 impl Prepinned {
     /// Opens the device, maps the memory at the VM's addresses and fills a page table with it.
     ///
@@ -142,43 +129,22 @@ impl Prepinned {
             .map_err(|source| PinError::Bind(address, source))?;
         let device_id = bound.iommufd_dev_id().ok_or(PinError::NoDevice)?;
 
-        let mut new_space =
-            iommu_ioas_alloc { size: size_of_u32::<iommu_ioas_alloc>(), ..Default::default() };
-        control.alloc_iommu_ioas(&mut new_space).map_err(object)?;
-        let space_id = new_space.out_ioas_id;
+        let space = Ioas::new(&control).map_err(object)?;
         // First, so that each piece is pinned as it is mapped: without a table nothing is.
-        let mut table = iommu_hwpt_alloc {
-            size: size_of_u32::<iommu_hwpt_alloc>(),
-            dev_id: device_id,
-            pt_id: space_id,
-            ..Default::default()
-        };
-        control.alloc_iommu_hwpt(&mut table).map_err(object)?;
+        let table_id = space.new_table(device_id).map_err(object)?;
         for piece in regions.iter().flat_map(|region| pieces(*region, PIECE_BYTES, page_bytes)) {
             let PinnedRegion { gpa, len_bytes, offset } = piece;
-            let map = iommu_ioas_map_file {
-                size: size_of_u32::<iommu_ioas_map_file>(),
-                flags: FIXED_IOVA | READABLE | WRITEABLE,
-                ioas_id: space_id,
-                fd: file.as_raw_fd(),
-                start: offset,
-                length: len_bytes,
-                iova: gpa,
-            };
-            control.map_iommu_ioas_file(&map).map_err(|source| match source {
-                IommufdError::IommuIoasMapFile(errno) if errno.errno() == libc::ENOTTY => {
-                    PinError::NoMapFile
-                }
-                source => PinError::Map { device: address, gpa, len_bytes, source },
-            })?;
+            space
+                .map_file(file.as_fd(), offset, Mapped { iova: gpa, len_bytes })
+                .map_err(|source| PinError::Map { device: address, gpa, len_bytes, source })?;
         }
         let grant = PinnedGrant {
             size_bytes: class.size_bytes,
             pages: class.pages,
             piece_bytes: PIECE_BYTES,
             device_id,
-            space_id,
-            table_id: table.out_hwpt_id,
+            space_id: space.id(),
+            table_id,
             regions,
         };
         Ok(Self { iommufd, device, grant })

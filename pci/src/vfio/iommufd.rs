@@ -15,20 +15,15 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use hypervisor::{ToldFile, VfioFiles, Vm};
-use iommufd_bindings::iommufd::{
-    iommu_hw_info, iommu_ioas_map, iommu_ioas_map_file, iommu_ioas_unmap,
-    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA as FIXED_IOVA,
-    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE as READABLE,
-    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE as WRITEABLE,
-};
-use iommufd_ioctls::{IommuFd, IommufdError};
+use ioas::{Ioas, MapFileError, Mapped, knows_device};
+use iommufd_ioctls::IommuFd;
 use memory::pool::PinnedGrant;
 use memory::{GuestRam, RamRegion};
 use vfio_ioctls::{VfioDevice, VfioError as IoctlError, VfioIommufd};
@@ -102,12 +97,7 @@ impl IommufdSpace {
     ) -> Result<Self, VfioError> {
         let mapped = mapped_pieces(&ram, grant)?;
         let space = Self::new(vm, ram, Some(iommufd))?;
-        let mut info = iommu_hw_info {
-            size: size_of_u32::<iommu_hw_info>(),
-            dev_id: grant.device_id,
-            ..Default::default()
-        };
-        space.space.iommufd().get_hw_info(&mut info).map_err(VfioError::NotInSlot)?;
+        knows_device(space.space.iommufd(), grant.device_id).map_err(VfioError::NotInSlot)?;
         let in_words = |(gpa, len)| Some((gpa, usize::try_from(len).ok()?));
         Ok(Self {
             space_id: grant.space_id,
@@ -119,34 +109,28 @@ impl IommufdSpace {
         })
     }
 
+    fn ioas(&self) -> Ioas<'_> {
+        Ioas::with_id(self.space.iommufd(), self.space_id)
+    }
+
     /// Maps a piece by the file that it is in; false if the kernel cannot do that.
     fn map_file(&self, region: &RamRegion, start: u64, piece: &Piece) -> io::Result<bool> {
         let Some(file) = region.file().filter(|_| self.maps_files.load(Ordering::Relaxed)) else {
             return Ok(false);
         };
         let offset = region.file_offset().saturating_add(start);
-        let map = iommu_ioas_map_file {
-            size: size_of_u32::<iommu_ioas_map_file>(),
-            flags: FIXED_IOVA | READABLE | WRITEABLE,
-            ioas_id: self.space_id,
-            fd: file.as_raw_fd(),
-            start: offset,
-            length: piece.len as u64,
-            iova: piece.gpa,
-        };
-        match self.space.iommufd().map_iommu_ioas_file(&map) {
+        match self.ioas().map_file(file.as_fd(), offset, mapped(piece.gpa, piece.len)) {
             Ok(()) => Ok(true),
-            Err(IommufdError::IommuIoasMapFile(errno)) => match errno.errno() {
-                libc::ENOTTY => {
-                    log::debug!("this kernel's iommufd maps memory by address only");
-                    self.maps_files.store(false, Ordering::Relaxed);
-                    Ok(false)
-                }
+            Err(MapFileError::NoMapFile) => {
+                log::debug!("this kernel's iommufd maps memory by address only");
+                self.maps_files.store(false, Ordering::Relaxed);
+                Ok(false)
+            }
+            Err(MapFileError::Refused(error)) => match error.raw_os_error() {
                 // A file of a file system: memfds and hugetlb only are taken.
-                libc::EINVAL | libc::EOPNOTSUPP => Ok(false),
-                errno => Err(io::Error::from_raw_os_error(errno)),
+                Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(false),
+                _ => Err(error),
             },
-            Err(other) => Err(io::Error::other(other)),
         }
     }
 
@@ -154,29 +138,7 @@ impl IommufdSpace {
         // The piece lies in a region of `self.ram`, which outlives the address space and so its mappings
         // (this value and every function opened in it hold it). Guest RAM is reached only by volatile and
         // atomic accesses and by system calls: vCPUs write to it at any time, too.
-        let map = iommu_ioas_map {
-            size: size_of_u32::<iommu_ioas_map>(),
-            flags: FIXED_IOVA | READABLE | WRITEABLE,
-            ioas_id: self.space_id,
-            user_va: piece.address.addr() as u64,
-            length: piece.len as u64,
-            iova: piece.gpa,
-            ..Default::default()
-        };
-        self.space.iommufd().map_iommu_ioas(&map).map_err(|error| match error {
-            IommufdError::IommuIoasMap(errno) => io::Error::from_raw_os_error(errno.errno()),
-            other => io::Error::other(other),
-        })
-    }
-
-    fn unmap_range(&self, gpa: u64, len_bytes: u64) -> Result<(), IommufdError> {
-        let mut unmap = iommu_ioas_unmap {
-            size: size_of_u32::<iommu_ioas_unmap>(),
-            ioas_id: self.space_id,
-            iova: gpa,
-            length: len_bytes,
-        };
-        self.space.iommufd().unmap_iommu_ioas(&mut unmap)
+        self.ioas().map_address(piece.address.addr() as u64, mapped(piece.gpa, piece.len))
     }
 
     /// Tells KVM of an open character device.
@@ -251,9 +213,8 @@ impl IommufdSpace {
     }
 }
 
-fn size_of_u32<T>() -> u32 {
-    // Structures of the kernel's interface have some dozens of bytes.
-    u32::try_from(size_of::<T>()).unwrap_or(u32::MAX)
+fn mapped(gpa: u64, len: usize) -> Mapped {
+    Mapped { iova: gpa, len_bytes: len as u64 }
 }
 
 impl DmaSpace for IommufdSpace {
@@ -300,14 +261,14 @@ impl DmaTarget for IommufdSpace {
 
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
         let len_bytes = gpa.end.saturating_sub(gpa.start);
-        self.unmap_range(gpa.start, len_bytes).map_err(io::Error::other)?;
+        self.ioas().unmap(Mapped { iova: gpa.start, len_bytes })?;
         lock(&self.mapped).retain(|start, _| !gpa.contains(start));
         Ok(())
     }
 
     fn unmap_all(&self) {
         for (gpa, len) in std::mem::take(&mut *lock(&self.mapped)) {
-            if let Err(error) = self.unmap_range(gpa, len as u64) {
+            if let Err(error) = self.ioas().unmap(mapped(gpa, len)) {
                 log::warn!("{len:#x} bytes at {gpa:#x} stay mapped for DMA: {error}");
             }
         }
