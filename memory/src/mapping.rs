@@ -35,6 +35,7 @@ pub enum Advice {
     NoHugePage = libc::MADV_NOHUGEPAGE,
     Mergeable = libc::MADV_MERGEABLE,
     PopulateWrite = libc::MADV_POPULATE_WRITE,
+    PopulateRead = libc::MADV_POPULATE_READ,
     Collapse = libc::MADV_COLLAPSE,
     /// Private memory reads as zero (anonymous) or as the file afterwards.
     DontNeed = libc::MADV_DONTNEED,

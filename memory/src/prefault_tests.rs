@@ -284,3 +284,24 @@ fn a_pipeline_gets_populated_pieces_in_order() {
     let outside = region.populate_chunks(&(0..17 * MIB), 4 * MIB, &mut |_| Ok(()));
     assert!(matches!(outside, Err(PrefaultError::Range(_))));
 }
+
+#[test]
+fn pages_of_a_file_are_put_into_the_page_tables() {
+    let first = ram("p", 4 * MIB, Backing::Memfd, false);
+    let file = Arc::clone(first.regions()[0].file().unwrap());
+    first.regions()[0].write_range(5 * 4096, &[0xa5; 4096]).unwrap();
+    first.regions()[0].populate(&(0..2 * MIB), |_| Ok::<_, PopulateError>(())).unwrap();
+    let config =
+        RamConfig { zones: vec![ZoneSpec { shared: true, ..ZoneSpec::new("p", 4 * MIB) }] };
+    let given = [crate::Given::file("p", file)];
+    let second = GuestRam::with_given(&config, RamLayout::default(), &given).unwrap();
+    let region = &second.regions()[0];
+    let page = |number: usize| region.as_ptr().wrapping_add(number * 4096);
+    assert!(!is_mapped(page(5)));
+    region.map_present(&(0..2 * MIB)).unwrap();
+    assert!((0..512).all(|number| is_mapped(page(number))));
+    let mut bytes = [0; 4096];
+    region.read_page_range(5 * 4096, &mut bytes).unwrap();
+    assert_eq!(bytes, [0xa5; 4096]);
+    assert!(region.map_present(&(0..5 * MIB)).is_err() && region.map_present(&(1..4096)).is_err());
+}

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::{AccessError, RamRegion};
 use crate::PAGE_BYTES;
-use crate::mapping::Mapping;
+use crate::mapping::{Advice, Mapping};
 use crate::populate::{PopulateError, Target};
 
 impl RamRegion {
@@ -32,6 +32,16 @@ impl RamRegion {
     /// As [`populate_for_io`](Self::populate_for_io).
     pub fn prepare_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.get_pages(range, |mapping| self.target(mapping).advise(range))
+    }
+
+    /// Puts pages that the memory's file has already into the page tables of this process, several with
+    /// each fault; a file's missing pages may come, too, and are zero. For memory that came populated.
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region, or the kernel's answer (`EINVAL` before Linux 5.14).
+    pub fn map_present(&self, range: &Range<u64>) -> io::Result<()> {
+        self.check_pages(range).map_err(io::Error::other)?;
+        self.main.advise(range, Advice::PopulateRead)
     }
 
     fn get_pages(

@@ -103,6 +103,16 @@ impl PeerTarget for Type1Container {
 }
 
 impl DmaTarget for Type1Container {
+    /// The kernel pins what the process's page tables have; memory that came populated is not in them yet,
+    /// and one fault for each of its pages would come while nobody else can map.
+    fn prepare(&self, region: &RamRegion, range: &Range<u64>) {
+        if region.is_prezeroed()
+            && let Err(error) = region.map_present(range)
+        {
+            log::debug!("pages of zone '{}' are found one by one: {error}", region.zone_id());
+        }
+    }
+
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
         let Piece { gpa, len, address } = Piece::of(&self.ram, region, range)?;
         // SAFETY: the range lies in a region of `self.ram`, which outlives the container and so its

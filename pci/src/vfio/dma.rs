@@ -16,6 +16,9 @@ use super::limits::DmaLimits;
 
 /// An IOMMU's mappings of one VM: guest physical addresses become addresses for DMA.
 pub trait DmaTarget: Send + Sync {
+    /// What can be done before a part of guest memory is mapped, on several threads at once. It may be
+    /// mapped without.
+    fn prepare(&self, _region: &RamRegion, _range: &Range<u64>) {}
     /// Maps a part of guest memory, given in bytes of the region, at its guest physical address, and
     /// pins it. It stays mapped, in this one piece, until it is unmapped or the target is gone, and so
     /// does the memory.

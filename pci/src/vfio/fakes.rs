@@ -384,6 +384,8 @@ type BeforeMap = Box<dyn Fn(u64) -> io::Result<()> + Send + Sync>;
 #[derive(Default)]
 pub struct FakeTarget {
     pub mapped: Mutex<Vec<Range<u64>>>,
+    /// What was prepared, each before anything of it was mapped.
+    pub prepared: Mutex<Vec<Range<u64>>>,
     pub limits: DmaLimits,
     pub before: Option<BeforeMap>,
     pub unmaps: AtomicU64,
@@ -409,6 +411,12 @@ impl FakeTarget {
 }
 
 impl DmaTarget for FakeTarget {
+    fn prepare(&self, region: &RamRegion, range: &Range<u64>) {
+        let gpa = region.gpa() + range.start..region.gpa() + range.end;
+        assert_eq!(self.mapped_bytes_in(&gpa), 0, "{gpa:x?} is mapped already");
+        lock(&self.prepared).push(gpa);
+    }
+
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
         let gpa = region.gpa() + range.start;
         if let Some(before) = &self.before {

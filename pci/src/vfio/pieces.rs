@@ -161,6 +161,8 @@ impl Pieces {
     /// Maps a part of a region that is populated.
     pub(super) fn map(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
         let grain = self.grain_bytes(region);
+        // Where one thread at a time maps, this is what several can do meanwhile.
+        self.target.prepare(region, range);
         let mut at = range.start;
         while at < range.end {
             let end = (at / grain).saturating_add(1).saturating_mul(grain).min(range.end);

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
 use std::sync::mpsc;
@@ -12,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use devices::bus::BusDevice as _;
-use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+use memory::{GuestRam, RamConfig, RamLayout, RamRegion, ZoneSpec};
 
 use super::fakes::{
     FakeFunction, FakeLine, FakeSlots, FakeTarget, MSI_OFFSET, MSIX_COUNT, MSIX_OFFSET,
@@ -375,6 +376,20 @@ fn start(
     Pinning::start(pieces, populator, Arc::clone(gate), Box::new(|_| {}))
 }
 
+/// Ranges that follow each other as one.
+fn joined(ranges: &Mutex<Vec<Range<u64>>>) -> Vec<Range<u64>> {
+    let mut ranges = ranges.lock().unwrap().clone();
+    ranges.sort_by_key(|range| range.start);
+    let mut joined: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match joined.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => joined.push(range),
+        }
+    }
+    joined
+}
+
 #[test]
 fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
     let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
@@ -396,20 +411,10 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
     gate.wait().unwrap();
     assert!(matches!(end.recv_timeout(PATIENCE), Ok(PinState::Pinned(_))));
     pinning.wait().unwrap();
-    let mut mapped = target.mapped.lock().unwrap().clone();
-    mapped.sort_by_key(|range| range.start);
-    let mut expected = Vec::new();
-    for region in ram.regions() {
-        expected.push(region.gpa()..region.gpa() + region.len_bytes());
-    }
-    let mut joined: Vec<std::ops::Range<u64>> = Vec::new();
-    for range in mapped {
-        match joined.last_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
-            _ => joined.push(range),
-        }
-    }
-    assert_eq!(joined, expected);
+    let of_region = |region: &Arc<RamRegion>| region.gpa()..region.gpa() + region.len_bytes();
+    let expected: Vec<_> = ram.regions().iter().map(of_region).collect();
+    assert_eq!(joined(&target.mapped), expected);
+    assert_eq!(joined(&target.prepared), expected);
     let progress = pinning.progress();
     assert_eq!((progress.pinned_bytes, progress.total_bytes), (192 * MIB, 192 * MIB));
 }

@@ -23,7 +23,7 @@ const MODES: [(&str, &str); 9] = [
     ("prepinned-iommufd", "a pool that has mapped memory, by iommufd"),
 ];
 const MEMORY: [(&str, u64); 5] =
-    [("4k", 256), ("4k", 1024), ("4k", 4096), ("2m", 1024), ("2m", 4096)];
+    [("4k", 256), ("4k", 1024), ("4k", 4096), ("thp", 4096), ("2m", 4096)];
 const FIRST_INSTRUCTION: &str = "first-instruction";
 const ASKED: &str = "bus-master-asked";
 const WAITED: &str = "waited";
@@ -114,17 +114,10 @@ impl Medians<'_> {
                 targets.push(Target::at_most(&name, with / without, 1.2));
             }
         }
-        for pages in ["4k", "2m"] {
-            let all = MEMORY.iter().filter(|memory| memory.0 == pages);
-            let (Some(small), Some(large)) = (all.clone().next(), all.clone().next_back()) else {
-                continue;
-            };
-            if let Some((with, less)) = first(mode, *large).zip(first(mode, *small)) {
-                let name = format!(
-                    "first instruction with the device{by}, {} over {} MiB",
-                    about(*large),
-                    small.1
-                );
+        for large in MEMORY.into_iter().filter(|memory| memory.1 == 4096) {
+            if let Some((with, less)) = first(mode, large).zip(first(mode, ("4k", 256))) {
+                let name =
+                    format!("first instruction with the device{by}, {} over 256 MiB", about(large));
                 targets.push(Target::at_most(&name, with / less, 1.2));
             }
         }
@@ -168,11 +161,6 @@ impl Medians<'_> {
                 "device usable, overlap over QEMU",
                 usable("overlap"),
                 usable("qemu"),
-            ));
-            targets.extend(ratio(
-                "device usable, strict over populated before",
-                usable("strict"),
-                usable("populated"),
             ));
             targets.extend(ratio(
                 "pinning with pin=strict, iommufd over type1",

@@ -20,8 +20,10 @@ measured() { remote a counters >$T/counters 2>/dev/null && [ -n "$(value $1)" ];
 # 'populated' has no pipeline: all memory is populated, and then mapped.
 modes="none populated strict overlap pool qemu"
 [ -z "$PASS_BY" ] || modes="$modes strict-iommufd overlap-iommufd prepinned-iommufd"
-# set_aside PAGES MIB: huge pages, if it takes them.
+# set_aside PAGES MIB: huge pages, if it takes them; transparent ones are there for who asks.
 set_aside() {
+  case $1 in thp) kind=advise ;; *) kind=never ;; esac
+  echo $kind >/sys/kernel/mm/transparent_hugepage/shmem_enabled
   [ $1 = 2m ] || return 0
   echo 3 >/proc/sys/vm/drop_caches
   echo 1 >/proc/sys/vm/compact_memory
@@ -33,7 +35,7 @@ now_us() { bash -c 'echo ${EPOCHREALTIME/./}'; }
 
 # with_pool PAGES MIB TABLE...: a pool that has the memory of one VM ready, as the lines of the table say.
 with_pool() {
-  case $1 in 4k) pages=4K ;; 2m) pages=2M ;; esac
+  case $1 in 4k) pages=4K ;; thp) pages=thp ;; 2m) pages=2M ;; esac
   of_slot="size = '${2}M'"
   shift 2
   printf '%s\n' "socket = '$T/pool.sock'" "stats_socket = '$T/stats.sock'" "idle_only = false" "bandwidth = '0'" \
@@ -53,7 +55,7 @@ asks_for_dma() { sed -n 's/^[0-9]*@\([0-9]*\)\.\([0-9]*\):vfio_pci_write_config 
 has_asked() { [ -n "$(asks_for_dma)" ] || [ ! -d /proc/$vmm ]; }
 measure_qemu() {
   huge=
-  [ $1 = 4k ] || huge=,hugetlb=on,hugetlbsize=2M
+  [ $1 != 2m ] || huge=,hugetlb=on,hugetlbsize=2M
   set_aside $1 $2
   echo vfio_pci_write_config >$T/q.trace-events
   : >$T/q.trace
@@ -88,26 +90,21 @@ measure_qemu() {
 measure() {
   [ $1 != qemu ] || { measure_qemu $2 $3 $4; return; }
   pin=${1%-iommufd} zone= pool=
+  set_aside $2 $3
   if [ $1 = populated ]; then
     pin=strict zone=,prefault=on
   elif [ $1 = pool ]; then
     pin=overlap zone=,prezeroed=$T/pool.sock
-    set_aside $2 $3
     with_pool $2 $3 "[[slots]]" "count = 1" || { failed "pool_$2_$3" "no memory is ready"; return; }
   elif [ $1 = prepinned-iommufd ]; then
     pin="overlap -v" zone=,prezeroed=$T/pool.sock
-    set_aside $2 $3
     with_pool $2 $3 "[[device_slots]]" "device = '$(basename $disk)'" || { failed "prepinned_$2_$3" "no slot is ready"; return; }
   fi
   device="--device path=$disk,id=disk,pin=$pin"
   case $1 in *-iommufd) device="$PASS_BY $device" ;; esac
   last=bus_master_waited_us
   [ $1 != none ] || { device=; last=first_mmio_monotonic_us; }
-  pages=
-  if [ $2 = 2m ]; then
-    set_aside $2 $3
-    pages=,hugepages=on,hugepage_size=2M
-  fi
+  case $2 in 4k) pages=,thp=off ;; thp) pages= ;; 2m) pages=,hugepages=on,hugepage_size=2M ;; esac
   rm -f $T/a.sock
   begin_ms=$(uptime_ms)
   cloud-hypervisor --api-socket path=$T/a.sock --event-monitor path=$T/a.events --kernel /lab/vmlinuz \
@@ -142,11 +139,10 @@ run=0
 # One more than counted: the first fills the page cache.
 while [ $run -le ${runs:-1} ]; do
   for mode in $modes; do
-    for size in 256 1024 4096; do
-      [ $run = 0 ] && [ $size != 256 ] && continue
-      measure $mode 4k $size $run
-      [ $run = 0 ] || [ $size = 256 ] || measure $mode 2m $size $run
-    done
+    measure $mode 4k 256 $run
+    [ $run = 0 ] && continue
+    measure $mode 4k 1024 $run
+    for pages_of in 4k thp 2m; do measure $mode $pages_of 4096 $run; done
   done
   run=$((run + 1))
 done
