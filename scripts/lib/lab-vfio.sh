@@ -33,6 +33,7 @@ build_extra_bench_passthrough() {
   build_extra_vfio "$1"
   add_qemu "$LAB/vfio"
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
+  add_test_guest "$LAB/vfio"
   pack "$LAB/vfio" "$1"
 }
 # The program that drives one disk from within the guest, as a disk of its own.
@@ -58,11 +59,20 @@ build_extra_vfio_migration() {
   add_kernel_amd64 "$tree"
   pack "$tree" "$1"
 }
+# add_test_guest TREE: a guest that allows DMA at once, and what reads its memory.
+add_test_guest() {
+  build_guest
+  (cd "$ROOT" && cargo build --release --quiet --locked -p guest-reader)
+  add_program "$1" "$CARGO_TARGET_DIR/release/guest-reader"
+  mkdir -p "$1/lab"
+  cp "$CARGO_TARGET_DIR/guest/release/test-guest" "$1/lab/"
+}
 # add_slow_open TREE: what makes devices take long to open.
 add_slow_open() { gcc -O2 -Wall -Wextra -shared -fPIC -s -o "$1/bin/slow-open.so" "$SRC/probes/slow-open.c" -ldl; }
 build_extra_vfio_gate() {
   build_extra_vfio "$1"
   add_slow_open "$LAB/vfio"
+  add_test_guest "$LAB/vfio"
   pack "$LAB/vfio" "$1"
 }
 build_extra_vfio_memory() {

@@ -273,6 +273,11 @@ impl RamRegion {
         self.zone.backing.hugetlb
     }
 
+    /// Whether it is to have huge pages of either kind, as far as the host has them.
+    pub fn wants_huge_pages(&self) -> bool {
+        self.is_hugetlb() || self.spec().thp
+    }
+
     /// The smallest page that the backing gives or takes back: 4 KiB, or the size of a hugetlb
     /// page. Transparent huge pages do not count, they can be split.
     pub fn page_bytes(&self) -> u64 {

@@ -103,6 +103,13 @@ impl PeerTarget for Type1Container {
 }
 
 impl DmaTarget for Type1Container {
+    /// The kernel counts what it pins under the lock of the whole address space, which whoever populates
+    /// holds for long. Huge pages are pinned in next to no time, and a thread that waits for the lock keeps
+    /// all others out of it meanwhile; with small pages there is more to gain than to lose.
+    fn maps_last(&self, region: &RamRegion) -> bool {
+        region.wants_huge_pages() && !region.is_prezeroed()
+    }
+
     /// The kernel pins what the process's page tables have; memory that came populated is not in them yet,
     /// and one fault for each of its pages would come while nobody else can map.
     fn prepare(&self, region: &RamRegion, range: &Range<u64>) {

@@ -19,6 +19,10 @@ pub trait DmaTarget: Send + Sync {
     /// What can be done before a part of guest memory is mapped, on several threads at once. It may be
     /// mapped without.
     fn prepare(&self, _region: &RamRegion, _range: &Range<u64>) {}
+    /// Whether a region is better mapped when all memory is populated than while other parts still are.
+    fn maps_last(&self, _region: &RamRegion) -> bool {
+        false
+    }
     /// Maps a part of guest memory, given in bytes of the region, at its guest physical address, and
     /// pins it. It stays mapped, in this one piece, until it is unmapped or the target is gone, and so
     /// does the memory.
@@ -42,6 +46,8 @@ pub trait DmaTarget: Send + Sync {
 pub trait Populator: Send + Sync {
     /// Bytes in all, and how many of them are on pages that a cgroup counts.
     fn total_bytes(&self) -> (u64, u64);
+    /// All of the memory.
+    fn regions(&self) -> &[Arc<RamRegion>];
     /// In how many pieces of at most `chunk_bytes` it calls its hook, at most.
     fn chunks(&self, chunk_bytes: u64) -> u64;
     /// Populates everything and returns when that is done; calls `on_chunk`, on several threads, for
@@ -59,6 +65,10 @@ impl Populator for GuestRamPopulator {
     fn total_bytes(&self) -> (u64, u64) {
         let counted = self.0.regions().iter().filter(|region| !region.is_hugetlb());
         (self.0.total_bytes(), counted.map(|region| region.usable_bytes()).sum())
+    }
+
+    fn regions(&self) -> &[Arc<RamRegion>] {
+        self.0.regions()
     }
 
     fn chunks(&self, chunk_bytes: u64) -> u64 {

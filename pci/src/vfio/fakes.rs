@@ -387,6 +387,7 @@ pub struct FakeTarget {
     /// What was prepared, each before anything of it was mapped.
     pub prepared: Mutex<Vec<Range<u64>>>,
     pub limits: DmaLimits,
+    pub maps_last: bool,
     pub before: Option<BeforeMap>,
     pub unmaps: AtomicU64,
 }
@@ -411,6 +412,10 @@ impl FakeTarget {
 }
 
 impl DmaTarget for FakeTarget {
+    fn maps_last(&self, _region: &RamRegion) -> bool {
+        self.maps_last
+    }
+
     fn prepare(&self, region: &RamRegion, range: &Range<u64>) {
         let gpa = region.gpa() + range.start..region.gpa() + range.end;
         assert_eq!(self.mapped_bytes_in(&gpa), 0, "{gpa:x?} is mapped already");

@@ -3,7 +3,8 @@
 //! The pipeline that makes guest memory ready for DMA while the guest runs.
 //!
 //! Owns its thread and the progress, and settles the gate. Memory is mapped as soon as it is
-//! populated, on the thread that populated it, while other memory is being populated. A failure is
+//! populated, on the thread that populated it, while other memory is being populated; where whoever maps
+//! would be in the way of that, and has little to do, when all is populated. A failure is
 //! told to everybody who waits; nothing of it may end in waiting for ever.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -183,17 +184,30 @@ impl Shared {
         result
     }
 
+    fn go_on(&self) -> Result<(), PinError> {
+        if self.stop.load(Ordering::Relaxed) { Err(PinError::Cancelled) } else { Ok(()) }
+    }
+
     fn pin(self: &Arc<Self>, populator: &dyn Populator) -> Result<(), PinError> {
-        let shared = Arc::clone(self);
+        let (shared, kept) = (Arc::clone(self), Arc::new(Mutex::new(Vec::new())));
+        let keep = Arc::clone(&kept);
         populator.populate(
             self.pieces.chunk_bytes(),
             Arc::new(move |region, range| {
-                if shared.stop.load(Ordering::Relaxed) {
-                    return Err(PinError::Cancelled.into());
+                shared.go_on()?;
+                if shared.pieces.target().maps_last(region) {
+                    lock(&keep).push((region.gpa(), range));
+                    return Ok(());
                 }
                 Ok(shared.pieces.map(region, &range)?)
             }),
         )?;
+        for (gpa, range) in std::mem::take(&mut *lock(&kept)) {
+            self.go_on()?;
+            if let Some(region) = populator.regions().iter().find(|region| region.gpa() == gpa) {
+                self.pieces.map(region, &range)?;
+            }
+        }
         // What was left out, such as memory whose contents are still to arrive, is not mapped.
         let is_whole = self.pieces.mapped_bytes() == self.total_bytes;
         if is_whole { Ok(()) } else { Err(PinError::Cancelled) }

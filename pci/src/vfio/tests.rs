@@ -8,12 +8,12 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
-use std::sync::mpsc;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use devices::bus::BusDevice as _;
-use memory::{GuestRam, RamConfig, RamLayout, RamRegion, ZoneSpec};
+use memory::{ChunkHook, GuestRam, PrefaultError, RamConfig, RamLayout, RamRegion, ZoneSpec};
 
 use super::fakes::{
     FakeFunction, FakeLine, FakeSlots, FakeTarget, MSI_OFFSET, MSIX_COUNT, MSIX_OFFSET,
@@ -417,6 +417,50 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
     assert_eq!(joined(&target.prepared), expected);
     let progress = pinning.progress();
     assert_eq!((progress.pinned_bytes, progress.total_bytes), (192 * MIB, 192 * MIB));
+}
+
+/// Says when all is populated.
+struct Told(GuestRamPopulator, Arc<AtomicBool>);
+
+impl Populator for Told {
+    fn total_bytes(&self) -> (u64, u64) {
+        self.0.total_bytes()
+    }
+
+    fn regions(&self) -> &[Arc<RamRegion>] {
+        self.0.regions()
+    }
+
+    fn chunks(&self, chunk_bytes: u64) -> u64 {
+        self.0.chunks(chunk_bytes)
+    }
+
+    fn populate(&self, chunk_bytes: u64, on_chunk: ChunkHook) -> Result<(), PrefaultError> {
+        self.0.populate(chunk_bytes, on_chunk)?;
+        self.1.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+#[test]
+fn what_is_mapped_last_waits_for_all_memory() {
+    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
+    let is_populated = Arc::new(AtomicBool::new(false));
+    let populated = Arc::clone(&is_populated);
+    let before = Box::new(move |_| {
+        assert!(populated.load(Ordering::SeqCst), "a piece is mapped while memory is populated");
+        Ok(())
+    });
+    let target =
+        Arc::new(FakeTarget { maps_last: true, before: Some(before), ..FakeTarget::default() });
+    let populator = Arc::new(Told(GuestRamPopulator(Arc::clone(&ram)), is_populated));
+    let pieces = pieces(target.clone(), &populator.0);
+    let on_end = Box::new(|_: &PinState| {});
+    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), on_end).unwrap();
+    pinning.wait().unwrap();
+    assert!(gate.is_open());
+    let of_region = |region: &Arc<RamRegion>| region.gpa()..region.gpa() + region.len_bytes();
+    assert_eq!(joined(&target.mapped), ram.regions().iter().map(of_region).collect::<Vec<_>>());
 }
 
 #[test]

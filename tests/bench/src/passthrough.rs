@@ -11,7 +11,7 @@ use std::path::Path;
 use crate::machine;
 use crate::report::{Figure, Report, Target};
 
-const MODES: [(&str, &str); 9] = [
+const MODES: [(&str, &str); 13] = [
     ("none", "no device"),
     ("populated", "pin=strict, populated before"),
     ("strict", "pin=strict"),
@@ -21,18 +21,23 @@ const MODES: [(&str, &str); 9] = [
     ("strict-iommufd", "pin=strict by iommufd"),
     ("overlap-iommufd", "pin=overlap by iommufd"),
     ("prepinned-iommufd", "a pool that has mapped memory, by iommufd"),
+    ("early-overlap", "pin=overlap, asked at once"),
+    ("early-pool", "pin=overlap with a pool, asked at once"),
+    ("early-overlap-iommufd", "pin=overlap by iommufd, asked at once"),
+    ("early-prepinned-iommufd", "a pool that has mapped memory, by iommufd, asked at once"),
 ];
 const MEMORY: [(&str, u64); 5] =
     [("4k", 256), ("4k", 1024), ("4k", 4096), ("thp", 4096), ("2m", 4096)];
 const FIRST_INSTRUCTION: &str = "first-instruction";
 const ASKED: &str = "bus-master-asked";
 const WAITED: &str = "waited";
+const OPENING: &str = "opening";
 const PINNING: &str = "pinning";
 const WHAT: [(&str, &str); 6] = [
     (FIRST_INSTRUCTION, "exec to first guest instruction"),
     (ASKED, "exec to the driver's first Bus Master Enable"),
     (WAITED, "how long that waited"),
-    ("opening", "opening and resetting the device"),
+    (OPENING, "opening and resetting the device"),
     (PINNING, "populating and mapping all memory"),
     ("attaching", "attaching the device to memory that is mapped"),
 ];
@@ -167,11 +172,17 @@ impl Medians<'_> {
                 pinning("strict-iommufd"),
                 pinning("strict"),
             ));
-            for (mode, name) in
-                [("pool", "memory of the pool"), ("prepinned-iommufd", "mapped memory of the pool")]
-            {
+            for (mode, early, name) in [
+                ("pool", "early-pool", "memory of the pool"),
+                ("prepinned-iommufd", "early-prepinned-iommufd", "mapped memory of the pool"),
+            ] {
                 if let Some(added) = self.added(mode, memory) {
                     let name = format!("what the device adds with {name}, ms, {about}");
+                    targets.push(Target::at_most(&name, added, 100.0));
+                }
+                if let Some(added) = self.added_at_once(early, memory) {
+                    let name =
+                        format!("what it adds to a guest that asks at once, {name}, ms, {about}");
                     targets.push(Target::at_most(&name, added, 100.0));
                 }
             }
@@ -183,6 +194,13 @@ impl Medians<'_> {
     fn added(&self, mode: &str, memory: (&str, u64)) -> Option<f64> {
         let first = |mode| self.of(mode, memory, FIRST_INSTRUCTION);
         Some(first(mode)? - first("none")? + self.of(mode, memory, WAITED)?)
+    }
+
+    /// What is left of the time from the first instruction to the device being usable without opening and
+    /// resetting it, for which every guest waits that asks at once.
+    fn added_at_once(&self, mode: &str, memory: (&str, u64)) -> Option<f64> {
+        let first = self.of(mode, memory, FIRST_INSTRUCTION)?;
+        Some(self.usable(mode, memory)? - first - self.of(mode, memory, OPENING)?)
     }
 }
 

@@ -38,6 +38,8 @@ pub struct Status {
     pub first_tsc: u64,
     /// TSC when the workload started.
     pub ready_tsc: u64,
+    /// How it was allowed DMA by the device that its command line names, if it names one.
+    pub bus_master: Option<BusMaster>,
     /// Seed of the pattern.
     pub seed: u64,
     /// The vCPUs in order; none where the page is not resident yet.
@@ -69,6 +71,7 @@ impl Status {
             setup_ns: tsc::nanoseconds(ready_after, khz),
             first_tsc: first,
             ready_tsc: ready,
+            bus_master: BusMaster::new(page, khz),
             seed: page.at(control::SEED),
             vcpus: Vec::new(),
         }
@@ -102,6 +105,29 @@ impl Status {
     /// Whether every vCPU is known and in this state.
     pub fn all_in(&self, state: &str) -> bool {
         self.complete() && !self.vcpus.is_empty() && self.known().all(|vcpu| vcpu.state == state)
+    }
+}
+
+/// A device that was allowed DMA.
+#[derive(Clone, Debug, Serialize)]
+pub struct BusMaster {
+    /// From the first instruction at CPL 3 to the write of Bus Master Enable.
+    pub asked_ns: u64,
+    /// How long that write took.
+    pub waited_ns: u64,
+    /// What the device's command register said then; all ones without a device.
+    pub command: u16,
+}
+
+impl BusMaster {
+    fn new(page: &Words, khz: u64) -> Option<Self> {
+        let since =
+            |later, earlier| tsc::nanoseconds(page.at(later).saturating_sub(page.at(earlier)), khz);
+        (page.at(control::MASTER_ASKED_TSC) != 0).then(|| Self {
+            asked_ns: since(control::MASTER_ASKED_TSC, control::FIRST_TSC),
+            waited_ns: since(control::MASTER_GRANTED_TSC, control::MASTER_ASKED_TSC),
+            command: u16::try_from(page.at(control::MASTER_COMMAND) & 0xffff).unwrap_or(u16::MAX),
+        })
     }
 }
 

@@ -97,6 +97,12 @@ pub mod control {
     pub const CMDLINE_REFUSED: u64 = 0x98;
     /// Page directories built at run time, gpa of the first.
     pub const TABLES_GPA: u64 = 0xa0;
+    /// TSC before Bus Master Enable was written to the device that the command line names, and after.
+    pub const MASTER_ASKED_TSC: u64 = 0xa8;
+    /// See there.
+    pub const MASTER_GRANTED_TSC: u64 = 0xb0;
+    /// What the device's command and status registers said then.
+    pub const MASTER_COMMAND: u64 = 0xb8;
     /// Ranges of test pages: gpa, number of the first page, pages, 0.
     pub const RANGES: u64 = 0x100;
     /// Distance of two ranges.

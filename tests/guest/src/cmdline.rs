@@ -77,6 +77,8 @@ pub struct Settings {
     pub balloon_poison: u64,
     /// `ecam=`: where PCI configuration space is.
     pub ecam: u64,
+    /// `bus_master=`: a device on the first bus that may have DMA before anything else is done; 0: none.
+    pub bus_master: u64,
     /// Words that were not understood.
     pub refused: u64,
 }
@@ -106,6 +108,7 @@ impl Settings {
             balloon_features: u64::MAX,
             balloon_poison: 0,
             ecam: ECAM_GPA,
+            bus_master: 0,
             refused: 0,
         }
     }
@@ -192,6 +195,7 @@ impl Settings {
             balloon_features: get(param::BALLOON_FEATURES),
             balloon_poison: get(param::BALLOON_POISON),
             ecam: get(param::ECAM_GPA),
+            bus_master: 0,
             refused: 0,
         }
     }
@@ -215,6 +219,7 @@ impl Settings {
             b"balloon_features" => &mut self.balloon_features,
             b"balloon_poison" => &mut self.balloon_poison,
             b"ecam" => &mut self.ecam,
+            b"bus_master" => &mut self.bus_master,
             _ => return None,
         })
     }

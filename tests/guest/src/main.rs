@@ -15,6 +15,7 @@ mod clock;
 #[expect(dead_code, reason = "some of it is for the reader on the host")]
 mod cmdline;
 mod layout;
+mod master;
 mod mem;
 mod pattern;
 mod pvh;
@@ -63,6 +64,9 @@ extern "C" fn bsp_main(start_info: u64) -> ! {
     CONTROL.set(control::STAGE, stage::ENTERED);
     CONTROL.set(control::FIRST_TSC, first_tsc);
     note_cmdline(info.cmdline(), settings.refused);
+    if settings.bus_master != 0 {
+        master::enable(settings.ecam, settings.bus_master, CONTROL);
+    }
     CONTROL.set(control::VCPUS, vcpus);
 
     let Some(layout) = Layout::new(info.ram.as_slice(), vcpus) else { fail(failure::MEMORY) };

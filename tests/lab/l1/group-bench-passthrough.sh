@@ -6,7 +6,7 @@
 # limit_s: 7200
 # cpus: 2
 # on_request
-# machine: -m 9G
+# machine: -m 9G -mem-prealloc
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
 . ./lib.sh
 . ./passthrough.sh
@@ -20,10 +20,16 @@ measured() { remote a counters >$T/counters 2>/dev/null && [ -n "$(value $1)" ];
 # 'populated' has no pipeline: all memory is populated, and then mapped.
 modes="none populated strict overlap pool qemu"
 [ -z "$PASS_BY" ] || modes="$modes strict-iommufd overlap-iommufd prepinned-iommufd"
+# The same with a guest that allows DMA as its first thing.
+modes="$modes early-overlap early-pool"
+[ -z "$PASS_BY" ] || modes="$modes early-overlap-iommufd early-prepinned-iommufd"
+# LAB_WORDS=lab.modes=strict,qemu: some of them only.
+chosen=$(sed -n 's/.*lab.modes=\([a-z,-]*\).*/\1/p' /proc/cmdline | tr , ' ')
+modes=${chosen:-$modes}
 # set_aside PAGES MIB: huge pages, if it takes them; transparent ones are there for who asks.
 set_aside() {
-  case $1 in thp) kind=advise ;; *) kind=never ;; esac
-  echo $kind >/sys/kernel/mm/transparent_hugepage/shmem_enabled
+  case $1 in thp) of_files=advise ;; *) of_files=never ;; esac
+  echo $of_files >/sys/kernel/mm/transparent_hugepage/shmem_enabled
   [ $1 = 2m ] || return 0
   echo 3 >/proc/sys/vm/drop_caches
   echo 1 >/proc/sys/vm/compact_memory
@@ -89,26 +95,31 @@ measure_qemu() {
 # measure MODE PAGES MIB RUN
 measure() {
   [ $1 != qemu ] || { measure_qemu $2 $3 $4; return; }
-  pin=${1%-iommufd} zone= pool=
+  pin=${1#early-} zone= pool=
+  pin=${pin%-iommufd} kind=$pin
   set_aside $2 $3
-  if [ $1 = populated ]; then
+  if [ $kind = populated ]; then
     pin=strict zone=,prefault=on
-  elif [ $1 = pool ]; then
+  elif [ $kind = pool ]; then
     pin=overlap zone=,prezeroed=$T/pool.sock
     with_pool $2 $3 "[[slots]]" "count = 1" || { failed "pool_$2_$3" "no memory is ready"; return; }
-  elif [ $1 = prepinned-iommufd ]; then
+  elif [ $kind = prepinned ]; then
     pin="overlap -v" zone=,prezeroed=$T/pool.sock
     with_pool $2 $3 "[[device_slots]]" "device = '$(basename $disk)'" || { failed "prepinned_$2_$3" "no slot is ready"; return; }
   fi
-  device="--device path=$disk,id=disk,pin=$pin"
+  device="--device path=$disk,id=disk,pci_device_id=9,pin=$pin"
+  case $1 in
+    early-*) kernel=/lab/test-guest initramfs= words="workload=idle prefill=0 bus_master=9" ;;
+    *) kernel=/lab/vmlinuz initramfs="--initramfs /lab/initramfs.gz" words=$CMDLINE ;;
+  esac
   case $1 in *-iommufd) device="$PASS_BY $device" ;; esac
   last=bus_master_waited_us
   [ $1 != none ] || { device=; last=first_mmio_monotonic_us; }
   case $2 in 4k) pages=,thp=off ;; thp) pages= ;; 2m) pages=,hugepages=on,hugepage_size=2M ;; esac
   rm -f $T/a.sock
   begin_ms=$(uptime_ms)
-  cloud-hypervisor --api-socket path=$T/a.sock --event-monitor path=$T/a.events --kernel /lab/vmlinuz \
-    --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" --cpus boot=1 --memory size=${3}M,shared=on$pages$zone \
+  cloud-hypervisor --api-socket path=$T/a.sock --event-monitor path=$T/a.events --kernel $kernel $initramfs \
+    --cmdline "$words" --cpus boot=1 --memory size=${3}M,shared=on$pages$zone \
     --serial off --console off $device >$T/a.vmm.log 2>&1 &
   vmm=$!
   polls=0
@@ -126,7 +137,7 @@ measure() {
   if [ $1 != none ]; then
     since "$key bus-master-asked" "$(value bus_master_asked_monotonic_us)"
     lasted "$key waited" "$(value bus_master_waited_us)"
-    [ $1 != prepinned-iommufd ] ||
+    [ $kind != prepinned ] ||
       lasted "$key attaching" "$(sed -n 's/.*reaches all memory after \([0-9]*\) us.*/\1/p' $T/a.vmm.log)"
     echo "FIGURE $key opening $(sed -n '/passthrough-device-opened/,/}/s/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/a.events)"
     echo "FIGURE $key pinning $(sed -n '/passthrough-pinned/,/}/s/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/a.events)"

@@ -10,6 +10,7 @@ fill_disk
 check disk_is_bound give_to_vfio $disk
 MEMORY=size=512M,shared=on
 
+vmm_ends() { remote $1 shutdown-vmm && ends $1 60; }
 # The threads that map memory get only what the guest's CPU leaves them, so that the guest's driver is
 # there first; when it waits they have all of the CPU.
 slow_down() {
@@ -59,7 +60,40 @@ check is_of_use_when_added_again recovers
 check power_button_ends_that_vmm power_button b
 LAUNCH=
 
+# A guest that allows DMA as the very first thing goes on when the last piece is mapped, and not later.
+MEMORY=size=1G,shared=on
+EARLY="workload=idle prefill=0 bus_master=9"
+start_early() {
+  start_vmm $1 --kernel /lab/test-guest --cmdline "$EARLY" --cpus boot=1 --memory $MEMORY --serial off --console off \
+    --device path=$disk,id=disk,pci_device_id=9
+}
+read_guest() { guest-reader --json --timeout-ms 60000 --pid "$(cat $T/$1.pid)" wait-for --heartbeat >$T/guest; }
+# said NAME: what the guest says of the device.
+said() { tr -d ' \n' <$T/guest | sed -n "s/.*\"bus_master\":{[^}]*\"$1\":\([0-9]*\).*/\1/p"; }
+waits_exactly() {
+  read_guest e || return 1
+  took_ms=$(sed -n '/passthrough-pinned/,/}/s/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/e.events)
+  opened=$(counter e opened_monotonic_us) asked=$(counter e bus_master_asked_monotonic_us)
+  waited=$(counter e bus_master_waited_us)
+  late=$((asked + waited - opened - took_ms * 1000))
+  echo "asked $((asked - opened)) us after the device was there, waited $waited us of $took_ms ms, $late us too long"
+  [ $((asked - opened)) -lt 500000 ] && [ $waited -gt 100000 ] && [ $late -gt -2000 ] && [ $late -lt 250000 ] &&
+    [ $(($(said command) & 4)) = 4 ] && [ "$(said waited_ns)" -gt 0 ]
+}
+start_early e || failed start "the VMM did not start"
+check a_guest_that_asks_at_once_waits_for_the_last_piece waits_exactly
+check shuts_that_one_down vmm_ends e
+LAUNCH="/bin/setpriv --bounding-set=-ipc_lock prlimit --memlock=unlimited"
+turned_away() {
+  start_early f && prlimit --pid "$(cat $T/f.pid)" --memlock=65536 && wait_until 60 happened f passthrough-failed || return 1
+  read_guest f && [ "$(said command)" = 65535 ] && happened f passthrough-device-lost && state_is f Running
+}
+check a_guest_that_asks_at_once_is_turned_away turned_away
+check shuts_that_one_down_too vmm_ends f
+LAUNCH=
+
 # strict: nothing runs before the last piece.
+MEMORY=size=512M,shared=on
 strict() {
   start_vmm c --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" --cpus boot=1 \
     --memory $MEMORY --disk path=$ROOT_DISK --serial off --console null --device path=$disk,pin=strict || return 1
@@ -67,8 +101,7 @@ strict() {
   [ "$(event c passthrough-pinned)" -lt "$(event c booted)" ]
 }
 check strict_maps_before_the_guest_runs strict
-vmm_ends_while_it_waits() { remote c shutdown-vmm && ends c 60; }
-check shuts_down vmm_ends_while_it_waits
+check shuts_down vmm_ends c
 
 # A device that takes long to open keeps no guest from its first instruction, only from the device.
 slow() { echo "/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_OPEN_S=5 $1"; }
