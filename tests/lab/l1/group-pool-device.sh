@@ -23,9 +23,12 @@ no_faults() { ! dmesg | grep -E 'handling fault|fault addr|fault reason|WARNING:
 printf '%s\n' "socket = '$T/pool.sock'" "socket_mode = '0666'" "stats_socket = '$T/stats.sock'" "idle_only = false" \
   "bandwidth = '0'" "keep_free = '0'" "[[device_slots]]" "device = '$(basename $disk)'" "size = '256M'" "pages = '4K'" \
   "users = [1000]" >$T/pool.toml
-prezero-pool run --config $T/pool.toml -v >$T/pool.vmm.log 2>&1 &
-pool=$!
-echo $pool >$T/pool.pid
+start_pool() {
+  prezero-pool run --config $T/pool.toml -v >>$T/pool.vmm.log 2>&1 &
+  pool=$!
+  echo $pool >$T/pool.pid
+}
+start_pool
 stats() { prezero-pool --config $T/pool.toml stats 2>/dev/null; }
 slot_is() { stats | grep "^prezero_pool_device_slots" | grep -q "state=\"$1\"} 1$"; }
 check slot_becomes_ready wait_until $WAIT_S slot_is ready
@@ -42,14 +45,17 @@ refuses_other_users() {
 check refuses_a_user_who_is_not_named refuses_other_users
 
 MEMORY=size=256M,shared=on,prezeroed=$T/pool.sock
+# takes_slot NAME ARG...
 takes_slot() {
-  start_guest $1 1 -v --device path=$disk,id=disk || return 1
-  happened $1 prepinned-taken || { cat $T/$1.vmm.log; return 1; }
-  info $1 '"state": *"Pinned"' && info $1 '"pinned_bytes": *268435456' || { cat $T/info; return 1; }
-  echo "LAB attach: $(grep -o 'reaches all memory after [0-9]* us' $T/$1.vmm.log)"
-  pinned_is $1 0 && pinned_is pool 262144 && slot_is lent
+  taker=$1
+  shift
+  start_guest $taker 1 -v --device path=$disk,id=disk "$@" || return 1
+  happened $taker prepinned-taken || { cat $T/$taker.vmm.log; return 1; }
+  info $taker '"state": *"Pinned"' && info $taker '"pinned_bytes": *268435456' || { cat $T/info; return 1; }
+  echo "LAB attach: $(grep -o 'reaches all memory after [0-9]* us' $T/$taker.vmm.log)"
+  pinned_is $taker 0 && pinned_is pool 262144 && slot_is lent
 }
-on_slot() { takes_slot $1 && wait_until $WAIT_S says $1 "GUEST-READY 1 vcpus"; }
+on_slot() { takes_slot "$@" && wait_until $WAIT_S says $1 "GUEST-READY 1 vcpus"; }
 # That the device takes long to reset keeps the guest from nothing but the device.
 LAUNCH="/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_RESET_S=5"
 check guest_starts_on_the_slot on_slot a
@@ -148,5 +154,30 @@ check another_size_does_without does_without
 killed e
 check ready_when_the_device_is_free wait_until $WAIT_S slot_is ready
 stats | grep -v '^#'
+
+# Huge pages, and a balloon, out of which the guest takes memory that the device then writes.
+huge_slot() {
+  kill $pool && wait_until 60 ended $pool || return 1
+  echo 128 >/proc/sys/vm/nr_hugepages
+  sed -i "s/pages = '4K'/pages = '2M'/" $T/pool.toml
+  start_pool
+  wait_until $WAIT_S slot_is ready && pinned_is pool 262144
+}
+check slot_of_huge_pages_becomes_ready huge_slot
+MEMORY=size=256M,shared=on,hugepages=on,hugepage_size=2M,prezeroed=$T/pool.sock
+check guest_starts_on_huge_pages on_slot h --balloon size=0
+check reads_by_dma_into_huge_pages reads_what_is_there h
+holds() { [ "$(counter h actual_bytes)" = $1 ]; }
+in_and_out() {
+  for bytes in 100663296 0 67108864 0; do
+    remote h resize --balloon $bytes && wait_until 60 holds $bytes || { echo "the balloon is not $bytes"; return 1; }
+    guest h 'echo 3 >/proc/sys/vm/drop_caches' && reads_what_is_there h || { echo "wrong with a balloon of $bytes"; return 1; }
+  done
+}
+check dma_is_right_beside_a_balloon in_and_out
+check writes_by_dma_from_huge_pages writes_and_reads_back h
+killed h
+huge_again() { wait_until $WAIT_S slot_is ready && [ "$(bytes_in_pool)" = 0 ]; }
+check huge_pages_come_back_clear huge_again
 check the_iommu_saw_no_fault no_faults
 kill $pool
