@@ -79,8 +79,8 @@ pub use maps::{ResidentMap, ZeroMap};
 pub use pins::Pins;
 pub use populate::PopulateError;
 pub use prefault::{
-    ChunkHook, HookError, Notice, Populate, Prefault, PrefaultError, PrefaultOptions, Progress,
-    Watcher, run_on_node,
+    ChunkHook, HookError, Notice, Populate, Prefault, PrefaultError, PrefaultHelper,
+    PrefaultOptions, Progress, Watcher, run_on_node,
 };
 pub use ram::{Given, GuestRam, RamError};
 pub use region::{AccessError, RamRegion, ZoneKind};

@@ -16,7 +16,7 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use crate::host::Host;
@@ -69,11 +69,20 @@ pub struct PrefaultOptions {
     pub on_chunk: Option<ChunkHook>,
     /// Told of progress and of the end.
     pub watcher: Option<Watcher>,
+    /// The threads let everybody else in the process go first. Where they get next to nothing so, whoever
+    /// comes to wait for them should [help](Prefault::helper).
+    pub gives_way: bool,
 }
 
 impl Default for PrefaultOptions {
     fn default() -> Self {
-        Self { threads: None, chunk_bytes: CHUNK_BYTES, on_chunk: None, watcher: None }
+        Self {
+            threads: None,
+            chunk_bytes: CHUNK_BYTES,
+            on_chunk: None,
+            watcher: None,
+            gives_way: false,
+        }
     }
 }
 
@@ -84,6 +93,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("chunk_bytes", &self.chunk_bytes)
             .field("on_chunk", &self.on_chunk.is_some())
             .field("watcher", &self.watcher.is_some())
+            .field("gives_way", &self.gives_way)
             .finish()
     }
 }
@@ -160,8 +170,11 @@ struct Engine {
     stop: AtomicBool,
     on_chunk: Option<ChunkHook>,
     watcher: Option<Watcher>,
-    /// Threads that have not ended; the last one tells the end.
-    working: AtomicUsize,
+    gives_way: bool,
+    /// Threads that have not ended, and helpers; the last one tells the end. Locked for an instant.
+    working: Mutex<usize>,
+    /// Woken when none is left.
+    idle: Condvar,
     /// The first failure; taken once by `wait`. Locked for an instant by whoever fails.
     failure: Mutex<Option<PrefaultError>>,
 }
@@ -197,7 +210,9 @@ impl Prefault {
             stop: AtomicBool::new(false),
             on_chunk: options.on_chunk.clone(),
             watcher: options.watcher.clone(),
-            working: AtomicUsize::new(counts.iter().sum()),
+            gives_way: options.gives_way,
+            working: Mutex::new(counts.iter().sum()),
+            idle: Condvar::new(),
             failure: Mutex::new(None),
         });
         let mut started = Self { engine: Arc::clone(&engine), threads: Vec::new() };
@@ -224,6 +239,11 @@ impl Prefault {
         self.threads.iter().all(JoinHandle::is_finished)
     }
 
+    /// What a thread can do that has nothing else to do than to wait for this.
+    pub fn helper(&self) -> PrefaultHelper {
+        PrefaultHelper(Arc::clone(&self.engine))
+    }
+
     /// Tells the threads to end after the chunk they are at. What is populated stays so.
     pub fn cancel(&self) {
         self.engine.stop.store(true, Ordering::Relaxed);
@@ -238,7 +258,8 @@ impl Prefault {
         if joined.iter().any(Result::is_err) {
             return Err(PrefaultError::Panicked);
         }
-        let failure = self.engine.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.engine.wait_for_helpers();
+        let failure = lock(&self.engine.failure).take();
         let Progress { done_bytes, total_bytes } = self.progress();
         match failure {
             Some(failure) => Err(failure),
@@ -260,6 +281,39 @@ impl Drop for Prefault {
     }
 }
 
+/// A share in the work, for threads that would only wait for it.
+#[derive(Clone)]
+pub struct PrefaultHelper(Arc<Engine>);
+
+impl PrefaultHelper {
+    /// Populates what nobody else is at, on the calling thread and as it is: its own priority, and the CPUs
+    /// that it has. Returns when nothing is left to begin.
+    pub fn help(&self) {
+        let mut working = lock(&self.0.working);
+        // What has ended has told so.
+        if *working == 0 {
+            return;
+        }
+        *working += 1;
+        drop(working);
+        let _working = Working(&self.0);
+        self.0.queues.iter().for_each(|queue| self.0.work(queue));
+    }
+}
+
+/// One of those who work, until it is dropped, in whatever way that comes.
+struct Working<'a>(&'a Engine);
+
+impl Drop for Working<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Engine {
     fn progress(&self) -> Progress {
         let done_bytes = self.done_bytes.load(Ordering::Relaxed);
@@ -268,9 +322,31 @@ impl Engine {
 
     /// The life of a thread.
     fn serve(&self, queue: usize) {
+        let _working = Working(self);
+        let Some(queue) = self.queues.get(queue) else { return };
+        if self.gives_way {
+            give_way();
+        }
+        if let Some(node) = queue.node {
+            run_on_node(node);
+        }
         self.work(queue);
-        if self.working.fetch_sub(1, Ordering::AcqRel) == 1 {
+    }
+
+    fn end(&self) {
+        let mut working = lock(&self.working);
+        *working = working.saturating_sub(1);
+        if *working == 0 {
+            drop(working);
             self.tell_end();
+            self.idle.notify_all();
+        }
+    }
+
+    fn wait_for_helpers(&self) {
+        let mut working = lock(&self.working);
+        while *working > 0 {
+            working = self.idle.wait(working).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -278,7 +354,7 @@ impl Engine {
         let Some(watcher) = &self.watcher else { return };
         let progress = self.progress();
         // Nobody else is left that could want the lock for long.
-        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let failure = lock(&self.failure);
         watcher(match &*failure {
             Some(error) => Notice::Failed(error),
             None if progress.done_bytes < progress.total_bytes => Notice::Cancelled(progress),
@@ -286,17 +362,13 @@ impl Engine {
         });
     }
 
-    fn work(&self, queue: usize) {
-        let Some(queue) = self.queues.get(queue) else { return };
-        if let Some(node) = queue.node {
-            run_on_node(node);
-        }
+    fn work(&self, queue: &Queue) {
         while !self.stop.load(Ordering::Relaxed) {
             let next = queue.next.fetch_add(1, Ordering::Relaxed);
             let Some(chunk) = queue.chunks.get(next) else { return };
             if let Err(error) = self.populate(chunk) {
                 self.stop.store(true, Ordering::Relaxed);
-                let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut failure = lock(&self.failure);
                 failure.get_or_insert(error);
                 return;
             }
@@ -406,6 +478,18 @@ fn share_threads(queues: &[Queue], threads: Option<NonZeroUsize>) -> Vec<usize> 
         (threads * chunks).checked_div(all).unwrap_or(0).clamp(1, chunks.max(1))
     };
     queues.iter().map(share).collect()
+}
+
+/// Lets all others go first that want the calling thread's CPU, as long as it lives: a tenth of it is left
+/// to the thread then.
+fn give_way() {
+    const NICE: libc::c_int = 10;
+    // SAFETY: changes how the calling thread is scheduled, and touches no memory; 0 is that thread.
+    let result = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+    if result != 0 {
+        let error = std::io::Error::last_os_error();
+        log::debug!("populating does not give way: {error}");
+    }
 }
 
 /// Moves the calling thread to the CPUs of a node: the kernel clears pages on the CPU that asks.

@@ -133,8 +133,12 @@ fn a_cancelled_run_says_how_far_it_came() {
         Ok(())
     });
     let threads = NonZeroUsize::new(1);
-    let options =
-        PrefaultOptions { threads, chunk_bytes: 4 * MIB, on_chunk: Some(on_chunk), watcher: None };
+    let options = PrefaultOptions {
+        threads,
+        chunk_bytes: 4 * MIB,
+        on_chunk: Some(on_chunk),
+        ..PrefaultOptions::default()
+    };
     let prefault = ram.prefault(&options).unwrap();
     gate.wait();
     assert_eq!(prefault.progress(), Progress { done_bytes: 0, total_bytes: 16 * MIB });
@@ -304,4 +308,47 @@ fn pages_of_a_file_are_put_into_the_page_tables() {
     region.read_page_range(5 * 4096, &mut bytes).unwrap();
     assert_eq!(bytes, [0xa5; 4096]);
     assert!(region.map_present(&(0..5 * MIB)).is_err() && region.map_present(&(1..4096)).is_err());
+}
+
+#[test]
+fn who_waits_does_what_is_left() {
+    let ram = ram("p", 16 * MIB, Backing::Memfd, false);
+    // The only thread stops in its first chunk until all others are done.
+    let others = Arc::new(AtomicUsize::new(0));
+    let (told, begun) = std::sync::mpsc::channel();
+    let (release, released) = std::sync::mpsc::channel();
+    let (seen, released) = (Arc::clone(&others), Mutex::new(released));
+    let on_chunk: ChunkHook = Arc::new(move |_, _| {
+        if thread::current().name().is_some_and(|name| name.starts_with("prefault0.")) {
+            told.send(niceness()).unwrap();
+            released.lock().unwrap().recv().unwrap();
+        } else {
+            assert_eq!(niceness(), 0, "a helper gives way, too");
+            seen.fetch_add(1, Ordering::SeqCst);
+        }
+        Ok(())
+    });
+    let options = PrefaultOptions {
+        threads: NonZeroUsize::new(1),
+        chunk_bytes: 4 * MIB,
+        on_chunk: Some(on_chunk),
+        gives_way: true,
+        ..PrefaultOptions::default()
+    };
+    let prefault = Prefault::start(ram.regions(), &options).unwrap();
+    assert_eq!(begun.recv().unwrap(), 10);
+    let helper = prefault.helper();
+    helper.help();
+    assert_eq!(others.load(Ordering::SeqCst), 3, "three of four chunks are left");
+    release.send(()).unwrap();
+    prefault.wait().unwrap();
+    assert!(all_mapped(&ram.regions()[0]));
+    // Too late, and no harm.
+    helper.help();
+}
+
+/// Of the calling thread.
+fn niceness() -> i32 {
+    // SAFETY: takes numbers only; 0 is the calling thread.
+    unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) }
 }

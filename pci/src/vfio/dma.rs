@@ -50,13 +50,27 @@ pub trait Populator: Send + Sync {
     fn regions(&self) -> &[Arc<RamRegion>];
     /// In how many pieces of at most `chunk_bytes` it calls its hook, at most.
     fn chunks(&self, chunk_bytes: u64) -> u64;
-    /// Populates everything and returns when that is done; calls `on_chunk`, on several threads, for
-    /// each piece as soon as its pages are there. Ends soon after an error of `on_chunk`.
+    /// Populates everything and returns when that is done. Ends soon after an error of the hook.
     ///
     /// # Errors
-    /// Memory cannot be had, or the first error of `on_chunk`.
-    fn populate(&self, chunk_bytes: u64, on_chunk: ChunkHook) -> Result<(), PrefaultError>;
+    /// Memory cannot be had, or the first error of the hook.
+    fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError>;
 }
+
+/// How memory is populated.
+pub struct Populating<'a> {
+    /// What is populated at once, in bytes.
+    pub chunk_bytes: u64,
+    /// Called, on several threads, for each piece as soon as its pages are there.
+    pub on_chunk: ChunkHook,
+    /// The guest runs meanwhile and goes first.
+    pub gives_way: bool,
+    /// Told at the beginning what a thread can do that would only wait.
+    pub begun: &'a dyn Fn(Help),
+}
+
+/// Called by who would only wait; returns when there is nothing left to do but that.
+pub type Help = Arc<dyn Fn() + Send + Sync>;
 
 /// The engine of the memory room, on all of a guest's RAM.
 pub struct GuestRamPopulator(pub Arc<GuestRam>);
@@ -77,9 +91,16 @@ impl Populator for GuestRamPopulator {
         self.0.regions().iter().map(|region| of_region(region.len_bytes())).sum()
     }
 
-    fn populate(&self, chunk_bytes: u64, on_chunk: ChunkHook) -> Result<(), PrefaultError> {
-        let options =
-            PrefaultOptions { chunk_bytes, on_chunk: Some(on_chunk), ..PrefaultOptions::default() };
-        Prefault::start(self.0.regions(), &options)?.wait()
+    fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
+        let options = PrefaultOptions {
+            chunk_bytes: how.chunk_bytes,
+            on_chunk: Some(how.on_chunk),
+            gives_way: how.gives_way,
+            ..PrefaultOptions::default()
+        };
+        let prefault = Prefault::start(self.0.regions(), &options)?;
+        let helper = prefault.helper();
+        (how.begun)(Arc::new(move || helper.help()));
+        prefault.wait()
     }
 }

@@ -3,13 +3,14 @@
 //! The gate before a device's first DMA.
 //!
 //! Owns one fact: whether all guest memory is mapped, will never be, or is still on its way. Whoever
-//! is about to let a device reach memory waits here. It opens once or fails once; it must never
+//! is about to let a device reach memory waits here, and helps first, if there is something to do. It opens once or fails once; it must never
 //! close again, and nobody waits for ever as long as whoever maps memory ends.
 
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use thiserror::Error;
 
+use super::dma::Help;
 use crate::locks::lock;
 
 /// Guest memory will not be mapped.
@@ -20,23 +21,23 @@ pub struct GateClosed {
     pub reason: Arc<str>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone)]
 enum State {
-    Closed,
+    /// What those can do who wait, once that is known.
+    Closed(Option<Help>),
     Open,
     Failed(GateClosed),
 }
 
 /// The gate of all functions that share one set of DMA mappings.
-#[derive(Debug)]
 pub struct DmaGate {
     state: Mutex<State>,
-    settled: Condvar,
+    changed: Condvar,
 }
 
 impl Default for DmaGate {
     fn default() -> Self {
-        Self { state: Mutex::new(State::Closed), settled: Condvar::new() }
+        Self { state: Mutex::new(State::Closed(None)), changed: Condvar::new() }
     }
 }
 
@@ -53,15 +54,35 @@ impl DmaGate {
 
     fn settle(&self, end: State) {
         let mut state = lock(&self.state);
-        if *state == State::Closed {
+        if matches!(*state, State::Closed(_)) {
             *state = end;
-            self.settled.notify_all();
+            self.changed.notify_all();
         }
     }
 
     /// Whether DMA is possible now.
     pub fn is_open(&self) -> bool {
-        *lock(&self.state) == State::Open
+        matches!(*lock(&self.state), State::Open)
+    }
+
+    /// Says what those can do who wait, from now on. No effect once it is settled.
+    pub fn helped_by(&self, help: Help) {
+        let mut state = lock(&self.state);
+        if matches!(*state, State::Closed(_)) {
+            *state = State::Closed(Some(help));
+            self.changed.notify_all();
+        }
+    }
+
+    /// Does what those who wait can do, if that is known and not done.
+    pub fn help(&self) {
+        let help = match &*lock(&self.state) {
+            State::Closed(help) => help.clone(),
+            State::Open | State::Failed(_) => None,
+        };
+        if let Some(help) = help {
+            help();
+        }
     }
 
     /// Waits until it is known.
@@ -69,15 +90,21 @@ impl DmaGate {
     /// # Errors
     /// Memory will not be mapped.
     pub fn wait(&self) -> Result<(), GateClosed> {
+        let mut has_helped = false;
         let mut state = lock(&self.state);
         loop {
-            match &*state {
+            let help = match &*state {
                 State::Open => return Ok(()),
                 State::Failed(closed) => return Err(closed.clone()),
-                State::Closed => {
-                    state =
-                        self.settled.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner);
-                }
+                State::Closed(help) => help.clone().filter(|_| !has_helped),
+            };
+            if let Some(help) = help {
+                drop(state);
+                help();
+                has_helped = true;
+                state = lock(&self.state);
+            } else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
         }
     }
@@ -100,6 +127,20 @@ mod tests {
         gate.open();
         assert!(!gate.is_open());
         assert_eq!(gate.wait(), Err(GateClosed { reason: "no memory".into() }));
+    }
+
+    #[test]
+    fn who_waits_helps_first() {
+        let gate = Arc::new(DmaGate::default());
+        let opener = Arc::downgrade(&gate);
+        gate.helped_by(Arc::new(move || {
+            if let Some(gate) = opener.upgrade() {
+                gate.open();
+            }
+        }));
+        assert!(gate.wait().is_ok(), "nobody else opens it");
+        gate.helped_by(Arc::new(|| panic!("there is nothing left to do")));
+        assert!(gate.wait().is_ok());
     }
 
     #[test]

@@ -52,7 +52,7 @@ mod unmasking;
 
 pub use container::Type1Container;
 pub use device::{BarSlots, VfioPciDevice, VfioWiring};
-pub use dma::{DmaTarget, GuestRamPopulator, Populator};
+pub use dma::{DmaTarget, GuestRamPopulator, Help, Populating, Populator};
 pub use error::{PinError, VfioError};
 pub use function::VfioFunction;
 pub use gate::{DmaGate, GateClosed};

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::dma::Populator;
+use super::dma::{Populating, Populator};
 use super::error::PinError;
 use super::gate::DmaGate;
 use super::pieces::Pieces;
@@ -46,6 +46,7 @@ struct Shared {
     stop: AtomicBool,
     state: Mutex<PinState>,
     gate: Arc<DmaGate>,
+    gives_way: bool,
 }
 
 /// Told once how it ended, unless it was cancelled; on the pipeline's thread.
@@ -58,7 +59,8 @@ pub struct Pinning {
 }
 
 impl Pinning {
-    /// Checks the limits and begins; `gate` is settled at the end, whatever that is.
+    /// Checks the limits and begins; `gate` is settled at the end, whatever that is. `gives_way`: the guest runs
+    /// meanwhile, and goes first until it waits at the gate.
     ///
     /// # Errors
     /// A limit that is too low, or no thread.
@@ -66,6 +68,7 @@ impl Pinning {
         pieces: Arc<Pieces>,
         populator: Arc<dyn Populator>,
         gate: Arc<DmaGate>,
+        gives_way: bool,
         on_end: OnEnd,
     ) -> Result<Self, PinError> {
         Self::check(&pieces, populator.as_ref())?;
@@ -76,6 +79,7 @@ impl Pinning {
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
             gate,
+            gives_way,
         });
         let inner = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
@@ -95,6 +99,7 @@ impl Pinning {
             stop: AtomicBool::new(false),
             state: Mutex::new(state.clone()),
             gate,
+            gives_way: false,
         });
         on_end(&state);
         Self { shared, thread: None }
@@ -128,6 +133,7 @@ impl Pinning {
     /// # Errors
     /// The first failure. Later calls do not repeat it.
     pub fn wait(&mut self) -> Result<(), PinError> {
+        self.shared.gate.help();
         match self.thread.take().map(JoinHandle::join) {
             None => Ok(()),
             Some(Ok(result)) => result,
@@ -191,9 +197,9 @@ impl Shared {
     fn pin(self: &Arc<Self>, populator: &dyn Populator) -> Result<(), PinError> {
         let (shared, kept) = (Arc::clone(self), Arc::new(Mutex::new(Vec::new())));
         let keep = Arc::clone(&kept);
-        populator.populate(
-            self.pieces.chunk_bytes(),
-            Arc::new(move |region, range| {
+        populator.populate(Populating {
+            chunk_bytes: self.pieces.chunk_bytes(),
+            on_chunk: Arc::new(move |region, range| {
                 shared.go_on()?;
                 if shared.pieces.target().maps_last(region) {
                     lock(&keep).push((region.gpa(), range));
@@ -201,7 +207,13 @@ impl Shared {
                 }
                 Ok(shared.pieces.map(region, &range)?)
             }),
-        )?;
+            gives_way: self.gives_way,
+            begun: &|help| {
+                if self.gives_way {
+                    self.gate.helped_by(help);
+                }
+            },
+        })?;
         for (gpa, range) in std::mem::take(&mut *lock(&kept)) {
             self.go_on()?;
             if let Some(region) = populator.regions().iter().find(|region| region.gpa() == gpa) {

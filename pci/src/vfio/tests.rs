@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use devices::bus::BusDevice as _;
-use memory::{ChunkHook, GuestRam, PrefaultError, RamConfig, RamLayout, RamRegion, ZoneSpec};
+use memory::{GuestRam, PrefaultError, RamConfig, RamLayout, RamRegion, ZoneSpec};
 
 use super::fakes::{
     FakeFunction, FakeLine, FakeSlots, FakeTarget, MSI_OFFSET, MSIX_COUNT, MSIX_OFFSET,
@@ -373,7 +373,7 @@ fn start(
 ) -> Result<Pinning, PinError> {
     let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
     let pieces = pieces(Arc::new(target), &populator);
-    Pinning::start(pieces, populator, Arc::clone(gate), Box::new(|_| {}))
+    Pinning::start(pieces, populator, Arc::clone(gate), true, Box::new(|_| {}))
 }
 
 /// Ranges that follow each other as one.
@@ -407,7 +407,7 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
     let (told, end) = mpsc::channel();
     let on_end = Box::new(move |state: &PinState| told.send(state.clone()).unwrap());
     let pieces = pieces(target.clone(), &populator);
-    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), on_end).unwrap();
+    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), false, on_end).unwrap();
     gate.wait().unwrap();
     assert!(matches!(end.recv_timeout(PATIENCE), Ok(PinState::Pinned(_))));
     pinning.wait().unwrap();
@@ -435,11 +435,47 @@ impl Populator for Told {
         self.0.chunks(chunk_bytes)
     }
 
-    fn populate(&self, chunk_bytes: u64, on_chunk: ChunkHook) -> Result<(), PrefaultError> {
-        self.0.populate(chunk_bytes, on_chunk)?;
+    fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
+        self.0.populate(how)?;
         self.1.store(true, Ordering::SeqCst);
         Ok(())
     }
+}
+
+/// Populates nothing before somebody helps.
+struct Idle(GuestRamPopulator);
+
+impl Populator for Idle {
+    fn total_bytes(&self) -> (u64, u64) {
+        self.0.total_bytes()
+    }
+
+    fn regions(&self) -> &[Arc<RamRegion>] {
+        self.0.regions()
+    }
+
+    fn chunks(&self, chunk_bytes: u64) -> u64 {
+        self.0.chunks(chunk_bytes)
+    }
+
+    fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
+        assert!(how.gives_way, "the guest runs");
+        let (help, helped) = mpsc::channel();
+        (how.begun)(Arc::new(move || help.send(()).unwrap()));
+        helped.recv_timeout(PATIENCE).unwrap();
+        self.0.populate(Populating { begun: &|_| {}, ..how })
+    }
+}
+
+#[test]
+fn who_waits_at_the_gate_helps() {
+    let (ram, gate) = (ram(4 * MIB), Arc::new(DmaGate::default()));
+    let populator = Arc::new(Idle(GuestRamPopulator(Arc::clone(&ram))));
+    let pieces = pieces(Arc::default(), &populator.0);
+    let on_end = Box::new(|_: &PinState| {});
+    let _pinning = Pinning::start(pieces, populator, Arc::clone(&gate), true, on_end).unwrap();
+    gate.wait().unwrap();
+    assert!(gate.is_open());
 }
 
 #[test]
@@ -456,7 +492,7 @@ fn what_is_mapped_last_waits_for_all_memory() {
     let populator = Arc::new(Told(GuestRamPopulator(Arc::clone(&ram)), is_populated));
     let pieces = pieces(target.clone(), &populator.0);
     let on_end = Box::new(|_: &PinState| {});
-    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), on_end).unwrap();
+    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), false, on_end).unwrap();
     pinning.wait().unwrap();
     assert!(gate.is_open());
     let of_region = |region: &Arc<RamRegion>| region.gpa()..region.gpa() + region.len_bytes();

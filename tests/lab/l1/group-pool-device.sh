@@ -12,6 +12,8 @@ WAIT_S=600 GUEST_S=300
 . ./passthrough.sh
 
 check the_kernel_has_iommufd test -c /dev/iommu
+# Later memory is in too many pieces.
+echo 128 >/proc/sys/vm/nr_hugepages
 find_disk
 fill_disk
 second=$PCI/$(basename "$(readlink /sys/class/nvme/$(grep -ls '^second' /sys/class/nvme/*/serial | cut -d/ -f5)/device)")
@@ -158,7 +160,6 @@ stats | grep -v '^#'
 # Huge pages, and a balloon, out of which the guest takes memory that the device then writes.
 huge_slot() {
   kill $pool && wait_until 60 ended $pool || return 1
-  echo 128 >/proc/sys/vm/nr_hugepages
   sed -i "s/pages = '4K'/pages = '2M'/" $T/pool.toml
   start_pool
   wait_until $WAIT_S slot_is ready && pinned_is pool 262144

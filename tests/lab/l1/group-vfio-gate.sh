@@ -43,7 +43,7 @@ start_guest b 1 --device path=$disk,id=disk || failed start "the VMM did not sta
 check mapping_fails_in_the_middle lower_limit
 failure_is_told() {
   cat $T/b.events
-  happened b passthrough-device-lost && info b '"state": *"Failed"' && info b "ulimit -l" && state_is b Running
+  wait_until 10 happened b passthrough-device-lost && info b '"state": *"Failed"' && info b "ulimit -l" && state_is b Running
 }
 check failure_is_told failure_is_told
 check guest_goes_on wait_until $WAIT_S says b "GUEST-READY 1 vcpus"
@@ -86,7 +86,7 @@ check shuts_that_one_down vmm_ends e
 LAUNCH="/bin/setpriv --bounding-set=-ipc_lock prlimit --memlock=unlimited"
 turned_away() {
   start_early f && prlimit --pid "$(cat $T/f.pid)" --memlock=65536 && wait_until 60 happened f passthrough-failed || return 1
-  read_guest f && [ "$(said command)" = 65535 ] && happened f passthrough-device-lost && state_is f Running
+  read_guest f && [ "$(said command)" = 65535 ] && wait_until 10 happened f passthrough-device-lost && state_is f Running
 }
 check a_guest_that_asks_at_once_is_turned_away turned_away
 check shuts_that_one_down_too vmm_ends f

@@ -386,7 +386,7 @@ impl Passthrough {
                 none.insert(if is_prepinned {
                     Pinning::complete(pieces, gate, on_end)
                 } else {
-                    Pinning::start(pieces, populator, gate, on_end)?
+                    Pinning::start(pieces, populator, gate, !self.strict, on_end)?
                 })
             }
         };
