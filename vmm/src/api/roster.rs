@@ -9,7 +9,6 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::time::Instant;
 
 use tokio::sync::{Notify, oneshot};
 
@@ -23,16 +22,25 @@ pub struct Roster {
 
 #[derive(Debug, Default)]
 struct Seats {
-    next: u64,
+    /// Counts whatever happens, so that two things never happen at the same time: a clock may say that they
+    /// did, or the wrong way round.
+    turn: u64,
     taken: BTreeMap<u64, SeatState>,
+}
+
+impl Seats {
+    fn next_turn(&mut self) -> u64 {
+        self.turn += 1;
+        self.turn
+    }
 }
 
 #[derive(Debug)]
 struct SeatState {
     /// Requests being carried out; more than one only if a client leaves and its request stays.
     busy: u32,
-    /// Since when it has not been busy.
-    since: Instant,
+    /// The turn since which it has not been busy.
+    since: u64,
     /// Dropped to send the client away.
     keep: Option<oneshot::Sender<()>>,
 }
@@ -67,10 +75,9 @@ impl Roster {
                 .min_by_key(|seat| seat.since)?;
             idle.keep = None;
         }
-        let number = seats.next;
-        seats.next += 1;
+        let number = seats.next_turn();
         let (keep, leave) = oneshot::channel();
-        seats.taken.insert(number, SeatState { busy: 0, since: Instant::now(), keep: Some(keep) });
+        seats.taken.insert(number, SeatState { busy: 0, since: number, keep: Some(keep) });
         Some((Seat { roster: Rc::clone(self), number }, leave))
     }
 
@@ -85,22 +92,24 @@ impl Roster {
 impl Seat {
     /// Begins to carry a request out.
     pub fn work(&self) -> Busy<'_> {
-        self.change(|state| state.busy += 1);
+        self.change(|state, _| state.busy += 1);
         Busy(self)
     }
 
-    fn change(&self, change: impl FnOnce(&mut SeatState)) {
-        if let Some(state) = self.roster.seats.borrow_mut().taken.get_mut(&self.number) {
-            change(state);
+    fn change(&self, change: impl FnOnce(&mut SeatState, u64)) {
+        let mut seats = self.roster.seats.borrow_mut();
+        let turn = seats.next_turn();
+        if let Some(state) = seats.taken.get_mut(&self.number) {
+            change(state, turn);
         }
     }
 }
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        self.0.change(|state| {
+        self.0.change(|state, turn| {
             state.busy = state.busy.saturating_sub(1);
-            state.since = Instant::now();
+            state.since = turn;
         });
     }
 }
