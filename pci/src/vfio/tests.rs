@@ -419,59 +419,51 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
     assert_eq!((progress.pinned_bytes, progress.total_bytes), (192 * MIB, 192 * MIB));
 }
 
-/// Says when all is populated.
-struct Told(GuestRamPopulator, Arc<AtomicBool>);
+/// Says when all is populated, and may do nothing before somebody helps.
+struct Watched {
+    inner: GuestRamPopulator,
+    needs_help: bool,
+    is_populated: AtomicBool,
+}
 
-impl Populator for Told {
-    fn total_bytes(&self) -> (u64, u64) {
-        self.0.total_bytes()
-    }
-
-    fn regions(&self) -> &[Arc<RamRegion>] {
-        self.0.regions()
-    }
-
-    fn chunks(&self, chunk_bytes: u64) -> u64 {
-        self.0.chunks(chunk_bytes)
-    }
-
-    fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
-        self.0.populate(how)?;
-        self.1.store(true, Ordering::SeqCst);
-        Ok(())
+impl Watched {
+    fn new(ram: &Arc<GuestRam>, needs_help: bool) -> Arc<Self> {
+        let inner = GuestRamPopulator(Arc::clone(ram));
+        Arc::new(Self { inner, needs_help, is_populated: AtomicBool::new(false) })
     }
 }
 
-/// Populates nothing before somebody helps.
-struct Idle(GuestRamPopulator);
-
-impl Populator for Idle {
+impl Populator for Watched {
     fn total_bytes(&self) -> (u64, u64) {
-        self.0.total_bytes()
+        self.inner.total_bytes()
     }
 
     fn regions(&self) -> &[Arc<RamRegion>] {
-        self.0.regions()
+        self.inner.regions()
     }
 
     fn chunks(&self, chunk_bytes: u64) -> u64 {
-        self.0.chunks(chunk_bytes)
+        self.inner.chunks(chunk_bytes)
     }
 
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
-        assert!(how.gives_way, "the guest runs");
-        let (help, helped) = mpsc::channel();
-        (how.begun)(Arc::new(move || help.send(()).unwrap()));
-        helped.recv_timeout(PATIENCE).unwrap();
-        self.0.populate(Populating { begun: &|_| {}, ..how })
+        assert_eq!(how.gives_way, self.needs_help, "whether the guest goes first");
+        if self.needs_help {
+            let (help, helped) = mpsc::channel();
+            (how.begun)(Arc::new(move || help.send(()).unwrap()));
+            helped.recv_timeout(PATIENCE).unwrap();
+        }
+        self.inner.populate(Populating { begun: &|_| {}, ..how })?;
+        self.is_populated.store(true, Ordering::SeqCst);
+        Ok(())
     }
 }
 
 #[test]
 fn who_waits_at_the_gate_helps() {
     let (ram, gate) = (ram(4 * MIB), Arc::new(DmaGate::default()));
-    let populator = Arc::new(Idle(GuestRamPopulator(Arc::clone(&ram))));
-    let pieces = pieces(Arc::default(), &populator.0);
+    let populator = Watched::new(&ram, true);
+    let pieces = pieces(Arc::default(), &populator.inner);
     let on_end = Box::new(|_: &PinState| {});
     let _pinning = Pinning::start(pieces, populator, Arc::clone(&gate), true, on_end).unwrap();
     gate.wait().unwrap();
@@ -481,16 +473,16 @@ fn who_waits_at_the_gate_helps() {
 #[test]
 fn what_is_mapped_last_waits_for_all_memory() {
     let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
-    let is_populated = Arc::new(AtomicBool::new(false));
-    let populated = Arc::clone(&is_populated);
+    let populator = Watched::new(&ram, false);
+    let watched = Arc::clone(&populator);
     let before = Box::new(move |_| {
-        assert!(populated.load(Ordering::SeqCst), "a piece is mapped while memory is populated");
+        let is_populated = watched.is_populated.load(Ordering::SeqCst);
+        assert!(is_populated, "a piece is mapped while memory is populated");
         Ok(())
     });
     let target =
         Arc::new(FakeTarget { maps_last: true, before: Some(before), ..FakeTarget::default() });
-    let populator = Arc::new(Told(GuestRamPopulator(Arc::clone(&ram)), is_populated));
-    let pieces = pieces(target.clone(), &populator.0);
+    let pieces = pieces(target.clone(), &populator.inner);
     let on_end = Box::new(|_: &PinState| {});
     let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), false, on_end).unwrap();
     pinning.wait().unwrap();

@@ -31,7 +31,6 @@ set_aside() {
   case $1 in thp) of_files=advise ;; *) of_files=never ;; esac
   echo $of_files >/sys/kernel/mm/transparent_hugepage/shmem_enabled
   [ $1 = 2m ] || return 0
-  echo 3 >/proc/sys/vm/drop_caches
   echo 1 >/proc/sys/vm/compact_memory
   echo $(($2 / 2)) >/proc/sys/vm/nr_hugepages
 }
