@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Barrier;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
@@ -321,7 +322,8 @@ fn who_waits_does_what_is_left() {
     let on_chunk: ChunkHook = Arc::new(move |_, _| {
         if thread::current().name().is_some_and(|name| name.starts_with("prefault0.")) {
             told.send(niceness()).unwrap();
-            released.lock().unwrap().recv().unwrap();
+            // Not for ever: who fails releases nobody.
+            released.lock().unwrap().recv_timeout(Duration::from_secs(20)).unwrap();
         } else {
             assert_eq!(niceness(), 0, "a helper gives way, too");
             seen.fetch_add(1, Ordering::SeqCst);
