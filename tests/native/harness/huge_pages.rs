@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 /// For other runs to give theirs back.
-const LOCK_TIME: Duration = Duration::from_secs(60);
+const LOCK_TIME: Duration = Duration::from_mins(1);
 
 /// What the pool held before, and the lock.
 pub struct HugePages {

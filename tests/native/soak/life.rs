@@ -60,21 +60,9 @@ impl Holdings {
 
 /// Waits until a VMM holds no more than before.
 pub fn assert_holds_no_more(vmm: &Vmm, before: &Holdings, what: &str) {
-    let mut last = String::new();
-    let is_back = || match Holdings::of(vmm).beyond(before) {
-        None => true,
-        Some(more) => {
-            last = more;
-            false
-        }
-    };
     let start = std::time::Instant::now();
-    let mut is_back = is_back;
-    while !is_back() {
-        if start.elapsed() > super::LEFTOVERS_TIME {
-            drop(is_back);
-            panic!("{what} holds more than before: {last}");
-        }
+    while let Some(more) = Holdings::of(vmm).beyond(before) {
+        assert!(start.elapsed() < super::LEFTOVERS_TIME, "{what} holds more than before: {more}");
         std::thread::sleep(super::POLL);
     }
 }
@@ -122,7 +110,7 @@ impl Running {
         if running.life.memory == Memory::FileOld {
             fill(&running.hosts[1].path().join(ZONE_FILE), running.life.mib);
         }
-        running.wait_until_it_works(running.vmm());
+        running.wait_until_it_works();
         running
     }
 
@@ -192,7 +180,7 @@ impl Running {
             // The file is read until then.
             self.vmm().wait_for_event("restore-memory-completed");
         }
-        self.wait_until_it_works(self.vmm());
+        self.wait_until_it_works();
     }
 
     /// The guest in this VMM, as far as it has come.
@@ -205,8 +193,8 @@ impl Running {
     }
 
     /// Waits until the guest has filled its pages and every vCPU moves on.
-    pub fn wait_until_it_works(&self, vmm: &Vmm) {
-        let guest = Self::guest(vmm);
+    pub fn wait_until_it_works(&self) {
+        let guest = Self::guest(self.vmm());
         let filled = |status: &guest_reader::Status| {
             status.stage == "running"
                 && status.complete()
@@ -229,7 +217,7 @@ impl Running {
             vmm.api().put("vm.resume", "").ok();
         }
         assert_eq!(vmm.api().state(), "Running", "after the move");
-        self.wait_until_it_works(vmm);
+        self.wait_until_it_works();
         self.wait_for_balloon(&guest);
         vmm.api().put("vm.pause", "").ok();
         Self::compare(&guest);
@@ -289,14 +277,14 @@ impl Running {
     /// A fresh copy of the guest's code, and of all it does.
     pub fn reboot(&self) {
         let vmm = self.vmm();
-        self.wait_until_it_works(vmm);
+        self.wait_until_it_works();
         let before = Self::guest(vmm).status().expect("the guest's status").first_tsc;
         vmm.api().put("vm.reboot", "").ok();
         wait_for("a guest that started anew", || {
             let status = Self::guest(vmm).status().ok()?;
             (status.first_tsc != before && status.stage == "running").then_some(())
         });
-        self.wait_until_it_works(vmm);
+        self.wait_until_it_works();
     }
 
     /// Ends it, and its VMM with it.

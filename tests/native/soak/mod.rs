@@ -155,21 +155,22 @@ impl Campaign {
             };
             let start = Instant::now();
             let outcome = catch(|| {
-                let place = moving::migrate(&mut running, &plan, Dice::new(seed.guest, !number));
+                let (place, settled_ms) =
+                    moving::migrate(&mut running, &plan, Dice::new(seed.guest, !number));
                 running.check(plan.is_paused && place == Place::Moved);
-                place
+                (place, settled_ms)
             });
             let took = start.elapsed();
             let kinds = [life.kinds(), plan.kinds().to_vec()].concat();
             let said = match &outcome {
-                Ok(Place::Moved) => "moved".to_owned(),
-                Ok(Place::Stayed) => {
+                Ok((Place::Moved, settled_ms)) => format!("moved in {settled_ms} ms"),
+                Ok((Place::Stayed, settled_ms)) => {
                     self.stayed += 1;
-                    "stayed".to_owned()
+                    format!("stayed after {settled_ms} ms")
                 }
                 Err(why) => format!("FAILED: {why}"),
             };
-            println!("     {name} {said}, {:.1} s: {}", took.as_secs_f64(), kinds.join(" "));
+            println!("     {name} {said}, {:.1} s in all: {}", took.as_secs_f64(), kinds.join(" "));
             if took > self.longest.0 {
                 self.longest = (took, name.to_string());
             }

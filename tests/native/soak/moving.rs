@@ -69,8 +69,9 @@ struct Moving<'a> {
     source_code: Option<i32>,
 }
 
-/// Makes it, and checks all there is to check but the guest's memory.
-pub fn migrate(running: &mut Running, plan: &Plan, dice: Dice) -> Place {
+/// Makes it, and checks all there is to check but the guest's memory. Where the guest is, and how
+/// many milliseconds it took until that was clear.
+pub fn migrate(running: &mut Running, plan: &Plan, dice: Dice) -> (Place, u128) {
     prepare(running, plan);
     let before_source = Holdings::of(running.vmm());
     // A file that is handed over stays where it is.
@@ -110,6 +111,7 @@ pub fn migrate(running: &mut Running, plan: &Plan, dice: Dice) -> Place {
         running,
     };
     let place = moving.follow();
+    let settled_ms = moving.begun.elapsed().as_millis();
     moving.judge(place);
     let (is_killed, is_helped, is_crashed) =
         (moving.is_killed, moving.is_helped, moving.is_crashed);
@@ -142,7 +144,7 @@ pub fn migrate(running: &mut Running, plan: &Plan, dice: Dice) -> Place {
         // What was written over its code may be anywhere.
         running.reboot();
     }
-    place
+    (place, settled_ms)
 }
 
 fn prepare(running: &mut Running, plan: &Plan) {
@@ -169,17 +171,15 @@ fn stop_of(trouble: Trouble) -> Option<(u64, Stop)> {
 
 /// The VMM that the guest has left.
 fn left_by_source(mut old: Vmm, code: Option<i32>, is_helped: bool) {
-    match code {
-        Some(code) => assert_eq!(code, 0, "the source after its migration:\n{}", old.output()),
-        None => {
-            assert!(is_helped, "the source goes on after its migration");
-            if old.api().get("vm.info").status == 409 {
-                old.api().put("vm.delete", r#"{"force":true}"#).ok();
-            }
-            old.api().put("vmm.shutdown", "").ok();
-            assert_eq!(old.wait_for_exit(), 0, "{}", old.output());
+    let code = code.unwrap_or_else(|| {
+        assert!(is_helped, "the source goes on after its migration");
+        if old.api().get("vm.info").status == 409 {
+            old.api().put("vm.delete", r#"{"force":true}"#).ok();
         }
-    }
+        old.api().put("vmm.shutdown", "").ok();
+        old.wait_for_exit()
+    });
+    assert_eq!(code, 0, "the source after its migration:\n{}", old.output());
     assert_no_processes(&old, "source");
     assert_no_files(&old, "source");
 }

@@ -4,6 +4,8 @@
 //! Owns which options go together, and the names of the kinds by which they are counted and left
 //! out. Must never start anything.
 
+use std::fmt::Write as _;
+
 use super::dice::Dice;
 use crate::harness::{Mode, Transport};
 
@@ -191,10 +193,12 @@ impl Life {
         let balloon = dice.pick(&[(1, "balloon-report"), (1, "balloon-inflate")]);
         let pace_ns = dice.pick(&[(1, 0), (3, 5_000), (2, 50_000)]);
         let write_percent = dice.pick(&[(2, 100), (1, 50)]);
-        cmdline += &if has_balloon {
-            format!(" workload={balloon} iterations={}", super::life::BALLOON_ROUNDS)
+        let _ = if has_balloon {
+            let rounds = super::life::BALLOON_ROUNDS;
+            write!(cmdline, " workload={balloon} iterations={rounds}")
         } else {
-            format!(" workload={workload} pace_ns={pace_ns} write_percent={write_percent}")
+            let words = format_args!("pace_ns={pace_ns} write_percent={write_percent}");
+            write!(cmdline, " workload={workload} {words}")
         };
         let can_reset = is_filled && !has_balloon && !memory.has_files();
         Self { memory, mib, vcpus, cmdline, can_reset, has_balloon }
@@ -341,11 +345,12 @@ impl Plan {
         receiving: &mut String,
     ) {
         let connections = dice.pick(&[(5, 1), (3, 2), (3, 4), (1, 64)]);
-        *sending += &format!(",connections={connections}");
+        let _ = write!(sending, ",connections={connections}");
         kinds.push(format!("connections-{connections}"));
         if mode != Mode::Postcopy {
             let downtime_ms = dice.pick(&[(1, 20), (3, 300)]);
-            *sending += &format!(",downtime_ms={downtime_ms},timeout_s=2,timeout_strategy=ignore");
+            let _ =
+                write!(sending, ",downtime_ms={downtime_ms},timeout_s=2,timeout_strategy=ignore");
             let more = dice.pick(&[
                 (4, ("", "")),
                 (1, (",convergence=throttle", "throttle")),
@@ -363,20 +368,20 @@ impl Plan {
             return;
         }
         if mode == Mode::Auto && dice.percent(60) {
-            *sending += &format!(",postcopy_after_s={}", dice.below(2));
+            let _ = write!(sending, ",postcopy_after_s={}", dice.below(2));
         }
         if dice.percent(70) {
             let preempt = dice.below(9);
-            *sending += &format!(",preempt={preempt}");
+            let _ = write!(sending, ",preempt={preempt}");
             kinds.extend((preempt == 0).then(|| "preempt-0".to_owned()));
         }
         if dice.percent(40) {
-            *sending += &format!(",bandwidth={}M", dice.between(24, 160));
+            let _ = write!(sending, ",bandwidth={}M", dice.between(24, 160));
             kinds.push("bandwidth".to_owned());
         }
         let sigbus = life.memory.is_shared() && dice.percent(35);
         let source = if sigbus { "sigbus" } else { "uffd" };
-        *receiving += &format!(",fault_source={source}");
+        let _ = write!(receiving, ",fault_source={source}");
         kinds.push(source.to_owned());
     }
 
