@@ -36,6 +36,8 @@ const MORE_TIME: Duration = Duration::from_mins(6);
 const LIMIT_EACH_S: u64 = 6;
 /// Migrations of one guest.
 const MOVES_MAX: u64 = 12;
+/// In the short form: more kinds of memory rather than longer lives.
+const MOVES_MAX_SHORT: u64 = 3;
 /// How often a condition is looked at.
 const POLL: Duration = Duration::from_millis(4);
 /// For threads, descriptors and processes to go after what they were for is over.
@@ -59,6 +61,7 @@ struct Campaign {
     end: Option<Instant>,
     without: Without,
     keeps_going: bool,
+    moves_max: u64,
     machine: Machine,
     made: u64,
     stayed: u64,
@@ -76,11 +79,13 @@ fn campaign() {
         assert!(KINDS.contains(&name.as_str()), "no kind '{name}'; there are {}", KINDS.join(", "));
     }
     let migrations = variable("MIGRATIONS");
+    let is_short = migrations.is_none() && minutes.is_none();
     let mut campaign = Campaign {
         migrations: migrations.unwrap_or(if minutes.is_some() { u64::MAX } else { SHORT }),
         end: minutes.map(|minutes| Instant::now() + Duration::from_secs(60 * minutes)),
         without,
         keeps_going: variable::<u64>("KEEP_GOING").is_some(),
+        moves_max: if is_short { MOVES_MAX_SHORT } else { MOVES_MAX },
         machine: machine(),
         made: 0,
         stayed: 0,
@@ -143,7 +148,7 @@ impl Campaign {
                 return;
             }
         };
-        let numbers = seed.only.map_or(1..=MOVES_MAX, |only| only..=only);
+        let numbers = seed.only.map_or(1..=self.moves_max, |only| only..=only);
         for number in numbers {
             if seed.only.is_none() && !self.goes_on() {
                 break;
