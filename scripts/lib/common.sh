@@ -37,7 +37,7 @@ need_packages() {
 apt_update_once() {
   [ -n "${APT_UPDATED:-}" ] && return 0
   as_root apt-get update -q -o DPkg::Lock::Timeout=300 >/dev/null || warn "apt-get update failed; going on with the lists at hand"
-  APT_UPDATED=1
+  export APT_UPDATED=1
 }
 
 # QEMU 10 comes from bookworm-backports: the 7.2 of plain bookworm corrupts flags in nested guests.
@@ -74,7 +74,8 @@ need_rust() {
 
 build_binaries() {
   say "building cloud-hypervisor, ch-remote and prezero-pool (release)"
-  (cd "$ROOT" && cargo build --release --quiet --locked --bins)
+  # The same words as in tests/native/harness/programs.rs.
+  (cd "$ROOT" && cargo build --release --quiet --locked --package godwit --bins)
 }
 
 build_guest() {

@@ -37,6 +37,7 @@ mod report;
 mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
+mod soak;
 mod unfit;
 mod watch;
 
@@ -77,5 +78,6 @@ fn main() -> ExitCode {
     fault_sources::add(&mut suite);
     fault_stress::add(&mut suite);
     hotplug::add(&mut suite);
+    soak::add(&mut suite);
     suite.main()
 }

@@ -163,13 +163,16 @@ fn cancel(row: Row) {
     destination.shut_down();
 }
 
-/// Makes the guest execute what it cannot, at its next instruction: a triple fault, which resets.
 fn crash(vmm: &Vmm) {
+    crash_guest(&vmm.guest());
+}
+
+/// Makes the guest execute what it cannot, at its next instruction: a triple fault, which resets.
+pub fn crash_guest(guest: &guest_reader::Guest) {
     const BREAKPOINT: u8 = 0xcc;
     let bytes = std::fs::read(image()).expect("the image");
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
     let headers = usize::try_from(word(0x20)).expect("an offset");
-    let guest = vmm.guest();
     let count = usize::from(u16::from_le_bytes([bytes[0x38], bytes[0x39]]));
     for at in (0..count).map(|index| headers + index * 56) {
         let (is_loaded, is_code) = (bytes[at] == 1, bytes[at + 4] & 1 != 0);

@@ -100,7 +100,7 @@ fn record() {
 }
 
 fn reads(version: &str) {
-    let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots").join(version);
+    let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/snapshots").join(version);
     let folder = TempDir::with_prefix("godwit-recorded-").expect("a folder");
     for name in COPIED {
         fs::copy(recorded.join(name), folder.path().join(name)).expect("copied");

@@ -9,6 +9,7 @@ pub mod huge_pages;
 pub mod migrate;
 pub mod pool;
 pub mod process;
+pub mod programs;
 pub mod relay;
 pub mod runner;
 pub mod vmm;

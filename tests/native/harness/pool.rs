@@ -11,10 +11,9 @@ use std::time::Duration;
 use memory::pool::{PagesWanted, PoolConnection, PoolError, PoolMemory, Take};
 use tempfile::TempDir;
 
+use super::programs::POOL;
 use super::wait_within;
 
-/// The daemon under test.
-const POOL: &str = env!("CARGO_BIN_EXE_prezero-pool");
 /// For slots to be made on a machine that is busy.
 const READY_TIME: Duration = Duration::from_mins(2);
 

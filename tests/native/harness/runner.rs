@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
+use super::programs;
 use super::vmm::kill_all;
 
 /// Longest time for a test that names no other.
@@ -71,6 +72,10 @@ impl Suite {
             println!("these tests need real KVM: scripts/test native (or {SWITCH}=1)");
             tally.ignored = chosen.len();
             return tally.report(start.elapsed());
+        }
+        if let Err(error) = programs::build() {
+            eprintln!("the programs under test cannot be built:\n{error}");
+            return ExitCode::from(101);
         }
         println!("\nrunning {} tests", chosen.len());
         for case in chosen {

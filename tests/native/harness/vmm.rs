@@ -18,10 +18,8 @@ use tempfile::TempDir;
 
 use super::{Api, image, wait_for, wait_within};
 
-/// The VMM under test.
-pub const VMM: &str = env!("CARGO_BIN_EXE_cloud-hypervisor");
-/// Its remote control.
-pub const CH_REMOTE: &str = env!("CARGO_BIN_EXE_ch-remote");
+pub use super::programs::{CH_REMOTE, VMM};
+
 /// For the guest to start, or its pages to arrive.
 pub const GUEST_PATIENCE: Patience = Patience::millis(60_000);
 

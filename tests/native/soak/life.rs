@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A guest of the campaign: where it is, how it is looked at, and what is left behind by its moves.
+//!
+//! Owns its VMMs and the two directories that stand for two hosts: a zone's file has the same name
+//! in both. Must never decide where the guest has to be.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+use std::process;
+
+use guest_reader::{AttachOptions, Guest};
+use tempfile::TempDir;
+
+use super::plan::{Life, Memory};
+use crate::harness::process::{descriptors, threads};
+use crate::harness::vmm::GUEST_PATIENCE;
+use crate::harness::{HugePages, Vmm, VmmBuilder, wait_for};
+use crate::meanwhile;
+use crate::snapshot::{place, save};
+
+/// Where files of zones are: userfaultfd wants shared memory.
+pub const SHARED_MEMORY: &str = "/dev/shm";
+/// Of every zone that is a file.
+const ZONE_FILE: &str = "ram.mem";
+/// So many times a guest gives all its pages up at a go.
+pub const BALLOON_ROUNDS: u64 = 3;
+/// What a VMM of a test leaves in its folder while it runs, and after.
+const FILES: [&str; 5] = ["api", "events", "log", "stdout", "stderr"];
+
+/// What a VMM holds.
+pub struct Holdings {
+    descriptors: Vec<String>,
+    threads: usize,
+}
+
+impl Holdings {
+    pub fn of(vmm: &Vmm) -> Self {
+        Self { descriptors: descriptors(vmm.pid()), threads: threads(vmm.pid()) }
+    }
+
+    /// What is there and was not before.
+    fn beyond(&self, before: &Self) -> Option<String> {
+        let mut left = before.descriptors.clone();
+        let more: Vec<_> = self
+            .descriptors
+            .iter()
+            .filter(|name| match left.iter().position(|other| other == *name) {
+                Some(at) => {
+                    left.swap_remove(at);
+                    false
+                }
+                None => true,
+            })
+            .collect();
+        let threads = self.threads.saturating_sub(before.threads);
+        (!more.is_empty() || threads > 0).then(|| format!("{more:?}, {threads} threads"))
+    }
+}
+
+/// Waits until a VMM holds no more than before.
+pub fn assert_holds_no_more(vmm: &Vmm, before: &Holdings, what: &str) {
+    let start = std::time::Instant::now();
+    while let Some(more) = Holdings::of(vmm).beyond(before) {
+        assert!(start.elapsed() < super::LEFTOVERS_TIME, "{what} holds more than before: {more}");
+        std::thread::sleep(super::POLL);
+    }
+}
+
+/// A guest with the VMM it is in, and the other one while it moves.
+pub struct Running {
+    pub life: Life,
+    pub here: Option<Vmm>,
+    pub there: Option<Vmm>,
+    hosts: [TempDir; 2],
+    /// Where it is, and where the other VMM is.
+    at: usize,
+    there_at: usize,
+    _huge_pages: Option<HugePages>,
+}
+
+impl Running {
+    /// Boots it.
+    pub fn boot(life: Life) -> Self {
+        // For the VM that is left, the one that arrives, and what the kernel has not got back yet.
+        let huge = life.memory == Memory::Huge;
+        let huge_pages = huge.then(|| HugePages::borrow(2 * life.mib / 2 + 8));
+        let base = if Path::new(SHARED_MEMORY).is_dir() {
+            SHARED_MEMORY.into()
+        } else {
+            std::env::temp_dir()
+        };
+        let host = || TempDir::with_prefix_in("godwit-soak-", &base).expect("a folder");
+        let mut running = Self {
+            life,
+            here: None,
+            there: None,
+            hosts: [host(), host()],
+            at: 0,
+            there_at: 0,
+            _huge_pages: huge_pages,
+        };
+        let mut builder =
+            VmmBuilder::guest(running.life.vcpus, &running.memory(), &running.life.cmdline)
+                .with(&running.zones());
+        if running.life.has_balloon {
+            builder = builder.with(&["--balloon", "size=0,free_page_reporting=on"]);
+        }
+        running.here = Some(in_directory(builder, running.hosts[0].path()).start());
+        if running.life.memory == Memory::FileOld {
+            fill(&running.hosts[1].path().join(ZONE_FILE), running.life.mib);
+        }
+        running.wait_until_it_works();
+        running
+    }
+
+    fn memory(&self) -> String {
+        let mib = self.life.mib;
+        match self.life.memory {
+            Memory::Small => format!("size={mib}M,shared=on,thp=off"),
+            Memory::Thp => format!("size={mib}M,shared=on"),
+            Memory::Private => format!("size={mib}M"),
+            Memory::Huge => format!("size={mib}M,hugepages=on,hugepage_size=2M"),
+            Memory::FileFresh | Memory::FileOld | Memory::Zones => "size=0".to_owned(),
+        }
+    }
+
+    fn zones(&self) -> Vec<String> {
+        let mib = self.life.mib;
+        let mut zones = match self.life.memory {
+            Memory::FileFresh | Memory::FileOld => {
+                vec![format!("id=file,size={mib}M,shared=on,file={ZONE_FILE}")]
+            }
+            Memory::Zones => vec![
+                format!("id=file,size={}M,shared=on,file={ZONE_FILE}", mib / 2),
+                format!("id=one,size={}M,shared=on", mib / 4),
+                format!("id=two,size={}M,shared=on", mib / 4),
+            ],
+            _ => return Vec::new(),
+        };
+        zones.insert(0, "--memory-zone".to_owned());
+        zones
+    }
+
+    /// The VMM that has it.
+    pub fn vmm(&self) -> &Vmm {
+        self.here.as_ref().expect("a VMM")
+    }
+
+    /// A VMM at the other host, or at the same one.
+    pub fn start_destination(&mut self, is_same_host: bool) {
+        self.there_at = if is_same_host { self.at } else { 1 - self.at };
+        let host = self.hosts[self.there_at].path();
+        if !is_same_host && matches!(self.life.memory, Memory::FileFresh | Memory::Zones) {
+            let _ = fs::remove_file(host.join(ZONE_FILE));
+        }
+        self.there = Some(in_directory(VmmBuilder::new::<&str>(&[]), host).start());
+    }
+
+    /// It is where it was sent. The VMM that it has left.
+    pub fn arrived(&mut self) -> Option<Vmm> {
+        self.at = self.there_at;
+        std::mem::replace(&mut self.here, self.there.take())
+    }
+
+    /// Saves it, kills its VMM, and restores it in another.
+    pub fn through_snapshot(&mut self, mode: &str) {
+        let (_folder, url) = place();
+        save(self.vmm(), &url);
+        if let Some(mut old) = self.here.take() {
+            old.signal(libc::SIGKILL);
+            old.wait_for_exit();
+        }
+        let restored =
+            in_directory(VmmBuilder::new::<&str>(&[]), self.hosts[self.at].path()).start();
+        self.here = Some(restored);
+        let option = format!("source_url={url},memory_restore_mode={mode},resume=on");
+        self.vmm().remote_ok(&["restore", &option]);
+        if mode == "ondemand" {
+            // The file is read until then.
+            self.vmm().wait_for_event("restore-memory-completed");
+        }
+        self.wait_until_it_works();
+    }
+
+    /// The guest in this VMM, as far as it has come.
+    fn guest(vmm: &Vmm) -> Guest {
+        let options =
+            AttachOptions { names: vec![ZONE_FILE.to_owned()], ..AttachOptions::default() };
+        GUEST_PATIENCE
+            .until("the guest to be there", || Guest::attach_with(vmm.pid(), &options).map(Some))
+            .unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Waits until the guest has filled its pages and every vCPU moves on.
+    pub fn wait_until_it_works(&self) {
+        let guest = Self::guest(self.vmm());
+        let filled = |status: &guest_reader::Status| {
+            status.stage == "running"
+                && status.complete()
+                && status.known().all(|vcpu| vcpu.state != "prefill" && vcpu.iterations > 0)
+        };
+        guest
+            .wait_until("the workload", GUEST_PATIENCE, filled)
+            .and_then(|_| guest.wait_for_heartbeat(GUEST_PATIENCE))
+            .unwrap_or_else(|error| panic!("the guest does not run: {error}"));
+    }
+
+    /// Compares every page, twice if the guest is to go on: right after the move, and after it has
+    /// written for a while.
+    pub fn check(&self, is_paused: bool) {
+        let vmm = self.vmm();
+        let guest = Self::guest(vmm);
+        if is_paused {
+            assert_eq!(vmm.api().state(), "Paused", "a paused VM arrives paused");
+            Self::compare(&guest);
+            vmm.api().put("vm.resume", "").ok();
+        }
+        assert_eq!(vmm.api().state(), "Running", "after the move");
+        self.wait_until_it_works();
+        self.wait_for_balloon(&guest);
+        vmm.api().put("vm.pause", "").ok();
+        Self::compare(&guest);
+        vmm.api().put("vm.resume", "").ok();
+        let before = guest.status().expect("the guest's status").iterations();
+        self.use_balloon();
+        let more = if self.life.has_balloon { 1 } else { 200 };
+        guest
+            .wait_until("the guest to go on", GUEST_PATIENCE, |status| {
+                status.iterations() >= before + more
+            })
+            .unwrap_or_else(|error| panic!("{error}"));
+        self.wait_for_balloon(&guest);
+    }
+
+    /// Lets it give all its pages up and take them again, a few times; while that goes on its table
+    /// does not say what they hold.
+    pub fn use_balloon(&self) {
+        if self.life.has_balloon {
+            let words = format!("iterations={BALLOON_ROUNDS}");
+            Self::guest(self.vmm()).set(&words).unwrap_or_else(|error| panic!("{error}"));
+        }
+    }
+
+    fn wait_for_balloon(&self, guest: &Guest) {
+        if self.life.has_balloon {
+            guest
+                .wait_until("the last page to be filled", GUEST_PATIENCE, |status| {
+                    status.all_in("done")
+                })
+                .unwrap_or_else(|error| panic!("{error}"));
+        }
+    }
+
+    fn compare(guest: &Guest) {
+        let report = guest.verify_all(2).expect("every page can be read");
+        let status = guest.status().expect("the guest's status");
+        assert!(report.is_clean(), "wrong pages: {report:?}");
+        assert!(report.written > 0, "nothing was written: {report:?}");
+        assert!(status.complete(), "status pages are missing");
+        assert_eq!(status.errors(), 0, "the guest saw errors: {status:?}");
+        for vcpu in status.known() {
+            assert_eq!(vcpu.tsc_backwards, 0, "the TSC went backwards");
+            assert_eq!(vcpu.balloon.failure, None, "the balloon's driver failed");
+        }
+    }
+
+    /// Makes the guest crash, if its code can be written yet.
+    pub fn crash(vmm: &Vmm) {
+        let options =
+            AttachOptions { names: vec![ZONE_FILE.to_owned()], ..AttachOptions::default() };
+        if let Ok(guest) = Guest::attach_with(vmm.pid(), &options) {
+            meanwhile::crash_guest(&guest);
+        }
+    }
+
+    /// A fresh copy of the guest's code, and of all it does.
+    pub fn reboot(&self) {
+        let vmm = self.vmm();
+        self.wait_until_it_works();
+        let before = Self::guest(vmm).status().expect("the guest's status").first_tsc;
+        vmm.api().put("vm.reboot", "").ok();
+        wait_for("a guest that started anew", || {
+            let status = Self::guest(vmm).status().ok()?;
+            (status.first_tsc != before && status.stage == "running").then_some(())
+        });
+        self.wait_until_it_works();
+    }
+
+    /// Ends it, and its VMM with it.
+    pub fn end(mut self) {
+        if let Some(vmm) = self.here.take() {
+            vmm.shut_down();
+        }
+    }
+}
+
+fn in_directory(builder: VmmBuilder, directory: &Path) -> VmmBuilder {
+    let directory = directory.to_str().expect("UTF-8");
+    builder.wrapped(&["sh", "-c", "cd \"$0\" && exec \"$@\"", directory])
+}
+
+/// A file that another guest has used.
+fn fill(path: &Path, mib: u64) {
+    let old: Vec<u8> =
+        (0..1_u32 << 18).flat_map(|word| (word | 0x5500_0001).to_le_bytes()).collect();
+    let mut file = fs::File::create(path).expect("a file");
+    for _ in 0..mib {
+        file.write_all(&old).expect("room for a file");
+    }
+}
+
+/// Files that a VMM should not have left in its folder.
+pub fn assert_no_files(vmm: &Vmm, side: &str) {
+    let folder = vmm.path("");
+    let mut last = Vec::new();
+    let start = std::time::Instant::now();
+    loop {
+        last.clear();
+        for entry in fs::read_dir(&folder).expect("its folder").flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if !FILES.contains(&name.as_str()) {
+                last.push(name);
+            }
+        }
+        if last.is_empty() {
+            return;
+        }
+        assert!(start.elapsed() < super::LEFTOVERS_TIME, "files that the {side} left: {last:?}");
+        std::thread::sleep(super::POLL);
+    }
+}
+
+/// Processes that were started with something in this VMM's folder, other than itself.
+pub fn assert_no_processes(vmm: &Vmm, side: &str) {
+    let folder = vmm.path("").display().to_string();
+    let start = std::time::Instant::now();
+    loop {
+        let left: Vec<String> = fs::read_dir("/proc")
+            .expect("processes")
+            .flatten()
+            .filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok())
+            .filter(|pid| *pid != vmm.pid() && *pid != process::id())
+            .filter_map(|pid| {
+                let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+                let line = String::from_utf8_lossy(&line).replace('\0', " ");
+                line.contains(&folder).then(|| format!("{pid}: {line}"))
+            })
+            .collect();
+        if left.is_empty() {
+            return;
+        }
+        assert!(
+            start.elapsed() < super::LEFTOVERS_TIME,
+            "processes of the {side} are left: {left:?}"
+        );
+        std::thread::sleep(super::POLL);
+    }
+}

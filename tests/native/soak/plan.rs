@@ -1,0 +1,436 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What a guest is like, how one migration of it goes, and what happens meanwhile: all of it drawn.
+//!
+//! Owns which options go together, and the names of the kinds by which they are counted and left
+//! out. Must never start anything.
+
+use std::fmt::Write as _;
+
+use super::dice::Dice;
+use crate::harness::{Mode, Transport};
+
+/// A kind of migration that is not wanted: all of these names at once.
+pub type Without = Vec<Vec<String>>;
+
+/// Reads `a,b+c`: neither `a`, nor `b` together with `c`.
+pub fn parse_without(text: &str) -> Without {
+    let words = text.split(',').filter(|word| !word.is_empty());
+    words.map(|word| word.split('+').map(str::to_owned).collect()).collect()
+}
+
+fn is_wanted(kinds: &[String], without: &Without) -> bool {
+    !without.iter().any(|names| names.iter().all(|name| kinds.contains(name)))
+}
+
+/// Every name that `--without` takes.
+pub const KINDS: &[&str] = &[
+    "precopy",
+    "postcopy",
+    "auto",
+    "local",
+    "tcp",
+    "unix",
+    "small-pages",
+    "thp",
+    "private",
+    "hugetlb",
+    "file-fresh",
+    "file-old",
+    "zones",
+    "balloon",
+    "connections-1",
+    "connections-2",
+    "connections-4",
+    "connections-64",
+    "preempt-0",
+    "compression",
+    "clear-by-round",
+    "throttle",
+    "raise-downtime",
+    "uffd",
+    "sigbus",
+    "bandwidth",
+    "page-server",
+    "delay",
+    "cut",
+    "cut-one",
+    "outage",
+    "cancel-source",
+    "cancel-destination",
+    "kill-destination",
+    "same-file",
+    "reset-before",
+    "reset-during",
+    "paused",
+    "snapshot",
+];
+
+/// What the guest's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// A memfd of small pages.
+    Small,
+    /// A memfd with transparent huge pages.
+    Thp,
+    /// Private anonymous memory.
+    Private,
+    /// hugetlb pages of 2 MiB.
+    Huge,
+    /// A file that was not there.
+    FileFresh,
+    /// A file at each host that another guest has used; a guest that comes back finds its own.
+    FileOld,
+    /// A file, a memfd and another memfd.
+    Zones,
+}
+
+impl Memory {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Small => "small-pages",
+            Self::Thp => "thp",
+            Self::Private => "private",
+            Self::Huge => "hugetlb",
+            Self::FileFresh => "file-fresh",
+            Self::FileOld => "file-old",
+            Self::Zones => "zones",
+        }
+    }
+
+    /// Files that hold it, by zone.
+    pub const fn has_files(self) -> bool {
+        matches!(self, Self::FileFresh | Self::FileOld | Self::Zones)
+    }
+
+    const fn is_shared(self) -> bool {
+        !matches!(self, Self::Private)
+    }
+}
+
+/// What this machine can do.
+#[derive(Clone, Copy, Debug)]
+pub struct Machine {
+    /// userfaultfd may be used.
+    pub has_uffd: bool,
+    /// BPF may be used.
+    pub has_bpf: bool,
+    /// There are free pages of 2 MiB.
+    pub has_huge_pages: bool,
+}
+
+impl Machine {
+    fn can(self, kinds: &[String]) -> bool {
+        let has = |name: &str| kinds.iter().any(|kind| kind == name);
+        (self.has_uffd || !(has("postcopy") || has("auto")))
+            && (self.has_bpf || !has("sigbus"))
+            && (self.has_huge_pages || !has("hugetlb"))
+    }
+
+    /// What it cannot do, with the reason.
+    pub fn lacks(self) -> Vec<&'static str> {
+        let mut list = Vec::new();
+        if !self.has_uffd {
+            list.push("postcopy, auto: userfaultfd may not be used here");
+        }
+        if !self.has_bpf {
+            list.push("sigbus: it needs CAP_BPF and CAP_PERFMON");
+        }
+        if !self.has_huge_pages {
+            list.push("hugetlb: the host gives no pages of 2 MiB");
+        }
+        list
+    }
+}
+
+/// A guest.
+#[derive(Clone, Debug)]
+pub struct Life {
+    /// What its memory is.
+    pub memory: Memory,
+    /// All of it.
+    pub mib: u64,
+    /// How many vCPUs.
+    pub vcpus: u32,
+    /// What it does.
+    pub cmdline: String,
+    /// It can be reset: it fills its pages first, and its table does not outlive a reset in a file.
+    pub can_reset: bool,
+    /// It gives pages up and takes them again, over and over.
+    pub has_balloon: bool,
+}
+
+impl Life {
+    /// A guest that is wanted; none when everything was excluded.
+    pub fn draw(seed: u64, without: &Without, machine: Machine) -> Option<Self> {
+        let mut dice = Dice::new(seed, 0);
+        (0..TRIES).map(|_| Self::draw_any(&mut dice)).find(|life| {
+            let kinds = life.kinds();
+            is_wanted(&kinds, without) && machine.can(&kinds)
+        })
+    }
+
+    fn draw_any(dice: &mut Dice) -> Self {
+        let memory = dice.pick(&[
+            (3, Memory::Small),
+            (2, Memory::Thp),
+            (2, Memory::Private),
+            (2, Memory::Huge),
+            (2, Memory::FileFresh),
+            (2, Memory::FileOld),
+            (2, Memory::Zones),
+        ]);
+        let has_balloon = dice.percent(15);
+        let mib = dice.pick(&[(4, 64), (3, 96), (2, 128), (1, 192), (1, 256)]);
+        let vcpus = if has_balloon { 1 } else { dice.pick(&[(3, 1), (3, 2), (1, 3)]) };
+        let used_mib = dice.between(mib / 4, mib / 2);
+        let is_filled = has_balloon || dice.percent(60);
+        let mut cmdline = format!(
+            "mem={used_mib}M seed={} prefill={}",
+            1 + dice.below(1000),
+            u8::from(is_filled)
+        );
+        let workload = dice.pick(&[(5, "random-write"), (2, "hot-write"), (1, "sequential-write")]);
+        let balloon = dice.pick(&[(1, "balloon-report"), (1, "balloon-inflate")]);
+        let pace_ns = dice.pick(&[(1, 0), (3, 5_000), (2, 50_000)]);
+        let write_percent = dice.pick(&[(2, 100), (1, 50)]);
+        let _ = if has_balloon {
+            let rounds = super::life::BALLOON_ROUNDS;
+            write!(cmdline, " workload={balloon} iterations={rounds}")
+        } else {
+            let words = format_args!("pace_ns={pace_ns} write_percent={write_percent}");
+            write!(cmdline, " workload={workload} {words}")
+        };
+        let can_reset = is_filled && !has_balloon && !memory.has_files();
+        Self { memory, mib, vcpus, cmdline, can_reset, has_balloon }
+    }
+
+    /// Names of what it is.
+    pub fn kinds(&self) -> Vec<String> {
+        let mut kinds = vec![self.memory.name().to_owned()];
+        if self.has_balloon {
+            kinds.push("balloon".to_owned());
+        }
+        kinds
+    }
+}
+
+/// Something that happens while it is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// All connections end, or one of them, once so many bytes have been sent; new ones cannot be
+    /// made for a time.
+    Cut { after_bytes: u64, is_one: bool, down_ms: u64 },
+    /// A cancel at either side.
+    Cancel { at_source: bool, after_ms: u64 },
+    /// The destination is killed once so many bytes have been sent, if the guest is still here.
+    Kill { after_bytes: u64 },
+    /// The guest crashes, which resets it.
+    Reset { after_ms: u64 },
+    /// The destination's zones are the very files of the source.
+    SameFile,
+}
+
+/// One migration.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// When memory travels.
+    pub mode: Mode,
+    /// As descriptors.
+    pub is_local: bool,
+    /// What carries it.
+    pub transport: Transport,
+    /// More of `send-migration`, which begins with a comma.
+    pub sending: String,
+    /// More of `receive-migration`, likewise.
+    pub receiving: String,
+    /// The source ends early.
+    pub has_page_server: bool,
+    /// One way, milliseconds, and what may come on top.
+    pub delay_ms: Option<(u64, u64)>,
+    /// What happens meanwhile.
+    pub troubles: Vec<Trouble>,
+    /// The guest is saved and restored before.
+    pub snapshot: Option<&'static str>,
+    /// It is reset before.
+    pub is_reset: bool,
+    /// It is paused before, and arrives so.
+    pub is_paused: bool,
+    kinds: Vec<String>,
+}
+
+/// Draws until something is wanted.
+const TRIES: u32 = 2000;
+
+impl Plan {
+    /// Migration `number` of the guest with this seed; none when everything was excluded.
+    pub fn draw(
+        seed: u64,
+        number: u64,
+        life: &Life,
+        without: &Without,
+        machine: Machine,
+    ) -> Option<Self> {
+        let mut dice = Dice::new(seed, number);
+        (0..TRIES).map(|_| Self::draw_any(&mut dice, life)).find(|plan| {
+            let kinds = [life.kinds(), plan.kinds.clone()].concat();
+            is_wanted(&kinds, without) && machine.can(&kinds)
+        })
+    }
+
+    /// Names of what it is, without those of its guest.
+    pub fn kinds(&self) -> &[String] {
+        &self.kinds
+    }
+
+    fn draw_any(dice: &mut Dice, life: &Life) -> Self {
+        let mut kinds: Vec<String> = Vec::new();
+        let (mut sending, mut receiving) = (String::new(), String::new());
+        let local = u64::from(life.memory.is_shared());
+        let (mode, is_local) = dice.pick(&[
+            (6, (Mode::Precopy, false)),
+            (8, (Mode::Postcopy, false)),
+            (5, (Mode::Auto, false)),
+            (2 * local, (Mode::Precopy, true)),
+        ]);
+        kinds.push(if is_local { "local" } else { mode.name() }.to_owned());
+        let unix = dice.percent(30) || is_local;
+        let transport = if unix { Transport::Unix } else { Transport::Tcp };
+        kinds.push(if unix { "unix" } else { "tcp" }.to_owned());
+        if is_local {
+            sending += ",local=on";
+        } else {
+            Self::draw_options(dice, mode, life, &mut kinds, &mut sending, &mut receiving);
+        }
+        let follows = mode != Mode::Precopy;
+        let has_page_server = follows && life.memory.is_shared() && dice.percent(25);
+        if has_page_server {
+            sending += ",page_server=on";
+            kinds.push("page-server".to_owned());
+        }
+        let delay_ms = (!is_local && dice.percent(35)).then(|| {
+            kinds.push("delay".to_owned());
+            (dice.between(1, 20), dice.between(0, 10))
+        });
+        let troubles = Self::draw_troubles(dice, is_local, life, &mut kinds);
+        let calm = troubles.is_empty();
+        let snapshot = dice.percent(8).then(|| dice.pick(&[(1, "copy"), (1, "ondemand")]));
+        let is_reset = life.can_reset && dice.percent(6);
+        // A reset or a cancel decides by itself what the guest is afterwards.
+        let is_paused = calm && !is_reset && dice.percent(12);
+        let names =
+            [(snapshot.is_some(), "snapshot"), (is_reset, "reset-before"), (is_paused, "paused")];
+        kinds.extend(names.iter().filter(|(is, _)| *is).map(|(_, name)| (*name).to_owned()));
+        Self {
+            mode,
+            is_local,
+            transport,
+            sending,
+            receiving,
+            has_page_server,
+            delay_ms,
+            troubles,
+            snapshot,
+            is_reset,
+            is_paused,
+            kinds,
+        }
+    }
+
+    fn draw_options(
+        dice: &mut Dice,
+        mode: Mode,
+        life: &Life,
+        kinds: &mut Vec<String>,
+        sending: &mut String,
+        receiving: &mut String,
+    ) {
+        let connections = dice.pick(&[(5, 1), (3, 2), (3, 4), (1, 64)]);
+        let _ = write!(sending, ",connections={connections}");
+        kinds.push(format!("connections-{connections}"));
+        if mode != Mode::Postcopy {
+            let downtime_ms = dice.pick(&[(1, 20), (3, 300)]);
+            let _ =
+                write!(sending, ",downtime_ms={downtime_ms},timeout_s=2,timeout_strategy=ignore");
+            let more = dice.pick(&[
+                (4, ("", "")),
+                (1, (",convergence=throttle", "throttle")),
+                (1, (",convergence=raise-downtime", "raise-downtime")),
+                (1, (",dirty_clear=round", "clear-by-round")),
+            ]);
+            *sending += more.0;
+            kinds.extend((!more.1.is_empty()).then(|| more.1.to_owned()));
+        }
+        if mode == Mode::Precopy {
+            if dice.percent(25) {
+                *sending += ",compression=zstd";
+                kinds.push("compression".to_owned());
+            }
+            return;
+        }
+        if mode == Mode::Auto && dice.percent(60) {
+            let _ = write!(sending, ",postcopy_after_s={}", dice.below(2));
+        }
+        if dice.percent(70) {
+            let preempt = dice.below(9);
+            let _ = write!(sending, ",preempt={preempt}");
+            kinds.extend((preempt == 0).then(|| "preempt-0".to_owned()));
+        }
+        if dice.percent(40) {
+            let _ = write!(sending, ",bandwidth={}M", dice.between(24, 160));
+            kinds.push("bandwidth".to_owned());
+        }
+        let sigbus = life.memory.is_shared() && dice.percent(35);
+        let source = if sigbus { "sigbus" } else { "uffd" };
+        let _ = write!(receiving, ",fault_source={source}");
+        kinds.push(source.to_owned());
+    }
+
+    fn draw_troubles(
+        dice: &mut Dice,
+        is_local: bool,
+        life: &Life,
+        kinds: &mut Vec<String>,
+    ) -> Vec<Trouble> {
+        let files = u64::from(life.memory.has_files() && !is_local);
+        // A relay cannot pass descriptors on.
+        let relayed = u64::from(!is_local);
+        let resets = u64::from(life.can_reset);
+        let mut troubles = Vec::new();
+        for _ in 0..dice.pick(&[(11, 0), (8, 1), (1, 2)]) {
+            let down_ms = dice.pick(&[(2, 0), (1, 50), (1, 600)]);
+            let after_bytes = dice.magnitude(5, 25);
+            let after_ms = dice.magnitude(0, 9);
+            let cut = |is_one| Trouble::Cut { after_bytes, is_one, down_ms };
+            troubles.push(dice.pick(&[
+                (4 * relayed, cut(false)),
+                (2 * relayed, cut(true)),
+                (2, Trouble::Cancel { at_source: true, after_ms }),
+                (2, Trouble::Cancel { at_source: false, after_ms }),
+                (2 * relayed, Trouble::Kill { after_bytes }),
+                (resets, Trouble::Reset { after_ms }),
+                (files, Trouble::SameFile),
+            ]));
+        }
+        for trouble in &troubles {
+            kinds.push(trouble.name().to_owned());
+            if matches!(trouble, Trouble::Cut { down_ms: 1.., .. }) {
+                kinds.push("outage".to_owned());
+            }
+        }
+        troubles
+    }
+}
+
+impl Trouble {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Cut { is_one: false, .. } => "cut",
+            Self::Cut { is_one: true, .. } => "cut-one",
+            Self::Cancel { at_source: true, .. } => "cancel-source",
+            Self::Cancel { at_source: false, .. } => "cancel-destination",
+            Self::Kill { .. } => "kill-destination",
+            Self::Reset { .. } => "reset-during",
+            Self::SameFile => "same-file",
+        }
+    }
+}
