@@ -11,6 +11,7 @@ mod balloon;
 mod boot;
 mod clock;
 mod cuts;
+mod disks;
 mod events;
 mod fault_sources;
 mod fault_stress;
@@ -59,6 +60,7 @@ fn main() -> ExitCode {
     balloon::add(&mut suite);
     memory_size::add(&mut suite);
     locks::add(&mut suite);
+    disks::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);
     migration_rounds::add(&mut suite);

@@ -123,14 +123,27 @@ pub trait SourceVm: Sized + Send {
         Ok(None)
     }
 
-    /// How long the guest stands still whatever is left of its memory: pause, saving the state,
-    /// putting it in at a destination of the same kind, starting. An estimate, rather too long.
+    /// How long the guest stands still whatever is left of its memory: pause, disks written back,
+    /// saving the state, putting it in at a destination of the same kind, starting. An estimate,
+    /// rather too long; asked for before each decision about the stop.
     fn switch_over_time(&self) -> Duration {
         SWITCH_OVER_DEFAULT
     }
 
+    /// Does what would keep the guest standing still for long, as far as it can be done while it
+    /// runs: has its disks written back. Called right before the stop, again if the guest runs on
+    /// after it, and may take long; returns soon when `is_cancelled` says so.
+    ///
+    /// # Errors
+    /// Naming what would keep the guest from being moved.
+    fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+        let _ = is_cancelled;
+        Ok(())
+    }
+
     /// Stops the vCPUs and then everything else that writes guest memory, finished requests
-    /// included. After it nothing writes. A machine that was paused before stays so.
+    /// included. After it nothing writes. What was written to disks is put on stable storage before
+    /// [`PausedVm::state_json`] returns: the destination reads them. A machine that was paused before stays so.
     ///
     /// # Errors
     /// The running machine comes back with the reason.

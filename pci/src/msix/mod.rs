@@ -116,6 +116,8 @@ impl Entry {
 struct Table {
     enabled: bool,
     function_masked: bool,
+    /// The function may write to memory, and so may send messages.
+    bus_master: bool,
     entries: Vec<Entry>,
 }
 
@@ -141,7 +143,12 @@ impl Msix {
         let entries = vec![Entry::RESET; vectors.len()];
         Ok(Self {
             vectors,
-            table: Mutex::new(Table { enabled: false, function_masked: false, entries }),
+            table: Mutex::new(Table {
+                enabled: false,
+                function_masked: false,
+                bus_master: true,
+                entries,
+            }),
             log_budget: LogBudget::default(),
         })
     }
@@ -169,6 +176,19 @@ impl Msix {
         if (enabled, function_masked) != (table.enabled, table.function_masked) {
             table.enabled = enabled;
             table.function_masked = function_masked;
+            for vector in 0..self.vectors.len() {
+                self.apply_or_log(&mut table, vector);
+            }
+        }
+    }
+
+    /// Takes the Bus Master Enable bit of the command register. A message is a write to memory, so
+    /// without it all vectors are held back, as with the function mask (PCI 3.0, 6.2.2). Set in a
+    /// new table, for functions whose hardware obeys the bit by itself.
+    pub fn set_bus_master(&self, bus_master: bool) {
+        let mut table = lock(&self.table);
+        if bus_master != table.bus_master {
+            table.bus_master = bus_master;
             for vector in 0..self.vectors.len() {
                 self.apply_or_log(&mut table, vector);
             }
@@ -250,7 +270,7 @@ impl Msix {
 
     /// Brings a vector in line with the table.
     fn apply(&self, table: &mut Table, vector: usize) -> Result<(), IrqError> {
-        let delivers = table.enabled && !table.function_masked;
+        let delivers = table.enabled && !table.function_masked && table.bus_master;
         let (Some(entry), Some(msi)) = (table.entries.get_mut(vector), self.vectors.get(vector))
         else {
             return Ok(());

@@ -4,7 +4,8 @@
 //!
 //! Owns the configuration space and routes accesses to the BAR: registers to the transport, the
 //! table to MSI-X, notifications straight to eventfds. Holds no lock of its own while the
-//! transport works, as a reset may take a while.
+//! transport works, as a reset may take a while. Obeys Bus Master Enable: without it the device
+//! neither touches guest memory nor sends interrupts.
 
 use std::sync::{Arc, Mutex};
 
@@ -137,6 +138,7 @@ impl VirtioPciDevice {
             Ok(capabilities) => capabilities,
             Err(source) => return Err(VirtioPciError::Config { id, source }),
         };
+        msix.set_bus_master(config.bus_master());
         let interrupt = Arc::new(PciInterrupt::new(Arc::clone(&msix), usize::from(count)));
         let transport =
             Transport::new(id.clone(), device, memory, Arc::clone(&interrupt), Arc::clone(&notify));
@@ -210,18 +212,32 @@ impl VirtioPciDevice {
         let restored = config.restored(&state.config)?;
         self.msix.check(&state.msix)?;
         let control = self.capabilities.msix_control(&restored);
-        let taken =
-            transport.restore(state).and_then(|()| Ok(self.msix.restore(&state.msix, control)?));
-        match taken {
-            Ok(()) => *config = restored,
-            Err(VirtioStateError::InUse { id }) => return Err(VirtioStateError::InUse { id }),
-            Err(error) => {
+        if let Err(error) = transport.restore(state) {
+            if !matches!(error, VirtioStateError::InUse { .. }) {
                 transport.reset();
-                self.msix.reset();
-                return Err(error);
             }
+            return Err(error);
         }
+        self.msix.set_bus_master(restored.bus_master());
+        if let Err(error) = self.msix.restore(&state.msix, control) {
+            transport.reset();
+            self.msix.reset();
+            self.msix.set_bus_master(config.bus_master());
+            return Err(error.into());
+        }
+        transport.bus_master = restored.bus_master();
+        *config = restored;
         Ok(())
+    }
+
+    /// Makes transport and interrupts obey Bus Master Enable. Waits for what the device has in
+    /// flight, without the lock of the configuration space.
+    fn apply_bus_master(&self) {
+        let mut transport = lock(&self.transport);
+        // As it is now: of two vCPUs that write it at a time the last one counts.
+        let bus_master = lock(&self.config).bus_master();
+        self.msix.set_bus_master(bus_master);
+        transport.set_bus_master(bus_master);
     }
 
     fn read_window(&self, access: WindowAccess) -> [u8; 4] {
@@ -262,20 +278,27 @@ impl PciDevice for VirtioPciDevice {
     }
 
     fn write_config(&self, offset: u16, data: &[u8]) {
-        let window = {
+        let (window, is_bus_master_changed) = {
             let mut config = lock(&self.config);
+            let was_bus_master = config.bus_master();
             config.write(offset, data);
+            let is_changed = config.bus_master() != was_bus_master;
             // Under the lock, so that the last writer's value is the one that counts.
             if let Some(control) =
                 self.capabilities.written_msix_control(&config, offset, data.len())
             {
                 self.msix.set_control(control);
             }
-            self.capabilities.window_access(&config, offset, data.len()).map(|access| {
+            let window = self.capabilities.window_access(&config, offset, data.len());
+            let window = window.map(|access| {
                 let data = config.read_u32(self.capabilities.window_data_offset());
                 (access, data.to_le_bytes())
-            })
+            });
+            (window, is_changed)
         };
+        if is_bus_master_changed {
+            self.apply_bus_master();
+        }
         if let Some((access, data)) = window {
             self.write_bar(BAR_INDEX, access.bar_offset, &data[..access.len_bytes]);
         }

@@ -39,7 +39,8 @@ const UNSUPPORTED: u64 = 1 << feature::VIRTIO_F_RING_PACKED
 pub(super) enum Run {
     /// Not activated, or reset since.
     Stopped,
-    /// Restored: will be activated when the VM resumes, so that it touches no guest memory before.
+    /// Ready, and not activated yet, so that it touches no guest memory: until the VM resumes, of a
+    /// restored device, and until the driver sets Bus Master Enable.
     Prepared(Activation),
     /// Works on its queues.
     Running,
@@ -63,6 +64,8 @@ pub(super) struct Transport {
     pub(super) queue_select: u16,
     pub(super) queues: Vec<QueueRegisters>,
     pub(super) run: Run,
+    /// The function may reach guest memory (Bus Master Enable of the command register).
+    pub(super) bus_master: bool,
     log_budget: LogBudget,
 }
 
@@ -89,6 +92,7 @@ impl Transport {
             queue_select: 0,
             queues,
             run: Run::Stopped,
+            bus_master: false,
             log_budget: LogBudget::default(),
         }
     }
@@ -160,7 +164,11 @@ impl Transport {
             }
         };
         match activation {
-            Ok(activation) => self.start(activation),
+            Ok(activation) if self.bus_master => self.start(activation),
+            Ok(activation) => {
+                self.log(|| "starts when the driver sets Bus Master Enable".to_owned());
+                self.run = Run::Prepared(activation);
+            }
             Err(error) => {
                 self.log(|| format!("no eventfd for its queues: {error}"));
                 self.interrupt.needs_reset();
@@ -225,6 +233,27 @@ impl Transport {
         }
     }
 
+    /// Takes Bus Master Enable as the driver has set it; called on the thread of a running vCPU.
+    ///
+    /// Without it the device must not touch guest memory (PCI 3.0, 6.2.2): it ends its work, waits
+    /// for what is in flight, and needs a reset. It does not go on where it was when the bit is set
+    /// again: a guest that started anew in the same memory (kexec) sets the bit before it resets
+    /// the device, and its rings are memory of something else by then. A device that became ready
+    /// without the bit has not begun, and does so now.
+    pub(super) fn set_bus_master(&mut self, bus_master: bool) {
+        self.bus_master = bus_master;
+        match std::mem::replace(&mut self.run, Run::Stopped) {
+            Run::Prepared(activation) if bus_master => self.start(activation),
+            Run::Running | Run::Paused(_) if !bus_master => {
+                self.device.reset();
+                self.notify.disarm();
+                self.interrupt.needs_reset();
+                self.log(|| "stopped, as the driver cleared Bus Master Enable".to_owned());
+            }
+            run => self.run = run,
+        }
+    }
+
     /// Makes an active device hold still.
     pub(super) fn pause(&mut self) {
         if matches!(self.run, Run::Running) {
@@ -244,7 +273,11 @@ impl Transport {
                 self.run = Run::Running;
                 return;
             }
-            Run::Prepared(activation) => self.start(activation),
+            Run::Prepared(activation) if self.bus_master => self.start(activation),
+            Run::Prepared(activation) => {
+                self.run = Run::Prepared(activation);
+                return;
+            }
             Run::Paused(_) => {
                 self.device.resume();
                 self.run = Run::Running;

@@ -23,9 +23,10 @@ pub const TRAMPOLINE_PAGE: u32 = 8;
 pub const CONTROL_GPA: u64 = 0x40_0000;
 /// The parameter page, which the host may write.
 pub const PARAM_GPA: u64 = 0x40_1000;
-/// Rings of the balloon driver, a page for each queue; only while a balloon workload runs.
+/// Rings of the balloon or disk driver, a page for each queue; only while such a workload runs.
 pub const BALLOON_RINGS_GPA: u64 = 0x40_2000;
-/// What the balloon driver sends: page numbers, and behind them what the device says of them.
+/// What the balloon driver sends: page numbers, and behind them what the device says of them. The disk
+/// driver has its data here, and header and status in the next page.
 pub const BALLOON_REQUEST_GPA: u64 = 0x40_6000;
 /// A bit for each of the first test pages that the device said comes back zeroed.
 pub const BALLOON_TOLD_GPA: u64 = 0x40_8000;
@@ -216,8 +217,10 @@ pub mod workload {
     pub const BALLOON_REPORT: u64 = 7;
     /// The same by putting them into the balloon and taking them out.
     pub const BALLOON_INFLATE: u64 = 8;
+    /// Write numbered blocks to the first disk, over and over, and read each before it is overwritten.
+    pub const DISK_WRITE: u64 = 9;
     /// Names, by number.
-    pub const NAMES: [&str; 9] = [
+    pub const NAMES: [&str; 10] = [
         "idle",
         "fill",
         "verify",
@@ -227,6 +230,7 @@ pub mod workload {
         "hot-write",
         "balloon-report",
         "balloon-inflate",
+        "disk-write",
     ];
 }
 
@@ -321,6 +325,11 @@ pub mod vcpu {
     /// One of `balloon_failure`, 0 when there is none.
     pub const BALLOON_FAILURE: u64 = 0x110;
 
+    /// Blocks that the disk has acknowledged: the next one has this number, see `disk`.
+    pub const DISK_WRITES: u64 = 0x118;
+    /// One of `balloon_failure` or `disk_failure`, 0 when there is none.
+    pub const DISK_FAILURE: u64 = 0x120;
+
     /// Error records of `ERROR_BYTES`; see `error`.
     pub const ERROR_RECORDS: u64 = 0x400;
     /// Size of an error record.
@@ -345,6 +354,21 @@ pub mod vcpu {
     pub const LINEAR_BUCKETS: u64 = 4096;
     /// Bytes of the block that hold statistics.
     pub const STATISTICS_BYTES: u64 = LINEAR + LINEAR_BUCKETS * 4;
+}
+
+/// What the disk workload writes: block `n % BLOCKS` of the disk gets 512 times the word `n + 1`, one
+/// block after another.
+pub mod disk {
+    /// Blocks of `PAGE_BYTES` that are written, from the disk's first byte.
+    pub const BLOCKS: u64 = 256;
+}
+
+/// Why the disk workload ended early (`vcpu::DISK_FAILURE`).
+pub mod disk_failure {
+    /// A request failed.
+    pub const REQUEST: u64 = 16;
+    /// A block did not hold what was written to it last.
+    pub const CONTENT: u64 = 17;
 }
 
 /// Why a balloon workload ended early (`vcpu::BALLOON_FAILURE`).

@@ -14,6 +14,7 @@ mod boot;
 mod clock;
 #[expect(dead_code, reason = "some of it is for the reader on the host")]
 mod cmdline;
+mod disk;
 mod layout;
 mod master;
 mod mem;

@@ -9,6 +9,7 @@ use crate::abi::{
 };
 use crate::balloon::Balloon;
 use crate::clock::{self, Clock};
+use crate::disk::Disk;
 use crate::layout::{Layout, Own};
 use crate::mem::{self, Block};
 use crate::pattern::{Mismatch, Pattern, Random};
@@ -52,6 +53,8 @@ pub struct Worker {
     state: u64,
     /// From the first iteration of a balloon workload on.
     balloon: Option<Balloon>,
+    /// From the first iteration of the disk workload on.
+    disk: Option<Disk>,
 }
 
 impl Worker {
@@ -86,6 +89,7 @@ impl Worker {
             deadline: 0,
             state: state::OFF,
             balloon: None,
+            disk: None,
         };
         worker.clock.reset();
         worker.clock.tick();
@@ -284,6 +288,14 @@ impl Worker {
                     return;
                 }
             }
+            workload::DISK_WRITE => {
+                if let Err(why) = self.write_to_disk() {
+                    self.block.set(vcpu::DISK_FAILURE, why);
+                    self.block.add(vcpu::ERRORS, 1);
+                    self.enter(state::DONE, 0);
+                    return;
+                }
+            }
             _ => core::hint::spin_loop(),
         }
         if self.left > 0 {
@@ -293,6 +305,23 @@ impl Worker {
                 self.finish_phase(state::DONE);
             }
         }
+    }
+
+    /// Writes one block to the disk; vCPU 0 alone does so.
+    fn write_to_disk(&mut self) -> Result<(), u64> {
+        if self.vcpu != 0 {
+            return Ok(());
+        }
+        if self.disk.is_none() {
+            self.disk = Some(Disk::start(PARAM.get(param::ECAM_GPA))?);
+        }
+        let Some(disk) = &mut self.disk else { return Err(balloon_failure::DEVICE) };
+        let number = self.block.get(vcpu::DISK_WRITES);
+        let clock = &mut self.clock;
+        disk.write(number, || _ = clock.tick())?;
+        self.block.set(vcpu::DISK_WRITES, number + 1);
+        self.block.add(vcpu::ITERATIONS, 1);
+        Ok(())
     }
 
     /// Gives all pages up, takes them again, and fills them.

@@ -6,6 +6,7 @@
 
 pub mod api;
 pub mod huge_pages;
+pub mod loops;
 pub mod migrate;
 pub mod pool;
 pub mod process;

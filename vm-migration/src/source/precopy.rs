@@ -37,6 +37,10 @@ const HINTS_TIME_MAX: Duration = Duration::from_secs(20);
 /// How often it is looked whether somebody cancels, and whether there are new ones.
 const HINTS_LOOK: Duration = Duration::from_millis(50);
 
+/// How often the end of precopy is put off because the machine took long to settle, and memory was
+/// dirtied meanwhile. A guest whose disks are always that slow is moved all the same.
+const SETTLES_MAX: u32 = 3;
+
 /// Both sides agree, the destination has mapped the memory; the guest runs here.
 pub(crate) struct Negotiated<V: SourceVm> {
     pub vm: V,
@@ -89,6 +93,7 @@ impl<V: SourceVm> Negotiated<V> {
     fn cargo(&mut self, context: Context<'_>) -> Result<Cargo<V::Log>, Failure> {
         if self.links.terms.local() {
             self.await_machine(context.options.limits.prepare)?;
+            self.settle(context)?;
             return Ok(Cargo::Shared);
         }
         let log = self.start_log()?;
@@ -98,6 +103,7 @@ impl<V: SourceVm> Negotiated<V> {
                 Rounds::Switched(pages) => Ok(Cargo::Later(log, pages)),
             },
             MemoryMode::Postcopy => {
+                self.settle(context)?;
                 let pages = scan(&*self.memory, &log)?;
                 Ok(Cargo::Later(log, pages))
             }
@@ -114,6 +120,7 @@ impl<V: SourceVm> Negotiated<V> {
         let mut pilot = Pilot::new(&self.vm, &self.links, context)?;
         let mut remaining_bytes = self.memory.layout().pages() * PAGE_BYTES;
         let mut machine_is_built = !self.links.terms.early_memory();
+        let mut settles = 0;
         log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
         let mut hints = self.ask_for_hints(log, context)?;
         for number in 1u32.. {
@@ -144,6 +151,7 @@ impl<V: SourceVm> Negotiated<V> {
             if self.links.terms.zero_pages() {
                 pilot.round_trip(self.ping(options.limits.answer)?);
             }
+            pilot.forecast.switch_over = self.vm.switch_over_time();
             match pilot.decide(number, remaining_bytes) {
                 Decision::Round => {}
                 Decision::Stop => {
@@ -153,7 +161,10 @@ impl<V: SourceVm> Negotiated<V> {
                         self.await_machine(options.limits.prepare)?
                     };
                     machine_is_built = true;
-                    if pilot.may_stop_after(waited) {
+                    let settled = self.settle(context)?;
+                    let counts = settles < SETTLES_MAX;
+                    settles += 1;
+                    if pilot.may_stop_after(if counts { waited + settled } else { waited }) {
                         break;
                     }
                 }
@@ -209,11 +220,21 @@ impl<V: SourceVm> Negotiated<V> {
         if !machine_is_built {
             self.await_machine(context.options.limits.prepare)?;
         }
+        self.settle(context)?;
         let maps = empty_maps(self.memory.layout());
         for run in unsent {
             maps[run.region].set_run(run.first, run.count);
         }
         Ok(Rounds::Switched(maps))
+    }
+
+    /// Has the machine do what would keep the guest standing still; returns how long that took.
+    fn settle(&self, context: Context<'_>) -> Result<Duration, Failure> {
+        const STEP: &str = "writing back disks before the stop";
+        let began = Instant::now();
+        self.vm.settle(&|| context.cancel.is_cancelled()).map_err(Cause::Vm).step(STEP)?;
+        check_cancel(context.cancel, STEP)?;
+        Ok(began.elapsed())
     }
 
     /// Asks for nothing; returns how long that took.

@@ -31,6 +31,7 @@ pub enum Inject {
     Nothing,
     Config,
     StartLog,
+    Settle,
     Pause,
     State,
     Release,
@@ -39,6 +40,10 @@ pub enum Inject {
     Prepare,
     Apply,
     Run,
+    /// No failure: settling takes longer than the downtime.
+    SettlesSlowly,
+    /// No failure: settling takes until it is cancelled.
+    SettlesNever,
     /// No failure: the guest dirties all of its memory all the time.
     Busy,
 }
@@ -302,6 +307,20 @@ impl SourceVm for FakeVm {
 
     fn switch_over_time(&self) -> Duration {
         Duration::from_micros(200)
+    }
+
+    fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+        self.common.call(Inject::Settle, "settle")?;
+        if let Inject::SettlesSlowly = self.common.inject {
+            // Longer than any part of the downtime.
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        if let Inject::SettlesNever = self.common.inject {
+            while !is_cancelled() {
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
     }
 
     fn pause(self) -> Result<FakePaused, (Self, VmError)> {

@@ -68,9 +68,14 @@ fn modes() -> Vec<MemoryMode> {
 #[test]
 fn a_source_that_fails_at_any_step_keeps_its_guest() {
     for mode in modes() {
-        for inject in
-            [Inject::Config, Inject::StartLog, Inject::Pause, Inject::State, Inject::Release]
-        {
+        for inject in [
+            Inject::Config,
+            Inject::StartLog,
+            Inject::Settle,
+            Inject::Pause,
+            Inject::State,
+            Inject::Release,
+        ] {
             let rig = Rig::new(mode);
             let target = rig.target(Inject::Nothing);
             let options = rig.options(&target);
@@ -89,6 +94,46 @@ fn a_source_that_fails_at_any_step_keeps_its_guest() {
             let told = error_text::chain(&error);
             assert!(told.contains("injected failure"), "{mode:?} {inject:?}: {told}");
         }
+    }
+}
+
+#[test]
+fn a_machine_settles_while_its_guest_runs_and_is_not_waited_for_for_ever() {
+    let rig = Rig::new(MemoryMode::Precopy);
+    let target = rig.target(Inject::Nothing);
+    let options = rig.options(&target);
+    let vm = rig.vm(Inject::SettlesSlowly);
+    let calls = vm.calls();
+    send(vm, &options).unwrap();
+    target.join().unwrap();
+    let calls = calls.lock().unwrap().clone();
+    let settles = calls.iter().filter(|call| **call == "settle").count();
+    let pause = calls.iter().position(|call| *call == "pause").unwrap();
+    assert!((1..=4).contains(&settles), "{calls:?}");
+    assert_eq!(calls.get(pause - 1), Some(&"settle"), "{calls:?}");
+}
+
+#[test]
+fn a_machine_that_does_not_settle_can_be_cancelled() {
+    for mode in modes() {
+        let rig = Rig::new(mode);
+        let target = rig.target(Inject::Nothing);
+        let options = rig.options(&target);
+        let vm = rig.vm(Inject::SettlesNever);
+        let (calls, cancel) = (vm.calls(), Cancel::new().unwrap());
+        let failure = std::thread::scope(|scope| {
+            let sending = scope
+                .spawn(|| migrate(vm, &options, &Arc::new(Progress::new(Side::Source)), &cancel));
+            while !calls.lock().unwrap().contains(&"settle") {
+                std::thread::yield_now();
+            }
+            cancel.cancel();
+            *sending.join().unwrap().unwrap_err()
+        });
+        let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+        assert!(matches!(error.cause, Cause::Cancelled), "{error:?}");
+        rig.assert_goes_on(&mut vm);
+        target.join().unwrap_err();
     }
 }
 

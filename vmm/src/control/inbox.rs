@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::pausing::PauseEnd;
 use super::receiving::Arrival;
 use super::sending::Departure;
 use super::snapshot::{RestoreEnd, SaveEnd};
@@ -31,6 +32,8 @@ pub enum Message {
     PagesComplete(Result<(), Box<PostcopyPaused<MigratingRam>>>),
     /// The VM was saved, or not.
     Saved(Box<SaveEnd>),
+    /// The disks of a VM that was paused are written back, or not.
+    PauseEnd(Box<PauseEnd>),
     /// A VM was restored, or not.
     Restored(Box<RestoreEnd>),
     /// All memory of the machine with this number, which was restored on demand, is here.

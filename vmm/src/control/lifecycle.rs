@@ -12,7 +12,7 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::config::VmConfig;
 use crate::events;
-use crate::machine::{Consoles, GuestEvent, Machine, MachineError};
+use crate::machine::{Consoles, GuestEvent, KeptDisks, Machine, MachineError, WriteBack};
 use crate::options::ExitReason;
 
 fn failed(error: &dyn std::error::Error) -> ApiError {
@@ -47,7 +47,8 @@ impl Vmm {
         emit("booting");
         let mut config = config;
         let consoles = Consoles::open(&mut config).map_err(|error| failed(&error))?;
-        let machine = self.start_machine(config, consoles).map_err(|error| failed(&error))?;
+        let kept = KeptDisks::default();
+        let machine = self.start_machine(config, consoles, kept).map_err(|error| failed(&error))?;
         self.vm = Vm::Live(Box::new(machine));
         emit("booted");
         Ok(())
@@ -57,16 +58,19 @@ impl Vmm {
         &mut self,
         config: VmConfig,
         consoles: Consoles,
+        mut kept: KeptDisks,
     ) -> Result<Machine, MachineError> {
         let sink = self.new_sink();
-        let mut machine = Machine::boot(config, consoles, &self.host, sink)?;
-        machine.take_exclusive()?;
+        let mut machine = Machine::boot(config, consoles, &self.host, sink, &mut kept)?;
         machine.resume()?;
         machine.settle()?;
+        kept.passed_on();
         Ok(machine)
     }
 
-    pub(super) fn pause(&mut self) -> Result<(), ApiError> {
+    /// Pauses the VM. What its guest has written to its disks is being written back then:
+    /// [`Self::pause_for`] tells when that is done.
+    pub(super) fn pause(&mut self) -> Result<WriteBack, ApiError> {
         let machine = self.machine_mut()?;
         if machine.is_paused() {
             return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is paused already"));
@@ -77,8 +81,7 @@ impl Vmm {
         let machine = self.machine_mut()?;
         emit("pausing");
         machine.pause().map_err(|error| failed(&error))?;
-        emit("paused");
-        Ok(())
+        Ok(machine.write_back())
     }
 
     pub(super) fn resume(&mut self) -> Result<(), ApiError> {
@@ -133,14 +136,15 @@ impl Vmm {
         self.machine_mut()?;
         self.refuse_without_all_pages()?;
         emit("rebooting");
-        let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
+        let Vm::Live(mut machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
         let (config, consoles) = (machine.lasting_config(), machine.consoles().clone());
-        // Locks, taps and memory of the old machine go before the new one wants them.
+        let kept = machine.keep_disks();
+        // Taps and memory of the old machine go before the new one wants them.
         drop(machine);
         self.stop_filling();
-        match self.start_machine(config.clone(), consoles) {
+        match self.start_machine(config.clone(), consoles, kept) {
             Ok(machine) => {
                 self.vm = Vm::Live(Box::new(machine));
                 emit("rebooted");

@@ -27,6 +27,7 @@ mod inbox;
 mod lifecycle;
 mod migrating;
 mod observer;
+mod pausing;
 mod postcopy;
 mod receiving;
 mod resize;
@@ -184,6 +185,7 @@ impl Vmm {
             VmmRequest::MigrationCancel => self.cancel_migration(responder),
             VmmRequest::MigrationProgress => self.progress_for(responder),
             VmmRequest::Delete { force } => self.delete_for(force, responder),
+            VmmRequest::Pause => self.pause_for(responder),
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
             VmmRequest::Restore(config) => self.restore(*config, responder),
             request => responder.answer(self.carry_out(request)),
@@ -202,7 +204,6 @@ impl Vmm {
             VmmRequest::Boot => empty(self.boot()),
             VmmRequest::Info => self.info(),
             VmmRequest::Counters => Ok(ApiReply::Counters(describe::counters(self.machine_mut()?))),
-            VmmRequest::Pause => empty(self.pause()),
             VmmRequest::Resume => empty(self.resume()),
             VmmRequest::Shutdown => empty(self.shutdown()),
             VmmRequest::Reboot => empty(self.reboot()),
@@ -223,6 +224,7 @@ impl Vmm {
             | VmmRequest::Delete { .. }
             | VmmRequest::MigrationCancel
             | VmmRequest::MigrationProgress
+            | VmmRequest::Pause
             | VmmRequest::Snapshot(_)
             | VmmRequest::Restore(_)
             | VmmRequest::VmmShutdown { .. } => Ok(ApiReply::Empty),
@@ -267,6 +269,10 @@ impl Vmm {
             Message::Saved(end) => {
                 let pending = self.saved(*end);
                 self.act_on(pending)
+            }
+            Message::PauseEnd(end) => {
+                self.pause_is_over(*end);
+                Next::Continue
             }
             Message::Restored(end) => {
                 self.restored(*end);

@@ -87,7 +87,7 @@ fn emit(event: &'static str) {
 }
 
 /// Starts a thread that owns `load`, or gives it back.
-fn spawn_with<T: Send + 'static>(
+pub(super) fn spawn_with<T: Send + 'static>(
     name: &str,
     load: T,
     work: impl FnOnce(T) + Send + 'static,

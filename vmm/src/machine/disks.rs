@@ -7,6 +7,7 @@
 use devices::virtio::block::{Block, BlockConfig, DiskError, DiskLock, LockGranularity};
 use thiserror::Error;
 
+use super::exclusive::KeptDisks;
 use crate::config::{self, DiskConfig};
 
 /// Why a disk is not there.
@@ -36,14 +37,18 @@ fn affinity(config: &DiskConfig) -> Vec<Vec<usize>> {
     queues
 }
 
-/// Opens the image of a disk. The lock is not taken yet.
+/// Opens the image of a disk, or takes it from `kept` with its lock; otherwise the lock is not taken
+/// yet.
 ///
 /// # Errors
 /// Naming the disk and its image.
-pub fn make(config: &DiskConfig) -> Result<(Block, DiskLock), DiskWiringError> {
+pub fn make(
+    config: &DiskConfig,
+    kept: &mut KeptDisks,
+) -> Result<(Block, DiskLock), DiskWiringError> {
     let id = config.id.clone().unwrap_or_default();
     let path = config.path.clone().ok_or_else(|| DiskWiringError::NoPath(id.clone()))?;
-    let block = Block::new(BlockConfig {
+    let config = BlockConfig {
         id: id.clone(),
         path,
         readonly: config.readonly,
@@ -58,7 +63,11 @@ pub fn make(config: &DiskConfig) -> Result<(Block, DiskLock), DiskWiringError> {
             config::LockGranularity::Full => LockGranularity::Full,
         },
         queue_affinity: affinity(config),
-    })
+    };
+    let block = match kept.take(&config) {
+        Some(lock) => Block::over(config, &lock),
+        None => Block::new(config),
+    }
     .map_err(|source| DiskWiringError::Make { id, source })?;
     let lock = block.lock();
     Ok((block, lock))

@@ -134,6 +134,8 @@ impl Machine {
             return Err(RemoveError::Fixed(id.to_owned()));
         }
         self.hotplug.registers.ask_to_go(function.bdf.device());
+        // Nobody waits for this: there is less to wait for when the guest has let go of it.
+        drop(self.write_back_early(id));
         self.legacy.tell_pci_changed();
         events::emit("vm", "device-removing", &[("id", id)]);
         Ok(())

@@ -9,7 +9,7 @@
 //!            boot()                     arriving(), restore()
 //!               \                         /
 //!                v                       v
-//!   take_exclusive -> resume <-> pause -> save, release_exclusive
+//!               resume <-> pause -> save, write_back, release_exclusive
 //! ```
 
 mod affinity;
@@ -18,6 +18,7 @@ mod boot;
 mod consoles;
 mod disks;
 mod events;
+mod exclusive;
 mod faults;
 mod features;
 mod host;
@@ -35,6 +36,7 @@ mod space;
 mod stage2;
 mod state;
 mod virtio;
+mod write_back;
 
 use std::fs::File;
 use std::sync::Arc;
@@ -60,6 +62,7 @@ pub use balloons::ResizeBalloonError;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
+pub use exclusive::{ExclusiveError, KeptDisks, WriteBackFailed};
 pub use faults::MissingPages;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
@@ -69,7 +72,8 @@ pub use passthrough::PassthroughError;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
-pub use virtio::{ExclusiveError, HotAddError, VirtioError};
+pub use virtio::{HotAddError, VirtioError};
+pub use write_back::{WriteBack, WriteBackError, complain as complain_of_write_back};
 
 use affinity::affinity_setter;
 use hotplug::Hotplug;
@@ -129,6 +133,12 @@ pub enum MachineError {
     /// Locks and taps.
     #[error("a resource that only one VM may use is not free")]
     Exclusive(#[from] ExclusiveError),
+    /// A flush has failed.
+    #[error(transparent)]
+    WriteBackFailed(#[from] WriteBackFailed),
+    /// A disk.
+    #[error(transparent)]
+    WriteBack(#[from] WriteBackError),
     /// State of a version that is not known.
     #[error(
         "the machine state has version {0}, and the newest known here is {MACHINE_STATE_VERSION}"
@@ -161,6 +171,8 @@ pub struct Machine {
     stage2: Option<Stage2Fill>,
     vcpus: VcpuThreads,
     paused: bool,
+    /// Another host may have written to the disks since they were opened or given back.
+    disks_are_stale: bool,
     /// Guest memory that is populated while the guest runs, or was.
     prefault: Option<prefault::Background>,
     /// Memory from elsewhere that gets huge pages while the guest runs.
@@ -210,6 +222,7 @@ impl Chassis {
         sink: EventSink,
         ram: Arc<GuestRam>,
         (opening, slot): (Opening, Option<PrepinnedSlot>),
+        kept: &mut KeptDisks,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let vm = Vm::create_with_memory(
@@ -243,7 +256,7 @@ impl Chassis {
         let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
         let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
-        let devices = VirtioDevices::wire(config, consoles, &sockets)?;
+        let devices = VirtioDevices::wire(config, consoles, &sockets, kept)?;
         let passthrough = Passthrough::wire(config, &sockets, ban, sink, opening, slot)?;
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
@@ -289,6 +302,7 @@ impl Chassis {
             stage2: None,
             vcpus: VcpuThreads::start(vcpus, &threads)?,
             paused: true,
+            disks_are_stale: false,
             prefault: None,
             collapse: None,
             devices: self.devices,
@@ -313,6 +327,7 @@ impl Chassis {
 
 impl Machine {
     /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow.
+    /// Disks that are in `kept` are not opened again.
     ///
     /// # Errors
     /// Naming what is missing.
@@ -321,13 +336,14 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
+        kept: &mut KeptDisks,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
         let given = slot.iter().map(PrepinnedSlot::memory).collect();
         let ram = ram::make(&config.memory, bits, true, given)?;
         let opening = (Opening::Meanwhile, slot);
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening)?;
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening, kept)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let entry = boot::load(
             &chassis.ram,
@@ -391,14 +407,16 @@ impl Machine {
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         let opening = (Opening::Before, None);
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening)?;
+        let kept = &mut KeptDisks::default();
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening, kept)?;
         chassis.passthrough.check_movable(&config)?;
         chassis.passthrough.stop()?;
         // On threads of their own; what arrives in a page stays in it.
         chassis.passthrough.map_memory(&chassis.ram, chassis.devices.borrowers())?;
         let vcpus = chassis.create_vcpus(&config)?;
         let cpuid = chassis.cpuid(&vcpus, host, &config);
-        let machine = chassis.start(vcpus, cpuid, config, consoles)?;
+        let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
+        machine.disks_are_stale = true;
         machine.devices.pause();
         machine.legacy.pause();
         Ok(machine)
@@ -412,14 +430,6 @@ impl Machine {
     /// What all its vCPUs were made to show when the guest booted, here or elsewhere.
     pub fn shown(&self) -> &[CpuidEntry] {
         &self.shown
-    }
-
-    /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
-    ///
-    /// # Errors
-    /// Naming the device.
-    pub fn check_exclusive(&self) -> Result<(), MachineError> {
-        Ok(self.devices.check_exclusive()?)
     }
 
     /// The endpoints of its consoles.
@@ -445,37 +455,20 @@ impl Machine {
     /// Whether it could run elsewhere, or later.
     ///
     /// # Errors
-    /// Naming the devices that cannot be moved.
+    /// Naming the devices that cannot be moved, or the disk of which a flush has failed.
     pub fn check_movable(&self) -> Result<(), MachineError> {
+        self.devices.check_disks()?;
         Ok(self.passthrough.check_movable(&self.config)?)
     }
 
-    /// Takes image locks and taps.
+    /// Lets the guest run, with all image locks and taps: those that are not held are taken first,
+    /// whichever way the machine has come here.
     ///
     /// # Errors
-    /// Naming the device that another VM holds.
-    pub fn take_exclusive(&mut self) -> Result<(), MachineError> {
-        Ok(self.devices.take_exclusive()?)
-    }
-
-    /// Gives image locks and taps back. The machine must be paused.
-    ///
-    /// # Errors
-    /// When it runs.
-    pub fn release_exclusive(&mut self) -> Result<(), MachineError> {
-        if !self.paused {
-            return Err(MachineError::StateMismatch("it still runs".to_owned()));
-        }
-        self.devices.release_exclusive();
-        Ok(())
-    }
-
-    /// Lets the guest run.
-    ///
-    /// # Errors
-    /// None today; the signature leaves room for back ends that can refuse.
+    /// Naming the device that another VM holds; the machine stays paused.
     pub fn resume(&mut self) -> Result<(), MachineError> {
         if self.paused {
+            self.take_exclusive()?;
             self.passthrough.run();
             self.devices.resume();
             self.legacy.resume();
@@ -512,6 +505,6 @@ impl Drop for Machine {
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end well: {error}");
         }
-        self.devices.release_exclusive();
+        self.end_devices();
     }
 }

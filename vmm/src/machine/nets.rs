@@ -66,6 +66,11 @@ impl NetHandle {
         self.tap.check()
     }
 
+    /// Whether the tap is open.
+    pub fn is_attached(&self) -> bool {
+        self.tap.is_open()
+    }
+
     /// Closes the tap.
     pub fn detach(&self) {
         self.tap.release();

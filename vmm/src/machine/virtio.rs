@@ -9,10 +9,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use devices::virtio::balloon::{BalloonError, BalloonHandle};
-use devices::virtio::block::{DiskError, DiskLock};
+use devices::virtio::block::{Block, DiskLock};
 use devices::virtio::console::{Console, ConsoleConfig};
 use devices::virtio::mem::{MemError, MemHandle};
-use devices::virtio::net::TapError;
+use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
 use devices::virtio::{Counters, VirtioDevice};
 use hypervisor::Vm;
@@ -27,6 +27,7 @@ use thiserror::Error;
 use super::balloons;
 use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
+use super::exclusive::{self, ExclusiveError, KeptDisks};
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
 use super::passthrough::Borrowers;
@@ -79,29 +80,6 @@ pub enum VirtioError {
     },
 }
 
-/// Why a resource that only one VM may hold is not ours.
-#[derive(Debug, Error)]
-pub enum ExclusiveError {
-    /// An image.
-    #[error("disk '{id}' is not ours")]
-    Disk {
-        /// The device.
-        id: String,
-        /// Why.
-        #[source]
-        source: DiskError,
-    },
-    /// A tap.
-    #[error("the tap of '{id}' is not ours")]
-    Tap {
-        /// The device.
-        id: String,
-        /// Why.
-        #[source]
-        source: TapError,
-    },
-}
-
 /// Why a device could not be added to a machine that is there.
 #[derive(Debug, Error)]
 pub enum HotAddError {
@@ -117,8 +95,8 @@ pub enum HotAddError {
 #[derive(Default)]
 pub struct VirtioDevices {
     functions: Vec<(Bdf, Arc<VirtioPciDevice>)>,
-    locks: Vec<(String, DiskLock)>,
-    nets: Vec<(String, NetHandle)>,
+    pub(super) locks: Vec<(String, DiskLock)>,
+    pub(super) nets: Vec<(String, NetHandle)>,
     balloon: Option<BalloonHandle>,
     mems: Vec<(String, MemHandle)>,
     counters: Vec<(String, Arc<dyn Counters>)>,
@@ -135,7 +113,8 @@ pub struct Sockets<'a> {
 }
 
 impl VirtioDevices {
-    /// Makes all devices of the configuration. Locks and taps are not taken yet.
+    /// Makes all devices of the configuration. Locks and taps are not taken yet, but those of `kept`
+    /// that fit a disk.
     ///
     /// # Errors
     /// Naming the device.
@@ -143,6 +122,7 @@ impl VirtioDevices {
         config: &VmConfig,
         consoles: &Consoles,
         sockets: &Sockets<'_>,
+        kept: &mut KeptDisks,
     ) -> Result<Self, VirtioError> {
         let mut devices = Self::default();
         let mut taken = BTreeSet::new();
@@ -160,10 +140,10 @@ impl VirtioDevices {
             devices.plug(sockets, &id, Box::new(console), config.console.pci_device_id)?;
         }
         for disk in config.disks.iter().flatten() {
-            devices.plug_disk(disk, sockets)?;
+            devices.plug_disk(disk, disks::make(disk, kept)?, sockets)?;
         }
         for net in config.net.iter().flatten() {
-            devices.plug_net(net, sockets)?;
+            devices.plug_net(net, nets::make(net)?, sockets)?;
         }
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
@@ -185,13 +165,13 @@ impl VirtioDevices {
         Ok(devices)
     }
 
-    pub(super) fn plug_disk(
+    fn plug_disk(
         &mut self,
         disk: &DiskConfig,
+        (block, lock): (Block, DiskLock),
         sockets: &Sockets<'_>,
     ) -> Result<Bdf, VirtioError> {
         let id = disk.id.clone().unwrap_or_default();
-        let (block, lock) = disks::make(disk)?;
         let counters = block.counters();
         let bdf = self.plug(sockets, &id, Box::new(block), disk.pci_device_id)?;
         self.locks.push((id.clone(), lock));
@@ -199,13 +179,13 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    pub(super) fn plug_net(
+    fn plug_net(
         &mut self,
         net: &NetConfig,
+        (device, handle): (Net, NetHandle),
         sockets: &Sockets<'_>,
     ) -> Result<Bdf, VirtioError> {
         let id = net.id.clone().unwrap_or_default();
-        let (device, handle) = nets::make(net)?;
         let bdf = self.plug(sockets, &id, Box::new(device), net.pci_device_id)?;
         self.counters.push((id.clone(), handle.counters()));
         self.nets.push((id, handle));
@@ -239,8 +219,8 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    /// Takes the device at `bdf` off the bus and apart, and gives its lock or tap back. Returns its
-    /// id; nothing if it belongs to the machine.
+    /// Takes the device at `bdf` off the bus and apart, writes its image back, and gives its lock or
+    /// tap back. Returns its id; nothing if it belongs to the machine.
     pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
         let at = self.functions.iter().position(|(at, _)| *at == bdf)?;
         let id = self.functions.get(at)?.1.id().to_owned();
@@ -256,61 +236,13 @@ impl VirtioDevices {
         // Its threads end here; then nobody writes to the image, or takes frames.
         function.reset();
         self.counters.retain(|(other, _)| *other != id);
-        if let Some((id, lock)) = lock.map(|at| self.locks.remove(at))
-            && let Err(error) = lock.unlock()
-        {
-            log::warn!("disk '{id}' stays locked: {error}");
+        if let Some((id, lock)) = lock.map(|at| self.locks.remove(at)) {
+            exclusive::give_back(id, &lock);
         }
         if let Some((_, net)) = net.map(|at| self.nets.remove(at)) {
             net.detach();
         }
         Some(id)
-    }
-
-    /// Takes image locks and taps. What was taken is given back if one fails.
-    ///
-    /// # Errors
-    /// Naming the device that another VM holds.
-    pub fn take_exclusive(&self) -> Result<(), ExclusiveError> {
-        let taken = self.take_all();
-        if taken.is_err() {
-            self.release_exclusive();
-        }
-        taken
-    }
-
-    /// Whether the taps could be taken, if nobody else had them.
-    ///
-    /// # Errors
-    /// Naming the device.
-    pub fn check_exclusive(&self) -> Result<(), ExclusiveError> {
-        for (id, net) in &self.nets {
-            net.check().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
-        }
-        Ok(())
-    }
-
-    fn take_all(&self) -> Result<(), ExclusiveError> {
-        for (id, lock) in &self.locks {
-            lock.lock().map_err(|source| ExclusiveError::Disk { id: id.clone(), source })?;
-        }
-        for (id, net) in &self.nets {
-            net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
-        }
-        Ok(())
-    }
-
-    /// Gives image locks and taps back; the devices must be paused.
-    pub fn release_exclusive(&self) {
-        for (id, net) in &self.nets {
-            log::debug!("{id}: giving back its tap");
-            net.detach();
-        }
-        for (id, lock) in &self.locks {
-            if let Err(error) = lock.unlock() {
-                log::warn!("disk '{id}' stays locked: {error}");
-            }
-        }
     }
 
     /// Asks guests to tell the network where they are now.
@@ -340,14 +272,13 @@ impl VirtioDevices {
         sockets: &Sockets<'_>,
         is_paused: bool,
     ) -> Result<Bdf, HotAddError> {
-        let bdf = self.plug_disk(disk, sockets)?;
-        let locked = match self.locks.last() {
-            Some((id, lock)) => {
-                lock.lock().map_err(|source| ExclusiveError::Disk { id: id.clone(), source })
-            }
-            None => Ok(()),
-        };
-        self.complete(bdf, locked, sockets.segment, is_paused)
+        let made = disks::make(disk, &mut KeptDisks::default()).map_err(VirtioError::from)?;
+        // Before the guest can find it. Without a device it ends with the open file.
+        let id = || disk.id.clone().unwrap_or_default();
+        made.1.lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
+        let bdf = self.plug_disk(disk, made, sockets)?;
+        self.hold_still(is_paused);
+        Ok(bdf)
     }
 
     /// Adds a network device to a machine that is there, with its tap.
@@ -360,31 +291,19 @@ impl VirtioDevices {
         sockets: &Sockets<'_>,
         is_paused: bool,
     ) -> Result<Bdf, HotAddError> {
-        let bdf = self.plug_net(net, sockets)?;
-        let attached = match self.nets.last() {
-            Some((id, net)) => {
-                net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })
-            }
-            None => Ok(()),
-        };
-        self.complete(bdf, attached, sockets.segment, is_paused)
+        let made = nets::make(net).map_err(VirtioError::from)?;
+        let id = || net.id.clone().unwrap_or_default();
+        made.1.attach().map_err(|source| ExclusiveError::Tap { id: id(), source })?;
+        let bdf = self.plug_net(net, made, sockets)?;
+        self.hold_still(is_paused);
+        Ok(bdf)
     }
 
-    fn complete(
-        &mut self,
-        bdf: Bdf,
-        taken: Result<(), ExclusiveError>,
-        segment: &PciSegment,
-        is_paused: bool,
-    ) -> Result<Bdf, HotAddError> {
-        if let Err(error) = taken {
-            self.remove(bdf, segment);
-            return Err(error.into());
-        }
+    /// The newest device in a machine that is paused.
+    fn hold_still(&self, is_paused: bool) {
         if is_paused && let Some((_, function)) = self.functions.last() {
             function.pause();
         }
-        Ok(bdf)
     }
 
     /// The functions and where they sit.

@@ -100,6 +100,8 @@ impl MappedMachine for MappedArrival {
         let ram = Arc::clone(memory.ram());
         let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
         machine.check_exclusive()?;
+        // Once more when they are locked; then there is next to nothing left of it.
+        machine.drop_disk_caches()?;
         Ok(ArrivingMachine { machine, memory, faults: Some(faults), weakness: None })
     }
 }
@@ -131,8 +133,7 @@ impl DestinationVm for ArrivingMachine {
 
     fn run(self, resume: bool) -> Result<Machine, (Self, VmError)> {
         let Self { mut machine, memory, faults, weakness } = self;
-        let running =
-            machine.take_exclusive().and_then(|()| if resume { machine.resume() } else { Ok(()) });
+        let running = if resume { machine.resume() } else { machine.take_exclusive() };
         match running {
             Ok(()) => {
                 machine.announce();

@@ -7,6 +7,7 @@
 
 pub mod destination;
 pub mod dirty;
+mod disk_writer;
 pub mod document;
 mod fault_choice;
 pub mod faults;

@@ -8,6 +8,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use memory::{Prefault, PrefaultError, PrefaultOptions};
 use thiserror::Error;
@@ -21,8 +22,12 @@ use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
-    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState, MachineStateError,
+    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState,
+    MachineStateError, WriteBackError,
 };
+
+/// How often it is looked whether a snapshot that waits for disks is cancelled.
+const CANCEL_LOOK: Duration = Duration::from_millis(50);
 
 /// Why there is no snapshot.
 #[derive(Debug, Error)]
@@ -39,6 +44,8 @@ enum TakeCause {
     Ending(#[from] GuestIsEnding),
     #[error("its state cannot be read")]
     Machine(#[from] MachineError),
+    #[error(transparent)]
+    WriteBack(#[from] WriteBackError),
     #[error(transparent)]
     Memory(#[from] MigratingRamError),
     #[error("its state cannot be written as JSON")]
@@ -108,11 +115,25 @@ fn take_into(
     if machine.is_ending() {
         return Err(GuestIsEnding.into());
     }
+    write_back(machine, cancel)?;
     let config_json = serde_json::to_vec_pretty(machine.config())?;
     let state_json = serde_json::to_vec(&machine.save()?)?;
     let memory = MigratingRam::new(Arc::clone(machine.ram()))?;
     let saved = Saved { config_json: &config_json, state_json: &state_json };
     Ok(save(directory, saved, &memory, default_threads(), cancel)?)
+}
+
+/// Has what the guest wrote on its disks, which are copied beside the snapshot; however long that
+/// takes, unless it is cancelled.
+fn write_back(machine: &Machine, cancel: &Cancel) -> Result<(), TakeCause> {
+    let disks = machine.write_back();
+    while !cancel.is_cancelled() {
+        match disks.wait_within(CANCEL_LOOK) {
+            Err(WriteBackError::Slow { .. }) => {}
+            other => return Ok(other?),
+        }
+    }
+    Err(SnapshotError::Cancelled.into())
 }
 
 /// Makes a machine of what is in a directory. Its disks are locked and its taps taken.

@@ -14,11 +14,12 @@ use vm_migration::page_server::Successor;
 use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
 
 use super::dirty::MachineDirtyLog;
+use super::disk_writer::DiskWriter;
 use super::document::MachineDocument;
 use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::BalloonConfig;
-use crate::machine::Machine;
+use crate::machine::{Machine, WriteBack, WriteBackError};
 use crate::page_server::{PageServerPlan, PageServerProcess};
 
 /// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
@@ -32,11 +33,17 @@ const SWITCH_OVER_VCPU: Duration = Duration::from_millis(1);
 /// measured it: it is what 100 MiB/s would take.
 const SWITCH_OVER_HARDWARE_MIB: Duration = Duration::from_millis(10);
 
+/// How long the guest stands still for its disks to be written back. Less than a destination waits for
+/// the next message, and than guests and their peers bear; a migration that needs more fails, and the
+/// guest goes on.
+const WRITE_BACK_TIME_MAX: Duration = Duration::from_secs(10);
+
 /// A machine whose guest may run.
 pub struct LeavingMachine {
     machine: Box<Machine>,
     memory: Arc<MigratingRam>,
     page_server: Option<PageServerPlan>,
+    disk_writer: Option<DiskWriter>,
 }
 
 /// A machine whose guest does not run.
@@ -44,6 +51,8 @@ pub struct PausedMachine {
     machine: Box<Machine>,
     memory: Arc<MigratingRam>,
     ran_before: bool,
+    /// Its disks being written back, until that has been waited for.
+    write_back: Option<WriteBack>,
 }
 
 /// Memory and threads of a machine whose guest has gone. They end when this is dropped.
@@ -66,7 +75,10 @@ impl LeavingMachine {
         page_server: Option<PageServerPlan>,
     ) -> Result<Self, (Box<Machine>, MigratingRamError)> {
         match MigratingRam::new(Arc::clone(machine.ram())) {
-            Ok(memory) => Ok(Self { machine, memory: Arc::new(memory), page_server }),
+            Ok(memory) => {
+                let disk_writer = DiskWriter::start(machine.writable_disks());
+                Ok(Self { machine, memory: Arc::new(memory), page_server, disk_writer })
+            }
             Err(error) => Err((machine, error)),
         }
     }
@@ -81,6 +93,16 @@ impl PausedMachine {
     /// Gives the machine back, paused as it is.
     pub fn into_machine(self) -> Box<Machine> {
         self.machine
+    }
+
+    /// Waits until the disks hold what the guest has written: the destination reads them.
+    fn await_write_back(&mut self) -> Result<(), WriteBackError> {
+        if let Some(write_back) = &self.write_back {
+            write_back.wait_within(WRITE_BACK_TIME_MAX)?;
+            log::debug!("disks were written back in {} ms", write_back.elapsed().as_millis());
+            self.write_back = None;
+        }
+        Ok(())
     }
 }
 
@@ -138,19 +160,33 @@ impl SourceVm for LeavingMachine {
     fn switch_over_time(&self) -> Duration {
         let hardware_mib = self.machine.hardware_state_len_bytes().div_ceil(1 << 20);
         let hardware = SWITCH_OVER_HARDWARE_MIB * u32::try_from(hardware_mib).unwrap_or(u32::MAX);
-        SWITCH_OVER_BASE + SWITCH_OVER_VCPU * self.machine.config().cpus.boot_vcpus + hardware
+        let disks = self.disk_writer.as_ref().map_or(Duration::ZERO, DiskWriter::expected);
+        SWITCH_OVER_BASE
+            + SWITCH_OVER_VCPU * self.machine.config().cpus.boot_vcpus
+            + hardware
+            + disks
+    }
+
+    fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+        match &self.disk_writer {
+            Some(writer) => Ok(writer.settle(is_cancelled)?),
+            None => Ok(()),
+        }
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
-        let Self { mut machine, memory, page_server } = self;
+        let Self { mut machine, memory, page_server, disk_writer } = self;
         let ran_before = !machine.is_paused();
         if let Err(error) = machine.pause() {
-            return Err((Self { machine, memory, page_server }, error.into()));
+            return Err((Self { machine, memory, page_server, disk_writer }, error.into()));
         }
         if machine.is_ending() {
-            return Err((Self { machine, memory, page_server }, GuestIsEnding.into()));
+            let still = Self { machine, memory, page_server, disk_writer };
+            return Err((still, GuestIsEnding.into()));
         }
-        Ok(PausedMachine { machine, memory, ran_before })
+        // Beside the last pages and the state.
+        let write_back = Some(machine.write_back());
+        Ok(PausedMachine { machine, memory, ran_before, write_back })
     }
 }
 
@@ -163,21 +199,25 @@ impl PausedVm for PausedMachine {
     }
 
     fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(serde_json::to_vec(&self.machine.save()?)?)
+        let state = serde_json::to_vec(&self.machine.save()?)?;
+        // Before the destination acknowledges anything: what it acknowledged does not keep for ever.
+        self.await_write_back()?;
+        Ok(state)
     }
 
     fn release_exclusive(&mut self) -> Result<(), VmError> {
+        self.await_write_back()?;
         Ok(self.machine.release_exclusive()?)
     }
 
     fn resume(self) -> Result<LeavingMachine, (Self, VmError)> {
-        let Self { mut machine, memory, ran_before } = self;
-        let back = machine
-            .take_exclusive()
-            .and_then(|()| if ran_before { machine.resume() } else { Ok(()) });
+        let Self { mut machine, memory, ran_before, .. } = self;
+        let back = if ran_before { machine.resume() } else { machine.take_exclusive() };
         match back {
-            Ok(()) => Ok(LeavingMachine { machine, memory, page_server: None }),
-            Err(error) => Err((Self { machine, memory, ran_before }, error.into())),
+            Ok(()) => Ok(LeavingMachine { machine, memory, page_server: None, disk_writer: None }),
+            Err(error) => {
+                Err((Self { machine, memory, ran_before, write_back: None }, error.into()))
+            }
         }
     }
 

@@ -93,6 +93,17 @@ impl Block {
         Ok(Self::with_disk(config, disk))
     }
 
+    /// A device on the image that another device of this process has open, with its lock: between
+    /// the two no other VM can have it. What the configuration says of opening it is as it was.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn over(config: BlockConfig, kept: &DiskLock) -> Result<Self, DiskError> {
+        check_queues(&config)?;
+        let disk = Arc::new(kept.disk.again()?);
+        Ok(Self::with_disk(config, disk))
+    }
+
     pub(super) fn with_disk(config: BlockConfig, disk: Arc<Disk>) -> Self {
         Self {
             queue_sizes: vec![config.queue_size; config.num_queues.into()],

@@ -9,11 +9,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use log::warn;
 use thiserror::Error;
 
+use super::stable::Condition;
 use crate::syscalls::check;
 
 /// Unit of sector numbers (virtio 1.3, 5.2.4).
@@ -76,6 +77,26 @@ pub enum DiskError {
         #[source]
         source: io::Error,
     },
+    /// What was written is not on stable storage.
+    #[error(
+        "writes to disk {path} that the guest counts as done could not be put on stable storage"
+    )]
+    NotStable {
+        /// The image.
+        path: PathBuf,
+        /// The host's answer, now or to an earlier flush.
+        #[source]
+        source: io::Error,
+    },
+    /// The page cache may hold what the image held before another host wrote to it.
+    #[error("cannot drop what the page cache of this host has of disk {path}")]
+    Cache {
+        /// The image.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
     /// A queue count or size that a device cannot have.
     #[error("disk {path} cannot have {what} {value}: it must be {allowed}")]
     Queues {
@@ -103,8 +124,11 @@ pub(super) struct Topology {
 /// An open image.
 pub(crate) struct Disk {
     path: PathBuf,
-    file: File,
+    file: Arc<File>,
     readonly: bool,
+    direct: bool,
+    /// Of the open file, whichever devices have had it.
+    pub(super) condition: Arc<Condition>,
     file_len_bytes: u64,
     topology: Topology,
     /// Alignment of addresses and of offsets that direct I/O needs; 1 without direct I/O.
@@ -123,10 +147,24 @@ impl Disk {
             .custom_flags(flags | libc::O_CLOEXEC)
             .open(path)
             .map_err(|source| DiskError::Open { path: path.to_owned(), direct, source })?;
-        Self::inspect(path, file, readonly, direct)
+        Self::inspect(path, Arc::new(file), readonly, direct)
     }
 
-    fn inspect(path: &Path, file: File, readonly: bool, direct: bool) -> Result<Self, DiskError> {
+    /// The same open file, with its lock, for the next device that has it; its size is asked for
+    /// again.
+    pub(super) fn again(&self) -> Result<Self, DiskError> {
+        let mut disk =
+            Self::inspect(&self.path, Arc::clone(&self.file), self.readonly, self.direct)?;
+        disk.condition = Arc::clone(&self.condition);
+        Ok(disk)
+    }
+
+    fn inspect(
+        path: &Path,
+        file: Arc<File>,
+        readonly: bool,
+        direct: bool,
+    ) -> Result<Self, DiskError> {
         let inspect = |source| DiskError::Inspect { path: path.to_owned(), source };
         let metadata = file.metadata().map_err(inspect)?;
         let kind = metadata.file_type();
@@ -160,6 +198,8 @@ impl Disk {
             path: path.to_owned(),
             file,
             readonly,
+            direct,
+            condition: Arc::default(),
             file_len_bytes,
             topology,
             address_align_bytes: usize::try_from(address_align).unwrap_or(4096),
@@ -178,6 +218,10 @@ impl Disk {
 
     pub(super) fn readonly(&self) -> bool {
         self.readonly
+    }
+
+    pub(super) fn direct(&self) -> bool {
+        self.direct
     }
 
     pub(super) fn file_len_bytes(&self) -> u64 {

@@ -3,12 +3,15 @@
 //! The lock that keeps two VMs from writing to one image.
 //!
 //! An open-file-description lock: it belongs to the image that this process has open, ends with
-//! it, and is not lost when some other descriptor of the same file is closed.
+//! it, and is not lost when some other descriptor of the same file is closed. Whoever gives it back
+//! has the image written back before, as another host may have it next.
 
 use std::io;
 use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::sync::Arc;
 
+use super::device::BlockConfig;
 use super::image::{Disk, DiskError};
 use crate::syscalls::check;
 
@@ -35,6 +38,22 @@ pub struct DiskLock {
 impl DiskLock {
     /// Takes the lock, or fails at once. Taking it again changes nothing.
     pub fn lock(&self) -> Result<(), DiskError> {
+        let mut locked = self.disk.condition.locked_bytes();
+        let len_bytes = Some(self.disk.file_len_bytes());
+        if *locked == len_bytes {
+            return Ok(());
+        }
+        self.take()?;
+        *locked = len_bytes;
+        Ok(())
+    }
+
+    /// Whether the lock is held.
+    pub fn is_held(&self) -> bool {
+        self.disk.condition.locked_bytes().is_some()
+    }
+
+    fn take(&self) -> Result<(), DiskError> {
         let kind = if self.disk.readonly() { libc::F_RDLCK } else { libc::F_WRLCK };
         self.set(kind).map_err(|source| {
             let path = self.disk.path().to_owned();
@@ -45,10 +64,63 @@ impl DiskLock {
         })
     }
 
-    /// Gives the lock back. The guest must not write any more.
+    /// Gives the lock back. The device must hold still, and what it wrote must have been written
+    /// back ([`Self::write_back`]).
     pub fn unlock(&self) -> Result<(), DiskError> {
+        let mut locked = self.disk.condition.locked_bytes();
         self.set(libc::F_UNLCK)
-            .map_err(|source| DiskError::Lock { path: self.disk.path().to_owned(), source })
+            .map_err(|source| DiskError::Lock { path: self.disk.path().to_owned(), source })?;
+        *locked = None;
+        Ok(())
+    }
+
+    /// Whether a device of `config` can have this open image ([`super::Block::over`]).
+    pub fn fits(&self, config: &BlockConfig) -> bool {
+        let disk = &self.disk;
+        disk.path() == config.path
+            && disk.readonly() == config.readonly
+            && disk.direct() == config.direct
+            && self.granularity == config.lock_granularity
+    }
+
+    /// The image.
+    pub fn path(&self) -> &Path {
+        self.disk.path()
+    }
+
+    /// Whether there may be something to write back: the disk is not read-only.
+    pub fn is_writable(&self) -> bool {
+        !self.disk.readonly()
+    }
+
+    /// Puts on stable storage what was written before. Takes as long as the disk takes.
+    ///
+    /// # Errors
+    /// [`DiskError::NotStable`], also if an earlier flush, of the guest or from here, has failed:
+    /// what was lost then is lost, and only opening the image anew forgets it.
+    pub fn write_back(&self) -> Result<(), DiskError> {
+        self.disk.flush().map_err(|source| self.not_stable(source))
+    }
+
+    /// Whether no flush has failed.
+    ///
+    /// # Errors
+    /// [`DiskError::NotStable`].
+    pub fn check_stable(&self) -> Result<(), DiskError> {
+        self.disk.check_stable().map_err(|source| self.not_stable(source))
+    }
+
+    /// Has the image read anew, after another host may have written to it. Nothing is done for a
+    /// read-only disk, to which no other VM may write as long as it is locked.
+    ///
+    /// # Errors
+    /// The host's answer.
+    pub fn drop_cache(&self) -> Result<(), DiskError> {
+        if self.is_writable() { self.disk.drop_cache() } else { Ok(()) }
+    }
+
+    fn not_stable(&self, source: io::Error) -> DiskError {
+        DiskError::NotStable { path: self.disk.path().to_owned(), source }
     }
 
     fn set(&self, kind: libc::c_int) -> io::Result<()> {

@@ -19,6 +19,7 @@ mod image;
 mod lock;
 mod request;
 mod ring;
+mod stable;
 mod state;
 mod synchronous;
 #[cfg(test)]

@@ -74,11 +74,15 @@ pub(super) fn write(
     }
     let flags = if through { libc::RWF_DSYNC } else { 0 };
     let mut done = 0;
-    transfer(&mut ranges, |ranges| {
+    let written = transfer(&mut ranges, |ranges| {
         let len_bytes = ranges.write_at(disk.file(), offset + done, flags)?;
         done += u64::try_from(len_bytes).unwrap_or(0);
         Ok(len_bytes)
-    })
+    });
+    if let (true, Err(error)) = (through, &written) {
+        disk.note_failed_through(error);
+    }
+    written
 }
 
 fn transfer<M>(
@@ -178,7 +182,7 @@ fn not_ram(error: vm_memory::GuestMemoryError) -> io::Error {
 
 /// Puts on stable storage what was written before.
 pub(super) fn flush(disk: &Disk) -> io::Result<()> {
-    disk.file().sync_data()
+    disk.flush()
 }
 
 /// Writes the serial string, padded with zeros; the driver's buffer must have room for it.

@@ -133,7 +133,13 @@ impl BlockWorker {
         let (action, offset, data) = match &request.operation {
             Operation::Read { offset, data } => (Action::Read, *offset, data),
             Operation::Write { offset, data } => (Action::Write { through }, *offset, data),
-            Operation::Flush => (Action::Flush, 0, &nothing),
+            Operation::Flush if !self.shared.disk.readonly() => {
+                // The answer to a flush after one that failed is known.
+                if self.shared.disk.check_stable().is_err() {
+                    return Some(request);
+                }
+                (Action::Flush, 0, &nothing)
+            }
             _ => return Some(request),
         };
         let Ok(ranges) = data.host_ranges(Arc::clone(memory)) else { return Some(request) };
@@ -193,6 +199,13 @@ impl BlockWorker {
                 data.mark_written(&memory, job.done_bytes);
                 written = job.done_bytes;
             }
+            let done = match job.action {
+                Action::Flush => self.shared.disk.note_flush(done),
+                Action::Write { through: true } => {
+                    done.inspect_err(|error| self.shared.disk.note_failed_through(error))
+                }
+                _ => done,
+            };
             let outcome = done.map(|()| written).map_err(Failure::Host);
             // Each is finished, whatever became of those before.
             result = self.finish(&memory, &job.request, outcome, job.started).and(result);
@@ -238,6 +251,7 @@ impl BlockWorker {
             let what = match operation {
                 Operation::Read { .. } => "read",
                 Operation::Write { .. } => "write",
+                Operation::Flush => "flush",
                 _ => "request",
             };
             warn!("{what} on disk {} failed: {error}", self.shared.disk.path().display());

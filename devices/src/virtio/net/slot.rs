@@ -44,6 +44,9 @@ struct Inner {
     settings: Settings,
     /// The descriptors came from outside, so they cannot be opened again.
     from_outside: bool,
+    /// They are duplicates of some that this process keeps anyway: closing them would let nothing
+    /// go, and the guest could not go on here.
+    kept: bool,
 }
 
 /// What the driver chose; applied to whatever tap comes.
@@ -61,12 +64,14 @@ impl TapSlot {
 
     pub(super) fn with_fds(config: TapConfig, fds: Vec<OwnedFd>) -> Result<Self, TapError> {
         let taps = fds.into_iter().map(Tap::from_fd).collect::<Result<Vec<_>, _>>()?;
-        Ok(Self::with_taps(config, taps))
+        let slot = Self::with_taps(config, taps);
+        slot.lock().kept = true;
+        Ok(slot)
     }
 
     pub(crate) fn with_taps(config: TapConfig, taps: Vec<Tap>) -> Self {
         let taps = taps.into_iter().map(Arc::new).collect();
-        let inner = Inner { taps, settings: Settings::default(), from_outside: true };
+        let inner = Inner { taps, from_outside: true, ..Inner::default() };
         Self { config, inner: Mutex::new(inner) }
     }
 
@@ -129,9 +134,18 @@ impl TapSlot {
     }
 
     /// Closes the tap. The device must be paused, or frames are lost until [`Self::acquire`].
-    /// Descriptors that were passed in from outside are gone for good.
+    /// Descriptors that were passed in from outside stay: their originals stay open in this process
+    /// as well, and a guest that goes on here after all needs them.
     pub fn release(&self) {
-        self.lock().taps.clear();
+        let mut inner = self.lock();
+        if !inner.kept {
+            inner.taps.clear();
+        }
+    }
+
+    /// Whether the tap is open.
+    pub fn is_open(&self) -> bool {
+        !self.lock().taps.is_empty()
     }
 
     /// Name of the host's interface, while it is open.

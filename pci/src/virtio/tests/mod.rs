@@ -3,6 +3,7 @@
 //! Tests of the transport: a small driver that finds its way by the capabilities, as Linux does.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod bus_master;
 mod driving;
 mod misuse;
 mod saved_state;

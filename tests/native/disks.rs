@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! What the guest counts as written is on its disk whenever another host may look there: after a
+//! migration, in a pause, at the end; and a disk is locked as long as anything may still be written.
+//!
+//! The guest writes numbered blocks, reads each before it is overwritten, and never flushes. Loop
+//! devices over one file are one disk as several hosts see it: each has a page cache of its own.
+
+use std::fs::{self, File};
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use guest_reader::abi::{self, PAGE_BYTES, disk::BLOCKS, vcpu};
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::harness::loops::{Loop, Mounted, format};
+use crate::harness::migrate::{migrate, text};
+use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
+
+pub fn add(suite: &mut Suite) {
+    for mode in [Mode::Precopy, Mode::Postcopy] {
+        let name = format!("disks::another_host_reads_what_was_written_after_{}", mode.name());
+        suite.add(&name, move || moves(mode));
+    }
+    suite.add("disks::a_pause_writes_back", paused);
+    suite.add("disks::the_end_of_the_vm_writes_back", ended);
+    suite.add("disks::a_disk_that_goes_with_a_reboot_is_written_back", rebooted);
+    suite.add("disks::a_reboot_keeps_the_lock", lock_over_reboot);
+    suite.add("disks::a_failed_flush_is_named_and_stays", failed_flush);
+    suite.add("disks::the_lock_outlives_the_last_write", slow_disk);
+    suite.add("disks::a_vm_resumes_with_its_lock_or_not_at_all", resumes_locked);
+}
+
+const MEMORY: &str = "size=128M,shared=on";
+const GUEST: &str = "workload=disk-write mem=16M";
+const DISK_BYTES: u64 = 8 << 20;
+const BLOCK: usize = 4096;
+
+/// A disk in a folder of its own, by a name that may come to mean another device.
+struct Disk {
+    file: PathBuf,
+    name: PathBuf,
+    _folder: TempDir,
+}
+
+impl Disk {
+    fn new() -> Self {
+        let folder = TempDir::with_prefix("godwit-disk-").expect("a folder");
+        let (file, name) = (folder.path().join("file"), folder.path().join("disk"));
+        File::create(&file).and_then(|file| file.set_len(DISK_BYTES)).expect("a file");
+        Self { file, name, _folder: folder }
+    }
+
+    /// From now on the name means `to`.
+    fn name_is(&self, to: &Path) {
+        let next = self.name.with_extension("next");
+        std::os::unix::fs::symlink(to, &next).expect("a link");
+        fs::rename(&next, &self.name).expect("a name");
+    }
+
+    fn guest(&self) -> Vmm {
+        let option = format!("path={},id=data", self.name.display());
+        let vmm = VmmBuilder::guest(1, MEMORY, GUEST).with(&["--disk", &option]).start();
+        write_more(&vmm, 2 * BLOCKS);
+        vmm
+    }
+
+    /// Checks that the file has every block that was acknowledged.
+    #[track_caller]
+    fn holds(&self, acknowledged: u64) {
+        let file = File::open(&self.file).expect("the file");
+        let mut block = [0; BLOCK];
+        let oldest = acknowledged.saturating_sub(BLOCKS);
+        let mut lost = Vec::new();
+        for number in oldest..acknowledged {
+            file.read_exact_at(&mut block, number % BLOCKS * PAGE_BYTES).expect("a block");
+            // The one after the last may have been written and not be counted yet.
+            let next = (number + BLOCKS == acknowledged).then_some(number + BLOCKS);
+            let is = |number: u64| block.chunks(8).all(|word| word == (number + 1).to_le_bytes());
+            if !is(number) && !next.is_some_and(is) {
+                lost.push(number);
+            }
+        }
+        assert!(lost.is_empty(), "of {acknowledged} blocks the file lacks {lost:?}");
+    }
+}
+
+fn word(vmm: &Vmm, field: u64) -> u64 {
+    let guest = vmm.guest();
+    guest.memory().word(abi::vcpu_gpa(0) + field).expect("the guest's memory")
+}
+
+/// Blocks that the guest counts as written; it has seen nothing wrong.
+#[track_caller]
+fn written(vmm: &Vmm) -> u64 {
+    assert_eq!(word(vmm, vcpu::DISK_FAILURE), 0, "what the guest read is not what it wrote");
+    word(vmm, vcpu::DISK_WRITES)
+}
+
+#[track_caller]
+fn write_more(vmm: &Vmm, blocks: u64) {
+    let target = written(vmm) + blocks;
+    wait_for("blocks written by the guest", || (written(vmm) >= target).then_some(()));
+}
+
+/// Whether another open file could not lock it.
+fn is_locked(path: &Path) -> bool {
+    let file = File::options().read(true).write(true).open(path).expect("the disk");
+    let mut range = libc::flock {
+        l_type: libc::c_short::try_from(libc::F_WRLCK).expect("a constant"),
+        l_whence: 0,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    // SAFETY: F_OFD_GETLK reads and writes one flock, which lives during the call.
+    let answer = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut range) };
+    assert_eq!(answer, 0, "{}", std::io::Error::last_os_error());
+    i32::from(range.l_type) != libc::F_UNLCK
+}
+
+/// Takes the lock that a VM would, until the answer is dropped.
+fn lock(path: &Path) -> File {
+    let file = File::options().read(true).write(true).open(path).expect("the disk");
+    let range = libc::flock {
+        l_type: libc::c_short::try_from(libc::F_WRLCK).expect("a constant"),
+        l_whence: 0,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    wait_for("the lock", || {
+        // SAFETY: F_OFD_SETLK reads one flock, which lives during the call.
+        let taken = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
+        (taken == 0).then_some(())
+    });
+    file
+}
+
+fn moves(mode: Mode) {
+    let disk = Disk::new();
+    let (here, there) = (Loop::over(&disk.file), Loop::over(&disk.file));
+    disk.name_is(here.path());
+    let source = disk.guest();
+    // The other host has had the disk open, so it has pages of it that are old.
+    let reader = File::open(there.path()).expect("the disk");
+    let mut old = vec![0; usize::try_from(BLOCKS).expect("few") * BLOCK];
+    reader.read_exact_at(&mut old, 0).expect("its contents");
+    write_more(&source, BLOCKS / 2);
+    disk.name_is(there.path());
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    // The source has ended, and with it whatever it might have written late.
+    write_more(&destination, 2 * BLOCKS);
+    destination.api().put("vm.pause", "").ok();
+    disk.holds(written(&destination));
+    destination.shut_down();
+}
+
+fn on_a_loop() -> (Disk, Loop) {
+    let disk = Disk::new();
+    let device = Loop::over(&disk.file);
+    disk.name_is(device.path());
+    (disk, device)
+}
+
+fn paused() {
+    let (disk, _device) = on_a_loop();
+    let vmm = disk.guest();
+    for _ in 0..3 {
+        vmm.api().put("vm.pause", "").ok();
+        disk.holds(written(&vmm));
+        vmm.api().put("vm.resume", "").ok();
+        write_more(&vmm, BLOCKS);
+    }
+    vmm.shut_down();
+}
+
+fn ended() {
+    let (disk, device) = on_a_loop();
+    // Somebody else has it open: it is not written back by being closed.
+    let _reader = File::open(device.path()).expect("the disk");
+    let vmm = disk.guest();
+    let at_least = written(&vmm);
+    vmm.api().put("vm.shutdown", "").ok();
+    assert!(!is_locked(device.path()));
+    let file = File::open(&disk.file).expect("the file");
+    let mut oldest = u64::MAX;
+    for block in 0..BLOCKS {
+        let mut word = [0; 8];
+        file.read_exact_at(&mut word, block * PAGE_BYTES).expect("a block");
+        oldest = oldest.min(u64::from_le_bytes(word));
+    }
+    // Words are numbers and one.
+    assert!(oldest + BLOCKS > at_least, "block {oldest} is the oldest after {at_least}");
+    vmm.shut_down();
+}
+
+fn rebooted() {
+    let (disk, device) = on_a_loop();
+    let _reader = File::open(device.path()).expect("the disk");
+    let vmm = disk.guest();
+    let api = vmm.api();
+    api.put("vm.remove-device", &json!({"id": "data"}).to_string()).ok();
+    vmm.wait_for_event("device-removing");
+    let at_least = written(&vmm);
+    api.put("vm.reboot", "").ok();
+    assert!(!is_locked(device.path()));
+    let mut first = [0; 8];
+    let newest = |block: u64| {
+        let file = File::open(&disk.file).expect("the file");
+        file.read_exact_at(&mut first, block * PAGE_BYTES).expect("a block");
+        u64::from_le_bytes(first)
+    };
+    let newest = (0..BLOCKS).map(newest).max().expect("blocks");
+    assert!(newest >= at_least, "block {newest} is the newest after {at_least}");
+    vmm.shut_down();
+}
+
+fn lock_over_reboot() {
+    let disk = Disk::new();
+    disk.name_is(&disk.file);
+    let vmm = disk.guest();
+    let path = disk.file.clone();
+    let over = std::sync::atomic::AtomicBool::new(false);
+    let free = std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            let mut free = 0_u64;
+            while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                free += u64::from(!is_locked(&path));
+            }
+            free
+        });
+        for _ in 0..5 {
+            vmm.api().put("vm.reboot", "").ok();
+        }
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        watcher.join().expect("the watcher")
+    });
+    assert_eq!(free, 0, "another VM could have had the disk");
+    write_more(&vmm, BLOCKS);
+    vmm.api().put("vm.shutdown", "").ok();
+    assert!(!is_locked(&path));
+    vmm.api().put("vm.boot", "").ok();
+    assert!(is_locked(&path));
+    vmm.shut_down();
+}
+
+/// The disk takes what the page cache holds only in part: the file system that its file is on is full.
+fn failed_flush() {
+    let folder = TempDir::with_prefix("godwit-small-").expect("a folder");
+    let _small = Mounted::at(folder.path(), &["-t", "tmpfs", "-o", "size=512k", "none"]);
+    let file = folder.path().join("file");
+    File::create(&file).and_then(|file| file.set_len(DISK_BYTES)).expect("a file");
+    let device = Loop::over(&file);
+    let disk = Disk::new();
+    disk.name_is(device.path());
+    let vmm = disk.guest();
+    let name = disk.name.to_str().expect("UTF-8").to_owned();
+    let paused = vmm.api().put("vm.pause", "");
+    assert_eq!(paused.status, 500, "{paused:?}");
+    assert!(paused.body.contains(&name) && paused.body.contains("'data'"), "{paused:?}");
+    assert_eq!(vmm.api().get("vm.info").json()["state"], "Paused");
+    let told = text(&vmm.wait_for_event("disk-write-back-failed"));
+    assert!(told.contains(&name), "{told}");
+
+    let snapshots = TempDir::with_prefix("godwit-snapshot-").expect("a folder");
+    let url = format!("file://{}", snapshots.path().display());
+    let snapshot = vmm.api().put("vm.snapshot", &json!({"destination_url": url}).to_string());
+    assert!(snapshot.status >= 400 && snapshot.body.contains(&name), "{snapshot:?}");
+    let send = json!({"destination_url": "tcp:127.0.0.1:1"}).to_string();
+    let send = vmm.api().put("vm.send-migration", &send);
+    assert!(send.status >= 400 && send.body.contains(&name), "{send:?}");
+    vmm.api().put("vm.resume", "").ok();
+    vmm.wait_for_heartbeat();
+    let again = vmm.api().put("vm.pause", "");
+    assert_eq!(again.status, 500, "a flush that failed stays failed: {again:?}");
+    vmm.shut_down();
+}
+
+fn slow_disk() {
+    let folder = TempDir::with_prefix("godwit-slow-").expect("a folder");
+    let system = folder.path().join("system");
+    File::create(&system).and_then(|file| file.set_len(64 << 20)).expect("a file");
+    format(&system);
+    let mount = folder.path().join("mount");
+    fs::create_dir(&mount).expect("a folder");
+    let system = system.to_str().expect("UTF-8");
+    let mounted = Mounted::at(&mount, &["-t", "ext4", "-o", "loop,noatime", system]);
+    let file = mount.join("disk");
+    let bytes = vec![0; usize::try_from(DISK_BYTES).expect("little")];
+    fs::write(&file, bytes).expect("a file");
+    let option = format!("path={},id=data", file.display());
+    let mut vmm = VmmBuilder::guest(1, MEMORY, GUEST).with(&["--disk", &option]).start();
+    write_more(&vmm, BLOCKS);
+    let frozen = mounted.freeze();
+    // The guest waits for a write that waits.
+    let mut before = u64::MAX;
+    wait_for("a write that waits", || {
+        std::thread::sleep(Duration::from_millis(100));
+        let now = written(&vmm);
+        (std::mem::replace(&mut before, now) == now).then_some(())
+    });
+    vmm.signal(libc::SIGTERM);
+    let tasks = format!("/proc/{}/task", vmm.pid());
+    let has_vcpus = || {
+        let tasks = fs::read_dir(&tasks).expect("its threads");
+        tasks.flatten().any(|task| {
+            let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            name.starts_with("vcpu")
+        })
+    };
+    wait_for("the end of the vCPUs", || (!has_vcpus()).then_some(()));
+    // From here on it would be given back at any time.
+    let until = Instant::now() + Duration::from_secs(1);
+    while Instant::now() < until {
+        assert!(is_locked(&file), "the lock is gone while a write is under way");
+    }
+    assert_eq!(vmm.exited(), None);
+    drop(frozen);
+    assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
+    assert!(!is_locked(&file));
+}
+
+/// A peer of the plain protocol that takes everything and is gone when the guest is to run.
+fn vanish_at_complete(mut source: TcpStream, at_complete: impl FnOnce()) {
+    const MEMORY: u16 = 4;
+    const COMPLETE: u16 = 5;
+    let mut at_complete = Some(at_complete);
+    let mut head = [0; 16];
+    while source.read_exact(&mut head).is_ok() {
+        let code = u16::from_le_bytes([head[0], head[1]]);
+        let len_bytes = u64::from_le_bytes(head[8..].try_into().expect("eight bytes"));
+        let mut payload = vec![0; usize::try_from(len_bytes).expect("little")];
+        source.read_exact(&mut payload).expect("the payload");
+        if code == MEMORY {
+            let len = |range: &[u8]| u64::from_le_bytes(range[8..].try_into().expect("a range"));
+            let mut left = payload.chunks_exact(16).map(len).sum::<u64>();
+            let mut buffer = vec![0; 1 << 16];
+            while left > 0 {
+                let part = usize::try_from(left.min(1 << 16)).expect("little");
+                source.read_exact(&mut buffer[..part]).expect("memory");
+                left -= u64::try_from(part).expect("little");
+            }
+        }
+        if code == COMPLETE {
+            at_complete.take().expect("once")();
+            return;
+        }
+        let mut answer = [0; 16];
+        answer[0] = 1;
+        source.write_all(&answer).expect("the source listens");
+    }
+}
+
+/// A hand-over fails when the disk has been given back, and another VM has it by then.
+fn resumes_locked() {
+    let disk = Disk::new();
+    disk.name_is(&disk.file);
+    let vmm = disk.guest();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let url = format!("tcp:{}", listener.local_addr().expect("an address"));
+    let mut other = None;
+    std::thread::scope(|scope| {
+        let peer = scope.spawn(|| {
+            let (stream, _) = listener.accept().expect("the source connects");
+            let mut held = None;
+            vanish_at_complete(stream, || held = Some(lock(&disk.file)));
+            held
+        });
+        let send = json!({"destination_url": url, "memory_mode": "Precopy"}).to_string();
+        let sent = vmm.api().put("vm.send-migration", &send);
+        assert!(sent.status < 300, "{sent:?}");
+        other = peer.join().expect("the peer");
+    });
+    assert!(other.is_some(), "the source never came to the end");
+    vmm.wait_for_event("migration-failed");
+    wait_for("the machine", || {
+        (vmm.api().get("vm.info").json()["state"] == "Paused").then_some(())
+    });
+    let before = written(&vmm);
+    let refused = vmm.api().put("vm.resume", "");
+    assert_eq!(refused.status, 500, "{refused:?}");
+    assert!(refused.body.contains(disk.name.to_str().expect("UTF-8")), "{refused:?}");
+    assert_eq!(vmm.api().get("vm.info").json()["state"], "Paused");
+    assert_eq!(written(&vmm), before, "the guest ran on a disk of another VM");
+    drop(other);
+    vmm.api().put("vm.resume", "").ok();
+    assert!(is_locked(&disk.file));
+    write_more(&vmm, BLOCKS);
+    vmm.shut_down();
+}

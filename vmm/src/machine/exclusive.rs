@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What only one VM may use: images and taps.
+//!
+//! Owns when they are taken and given back, and what belongs to that: an image is written back before
+//! it is given back, and read anew when another host may have had it meanwhile. A guest runs only with
+//! all of them.
+
+use devices::virtio::block::{BlockConfig, DiskError, DiskLock};
+use devices::virtio::net::TapError;
+use thiserror::Error;
+
+use super::virtio::VirtioDevices;
+use super::write_back::{WriteBack, complain};
+use super::{Machine, MachineError};
+
+/// Why a resource that only one VM may hold is not ours.
+#[derive(Debug, Error)]
+pub enum ExclusiveError {
+    /// An image.
+    #[error("disk '{id}' is not ours")]
+    Disk {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: DiskError,
+    },
+    /// What is read from an image may be older than what another host wrote.
+    #[error("disk '{id}' cannot be read anew")]
+    Stale {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: DiskError,
+    },
+    /// A tap.
+    #[error("the tap of '{id}' is not ours")]
+    Tap {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: TapError,
+    },
+}
+
+/// Writes an image back and gives its lock back; its device must hold still or be gone. A failure is
+/// told, and keeps nobody from having the image: what is lost is lost.
+pub(super) fn give_back(id: String, lock: &DiskLock) {
+    if !lock.is_held() {
+        return;
+    }
+    if let Err(error) = WriteBack::start(writable(&id, lock)).wait() {
+        complain(&error);
+    }
+    if let Err(error) = lock.unlock() {
+        log::warn!("disk '{id}' stays locked: {error}");
+    }
+}
+
+fn writable(id: &str, lock: &DiskLock) -> Option<(String, DiskLock)> {
+    (lock.is_held() && lock.is_writable()).then(|| (id.to_owned(), lock.clone()))
+}
+
+/// Open images with their locks, on their way from one machine to the next one in the same process.
+/// Dropping it gives back what no machine has that runs.
+#[derive(Default)]
+pub struct KeptDisks {
+    disks: Vec<Kept>,
+}
+
+struct Kept {
+    id: String,
+    lock: DiskLock,
+    /// A device of the next machine has it.
+    is_taken: bool,
+}
+
+impl KeptDisks {
+    /// The image that such a device is to have, if it is there.
+    pub fn take(&mut self, config: &BlockConfig) -> Option<DiskLock> {
+        let fits = |kept: &&mut Kept| kept.id == config.id && kept.lock.fits(config);
+        let kept = self.disks.iter_mut().find(fits)?;
+        kept.is_taken = true;
+        Some(kept.lock.clone())
+    }
+
+    /// The next machine runs, and the images that were taken are its own.
+    pub fn passed_on(mut self) {
+        self.disks.retain(|kept| !kept.is_taken);
+    }
+}
+
+impl Drop for KeptDisks {
+    fn drop(&mut self) {
+        for Kept { id, lock, .. } in self.disks.drain(..) {
+            give_back(id, &lock);
+        }
+    }
+}
+
+impl VirtioDevices {
+    /// Takes image locks and taps, but those that are held. What was taken is given back if one
+    /// fails; what was held before stays.
+    ///
+    /// # Errors
+    /// Naming the device that another VM holds.
+    pub fn take_exclusive(&self) -> Result<(), ExclusiveError> {
+        let free_locks: Vec<_> = self.locks.iter().filter(|(_, lock)| !lock.is_held()).collect();
+        let free_nets: Vec<_> = self.nets.iter().filter(|(_, net)| !net.is_attached()).collect();
+        let taken = self.take_all();
+        if taken.is_err() {
+            free_nets.iter().for_each(|(_, net)| net.detach());
+            for (id, lock) in free_locks {
+                release(id, lock);
+            }
+        }
+        taken
+    }
+
+    /// Whether the taps could be taken, if nobody else had them.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_exclusive(&self) -> Result<(), ExclusiveError> {
+        for (id, net) in &self.nets {
+            net.check().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
+        }
+        Ok(())
+    }
+
+    fn take_all(&self) -> Result<(), ExclusiveError> {
+        for (id, lock) in &self.locks {
+            lock.lock().map_err(|source| ExclusiveError::Disk { id: id.clone(), source })?;
+        }
+        for (id, net) in &self.nets {
+            net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
+        }
+        Ok(())
+    }
+
+    /// Gives image locks and taps back; the devices must be paused, and their images written back.
+    pub fn release_exclusive(&self) {
+        for (id, net) in &self.nets {
+            log::debug!("{id}: giving back its tap");
+            net.detach();
+        }
+        for (id, lock) in &self.locks {
+            release(id, lock);
+        }
+    }
+
+    /// The disks that may have something to write back.
+    pub fn writable_disks(&self) -> Vec<(String, DiskLock)> {
+        self.locks.iter().filter_map(|(id, lock)| writable(id, lock)).collect()
+    }
+
+    /// Has all disks read anew.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn drop_caches(&self) -> Result<(), ExclusiveError> {
+        for (id, lock) in &self.locks {
+            lock.drop_cache().map_err(|source| ExclusiveError::Stale { id: id.clone(), source })?;
+        }
+        Ok(())
+    }
+
+    /// Whether no flush of a disk has failed.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_disks(&self) -> Result<(), WriteBackFailed> {
+        for (id, lock) in &self.locks {
+            let failed = |source| WriteBackFailed { id: id.clone(), source };
+            lock.check_stable().map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+fn release(id: &str, lock: &DiskLock) {
+    if let Err(error) = lock.unlock() {
+        log::warn!("disk '{id}' stays locked: {error}");
+    }
+}
+
+/// A flush of a disk has failed.
+#[derive(Debug, Error)]
+#[error(
+    "a flush of disk '{id}' has failed, so what its image holds is not what the guest counts as \
+     written; only a VM that opens it anew (vm.shutdown, then vm.boot) can use it again"
+)]
+pub struct WriteBackFailed {
+    id: String,
+    #[source]
+    source: DiskError,
+}
+
+impl Machine {
+    /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn check_exclusive(&self) -> Result<(), MachineError> {
+        Ok(self.devices.check_exclusive()?)
+    }
+
+    /// Takes image locks and taps that are not held, and has images read anew that another host may
+    /// have written to since they were opened or given back.
+    ///
+    /// # Errors
+    /// Naming the device that another VM holds.
+    pub fn take_exclusive(&mut self) -> Result<(), MachineError> {
+        self.devices.take_exclusive()?;
+        if self.disks_are_stale {
+            self.devices.drop_caches()?;
+            self.disks_are_stale = false;
+        }
+        Ok(())
+    }
+
+    /// Gives image locks and taps back. The machine must be paused, and what the guest wrote to its
+    /// disks written back ([`Machine::write_back`]).
+    ///
+    /// # Errors
+    /// When it runs.
+    pub fn release_exclusive(&mut self) -> Result<(), MachineError> {
+        if !self.paused {
+            return Err(MachineError::StateMismatch("it still runs".to_owned()));
+        }
+        self.devices.release_exclusive();
+        self.disks_are_stale = true;
+        Ok(())
+    }
+
+    /// Drops what this host's page cache has of its disks, as far as that can be done before they are
+    /// locked, so that little is left for then. Takes as long as what is to be written back takes.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn drop_disk_caches(&self) -> Result<(), MachineError> {
+        Ok(self.devices.drop_caches()?)
+    }
+
+    /// Begins to put on stable storage what the guest has written to its disks up to now.
+    pub fn write_back(&self) -> WriteBack {
+        WriteBack::start(self.devices.writable_disks())
+    }
+
+    /// The same of one disk, if it is one.
+    pub(super) fn write_back_early(&self, id: &str) -> WriteBack {
+        let disks = self.devices.writable_disks().into_iter();
+        WriteBack::start(disks.filter(|(other, _)| other == id))
+    }
+
+    /// The disks that there may be something to write back of.
+    pub fn writable_disks(&self) -> Vec<(String, DiskLock)> {
+        self.devices.writable_disks()
+    }
+
+    /// Takes the open images out of a machine that ends, for the next one: no other VM can have
+    /// them in between. Its devices work with them until it is dropped.
+    pub fn keep_disks(&mut self) -> KeptDisks {
+        let locks = std::mem::take(&mut self.devices.locks);
+        let held = locks.into_iter().filter(|(_, lock)| lock.is_held());
+        let kept = |(id, lock)| Kept { id, lock, is_taken: false };
+        KeptDisks { disks: held.map(kept).collect() }
+    }
+
+    /// Has what the devices work on finished, then written back, then given back.
+    pub(super) fn end_devices(&mut self) {
+        self.devices.pause();
+        if let Err(error) = self.write_back().wait() {
+            complain(&error);
+        }
+        self.devices.release_exclusive();
+    }
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Disks being written back to stable storage, so that another host, or whoever copies an image, finds
+//! what the guest counts as written.
+//!
+//! Owns the threads that do it, one a disk: a disk takes as long as it takes, and whoever waits may
+//! give up waiting. Must never touch guest memory or the devices.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use devices::virtio::block::{DiskError, DiskLock};
+use thiserror::Error;
+
+use crate::events;
+
+/// Why disks are not written back.
+#[derive(Debug, Error)]
+pub enum WriteBackError {
+    /// The host refused, now or to an earlier flush.
+    #[error("disk '{id}' cannot be written back")]
+    Disk {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: DiskError,
+    },
+    /// It takes too long.
+    #[error("disk '{id}' ({path}) was not written back within {} ms", .within.as_millis())]
+    Slow {
+        /// The device.
+        id: String,
+        /// Its image.
+        path: PathBuf,
+        /// How long it was waited for.
+        within: Duration,
+    },
+}
+
+#[derive(Default)]
+struct State {
+    /// Disks that are not done, by their ids.
+    left: BTreeMap<String, PathBuf>,
+    failure: Option<WriteBackError>,
+}
+
+#[derive(Default)]
+struct Shared {
+    /// Held for an instant.
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn done(&self, id: &str, result: Result<(), DiskError>) {
+        let mut state = self.lock();
+        state.left.remove(id);
+        if let Err(source) = result {
+            let id = id.to_owned();
+            state.failure.get_or_insert(WriteBackError::Disk { id, source });
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// Disks that are being written back. Dropping it leaves them to it.
+pub struct WriteBack {
+    shared: Arc<Shared>,
+    began: Instant,
+}
+
+impl WriteBack {
+    /// Begins with what was written to these disks up to now.
+    pub fn start(disks: impl IntoIterator<Item = (String, DiskLock)>) -> Self {
+        let shared = Arc::new(Shared::default());
+        let began = Instant::now();
+        for (id, disk) in disks {
+            shared.lock().left.insert(id.clone(), disk.path().to_owned());
+            let (for_thread, own_id, own_disk) = (Arc::clone(&shared), id.clone(), disk.clone());
+            let spawned =
+                std::thread::Builder::new().name("write-back".to_owned()).spawn(move || {
+                    for_thread.done(&own_id, own_disk.write_back());
+                });
+            if let Err(error) = spawned {
+                log::debug!("disk '{id}' is written back without a thread of its own: {error}");
+                shared.done(&id, disk.write_back());
+            }
+        }
+        Self { shared, began }
+    }
+
+    /// Whether there is nothing left to wait for.
+    pub fn is_done(&self) -> bool {
+        self.shared.lock().left.is_empty()
+    }
+
+    /// Waits for all of them, however long they take.
+    ///
+    /// # Errors
+    /// Of the first that could not be.
+    pub fn wait(self) -> Result<(), WriteBackError> {
+        let state = self.shared.lock();
+        let waiting = |state: &mut State| !state.left.is_empty();
+        let waited = self.shared.changed.wait_while(state, waiting);
+        waited.unwrap_or_else(PoisonError::into_inner).failure.take().map_or(Ok(()), Err)
+    }
+
+    /// The same for so long at most.
+    ///
+    /// # Errors
+    /// [`WriteBackError::Slow`] names one of those that are left; they go on.
+    pub fn wait_within(&self, within: Duration) -> Result<(), WriteBackError> {
+        let state = self.shared.lock();
+        let waiting = |state: &mut State| !state.left.is_empty() && state.failure.is_none();
+        let (mut state, _) = self
+            .shared
+            .changed
+            .wait_timeout_while(state, within, waiting)
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(failure) = state.failure.take() {
+            return Err(failure);
+        }
+        match state.left.first_key_value() {
+            None => Ok(()),
+            Some((id, path)) => {
+                Err(WriteBackError::Slow { id: id.clone(), path: path.clone(), within })
+            }
+        }
+    }
+
+    /// How long it has taken up to now.
+    pub fn elapsed(&self) -> Duration {
+        self.began.elapsed()
+    }
+}
+
+/// Tells of a failure that no request can be answered with.
+pub fn complain(error: &WriteBackError) {
+    let reason = error_text::chain(error);
+    log::error!("{reason}");
+    events::emit("vm", "disk-write-back-failed", &[("error", &reason)]);
+}

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Disks written back while the guest still runs, so that little is left for the moment when it stands
+//! still.
+//!
+//! Owns a thread for as long as the guest of a migration runs at the source: it has all disks written
+//! back, pass after pass. What is written after the last pass is written back when the guest has
+//! stopped; here nothing is decided.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use devices::virtio::block::DiskLock;
+
+use crate::machine::{WriteBack, WriteBackError};
+
+/// Least time between two passes that nothing waits for. Flushing more often would cost a guest with a
+/// slow disk more than it saves.
+const PACE_MIN: Duration = Duration::from_secs(1);
+
+/// Nor do passes take more than this share of the time: one part in so many.
+const PACE_SHARE: u32 = 4;
+
+/// A pass that is no longer than this leaves too little behind for another one to be worth it.
+const SHORT: Duration = Duration::from_millis(20);
+
+/// Passes of [`DiskWriter::settle`] at most.
+const SETTLE_PASSES_MAX: u32 = 8;
+
+/// How often it is looked whether the migration is cancelled.
+const CANCEL_LOOK: Duration = Duration::from_millis(50);
+
+#[derive(Default)]
+struct State {
+    /// Passes that are over.
+    done: u64,
+    /// Passes that somebody waits for.
+    wanted: u64,
+    /// One is under way.
+    is_busy: bool,
+    /// How long the last one took, and how long before its begin the one before it began.
+    last: Option<(Duration, Duration)>,
+    failure: Option<WriteBackError>,
+    is_over: bool,
+}
+
+#[derive(Default)]
+struct Shared {
+    /// Held for an instant.
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Has disks written back until it is dropped.
+pub struct DiskWriter {
+    shared: Arc<Shared>,
+}
+
+impl DiskWriter {
+    /// Begins. `None` if there is nothing to write back, or no thread to do it.
+    pub fn start(disks: Vec<(String, DiskLock)>) -> Option<Self> {
+        if disks.is_empty() {
+            return None;
+        }
+        let shared = Arc::new(Shared::default());
+        let for_thread = Arc::clone(&shared);
+        let spawned = std::thread::Builder::new()
+            .name("disk-writer".to_owned())
+            .spawn(move || run(&disks, &for_thread));
+        match spawned {
+            Ok(_detached) => Some(Self { shared }),
+            Err(error) => {
+                log::debug!("disks are not written back early: {error}");
+                None
+            }
+        }
+    }
+
+    /// How long the disks will take when the guest has stopped: what is written during a pass is left
+    /// for the next one, so a pass takes the share of the one before it that the guest keeps the disks
+    /// busy for.
+    pub fn expected(&self) -> Duration {
+        self.shared.lock().last.map_or(Duration::ZERO, |(took, period)| {
+            let share = took.as_secs_f64() / period.max(took).as_secs_f64().max(1e-9);
+            took.mul_f64(share.min(1.0))
+        })
+    }
+
+    /// Has passes made until another one would leave no less behind. Waits for them, however long they
+    /// take, while the guest runs.
+    ///
+    /// # Errors
+    /// Naming the disk that cannot be written back.
+    pub fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), WriteBackError> {
+        let mut before = Duration::MAX;
+        for _ in 0..SETTLE_PASSES_MAX {
+            let took = self.pass(is_cancelled)?;
+            if took <= SHORT || took >= before / 4 * 3 || is_cancelled() {
+                break;
+            }
+            before = took;
+        }
+        Ok(())
+    }
+
+    /// Waits for a pass that begins now or later; returns how long it took.
+    fn pass(&self, is_cancelled: &dyn Fn() -> bool) -> Result<Duration, WriteBackError> {
+        let mut state = self.shared.lock();
+        let target = state.done + if state.is_busy { 2 } else { 1 };
+        state.wanted = state.wanted.max(target);
+        self.shared.changed.notify_all();
+        while state.done < target && state.failure.is_none() && !is_cancelled() {
+            let waited = self.shared.changed.wait_timeout(state, CANCEL_LOOK);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        if let Some(failure) = state.failure.take() {
+            return Err(failure);
+        }
+        Ok(state.last.map_or(Duration::ZERO, |(took, _)| took))
+    }
+}
+
+impl Drop for DiskWriter {
+    fn drop(&mut self) {
+        // Nobody waits for it: a pass that is under way writes nothing that the last one has not to
+        // write anyway, and ends by itself.
+        self.shared.lock().is_over = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+fn run(disks: &[(String, DiskLock)], shared: &Shared) {
+    let mut last_began = Instant::now();
+    loop {
+        shared.lock().is_busy = true;
+        let began = Instant::now();
+        let period = began - last_began;
+        last_began = began;
+        let result = WriteBack::start(disks.iter().cloned()).wait();
+        let took = began.elapsed();
+        let mut state = shared.lock();
+        state.is_busy = false;
+        state.done += 1;
+        // The first one writes back what has come together since long before.
+        let period = if state.done > 1 { period } else { Duration::MAX };
+        state.last = Some((took, period));
+        // The next pass fails as well: a flush that failed stays failed.
+        state.failure = result.err();
+        shared.changed.notify_all();
+        let idle = |state: &mut State| !state.is_over && state.wanted <= state.done;
+        let pace = PACE_MIN.max(took.saturating_mul(PACE_SHARE));
+        let waited = shared.changed.wait_timeout_while(state, pace, idle);
+        if waited.unwrap_or_else(PoisonError::into_inner).0.is_over {
+            return;
+        }
+    }
+}
