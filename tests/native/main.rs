@@ -37,6 +37,7 @@ mod report;
 mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
+mod turning;
 mod unfit;
 mod watch;
 
@@ -66,6 +67,7 @@ fn main() -> ExitCode {
     snapshot_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    turning::add(&mut suite);
     migration_local::add(&mut suite);
     unfit::add(&mut suite);
     watch::add(&mut suite);

@@ -164,7 +164,7 @@ fn cancel(row: Row) {
 }
 
 /// Makes the guest execute what it cannot, at its next instruction: a triple fault, which resets.
-fn crash(vmm: &Vmm) {
+pub fn crash(vmm: &Vmm) {
     const BREAKPOINT: u8 = 0xcc;
     let bytes = std::fs::read(image()).expect("the image");
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
