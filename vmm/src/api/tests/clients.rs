@@ -300,7 +300,8 @@ fn a_client_that_leaves_during_a_long_request_does_no_harm() {
 
 #[test]
 fn the_last_answer_goes_out_when_the_server_ends() {
-    let mut fixture = Fixture::with(Limits { end_time: Duration::from_secs(20), ..Limits::default() });
+    let mut fixture =
+        Fixture::with(Limits { end_time: Duration::from_secs(20), ..Limits::default() });
     let waiting = fixture.client();
     let body = r#"{"receiver_url":"unix:/x"}"#.to_owned();
     let long = std::thread::spawn(move || waiting.ask(Put, "vm.receive-migration", Some(body)));
