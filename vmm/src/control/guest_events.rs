@@ -99,10 +99,9 @@ impl Vmm {
             (Vm::Live(_), Pages::Lost(_)) => MachineIs::LackingPages,
             (Vm::Live(machine), Pages::Here) if machine.is_paused() => MachineIs::Paused,
             (Vm::Live(_), Pages::Here) => MachineIs::Running,
-            (
-                Vm::Leaving { .. } | Vm::Busy(_) | Vm::Awaited(_) | Vm::Standing { .. },
-                _,
-            ) => MachineIs::Elsewhere,
+            (Vm::Leaving { .. } | Vm::Busy(_) | Vm::Awaited(_) | Vm::Standing { .. }, _) => {
+                MachineIs::Elsewhere
+            }
             (Vm::None | Vm::Idle(_) | Vm::Serving(_) | Vm::HandedOver { .. }, _) => MachineIs::Gone,
         }
     }

@@ -75,10 +75,7 @@ enum Vm {
     /// It runs or is paused.
     Live(Box<Machine>),
     /// It is being sent; its machine belongs to the migration.
-    Leaving {
-        info: Box<VmInfo>,
-        sending: Sending,
-    },
+    Leaving { info: Box<VmInfo>, sending: Sending },
     /// The destination owns the guest, and gets its pages from here.
     Serving(Sending),
     /// One is awaited.
