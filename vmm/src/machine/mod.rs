@@ -68,7 +68,9 @@ pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
-pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
+pub use state::{
+    MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState, StateJsonError,
+};
 pub use virtio::{ExclusiveError, HotAddError, VirtioError};
 
 use affinity::affinity_setter;
@@ -488,11 +490,16 @@ impl Machine {
     /// Stops the vCPUs, then everything else that writes guest memory.
     ///
     /// # Errors
-    /// When a vCPU or a passed-through device cannot be stopped; the machine runs on.
+    /// When a vCPU or a passed-through device cannot be stopped; the machine is as before, and a device
+    /// that could be stopped stays so if the machine was paused.
     pub fn pause(&mut self) -> Result<(), MachineError> {
-        if !self.paused {
+        if self.paused {
+            // Whatever has happened since the pause: who calls this counts on nothing being written.
+            self.passthrough.stop()?;
+        } else {
             self.vcpus.pause_all()?;
             if let Err(error) = self.passthrough.stop() {
+                self.passthrough.run();
                 self.vcpus.resume_all();
                 return Err(error.into());
             }

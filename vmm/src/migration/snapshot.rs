@@ -21,7 +21,8 @@ use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
-    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState, MachineStateError,
+    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState,
+    MachineStateError, StateJsonError,
 };
 
 /// Why there is no snapshot.
@@ -41,8 +42,10 @@ enum TakeCause {
     Machine(#[from] MachineError),
     #[error(transparent)]
     Memory(#[from] MigratingRamError),
-    #[error("its state cannot be written as JSON")]
+    #[error("its configuration cannot be written as JSON")]
     Json(#[from] serde_json::Error),
+    #[error(transparent)]
+    State(#[from] StateJsonError),
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
 }
@@ -109,7 +112,7 @@ fn take_into(
         return Err(GuestIsEnding.into());
     }
     let config_json = serde_json::to_vec_pretty(machine.config())?;
-    let state_json = serde_json::to_vec(&machine.save()?)?;
+    let state_json = machine.save()?.to_json()?;
     let memory = MigratingRam::new(Arc::clone(machine.ram()))?;
     let saved = Saved { config_json: &config_json, state_json: &state_json };
     Ok(save(directory, saved, &memory, default_threads(), cancel)?)
