@@ -22,10 +22,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("turning::source_gets_its_vm_back", || another_vm(Other::Back));
     suite.add("turning::source_restores_a_vm", || another_vm(Other::Restored));
     suite.add("turning::source_that_was_told_to_end_takes_no_vm", refused_at_the_end);
-    for mode in [Mode::Precopy, Mode::Postcopy] {
-        let name = format!("turning::reset_as_it_arrives_by_{}", mode.name());
-        suite.add(&name, move || reset_as_it_arrives(mode));
-    }
+    suite.add("turning::reset_as_it_arrives", reset_as_it_arrives);
     suite.add("turning::reset_as_it_is_paused", reset_as_it_is_paused);
 }
 
@@ -124,11 +121,12 @@ fn row(mode: Mode, command: Command) -> relay::Row {
 }
 
 /// A guest whose first instruction at the destination resets it does so before the destination's
-/// VMM has been told that it has arrived; it starts anew there all the same.
-fn reset_as_it_arrives(mode: Mode) {
+/// VMM has been told that it has arrived; it starts anew there all the same. (In postcopy its code has
+/// not arrived then, and the reset waits for the last page in any case.)
+fn reset_as_it_arrives() {
     for _ in 0..4 {
         let Stopped { mut source, destination, relay, reception } =
-            stop_at(row(mode, Command::Confirm));
+            stop_at(row(Mode::Precopy, Command::Confirm));
         crash(&destination);
         relay.release();
         assert!(reception.finish().status.success(), "{}", destination.output());
