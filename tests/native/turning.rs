@@ -152,9 +152,8 @@ fn reset_as_it_is_paused() {
         // Resets at its next instruction, and is paused as soon as it goes on.
         crash(&vmm);
         let mut stream = api.connect().expect("a connection");
-        let both = request("vm.resume") + &request("vm.pause");
-        stream.write_all(both.as_bytes()).expect("a write");
-        for _ in 0..2 {
+        for name in ["vm.resume", "vm.pause"] {
+            stream.write_all(request(name).as_bytes()).expect("a write");
             read_answer(&mut stream).expect("an answer").ok();
         }
         // Answered after whatever was on its way.
