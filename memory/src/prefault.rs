@@ -481,11 +481,17 @@ fn share_threads(queues: &[Queue], threads: Option<NonZeroUsize>) -> Vec<usize> 
 }
 
 /// Lets all others go first that want the calling thread's CPU, as long as it lives: a tenth of it is left
-/// to the thread then.
+/// to the thread then. Counted from where the process is: one that was started niced has threads that
+/// go last all the same, and setting a lower value than it has would need a privilege.
 fn give_way() {
-    const NICE: libc::c_int = 10;
-    // SAFETY: changes how the calling thread is scheduled, and touches no memory; 0 is that thread.
-    let result = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+    const NICER_BY: libc::c_int = 10;
+    const NICEST: libc::c_int = 19;
+    // SAFETY: both calls read or change how the calling thread is scheduled, and touch no memory; 0 is
+    // that thread. It may be read always: there is no error to tell from a niceness of -1.
+    let result = unsafe {
+        let own = libc::getpriority(libc::PRIO_PROCESS, 0);
+        libc::setpriority(libc::PRIO_PROCESS, 0, own.saturating_add(NICER_BY).min(NICEST))
+    };
     if result != 0 {
         let error = std::io::Error::last_os_error();
         log::debug!("populating does not give way: {error}");

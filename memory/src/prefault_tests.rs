@@ -319,13 +319,14 @@ fn who_waits_does_what_is_left() {
     let (told, begun) = std::sync::mpsc::channel();
     let (release, released) = std::sync::mpsc::channel();
     let (seen, released) = (Arc::clone(&others), Mutex::new(released));
+    let own = niceness();
     let on_chunk: ChunkHook = Arc::new(move |_, _| {
         if thread::current().name().is_some_and(|name| name.starts_with("prefault0.")) {
             told.send(niceness()).unwrap();
             // Not for ever: who fails releases nobody.
             released.lock().unwrap().recv_timeout(Duration::from_secs(20)).unwrap();
         } else {
-            assert_eq!(niceness(), 0, "a helper gives way, too");
+            assert_eq!(niceness(), own, "a helper gives way, too");
             seen.fetch_add(1, Ordering::SeqCst);
         }
         Ok(())
@@ -338,7 +339,7 @@ fn who_waits_does_what_is_left() {
         ..PrefaultOptions::default()
     };
     let prefault = Prefault::start(ram.regions(), &options).unwrap();
-    assert_eq!(begun.recv().unwrap(), 10);
+    assert_eq!(begun.recv().unwrap(), (own + 10).min(19));
     let helper = prefault.helper();
     helper.help();
     assert_eq!(others.load(Ordering::SeqCst), 3, "three of four chunks are left");

@@ -39,6 +39,7 @@ mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
 mod soak;
+mod turning;
 mod unfit;
 mod watch;
 
@@ -69,6 +70,7 @@ fn main() -> ExitCode {
     snapshot_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    turning::add(&mut suite);
     migration_local::add(&mut suite);
     unfit::add(&mut suite);
     watch::add(&mut suite);

@@ -163,7 +163,7 @@ fn cancel(row: Row) {
     destination.shut_down();
 }
 
-fn crash(vmm: &Vmm) {
+pub fn crash(vmm: &Vmm) {
     crash_guest(&vmm.guest());
 }
 

@@ -13,7 +13,39 @@ pub fn add(suite: &mut Suite) {
     for mode in [Mode::Precopy, Mode::Postcopy] {
         let name = format!("memory_size::size_is_kept_through_a_reboot_and_{}", mode.name());
         suite.add(&name, move || size_is_kept(mode));
+        let name = format!("memory_size::balloon_larger_than_boot_memory_by_{}", mode.name());
+        suite.add(&name, move || large_balloon(mode));
     }
+}
+
+/// A balloon that fits into the memory that the guest may have, and not into what it boots with, takes
+/// nothing from a guest that has not plugged in more, and is in the way of nothing.
+fn large_balloon(mode: Mode) {
+    let memory = format!("{MEMORY},hotplugged_size=1G");
+    let source = VmmBuilder::guest(1, &memory, "workload=random-write mem=64M")
+        .with(&["--balloon", "size=512M"])
+        .start();
+    source.wait_for_heartbeat();
+    let disk = source.path("disk");
+    std::fs::File::create(&disk).and_then(|file| file.set_len(1 << 20)).expect("a file");
+    let kept = |vmm: &Vmm| {
+        let info = info(vmm);
+        assert_eq!(info["config"]["balloon"]["size"], 512 << 20);
+        assert_eq!(info["balloon"]["target_bytes"], 0, "1 GiB is still to come");
+        assert_eq!(info["memory_actual_size"], 192 << 20);
+    };
+    kept(&source);
+    let body = serde_json::json!({ "path": disk, "id": "late" }).to_string();
+    source.api().put("vm.add-disk", &body).ok();
+    source.api().put("vm.reboot", "").ok();
+    source.wait_for_heartbeat();
+    kept(&source);
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    kept(&destination);
+    destination.wait_for_work(5_000);
+    destination.verify();
+    destination.shut_down();
 }
 
 const MEMORY: &str = "size=192M,shared=on,hotplug_method=virtio-mem,hotplug_size=4G";

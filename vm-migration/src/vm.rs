@@ -19,6 +19,10 @@ use crate::ram::GuestMemoryMap;
 /// An error of the machine; its own sentence names the device or resource.
 pub type VmError = Box<dyn std::error::Error + Send + Sync + 'static>;
 
+/// The longest state of a machine, in bytes: no destination takes more, and no snapshot holds more. A
+/// machine that may have more refuses to be moved before its guest stops.
+pub use crate::protocol::codec::STATE_BYTES_MAX;
+
 /// [`SourceVm::switch_over_time`] of a machine that does not know.
 pub const SWITCH_OVER_DEFAULT: Duration = Duration::from_millis(5);
 

@@ -53,6 +53,8 @@ pub struct FakeFunction {
     is_silent: AtomicBool,
     /// Has no eventfd by which the pin is unmasked.
     pub never_resamples: AtomicBool,
+    /// No interrupt can be connected.
+    pub refuses_interrupts: AtomicBool,
     unmasked: AtomicU64,
     pub resets: Mutex<u32>,
     pub migration: FakeMigration,
@@ -107,6 +109,7 @@ impl FakeFunction {
             notices: Mutex::default(),
             is_silent: AtomicBool::new(false),
             never_resamples: AtomicBool::new(false),
+            refuses_interrupts: AtomicBool::new(false),
             unmasked: AtomicU64::new(0),
             resets: Mutex::default(),
             migration: FakeMigration::default(),
@@ -239,6 +242,10 @@ impl HostFunction for FakeFunction {
     }
 
     fn connect(&self, kind: InterruptKind, events: &[BorrowedFd<'_>]) -> Result<(), VfioError> {
+        if self.refuses_interrupts.load(Ordering::Relaxed) {
+            let source = io::Error::from_raw_os_error(libc::ENOSPC);
+            return Err(VfioError::Io { what: "connect an interrupt", source });
+        }
         let before = lock(&self.connected).replace((kind, events.len()));
         if before.is_some() || events.is_empty() {
             self.violate(format!("{kind:?} connected over {before:?}"));
@@ -300,7 +307,8 @@ impl MigrationPort for FakeFunction {
     }
 
     fn state_len_bytes(&self) -> io::Result<u64> {
-        Ok(self.migration.hardware().len() as u64)
+        let estimate = self.migration.hardware_mut().estimate_bytes;
+        Ok(estimate.unwrap_or_else(|| self.migration.hardware().len() as u64))
     }
 
     fn read_state(&self, buffer: &mut [u8]) -> io::Result<usize> {

@@ -104,16 +104,30 @@ impl Interrupts {
         self.msi.as_ref()
     }
 
-    /// Follows the guest's registers. One call at a time, in the order of the writes.
+    /// Follows what the guest writes to its registers, which cannot be refused: what does not work is
+    /// logged. One call at a time, in the order of the writes.
     pub fn apply(&self, msix_control: Option<u16>, msi: Option<&MsiRegisters>) {
+        if let Err(error) = self.connect_as(msix_control, msi) {
+            self.complain(&error);
+        }
+    }
+
+    /// Connects what the registers ask for. One call at a time.
+    ///
+    /// # Errors
+    /// The host refuses an interrupt; the others are connected all the same.
+    pub fn connect_as(
+        &self,
+        msix_control: Option<u16>,
+        msi: Option<&MsiRegisters>,
+    ) -> Result<(), VfioError> {
         if let (Some(msix), Some(control)) = (&self.msix, msix_control) {
             msix.set_control(control);
         }
-        if let (Some(vectors), Some(registers)) = (&self.msi, msi)
-            && let Err(error) = vectors.apply(registers)
-        {
-            self.complain(&error);
-        }
+        let routed = match (&self.msi, msi) {
+            (Some(vectors), Some(registers)) => vectors.apply(registers).map_err(VfioError::Msi),
+            _ => Ok(()),
+        };
         let wanted = if msix_control.is_some_and(|control| control & MSIX_ENABLE != 0) {
             Connected::Msix
         } else if let Some(registers) = msi.filter(|registers| registers.enabled) {
@@ -126,11 +140,10 @@ impl Interrupts {
         let mut connected = lock(&self.connected);
         if *connected != wanted {
             self.disconnect(&mut connected);
-            match self.connect(wanted) {
-                Ok(()) => *connected = wanted,
-                Err(error) => self.complain(&error),
-            }
+            self.connect(wanted)?;
+            *connected = wanted;
         }
+        routed
     }
 
     /// Cuts the function off: it interrupts no more.

@@ -24,6 +24,16 @@ pub enum SnapshotError {
         #[source]
         source: io::Error,
     },
+    /// More than is read again.
+    #[error("{what} of the VM has {len_bytes} bytes, and a snapshot holds {limit_bytes} of it")]
+    TooLong {
+        /// What.
+        what: &'static str,
+        /// Its length.
+        len_bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
+    },
     /// Not a directory of ours to write into.
     #[error("{} is there already; give an empty directory for a new snapshot", .0.display())]
     Exists(PathBuf),

@@ -20,6 +20,7 @@ use super::manifest::{Manifest, Sealed};
 use super::{CONFIG_FILE, INDEX_FILE, MEMORY_FILE, STATE_FILE};
 use crate::cancel::Cancel;
 use crate::layout::{PAGE_BYTES, PageRun, to_usize};
+use crate::protocol::codec::{CONFIG_BYTES_MAX, STATE_BYTES_MAX};
 use crate::ram::GuestMemoryMap;
 
 /// The documents of a machine, beside its memory.
@@ -57,6 +58,9 @@ pub fn save<M: GuestMemoryMap>(
     cancel: &Cancel,
 ) -> Result<SaveReport, SnapshotError> {
     let began = Instant::now();
+    // What could not be read again is not written, nor is a place made for it.
+    fits("the configuration", saved.config_json, CONFIG_BYTES_MAX)?;
+    fits("the state", saved.state_json, STATE_BYTES_MAX)?;
     let draft = Draft::begin(directory)?;
     let geometry = Geometry::new(memory.layout());
     let file = MemoryFile::create(&draft.partial(MEMORY_FILE), geometry.len_bytes())?;
@@ -87,6 +91,14 @@ pub fn save<M: GuestMemoryMap>(
         direct: file.is_direct(),
         took: began.elapsed(),
     })
+}
+
+fn fits(what: &'static str, json: &[u8], limit_bytes: u64) -> Result<(), SnapshotError> {
+    let len_bytes = u64::try_from(json.len()).unwrap_or(u64::MAX);
+    if len_bytes > limit_bytes {
+        return Err(SnapshotError::TooLong { what, len_bytes, limit_bytes });
+    }
+    Ok(())
 }
 
 fn write_memory<M: GuestMemoryMap>(

@@ -22,10 +22,11 @@ use super::{
     Saved, SnapshotError, copy_in, save,
 };
 use crate::cancel::Cancel;
-use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, RegionInfo};
+use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, RegionInfo, to_usize};
 use crate::ram::GuestMemoryMap as _;
 use crate::testing::FakeMemory;
 use crate::uffd;
+use crate::vm::STATE_BYTES_MAX;
 
 /// A region that ends in the middle of a chunk, and one of several blocks.
 const REGIONS: [(u64, u64); 2] = [(0, 77), (1 << 32, 2500)];
@@ -436,4 +437,17 @@ proptest! {
         prop_assert_eq!(at, sizes);
         prop_assert_eq!(chunk_at as u64, geometry.chunks());
     }
+}
+
+#[test]
+fn what_could_not_be_read_again_is_not_written() {
+    let long = vec![b' '; to_usize(STATE_BYTES_MAX) + 1];
+    let folder = TempDir::with_prefix("snapshot-").unwrap();
+    let saved = Saved { state_json: &long, ..SAVED };
+    let refused = save(folder.path(), saved, &*filled(Backing::Shared), 1, &Cancel::new().unwrap());
+    assert!(
+        matches!(refused, Err(SnapshotError::TooLong { what: "the state", .. })),
+        "{refused:?}"
+    );
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "a draft was begun");
 }

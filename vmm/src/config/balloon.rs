@@ -50,7 +50,7 @@ impl BalloonConfig {
         };
         if self.size > memory_bytes {
             return refuse(format!(
-                "the size {} is more than the {memory_bytes} bytes of memory that the VM has",
+                "the size {} is more than the {memory_bytes} bytes of memory that the VM can have",
                 self.size
             ));
         }
@@ -91,6 +91,15 @@ mod tests {
         let config = vm("size=1G").complete().unwrap();
         assert_eq!(config.balloon.as_ref().unwrap().id.as_deref(), Some("__balloon"));
         assert_eq!(config.clone().complete().unwrap(), config);
+    }
+
+    #[test]
+    fn it_may_be_as_large_as_all_memory_that_there_can_be() {
+        let text = "size=1G,hotplug_method=virtio-mem,hotplug_size=8G,hotplugged_size=2G";
+        let memory = crate::config::MemoryConfig::parse(text).unwrap();
+        let with = |balloon: &str| VmConfig { memory: memory.clone(), ..vm(balloon) }.complete();
+        assert_eq!(with("size=9G").unwrap().balloon.unwrap().size, 9 << 30);
+        assert!(with("size=10G").is_err());
     }
 
     #[test]

@@ -219,7 +219,7 @@ impl MemoryConfig {
     }
 
     /// Bytes that may be there one day; `None` if the sum does not fit.
-    fn most_bytes(&self) -> Option<u64> {
+    pub fn most_bytes(&self) -> Option<u64> {
         let zones = self.zones.iter().flatten().map(|zone| zone.hotplug_size);
         let later = zones.chain([self.hotplug_size]).flatten();
         later.fold(self.total_bytes(), |sum, size| sum?.checked_add(size))

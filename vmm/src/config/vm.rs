@@ -136,7 +136,7 @@ impl VmConfig {
             device.validate(self.platform.as_ref())?;
         }
         if let Some(balloon) = &self.balloon {
-            balloon.validate(self.memory.total_bytes().unwrap_or(0))?;
+            balloon.validate(self.memory.most_bytes().unwrap_or(0))?;
         }
         self.console.validate()?;
         self.serial.validate()?;

@@ -78,6 +78,19 @@ impl Vmm {
         Next::Continue
     }
 
+    /// Refuses to make a VM in a process that was told to end and is only there for the watchers of
+    /// a migration: that VM would end with it.
+    ///
+    /// # Errors
+    /// The process ends soon.
+    pub(super) fn refuse_a_vm_at_the_end(&self) -> Result<(), ApiError> {
+        if self.farewell.is_none() || self.ending.is_none() {
+            return Ok(());
+        }
+        let why = "this VMM has been told to end, and ends within seconds; use another one";
+        Err(ApiError::new(ApiErrorKind::Conflict, why))
+    }
+
     /// Ends the VM, whatever it is, right before the process ends.
     pub(super) fn end_vm(&mut self) {
         match std::mem::replace(&mut self.vm, Vm::None) {

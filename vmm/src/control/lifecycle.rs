@@ -7,13 +7,12 @@
 use vm_migration::progress::Phase;
 use vm_migration::vm::DestinationVm as _;
 
-use super::{Next, Pages, RunError, Vm, Vmm};
+use super::{Pages, Vm, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::config::VmConfig;
 use crate::events;
-use crate::machine::{Consoles, GuestEvent, KeptDisks, Machine, MachineError, WriteBack};
-use crate::options::ExitReason;
+use crate::machine::{Consoles, KeptDisks, Machine, MachineError, WriteBack};
 
 fn failed(error: &dyn std::error::Error) -> ApiError {
     ApiError::from_error(ApiErrorKind::Failed, error)
@@ -31,6 +30,8 @@ impl Vmm {
                 "there is a VM already; delete it first",
             ));
         }
+        self.refuse_a_vm_at_the_end()?;
+        self.farewell = None;
         self.vm = Vm::Idle(config);
         emit("created");
         Ok(())
@@ -217,70 +218,5 @@ impl Vmm {
     pub(super) fn refuse_unmovable(&mut self) -> Result<(), ApiError> {
         let movable = self.machine_mut()?.check_movable();
         movable.map_err(|error| ApiError::from_error(ApiErrorKind::Conflict, &error))
-    }
-
-    /// Acts on what the guest did.
-    pub(super) fn guest_event(&mut self, event: GuestEvent) -> Next {
-        if let Vm::Leaving { sending, pending, .. } = &mut self.vm {
-            // A device that the guest has let go of is taken apart where the guest is then.
-            if !matches!(event, GuestEvent::Ejected | GuestEvent::DeviceWanted { .. }) {
-                log::info!(
-                    "the guest ends or reboots while it is migrated: the migration is cancelled"
-                );
-                sending.cancel.cancel();
-            }
-            pending.push(event);
-            return Next::Continue;
-        }
-        if let Vm::Busy(busy) = &mut self.vm {
-            busy.pending.push(event);
-            return Next::Continue;
-        }
-        if self.machine_mut().is_err() {
-            return Next::Continue;
-        }
-        match (&mut self.pages, &event) {
-            (
-                Pages::Arriving { deferred, .. },
-                GuestEvent::Reset | GuestEvent::Shutdown | GuestEvent::Ejected,
-            ) => {
-                log::info!("what the guest does ({event:?}) waits until its last page is here");
-                deferred.push(event);
-                return Next::Continue;
-            }
-            (Pages::Lost(_), GuestEvent::Reset | GuestEvent::Shutdown | GuestEvent::Ejected) => {
-                log::warn!("the guest does {event:?}, and pages of it are lost: it stays as it is");
-                return Next::Continue;
-            }
-            _ => {}
-        }
-        match event {
-            GuestEvent::Reset => match self.reboot() {
-                Ok(()) => Next::Continue,
-                Err(error) => Next::Fail(RunError::Reboot(error)),
-            },
-            GuestEvent::Shutdown => {
-                log::info!("the guest has shut down");
-                match self.shutdown() {
-                    Ok(()) if self.no_shutdown => Next::Continue,
-                    Ok(()) => Next::Exit(ExitReason::GuestShutdown),
-                    Err(error) => Next::Fail(RunError::Shutdown(error)),
-                }
-            }
-            GuestEvent::Ejected => {
-                self.devices_ejected();
-                Next::Continue
-            }
-            GuestEvent::DeviceWanted { id } => {
-                if let Err(error) = self.remove_device(&id) {
-                    log::warn!("the guest cannot be asked to let go of '{id}': {error}");
-                }
-                Next::Continue
-            }
-            GuestEvent::VcpuStopped { index, reason } => {
-                events::emit("guest", "panic", &[("vcpu", &index.to_string())]);
-                Next::Fail(RunError::VcpuStopped { index, reason: format!("{reason:?}") })
-            }
-        }
     }
 }

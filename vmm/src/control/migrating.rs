@@ -19,7 +19,6 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
 use crate::events;
-use crate::machine::GuestEvent;
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
 use crate::options::ExitReason;
@@ -100,7 +99,7 @@ impl Vmm {
             Ok(sending) => {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.progress = Some(Arc::clone(&sending.progress));
-                self.vm = Vm::Leaving { info, sending, pending: Vec::new() };
+                self.vm = Vm::Leaving { info, sending };
                 Ok(())
             }
             Err((machine, error)) => {
@@ -142,7 +141,7 @@ impl Vmm {
 
     pub(super) fn receive(&mut self, data: &ReceiveMigrationData, responder: Responder) {
         let error = match &self.vm {
-            Vm::None => None,
+            Vm::None => self.refuse_a_vm_at_the_end().err(),
             Vm::Awaited(_) => Some(ApiError::new(
                 ApiErrorKind::Conflict,
                 "a migration is awaited here already; vm.migration-cancel ends that",
@@ -176,6 +175,7 @@ impl Vmm {
         self.prefault_stage2 = data.prefault_stage2;
         match receiving::start(listener, reception, responder) {
             Ok(receiving) => {
+                self.farewell = None;
                 self.progress = Some(Arc::clone(&receiving.progress));
                 self.vm = Vm::Awaited(receiving);
             }
@@ -205,10 +205,9 @@ impl Vmm {
     }
 
     fn depart(&mut self, departure: Departure) -> Next {
-        let (pending, sending) = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { pending, sending, .. } => (pending, Some(sending)),
-            Vm::Serving(sending) => (Vec::new(), Some(sending)),
-            _ => (Vec::new(), None),
+        let sending = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Leaving { sending, .. } | Vm::Serving(sending) => Some(sending),
+            _ => None,
         };
         let (mut cancellers, deleters) =
             sending.map(|sending| (sending.cancellers, sending.deleters)).unwrap_or_default();
@@ -236,7 +235,7 @@ impl Vmm {
                 if self.ending.is_some() {
                     return self.end_after_departure();
                 }
-                self.act_on(pending)
+                Next::Continue
             }
             Departure::Incomplete { remains, held, reason } => {
                 events::emit("vm", "migration-failed", &[("error", &reason)]);
@@ -284,7 +283,7 @@ impl Vmm {
             Outcome::Runs { machine, pages_missing } => {
                 self.vm = Vm::Live(machine);
                 if pages_missing {
-                    self.pages = Pages::Arriving { deferred: Vec::new(), steering };
+                    self.pages = Pages::Arriving { steering };
                 } else {
                     self.memory_has_come();
                 }
@@ -314,17 +313,6 @@ impl Vmm {
         self.end_after_arrival()
     }
 
-    /// Acts on what the guest did while its machine was elsewhere.
-    pub(super) fn act_on(&mut self, events: Vec<GuestEvent>) -> Next {
-        for event in events {
-            match self.guest_event(event) {
-                Next::Continue => {}
-                other => return other,
-            }
-        }
-        Next::Continue
-    }
-
     /// The last page is here, or none comes any more.
     pub(super) fn pages_complete(
         &mut self,
@@ -351,12 +339,12 @@ impl Vmm {
                 Pages::Lost(paused)
             }
         };
-        let Pages::Arriving { deferred, .. } = std::mem::replace(&mut self.pages, next) else {
-            // The machine has ended meanwhile, and nobody waits for its pages.
+        let before = std::mem::replace(&mut self.pages, next);
+        if !matches!(before, Pages::Arriving { .. }) {
+            // The machine has ended meanwhile, and nothing waits for its pages.
             self.pages = Pages::Here;
-            return Next::Continue;
-        };
-        self.act_on(deferred)
+        }
+        Next::Continue
     }
 }
 

@@ -22,6 +22,7 @@
 mod cancel;
 mod describe;
 mod ending;
+mod guest_events;
 mod hotplug;
 mod inbox;
 mod lifecycle;
@@ -47,7 +48,7 @@ use vm_migration::{Progress, Steering};
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;
-use crate::machine::{EventSink, GuestEvent, Host, Machine};
+use crate::machine::{EventSink, Host, Machine};
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
@@ -60,6 +61,7 @@ pub use run::{RunError, run};
 pub(crate) use signals::Signals;
 
 use ending::Ending;
+use guest_events::GuestEvents;
 use inbox::{Mailer, Message};
 use receiving::Receiving;
 use sending::Sending;
@@ -74,12 +76,7 @@ enum Vm {
     /// It runs or is paused.
     Live(Box<Machine>),
     /// It is being sent; its machine belongs to the migration.
-    Leaving {
-        info: Box<VmInfo>,
-        sending: Sending,
-        /// What the guest did meanwhile, to be acted on if it stays.
-        pending: Vec<GuestEvent>,
-    },
+    Leaving { info: Box<VmInfo>, sending: Sending },
     /// The destination owns the guest, and gets its pages from here.
     Serving(Sending),
     /// One is awaited.
@@ -102,8 +99,8 @@ struct Kept {
 enum Pages {
     /// All are here.
     Here,
-    /// Some are on their way; what the guest asks for waits until they are here.
-    Arriving { deferred: Vec<GuestEvent>, steering: Steering },
+    /// Some are on their way.
+    Arriving { steering: Steering },
     /// Some are not going to come; their waiters hold still while this exists.
     Lost(Box<PostcopyPaused<MigratingRam>>),
 }
@@ -125,6 +122,8 @@ struct Vmm {
     vm: Vm,
     /// Number of the machine that is live; each has its own.
     machine_number: u64,
+    /// What guests did that has not been acted on.
+    guest_events: GuestEvents,
     pages: Pages,
     /// Memory of the live machine that is being brought in from a snapshot.
     filling: Option<Fill>,
@@ -143,7 +142,8 @@ struct Vmm {
     api_path: Option<PathBuf>,
     /// For processes that are started from here.
     lent: Lent,
-    /// Set when all is over but somebody may still want to see how it went.
+    /// Set when the VM has moved but a watcher may still want to see how that went. It ends when
+    /// another VM is made here: the process stays for that one.
     farewell: Option<(Instant, ExitReason)>,
 }
 
@@ -154,6 +154,7 @@ impl Vmm {
             mailer,
             vm: Vm::None,
             machine_number: 0,
+            guest_events: GuestEvents::default(),
             pages: Pages::Here,
             filling: None,
             prefault_stage2: false,
@@ -189,6 +190,10 @@ impl Vmm {
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
             VmmRequest::Restore(config) => self.restore(*config, responder),
             request => responder.answer(self.carry_out(request)),
+        }
+        match self.act_on_guest() {
+            Next::Continue => {}
+            other => return other,
         }
         match self.farewell {
             Some((until, reason)) if until <= Instant::now() => Next::Exit(reason),
@@ -252,13 +257,21 @@ impl Vmm {
         Ok(ApiReply::Info(Box::new(info)))
     }
 
-    /// Acts on what another thread told.
+    /// Acts on what another thread told, and then on what the guest did, as far as that has been
+    /// waiting for it.
     fn message(&mut self, message: Message) -> Next {
+        match self.take_message(message) {
+            Next::Continue => self.act_on_guest(),
+            other => other,
+        }
+    }
+
+    fn take_message(&mut self, message: Message) -> Next {
         match message {
-            Message::Guest(number, event) if number == self.machine_number => {
-                self.guest_event(event)
+            Message::Guest(number, event) => {
+                self.note_guest_event(number, event);
+                Next::Continue
             }
-            Message::Guest(..) => Next::Continue,
             Message::HandedOver => {
                 self.handed_over();
                 Next::Continue
@@ -267,8 +280,8 @@ impl Vmm {
             Message::Arrived(arrival) => self.arrived(*arrival),
             Message::PagesComplete(result) => self.pages_complete(result),
             Message::Saved(end) => {
-                let pending = self.saved(*end);
-                self.act_on(pending)
+                self.saved(*end);
+                Next::Continue
             }
             Message::PauseEnd(end) => {
                 self.pause_is_over(*end);

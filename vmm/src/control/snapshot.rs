@@ -21,7 +21,7 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::{RestoreConfig, VmSnapshotConfig};
 use crate::events;
-use crate::machine::{GuestEvent, Machine};
+use crate::machine::Machine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::snapshot::{self, Restored, prefault_ram};
 
@@ -34,8 +34,6 @@ pub struct Busy {
     pub what: &'static str,
     /// The VM, if it can be described.
     pub info: Option<Box<VmInfo>>,
-    /// What the guest did meanwhile.
-    pub pending: Vec<GuestEvent>,
     cancel: Cancel,
     thread: JoinHandle<()>,
 }
@@ -170,7 +168,7 @@ impl Vmm {
         match thread {
             Ok(thread) => {
                 let what = "saved";
-                self.vm = Vm::Busy(Busy { what, info, pending: Vec::new(), cancel, thread });
+                self.vm = Vm::Busy(Busy { what, info, cancel, thread });
                 Ok(())
             }
             Err(((machine, responder), error)) => {
@@ -180,9 +178,8 @@ impl Vmm {
         }
     }
 
-    pub(super) fn saved(&mut self, end: SaveEnd) -> Vec<GuestEvent> {
+    pub(super) fn saved(&mut self, end: SaveEnd) {
         let SaveEnd { machine, result, responder } = end;
-        let pending = self.take_pending();
         self.vm = Vm::Live(machine);
         match &result {
             Ok(()) => emit("snapshotted"),
@@ -192,19 +189,11 @@ impl Vmm {
             }
         }
         responder.answer(result.map(|()| ApiReply::Empty));
-        pending
-    }
-
-    fn take_pending(&mut self) -> Vec<GuestEvent> {
-        match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Busy(busy) => busy.pending,
-            _ => Vec::new(),
-        }
     }
 
     fn refuse_restore(&self) -> Result<(), ApiError> {
         if matches!(self.vm, Vm::None) {
-            return Ok(());
+            return self.refuse_a_vm_at_the_end();
         }
         let why = "there is a VM already; a VM can only be restored without one";
         Err(ApiError::new(ApiErrorKind::AlreadyCreated, why))
@@ -233,8 +222,9 @@ impl Vmm {
         });
         match thread {
             Ok(thread) => {
+                self.farewell = None;
                 let what = "restored";
-                self.vm = Vm::Busy(Busy { what, info: None, pending: Vec::new(), cancel, thread });
+                self.vm = Vm::Busy(Busy { what, info: None, cancel, thread });
             }
             Err((responder, error)) => responder.answer(Err(failed(&error))),
         }

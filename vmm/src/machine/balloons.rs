@@ -26,15 +26,20 @@ pub enum ResizeBalloonError {
     Size(#[from] BalloonError),
 }
 
-/// Makes a balloon over this memory.
+/// Makes a balloon over this memory, of which `coming_bytes` are still to come.
 ///
 /// # Errors
 /// It does not fit the memory, or the host refuses a resource.
-pub fn make(config: &BalloonConfig, ram: &Arc<GuestRam>) -> Result<Balloon, BalloonError> {
+pub fn make(
+    config: &BalloonConfig,
+    ram: &Arc<GuestRam>,
+    coming_bytes: u64,
+) -> Result<Balloon, BalloonError> {
     let interval = Duration::from_secs(config.statistics_interval_s.into());
     let device = DeviceConfig {
         id: config.id.clone().unwrap_or_default(),
         size_bytes: config.size,
+        coming_bytes,
         deflate_on_oom: config.deflate_on_oom,
         free_page_reporting: config.free_page_reporting,
         free_page_hinting: config.free_page_hinting,

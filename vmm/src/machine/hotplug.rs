@@ -100,7 +100,9 @@ impl Machine {
         let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
         let bdf = match device {
             NewDevice::Host(device) => {
-                self.passthrough.add(device, &sockets, self.devices.borrowers())?
+                let bdf = self.passthrough.add(device, &sockets, self.devices.borrowers())?;
+                self.stop_added();
+                bdf
             }
             NewDevice::Disk(disk) => self.devices.add_disk(disk, &sockets, self.paused)?,
             NewDevice::Net(net) => self.devices.add_net(net, &sockets, self.paused)?,
@@ -113,6 +115,17 @@ impl Machine {
         log::info!("'{id}' was added at {bdf}");
         events::emit("vm", "device-added", &[("id", id), ("bdf", &bdf.to_string())]);
         Ok(bdf)
+    }
+
+    /// Of a paused machine a device that was added works no more than the others do.
+    fn stop_added(&self) {
+        if self.paused
+            && let Err(error) = self.passthrough.stop()
+        {
+            // The guest does not know it yet, so it has been told to do nothing. Saving and moving ask
+            // again, and fail by this.
+            log::warn!("{}", error_text::chain(&error));
+        }
     }
 
     /// Writes down where every device sits, so that it is found there after a reboot and a move,

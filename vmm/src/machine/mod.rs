@@ -71,7 +71,9 @@ pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
-pub use state::{MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState};
+pub use state::{
+    MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState, StateJsonError,
+};
 pub use virtio::{HotAddError, VirtioError};
 pub use write_back::{WriteBack, WriteBackError, complain as complain_of_write_back};
 
@@ -481,11 +483,16 @@ impl Machine {
     /// Stops the vCPUs, then everything else that writes guest memory.
     ///
     /// # Errors
-    /// When a vCPU or a passed-through device cannot be stopped; the machine runs on.
+    /// When a vCPU or a passed-through device cannot be stopped; the machine is as before, and a device
+    /// that could be stopped stays so if the machine was paused.
     pub fn pause(&mut self) -> Result<(), MachineError> {
-        if !self.paused {
+        if self.paused {
+            // Whatever has happened since the pause: who calls this counts on nothing being written.
+            self.passthrough.stop()?;
+        } else {
             self.vcpus.pause_all()?;
             if let Err(error) = self.passthrough.stop() {
+                self.passthrough.run();
                 self.vcpus.resume_all();
                 return Err(error.into());
             }

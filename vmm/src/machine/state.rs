@@ -11,9 +11,43 @@ use hypervisor::{ClockState, CpuidEntry, IrqchipState, VCPU_STATE_VERSION, VcpuS
 use pci::PciDeviceState;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+use vm_migration::vm::STATE_BYTES_MAX;
 
 /// Version that is written, and the newest that is read.
 pub const MACHINE_STATE_VERSION: u32 = 1;
+
+/// What the states of all passed-through hardware may have together, in bytes, so that the state of a
+/// machine with so many vCPUs can be taken by a destination and read from a snapshot. It is written
+/// in base64, four bytes for three, beside that of vCPUs and devices.
+pub fn hardware_state_len_bytes_max(vcpus: u32) -> u64 {
+    /// Devices of the VMM, controllers, and names; far more than they take.
+    const MACHINE_BYTES: u64 = 16 << 20;
+    /// A vCPU, with the largest register file that is known (AMX), as JSON.
+    const VCPU_BYTES: u64 = 128 << 10;
+    let others_bytes = MACHINE_BYTES.saturating_add(VCPU_BYTES.saturating_mul(vcpus.into()));
+    STATE_BYTES_MAX.saturating_sub(others_bytes) / 4 * 3
+}
+
+/// A state that nothing could take.
+#[derive(Debug, Error)]
+#[error(
+    "the state of the VM has {len_bytes} bytes, and can have {STATE_BYTES_MAX}; remove the \
+     passed-through devices with the largest state first"
+)]
+pub struct StateTooLong {
+    len_bytes: u64,
+}
+
+/// Why there are no bytes of a state.
+#[derive(Debug, Error)]
+pub enum StateJsonError {
+    /// There would be too many.
+    #[error(transparent)]
+    TooLong(#[from] StateTooLong),
+    /// Anything else.
+    #[error("the state cannot be written as JSON")]
+    Json(#[from] serde_json::Error),
+}
 
 /// State of one PCI function, and where it sits.
 #[derive(Debug, Serialize, Deserialize)]
@@ -81,6 +115,19 @@ struct Version {
 }
 
 impl MachineState {
+    /// The bytes of a state that a destination takes, and that can be read from a snapshot.
+    ///
+    /// # Errors
+    /// It has too many.
+    pub fn to_json(&self) -> Result<Vec<u8>, StateJsonError> {
+        let json = serde_json::to_vec(self)?;
+        let len_bytes = u64::try_from(json.len()).unwrap_or(u64::MAX);
+        if len_bytes > STATE_BYTES_MAX {
+            return Err(StateTooLong { len_bytes }.into());
+        }
+        Ok(json)
+    }
+
     /// Reads a state. Versions come first, so that a later one is named as such whatever else has
     /// changed with it.
     ///
@@ -97,5 +144,21 @@ impl MachineState {
             return newer("state of a vCPU", vcpu.version, VCPU_STATE_VERSION);
         }
         serde_json::from_slice(bytes).map_err(MachineStateError::Malformed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hardware_at_its_limit_leaves_room_for_all_else() {
+        for vcpus in [1, 160, 254] {
+            let hardware_bytes = hardware_state_len_bytes_max(vcpus);
+            let left_bytes = STATE_BYTES_MAX - hardware_bytes.div_ceil(3) * 4;
+            assert!(left_bytes >= (16 << 20) + u64::from(vcpus) * (128 << 10) - 4, "{vcpus}");
+            assert!(hardware_bytes > pci::vfio::migration::STATE_LEN_BYTES_MAX, "one at its limit");
+        }
+        assert_eq!(hardware_state_len_bytes_max(u32::MAX), 0);
     }
 }

@@ -148,19 +148,24 @@ impl VirtioDevices {
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
         devices.plug(sockets, &id, Box::new(rng), config.rng.pci_device_id)?;
-        if let Some(balloon) = &config.balloon {
-            let id = balloon.id.clone().unwrap_or_default();
-            let device = balloons::make(balloon, sockets.ram)?;
-            devices.balloon = Some(device.handle());
-            devices.counters.push((id.clone(), device.counters()));
-            devices.plug(sockets, &id, Box::new(device), balloon.pci_device_id)?;
-        }
+        // Before the balloon, here and when they come back: how large it may be follows from them.
         for Wired { id, device, handle } in mems::make(&config.memory, sockets.ram)? {
             devices.mems.push((id.clone(), handle));
             // From the end, and so the same elsewhere whatever has come and gone before it.
             let free = |number: &u8| taken.insert(*number);
             let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
             devices.plug(sockets, &id, Box::new(device), number)?;
+        }
+        if let Some(balloon) = &config.balloon {
+            let id = balloon.id.clone().unwrap_or_default();
+            let device = balloons::make(balloon, sockets.ram, devices.coming_bytes())?;
+            for (_, mem) in &devices.mems {
+                let handle = device.handle();
+                mem.on_growth(Arc::new(move || handle.memory_has_grown()));
+            }
+            devices.balloon = Some(device.handle());
+            devices.counters.push((id.clone(), device.counters()));
+            devices.plug(sockets, &id, Box::new(device), balloon.pci_device_id)?;
         }
         Ok(devices)
     }
@@ -320,6 +325,14 @@ impl VirtioDevices {
     pub fn borrowers(&self) -> Borrowers {
         let mems = self.mems.iter().map(|(_, device)| device.clone()).collect();
         Borrowers { balloon: self.balloon.clone(), mems }
+    }
+
+    /// Memory that the guest is to get by them and has not.
+    fn coming_bytes(&self) -> u64 {
+        let missing = |(_, mem): &(String, MemHandle)| {
+            mem.requested_bytes().saturating_sub(mem.plugged_bytes())
+        };
+        self.mems.iter().map(missing).fold(0, u64::saturating_add)
     }
 
     /// The memory devices by name.

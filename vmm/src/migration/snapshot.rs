@@ -23,7 +23,7 @@ use super::source::GuestIsEnding;
 use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
     ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState,
-    MachineStateError, WriteBackError,
+    MachineStateError, StateJsonError, WriteBackError,
 };
 
 /// How often it is looked whether a snapshot that waits for disks is cancelled.
@@ -48,8 +48,10 @@ enum TakeCause {
     WriteBack(#[from] WriteBackError),
     #[error(transparent)]
     Memory(#[from] MigratingRamError),
-    #[error("its state cannot be written as JSON")]
+    #[error("its configuration cannot be written as JSON")]
     Json(#[from] serde_json::Error),
+    #[error(transparent)]
+    State(#[from] StateJsonError),
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
 }
@@ -117,7 +119,7 @@ fn take_into(
     }
     write_back(machine, cancel)?;
     let config_json = serde_json::to_vec_pretty(machine.config())?;
-    let state_json = serde_json::to_vec(&machine.save()?)?;
+    let state_json = machine.save()?.to_json()?;
     let memory = MigratingRam::new(Arc::clone(machine.ram()))?;
     let saved = Saved { config_json: &config_json, state_json: &state_json };
     Ok(save(directory, saved, &memory, default_threads(), cancel)?)

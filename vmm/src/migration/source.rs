@@ -62,7 +62,10 @@ pub struct Remains {
 
 /// The guest has asked for something that ends it, so it cannot be moved as it is.
 #[derive(Debug, thiserror::Error)]
-#[error("the guest is rebooting or shutting down; migrate again when it runs")]
+#[error(
+    "the guest is rebooting or shutting down; try again when it runs, which a VM that is paused does \
+     after vm.resume"
+)]
 pub struct GuestIsEnding;
 
 impl LeavingMachine {
@@ -199,7 +202,7 @@ impl PausedVm for PausedMachine {
     }
 
     fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
-        let state = serde_json::to_vec(&self.machine.save()?)?;
+        let state = self.machine.save()?.to_json()?;
         // Before the destination acknowledges anything: what it acknowledged does not keep for ever.
         self.await_write_back()?;
         Ok(state)

@@ -16,6 +16,7 @@ use super::hinting::{End, FreePageHints};
 use super::queues::Queues;
 use super::shared::{Driver, Shared};
 use super::statistics::Statistics;
+use super::target::Staged;
 use super::worker::BalloonWorker;
 use super::{
     F_DEFLATE_ON_OOM, F_DEVICE_INIT_ON_INFLATE, F_DEVICE_INIT_REPORTED, F_FREE_PAGE_HINT,
@@ -36,8 +37,11 @@ const QUEUE_SIZE: u16 = 128;
 pub struct BalloonConfig {
     /// Name of the device, for its thread.
     pub id: String,
-    /// Bytes that the balloon is to have at first.
+    /// Bytes that the balloon is to have when the guest has `coming_bytes` more than now; until then
+    /// what is missing of those counts as if it were in the balloon.
     pub size_bytes: u64,
+    /// Bytes that the guest is to get by memory devices and has not.
+    pub coming_bytes: u64,
     /// The guest may take pages out when it runs out of memory.
     pub deflate_on_oom: bool,
     /// The guest may report free pages.
@@ -83,15 +87,21 @@ impl BalloonHandle {
     /// # Errors
     /// It is larger than the guest's memory.
     pub fn resize(&self, size_bytes: u64) -> Result<(), BalloonError> {
-        let target_pages = pages_of(size_bytes, &self.shared.ram)?;
-        let news = self.shared.change_config(|config| {
-            let changed = std::mem::replace(&mut config.target_pages, target_pages) != target_pages;
-            changed || config.actual_pages != target_pages
-        });
+        let target_pages = pages_of(size_bytes, self.shared.ram.total_bytes())?;
+        self.tell(self.shared.set_target(target_pages));
+        Ok(())
+    }
+
+    /// To be called when the guest has got more memory, so that a balloon that has been waiting for it
+    /// can become as large as it is to be. May be called on any thread.
+    pub fn memory_has_grown(&self) {
+        self.tell(self.shared.memory_has_grown());
+    }
+
+    fn tell(&self, news: bool) {
         if let Some(driver) = self.shared.driver().filter(|_| news) {
             driver.interrupt.config_changed();
         }
-        Ok(())
     }
 
     /// Bytes that the balloon is to have.
@@ -124,12 +134,18 @@ impl BalloonHandle {
     }
 }
 
-fn pages_of(size_bytes: u64, ram: &GuestRam) -> Result<u32, BalloonError> {
-    let too_large = || BalloonError::TooLarge { size_bytes, ram_bytes: ram.total_bytes() };
-    if size_bytes > ram.total_bytes() {
+fn pages_of(size_bytes: u64, ram_bytes: u64) -> Result<u32, BalloonError> {
+    let too_large = || BalloonError::TooLarge { size_bytes, ram_bytes };
+    if size_bytes > ram_bytes {
         return Err(too_large());
     }
     u32::try_from(size_bytes / PAGE_BYTES).map_err(|_| too_large())
+}
+
+/// Memory that the guest has once all that may ever come has come. A guest may have less than its
+/// balloon is to have: one that is giving memory back, or has just booted.
+fn most_bytes(ram: &GuestRam) -> u64 {
+    ram.regions().iter().map(|region| region.len_bytes()).fold(0, u64::saturating_add)
 }
 
 /// A balloon.
@@ -144,12 +160,13 @@ impl Balloon {
     /// A balloon over this memory, empty.
     ///
     /// # Errors
-    /// It is to be larger than the memory, or the host refuses a resource.
+    /// It is to be larger than the memory that the guest can ever have, or the host refuses a resource.
     pub fn new(config: BalloonConfig, ram: Arc<GuestRam>) -> Result<Self, BalloonError> {
-        let target_pages = pages_of(config.size_bytes, &ram)?;
+        let wanted_pages = pages_of(config.size_bytes, most_bytes(&ram))?;
+        let full_bytes = ram.total_bytes().saturating_add(config.coming_bytes);
         let features = offered(&config, &ram);
         let shared = Arc::new(Shared::new(ram).map_err(BalloonError::Resource)?);
-        shared.change_config(|space| space.target_pages = target_pages);
+        shared.stage(Staged::new(wanted_pages, full_bytes));
         Ok(Self { config, features, shared, workers: Workers::default() })
     }
 
@@ -251,9 +268,9 @@ impl VirtioDevice for Balloon {
     }
 
     fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
-        let ram_pages = self.shared.ram.total_bytes() / PAGE_BYTES;
-        let (config, hint_command) = state::check(state, ram_pages)?;
-        self.shared.change_config(|space| *space = config);
+        let (config, hint_command) =
+            state::check(state, most_bytes(&self.shared.ram) / PAGE_BYTES)?;
+        self.shared.restore(config);
         self.shared.hinting.restore(hint_command);
         Ok(())
     }

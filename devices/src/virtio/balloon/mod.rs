@@ -17,12 +17,15 @@
 mod config;
 mod counters;
 mod device;
+#[cfg(test)]
+mod growing_tests;
 mod hinting;
 mod pages;
 mod queues;
 mod shared;
 mod state;
 mod statistics;
+mod target;
 #[cfg(test)]
 mod tests;
 pub(super) mod worker;

@@ -14,6 +14,7 @@ use super::config::ConfigSpace;
 use super::counters::Done;
 use super::hinting::Hinting;
 use super::statistics::Statistics;
+use super::target::Staged;
 use super::{F_FREE_PAGE_HINT, PAGE_BYTES};
 use crate::virtio::VirtioInterrupt;
 
@@ -24,12 +25,20 @@ pub(super) struct Driver {
     pub(super) features: u64,
 }
 
+/// What is changed together.
+#[derive(Default)]
+struct Held {
+    space: ConfigSpace,
+    /// While the guest is still to get some of its memory.
+    staged: Option<Staged>,
+}
+
 /// See the module.
 pub(crate) struct Shared {
     pub(super) ram: Arc<GuestRam>,
     pub(super) done: Done,
     pub(super) hinting: Hinting,
-    config: Mutex<ConfigSpace>,
+    config: Mutex<Held>,
     statistics: Mutex<Statistics>,
     driver: Mutex<Option<Driver>>,
     /// Signalled when memory may be given back that could not be before.
@@ -54,11 +63,51 @@ impl Shared {
     }
 
     pub(super) fn config(&self) -> ConfigSpace {
-        *lock(&self.config)
+        lock(&self.config).space
     }
 
     pub(super) fn change_config<T>(&self, change: impl FnOnce(&mut ConfigSpace) -> T) -> T {
-        change(&mut lock(&self.config))
+        change(&mut lock(&self.config).space)
+    }
+
+    /// The balloon is to have what there is of `staged` now, and the rest as memory comes.
+    pub(super) fn stage(&self, staged: Staged) {
+        let target_pages = staged.pages_at(self.ram.total_bytes());
+        let mut held = lock(&self.config);
+        held.space.target_pages = target_pages;
+        held.staged = Some(staged).filter(|staged| !staged.is_over(target_pages));
+    }
+
+    /// Goes on from a saved target.
+    pub(super) fn restore(&self, space: ConfigSpace) {
+        let mut held = lock(&self.config);
+        held.space = space;
+        held.staged = held.staged.filter(|staged| !staged.is_over(space.target_pages));
+    }
+
+    /// Sets what the balloon is to have from now on, whatever is still to come. True if the driver has
+    /// to be told.
+    pub(super) fn set_target(&self, target_pages: u32) -> bool {
+        let mut held = lock(&self.config);
+        held.staged = None;
+        let changed = std::mem::replace(&mut held.space.target_pages, target_pages) != target_pages;
+        changed || held.space.actual_pages != target_pages
+    }
+
+    /// The guest has more memory than before: the balloon may be larger, as far as it is to be. True
+    /// if the driver has to be told.
+    pub(super) fn memory_has_grown(&self) -> bool {
+        let usable_bytes = self.ram.total_bytes();
+        let mut held = lock(&self.config);
+        let Some(staged) = held.staged else { return false };
+        let target_pages = staged.pages_at(usable_bytes);
+        // Two threads may tell of growth the wrong way round.
+        let grows = target_pages > held.space.target_pages;
+        if grows {
+            held.space.target_pages = target_pages;
+        }
+        held.staged = Some(staged).filter(|staged| !staged.is_over(held.space.target_pages));
+        grows
     }
 
     pub(super) fn target_bytes(&self) -> u64 {

@@ -28,7 +28,8 @@ pub(super) fn save(config: ConfigSpace, hint_command: u32) -> DeviceSnapshot {
     FORMAT.encode(&BalloonState { target_pages, actual_pages, poison, hint_command })
 }
 
-/// The configuration and the last command for hints, checked against the guest's memory.
+/// The configuration and the last command for hints, checked against the memory that the guest may
+/// ever have, in pages.
 pub(super) fn check(
     snapshot: &DeviceSnapshot,
     ram_pages: u64,
@@ -37,7 +38,7 @@ pub(super) fn check(
     let BalloonState { target_pages, actual_pages, poison, hint_command } = state;
     if u64::from(target_pages) > ram_pages {
         return Err(FORMAT.invalid(format!(
-            "the balloon is to have {target_pages} pages of a guest that has {ram_pages}"
+            "the balloon is to have {target_pages} pages of a guest that has {ram_pages} at most"
         )));
     }
     Ok((ConfigSpace { target_pages, actual_pages, poison }, hint_command))

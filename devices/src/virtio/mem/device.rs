@@ -86,6 +86,12 @@ impl MemHandle {
         }
     }
 
+    /// Has `listener` called, on the device's thread, whenever the guest has got more memory. Only the
+    /// first one is; it must not wait.
+    pub fn on_growth(&self, listener: Arc<dyn Fn() + Send + Sync>) {
+        let _ = self.shared.growth.set(listener);
+    }
+
     /// Bytes that the guest is to have.
     pub fn requested_bytes(&self) -> u64 {
         self.shared.requested_bytes()

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use log::{debug, warn};
 use memory::plugging::PlugError;
@@ -24,6 +24,8 @@ pub(crate) struct Shared {
     requested_bytes: AtomicU64,
     /// A driver that is there. Held to look and to set.
     driver: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
+    /// Called when the guest has got more of the region.
+    pub(super) growth: OnceLock<Arc<dyn Fn() + Send + Sync>>,
 }
 
 impl Shared {
@@ -31,7 +33,7 @@ impl Shared {
     pub(crate) fn new(ram: Arc<GuestRam>, region: Arc<RamRegion>) -> Option<Self> {
         let block_bytes = region.block_bytes()?;
         let (requested_bytes, driver) = (AtomicU64::new(0), Mutex::new(None));
-        Some(Self { ram, region, block_bytes, requested_bytes, driver })
+        Some(Self { ram, region, block_bytes, requested_bytes, driver, growth: OnceLock::new() })
     }
 
     pub(super) fn region(&self) -> &RamRegion {
@@ -97,7 +99,13 @@ impl Shared {
         if wanted > self.requested_bytes() {
             return Answer::Nack;
         }
-        answer(&self.ram.plug(&range))
+        let done = self.ram.plug(&range);
+        if done.is_ok()
+            && let Some(listener) = self.growth.get()
+        {
+            listener();
+        }
+        answer(&done)
     }
 
     fn unplug_all(&self) -> Answer {

@@ -192,3 +192,15 @@ fn a_restored_guest_has_the_same_blocks() {
         assert!(matches!(refused, Err(StateError::Invalid { .. })), "{bad:?}");
     }
 }
+
+#[test]
+fn more_memory_is_told_and_less_is_not() {
+    let mut guest = Guest::new(4);
+    let (tell, told) = std::sync::mpsc::channel();
+    guest.device.handle().on_growth(Arc::new(move || tell.send(()).unwrap()));
+    assert_eq!(guest.ask(PLUG, REGION, 2).0, ACK);
+    assert_eq!(told.try_iter().count(), 1);
+    assert_eq!(guest.ask(PLUG, REGION, 1).0, ERROR, "it is there already");
+    assert_eq!(guest.ask(UNPLUG, REGION, 2).0, ACK);
+    assert_eq!(told.try_iter().count(), 0);
+}

@@ -18,9 +18,9 @@ use crate::config_space::register;
 use crate::device::{PciDevice as _, PciStateError};
 use crate::locks::lock;
 use crate::msix::MsixError;
-use crate::vfio::VfioPciDevice;
 use crate::vfio::capabilities::{self, word};
 use crate::vfio::config::ShadowConfig;
+use crate::vfio::{VfioError, VfioPciDevice};
 
 /// Device control, and device control 2, in the capability of PCI Express.
 const EXPRESS_CONTROLS: [u16; 2] = [0x08, 0x28];
@@ -185,13 +185,14 @@ impl VfioPciDevice {
         if let (Some(msix), Some(saved)) = (self.interrupts.msix(), &state.msix) {
             msix.restore(saved, config.msix_control().unwrap_or(0))?;
         }
-        if let Some(msi) = self.interrupts.msi()
-            && let Err(error) = msi.set_pending(state.msi_pending)
-        {
-            log::warn!("passed-through device {}: an interrupt is lost: {error}", self.id);
+        // The source can still take the guest back, so a device that would never interrupt again is a
+        // failure here and not a line in the log.
+        let cannot = |source| MigrationError::Interrupts(Box::new(source));
+        if let Some(msi) = self.interrupts.msi() {
+            msi.set_pending(state.msi_pending).map_err(|error| cannot(VfioError::Msi(error)))?;
         }
-        self.interrupts.apply(config.msix_control(), config.msi().as_ref());
-        Ok(())
+        let (msix_control, msi) = (config.msix_control(), config.msi());
+        self.interrupts.connect_as(msix_control, msi.as_ref()).map_err(cannot)
     }
 
     fn raw_config(&self) -> Vec<u8> {

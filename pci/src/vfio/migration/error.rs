@@ -12,6 +12,7 @@ use thiserror::Error;
 use super::port::DeviceState;
 use crate::config_space::ConfigStateError;
 use crate::msix::MsixError;
+use crate::vfio::VfioError;
 use crate::vfio::gate::GateClosed;
 
 /// Why a function cannot be moved at all.
@@ -120,6 +121,9 @@ pub enum MigrationError {
     /// The vectors.
     #[error("its interrupts do not fit")]
     Msix(#[from] MsixError),
+    /// Those of the host.
+    #[error("the device's interrupts cannot be connected")]
+    Interrupts(#[source] Box<VfioError>),
     /// DMA would go wrong.
     #[error("the device cannot go on here")]
     Gate(#[from] GateClosed),

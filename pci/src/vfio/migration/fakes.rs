@@ -37,6 +37,8 @@ pub struct FakeHardware {
     pub breaks_after: Option<usize>,
     /// Its state never ends.
     pub is_endless: bool,
+    /// What it says of the length of its state, if that is not the length.
+    pub estimate_bytes: Option<u64>,
     /// It takes no more than so many bytes.
     pub takes_at_most: Option<usize>,
     /// It can log what it writes.
@@ -62,6 +64,7 @@ impl Default for FakeHardware {
             mishap: None,
             breaks_after: None,
             is_endless: false,
+            estimate_bytes: None,
             takes_at_most: None,
             logs: false,
             loses_log: false,

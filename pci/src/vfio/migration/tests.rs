@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use hypervisor::irq::MsiVector as _;
 use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
@@ -410,4 +411,22 @@ fn the_estimate_is_the_hardwares() {
     assert_eq!(rig(true).device.estimated_state_len_bytes(), 36);
     assert_eq!(Rig::new().device.estimated_state_len_bytes(), 0);
     assert!(Rig::new().host.config_len_bytes() > 0);
+}
+
+/// A host that has no vectors left says so while the source can still take the guest back.
+#[test]
+fn a_destination_that_cannot_connect_interrupts_refuses_the_state() {
+    let source = rig(true);
+    source.write(MSIX_OFFSET + 2, &[0, 0x80]);
+    let state = saved(&source);
+    let here = empty_rig();
+    here.gate.open();
+    here.host.refuses_interrupts.store(true, Ordering::Relaxed);
+    let error = chain(&here.device.restore(&state).unwrap_err());
+    assert!(error.contains("the device's interrupts cannot be connected"), "{error}");
+    // Another attempt finds everything as it was.
+    let again = empty_rig();
+    again.gate.open();
+    again.device.restore(&state).unwrap();
+    assert_eq!(again.host.connected(), source.host.connected());
 }

@@ -9,13 +9,14 @@
 use std::sync::Arc;
 
 use pci::vfio::VfioPciDevice;
-use pci::vfio::migration::{DmaLog, MigrationError};
+use pci::vfio::migration::{DmaLog, MigrationError, STATE_LEN_BYTES_MAX};
 use pci::{Bdf, PciDevice as _};
 
 use super::{Passthrough, PassthroughError};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::ram;
+use crate::machine::state::hardware_state_len_bytes_max;
 
 /// What is done with each device before the next step.
 type Step = fn(&VfioPciDevice) -> Result<(), MigrationError>;
@@ -62,20 +63,46 @@ impl Passthrough {
         let why = |(_, device): &(_, Arc<VfioPciDevice>)| {
             Some(reason(device.id(), &error_text::chain(device.movable().err()?)))
         };
-        refuse(&self.devices.iter().filter_map(why).collect::<Vec<_>>())
+        refuse(&self.devices.iter().filter_map(why).collect::<Vec<_>>())?;
+        refuse(&self.too_much_state(hardware_state_len_bytes_max(config.cpus.boot_vcpus)))
+    }
+
+    /// Why the states of the hardware cannot travel, as far as it is known before the devices stop: one
+    /// device has too much, or all have together.
+    fn too_much_state(&self, limit_bytes: u64) -> Vec<String> {
+        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+        let len = |(_, device): &(_, Arc<VfioPciDevice>)| device.estimated_state_len_bytes();
+        let lens = || self.devices.iter().map(|entry| (entry.1.id(), len(entry)));
+        let too_long = |(id, len_bytes): (&str, u64)| {
+            let most = mib(STATE_LEN_BYTES_MAX);
+            let why = format!("its state has {} MiB, and may have {most}", mib(len_bytes));
+            (len_bytes > STATE_LEN_BYTES_MAX).then(|| reason(id, &why))
+        };
+        let single: Vec<_> = lens().filter_map(too_long).collect();
+        if !single.is_empty() || self.state_len_bytes() <= limit_bytes {
+            return single;
+        }
+        let most = limit_bytes >> 20;
+        let part = |(id, len_bytes)| {
+            let has =
+                format!("its state has {} MiB, and all together may have {most}", mib(len_bytes));
+            reason(id, &has)
+        };
+        lens().filter(|(_, len_bytes)| *len_bytes > 0).map(part).collect()
     }
 
     /// Stops the devices, as far as they can be stopped. The vCPUs have stopped before. Idempotent.
     ///
     /// # Errors
-    /// Naming the device; all work as before, but for one that has failed, which is gone for the guest.
+    /// Naming the device; those that have stopped stay so, and one that has failed is gone for the
+    /// guest. If the machine is to run on, [`Self::run`] has to follow: of one that is paused nothing
+    /// may begin to work because it was asked to stop once more.
     pub fn stop(&self) -> Result<(), PassthroughError> {
         let steps: [Step; 2] = [VfioPciDevice::quiesce, VfioPciDevice::stop];
         for step in steps {
             for (_, device) in &self.devices {
                 if let Err(source) = step(device) {
                     tell_if_lost(device, &source);
-                    self.run();
                     let id = device.id().to_owned();
                     return Err(PassthroughError::Stop { id, source });
                 }
@@ -191,8 +218,10 @@ mod tests {
         two.migration.hardware_mut().mishap = Some((RunningP2p, Mishap::Refused));
         let error = passthrough.stop().unwrap_err();
         assert_eq!(error.to_string(), "cannot stop passed-through device 'two'");
-        assert_eq!(history(&one), [RunningP2p, Running]);
+        assert_eq!(history(&one), [RunningP2p]);
         assert_eq!(history(&two), []);
+        passthrough.run();
+        assert_eq!(history(&one), [RunningP2p, Running]);
         assert!(passthrough.devices.iter().all(|(_, device)| !device.is_lost()));
     }
 
@@ -202,6 +231,8 @@ mod tests {
         let (passthrough, [one, two]) = two_devices();
         two.migration.hardware_mut().mishap = Some((Stop, Mishap::Refused));
         assert!(passthrough.stop().is_err());
+        assert_eq!(history(&one), [RunningP2p, Stop], "nothing works that was stopped");
+        passthrough.run();
         assert_eq!(history(&one), [RunningP2p, Stop, RunningP2p, Running]);
         assert_eq!(history(&two), [RunningP2p, Running]);
         two.migration.hardware_mut().mishap = None;
@@ -248,6 +279,34 @@ mod tests {
         let error = passthrough.check_movable(&config).unwrap_err().to_string();
         for id in ["'one': its driver", "'two': its driver"] {
             assert!(error.contains(id), "{error}");
+        }
+    }
+
+    #[test]
+    fn too_much_state_is_refused_by_name_before_anything_stops() {
+        let (passthrough, hosts) = two_devices();
+        // What the fake says of its state: its memory, and nine bytes around it.
+        assert_eq!(passthrough.state_len_bytes(), 2 * 14);
+        assert_eq!(passthrough.too_much_state(28), Vec::<String>::new());
+        let reasons = passthrough.too_much_state(27);
+        assert!(reasons[0].starts_with("'one': its state has 1 MiB, and all together may have 0"));
+        assert!(reasons[1].starts_with("'two': "), "{reasons:?}");
+        let estimates = |bytes: [u64; 2]| {
+            for (host, bytes) in hosts.iter().zip(bytes) {
+                host.migration.hardware_mut().estimate_bytes = Some(bytes);
+            }
+        };
+        estimates([1, STATE_LEN_BYTES_MAX + 1]);
+        let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
+        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        assert!(error.contains("'two': its state has 129 MiB, and may have 128"), "{error}");
+        assert!(!error.contains("'one'"), "{error}");
+        assert!(hosts.iter().all(|host| history(host).is_empty()), "none was asked to stop");
+        // Each has no more than a device may, and both have more than travels.
+        estimates([100 << 20; 2]);
+        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        for id in ["'one'", "'two'"] {
+            assert!(error.contains(id) && error.contains("all together may have 179"), "{error}");
         }
     }
 

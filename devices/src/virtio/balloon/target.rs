@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! How large a balloon is to be while the guest is still to get some of its memory.
+//!
+//! Owns that rule. A guest that boots has its boot memory alone, also where it is to have more by
+//! memory devices and had it before a reboot. A balloon of the full size would take from it what it
+//! boots with. So memory that is still to come counts as if it were in the balloon: the guest has at
+//! no time more memory than in the end, and never less than it boots with for a balloon that fits
+//! into what comes.
+
+use super::PAGE_BYTES;
+
+/// A balloon that is smaller than it is to be until the guest has all of its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Staged {
+    /// Pages that the balloon has in the end.
+    wanted_pages: u32,
+    /// Memory that the guest has then, what is in the balloon included.
+    full_bytes: u64,
+}
+
+impl Staged {
+    /// A balloon that is to have `wanted_pages` when the guest has `full_bytes`; never more than
+    /// those.
+    pub(super) fn new(wanted_pages: u32, full_bytes: u64) -> Self {
+        let full_pages = u32::try_from(full_bytes / PAGE_BYTES).unwrap_or(u32::MAX);
+        Self { wanted_pages: wanted_pages.min(full_pages), full_bytes }
+    }
+
+    /// Pages that the balloon is to have while the guest has `usable_bytes`.
+    pub(super) fn pages_at(self, usable_bytes: u64) -> u32 {
+        let missing_pages = self.full_bytes.saturating_sub(usable_bytes).div_ceil(PAGE_BYTES);
+        self.wanted_pages.saturating_sub(u32::try_from(missing_pages).unwrap_or(u32::MAX))
+    }
+
+    /// Whether there is nothing left to wait for.
+    pub(super) fn is_over(self, target_pages: u32) -> bool {
+        target_pages >= self.wanted_pages
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+    const GIB_PAGES: u32 = 1 << 18;
+
+    #[test]
+    fn what_is_still_to_come_counts_as_if_it_were_in_the_balloon() {
+        // 1 GiB at boot, 8 more to come, 4 in the balloon: 5 stay.
+        let staged = Staged::new(4 * GIB_PAGES, 9 * GIB);
+        let expected = [(1, 0), (4, 0), (5, 0), (6, 1), (8, 3), (9, 4), (12, 4)];
+        for (usable, target) in expected {
+            assert_eq!(staged.pages_at(usable * GIB), target * GIB_PAGES, "{usable} GiB");
+            assert_eq!(staged.is_over(target * GIB_PAGES), target == 4);
+        }
+    }
+
+    #[test]
+    fn a_guest_that_is_to_get_nothing_more_has_the_whole_balloon_at_once() {
+        let staged = Staged::new(GIB_PAGES, 4 * GIB);
+        assert_eq!(staged.pages_at(4 * GIB), GIB_PAGES);
+        // More than all is all.
+        let staged = Staged::new(u32::MAX, 4 * GIB);
+        assert_eq!((staged.pages_at(4 * GIB), staged.pages_at(0)), (4 * GIB_PAGES, 0));
+    }
+}

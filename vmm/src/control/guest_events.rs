@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a guest does, from the moment at which its machine tells it to the moment at which it is
+//! acted on.
+//!
+//! Owns the queue of such events and the rule of when the time of each has come. An event belongs
+//! to one machine, by number: it must never reach another, and is never lost while its machine
+//! exists, whatever owns that machine meanwhile.
+//!
+//! ```text
+//!  machine is    lent to a thread,   paused            pages arriving     runs
+//!                not started yet
+//!  Reset         waits               waits             waits              reboots it
+//!  Shutdown      waits               waits             waits              ends it
+//!  VcpuStopped   waits               waits             ends the process   ends the process
+//!  Ejected       waits               taken apart       waits              taken apart
+//!  DeviceWanted  waits               guest is asked    guest is asked     guest is asked
+//! ```
+//!
+//! A paused VM changes only when it is asked to. A reset that was on its way when the pause was
+//! answered is therefore carried out after `vm.resume`, not before.
+
+use std::collections::VecDeque;
+
+use super::{Next, Pages, RunError, Vm, Vmm};
+use crate::events;
+use crate::machine::GuestEvent;
+use crate::options::ExitReason;
+
+/// What can be done with the machine now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum MachineIs {
+    /// It runs, with all of its memory.
+    Running,
+    /// It is stopped by request.
+    Paused,
+    /// It may run; pages of it are still to come.
+    AwaitingPages,
+    /// Pages of it are lost: it can never be taken apart.
+    LackingPages,
+    /// It belongs to another thread, or has not been started.
+    Elsewhere,
+    /// There is none in this process, or none that could run here again.
+    Gone,
+}
+
+/// Events that have not been acted on, in the order in which they came, with the numbers of their
+/// machines.
+#[derive(Debug, Default)]
+pub struct GuestEvents {
+    waiting: VecDeque<(u64, GuestEvent)>,
+}
+
+/// After it there is no guest, or another.
+fn ends_the_guest(event: &GuestEvent) -> bool {
+    matches!(event, GuestEvent::Reset | GuestEvent::Shutdown | GuestEvent::VcpuStopped { .. })
+}
+
+impl MachineIs {
+    fn may_act_on(self, event: &GuestEvent) -> bool {
+        match self {
+            Self::Running => true,
+            Self::Paused => !ends_the_guest(event),
+            Self::AwaitingPages | Self::LackingPages => {
+                matches!(event, GuestEvent::VcpuStopped { .. } | GuestEvent::DeviceWanted { .. })
+            }
+            Self::Elsewhere | Self::Gone => false,
+        }
+    }
+}
+
+impl GuestEvents {
+    fn note(&mut self, number: u64, event: GuestEvent) {
+        self.waiting.push_back((number, event));
+    }
+
+    /// The next event of machine `number` whose time has come. Those of other machines are
+    /// forgotten. What ends the guest is never overtaken by a later event that does so too.
+    fn next(&mut self, number: u64, machine: MachineIs) -> Option<GuestEvent> {
+        self.waiting.retain(|(of, _)| *of == number && machine != MachineIs::Gone);
+        let mut end_waits = false;
+        let is_next = |(_, event): &(u64, GuestEvent)| {
+            let ends = ends_the_guest(event);
+            if machine.may_act_on(event) && !(ends && end_waits) {
+                return true;
+            }
+            end_waits |= ends;
+            false
+        };
+        let at = self.waiting.iter().position(is_next)?;
+        self.waiting.remove(at).map(|(_, event)| event)
+    }
+}
+
+impl Vmm {
+    fn machine_is(&self) -> MachineIs {
+        match (&self.vm, &self.pages) {
+            (Vm::Live(_), Pages::Arriving { .. }) => MachineIs::AwaitingPages,
+            (Vm::Live(_), Pages::Lost(_)) => MachineIs::LackingPages,
+            (Vm::Live(machine), Pages::Here) if machine.is_paused() => MachineIs::Paused,
+            (Vm::Live(_), Pages::Here) => MachineIs::Running,
+            (Vm::Leaving { .. } | Vm::Busy(_) | Vm::Awaited(_) | Vm::Standing { .. }, _) => {
+                MachineIs::Elsewhere
+            }
+            (Vm::None | Vm::Idle(_) | Vm::Serving(_) | Vm::HandedOver { .. }, _) => MachineIs::Gone,
+        }
+    }
+
+    /// Takes note of what the guest of machine `number` did. [`Self::act_on_guest`] does the rest.
+    pub(super) fn note_guest_event(&mut self, number: u64, event: GuestEvent) {
+        if number != self.machine_number {
+            return;
+        }
+        if let Vm::Leaving { sending, .. } = &self.vm
+            && ends_the_guest(&event)
+        {
+            log::info!(
+                "the guest ends or reboots while it is migrated: the migration is cancelled"
+            );
+            sending.cancel.cancel();
+        }
+        let machine = self.machine_is();
+        if !machine.may_act_on(&event) {
+            match machine {
+                MachineIs::AwaitingPages => {
+                    log::info!("what the guest does ({event:?}) waits until its last page is here");
+                }
+                MachineIs::LackingPages => log::warn!(
+                    "the guest does {event:?}, and pages of it are lost: it stays as it is"
+                ),
+                MachineIs::Paused => {
+                    log::info!("what the guest did ({event:?}) waits until it is resumed");
+                }
+                MachineIs::Running | MachineIs::Elsewhere | MachineIs::Gone => {}
+            }
+        }
+        self.guest_events.note(number, event);
+    }
+
+    /// Acts on all that the guest did whose time has come.
+    pub(super) fn act_on_guest(&mut self) -> Next {
+        loop {
+            // Asked anew each time: what was done may have made another machine.
+            let (number, machine) = (self.machine_number, self.machine_is());
+            let Some(event) = self.guest_events.next(number, machine) else {
+                return Next::Continue;
+            };
+            match self.act_on(event) {
+                Next::Continue => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn act_on(&mut self, event: GuestEvent) -> Next {
+        match event {
+            GuestEvent::Reset => match self.reboot() {
+                Ok(()) => Next::Continue,
+                Err(error) => Next::Fail(RunError::Reboot(error)),
+            },
+            GuestEvent::Shutdown => {
+                log::info!("the guest has shut down");
+                match self.shutdown() {
+                    Ok(()) if self.no_shutdown => Next::Continue,
+                    Ok(()) => Next::Exit(ExitReason::GuestShutdown),
+                    Err(error) => Next::Fail(RunError::Shutdown(error)),
+                }
+            }
+            GuestEvent::Ejected => {
+                self.devices_ejected();
+                Next::Continue
+            }
+            GuestEvent::DeviceWanted { id } => {
+                if let Err(error) = self.remove_device(&id) {
+                    log::warn!("the guest cannot be asked to let go of '{id}': {error}");
+                }
+                Next::Continue
+            }
+            GuestEvent::VcpuStopped { index, reason } => {
+                events::emit("guest", "panic", &[("vcpu", &index.to_string())]);
+                Next::Fail(RunError::VcpuStopped { index, reason: format!("{reason:?}") })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hypervisor::StopReason;
+
+    use super::*;
+
+    fn stopped() -> GuestEvent {
+        GuestEvent::VcpuStopped { index: 0, reason: StopReason::Halted }
+    }
+
+    fn wanted() -> GuestEvent {
+        GuestEvent::DeviceWanted { id: "nic".to_owned() }
+    }
+
+    /// All events that machine 7 may be done with now, as they would be acted on.
+    fn all(events: &mut GuestEvents, machine: MachineIs) -> Vec<String> {
+        std::iter::from_fn(|| events.next(7, machine)).map(|event| format!("{event:?}")).collect()
+    }
+
+    fn of_seven(events: impl IntoIterator<Item = GuestEvent>) -> GuestEvents {
+        GuestEvents { waiting: events.into_iter().map(|event| (7, event)).collect() }
+    }
+
+    #[test]
+    fn what_comes_before_the_machine_is_here_waits_in_order() {
+        let mut events = of_seven([GuestEvent::Ejected, wanted(), GuestEvent::Shutdown]);
+        assert_eq!(all(&mut events, MachineIs::Elsewhere), [""; 0]);
+        let expected = ["Ejected", "DeviceWanted { id: \"nic\" }", "Shutdown"];
+        assert_eq!(all(&mut events, MachineIs::Running), expected);
+        assert_eq!(all(&mut events, MachineIs::Running), [""; 0], "an event is acted on once");
+    }
+
+    #[test]
+    fn events_of_a_machine_that_is_gone_reach_no_other() {
+        // A reboot made machine 7 out of machine 6: what 6 still said means nothing for 7.
+        for late in [GuestEvent::Reset, stopped(), GuestEvent::Shutdown, wanted()] {
+            let mut events = GuestEvents::default();
+            events.note(6, GuestEvent::Reset);
+            events.note(6, late);
+            assert!(matches!(events.next(6, MachineIs::Running), Some(GuestEvent::Reset)));
+            assert_eq!(all(&mut events, MachineIs::Running), [""; 0]);
+            assert!(events.waiting.is_empty());
+        }
+        let mut events = of_seven([GuestEvent::Reset]);
+        assert_eq!(all(&mut events, MachineIs::Gone), [""; 0]);
+        assert_eq!(all(&mut events, MachineIs::Running), [""; 0]);
+    }
+
+    #[test]
+    fn a_paused_vm_neither_ends_nor_reboots_until_it_is_resumed() {
+        for ending in [GuestEvent::Reset, GuestEvent::Shutdown, stopped()] {
+            let name = format!("{ending:?}");
+            let mut events = of_seven([ending, GuestEvent::Ejected]);
+            assert_eq!(all(&mut events, MachineIs::Paused), ["Ejected"], "{name}");
+            assert_eq!(all(&mut events, MachineIs::Running), [name]);
+        }
+    }
+
+    #[test]
+    fn while_pages_arrive_the_first_end_is_the_one_that_counts() {
+        let mut events = of_seven([GuestEvent::Reset, stopped(), wanted(), GuestEvent::Ejected]);
+        let now = all(&mut events, MachineIs::AwaitingPages);
+        assert_eq!(now, ["DeviceWanted { id: \"nic\" }"]);
+        assert!(matches!(events.next(7, MachineIs::Running), Some(GuestEvent::Reset)));
+        let mut events = of_seven([GuestEvent::Ejected, stopped()]);
+        let now = all(&mut events, MachineIs::AwaitingPages);
+        assert_eq!(now.len(), 1, "a vCPU that cannot go on waits for no page: {now:?}");
+    }
+}
