@@ -45,6 +45,8 @@ struct NoBarrier;
 impl VcpuBarrier for NoBarrier {
     fn let_through(&self, _: PageRun) {}
 
+    fn open(&self) {}
+
     fn remove(&self, _: usize) -> io::Result<()> {
         Ok(())
     }
