@@ -3,20 +3,19 @@
 //! The page engine of postcopy: which pages are missing, which were asked for, what an arrival
 //! means.
 //!
-//! Owns two bits a page. `missing`: contents are still to arrive. `wanted`: somebody waits and the
-//! source has been asked. A fault sets `wanted` and then looks at `missing`; an arrival clears
-//! `missing` and then looks at `wanted`. Between the two steps both order them, so that one of the
-//! two always sees the other (there is a loom model of this in `bitmap`), and no waiter is
-//! forgotten. A large host page is one of these; what comes of it in pieces arrives with the last
-//! (`destination::assembly`). It opens, waits on and writes to no connection.
+//! Owns what an arrival of contents means for the guest, and when nothing is missing any more. Which
+//! units are missing and which are wanted, and the order in which a fault and an arrival look at
+//! that, is in `destination::demand`. A large host page is one unit; what comes of it in pieces
+//! arrives with the last (`destination::assembly`). It opens, waits on and writes to no connection.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::demand::{Demand, Look};
 use super::receive::locate;
 use super::sleepers::Sleepers;
-use crate::bitmap::{ClaimMap, change_then_look};
+use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
 use crate::fault::{Fault, FaultSource};
@@ -27,7 +26,6 @@ use crate::protocol::codec::ByteSource;
 use crate::protocol::{ProtocolError, runs};
 use crate::ram::{self, GuestMemoryMap};
 use crate::stride::Strides;
-use crate::waits::Waits;
 
 /// Contents of at most this length are copied in through a buffer, which is faster than receiving
 /// them in place: pages are neither cleared before nor mapped twice, and there is one call of the
@@ -55,9 +53,8 @@ pub(crate) enum Via {
 pub(crate) struct Engine<M> {
     pub(super) memory: Arc<M>,
     pub(super) source: Arc<dyn FaultSource>,
-    /// Per region, in units.
-    missing: Vec<ClaimMap>,
-    wanted: Vec<ClaimMap>,
+    /// What is missing and what is wanted, in units.
+    demand: Demand,
     /// Per region: how its units come together from pieces, where they may.
     pub(super) pieces: Vec<Option<Pieces>>,
     /// Per region: pages of 4 KiB in a unit.
@@ -70,8 +67,6 @@ pub(crate) struct Engine<M> {
     failed: Cancel,
     /// What failed first, and whether the guest may run on this memory. Held for one look.
     fate: Mutex<Fate>,
-    /// When the units that are waited for were asked for.
-    waits: Waits,
     /// Threads that bring their own pages.
     sleepers: Sleepers,
     pub(super) progress: Arc<Progress>,
@@ -134,15 +129,13 @@ impl<M: GuestMemoryMap> Engine<M> {
         let engine = Self {
             sleepers: Sleepers::new(source.seats()),
             source,
-            wanted: maps(&**memory),
-            missing,
+            demand: Demand::new(missing),
             pieces,
             unit_pages,
             left: AtomicU64::new(left),
             complete: Cancel::new().map_err(Cause::Resource)?,
             failed: Cancel::new().map_err(Cause::Resource)?,
             fate: Mutex::default(),
-            waits: Waits::new(),
             progress,
             memory: Arc::clone(memory),
         };
@@ -224,7 +217,7 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// Pages of 4 KiB that are missing.
     pub(crate) fn missing_pages(&self) -> u64 {
-        self.missing.iter().zip(&self.unit_pages).map(|(map, unit)| map.count() * unit).sum()
+        self.missing().iter().zip(&self.unit_pages).map(|(map, unit)| map.count() * unit).sum()
     }
 
     /// Looks at faults; returns the ranges to ask the source for. The others need nothing, or have
@@ -237,18 +230,19 @@ impl<M: GuestMemoryMap> Engine<M> {
             let region = fault.region;
             let index = fault.page / self.unit_pages[region];
             let run = self.pages_of(region, index);
-            let first_wish = self.wanted[region].set(index);
-            change_then_look();
-            if !self.missing[region].get(index) {
-                // It has just arrived, or was never sent because it is zero.
-                counters.faults_local.fetch_add(1, Ordering::Relaxed);
-                self.show(region, index)?;
-            } else if first_wish {
-                counters.faults_requested.fetch_add(1, Ordering::Relaxed);
-                self.waits.begin(region, index, fault.thread);
-                ask.push(self.memory.layout().range_of(run));
-            } else {
-                counters.faults_merged.fetch_add(1, Ordering::Relaxed);
+            match self.demand.fault(region, index, fault.thread) {
+                Look::Here => {
+                    // It has just arrived, or was never sent because it is zero.
+                    counters.faults_local.fetch_add(1, Ordering::Relaxed);
+                    self.show(region, index)?;
+                }
+                Look::First => {
+                    counters.faults_requested.fetch_add(1, Ordering::Relaxed);
+                    ask.push(self.memory.layout().range_of(run));
+                }
+                Look::Again => {
+                    counters.faults_merged.fetch_add(1, Ordering::Relaxed);
+                }
             }
         }
         Ok(ask)
@@ -272,7 +266,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             return Err(Cause::Unsupported { what, remedy: "this is a defect, please report it" });
         };
         ask(self.take_faults(&[fault])?);
-        if self.missing[fault.region].get(index) {
+        if self.demand.is_missing(fault.region, index) {
             lying.sleep();
         }
         Ok(())
@@ -291,7 +285,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             let unit = fault.page / self.unit_pages[fault.region];
             let Some(thread) = fault.thread else { continue };
             let Some(guess) = strides.fault(thread, fault.region, unit) else { continue };
-            let map = &self.missing[fault.region];
+            let map = &self.missing()[fault.region];
             let steps = (1..=guess.count).filter_map(|step| {
                 let distance = guess.stride.checked_mul(i64::try_from(step).ok()?)?;
                 unit.checked_add_signed(distance)
@@ -311,18 +305,18 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// What is missing, one map a region, in units.
     pub(crate) fn missing(&self) -> &[ClaimMap] {
-        &self.missing
+        self.demand.missing()
     }
 
     /// How long the longest wait for a page has been going on.
     pub(crate) fn longest_wait(&self) -> Duration {
-        self.waits.longest()
+        self.demand.longest_wait()
     }
 
     /// Prepares for another set of connections; none works on the engine now. What arrived of a
     /// page without being shown is thrown away.
     pub(crate) fn begin_again(&self) -> Result<(), Cause> {
-        for (region, map) in self.missing.iter().enumerate() {
+        for (region, map) in self.missing().iter().enumerate() {
             let unit = self.unit_pages[region];
             for (first, count) in map.runs() {
                 let run = PageRun { region, first: first * unit, count: count * unit };
@@ -335,19 +329,13 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// What somebody waits for and is still missing: to be asked for on a new connection.
+    /// What is waited for and still missing: to be asked for on a new connection.
     pub(crate) fn wishes(&self) -> Vec<GpaRange> {
-        change_then_look();
-        self.waits.restart_clock();
-        let mut ranges = Vec::new();
-        for (region, map) in self.wanted.iter().enumerate() {
-            for (first, count) in map.runs() {
-                let wanted = (first..first + count).filter(|unit| self.missing[region].get(*unit));
-                let runs = wanted.map(|unit| self.pages_of(region, unit));
-                ranges.extend(runs.map(|run| self.memory.layout().range_of(run)));
-            }
-        }
-        ranges
+        self.demand.begin_wishes();
+        let regions = 0..self.missing().len();
+        let range = |region, unit| self.memory.layout().range_of(self.pages_of(region, unit));
+        let of = |region| self.demand.wishes(region).map(move |unit| range(region, unit));
+        regions.flat_map(of).collect()
     }
 
     /// Takes contents off a connection, and lets the guest see them. `scratch` is the receiving
@@ -454,8 +442,8 @@ impl<M: GuestMemoryMap> Engine<M> {
             let unit = self.unit_pages[run.region];
             for index in run.first / unit..run.end().div_ceil(unit) {
                 self.progress.counters.faults_elsewhere.fetch_add(1, Ordering::Relaxed);
-                let waited_for = self.wanted[run.region].get(index);
-                if waited_for && !self.missing[run.region].get(index) {
+                let waited_for = self.demand.is_wanted(run.region, index);
+                if waited_for && !self.demand.is_missing(run.region, index) {
                     self.show(run.region, index)?;
                 }
             }
@@ -473,7 +461,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             } else {
                 let unit = self.unit_pages[run.region];
                 let whole = run.first.is_multiple_of(unit) && run.count.is_multiple_of(unit);
-                let map = &self.missing[run.region];
+                let map = &self.missing()[run.region];
                 whole && (run.first / unit..run.end() / unit).all(|index| map.get(index))
             };
             if !missing {
@@ -493,19 +481,14 @@ impl<M: GuestMemoryMap> Engine<M> {
     ) -> Result<(), Cause> {
         let unit = self.unit_pages[run.region];
         let (first, count) = (run.first / unit, run.count / unit);
-        let cleared = self.missing[run.region].claim_run(first, count);
-        change_then_look();
-        let mut wanted = 0;
-        for index in first..first + count {
-            if self.wanted[run.region].get(index) {
-                wanted += unit;
-                wake(run.region, index)?;
-                self.sleepers.wake(run.region, index);
-                if let Some((thread, took)) = self.waits.end(run.region, index) {
-                    self.progress.fault_took(thread, took);
-                }
-            }
-        }
+        let here = |index| {
+            wake(run.region, index)?;
+            self.sleepers.wake(run.region, index);
+            Ok::<_, Cause>(())
+        };
+        let waited = |thread, took| self.progress.fault_took(thread, took);
+        let arrival = self.demand.arrive((run.region, first, count), here, waited)?;
+        let wanted = arrival.wanted * unit;
         let counters = &self.progress.counters;
         match via {
             Via::Bulk => {
@@ -517,7 +500,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             }
         }
         self.progress.sent_down(run.len_bytes());
-        if self.left.fetch_sub(cleared, Ordering::AcqRel) == cleared {
+        if self.left.fetch_sub(arrival.cleared, Ordering::AcqRel) == arrival.cleared {
             self.complete.cancel();
         }
         Ok(())

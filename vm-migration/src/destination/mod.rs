@@ -10,7 +10,8 @@
 //! | `receive` | Receive: memory arrives, extra connections join |
 //! | `fresh` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
-//! | `engine` | the page engine of postcopy: what is missing, what is asked for |
+//! | `engine` | the page engine of postcopy: what an arrival means |
+//! | `demand` | what is missing and what is asked for, and since when |
 //! | `assembly` | large host pages in it, which come together from pieces |
 //! | `fault` | the engine's threads |
 //! | `desk` | where threads that were refused a page get it |
@@ -23,6 +24,7 @@
 
 mod assembly;
 mod building;
+mod demand;
 mod desk;
 mod engine;
 mod fault;

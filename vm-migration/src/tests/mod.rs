@@ -21,6 +21,7 @@
 //! | `cuts` | a peer that closes, lies or stalls at every message |
 //! | `recovery` | postcopy that loses its connections |
 //! | `hostile` | a source that sends what it must not |
+//! | `waits` | faults and arrivals of their pages at the same moment |
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
@@ -41,6 +42,7 @@ mod plain;
 mod recovery;
 mod relay;
 mod sharing;
+mod waits;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
