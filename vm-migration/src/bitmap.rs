@@ -179,20 +179,59 @@ impl ClaimMap {
     /// The set bits as ascending runs of (first, count) (each word a snapshot). Looks at whole words
     /// and stores nothing: a map may have as many runs as half of its bits.
     pub fn runs(&self) -> impl Iterator<Item = (u64, u64)> {
-        runs_of(self.words.iter().map(|word| word.load(Ordering::Acquire)))
+        runs_of(0, self.words())
+    }
+
+    /// The same for the bits of a range of this map.
+    pub fn runs_in(&self, range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, u64)> {
+        let end = range.end.min(self.bits);
+        let first_word = range.start / WORD_BITS;
+        let words = to_usize(first_word)..to_usize(end.div_ceil(WORD_BITS).max(first_word));
+        let words = self.words.get(words).unwrap_or_default();
+        let masked = (first_word..).zip(words).map(move |(index, word)| {
+            let base = index * WORD_BITS;
+            let from = u32::try_from(range.start.saturating_sub(base)).unwrap_or(0);
+            let until = u32::try_from((end - base).min(WORD_BITS)).unwrap_or(0);
+            word.load(Ordering::Acquire) & span(from, until.saturating_sub(from))
+        });
+        runs_of(first_word * WORD_BITS, masked)
+    }
+
+    /// A map of its own with the same bits (each word a snapshot).
+    #[must_use]
+    pub fn copy(&self) -> Self {
+        Self { words: self.words().map(AtomicU64::new).collect(), bits: self.bits }
+    }
+
+    /// Sets the bits that are set in another map of the same length.
+    pub fn add(&self, other: &Self) {
+        for (index, bits) in (0..).zip(other.words()) {
+            self.set_word(index, bits);
+        }
+    }
+
+    /// The bits that are set here and not in another map of the same length (each word a snapshot).
+    #[must_use]
+    pub fn without(&self, other: &Self) -> Self {
+        let words =
+            self.words().zip(other.words()).map(|(one, other)| AtomicU64::new(one & !other));
+        Self { words: words.collect(), bits: self.bits }
     }
 
     /// The same for bits that are set in another map of the same length, too.
     pub fn common_runs(&self, other: &Self) -> impl Iterator<Item = (u64, u64)> {
         debug_assert_eq!(self.bits, other.bits);
         let words = self.words.iter().zip(&other.words);
-        runs_of(words.map(|(one, other)| {
-            // Most maps that are compared are nearly empty.
-            match one.load(Ordering::Acquire) {
-                0 => 0,
-                one => one & other.load(Ordering::Acquire),
-            }
-        }))
+        runs_of(
+            0,
+            words.map(|(one, other)| {
+                // Most maps that are compared are nearly empty.
+                match one.load(Ordering::Acquire) {
+                    0 => 0,
+                    one => one & other.load(Ordering::Acquire),
+                }
+            }),
+        )
     }
 
     /// All words in order, bit 0 of word 0 being number 0 (each word a snapshot).
@@ -221,10 +260,12 @@ impl ClaimMap {
     }
 }
 
-/// The set bits of words as ascending runs of (first, count).
-fn runs_of(mut words: impl Iterator<Item = u64>) -> impl Iterator<Item = (u64, u64)> {
-    // The word that is looked at, what is left of it, and a run that reaches its begin.
-    let mut base = 0_u64;
+/// The set bits of words as ascending runs of (first, count), bit 0 of the first being `base`.
+fn runs_of(
+    mut base: u64,
+    mut words: impl Iterator<Item = u64>,
+) -> impl Iterator<Item = (u64, u64)> {
+    // What is left of the word that is looked at, and a run that may go on.
     let mut left = words.next();
     let mut open: Option<(u64, u64)> = None;
     std::iter::from_fn(move || {
@@ -313,6 +354,9 @@ mod tests {
             for bit in &bits {
                 map.set(*bit);
             }
+            let part: BTreeSet<u64> =
+                map.runs_in(from..450).flat_map(|(first, count)| first..first + count).collect();
+            prop_assert!(part.iter().eq(bits.iter().filter(|bit| (from..450).contains(bit))));
             let listed: BTreeSet<u64> =
                 map.runs().flat_map(|(first, count)| first..first + count).collect();
             prop_assert_eq!(&listed, &bits);

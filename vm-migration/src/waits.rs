@@ -101,7 +101,8 @@ impl Waits {
         let thread = Some(slot.thread.load(Ordering::Relaxed)).filter(|thread| *thread != 0);
         let took = self.now_us().saturating_sub(since_us);
         // A unit has one wait, so a slot that still has the key has this one.
-        let ours = slot.key.compare_exchange(key, FREE, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let ours =
+            slot.key.compare_exchange(key, FREE, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         ours.then(|| (thread, Duration::from_micros(took)))
     }
 

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::demand::{Demand, Look};
+use super::emptying::empty_units;
 use super::receive::locate;
 use super::sleepers::Sleepers;
 use crate::bitmap::ClaimMap;
@@ -59,6 +60,9 @@ pub(crate) struct Engine<M> {
     pub(super) pieces: Vec<Option<Pieces>>,
     /// Per region: pages of 4 KiB in a unit.
     unit_pages: Vec<u64>,
+    /// Whole units of which a part may be in place because a connection was lost in the middle of
+    /// them. Locked when that happens and while no connection is there.
+    torn: Mutex<Vec<PageRun>>,
     /// Units missing in all regions.
     left: AtomicU64,
     /// Readable once nothing is missing.
@@ -80,28 +84,40 @@ struct Fate {
 }
 
 impl<M: GuestMemoryMap> Engine<M> {
-    /// Begins with what the source says is missing. Contents that are here in its place (a machine
-    /// that was built with populated memory) are thrown away: nobody may see them.
+    /// Begins with what the source says is missing. Contents that are here in its place (an earlier
+    /// round, a machine that was built with populated memory) are thrown away: nobody may see them.
+    /// `stale` is missing, too, and has been thrown away before.
     pub(crate) fn new(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
         pending: &[u8],
+        stale: Option<Stale>,
         progress: Arc<Progress>,
+        cancel: &Cancel,
     ) -> Result<Self, Cause> {
-        let missing = maps(&**memory);
-        runs::decode(pending, &missing)?;
-        for (region, map) in missing.iter().enumerate() {
-            let unit = memory.layout().regions()[region].host_page_bytes / PAGE_BYTES;
-            for (first, count) in map.runs() {
-                let run = PageRun { region, first: first * unit, count: count * unit };
-                ram::empty(&**memory, run).map_err(Cause::Memory)?;
-            }
+        let mut missing = Stale::new(&**memory);
+        missing.throw_away(&**memory, pending, cancel)?;
+        if let Some(stale) = stale {
+            missing.0.iter().zip(&stale.0).for_each(|(all, stale)| all.add(stale));
         }
-        Self::with_missing(memory, source, missing, progress)
+        Self::with_emptied(memory, source, missing.0, progress)
     }
 
     /// Begins with memory whose missing units (one map a region) hold nothing.
     pub(crate) fn with_missing(
+        memory: &Arc<M>,
+        source: Arc<dyn FaultSource>,
+        missing: Vec<ClaimMap>,
+        progress: Arc<Progress>,
+    ) -> Result<Self, Cause> {
+        for (region, units) in missing.iter().enumerate() {
+            mark_absent(&**memory, region, units);
+        }
+        Self::with_emptied(memory, source, missing, progress)
+    }
+
+    /// The same where the memory knows already which of its units are missing.
+    pub(crate) fn with_emptied(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
         missing: Vec<ClaimMap>,
@@ -121,9 +137,6 @@ impl<M: GuestMemoryMap> Engine<M> {
             let unit = unit_pages[region];
             left += map.count();
             missing_bytes += map.count() * unit * PAGE_BYTES;
-            for (first, count) in map.runs() {
-                memory.mark_absent(PageRun { region, first: first * unit, count: count * unit });
-            }
         }
         progress.counters.remaining_bytes.store(missing_bytes, Ordering::Relaxed);
         let engine = Self {
@@ -132,6 +145,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             demand: Demand::new(missing),
             pieces,
             unit_pages,
+            torn: Mutex::default(),
             left: AtomicU64::new(left),
             complete: Cancel::new().map_err(Cause::Resource)?,
             failed: Cancel::new().map_err(Cause::Resource)?,
@@ -313,17 +327,30 @@ impl<M: GuestMemoryMap> Engine<M> {
         self.demand.longest_wait()
     }
 
-    /// Prepares for another set of connections; none works on the engine now. What arrived of a
-    /// page without being shown is thrown away.
+    /// Prepares for another set of connections; none works on the engine now. What arrived of a unit
+    /// without being shown is thrown away; all else that is missing is not there, and is not looked at.
     pub(crate) fn begin_again(&self) -> Result<(), Cause> {
+        let torn = std::mem::take(&mut *self.torn.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut partly = torn;
         for (region, map) in self.missing().iter().enumerate() {
-            let unit = self.unit_pages[region];
-            for (first, count) in map.runs() {
-                let run = PageRun { region, first: first * unit, count: count * unit };
-                ram::empty(&*self.memory, run).map_err(Cause::Memory)?;
-            }
             if let Some(pieces) = &self.pieces[region] {
-                pieces.begin_again(map);
+                pieces.begin_again(map, |unit| partly.push(self.pages_of(region, unit)));
+            }
+        }
+        for run in &partly {
+            let unit = self.unit_pages[run.region];
+            let units = run.first / unit..run.end() / unit;
+            for (first, count) in self.missing()[run.region].runs_in(units) {
+                let pages =
+                    PageRun { region: run.region, first: first * unit, count: count * unit };
+                let emptied = self.memory.discard(pages);
+                if emptied.is_err() {
+                    // To be done by the next attempt.
+                    let mut torn = self.torn.lock().unwrap_or_else(PoisonError::into_inner);
+                    torn.extend(&partly);
+                }
+                emptied.map_err(Cause::Memory)?;
+                self.memory.mark_absent(pages);
             }
         }
         Ok(())
@@ -383,7 +410,12 @@ impl<M: GuestMemoryMap> Engine<M> {
             }
         } else if in_place {
             let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
-            from.read_guest(&slices)?;
+            if let Err(error) = from.read_guest(&slices) {
+                // Any part of them may be in place, and none is shown.
+                let mut torn = self.torn.lock().unwrap_or_else(PoisonError::into_inner);
+                torn.extend(runs);
+                return Err(error.into());
+            }
             for run in runs {
                 self.source.make_present(*run)?;
                 self.has_come(*run, via)?;
@@ -509,6 +541,41 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Lets waiters of a unit that is not missing go on: with its contents, or else with zeros.
     pub(super) fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
         Ok(self.source.make_zero(self.pages_of(region, index))?)
+    }
+}
+
+/// Units whose contents here are old, by region: nothing is held of them any more.
+pub(crate) struct Stale(Vec<ClaimMap>);
+
+impl Stale {
+    /// None yet.
+    pub(super) fn new<M: GuestMemoryMap>(memory: &M) -> Self {
+        Self(maps(memory))
+    }
+
+    /// Throws away what is here of a set of units that has come from the source, and adds it.
+    pub(super) fn throw_away<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        units: &[u8],
+        cancel: &Cancel,
+    ) -> Result<(), Cause> {
+        let more = maps(memory);
+        runs::decode(units, &more)?;
+        for (region, (units, all)) in more.iter().zip(&self.0).enumerate() {
+            empty_units(memory, region, units, cancel)?;
+            mark_absent(memory, region, units);
+            all.add(units);
+        }
+        Ok(())
+    }
+}
+
+/// Lets the memory know which units are to arrive.
+fn mark_absent<M: GuestMemoryMap>(memory: &M, region: usize, units: &ClaimMap) {
+    let unit = memory.layout().regions()[region].host_page_bytes / PAGE_BYTES;
+    for (first, count) in units.runs() {
+        memory.mark_absent(PageRun { region, first: first * unit, count: count * unit });
     }
 }
 

@@ -78,6 +78,30 @@ impl Connection {
         Err(TransportError::Connect { address: to.clone(), source: last })
     }
 
+    /// Connects to where this connection goes: of a TCP address to the same host, whatever the name
+    /// resolves to now.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub(crate) fn connect_beside(
+        &self,
+        to: &Address,
+        cancel: &Cancel,
+        timeout: Duration,
+        stall_timeout: Duration,
+    ) -> Result<Self, TransportError> {
+        let failed = |source| TransportError::Connect { address: to.clone(), source };
+        if !is_tcp(&self.socket).map_err(failed)? {
+            return Self::connect(to, cancel, timeout, stall_timeout);
+        }
+        let address = self.socket.peer_addr().map_err(failed)?;
+        match connect_one(&address, cancel, timeout) {
+            Ok(socket) => Self::new(socket, cancel, stall_timeout),
+            Err(ConnectEnd::Cancelled) => Err(TransportError::Cancelled),
+            Err(ConnectEnd::Failed(error)) => Err(failed(error)),
+        }
+    }
+
     /// Over a socket that is connected already.
     ///
     /// # Errors
@@ -295,6 +319,32 @@ impl Connection {
         self.wait(libc::POLLIN, timeout, "waiting for an answer")
     }
 
+    /// Receives what is there now; `None` when that is nothing.
+    ///
+    /// # Errors
+    /// When the connection has ended or failed.
+    pub(crate) fn receive_now(&self, buf: &mut [u8]) -> Result<Option<usize>, TransportError> {
+        loop {
+            // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only
+            // ever writes initialised bytes into them.
+            let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
+            match self.socket.recv(uninit) {
+                Ok(0) => return Err(TransportError::Closed),
+                Ok(received) => return Ok(Some(received)),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(None),
+                    io::ErrorKind::Interrupted => {}
+                    _ => return Err(TransportError::Closed),
+                },
+            }
+        }
+    }
+
+    /// Ends our direction.
+    pub(crate) fn shut_down_sending(&self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Write);
+    }
+
     /// Ends both directions: whoever waits on this connection, here or there, goes on at once.
     pub(crate) fn shut_down(&self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
@@ -443,6 +493,29 @@ impl Listener {
     /// Where it listens, with the port that was chosen.
     pub fn address(&self) -> &Address {
         &self.address
+    }
+
+    /// Takes a connection that waits to be accepted; `None` when there is none.
+    ///
+    /// # Errors
+    /// What the system lacks for it.
+    pub(crate) fn accept_now(
+        &self,
+        cancel: &Cancel,
+        stall_timeout: Duration,
+    ) -> Result<Option<Connection>, TransportError> {
+        loop {
+            match self.socket.accept() {
+                Ok((socket, _)) => {
+                    return Connection::new(socket, cancel, stall_timeout).map(Some);
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(None),
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {}
+                    _ => return Err(TransportError::io("accepting a connection")(error)),
+                },
+            }
+        }
     }
 
     /// Waits for a connection.
