@@ -8,16 +8,16 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, SockAddr, Socket, TcpKeepalive, Type};
 
+use super::reach::{ConnectEnd, connect_one, resolve};
 use super::wait::{WaitEnd, wait};
 use super::{
     Address, BULK_UNSENT_BYTES_MAX, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES,
@@ -31,9 +31,6 @@ const PIECES_MAX: usize = 1024;
 
 /// Connections that wait in a listener: a migration opens up to 257 at once.
 const BACKLOG: i32 = 257;
-
-/// How often a wait for name resolution looks at the cancel.
-const RESOLVE_POLL: Duration = Duration::from_millis(20);
 
 /// A piece of a message.
 #[derive(Clone, Copy, Debug)]
@@ -579,73 +576,5 @@ fn remove_stale(path: &std::path::Path, address: &SockAddr) -> io::Result<()> {
             std::fs::remove_file(path)
         }
         _ => Err(io::Error::from(io::ErrorKind::AddrInUse)),
-    }
-}
-
-enum ConnectEnd {
-    Cancelled,
-    Failed(io::Error),
-}
-
-fn connect_one(
-    address: &SockAddr,
-    cancel: &Cancel,
-    timeout: Duration,
-) -> Result<Socket, ConnectEnd> {
-    let attempt = || -> io::Result<(Socket, bool)> {
-        let socket = Socket::new(address.domain(), Type::STREAM, None)?;
-        socket.set_nonblocking(true)?;
-        match socket.connect(address) {
-            Ok(()) => Ok((socket, true)),
-            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => Ok((socket, false)),
-            Err(error) => Err(error),
-        }
-    };
-    let (socket, connected) = attempt().map_err(ConnectEnd::Failed)?;
-    if connected {
-        return Ok(socket);
-    }
-    match wait(&[socket.as_raw_fd()], libc::POLLOUT, cancel, Some(timeout)) {
-        Ok(WaitEnd::Ready(_)) => match socket.take_error() {
-            Ok(None) => Ok(socket),
-            Ok(Some(error)) | Err(error) => Err(ConnectEnd::Failed(error)),
-        },
-        Ok(WaitEnd::Cancelled) => Err(ConnectEnd::Cancelled),
-        Ok(WaitEnd::TimedOut) => Err(ConnectEnd::Failed(io::Error::from(io::ErrorKind::TimedOut))),
-        Err(error) => Err(ConnectEnd::Failed(error)),
-    }
-}
-
-/// The socket addresses behind an address. Names are resolved on a thread of their own, because
-/// the resolver knows neither time limits nor a cancel; a thread left behind ends with it.
-fn resolve(
-    address: &Address,
-    cancel: &Cancel,
-    timeout: Duration,
-) -> Result<Vec<SockAddr>, TransportError> {
-    let failed = |source| TransportError::Resolve { address: address.clone(), source };
-    let (host, port) = match address {
-        Address::Unix(path) => return SockAddr::unix(path).map(|one| vec![one]).map_err(failed),
-        Address::Tcp { host, port } => (host.clone(), *port),
-    };
-    if let Ok(ip) = host.parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(ip, port).into()]);
-    }
-    let (sender, receiver) = mpsc::channel();
-    std::thread::Builder::new()
-        .name("mig-resolve".into())
-        .spawn(move || {
-            let found = (host.as_str(), port).to_socket_addrs();
-            let _ = sender.send(found.map(|all| all.map(SockAddr::from).collect::<Vec<_>>()));
-        })
-        .map_err(failed)?;
-    let deadline = Instant::now() + timeout;
-    loop {
-        match receiver.recv_timeout(RESOLVE_POLL) {
-            Ok(found) => return found.map_err(failed),
-            Err(_) if cancel.is_cancelled() => return Err(TransportError::Cancelled),
-            Err(_) if Instant::now() < deadline => {}
-            Err(_) => return Err(failed(io::Error::from(io::ErrorKind::TimedOut))),
-        }
     }
 }
