@@ -275,12 +275,10 @@ fn runs_of(
                 base += WORD_BITS;
                 left = words.next();
                 // A run goes on only where the next word begins with a bit of it.
-                if open.is_some_and(|(first, count)| first + count != base)
-                    || left.is_none_or(|next| next & 1 == 0)
-                {
-                    if let Some(run) = open.take() {
-                        return Some(run);
-                    }
+                let ends = open.is_some_and(|(first, count)| first + count != base)
+                    || left.is_none_or(|next| next & 1 == 0);
+                if ends && let Some(run) = open.take() {
+                    return Some(run);
                 }
                 continue;
             }

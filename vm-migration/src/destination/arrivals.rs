@@ -169,9 +169,8 @@ impl Pending {
         };
         let is_role = Role::read(&mut &self.said[..2]).is_ok();
         match expect {
-            Expect::Role => 2,
             Expect::RoleAndToken if is_role => 2 + TOKEN_BYTES,
-            Expect::RoleAndToken => 2,
+            Expect::Role | Expect::RoleAndToken => 2,
             Expect::Message => match self.said.first_chunk::<HEADER_BYTES>() {
                 Some(header)
                     if code == Command::Recover.code()
@@ -203,10 +202,7 @@ impl Pending {
     /// Throws away what a refused one sends; false when it has closed the connection.
     fn drain(&mut self) -> bool {
         let mut sink = [0; 4096];
-        match self.connection.receive_now(&mut sink) {
-            Ok(_) => true,
-            Err(_) => false,
-        }
+        self.connection.receive_now(&mut sink).is_ok()
     }
 
     fn hello(self, expect: Expect) -> Hello {

@@ -236,7 +236,7 @@ impl<V: DestinationVm> Mapped<V> {
                     let what = "waiting for memory or state";
                     return Err(TransportError::Timeout { what, after: limit }).step(STEP);
                 }
-                WaitEnd::TimedOut => continue,
+                WaitEnd::TimedOut => {}
                 WaitEnd::Ready(0) => return Err(helpers.failure()),
                 WaitEnd::Ready(1) => return Err(self.failure_to_build()),
                 WaitEnd::Ready(2) => break,

@@ -346,7 +346,7 @@ fn many_connections_over_a_long_link_are_made_at_once() {
         options.connections = 60;
         options.bandwidth_bytes_per_s = SLOW / 16;
     });
-    run.proxy.delay_ms.store(20, Ordering::SeqCst);
+    run.proxy.delay_ms.store(40, Ordering::SeqCst);
     run.proxy.cut_all();
     wait_until("the recovery", || run.destination.snapshot().recovery.recoveries > 0);
     run.proxy.delay_ms.store(0, Ordering::SeqCst);
@@ -393,7 +393,7 @@ fn a_stranger_that_says_nothing_holds_up_no_recovery() {
     if !have_uffd() {
         return;
     }
-    let limits = Limits { stall: Duration::from_secs(60), ..LIMITS };
+    let limits = Limits { stall: Duration::from_mins(1), ..LIMITS };
     let run = Run::start(limits, |options| options.bandwidth_bytes_per_s = SLOW / 2);
     let cancel = Cancel::new().unwrap();
     let limit = Duration::from_secs(5);

@@ -63,7 +63,8 @@ fn a_recovery_of_a_tebibyte_looks_at_words_and_discards_only_what_came_in_part()
         memory.word(0, 8, 0).load(std::sync::atomic::Ordering::Relaxed),
         0x0202_0202_0202_0202
     );
-    assert_eq!(memory.populated_runs(0, 0..64).unwrap(), [8..9]);
+    let held: Vec<u64> = memory.populated_runs(0, 0..64).unwrap().into_iter().flatten().collect();
+    assert_eq!(held, [8]);
     timed("begin_again, once more", || engine.begin_again().unwrap());
     assert_eq!(memory.discards(), (5, 5));
     let wishes = timed("wishes", || engine.wishes());
