@@ -247,6 +247,14 @@ impl Hypervisor {
         &self.capabilities
     }
 
+    /// The same KVM as if it had no manual dirty log: reading the log of a VM that is made from this
+    /// clears it. For tests of what such a host does.
+    #[must_use]
+    pub fn without_manual_dirty_log(mut self) -> Self {
+        self.capabilities.manual_dirty_log = ManualDirtyLog::None;
+        self
+    }
+
     /// The CPUID leaves that KVM can give to a guest here.
     pub fn supported_cpuid(&self) -> Result<CpuId, KvmError> {
         self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).asked("list the supported CPUID leaves")

@@ -14,6 +14,24 @@ pub trait DirtyLogSource: Send + Sync {
     /// dirty log ([`crate::ManualDirtyLog::None`]): then reading clears the whole log.
     fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError>;
 
+    /// Adds the log of `slot` to the bits that are in `bitmap` already, which grows to the length of
+    /// the log. A reader that keeps pages noted between two readings needs this: where reading clears
+    /// the log, what an earlier reading found is nowhere else.
+    fn add_dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError> {
+        if bitmap.is_empty() {
+            return self.dirty_log(slot, bitmap);
+        }
+        let mut now = Vec::new();
+        self.dirty_log(slot, &mut now)?;
+        if bitmap.len() < now.len() {
+            bitmap.resize(now.len(), 0);
+        }
+        for (word, bits) in bitmap.iter_mut().zip(now) {
+            *word |= bits;
+        }
+        Ok(())
+    }
+
     /// Clears the pages that are set in `bitmap`, whose bit 0 is `first_page`, and arms write
     /// protection for them again. Call it just before the pages are copied.
     ///

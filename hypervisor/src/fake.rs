@@ -16,9 +16,15 @@ use crate::slots::{SlotError, check_clear};
 pub struct FakeDirtyLog {
     /// Page count and bits of each slot.
     slots: Mutex<BTreeMap<u32, (u64, Vec<u64>)>>,
+    reading_clears: bool,
 }
 
 impl FakeDirtyLog {
+    /// The log of a host without a manual dirty log: reading it clears it.
+    pub fn cleared_by_reading() -> Self {
+        Self { reading_clears: true, ..Self::default() }
+    }
+
     /// Adds a slot of `pages` pages, all dirty, as KVM does with an initially set log.
     pub fn add_slot(&self, slot: u32, pages: u32) {
         let mut bits = vec![u64::MAX; usize::try_from(pages).map_or(0, |pages| pages.div_ceil(64))];
@@ -47,9 +53,12 @@ impl FakeDirtyLog {
 
 impl DirtyLogSource for FakeDirtyLog {
     fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError> {
-        let slots = self.lock();
-        let (_, bits) = slots.get(&slot).ok_or(SlotError::Unknown { slot })?;
+        let mut slots = self.lock();
+        let (_, bits) = slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?;
         bitmap.clone_from(bits);
+        if self.reading_clears {
+            bits.fill(0);
+        }
         Ok(())
     }
 
@@ -90,6 +99,23 @@ mod tests {
         log.mark(3, 130);
         log.dirty_log(3, &mut bits).unwrap();
         assert_eq!(bits, [u64::MAX, u64::MAX - 1, 0b10]);
+    }
+
+    #[test]
+    fn what_two_readings_found_is_all_noted() {
+        for log in [FakeDirtyLog::default(), FakeDirtyLog::cleared_by_reading()] {
+            log.add_slot(0, 128);
+            let mut noted = Vec::new();
+            log.add_dirty_log(0, &mut noted).unwrap();
+            assert_eq!(noted, [u64::MAX; 2]);
+            log.clear_dirty_log(0, 0, 128, &noted).unwrap();
+            noted.fill(0);
+            log.mark(0, 5);
+            log.add_dirty_log(0, &mut noted).unwrap();
+            log.mark(0, 70);
+            log.add_dirty_log(0, &mut noted).unwrap();
+            assert_eq!(noted, [1 << 5, 1 << 6]);
+        }
     }
 
     #[test]

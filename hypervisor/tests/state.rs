@@ -237,6 +237,36 @@ fn the_dirty_log_has_the_pages_that_the_guest_wrote() {
     assert!(matches!(off, Err(SlotError::NotLogged { slot: 0 })));
 }
 
+/// A migration reads the log after a round and again at the stop, with nothing sent in between.
+#[test]
+fn pages_of_two_readings_are_all_noted_where_reading_clears_the_log() {
+    let Some(kvm) = kvm() else { return };
+    for kvm in [Hypervisor::without_manual_dirty_log(common::kvm().unwrap()), kvm] {
+        let (recorder, events) = Recorder::new();
+        let (vm, memory) = vm(&kvm, true);
+        #[rustfmt::skip]
+        memory.write(CODE, &[
+            0xa2, 0x00, 0x30,       // mov [0x3000], al
+            0xe6, 0x10,             // out LEAVE_PORT, al
+            0xa2, 0xff, 0x5f,       // mov [0x5fff], al
+            0xe6, 0x10,             // out LEAVE_PORT, al
+        ]);
+        let vcpu = vm.create_vcpu(0).unwrap();
+        boot(&kvm, &vcpu, CODE, 0);
+        let guest = Guest { threads: start(vec![vcpu], recorder), events, vm, memory };
+        let mut noted = Vec::new();
+        guest.vm.add_dirty_log(0, &mut noted).unwrap();
+        guest.vm.clear_dirty_log(0, 0, 64, &[u64::MAX]).unwrap();
+        noted.fill(0);
+        for expected in [1 << 3, 1 << 3 | 1 << 5] {
+            guest.threads.resume_all();
+            guest.wait_for_leave();
+            guest.vm.add_dirty_log(0, &mut noted).unwrap();
+            assert_eq!(noted[0], expected, "{:?}", guest.vm.capabilities().manual_dirty_log);
+        }
+    }
+}
+
 #[test]
 fn slots_keep_their_mapping_and_give_it_back() {
     let Some(kvm) = kvm() else { return };

@@ -238,10 +238,12 @@ fn migration_commands() -> Vec<Command> {
             ),
         Command::new("migration-recover")
             .about("Make the connections of a postcopy migration again that has lost them")
-            .arg(Arg::new("config").index(1).default_value("").help(
-                "Another address: at the source where to connect, at the destination where to \
-                 listen",
-            )),
+            .arg(
+                Arg::new("config")
+                    .index(1)
+                    .default_value("")
+                    .help(format!("{}, or an address alone", help::<MigrationRecoverData>())),
+            ),
     ]
 }
 
@@ -525,6 +527,13 @@ mod tests {
         assert_eq!((&old["destination_url"], &old["local"]), (&json!("unix:/x"), &json!(true)));
         let new = body("send-migration destination_url=tcp:h:1,memory_mode=postcopy,downtime_ms=5");
         assert_eq!((&new["memory_mode"], &new["downtime_ms"]), (&json!("Postcopy"), &json!(5)));
+        let fewer = body("migration-recover url=tcp:h:2,connections=8");
+        assert_eq!((&fewer["url"], &fewer["connections"]), (&json!("tcp:h:2"), &json!(8)));
+        assert_eq!(body("migration-recover tcp:h:2")["url"], json!("tcp:h:2"));
+        assert_eq!(body("migration-recover connections=1")["connections"], json!(1));
+        for wrong in ["connections=0", "connections=129", "preempt=1"] {
+            assert!(parse(&format!("migration-recover {wrong}")).is_err(), "{wrong}");
+        }
         assert_eq!(parse("send-migration --wait tcp:h:1").unwrap().follow, Some(View::None));
         assert!(parse("send-migration --watch tcp:h:1").unwrap().follow.is_some());
         assert_eq!(parse("send-migration tcp:h:1").unwrap().follow, None);

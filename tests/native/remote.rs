@@ -76,6 +76,9 @@ fn help() {
         assert!(own.lines().next().is_some_and(|line| line.len() > 10), "{name}: {own}");
         assert!(own.contains("Usage"), "{name}: {own}");
     }
+    let recover = ch_remote(&["migration-recover", "--help"]);
+    let text = String::from_utf8_lossy(&recover.stdout).into_owned();
+    assert!(text.contains("url=") && text.contains("connections="), "{text}");
     let send = ch_remote(&["send-migration", "--help"]);
     let text = String::from_utf8_lossy(&send.stdout).into_owned();
     for key in ["destination_url", "memory_mode", "downtime_ms", "timeout_s", "connections"] {

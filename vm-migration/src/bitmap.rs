@@ -176,20 +176,126 @@ impl ClaimMap {
         self.words.iter().map(|w| u64::from(w.load(Ordering::Acquire).count_ones())).sum()
     }
 
-    /// The set bits as ascending runs of (first, count) (a snapshot).
-    pub fn runs(&self) -> Vec<(u64, u64)> {
-        let mut all: Vec<(u64, u64)> = Vec::new();
-        for (index, word) in (0u64..).zip(&self.words) {
-            let claimed = Claimed { base: index * WORD_BITS, mask: word.load(Ordering::Acquire) };
-            for (first, count) in claimed.runs() {
-                match all.last_mut() {
-                    Some(last) if last.0 + last.1 == first => last.1 += count,
-                    _ => all.push((first, count)),
+    /// The set bits as ascending runs of (first, count) (each word a snapshot). Looks at whole words
+    /// and stores nothing: a map may have as many runs as half of its bits.
+    pub fn runs(&self) -> impl Iterator<Item = (u64, u64)> {
+        runs_of(0, self.words())
+    }
+
+    /// The same for the bits of a range of this map.
+    pub fn runs_in(&self, range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, u64)> {
+        let end = range.end.min(self.bits);
+        let first_word = range.start / WORD_BITS;
+        let words = to_usize(first_word)..to_usize(end.div_ceil(WORD_BITS).max(first_word));
+        let words = self.words.get(words).unwrap_or_default();
+        let masked = (first_word..).zip(words).map(move |(index, word)| {
+            let base = index * WORD_BITS;
+            let from = u32::try_from(range.start.saturating_sub(base)).unwrap_or(0);
+            let until = u32::try_from((end - base).min(WORD_BITS)).unwrap_or(0);
+            word.load(Ordering::Acquire) & span(from, until.saturating_sub(from))
+        });
+        runs_of(first_word * WORD_BITS, masked)
+    }
+
+    /// A map of its own with the same bits (each word a snapshot).
+    #[must_use]
+    pub fn copy(&self) -> Self {
+        Self { words: self.words().map(AtomicU64::new).collect(), bits: self.bits }
+    }
+
+    /// Sets the bits that are set in another map of the same length.
+    pub fn add(&self, other: &Self) {
+        for (index, bits) in (0..).zip(other.words()) {
+            self.set_word(index, bits);
+        }
+    }
+
+    /// The bits that are set here and not in another map of the same length (each word a snapshot).
+    #[must_use]
+    pub fn without(&self, other: &Self) -> Self {
+        let words =
+            self.words().zip(other.words()).map(|(one, other)| AtomicU64::new(one & !other));
+        Self { words: words.collect(), bits: self.bits }
+    }
+
+    /// The same for bits that are set in another map of the same length, too.
+    pub fn common_runs(&self, other: &Self) -> impl Iterator<Item = (u64, u64)> {
+        debug_assert_eq!(self.bits, other.bits);
+        let words = self.words.iter().zip(&other.words);
+        runs_of(
+            0,
+            words.map(|(one, other)| {
+                // Most maps that are compared are nearly empty.
+                match one.load(Ordering::Acquire) {
+                    0 => 0,
+                    one => one & other.load(Ordering::Acquire),
+                }
+            }),
+        )
+    }
+
+    /// All words in order, bit 0 of word 0 being number 0 (each word a snapshot).
+    pub fn words(&self) -> impl ExactSizeIterator<Item = u64> {
+        self.words.iter().map(|word| word.load(Ordering::Acquire))
+    }
+
+    /// Sets bits of a word; bits beyond the map are not set, and make the answer false.
+    pub fn set_word(&self, index: u64, bits: u64) -> bool {
+        let Some(word) = usize::try_from(index).ok().and_then(|index| self.words.get(index)) else {
+            return bits == 0;
+        };
+        let tail = self.bits - index * WORD_BITS;
+        let valid = if tail < WORD_BITS { span(0, bit_in_word(tail)) } else { u64::MAX };
+        if bits & valid != 0 {
+            word.fetch_or(bits & valid, Ordering::AcqRel);
+        }
+        bits & !valid == 0
+    }
+
+    /// Clears all bits.
+    pub fn clear(&self) {
+        for word in &self.words {
+            word.store(0, Ordering::Release);
+        }
+    }
+}
+
+/// The set bits of words as ascending runs of (first, count), bit 0 of the first being `base`.
+fn runs_of(
+    mut base: u64,
+    mut words: impl Iterator<Item = u64>,
+) -> impl Iterator<Item = (u64, u64)> {
+    // What is left of the word that is looked at, and a run that may go on.
+    let mut left = words.next();
+    let mut open: Option<(u64, u64)> = None;
+    std::iter::from_fn(move || {
+        loop {
+            let Some(mask) = &mut left else { return open.take() };
+            if *mask == 0 {
+                base += WORD_BITS;
+                left = words.next();
+                // A run goes on only where the next word begins with a bit of it.
+                let ends = open.is_some_and(|(first, count)| first + count != base)
+                    || left.is_none_or(|next| next & 1 == 0);
+                if ends && let Some(run) = open.take() {
+                    return Some(run);
+                }
+                continue;
+            }
+            let first = mask.trailing_zeros();
+            let count = (*mask >> first).trailing_ones();
+            *mask &= !span(first, count);
+            let run = (base + u64::from(first), u64::from(count));
+            match &mut open {
+                Some(before) if before.0 + before.1 == run.0 => before.1 += run.1,
+                _ => {
+                    if let Some(before) = open.replace(run) {
+                        return Some(before);
+                    }
                 }
             }
         }
-        all
-    }
+    })
 }
 
 /// The set bits of plain words as ascending runs, word 0 bit 0 being number `base`.
@@ -246,8 +352,11 @@ mod tests {
             for bit in &bits {
                 map.set(*bit);
             }
+            let part: BTreeSet<u64> =
+                map.runs_in(from..450).flat_map(|(first, count)| first..first + count).collect();
+            prop_assert!(part.iter().eq(bits.iter().filter(|bit| (from..450).contains(bit))));
             let listed: BTreeSet<u64> =
-                map.runs().iter().flat_map(|(first, count)| *first..first + count).collect();
+                map.runs().flat_map(|(first, count)| first..first + count).collect();
             prop_assert_eq!(&listed, &bits);
             let mut got = BTreeSet::new();
             for start in [from, 0] {

@@ -5,15 +5,16 @@
 //! Owns the pairing of messages with answers. It does not know which message is due.
 
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use crate::cancel::Cancel;
 use crate::error::Cause;
 use crate::protocol::capabilities::TOKEN_BYTES;
-use crate::protocol::codec::HEADER_BYTES;
-use crate::protocol::message::{Answer, Message, Role};
-use crate::transport::{Address, Connection, Reader, TransportError};
+use crate::protocol::codec::{HEADER_BYTES, Header};
+use crate::protocol::message::{Answer, Command, Message, Role};
+use crate::session::ALIVE_EVERY;
+use crate::transport::{Connection, Reader, TransportError};
 
 /// After a failed send, how long to look for the refusal that explains it.
 const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(500);
@@ -45,23 +46,85 @@ impl Channel {
         Self { connection, reader }
     }
 
-    /// Opens an extra connection. With a token (negotiated) the destination confirms it.
+    /// Opens an extra connection.
+    #[cfg(all(test, not(loom)))]
     pub(crate) fn open_extra(
-        to: &Address,
+        to: &crate::transport::Address,
         role: Role,
         token: Option<&[u8; TOKEN_BYTES]>,
         cancel: &Cancel,
         limits: &crate::options::Limits,
     ) -> Result<Self, Cause> {
-        let mut channel =
-            Self::new(Connection::connect(to, cancel, limits.connect, limits.answer)?);
+        let connection = Connection::connect(to, cancel, limits.connect, limits.answer)?;
+        Self::introduce(connection, role, token, limits.answer)
+    }
+
+    /// Says what an extra connection is for. With a token (negotiated) the destination confirms it.
+    pub(crate) fn introduce(
+        connection: Connection,
+        role: Role,
+        token: Option<&[u8; TOKEN_BYTES]>,
+        answer_limit: Duration,
+    ) -> Result<Self, Cause> {
+        let mut channel = Self::new(connection);
         let mut hello = role.code().to_le_bytes().to_vec();
         hello.extend_from_slice(token.map_or(&[], |token| token.as_slice()));
         channel.connection.send(&hello)?;
         if token.is_some() {
-            channel.answer(limits.answer)?;
+            channel.answer(answer_limit)?;
         }
         Ok(channel)
+    }
+
+    /// The connection alone, if nothing else uses it.
+    pub(crate) fn into_connection(self) -> Option<Connection> {
+        let Self { connection, reader } = self;
+        drop(reader);
+        Arc::into_inner(connection)
+    }
+
+    /// Does `work` and meanwhile tells a peer that waits for the outcome, once a second, that this
+    /// side is there; `told` says that the peer expects it. Nothing else may send on this channel.
+    pub(crate) fn busy<T>(&self, told: bool, work: impl FnOnce() -> T) -> T {
+        if !told {
+            return work();
+        }
+        let (working, ended) = mpsc::channel::<()>();
+        let connection = &self.connection;
+        let tell = move || {
+            while ended.recv_timeout(ALIVE_EVERY) == Err(mpsc::RecvTimeoutError::Timeout) {
+                if connection.send(&Message::Alive.encode()).is_err() {
+                    return;
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("mig-alive".into());
+            if let Err(error) = thread.spawn_scoped(scope, tell) {
+                log::warn!("the peer does not hear from this side while it works: {error}");
+            }
+            let done = work();
+            drop(working);
+            done
+        })
+    }
+
+    /// As [`answer`](Self::answer), of a peer that says that it is there while it works on it: as long
+    /// as it does, the time begins anew.
+    pub(crate) fn answer_of_busy(&mut self, timeout: Duration) -> Result<Yes, Cause> {
+        loop {
+            if !self.reader.has_buffered() {
+                self.connection.wait_for_data(Some(timeout))?;
+            }
+            let header = Header::read(&mut self.reader)?;
+            if header.code == Command::Alive.code() && header.len_bytes == 0 {
+                continue;
+            }
+            return match Answer::read_behind(&header, &mut self.reader)? {
+                Answer::Ok { offer_taken, payload } => Ok(Yes { offer_taken, payload }),
+                Answer::Error { reason } => Err(refused(reason)),
+            };
+        }
     }
 
     /// Sends a message and waits for its answer.

@@ -65,10 +65,16 @@ pub trait VcpuBarrier: Send + Sync {
     /// The run's pages are here and visible.
     fn let_through(&self, run: PageRun);
 
-    /// All of a region is here: nothing stands there any more.
+    /// Every page of all regions is here: from now on no vCPU is refused one. Takes effect at once
+    /// and for all of memory, without a system call; [`remove`](Self::remove) follows, which may take
+    /// long and may fail.
+    fn open(&self);
+
+    /// What stood before a region is not needed any more. vCPUs are not refused anything there, with
+    /// it or without.
     ///
     /// # Errors
-    /// What the host reports.
+    /// What the host reports; the barrier stays, open.
     fn remove(&self, region: usize) -> io::Result<()>;
 }
 

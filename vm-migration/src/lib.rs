@@ -64,6 +64,7 @@ pub mod fault;
 pub mod history;
 mod latency;
 pub mod layout;
+mod opening;
 pub mod options;
 mod pace;
 pub mod page_server;

@@ -38,19 +38,26 @@ impl Pieces {
             open: (0..units).map(|_| AtomicU64::new(0)).collect(),
             filled: ClaimMap::new(units),
         };
-        pieces.begin_again(missing);
+        // Nothing of them is claimed, so the bits are all that there is to say.
+        for (first, count) in missing.runs() {
+            pieces.absent.set_run(first * unit_pages, count * unit_pages);
+        }
+        pieces.begin_again(missing, |_| {});
         pieces
     }
 
-    /// What has come of host pages that are still missing is thrown away. Nobody may bring
-    /// anything in meanwhile.
-    pub(crate) fn begin_again(&self, missing: &ClaimMap) {
-        for (first, count) in missing.runs() {
-            self.absent.set_run(first * self.unit_pages, count * self.unit_pages);
-            self.filled.claim_run(first, count);
-            for open in &self.open[to_usize(first)..to_usize(first + count)] {
-                open.store(self.unit_pages, Ordering::Release);
+    /// All of the host pages that are still missing is to come again. `partly` is called for each of
+    /// which something may have come: that is to be thrown away. Nobody may bring anything in
+    /// meanwhile.
+    pub(crate) fn begin_again(&self, missing: &ClaimMap, mut partly: impl FnMut(u64)) {
+        for unit in missing.runs().flat_map(|(first, count)| first..first + count) {
+            let first_page = unit * self.unit_pages;
+            if !self.are_absent(first_page, self.unit_pages) {
+                partly(unit);
+                self.absent.set_run(first_page, self.unit_pages);
+                self.filled.claim(unit);
             }
+            self.open[to_usize(unit)].store(self.unit_pages, Ordering::Release);
         }
     }
 
@@ -145,7 +152,9 @@ mod tests {
         assert_eq!(put(&pieces, 0, 4, true), [(0, true)]);
         assert_eq!(put(&pieces, 4, 2, true), []);
         map.claim(0);
-        pieces.begin_again(&map);
+        let mut partly = Vec::new();
+        pieces.begin_again(&map, |unit| partly.push(unit));
+        assert_eq!(partly, [1]);
         assert!(!pieces.claim(0, 4), "it is complete");
         assert!(pieces.claim(4, 4));
         assert_eq!(put(&pieces, 4, 4, false), [(1, false)]);

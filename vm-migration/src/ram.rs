@@ -88,6 +88,14 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
         self.populate(run)
     }
 
+    /// From now on the host gives only small pages to all mappings of shared memory, and makes no
+    /// huge ones of them, or it does again what it did before. Single pages of it have to be missing
+    /// where postcopy may follow, and a hole in a huge page that cannot be split is a page of zeros.
+    /// Best effort; does nothing where the host's pages have another size.
+    fn use_small_pages(&self, small: bool) {
+        let _ = small;
+    }
+
     /// Gives the pages back to the host; they read as zeros afterwards. Whole host pages only.
     ///
     /// # Errors

@@ -68,7 +68,10 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) fn new() -> Result<Self, Failure> {
-        let stop = Cancel::new().map_err(Cause::Resource).step("preparing to serve pages")?;
+        const STEP: &str = "preparing to serve pages";
+        #[cfg(test)]
+        test_short_of_descriptors().map_err(Cause::Resource).step(STEP)?;
+        let stop = Cancel::new().map_err(Cause::Resource).step(STEP)?;
         let fate = Arc::new(Fate { stop, failure: Mutex::new(None) });
         Ok(Self { fate, threads: Vec::new() })
     }
@@ -118,6 +121,19 @@ impl Drop for Session {
     fn drop(&mut self) {
         self.end();
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// So many sets that the calling thread makes next find no descriptor.
+    pub(crate) static SHORT_OF_DESCRIPTORS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+}
+
+#[cfg(test)]
+fn test_short_of_descriptors() -> std::io::Result<()> {
+    let left = SHORT_OF_DESCRIPTORS.get();
+    SHORT_OF_DESCRIPTORS.set(left.saturating_sub(1));
+    if left > 0 { Err(std::io::Error::from_raw_os_error(libc::EMFILE)) } else { Ok(()) }
 }
 
 /// Lets the calling thread go first, as far as this process may: it sleeps most of the time, and

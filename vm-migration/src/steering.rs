@@ -23,7 +23,7 @@ struct Wishes {
     postcopy: AtomicBool,
     give_up: AtomicBool,
     /// Held for one look.
-    recover: Mutex<Option<Recover>>,
+    recover: Mutex<Option<(Recover, Option<u16>)>>,
 }
 
 /// A wish to connect again now.
@@ -53,10 +53,21 @@ impl Steering {
     /// Asks a postcopy that has lost its connections to connect (source) or listen (destination)
     /// again now, whatever the timeout.
     pub fn recover(&self, recover: Recover) {
-        *self.0.recover.lock().unwrap_or_else(PoisonError::into_inner) = Some(recover);
+        self.recover_over(recover, None);
+    }
+
+    /// The same with at most so many connections of each kind (at least one for the background), and
+    /// never more than the migration began with. The destination takes what the source makes.
+    pub fn recover_over(&self, recover: Recover, connections_max: Option<u16>) {
+        let mut wish = self.0.recover.lock().unwrap_or_else(PoisonError::into_inner);
+        *wish = Some((recover, connections_max));
     }
 
     pub(crate) fn take_recover(&self) -> Option<Recover> {
+        self.take_recovery().map(|(recover, _)| recover)
+    }
+
+    pub(crate) fn take_recovery(&self) -> Option<(Recover, Option<u16>)> {
         self.0.recover.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 

@@ -3,31 +3,51 @@
 //! Since when pages are waited for.
 //!
 //! Owns a fixed table of waits, written by those who ask for pages and by those who receive them,
-//! without a lock: a slot belongs to whoever put its key there with a compare-and-swap. A thread
-//! has at most one wait, so the table is never nearly full; when all slots of a page's
-//! neighbourhood are taken the wait is not measured, and nothing else depends on it. It must never
-//! decide who is woken.
+//! without a lock: a slot is reserved with a compare-and-swap, filled, and then gets its key, so that
+//! what is read behind a key is of that wait. A thread has at most one wait, so the table is never
+//! nearly full; when all slots of a page's neighbourhood are taken the wait is not measured, and
+//! nothing else depends on it. It must never decide who is woken.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+#[cfg(loom)]
+use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+#[cfg(not(loom))]
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
 /// Slots; a power of two.
-const SLOTS: usize = 4096;
+const SLOTS: usize = if cfg!(loom) { 2 } else { 4096 };
 
 /// Slots that a key may be in.
-const NEIGHBOURS: usize = 16;
+const NEIGHBOURS: usize = if cfg!(loom) { 1 } else { 16 };
+
+/// Key of a slot that is free.
+const FREE: u64 = 0;
+
+/// Key of a slot that is being filled.
+const RESERVED: u64 = u64::MAX;
 
 /// Bits of a key that hold the unit; the region is above them.
 const UNIT_BITS: u32 = 48;
 
-#[derive(Default)]
 struct Slot {
-    /// 0, or one more than the packed region and unit.
+    /// [`FREE`], [`RESERVED`], or one more than the packed region and unit.
     key: AtomicU64,
-    /// Microseconds after the table was made, plus 1; 0 while it is not known yet.
+    /// Microseconds after the table was made.
     since_us: AtomicU64,
-    /// Who waits; 0 where that is not known.
+    /// Which thread waits; 0 where that is not known.
     thread: AtomicU32,
+}
+
+impl Slot {
+    fn new() -> Self {
+        Self { key: AtomicU64::new(FREE), since_us: AtomicU64::new(0), thread: AtomicU32::new(0) }
+    }
+
+    /// A wait has this slot.
+    fn is_taken(&self) -> bool {
+        !matches!(self.key.load(Ordering::Acquire), FREE | RESERVED)
+    }
 }
 
 /// The table.
@@ -46,7 +66,7 @@ fn home(key: u64) -> usize {
 
 impl Waits {
     pub(crate) fn new() -> Self {
-        Self { slots: (0..SLOTS).map(|_| Slot::default()).collect(), start: Instant::now() }
+        Self { slots: (0..SLOTS).map(|_| Slot::new()).collect(), start: Instant::now() }
     }
 
     fn neighbours(&self, key: u64) -> impl Iterator<Item = &Slot> {
@@ -55,16 +75,19 @@ impl Waits {
     }
 
     fn now_us(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX - 1) + 1
+        u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
     /// A wait of `thread` begins.
     pub(crate) fn begin(&self, region: usize, unit: u64, thread: Option<u32>) {
         let key = key(region, unit);
         for slot in self.neighbours(key) {
-            if slot.key.compare_exchange(0, key, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            let reserve =
+                slot.key.compare_exchange(FREE, RESERVED, Ordering::AcqRel, Ordering::Relaxed);
+            if reserve.is_ok() {
                 slot.thread.store(thread.unwrap_or(0), Ordering::Relaxed);
-                slot.since_us.store(self.now_us(), Ordering::Release);
+                slot.since_us.store(self.now_us(), Ordering::Relaxed);
+                slot.key.store(key, Ordering::Release);
                 return;
             }
         }
@@ -74,37 +97,40 @@ impl Waits {
     pub(crate) fn end(&self, region: usize, unit: u64) -> Option<(Option<u32>, Duration)> {
         let key = key(region, unit);
         let slot = self.neighbours(key).find(|slot| slot.key.load(Ordering::Acquire) == key)?;
-        let since_us = slot.since_us.swap(0, Ordering::AcqRel);
+        let since_us = slot.since_us.load(Ordering::Relaxed);
         let thread = Some(slot.thread.load(Ordering::Relaxed)).filter(|thread| *thread != 0);
         let took = self.now_us().saturating_sub(since_us);
-        let ours = slot.key.compare_exchange(key, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-        (ours && since_us != 0).then(|| (thread, Duration::from_micros(took)))
+        // A unit has one wait, so a slot that still has the key has this one.
+        let ours =
+            slot.key.compare_exchange(key, FREE, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        ours.then(|| (thread, Duration::from_micros(took)))
     }
 
     /// How long the longest wait has been going on.
     pub(crate) fn longest(&self) -> Duration {
         let now = self.now_us();
-        let waits = self.slots.iter().filter(|slot| slot.key.load(Ordering::Acquire) != 0);
-        let since = waits.map(|slot| slot.since_us.load(Ordering::Acquire));
-        let oldest = since.filter(|since_us| *since_us != 0).min();
+        let waits = self.slots.iter().filter(|slot| slot.is_taken());
+        let oldest = waits.map(|slot| slot.since_us.load(Ordering::Relaxed)).min();
         Duration::from_micros(oldest.map_or(0, |since_us| now.saturating_sub(since_us)))
+    }
+
+    /// No wait goes on.
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        !self.slots.iter().any(Slot::is_taken)
     }
 
     /// Counts all waits that go on as beginning now.
     pub(crate) fn restart_clock(&self) {
         let now = self.now_us();
-        for slot in &self.slots {
-            let since = slot.since_us.load(Ordering::Acquire);
-            if since != 0 {
-                // Whoever ends the wait meanwhile wins.
-                let _ =
-                    slot.since_us.compare_exchange(since, now, Ordering::AcqRel, Ordering::Relaxed);
-            }
+        for slot in self.slots.iter().filter(|slot| slot.is_taken()) {
+            // A wait that took the slot meanwhile began now, too.
+            slot.since_us.fetch_max(now, Ordering::Relaxed);
         }
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
@@ -117,6 +143,7 @@ mod tests {
         assert_eq!(waits.end(1, 77).map(|wait| wait.0), Some(Some(5)));
         assert!(waits.end(1, 77).is_none());
         assert_eq!(waits.longest(), Duration::ZERO);
+        assert!(waits.is_empty());
     }
 
     #[test]
@@ -127,6 +154,6 @@ mod tests {
         }
         let measured = (0..20_000).filter(|unit| waits.end(0, *unit).is_some()).count();
         assert!((SLOTS * 9 / 10..=SLOTS).contains(&measured), "{measured}");
-        assert!(waits.slots.iter().all(|slot| slot.key.load(Ordering::Relaxed) == 0));
+        assert!(waits.is_empty());
     }
 }

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::{AccessError, RamRegion};
+use super::{AccessError, RamRegion, ZoneKind};
 use crate::mapping::Advice;
 use crate::populate::{THP_BYTES, aligned_inside};
 use crate::to_usize;
@@ -22,6 +22,24 @@ impl RamRegion {
     pub(crate) fn huge_blocks(&self) -> impl Iterator<Item = Range<u64>> + use<> {
         let whole = aligned_inside(self.host_addr(), &(0..self.len_bytes()));
         whole.step_by(to_usize(THP_BYTES)).map(|start| start..start + THP_BYTES)
+    }
+
+    /// From now on the host gives only small pages to the mappings of this shared region that there
+    /// are, whatever its settings for shared memory say, and makes no huge ones of them; or it does
+    /// again what the zone asks for. Pages that are huge already stay so.
+    pub fn use_small_pages(&self, small: bool) {
+        if self.is_hugetlb() || self.kind() != ZoneKind::Shared {
+            return;
+        }
+        let views = [Some(&self.main), self.alias.get(), self.vcpus.get()];
+        for mapping in views.into_iter().flatten() {
+            if !small {
+                self.advise_huge_pages(mapping);
+            } else if let Err(error) = mapping.advise(&(0..self.len_bytes()), Advice::NoHugePage) {
+                // A kernel that knows no huge pages makes none.
+                log::debug!("memory zone '{}' may get huge pages: {error}", self.zone_id());
+            }
+        }
     }
 
     /// Whether the host has a page for every page of `block`.

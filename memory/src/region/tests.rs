@@ -334,3 +334,38 @@ fn vcpus_with_a_mapping_of_their_own_see_the_same_memory() {
         assert_eq!(seen, 7);
     });
 }
+
+/// The flags of the mapping that begins at an address, as `smaps` has them.
+fn vm_flags(start: *const u8) -> String {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let begin = format!("{:x}-", start.addr());
+    let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&begin));
+    lines.find_map(|line| line.strip_prefix("VmFlags:")).unwrap().to_owned()
+}
+
+#[test]
+fn no_mapping_of_shared_memory_gets_huge_pages_while_small_ones_are_wanted() {
+    let ram = ram(|z| {
+        z.backing = Backing::Memfd;
+        z.thp = true;
+    });
+    let region = &ram.regions()[0];
+    region.map_for_vcpus().unwrap();
+    let whole = region.alias_slice(&(0..region.len_bytes())).unwrap();
+    let alias = whole.ptr_guard().as_ptr();
+    let vcpus = region.vcpus_ptr().unwrap().cast_const();
+    let mappings = [region.as_ptr().cast_const(), alias, vcpus];
+    let all_have = |flag: &str| {
+        mappings.iter().all(|start| vm_flags(*start).split_whitespace().any(|one| one == flag))
+    };
+    if !all_have("hg") {
+        eprintln!("SKIPPED: this kernel has no transparent huge pages");
+        return;
+    }
+    region.use_small_pages(true);
+    assert!(all_have("nh") && !all_have("hg"));
+    region.populate_for_io(&(0..8 * MIB)).unwrap();
+    assert!(!region.collapse(&(0..8 * MIB)).unwrap(), "nothing makes a huge page meanwhile");
+    region.use_small_pages(false);
+    assert!(all_have("hg"));
+}

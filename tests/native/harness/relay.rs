@@ -127,11 +127,13 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         // Sent after something else has failed; whoever misses it learns the same from the end
         // of the connection, which is what the other rows do. And of local migrations, which have
         // no network.
-        // `Coming` depends on the host; the crate's own table of cuts has it.
+        // `Coming` depends on the host, `Stale` on what the guest writes; the crate's own tests have
+        // them.
         // The last three come after a loss or when it takes long: `postcopy` has these.
         Command::Abandon
         | Command::MemoryFd
         | Command::Coming
+        | Command::Stale
         | Command::Recover
         | Command::Ahead
         | Command::Alive => Vec::new(),
@@ -161,6 +163,7 @@ fn contents_bytes(message: &Message) -> u64 {
         | Message::Confirm
         | Message::Elsewhere(_)
         | Message::Coming(_)
+        | Message::Stale(_)
         | Message::PostcopyDone => 0,
     }
 }

@@ -3,20 +3,20 @@
 //! The page engine of postcopy: which pages are missing, which were asked for, what an arrival
 //! means.
 //!
-//! Owns two bits a page. `missing`: contents are still to arrive. `wanted`: somebody waits and the
-//! source has been asked. A fault sets `wanted` and then looks at `missing`; an arrival clears
-//! `missing` and then looks at `wanted`. Between the two steps both order them, so that one of the
-//! two always sees the other (there is a loom model of this in `bitmap`), and no waiter is
-//! forgotten. A large host page is one of these; what comes of it in pieces arrives with the last
-//! (`destination::assembly`). It opens, waits on and writes to no connection.
+//! Owns what an arrival of contents means for the guest, and when nothing is missing any more. Which
+//! units are missing and which are wanted, and the order in which a fault and an arrival look at
+//! that, is in `destination::demand`. A large host page is one unit; what comes of it in pieces
+//! arrives with the last (`destination::assembly`). It opens, waits on and writes to no connection.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::demand::{Demand, Look};
+use super::emptying::empty_units;
 use super::receive::locate;
 use super::sleepers::Sleepers;
-use crate::bitmap::{ClaimMap, change_then_look};
+use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
 use crate::fault::{Fault, FaultSource};
@@ -27,7 +27,6 @@ use crate::protocol::codec::ByteSource;
 use crate::protocol::{ProtocolError, runs};
 use crate::ram::{self, GuestMemoryMap};
 use crate::stride::Strides;
-use crate::waits::Waits;
 
 /// Contents of at most this length are copied in through a buffer, which is faster than receiving
 /// them in place: pages are neither cleared before nor mapped twice, and there is one call of the
@@ -55,13 +54,15 @@ pub(crate) enum Via {
 pub(crate) struct Engine<M> {
     pub(super) memory: Arc<M>,
     pub(super) source: Arc<dyn FaultSource>,
-    /// Per region, in units.
-    missing: Vec<ClaimMap>,
-    wanted: Vec<ClaimMap>,
+    /// What is missing and what is wanted, in units.
+    demand: Demand,
     /// Per region: how its units come together from pieces, where they may.
     pub(super) pieces: Vec<Option<Pieces>>,
     /// Per region: pages of 4 KiB in a unit.
     unit_pages: Vec<u64>,
+    /// Whole units of which a part may be in place because a connection was lost in the middle of
+    /// them. Locked when that happens and while no connection is there.
+    torn: Mutex<Vec<PageRun>>,
     /// Units missing in all regions.
     left: AtomicU64,
     /// Readable once nothing is missing.
@@ -70,8 +71,6 @@ pub(crate) struct Engine<M> {
     failed: Cancel,
     /// What failed first, and whether the guest may run on this memory. Held for one look.
     fate: Mutex<Fate>,
-    /// When the units that are waited for were asked for.
-    waits: Waits,
     /// Threads that bring their own pages.
     sleepers: Sleepers,
     pub(super) progress: Arc<Progress>,
@@ -85,28 +84,40 @@ struct Fate {
 }
 
 impl<M: GuestMemoryMap> Engine<M> {
-    /// Begins with what the source says is missing. Contents that are here in its place (a machine
-    /// that was built with populated memory) are thrown away: nobody may see them.
+    /// Begins with what the source says is missing. Contents that are here in its place (an earlier
+    /// round, a machine that was built with populated memory) are thrown away: nobody may see them.
+    /// `stale` is missing, too, and has been thrown away before.
     pub(crate) fn new(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
         pending: &[u8],
+        stale: Option<Stale>,
         progress: Arc<Progress>,
+        cancel: &Cancel,
     ) -> Result<Self, Cause> {
-        let missing = maps(&**memory);
-        runs::decode(pending, &missing)?;
-        for (region, map) in missing.iter().enumerate() {
-            let unit = memory.layout().regions()[region].host_page_bytes / PAGE_BYTES;
-            for (first, count) in map.runs() {
-                let run = PageRun { region, first: first * unit, count: count * unit };
-                ram::empty(&**memory, run).map_err(Cause::Memory)?;
-            }
+        let mut missing = Stale::new(&**memory);
+        missing.throw_away(&**memory, pending, cancel)?;
+        if let Some(stale) = stale {
+            missing.0.iter().zip(&stale.0).for_each(|(all, stale)| all.add(stale));
         }
-        Self::with_missing(memory, source, missing, progress)
+        Self::with_emptied(memory, source, missing.0, progress)
     }
 
     /// Begins with memory whose missing units (one map a region) hold nothing.
     pub(crate) fn with_missing(
+        memory: &Arc<M>,
+        source: Arc<dyn FaultSource>,
+        missing: Vec<ClaimMap>,
+        progress: Arc<Progress>,
+    ) -> Result<Self, Cause> {
+        for (region, units) in missing.iter().enumerate() {
+            mark_absent(&**memory, region, units);
+        }
+        Self::with_emptied(memory, source, missing, progress)
+    }
+
+    /// The same where the memory knows already which of its units are missing.
+    pub(crate) fn with_emptied(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
         missing: Vec<ClaimMap>,
@@ -126,23 +137,19 @@ impl<M: GuestMemoryMap> Engine<M> {
             let unit = unit_pages[region];
             left += map.count();
             missing_bytes += map.count() * unit * PAGE_BYTES;
-            for (first, count) in map.runs() {
-                memory.mark_absent(PageRun { region, first: first * unit, count: count * unit });
-            }
         }
         progress.counters.remaining_bytes.store(missing_bytes, Ordering::Relaxed);
         let engine = Self {
             sleepers: Sleepers::new(source.seats()),
             source,
-            wanted: maps(&**memory),
-            missing,
+            demand: Demand::new(missing),
             pieces,
             unit_pages,
+            torn: Mutex::default(),
             left: AtomicU64::new(left),
             complete: Cancel::new().map_err(Cause::Resource)?,
             failed: Cancel::new().map_err(Cause::Resource)?,
             fate: Mutex::default(),
-            waits: Waits::new(),
             progress,
             memory: Arc::clone(memory),
         };
@@ -224,7 +231,7 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// Pages of 4 KiB that are missing.
     pub(crate) fn missing_pages(&self) -> u64 {
-        self.missing.iter().zip(&self.unit_pages).map(|(map, unit)| map.count() * unit).sum()
+        self.missing().iter().zip(&self.unit_pages).map(|(map, unit)| map.count() * unit).sum()
     }
 
     /// Looks at faults; returns the ranges to ask the source for. The others need nothing, or have
@@ -237,18 +244,19 @@ impl<M: GuestMemoryMap> Engine<M> {
             let region = fault.region;
             let index = fault.page / self.unit_pages[region];
             let run = self.pages_of(region, index);
-            let first_wish = self.wanted[region].set(index);
-            change_then_look();
-            if !self.missing[region].get(index) {
-                // It has just arrived, or was never sent because it is zero.
-                counters.faults_local.fetch_add(1, Ordering::Relaxed);
-                self.show(region, index)?;
-            } else if first_wish {
-                counters.faults_requested.fetch_add(1, Ordering::Relaxed);
-                self.waits.begin(region, index, fault.thread);
-                ask.push(self.memory.layout().range_of(run));
-            } else {
-                counters.faults_merged.fetch_add(1, Ordering::Relaxed);
+            match self.demand.fault(region, index, fault.thread) {
+                Look::Here => {
+                    // It has just arrived, or was never sent because it is zero.
+                    counters.faults_local.fetch_add(1, Ordering::Relaxed);
+                    self.show(region, index)?;
+                }
+                Look::First => {
+                    counters.faults_requested.fetch_add(1, Ordering::Relaxed);
+                    ask.push(self.memory.layout().range_of(run));
+                }
+                Look::Again => {
+                    counters.faults_merged.fetch_add(1, Ordering::Relaxed);
+                }
             }
         }
         Ok(ask)
@@ -272,7 +280,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             return Err(Cause::Unsupported { what, remedy: "this is a defect, please report it" });
         };
         ask(self.take_faults(&[fault])?);
-        if self.missing[fault.region].get(index) {
+        if self.demand.is_missing(fault.region, index) {
             lying.sleep();
         }
         Ok(())
@@ -291,7 +299,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             let unit = fault.page / self.unit_pages[fault.region];
             let Some(thread) = fault.thread else { continue };
             let Some(guess) = strides.fault(thread, fault.region, unit) else { continue };
-            let map = &self.missing[fault.region];
+            let map = &self.missing()[fault.region];
             let steps = (1..=guess.count).filter_map(|step| {
                 let distance = guess.stride.checked_mul(i64::try_from(step).ok()?)?;
                 unit.checked_add_signed(distance)
@@ -311,43 +319,50 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// What is missing, one map a region, in units.
     pub(crate) fn missing(&self) -> &[ClaimMap] {
-        &self.missing
+        self.demand.missing()
     }
 
     /// How long the longest wait for a page has been going on.
     pub(crate) fn longest_wait(&self) -> Duration {
-        self.waits.longest()
+        self.demand.longest_wait()
     }
 
-    /// Prepares for another set of connections; none works on the engine now. What arrived of a
-    /// page without being shown is thrown away.
+    /// Prepares for another set of connections; none works on the engine now. What arrived of a unit
+    /// without being shown is thrown away; all else that is missing is not there, and is not looked at.
     pub(crate) fn begin_again(&self) -> Result<(), Cause> {
-        for (region, map) in self.missing.iter().enumerate() {
-            let unit = self.unit_pages[region];
-            for (first, count) in map.runs() {
-                let run = PageRun { region, first: first * unit, count: count * unit };
-                ram::empty(&*self.memory, run).map_err(Cause::Memory)?;
-            }
+        let torn = std::mem::take(&mut *self.torn.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut partly = torn;
+        for (region, map) in self.missing().iter().enumerate() {
             if let Some(pieces) = &self.pieces[region] {
-                pieces.begin_again(map);
+                pieces.begin_again(map, |unit| partly.push(self.pages_of(region, unit)));
+            }
+        }
+        for run in &partly {
+            let unit = self.unit_pages[run.region];
+            let units = run.first / unit..run.end() / unit;
+            for (first, count) in self.missing()[run.region].runs_in(units) {
+                let pages =
+                    PageRun { region: run.region, first: first * unit, count: count * unit };
+                let emptied = self.memory.discard(pages);
+                if emptied.is_err() {
+                    // To be done by the next attempt.
+                    let mut torn = self.torn.lock().unwrap_or_else(PoisonError::into_inner);
+                    torn.extend(&partly);
+                }
+                emptied.map_err(Cause::Memory)?;
+                self.memory.mark_absent(pages);
             }
         }
         Ok(())
     }
 
-    /// What somebody waits for and is still missing: to be asked for on a new connection.
+    /// What is waited for and still missing: to be asked for on a new connection.
     pub(crate) fn wishes(&self) -> Vec<GpaRange> {
-        change_then_look();
-        self.waits.restart_clock();
-        let mut ranges = Vec::new();
-        for (region, map) in self.wanted.iter().enumerate() {
-            for (first, count) in map.runs() {
-                let wanted = (first..first + count).filter(|unit| self.missing[region].get(*unit));
-                let runs = wanted.map(|unit| self.pages_of(region, unit));
-                ranges.extend(runs.map(|run| self.memory.layout().range_of(run)));
-            }
-        }
-        ranges
+        self.demand.begin_wishes();
+        let regions = 0..self.missing().len();
+        let range = |region, unit| self.memory.layout().range_of(self.pages_of(region, unit));
+        let of = |region| self.demand.wishes(region).map(move |unit| range(region, unit));
+        regions.flat_map(of).collect()
     }
 
     /// Takes contents off a connection, and lets the guest see them. `scratch` is the receiving
@@ -395,7 +410,12 @@ impl<M: GuestMemoryMap> Engine<M> {
             }
         } else if in_place {
             let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
-            from.read_guest(&slices)?;
+            if let Err(error) = from.read_guest(&slices) {
+                // Any part of them may be in place, and none is shown.
+                let mut torn = self.torn.lock().unwrap_or_else(PoisonError::into_inner);
+                torn.extend(runs);
+                return Err(error.into());
+            }
             for run in runs {
                 self.source.make_present(*run)?;
                 self.has_come(*run, via)?;
@@ -454,8 +474,8 @@ impl<M: GuestMemoryMap> Engine<M> {
             let unit = self.unit_pages[run.region];
             for index in run.first / unit..run.end().div_ceil(unit) {
                 self.progress.counters.faults_elsewhere.fetch_add(1, Ordering::Relaxed);
-                let waited_for = self.wanted[run.region].get(index);
-                if waited_for && !self.missing[run.region].get(index) {
+                let waited_for = self.demand.is_wanted(run.region, index);
+                if waited_for && !self.demand.is_missing(run.region, index) {
                     self.show(run.region, index)?;
                 }
             }
@@ -473,7 +493,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             } else {
                 let unit = self.unit_pages[run.region];
                 let whole = run.first.is_multiple_of(unit) && run.count.is_multiple_of(unit);
-                let map = &self.missing[run.region];
+                let map = &self.missing()[run.region];
                 whole && (run.first / unit..run.end() / unit).all(|index| map.get(index))
             };
             if !missing {
@@ -493,19 +513,14 @@ impl<M: GuestMemoryMap> Engine<M> {
     ) -> Result<(), Cause> {
         let unit = self.unit_pages[run.region];
         let (first, count) = (run.first / unit, run.count / unit);
-        let cleared = self.missing[run.region].claim_run(first, count);
-        change_then_look();
-        let mut wanted = 0;
-        for index in first..first + count {
-            if self.wanted[run.region].get(index) {
-                wanted += unit;
-                wake(run.region, index)?;
-                self.sleepers.wake(run.region, index);
-                if let Some((thread, took)) = self.waits.end(run.region, index) {
-                    self.progress.fault_took(thread, took);
-                }
-            }
-        }
+        let here = |index| {
+            wake(run.region, index)?;
+            self.sleepers.wake(run.region, index);
+            Ok::<_, Cause>(())
+        };
+        let waited = |thread, took| self.progress.fault_took(thread, took);
+        let arrival = self.demand.arrive((run.region, first, count), here, waited)?;
+        let wanted = arrival.wanted * unit;
         let counters = &self.progress.counters;
         match via {
             Via::Bulk => {
@@ -517,7 +532,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             }
         }
         self.progress.sent_down(run.len_bytes());
-        if self.left.fetch_sub(cleared, Ordering::AcqRel) == cleared {
+        if self.left.fetch_sub(arrival.cleared, Ordering::AcqRel) == arrival.cleared {
             self.complete.cancel();
         }
         Ok(())
@@ -526,6 +541,41 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Lets waiters of a unit that is not missing go on: with its contents, or else with zeros.
     pub(super) fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
         Ok(self.source.make_zero(self.pages_of(region, index))?)
+    }
+}
+
+/// Units whose contents here are old, by region: nothing is held of them any more.
+pub(crate) struct Stale(Vec<ClaimMap>);
+
+impl Stale {
+    /// None yet.
+    pub(super) fn new<M: GuestMemoryMap>(memory: &M) -> Self {
+        Self(maps(memory))
+    }
+
+    /// Throws away what is here of a set of units that has come from the source, and adds it.
+    pub(super) fn throw_away<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        units: &[u8],
+        cancel: &Cancel,
+    ) -> Result<(), Cause> {
+        let more = maps(memory);
+        runs::decode(units, &more)?;
+        for (region, (units, all)) in more.iter().zip(&self.0).enumerate() {
+            empty_units(memory, region, units, cancel)?;
+            mark_absent(memory, region, units);
+            all.add(units);
+        }
+        Ok(())
+    }
+}
+
+/// Lets the memory know which units are to arrive.
+fn mark_absent<M: GuestMemoryMap>(memory: &M, region: usize, units: &ClaimMap) {
+    let unit = memory.layout().regions()[region].host_page_bytes / PAGE_BYTES;
+    for (first, count) in units.runs() {
+        memory.mark_absent(PageRun { region, first: first * unit, count: count * unit });
     }
 }
 

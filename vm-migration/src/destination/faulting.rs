@@ -121,7 +121,30 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 End::Lost(failure, returned) => self.recover(&failure, returned)?,
             }
         }
-        self.threads.engine.source().release().step("leaving postcopy")
+        self.release()
+    }
+
+    /// Every page is here: accesses are not caught any more. When the host lacks something for that
+    /// the guest goes on as it did, and it is tried again.
+    fn release(&self) -> Result<(), Failure> {
+        let mut warned = false;
+        loop {
+            match self.threads.engine.source().release() {
+                Ok(()) => {
+                    self.threads.engine.memory.use_small_pages(false);
+                    return Ok(());
+                }
+                Err(error) if self.threads.rejoin.steering.gives_up() => {
+                    return Err(error).step("leaving postcopy");
+                }
+                Err(error) if !warned => {
+                    warned = true;
+                    log::warn!("accesses are still watched: {}", error_text::chain(&error));
+                }
+                Err(_) => {}
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
     }
 
     /// Watches a set of connections until all is here, or it is lost.
@@ -133,30 +156,33 @@ impl<M: GuestMemoryMap> Faulting<M> {
         self.control.connection.set_stall_timeout(stall);
         self.unanswered = 0;
         let mut pulse = Pulse::new(engine.progress(), stall);
+        let mut arrivals = self.threads.rejoin.arrivals();
         loop {
             if engine.complete().is_cancelled() {
                 return Ok(End::Complete);
             }
-            let fds = [
-                engine.complete().fd(),
-                fate.stop().fd(),
-                self.control.connection.as_raw_fd(),
-                self.threads.rejoin.listener.as_raw_fd(),
-            ];
+            let mut fds =
+                vec![engine.complete().fd(), fate.stop().fd(), self.control.connection.as_raw_fd()];
+            arrivals.add_fds(&self.threads.rejoin.listener, &mut fds);
             let end = wait_readable(&fds, engine.failed(), Some(LOOK_EVERY));
-            let lost = match end.map_err(Cause::Resource).step(STEP)? {
+            // What the host lacks now it may have for another set of connections.
+            let end = match end.map_err(Cause::Resource).step(STEP) {
+                Ok(end) => end,
+                Err(failure) => return Ok(End::Lost(failure, None)),
+            };
+            let lost = match end {
                 WaitEnd::Cancelled if !engine.complete().is_cancelled() => {
                     let lost = || Failure::new(STEP, Cause::Cancelled);
                     return Err(engine.take_failure().unwrap_or_else(lost));
                 }
-                WaitEnd::Cancelled | WaitEnd::TimedOut | WaitEnd::Ready(0) => None,
+                WaitEnd::Cancelled | WaitEnd::Ready(0) => None,
                 WaitEnd::Ready(1) => {
                     let lost = || Failure::new(STEP, TransportError::Closed);
                     Some((fate.take_failure().unwrap_or_else(lost), None))
                 }
                 WaitEnd::Ready(2) => self.take_answer().err().map(|failure| (failure, None)),
-                WaitEnd::Ready(_) => {
-                    let returned = self.threads.rejoin.greet(engine.failed());
+                WaitEnd::Ready(_) | WaitEnd::TimedOut => {
+                    let returned = self.threads.rejoin.meet(&mut arrivals, engine.failed());
                     let lost = Failure::new(STEP, TransportError::Closed);
                     returned.map(|returned| (lost, Some(returned)))
                 }

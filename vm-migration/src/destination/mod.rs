@@ -10,20 +10,26 @@
 //! | `receive` | Receive: memory arrives, extra connections join |
 //! | `fresh` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
-//! | `engine` | the page engine of postcopy: what is missing, what is asked for |
+//! | `engine` | the page engine of postcopy: what an arrival means |
+//! | `demand` | what is missing and what is asked for, and since when |
 //! | `assembly` | large host pages in it, which come together from pieces |
+//! | `emptying` | throwing away what is to come again |
 //! | `fault` | the engine's threads |
 //! | `desk` | where threads that were refused a page get it |
 //! | `sleepers` | how they sleep until it is here |
 //! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
+//! | `arrivals` | connections that have not said yet what they are |
 //! | `rejoin` | how a source that lost its connections comes back |
 //!
 //! Nothing that the peer says is believed before it is checked against the machine that was built
 //! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
 
+mod arrivals;
 mod assembly;
 mod building;
+mod demand;
 mod desk;
+mod emptying;
 mod engine;
 mod fault;
 mod faulting;

@@ -71,6 +71,9 @@ impl Connected {
         let (config, given) = take_config(control, &terms)?;
         let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
+        if matches!(&terms, Terms::Negotiated { offer, .. } if offer.memory_mode.may_postcopy()) {
+            memory.use_small_pages(true);
+        }
         let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();
         let counters = &context.progress.counters;
         counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);

@@ -10,10 +10,11 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
-use super::engine::Engine;
+use super::engine::{Engine, Stale};
 use super::fault::FaultThreads;
 use super::fresh::Fresh;
 use super::negotiate::{read, unexpected, watch};
@@ -33,11 +34,12 @@ use crate::protocol::codec::ByteSource;
 use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Message, Role};
 use crate::ram::{self, GuestMemoryMap};
+use crate::steering::LOOK_EVERY;
 use crate::transport::{Connection, TransportError, WaitEnd, wait_readable};
 use crate::vm::DestinationVm;
 
-/// How long an extra connection may take to say what it is for. While it does, memory waits.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an extra connection may take to say what it is for. Nothing waits for it meanwhile.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What was agreed.
 pub(crate) enum Terms {
@@ -118,13 +120,19 @@ impl<V: DestinationVm> Mapped<V> {
         const STEP: &str = "receiving memory";
         let mut helpers = Helpers::new().step(STEP)?;
         let mut faults = None;
+        let mut stale: Option<Stale> = None;
         let mut inflater = Inflater::default();
         let fresh = Arc::new(Fresh::new(self.parts.memory.layout()));
         let mut preparing = Preparing::new(context.options.prepare_threads);
+        let expect =
+            if self.parts.terms.negotiated() { Expect::RoleAndToken } else { Expect::Role };
+        let mut arrivals = Arrivals::new(expect, HELLO_TIMEOUT);
         loop {
-            let message = match self.next(&helpers, context)? {
+            let message = match self.next(&helpers, &arrivals, context)? {
                 Next::Connection => {
-                    self.join(&mut helpers, &fresh, context)?;
+                    for hello in arrivals.take(context.listener, context.cancel) {
+                        self.join(hello, &mut helpers, &fresh, context)?;
+                    }
                     continue;
                 }
                 Next::Message(message) => message,
@@ -135,7 +143,7 @@ impl<V: DestinationVm> Mapped<V> {
                 | Message::ZeroPages(_)
                 | Message::MemoryZstd { .. }
                 | Message::Coming(_)
-                    if faults.is_some() || self.parts.terms.local() =>
+                    if faults.is_some() || stale.is_some() || self.parts.terms.local() =>
                 {
                     return Err(unexpected(&message, "State"));
                 }
@@ -160,8 +168,16 @@ impl<V: DestinationVm> Mapped<V> {
                         return Err(self.failure_to_build());
                     }
                 }
+                Message::Stale(units) if self.mode() == MemoryMode::Auto && faults.is_none() => {
+                    // From here on memory comes to the engine only.
+                    self.bulk.extend(helpers.give_back()?);
+                    let stale = stale.get_or_insert_with(|| Stale::new(memory));
+                    let thrown_away = stale.throw_away(memory, &units, context.cancel);
+                    thrown_away.step("throwing away what is old")?;
+                }
                 Message::Pending(bytes) if faults.is_none() => {
-                    faults = Some(self.start_engine(&bytes, &mut helpers, context)?);
+                    let engine = self.start_engine(&bytes, stale.take(), &mut helpers, context)?;
+                    faults = Some(engine);
                 }
                 Message::State(state) => {
                     if self.mode() == MemoryMode::Postcopy && faults.is_none() {
@@ -170,6 +186,10 @@ impl<V: DestinationVm> Mapped<V> {
                     helpers.finish()?;
                     self.parts.building.wait(context.cancel)?;
                     let vm = self.parts.building.finish()?;
+                    if self.mode().may_postcopy() && faults.is_none() {
+                        // All memory is here: it may have its huge pages again.
+                        self.parts.memory.use_small_pages(false);
+                    }
                     return Ok(Outcome { vm, state, faults });
                 }
                 other => return Err(unexpected(&other, "Memory or State")),
@@ -193,26 +213,33 @@ impl<V: DestinationVm> Mapped<V> {
     }
 
     /// Waits for a message or a connection, or for a helper or the builder to fail.
-    fn next(&mut self, helpers: &Helpers, context: Context<'_>) -> Result<Next, Failure> {
+    fn next(
+        &mut self,
+        helpers: &Helpers,
+        arrivals: &Arrivals,
+        context: Context<'_>,
+    ) -> Result<Next, Failure> {
         const STEP: &str = "waiting for memory or state";
         let limit = context.options.limits.answer;
-        if !self.control.reader.has_buffered() {
-            let fds = [
+        let since = Instant::now();
+        while !self.control.reader.has_buffered() {
+            let mut fds = vec![
                 helpers.failed.fd(),
                 self.parts.building.failed().fd(),
                 self.control.connection.as_raw_fd(),
-                context.listener.as_raw_fd(),
             ];
-            let end = wait_readable(&fds, context.cancel, Some(limit));
+            arrivals.add_fds(context.listener, &mut fds);
+            let end = wait_readable(&fds, context.cancel, Some(LOOK_EVERY.min(limit)));
             match end.map_err(TransportError::io("waiting")).step(STEP)? {
                 WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
-                WaitEnd::TimedOut => {
+                WaitEnd::TimedOut if since.elapsed() >= limit => {
                     let what = "waiting for memory or state";
                     return Err(TransportError::Timeout { what, after: limit }).step(STEP);
                 }
+                WaitEnd::TimedOut => {}
                 WaitEnd::Ready(0) => return Err(helpers.failure()),
                 WaitEnd::Ready(1) => return Err(self.failure_to_build()),
-                WaitEnd::Ready(2) => {}
+                WaitEnd::Ready(2) => break,
                 WaitEnd::Ready(_) => return Ok(Next::Connection),
             }
         }
@@ -222,13 +249,13 @@ impl<V: DestinationVm> Mapped<V> {
     /// Lets an extra connection in, or closes it.
     fn join(
         &mut self,
+        hello: Hello,
         helpers: &mut Helpers,
         fresh: &Arc<Fresh>,
         context: Context<'_>,
     ) -> Result<(), Failure> {
-        let (role, channel) = match greet(&self.parts.terms, context) {
+        let (role, channel) = match greet(hello, &self.parts.terms, context) {
             Ok(joined) => joined,
-            Err(Cause::Cancelled) => return Err(Cause::Cancelled).step("accepting connections"),
             Err(cause) => {
                 log::warn!("an extra connection was turned away: {}", error_text::chain(&cause));
                 return Ok(());
@@ -270,6 +297,7 @@ impl<V: DestinationVm> Mapped<V> {
     fn start_engine(
         &mut self,
         pending: &[u8],
+        stale: Option<Stale>,
         helpers: &mut Helpers,
         context: Context<'_>,
     ) -> Result<FaultThreads<V::Memory>, Failure> {
@@ -278,7 +306,7 @@ impl<V: DestinationVm> Mapped<V> {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
         if offer.memory_mode == MemoryMode::Auto {
-            self.bulk = helpers.give_back()?;
+            self.bulk.extend(helpers.give_back()?);
             self.parts.building.wait(context.cancel)?;
             let mut vm = self.parts.building.finish()?;
             self.parts.fault_source = Some(watch(&mut vm, &self.parts.memory, offer, context)?);
@@ -297,7 +325,9 @@ impl<V: DestinationVm> Mapped<V> {
             &self.parts.memory,
             Arc::clone(source),
             pending,
+            stale,
             Arc::clone(context.progress),
+            context.cancel,
         )
         .step(STEP)?;
         let bulk = std::mem::take(&mut self.bulk);
@@ -313,14 +343,13 @@ impl<V: DestinationVm> Mapped<V> {
     }
 }
 
-/// Accepts an extra connection and finds out what it is for.
-fn greet(terms: &Terms, context: Context<'_>) -> Result<(Role, Channel), Cause> {
-    let connection = context.listener.accept(context.cancel, Some(HELLO_TIMEOUT), HELLO_TIMEOUT)?;
-    let mut channel = Channel::new(connection);
-    let role = Role::read(&mut channel.reader)?;
+/// Lets an extra connection in that belongs here.
+fn greet(hello: Hello, terms: &Terms, context: Context<'_>) -> Result<(Role, Channel), Cause> {
+    let (role, shown, channel) = match hello {
+        Hello::Extra(role, shown, channel) => (role, shown, channel),
+        Hello::Recover(..) | Hello::Other(_) => return Err(ProtocolError::Token.into()),
+    };
     if let Terms::Negotiated { token, .. } = terms {
-        let mut shown = [0; TOKEN_BYTES];
-        channel.reader.read_exact(&mut shown)?;
         if shown != *token {
             return Err(ProtocolError::Token.into());
         }

@@ -10,6 +10,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::arrivals::{Arrivals, Expect, Hello};
 use super::negotiate::random_token;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -17,12 +18,12 @@ use crate::error::{Cause, Failure, Step};
 use crate::options::CONNECTIONS_MAX;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::TOKEN_BYTES;
-use crate::protocol::codec::ByteSource;
 use crate::protocol::message::{Answer, Message, Recover, Role};
+use crate::session::ALIVE_EVERY;
 use crate::steering::{self, LOOK_EVERY, Steering};
 use crate::transport::{Listener, TransportError, WaitEnd, wait_readable};
 
-/// How long somebody who has connected may take to say who they are.
+/// How long the last answer may take to reach a source that has come back.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What recovery needs to know of the migration.
@@ -53,34 +54,55 @@ pub(crate) struct Connections {
 }
 
 impl Rejoin {
-    /// Accepts one connection that waits to be, and finds out whether it is the source's.
+    /// Finds out whether one of the connections that wait to be accepted is the source's.
     pub(crate) fn greet(&mut self, cancel: &Cancel) -> Option<Returned> {
-        match self.try_greet(cancel) {
-            Ok(returned) => Some(returned),
-            Err(cause) => {
-                let why = error_text::chain(&cause);
-                log::warn!("a connection during postcopy was turned away: {why}");
-                None
+        let mut arrivals = self.arrivals();
+        let deadline = Instant::now() + self.stall;
+        loop {
+            let returned = self.meet(&mut arrivals, cancel);
+            if returned.is_some() || arrivals.is_empty() || Instant::now() > deadline {
+                return returned;
+            }
+            let mut fds = Vec::new();
+            arrivals.add_fds(&self.listener, &mut fds);
+            if !matches!(
+                wait_readable(&fds, cancel, Some(LOOK_EVERY)),
+                Ok(WaitEnd::Ready(_) | WaitEnd::TimedOut)
+            ) {
+                return None;
             }
         }
     }
 
-    fn try_greet(&mut self, cancel: &Cancel) -> Result<Returned, Cause> {
-        let connection = self.listener.accept(cancel, Some(Duration::ZERO), HELLO_TIMEOUT)?;
-        let mut control = Channel::new(connection);
-        let refused = match Message::read(&mut control.reader)? {
-            Message::Recover(recover) => match self.check(&recover) {
-                Ok(()) => {
-                    self.attempt = recover.attempt;
-                    control.connection.set_stall_timeout(self.stall);
-                    return Ok(Returned { control, recover });
-                }
-                Err(reason) => reason,
-            },
-            _ => "a VM is here already, and pages of it are still to come from where it was",
-        };
-        control.refuse(refused);
-        Err(Cause::Refused(refused.to_string()))
+    /// Who connects while no set of connections is being made.
+    pub(super) fn arrivals(&self) -> Arrivals {
+        Arrivals::new(Expect::Message, self.stall)
+    }
+
+    /// Looks at who has connected, without waiting for anybody. Of those that say that they are the
+    /// source the last that proves it is taken: it has given up the attempts before.
+    pub(super) fn meet(&mut self, arrivals: &mut Arrivals, cancel: &Cancel) -> Option<Returned> {
+        let mut returned = None;
+        for hello in arrivals.take(&self.listener, cancel) {
+            let (reason, channel) = match hello {
+                Hello::Recover(recover, control) => match self.check(&recover) {
+                    Ok(()) => {
+                        self.attempt = recover.attempt;
+                        control.connection.set_stall_timeout(self.stall);
+                        returned = Some(Returned { control, recover });
+                        continue;
+                    }
+                    Err(reason) => (reason, control),
+                },
+                Hello::Other(channel) | Hello::Extra(_, _, channel) => (
+                    "a VM is here already, and pages of it are still to come from where it was",
+                    channel,
+                ),
+            };
+            log::warn!("a connection during postcopy was turned away: {reason}");
+            arrivals.refuse(channel, reason);
+        }
+        returned
     }
 
     fn check(&self, recover: &Recover) -> Result<(), &'static str> {
@@ -105,6 +127,7 @@ impl Rejoin {
         ended: &Cancel,
         deadline: Option<Instant>,
     ) -> Result<Returned, Cause> {
+        let mut arrivals = self.arrivals();
         loop {
             if self.steering.gives_up() {
                 return Err(Cause::Cancelled);
@@ -115,24 +138,30 @@ impl Rejoin {
                     Err(error) => log::error!("{}", error_text::chain(&error)),
                 }
             }
-            let fds = [self.listener.as_raw_fd()];
+            let mut fds = Vec::new();
+            arrivals.add_fds(&self.listener, &mut fds);
             let end = wait_readable(&fds, ended, Some(LOOK_EVERY));
             if deadline.is_some_and(|deadline| Instant::now() > deadline) {
                 return Err(Cause::Cancelled);
             }
-            match end.map_err(Cause::Resource)? {
-                WaitEnd::Cancelled => return Err(Cause::Cancelled),
-                WaitEnd::TimedOut => {}
-                WaitEnd::Ready(_) => {
-                    if let Some(returned) = self.greet(ended) {
-                        return Ok(returned);
-                    }
+            match end {
+                Ok(WaitEnd::Cancelled) => return Err(Cause::Cancelled),
+                Ok(WaitEnd::TimedOut | WaitEnd::Ready(_)) => {}
+                Err(error) => {
+                    // The host lacks something now; the guest waits, and so does this.
+                    log::warn!("nothing can be waited for: {error}");
+                    std::thread::sleep(LOOK_EVERY);
                 }
+            }
+            if let Some(returned) = self.meet(&mut arrivals, ended) {
+                return Ok(returned);
             }
         }
     }
 
-    /// Takes all connections of a source that has come back, and tells it what is missing.
+    /// Takes all connections of a source that has come back, and tells it what is missing. The
+    /// connections may come in any order and at the same time; the wait ends when none has joined for
+    /// as long as a peer may be silent.
     pub(crate) fn connect(
         &self,
         returned: Returned,
@@ -142,49 +171,64 @@ impl Rejoin {
         const STEP: &str = "taking the connections of a recovery";
         let Returned { mut control, recover } = returned;
         let token = random_token().map_err(Cause::Resource).step(STEP)?;
-        let answer = Answer::Ok { offer_taken: false, payload: token.to_vec() };
+        let answer = Answer::Ok { offer_taken: recover.alive, payload: token.to_vec() };
         control.connection.send(&answer.encode()).step(STEP)?;
-        let deadline = Instant::now() + self.stall;
+        let mut arrivals = Arrivals::new(Expect::RoleAndToken, self.stall);
+        let (mut joined, mut told) = (Instant::now(), Instant::now());
+        let (bulk_count, urgent_count) = (usize::from(recover.bulk), usize::from(recover.urgent));
         let (mut bulk, mut urgent) = (Vec::new(), Vec::new());
-        while bulk.len() < usize::from(recover.bulk) || urgent.len() < usize::from(recover.urgent) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let fds = [self.listener.as_raw_fd(), control.connection.as_raw_fd()];
-            match wait_readable(&fds, cancel, Some(left)).map_err(Cause::Resource).step(STEP)? {
+        while bulk.len() < bulk_count || urgent.len() < urgent_count {
+            if joined.elapsed() > self.stall {
+                return Err(TransportError::Timeout { what: STEP, after: self.stall }).step(STEP);
+            }
+            if recover.alive && told.elapsed() >= ALIVE_EVERY.min(self.stall / 3) {
+                control.connection.send(&Message::Alive.encode()).step(STEP)?;
+                told = Instant::now();
+            }
+            let mut fds = vec![control.connection.as_raw_fd()];
+            arrivals.add_fds(&self.listener, &mut fds);
+            match wait_readable(&fds, cancel, Some(LOOK_EVERY))
+                .map_err(Cause::Resource)
+                .step(STEP)?
+            {
                 WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
-                WaitEnd::TimedOut => {
-                    return Err(TransportError::Timeout { what: STEP, after: self.stall })
-                        .step(STEP);
-                }
-                WaitEnd::Ready(0) => match self.extra(&token, cancel) {
-                    Ok((Role::Memory, channel)) => bulk.push(channel),
-                    Ok((Role::Fault, channel)) => urgent.push(channel),
-                    Err(cause) => {
-                        let why = error_text::chain(&cause);
-                        log::warn!("a connection during a recovery was turned away: {why}");
-                    }
-                },
                 // Nothing is due on the first connection: it has ended.
-                WaitEnd::Ready(_) => return Err(TransportError::Closed).step(STEP),
+                WaitEnd::Ready(0) => return Err(TransportError::Closed).step(STEP),
+                WaitEnd::Ready(_) | WaitEnd::TimedOut => {}
+            }
+            for hello in arrivals.take(&self.listener, cancel) {
+                let (set, count, channel) = match hello {
+                    Hello::Extra(Role::Memory, shown, channel) if shown == token => {
+                        (&mut bulk, bulk_count, channel)
+                    }
+                    Hello::Extra(Role::Fault, shown, channel) if shown == token => {
+                        (&mut urgent, urgent_count, channel)
+                    }
+                    Hello::Extra(_, _, channel)
+                    | Hello::Recover(_, channel)
+                    | Hello::Other(channel) => {
+                        let why = ProtocolError::Token.to_string();
+                        log::warn!("a connection during a recovery was turned away: {why}");
+                        arrivals.refuse(channel, &why);
+                        continue;
+                    }
+                };
+                if set.len() < count && channel.yes().is_ok() {
+                    channel.connection.set_stall_timeout(self.stall);
+                    set.push(channel);
+                    joined = Instant::now();
+                }
             }
         }
         const TELL: &str = "telling the source what is missing";
-        control.tell(&Message::Pending(missing().step(TELL)?)).step(TELL)?;
-        control.answer(self.stall).step(TELL)?;
-        Ok(Connections { control, bulk, urgent })
-    }
-
-    fn extra(&self, token: &[u8; TOKEN_BYTES], cancel: &Cancel) -> Result<(Role, Channel), Cause> {
-        let connection = self.listener.accept(cancel, Some(Duration::ZERO), HELLO_TIMEOUT)?;
-        let mut channel = Channel::new(connection);
-        let role = Role::read(&mut channel.reader)?;
-        let mut shown = [0; TOKEN_BYTES];
-        channel.reader.read_exact(&mut shown)?;
-        if shown != *token {
-            return Err(ProtocolError::Token.into());
+        let missing = control.busy(recover.alive, missing).step(TELL)?;
+        control.tell(&Message::Pending(missing)).step(TELL)?;
+        if recover.alive {
+            control.answer_of_busy(self.stall).step(TELL)?;
+        } else {
+            control.answer(self.stall).step(TELL)?;
         }
-        channel.yes()?;
-        channel.connection.set_stall_timeout(self.stall);
-        Ok((role, channel))
+        Ok(Connections { control, bulk, urgent })
     }
 
     /// Every page is here and the source may not know it: tells it when it comes back, on a thread

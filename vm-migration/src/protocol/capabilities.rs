@@ -32,6 +32,9 @@ pub const FEATURE_PIECES: &str = "pieces";
 /// The destination gets pages ready for memory that is announced.
 pub const FEATURE_COMING: &str = "coming";
 
+/// What precopy that becomes postcopy has made old is thrown away before the guest stops.
+pub const FEATURE_STALE: &str = "stale";
+
 /// Length of the token that extra connections show.
 pub const TOKEN_BYTES: usize = 16;
 
@@ -46,6 +49,7 @@ pub fn features() -> BTreeSet<String> {
         FEATURE_LOCAL,
         FEATURE_PIECES,
         FEATURE_COMING,
+        FEATURE_STALE,
     ]
     .map(String::from)
     .into()

@@ -66,11 +66,14 @@ pub enum Command {
     Alive = 0x4712,
     /// Ranges whose contents will come: the destination may get pages for them beforehand.
     Coming = 0x4713,
+    /// Units that were sent in precopy and are old, or were not sent: to be thrown away while the
+    /// guest still runs at the source. Units that Pending names later come on top of these.
+    Stale = 0x4714,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -92,6 +95,7 @@ impl Command {
         Self::AwaitMachine,
         Self::MemoryZstd,
         Self::Coming,
+        Self::Stale,
     ];
 
     /// The number on the wire.
@@ -134,6 +138,7 @@ impl Command {
             Self::AwaitMachine => "AwaitMachine",
             Self::MemoryZstd => "MemoryZstd",
             Self::Coming => "Coming",
+            Self::Stale => "Stale",
         }
     }
 }
@@ -196,6 +201,8 @@ pub enum Message {
     },
     /// See [`Command::Coming`].
     Coming(Vec<GpaRange>),
+    /// See [`Command::Stale`]; in the form of Pending.
+    Stale(Vec<u8>),
 }
 
 /// What a source says that connects again.
@@ -209,10 +216,15 @@ pub struct Recover {
     pub bulk: u16,
     /// Connections for requested pages that will follow.
     pub urgent: u16,
+    /// This source takes [`Command::Alive`] where it waits for what is missing, and sends it while it
+    /// works on that, if the destination takes it, too (the mark of an offer that is taken, in its
+    /// answer). In the spare header bytes, where older peers send zeros and look at nothing.
+    pub alive: bool,
 }
 
 impl Recover {
-    const BYTES: usize = TOKEN_BYTES + 8;
+    /// Bytes of payload.
+    pub const BYTES: usize = TOKEN_BYTES + 8;
 
     fn encode(self) -> Vec<u8> {
         let mut bytes = self.id.to_vec();
@@ -222,7 +234,10 @@ impl Recover {
         bytes
     }
 
-    fn read(from: &mut impl ByteSource, len_bytes: u64) -> Result<Self, ProtocolError> {
+    fn read(
+        from: &mut impl ByteSource,
+        Header { len_bytes, extra, .. }: Header,
+    ) -> Result<Self, ProtocolError> {
         let mut bytes = [0; Self::BYTES];
         if len_bytes != bytes.len() as u64 {
             return Err(ProtocolError::BadLength { what: "Recover", len_bytes });
@@ -234,6 +249,7 @@ impl Recover {
             attempt: u32::from_le_bytes([a0, a1, a2, a3]),
             bulk: u16::from_le_bytes([b0, b1]),
             urgent: u16::from_le_bytes([u0, u1]),
+            alive: extra[2..] == OFFER,
         })
     }
 }
@@ -263,6 +279,7 @@ impl Message {
             Self::AwaitMachine => Command::AwaitMachine,
             Self::MemoryZstd { .. } => Command::MemoryZstd,
             Self::Coming(_) => Command::Coming,
+            Self::Stale(_) => Command::Stale,
         }
     }
 
@@ -280,6 +297,7 @@ impl Message {
             Self::Config(bytes)
             | Self::State(bytes)
             | Self::Capabilities(bytes)
+            | Self::Stale(bytes)
             | Self::Pending(bytes) => return framed(self.command().code(), extra, bytes),
             Self::Memory(ranges)
             | Self::PageFault(ranges)
@@ -287,7 +305,12 @@ impl Message {
             | Self::Elsewhere(ranges)
             | Self::Ahead(ranges)
             | Self::Coming(ranges) => put_table(&mut payload, ranges),
-            Self::Recover(recover) => payload = recover.encode(),
+            Self::Recover(recover) => {
+                if recover.alive {
+                    extra[2..].copy_from_slice(&OFFER);
+                }
+                payload = recover.encode();
+            }
             Self::MemoryZstd { ranges, frame_bytes } => {
                 extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
                 put_table(&mut payload, ranges);
@@ -338,11 +361,12 @@ impl Message {
                 Self::Capabilities(read_payload(from, what, len, CAPABILITIES_BYTES_MAX)?)
             }
             Command::ZeroPages => Self::ZeroPages(table(from)?),
+            Command::Stale => Self::Stale(read_payload(from, what, len, PENDING_BYTES_MAX)?),
             Command::Pending => Self::Pending(read_payload(from, what, len, PENDING_BYTES_MAX)?),
             Command::Confirm => empty(what, len).map(|()| Self::Confirm)?,
             Command::Elsewhere => Self::Elsewhere(table(from)?),
             Command::PostcopyDone => empty(what, len).map(|()| Self::PostcopyDone)?,
-            Command::Recover => Self::Recover(Recover::read(from, len)?),
+            Command::Recover => Self::Recover(Recover::read(from, header)?),
             Command::Ahead => Self::Ahead(table(from)?),
             Command::Alive => empty(what, len).map(|()| Self::Alive)?,
             Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
@@ -432,6 +456,14 @@ impl Answer {
     /// When the bytes are not an answer.
     pub fn read(from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
         let header = Header::read(from)?;
+        Self::read_behind(&header, from)
+    }
+
+    /// Reads the rest of one whose header has been read, bounded.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_behind(header: &Header, from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
         match header.code {
             STATUS_OK => Ok(Self::Ok {
                 offer_taken: header.extra[2..] == OFFER,
@@ -516,7 +548,7 @@ pub fn fuzz_stream(data: &[u8]) {
                     return;
                 }
             }
-            Message::Pending(bytes) => {
+            Message::Pending(bytes) | Message::Stale(bytes) => {
                 let maps: Vec<ClaimMap> =
                     layout.regions().iter().map(|r| ClaimMap::new(r.pages())).collect();
                 let _ = super::runs::decode(bytes, &maps);

@@ -8,7 +8,7 @@
 
 use super::ProtocolError;
 use super::codec::{put_varint, take_varint};
-use crate::bitmap::{ClaimMap, WORD_BITS};
+use crate::bitmap::ClaimMap;
 use crate::layout::to_usize;
 
 const TAG_RUNS: u8 = 0;
@@ -18,38 +18,52 @@ const TAG_BITMAP: u8 = 1;
 pub fn encode<'m>(maps: impl IntoIterator<Item = &'m ClaimMap>) -> Vec<u8> {
     let mut out = Vec::new();
     for map in maps {
-        let runs = map.runs();
-        let bitmap_bytes = to_usize(map.len().div_ceil(WORD_BITS)) * 8;
-        let mut body = Vec::new();
-        put_varint(&mut body, runs.len() as u64);
-        let mut at = 0;
-        for (first, count) in &runs {
-            put_varint(&mut body, first - at);
-            put_varint(&mut body, *count);
-            at = first + count;
-            if body.len() > bitmap_bytes {
-                break;
-            }
-        }
-        if body.len() <= bitmap_bytes {
+        let bitmap_bytes = map.words().len() * 8;
+        if let Some(mut body) = encode_runs(map, bitmap_bytes) {
             out.push(TAG_RUNS);
             out.append(&mut body);
         } else {
             out.push(TAG_BITMAP);
-            put_bitmap(&mut out, &runs, bitmap_bytes);
+            out.reserve(bitmap_bytes);
+            for word in map.words() {
+                out.extend_from_slice(&word.to_le_bytes());
+            }
         }
     }
     out
 }
 
-fn put_bitmap(out: &mut Vec<u8>, runs: &[(u64, u64)], bitmap_bytes: usize) {
-    let start = out.len();
-    out.resize(start + bitmap_bytes, 0);
-    for (first, count) in runs {
-        for bit in *first..first + count {
-            out[start + to_usize(bit / 8)] |= 1 << (bit % 8);
+/// The runs of a map; `None` where they take more than `bytes_max`. How many runs there are is
+/// found in the words before any is written, because a finely scattered set has as many as half of
+/// its bits.
+fn encode_runs(map: &ClaimMap, bytes_max: usize) -> Option<Vec<u8>> {
+    let mut before = 0;
+    let runs: u64 = map
+        .words()
+        .map(|word| {
+            // A run begins at each bit without a bit before it.
+            let begins = word & !(word << 1 | before);
+            before = word >> 63;
+            u64::from(begins.count_ones())
+        })
+        .sum();
+    let mut body = Vec::new();
+    put_varint(&mut body, runs);
+    // Each run is two numbers, a byte each at least.
+    if runs.saturating_mul(2).saturating_add(body.len() as u64) > bytes_max as u64 {
+        return None;
+    }
+    let (mut at, mut left) = (0, runs);
+    for (first, count) in map.runs().take(to_usize(runs)) {
+        put_varint(&mut body, first - at);
+        put_varint(&mut body, count);
+        (at, left) = (first + count, left - 1);
+        if body.len() > bytes_max {
+            return None;
         }
     }
+    // Bits that were cleared meanwhile may have joined or removed runs: the bitmap has no count.
+    (left == 0).then_some(body)
 }
 
 /// Decodes the sets of all regions into maps that are clear before.
@@ -94,16 +108,12 @@ fn take_runs(bytes: &mut &[u8], map: &ClaimMap) -> Result<(), ProtocolError> {
 }
 
 fn take_bitmap(bytes: &mut &[u8], map: &ClaimMap) -> Result<(), ProtocolError> {
-    let len = to_usize(map.len().div_ceil(WORD_BITS)) * 8;
+    let len = map.words().len() * 8;
     let (bitmap, rest) = bytes.split_at_checked(len).ok_or(bad("a bitmap is cut off"))?;
     *bytes = rest;
-    for (index, byte) in (0u64..).zip(bitmap) {
-        for bit in (0..8).filter(|bit| byte & (1 << bit) != 0) {
-            let page = index * 8 + bit;
-            if page >= map.len() {
-                return Err(bad("a page is beyond its region"));
-            }
-            map.set(page);
+    for (index, word) in (0..).zip(bitmap.as_chunks::<8>().0) {
+        if !map.set_word(index, u64::from_le_bytes(*word)) {
+            return Err(bad("a page is beyond its region"));
         }
     }
     Ok(())

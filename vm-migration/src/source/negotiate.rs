@@ -15,13 +15,14 @@ use super::{Connected, Context, Setback};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::Layout;
+use crate::opening::Opening;
 use crate::options::{Compression, MemoryMode};
 use crate::page_server::Successor;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES,
-    FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common,
-    features, software,
+    FEATURE_POSTCOPY, FEATURE_STALE, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared,
+    TOKEN_BYTES, common, features, software,
 };
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -71,6 +72,8 @@ pub(crate) enum Terms {
         pieces: bool,
         /// The destination likes to hear what will come.
         coming: bool,
+        /// The destination throws away what is old while the guest runs.
+        stale: bool,
         /// The destination's memory, which decides the unit in which pages travel.
         layout: Layout,
     },
@@ -87,6 +90,10 @@ impl Terms {
 
     pub(crate) fn coming(&self) -> bool {
         matches!(self, Self::Negotiated { coming: true, .. })
+    }
+
+    pub(crate) fn stale(&self) -> bool {
+        matches!(self, Self::Negotiated { stale: true, .. })
     }
 
     pub(crate) fn early_memory(&self) -> bool {
@@ -152,24 +159,24 @@ pub(crate) fn agree<V: SourceVm>(
                 local: context.options.local,
                 pieces: features.contains(FEATURE_PIECES),
                 coming: features.contains(FEATURE_COMING),
+                stale: features.contains(FEATURE_STALE),
                 layout,
             }
         }
     };
     let token = token.map(|(_, token)| token);
-    let extra = |role, count: u16| {
-        (0..count)
-            .map(|_| {
-                let options = context.options;
-                let limits = &options.limits;
-                Channel::open_extra(&options.to, role, token.as_ref(), context.cancel, limits)
-            })
-            .collect::<Result<Vec<_>, _>>()
-            .step("opening further connections")
-    };
     let (bulk_count, urgent_count) = extra_connections(context);
-    let memory_links = extra(Role::Memory, bulk_count)?;
-    let urgent = extra(Role::Fault, urgent_count)?;
+    let opening = Opening {
+        to: &context.options.to,
+        beside: &control.connection,
+        token: token.as_ref(),
+        cancel: context.cancel,
+        limits: &context.options.limits,
+    };
+    let mut roles = vec![Role::Memory; bulk_count.into()];
+    roles.resize(usize::from(bulk_count) + usize::from(urgent_count), Role::Fault);
+    let mut memory_links = opening.all(&roles).step("opening further connections")?;
+    let urgent = memory_links.split_off(bulk_count.into());
     let successor = vm.successor().map_err(Cause::Vm).step("starting the page server")?;
     if let Some(successor) = &successor {
         context.progress.has_page_server(successor.identity());

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
 use super::negotiate::{Links, Terms};
 use super::round::{Line, Pass, RoundKind, Slice, clear_all, send_round};
+use super::stop::{add_dirty, in_units};
 use super::{Context, Setback, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
@@ -20,6 +21,7 @@ use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::{Convergence, DirtyClear, MemoryMode};
 use crate::progress::Event;
 use crate::protocol::message::Message;
+use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 use crate::steering::Steering;
 use crate::vm::{DirtyLog, FreePageHints, SourceVm, Throttle};
@@ -33,6 +35,12 @@ const HINTS_PAUSE: Duration = Duration::from_secs(2);
 
 /// How long it waits in all. A guest that goes on for so long keeps taking its pages back.
 const HINTS_TIME_MAX: Duration = Duration::from_secs(20);
+
+/// How often the destination is told what is old at most before the guest stops.
+const STALE_ROUNDS_MAX: u32 = 5;
+
+/// So few units are thrown away in a moment, guest or no guest: a millisecond or two.
+const STALE_UNITS_MIN: u64 = 1024;
 
 /// How often it is looked whether somebody cancels, and whether there are new ones.
 const HINTS_LOOK: Duration = Duration::from_millis(50);
@@ -64,8 +72,9 @@ pub(crate) enum Cargo<L> {
     /// or they would dirty it all again.
     Rest(L, Option<Box<dyn Throttle>>),
     /// These pages (in postcopy all that had been populated when the scan passed) are served after
-    /// the handover, together with what was dirtied and not sent since then.
-    Later(L, Vec<ClaimMap>),
+    /// the handover, together with what was dirtied and not sent since then. The destination knows
+    /// some of them already (the second maps, in its units).
+    Later(L, Vec<ClaimMap>, Option<Vec<ClaimMap>>),
     /// Both sides have the same memory already.
     Shared,
 }
@@ -74,8 +83,8 @@ pub(crate) enum Cargo<L> {
 enum Rounds {
     /// What is left may be sent with the guest stopped.
     Enough(Option<Box<dyn Throttle>>),
-    /// It follows the guest, and with it these pages.
-    Switched(Vec<ClaimMap>),
+    /// It follows the guest, and with it these pages; the destination knows of these units.
+    Switched(Vec<ClaimMap>, Option<Vec<ClaimMap>>),
 }
 
 impl<V: SourceVm> Negotiated<V> {
@@ -100,12 +109,12 @@ impl<V: SourceVm> Negotiated<V> {
         match context.options.mode() {
             MemoryMode::Precopy | MemoryMode::Auto => match self.rounds(&log, context)? {
                 Rounds::Enough(throttle) => Ok(Cargo::Rest(log, throttle)),
-                Rounds::Switched(pages) => Ok(Cargo::Later(log, pages)),
+                Rounds::Switched(pages, told) => Ok(Cargo::Later(log, pages, told)),
             },
             MemoryMode::Postcopy => {
                 self.settle(context)?;
                 let pages = scan(&*self.memory, &log)?;
-                Ok(Cargo::Later(log, pages))
+                Ok(Cargo::Later(log, pages, None))
             }
         }
     }
@@ -138,7 +147,7 @@ impl<V: SourceVm> Negotiated<V> {
             // The guest gets its free pages back as soon as nobody looks at them any more.
             hints = None;
             if switch.is_due() {
-                return self.switch(sent.unsent, machine_is_built, context);
+                return self.switch(log, sent.unsent, machine_is_built, context);
             }
             let sent = sent.bytes;
             let took = began.elapsed();
@@ -169,7 +178,7 @@ impl<V: SourceVm> Negotiated<V> {
                     }
                 }
                 Decision::Postcopy => {
-                    return self.switch(Vec::new(), machine_is_built, context);
+                    return self.switch(log, Vec::new(), machine_is_built, context);
                 }
                 Decision::GiveUp => {
                     return Err(pilot.not_converging(number, remaining_bytes))
@@ -212,6 +221,7 @@ impl<V: SourceVm> Negotiated<V> {
     /// dirty.
     fn switch(
         &mut self,
+        log: &V::Log,
         unsent: Vec<PageRun>,
         machine_is_built: bool,
         context: Context<'_>,
@@ -225,7 +235,47 @@ impl<V: SourceVm> Negotiated<V> {
         for run in unsent {
             maps[run.region].set_run(run.first, run.count);
         }
-        Ok(Rounds::Switched(maps))
+        let told = if self.links.terms.stale() {
+            Some(self.tell_what_is_stale(log, &maps, context)?)
+        } else {
+            None
+        };
+        Ok(Rounds::Switched(maps, told))
+    }
+
+    /// Has the destination throw away what it has of pages that follow the guest, as long as that
+    /// leaves much less to do after the stop. What is dirty is added to `pages`, and its bits are
+    /// cleared: what is found dirty at the stop comes on top. Gives what the destination was told.
+    fn tell_what_is_stale(
+        &mut self,
+        log: &V::Log,
+        pages: &[ClaimMap],
+        context: Context<'_>,
+    ) -> Result<Vec<ClaimMap>, Failure> {
+        const STEP: &str = "telling the destination what is old";
+        let mut told = in_units(pages, &self.links);
+        told.iter().for_each(ClaimMap::clear);
+        let mut before = u64::MAX;
+        for _ in 0..STALE_ROUNDS_MAX {
+            check_cancel(context.cancel, STEP)?;
+            log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
+            add_dirty(&*self.memory, log, pages)?;
+            let now = in_units(pages, &self.links);
+            let more: Vec<ClaimMap> =
+                now.iter().zip(&told).map(|(now, told)| now.without(told)).collect();
+            let count = more.iter().map(ClaimMap::count).sum();
+            if count == 0 {
+                break;
+            }
+            let message = Message::Stale(runs::encode(&more));
+            self.control.ask(&message, context.options.limits.prepare).step(STEP)?;
+            told = now;
+            if count <= STALE_UNITS_MIN || count > before / 2 {
+                break;
+            }
+            before = count;
+        }
+        Ok(told)
     }
 
     /// Has the machine do what would keep the guest standing still; returns how long that took.

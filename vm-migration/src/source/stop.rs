@@ -68,17 +68,20 @@ impl<V: SourceVm> Copied<V> {
                     links.memory.clear();
                     Ok(None)
                 }
-                Cargo::Later(log, pages) => {
+                Cargo::Later(log, pages, told) => {
                     begin_round(&log)?;
                     add_dirty(&*memory, &log, &pages)?;
-                    let pending = in_units(pages, &links);
+                    let pending = in_units(&pages, &links);
                     let progress = Arc::clone(context.progress);
                     let options = context.options;
                     let grain =
                         |region| Grain::new(links.piece_pages(region), links.unit_pages(region));
                     let grains = (0..pending.len()).map(grain).collect();
-                    let server =
+                    let mut server =
                         Server::new(Arc::clone(&memory), pending, grains, options, progress);
+                    if let Some(told) = &told {
+                        server.has_told(told);
+                    }
                     Ok(Some(Arc::new(server)))
                 }
             }
@@ -91,7 +94,7 @@ impl<V: SourceVm> Copied<V> {
 }
 
 /// Adds the pages that were dirtied since the scan.
-fn add_dirty<M: GuestMemoryMap>(
+pub(super) fn add_dirty<M: GuestMemoryMap>(
     memory: &M,
     log: &impl DirtyLog,
     maps: &[ClaimMap],
@@ -114,11 +117,11 @@ fn add_dirty<M: GuestMemoryMap>(
 }
 
 /// The same pages in the units that the destination knows.
-fn in_units(pages: Vec<ClaimMap>, links: &Links) -> Vec<ClaimMap> {
-    let convert = |(region, map): (usize, ClaimMap)| {
+pub(super) fn in_units(pages: &[ClaimMap], links: &Links) -> Vec<ClaimMap> {
+    let convert = |(region, map): (usize, &ClaimMap)| {
         let unit = links.unit_pages(region);
         if unit == 1 {
-            return map;
+            return map.copy();
         }
         let units = ClaimMap::new(map.len() / unit);
         for (first, count) in map.runs() {
@@ -127,5 +130,5 @@ fn in_units(pages: Vec<ClaimMap>, links: &Links) -> Vec<ClaimMap> {
         }
         units
     };
-    pages.into_iter().enumerate().map(convert).collect()
+    pages.iter().enumerate().map(convert).collect()
 }

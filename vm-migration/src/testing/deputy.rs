@@ -122,7 +122,7 @@ fn half_way(charge: &Charge, limits: &Limits) -> Result<(), Cause> {
     let never = Cancel::new().map_err(Cause::Resource)?;
     let connection = Connection::connect(&to, &never, limits.connect, limits.answer)?;
     let Charge { id, attempt, bulk, urgent, .. } = *charge;
-    let recover = Message::Recover(Recover { id, attempt, bulk, urgent });
+    let recover = Message::Recover(Recover { id, attempt, bulk, urgent, alive: false });
     Channel::new(connection).ask(&recover, limits.answer).map(drop)
 }
 

@@ -46,6 +46,9 @@ pub enum Inject {
     SettlesNever,
     /// No failure: the guest dirties all of its memory all the time.
     Busy,
+    /// No failure: after the handover the process has no descriptor for the next two sets of
+    /// connections (in this crate's own tests).
+    Descriptors,
 }
 
 #[derive(Clone)]
@@ -359,6 +362,10 @@ impl PausedVm for FakePaused {
     }
 
     fn handed_over(self) -> Arc<FakeMemory> {
+        #[cfg(test)]
+        if self.common.inject == Inject::Descriptors {
+            crate::session::SHORT_OF_DESCRIPTORS.set(2);
+        }
         let _ = self.common.call(Inject::Nothing, "handed over");
         self.common.memory
     }

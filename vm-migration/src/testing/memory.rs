@@ -35,6 +35,12 @@ pub struct FakeMemory {
     regions: Vec<Region>,
     /// A busy log over it has nothing to note.
     calm: AtomicBool,
+    /// Calls that discarded pages, and how many pages those were.
+    discards: (AtomicU64, AtomicU64),
+    /// Looks at what is populated.
+    looks: AtomicU64,
+    /// One more than a page that stays however often it is discarded; 0 for none.
+    kept: AtomicU64,
     /// What refuses vCPUs, while it does.
     refusing: OnceLock<Weak<OwnFaults<FakeMemory>>>,
 }
@@ -44,6 +50,8 @@ struct NoBarrier;
 
 impl VcpuBarrier for NoBarrier {
     fn let_through(&self, _: PageRun) {}
+
+    fn open(&self) {}
 
     fn remove(&self, _: usize) -> io::Result<()> {
         Ok(())
@@ -78,7 +86,15 @@ impl FakeMemory {
     }
 
     fn with(layout: Layout, regions: Vec<Region>) -> Self {
-        Self { layout, regions, calm: AtomicBool::new(false), refusing: OnceLock::new() }
+        Self {
+            layout,
+            regions,
+            calm: AtomicBool::new(false),
+            discards: (AtomicU64::new(0), AtomicU64::new(0)),
+            looks: AtomicU64::new(0),
+            kept: AtomicU64::new(0),
+            refusing: OnceLock::new(),
+        }
     }
 
     /// Shared memory that says of itself that its host pages are large: for tests in which no
@@ -167,6 +183,23 @@ impl FakeMemory {
     /// From now on a busy log over this memory notes only what was written, or everything again.
     pub fn set_calm(&self, calm: bool) {
         self.calm.store(calm, Ordering::SeqCst);
+    }
+
+    /// How many calls discarded pages, and how many pages those were.
+    pub fn discards(&self) -> (u64, u64) {
+        let (calls, pages) = &self.discards;
+        (calls.load(Ordering::SeqCst), pages.load(Ordering::SeqCst))
+    }
+
+    /// How often it was asked what is populated.
+    pub fn looks(&self) -> u64 {
+        self.looks.load(Ordering::SeqCst)
+    }
+
+    /// From now on this page of the first region stays in the host when it is discarded, as a part of
+    /// a huge page does that the kernel cannot split: it reads as zeros and is there.
+    pub fn keep_discarded(&self, page: u64) {
+        self.kept.store(page + 1, Ordering::SeqCst);
     }
 
     /// Bytes of memory that the host has given to a region.
@@ -279,6 +312,7 @@ unsafe impl GuestMemoryMap for FakeMemory {
     }
 
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        self.looks.fetch_add(1, Ordering::SeqCst);
         let region = &self.regions[region];
         if region.file.is_none() {
             return Ok(vec![pages]);
@@ -326,6 +360,20 @@ unsafe impl GuestMemoryMap for FakeMemory {
     }
 
     fn discard(&self, run: PageRun) -> io::Result<()> {
+        let (calls, pages) = &self.discards;
+        calls.fetch_add(1, Ordering::SeqCst);
+        pages.fetch_add(run.count, Ordering::SeqCst);
+        self.discard_quietly(run)?;
+        let kept = self.kept.load(Ordering::SeqCst).checked_sub(1);
+        if kept.is_some_and(|page| run.region == 0 && (run.first..run.end()).contains(&page)) {
+            self.populate(PageRun { region: 0, first: kept.unwrap_or(0), count: 1 })?;
+        }
+        Ok(())
+    }
+}
+
+impl FakeMemory {
+    fn discard_quietly(&self, run: PageRun) -> io::Result<()> {
         let region = &self.regions[run.region];
         let (offset, len) = (run.first * PAGE_BYTES, run.len_bytes());
         let result = if let Some(file) = &region.file {

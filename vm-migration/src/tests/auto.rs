@@ -3,15 +3,18 @@
 //! Precopy that becomes postcopy: by itself, by the clock and on command, in the middle of a round
 //! and between two; pages that have been sent and written since never show their old contents.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::moves::Case;
-use super::{have_uffd, loopback, memory};
+use super::relay::{Relay, Rule};
+use super::{LIMITS, Target, assert_whole, have_uffd, loopback, memory, options};
 use crate::layout::{Backing, PAGE_BYTES};
-use crate::progress::Phase;
-use crate::testing::FakeMemory;
-use crate::{Convergence, DirtyClear, MemoryMode, SendOptions};
+use crate::progress::{Event, Observer, Phase};
+use crate::protocol::capabilities::FEATURE_STALE;
+use crate::source::migrate;
+use crate::testing::{Builder, FakeMemory, FakeVm, Guest, Inject};
+use crate::{Cancel, Convergence, DirtyClear, MemoryMode, Progress, SendOptions, Side, Steering};
 
 /// No guest can be moved with so little downtime.
 pub(super) fn out_of_reach(options: &mut SendOptions) {
@@ -92,6 +95,73 @@ fn the_clock_and_a_person_end_a_round_in_its_middle() {
         });
         assert_eq!(source.round, 1);
     }
+}
+
+/// Calms the guest down in the second round, asks for postcopy, and notes what the destination has
+/// thrown away when the guest stops.
+struct AtStop {
+    from: Arc<FakeMemory>,
+    to: Arc<FakeMemory>,
+    steering: Steering,
+    discarded: Arc<Mutex<Option<(u64, u64)>>>,
+}
+
+impl Observer for AtStop {
+    fn event(&self, _: Side, event: Event) {
+        match event {
+            Event::Round { round: 2, .. } => {
+                self.from.set_calm(true);
+                self.steering.start_postcopy();
+            }
+            Event::Begin(Phase::Stop) => {
+                *self.discarded.lock().unwrap() = Some(self.to.discards());
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Pages that are thrown away before the stop and after it.
+fn discarded(rule: Rule) -> (u64, u64) {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 11);
+    guest.fill(&from, 60);
+    let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
+    let relay = Relay::start(&target.address, rule);
+    let mut options = options(&relay.address);
+    out_of_reach(&mut options);
+    let discarded = Arc::default();
+    let observer = AtStop {
+        from: Arc::clone(&from),
+        to: Arc::clone(&to),
+        steering: options.steering.clone(),
+        discarded: Arc::clone(&discarded),
+    };
+    let progress = Arc::new(Progress::observed(Side::Source, Box::new(observer)));
+    let receiver = std::thread::spawn(move || {
+        let received = target.join().unwrap();
+        received.faults.unwrap().wait().unwrap();
+        received.vm
+    });
+    let vm = FakeVm::new(&from, &guest).inject(Inject::Busy).running();
+    migrate(vm, &options, &progress, &Cancel::new().unwrap()).unwrap();
+    receiver.join().unwrap().stop();
+    assert_whole(&guest, &to);
+    let before = discarded.lock().unwrap().unwrap().1;
+    (before, to.discards().1 - before)
+}
+
+#[test]
+fn what_is_old_is_thrown_away_before_the_guest_stops() {
+    if !have_uffd() {
+        return;
+    }
+    let (before, after) = discarded(Rule::Nothing);
+    assert!(before > 1000, "{before} pages");
+    assert_eq!(after, 0, "nothing was written since");
+    let (before, after) = discarded(Rule::Without(FEATURE_STALE));
+    assert_eq!(before, 0, "an older peer knows nothing of it");
+    assert!(after > 1000, "{after} pages");
 }
 
 #[test]

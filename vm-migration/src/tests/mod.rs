@@ -21,6 +21,8 @@
 //! | `cuts` | a peer that closes, lies or stalls at every message |
 //! | `recovery` | postcopy that loses its connections |
 //! | `hostile` | a source that sends what it must not |
+//! | `scale` | what a recovery computes for a large guest |
+//! | `waits` | faults and arrivals of their pages at the same moment |
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
@@ -40,7 +42,9 @@ mod pieces;
 mod plain;
 mod recovery;
 mod relay;
+mod scale;
 mod sharing;
+mod waits;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;

@@ -19,7 +19,7 @@ use crate::progress::{Phase, Snapshot};
 use crate::protocol::message::{Message, Recover};
 use crate::source::migrate;
 use crate::steering::{self, Steering};
-use crate::testing::{FakeMemory, Pace};
+use crate::testing::{FakeMemory, Inject, Pace};
 use crate::transport::Connection;
 use crate::{Address, Cancel, Cause, Limits, MemoryMode, Progress, SendOptions, Side};
 
@@ -36,6 +36,8 @@ pub(super) struct Proxy {
     accepted: Arc<AtomicU64>,
     /// Nobody is let through.
     closed: Arc<AtomicBool>,
+    /// How long everything takes one way, in milliseconds.
+    delay_ms: Arc<AtomicU64>,
 }
 
 struct Link {
@@ -58,6 +60,8 @@ impl Proxy {
         let Address::Tcp { host, port } = to.clone() else { panic!() };
         let links = Arc::new(Mutex::new(Vec::new()));
         let (accepted, closed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let delay_ms = Arc::new(AtomicU64::new(0));
+        let delay = Arc::clone(&delay_ms);
         let (all, count, shut) = (Arc::clone(&links), Arc::clone(&accepted), Arc::clone(&closed));
         std::thread::spawn(move || {
             while let Ok((source, _)) = listener.accept() {
@@ -66,13 +70,13 @@ impl Proxy {
                 }
                 let Ok(destination) = TcpStream::connect((host.as_str(), port)) else { continue };
                 let stalled = Arc::new(AtomicBool::new(false));
-                pass(&source, &destination, &stalled);
-                pass(&destination, &source, &stalled);
+                pass(&source, &destination, &stalled, &delay);
+                pass(&destination, &source, &stalled, &delay);
                 all.lock().unwrap().push(Link { ends: [source, destination], stalled });
                 count.fetch_add(1, Ordering::SeqCst);
             }
         });
-        Self { address, links, accepted, closed }
+        Self { address, links, accepted, closed, delay_ms }
     }
 
     pub(super) fn cut_all(&self) {
@@ -97,12 +101,12 @@ impl Proxy {
     }
 }
 
-fn pass(from: &TcpStream, to: &TcpStream, stalled: &Arc<AtomicBool>) {
+fn pass(from: &TcpStream, to: &TcpStream, stalled: &Arc<AtomicBool>, delay: &Arc<AtomicU64>) {
     for stream in [from, to] {
         stream.set_nodelay(true).unwrap();
     }
     let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-    let stalled = Arc::clone(stalled);
+    let (stalled, delay) = (Arc::clone(stalled), Arc::clone(delay));
     std::thread::spawn(move || {
         let mut buffer = vec![0; 64 << 10];
         while let Ok(len @ 1..) = from.read(&mut buffer) {
@@ -111,6 +115,8 @@ fn pass(from: &TcpStream, to: &TcpStream, stalled: &Arc<AtomicBool>) {
                 while matches!(from.read(&mut buffer), Ok(1..)) {}
                 break;
             }
+            // The link's own length, not a wait for anything.
+            std::thread::sleep(Duration::from_millis(delay.load(Ordering::SeqCst)));
             if to.write_all(&buffer[..len]).is_err() {
                 break;
             }
@@ -329,6 +335,85 @@ fn requests_that_share_the_bulk_connection_heal_too() {
     assert_eq!(destination.recovery.recoveries, 1);
 }
 
+/// One after another they would take 2 round trips each: more than the destination waits.
+#[test]
+fn many_connections_over_a_long_link_are_made_at_once() {
+    if !have_uffd() {
+        return;
+    }
+    let limits = Limits { stall: Duration::from_secs(3), ..LIMITS };
+    let run = Run::start(limits, |options| {
+        options.connections = 60;
+        options.bandwidth_bytes_per_s = SLOW / 16;
+    });
+    run.proxy.delay_ms.store(40, Ordering::SeqCst);
+    run.proxy.cut_all();
+    wait_until("the recovery", || run.destination.snapshot().recovery.recoveries > 0);
+    run.proxy.delay_ms.store(0, Ordering::SeqCst);
+    run.finish();
+}
+
+#[test]
+fn a_person_may_ask_for_fewer_connections() {
+    if !have_uffd() {
+        return;
+    }
+    let run = Run::start(LIMITS, |options| {
+        options.connections = 5;
+        options.recover_timeout = Duration::ZERO;
+        options.bandwidth_bytes_per_s = SLOW / 2;
+    });
+    run.proxy.cut_all();
+    wait_until("the pause", || run.source.phase() == Phase::PostcopyPaused);
+    let before = run.proxy.accepted.load(Ordering::SeqCst);
+    run.send_steering.recover_over(steering::Recover::There, Some(1));
+    wait_until("the recovery", || run.source.snapshot().recovery.recoveries == 1);
+    let made = run.proxy.accepted.load(Ordering::SeqCst) - before;
+    assert_eq!(made, 3, "the first, one for the background, one for requests");
+    run.finish();
+}
+
+#[test]
+fn a_process_that_is_short_of_descriptors_tries_again() {
+    if !have_uffd() {
+        return;
+    }
+    let slow = |options: &mut SendOptions| options.bandwidth_bytes_per_s = SLOW / 2;
+    let short = |vm: FakeVm| vm.inject(Inject::Descriptors);
+    let run = Run::of(&memory(), memory(), 2, LIMITS, slow, short);
+    run.proxy.cut_all();
+    wait_until("the recovery", || run.source.snapshot().recovery.recoveries == 1);
+    let (source, _) = run.finish();
+    assert_eq!((source.recovery.losses, source.recovery.recoveries), (1, 1));
+}
+
+/// A peer that connects and says a byte now and then, before the source comes back.
+#[test]
+fn a_stranger_that_says_nothing_holds_up_no_recovery() {
+    if !have_uffd() {
+        return;
+    }
+    let limits = Limits { stall: Duration::from_mins(1), ..LIMITS };
+    let run = Run::start(limits, |options| options.bandwidth_bytes_per_s = SLOW / 2);
+    let cancel = Cancel::new().unwrap();
+    let limit = Duration::from_secs(5);
+    let strangers: Vec<Connection> = (0..20)
+        .map(|_| {
+            let stranger = Connection::connect(&run.proxy.address, &cancel, limit, limit).unwrap();
+            stranger.send(&[0x10]).unwrap();
+            stranger
+        })
+        .collect();
+    run.proxy.cut_all();
+    let again: Vec<Connection> = (0..20)
+        .map(|_| Connection::connect(&run.proxy.address, &cancel, limit, limit).unwrap())
+        .collect();
+    // Far sooner than a single one of them may take to say what it is.
+    wait_until("the recovery", || run.destination.snapshot().recovery.recoveries == 1);
+    drop((strangers, again));
+    run.finish();
+}
+
 #[test]
 fn after_the_timeout_it_recovers_on_command_and_at_another_address() {
     if !have_uffd() {
@@ -369,7 +454,8 @@ fn strangers_and_repeated_attempts_are_turned_away_while_pages_arrive() {
             other => panic!("{other:?}"),
         }
     };
-    let recover = |id, attempt| Message::Recover(Recover { id, attempt, bulk: 1, urgent: 1 });
+    let recover =
+        |id, attempt| Message::Recover(Recover { id, attempt, bulk: 1, urgent: 1, alive: false });
     assert!(ask(recover([3; 16], 9)).contains("another migration"));
     assert!(ask(Message::Start { version: 0, offer: true }).contains("a VM is here already"));
     assert_eq!(run.losses(), 0, "strangers must not disturb");
@@ -383,7 +469,8 @@ fn a_recovery_that_goes_to_a_third_host_is_refused_there() {
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
     let (cancel, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let connection = Connection::connect(&target.address, &cancel, limit, limit).unwrap();
-    let recover = Message::Recover(Recover { id: [1; 16], attempt: 1, bulk: 1, urgent: 1 });
+    let recover =
+        Message::Recover(Recover { id: [1; 16], attempt: 1, bulk: 1, urgent: 1, alive: false });
     let refused = Channel::new(connection).ask(&recover, limit).unwrap_err();
     assert!(matches!(&refused, Cause::Refused(why) if why.contains("recover where the VM runs")));
     target.join().unwrap_err();

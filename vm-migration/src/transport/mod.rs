@@ -5,6 +5,7 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `address` | `tcp:` and `unix:` addresses as text |
+//! | `reach` | name resolution and connecting, with a time limit and a cancel |
 //! | `wait` | poll with a time limit and a cancel |
 //! | `reader` | the reading end of a connection |
 //! | `rights` | descriptors that travel with bytes |
@@ -14,6 +15,7 @@
 //! caller asks for that, and each ends at once when the migration is cancelled.
 
 mod address;
+mod reach;
 mod reader;
 mod rights;
 mod socket;

@@ -8,16 +8,16 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, SockAddr, Socket, TcpKeepalive, Type};
 
+use super::reach::{ConnectEnd, connect_one, resolve};
 use super::wait::{WaitEnd, wait};
 use super::{
     Address, BULK_UNSENT_BYTES_MAX, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES,
@@ -31,9 +31,6 @@ const PIECES_MAX: usize = 1024;
 
 /// Connections that wait in a listener: a migration opens up to 257 at once.
 const BACKLOG: i32 = 257;
-
-/// How often a wait for name resolution looks at the cancel.
-const RESOLVE_POLL: Duration = Duration::from_millis(20);
 
 /// A piece of a message.
 #[derive(Clone, Copy, Debug)]
@@ -76,6 +73,30 @@ impl Connection {
             }
         }
         Err(TransportError::Connect { address: to.clone(), source: last })
+    }
+
+    /// Connects to where this connection goes: of a TCP address to the same host, whatever the name
+    /// resolves to now.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub(crate) fn connect_beside(
+        &self,
+        to: &Address,
+        cancel: &Cancel,
+        timeout: Duration,
+        stall_timeout: Duration,
+    ) -> Result<Self, TransportError> {
+        let failed = |source| TransportError::Connect { address: to.clone(), source };
+        if !is_tcp(&self.socket).map_err(failed)? {
+            return Self::connect(to, cancel, timeout, stall_timeout);
+        }
+        let address = self.socket.peer_addr().map_err(failed)?;
+        match connect_one(&address, cancel, timeout) {
+            Ok(socket) => Self::new(socket, cancel, stall_timeout),
+            Err(ConnectEnd::Cancelled) => Err(TransportError::Cancelled),
+            Err(ConnectEnd::Failed(error)) => Err(failed(error)),
+        }
     }
 
     /// Over a socket that is connected already.
@@ -295,6 +316,32 @@ impl Connection {
         self.wait(libc::POLLIN, timeout, "waiting for an answer")
     }
 
+    /// Receives what is there now; `None` when that is nothing.
+    ///
+    /// # Errors
+    /// When the connection has ended or failed.
+    pub(crate) fn receive_now(&self, buf: &mut [u8]) -> Result<Option<usize>, TransportError> {
+        loop {
+            // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only
+            // ever writes initialised bytes into them.
+            let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
+            match self.socket.recv(uninit) {
+                Ok(0) => return Err(TransportError::Closed),
+                Ok(received) => return Ok(Some(received)),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(None),
+                    io::ErrorKind::Interrupted => {}
+                    _ => return Err(TransportError::Closed),
+                },
+            }
+        }
+    }
+
+    /// Ends our direction.
+    pub(crate) fn shut_down_sending(&self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Write);
+    }
+
     /// Ends both directions: whoever waits on this connection, here or there, goes on at once.
     pub(crate) fn shut_down(&self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
@@ -445,6 +492,29 @@ impl Listener {
         &self.address
     }
 
+    /// Takes a connection that waits to be accepted; `None` when there is none.
+    ///
+    /// # Errors
+    /// What the system lacks for it.
+    pub(crate) fn accept_now(
+        &self,
+        cancel: &Cancel,
+        stall_timeout: Duration,
+    ) -> Result<Option<Connection>, TransportError> {
+        loop {
+            match self.socket.accept() {
+                Ok((socket, _)) => {
+                    return Connection::new(socket, cancel, stall_timeout).map(Some);
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(None),
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {}
+                    _ => return Err(TransportError::io("accepting a connection")(error)),
+                },
+            }
+        }
+    }
+
     /// Waits for a connection.
     ///
     /// # Errors
@@ -506,73 +576,5 @@ fn remove_stale(path: &std::path::Path, address: &SockAddr) -> io::Result<()> {
             std::fs::remove_file(path)
         }
         _ => Err(io::Error::from(io::ErrorKind::AddrInUse)),
-    }
-}
-
-enum ConnectEnd {
-    Cancelled,
-    Failed(io::Error),
-}
-
-fn connect_one(
-    address: &SockAddr,
-    cancel: &Cancel,
-    timeout: Duration,
-) -> Result<Socket, ConnectEnd> {
-    let attempt = || -> io::Result<(Socket, bool)> {
-        let socket = Socket::new(address.domain(), Type::STREAM, None)?;
-        socket.set_nonblocking(true)?;
-        match socket.connect(address) {
-            Ok(()) => Ok((socket, true)),
-            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => Ok((socket, false)),
-            Err(error) => Err(error),
-        }
-    };
-    let (socket, connected) = attempt().map_err(ConnectEnd::Failed)?;
-    if connected {
-        return Ok(socket);
-    }
-    match wait(&[socket.as_raw_fd()], libc::POLLOUT, cancel, Some(timeout)) {
-        Ok(WaitEnd::Ready(_)) => match socket.take_error() {
-            Ok(None) => Ok(socket),
-            Ok(Some(error)) | Err(error) => Err(ConnectEnd::Failed(error)),
-        },
-        Ok(WaitEnd::Cancelled) => Err(ConnectEnd::Cancelled),
-        Ok(WaitEnd::TimedOut) => Err(ConnectEnd::Failed(io::Error::from(io::ErrorKind::TimedOut))),
-        Err(error) => Err(ConnectEnd::Failed(error)),
-    }
-}
-
-/// The socket addresses behind an address. Names are resolved on a thread of their own, because
-/// the resolver knows neither time limits nor a cancel; a thread left behind ends with it.
-fn resolve(
-    address: &Address,
-    cancel: &Cancel,
-    timeout: Duration,
-) -> Result<Vec<SockAddr>, TransportError> {
-    let failed = |source| TransportError::Resolve { address: address.clone(), source };
-    let (host, port) = match address {
-        Address::Unix(path) => return SockAddr::unix(path).map(|one| vec![one]).map_err(failed),
-        Address::Tcp { host, port } => (host.clone(), *port),
-    };
-    if let Ok(ip) = host.parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(ip, port).into()]);
-    }
-    let (sender, receiver) = mpsc::channel();
-    std::thread::Builder::new()
-        .name("mig-resolve".into())
-        .spawn(move || {
-            let found = (host.as_str(), port).to_socket_addrs();
-            let _ = sender.send(found.map(|all| all.map(SockAddr::from).collect::<Vec<_>>()));
-        })
-        .map_err(failed)?;
-    let deadline = Instant::now() + timeout;
-    loop {
-        match receiver.recv_timeout(RESOLVE_POLL) {
-            Ok(found) => return found.map_err(failed),
-            Err(_) if cancel.is_cancelled() => return Err(TransportError::Cancelled),
-            Err(_) if Instant::now() < deadline => {}
-            Err(_) => return Err(failed(io::Error::from(io::ErrorKind::TimedOut))),
-        }
     }
 }

@@ -17,7 +17,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::{Uffd, UffdError, in_place_of, pages_error};
+use super::{Uffd, UffdError, in_place_of};
 use crate::fault::{
     Fault, FaultSource, FaultSourceKind, FaultWait, NotBrought, PageDesk, VcpuBarrier,
 };
@@ -120,10 +120,6 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     }
 }
 
-fn whole(region: usize, pages: u64) -> PageRun {
-    PageRun { region, first: 0, count: pages }
-}
-
 /// Of the calling thread, as userfaultfd reports it for others.
 fn thread_id() -> u32 {
     // SAFETY: takes nothing and touches no memory.
@@ -184,15 +180,22 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
     }
 
     fn release(&self) -> Result<(), UffdError> {
-        self.others.release()?;
-        self.released.store(true, Ordering::SeqCst);
+        // All marks at once, before anything that takes time: a vCPU that touches a page which stayed
+        // a hole must not be refused it again and again while other regions are dealt with.
+        self.barrier.open();
+        // Whoever is refused until this is done still brings the page: the others' watch, by which it
+        // is shown, goes last.
         if let Some(refusing) = &self.refusing {
             refusing.release()?;
         }
-        for (region, info) in self.memory.layout().regions().iter().enumerate() {
-            let failed = |source| pages_error("let vCPUs at", whole(region, info.pages()), source);
-            self.barrier.remove(region).map_err(failed)?;
+        for region in 0..self.memory.layout().regions().len() {
+            if let Err(error) = self.barrier.remove(region) {
+                let why = error_text::chain(&error);
+                log::warn!("region {region} keeps its marks, all of them clear: {why}");
+            }
         }
+        self.others.release()?;
+        self.released.store(true, Ordering::SeqCst);
         Ok(())
     }
 }

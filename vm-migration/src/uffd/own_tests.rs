@@ -6,8 +6,8 @@
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::{OwnFaults, Refused};
 use crate::fault::{Fault, FaultSource, FaultSourceKind, NotBrought, PageDesk, VcpuBarrier};
@@ -132,6 +132,8 @@ impl VcpuBarrier for Noted {
         self.0.lock().unwrap().0.push(run);
     }
 
+    fn open(&self) {}
+
     fn remove(&self, region: usize) -> io::Result<()> {
         self.0.lock().unwrap().1.push(region);
         Ok(())
@@ -153,4 +155,59 @@ fn a_mark_goes_when_its_page_has_come_and_all_go_in_the_end() {
     assert_eq!(noted.0.lock().unwrap().0, [run(3, 2), run(9, 1)]);
     marked.release().unwrap();
     assert_eq!(noted.0.lock().unwrap().1, [0]);
+}
+
+/// Marks of two regions as a patched KVM has them: taking one away takes long, and meanwhile a vCPU
+/// comes to the other region.
+#[derive(Clone, Default)]
+struct Slow {
+    open: Arc<AtomicBool>,
+    removed: Arc<Mutex<Vec<usize>>>,
+    faults: Arc<OnceLock<Arc<OwnFaults<FakeMemory>>>>,
+}
+
+const SECOND: u64 = 1 << 32;
+
+impl VcpuBarrier for Slow {
+    fn let_through(&self, _: PageRun) {}
+
+    fn open(&self) {
+        self.open.store(true, Ordering::SeqCst);
+    }
+
+    fn remove(&self, region: usize) -> io::Result<()> {
+        assert!(self.open.load(Ordering::SeqCst), "vCPUs are still refused pages that are here");
+        let faults = self.faults.get().unwrap();
+        assert_eq!(faults.refused(1, SECOND).unwrap(), Refused::TryAgain, "it is brought");
+        self.removed.lock().unwrap().push(region);
+        Err(io::Error::from_raw_os_error(libc::ENOMEM))
+    }
+}
+
+/// Shows pages that have stayed holes, as the engine does when all is here.
+struct Holes(Weak<OwnFaults<FakeMemory>>);
+
+impl PageDesk for Holes {
+    fn bring(&self, _: usize, fault: Fault) -> Result<(), NotBrought> {
+        let run = PageRun { region: fault.region, first: fault.page, count: 1 };
+        self.0.upgrade().unwrap().make_zero(run).map_err(|_| NotBrought)
+    }
+}
+
+#[test]
+fn no_vcpu_is_refused_a_page_that_is_here_while_marks_are_taken_away() {
+    let regions = [(GPA, PAGES), (SECOND, PAGES)];
+    let memory = FakeMemory::new(&regions, Backing::Shared, PAGE_BYTES).unwrap();
+    if check(memory.layout().regions()).is_err() {
+        return;
+    }
+    let slow = Slow::default();
+    let faults = Arc::new(OwnFaults::marked(memory, 1, 2, Box::new(slow.clone())).unwrap());
+    let _ = slow.faults.set(Arc::clone(&faults));
+    let desk = Arc::new(Holes(Arc::downgrade(&faults)));
+    let weak: Weak<Holes> = Arc::downgrade(&desk);
+    faults.open_desk(weak);
+    faults.release().expect("marks that stay do no harm once they are clear");
+    assert_eq!(*slow.removed.lock().unwrap(), [0, 1]);
+    assert_eq!(faults.refused(1, SECOND).unwrap(), Refused::NotByUs);
 }

@@ -161,6 +161,9 @@ option_family! {
     MigrationRecoverData "migration-recover" {
         /// Another address: at the source where to connect, at the destination where to listen.
         url: Option<String> = None, "url" as Opt<Text>;
+        /// Most connections of each kind to make, of at most as many as the migration began with; at
+        /// the source.
+        connections: Option<u64> = None, "connections" as Opt<Int>, range(1, MAX_CONNECTIONS);
     }
 }
 
@@ -363,7 +366,7 @@ impl MigrationRecoverData {
     /// As [`super::family::Family::parse`].
     pub fn parse_or_url(text: &str) -> Result<Self, OptionError> {
         if is_bare_url(text) {
-            return Ok(Self { url: Some(text.to_owned()) });
+            return Ok(Self { url: Some(text.to_owned()), ..Self::default() });
         }
         Self::parse(text)
     }

@@ -29,6 +29,7 @@ pub fn families() -> Vec<FamilyInfo> {
         console::DebugConsoleConfig::info(),
         migration::SendMigrationData::info(),
         migration::ReceiveMigrationData::info(),
+        migration::MigrationRecoverData::info(),
         migration::RestoreConfig::info(),
         migration::VmSnapshotConfig::info(),
         rate_limiter::RateLimitGroupConfig::info(),

@@ -53,25 +53,32 @@ impl Vmm {
             }
         };
         let phase = self.progress.as_ref().map_or(Phase::Idle, |progress| progress.phase());
-        steering.recover(recover_wish(data, phase)?);
+        let (recover, connections_max) = recover_wish(data, phase)?;
+        steering.recover_over(recover, connections_max);
         Ok(())
     }
 }
 
-/// What a request to connect again asks for, of a migration in this phase.
+/// What a request to connect again asks for, of a migration in this phase: where, and over how many
+/// connections at most.
 ///
 /// # Errors
 /// It is in no phase in which it could, or the address is none.
-pub fn recover_wish(data: &MigrationRecoverData, phase: Phase) -> Result<Recover, ApiError> {
+pub fn recover_wish(
+    data: &MigrationRecoverData,
+    phase: Phase,
+) -> Result<(Recover, Option<u16>), ApiError> {
     if !matches!(phase, Phase::PostcopyPaused | Phase::PostcopyRecover) {
         return Err(conflict("the connections of this migration work; nothing is to recover"));
     }
-    match &data.url {
-        None => Ok(Recover::There),
+    let recover = match &data.url {
+        None => Recover::There,
         Some(url) => {
             let address = url.parse::<Address>();
             let bad = |error| ApiError::from_error(ApiErrorKind::BadRequest, &error);
-            Ok(Recover::At(address.map_err(bad)?))
+            Recover::At(address.map_err(bad)?)
         }
-    }
+    };
+    let connections_max = data.connections.map(|max| u16::try_from(max).unwrap_or(u16::MAX));
+    Ok((recover, connections_max))
 }

@@ -19,8 +19,8 @@ use vm_migration::vm::DirtyLog;
 pub struct MachineDirtyLog {
     vm: Vm,
     ram: Arc<GuestRam>,
-    /// KVM's bits as of the last round, by region. Locked once a slice by the one thread that
-    /// copies it.
+    /// What KVM has reported and no slice has taken yet, by region: where reading clears KVM's log
+    /// it is nowhere else. Locked once a slice by the one thread that copies it.
     noted: Vec<Mutex<Vec<u64>>>,
     /// Of passed-through devices; what they report is added to the log of device writes.
     dma: Vec<DmaLog>,
@@ -67,7 +67,7 @@ impl DirtyLog for MachineDirtyLog {
         let mut pages = 0;
         for (index, region) in self.ram.regions().iter().enumerate() {
             let mut noted = self.noted[index].lock().unwrap_or_else(PoisonError::into_inner);
-            self.vm.dirty_log(slot_of(index), &mut noted)?;
+            self.vm.add_dirty_log(slot_of(index), &mut noted)?;
             pages += noted.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
             pages += region.device_dirty().count();
         }

@@ -7,8 +7,9 @@
 //! on another thread than its own.
 
 use std::io;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use hypervisor::{
     CpuidEntry, FaultAction, FaultTraceError, FaultTracer, FaultedAccess, FaultedAt, SlotError,
@@ -30,9 +31,14 @@ use crate::machine::{Host, Machine, MissingPages};
 /// userfaultfds for accesses of everybody but vCPUs, each with a reader.
 const READERS: usize = 2;
 
-/// How often in a row a vCPU may be refused the same page although it is here, before it is stopped:
-/// what refuses it then is not postcopy.
-const REFUSALS_MAX: u32 = 100_000;
+/// How long a vCPU may be refused the same page again and again although nothing here refuses any,
+/// before it is stopped: what refuses it then is not postcopy. A count would say nothing: how many
+/// refusals there are in a second depends on the host.
+const REFUSALS_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// Refusals of one page that are further apart than this do not belong together: the vCPU ran in
+/// between.
+const REFUSALS_GAP_MAX: Duration = Duration::from_secs(1);
 
 /// Why a fault source cannot be used here.
 #[derive(Debug, Error)]
@@ -184,7 +190,9 @@ impl FaultPlan {
             FaultAction::Retry
         };
         let source: Arc<dyn FaultSource> = faults.clone();
-        machine.bring_pages_by(Arc::new(VcpuFaults { faults, tracer, repeats, ram, when_here }));
+        let start = Instant::now();
+        let pages = VcpuFaults { faults, tracer, repeats, start, ram, when_here };
+        machine.bring_pages_by(Arc::new(pages));
         Ok(Some(OwnFaulting { source, weakness }))
     }
 }
@@ -230,6 +238,8 @@ struct Tracing(Tracer);
 impl VcpuBarrier for Tracing {
     fn let_through(&self, _run: PageRun) {}
 
+    fn open(&self) {}
+
     fn remove(&self, _region: usize) -> io::Result<()> {
         drop(self.0.write().unwrap_or_else(PoisonError::into_inner).take());
         Ok(())
@@ -256,11 +266,21 @@ impl Marks {
     }
 }
 
+fn open_all(bitmaps: &[Arc<UserfaultBitmap>]) {
+    for bitmap in bitmaps {
+        bitmap.clear_range(0, bitmap.pages());
+    }
+}
+
 impl VcpuBarrier for Marks {
     fn let_through(&self, run: PageRun) {
         if let Some(bitmap) = self.bitmaps.get(run.region) {
             bitmap.clear_range(run.first, run.count);
         }
+    }
+
+    fn open(&self) {
+        open_all(&self.bitmaps);
     }
 
     fn remove(&self, region: usize) -> io::Result<()> {
@@ -269,20 +289,26 @@ impl VcpuBarrier for Marks {
     }
 }
 
-/// Where a vCPU was refused last, and how often in a row. Written by its own thread.
+/// Where a vCPU was refused last without postcopy's doing, and since when. Written by its own thread.
 #[derive(Default)]
 struct Repeats {
     page: AtomicU64,
-    count: AtomicU32,
+    /// When that began, and when it was last, in microseconds.
+    since_us: AtomicU64,
+    last_us: AtomicU64,
 }
 
 impl Repeats {
-    /// Notes a refusal; false when there have been too many.
-    fn note(&self, page: u64) -> bool {
-        if self.page.swap(page, Ordering::Relaxed) != page {
-            self.count.store(0, Ordering::Relaxed);
+    /// Notes a refusal at a time; false when it has gone on for too long.
+    fn note(&self, page: u64, now: Duration) -> bool {
+        let now_us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
+        let gap_us = now_us.saturating_sub(self.last_us.swap(now_us, Ordering::Relaxed));
+        let apart = u128::from(gap_us) > REFUSALS_GAP_MAX.as_micros();
+        if self.page.swap(page, Ordering::Relaxed) != page || apart {
+            self.since_us.store(now_us, Ordering::Relaxed);
         }
-        self.count.fetch_add(1, Ordering::Relaxed) < REFUSALS_MAX
+        let took_us = now_us.saturating_sub(self.since_us.load(Ordering::Relaxed));
+        u128::from(took_us) < REFUSALS_TIME_MAX.as_micros()
     }
 }
 
@@ -291,12 +317,26 @@ struct VcpuFaults {
     faults: Arc<OwnFaults<MigratingRam>>,
     tracer: Tracer,
     repeats: Vec<Repeats>,
+    /// What the times in `repeats` count from.
+    start: Instant,
     ram: Arc<GuestRam>,
     /// What follows when a page was brought.
     when_here: FaultAction,
 }
 
 impl VcpuFaults {
+    /// Nothing here refuses the access now. It is tried again, for that may have changed since; a vCPU
+    /// for which it does not change is stopped.
+    fn not_by_us(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
+        let page = access.gpa.map_or(u64::MAX, |gpa| gpa / PAGE_BYTES);
+        let repeats = self.repeats.get(vcpu as usize);
+        if repeats.is_some_and(|repeats| repeats.note(page, self.start.elapsed())) {
+            return FaultAction::Retry;
+        }
+        log::error!("vcpu{vcpu} is refused memory again and again: {access:?}");
+        FaultAction::Stop
+    }
+
     fn is_ram(&self, gpa: u64) -> bool {
         self.ram.region_at(gpa).is_some()
     }
@@ -311,15 +351,10 @@ impl MissingPages for VcpuFaults {
     fn bring(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
         let seat = vcpu as usize;
         // Without an address it may be a refusal of the past, or not one of memory at all.
-        let page = access.gpa.map_or(u64::MAX, |gpa| gpa / PAGE_BYTES);
-        if !self.repeats.get(seat).is_some_and(|repeats| repeats.note(page)) {
-            log::error!("vcpu{vcpu} is refused memory again and again: {access:?}");
-            return FaultAction::Stop;
-        }
-        let Some(gpa) = access.gpa else { return FaultAction::Retry };
+        let Some(gpa) = access.gpa else { return self.not_by_us(vcpu, access) };
         match self.faults.refused(seat, gpa) {
             Ok(Refused::TryAgain) => self.when_here,
-            Ok(Refused::NotByUs) => FaultAction::Retry,
+            Ok(Refused::NotByUs) => self.not_by_us(vcpu, access),
             Ok(Refused::NotRam) => FaultAction::Stop,
             Err(error) => {
                 // As with userfaultfd it waits, until somebody ends or pauses it.
@@ -346,13 +381,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_refusals_of_one_page_in_a_row_add_up() {
+    fn only_refusals_of_one_page_without_a_pause_add_up() {
         let repeats = Repeats::default();
-        for _ in 0..3 {
-            assert!((0..REFUSALS_MAX).all(|_| repeats.note(7)));
-            assert!(repeats.note(8));
-        }
-        assert!((0..REFUSALS_MAX).all(|_| repeats.note(7)));
-        assert!(!repeats.note(7));
+        let ms = Duration::from_millis;
+        let refused = |from: u64, until: u64, page| {
+            (from..until).step_by(500).all(|at| repeats.note(page, ms(at)))
+        };
+        // However many there are.
+        assert!((0..1_000_000).all(|at| repeats.note(7, Duration::from_micros(at))));
+        assert!(refused(1000, 10_000, 7));
+        assert!(repeats.note(8, ms(10_001)), "another page");
+        assert!(refused(10_100, 20_000, 7));
+        assert!(repeats.note(7, ms(21_100)), "the vCPU ran in between");
+        assert!(refused(21_200, 31_000, 7));
+        assert!(!repeats.note(7, ms(31_200)));
+    }
+
+    #[test]
+    fn all_marks_are_clear_at_once_without_a_call_of_kvm() {
+        let bitmap = || Arc::new(UserfaultBitmap::new(130, true).expect("memory for a bitmap"));
+        let bitmaps = [bitmap(), bitmap()];
+        open_all(&bitmaps);
+        assert!(bitmaps.iter().all(|bitmap| (0..130).all(|page| !bitmap.is_set(page))));
     }
 }

@@ -136,6 +136,12 @@ unsafe impl GuestMemoryMap for MigratingRam {
         self.region(run.region).prepare_for_io(&range).map_err(to_io)
     }
 
+    fn use_small_pages(&self, small: bool) {
+        for region in self.ram.regions() {
+            region.use_small_pages(small);
+        }
+    }
+
     fn discard(&self, run: PageRun) -> io::Result<()> {
         self.region(run.region).discard(&bytes(&(run.first..run.end()))).map_err(to_io)
     }

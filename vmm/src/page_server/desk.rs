@@ -65,8 +65,8 @@ impl Desk {
             VmmRequest::MigrationProgress => self.show_progress(),
             VmmRequest::MigrationReport => document(self.progress.history()),
             VmmRequest::MigrationRecover(data) => {
-                recover_wish(&data, self.progress.phase()).map(|wish| {
-                    self.steering.recover(wish);
+                recover_wish(&data, self.progress.phase()).map(|(recover, connections_max)| {
+                    self.steering.recover_over(recover, connections_max);
                     ApiReply::Empty
                 })
             }

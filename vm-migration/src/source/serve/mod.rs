@@ -103,6 +103,9 @@ pub(crate) struct Server<M> {
     pending: Vec<ClaimMap>,
     /// Per region: what a piece and a unit are.
     grains: Vec<Grain>,
+    /// What the destination has still to be told of what is pending at the handover, in units; `None`
+    /// when that is all of it.
+    untold: Option<Vec<ClaimMap>>,
     /// Where the guest faulted last, for the pushers.
     hint: AtomicU64,
     /// Requests that are being answered now: pushers let them go first.
@@ -133,6 +136,7 @@ impl<M: GuestMemoryMap> Server<M> {
             memory,
             pending: pending.collect(),
             grains,
+            untold: None,
             hint: AtomicU64::new(HINT_NONE),
             in_service: AtomicU32::new(0),
             pace: Pace::new(options.bandwidth_bytes_per_s),
@@ -142,8 +146,21 @@ impl<M: GuestMemoryMap> Server<M> {
         server
     }
 
-    /// What is still to be sent, for the destination.
+    /// The destination has been told of these units.
+    pub(crate) fn has_told(&mut self, told: &[ClaimMap]) {
+        let pending = self.pending.iter().zip(&self.grains).zip(told);
+        let untold = pending.map(|((pieces, grain), told)| match grain.units_of(pieces) {
+            Some(units) => units.without(told),
+            None => pieces.without(told),
+        });
+        self.untold = Some(untold.collect());
+    }
+
+    /// What is still to be sent, for the destination, but for what it has been told of.
     pub(crate) fn encode_pending(&self) -> Vec<u8> {
+        if let Some(untold) = &self.untold {
+            return runs::encode(untold);
+        }
         let units = self.pending.iter().zip(&self.grains);
         let units: Vec<Option<ClaimMap>> =
             units.map(|(pieces, grain)| grain.units_of(pieces)).collect();
@@ -167,14 +184,20 @@ impl<M: GuestMemoryMap> Server<M> {
         self.progress.counters.remaining_bytes.store(bytes, Ordering::Relaxed);
     }
 
-    /// What the destination lacks is pending, and nothing else. Nobody may serve meanwhile.
+    /// What the destination lacks is pending, and nothing else. Nobody may serve meanwhile. When it
+    /// fails nothing is said about what is pending: it has to be done again.
     fn pend(&self, missing: &[u8]) -> Result<(), ProtocolError> {
+        for map in &self.pending {
+            map.clear();
+        }
+        if !self.sends_pieces() {
+            runs::decode(missing, &self.pending)?;
+            self.count_remaining();
+            return Ok(());
+        }
         let maps = self.pending.iter().zip(&self.grains);
         let units: Vec<ClaimMap> =
             maps.map(|(map, grain)| ClaimMap::new(map.len() / grain.unit_pieces)).collect();
-        for map in &self.pending {
-            map.claim_run(0, map.len());
-        }
         runs::decode(missing, &units)?;
         for ((map, units), grain) in self.pending.iter().zip(&units).zip(&self.grains) {
             grain.set_pieces(map, units);
@@ -258,10 +281,11 @@ impl<M: GuestMemoryMap> Server<M> {
             session.end();
             log::warn!("postcopy holds still: {}", lost.for_peer());
             self.progress.lost(lost.for_peer());
-            let Some(connections) = relay.reconnect.until_connected(self)? else {
+            let Some(connected) = relay.reconnect.until_connected(self)? else {
                 return Ok(Phase::Done);
             };
-            session = Session::new()?;
+            let connections;
+            (session, connections) = connected;
             self.progress.recovered(Phase::Serve);
             log::info!("postcopy goes on");
             result = self

@@ -12,12 +12,14 @@ use super::Server;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
+use crate::opening::Opening;
 use crate::options::{Limits, SendOptions};
 use crate::progress::Phase;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::{Message, Recover, Role};
 use crate::ram::GuestMemoryMap;
+use crate::session::Session;
 use crate::steering::{self, LOOK_EVERY, Steering};
 use crate::transport::{Address, Connection};
 
@@ -35,6 +37,8 @@ pub(crate) struct Reconnect {
     pub id: [u8; TOKEN_BYTES],
     pub bulk: u16,
     pub urgent: u16,
+    /// As many as the migration began with.
+    counts: (u16, u16),
     /// How long to try without being asked.
     pub timeout: Duration,
     pub limits: Limits,
@@ -62,6 +66,7 @@ impl Reconnect {
             id,
             bulk: count(bulk),
             urgent: count(urgent),
+            counts: (count(bulk), count(urgent)),
             timeout: options.recover_timeout,
             limits: Limits { answer: options.limits.stall, ..options.limits },
             steering: options.steering.clone(),
@@ -69,23 +74,28 @@ impl Reconnect {
         }
     }
 
-    /// Tries until there are connections again, and knows then what is pending; `None` when the
-    /// destination turns out to have every page.
+    /// Tries until there are connections again, and what their threads need, and knows then what is
+    /// pending; `None` when the destination turns out to have every page.
     ///
     /// # Errors
     /// When a person gives up.
     pub(super) fn until_connected<M: GuestMemoryMap>(
         &mut self,
         server: &Arc<Server<M>>,
-    ) -> Result<Option<Connections>, Failure> {
+    ) -> Result<Option<(Session, Connections)>, Failure> {
         const STEP: &str = "connecting again";
         let since = Instant::now();
         let mut pause = PAUSE_FIRST;
         loop {
             self.wait(since, pause).step(STEP)?;
             pause = (pause * 2).min(PAUSE_MAX);
-            let failure = match self.connect(server) {
-                Ok(connections) => return Ok(connections),
+            // A host that is short of descriptors now need not be so at the next attempt.
+            let mut attempt = || {
+                let session = Session::new()?;
+                Ok(self.connect(server)?.map(|connections| (session, connections)))
+            };
+            let failure: Failure = match attempt() {
+                Ok(connected) => return Ok(connected),
                 Err(failure) => failure,
             };
             log::warn!("postcopy does not go on yet: {}", failure.for_peer());
@@ -103,13 +113,15 @@ impl Reconnect {
             if self.steering.gives_up() {
                 return Err(Cause::Cancelled);
             }
-            match self.steering.take_recover() {
-                Some(steering::Recover::At(address)) => {
+            if let Some((recover, connections_max)) = self.steering.take_recovery() {
+                if let steering::Recover::At(address) = recover {
                     self.to = address;
-                    return Ok(());
                 }
-                Some(steering::Recover::There) => return Ok(()),
-                None => {}
+                if let Some(max) = connections_max {
+                    let (bulk, urgent) = self.counts;
+                    (self.bulk, self.urgent) = (bulk.min(max.max(1)), urgent.min(max));
+                }
+                return Ok(());
             }
             let left = next.saturating_duration_since(Instant::now());
             let in_time = since.elapsed() < self.timeout;
@@ -144,37 +156,46 @@ impl Reconnect {
         let mut control = Channel::new(connection);
         self.attempt += 1;
         let Self { id, attempt, bulk, urgent, .. } = *self;
-        let recover = Message::Recover(Recover { id, attempt, bulk, urgent });
+        let recover = Message::Recover(Recover { id, attempt, bulk, urgent, alive: true });
         let answer = control.ask(&recover, limits.answer).step("asking to go on")?;
         if answer.payload.is_empty() {
             return Ok(None);
         }
         server.progress.enter(Phase::PostcopyRecover);
+        let alive = answer.offer_taken;
         let token: [u8; TOKEN_BYTES] = answer
             .payload
             .try_into()
             .map_err(|_| ProtocolError::Malformed { what: "token", why: "it has another length" })
             .step("asking to go on")?;
-        let extra = |role, count| {
-            (0..count)
-                .map(|_| Channel::open_extra(&self.to, role, Some(&token), &never, limits))
-                .collect::<Result<Vec<_>, _>>()
-                .step("opening further connections")
-        };
-        let bulk = extra(Role::Memory, bulk)?;
-        let urgent = extra(Role::Fault, urgent)?;
+        let beside = &*control.connection;
+        let opening = Opening { to: &self.to, beside, token: Some(&token), cancel: &never, limits };
+        let mut roles = vec![Role::Memory; bulk.into()];
+        roles.resize(usize::from(bulk) + usize::from(urgent), Role::Fault);
+        let mut bulk_channels = opening.all(&roles).step("opening further connections")?;
+        let urgent = bulk_channels.split_off(bulk.into());
+        let missing = hear_missing(&mut control, limits.answer)?;
         const HEAR: &str = "hearing what is missing";
+        control.busy(alive, || server.pend(&missing)).step(HEAR)?;
+        control.yes().step(HEAR)?;
+        Ok(Some(Connections { control, bulk: bulk_channels, urgent }))
+    }
+}
+
+/// Waits for what the destination lacks, for as long as it says that it is there.
+fn hear_missing(control: &mut Channel, limit: Duration) -> Result<Vec<u8>, Failure> {
+    const STEP: &str = "hearing what is missing";
+    loop {
         if !control.reader.has_buffered() {
-            control.connection.wait_for_data(Some(limits.answer)).step(HEAR)?;
+            control.connection.wait_for_data(Some(limit)).step(STEP)?;
         }
-        match Message::read(&mut control.reader).step(HEAR)? {
-            Message::Pending(missing) => server.pend(&missing).step(HEAR)?,
+        match Message::read(&mut control.reader).step(STEP)? {
+            Message::Pending(missing) => return Ok(missing),
+            Message::Alive => {}
             other => {
                 let got = other.command().name();
-                return Err(ProtocolError::Unexpected { got, expected: "Pending" }).step(HEAR);
+                return Err(ProtocolError::Unexpected { got, expected: "Pending" }).step(STEP);
             }
         }
-        control.yes().step(HEAR)?;
-        Ok(Some(Connections { control, bulk, urgent }))
     }
 }

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Which units of memory are missing, which of them are wanted, and since when.
+//!
+//! Owns the order in which a fault and the arrival of its page look at each other. A fault sets
+//! `wanted` and then looks at `missing`; an arrival clears `missing` and then looks at `wanted`. A
+//! fault that asks for its page begins a wait and then looks at `missing` once more: the arrival may
+//! have looked for a wait to end before there was one. Between each two steps a fence orders them, so
+//! that of a fault and an arrival one always sees the other. There is a loom model of it. It wakes no
+//! thread and asks no peer.
+
+use std::time::Duration;
+
+use crate::bitmap::{ClaimMap, change_then_look};
+use crate::waits::Waits;
+
+/// What a fault found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    /// The unit is not missing: it is to be shown.
+    Here,
+    /// It is missing and this is the first fault of it: the source is to be asked.
+    First,
+    /// It is missing and the source has been asked.
+    Again,
+}
+
+/// What an arrival found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Arrival {
+    /// Units that were missing and are not any more.
+    pub cleared: u64,
+    /// Units that faults had asked for.
+    pub wanted: u64,
+}
+
+/// Two bits a unit, by region, and the waits.
+pub(super) struct Demand {
+    /// Contents are still to arrive.
+    missing: Vec<ClaimMap>,
+    /// There was a fault, and the source has been asked. Never cleared.
+    wanted: Vec<ClaimMap>,
+    waits: Waits,
+}
+
+impl Demand {
+    /// Nothing is wanted yet of what is missing.
+    pub(super) fn new(missing: Vec<ClaimMap>) -> Self {
+        let wanted = missing.iter().map(|map| ClaimMap::new(map.len())).collect();
+        Self { missing, wanted, waits: Waits::new() }
+    }
+
+    /// What is missing, one map a region.
+    pub(super) fn missing(&self) -> &[ClaimMap] {
+        &self.missing
+    }
+
+    pub(super) fn is_missing(&self, region: usize, unit: u64) -> bool {
+        self.missing[region].get(unit)
+    }
+
+    /// There was a fault in this unit at some time.
+    pub(super) fn is_wanted(&self, region: usize, unit: u64) -> bool {
+        self.wanted[region].get(unit)
+    }
+
+    /// A thread faulted in a unit.
+    pub(super) fn fault(&self, region: usize, unit: u64, thread: Option<u32>) -> Look {
+        let first = self.wanted[region].set(unit);
+        change_then_look();
+        if !self.is_missing(region, unit) {
+            return Look::Here;
+        }
+        if !first {
+            return Look::Again;
+        }
+        self.waits.begin(region, unit, thread);
+        change_then_look();
+        if self.is_missing(region, unit) {
+            return Look::First;
+        }
+        // It came between the two looks, and its arrival may have found no wait to end.
+        let _ = self.waits.end(region, unit);
+        Look::Here
+    }
+
+    /// Units are in place. `wake` is called for each that is wanted, and after it `waited` with the
+    /// thread that waited and for how long, where that is known.
+    ///
+    /// # Errors
+    /// Those of `wake`; the rest of the units is not looked at then.
+    pub(super) fn arrive<E>(
+        &self,
+        (region, first, count): (usize, u64, u64),
+        mut wake: impl FnMut(u64) -> Result<(), E>,
+        mut waited: impl FnMut(Option<u32>, Duration),
+    ) -> Result<Arrival, E> {
+        let cleared = self.missing[region].claim_run(first, count);
+        change_then_look();
+        let mut wanted = 0;
+        for unit in (first..first + count).filter(|unit| self.is_wanted(region, *unit)) {
+            wanted += 1;
+            wake(unit)?;
+            if let Some((thread, took)) = self.waits.end(region, unit) {
+                waited(thread, took);
+            }
+        }
+        Ok(Arrival { cleared, wanted })
+    }
+
+    /// How long the longest wait has been going on.
+    pub(super) fn longest_wait(&self) -> Duration {
+        self.waits.longest()
+    }
+
+    /// Units of a region that are wanted and still missing; see [`begin_wishes`](Self::begin_wishes).
+    pub(super) fn wishes(&self, region: usize) -> impl Iterator<Item = u64> {
+        let both = self.wanted[region].common_runs(&self.missing[region]);
+        both.flat_map(|(first, count)| first..first + count)
+    }
+
+    /// Orders a change of who may be asked before the look at the wishes, and counts all waits as
+    /// beginning now.
+    pub(super) fn begin_wishes(&self) {
+        change_then_look();
+        self.waits.restart_clock();
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use std::convert::Infallible;
+
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    fn page() -> Arc<Demand> {
+        let missing = ClaimMap::new(1);
+        missing.set(0);
+        Arc::new(Demand::new(vec![missing]))
+    }
+
+    fn arrive(demand: &Demand) -> bool {
+        let mut woken = false;
+        let wake = |_| {
+            woken = true;
+            Ok::<_, Infallible>(())
+        };
+        let Ok(arrival) = demand.arrive((0, 0, 1), wake, |_, _| {});
+        assert_eq!(arrival.cleared, 1);
+        woken
+    }
+
+    /// A page arrives at any moment of its fault: no wait goes on after both, and whoever waits for
+    /// the page is woken by one of the two.
+    #[test]
+    fn no_wait_outlives_the_arrival_of_its_page() {
+        loom::model(|| {
+            let demand = page();
+            let reader = {
+                let demand = Arc::clone(&demand);
+                thread::spawn(move || demand.fault(0, 0, None))
+            };
+            let woken = arrive(&demand);
+            let look = reader.join().unwrap();
+            assert!(woken || look == Look::Here);
+            assert!(demand.waits.is_empty(), "a wait that nothing will end");
+        });
+    }
+
+    /// The same with a second fault of the page.
+    #[test]
+    fn no_wait_outlives_the_arrival_of_a_page_that_two_need() {
+        let mut bounded = loom::model::Builder::new();
+        bounded.preemption_bound = Some(3);
+        bounded.check(|| {
+            let demand = page();
+            let readers = [1, 2].map(|thread_id| {
+                let demand = Arc::clone(&demand);
+                thread::spawn(move || demand.fault(0, 0, Some(thread_id)))
+            });
+            arrive(&demand);
+            let looks = readers.map(|reader| reader.join().unwrap());
+            assert!(looks != [Look::First, Look::First]);
+            assert!(demand.waits.is_empty(), "a wait that nothing will end");
+        });
+    }
+}

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Throwing away what the host holds of memory whose contents are to come (again).
+//!
+//! Owns the way from a set of units to few calls of the host: a stretch is asked once what it holds,
+//! and what is to go is discarded in runs that reach over gaps in which nothing is. And it owns the
+//! proof: shared memory is asked again, because a hole that is punched into a huge page which cannot
+//! be split at that moment leaves a page of zeros, and only pages that are not there make a guest
+//! wait. It must run before the guest does, and not while contents arrive.
+
+use std::io;
+use std::ops::Range;
+use std::time::Duration;
+
+use crate::bitmap::ClaimMap;
+use crate::cancel::Cancel;
+use crate::error::Cause;
+use crate::layout::{Backing, PAGE_BYTES, PageRun};
+use crate::ram::GuestMemoryMap;
+
+/// Pages that one look covers: 256 MiB, for which the kernel writes 64 KiB.
+const STRETCH_PAGES: u64 = 64 << 10;
+
+/// How often a page that is still there is discarded again. What keeps the kernel from splitting a
+/// huge page, a reference that somebody holds to it, is mostly gone in a moment.
+const TRIES: u32 = 20;
+
+/// Time between two of them.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Leaves nothing in the host of these units of a region.
+///
+/// # Errors
+/// A cancel, what the host reports, and pages that stay although they were discarded: they would be shown to
+/// the guest as zeros.
+pub(super) fn empty_units<M: GuestMemoryMap>(
+    memory: &M,
+    region: usize,
+    units: &ClaimMap,
+    cancel: &Cancel,
+) -> Result<(), Cause> {
+    let info = &memory.layout().regions()[region];
+    let unit_pages = info.host_page_bytes / PAGE_BYTES;
+    // Private memory and large pages have no part of a page that could stay.
+    let can_stay = info.backing == Backing::Shared && unit_pages == 1;
+    let step = STRETCH_PAGES.next_multiple_of(unit_pages);
+    let mut first = 0;
+    while first < info.pages() {
+        let pages = first..(first + step).min(info.pages());
+        first = pages.end;
+        if cancel.is_cancelled() {
+            return Err(Cause::Cancelled);
+        }
+        let in_units = pages.start / unit_pages..pages.end / unit_pages;
+        if units.count_run(in_units.start, in_units.end - in_units.start) == 0 {
+            continue;
+        }
+        for try_number in 0.. {
+            let held = held_of(memory, region, &pages, units, unit_pages)?;
+            if held.is_empty() {
+                break;
+            }
+            if try_number >= TRIES {
+                let first = held[0].first;
+                return Err(Cause::Memory(io::Error::other(format!(
+                    "page {first} of memory region {} stays in the host's page cache although it \
+                     was discarded: the guest would find zeros there (are huge pages forced on \
+                     shared memory, shmem_enabled?)",
+                    info.name
+                ))));
+            }
+            if try_number > 0 {
+                std::thread::sleep(PAUSE);
+            }
+            for run in held {
+                memory.discard(run).map_err(Cause::Memory)?;
+            }
+            if !can_stay {
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What the host holds of these units, as runs of whole units; a run may reach over pages of which it
+/// holds nothing.
+fn held_of<M: GuestMemoryMap>(
+    memory: &M,
+    region: usize,
+    pages: &Range<u64>,
+    units: &ClaimMap,
+    unit_pages: u64,
+) -> Result<Vec<PageRun>, Cause> {
+    let populated = memory.populated_runs(region, pages.clone()).map_err(Cause::Memory)?;
+    let mut held: Vec<PageRun> = Vec::new();
+    // The last run of `held` goes to the end of what is populated before this.
+    let mut to_the_end = false;
+    for there in populated {
+        let there_units = there.start / unit_pages..there.end.div_ceil(unit_pages);
+        let mut end_of_last = None;
+        for (first, count) in units.runs_in(there_units.clone()) {
+            let joins = to_the_end && first == there_units.start;
+            match held.last_mut() {
+                Some(last) if joins => last.count = (first + count) * unit_pages - last.first,
+                _ => held.push(PageRun {
+                    region,
+                    first: first * unit_pages,
+                    count: count * unit_pages,
+                }),
+            }
+            to_the_end = false;
+            end_of_last = Some(first + count);
+        }
+        to_the_end = end_of_last == Some(there_units.end);
+    }
+    Ok(held)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::testing::FakeMemory;
+
+    fn memory(populated: &[u64]) -> Arc<FakeMemory> {
+        let memory = FakeMemory::new(&[(0, 600)], Backing::Shared, PAGE_BYTES).unwrap();
+        for page in populated {
+            memory.word(0, *page, 0).store(1, std::sync::atomic::Ordering::Relaxed);
+        }
+        memory
+    }
+
+    fn units(set: impl IntoIterator<Item = u64>) -> ClaimMap {
+        let map = ClaimMap::new(600);
+        for unit in set {
+            map.set(unit);
+        }
+        map
+    }
+
+    fn empty(memory: &FakeMemory, units: &ClaimMap) -> Result<(), Cause> {
+        empty_units(memory, 0, units, &Cancel::new().unwrap())
+    }
+
+    fn held(memory: &FakeMemory) -> Vec<u64> {
+        memory.populated_runs(0, 0..600).unwrap().into_iter().flatten().collect()
+    }
+
+    #[test]
+    fn runs_reach_over_gaps_in_which_nothing_is_and_no_further() {
+        let memory = memory(&[1, 2, 5, 9, 10, 11, 300]);
+        empty(&memory, &units([0, 1, 2, 3, 5, 7, 9, 11, 12, 299, 300])).unwrap();
+        assert_eq!(held(&memory), [10]);
+        // 1 to 9 in one call, 11 to 300 in another.
+        assert_eq!(memory.discards(), (2, 9 + 290));
+    }
+
+    #[test]
+    fn units_of_which_the_host_holds_nothing_cost_no_call() {
+        let memory = memory(&[7]);
+        empty(&memory, &units((0..600).filter(|unit| *unit != 7))).unwrap();
+        assert_eq!(memory.discards(), (0, 0));
+    }
+
+    #[test]
+    fn a_page_that_stays_is_found_before_the_guest_can_be() {
+        let memory = memory(&[1, 2, 3]);
+        memory.keep_discarded(2);
+        let error = empty(&memory, &units([1, 2])).unwrap_err();
+        let told = error_text::chain(&error);
+        assert!(told.contains("page 2 ") && told.contains("page cache"), "{told}");
+    }
+
+    /// A huge page at the begin of a region's file, and one reference to a part of it that keeps the
+    /// kernel from splitting it, as a page has that is in a pipe. `None` where the host makes none.
+    struct Unsplittable {
+        start: *mut libc::c_void,
+        pipe: [libc::c_int; 2],
+    }
+
+    impl Unsplittable {
+        const LEN: usize = 2 << 20;
+
+        fn new(memory: &FakeMemory) -> Option<Self> {
+            use std::os::fd::AsRawFd;
+            let file = memory.file(0).unwrap().as_raw_fd();
+            let protection = libc::PROT_READ | libc::PROT_WRITE;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+            // SAFETY: new mappings at addresses of the kernel's choice, the second over the first one,
+            // which is ours; populating and collapsing change nothing that anybody reads.
+            unsafe {
+                let room =
+                    libc::mmap(std::ptr::null_mut(), 2 * Self::LEN, protection, flags, -1, 0);
+                assert_ne!(room, libc::MAP_FAILED);
+                let start = room.byte_add(room.align_offset(Self::LEN));
+                let fixed = libc::MAP_SHARED | libc::MAP_FIXED;
+                let mapped = libc::mmap(start, Self::LEN, protection, fixed, file, 0);
+                assert_eq!(mapped, start);
+                assert_eq!(libc::madvise(start, Self::LEN, libc::MADV_POPULATE_WRITE), 0);
+                if libc::madvise(start, Self::LEN, libc::MADV_COLLAPSE) != 0 {
+                    return None;
+                }
+                let mut pipe = [0; 2];
+                assert_eq!(libc::pipe2(pipe.as_mut_ptr(), libc::O_CLOEXEC), 0);
+                let page = libc::iovec { iov_base: start, iov_len: 4096 };
+                assert_eq!(libc::vmsplice(pipe[1], &raw const page, 1, 0), 4096);
+                Some(Self { start, pipe })
+            }
+        }
+    }
+
+    impl Drop for Unsplittable {
+        fn drop(&mut self) {
+            for end in self.pipe {
+                // SAFETY: our own descriptor, closed once.
+                unsafe { libc::close(end) };
+            }
+            // SAFETY: our own mapping, which nobody uses any more.
+            unsafe { libc::munmap(self.start, Self::LEN) };
+        }
+    }
+
+    #[test]
+    fn a_hole_in_a_huge_page_that_cannot_be_split_is_found() {
+        let memory = memory(&[]);
+        let Some(huge) = Unsplittable::new(&memory) else {
+            eprintln!("SKIPPED: this host makes no huge pages of shared memory");
+            return;
+        };
+        let error = empty(&memory, &units([7])).unwrap_err();
+        assert!(error_text::chain(&error).contains("page 7 "), "{error:?}");
+        // It reads as zeros and is there: nothing would wait for it.
+        assert!(held(&memory).contains(&7));
+        drop(huge);
+        empty(&memory, &units([7])).unwrap();
+        assert!(!held(&memory).contains(&7) && held(&memory).contains(&8));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_named_goes_and_nothing_else(
+            there in prop::collection::btree_set(0u64..600, 0..80),
+            named in prop::collection::btree_set(0u64..600, 0..300),
+        ) {
+            let memory = memory(&there.iter().copied().collect::<Vec<_>>());
+            empty(&memory, &units(named.iter().copied())).unwrap();
+            let left: Vec<u64> = there.difference(&named).copied().collect();
+            prop_assert_eq!(held(&memory), left);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Opening all further connections of a set at once.
+//!
+//! Owns that the time does not grow with their number: each is made, and says what it is, on a thread
+//! of its own with a time limit of its own, so that a set takes some round trips however large it is.
+//! Of TCP addresses it takes the one that the first connection has reached: a name may stand for
+//! several hosts.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::Cause;
+use crate::options::Limits;
+use crate::protocol::capabilities::TOKEN_BYTES;
+use crate::protocol::message::Role;
+use crate::transport::{Address, Connection, wait_readable};
+
+/// A thread that opens a connection needs little: there may be 256 of them for a moment.
+const STACK_BYTES: usize = 256 << 10;
+
+/// Where a set is opened, and what its connections show.
+#[derive(Clone, Copy)]
+pub(crate) struct Opening<'a> {
+    pub to: &'a Address,
+    /// The first connection of the set.
+    pub beside: &'a Connection,
+    /// The destination confirms it; none with plain version 0.
+    pub token: Option<&'a [u8; TOKEN_BYTES]>,
+    pub cancel: &'a Cancel,
+    pub limits: &'a Limits,
+}
+
+impl Opening<'_> {
+    /// Opens a connection for each role, in order.
+    ///
+    /// # Errors
+    /// The first that failed; the others are closed.
+    pub(crate) fn all(&self, roles: &[Role]) -> Result<Vec<Channel>, Cause> {
+        if roles.is_empty() {
+            return Ok(Vec::new());
+        }
+        let stop = Cancel::new().map_err(Cause::Resource)?;
+        let over = Cancel::new().map_err(Cause::Resource)?;
+        let left = AtomicUsize::new(roles.len());
+        let first_failure = Mutex::new(None);
+        let failed = |cause| {
+            let mut first = first_failure.lock().unwrap_or_else(PoisonError::into_inner);
+            first.get_or_insert(cause);
+        };
+        let open = |role| match self.one(role, &stop) {
+            Ok(channel) => {
+                if left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    over.cancel();
+                }
+                Some(channel)
+            }
+            Err(cause) => {
+                failed(cause);
+                over.cancel();
+                None
+            }
+        };
+        let channels: Vec<Channel> = std::thread::scope(|scope| {
+            let mut threads = Vec::with_capacity(roles.len());
+            for role in roles {
+                let thread = std::thread::Builder::new()
+                    .name("mig-connect".into())
+                    .stack_size(STACK_BYTES)
+                    .spawn_scoped(scope, || open(*role));
+                match thread {
+                    Ok(thread) => threads.push(thread),
+                    Err(error) => {
+                        failed(Cause::Resource(error));
+                        over.cancel();
+                        break;
+                    }
+                }
+            }
+            if let Err(error) = wait_readable(&[over.fd()], self.cancel, None) {
+                failed(Cause::Resource(error));
+            }
+            if left.load(Ordering::Acquire) > 0 {
+                stop.cancel();
+            }
+            let joined = threads.into_iter().map(|thread| thread.join().unwrap_or(None));
+            joined.flatten().collect()
+        });
+        if channels.len() == roles.len() {
+            for channel in &channels {
+                channel.connection.set_cancel(self.cancel);
+            }
+            return Ok(channels);
+        }
+        let first = first_failure.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Err(match first {
+            Some(cause) if !self.cancel.is_cancelled() => cause,
+            None if !self.cancel.is_cancelled() => Cause::Panicked,
+            _ => Cause::Cancelled,
+        })
+    }
+
+    fn one(&self, role: Role, stop: &Cancel) -> Result<Channel, Cause> {
+        let Limits { connect, answer, .. } = *self.limits;
+        let connection = self.beside.connect_beside(self.to, stop, connect, answer)?;
+        Channel::introduce(connection, role, self.token, answer)
+    }
+}
