@@ -91,6 +91,15 @@ pub enum ExclusiveError {
         #[source]
         source: DiskError,
     },
+    /// An image that cannot be let go of.
+    #[error("disk '{id}' stays locked")]
+    Unlock {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: DiskError,
+    },
     /// A tap.
     #[error("the tap of '{id}' is not ours")]
     Tap {
@@ -274,7 +283,8 @@ impl VirtioDevices {
     pub fn take_exclusive(&self) -> Result<(), ExclusiveError> {
         let taken = self.take_all();
         if taken.is_err() {
-            self.release_exclusive();
+            // Logged; why it could not be taken says more.
+            let _ = self.release_exclusive();
         }
         taken
     }
@@ -301,16 +311,22 @@ impl VirtioDevices {
     }
 
     /// Gives image locks and taps back; the devices must be paused.
-    pub fn release_exclusive(&self) {
+    ///
+    /// # Errors
+    /// Naming the first disk that stays locked; all others are given back all the same.
+    pub fn release_exclusive(&self) -> Result<(), ExclusiveError> {
         for (id, net) in &self.nets {
             log::debug!("{id}: giving back its tap");
             net.detach();
         }
+        let mut result = Ok(());
         for (id, lock) in &self.locks {
-            if let Err(error) = lock.unlock() {
-                log::warn!("disk '{id}' stays locked: {error}");
+            if let Err(source) = lock.unlock() {
+                log::warn!("disk '{id}' stays locked: {source}");
+                result = result.and(Err(ExclusiveError::Unlock { id: id.clone(), source }));
             }
         }
+        result
     }
 
     /// Asks guests to tell the network where they are now.
