@@ -10,6 +10,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::linger::Lingering;
 use super::negotiate::random_token;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -22,8 +23,8 @@ use crate::protocol::message::{Answer, Message, Recover, Role};
 use crate::steering::{self, LOOK_EVERY, Steering};
 use crate::transport::{Listener, TransportError, WaitEnd, wait_readable};
 
-/// How long somebody who has connected may take to say who they are.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a peer that has connected may take to say what it is.
+pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What recovery needs to know of the migration.
 #[derive(Clone)]
@@ -37,6 +38,9 @@ pub(crate) struct Rejoin {
     /// Longest silence.
     pub stall: Duration,
     pub steering: Steering,
+    /// How long a source that has not heard the end may come back and be told.
+    pub linger: Duration,
+    pub lingering: Lingering,
 }
 
 /// A source that has proved to be ours.
@@ -81,6 +85,25 @@ impl Rejoin {
         };
         control.refuse(refused);
         Err(Cause::Refused(refused.to_string()))
+    }
+
+    /// A source that has connected and asks to go on.
+    ///
+    /// # Errors
+    /// It is not this migration's; with the connection, to say why.
+    pub(super) fn admit(
+        &mut self,
+        control: Channel,
+        recover: Recover,
+    ) -> Result<Returned, (&'static str, Channel)> {
+        match self.check(&recover) {
+            Ok(()) => {
+                self.attempt = recover.attempt;
+                control.connection.set_stall_timeout(self.stall);
+                Ok(Returned { control, recover })
+            }
+            Err(reason) => Err((reason, control)),
+        }
     }
 
     fn check(&self, recover: &Recover) -> Result<(), &'static str> {
@@ -185,31 +208,5 @@ impl Rejoin {
         channel.yes()?;
         channel.connection.set_stall_timeout(self.stall);
         Ok((role, channel))
-    }
-
-    /// Every page is here and the source may not know it: tells it when it comes back, on a thread
-    /// of its own, for as long as the source tries.
-    pub(crate) fn linger(mut self, timeout: Duration) {
-        let Ok(never) = Cancel::new() else { return };
-        let body = move || {
-            let deadline = Instant::now() + timeout;
-            while Instant::now() < deadline && !self.steering.gives_up() {
-                let fds = [self.listener.as_raw_fd()];
-                let end = wait_readable(&fds, &never, Some(LOOK_EVERY));
-                if !matches!(end, Ok(WaitEnd::Ready(_))) {
-                    continue;
-                }
-                // No token in the answer: there is nothing to recover.
-                if let Some(returned) = self.greet(&never)
-                    && returned.control.yes().is_ok()
-                {
-                    returned.control.connection.finish_sending(HELLO_TIMEOUT);
-                    return;
-                }
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("mig-linger".into()).spawn(body) {
-            log::warn!("the source will not learn that all pages are here: {error}");
-        }
     }
 }

@@ -11,6 +11,7 @@ use super::codec::{
     ANSWER_BYTES_MAX, ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header,
     PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
 };
+use crate::commit::Verdict;
 use crate::layout::GpaRange;
 
 /// The protocol version that Start announces.
@@ -66,11 +67,15 @@ pub enum Command {
     Alive = 0x4712,
     /// Ranges whose contents will come: the destination may get pages for them beforehand.
     Coming = 0x4713,
+    /// The source asks the destination to acknowledge the handover once more.
+    Renew = 0x4714,
+    /// Which side has the guest, from a source whose connection was lost around the handover.
+    Verdict = 0x4715,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 23] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -92,6 +97,8 @@ impl Command {
         Self::AwaitMachine,
         Self::MemoryZstd,
         Self::Coming,
+        Self::Renew,
+        Self::Verdict,
     ];
 
     /// The number on the wire.
@@ -134,6 +141,8 @@ impl Command {
             Self::AwaitMachine => "AwaitMachine",
             Self::MemoryZstd => "MemoryZstd",
             Self::Coming => "Coming",
+            Self::Renew => "Renew",
+            Self::Verdict => "Verdict",
         }
     }
 }
@@ -196,6 +205,15 @@ pub enum Message {
     },
     /// See [`Command::Coming`].
     Coming(Vec<GpaRange>),
+    /// See [`Command::Renew`].
+    Renew,
+    /// See [`Command::Verdict`].
+    Verdict {
+        /// The migration, by the token that was agreed upon at its start.
+        id: [u8; TOKEN_BYTES],
+        /// What the source says.
+        verdict: Verdict,
+    },
 }
 
 /// What a source says that connects again.
@@ -263,6 +281,8 @@ impl Message {
             Self::AwaitMachine => Command::AwaitMachine,
             Self::MemoryZstd { .. } => Command::MemoryZstd,
             Self::Coming(_) => Command::Coming,
+            Self::Renew => Command::Renew,
+            Self::Verdict { .. } => Command::Verdict,
         }
     }
 
@@ -288,6 +308,13 @@ impl Message {
             | Self::Ahead(ranges)
             | Self::Coming(ranges) => put_table(&mut payload, ranges),
             Self::Recover(recover) => payload = recover.encode(),
+            Self::Verdict { id, verdict } => {
+                payload.extend_from_slice(id);
+                payload.push(match verdict {
+                    Verdict::Withheld => WITHHELD,
+                    Verdict::Committed => COMMITTED,
+                });
+            }
             Self::MemoryZstd { ranges, frame_bytes } => {
                 extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
                 put_table(&mut payload, ranges);
@@ -299,6 +326,7 @@ impl Message {
             | Self::Confirm
             | Self::PostcopyDone
             | Self::Alive
+            | Self::Renew
             | Self::AwaitMachine => {}
         }
         framed(self.command().code(), extra, &payload)
@@ -347,6 +375,8 @@ impl Message {
             Command::Alive => empty(what, len).map(|()| Self::Alive)?,
             Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
             Command::Coming => Self::Coming(table(from)?),
+            Command::Renew => empty(what, len).map(|()| Self::Renew)?,
+            Command::Verdict => read_verdict(from, what, len)?,
             Command::MemoryZstd => {
                 let [b0, b1, b2, b3, ..] = header.extra;
                 let frame_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
@@ -354,6 +384,29 @@ impl Message {
             }
         })
     }
+}
+
+/// The last byte of a verdict.
+const WITHHELD: u8 = 0;
+const COMMITTED: u8 = 1;
+
+fn read_verdict(
+    from: &mut impl ByteSource,
+    what: &'static str,
+    len_bytes: u64,
+) -> Result<Message, ProtocolError> {
+    let mut bytes = [0; TOKEN_BYTES + 1];
+    if len_bytes != bytes.len() as u64 {
+        return Err(ProtocolError::BadLength { what, len_bytes });
+    }
+    from.read_exact(&mut bytes)?;
+    let [id @ .., verdict] = bytes;
+    let verdict = match verdict {
+        WITHHELD => Verdict::Withheld,
+        COMMITTED => Verdict::Committed,
+        _ => return Err(ProtocolError::Malformed { what, why: "it says neither of two things" }),
+    };
+    Ok(Message::Verdict { id, verdict })
 }
 
 fn empty(what: &'static str, len_bytes: u64) -> Result<(), ProtocolError> {
@@ -369,7 +422,7 @@ fn framed(code: u16, extra: [u8; 6], payload: &[u8]) -> Vec<u8> {
 }
 
 /// Cuts a reason to what a peer accepts, at a character boundary.
-fn bounded_reason(reason: &str) -> &str {
+pub(crate) fn bounded_reason(reason: &str) -> &str {
     &reason[..reason.floor_char_boundary(usize::try_from(REASON_BYTES_MAX).unwrap_or(0))]
 }
 

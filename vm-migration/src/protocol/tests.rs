@@ -15,6 +15,7 @@ use super::codec::{
 use super::message::{Answer, Command, Message, Recover, Role, VERSION, fuzz_stream};
 use super::runs;
 use crate::bitmap::ClaimMap;
+use crate::commit::Verdict;
 use crate::layout::GpaRange;
 
 /// One message for each command.
@@ -44,6 +45,8 @@ fn sample(command: Command) -> Message {
         Command::Alive => Message::Alive,
         Command::AwaitMachine => Message::AwaitMachine,
         Command::Coming => Message::Coming(table),
+        Command::Renew => Message::Renew,
+        Command::Verdict => Message::Verdict { id: [9; 16], verdict: Verdict::Committed },
         Command::MemoryZstd => Message::MemoryZstd { ranges: table, frame_bytes: 0x1_0203 },
     }
 }
@@ -95,6 +98,8 @@ one_test_per_message! {
     await_machine: AwaitMachine,
     memory_zstd: MemoryZstd,
     coming: Coming,
+    renew: Renew,
+    verdict: Verdict,
 }
 
 #[test]

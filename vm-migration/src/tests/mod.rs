@@ -20,11 +20,13 @@
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
 //! | `recovery` | postcopy that loses its connections |
+//! | `commit` | what ends a doubt at the commit, and what does not |
 //! | `hostile` | a source that sends what it must not |
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
 mod auto;
+mod commit;
 mod compressed;
 mod converging;
 mod cuts;

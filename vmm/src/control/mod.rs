@@ -14,13 +14,14 @@
 //!     +-------------> Awaited -----------+  |                        Serving ---------+
 //!                        |                  |                           | connection lost
 //!                        +-----------> Standing                         v
-//!                    confirmation lost                              HandedOver
+//!                     it did not start                              HandedOver
 //!     | restore         snapshot, restore |
 //!     +-------------> Busy <--------------+
 //! ```
 
 mod cancel;
 mod describe;
+mod doubt;
 mod ending;
 mod hotplug;
 mod inbox;
@@ -39,9 +40,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use vm_migration::destination::Lingering;
 use vm_migration::destination::PostcopyPaused;
 use vm_migration::source::Held;
-use vm_migration::{Progress, Steering};
+use vm_migration::{Phase, Progress, Steering};
 
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
@@ -142,6 +144,10 @@ struct Vmm {
     api_path: Option<PathBuf>,
     /// For processes that are started from here.
     lent: Lent,
+    /// Requests to give up a machine that was not started and still gets pages.
+    deleters: Vec<Responder>,
+    /// Migrations to here that are over, and whose sources may not know it.
+    lingering: Lingering,
     /// Set when all is over but somebody may still want to see how it went.
     farewell: Option<(Instant, ExitReason)>,
 }
@@ -163,6 +169,8 @@ impl Vmm {
             no_shutdown,
             api_path: None,
             lent,
+            deleters: Vec::new(),
+            lingering: Lingering::default(),
             farewell: None,
         }
     }
@@ -184,6 +192,7 @@ impl Vmm {
             VmmRequest::MigrationCancel => self.cancel_migration(responder),
             VmmRequest::MigrationProgress => self.progress_for(responder),
             VmmRequest::Delete { force } => self.delete_for(force, responder),
+            VmmRequest::Resume => self.resume_for(responder),
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
             VmmRequest::Restore(config) => self.restore(*config, responder),
             request => responder.answer(self.carry_out(request)),
@@ -203,7 +212,6 @@ impl Vmm {
             VmmRequest::Info => self.info(),
             VmmRequest::Counters => Ok(ApiReply::Counters(describe::counters(self.machine_mut()?))),
             VmmRequest::Pause => empty(self.pause()),
-            VmmRequest::Resume => empty(self.resume()),
             VmmRequest::Shutdown => empty(self.shutdown()),
             VmmRequest::Reboot => empty(self.reboot()),
             VmmRequest::PowerButton => {
@@ -221,6 +229,7 @@ impl Vmm {
             // Handled by `call`.
             VmmRequest::ReceiveMigration(_)
             | VmmRequest::Delete { .. }
+            | VmmRequest::Resume
             | VmmRequest::MigrationCancel
             | VmmRequest::MigrationProgress
             | VmmRequest::Snapshot(_)
@@ -245,6 +254,10 @@ impl Vmm {
                 info.as_ref().clone()
             }
             Vm::Standing { machine, .. } => describe::of_machine(machine.machine()),
+            Vm::Awaited(Receiving { doubt: Some(doubtful), progress, .. }) => {
+                let why = progress.snapshot().recovery.reason.unwrap_or_default();
+                VmInfo { in_doubt: Some(why), ..doubtful.info.as_ref().clone() }
+            }
             other => return Err(other.why_not_live()),
         };
         Ok(ApiReply::Info(Box::new(info)))
@@ -257,6 +270,10 @@ impl Vmm {
                 self.guest_event(event)
             }
             Message::Guest(..) => Next::Continue,
+            Message::InDoubt(doubtful) => {
+                self.doubt(doubtful);
+                Next::Continue
+            }
             Message::HandedOver => {
                 self.handed_over();
                 Next::Continue
@@ -291,6 +308,11 @@ impl Vm {
                 "the VM is being migrated; wait until that is over, or cancel it with \
                  vm.migration-cancel",
             ),
+            Self::Serving(sending) if sending.progress.phase() == Phase::InDoubt => ApiError::new(
+                ApiErrorKind::Conflict,
+                "the VM belongs to the destination of its migration, which may not know it yet and \
+                 is told when it can be reached; with force that ends",
+            ),
             Self::Serving(_) => ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM runs at the destination of its migration, which gets its last pages from \
@@ -300,6 +322,7 @@ impl Vm {
                 ApiErrorKind::Conflict,
                 format!("the VM is being {}; wait until that is over", busy.what),
             ),
+            Self::Awaited(receiving) if receiving.doubtful().is_some() => doubt::in_doubt(),
             Self::Awaited(_) => ApiError::new(
                 ApiErrorKind::NotCreated,
                 "a migration is awaited here; there is no VM yet",
