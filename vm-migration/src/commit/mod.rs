@@ -7,10 +7,11 @@
 //! | `source` | from the last message before the acknowledgement to the word that ends all doubt |
 //! | `destination` | from the acknowledgement to a guest that runs, stands, or is not here |
 //! | `clock` | a clock that goes on while a host or a process sleeps |
+//! | `model` | every interleaving of both sides, a link that fails and people (tests) |
 //!
 //! Owns the decisions and no input or output: an event goes into a phase and the next phase comes
-//! out. The threads of both sides hold these values beside the machine and do what they say. Nothing
-//! else may decide where a guest is.
+//! out. The threads of both sides hold these values beside the machine and do what they say, and the
+//! explorer of `model` steps through the same values. Nothing else may decide where a guest is.
 //!
 //! The rules, in one place:
 //!
@@ -24,6 +25,9 @@
 pub(crate) mod clock;
 pub mod destination;
 pub(crate) mod source;
+
+#[cfg(all(test, not(loom)))]
+mod model;
 
 use std::time::Duration;
 
