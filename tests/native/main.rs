@@ -17,6 +17,7 @@ mod fault_stress;
 mod harness;
 mod hotplug;
 mod http;
+mod in_doubt;
 mod leaks;
 mod lifecycle;
 mod locks;
@@ -66,6 +67,7 @@ fn main() -> ExitCode {
     snapshot_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    in_doubt::add(&mut suite);
     migration_local::add(&mut suite);
     unfit::add(&mut suite);
     watch::add(&mut suite);
