@@ -217,7 +217,7 @@ pub fn ended(vmm: &Vmm) -> Option<Value> {
             return Some(None);
         };
         let document = answer.json();
-        let over = ["done", "failed", "postcopy-paused"].map(Value::from);
+        let over = ["done", "failed", "postcopy-paused", "in-doubt"].map(Value::from);
         over.contains(&document["phase"]).then_some(Some(document))
     })
 }
@@ -268,24 +268,28 @@ fn case(row: Row, act: Act) -> String {
         heal(&source, &reception);
     }
     if act == Act::KillSource && row.mode == Mode::Postcopy && place == Place::Lost {
-        // It waits for a while for the source to come back.
         relay.cut();
-        wait_for("the loss", || {
-            let text = destination.output();
-            let ended = text.contains("migration failed");
-            (ended || text.contains("has not confirmed the handover")).then_some(())
-        });
-        let _ = destination.api().put("vm.migration-cancel", "");
+        if at != Stage::Before {
+            // It waits for the source for as long as it takes; only a person knows that it is dead.
+            destination.wait_for_event("migration-in-doubt");
+            let refused = destination.api().put("vm.migration-cancel", "");
+            assert_eq!(refused.status, 409, "{refused:?}");
+            destination.api().put("vm.delete", r#"{"force":true}"#).ok();
+        }
     }
     let source_document = (act != Act::KillSource).then(|| ended(&source)).flatten();
     relay.cut();
     let destination_document = (act != Act::KillDestination).then(|| ended(&destination)).flatten();
-    let output = reception.finish();
+    // It is answered when the doubt is over.
+    let waits = destination_document.as_ref().is_some_and(is_in_doubt);
+    let (output, reception) =
+        if waits { (None, Some(reception)) } else { (Some(reception.finish()), None) };
     let (here, there) = (source_document.as_ref(), destination_document.as_ref());
     let told = tell(here, there);
     let context = format!("{row:?} {act:?}: {place:?}\n{told}\n{output:?}");
     judge(row, here, there, place, &context);
     settle(row, source, destination, place, act, &context);
+    drop(reception.map(Reception::finish));
     format!("| {:?} | {:?} | {:?} | {place:?} | {told} |", row.command, row.link, row.point)
 }
 
@@ -313,9 +317,10 @@ fn tell(source: Option<&Value>, destination: Option<&Value>) -> String {
         let Some(document) = document else { continue };
         let said = if !document["error"].is_null() {
             reason(document, side)
-        } else if holds_still(document) {
+        } else if holds_still(document) || is_in_doubt(document) {
             let why = document["recovery"]["reason"].as_str();
-            format!("the {side} holds still: {}", why.expect("a reason"))
+            let how = if is_in_doubt(document) { "is in doubt" } else { "holds still" };
+            format!("the {side} {how}: {}", why.expect("a reason"))
         } else {
             continue;
         };
@@ -329,6 +334,11 @@ fn holds_still(document: &Value) -> bool {
     document["phase"] == "postcopy-paused" && document["error"].is_null()
 }
 
+/// The connection was lost at the commit. The source knows what it did, and the destination does not.
+fn is_in_doubt(document: &Value) -> bool {
+    document["phase"] == "in-doubt"
+}
+
 /// What both sides say about where the guest is.
 fn judge(
     row: Row,
@@ -339,6 +349,10 @@ fn judge(
 ) {
     let guest = |document: Option<&Value>| match document {
         Some(document) if holds_still(document) => Value::from("postcopy-paused"),
+        Some(document) if is_in_doubt(document) => {
+            let at_source = document["side"] == "source";
+            Value::from(if at_source { "on-destination" } else { "in-doubt" })
+        }
         Some(document) => document["error"]["guest"].clone(),
         None => Value::Null,
     };
@@ -375,7 +389,7 @@ fn settle(row: Row, mut source: Vmm, mut destination: Vmm, place: Place, act: Ac
                 // The source's last word got lost: it has arrived and must not be started.
                 assert_eq!(stage(row), Stage::Acknowledged, "{context}");
                 assert_eq!(destination.api().state(), "Paused", "{context}");
-                destination.api().put("vm.delete", "").ok();
+                destination.api().put("vm.delete", r#"{"force":true}"#).ok();
             }
             moves_on(row, source, &destination);
         }

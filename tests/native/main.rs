@@ -18,6 +18,7 @@ mod fault_stress;
 mod harness;
 mod hotplug;
 mod http;
+mod in_doubt;
 mod leaks;
 mod lifecycle;
 mod locks;
@@ -71,6 +72,7 @@ fn main() -> ExitCode {
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
     turning::add(&mut suite);
+    in_doubt::add(&mut suite);
     migration_local::add(&mut suite);
     unfit::add(&mut suite);
     watch::add(&mut suite);

@@ -214,6 +214,7 @@ fn layout() {
         bulk_connections: 0,
         urgent_connections: 0,
         regions: vec![region],
+        recover_timeout_ms: None,
     };
     assert!(matches!(source.ask(&Message::Capabilities(offer.to_json())), Answer::Ok { .. }));
     let document = json!({"vm_config": configuration()});

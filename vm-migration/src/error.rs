@@ -128,6 +128,17 @@ pub enum Cause {
         /// What it may cost.
         downtime_ms: u64,
     },
+    /// An acknowledgement that the source got to too late: the destination may have ended by now.
+    #[error(
+        "the destination's acknowledgement is up to {} s old, and can be used for {} s",
+        age.as_secs(), usable.as_secs_f32()
+    )]
+    Outdated {
+        /// Time since the message that it answers was sent.
+        age: std::time::Duration,
+        /// How old it may be.
+        usable: std::time::Duration,
+    },
     /// A thread could not be started, or an eventfd not made.
     #[error("the host refused a resource for the migration")]
     Resource(#[source] std::io::Error),

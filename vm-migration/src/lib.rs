@@ -9,6 +9,7 @@
 //! | module | owns |
 //! | --- | --- |
 //! | [`source`], [`destination`] | the two state machines |
+//! | [`commit`] | which side has the guest: the decisions of both, without their threads |
 //! | [`protocol`] | messages and their bytes |
 //! | [`transport`] | addresses, sockets, waits |
 //! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
@@ -57,6 +58,7 @@
 pub mod bitmap;
 pub mod cancel;
 mod channel;
+pub mod commit;
 mod cursor;
 pub mod destination;
 pub mod error;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::destination::Lingering;
 use crate::steering::Steering;
 use crate::transport::Address;
 
@@ -49,8 +50,10 @@ pub fn urgent_connections_for(vcpus: u32) -> u16 {
 /// ([`crate::transport`]).
 pub const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a destination that has acknowledged the handover of a postcopy, and lost its connections
-/// right then, waits for the source to come back before the guest counts as in doubt.
+/// What a destination promises with its acknowledgement of the handover: for so long nothing but the
+/// source, or a person who insists, ends the machine there. The source uses an acknowledgement for
+/// half of that time ([`crate::commit`]), so a source that has not committed when it is over never
+/// will. After it the machine is kept all the same; what a person says counts without insisting.
 pub const REJOIN_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// How memory travels.
@@ -315,4 +318,6 @@ pub struct ReceiveOptions {
     pub prepare_threads: Option<usize>,
     /// What a person may ask of the migration while it runs.
     pub steering: Steering,
+    /// The migrations to this process that are over, and whose sources may not know it.
+    pub lingering: Lingering,
 }

@@ -57,6 +57,9 @@ pub enum Phase {
     PostcopyPaused,
     /// Postcopy connects again.
     PostcopyRecover,
+    /// The connection was lost around the handover: destination: whether the guest is its own is not
+    /// known; source: whether the destination knows is not.
+    InDoubt,
     /// Over, well.
     Done,
     /// Source: over here; a page server sends the pages that are left.
@@ -66,7 +69,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 18] = [
         Self::Idle,
         Self::Connect,
         Self::Listen,
@@ -81,6 +84,7 @@ impl Phase {
         Self::Fault,
         Self::PostcopyPaused,
         Self::PostcopyRecover,
+        Self::InDoubt,
         Self::Done,
         Self::HandedOn,
         Self::Failed,
@@ -102,6 +106,7 @@ impl Phase {
             Self::Fault => "fault",
             Self::PostcopyPaused => "postcopy-paused",
             Self::PostcopyRecover => "postcopy-recover",
+            Self::InDoubt => "in-doubt",
             Self::Done => "done",
             Self::HandedOn => "handed-on",
             Self::Failed => "failed",
@@ -323,6 +328,11 @@ impl Progress {
     pub fn fail(&self, phase: Phase, failure: FailureReport) {
         let _ = self.failure.set(failure);
         self.finish(phase);
+    }
+
+    /// Notes a failure that does not end the migration.
+    pub(crate) fn note_failure(&self, failure: FailureReport) {
+        let _ = self.failure.set(failure);
     }
 
     pub(crate) fn enter(&self, phase: Phase) {

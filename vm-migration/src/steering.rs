@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::commit::destination::Decision;
 use crate::transport::Address;
 
 /// How often waits of postcopy look at the wishes.
@@ -24,6 +25,8 @@ struct Wishes {
     give_up: AtomicBool,
     /// Held for one look.
     recover: Mutex<Option<(Recover, Option<u16>)>>,
+    /// Held for one look.
+    decision: Mutex<Option<Decision>>,
 }
 
 /// A wish to connect again now.
@@ -69,6 +72,17 @@ impl Steering {
 
     pub(crate) fn take_recovery(&self) -> Option<(Recover, Option<u16>)> {
         self.0.recover.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Says of a machine in doubt what becomes of it: [`InDoubt::asked`] has the rule.
+    ///
+    /// [`InDoubt::asked`]: crate::commit::destination::InDoubt::asked
+    pub fn decide(&self, decision: Decision) {
+        *self.0.decision.lock().unwrap_or_else(PoisonError::into_inner) = Some(decision);
+    }
+
+    pub(crate) fn take_decision(&self) -> Option<Decision> {
+        self.0.decision.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Asks a side of a postcopy to let the other one down: the guest is lost unless it has all of

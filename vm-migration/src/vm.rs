@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
 use crate::page_server::Successor;
 use crate::ram::GuestMemoryMap;
@@ -255,6 +256,13 @@ pub trait DestinationVm: Sized + Send + 'static {
     /// # Errors
     /// Naming the device or vCPU; the guest then resumes on the source.
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError>;
+
+    /// Which side has the guest is in doubt: the machine stays as it is until that is known. Called
+    /// when the doubt begins, and again (`lasts`) when the source can act on the acknowledgement no
+    /// more and has not been heard.
+    fn in_doubt(&mut self, doubt: InDoubt, lasts: bool) {
+        let _ = (doubt, lasts);
+    }
 
     /// Takes exclusive resources (disk locks, taps), which the source has let go of, and runs the
     /// guest, or leaves it paused with `resume` false. The source cannot run it any more.

@@ -98,6 +98,12 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-cancelled", "the migration was stopped (side, guest: where it is now)"),
     (
         "vm",
+        "migration-in-doubt",
+        "the connection was lost at the commit (side: destination: whether the VM is its own is not \
+         known; source: whether the destination knows that it is)",
+    ),
+    (
+        "vm",
         "postcopy-migration-recovering",
         "postcopy connects again; the phase says what came of it",
     ),

@@ -129,14 +129,17 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
         // no network.
         // `Coming` depends on the host, `Stale` on what the guest writes; the crate's own tests have
         // them.
-        // The last three come after a loss or when it takes long: `postcopy` has these.
+        // The others come after a loss or when it takes long: `postcopy`, `in_doubt` and the crate's
+        // own tests have these.
         Command::Abandon
         | Command::MemoryFd
         | Command::Coming
         | Command::Stale
         | Command::Recover
         | Command::Ahead
-        | Command::Alive => Vec::new(),
+        | Command::Alive
+        | Command::Renew
+        | Command::Verdict => Vec::new(),
     }
 }
 
@@ -150,6 +153,8 @@ fn contents_bytes(message: &Message) -> u64 {
         | Message::Recover(_)
         | Message::Ahead(_)
         | Message::Alive
+        | Message::Renew
+        | Message::Verdict { .. }
         | Message::Config(_)
         | Message::State(_)
         | Message::Complete
@@ -206,6 +211,8 @@ enum Gate {
     Open,
     /// Everything is cut.
     Cut,
+    /// Everything was cut, and connections that are made now are not looked at.
+    Healed,
 }
 
 /// What all threads of a relay share.
@@ -263,7 +270,11 @@ impl Shared {
         while link == Link::Bulk && self.holds_bulk() && *gate == Gate::Armed {
             gate = self.changed.wait(gate).unwrap_or_else(PoisonError::into_inner);
         }
-        if *gate == Gate::Cut { Err(io::ErrorKind::ConnectionAborted.into()) } else { Ok(()) }
+        if matches!(*gate, Gate::Cut | Gate::Healed) {
+            Err(io::ErrorKind::ConnectionAborted.into())
+        } else {
+            Ok(())
+        }
     }
 
     fn holds_bulk(&self) -> bool {
@@ -419,6 +430,12 @@ impl Relay {
         self.shared.changed.notify_all();
     }
 
+    /// Ends all connections; those that are made from now on are passed on as they are.
+    pub fn cut_and_heal(&self) {
+        self.shared.cut();
+        *lock(&self.shared.gate) = Gate::Healed;
+    }
+
     /// Ends all connections.
     pub fn cut(&self) {
         self.shared.cut();
@@ -451,12 +468,22 @@ fn start_link(
         shared.cut();
         return;
     }
+    let is_healed = *lock(&shared.gate) == Gate::Healed;
     let close = |source: &TcpStream, destination: &TcpStream| {
         let _ = (source.shutdown(Shutdown::Both), destination.shutdown(Shutdown::Both));
     };
     let (Ok(source2), Ok(destination2)) = (source.try_clone(), destination.try_clone()) else {
         return;
     };
+    if is_healed {
+        for (from, to) in [(source, destination2), (source2, destination)] {
+            std::thread::spawn(move || {
+                let _ = io::copy(&mut &from, &mut &to);
+                close(&from, &to);
+            });
+        }
+        return;
+    }
     let out = Arc::clone(shared);
     if is_first {
         std::thread::spawn(move || {

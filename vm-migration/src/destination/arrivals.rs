@@ -86,7 +86,8 @@ impl Arrivals {
     }
 
     /// True when no connection has still to say what it is.
-    pub(super) fn is_empty(&self) -> bool {
+    #[cfg(test)]
+    fn is_empty(&self) -> bool {
         self.pending.iter().all(|pending| pending.refused)
     }
 

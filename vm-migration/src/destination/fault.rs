@@ -9,7 +9,6 @@
 //! wishes, so that one of the two asks.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
 
 use super::desk::Desk;
 use super::engine::{Engine, Via};
@@ -179,32 +178,6 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         Ok(())
     }
 
-    /// Waits for a source that has lost its connections, and goes on with those that it makes;
-    /// returns the first of them.
-    ///
-    /// # Errors
-    /// The loss, when it does not come back in time.
-    pub(super) fn source_returns(
-        &mut self,
-        lost: Failure,
-        within: Duration,
-        cancel: &Cancel,
-    ) -> Result<Channel, Failure> {
-        self.disconnect();
-        let deadline = Instant::now() + within;
-        loop {
-            let Ok(returned) = self.rejoin.wait(cancel, Some(deadline)) else { return Err(lost) };
-            let joined = self.take_over(returned, cancel);
-            match joined {
-                Ok(control) => return Ok(control),
-                Err(failure) => {
-                    self.disconnect();
-                    log::warn!("the source is not back yet: {}", failure.for_peer());
-                }
-            }
-        }
-    }
-
     /// Takes the connections of a source that has come back.
     pub(super) fn take_over(
         &mut self,
@@ -223,8 +196,8 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
     }
 
     /// Every page is here: see [`Rejoin::linger`].
-    pub(super) fn linger(&self, timeout: Duration) {
-        self.rejoin.clone().linger(timeout);
+    pub(super) fn linger(&self) {
+        self.rejoin.linger();
     }
 
     /// See [`Engine::commit`].

@@ -14,7 +14,6 @@ use super::fault::FaultThreads;
 use super::rejoin::Returned;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step};
-use crate::options::RECOVER_TIMEOUT_DEFAULT;
 use crate::progress::{Phase, Progress, Snapshot};
 use crate::protocol::message::{Answer, Message};
 use crate::ram::GuestMemoryMap;
@@ -32,6 +31,8 @@ pub struct Faulting<M: GuestMemoryMap> {
     began: Instant,
     /// Questions on the first connection that wait for their answer.
     unanswered: u32,
+    /// The connections were lost before it began.
+    lost: Option<Failure>,
 }
 
 /// Postcopy that will not go on: vCPUs wait for their pages.
@@ -69,8 +70,9 @@ enum End {
 }
 
 impl<M: GuestMemoryMap> Faulting<M> {
-    pub(crate) fn new(threads: FaultThreads<M>, control: Channel) -> Self {
-        Self { threads, control, began: Instant::now(), unanswered: 0 }
+    /// With connections, or with some that were lost.
+    pub(crate) fn new(threads: FaultThreads<M>, control: Channel, lost: Option<Failure>) -> Self {
+        Self { threads, control, began: Instant::now(), unanswered: 0, lost }
     }
 
     /// The phase begins; it ends in [`wait`](Self::wait).
@@ -95,7 +97,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 if let Err(failure) = self.say_done() {
                     let why = failure.for_peer();
                     log::warn!("the source does not know that all pages are here: {why}");
-                    self.threads.linger(RECOVER_TIMEOUT_DEFAULT);
+                    self.threads.linger();
                 }
                 progress.finish(Phase::Done);
                 Ok(progress.snapshot())
@@ -115,6 +117,9 @@ impl<M: GuestMemoryMap> Faulting<M> {
     }
 
     fn wait_until_complete(&mut self) -> Result<(), Failure> {
+        if let Some(lost) = self.lost.take() {
+            self.recover(&lost, None)?;
+        }
         loop {
             match self.watch()? {
                 End::Complete => break,

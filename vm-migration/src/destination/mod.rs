@@ -19,6 +19,9 @@
 //! | `sleepers` | how they sleep until it is here |
 //! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
 //! | `arrivals` | connections that have not said yet what they are |
+//! | `doubt` | waiting for the source's word, when the connection was lost at the commit |
+//! | `hello` | the first message of a connection that nothing is known of |
+//! | `linger` | the last message of a postcopy, for a source that may not have heard it |
 //! | `rejoin` | how a source that lost its connections comes back |
 //!
 //! Nothing that the peer says is believed before it is checked against the machine that was built
@@ -29,11 +32,14 @@ mod assembly;
 mod building;
 mod demand;
 mod desk;
+mod doubt;
 mod emptying;
 mod engine;
 mod fault;
 mod faulting;
 mod fresh;
+mod hello;
+mod linger;
 mod negotiate;
 mod preparing;
 mod receive;
@@ -54,6 +60,10 @@ use crate::vm::{DestinationBuilder, DestinationVm};
 
 pub(crate) use engine::{Engine, Via};
 pub use faulting::{Faulting, PostcopyPaused};
+pub use linger::Lingering;
+use linger::Past;
+#[cfg(test)]
+pub(crate) use linger::linger_for_tests;
 
 /// What every phase of one migration uses.
 #[derive(Clone, Copy)]
@@ -62,12 +72,15 @@ pub(crate) struct Context<'a> {
     pub progress: &'a Arc<Progress>,
     pub cancel: &'a Cancel,
     pub listener: &'a Arc<transport::Listener>,
+    /// Migrations that are over here, whose sources may still ask.
+    pub pasts: &'a [Past],
 }
 
 /// A place where a source can connect. One migration at a time.
 #[derive(Debug)]
 pub struct Listener {
     listener: Arc<transport::Listener>,
+    pasts: Vec<Past>,
 }
 
 /// The guest is here.
@@ -85,32 +98,36 @@ impl<V: DestinationVm> std::fmt::Debug for Received<V> {
 }
 
 /// A migration that failed here.
-pub struct ReceiveFailure<V> {
+pub struct ReceiveFailure<V: DestinationVm> {
     /// What happened, and where the guest is.
     pub error: MigrationError,
     /// The machine, when it is complete and did not start: see [`GuestIs::InDoubt`] and
     /// [`GuestIs::OnDestination`]. `None` when there is nothing worth keeping.
     pub vm: Option<V>,
+    /// Pages of that machine still arrive, as in [`Received::faults`]: the source serves them
+    /// whether the guest runs yet or not.
+    pub faults: Option<Faulting<V::Memory>>,
 }
 
-impl<V> std::fmt::Debug for ReceiveFailure<V> {
+impl<V: DestinationVm> std::fmt::Debug for ReceiveFailure<V> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("ReceiveFailure").field(&self.error).finish()
     }
 }
 
 /// How a phase failed.
-pub(crate) struct Setback<V> {
+pub(crate) struct Setback<V: DestinationVm> {
     pub peer: Option<Channel>,
     pub failure: Failure,
     pub guest: GuestIs,
     pub vm: Option<V>,
+    pub faults: Option<Box<Faulting<V::Memory>>>,
 }
 
-impl<V> Setback<V> {
+impl<V: DestinationVm> Setback<V> {
     /// A failure before the handover.
     pub(crate) fn early(peer: Option<Channel>, failure: Failure) -> Self {
-        Self { peer, failure, guest: GuestIs::NotHere, vm: None }
+        Self { peer, failure, guest: GuestIs::NotHere, vm: None, faults: None }
     }
 }
 
@@ -120,7 +137,17 @@ impl Listener {
     /// # Errors
     /// When the address is taken, not ours, or does not resolve.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
-        Ok(Self { listener: Arc::new(transport::Listener::bind(address)?) })
+        Ok(Self { listener: Arc::new(transport::Listener::bind(address)?), pasts: Vec::new() })
+    }
+
+    /// The same, in place of listeners of this process that are there only to answer sources of
+    /// migrations that are over: this one answers those, too.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind).
+    pub fn bind_over(address: &Address, lingering: &Lingering) -> Result<Self, TransportError> {
+        let (listener, pasts) = lingering.bind(address)?;
+        Ok(Self { listener, pasts })
     }
 
     /// Where it listens.
@@ -131,7 +158,9 @@ impl Listener {
     /// Waits for a source and takes its guest.
     ///
     /// Blocks until the guest runs here, or the migration has failed. After a postcopy handover
-    /// pages still arrive: see [`Received::faults`]. `cancel` works until the guest runs.
+    /// pages still arrive: see [`Received::faults`]. `cancel` works until the handover has been
+    /// acknowledged; from then on only the source's word counts, or a person's
+    /// ([`Steering::decide`](crate::Steering::decide)).
     ///
     /// # Errors
     /// The source has been told why as best one can. Unless [`ReceiveFailure::error`] says
@@ -143,7 +172,8 @@ impl Listener {
         progress: &Arc<Progress>,
         cancel: &Cancel,
     ) -> Result<Received<B::Vm>, Box<ReceiveFailure<B::Vm>>> {
-        let context = Context { options, progress, cancel, listener: &self.listener };
+        let Self { listener, pasts } = &self;
+        let context = Context { options, progress, cancel, listener, pasts };
         match drive(builder, context) {
             Ok(received) => {
                 if received.faults.is_none() {
@@ -174,14 +204,21 @@ fn drive<B: DestinationBuilder>(
 }
 
 /// The one exit for failures: tells the peer and says where the guest is.
-fn give_up<V>(context: Context<'_>, setback: Setback<V>) -> ReceiveFailure<V> {
-    let Setback { peer, failure, guest, vm } = setback;
+fn give_up<V: DestinationVm>(context: Context<'_>, setback: Setback<V>) -> ReceiveFailure<V> {
+    let Setback { peer, failure, guest, vm, faults } = setback;
     let phase = context.progress.phase();
     if let Some(peer) = peer.filter(|_| failure.peer_listens()) {
         peer.refuse(&failure.for_peer());
     }
     let Failure { step, cause } = failure;
     let error = MigrationError { side: Side::Destination, phase, step, guest, cause };
-    context.progress.fail(Phase::Failed, FailureReport::new(&error));
-    ReceiveFailure { error, vm }
+    let report = FailureReport::new(&error);
+    let Some(mut faults) = faults else {
+        context.progress.fail(Phase::Failed, report);
+        return ReceiveFailure { error, vm, faults: None };
+    };
+    // The migration goes on: pages arrive.
+    context.progress.note_failure(report);
+    faults.begin();
+    ReceiveFailure { error, vm, faults: Some(*faults) }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use super::building::{Building, build_now};
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
-use super::{Context, Setback};
+use super::{Context, Setback, linger};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
@@ -21,7 +21,7 @@ use crate::options::{MemoryMode, ReceiveOptions};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_POSTCOPY, Offer, Prepared, TOKEN_BYTES,
-    common, features, software,
+    common, features, millis, software,
 };
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -31,20 +31,37 @@ use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 /// Most userfaultfds that a number of connections makes.
 const READERS_MAX: u16 = 16;
 
-/// A source has connected and said nothing yet.
+/// A source has connected.
 pub(crate) struct Connected {
     control: Channel,
+    /// What it has said.
+    first: Result<Message, Failure>,
 }
 
-/// Waits for the source.
-pub(crate) fn listen<V>(context: Context<'_>) -> Result<Connected, Setback<V>> {
+/// Waits for the source. One of an earlier migration that does not know how that ended is answered,
+/// and not mistaken for the one that is awaited.
+pub(crate) fn listen<V: crate::vm::DestinationVm>(
+    context: Context<'_>,
+) -> Result<Connected, Setback<V>> {
     let options = context.options;
-    context
-        .listener
-        .accept(context.cancel, options.accept_timeout, options.limits.answer)
-        .step("waiting for the source")
-        .map(|connection| Connected { control: Channel::new(connection) })
-        .map_err(|failure| Setback::early(None, failure))
+    loop {
+        let connection = context
+            .listener
+            .accept(context.cancel, options.accept_timeout, options.limits.answer)
+            .step("waiting for the source")
+            .map_err(|failure| Setback::early(None, failure))?;
+        let mut control = Channel::new(connection);
+        let first = read(&mut control, "waiting for the start of the protocol");
+        match &first {
+            Ok(message @ (Message::Recover(_) | Message::Verdict { .. })) => {
+                if let Err(cause) = linger::answer(&control, message, context.pasts) {
+                    let why = error_text::chain(&cause);
+                    log::info!("the source of an earlier migration was turned away: {why}");
+                }
+            }
+            _ => return Ok(Connected { control, first }),
+        }
+    }
 }
 
 impl Connected {
@@ -67,7 +84,8 @@ impl Connected {
     ) -> Result<Parts<B::Vm>, Failure> {
         const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
-        let terms = agree(control, context.options)?;
+        let first = std::mem::replace(&mut self.first, Ok(Message::Complete))?;
+        let terms = agree(first, control, context.options)?;
         let (config, given) = take_config(control, &terms)?;
         let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
@@ -100,16 +118,15 @@ impl Connected {
 }
 
 /// Start, and Capabilities where the source offers them.
-fn agree(control: &mut Channel, options: &ReceiveOptions) -> Result<Terms, Failure> {
+fn agree(
+    first: Message,
+    control: &mut Channel,
+    options: &ReceiveOptions,
+) -> Result<Terms, Failure> {
     const STEP: &str = "negotiating";
-    let offer = match read(control, "waiting for the start of the protocol")? {
+    let offer = match first {
         Message::Start { version: VERSION, offer } => offer,
         Message::Start { version, .. } => return Err(ProtocolError::Version(version)).step(STEP),
-        Message::Recover(_) => {
-            let what = "no VM of another host waits here for its pages".to_string();
-            let remedy = "recover where the VM runs";
-            return Err(Cause::Unsupported { what, remedy }).step(STEP);
-        }
         other => return Err(unexpected(&other, "Start")),
     };
     let answer = Answer::Ok { offer_taken: offer, payload: Vec::new() };
@@ -150,7 +167,8 @@ fn agree(control: &mut Channel, options: &ReceiveOptions) -> Result<Terms, Failu
         uffd::check(layout.regions()).step("checking for userfaultfd")?;
     }
     let token = random_token().map_err(Cause::Resource).step(STEP)?;
-    let accepted = Accepted { software: software(), features: ours, token };
+    let promise_ms = Some(millis(options.limits.rejoin));
+    let accepted = Accepted { software: software(), features: ours, token, promise_ms };
     let answer = Answer::Ok { offer_taken: false, payload: accepted.to_json() };
     control.connection.send(&answer.encode()).step(STEP)?;
     Ok(Terms::Negotiated { offer, token })

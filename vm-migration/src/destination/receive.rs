@@ -26,7 +26,7 @@ use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::layout::{GpaRange, Layout, PageRun};
-use crate::options::{CONNECTIONS_MAX, MemoryMode};
+use crate::options::{CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
@@ -57,6 +57,13 @@ impl Terms {
     fn negotiated(&self) -> bool {
         matches!(self, Self::Negotiated { .. })
     }
+
+    fn agreed(&self) -> Option<Agreed> {
+        match self {
+            Self::Plain => None,
+            Self::Negotiated { token, .. } => Some(Agreed { id: *token }),
+        }
+    }
 }
 
 /// What Negotiate has made.
@@ -80,8 +87,15 @@ pub(crate) struct HasState<V: DestinationVm> {
     pub vm: V,
     pub control: Channel,
     pub state: Vec<u8>,
-    pub negotiated: bool,
+    /// `None` with plain version 0.
+    pub agreed: Option<Agreed>,
     pub faults: Option<FaultThreads<V::Memory>>,
+}
+
+/// What the commit needs to know of what was agreed.
+pub(crate) struct Agreed {
+    /// What proves that a source is this migration's.
+    pub id: [u8; TOKEN_BYTES],
 }
 
 /// What ends Receive.
@@ -109,7 +123,7 @@ impl<V: DestinationVm> Mapped<V> {
                 vm,
                 control: self.control,
                 state,
-                negotiated: self.parts.terms.negotiated(),
+                agreed: self.parts.terms.agreed(),
                 faults,
             }),
             Err(failure) => Err(Setback::early(Some(self.control), failure)),
@@ -338,6 +352,8 @@ impl<V: DestinationVm> Mapped<V> {
             attempt: 0,
             stall: context.options.limits.stall,
             steering: context.options.steering.clone(),
+            linger: RECOVER_TIMEOUT_DEFAULT.max(offer.recover_timeout()),
+            lingering: context.options.lingering.clone(),
         };
         FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent)
     }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
+use super::linger::Lingering;
 use super::negotiate::random_token;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -23,8 +24,8 @@ use crate::session::ALIVE_EVERY;
 use crate::steering::{self, LOOK_EVERY, Steering};
 use crate::transport::{Listener, TransportError, WaitEnd, wait_readable};
 
-/// How long the last answer may take to reach a source that has come back.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a peer that has connected may take to say what it is.
+pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What recovery needs to know of the migration.
 #[derive(Clone)]
@@ -38,6 +39,9 @@ pub(crate) struct Rejoin {
     /// Longest silence.
     pub stall: Duration,
     pub steering: Steering,
+    /// How long a source that has not heard the end may come back and be told.
+    pub linger: Duration,
+    pub lingering: Lingering,
 }
 
 /// A source that has proved to be ours.
@@ -54,26 +58,6 @@ pub(crate) struct Connections {
 }
 
 impl Rejoin {
-    /// Finds out whether one of the connections that wait to be accepted is the source's.
-    pub(crate) fn greet(&mut self, cancel: &Cancel) -> Option<Returned> {
-        let mut arrivals = self.arrivals();
-        let deadline = Instant::now() + self.stall;
-        loop {
-            let returned = self.meet(&mut arrivals, cancel);
-            if returned.is_some() || arrivals.is_empty() || Instant::now() > deadline {
-                return returned;
-            }
-            let mut fds = Vec::new();
-            arrivals.add_fds(&self.listener, &mut fds);
-            if !matches!(
-                wait_readable(&fds, cancel, Some(LOOK_EVERY)),
-                Ok(WaitEnd::Ready(_) | WaitEnd::TimedOut)
-            ) {
-                return None;
-            }
-        }
-    }
-
     /// Who connects while no set of connections is being made.
     pub(super) fn arrivals(&self) -> Arrivals {
         Arrivals::new(Expect::Message, self.stall)
@@ -85,14 +69,12 @@ impl Rejoin {
         let mut returned = None;
         for hello in arrivals.take(&self.listener, cancel) {
             let (reason, channel) = match hello {
-                Hello::Recover(recover, control) => match self.check(&recover) {
-                    Ok(()) => {
-                        self.attempt = recover.attempt;
-                        control.connection.set_stall_timeout(self.stall);
-                        returned = Some(Returned { control, recover });
+                Hello::Recover(recover, control) => match self.admit(control, recover) {
+                    Ok(source) => {
+                        returned = Some(source);
                         continue;
                     }
-                    Err(reason) => (reason, control),
+                    Err(refused) => refused,
                 },
                 Hello::Other(channel) | Hello::Extra(_, _, channel) => (
                     "a VM is here already, and pages of it are still to come from where it was",
@@ -103,6 +85,25 @@ impl Rejoin {
             arrivals.refuse(channel, reason);
         }
         returned
+    }
+
+    /// A source that has connected and asks to go on.
+    ///
+    /// # Errors
+    /// It is not this migration's; with the connection, to say why.
+    pub(super) fn admit(
+        &mut self,
+        control: Channel,
+        recover: Recover,
+    ) -> Result<Returned, (&'static str, Channel)> {
+        match self.check(&recover) {
+            Ok(()) => {
+                self.attempt = recover.attempt;
+                control.connection.set_stall_timeout(self.stall);
+                Ok(Returned { control, recover })
+            }
+            Err(reason) => Err((reason, control)),
+        }
     }
 
     fn check(&self, recover: &Recover) -> Result<(), &'static str> {
@@ -229,31 +230,5 @@ impl Rejoin {
             control.answer(self.stall).step(TELL)?;
         }
         Ok(Connections { control, bulk, urgent })
-    }
-
-    /// Every page is here and the source may not know it: tells it when it comes back, on a thread
-    /// of its own, for as long as the source tries.
-    pub(crate) fn linger(mut self, timeout: Duration) {
-        let Ok(never) = Cancel::new() else { return };
-        let body = move || {
-            let deadline = Instant::now() + timeout;
-            while Instant::now() < deadline && !self.steering.gives_up() {
-                let fds = [self.listener.as_raw_fd()];
-                let end = wait_readable(&fds, &never, Some(LOOK_EVERY));
-                if !matches!(end, Ok(WaitEnd::Ready(_))) {
-                    continue;
-                }
-                // No token in the answer: there is nothing to recover.
-                if let Some(returned) = self.greet(&never)
-                    && returned.control.yes().is_ok()
-                {
-                    returned.control.connection.finish_sending(HELLO_TIMEOUT);
-                    return;
-                }
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("mig-linger".into()).spawn(body) {
-            log::warn!("the source will not learn that all pages are here: {error}");
-        }
     }
 }

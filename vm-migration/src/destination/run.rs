@@ -3,42 +3,79 @@
 //! Prepare and Run: state goes in, the handover is acknowledged, the guest starts.
 //!
 //! Owns the moment at which the guest may run here. With the negotiated protocol that is when the
-//! source confirms that it has seen the acknowledgement; a connection lost in between leaves the
-//! guest standing here, in doubt, rather than running twice. A version 0 source knows no Confirm:
-//! the guest starts on Complete and the answer says whether it did.
+//! source confirms that it has seen the acknowledgement; what counts in its place when the connection
+//! is lost in between is [`super::doubt`]'s. A machine that cannot be started is kept, with its pages
+//! arriving: the guest is nowhere else. A version 0 source knows no Confirm: the guest starts on
+//! Complete and the answer says whether it did.
 
+use super::doubt::{Doubt, Word};
 use super::fault::FaultThreads;
 use super::faulting::Faulting;
 use super::negotiate::{read, unexpected};
-use super::receive::HasState;
+use super::receive::{Agreed, HasState};
 use super::{Context, Received, Setback};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
+use crate::commit::clock;
+use crate::commit::destination::{Known, NotHere, Owned, Promised, Standing};
 use crate::error::{Cause, Failure, GuestIs, Step};
-use crate::protocol::message::Message;
+use crate::progress::Phase;
+use crate::protocol::message::{Answer, Message, bounded_reason};
+use crate::transport::TransportError;
 use crate::vm::DestinationVm;
 
 /// Everything is in place; the source has been told so.
 pub(crate) struct Ready<V: DestinationVm> {
     vm: V,
     control: Channel,
-    negotiated: bool,
+    commit: Option<Commit>,
     faults: Option<FaultThreads<V::Memory>>,
     /// The guest ran at the source.
     resume: bool,
+}
+
+/// What was promised; `None` in its place with plain version 0.
+struct Commit {
+    agreed: Agreed,
+    promised: Promised,
+    /// Never cancelled: nothing ends a wait from the acknowledgement on.
+    never: Cancel,
+}
+
+/// What waits for the start of the guest, to be told.
+enum Teller {
+    /// The source, on the first connection, by the answer to this message.
+    Control,
+    /// The source, on a connection for nothing else.
+    Verdict(Channel),
+    /// Nothing does.
+    Silence,
+}
+
+impl Teller {
+    fn tell(&self, control: &Channel, answer: &Answer) -> Result<(), TransportError> {
+        match self {
+            Self::Control => control.connection.send(&answer.encode()),
+            // Nothing else was sent on it, so what is sent here arrives although it ends.
+            Self::Verdict(channel) => channel.connection.send(&answer.encode()),
+            Self::Silence => Ok(()),
+        }
+    }
 }
 
 impl<V: DestinationVm> HasState<V> {
     /// Puts state in and acknowledges the handover.
     pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, Setback<V>> {
         match self.try_prepare(context) {
-            Ok(resume) => Ok(Ready {
-                vm: self.vm,
-                control: self.control,
-                negotiated: self.negotiated,
-                faults: self.faults,
-                resume,
-            }),
+            Ok((resume, promised)) => {
+                let commit = self.agreed.zip(promised).map(|(agreed, (promised, never))| Commit {
+                    agreed,
+                    promised,
+                    never,
+                });
+                let Self { vm, control, faults, .. } = self;
+                Ok(Ready { vm, control, commit, faults, resume })
+            }
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
                 Err(Setback::early(Some(self.control), failure))
@@ -46,7 +83,11 @@ impl<V: DestinationVm> HasState<V> {
         }
     }
 
-    fn try_prepare(&mut self, context: Context<'_>) -> Result<bool, Failure> {
+    fn try_prepare(
+        &mut self,
+        context: Context<'_>,
+    ) -> Result<(bool, Option<(Promised, Cancel)>), Failure> {
+        const STEP: &str = "acknowledging the handover";
         let state = std::mem::take(&mut self.state);
         self.vm.apply_state(&state).map_err(Cause::Vm).step("restoring the guest's state")?;
         self.control.yes().step("acknowledging the guest's state")?;
@@ -58,84 +99,163 @@ impl<V: DestinationVm> HasState<V> {
         if let Some(faults) = &self.faults {
             faults.commit()?;
         }
-        self.end_of_cancel(context)?;
-        if self.negotiated {
-            self.control.yes().step("acknowledging the handover")?;
+        let never = self.end_of_cancel(context)?;
+        if self.agreed.is_none() {
+            return Ok((resume, None));
         }
-        Ok(resume)
+        // If it does not go out whole, it may have gone out: the connection is then found lost.
+        let promised = Promised::new(clock::now(), context.options.limits.rejoin);
+        if let Err(error) = self.control.yes() {
+            log::warn!("{STEP}: {error}");
+        }
+        Ok((resume, Some((promised, never))))
     }
 }
 
 impl<V: DestinationVm> HasState<V> {
     /// From the acknowledgement on the source may give the guest away at any moment, so a cancel
     /// here would lose it: the last one that counts is one that was asked for before.
-    fn end_of_cancel(&self, context: Context<'_>) -> Result<(), Failure> {
+    fn end_of_cancel(&self, context: Context<'_>) -> Result<Cancel, Failure> {
         const STEP: &str = "acknowledging the handover";
         let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
         self.control.connection.set_cancel(&never);
         if context.cancel.is_cancelled() {
             return Err(Cause::Cancelled).step(STEP);
         }
-        Ok(())
+        Ok(never)
     }
 }
 
+/// The guest is here alone.
+struct Here {
+    owned: Owned,
+    /// What waits to be told how it starts.
+    teller: Teller,
+    /// The connections that pages come over were lost.
+    lost: Option<Failure>,
+    /// A person wants it to run, however it was at the source.
+    wanted: bool,
+}
+
 impl<V: DestinationVm> Ready<V> {
-    /// Waits for the word that the source cannot run the guest any more. With pages missing, a
-    /// source whose connections were lost says the same by coming back; it is not answered then.
-    fn wait_for_confirm(&mut self, context: Context<'_>, hears: &mut bool) -> Result<(), Failure> {
-        let lost = match read(&mut self.control, "waiting for the source to confirm the handover") {
-            Ok(Message::Confirm) => return Ok(()),
-            Ok(other) => return Err(unexpected(&other, "Confirm")),
-            Err(failure) => failure,
-        };
-        let may_return = matches!(lost.cause, Cause::Transport(_) | Cause::Protocol(_));
-        match &mut self.faults {
-            Some(faults) if may_return => {
-                log::warn!("the source has not confirmed the handover: {}", lost.for_peer());
-                self.control.connection.shut_down();
-                let within = context.options.limits.rejoin;
-                self.control = faults.source_returns(lost, within, context.cancel)?;
-                *hears = false;
-                Ok(())
+    /// Waits for the word that the source cannot run the guest any more.
+    ///
+    /// # Errors
+    /// The guest is not here: the source's own word, or a person's.
+    fn wait_for_word(&mut self, commit: Commit, context: Context<'_>) -> Result<Here, Failure> {
+        const STEP: &str = "waiting for the source to confirm the handover";
+        let Commit { agreed, mut promised, never } = commit;
+        let lost = loop {
+            match read(&mut self.control, STEP) {
+                Ok(Message::Confirm) => {
+                    let owned = promised.confirmed();
+                    return Ok(Here { owned, teller: Teller::Control, lost: None, wanted: false });
+                }
+                Ok(Message::Renew) => {
+                    promised = promised.renewed(clock::now(), context.options.limits.rejoin);
+                    if let Err(error) = self.control.yes() {
+                        break Failure::new(STEP, error);
+                    }
+                }
+                Ok(other) => break unexpected(&other, "Confirm"),
+                Err(failure) if matches!(failure.cause, Cause::Abandoned(_)) => {
+                    // Its own word that it goes on there: nothing is in doubt.
+                    let NotHere = promised.abandoned();
+                    return Err(failure);
+                }
+                Err(failure) => break failure,
             }
-            _ => Err(lost),
+        };
+        self.control.connection.shut_down();
+        let faults = self.faults.as_mut();
+        let doubt = Doubt { state: promised.lost(), agreed: &agreed, faults, never: &never };
+        let (known, word) = doubt.resolve(&mut self.vm, &lost, context);
+        match known {
+            Known::Owned(owned) => {
+                context.progress.enter(Phase::Run);
+                let wanted = matches!(word, Word::Person);
+                let (teller, lost) = match word {
+                    Word::Verdict(channel) => (Teller::Verdict(channel), Some(lost)),
+                    Word::Returned(control) => {
+                        self.control = control;
+                        (Teller::Silence, None)
+                    }
+                    Word::Lost | Word::Person => (Teller::Silence, Some(lost)),
+                };
+                Ok(Here { owned, teller, lost, wanted })
+            }
+            Known::NotHere(NotHere) => {
+                let why = "it goes on with the guest, and the connection was lost before it could \
+                           say so";
+                Err(Cause::Abandoned(why.to_string())).step(STEP)
+            }
+            Known::GivenUp => Err(Cause::Cancelled).step(STEP),
         }
     }
 
     /// Starts the guest, once the source cannot run it any more.
     pub(crate) fn run(mut self, context: Context<'_>) -> Result<Received<V>, Setback<V>> {
-        let mut hears = true;
-        if self.negotiated
-            && let Err(failure) = self.wait_for_confirm(context, &mut hears)
-        {
-            let failure = explain(self.faults.as_ref(), failure);
-            if matches!(failure.cause, Cause::Abandoned(_)) {
-                // Its own word that it goes on there: nothing is in doubt.
-                return Err(Setback::early(Some(self.control), failure));
-            }
-            // With pages missing the machine is of no use to anybody.
-            let vm = self.faults.is_none().then_some(self.vm);
-            let guest = GuestIs::InDoubt;
-            return Err(Setback { peer: Some(self.control), failure, guest, vm });
-        }
-        // The guest is ours, and a cancel has come too late since the acknowledgement.
-        let vm = match self.vm.run(self.resume) {
-            Ok(vm) => vm,
-            Err((vm, reason)) => {
-                let failure = Failure::new("starting the guest", Cause::Vm(reason));
-                let guest = if self.negotiated { GuestIs::OnDestination } else { GuestIs::NotHere };
-                let vm = self.faults.is_none().then_some(vm);
-                return Err(Setback { peer: Some(self.control), failure, guest, vm });
+        let Some(commit) = self.commit.take() else { return self.run_at_once() };
+        let here = match self.wait_for_word(commit, context) {
+            Ok(here) => here,
+            Err(failure) => {
+                let failure = explain(self.faults.as_ref(), failure);
+                return Err(Setback::early(None, failure));
             }
         };
-        if hears && let Err(error) = self.control.yes() {
-            // The guest runs; a source that does not hear of it keeps what it has.
-            log::warn!("the source could not be told that the guest runs: {error}");
+        let Self { vm, control, faults, resume, .. } = self;
+        let Here { owned, teller, lost, wanted } = here;
+        match (vm.run(resume || wanted), faults) {
+            (Ok(vm), faults) => {
+                // The guest runs; a source that does not hear of it keeps what it has.
+                if let Err(error) = teller.tell(&control, &Answer::ok()) {
+                    log::warn!("the source could not be told that the guest runs: {error}");
+                }
+                let faults = faults.map(|threads| Faulting::new(threads, control, lost));
+                Ok(Received { vm, faults })
+            }
+            (Err((vm, reason)), faults) => {
+                let Standing = owned.does_not_start();
+                let failure = Failure::new("starting the guest", Cause::Vm(reason));
+                let guest = GuestIs::OnDestination;
+                let Some(threads) = faults else {
+                    let peer = match teller {
+                        Teller::Control => Some(control),
+                        Teller::Verdict(channel) => Some(channel),
+                        Teller::Silence => None,
+                    };
+                    return Err(Setback { peer, failure, guest, vm: Some(vm), faults: None });
+                };
+                // Its pages go on arriving, so to the source this is as if it ran.
+                let note = Answer::Ok {
+                    offer_taken: false,
+                    payload: bounded_reason(&failure.for_peer()).as_bytes().to_vec(),
+                };
+                if let Err(error) = teller.tell(&control, &note) {
+                    log::warn!("the source could not be told that its pages are needed: {error}");
+                }
+                let faults = Some(Box::new(Faulting::new(threads, control, lost)));
+                Err(Setback { peer: None, failure, guest, vm: Some(vm), faults })
+            }
         }
-        let control = self.control;
-        let faults = self.faults.map(|threads| Faulting::new(threads, control));
-        Ok(Received { vm, faults })
+    }
+
+    /// Starts the guest of a plain version 0 source, which hears whether that went well.
+    fn run_at_once(self) -> Result<Received<V>, Setback<V>> {
+        let Self { vm, control, resume, .. } = self;
+        match vm.run(resume) {
+            Ok(vm) => {
+                if let Err(error) = control.yes() {
+                    // The guest runs; a source that does not hear of it keeps what it has.
+                    log::warn!("the source could not be told that the guest runs: {error}");
+                }
+                Ok(Received { vm, faults: None })
+            }
+            Err((_, reason)) => {
+                let failure = Failure::new("starting the guest", Cause::Vm(reason));
+                Err(Setback::early(Some(control), failure))
+            }
+        }
     }
 }
 

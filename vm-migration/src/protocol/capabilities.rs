@@ -6,12 +6,13 @@
 //! a feature is used only when both name it.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::ProtocolError;
 use crate::layout::{Layout, RegionInfo};
-use crate::options::MemoryMode;
+use crate::options::{MemoryMode, RECOVER_TIMEOUT_DEFAULT, REJOIN_TIMEOUT};
 
 /// Pages that became zeros travel as a flag.
 pub const FEATURE_ZERO_PAGES: &str = "zero-pages";
@@ -31,6 +32,9 @@ pub const FEATURE_LOCAL: &str = "local";
 pub const FEATURE_PIECES: &str = "pieces";
 /// The destination gets pages ready for memory that is announced.
 pub const FEATURE_COMING: &str = "coming";
+/// After a loss around the handover the source says on a new connection which side has the guest,
+/// and an acknowledgement that has become old can be renewed.
+pub const FEATURE_VERDICT: &str = "verdict";
 
 /// What precopy that becomes postcopy has made old is thrown away before the guest stops.
 pub const FEATURE_STALE: &str = "stale";
@@ -50,6 +54,7 @@ pub fn features() -> BTreeSet<String> {
         FEATURE_PIECES,
         FEATURE_COMING,
         FEATURE_STALE,
+        FEATURE_VERDICT,
     ]
     .map(String::from)
     .into()
@@ -71,6 +76,10 @@ pub struct Offer {
     /// Memory is handed over as file descriptors before the configuration.
     #[serde(default)]
     pub local: bool,
+    /// How long the source of a postcopy connects again by itself, in milliseconds; versions that
+    /// do not tell use the default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recover_timeout_ms: Option<u64>,
     /// The guest's memory.
     pub regions: Vec<RegionInfo>,
 }
@@ -84,6 +93,10 @@ pub struct Accepted {
     pub features: BTreeSet<String>,
     /// What extra connections show to prove that they belong here.
     pub token: [u8; TOKEN_BYTES],
+    /// How long the destination keeps the machine from its acknowledgement on without hearing from
+    /// the source, in milliseconds; versions that do not tell keep it for the default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promise_ms: Option<u64>,
 }
 
 /// The destination's answer to Config: its backing decides the unit in which pages travel.
@@ -131,6 +144,32 @@ impl Offer {
     pub fn layout(&self) -> Result<Layout, ProtocolError> {
         Ok(Layout::new(self.regions.clone())?)
     }
+}
+
+/// Longest time that a peer may name: a year, as a person may for recovery.
+const TIME_MAX: Duration = Duration::from_hours(366 * 24);
+
+impl Offer {
+    /// How long a source of a postcopy connects again by itself.
+    pub fn recover_timeout(&self) -> Duration {
+        time(self.recover_timeout_ms, RECOVER_TIMEOUT_DEFAULT)
+    }
+}
+
+impl Accepted {
+    /// How long the destination keeps the machine from its acknowledgement on.
+    pub fn promise(&self) -> Duration {
+        time(self.promise_ms, REJOIN_TIMEOUT)
+    }
+}
+
+fn time(ms: Option<u64>, default: Duration) -> Duration {
+    ms.map_or(default, Duration::from_millis).min(TIME_MAX)
+}
+
+/// A time as the documents have it.
+pub(crate) fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// What both sides can do.

@@ -11,6 +11,7 @@ use super::codec::{
     ANSWER_BYTES_MAX, ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header,
     PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
 };
+use crate::commit::Verdict;
 use crate::layout::GpaRange;
 
 /// The protocol version that Start announces.
@@ -69,11 +70,15 @@ pub enum Command {
     /// Units that were sent in precopy and are old, or were not sent: to be thrown away while the
     /// guest still runs at the source. Units that Pending names later come on top of these.
     Stale = 0x4714,
+    /// The source asks the destination to acknowledge the handover once more.
+    Renew = 0x4715,
+    /// Which side has the guest, from a source whose connection was lost around the handover.
+    Verdict = 0x4716,
 }
 
 impl Command {
     /// All commands, for tables and tests.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 24] = [
         Self::Start,
         Self::Config,
         Self::State,
@@ -96,6 +101,8 @@ impl Command {
         Self::MemoryZstd,
         Self::Coming,
         Self::Stale,
+        Self::Renew,
+        Self::Verdict,
     ];
 
     /// The number on the wire.
@@ -139,6 +146,8 @@ impl Command {
             Self::MemoryZstd => "MemoryZstd",
             Self::Coming => "Coming",
             Self::Stale => "Stale",
+            Self::Renew => "Renew",
+            Self::Verdict => "Verdict",
         }
     }
 }
@@ -203,6 +212,15 @@ pub enum Message {
     Coming(Vec<GpaRange>),
     /// See [`Command::Stale`]; in the form of Pending.
     Stale(Vec<u8>),
+    /// See [`Command::Renew`].
+    Renew,
+    /// See [`Command::Verdict`].
+    Verdict {
+        /// The migration, by the token that was agreed upon at its start.
+        id: [u8; TOKEN_BYTES],
+        /// What the source says.
+        verdict: Verdict,
+    },
 }
 
 /// What a source says that connects again.
@@ -280,6 +298,8 @@ impl Message {
             Self::MemoryZstd { .. } => Command::MemoryZstd,
             Self::Coming(_) => Command::Coming,
             Self::Stale(_) => Command::Stale,
+            Self::Renew => Command::Renew,
+            Self::Verdict { .. } => Command::Verdict,
         }
     }
 
@@ -311,6 +331,13 @@ impl Message {
                 }
                 payload = recover.encode();
             }
+            Self::Verdict { id, verdict } => {
+                payload.extend_from_slice(id);
+                payload.push(match verdict {
+                    Verdict::Withheld => WITHHELD,
+                    Verdict::Committed => COMMITTED,
+                });
+            }
             Self::MemoryZstd { ranges, frame_bytes } => {
                 extra[..4].copy_from_slice(&frame_bytes.to_le_bytes());
                 put_table(&mut payload, ranges);
@@ -322,6 +349,7 @@ impl Message {
             | Self::Confirm
             | Self::PostcopyDone
             | Self::Alive
+            | Self::Renew
             | Self::AwaitMachine => {}
         }
         framed(self.command().code(), extra, &payload)
@@ -371,6 +399,8 @@ impl Message {
             Command::Alive => empty(what, len).map(|()| Self::Alive)?,
             Command::AwaitMachine => empty(what, len).map(|()| Self::AwaitMachine)?,
             Command::Coming => Self::Coming(table(from)?),
+            Command::Renew => empty(what, len).map(|()| Self::Renew)?,
+            Command::Verdict => read_verdict(from, what, len)?,
             Command::MemoryZstd => {
                 let [b0, b1, b2, b3, ..] = header.extra;
                 let frame_bytes = u32::from_le_bytes([b0, b1, b2, b3]);
@@ -378,6 +408,29 @@ impl Message {
             }
         })
     }
+}
+
+/// The last byte of a verdict.
+const WITHHELD: u8 = 0;
+const COMMITTED: u8 = 1;
+
+fn read_verdict(
+    from: &mut impl ByteSource,
+    what: &'static str,
+    len_bytes: u64,
+) -> Result<Message, ProtocolError> {
+    let mut bytes = [0; TOKEN_BYTES + 1];
+    if len_bytes != bytes.len() as u64 {
+        return Err(ProtocolError::BadLength { what, len_bytes });
+    }
+    from.read_exact(&mut bytes)?;
+    let [id @ .., verdict] = bytes;
+    let verdict = match verdict {
+        WITHHELD => Verdict::Withheld,
+        COMMITTED => Verdict::Committed,
+        _ => return Err(ProtocolError::Malformed { what, why: "it says neither of two things" }),
+    };
+    Ok(Message::Verdict { id, verdict })
 }
 
 fn empty(what: &'static str, len_bytes: u64) -> Result<(), ProtocolError> {
@@ -393,7 +446,7 @@ fn framed(code: u16, extra: [u8; 6], payload: &[u8]) -> Vec<u8> {
 }
 
 /// Cuts a reason to what a peer accepts, at a character boundary.
-fn bounded_reason(reason: &str) -> &str {
+pub(crate) fn bounded_reason(reason: &str) -> &str {
     &reason[..reason.floor_char_boundary(usize::try_from(REASON_BYTES_MAX).unwrap_or(0))]
 }
 

@@ -15,6 +15,7 @@ use super::codec::{
 use super::message::{Answer, Command, Message, Recover, Role, VERSION, fuzz_stream};
 use super::runs;
 use crate::bitmap::ClaimMap;
+use crate::commit::Verdict;
 use crate::layout::GpaRange;
 
 /// One message for each command.
@@ -49,6 +50,8 @@ fn sample(command: Command) -> Message {
         Command::AwaitMachine => Message::AwaitMachine,
         Command::Coming => Message::Coming(table),
         Command::Stale => Message::Stale(vec![0, 0]),
+        Command::Renew => Message::Renew,
+        Command::Verdict => Message::Verdict { id: [9; 16], verdict: Verdict::Committed },
         Command::MemoryZstd => Message::MemoryZstd { ranges: table, frame_bytes: 0x1_0203 },
     }
 }
@@ -101,6 +104,8 @@ one_test_per_message! {
     memory_zstd: MemoryZstd,
     coming: Coming,
     stale: Stale,
+    renew: Renew,
+    verdict: Verdict,
 }
 
 #[test]

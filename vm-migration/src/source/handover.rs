@@ -3,20 +3,25 @@
 //! Handover: state goes over, and with one acknowledgement the guest belongs to the destination.
 //!
 //! Owns the point of no return. With the negotiated protocol it is the moment before Confirm is
-//! sent: until then the destination does not run the guest whatever it has received, from then on
-//! no value exists here that could run it. With plain version 0 the destination runs the guest on
+//! sent ([`crate::commit`] has the rules): until then the destination does not run the guest
+//! whatever it has received, from then on no value exists here that could run it. With plain version 0 the destination runs the guest on
 //! Complete, so exclusive resources are let go before, and taken back if the answer is not Ok.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::negotiate::{Links, Terms};
 use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
 use super::stop::Stopped;
+use super::verdict::{Retraction, Teller};
 use super::{Context, Remains, Setback, check_cancel};
 use crate::channel::Channel;
+use crate::commit::clock;
+use crate::commit::source::{Acknowledged, Committed, Offered, Outdated, Unconfirmed, Withheld};
 use crate::error::{Cause, Failure, Step};
 use crate::page_server::Successor;
+use crate::progress::Phase;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
 use crate::session::Session;
@@ -27,10 +32,22 @@ pub(crate) struct HandedOver<V: SourceVm> {
     pub remains: Remains<V>,
     pub control: Channel,
     pub pages: Option<Pages<V>>,
-    /// Why the destination may not know yet that the guest is its own: it learns that when the
-    /// connections are made again.
-    pub unconfirmed: Option<Failure>,
+    /// Why the destination may not know yet that the guest is its own, and how it learns that.
+    pub unconfirmed: Option<Doubt>,
 }
+
+/// The destination may not know that the guest is its own.
+pub(crate) struct Doubt {
+    /// Why.
+    pub failure: Failure,
+    pub state: Unconfirmed,
+    /// In precopy; in postcopy it learns it from the connections that are made again.
+    pub teller: Option<Teller>,
+}
+
+/// Acknowledgements that may become too old before one is used: a source that does not get to it in
+/// so many is too slow to be trusted with the clock.
+const RENEWALS_MAX: u32 = 4;
 
 /// Pages that are to be served, and who serves them.
 pub(crate) struct Pages<V: SourceVm> {
@@ -49,6 +66,28 @@ impl<V: SourceVm> HandedOver<V> {
     pub(crate) fn into_remains(self) -> Remains<V> {
         self.remains
     }
+
+    /// Tells the destination of a precopy that the guest is its own, for as long as connections are
+    /// made again by themselves. Gives the last phase.
+    pub(crate) fn confirm_again(
+        self,
+        context: Context<'_>,
+    ) -> Result<(Remains<V>, Phase), Setback<V>> {
+        let Self { remains, unconfirmed, .. } = self;
+        let Some(Doubt { failure, state, teller: Some(teller) }) = unconfirmed else {
+            return Ok((remains, Phase::Done));
+        };
+        log::warn!("the destination may not know that it has the guest: {}", failure.for_peer());
+        context.progress.cannot_recover(failure.for_peer());
+        match teller.confirm(state, context) {
+            Ok(()) => Ok((remains, Phase::Done)),
+            // Its own words say more than the loss.
+            Err(told) if matches!(told.cause, Cause::Refused(_) | Cause::Cancelled) => {
+                Err(Setback::HandedOver(remains, None, told))
+            }
+            Err(_) => Err(Setback::HandedOver(remains, None, failure)),
+        }
+    }
 }
 
 impl<V: SourceVm> Stopped<V> {
@@ -58,27 +97,47 @@ impl<V: SourceVm> Stopped<V> {
         let (bulk, urgent) = (links.memory.len(), links.urgent.len());
         let mut session = None;
         let server = later.as_ref();
-        let prepared =
-            give_everything(&mut vm, &mut control, &mut links, server, &mut session, context);
-        if let Err(failure) = prepared {
-            // The destination's own words say most; after them what the urgent servers ran into.
-            let fate = session.as_ref().map(|session: &Session| session.fate());
-            let failure = if matches!(failure.cause, Cause::Refused(_)) {
-                failure
-            } else {
-                fate.and_then(|fate| fate.take_failure()).unwrap_or(failure)
-            };
-            drop(session);
-            return Err(Setback::Paused(vm, control, failure));
-        }
+        let mut stage = None;
+        let prepared = give_everything(
+            &mut vm,
+            &mut control,
+            &mut links,
+            (server, &mut session),
+            &mut stage,
+            context,
+        );
+        let prepared = prepared.and_then(|acknowledged| commit(acknowledged, &links.terms));
+        let committed = match prepared {
+            Ok(committed) => committed,
+            Err(failure) => {
+                // The destination's own words say most; after them what the urgent servers ran into.
+                let fate = session.as_ref().map(|session: &Session| session.fate());
+                let is_refused = matches!(failure.cause, Cause::Refused(_));
+                let failure = if is_refused {
+                    failure
+                } else {
+                    fate.and_then(|fate| fate.take_failure()).unwrap_or(failure)
+                };
+                drop(session);
+                // A destination that has refused is in no doubt.
+                let withheld = stage.filter(|_| !is_refused);
+                let retraction = withheld.zip(links.teller(context));
+                let retraction =
+                    retraction.map(|(withheld, teller)| Retraction { withheld, teller });
+                return Err(Setback::Paused(vm, control, failure, retraction));
+            }
+        };
         // The point of no return. A cancel from here on comes too late.
         let remains = vm.handed_over();
-        let confirmed = match &links.terms {
-            Terms::Plain => Ok(()),
-            Terms::Negotiated { .. } => confirm(&mut control, context),
+        let confirmed = match (&links.terms, committed) {
+            (Terms::Plain, _) | (_, None) => Ok(()),
+            (Terms::Negotiated { .. }, Some(committed)) => {
+                confirm(&mut control, context).map_err(|failure| (failure, committed))
+            }
         };
         let downtime_us = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
         context.progress.counters.downtime_us.store(downtime_us, Ordering::Relaxed);
+        let teller = links.teller(context);
         let pages = later.zip(session).zip(links.token).map(|((server, session), id)| {
             let reconnect = Reconnect::new(context.options, id, bulk, urgent);
             let successor = links.successor;
@@ -86,12 +145,16 @@ impl<V: SourceVm> Stopped<V> {
         });
         match confirmed {
             Ok(()) => Ok(HandedOver { remains, control, pages, unconfirmed: None }),
-            // It may run the guest by now, or wait for the word that it may: both learn it from a
-            // connection that is made again.
-            Err(failure) if pages.is_some() && !matches!(failure.cause, Cause::Refused(_)) => {
-                Ok(HandedOver { remains, control, pages, unconfirmed: Some(failure) })
+            // It may run the guest by now, or wait for the word that it may.
+            Err((failure, committed))
+                if (pages.is_some() || teller.is_some())
+                    && !matches!(failure.cause, Cause::Refused(_)) =>
+            {
+                let teller = teller.filter(|_| pages.is_none());
+                let doubt = Doubt { failure, state: committed.lost(), teller };
+                Ok(HandedOver { remains, control, pages, unconfirmed: Some(doubt) })
             }
-            Err(failure) => {
+            Err((failure, _)) => {
                 let held = pages.map(|pages| Held::new(pages.server));
                 Err(Setback::HandedOver(remains, held, failure))
             }
@@ -99,15 +162,29 @@ impl<V: SourceVm> Stopped<V> {
     }
 }
 
+/// Gives the guest away, if the acknowledgement can still be used; `None` with plain version 0, where
+/// the destination has it already.
+fn commit(acknowledged: Option<Acknowledged>, terms: &Terms) -> Result<Option<Committed>, Failure> {
+    let Some(acknowledged) = acknowledged else { return Ok(None) };
+    let usable = terms.usable();
+    let committed = acknowledged.commit(clock::now(), usable);
+    committed.map(Some).map_err(|outdated| too_old(outdated, usable))
+}
+
+fn too_old(outdated: Outdated, usable: Duration) -> Failure {
+    let age = outdated.age;
+    Failure::new("using the destination's acknowledgement", Cause::Outdated { age, usable })
+}
+
 /// Saves and sends all state, up to the acknowledgement.
 fn give_everything<P: PausedVm, M: GuestMemoryMap>(
     vm: &mut P,
     control: &mut Channel,
     links: &mut Links,
-    server: Option<&Arc<Server<M>>>,
-    session: &mut Option<Session>,
+    (server, session): (Option<&Arc<Server<M>>>, &mut Option<Session>),
+    stage: &mut Option<Withheld>,
     context: Context<'_>,
-) -> Result<(), Failure> {
+) -> Result<Option<Acknowledged>, Failure> {
     let state = vm.state_json().map_err(Cause::Vm).step("saving the guest's state")?;
     check_cancel(context.cancel, "saving the guest's state")?;
     let mut pending = server.map(|server| server.encode_pending());
@@ -126,19 +203,20 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
         }
         *session = Some(serving);
     }
-    send_state(vm, control, pending, state, &links.terms, context)
+    send_state(vm, control, (pending, state), &links.terms, stage, context)
 }
 
 /// Sends everything that the destination needs, in one go where the peer can take it so, and waits
-/// for the acknowledgement.
+/// for the acknowledgement. `stage` says what a failure makes of the guest once the destination may
+/// have acknowledged.
 fn send_state<P: PausedVm>(
     vm: &mut P,
     control: &mut Channel,
-    pending: Option<Vec<u8>>,
-    state: Vec<u8>,
+    (pending, state): (Option<Vec<u8>>, Vec<u8>),
     terms: &Terms,
+    stage: &mut Option<Withheld>,
     context: Context<'_>,
-) -> Result<(), Failure> {
+) -> Result<Option<Acknowledged>, Failure> {
     let limit = context.options.limits.answer;
     let complete = if vm.ran_before() { Message::Complete } else { Message::CompletePaused };
     match terms {
@@ -146,6 +224,7 @@ fn send_state<P: PausedVm>(
             control.ask(&Message::State(state), limit).step("sending the guest's state")?;
             release(vm)?;
             control.ask(&complete, limit).step("handing the guest over")?;
+            Ok(None)
         }
         Terms::Negotiated { .. } => {
             let mut answers = 2;
@@ -156,16 +235,46 @@ fn send_state<P: PausedVm>(
             }
             bytes.extend(Message::State(state).encode());
             bytes.extend(complete.encode());
+            let offered = Offered::new(clock::now());
+            *stage = Some(offered.fails());
             let sent = control.connection.send(&bytes);
             sent.map_err(|error| control.explain(error)).step("sending the guest's state")?;
             for _ in 0..answers {
                 control.answer(limit).step("waiting for the handover to be acknowledged")?;
             }
+            let acknowledged = make_usable(offered.acknowledged(), control, terms, context)?;
+            *stage = Some(acknowledged.fails());
             release(vm)?;
             check_cancel(context.cancel, "confirming the handover")?;
+            Ok(Some(acknowledged))
         }
     }
-    Ok(())
+}
+
+/// Asks for another acknowledgement where this one took too long: state that takes long to put in, or
+/// a source that was stopped meanwhile.
+fn make_usable(
+    mut acknowledged: Acknowledged,
+    control: &mut Channel,
+    terms: &Terms,
+    context: Context<'_>,
+) -> Result<Acknowledged, Failure> {
+    let usable = terms.usable();
+    for _ in 0..RENEWALS_MAX {
+        let outdated = match acknowledged.still_usable(clock::now(), usable) {
+            Ok(acknowledged) => return Ok(acknowledged),
+            Err(outdated) => outdated,
+        };
+        if !terms.hears_verdicts() {
+            return Err(too_old(outdated, usable));
+        }
+        let offered = outdated.asked_again(clock::now());
+        control
+            .ask(&Message::Renew, context.options.limits.answer)
+            .step("asking for another acknowledgement")?;
+        acknowledged = offered.acknowledged();
+    }
+    acknowledged.still_usable(clock::now(), usable).map_err(|outdated| too_old(outdated, usable))
 }
 
 fn release(vm: &mut impl PausedVm) -> Result<(), Failure> {
@@ -177,5 +286,10 @@ fn confirm(control: &mut Channel, context: Context<'_>) -> Result<(), Failure> {
     const STEP: &str = "confirming the handover";
     let never = crate::cancel::Cancel::new().map_err(Cause::Resource).step(STEP)?;
     control.connection.set_cancel(&never);
-    control.ask(&Message::Confirm, context.options.limits.answer).map(drop).step(STEP)
+    let answer = control.ask(&Message::Confirm, context.options.limits.answer).step(STEP)?;
+    if !answer.payload.is_empty() {
+        let why = String::from_utf8_lossy(&answer.payload);
+        log::warn!("the guest is at the destination and was not started there: {why}");
+    }
+    Ok(())
 }

@@ -13,6 +13,7 @@
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
 //! | `stop` | Stop: the guest is paused, what is left is sent or noted |
 //! | `handover` | Handover: the exchange after which the guest belongs to the destination |
+//! | `verdict` | telling the destination which side has the guest, when the connection was lost |
 //! | `serve` | Serve: bulk pushers and urgent servers |
 //!
 //! Each state is a type that owns the machine; what a state cannot do does not exist on it. The
@@ -29,6 +30,7 @@ mod round;
 mod serve;
 mod squeeze;
 mod stop;
+mod verdict;
 
 use std::sync::Arc;
 
@@ -39,6 +41,8 @@ use crate::options::SendOptions;
 use crate::progress::{Phase, Progress, Snapshot};
 use crate::report::FailureReport;
 use crate::vm::{PausedVm, SourceVm};
+
+use verdict::Retraction;
 
 pub(crate) use convergence::rate;
 pub use serve::{Held, serve_for_another};
@@ -112,7 +116,8 @@ impl<V: SourceVm> std::fmt::Debug for SendFailure<V> {
 /// How a phase failed, with whatever then owns the guest.
 pub(crate) enum Setback<V: SourceVm> {
     Running(V, Option<Channel>, Failure),
-    Paused(V::Paused, Channel, Failure),
+    /// The destination may be in doubt, and is told.
+    Paused(V::Paused, Channel, Failure, Option<Retraction>),
     HandedOver(Remains<V>, Option<Held<V::Memory>>, Failure),
 }
 
@@ -153,6 +158,9 @@ fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<(Remains<V>, Phase)
     if handed_over.has_pages_to_serve() {
         return run.run(Phase::Serve, || handed_over.serve(context));
     }
+    if handed_over.unconfirmed.is_some() {
+        return run.run(Phase::InDoubt, || handed_over.confirm_again(context));
+    }
     Ok((handed_over.into_remains(), Phase::Done))
 }
 
@@ -171,10 +179,13 @@ fn give_up<V: SourceVm>(context: Context<'_>, setback: Setback<V>) -> SendFailur
             let error = fail(Phase::Failed, GuestIs::OnSource, failure);
             SendFailure::Resumed { vm, error }
         }
-        Setback::Paused(vm, peer, failure) => {
+        Setback::Paused(vm, peer, failure, retraction) => {
             // The guest first; the peer does not run it without a Confirm.
             let resumed = vm.resume();
             tell_peer(Some(peer), &failure);
+            if let Some(retraction) = retraction {
+                retraction.tell_in_background();
+            }
             match resumed {
                 Ok(vm) => {
                     let error = fail(Phase::Failed, GuestIs::OnSource, failure);

@@ -11,8 +11,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::lane::Record;
+use super::verdict::Teller;
 use super::{Connected, Context, Setback};
 use crate::channel::Channel;
+use crate::commit::usable;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::Layout;
 use crate::opening::Opening;
@@ -21,8 +23,8 @@ use crate::page_server::Successor;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES,
-    FEATURE_POSTCOPY, FEATURE_STALE, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared,
-    TOKEN_BYTES, common, features, software,
+    FEATURE_POSTCOPY, FEATURE_STALE, FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer,
+    Prepared, TOKEN_BYTES, common, features, millis, software,
 };
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
@@ -54,6 +56,12 @@ impl Links {
         let answers = self.records.iter().map(|record| record.fastest_answer);
         answers.fold(self.round_trip, Duration::min)
     }
+
+    /// How a destination in doubt is told which side has the guest, if it listens to that.
+    pub(super) fn teller(&self, context: Context<'_>) -> Option<Teller> {
+        let id = self.token.filter(|_| self.terms.hears_verdicts());
+        id.map(|id| Teller::new(context, id))
+    }
 }
 
 /// What was agreed.
@@ -74,6 +82,10 @@ pub(crate) enum Terms {
         coming: bool,
         /// The destination throws away what is old while the guest runs.
         stale: bool,
+        /// The destination hears which side has the guest, on a connection of its own.
+        verdicts: bool,
+        /// How long the destination keeps the machine after its acknowledgement.
+        promise: Duration,
         /// The destination's memory, which decides the unit in which pages travel.
         layout: Layout,
     },
@@ -94,6 +106,19 @@ impl Terms {
 
     pub(crate) fn stale(&self) -> bool {
         matches!(self, Self::Negotiated { stale: true, .. })
+    }
+
+    pub(super) fn hears_verdicts(&self) -> bool {
+        matches!(self, Self::Negotiated { verdicts: true, .. })
+    }
+
+    /// How old an acknowledgement may be when it is used.
+    pub(super) fn usable(&self) -> Duration {
+        match self {
+            // There is none: Complete is the word.
+            Self::Plain => Duration::MAX,
+            Self::Negotiated { promise, .. } => usable(*promise),
+        }
     }
 
     pub(crate) fn early_memory(&self) -> bool {
@@ -143,7 +168,7 @@ pub(crate) fn agree<V: SourceVm>(
         .step("waiting for the destination to map the memory")?;
     let terms = match &token {
         None => Terms::Plain,
-        Some((features, _)) => {
+        Some((features, accepted)) => {
             let prepared = Prepared::parse(&answer.payload).step("reading its memory layout")?;
             let layout = Layout::new(prepared.regions)
                 .map_err(ProtocolError::from)
@@ -160,11 +185,13 @@ pub(crate) fn agree<V: SourceVm>(
                 pieces: features.contains(FEATURE_PIECES),
                 coming: features.contains(FEATURE_COMING),
                 stale: features.contains(FEATURE_STALE),
+                verdicts: features.contains(FEATURE_VERDICT),
+                promise: accepted.promise(),
                 layout,
             }
         }
     };
-    let token = token.map(|(_, token)| token);
+    let token = token.map(|(_, accepted)| accepted.token);
     let (bulk_count, urgent_count) = extra_connections(context);
     let opening = Opening {
         to: &context.options.to,
@@ -230,7 +257,7 @@ fn extra_connections(context: Context<'_>) -> (u16, u16) {
 }
 
 /// What a negotiating destination said.
-type Taken = (BTreeSet<String>, [u8; TOKEN_BYTES]);
+type Taken = (BTreeSet<String>, Accepted);
 
 /// Start and Capabilities; nothing taken by a peer that knows only version 0. Also how long an
 /// answer took for which a peer has next to nothing to do.
@@ -279,6 +306,7 @@ fn offer<M: GuestMemoryMap>(
         bulk_connections,
         urgent_connections,
         local: options.local,
+        recover_timeout_ms: Some(millis(options.recover_timeout)),
         regions: memory.layout().regions().to_vec(),
     };
     let asked = Instant::now();
@@ -300,7 +328,7 @@ fn offer<M: GuestMemoryMap>(
         needed.push(FEATURE_LOCAL);
     }
     match needed.iter().find(|feature| !features.contains(**feature)) {
-        None => Ok((Some((features, accepted.token)), round_trip)),
+        None => Ok((Some((features, accepted)), round_trip)),
         Some(missing) => Err(Failure::new(
             "negotiating capabilities",
             Cause::Unsupported {

@@ -88,7 +88,7 @@ impl<V: SourceVm> Copied<V> {
         };
         match rest() {
             Ok(later) => Ok(Stopped { vm, control, links, later, since }),
-            Err(failure) => Err(Setback::Paused(vm, control, failure)),
+            Err(failure) => Err(Setback::Paused(vm, control, failure, None)),
         }
     }
 }

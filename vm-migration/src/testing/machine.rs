@@ -11,6 +11,7 @@ use std::time::Duration;
 use super::deputy::FakeDeputy;
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
+use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
 use crate::layout::to_usize;
 use crate::page_server::Successor;
@@ -44,6 +45,10 @@ pub enum Inject {
     SettlesSlowly,
     /// No failure: settling takes until it is cancelled.
     SettlesNever,
+    /// `Run`, the first time.
+    RunOnce,
+    /// No failure: letting go of exclusive resources takes a second.
+    ReleaseLate,
     /// No failure: the guest dirties all of its memory all the time.
     Busy,
     /// No failure: after the handover the process has no descriptor for the next two sets of
@@ -350,6 +355,9 @@ impl PausedVm for FakePaused {
     }
 
     fn release_exclusive(&mut self) -> Result<(), VmError> {
+        if self.common.inject == Inject::ReleaseLate {
+            std::thread::sleep(Duration::from_secs(1));
+        }
         self.common.call(Inject::Release, "release")
     }
 
@@ -499,7 +507,17 @@ impl DestinationVm for FakeDestination {
         Ok(())
     }
 
-    fn run(self, resume: bool) -> Result<FakeVm, (Self, VmError)> {
+    fn in_doubt(&mut self, _: InDoubt, lasts: bool) {
+        let name = if lasts { "still in doubt" } else { "in doubt" };
+        let _ = self.common.call(Inject::Nothing, name);
+    }
+
+    fn run(mut self, resume: bool) -> Result<FakeVm, (Self, VmError)> {
+        if self.common.inject == Inject::RunOnce {
+            self.common.inject = Inject::Nothing;
+            let _ = self.common.call(Inject::Nothing, "run");
+            return Err((self, "injected failure in run".into()));
+        }
         if let Err(error) = self.common.call(Inject::Run, "run") {
             return Err((self, error));
         }

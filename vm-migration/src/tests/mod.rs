@@ -20,6 +20,7 @@
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
 //! | `recovery` | postcopy that loses its connections |
+//! | `commit` | what ends a doubt at the commit, and what does not |
 //! | `hostile` | a source that sends what it must not |
 //! | `scale` | what a recovery computes for a large guest |
 //! | `waits` | faults and arrivals of their pages at the same moment |
@@ -27,6 +28,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
 mod auto;
+mod commit;
 mod compressed;
 mod converging;
 mod cuts;

@@ -473,6 +473,9 @@ fn a_recovery_that_goes_to_a_third_host_is_refused_there() {
         Message::Recover(Recover { id: [1; 16], attempt: 1, bulk: 1, urgent: 1, alive: false });
     let refused = Channel::new(connection).ask(&recover, limit).unwrap_err();
     assert!(matches!(&refused, Cause::Refused(why) if why.contains("recover where the VM runs")));
+    // It goes on waiting for its own source.
+    assert_eq!(target.progress.phase(), Phase::Listen);
+    target.cancel.cancel();
     target.join().unwrap_err();
 }
 

@@ -51,6 +51,8 @@ pub(super) struct Cut {
 pub(super) enum Rule {
     Nothing,
     Cut(Cut),
+    /// The first message of this kind gets through, and its answer so much later.
+    Late(Command, Duration),
     /// Both sides hear from each other that the other does not know this feature.
     Without(&'static str),
 }
@@ -164,7 +166,7 @@ impl Relay {
                 // After a cut other connections come than those of the beginning.
                 std::thread::spawn(move || match rule {
                     Rule::Without(_) => copy_messages(from, &to, &shortest),
-                    Rule::Nothing | Rule::Cut(_) => copy(&from, &to),
+                    Rule::Nothing | Rule::Cut(_) | Rule::Late(..) => copy(&from, &to),
                 });
                 std::thread::spawn(move || copy(&destination, &source));
             }
@@ -245,6 +247,12 @@ fn relay_control(
         forget(rule, command, &mut answer.0);
         if let Some(cut) = here(Point::Answer) {
             return act(cut.act, speaker, ended);
+        }
+        if let Rule::Late(late, by) = rule
+            && first
+            && late == command
+        {
+            std::thread::sleep(by);
         }
         speaker.pass(&answer)?;
         if command == Command::Confirm {

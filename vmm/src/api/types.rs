@@ -148,6 +148,9 @@ option_family! {
         balloon: Option<BTreeMap<String, u64>> = None, "" as JsonOnly, answer();
         /// Its devices by name.
         device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
+        /// Of a VM that has arrived (its state is Paused) while it is not known whether its source
+        /// runs it: why not.
+        in_doubt: Option<String> = None, "" as JsonOnly, answer();
         /// How far memory is populated in the background.
         prefault: Option<PrefaultInfo> = None, "" as JsonOnly, answer();
         /// How much memory is ready for passed-through devices, if it has any.

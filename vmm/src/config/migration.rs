@@ -145,7 +145,8 @@ option_family! {
         /// Most bytes per second for pages that nobody waits for in postcopy; 0 for no limit.
         bandwidth: u64 = 0, "bandwidth" as One<Bytes>;
         /// Longest time in seconds for which a postcopy that lost its connections connects again by
-        /// itself; migration-recover does so later.
+        /// itself, and a destination in doubt is told which side has the VM; migration-recover does
+        /// so later.
         recover_timeout_s: u64 = 600, "recover_timeout_s" as One<Int>, range(0, 31_536_000);
         /// In postcopy, let a process of its own send the last pages, so that this one ends as soon
         /// as that has taken over; for shared memory.

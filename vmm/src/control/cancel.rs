@@ -74,6 +74,9 @@ impl Vmm {
     /// Stops the migration that goes on.
     pub(super) fn cancel_migration(&mut self, responder: Responder) {
         let (side, cancel, cancellers) = match &mut self.vm {
+            Vm::Awaited(receiving) if receiving.doubtful().is_some() => {
+                return responder.answer(Err(super::doubt::in_doubt()));
+            }
             Vm::Leaving { sending, .. } => ("source", &sending.cancel, &mut sending.cancellers),
             Vm::Awaited(receiving) => ("destination", &receiving.cancel, &mut receiving.cancellers),
             Vm::Serving(_) => return responder.answer(Err(at_destination())),

@@ -26,6 +26,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         state: VmState::Created,
         balloon: None,
         device_tree: None,
+        in_doubt: None,
         prefault: None,
         passthrough: None,
     }
@@ -61,6 +62,7 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
             all.map(|(name, value)| (name.to_owned(), value)).collect()
         }),
         device_tree: Some(device_tree),
+        in_doubt: None,
         prefault: machine.prefault_status().map(prefault_info),
         passthrough: machine.pin_progress().map(pinning),
     }

@@ -19,6 +19,13 @@ pub struct Ending {
     responder: Option<Responder>,
 }
 
+impl Ending {
+    /// The request, to be answered otherwise.
+    pub fn into_responder(self) -> Option<Responder> {
+        self.responder
+    }
+}
+
 impl Vmm {
     /// `vmm.shutdown`.
     pub(super) fn vmm_shutdown(&mut self, force: bool, responder: Responder) -> Next {
@@ -37,10 +44,14 @@ impl Vmm {
                 responder.answer(self.refuse_without_all_pages().map(|()| ApiReply::Empty));
                 Next::Continue
             }
-            Vm::Awaited(receiving) => {
-                receiving.cancel.cancel();
-                let reason = ExitReason::ApiShutdown;
-                self.ending = Some(Ending { reason, responder: Some(responder) });
+            Vm::Awaited(_) => {
+                match self.end_awaited(force) {
+                    Ok(()) => {
+                        let reason = ExitReason::ApiShutdown;
+                        self.ending = Some(Ending { reason, responder: Some(responder) });
+                    }
+                    Err(error) => responder.answer(Err(error)),
+                }
                 Next::Continue
             }
             _ => {
@@ -66,7 +77,11 @@ impl Vmm {
             Vm::Serving(_) => {
                 log::warn!("told to end: that waits until the destination has the last page");
             }
-            Vm::Awaited(receiving) => receiving.cancel.cancel(),
+            Vm::Awaited(_) => {
+                if let Err(error) = self.end_awaited(is_second) {
+                    log::warn!("told to end, once more gives the VM up: {error}");
+                }
+            }
             _ => {
                 self.end_vm();
                 return Next::Exit(ExitReason::Signal);

@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::doubt::Doubtful;
 use super::pausing::PauseEnd;
 use super::receiving::Arrival;
 use super::sending::Departure;
@@ -26,6 +27,8 @@ pub enum Message {
     Departed(Box<Departure>),
     /// A migration to here is over, or its guest runs.
     Arrived(Box<Arrival>),
+    /// Which side has a guest that has arrived is not known.
+    InDoubt(Doubtful),
     /// The guest that leaves belongs to the destination; its pages are being served.
     HandedOver,
     /// All pages of a guest that arrived in postcopy are here, or the source is lost.

@@ -4,6 +4,7 @@
 //!
 //! Owns the events that tell about it.
 
+use vm_migration::commit::destination::Asked;
 use vm_migration::progress::Phase;
 use vm_migration::vm::DestinationVm as _;
 
@@ -85,6 +86,16 @@ impl Vmm {
         Ok(machine.write_back())
     }
 
+    /// `vm.resume`.
+    pub(super) fn resume_for(&mut self, responder: Responder) {
+        if self.is_given_up() {
+            return responder.answer(Err(ApiError::not_created()));
+        }
+        if let Some(responder) = self.decide_for(Asked::Resume, responder) {
+            responder.answer(self.resume().map(|()| ApiReply::Empty));
+        }
+    }
+
     pub(super) fn resume(&mut self) -> Result<(), ApiError> {
         if matches!(self.vm, Vm::Standing { .. }) {
             return self.start_standing();
@@ -110,6 +121,9 @@ impl Vmm {
             Ok(machine) => {
                 self.vm = Vm::Live(Box::new(machine));
                 emit("resumed");
+                if matches!(self.pages, Pages::Here) {
+                    self.whole();
+                }
                 Ok(())
             }
             Err((machine, error)) => {
@@ -166,6 +180,10 @@ impl Vmm {
                 sending.deleters.push(responder);
                 sending.steering.give_up();
             }
+            Vm::Awaited(_) => drop(self.decide_for(Asked::Delete { force }, responder)),
+            Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {
+                self.give_up_standing(responder);
+            }
             _ => responder.answer(self.delete().map(|()| ApiReply::Empty)),
         }
     }
@@ -176,11 +194,6 @@ impl Vmm {
             // What has arrived and was not started, or is kept for a guest elsewhere, is given up.
             Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
             Vm::Live(_) => self.shutdown()?,
-            Vm::Awaited(receiving) => {
-                // The thread answers whoever asked, and the message that follows ends the wait.
-                receiving.cancel.cancel();
-                return Ok(());
-            }
             other => return Err(other.why_not_live()),
         }
         self.vm = Vm::None;

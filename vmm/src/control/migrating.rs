@@ -162,7 +162,7 @@ impl Vmm {
                 return responder.answer(Err(error));
             }
         };
-        let listener = match receiving::bind(&data.receiver_url) {
+        let listener = match receiving::bind(&data.receiver_url, &self.lingering) {
             Ok(listener) => listener,
             Err(error) => return responder.answer(Err(error)),
         };
@@ -170,6 +170,7 @@ impl Vmm {
             host: Arc::clone(&self.host),
             sink: self.new_sink(),
             faults,
+            lingering: self.lingering.clone(),
             mailer: self.mailer.clone(),
         };
         self.prefault_stage2 = data.prefault_stage2;
@@ -270,11 +271,22 @@ impl Vmm {
         let Arrival { outcome, responder } = arrival;
         let mut steering = Steering::new();
         let mut cancellers = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Awaited(receiving) => {
+            Vm::Awaited(mut receiving) => {
+                let runs = match &outcome {
+                    Outcome::Runs { .. } => Some(Ok(())),
+                    Outcome::Stands { error, .. } => Some(Err(error.clone())),
+                    Outcome::Failed { .. } => None,
+                };
+                receiving.answer_deciders(runs.as_ref());
                 steering = receiving.steering;
                 receiving.cancellers
             }
             _ => Vec::new(),
+        };
+        let answer = |result: ApiResult| {
+            if let Some(responder) = responder {
+                responder.answer(result);
+            }
         };
         let failed = |error: &ApiError| {
             events::emit("vm", "migration-receive-failed", &[("error", &error.to_string())]);
@@ -289,13 +301,16 @@ impl Vmm {
                 }
                 events::emit("vm", "migration-receive-finished", &[]);
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());
-                responder.answer(Ok(ApiReply::Empty));
+                answer(Ok(ApiReply::Empty));
             }
-            Outcome::Stands { machine, error } => {
+            Outcome::Stands { machine, error, pages_missing } => {
                 failed(&error);
                 self.vm = Vm::Standing { machine, reason: error.to_string() };
+                if pages_missing {
+                    self.pages = Pages::Arriving { steering };
+                }
                 cancel::refuse_all(&mut cancellers, &self.vm.why_not_live());
-                responder.answer(Err(error.context(
+                answer(Err(error.context(
                     "the VM has arrived and was not started; vm.resume starts it, vm.delete gives \
                      it up",
                 )));
@@ -307,7 +322,7 @@ impl Vmm {
                 failed(&error);
                 let reason = error.to_string();
                 cancel::confirm_all(&mut cancellers, "destination", guest, &reason);
-                responder.answer(Err(error));
+                answer(Err(error));
             }
         }
         self.end_after_arrival()
@@ -318,17 +333,17 @@ impl Vmm {
         &mut self,
         result: Result<(), Box<PostcopyPaused<MigratingRam>>>,
     ) -> Next {
+        if self.is_given_up() {
+            // The machine goes before the threads that bring its pages.
+            self.standing_is_gone();
+            self.pages = Pages::Here;
+            return Next::Continue;
+        }
         let next = match result {
             Ok(()) => {
                 events::emit("vm", "postcopy-migration-completed", &[]);
                 log::info!("the last page has arrived");
-                if let Vm::Live(machine) = &mut self.vm
-                    && let Err(error) = machine.give_back()
-                {
-                    let reason = ApiError::from_error(ApiErrorKind::Failed, &error);
-                    log::error!("the guest goes on without asynchronous page faults: {reason}");
-                }
-                self.memory_has_come();
+                self.whole();
                 Pages::Here
             }
             Err(paused) => {
@@ -345,6 +360,19 @@ impl Vmm {
             self.pages = Pages::Here;
         }
         Next::Continue
+    }
+}
+
+impl Vmm {
+    /// All memory of the live machine is here, and the machine runs.
+    pub(super) fn whole(&mut self) {
+        if let Vm::Live(machine) = &mut self.vm
+            && let Err(error) = machine.give_back()
+        {
+            let reason = ApiError::from_error(ApiErrorKind::Failed, &error);
+            log::error!("the guest goes on without asynchronous page faults: {reason}");
+        }
+        self.memory_has_come();
     }
 }
 

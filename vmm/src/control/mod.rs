@@ -14,13 +14,14 @@
 //!     +-------------> Awaited -----------+  |                        Serving ---------+
 //!                        |                  |                           | connection lost
 //!                        +-----------> Standing                         v
-//!                    confirmation lost                              HandedOver
+//!                     it did not start                              HandedOver
 //!     | restore         snapshot, restore |
 //!     +-------------> Busy <--------------+
 //! ```
 
 mod cancel;
 mod describe;
+mod doubt;
 mod ending;
 mod guest_events;
 mod hotplug;
@@ -41,9 +42,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use vm_migration::destination::Lingering;
 use vm_migration::destination::PostcopyPaused;
 use vm_migration::source::Held;
-use vm_migration::{Progress, Steering};
+use vm_migration::{Phase, Progress, Steering};
 
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
@@ -142,6 +144,10 @@ struct Vmm {
     api_path: Option<PathBuf>,
     /// For processes that are started from here.
     lent: Lent,
+    /// Requests to give up a machine that was not started and still gets pages.
+    deleters: Vec<Responder>,
+    /// Migrations to here that are over, and whose sources may not know it.
+    lingering: Lingering,
     /// Set when the VM has moved but a watcher may still want to see how that went. It ends when
     /// another VM is made here: the process stays for that one.
     farewell: Option<(Instant, ExitReason)>,
@@ -165,6 +171,8 @@ impl Vmm {
             no_shutdown,
             api_path: None,
             lent,
+            deleters: Vec::new(),
+            lingering: Lingering::default(),
             farewell: None,
         }
     }
@@ -187,6 +195,7 @@ impl Vmm {
             VmmRequest::MigrationProgress => self.progress_for(responder),
             VmmRequest::Delete { force } => self.delete_for(force, responder),
             VmmRequest::Pause => self.pause_for(responder),
+            VmmRequest::Resume => self.resume_for(responder),
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
             VmmRequest::Restore(config) => self.restore(*config, responder),
             request => responder.answer(self.carry_out(request)),
@@ -209,7 +218,6 @@ impl Vmm {
             VmmRequest::Boot => empty(self.boot()),
             VmmRequest::Info => self.info(),
             VmmRequest::Counters => Ok(ApiReply::Counters(describe::counters(self.machine_mut()?))),
-            VmmRequest::Resume => empty(self.resume()),
             VmmRequest::Shutdown => empty(self.shutdown()),
             VmmRequest::Reboot => empty(self.reboot()),
             VmmRequest::PowerButton => {
@@ -227,6 +235,7 @@ impl Vmm {
             // Handled by `call`.
             VmmRequest::ReceiveMigration(_)
             | VmmRequest::Delete { .. }
+            | VmmRequest::Resume
             | VmmRequest::MigrationCancel
             | VmmRequest::MigrationProgress
             | VmmRequest::Pause
@@ -252,6 +261,10 @@ impl Vmm {
                 info.as_ref().clone()
             }
             Vm::Standing { machine, .. } => describe::of_machine(machine.machine()),
+            Vm::Awaited(Receiving { doubt: Some(doubtful), progress, .. }) => {
+                let why = progress.snapshot().recovery.reason.unwrap_or_default();
+                VmInfo { in_doubt: Some(why), ..doubtful.info.as_ref().clone() }
+            }
             other => return Err(other.why_not_live()),
         };
         Ok(ApiReply::Info(Box::new(info)))
@@ -270,6 +283,10 @@ impl Vmm {
         match message {
             Message::Guest(number, event) => {
                 self.note_guest_event(number, event);
+                Next::Continue
+            }
+            Message::InDoubt(doubtful) => {
+                self.doubt(doubtful);
                 Next::Continue
             }
             Message::HandedOver => {
@@ -310,6 +327,11 @@ impl Vm {
                 "the VM is being migrated; wait until that is over, or cancel it with \
                  vm.migration-cancel",
             ),
+            Self::Serving(sending) if sending.progress.phase() == Phase::InDoubt => ApiError::new(
+                ApiErrorKind::Conflict,
+                "the VM belongs to the destination of its migration, which may not know it yet and \
+                 is told when it can be reached; with force that ends",
+            ),
             Self::Serving(_) => ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM runs at the destination of its migration, which gets its last pages from \
@@ -319,6 +341,7 @@ impl Vm {
                 ApiErrorKind::Conflict,
                 format!("the VM is being {}; wait until that is over", busy.what),
             ),
+            Self::Awaited(receiving) if receiving.doubtful().is_some() => doubt::in_doubt(),
             Self::Awaited(_) => ApiError::new(
                 ApiErrorKind::NotCreated,
                 "a migration is awaited here; there is no VM yet",

@@ -16,7 +16,8 @@ pub struct Herald {
 impl Observer for Herald {
     fn event(&self, side: Side, event: Event) {
         announce(side, event);
-        if event == Event::Begin(Phase::Serve) {
+        let gives_away = [Phase::Serve, Phase::InDoubt].map(Event::Begin);
+        if side == Side::Source && gives_away.contains(&event) {
             self.mailer.send(Message::HandedOver);
         }
     }
@@ -34,6 +35,9 @@ pub fn announce(side: Side, event: Event) {
                 Phase::Receive => events::emit("vm", "migration-receive-started", &[]),
                 Phase::PostcopyPaused => {
                     events::emit("vm", "postcopy-migration-paused", &[("side", &side)]);
+                }
+                Phase::InDoubt => {
+                    events::emit("vm", "migration-in-doubt", &[("side", &side)]);
                 }
                 Phase::PostcopyRecover => {
                     events::emit("vm", "postcopy-migration-recovering", &[("side", &side)]);

@@ -40,7 +40,8 @@ impl Vmm {
     pub(super) fn recover_migration(&self, data: &MigrationRecoverData) -> Result<(), ApiError> {
         let steering: &Steering = match (&self.vm, &self.pages) {
             (Vm::Serving(sending), _) => &sending.steering,
-            (Vm::Live(_), Pages::Arriving { steering, .. }) => steering,
+            (Vm::Awaited(receiving), _) if receiving.doubtful().is_some() => &receiving.steering,
+            (Vm::Live(_) | Vm::Standing { .. }, Pages::Arriving { steering, .. }) => steering,
             (Vm::Live(_), Pages::Lost(paused)) => {
                 return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
                     .context("this migration cannot be recovered"));
@@ -68,7 +69,7 @@ pub fn recover_wish(
     data: &MigrationRecoverData,
     phase: Phase,
 ) -> Result<(Recover, Option<u16>), ApiError> {
-    if !matches!(phase, Phase::PostcopyPaused | Phase::PostcopyRecover) {
+    if !matches!(phase, Phase::PostcopyPaused | Phase::PostcopyRecover | Phase::InDoubt) {
         return Err(conflict("the connections of this migration work; nothing is to recover"));
     }
     let recover = match &data.url {

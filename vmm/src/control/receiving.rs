@@ -7,17 +7,20 @@
 
 use std::sync::Arc;
 
-use vm_migration::destination::{Listener, ReceiveFailure};
+use vm_migration::destination::{Faulting, Lingering, Listener, ReceiveFailure};
 use vm_migration::{Address, Cancel, Cause, GuestIs, Progress, ReceiveOptions, Side, Steering};
 
+use super::describe;
+use super::doubt::{self, Decider, Doubtful};
 use super::inbox::{Mailer, Message};
 use super::observer::Herald;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
 use crate::events;
 use crate::machine::{EventSink, Host, Machine};
-use crate::migration::destination::{ArrivingBuilder, ArrivingMachine};
+use crate::migration::destination::{ArrivingBuilder, ArrivingMachine, Doubts};
 use crate::migration::faults::FaultPlan;
+use crate::migration::memory::MigratingRam;
 
 /// How a migration to here ended.
 pub enum Outcome {
@@ -34,6 +37,8 @@ pub enum Outcome {
         machine: Box<ArrivingMachine>,
         /// Why it did not start.
         error: ApiError,
+        /// Whether pages still arrive.
+        pages_missing: bool,
     },
     /// There is no guest here.
     Failed {
@@ -50,8 +55,8 @@ pub enum Outcome {
 pub struct Arrival {
     /// How it ended.
     pub outcome: Outcome,
-    /// Whoever asked for it.
-    pub responder: Responder,
+    /// The request for it, unless that was answered while the migration was in doubt.
+    pub responder: Option<Responder>,
 }
 
 /// A migration that is awaited or under way.
@@ -64,6 +69,10 @@ pub struct Receiving {
     pub steering: Steering,
     /// Whoever asked to end it and waits for the answer.
     pub cancellers: Vec<Responder>,
+    /// Which side has the guest is not known.
+    pub doubt: Option<Doubtful>,
+    /// Requests that have decided it, or ended the wait, and are answered when that is done.
+    pub deciders: Vec<Decider>,
 }
 
 /// What a receiving thread works with.
@@ -74,6 +83,8 @@ pub struct Reception {
     pub sink: EventSink,
     /// How accesses to missing pages are caught.
     pub faults: FaultPlan,
+    /// Migrations to this process that are over, and whose sources may not know it.
+    pub lingering: Lingering,
     /// The way back.
     pub mailer: Mailer,
 }
@@ -82,22 +93,40 @@ pub struct Reception {
 ///
 /// # Errors
 /// When it is taken, not ours, or not an address.
-pub fn bind(url: &str) -> Result<Listener, ApiError> {
+pub fn bind(url: &str, lingering: &Lingering) -> Result<Listener, ApiError> {
     let address: Address =
         url.parse().map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
-    Listener::bind(&address).map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
+    Listener::bind_over(&address, lingering)
+        .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
 }
 
-fn failed(failure: ReceiveFailure<ArrivingMachine>) -> Outcome {
-    let ReceiveFailure { error, vm } = failure;
+fn failed(failure: ReceiveFailure<ArrivingMachine>) -> (Outcome, Option<Faulting<MigratingRam>>) {
+    let ReceiveFailure { error, vm, faults } = failure;
     let (guest, is_cancelled) = (error.guest, matches!(error.cause, Cause::Cancelled));
     let error = ApiError::from_error(ApiErrorKind::Failed, &error);
-    match vm {
+    let outcome = match vm {
         Some(machine) if guest != GuestIs::NotHere => {
-            Outcome::Stands { machine: Box::new(machine), error }
+            let pages_missing = faults.is_some();
+            Outcome::Stands { machine: Box::new(machine), error, pages_missing }
         }
         _ => Outcome::Failed { error, is_cancelled, guest },
-    }
+    };
+    (outcome, faults)
+}
+
+/// Tells the VMM thread of a machine in doubt. The request that awaits the machine is answered when
+/// the doubt lasts.
+fn tell_doubts(slot: Arc<std::sync::Mutex<Option<Responder>>>, mailer: Mailer) -> Doubts {
+    Box::new(move |machine, state, lasts| {
+        let info = Box::new(describe::of_machine(machine));
+        mailer.send(Message::InDoubt(Doubtful { state, info }));
+        if lasts {
+            let waits = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+            if let Some(responder) = waits {
+                responder.answer(Err(doubt::in_doubt()));
+            }
+        }
+    })
 }
 
 /// Starts to wait for a machine.
@@ -117,16 +146,16 @@ pub fn start(
     let progress = Arc::new(Progress::observed(Side::Destination, herald));
     let address = listener.address().to_string();
     log::info!("waiting for a migration at {address}");
-    let options = ReceiveOptions::default();
+    let options =
+        ReceiveOptions { lingering: reception.lingering.clone(), ..ReceiveOptions::default() };
     let steering = options.steering.clone();
     let slot = Arc::new(std::sync::Mutex::new(Some(responder)));
     let spawned = {
         let (slot, progress, cancel) = (Arc::clone(&slot), Arc::clone(&progress), cancel.clone());
-        let Reception { host, sink, faults, mailer } = reception;
+        let Reception { host, sink, faults, mailer, .. } = reception;
         std::thread::Builder::new().name("migration-recv".to_owned()).spawn(move || {
-            let taken = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-            let Some(responder) = taken else { return };
-            let builder = ArrivingBuilder::new(host, sink, faults);
+            let doubts = tell_doubts(Arc::clone(&slot), mailer.clone());
+            let builder = ArrivingBuilder::new(host, sink, faults, doubts);
             let received = listener.receive(builder, &options, &progress, &cancel);
             let (outcome, faults) = match received {
                 Ok(received) => {
@@ -134,8 +163,9 @@ pub fn start(
                     let machine = Box::new(received.vm);
                     (Outcome::Runs { machine, pages_missing }, received.faults)
                 }
-                Err(failure) => (failed(*failure), None),
+                Err(failure) => failed(*failure),
             };
+            let responder = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
             mailer.send(Message::Arrived(Box::new(Arrival { outcome, responder })));
             if let Some(faults) = faults {
                 mailer.send(Message::PagesComplete(faults.wait().map(drop)));
@@ -145,7 +175,14 @@ pub fn start(
     match spawned {
         Ok(_detached) => {
             events::emit("vm", "migration-receive-ready", &[("address", &address)]);
-            Ok(Receiving { progress, cancel, steering, cancellers: Vec::new() })
+            Ok(Receiving {
+                progress,
+                cancel,
+                steering,
+                cancellers: Vec::new(),
+                doubt: None,
+                deciders: Vec::new(),
+            })
         }
         Err(error) => {
             let back = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();

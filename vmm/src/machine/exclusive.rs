@@ -26,6 +26,15 @@ pub enum ExclusiveError {
         #[source]
         source: DiskError,
     },
+    /// An image that cannot be let go of.
+    #[error("disk '{id}' stays locked")]
+    Unlock {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: DiskError,
+    },
     /// What is read from an image may be older than what another host wrote.
     #[error("disk '{id}' cannot be read anew")]
     Stale {
@@ -114,7 +123,8 @@ impl VirtioDevices {
         if taken.is_err() {
             free_nets.iter().for_each(|(_, net)| net.detach());
             for (id, lock) in free_locks {
-                release(id, lock);
+                // Logged; why it could not be taken says more.
+                let _ = release(id, lock);
             }
         }
         taken
@@ -142,14 +152,19 @@ impl VirtioDevices {
     }
 
     /// Gives image locks and taps back; the devices must be paused, and their images written back.
-    pub fn release_exclusive(&self) {
+    ///
+    /// # Errors
+    /// Naming the first disk that stays locked; all others are given back all the same.
+    pub fn release_exclusive(&self) -> Result<(), ExclusiveError> {
         for (id, net) in &self.nets {
             log::debug!("{id}: giving back its tap");
             net.detach();
         }
+        let mut result = Ok(());
         for (id, lock) in &self.locks {
-            release(id, lock);
+            result = result.and(release(id, lock));
         }
+        result
     }
 
     /// The disks that may have something to write back.
@@ -181,10 +196,11 @@ impl VirtioDevices {
     }
 }
 
-fn release(id: &str, lock: &DiskLock) {
-    if let Err(error) = lock.unlock() {
-        log::warn!("disk '{id}' stays locked: {error}");
-    }
+fn release(id: &str, lock: &DiskLock) -> Result<(), ExclusiveError> {
+    lock.unlock().map_err(|source| {
+        log::warn!("disk '{id}' stays locked: {source}");
+        ExclusiveError::Unlock { id: id.to_owned(), source }
+    })
 }
 
 /// A flush of a disk has failed.
@@ -226,14 +242,14 @@ impl Machine {
     /// disks written back ([`Machine::write_back`]).
     ///
     /// # Errors
-    /// When it runs.
+    /// When it runs, or a disk stays locked: nothing else may count on having it then.
     pub fn release_exclusive(&mut self) -> Result<(), MachineError> {
         if !self.paused {
             return Err(MachineError::StateMismatch("it still runs".to_owned()));
         }
-        self.devices.release_exclusive();
+        // Some may be free already when one stays locked.
         self.disks_are_stale = true;
-        Ok(())
+        Ok(self.devices.release_exclusive()?)
     }
 
     /// Drops what this host's page cache has of its disks, as far as that can be done before they are
@@ -276,6 +292,7 @@ impl Machine {
         if let Err(error) = self.write_back().wait() {
             complain(&error);
         }
-        self.devices.release_exclusive();
+        // Logged; the end of the descriptors ends the locks.
+        let _ = self.devices.release_exclusive();
     }
 }

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use vm_migration::VmError;
+use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
 use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
@@ -23,13 +24,18 @@ pub struct ArrivingBuilder {
     host: Arc<Host>,
     sink: EventSink,
     faults: FaultPlan,
+    doubts: Doubts,
 }
+
+/// Hears when a machine comes into doubt, and (`true`) when that lasts longer than its source can
+/// act on the acknowledgement.
+pub type Doubts = Box<dyn Fn(&Machine, InDoubt, bool) + Send>;
 
 impl ArrivingBuilder {
     /// On this host; events of the guest go to `sink`; `faults` says how accesses to missing pages
-    /// are caught.
-    pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan) -> Self {
-        Self { host, sink, faults }
+    /// are caught; `doubts` hears of doubts.
+    pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: Doubts) -> Self {
+        Self { host, sink, faults, doubts }
     }
 }
 
@@ -48,6 +54,7 @@ pub struct ArrivingMachine {
     faults: Option<FaultPlan>,
     /// vCPUs are refused missing pages, and KVM's own accesses fail there.
     weakness: Option<Weakness>,
+    doubts: Doubts,
 }
 
 /// A device cannot wait for a page as a vCPU does.
@@ -95,14 +102,14 @@ impl MappedMachine for MappedArrival {
 
     fn build(self) -> Result<ArrivingMachine, VmError> {
         let Self { builder, mut config, memory } = self;
-        let ArrivingBuilder { host, sink, faults } = builder;
+        let ArrivingBuilder { host, sink, faults, doubts } = builder;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
         let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
         machine.check_exclusive()?;
         // Once more when they are locked; then there is next to nothing left of it.
         machine.drop_disk_caches()?;
-        Ok(ArrivingMachine { machine, memory, faults: Some(faults), weakness: None })
+        Ok(ArrivingMachine { machine, memory, faults: Some(faults), weakness: None, doubts })
     }
 }
 
@@ -131,15 +138,19 @@ impl DestinationVm for ArrivingMachine {
         Ok(self.machine.restore(state)?)
     }
 
+    fn in_doubt(&mut self, doubt: InDoubt, lasts: bool) {
+        (self.doubts)(&self.machine, doubt, lasts);
+    }
+
     fn run(self, resume: bool) -> Result<Machine, (Self, VmError)> {
-        let Self { mut machine, memory, faults, weakness } = self;
+        let Self { mut machine, memory, faults, weakness, doubts } = self;
         let running = if resume { machine.resume() } else { machine.take_exclusive() };
         match running {
             Ok(()) => {
                 machine.announce();
                 Ok(machine)
             }
-            Err(error) => Err((Self { machine, memory, faults, weakness }, error.into())),
+            Err(error) => Err((Self { machine, memory, faults, weakness, doubts }, error.into())),
         }
     }
 }

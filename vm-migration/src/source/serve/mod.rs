@@ -248,7 +248,7 @@ impl<V: SourceVm> HandedOver<V> {
         let Pages { server, mut session, bulk, reconnect, successor } = pages;
         let mut relay = Relay { reconnect, successor };
         let result = match unconfirmed {
-            Some(failure) => Ok(End::Lost(failure)),
+            Some(doubt) => Ok(End::Lost(doubt.failure)),
             None => serve_bulk(&server, &mut session, bulk)
                 .and_then(|()| server.attend(control, &session, &mut relay, context)),
         };

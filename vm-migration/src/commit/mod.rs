@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The commit of a migration: which side has the guest, decided on each side by a type a phase.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `source` | from the last message before the acknowledgement to the word that ends all doubt |
+//! | `destination` | from the acknowledgement to a guest that runs, stands, or is not here |
+//! | `clock` | a clock that goes on while a host or a process sleeps |
+//! | `model` | every interleaving of both sides, a link that fails and people (tests) |
+//!
+//! Owns the decisions and no input or output: an event goes into a phase and the next phase comes
+//! out. The threads of both sides hold these values beside the machine and do what they say, and the
+//! explorer of `model` steps through the same values. Nothing else may decide where a guest is.
+//!
+//! The rules, in one place:
+//!
+//! - The source gives the guest away by [`source::Acknowledged::commit`], and by nothing else. It
+//!   does so only with an acknowledgement that is younger than half of the destination's promise.
+//! - From its acknowledgement on the destination keeps the machine. Only the source's word ends
+//!   that, or a person who says which it is; before the promise is over, one who insists.
+//! - Having committed or withheld the guest, the source says so until the destination has heard it
+//!   or its time is over. A word can be said twice and is never taken back.
+
+pub(crate) mod clock;
+pub mod destination;
+pub(crate) mod source;
+
+#[cfg(all(test, not(loom)))]
+mod model;
+
+use std::time::Duration;
+
+pub use clock::now;
+
+/// What the source says of a guest after the connection was lost on which it had offered it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Verdict {
+    /// It can run the guest no more: the destination has it.
+    Committed,
+    /// It goes on with the guest: the destination must not run it.
+    Withheld,
+}
+
+/// How old an acknowledgement may be when the source commits, for a destination that promises to
+/// keep the machine for `promise`. The other half is margin: for a thread that is scheduled late
+/// between the look at the clock and the commit, and for clocks of different speed.
+pub(crate) fn usable(promise: Duration) -> Duration {
+    promise / 2
+}

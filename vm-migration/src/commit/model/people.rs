@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Requests, signals, people who have looked at both sides, and hosts that die.
+
+use super::world::{Destination, Kind, Next, Reply, Server, Setup, Source, ToSource, Who, World};
+use crate::commit::destination::{Asked, Decision, InDoubt, Known};
+
+impl World {
+    pub(super) fn people(&self, setup: &Setup, all: &mut Vec<Next>) {
+        let person = |all: &mut Vec<Next>, name, change: &dyn Fn(&mut Self)| {
+            all.push((Kind::Person, name, self.change(change)));
+        };
+        match self.destination {
+            Destination::Preparing => {
+                let ended = self.change(|next| {
+                    next.to_source(ToSource::Refused);
+                    next.close_destination(Destination::Gone);
+                });
+                all.push((Kind::Request, "a cancel at the destination", ended));
+            }
+            Destination::Promised(promised) => {
+                for asked in
+                    [Asked::Cancel, Asked::Delete { force: true }, Asked::End { force: true }]
+                {
+                    let (stays, _) = promised.asked(asked);
+                    let asked = self.change(|next| next.destination = Destination::Promised(stays));
+                    all.push((Kind::Request, "a request to a destination that promised", asked));
+                }
+            }
+            Destination::InDoubt(doubt) => self.ask_in_doubt(doubt, setup, all),
+            Destination::Standing(standing) => {
+                person(all, "vm.resume of a machine that did not start", &|next| {
+                    next.destination = Destination::Owned(standing.again(), Reply::Nothing);
+                });
+                person(all, "vm.delete of a machine that did not start", &|next| {
+                    (next.destination, next.insisted) = (Destination::Gone, true);
+                });
+            }
+            _ => {}
+        }
+        let serves = matches!(self.source, Source::Serving | Source::Lost | Source::Unconfirmed(_));
+        if serves && setup.postcopy {
+            let given_up = self.change(|next| (next.source, next.insisted) = (Source::Left, true));
+            all.push((Kind::Request, "the source is told to give pages up, by force", given_up));
+        }
+    }
+
+    pub(super) fn ask_in_doubt(&self, doubt: InDoubt, setup: &Setup, all: &mut Vec<Next>) {
+        let asks = [
+            Asked::Cancel,
+            Asked::End { force: false },
+            Asked::End { force: true },
+            Asked::Delete { force: false },
+            Asked::Delete { force: true },
+            Asked::Resume,
+        ];
+        for asked in asks {
+            // Insisting on it loses nothing where the guest is seen to run at the source.
+            let seen = matches!(self.source, Source::Running(_));
+            let forces =
+                matches!(asked, Asked::End { force: true } | Asked::Delete { force: true });
+            let insists = forces && !seen;
+            let (kind, name) = match asked {
+                Asked::Delete { force: true } if seen => {
+                    (Kind::Person, "vm.delete in doubt, by force, of a guest that the source runs")
+                }
+                Asked::Cancel => (Kind::Request, "a cancel in doubt"),
+                Asked::End { .. } => (Kind::Request, "SIGTERM in doubt"),
+                Asked::Delete { force: true } => (Kind::Request, "vm.delete in doubt, by force"),
+                Asked::Delete { force: false } => (Kind::Person, "vm.delete in doubt"),
+                Asked::Resume => (Kind::Person, "vm.resume in doubt"),
+            };
+            if kind == Kind::Request && !insists && setup.broken.cancel_ends_doubt {
+                let next = self.change(|next| next.destination = Destination::Gone);
+                all.push((kind, name, next));
+                continue;
+            }
+            // The document says: look at the source first.
+            let looked = match asked {
+                Asked::Resume => !self.source_has(),
+                Asked::Delete { force: false } => self.source_has(),
+                _ => true,
+            };
+            let Ok(decision) = doubt.asked(asked, self.now()) else { continue };
+            if !looked {
+                continue;
+            }
+            let next = self.change(|next| {
+                next.insisted |= insists;
+                next.destination = match doubt.decided(decision) {
+                    Known::Owned(owned) => {
+                        debug_assert_eq!(decision, Decision::RunsHere);
+                        Destination::Owned(owned, Reply::Nothing)
+                    }
+                    Known::NotHere(_) | Known::GivenUp => Destination::Gone,
+                };
+            });
+            all.push((kind, name, next));
+        }
+    }
+
+    pub(super) fn deaths(&self, all: &mut Vec<Next>) {
+        if self.died {
+            return;
+        }
+        let mut dies = |name, change: &dyn Fn(&mut Self)| {
+            let next = self.change(|next| {
+                next.died = true;
+                change(next);
+            });
+            all.push((Kind::Death, name, next));
+        };
+        if !matches!(self.source, Source::Done | Source::Left) {
+            dies("the source's host dies", &|next| {
+                next.source = Source::Dead;
+                next.wire.source_closed = true;
+                next.wire.to_source.clear();
+                next.call = next.call.filter(|call| call.who != Who::Source);
+                // Its page server is on the same host.
+                if next.server != Server::None {
+                    next.server = Server::Dead;
+                    next.call = None;
+                }
+            });
+        }
+        dies("the destination's host dies", &|next| {
+            next.close_destination(Destination::Dead);
+            (next.link, next.last, next.call) = (None, (false, false), None);
+        });
+        if matches!(
+            self.server,
+            Server::Ready | Server::Serving | Server::Lost | Server::TakingOver
+        ) {
+            dies("the page server dies", &|next| {
+                next.server = Server::Dead;
+                next.call = next.call.filter(|call| call.who != Who::Server);
+            });
+        }
+    }
+}

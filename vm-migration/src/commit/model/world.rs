@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Both sides, the link, a page server and people, as one value that takes one step at a time.
+//!
+//! Owns nothing of the rules: what a phase makes of an event is asked of the product's own types. Here
+//! is what surrounds them: messages that are on their way, which direction works, who has noticed.
+
+use std::time::Duration;
+
+use crate::commit::Verdict;
+use crate::commit::destination::{InDoubt, Owned, Promised, Standing};
+use crate::commit::source::{Acknowledged, Committed, Offered, Unconfirmed, Withheld};
+
+/// What the clock goes on by in one step: a third of the promise.
+const TICK: Duration = Duration::from_secs(20);
+
+/// What the destination promises.
+pub(super) const PROMISE: Duration = Duration::from_mins(1);
+
+/// Steps of the clock: beyond the promise of the latest acknowledgement that matters.
+const TICKS_MAX: u32 = 5;
+
+/// What is explored.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    pub postcopy: bool,
+    pub page_server: bool,
+    /// Both sides know `Renew` and `Verdict`.
+    pub verdicts: bool,
+    /// Cuts, lost calls, timeouts on a link that works, starts and unlocks that fail.
+    pub faults_max: u8,
+    pub broken: Rules,
+}
+
+/// Rules that are put back as they were before, one at a time. The product has no such switch.
+#[derive(Clone, Copy, Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an experiment of its own")]
+pub struct Rules {
+    /// A cancel at the destination ends the machine in doubt.
+    pub cancel_ends_doubt: bool,
+    /// The doubt ends by itself with the promise, and the machine with it.
+    pub doubt_times_out: bool,
+    /// The source uses an acknowledgement however old it is.
+    pub age_is_not_asked: bool,
+    /// In postcopy a machine that does not start is dropped.
+    pub unstartable_is_dropped: bool,
+    /// The last message is said again once.
+    pub last_message_once: bool,
+}
+
+/// Why a step is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// It happens by itself sooner or later.
+    Step,
+    /// Something goes wrong.
+    Fault,
+    /// A host or a process dies.
+    Death,
+    /// A request or a signal that knows nothing of the state.
+    Request,
+    /// A person who has looked at both sides does what the document says.
+    Person,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    Offered(Offered),
+    Acknowledged(Acknowledged),
+    Confirming(Committed),
+    Unconfirmed(Unconfirmed),
+    /// The guest runs here; the destination is being told, or not (any more).
+    Running(Option<Withheld>),
+    Serving,
+    /// Postcopy, connections lost.
+    Lost,
+    /// It has given the guest away and has stopped telling.
+    Left,
+    Done,
+    Dead,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Destination {
+    Preparing,
+    Promised(Promised),
+    InDoubt(InDoubt),
+    Owned(Owned, Reply),
+    Running,
+    Standing(Standing),
+    /// Nothing is here.
+    Gone,
+    Dead,
+}
+
+/// What waits for the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reply {
+    Control,
+    Call,
+    Nothing,
+}
+
+/// How the destination of a postcopy ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum End {
+    NotYet,
+    /// The last message is on its way, or its answer.
+    Saying,
+    /// It is not known whether it was heard: it is said to a server that comes back.
+    Lingering,
+    /// It was heard, or nothing listens any more.
+    Over,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Server {
+    None,
+    Ready,
+    TakingOver,
+    Serving,
+    Lost,
+    Done,
+    Dead,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Who {
+    Source,
+    Server,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ToDestination {
+    Complete,
+    Renew,
+    Confirm,
+    Abandon,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ToSource {
+    Acknowledged,
+    Refused,
+    Runs,
+    NotStarted,
+}
+
+/// The first connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Wire {
+    pub(super) to_destination: Vec<ToDestination>,
+    pub(super) to_source: Vec<ToSource>,
+    /// Nothing gets to the destination any more, or to the source.
+    pub(super) cut: (bool, bool),
+    pub(super) source_closed: bool,
+    pub(super) destination_closed: bool,
+}
+
+impl Wire {
+    pub(super) fn is_broken(&self) -> bool {
+        self.cut.0 || self.cut.1 || self.source_closed || self.destination_closed
+    }
+}
+
+/// A connection that is made again, and how far it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Call {
+    pub(super) who: Who,
+    pub(super) word: Word,
+    pub(super) answer: Option<Answer>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Word {
+    Verdict(Verdict),
+    Recover,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Answer {
+    /// The verdict was heard, and the guest runs if it was to.
+    Heard,
+    NotStarted,
+    /// Pages are missing: go on.
+    Missing,
+    Complete,
+    Refused,
+}
+
+/// Everything.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct World {
+    pub(super) ticks: u32,
+    pub(super) faults: u8,
+    pub source: Source,
+    pub destination: Destination,
+    pub server: Server,
+    pub(super) wire: Wire,
+    pub(super) call: Option<Call>,
+    /// Postcopy: pages are missing at the destination.
+    pub missing: bool,
+    pub end: End,
+    /// From which process the destination takes pages, and whether that connection still carries.
+    pub(super) link: Option<Who>,
+    pub(super) link_broken: bool,
+    /// The last message, and its answer, are on their way.
+    pub(super) last: (bool, bool),
+    /// A host has died.
+    pub died: bool,
+    /// A person has insisted on what loses a guest.
+    pub insisted: bool,
+    /// The source has stopped telling, or the destination answering, because the time was over.
+    pub time_over: bool,
+}
+
+/// A step: why, what, and what comes of it.
+pub type Next = (Kind, &'static str, World);
+
+impl World {
+    /// Everything that the destination needs has just been sent.
+    pub fn new(setup: &Setup) -> Self {
+        let wire = Wire { to_destination: vec![ToDestination::Complete], ..Wire::default() };
+        Self {
+            ticks: 0,
+            faults: 0,
+            source: Source::Offered(Offered::new(Duration::ZERO)),
+            destination: Destination::Preparing,
+            server: if setup.page_server { Server::Ready } else { Server::None },
+            wire,
+            call: None,
+            missing: setup.postcopy,
+            end: End::NotYet,
+            link: None,
+            link_broken: false,
+            last: (false, false),
+            died: false,
+            insisted: false,
+            time_over: false,
+        }
+    }
+
+    pub(super) fn now(&self) -> Duration {
+        TICK * self.ticks
+    }
+
+    /// The source could run the guest, now or later.
+    pub fn source_has(&self) -> bool {
+        matches!(self.source, Source::Offered(_) | Source::Acknowledged(_) | Source::Running(_))
+    }
+
+    /// The destination has a machine that it keeps.
+    pub fn destination_has(&self) -> bool {
+        !matches!(self.destination, Destination::Preparing | Destination::Gone | Destination::Dead)
+    }
+
+    /// The destination runs the guest, or may start it at any moment.
+    pub fn destination_owns(&self) -> bool {
+        use Destination::{Owned, Running, Standing};
+        matches!(self.destination, Owned(..) | Running | Standing(_))
+    }
+
+    /// A process has the pages that are missing.
+    pub fn has_pages(&self) -> bool {
+        use Source::{Confirming, Lost, Serving, Unconfirmed};
+        self.source_has()
+            || matches!(self.source, Confirming(_) | Unconfirmed(_) | Serving | Lost)
+            || matches!(self.server, Server::Serving | Server::Lost | Server::TakingOver)
+    }
+
+    /// Nothing is left to be done or known.
+    pub fn is_settled(&self) -> bool {
+        let over = matches!(self.source, Source::Done | Source::Left | Source::Dead);
+        let served = !matches!(self.server, Server::Serving | Server::Lost | Server::TakingOver);
+        match self.destination {
+            Destination::Gone | Destination::Dead => self.source == Source::Running(None),
+            Destination::Running => over && served && !self.missing,
+            _ => false,
+        }
+    }
+
+    /// All that can happen next.
+    pub fn next(&self, setup: &Setup) -> Vec<Next> {
+        let mut all = Vec::new();
+        self.time(setup, &mut all);
+        self.at_source(setup, &mut all);
+        self.at_destination(setup, &mut all);
+        self.on_wire(setup, &mut all);
+        self.on_call(setup, &mut all);
+        self.pages(setup, &mut all);
+        self.people(setup, &mut all);
+        self.deaths(&mut all);
+        all
+    }
+
+    pub(super) fn change(&self, change: impl FnOnce(&mut Self)) -> Self {
+        let mut next = self.clone();
+        change(&mut next);
+        next
+    }
+
+    pub(super) fn fault(
+        &self,
+        setup: &Setup,
+        all: &mut Vec<Next>,
+        name: &'static str,
+        change: impl FnOnce(&mut Self),
+    ) {
+        if self.faults < setup.faults_max {
+            let next = self.change(|next| {
+                next.faults += 1;
+                change(next);
+            });
+            all.push((Kind::Fault, name, next));
+        }
+    }
+
+    pub(super) fn step(
+        &self,
+        all: &mut Vec<Next>,
+        name: &'static str,
+        change: impl FnOnce(&mut Self),
+    ) {
+        all.push((Kind::Step, name, self.change(change)));
+    }
+
+    pub(super) fn time(&self, setup: &Setup, all: &mut Vec<Next>) {
+        if self.ticks < TICKS_MAX {
+            self.step(all, "time passes", |next| next.ticks += 1);
+        }
+        if setup.broken.doubt_times_out
+            && let Destination::InDoubt(doubt) = self.destination
+            && doubt.promise_is_over(self.now())
+        {
+            self.step(all, "the doubt times out", |next| next.destination = Destination::Gone);
+        }
+        if self.end == End::Lingering && self.ticks == TICKS_MAX {
+            self.step(all, "the destination stops answering", |next| {
+                next.end = End::Over;
+                next.time_over = true;
+            });
+        }
+        // A source may stop telling at any moment: its time is the person's choice.
+        let stops = match self.source {
+            Source::Unconfirmed(_) if !setup.postcopy => Some(Source::Left),
+            Source::Running(Some(_)) => Some(Source::Running(None)),
+            _ => None,
+        };
+        if let Some(stops) = stops {
+            self.fault(setup, all, "the source stops telling", |next| {
+                next.source = stops;
+                next.time_over = true;
+            });
+        }
+    }
+
+    /// The connections of the beginning go the way of the first one.
+    pub(super) fn lose_first_link(&mut self) {
+        if self.link == Some(Who::Source) {
+            (self.link_broken, self.last) = (true, (false, false));
+        }
+    }
+
+    pub(super) fn to_destination(&mut self, message: ToDestination) {
+        let wire = &mut self.wire;
+        if !wire.source_closed && !wire.destination_closed && !wire.cut.0 {
+            wire.to_destination.push(message);
+        }
+    }
+
+    pub(super) fn to_source(&mut self, message: ToSource) {
+        let wire = &mut self.wire;
+        if !wire.source_closed && !wire.destination_closed && !wire.cut.1 {
+            wire.to_source.push(message);
+        }
+    }
+
+    /// The source goes on with the guest.
+    pub(super) fn withhold(&mut self, withheld: Withheld, setup: &Setup) {
+        self.to_destination(ToDestination::Abandon);
+        self.wire.source_closed = true;
+        self.wire.to_source.clear();
+        self.source = Source::Running(Some(withheld).filter(|_| setup.verdicts));
+    }
+}

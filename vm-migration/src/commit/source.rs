@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The source's side of the commit.
+//!
+//! ```text
+//! Offered --acknowledged--> Acknowledged --commit--> Committed --confirmed--> (over)
+//!    ^  |                      |     |                   |
+//!    |  +------- fails --------+     | too old           | connection lost
+//!    |              |                v                   v
+//!    +-- asked again|---------- Outdated             Unconfirmed: says Committed until heard
+//!                   v
+//!               Withheld: says Withheld until heard
+//! ```
+//!
+//! Times are of [`super::clock`]. An acknowledgement is as old as the message that it answers: when
+//! the destination sent it is not known here, only that it was not before that.
+
+#![expect(clippy::unused_self, reason = "a transition uses its phase up, whatever that holds")]
+
+use std::time::Duration;
+
+use super::Verdict;
+
+/// Everything that the destination needs is on its way to it; it may acknowledge at any moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Offered {
+    asked_at: Duration,
+}
+
+/// The destination has acknowledged, and promises to keep the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Acknowledged {
+    asked_at: Duration,
+}
+
+/// The acknowledgement is too old to be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Outdated {
+    /// How old it is.
+    pub age: Duration,
+}
+
+/// The guest belongs to the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Committed;
+
+/// The guest belongs to the destination, which may not know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Unconfirmed;
+
+/// The guest goes on here, and the destination may be in doubt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Withheld;
+
+impl Offered {
+    /// The last message that leads to the acknowledgement is sent at this time, or later.
+    pub(crate) fn new(asked_at: Duration) -> Self {
+        Self { asked_at }
+    }
+
+    /// The acknowledgement was read.
+    pub(crate) fn acknowledged(self) -> Acknowledged {
+        Acknowledged { asked_at: self.asked_at }
+    }
+
+    /// The connection is lost, the migration is cancelled, the destination says nothing.
+    pub(crate) fn fails(self) -> Withheld {
+        Withheld
+    }
+}
+
+impl Acknowledged {
+    /// A look at its age: what takes long (letting go of disks and taps) begins with one that can
+    /// still be used.
+    ///
+    /// # Errors
+    /// It is too old: ask again, or withhold.
+    pub(crate) fn still_usable(self, now: Duration, usable: Duration) -> Result<Self, Outdated> {
+        let age = now.saturating_sub(self.asked_at);
+        if age <= usable { Ok(self) } else { Err(Outdated { age }) }
+    }
+
+    /// Gives the guest away.
+    ///
+    /// # Errors
+    /// It is too old: ask again, or withhold.
+    pub(crate) fn commit(self, now: Duration, usable: Duration) -> Result<Committed, Outdated> {
+        self.still_usable(now, usable).map(|_| Committed)
+    }
+
+    /// The migration is cancelled, disks and taps could not be let go of, or it is too old and there
+    /// is no way to ask again.
+    pub(crate) fn fails(self) -> Withheld {
+        Withheld
+    }
+}
+
+impl Outdated {
+    /// The destination is asked to promise anew.
+    pub(crate) fn asked_again(self, asked_at: Duration) -> Offered {
+        Offered { asked_at }
+    }
+}
+
+impl Committed {
+    /// The connection was lost before the destination has answered the confirmation.
+    pub(crate) fn lost(self) -> Unconfirmed {
+        Unconfirmed
+    }
+}
+
+impl Unconfirmed {
+    /// What is to be said until it is heard. In postcopy coming back says the same.
+    pub(crate) fn says(self) -> Verdict {
+        Verdict::Committed
+    }
+}
+
+impl Withheld {
+    /// What is to be said until it is heard.
+    pub(crate) fn says(self) -> Verdict {
+        Verdict::Withheld
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use super::*;
+
+    const fn s(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn an_acknowledgement_is_as_old_as_the_message_that_it_answers() {
+        let usable = super::super::usable(s(60));
+        assert_eq!(usable, s(30));
+        let acknowledged = Offered::new(s(100)).acknowledged();
+        assert_eq!(acknowledged.commit(s(130), usable), Ok(Committed));
+        let old = acknowledged.commit(s(131), usable).unwrap_err();
+        assert_eq!(old.age, s(31));
+        // Asked again, it is new.
+        let again = old.asked_again(s(131)).acknowledged();
+        assert_eq!(again.commit(s(161), usable), Ok(Committed));
+        assert_eq!(again.commit(s(162), usable).unwrap_err().age, s(31));
+        assert_eq!(again.fails().says(), Verdict::Withheld);
+        assert_eq!(Committed.lost().says(), Verdict::Committed);
+    }
+
+    #[test]
+    fn a_clock_that_seems_to_go_back_makes_nothing_younger_than_now() {
+        assert_eq!(Offered::new(s(9)).acknowledged().commit(s(8), s(0)), Ok(Committed));
+    }
+}

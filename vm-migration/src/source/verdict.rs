@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Telling the destination which side has the guest, after the connection around the handover.
+//!
+//! Owns the attempts: soon at first, then ever less often, until the destination has heard it, is no
+//! longer there, or the time is over. The decision was made before and is never looked at again.
+//! (A postcopy that has committed says so by coming back: [`super::serve`].)
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::Context;
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::commit::Verdict;
+use crate::commit::source::{Unconfirmed, Withheld};
+use crate::error::{Cause, Failure, Step};
+use crate::options::Limits;
+use crate::protocol::capabilities::TOKEN_BYTES;
+use crate::protocol::message::Message;
+use crate::steering::{self, LOOK_EVERY, Steering};
+use crate::transport::{Address, Connection, TransportError};
+
+/// Pause before the first attempt: the destination may not have noticed the loss yet.
+const PAUSE_FIRST: Duration = Duration::from_millis(50);
+
+/// Longest pause between two attempts.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+/// A destination in doubt listens. After so many attempts in a row to which its host answered that
+/// nothing listens there (over a second and a half with the pauses between them) it is not in doubt.
+const REFUSED_MAX: u32 = 5;
+
+const STEP: &str = "telling the destination which side has the guest";
+
+/// Where a destination is told, and for how long.
+#[derive(Clone, Debug)]
+pub(crate) struct Teller {
+    to: Address,
+    id: [u8; TOKEN_BYTES],
+    limits: Limits,
+    timeout: Duration,
+    steering: Steering,
+}
+
+/// A guest that goes on here, and a destination that may be in doubt about it.
+#[derive(Debug)]
+pub(crate) struct Retraction {
+    pub withheld: Withheld,
+    pub teller: Teller,
+}
+
+impl Retraction {
+    /// Says so from a thread of its own: the guest runs already, and waits for nothing.
+    pub(crate) fn tell_in_background(self) {
+        let Self { withheld, teller } = self;
+        let body = move || {
+            let never = match Cancel::new() {
+                Ok(never) => never,
+                Err(error) => return log::warn!("the destination is not told: {error}"),
+            };
+            match teller.tell(withheld.says(), &never) {
+                Ok(()) => log::info!("the destination knows that the guest is here"),
+                Err(failure) => log::info!("the destination is not told: {}", failure.for_peer()),
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("mig-verdict".into()).spawn(body) {
+            log::warn!("the destination is not told that the guest is here: {error}");
+        }
+    }
+}
+
+/// One attempt.
+enum Attempt {
+    /// It knows.
+    Heard,
+    /// It answered that this is not its doubt, or what came of it.
+    Answered(Cause),
+    /// Nothing listens there.
+    NotThere(Cause),
+    /// It could not be reached.
+    Unreachable(Cause),
+}
+
+impl Teller {
+    /// Of a migration whose token is `id`.
+    pub(crate) fn new(context: Context<'_>, id: [u8; TOKEN_BYTES]) -> Self {
+        let options = context.options;
+        Self {
+            to: options.to.clone(),
+            id,
+            limits: options.limits,
+            timeout: options.recover_timeout,
+            steering: options.steering.clone(),
+        }
+    }
+
+    /// Tells a destination that may not know that the guest is its own, and hears that it runs it.
+    ///
+    /// # Errors
+    /// It could not be told, or said no; the guest belongs to it all the same.
+    pub(crate) fn confirm(
+        self,
+        unconfirmed: Unconfirmed,
+        context: Context<'_>,
+    ) -> Result<(), Failure> {
+        let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
+        let told = self.tell(unconfirmed.says(), &never);
+        if let Err(failure) = &told {
+            context.progress.cannot_recover(failure.for_peer());
+        }
+        told
+    }
+
+    fn tell(mut self, verdict: Verdict, never: &Cancel) -> Result<(), Failure> {
+        let since = Instant::now();
+        let (mut pause, mut refused) = (PAUSE_FIRST, 0);
+        let mut last = Cause::Transport(TransportError::Closed);
+        while self.wait(since, pause)? {
+            pause = (pause * 2).min(PAUSE_MAX);
+            last = match self.attempt(verdict, never) {
+                Attempt::Heard => return Ok(()),
+                Attempt::Answered(cause) => return Err(cause).step(STEP),
+                Attempt::NotThere(cause) => {
+                    refused += 1;
+                    if refused == REFUSED_MAX {
+                        return Err(cause).step(STEP);
+                    }
+                    cause
+                }
+                Attempt::Unreachable(cause) => {
+                    refused = 0;
+                    cause
+                }
+            };
+            log::debug!("the destination could not be told yet: {}", error_text::chain(&last));
+        }
+        Err(last).step(STEP)
+    }
+
+    /// Waits until it is time for another attempt; false when there is none any more.
+    fn wait(&mut self, since: Instant, pause: Duration) -> Result<bool, Failure> {
+        let next = Instant::now() + pause;
+        loop {
+            if self.steering.gives_up() {
+                return Err(Cause::Cancelled).step(STEP);
+            }
+            match self.steering.take_recover() {
+                Some(steering::Recover::At(address)) => {
+                    self.to = address;
+                    return Ok(true);
+                }
+                Some(steering::Recover::There) => return Ok(true),
+                None => {}
+            }
+            if since.elapsed() >= self.timeout {
+                return Ok(false);
+            }
+            let left = next.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(true);
+            }
+            std::thread::sleep(left.min(LOOK_EVERY));
+        }
+    }
+
+    fn attempt(&self, verdict: Verdict, never: &Cancel) -> Attempt {
+        let limits = &self.limits;
+        let connection = match Connection::connect(&self.to, never, limits.connect, limits.answer) {
+            Ok(connection) => connection,
+            Err(error) if nothing_listens(&error) => return Attempt::NotThere(error.into()),
+            Err(error) => return Attempt::Unreachable(error.into()),
+        };
+        let mut channel = Channel::new(connection);
+        // The answer comes when the guest runs there, so it may take a while.
+        match channel.ask(&Message::Verdict { id: self.id, verdict }, limits.answer) {
+            Ok(_) => Attempt::Heard,
+            Err(cause @ Cause::Refused(_)) => Attempt::Answered(cause),
+            Err(cause) => Attempt::Unreachable(cause),
+        }
+    }
+}
+
+fn nothing_listens(error: &TransportError) -> bool {
+    let TransportError::Connect { source, .. } = error else { return false };
+    matches!(source.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
+}

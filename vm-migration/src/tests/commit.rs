@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The commit: a connection that is lost around it, requests, outages, acknowledgements that are too
+//! old, a machine that does not start, a last message that is not heard.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::recovery::wait_until;
+use super::relay::{Act, Cut, Point, Relay, Rule};
+use super::{
+    Builder, FakeVm, Guest, LIMITS, SendResult, assert_whole, have_uffd, loopback, memory, options,
+};
+use crate::channel::Channel;
+use crate::commit::Verdict;
+use crate::commit::destination::Decision;
+use crate::destination::{Lingering, Listener};
+use crate::progress::{Event, Observer, Phase};
+use crate::protocol::message::{Command, Message, Recover};
+use crate::source::{SendFailure, migrate};
+use crate::steering::Steering;
+use crate::testing::{Calls, FakeDestination, FakeMemory, Inject};
+use crate::transport::Connection;
+use crate::vm::DestinationVm as _;
+use crate::{
+    Address, Cancel, Cause, GuestIs, Limits, MemoryMode, Progress, ReceiveOptions, SendOptions,
+    Side, steering,
+};
+
+/// What the destination has in the end.
+enum Arrived {
+    /// The guest, with all its pages.
+    Whole(FakeVm),
+    /// The guest, which did not start; all pages.
+    Standing(FakeDestination, GuestIs),
+    /// Nothing.
+    Failed(GuestIs, String),
+}
+
+/// Cancels when a phase begins.
+struct CancelAt(Phase, Cancel);
+
+impl Observer for CancelAt {
+    fn event(&self, _: Side, event: Event) {
+        if event == Event::Begin(self.0) {
+            self.1.cancel();
+        }
+    }
+}
+
+/// Both sides of a migration through a relay that acts at the commit.
+struct Run {
+    from: Arc<FakeMemory>,
+    to: Arc<FakeMemory>,
+    guest: Arc<Guest>,
+    relay: Relay,
+    source: Arc<Progress>,
+    destination: Arc<Progress>,
+    send_steering: Steering,
+    receive_steering: Steering,
+    calls: Calls,
+    sender: JoinHandle<SendResult>,
+    receiver: JoinHandle<()>,
+    arrived: Receiver<Arrived>,
+}
+
+/// What is special about a run.
+struct Special {
+    mode: MemoryMode,
+    rule: Rule,
+    limits: Limits,
+    at_source: Inject,
+    at_destination: Inject,
+    /// The destination is told to cancel when this phase begins.
+    cancel_at: Option<Phase>,
+    recover_timeout: Duration,
+}
+
+impl Special {
+    fn new(mode: MemoryMode, rule: Rule) -> Self {
+        Self {
+            mode,
+            rule,
+            limits: LIMITS,
+            at_source: Inject::Nothing,
+            at_destination: Inject::Nothing,
+            cancel_at: None,
+            recover_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+fn cut(at: Command, point: Point) -> Rule {
+    Rule::Cut(Cut { at, point, act: Act::Close })
+}
+
+/// The source has given the guest away, and the destination does not hear it.
+const CONFIRM: fn() -> Rule = || cut(Command::Confirm, Point::Message);
+
+/// The destination has acknowledged, and the source does not hear it.
+const ACKNOWLEDGED: fn() -> Rule = || cut(Command::Complete, Point::Answer);
+
+impl Run {
+    fn start(special: Special) -> Self {
+        let Special { mode, rule, limits, at_source, at_destination, cancel_at, recover_timeout } =
+            special;
+        let (from, to) = (memory(), memory());
+        let guest = Guest::new(&from, 41);
+        guest.fill(&from, 30);
+        let listener = Listener::bind(&loopback()).unwrap();
+        let relay = Relay::start(listener.address(), rule);
+        let cancel = Cancel::new().unwrap();
+        let progress = match cancel_at {
+            Some(phase) => {
+                let observer = Box::new(CancelAt(phase, cancel.clone()));
+                Progress::observed(Side::Destination, observer)
+            }
+            None => Progress::new(Side::Destination),
+        };
+        let (destination, source) = (Arc::new(progress), Arc::new(Progress::new(Side::Source)));
+        let receive_steering = Steering::new();
+        let builder = Builder::new(&to, &guest).inject(at_destination);
+        let calls = builder.calls();
+        let (arrives, arrived) = channel();
+        let receiver = {
+            let progress = Arc::clone(&destination);
+            let steering = receive_steering.clone();
+            std::thread::spawn(move || {
+                let options = ReceiveOptions { limits, steering, ..Default::default() };
+                let (vm, faults) = match listener.receive(builder, &options, &progress, &cancel) {
+                    Ok(received) => (Arrived::Whole(received.vm), received.faults),
+                    Err(failure) => {
+                        let guest = failure.error.guest;
+                        let text = error_text::chain(&failure.error);
+                        match failure.vm {
+                            Some(vm) => (Arrived::Standing(vm, guest), failure.faults),
+                            None => (Arrived::Failed(guest, text), failure.faults),
+                        }
+                    }
+                };
+                if let Some(faults) = faults {
+                    faults.wait().map_err(|paused| error_text::chain(&paused.error)).unwrap();
+                }
+                arrives.send(vm).unwrap_or_else(|_| panic!("the test has ended"));
+            })
+        };
+        let mut options = SendOptions { memory_mode: mode, limits, ..options(&relay.address) };
+        options.recover_timeout = recover_timeout;
+        let send_steering = options.steering.clone();
+        let sender = {
+            let progress = Arc::clone(&source);
+            let vm = FakeVm::new(&from, &guest).inject(at_source).running();
+            std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
+        };
+        Self {
+            from,
+            to,
+            guest,
+            relay,
+            source,
+            destination,
+            send_steering,
+            receive_steering,
+            calls,
+            sender,
+            receiver,
+            arrived,
+        }
+    }
+
+    fn wait_for_doubt(&self) {
+        wait_until("the doubt", || self.destination.phase() == Phase::InDoubt);
+    }
+
+    fn noted(&self, what: &str) -> bool {
+        self.calls.lock().unwrap().contains(&what)
+    }
+
+    /// What the destination has, when it has all that comes.
+    fn arrives(self) -> (SendResult, Arrived, Arc<Guest>, Arc<FakeMemory>) {
+        let sent = self.sender.join().unwrap();
+        let arrived = self.arrived.recv_timeout(Duration::from_mins(1)).unwrap();
+        self.receiver.join().unwrap();
+        (sent, arrived, self.guest, self.to)
+    }
+
+    /// One guest runs, at the destination, whole; the source knows it.
+    fn moves(self) {
+        let (sent, arrived, guest, to) = self.arrives();
+        sent.unwrap();
+        let Arrived::Whole(mut vm) = arrived else { panic!("it does not run there") };
+        assert!(vm.runs());
+        vm.stop();
+        assert_whole(&guest, &to);
+    }
+
+    /// One guest runs, at the source, whole; the destination knows it without being told by hand.
+    fn stays(self) -> String {
+        let from = Arc::clone(&self.from);
+        let (sent, arrived, guest, _) = self.arrives();
+        let SendFailure::Resumed { mut vm, error } = *sent.unwrap_err() else { panic!() };
+        assert!(vm.runs());
+        assert_eq!(error.guest, GuestIs::OnSource);
+        let Arrived::Failed(at, why) = arrived else { panic!("it is at the destination, too") };
+        assert_eq!(at, GuestIs::NotHere, "{why}");
+        vm.stop();
+        assert_whole(&guest, &from);
+        error_text::chain(&error)
+    }
+}
+
+fn modes() -> Vec<MemoryMode> {
+    let mut modes = vec![MemoryMode::Precopy];
+    if have_uffd() {
+        modes.push(MemoryMode::Postcopy);
+    }
+    modes
+}
+
+#[test]
+fn a_cancel_after_the_acknowledgement_and_a_cut_do_not_lose_the_guest() {
+    for mode in modes() {
+        let cancel_at = Some(Phase::Run);
+        Run::start(Special { cancel_at, ..Special::new(mode, CONFIRM()) }).moves();
+    }
+}
+
+#[test]
+fn a_destination_learns_that_the_source_went_on() {
+    for mode in modes() {
+        Run::start(Special::new(mode, ACKNOWLEDGED())).stays();
+    }
+}
+
+/// Longer than everything that the destination waits for by itself.
+fn wait_out(run: &Run, limits: &Limits) {
+    run.wait_for_doubt();
+    let began = Instant::now();
+    wait_until("the end of the promise", || run.noted("still in doubt"));
+    wait_until("as much again", || began.elapsed() > 2 * limits.rejoin);
+    assert_eq!(run.destination.phase(), Phase::InDoubt);
+    assert_eq!(run.calls.lock().unwrap().iter().filter(|name| **name == "run").count(), 0);
+}
+
+const BRIEF: Limits = Limits { rejoin: Duration::from_millis(2500), ..LIMITS };
+
+#[test]
+fn an_outage_longer_than_the_promise_is_waited_out() {
+    if !have_uffd() {
+        return;
+    }
+    let special = Special::new(MemoryMode::Postcopy, CONFIRM());
+    // The source does not come back before it is told to.
+    let recover_timeout = Duration::ZERO;
+    let run = Run::start(Special { limits: BRIEF, recover_timeout, ..special });
+    wait_out(&run, &BRIEF);
+    assert_eq!(run.source.phase(), Phase::PostcopyPaused);
+    run.send_steering.recover(steering::Recover::There);
+    run.moves();
+}
+
+#[test]
+fn a_person_decides_where_the_source_does_not_come_back() {
+    for mode in modes() {
+        for decision in [Decision::RunsHere, Decision::GivenUp] {
+            let special = Special::new(mode, CONFIRM());
+            let recover_timeout = Duration::ZERO;
+            let run = Run::start(Special { limits: BRIEF, recover_timeout, ..special });
+            wait_out(&run, &BRIEF);
+            run.receive_steering.decide(decision);
+            if mode == MemoryMode::Postcopy && decision == Decision::RunsHere {
+                // Its pages are at the source, which comes back now.
+                wait_until("the guest", || run.destination.phase() == Phase::PostcopyPaused);
+                assert!(run.noted("run"));
+                run.send_steering.recover(steering::Recover::There);
+                run.moves();
+                continue;
+            }
+            run.send_steering.give_up();
+            let (sent, arrived, guest, to) = run.arrives();
+            assert!(matches!(*sent.unwrap_err(), SendFailure::HandedOver { .. }));
+            match (decision, arrived) {
+                (Decision::RunsHere, Arrived::Whole(mut vm)) => {
+                    vm.stop();
+                    assert_whole(&guest, &to);
+                }
+                (Decision::GivenUp, Arrived::Failed(guest, _)) => {
+                    assert_eq!(guest, GuestIs::NotHere);
+                }
+                _ => panic!("{mode:?} {decision:?}"),
+            }
+        }
+    }
+}
+
+/// A connection to a destination in doubt that says this; the refusal.
+fn turned_away(to: &Address, message: Message) -> String {
+    let (cancel, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
+    let connection = Connection::connect(to, &cancel, limit, limit).unwrap();
+    match Channel::new(connection).ask(&message, limit).unwrap_err() {
+        Cause::Refused(reason) => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn strangers_end_no_doubt() {
+    let special = Special::new(MemoryMode::Precopy, CONFIRM());
+    let run = Run::start(Special { recover_timeout: Duration::ZERO, ..special });
+    run.wait_for_doubt();
+    let at = run.relay.address.clone();
+    for verdict in [Verdict::Withheld, Verdict::Committed] {
+        let told = turned_away(&at, Message::Verdict { id: [3; 16], verdict });
+        assert!(told.contains("not known yet"), "{told}");
+    }
+    let recover = Recover { id: [3; 16], attempt: 1, bulk: 1, urgent: 1, alive: false };
+    assert!(turned_away(&at, Message::Recover(recover)).contains("no pages to come"));
+    // One that sends a byte now and then holds nothing up.
+    let (cancel, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
+    let slow = Connection::connect(&at, &cancel, limit, limit).unwrap();
+    slow.send(&Message::Config(vec![0; 4096]).encode()[..20]).unwrap();
+    let start = Message::Start { version: 0, offer: true };
+    assert!(turned_away(&at, start).contains("not known yet"));
+    assert_eq!(run.destination.phase(), Phase::InDoubt);
+    run.receive_steering.decide(Decision::RunsHere);
+    let (_, arrived, ..) = run.arrives();
+    assert!(matches!(arrived, Arrived::Whole(_)));
+}
+
+#[test]
+fn a_guest_that_does_not_start_in_postcopy_stays_and_gets_its_pages() {
+    if !have_uffd() {
+        return;
+    }
+    for rule in [Rule::Nothing, CONFIRM()] {
+        let special = Special::new(MemoryMode::Postcopy, rule);
+        let run = Run::start(Special { at_destination: Inject::RunOnce, ..special });
+        let (sent, arrived, guest, to) = run.arrives();
+        // The source has served every page, and is free.
+        sent.unwrap();
+        let Arrived::Standing(vm, at) = arrived else { panic!("it was dropped") };
+        assert_eq!(at, GuestIs::OnDestination);
+        let mut vm = vm.run(true).map_err(|(_, error)| error).unwrap();
+        vm.stop();
+        assert_whole(&guest, &to);
+    }
+}
+
+#[test]
+fn an_acknowledgement_that_comes_late_is_asked_for_again() {
+    // Older than half of the promise when it comes.
+    let late = Rule::Late(Command::Complete, Duration::from_millis(1500));
+    for mode in modes() {
+        let run = Run::start(Special { limits: BRIEF, ..Special::new(mode, late) });
+        let seen = Arc::clone(&run.relay.seen);
+        run.moves();
+        assert_eq!(seen.lock().unwrap().iter().filter(|at| **at == Command::Renew).count(), 1);
+    }
+}
+
+#[test]
+fn an_acknowledgement_that_became_too_old_is_not_used() {
+    const SHORT: Limits = Limits { rejoin: Duration::from_millis(1000), ..LIMITS };
+    for mode in modes() {
+        let special = Special::new(mode, Rule::Nothing);
+        let at_source = Inject::ReleaseLate;
+        let why = Run::start(Special { limits: SHORT, at_source, ..special }).stays();
+        assert!(why.contains("acknowledgement is up to"), "{why}");
+    }
+}
+
+#[test]
+fn a_precopy_that_is_told_to_stop_telling_says_where_the_guest_is() {
+    let special = Special::new(MemoryMode::Precopy, CONFIRM());
+    let run = Run::start(Special { recover_timeout: Duration::ZERO, ..special });
+    wait_until("the end at the source", || run.source.phase() == Phase::Failed);
+    run.wait_for_doubt();
+    run.receive_steering.decide(Decision::RunsHere);
+    let (sent, ..) = run.arrives();
+    let failure = *sent.unwrap_err();
+    assert!(matches!(&failure, SendFailure::HandedOver { held: None, .. }), "{failure:?}");
+    assert_eq!(failure.error().guest, GuestIs::OnDestination);
+}
+
+/// A postcopy of which the last message is lost, and what is left at the destination.
+fn ended_without_a_word() -> (Address, Lingering, [u8; 16]) {
+    let lingering = Lingering::default();
+    let (address, id) = crate::destination::linger_for_tests(&loopback(), &lingering);
+    (address, lingering, id)
+}
+
+#[test]
+fn the_last_message_is_said_as_often_as_it_is_asked_for() {
+    let (address, _lingering, id) = ended_without_a_word();
+    let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
+    for attempt in 1..=5 {
+        let connection = Connection::connect(&address, &never, limit, limit).unwrap();
+        let mut control = Channel::new(connection);
+        let recover = Message::Recover(Recover { id, attempt, bulk: 1, urgent: 1, alive: false });
+        if attempt < 4 {
+            // The answer is lost.
+            control.tell(&recover).unwrap();
+            control.connection.wait_for_data(Some(limit)).unwrap();
+        } else {
+            assert!(control.ask(&recover, limit).unwrap().payload.is_empty());
+        }
+    }
+    let stranger =
+        Message::Recover(Recover { id: [0; 16], attempt: 1, bulk: 1, urgent: 1, alive: false });
+    assert!(turned_away(&address, stranger).contains("recover where the VM runs"));
+}
+
+#[test]
+fn a_new_migration_takes_the_place_of_one_that_is_answered_for() {
+    let (address, lingering, id) = ended_without_a_word();
+    assert!(Listener::bind(&address).is_err(), "it listens there");
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 5);
+    guest.fill(&from, 20);
+    let listener = Listener::bind_over(&address, &lingering).unwrap();
+    assert_eq!(*listener.address(), address);
+    let builder = Builder::new(&to, &guest);
+    let progress = Arc::new(Progress::new(Side::Destination));
+    let receiver = {
+        let progress = Arc::clone(&progress);
+        std::thread::spawn(move || {
+            let options = ReceiveOptions { limits: LIMITS, ..Default::default() };
+            listener.receive(builder, &options, &progress, &Cancel::new().unwrap())
+        })
+    };
+    // The source of the old one is still told, and ends nothing.
+    let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
+    let connection = Connection::connect(&address, &never, limit, limit).unwrap();
+    let recover = Message::Recover(Recover { id, attempt: 7, bulk: 1, urgent: 1, alive: false });
+    assert!(Channel::new(connection).ask(&recover, limit).unwrap().payload.is_empty());
+    let verdict = Message::Verdict { id, verdict: Verdict::Withheld };
+    assert!(turned_away(&address, verdict).contains("no VM here is in doubt"));
+    super::send(FakeVm::new(&from, &guest).running(), &options(&address)).unwrap();
+    let mut received = receiver.join().unwrap().unwrap();
+    received.vm.stop();
+    assert_whole(&guest, &to);
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A VM that has arrived, and of which it is not known here whether its source still runs it.
+//!
+//! Owns what requests and signals may do to it: the rules are those of
+//! [`vm_migration::commit::destination`], and the words are here. The machine stays with the thread
+//! that received it, which waits for the source's word all the time; what a person decides goes to
+//! that thread, and the request is answered when it has acted on it.
+
+use vm_migration::commit::destination::{Asked, Decision, InDoubt, Refusal};
+
+use super::receiving::Receiving;
+use super::{Pages, Vm, Vmm, cancel};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
+use crate::events;
+
+/// What is known of it.
+pub struct Doubtful {
+    /// What is to be asked.
+    pub state: InDoubt,
+    /// Its description.
+    pub info: Box<VmInfo>,
+}
+
+/// A request that has decided it, or that waits for the end of a migration to here.
+pub struct Decider {
+    decision: Decision,
+    responder: Responder,
+}
+
+/// What it is like, and what can be done.
+pub fn in_doubt() -> ApiError {
+    ApiError::new(
+        ApiErrorKind::Conflict,
+        "the VM has arrived, and the connection was lost before its source said which of the two has \
+         it: the source says so when it can be reached again; if it has given the VM away or has \
+         ended, vm.resume starts it here, and if it runs the VM, vm.delete gives it up here",
+    )
+}
+
+fn words(refusal: Refusal) -> ApiError {
+    match refusal {
+        Refusal::TooLate => in_doubt(),
+        Refusal::Promised(left) => in_doubt().context(format!(
+            "for {} s more the source may still give the VM away to here: vm.delete needs force \
+             until then",
+            left.as_secs() + 1
+        )),
+    }
+}
+
+impl Receiving {
+    /// The doubt, if there is one.
+    pub fn doubtful(&self) -> Option<&Doubtful> {
+        self.doubt.as_ref()
+    }
+
+    /// Decides the doubt, if that may be now.
+    ///
+    /// # Errors
+    /// Why it may not.
+    fn decide(&self, state: InDoubt, asked: Asked) -> Result<Decision, ApiError> {
+        let decision = state.asked(asked, vm_migration::commit::now()).map_err(words)?;
+        self.steering.decide(decision);
+        Ok(decision)
+    }
+
+    /// Answers requests that wait for the end of the migration; `runs` says how a machine that is
+    /// here now fares, `None` that there is none.
+    pub fn answer_deciders(&mut self, runs: Option<&Result<(), ApiError>>) {
+        for Decider { decision, responder } in self.deciders.drain(..) {
+            responder.answer(match (decision, runs) {
+                (Decision::RunsHere, Some(result)) => result.clone().map(|()| ApiReply::Empty),
+                (Decision::GivenUp, None) => Ok(ApiReply::Empty),
+                (Decision::GivenUp, Some(_)) => Err(cancel::arrived()),
+                (Decision::RunsHere, None) => Err(ApiError::not_created()),
+            });
+        }
+    }
+}
+
+impl Vmm {
+    /// The migration to here is in doubt (again, when that `lasts`).
+    pub(super) fn doubt(&mut self, doubtful: Doubtful) {
+        let Vm::Awaited(receiving) = &mut self.vm else { return };
+        cancel::refuse_all(&mut receiving.cancellers, &in_doubt());
+        // What was asked before did not know of this.
+        for Decider { responder, .. } in receiving.deciders.drain(..) {
+            responder.answer(Err(in_doubt()));
+        }
+        receiving.doubt = Some(doubtful);
+        if let Some(responder) = self.ending.take().and_then(super::ending::Ending::into_responder)
+        {
+            responder.answer(Err(in_doubt()));
+        }
+    }
+
+    /// `vm.resume` of a machine in doubt, or `vm.delete` of one that is awaited. Gives the responder
+    /// back when there is neither.
+    pub(super) fn decide_for(&mut self, asked: Asked, responder: Responder) -> Option<Responder> {
+        let Vm::Awaited(receiving) = &mut self.vm else { return Some(responder) };
+        let decision = match (receiving.doubtful().map(|doubtful| doubtful.state), asked) {
+            (Some(state), _) => receiving.decide(state, asked),
+            (None, Asked::Delete { .. }) => {
+                // Answered when it is known whether that came in time.
+                receiving.cancel.cancel();
+                Ok(Decision::GivenUp)
+            }
+            (None, _) => return Some(responder),
+        };
+        match decision {
+            Ok(decision) => receiving.deciders.push(Decider { decision, responder }),
+            Err(error) => responder.answer(Err(error)),
+        }
+        None
+    }
+
+    /// `vm.delete` of a machine that has arrived, was not started, and gets pages: the thread that
+    /// receives them has to end first.
+    pub(super) fn give_up_standing(&mut self, responder: Responder) {
+        if let Pages::Arriving { steering, .. } = &self.pages {
+            steering.give_up();
+        }
+        self.deleters.push(responder);
+    }
+
+    /// Such a machine is on its way out.
+    pub(super) fn is_given_up(&self) -> bool {
+        !self.deleters.is_empty()
+    }
+
+    /// Its pages have ended: it goes.
+    pub(super) fn standing_is_gone(&mut self) {
+        self.vm = Vm::None;
+        events::emit("vm", "deleted", &[]);
+        for responder in self.deleters.drain(..) {
+            responder.answer(Ok(ApiReply::Empty));
+        }
+    }
+
+    /// The process is told to end while a machine here is in doubt, or only awaited.
+    ///
+    /// # Errors
+    /// Why it does not: it is not to be lost by a request that did not know of it.
+    pub(super) fn end_awaited(&self, force: bool) -> Result<(), ApiError> {
+        let Vm::Awaited(receiving) = &self.vm else { return Ok(()) };
+        let Some(doubtful) = receiving.doubtful() else {
+            receiving.cancel.cancel();
+            return Ok(());
+        };
+        receiving.decide(doubtful.state, Asked::End { force }).map(drop)
+    }
+}
