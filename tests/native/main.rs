@@ -14,6 +14,7 @@ mod cuts;
 mod events;
 mod fault_sources;
 mod fault_stress;
+mod file_zones;
 mod harness;
 mod hotplug;
 mod http;
@@ -77,5 +78,6 @@ fn main() -> ExitCode {
     fault_sources::add(&mut suite);
     fault_stress::add(&mut suite);
     hotplug::add(&mut suite);
+    file_zones::add(&mut suite);
     suite.main()
 }

@@ -4,6 +4,7 @@
 //!
 //! Owns the events that tell about it.
 
+use memory::HeldFile;
 use vm_migration::progress::Phase;
 use vm_migration::vm::DestinationVm as _;
 
@@ -47,7 +48,8 @@ impl Vmm {
         emit("booting");
         let mut config = config;
         let consoles = Consoles::open(&mut config).map_err(|error| failed(&error))?;
-        let machine = self.start_machine(config, consoles).map_err(|error| failed(&error))?;
+        let machine =
+            self.start_machine(config, consoles, Vec::new()).map_err(|error| failed(&error))?;
         self.vm = Vm::Live(Box::new(machine));
         emit("booted");
         Ok(())
@@ -57,9 +59,10 @@ impl Vmm {
         &mut self,
         config: VmConfig,
         consoles: Consoles,
+        held: Vec<HeldFile>,
     ) -> Result<Machine, MachineError> {
         let sink = self.new_sink();
-        let mut machine = Machine::boot(config, consoles, &self.host, sink)?;
+        let mut machine = Machine::boot(config, consoles, &self.host, sink, held)?;
         machine.take_exclusive()?;
         machine.resume()?;
         machine.settle()?;
@@ -137,10 +140,12 @@ impl Vmm {
             return Err(ApiError::not_booted());
         };
         let (config, consoles) = (machine.lasting_config(), machine.consoles().clone());
-        // Locks, taps and memory of the old machine go before the new one wants them.
+        let held = machine.ram().held_files();
+        // Locks, taps and memory of the old machine go before the new one wants them; files of memory stay
+        // locked, so that no other VM gets them meanwhile.
         drop(machine);
         self.stop_filling();
-        match self.start_machine(config.clone(), consoles) {
+        match self.start_machine(config.clone(), consoles, held) {
             Ok(machine) => {
                 self.vm = Vm::Live(Box::new(machine));
                 emit("rebooted");

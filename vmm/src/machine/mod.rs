@@ -47,7 +47,7 @@ use hypervisor::{
     CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig, ThreadsError,
     Vcpu, VcpuInit, VcpuStateError, VcpuThreads, Vm,
 };
-use memory::{Collapse, Given, GuestRam};
+use memory::{Collapse, FirstContents, Given, GuestRam, HeldFile, Origin};
 use pci::{
     ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciError, PciSegment, PciStateError,
 };
@@ -312,7 +312,8 @@ impl Chassis {
 }
 
 impl Machine {
-    /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow.
+    /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow. `held`
+    /// has the locked files of the machine that the VM had before, if it reboots.
     ///
     /// # Errors
     /// Naming what is missing.
@@ -321,11 +322,13 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
+        held: Vec<HeldFile>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
         let given = slot.iter().map(PrepinnedSlot::memory).collect();
-        let ram = ram::make(&config.memory, bits, true, given)?;
+        let origin = Origin { given, held, contents: FirstContents::AsFound };
+        let ram = ram::make(&config.memory, bits, origin)?;
         let opening = (Opening::Meanwhile, slot);
         let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening)?;
         let vcpus = chassis.create_vcpus(&config)?;
@@ -363,10 +366,11 @@ impl Machine {
     }
 
     /// Memory for a machine that is still to come, not populated. The zones that are named in
-    /// `given` consist of these files.
+    /// `given` consist of these files, as they are; all others hold nothing: what was in their files is
+    /// thrown away here, before a page arrives and before any is pinned.
     ///
     /// # Errors
-    /// Naming the zone and what is missing here.
+    /// Naming the zone and what is missing here, or which other process has its file.
     pub fn arriving_ram(
         config: &VmConfig,
         host: &Host,
@@ -375,7 +379,9 @@ impl Machine {
         passthrough::check_config(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file)));
-        Ok(ram::make(&config.memory, bits, false, given.collect())?)
+        let contents = FirstContents::Nothing;
+        let origin = Origin { given: given.collect(), held: Vec::new(), contents };
+        Ok(ram::make(&config.memory, bits, origin)?)
     }
 
     /// A machine on such memory, whose state is still to come, paused. Does not touch what is in
