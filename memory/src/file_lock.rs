@@ -103,7 +103,7 @@ fn holders_of(proc: &Path, device: u64, inode: u64) -> Vec<String> {
     found
 }
 
-/// `lock:	1: OFDLCK  ADVISORY  WRITE -1 00:1a:77 0 EOF`
+/// Whether it reads like `lock: 1: OFDLCK  ADVISORY  WRITE -1 00:1a:77 0 EOF`.
 fn is_lock_of(line: &str, place: &str) -> bool {
     let words = || line.split_ascii_whitespace();
     line.starts_with("lock:") && words().any(|word| word == "OFDLCK") && words().any(|w| w == place)

@@ -242,13 +242,12 @@ impl GuestRam {
         let mut backings: Vec<(&ZoneSpec, ZoneBacking)> = Vec::new();
         for spec in &config.zones {
             let given = files.iter().find(|given| given.zone == spec.id);
-            let backing = match given {
-                Some(given) => ZoneBacking::given(spec, Arc::clone(&given.file), given.content())?,
-                None => {
-                    let held = origin.held.iter().find(|held| held.zone == spec.id);
-                    ZoneBacking::create(spec, host, policy, origin.contents, held)
-                        .map_err(|error| same_file(&backings, error))?
-                }
+            let backing = if let Some(given) = given {
+                ZoneBacking::given(spec, Arc::clone(&given.file), given.content())?
+            } else {
+                let held = origin.held.iter().find(|held| held.zone == spec.id);
+                ZoneBacking::create(spec, host, policy, origin.contents, held)
+                    .map_err(|error| same_file(&backings, error))?
             };
             backings.push((spec, backing));
         }
