@@ -288,10 +288,7 @@ fn page_server() {
     wait_for("the last page", || (progress(&destination)["phase"] == "done").then_some(()));
     check(&folders, "b", &destination);
     // And free again.
-    let next = wait_for("the end of the page server", || {
-        (!Path::new(&format!("/proc/{}", pid.unwrap_or(0))).exists()).then_some(())
-    });
-    let () = next;
+    wait_for("the end of the page server", || lock_is_free(&folders.file("a")).then_some(()));
     folders.boot("a", LOAD).shut_down();
     destination.shut_down();
 }
