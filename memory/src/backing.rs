@@ -6,20 +6,17 @@
 //! holds unless the zone is shared, and leave no file behind when it fails.
 
 use std::ffi::CString;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::config::{Backing, ConfigError, HugePageSize, ZoneSpec};
+use crate::file_lock::FileUse;
 use crate::host::{Host, HugePagePolicy};
-use crate::populated::file_data_runs;
+use crate::zone_file::{self, HeldFile, ZoneFile, holds_data, hugetlbfs_page_bytes};
 use crate::{PAGE_BYTES, ZoneKind};
-
-/// `f_type` of hugetlbfs.
-const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 /// The pages of a zone, not yet mapped.
 #[derive(Debug)]
@@ -32,6 +29,19 @@ pub struct ZoneBacking {
     pub holds_data: bool,
     /// Populated and zeroed before it came here.
     pub prezeroed: bool,
+    /// It is a file that others can open, and `file` has its lock.
+    pub locked: bool,
+}
+
+/// What memory holds when it has just been made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum FirstContents {
+    /// Files keep what they hold.
+    #[default]
+    AsFound,
+    /// Nothing, for all contents are to arrive: files are emptied, but for those of another process that
+    /// were handed over, and those that are not to be written, which are left out of it.
+    Nothing,
 }
 
 /// What is in a file that is handed over.
@@ -75,6 +85,47 @@ pub enum BackingError {
     )]
     NotAFile { zone: String, path: PathBuf },
     #[error(
+        "memory zone '{zone}': {} is locked by {holder}; a file is the memory of one VM, page server, \
+         migration or restore at a time: wait until that has ended, or use another file",
+        path.display()
+    )]
+    InUse {
+        zone: String,
+        path: PathBuf,
+        holder: String,
+        /// Device and inode number.
+        identity: (u64, u64),
+    },
+    #[error(
+        "memory zone '{zone}': the file system of {} has no locks, so nothing would keep another VM \
+         from using the same file: use a file system that has them, or name a directory",
+        path.display()
+    )]
+    NoLocks { zone: String, path: PathBuf },
+    #[error("memory zone '{zone}': could not lock {}", path.display())]
+    LockFile {
+        zone: String,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(
+        "memory zone '{zone}': another file takes the place of {} again and again while it is opened",
+        path.display()
+    )]
+    Replaced { zone: String, path: PathBuf },
+    #[error(
+        "memory zone '{zone}': could not throw away what {} holds, which is to be replaced by the \
+         memory that arrives",
+        path.display()
+    )]
+    EmptyFile {
+        zone: String,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(
         "memory zone '{zone}': could not set the size of {} to {size_bytes} bytes",
         path.display()
     )]
@@ -108,18 +159,22 @@ pub enum BackingError {
 }
 
 impl ZoneBacking {
-    /// The backing of `zone` on a host with this huge page policy.
+    /// The backing of `zone` on a host with this huge page policy. A file is locked before anything is
+    /// done to it, with the lock that is in `held` if there is one. What it holds stays there: see
+    /// [`empty`](Self::empty).
     pub fn create(
         zone: &ZoneSpec,
         host: &Host,
         policy: HugePagePolicy,
+        start: FirstContents,
+        held: Option<&HeldFile>,
     ) -> Result<Self, BackingError> {
         match &zone.backing {
             Backing::Anonymous => Ok(Self::anonymous()),
             Backing::Auto if prefers_private(zone, policy) => Ok(Self::anonymous()),
             Backing::Auto | Backing::Memfd => Self::memfd(zone),
             Backing::Hugetlb { page_size } => Self::hugetlb(zone, *page_size, host),
-            Backing::File(path) => Self::path(zone, path),
+            Backing::File(path) => Self::path(zone, path, host, start, held),
         }
     }
 
@@ -131,13 +186,15 @@ impl ZoneBacking {
             hugetlb: false,
             holds_data: false,
             prezeroed: false,
+            locked: false,
         }
     }
 
     fn shared(file: File, page_bytes: u64, hugetlb: bool) -> Self {
         let file = Some(Arc::new(file));
         let kind = ZoneKind::Shared;
-        Self { kind, file, page_bytes, hugetlb, holds_data: false, prezeroed: false }
+        let (holds_data, prezeroed, locked) = (false, false, false);
+        Self { kind, file, page_bytes, hugetlb, holds_data, prezeroed, locked }
     }
 
     fn memfd(zone: &ZoneSpec) -> Result<Self, BackingError> {
@@ -147,6 +204,10 @@ impl ZoneBacking {
 
     fn hugetlb(zone: &ZoneSpec, size: HugePageSize, host: &Host) -> Result<Self, BackingError> {
         let page_bytes = size.bytes().or_else(|| host.default_huge_page_bytes()).unwrap_or(2 << 20);
+        Self::hugetlb_of(zone, page_bytes, host)
+    }
+
+    fn hugetlb_of(zone: &ZoneSpec, page_bytes: u64, host: &Host) -> Result<Self, BackingError> {
         zone.check_page_size(page_bytes)?;
         if host.hugetlb_pool(page_bytes).is_none() {
             return Err(BackingError::NoSuchHugePages { zone: zone.id.clone(), page_bytes });
@@ -157,64 +218,49 @@ impl ZoneBacking {
         Ok(Self::shared(file, page_bytes, true))
     }
 
-    fn path(zone: &ZoneSpec, path: &Path) -> Result<Self, BackingError> {
-        let id = || zone.id.clone();
-        let opened = open(path).map_err(|source| BackingError::OpenFile {
-            zone: id(),
-            path: path.to_owned(),
-            source,
-        })?;
-        let result = Self::opened(zone, path, &opened.file);
-        match result {
-            Ok(shape) => Ok(Self { file: Some(Arc::new(opened.file)), ..shape }),
-            Err(error) => {
-                if opened.created {
-                    let _ = std::fs::remove_file(path);
-                }
-                Err(error)
-            }
+    fn path(
+        zone: &ZoneSpec,
+        path: &Path,
+        host: &Host,
+        start: FirstContents,
+        held: Option<&HeldFile>,
+    ) -> Result<Self, BackingError> {
+        let found = ZoneFile::open(zone, path, held)?;
+        if start == FirstContents::Nothing && found.kind() == ZoneKind::PrivateFile {
+            // The file is to stay as it is, and all of its data would be hidden: memory that begins
+            // with nothing, of the same pages, is what a private mapping of it would come to.
+            return match found.hugetlb_page_bytes() {
+                Some(page_bytes) => Self::hugetlb_of(zone, page_bytes, host),
+                None => Ok(Self::anonymous()),
+            };
         }
+        found.size(zone)?;
+        let hugetlb = found.hugetlb_page_bytes();
+        Ok(Self {
+            kind: found.kind(),
+            page_bytes: hugetlb.unwrap_or(PAGE_BYTES),
+            hugetlb: hugetlb.is_some(),
+            holds_data: found.holds_data(),
+            prezeroed: false,
+            locked: found.is_locked(),
+            file: Some(found.into_file()),
+        })
     }
 
-    /// Examines and sizes an open file; the result lacks the file itself.
-    fn opened(zone: &ZoneSpec, path: &Path, file: &File) -> Result<Self, BackingError> {
-        let id = || zone.id.clone();
-        let open_error = |source| BackingError::OpenFile { zone: id(), path: path.into(), source };
-        let metadata = file.metadata().map_err(open_error)?;
-        if !metadata.is_file() {
-            return Err(BackingError::NotAFile { zone: id(), path: path.into() });
-        }
-        let hugetlb_page = hugetlbfs_page_bytes(file).map_err(open_error)?;
-        let page_bytes = hugetlb_page.unwrap_or(PAGE_BYTES);
-        zone.check_page_size(page_bytes)?;
-        let len_bytes = metadata.len();
-        let size_bytes = zone.size_bytes;
-        let used = len_bytes.min(size_bytes);
-        let holds_data = holds_data(file, used, hugetlb_page.is_some()).map_err(open_error)?;
-        let private = holds_data && !zone.shared;
-        if len_bytes < size_bytes {
-            if private {
-                let path = path.to_owned();
-                return Err(BackingError::ShortPrivateFile {
-                    zone: id(),
-                    path,
-                    len_bytes,
-                    size_bytes,
-                });
-            }
-            file.set_len(size_bytes).map_err(|source| BackingError::SizeFile {
-                zone: id(),
-                path: path.into(),
-                size_bytes,
-                source,
-            })?;
-        }
-        if zone.reserve && !private && hugetlb_page.is_none() {
-            check_room(zone, path, file, metadata.blocks().saturating_mul(512))?;
-        }
-        let kind = if private { ZoneKind::PrivateFile } else { ZoneKind::Shared };
-        let hugetlb = hugetlb_page.is_some();
-        Ok(Self { kind, file: None, page_bytes, hugetlb, holds_data, prezeroed: false })
+    /// Throws away what the zone's file held before, all of `zone`, which then reads as zero. Only for
+    /// memory whose contents are all to arrive, and that this process has to itself.
+    pub fn empty(&mut self, zone: &ZoneSpec) -> Result<(), BackingError> {
+        let (true, Some(file), Backing::File(path)) = (self.holds_data, &self.file, &zone.backing)
+        else {
+            return Ok(());
+        };
+        zone_file::empty(file, zone.size_bytes).map_err(|source| BackingError::EmptyFile {
+            zone: zone.id.clone(),
+            path: path.clone(),
+            source,
+        })?;
+        self.holds_data = false;
+        Ok(())
     }
 
     /// The backing of `zone` from a file that somebody handed over. It must be of the kind that the
@@ -269,11 +315,21 @@ impl ZoneBacking {
         if seals & (libc::F_SEAL_WRITE | libc::F_SEAL_FUTURE_WRITE) != 0 {
             return refuse("sealed against writing");
         }
+        let locked = match &zone.backing {
+            Backing::File(path) => {
+                // The same open file as that of the process it comes from, so this changes nothing
+                // where that has locked it.
+                zone_file::lock_for(zone, path, &file, FileUse::Written)?;
+                true
+            }
+            _ => false,
+        };
         let prezeroed = content == GivenContent::PopulatedZeroes;
         let holds_data =
             !prezeroed && holds_data(&file, zone.size_bytes, hugetlb).map_err(examine)?;
         let file = Some(file);
-        Ok(Self { kind: ZoneKind::Shared, file, page_bytes, hugetlb, holds_data, prezeroed })
+        let kind = ZoneKind::Shared;
+        Ok(Self { kind, file, page_bytes, hugetlb, holds_data, prezeroed, locked })
     }
 }
 
@@ -318,103 +374,6 @@ pub(crate) fn memfd(name: &str, flags: u32) -> io::Result<File> {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => create(common),
         result => result,
     }
-}
-
-struct Opened {
-    file: File,
-    /// By us, at the path, so that we remove it if we cannot use it.
-    created: bool,
-}
-
-fn open(path: &Path) -> io::Result<Opened> {
-    let mut options = OpenOptions::new();
-    // Without O_NONBLOCK, opening a pipe with nobody at the other end would wait for ever.
-    options.read(true).write(true).mode(0o600).custom_flags(libc::O_NONBLOCK);
-    if path.is_dir() {
-        return unnamed_in(path, &options).map(|file| Opened { file, created: false });
-    }
-    match options.clone().create_new(true).open(path) {
-        Ok(file) => Ok(Opened { file, created: true }),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            options.open(path).map(|file| Opened { file, created: false })
-        }
-        Err(error) => Err(error),
-    }
-}
-
-/// A file in `dir` that vanishes with its last descriptor.
-fn unnamed_in(dir: &Path, options: &OpenOptions) -> io::Result<File> {
-    match options.clone().custom_flags(libc::O_TMPFILE).open(dir) {
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => {
-            named_then_removed(dir, options)
-        }
-        result => result,
-    }
-}
-
-fn named_then_removed(dir: &Path, options: &OpenOptions) -> io::Result<File> {
-    /// Names taken by leftovers are skipped, within reason.
-    const TRIES_MAX: u32 = 1000;
-    let pid = std::process::id();
-    for number in 0..TRIES_MAX {
-        let path = dir.join(format!(".guest-ram-{pid}-{number}"));
-        match options.clone().create_new(true).open(&path) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(error),
-            Ok(file) => {
-                std::fs::remove_file(&path)?;
-                return Ok(file);
-            }
-        }
-    }
-    Err(io::Error::from(io::ErrorKind::AlreadyExists))
-}
-
-fn file_system(file: &File) -> io::Result<libc::statfs> {
-    // SAFETY: all-zero bytes are a valid value of this plain C structure.
-    let mut info: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open and `info` outlives the call.
-    match unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut info) } {
-        0 => Ok(info),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-/// The page size, if the file is on hugetlbfs.
-fn hugetlbfs_page_bytes(file: &File) -> io::Result<Option<u64>> {
-    let info = file_system(file)?;
-    if u64::try_from(info.f_type) != Ok(HUGETLBFS_MAGIC) {
-        return Ok(None);
-    }
-    Ok(u64::try_from(info.f_bsize).ok().filter(|size| size.is_power_of_two()))
-}
-
-fn holds_data(file: &File, len_bytes: u64, hugetlb: bool) -> io::Result<bool> {
-    if hugetlb {
-        // hugetlbfs cannot list holes.
-        return Ok(file.metadata()?.blocks() > 0);
-    }
-    Ok(len_bytes > 0 && !file_data_runs(file, 0..len_bytes)?.is_empty())
-}
-
-/// `reserve=on` for a file: there must be room for what it has not got yet.
-fn check_room(
-    zone: &ZoneSpec,
-    path: &Path,
-    file: &File,
-    allocated_bytes: u64,
-) -> Result<(), BackingError> {
-    // A file system that does not say how much room it has is not asked.
-    let Ok(info) = file_system(file) else { return Ok(()) };
-    let block_bytes = u64::try_from(info.f_bsize).unwrap_or(0);
-    let missing_bytes = zone.size_bytes.saturating_sub(allocated_bytes);
-    let free_bytes = info.f_bavail.saturating_mul(block_bytes);
-    // A tmpfs without a limit counts no blocks at all.
-    if info.f_blocks > 0 && missing_bytes > free_bytes {
-        let (zone, path) = (zone.id.clone(), path.to_owned());
-        return Err(BackingError::FileSystemFull { zone, path, missing_bytes, free_bytes });
-    }
-    Ok(())
 }
 
 #[cfg(all(test, not(loom)))]

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 
 use super::*;
 
@@ -20,11 +21,12 @@ fn zone(change: impl FnOnce(&mut ZoneSpec)) -> ZoneSpec {
 }
 
 fn create(zone: &ZoneSpec) -> Result<ZoneBacking, BackingError> {
-    ZoneBacking::create(zone, &Host::real(), SMALL_SHMEM)
+    ZoneBacking::create(zone, &Host::real(), SMALL_SHMEM, FirstContents::AsFound, None)
 }
 
 fn kind(policy: HugePagePolicy, change: impl FnOnce(&mut ZoneSpec)) -> ZoneKind {
-    ZoneBacking::create(&zone(change), &Host::real(), policy).unwrap().kind
+    let (host, start) = (Host::real(), FirstContents::AsFound);
+    ZoneBacking::create(&zone(change), &host, policy, start, None).unwrap().kind
 }
 
 fn file_zone(path: &Path, shared: bool) -> ZoneSpec {
@@ -67,6 +69,7 @@ fn a_file_is_created_with_its_size_and_kept() {
     assert!(!backing.holds_data);
     assert_eq!(fs::metadata(&path).unwrap().len(), 4 * MIB);
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+    drop(backing);
     // Longer files are never cut.
     fs::File::create(&path).unwrap().set_len(8 * MIB).unwrap();
     create(&file_zone(&path, true)).unwrap();
@@ -80,10 +83,6 @@ fn a_directory_gets_a_file_without_a_name() {
     assert_eq!(backing.kind, ZoneKind::Shared);
     assert_eq!(backing.file.unwrap().metadata().unwrap().len(), 4 * MIB);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-    let mut options = OpenOptions::new();
-    options.read(true).write(true);
-    named_then_removed(dir.path(), &options).unwrap();
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
 #[test]
@@ -92,10 +91,11 @@ fn data_in_a_file_is_safe_from_an_unshared_zone() {
     let path = dir.path().join("precious");
     fs::write(&path, vec![7; 4 << 20]).unwrap();
     let private = create(&file_zone(&path, false)).unwrap();
-    assert_eq!(private.kind, ZoneKind::PrivateFile);
+    assert!(private.holds_data && private.kind == ZoneKind::PrivateFile);
+    drop(private);
     let shared = create(&file_zone(&path, true)).unwrap();
-    assert_eq!(shared.kind, ZoneKind::Shared);
-    assert!(private.holds_data && shared.holds_data);
+    assert!(shared.holds_data && shared.kind == ZoneKind::Shared);
+    drop(shared);
 
     fs::write(&path, b"short").unwrap();
     let error = create(&file_zone(&path, false)).unwrap_err();
@@ -173,7 +173,8 @@ fn memfds_handed_over_must_keep_their_size_and_be_writable() {
     }
     // And what we make ourselves can be handed on.
     let host = Host::real();
-    let own = ZoneBacking::create(&zone(|z| z.backing = Backing::Memfd), &host, NO_HUGE).unwrap();
+    let memfd = zone(|z| z.backing = Backing::Memfd);
+    let own = ZoneBacking::create(&memfd, &host, NO_HUGE, FirstContents::AsFound, None).unwrap();
     ZoneBacking::given(&zone(|_| {}), own.file.unwrap(), GivenContent::Unknown).unwrap();
 }
 
@@ -187,10 +188,12 @@ fn huge_pages_of_an_odd_or_missing_size_are_refused_by_name() {
             z.size_bytes = size_bytes;
         })
     };
-    let missing = ZoneBacking::create(&spec(4 * MIB), &host, NO_HUGE).unwrap_err();
+    let create_on =
+        |spec: &ZoneSpec| ZoneBacking::create(spec, &host, NO_HUGE, FirstContents::AsFound, None);
+    let missing = create_on(&spec(4 * MIB)).unwrap_err();
     assert!(matches!(missing, BackingError::NoSuchHugePages { .. }), "{missing}");
     fs::create_dir_all(root.path().join("proc")).unwrap();
     fs::write(root.path().join("proc/meminfo"), "Hugepagesize: 1048576 kB\n").unwrap();
-    let odd = ZoneBacking::create(&spec(4 * MIB), &host, NO_HUGE).unwrap_err();
+    let odd = create_on(&spec(4 * MIB)).unwrap_err();
     assert!(odd.to_string().contains("not a multiple of its page size"), "{odd}");
 }

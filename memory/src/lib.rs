@@ -33,6 +33,16 @@
 //! writes through it without faulting on `main`. It is made on first use, so that boot does not
 //! pay for it.
 //!
+//! # Files
+//!
+//! A file is locked for as long as anything maps it: exclusively where it is mapped shared, for reading
+//! where privately. A second VM, migration, restore or page server is refused by name before it has
+//! changed anything. The lock belongs to the open file description and so goes with it to a page server
+//! or, in a migration with `local=on`, to another VMM; over a reboot it is kept with
+//! [`GuestRam::held_files`]. Memory whose contents are all to arrive ([`FirstContents::Nothing`]) begins
+//! empty, whatever the file held; memory of a guest that boots does not, and
+//! [`GuestRam::starts_zero`] says so. A file without a name, in a directory, needs none of this.
+//!
 //! # Memory of a pool
 //!
 //! A zone may consist of a memfd that a pool has populated and zeroed before ([`pool`]): one memfd
@@ -53,6 +63,7 @@ mod bitmap;
 mod collapse;
 mod config;
 mod dirty;
+mod file_lock;
 mod give_back;
 mod host;
 mod layout;
@@ -67,8 +78,9 @@ mod prefault;
 mod ram;
 mod region;
 mod zero;
+mod zone_file;
 
-pub use backing::BackingError;
+pub use backing::{BackingError, FirstContents};
 pub use bitmap::{PageBitmap, Runs};
 pub use collapse::{Collapse, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
@@ -82,9 +94,10 @@ pub use prefault::{
     ChunkHook, HookError, Notice, Populate, Prefault, PrefaultError, PrefaultHelper,
     PrefaultOptions, Progress, Watcher, run_on_node,
 };
-pub use ram::{Given, GuestRam, RamError};
+pub use ram::{Given, GuestRam, Origin, RamError};
 pub use region::{AccessError, RamRegion, ZoneKind};
 pub use zero::is_zero;
+pub use zone_file::HeldFile;
 
 /// The grain of every per-page map, and the smallest guest page, in bytes.
 pub const PAGE_BYTES: u64 = 4096;

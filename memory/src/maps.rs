@@ -17,8 +17,8 @@ use crate::bitmap::{PageBitmap, Runs};
 ///
 /// Stored as the pages that are **absent**, so that a guest that was booted here has an untouched
 /// map. Written by the destination of a migration (all absent at first; whoever brings a page in
-/// claims it), by restore on demand, and by discard (a discarded page is here: it is zero). Read
-/// by prefault and DMA mapping, which leave absent pages alone, and by recovery, which sends the
+/// claims it) and by restore on demand; not by discard, so that what was received in part and is thrown
+/// away to be sent again is still absent. Read by prefault and DMA mapping, which leave absent pages alone, and by recovery, which sends the
 /// map to the source.
 #[derive(Debug)]
 pub struct ResidentMap {

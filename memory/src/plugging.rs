@@ -17,7 +17,7 @@ use crate::bitmap::PageBitmap;
 use crate::pins::Pins;
 use crate::populate::PopulateError;
 use crate::ram::GuestRam;
-use crate::region::RamRegion;
+use crate::region::{AccessError, RamRegion};
 
 /// A block that the guest does not get.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +41,15 @@ pub enum PlugError {
     /// The host has no pages.
     #[error(transparent)]
     NoPages(#[from] PopulateError),
+    /// What the block held when the guest had it before cannot be cleared.
+    #[error("the block at {gpa:#x} cannot be cleared")]
+    NotCleared {
+        /// The block.
+        gpa: u64,
+        /// Why.
+        #[source]
+        source: AccessError,
+    },
     /// Passed-through devices cannot be given the pages.
     #[error("the block at {gpa:#x} cannot be mapped for passed-through devices")]
     NotMapped {
@@ -57,11 +66,19 @@ pub enum PlugError {
 pub(crate) struct Plugged {
     block_bytes: u64,
     blocks: PageBitmap,
+    /// Unplugged blocks of which the host has not got every page: contents were still to arrive, or the
+    /// pages were pinned.
+    unreturned: PageBitmap,
 }
 
 impl Plugged {
     pub(crate) fn new(block_bytes: u64, len_bytes: u64) -> io::Result<Self> {
-        Ok(Self { block_bytes, blocks: PageBitmap::new(len_bytes / block_bytes.max(1))? })
+        let count = len_bytes / block_bytes.max(1);
+        Ok(Self {
+            block_bytes,
+            blocks: PageBitmap::new(count)?,
+            unreturned: PageBitmap::new(count)?,
+        })
     }
 
     fn range_of(&self, blocks: &Range<u64>) -> Range<u64> {
@@ -145,13 +162,24 @@ impl GuestRam {
         }
         let bytes = plugged.range_of(&blocks);
         let pins = self.pins_or_busy()?;
+        // Contents that come later would be seen in place of zeros.
+        if region.resident().absent_runs(RamRegion::pages_of(&bytes)).next().is_some() {
+            return Err(PlugError::Busy { reason: "contents of the block are still to arrive" });
+        }
+        // Pages stayed when it was unplugged, or a guest has written what it did not have.
+        region
+            .clear_in_place(&bytes)
+            .map_err(|source| PlugError::NotCleared { gpa: gpa.start, source })?;
         if region.is_hugetlb() || region.spec().reserve || pins.is_some() {
             // Later it would be a SIGBUS for the guest, or for nobody.
             let populated = region.populate(&bytes, |_| Ok(()));
             populated.inspect_err(|_: &PopulateError| drop(self.give_up(gpa.clone())))?;
         }
         // Whoever forbids it now maps all memory that the guest has afterwards.
-        let noted = self.unless_banned(pins.is_some(), || plugged.blocks.set_range(blocks.clone()));
+        let noted = self.unless_banned(pins.is_some(), || {
+            plugged.unreturned.clear_range(blocks.clone());
+            plugged.blocks.set_range(blocks.clone());
+        });
         if let Err(reason) = noted {
             self.give_up(gpa.clone());
             return Err(PlugError::Busy { reason });
@@ -177,14 +205,38 @@ impl GuestRam {
             return Err(not_blocks(gpa, "unplugged"));
         }
         let pins = self.pins_or_busy()?;
-        let noted = self.unless_banned(pins.is_some(), || plugged.blocks.clear_range(blocks));
+        let noted = self.unless_banned(pins.is_some(), || {
+            plugged.blocks.clear_range(blocks.clone());
+            plugged.unreturned.set_range(blocks.clone());
+        });
         noted.map_err(|reason| PlugError::Busy { reason })?;
+        self.return_pages(plugged, gpa, blocks);
+        Ok(())
+    }
+
+    /// Gives the host the pages of blocks that the guest does not have.
+    fn return_pages(&self, plugged: &Plugged, gpa: &Range<u64>, blocks: Range<u64>) {
         let given = self.give_up(gpa.clone());
-        if let Some(error) = given.error {
+        if given.covers(gpa) {
+            plugged.unreturned.clear_range(blocks);
+        } else if let Some(error) = given.error {
             // The guest has no use for it; the host will miss it.
             log::warn!("unplugged memory stays with the guest: {error}");
         }
-        Ok(())
+    }
+
+    /// Tries again to give the host what is still there of unplugged blocks of `region`, beginning with
+    /// block `from`: when contents that were to arrive are here, or pinned memory may go again. At most
+    /// `budget_bytes` or one block at a time; returns the block to go on with, if there are more.
+    pub fn retry_unplugged(&self, region: &RamRegion, from: u64, budget_bytes: u64) -> Option<u64> {
+        let plugged = region.plugged()?;
+        let all = plugged.unreturned.len_pages();
+        let run = plugged.unreturned.runs(from.min(all)..all).next()?;
+        let end = run.end.min(run.start + (budget_bytes / plugged.block_bytes).max(1));
+        let bytes = plugged.range_of(&(run.start..end));
+        let gpa = region.gpa() + bytes.start..region.gpa() + bytes.end;
+        self.return_pages(plugged, &gpa, run.start..end);
+        (end < all).then_some(end)
     }
 
     /// Who has memory pinned and lets go of it; an error where memory must stay as it is.
@@ -252,6 +304,49 @@ mod tests {
         assert!(region.populated_runs(&(0..region.len_bytes())).unwrap().is_empty());
         ram.plug(&blocks(1, 1)).unwrap();
         assert!(region.page_is_zero(BLOCK / 4096).unwrap());
+    }
+
+    #[test]
+    fn a_block_unplugged_while_it_arrives_goes_to_the_host_when_it_is_here() {
+        let ram = ram();
+        let region = &ram.regions()[1];
+        ram.plug(&blocks(1, 2)).unwrap();
+        let pages = RamRegion::pages_of(&(BLOCK..2 * BLOCK));
+        let arriving = pages.start + 3..pages.start + 5;
+        region.resident().set_absent(arriving.clone());
+        ram.unplug(&blocks(1, 2)).unwrap();
+        // The contents come all the same, and no guest may see them in a block that it gets anew.
+        region.write_range(arriving.start * 4096, &[7; 8192]).unwrap();
+        assert!(matches!(ram.plug(&blocks(1, 1)), Err(PlugError::Busy { .. })));
+        let retry = || {
+            let mut from = Some(0);
+            while let Some(at) = from {
+                from = ram.retry_unplugged(region, at, BLOCK);
+            }
+        };
+        retry();
+        let populated = || region.populated_runs(&(0..region.len_bytes())).unwrap();
+        assert!(!populated().is_empty(), "what is still to arrive is left alone");
+        region.resident().set_resident(arriving);
+        retry();
+        assert_eq!(populated(), []);
+        ram.plug(&blocks(1, 1)).unwrap();
+        assert!(pages.clone().all(|page| region.page_is_zero(page).unwrap()));
+    }
+
+    #[test]
+    fn a_block_is_zero_whatever_was_left_in_it() {
+        let ram = ram();
+        let region = &ram.regions()[1];
+        // By a guest that does not have it, and where nothing may be given back.
+        region.write_range(BLOCK + 4096, &[7; 4096]).unwrap();
+        let ban = ram.ban_discards("a test");
+        ban.except_what_is_let_go(Arc::new(Fake::default()));
+        ram.track_device_writes(true);
+        ram.plug(&blocks(1, 1)).unwrap();
+        assert!((0..512).all(|page| region.page_is_zero(512 + page).unwrap()));
+        let dirty = ram.take_device_dirty(START + BLOCK, BLOCK).unwrap();
+        assert_eq!(dirty[0] & 0b11, 0b10, "a migration sends it anew");
     }
 
     #[test]

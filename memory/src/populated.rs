@@ -2,8 +2,8 @@
 
 //! Which parts of guest memory ever held data, found without populating the others.
 //!
-//! Owns the three ways to ask the kernel: holes of a file, page tables of this process, and the
-//! tables of every mapping for hugetlb. Must never answer "no data" when in doubt, and must never
+//! Owns the three ways to ask the kernel: holes of a file, page tables of this process, and for hugetlb
+//! the tables of our mappings and what the file reads as. Must never answer "no data" when in doubt, and must never
 //! touch guest memory: reading a hole of shared memory would fill it.
 //!
 //! All offsets are bytes; runs come sorted, apart from each other, and in whole 4 KiB pages.
@@ -16,6 +16,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 
 use crate::mapping::Mapping;
+use crate::zero::is_zero;
 use crate::{PAGE_BYTES, to_usize};
 
 /// Adds `run` at the end of `runs`, joined to the last one where they touch.
@@ -246,11 +247,12 @@ pub struct View {
     pub file_offset: u64,
 }
 
-/// The populated parts of `range` of a hugetlb file, seen through all mappings that we have.
+/// The populated parts of `range` of a hugetlb file.
 ///
-/// hugetlbfs cannot list its holes, and a page shows only in the tables of who touched it. So the
-/// pages that our mappings show are counted against the pages that the file has: if some are
-/// missing (another process filled them), everything is called data.
+/// hugetlbfs cannot list its holes, and a page shows only in the tables of a process that touched it. So
+/// our mappings of `range` are asked first, and what none of them shows is read from the file, which
+/// makes no page of a hole: all zeros is no data. For the whole file counting does instead, where it has
+/// no more pages than our mappings show. The time grows with `range` alone.
 pub fn hugetlb_runs(
     file: &File,
     file_bytes: u64,
@@ -259,47 +261,72 @@ pub fn hugetlb_runs(
     range: Range<u64>,
 ) -> io::Result<Vec<Range<u64>>> {
     let allocated_bytes = file.metadata()?.blocks().saturating_mul(512);
-    if allocated_bytes == 0 {
+    if allocated_bytes == 0 || range.is_empty() {
         return Ok(Vec::new());
     }
-    let mut seen = vec![false; to_usize(file_bytes.div_ceil(page_bytes))];
+    let pages = range.start / page_bytes..range.end.div_ceil(page_bytes);
+    let mut seen = vec![false; to_usize(pages.end - pages.start)];
     for view in views {
-        mark_present(view, page_bytes, &mut seen)?;
+        mark_present(view, page_bytes, &pages, &mut seen)?;
     }
     let seen_pages = seen.iter().filter(|seen| **seen).count() as u64;
-    if seen_pages * page_bytes < allocated_bytes {
-        return Ok(vec![range]);
-    }
+    let is_whole = range == (0..file_bytes);
+    let none_hidden = is_whole && seen_pages * page_bytes >= allocated_bytes;
     let mut runs = Vec::new();
-    for (page, _) in seen.iter().enumerate().filter(|(_, seen)| **seen) {
-        let start = page as u64 * page_bytes;
-        let part = start.max(range.start)..(start + page_bytes).min(range.end);
-        if !part.is_empty() {
-            push_run(&mut runs, part);
+    let mut buffer = Vec::new();
+    for (page, seen) in pages.zip(seen) {
+        let start = page * page_bytes;
+        let whole = start..start + page_bytes;
+        if seen || !none_hidden && !reads_as_zero(file, &whole, &mut buffer)? {
+            push_run(&mut runs, whole.start.max(range.start)..whole.end.min(range.end));
         }
     }
     Ok(runs)
 }
 
-fn mark_present(view: &View, page_bytes: u64, seen: &mut [bool]) -> io::Result<()> {
+/// Whether `range` of a file is all zeros, found by reading it. `buffer` is kept from call to call.
+fn reads_as_zero(file: &File, range: &Range<u64>, buffer: &mut Vec<u8>) -> io::Result<bool> {
+    /// Fits the cache of a processor.
+    const STEP_BYTES: u64 = 128 << 10;
+    buffer.resize(to_usize(STEP_BYTES), 0);
+    let mut at = range.start;
+    while at < range.end {
+        let piece = &mut buffer[..to_usize(STEP_BYTES.min(range.end - at))];
+        file.read_exact_at(piece, at)?;
+        if !is_zero(piece) {
+            return Ok(false);
+        }
+        at += piece.len() as u64;
+    }
+    Ok(true)
+}
+
+/// Notes which of `pages` (huge pages of the file) a mapping shows.
+fn mark_present(
+    view: &View,
+    page_bytes: u64,
+    pages: &Range<u64>,
+    seen: &mut [bool],
+) -> io::Result<()> {
     /// Divided by 4 KiB the answer of one call; a multiple of every huge page but 1 GiB.
     const STEP_BYTES: u64 = 256 << 20;
-    let mut answer = vec![0; to_usize(STEP_BYTES / PAGE_BYTES)];
-    let len_bytes = view.mapping.len_bytes();
-    let mut at = 0;
-    while at < len_bytes {
-        let end = len_bytes.min(at + STEP_BYTES);
-        view.mapping.mincore(&(at..end), &mut answer)?;
+    let (start, len_bytes) = (view.file_offset, view.mapping.len_bytes());
+    let mut at = (pages.start * page_bytes).saturating_sub(start);
+    let end = (pages.end * page_bytes).saturating_sub(start).min(len_bytes);
+    let mut answer = vec![0; to_usize(STEP_BYTES.min(end.saturating_sub(at)) / PAGE_BYTES)];
+    while at < end {
+        let step_end = end.min(at + STEP_BYTES);
+        view.mapping.mincore(&(at..step_end), &mut answer)?;
         // Base pages of one huge page agree, so one of each is enough.
-        for offset in (at..end).step_by(to_usize(page_bytes.min(STEP_BYTES))) {
+        for offset in (at..step_end).step_by(to_usize(page_bytes.min(STEP_BYTES))) {
             let present =
                 answer.get(to_usize((offset - at) / PAGE_BYTES)).is_some_and(|b| b & 1 == 1);
-            let page = to_usize((view.file_offset + offset) / page_bytes);
-            if let Some(seen) = seen.get_mut(page).filter(|_| present) {
-                *seen = true;
+            let page = ((start + offset) / page_bytes).checked_sub(pages.start);
+            if let Some(seen) = page.and_then(|page| seen.get_mut(to_usize(page))) {
+                *seen |= present;
             }
         }
-        at = end;
+        at = step_end;
     }
     Ok(())
 }

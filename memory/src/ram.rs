@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuilder};
 
-use crate::backing::{BackingError, GivenContent, ZoneBacking};
+use crate::backing::{BackingError, FirstContents, GivenContent, ZoneBacking};
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
 use crate::give_back::DiscardBans;
 use crate::host::{Host, HugePagePolicy};
@@ -22,6 +22,7 @@ use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
 use crate::region::{AccessError, RamRegion, Zone, ZoneKind};
+use crate::zone_file::HeldFile;
 use crate::{GuestMemory, GuestMemoryHandle, to_usize};
 
 /// Guest RAM that could not be made. Nothing is left behind.
@@ -145,12 +146,25 @@ impl Given {
     }
 }
 
+/// What guest RAM is made from, beside its configuration.
+#[derive(Debug, Clone, Default)]
+pub struct Origin {
+    /// Files that zones are to consist of, in place of their own.
+    pub given: Vec<Given>,
+    /// Locked files of a machine that the same VM had before: see [`GuestRam::held_files`].
+    pub held: Vec<HeldFile>,
+    /// What the memory holds at first.
+    pub contents: FirstContents,
+}
+
 /// A guest's RAM: regions in order of guest address, and the view of them that devices use.
 #[derive(Debug)]
 pub struct GuestRam {
     regions: Vec<Arc<RamRegion>>,
     memory: GuestMemoryHandle,
     warnings: Vec<String>,
+    held: Vec<HeldFile>,
+    starts_zero: bool,
     discard_bans: Arc<DiscardBans>,
 }
 
@@ -187,15 +201,30 @@ impl GuestRam {
         layout: RamLayout,
         given: &[Given],
     ) -> Result<Self, RamError> {
-        Self::on_host(config, layout, given, &Host::real())
+        let origin = Origin { given: given.to_vec(), ..Origin::default() };
+        Self::with_origin(config, layout, &origin)
+    }
+
+    /// Makes guest RAM of what `origin` has for it. Where contents are to arrive, files are emptied, which
+    /// takes time that grows with what they hold; nothing else does.
+    ///
+    /// # Errors
+    /// As [`with_files`](Self::with_files); a file that another process uses, or that cannot be emptied.
+    pub fn with_origin(
+        config: &RamConfig,
+        layout: RamLayout,
+        origin: &Origin,
+    ) -> Result<Self, RamError> {
+        Self::on_host(config, layout, origin, &Host::real())
     }
 
     fn on_host(
         config: &RamConfig,
         layout: RamLayout,
-        files: &[Given],
+        origin: &Origin,
         host: &Host,
     ) -> Result<Self, RamError> {
+        let files = &origin.given;
         config.validate()?;
         let known = |id: &String| config.zones.iter().any(|zone| zone.id == *id);
         if let Some(given) = files.iter().find(|given| !known(&given.zone)) {
@@ -210,19 +239,31 @@ impl GuestRam {
             config.zones.iter().filter(|zone| !is_given(&zone.id)).cloned().collect();
         check_reservation(&made, host)?;
         let policy = host.huge_page_policy();
-        let mut zones = Vec::new();
+        let mut backings: Vec<(&ZoneSpec, ZoneBacking)> = Vec::new();
         for spec in &config.zones {
             let given = files.iter().find(|given| given.zone == spec.id);
-            let backing = match given {
-                Some(given) => ZoneBacking::given(spec, Arc::clone(&given.file), given.content())?,
-                None => ZoneBacking::create(spec, host, policy)?,
+            let backing = if let Some(given) = given {
+                ZoneBacking::given(spec, Arc::clone(&given.file), given.content())?
+            } else {
+                let held = origin.held.iter().find(|held| held.zone == spec.id);
+                ZoneBacking::create(spec, host, policy, origin.contents, held)
+                    .map_err(|error| same_file(&backings, error))?
             };
+            backings.push((spec, backing));
+        }
+        check_same_files(&backings)?;
+        let mut zones = Vec::new();
+        for (spec, mut backing) in backings {
+            let given = files.iter().find(|given| given.zone == spec.id);
+            if given.is_none() && origin.contents == FirstContents::Nothing {
+                // Every file is known to be this VM's, and nothing of it is mapped yet.
+                backing.empty(spec)?;
+            }
             let shared = backing.kind == ZoneKind::Shared && !backing.hugetlb;
             let collapse = shared && spec.thp && !policy.shared;
             let lease = given.and_then(|given| given.lease.clone());
             zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, lease)));
         }
-        check_same_files(&zones)?;
         let made: Vec<_> = zones.iter().filter(|zone| !is_given(&zone.spec.id)).cloned().collect();
         check_hugetlb(&made, host)?;
         let page_bytes =
@@ -242,7 +283,9 @@ impl GuestRam {
         let memory = GuestMemoryHandle::new(assemble(&regions)?);
         let mut warnings = warnings(&regions, policy);
         warnings.extend(merge_pages(&regions));
-        Ok(Self { regions, memory, warnings, discard_bans: Arc::default() })
+        let held = zones.iter().filter_map(|zone| zone.held_file()).collect();
+        let starts_zero = zones.iter().all(|zone| !zone.backing.holds_data);
+        Ok(Self { regions, memory, warnings, held, starts_zero, discard_bans: Arc::default() })
     }
 
     /// Guest memory as devices see it; clones of the handle stay current and keep it mapped.
@@ -262,6 +305,18 @@ impl GuestRam {
     /// All RAM that the guest may use now, in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.regions.iter().map(|region| region.usable_bytes()).sum()
+    }
+
+    /// Whether all of it was zero when it was made. False where a file held data, of which a boot must not
+    /// believe that it is gone.
+    pub fn starts_zero(&self) -> bool {
+        self.starts_zero
+    }
+
+    /// The locked files of its zones. As long as they are kept no other VM gets them; the next machine of
+    /// the same VM takes them over with [`Origin::held`].
+    pub fn held_files(&self) -> Vec<HeldFile> {
+        self.held.clone()
     }
 
     /// What the user asked for and does not quite get, a sentence each.
@@ -352,16 +407,28 @@ fn check_reservation(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
     Ok(())
 }
 
-fn check_same_files(zones: &[Arc<Zone>]) -> Result<(), RamError> {
+/// A file that another zone of the same VM has locked is no matter of another process.
+fn same_file(backings: &[(&ZoneSpec, ZoneBacking)], error: BackingError) -> RamError {
+    let BackingError::InUse { zone: second, identity, .. } = &error else { return error.into() };
+    let is_it = |backing: &ZoneBacking| {
+        let data = backing.file.as_ref().and_then(|file| file.metadata().ok());
+        data.is_some_and(|data| (data.dev(), data.ino()) == *identity)
+    };
+    match backings.iter().find(|(_, backing)| is_it(backing)) {
+        Some((first, _)) => RamError::SameFile { first: first.id.clone(), second: second.clone() },
+        None => error.into(),
+    }
+}
+
+fn check_same_files(backings: &[(&ZoneSpec, ZoneBacking)]) -> Result<(), RamError> {
     let mut seen = BTreeMap::new();
-    for zone in zones {
-        let Some(metadata) = zone.backing.file.as_ref().and_then(|file| file.metadata().ok())
-        else {
+    for (spec, backing) in backings {
+        let Some(metadata) = backing.file.as_ref().and_then(|file| file.metadata().ok()) else {
             continue;
         };
-        let second = zone.spec.id.clone();
+        let second = spec.id.clone();
         // Two private mappings of one template do not meet.
-        if zone.backing.kind == ZoneKind::PrivateFile {
+        if backing.kind == ZoneKind::PrivateFile {
             continue;
         }
         if let Some(first) = seen.insert((metadata.dev(), metadata.ino()), second.clone()) {

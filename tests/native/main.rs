@@ -15,6 +15,7 @@ mod disks;
 mod events;
 mod fault_sources;
 mod fault_stress;
+mod file_zones;
 mod harness;
 mod hotplug;
 mod http;
@@ -85,5 +86,6 @@ fn main() -> ExitCode {
     fault_stress::add(&mut suite);
     hotplug::add(&mut suite);
     soak::add(&mut suite);
+    file_zones::add(&mut suite);
     suite.main()
 }

@@ -201,7 +201,7 @@ fn run_mem(data: &[u8]) -> Setup<()> {
     let ram = Arc::new(memory::GuestRam::new(&config, memory::RamLayout::default())?);
     let guest = guest_over(&ram, data)?;
     let region = ram.regions().last().ok_or("no region")?;
-    let shared = mem::Shared::new(Arc::clone(&ram), Arc::clone(region)).ok_or("no blocks")?;
+    let shared = mem::Shared::new(Arc::clone(&ram), Arc::clone(region))?.ok_or("no blocks")?;
     shared.request(6 * BLOCK_BYTES);
     run(mem::worker::MemWorker::new(guest.queue(0)?, Arc::new(shared)))?;
     assert!(region.usable_bytes() <= 6 * BLOCK_BYTES, "more than it may have");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Threads that serve one queue and watch nothing else.
+//! Threads that serve one queue, and perhaps an event of other threads.
 //!
 //! Owns what they have in common: when the queue is looked at, and what is saved of it. What a
 //! request means is with each of them.
@@ -8,12 +8,14 @@
 use std::os::fd::AsRawFd;
 
 use virtio_queue::QueueState;
+use vmm_sys_util::eventfd::EventFd;
 
 use super::device::{ActivateError, Activation};
 use super::queue::{Broken, WorkQueue};
 use super::worker::{Watch, Work};
 
 const KICK_TOKEN: u64 = 0;
+const EVENT_TOKEN: u64 = 1;
 
 /// Serves one queue, with nothing in flight when `serve` returns.
 pub(crate) trait OneQueue: Send + 'static {
@@ -21,15 +23,33 @@ pub(crate) trait OneQueue: Send + 'static {
     fn queue(&self) -> &WorkQueue;
     /// Takes what has come. After enough of it, it may kick the queue itself and return.
     fn serve(&mut self) -> Result<(), Broken>;
+    /// Readable when there is other work than the queue's.
+    fn event(&self) -> Option<&EventFd> {
+        None
+    }
+    /// Does that work. Called at the start, too; may signal the event itself and return.
+    fn other_work(&mut self) {}
 }
 
 impl<W: OneQueue> Work for W {
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         watch.on(KICK_TOKEN, self.queue().kick().as_raw_fd())?;
+        if let Some(event) = self.event() {
+            watch.on(EVENT_TOKEN, event.as_raw_fd())?;
+        }
+        self.other_work();
         self.serve()
     }
 
-    fn ready(&mut self, _token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+    fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        if token == EVENT_TOKEN {
+            if let Some(event) = self.event() {
+                // Another wake-up may have taken it, which is as good.
+                let _ = event.read();
+            }
+            self.other_work();
+            return Ok(());
+        }
         self.queue().take_kick();
         self.serve()
     }

@@ -17,7 +17,8 @@ use crate::{PAGE_BYTES, to_usize};
 
 impl RamRegion {
     /// Gives the memory of `range` back to the host, in both mappings and for every process that
-    /// shares it; it reads as zero from then on. Both maps are updated: resident and zero.
+    /// shares it; it reads as zero from then on, and the zero map says so. Which pages have their content
+    /// is not changed: one that is still to arrive is still to arrive.
     ///
     /// What cannot be given back (parts of hugetlb pages, private mappings of files, file systems
     /// without holes) is zeroed in place. The pages count as written, so that a migration that is going
@@ -45,7 +46,6 @@ impl RamRegion {
             ZoneKind::Shared => self.discard_shared(range).map_err(failed)?,
         }
         self.zero.set_zero(Self::pages_of(range));
-        self.resident.set_resident(Self::pages_of(range));
         // After the pages are gone: whoever takes this bit sees zeros, and not what was before.
         self.device_dirty.mark_dirty(to_usize(range.start), to_usize(range.end - range.start));
         Ok(())
@@ -87,8 +87,26 @@ impl RamRegion {
         }
     }
 
+    /// Makes `range` read as zero with the pages that it has: nothing is given back, and no hole is filled.
+    /// What was not zero before counts as written. For memory that may be pinned, or is about to be used.
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region, or the kernel does not say what is populated.
+    pub(crate) fn clear_in_place(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.check_pages(range)?;
+        for run in self.populated_runs(range)? {
+            self.zero_in_place(&run)?;
+            self.device_dirty.mark_dirty(to_usize(run.start), to_usize(run.end - run.start));
+        }
+        self.zero.set_zero(Self::pages_of(range));
+        Ok(())
+    }
+
     /// Zeroes the parts of `range` that are populated; the others are zero already.
     fn zero_populated(&self, range: &Range<u64>) -> io::Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
         for run in self.ask_populated(range)? {
             self.zero_in_place(&run).map_err(io::Error::other)?;
         }

@@ -33,6 +33,7 @@ use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
 use crate::populated::{View, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
+use crate::zone_file::HeldFile;
 use crate::{PAGE_BYTES, to_usize};
 
 /// What kind of memory a zone is.
@@ -139,6 +140,13 @@ impl Zone {
         lease: Option<Arc<PoolConnection>>,
     ) -> Self {
         Self { spec, backing, collapse, views: Mutex::default(), _lease: lease }
+    }
+
+    /// Its file, where that has a lock to be kept.
+    pub fn held_file(&self) -> Option<HeldFile> {
+        let file = self.backing.file.as_ref().filter(|_| self.backing.locked)?;
+        let (zone, kind) = (self.spec.id.clone(), self.backing.kind);
+        Some(HeldFile { zone, file: Arc::clone(file), kind })
     }
 
     fn add_view(&self, mapping: &Arc<Mapping>, file_offset: u64) {

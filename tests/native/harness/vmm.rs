@@ -12,7 +12,7 @@ use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use guest_reader::{Guest, Patience, Status, VerifyReport};
+use guest_reader::{AttachOptions, Guest, Patience, Status, VerifyReport};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -22,6 +22,9 @@ pub use super::programs::{CH_REMOTE, VMM};
 
 /// For the guest to start, or its pages to arrive.
 pub const GUEST_PATIENCE: Patience = Patience::millis(60_000);
+
+/// What a file is to be called that holds guest memory, so that the guest is found in it.
+pub const RAM_FILE: &str = "godwit-ram";
 
 /// Process ids that have not been waited for; a test that overran left them behind.
 static RUNNING: Mutex<Vec<u32>> = Mutex::new(Vec::new());
@@ -182,11 +185,20 @@ impl Vmm {
         });
     }
 
+    /// Its guest, whose memory may be in a file that is called [`RAM_FILE`].
+    #[track_caller]
+    fn attach(&self) -> Guest {
+        let options =
+            AttachOptions { names: vec![RAM_FILE.to_owned()], ..AttachOptions::default() };
+        GUEST_PATIENCE
+            .until("the start of the guest", || Guest::attach_with(self.pid(), &options).map(Some))
+            .unwrap_or_else(|error| panic!("{error}\n{}", self.output()))
+    }
+
     /// Its guest, once it has filled its pages and the workload runs.
     #[track_caller]
     pub fn guest(&self) -> Guest {
-        let guest = Guest::attach_within(self.pid(), GUEST_PATIENCE)
-            .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
+        let guest = self.attach();
         guest
             .wait_until("the workload", GUEST_PATIENCE, |status| {
                 let filled = status.known().all(|vcpu| vcpu.state != "prefill");
@@ -234,7 +246,7 @@ impl Vmm {
     /// The same for a VM that is paused.
     #[track_caller]
     pub fn verify_paused(&self) -> VerifyReport {
-        let guest = Guest::attach_within(self.pid(), GUEST_PATIENCE).expect("the guest");
+        let guest = self.attach();
         let report = guest.verify_all(2).expect("every page can be read");
         let status = guest.status().expect("the guest's status");
         assert!(report.is_clean(), "{report:?}");

@@ -14,7 +14,7 @@ use super::open::Opened;
 use super::save::for_each_block;
 use crate::cancel::Cancel;
 use crate::layout::{PAGE_BYTES, PageRun};
-use crate::ram::{self, GuestMemoryMap};
+use crate::ram::GuestMemoryMap;
 
 /// What was read.
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +25,8 @@ pub struct CopyReport {
     pub took: Duration,
 }
 
-/// Fills the memory of a machine that has not run. What it holds is thrown away.
+/// Fills the memory of a machine that has not run. It must hold nothing: pages that are zero in the
+/// snapshot are not written, and it may be pinned for devices by now, so that nothing can be thrown away.
 ///
 /// # Errors
 /// Naming the file and what is wrong with it; the memory is of no use then.
@@ -37,7 +38,6 @@ pub fn copy_in<M: GuestMemoryMap>(
 ) -> Result<CopyReport, SnapshotError> {
     let began = Instant::now();
     let (geometry, index) = snapshot.index_for(memory.layout())?;
-    empty_all(memory)?;
     let file = snapshot.memory();
     let data_pages = AtomicU64::new(0);
     for_each_block(&geometry, threads, cancel, |block| {
@@ -75,13 +75,4 @@ pub(crate) fn damaged<M: GuestMemoryMap>(
     let range = memory.layout().range_of(chunk);
     let part = format!("guest memory {:#x}+{:#x}", range.gpa, range.len_bytes);
     SnapshotError::Damaged { path: path.to_owned(), part }
-}
-
-/// Throws away what memory holds: a zone may be backed by a file with contents.
-pub(crate) fn empty_all<M: GuestMemoryMap>(memory: &M) -> Result<(), SnapshotError> {
-    for (region, info) in memory.layout().regions().iter().enumerate() {
-        let all = PageRun { region, first: 0, count: info.pages() };
-        ram::empty(memory, all).map_err(SnapshotError::Memory)?;
-    }
-    Ok(())
 }

@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::block::{checksum_of, present_runs};
-use super::copy::{damaged, empty_all};
+use super::copy::damaged;
 use super::error::SnapshotError;
 use super::file::{AlignedBuffer, MemoryFile};
 use super::geometry::{CHUNK_PAGES, Geometry};
@@ -108,14 +108,13 @@ pub struct Filling<M: GuestMemoryMap> {
 impl<M: GuestMemoryMap> Filling<M> {
     /// Watches the memory of a machine that has not run: from now on any access gets what the
     /// snapshot holds. What nobody asks for is left to [`wait`](Self::wait), so that it costs the
-    /// start of the guest nothing. `stop` ends it, once the guest is gone.
+    /// start of the guest nothing. `stop` ends it, once the guest is gone. The memory must hold nothing yet.
     ///
     /// # Errors
     /// When the snapshot does not fit, or memory cannot be watched.
     pub fn start(snapshot: Opened, memory: &Arc<M>, stop: Cancel) -> Result<Self, SnapshotError> {
         let began = Instant::now();
         let (geometry, index) = snapshot.index_for(memory.layout())?;
-        empty_all(&**memory)?;
         let source =
             Uffd::register(Arc::clone(memory), FAULT_READERS).map_err(SnapshotError::OnDemand)?;
         let source: Arc<dyn FaultSource> = Arc::new(source);

@@ -113,18 +113,6 @@ fn never_populated_memory_is_not_populated_and_takes_no_room() {
 }
 
 #[test]
-fn stale_contents_of_a_file_backed_zone_do_not_shine_through() {
-    let folder = taken(&filled(Backing::Shared));
-    let snapshot = Opened::open(folder.path()).unwrap();
-    let memory = memory(Backing::Shared);
-    for page in 0..2500 {
-        write(&memory, 1, page, u64::MAX);
-    }
-    copy_in(&snapshot, &*memory, 2, &Cancel::new().unwrap()).unwrap();
-    assert_same(&memory);
-}
-
-#[test]
 fn on_demand_shows_what_was_saved_to_whoever_touches_it() {
     for backing in [Backing::Shared, Backing::Anonymous] {
         let folder = taken(&filled(Backing::Shared));

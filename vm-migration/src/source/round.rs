@@ -9,6 +9,7 @@
 //! [`DirtyClear::Round`] all bits are cleared at the beginning, for comparison.) Holes are never
 //! read, so they stay holes.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::announce::{Announcer, full_blocks};
@@ -77,7 +78,7 @@ impl Line {
     }
 
     /// The pages of units of one region.
-    fn slice(&self, units: &std::ops::Range<u64>) -> Slice {
+    fn slice(&self, units: &Range<u64>) -> Slice {
         let region = self.region_at(units.start);
         let (region_first, region_pages) = self.regions[region];
         let first = (units.start - region_first) * UNIT_PAGES;
@@ -91,7 +92,7 @@ impl Line {
     }
 
     /// The same of some units.
-    fn slices_of(&self, units: std::ops::Range<u64>) -> impl Iterator<Item = Slice> {
+    fn slices_of(&self, units: Range<u64>) -> impl Iterator<Item = Slice> {
         let mut at = units.start;
         std::iter::from_fn(move || {
             let left = units.end.saturating_sub(at);
@@ -368,6 +369,23 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         Ok((word_runs(&populated, first), left_out))
     }
 
+    /// Divides dirty runs into what is populated and what is not (any more): the guest's balloon has given
+    /// it back, and looking for zeros in it would take it from the host again. Asked after the dirty bits
+    /// were cleared, so that a page that is populated from now on is found dirty later. One question for
+    /// all runs of a slice.
+    fn without_holes(
+        &self,
+        region: usize,
+        dirty: Vec<Run>,
+    ) -> Result<(Vec<Run>, Vec<Run>), Failure> {
+        let (Some((start, _)), Some((last, count))) = (dirty.first(), dirty.last()) else {
+            return Ok((dirty, Vec::new()));
+        };
+        let populated = self.memory.populated_runs(region, *start..last + count);
+        let populated = populated.map_err(Cause::Memory).step("finding populated memory")?;
+        Ok(divide(&dirty, &populated))
+    }
+
     /// Clears the slice's dirty bits, and only then finds out what its pages hold.
     fn add_content(
         &self,
@@ -395,16 +413,21 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
                 let (runs, free) = self.wanted(slice)?;
                 let counters = &self.context.progress.counters;
                 counters.free_pages.fetch_add(free, Ordering::Relaxed);
+                content.done_pages += pages;
                 runs
             }
             RoundKind::Dirty => {
                 mask_tail(words, pages);
-                word_runs(words, first)
+                let dirty = word_runs(words, first);
+                content.done_pages += dirty.iter().map(|(_, count)| count).sum::<u64>();
+                let (populated, holes) = self.without_holes(region, dirty)?;
+                for (first, count) in holes {
+                    let run = PageRun { region, first, count };
+                    // What such a peer is sent is read, and becomes a page here.
+                    push(if self.zero_flags { &mut content.zero } else { &mut content.data }, run);
+                }
+                populated
             }
-        };
-        content.done_pages += match self.kind {
-            RoundKind::First => pages,
-            RoundKind::Dirty => runs.iter().map(|(_, count)| count).sum(),
         };
         for (first, count) in runs {
             for page in first..first + count {
@@ -440,6 +463,31 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         self.context.progress.sent_down(content.done_pages * PAGE_BYTES);
         Ok(data_bytes)
     }
+}
+
+/// First page and number of pages.
+type Run = (u64, u64);
+
+/// The parts of `runs` that lie in `populated`, and those that do not; all of them ascending.
+fn divide(runs: &[Run], populated: &[Range<u64>]) -> (Vec<Run>, Vec<Run>) {
+    let (mut inside, mut outside) = (Vec::new(), Vec::new());
+    let mut rest = populated.iter().peekable();
+    for (first, count) in runs {
+        let (mut at, end) = (*first, first + count);
+        while at < end {
+            while rest.next_if(|run| run.end <= at).is_some() {}
+            let next = rest.peek().map_or(end..end, |run| run.start.min(end)..run.end.min(end));
+            if at < next.start {
+                outside.push((at, next.start - at));
+                at = next.start;
+            }
+            if at < next.end {
+                inside.push((at, next.end - at));
+                at = next.end;
+            }
+        }
+    }
+    (inside, outside)
 }
 
 /// Clears bits of the last word that are beyond the slice.
@@ -489,6 +537,22 @@ mod tests {
     use crate::layout::{Backing, RegionInfo};
 
     proptest! {
+        #[test]
+        fn each_dirty_page_is_populated_or_not(dirty: [u64; 2], present: [u64; 2]) {
+            let pages = |words: &[u64]| {
+                let runs = word_runs(words, 7);
+                runs.into_iter().flat_map(|(first, count)| first..first + count).collect::<Vec<_>>()
+            };
+            let populated: Vec<_> =
+                word_runs(&present, 7).into_iter().map(|(first, count)| first..first + count).collect();
+            let (inside, outside) = divide(&word_runs(&dirty, 7), &populated);
+            let listed = |runs: Vec<Run>| {
+                runs.into_iter().flat_map(|(first, count)| first..first + count).collect::<Vec<_>>()
+            };
+            prop_assert_eq!(listed(inside), pages(&[dirty[0] & present[0], dirty[1] & present[1]]));
+            prop_assert_eq!(listed(outside), pages(&[dirty[0] & !present[0], dirty[1] & !present[1]]));
+        }
+
         #[test]
         fn slices_cover_each_page_once_and_never_leave_a_region(
             sizes in prop::collection::vec(1u64..3000, 1..6), wants in prop::collection::vec(1u64..40, 1..8),

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{
-    Builder, FakeMemory, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory,
-    options, send,
+    Builder, FakeMemory, FakeVm, Guest, LIMITS, REGIONS, Target, assert_whole, have_uffd, loopback,
+    memory, options, send,
 };
 use crate::MemoryMode;
 use crate::layout::{Backing, PAGE_BYTES};
 use crate::progress::{Phase, Snapshot};
-use crate::testing::Pace;
+use crate::testing::{Inject, Pace};
 use crate::transport::Address;
 
 /// Memory and guest of one case.
@@ -224,4 +224,27 @@ fn restoring_state_may_touch_memory_that_has_not_arrived() {
     send(case.vm(), &options).unwrap();
     receiver.join().unwrap().stop();
     assert_whole(&case.guest, &case.to);
+}
+
+#[test]
+fn holes_that_count_as_dirty_stay_holes_at_both_sides() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 12);
+    guest.fill_all(&from, 0, 0..64);
+    let pages = |memory: &FakeMemory| -> u64 {
+        (0..REGIONS.len()).map(|region| memory.populated_bytes(region).unwrap() / PAGE_BYTES).sum()
+    };
+    let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
+    // Every page is dirty in each round, as when a balloon gives all of them back again and again; and
+    // what the guest writes meanwhile are 100 pages at most.
+    let pace = Pace::Paced(1, Duration::from_millis(1));
+    let vm = FakeVm::new(&from, &guest).load(1, 1, pace).inject(Inject::Busy).running();
+    let finished = send(vm, &options(&target.address)).unwrap();
+    let here = pages(&from);
+    target.join().unwrap().vm.stop();
+    let there = pages(&to);
+    assert!(finished.report.zero_pages > 2000, "{:?}", finished.report);
+    assert!(here < 200, "{here} pages at the source");
+    assert!(there < 200, "{there} pages at the destination");
+    assert_whole(&guest, &to);
 }

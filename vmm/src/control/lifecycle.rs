@@ -13,7 +13,7 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::config::VmConfig;
 use crate::events;
-use crate::machine::{Consoles, KeptDisks, Machine, MachineError, WriteBack};
+use crate::machine::{Consoles, KeptOverReboot, Machine, MachineError, WriteBack};
 
 fn failed(error: &dyn std::error::Error) -> ApiError {
     ApiError::from_error(ApiErrorKind::Failed, error)
@@ -49,7 +49,7 @@ impl Vmm {
         emit("booting");
         let mut config = config;
         let consoles = Consoles::open(&mut config).map_err(|error| failed(&error))?;
-        let kept = KeptDisks::default();
+        let kept = KeptOverReboot::default();
         let machine = self.start_machine(config, consoles, kept).map_err(|error| failed(&error))?;
         self.vm = Vm::Live(Box::new(machine));
         emit("booted");
@@ -60,13 +60,13 @@ impl Vmm {
         &mut self,
         config: VmConfig,
         consoles: Consoles,
-        mut kept: KeptDisks,
+        mut kept: KeptOverReboot,
     ) -> Result<Machine, MachineError> {
         let sink = self.new_sink();
         let mut machine = Machine::boot(config, consoles, &self.host, sink, &mut kept)?;
         machine.resume()?;
         machine.settle()?;
-        kept.passed_on();
+        kept.disks.passed_on();
         Ok(machine)
     }
 
@@ -155,7 +155,8 @@ impl Vmm {
             return Err(ApiError::not_booted());
         };
         let (config, consoles) = (machine.lasting_config(), machine.consoles().clone());
-        let kept = machine.keep_disks();
+        let files = machine.ram().held_files();
+        let kept = KeptOverReboot { disks: machine.keep_disks(), files };
         // Taps and memory of the old machine go before the new one wants them.
         drop(machine);
         self.stop_filling();

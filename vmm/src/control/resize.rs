@@ -54,13 +54,11 @@ impl Vmm {
         })
     }
 
-    /// All of memory is here: what the guest put into its balloon before may go, the rest gets its
-    /// huge pages back, and vCPUs get their tables filled.
+    /// All of memory is here: what the guest gave up before may go, the rest gets its huge pages back, and
+    /// vCPUs get their tables filled.
     pub(super) fn memory_has_come(&mut self) {
         if let Vm::Live(machine) = &mut self.vm {
-            if let Some(balloon) = machine.balloon() {
-                balloon.retry();
-            }
+            machine.retry_giving_back();
             machine.restore_huge_pages();
             if self.prefault_stage2 {
                 machine.prefault_stage2();

@@ -13,10 +13,10 @@ use arch::layout::{self, GpaRange};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
 use arch::{BootEntry, BootError, BootSpec, regs};
 use hypervisor::{BootRegisters, KvmError, Vcpu};
-use memory::GuestRam;
+use memory::{GuestMemory, GuestRam};
 use pci::{MmioRange, MmioWindows};
 use thiserror::Error;
-use vm_memory::GuestAddressSpace as _;
+use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemoryError};
 
 use super::ram;
 use crate::config::{CpusConfig, PlatformConfig, VmConfig};
@@ -46,6 +46,15 @@ pub enum MachineBootError {
         /// Why.
         #[source]
         source: BootError,
+    },
+    /// What an earlier VM has left in a file.
+    #[error("cannot clear guest memory at {gpa:#x}")]
+    Clear {
+        /// Where.
+        gpa: u64,
+        /// Why.
+        #[source]
+        source: GuestMemoryError,
     },
     /// The tables.
     #[error("cannot write the ACPI tables")]
@@ -145,6 +154,17 @@ fn smbios_inputs(platform: Option<&PlatformConfig>) -> SmbiosInputs {
     }
 }
 
+/// Clears what a guest searches for tables: those of the VM that had this memory before are not its own.
+fn clear_low_memory(memory: &GuestMemory) -> Result<(), MachineBootError> {
+    const ZEROS: [u8; 4096] = [0; 4096];
+    for gpa in (0..layout::HIGH_RAM_GPA).step_by(ZEROS.len()) {
+        memory
+            .write_slice(&ZEROS, GuestAddress(gpa))
+            .map_err(|source| MachineBootError::Clear { gpa, source })?;
+    }
+    Ok(())
+}
+
 /// Writes tables, kernel, initramfs and command line into guest memory.
 ///
 /// # Errors
@@ -180,6 +200,9 @@ pub fn load(
     }
     let memory = ram.guest_memory();
     let memory = &*memory.memory();
+    if !ram.starts_zero() {
+        clear_low_memory(memory)?;
+    }
     let rsdp_gpa = acpi::write_tables(memory, &inputs).map_err(MachineBootError::Acpi)?;
     smbios::write_tables(memory, &smbios_inputs(config.platform.as_ref()))
         .map_err(MachineBootError::Smbios)?;
@@ -191,7 +214,7 @@ pub fn load(
         rsdp_gpa,
         reserved: &[],
         later: &later,
-        ram_is_zero: true,
+        ram_is_zero: ram.starts_zero(),
     };
     arch::load_kernel(memory, &mut kernel, initramfs.as_mut(), &spec)
         .map_err(|source| MachineBootError::Load { files: payload_files(config), source })

@@ -8,6 +8,7 @@
 
 use devices::virtio::block::{BlockConfig, DiskError, DiskLock};
 use devices::virtio::net::TapError;
+use memory::HeldFile;
 use thiserror::Error;
 
 use super::virtio::VirtioDevices;
@@ -71,6 +72,15 @@ pub(super) fn give_back(id: String, lock: &DiskLock) {
 
 fn writable(id: &str, lock: &DiskLock) -> Option<(String, DiskLock)> {
     (lock.is_held() && lock.is_writable()).then(|| (id.to_owned(), lock.clone()))
+}
+
+/// What a VM has all the time while its machine is made anew: no other VM can get it in between.
+#[derive(Default)]
+pub struct KeptOverReboot {
+    /// Images of its disks.
+    pub disks: KeptDisks,
+    /// Files of its memory.
+    pub files: Vec<HeldFile>,
 }
 
 /// Open images with their locks, on their way from one machine to the next one in the same process.

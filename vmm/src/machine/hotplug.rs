@@ -170,9 +170,7 @@ impl Machine {
             events::emit("vm", "device-removed", &[("id", &id)]);
         }
         // What it holds may go back to the host when no passed-through device is left.
-        if let Some(balloon) = self.balloon() {
-            balloon.retry();
-        }
+        self.retry_giving_back();
     }
 
     /// Its configuration as it is to be after the guest's end: without the devices that were to go.

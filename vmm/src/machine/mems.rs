@@ -73,6 +73,15 @@ pub fn make(config: &MemoryConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, Me
 }
 
 impl Machine {
+    /// What the guest gave up and the host has not got, in the balloon or in blocks of memory devices, may
+    /// go now: their threads try again.
+    pub fn retry_giving_back(&self) {
+        if let Some(balloon) = self.balloon() {
+            balloon.retry();
+        }
+        self.devices.mems().iter().for_each(|(_, device)| device.retry());
+    }
+
     /// Lets a zone have another size, or the only one there is; returns its name. The guest takes or
     /// gives memory until it is there.
     ///

@@ -49,7 +49,7 @@ use hypervisor::{
     CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig, ThreadsError,
     Vcpu, VcpuInit, VcpuStateError, VcpuThreads, Vm,
 };
-use memory::{Collapse, Given, GuestRam};
+use memory::{Collapse, FirstContents, Given, GuestRam, Origin};
 use pci::{
     ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciError, PciSegment, PciStateError,
 };
@@ -62,7 +62,7 @@ pub use balloons::ResizeBalloonError;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
-pub use exclusive::{ExclusiveError, KeptDisks, WriteBackFailed};
+pub use exclusive::{ExclusiveError, KeptDisks, KeptOverReboot, WriteBackFailed};
 pub use faults::MissingPages;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
@@ -329,7 +329,7 @@ impl Chassis {
 
 impl Machine {
     /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow.
-    /// Disks that are in `kept` are not opened again.
+    /// Images and files of memory that are in `kept` are not opened again.
     ///
     /// # Errors
     /// Naming what is missing.
@@ -338,14 +338,17 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
-        kept: &mut KeptDisks,
+        kept: &mut KeptOverReboot,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
         let given = slot.iter().map(PrepinnedSlot::memory).collect();
-        let ram = ram::make(&config.memory, bits, true, given)?;
+        let held = std::mem::take(&mut kept.files);
+        let origin = Origin { given, held, contents: FirstContents::AsFound };
+        let ram = ram::make(&config.memory, bits, origin)?;
         let opening = (Opening::Meanwhile, slot);
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening, kept)?;
+        let mut chassis =
+            Chassis::build(&config, &consoles, host, sink, ram, opening, &mut kept.disks)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let entry = boot::load(
             &chassis.ram,
@@ -381,10 +384,11 @@ impl Machine {
     }
 
     /// Memory for a machine that is still to come, not populated. The zones that are named in
-    /// `given` consist of these files.
+    /// `given` consist of these files, as they are; all others hold nothing: what was in their files is
+    /// thrown away here, before a page arrives and before any is pinned.
     ///
     /// # Errors
-    /// Naming the zone and what is missing here.
+    /// Naming the zone and what is missing here, or which other process has its file.
     pub fn arriving_ram(
         config: &VmConfig,
         host: &Host,
@@ -393,7 +397,9 @@ impl Machine {
         passthrough::check_config(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file)));
-        Ok(ram::make(&config.memory, bits, false, given.collect())?)
+        let contents = FirstContents::Nothing;
+        let origin = Origin { given: given.collect(), held: Vec::new(), contents };
+        Ok(ram::make(&config.memory, bits, origin)?)
     }
 
     /// A machine on such memory, whose state is still to come, paused. Does not touch what is in

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use arch::layout;
 use hypervisor::{KvmError, SlotConfig, SlotError, Vm};
 use memory::{
-    Backing, BackingError, Given, GuestRam, HugePageSize, PrefaultError, RamConfig, RamError,
-    RamLayout, RamRegion, ZoneSpec,
+    Backing, BackingError, FirstContents, GuestRam, HugePageSize, Origin, PrefaultError, RamConfig,
+    RamError, RamLayout, RamRegion, ZoneSpec,
 };
 use thiserror::Error;
 
@@ -156,17 +156,16 @@ pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, M
     Ok(Some((zone_spec(zone, config.thp)?, socket)))
 }
 
-/// Makes guest RAM. `populate` is false where contents are still to arrive; the zones named in
-/// `given` consist of files that somebody handed over.
+/// Makes guest RAM. Where contents are still to arrive, as `origin` says, nothing is populated.
 ///
 /// # Errors
 /// Naming the zone and the limit.
 pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
-    populate: bool,
-    given: Vec<Given>,
+    mut origin: Origin,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
+    let populate = origin.contents == FirstContents::AsFound;
     let zones = zones(config);
     let mut specs =
         zones.iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<Vec<_>, _>>()?;
@@ -175,16 +174,16 @@ pub fn make(
         specs.push(ZoneSpec { block_bytes: Some(later.block_bytes), ..spec });
     }
     let layout = layout_of(phys_bits);
-    let mut files = given;
     if populate {
         // Contents that arrive want memory that is not there yet.
         let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
-        let is_there = |zone: &ZoneSpec| files.iter().any(|file| file.zone() == zone.id);
+        let is_there = |zone: &ZoneSpec| origin.given.iter().any(|file| file.zone() == zone.id);
         let wishes: Vec<_> =
             specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
-        files.extend(prezeroed::take(&wishes));
+        let taken = prezeroed::take(&wishes);
+        origin.given.extend(taken);
     }
-    let ram = with_given(&RamConfig { zones: specs }, layout, files)?;
+    let ram = with_origin(&RamConfig { zones: specs }, layout, origin)?;
     for warning in ram.warnings() {
         log::warn!("{warning}");
     }
@@ -195,18 +194,18 @@ pub fn make(
     Ok(Arc::new(ram))
 }
 
-/// Makes guest RAM of what was handed over; memory of a pool that is not as it should be is left
-/// out.
-fn with_given(
+/// Makes guest RAM of what there is for it; memory of a pool that is not as it should be is left out.
+fn with_origin(
     config: &RamConfig,
     layout: RamLayout,
-    mut files: Vec<Given>,
+    mut origin: Origin,
 ) -> Result<GuestRam, MachineRamError> {
     loop {
-        let error = match GuestRam::with_given(config, layout, &files) {
+        let error = match GuestRam::with_origin(config, layout, &origin) {
             Ok(ram) => return Ok(ram),
             Err(error) => error,
         };
+        let files = &mut origin.given;
         let unfit = match &error {
             RamError::Backing(BackingError::GivenFile { zone, .. }) => {
                 files.iter().position(|file| file.zone() == zone && file.is_prezeroed())

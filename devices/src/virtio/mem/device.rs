@@ -2,6 +2,7 @@
 
 //! The memory device.
 
+use std::io;
 use std::sync::Arc;
 
 use memory::GuestRam;
@@ -39,6 +40,9 @@ pub enum MemError {
         /// The name.
         zone: String,
     },
+    /// The host.
+    #[error("the host gives no descriptor for a memory device")]
+    Resource(#[source] io::Error),
     /// An amount that it cannot have.
     #[error(
         "{wanted_bytes} bytes cannot be added by '{id}': it has room for {room_bytes}, in blocks of \
@@ -78,9 +82,10 @@ impl MemHandle {
         Ok(())
     }
 
-    /// What could not be had or given before may be now: tells the driver, which would wait for up to
-    /// some minutes.
+    /// What could not be had or given before may be now: gives the host what is left of blocks that were
+    /// unplugged, and tells the driver, which would wait for up to some minutes.
     pub fn retry(&self) {
+        self.shared.ask_for_retry();
         if self.plugged_bytes() != self.requested_bytes() {
             self.shared.tell_driver();
         }
@@ -126,9 +131,11 @@ impl Mem {
     /// # Errors
     /// There is no such zone, or the guest cannot have so much of it.
     pub fn new(config: &MemConfig, ram: &Arc<GuestRam>) -> Result<Self, MemError> {
+        let no_zone = || MemError::NoZone { zone: config.zone.clone() };
         let region = ram.regions().iter().find(|region| region.zone_id() == config.zone);
-        let shared = region.and_then(|region| Shared::new(Arc::clone(ram), Arc::clone(region)));
-        let shared = shared.ok_or_else(|| MemError::NoZone { zone: config.zone.clone() })?;
+        let region = region.ok_or_else(no_zone)?;
+        let shared = Shared::new(Arc::clone(ram), Arc::clone(region));
+        let shared = shared.map_err(MemError::Resource)?.ok_or_else(no_zone)?;
         let device =
             Self { id: config.id.clone(), shared: Arc::new(shared), workers: Workers::default() };
         device.handle().resize(config.requested_bytes)?;

@@ -4,13 +4,15 @@
 //!
 //! Owns how much the guest is to have. Takes no lock but to look at the driver.
 
+use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use log::{debug, warn};
 use memory::plugging::PlugError;
 use memory::{GuestRam, RamRegion};
+use vmm_sys_util::eventfd::EventFd;
 
 use super::config::ConfigSpace;
 use super::requests::{Answer, Blocks, Have, Request};
@@ -26,14 +28,67 @@ pub(crate) struct Shared {
     driver: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     /// Called when the guest has got more of the region.
     pub(super) growth: OnceLock<Arc<dyn Fn() + Send + Sync>>,
+    /// Wakes the device's thread to give the host what it could not be given before.
+    retry_event: EventFd,
+    /// The block with which that goes on.
+    retry_from: AtomicU64,
+    /// Asked for since it began with the first one.
+    retry_asked: AtomicBool,
 }
+
+/// What is given to the host at a time: a request, or a pause, waits until that is done.
+const RETRY_BYTES: u64 = 1 << 30;
 
 impl Shared {
     /// `None` if the region does not come in blocks.
-    pub(crate) fn new(ram: Arc<GuestRam>, region: Arc<RamRegion>) -> Option<Self> {
-        let block_bytes = region.block_bytes()?;
+    ///
+    /// # Errors
+    /// The host has no descriptor left.
+    pub(crate) fn new(ram: Arc<GuestRam>, region: Arc<RamRegion>) -> io::Result<Option<Self>> {
+        let Some(block_bytes) = region.block_bytes() else { return Ok(None) };
         let (requested_bytes, driver) = (AtomicU64::new(0), Mutex::new(None));
-        Some(Self { ram, region, block_bytes, requested_bytes, driver, growth: OnceLock::new() })
+        let retry_event = EventFd::new(libc::EFD_NONBLOCK)?;
+        let (retry_from, retry_asked) = (AtomicU64::new(0), AtomicBool::new(false));
+        Ok(Some(Self {
+            ram,
+            region,
+            block_bytes,
+            requested_bytes,
+            driver,
+            retry_event,
+            retry_from,
+            retry_asked,
+            growth: OnceLock::new(),
+        }))
+    }
+
+    pub(super) fn retry_event(&self) -> &EventFd {
+        &self.retry_event
+    }
+
+    /// Has the device's thread try again to give unplugged blocks to the host.
+    pub(super) fn ask_for_retry(&self) {
+        self.retry_asked.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        // A full counter also means that the thread will look.
+        let _ = self.retry_event.write(1);
+    }
+
+    /// Gives some of them, and signals the event again if there are more. Only on the device's thread,
+    /// which is also the one that plugs.
+    pub(super) fn retry_unplugged(&self) {
+        let from = self.retry_from.load(Ordering::Relaxed);
+        if from == 0 {
+            self.retry_asked.store(false, Ordering::Release);
+        }
+        let next = self.ram.retry_unplugged(&self.region, from, RETRY_BYTES);
+        self.retry_from.store(next.unwrap_or(0), Ordering::Relaxed);
+        if next.is_some() || self.retry_asked.load(Ordering::Acquire) {
+            self.wake();
+        }
     }
 
     pub(super) fn region(&self) -> &RamRegion {
@@ -146,7 +201,7 @@ fn answer(done: &Result<(), PlugError>) -> Answer {
             debug!("{error}");
             Answer::Busy
         }
-        PlugError::NoPages(_) | PlugError::NotMapped { .. } => {
+        PlugError::NoPages(_) | PlugError::NotCleared { .. } | PlugError::NotMapped { .. } => {
             // Drivers try again after a while, and somebody may have raised the limit by then.
             warn!("a guest gets less memory than it is to have: {}", error_text::chain(error));
             Answer::Busy

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use memory::GuestMemory;
+use vmm_sys_util::eventfd::EventFd;
 
 use super::Shared;
 use super::requests::{ANSWER_BYTES, REQUEST_BYTES, Request};
@@ -34,6 +35,14 @@ impl OneQueue for MemWorker {
     fn serve(&mut self) -> Result<(), Broken> {
         let Self { queue, shared } = self;
         queue.serve(BUDGET, |memory, chain| answer(memory, chain, shared))
+    }
+
+    fn event(&self) -> Option<&EventFd> {
+        Some(self.shared.retry_event())
+    }
+
+    fn other_work(&mut self) {
+        self.shared.retry_unplugged();
     }
 }
 

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The lock on a file that backs guest memory.
+//!
+//! Two VMs that map one file shared write each other's memory, and emptying the file under a VM that
+//! runs destroys its guest. So a file is locked before anything is done to it that changes it, with an
+//! open-file-description lock: it belongs to what `open` made and to every duplicate of that, in this
+//! process or another (a page server, the destination of a local migration), and lasts until the last
+//! of them and the last mapping are gone, however their processes end. Owns taking the lock, and finding
+//! out which process has it. Must never wait for a lock.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// What a file is used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileUse {
+    /// It is mapped shared: what is written is in the file. One user at a time.
+    Written,
+    /// It is mapped privately, and must stay as it is. Any number of such users.
+    Read,
+}
+
+/// A lock that was not taken.
+#[derive(Debug)]
+pub enum LockError {
+    /// Another open file description has one that excludes it.
+    Held,
+    /// The file system has no locks.
+    NoLocks,
+    /// Something else.
+    Other(io::Error),
+}
+
+/// Most processes that are named as holders of a lock.
+const HOLDERS_MAX: usize = 3;
+
+fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
+    let narrow = |value| libc::c_short::try_from(value).map_err(io::Error::other);
+    let whole = libc::flock {
+        l_type: narrow(kind)?,
+        l_whence: narrow(libc::SEEK_SET)?,
+        l_start: 0,
+        // To the end, however far that is.
+        l_len: 0,
+        l_pid: 0,
+    };
+    // SAFETY: F_OFD_SETLK reads one flock, which lives during the call; the descriptor is open.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const whole) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Takes the lock of an open file, or changes the one that it has; fails at once. Where it fails, a
+/// lock that there was stays.
+pub fn lock(file: &File, wanted: FileUse) -> Result<(), LockError> {
+    let kind = match wanted {
+        FileUse::Written => libc::F_WRLCK,
+        FileUse::Read => libc::F_RDLCK,
+    };
+    set(file, kind).map_err(|error| match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => LockError::Held,
+        Some(libc::ENOLCK) => LockError::NoLocks,
+        _ => LockError::Other(error),
+    })
+}
+
+/// Ends the lock of an open file.
+pub fn unlock(file: &File) -> Result<(), LockError> {
+    set(file, libc::F_UNLCK).map_err(LockError::Other)
+}
+
+/// The processes that have a file locked, in words: as far as `/proc` shows them to this process.
+pub fn holders(file: &File) -> String {
+    let found = file.metadata().map(|data| holders_of(Path::new("/proc"), data.dev(), data.ino()));
+    match found {
+        Ok(found) if !found.is_empty() => found.join(" and "),
+        _ => "another process".to_owned(),
+    }
+}
+
+/// Looks for the lock in what the kernel says about each open file. File systems are not asked: one
+/// that hangs must not hang this.
+fn holders_of(proc: &Path, device: u64, inode: u64) -> Vec<String> {
+    let place = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
+    let mut found = Vec::new();
+    for process in fs::read_dir(proc).into_iter().flatten().flatten() {
+        let name = process.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let infos = fs::read_dir(process.path().join("fdinfo")).into_iter().flatten().flatten();
+        let mut texts = infos.filter_map(|info| fs::read_to_string(info.path()).ok());
+        if texts.any(|text| text.lines().any(|line| is_lock_of(line, &place))) {
+            found.push(format!("process {pid} ({})", program(&process.path())));
+            if found.len() == HOLDERS_MAX {
+                break;
+            }
+        }
+    }
+    found
+}
+
+/// Whether it reads like `lock: 1: OFDLCK  ADVISORY  WRITE -1 00:1a:77 0 EOF`.
+fn is_lock_of(line: &str, place: &str) -> bool {
+    let words = || line.split_ascii_whitespace();
+    line.starts_with("lock:") && words().any(|word| word == "OFDLCK") && words().any(|w| w == place)
+}
+
+/// What a process calls itself. The kernel keeps 15 bytes of it; where that is the begin of the name of
+/// its program, this is the whole.
+fn program(process: &Path) -> String {
+    let short = fs::read_to_string(process.join("comm")).unwrap_or_default();
+    let short = short.trim().to_owned();
+    let arguments = fs::read(process.join("cmdline")).unwrap_or_default();
+    let first = arguments.split(|byte| *byte == 0).next().unwrap_or_default();
+    let first = String::from_utf8_lossy(first);
+    let long = Path::new(&*first).file_name().map(|name| name.to_string_lossy().into_owned());
+    let whole = long.filter(|long| !short.is_empty() && long.starts_with(&short));
+    whole.unwrap_or(short)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    fn open(path: &Path) -> File {
+        File::options().read(true).write(true).open(path).unwrap()
+    }
+
+    #[test]
+    fn one_writes_or_many_read() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let (one, two, three) = (open(named.path()), open(named.path()), open(named.path()));
+        lock(&one, FileUse::Read).unwrap();
+        lock(&two, FileUse::Read).unwrap();
+        assert!(matches!(lock(&three, FileUse::Written), Err(LockError::Held)));
+        assert!(matches!(lock(&two, FileUse::Written), Err(LockError::Held)));
+        drop(one);
+        lock(&two, FileUse::Written).unwrap();
+        assert!(matches!(lock(&three, FileUse::Read), Err(LockError::Held)));
+        unlock(&two).unwrap();
+        lock(&three, FileUse::Written).unwrap();
+    }
+
+    #[test]
+    fn the_lock_is_that_of_all_duplicates() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let (one, other) = (open(named.path()), open(named.path()));
+        lock(&one, FileUse::Written).unwrap();
+        let duplicate = one.try_clone().unwrap();
+        drop(one);
+        assert!(matches!(lock(&other, FileUse::Written), Err(LockError::Held)));
+        drop(duplicate);
+        lock(&other, FileUse::Written).unwrap();
+    }
+
+    #[test]
+    fn the_process_that_has_it_is_named() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let file = open(named.path());
+        assert_eq!(holders(&file), "another process");
+        lock(&file, FileUse::Written).unwrap();
+        let here = holders(&file);
+        assert!(here.starts_with(&format!("process {} (", std::process::id())), "{here}");
+    }
+
+    #[test]
+    fn lines_of_other_locks_are_left_out() {
+        let line = "lock:\t1: OFDLCK  ADVISORY  WRITE -1 00:1a:77 0 EOF";
+        assert!(is_lock_of(line, "00:1a:77"));
+        assert!(!is_lock_of(line, "00:1a:7"));
+        assert!(!is_lock_of("lock:\t1: FLOCK  ADVISORY  WRITE 5 00:1a:77 0 EOF", "00:1a:77"));
+        assert!(!is_lock_of("ino:\t77", "00:1a:77"));
+    }
+}

@@ -1,0 +1,403 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The file behind a zone that names one: opened or created, locked, examined, sized, emptied.
+//!
+//! Owns the order of these: nothing is done to a file that changes it before this process has its lock,
+//! and the lock is that of the file which is at the path then. Must never shrink a file, never remove one
+//! that it has not created and locked, and never open what is neither a file nor a directory.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::backing::BackingError;
+use crate::config::ZoneSpec;
+use crate::file_lock::{self, FileUse, LockError};
+use crate::populated::file_data_runs;
+use crate::{PAGE_BYTES, ZoneKind};
+
+/// `f_type` of hugetlbfs.
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+
+/// How often a file is opened anew because another has taken its place meanwhile. Whatever does that
+/// without end is not to be followed.
+const OPENINGS_MAX: u32 = 16;
+
+/// Emptied with one system call, so that none takes long: a signal waits for its end.
+const EMPTY_STEP_BYTES: u64 = 1 << 30;
+
+/// A file of guest memory that stays locked while its zone does not exist, as in a reboot.
+#[derive(Debug, Clone)]
+pub struct HeldFile {
+    pub(crate) zone: String,
+    pub(crate) file: Arc<File>,
+    pub(crate) kind: ZoneKind,
+}
+
+/// An open file of which this process has the lock.
+#[derive(Debug)]
+pub struct ZoneFile {
+    file: Arc<File>,
+    path: PathBuf,
+    kind: ZoneKind,
+    hugetlb_page_bytes: Option<u64>,
+    holds_data: bool,
+    locked: bool,
+    /// It is not to stay if it is of no use.
+    remove: bool,
+}
+
+impl ZoneFile {
+    /// Opens or creates the file at `path` and locks it. A directory gets a file without a name, which
+    /// needs no lock. The lock that is in `held` is used where that is of the file at `path`.
+    ///
+    /// # Errors
+    /// It cannot be opened, is no file, or another process uses it.
+    pub fn open(
+        zone: &ZoneSpec,
+        path: &Path,
+        held: Option<&HeldFile>,
+    ) -> Result<Self, BackingError> {
+        let error = |source| open_error(zone, path, source);
+        if let Ok(data) = fs::metadata(path) {
+            if data.is_dir() {
+                let file = unnamed_in(path, &options()).map_err(error)?;
+                return Self::of(zone, path, Arc::new(file), ZoneKind::Shared);
+            }
+            if !data.is_file() {
+                return Err(not_a_file(zone, path));
+            }
+        }
+        for _ in 0..OPENINGS_MAX {
+            let held = held.filter(|held| is_at(path, &held.file));
+            let (file, created) = match held {
+                Some(held) => (Arc::clone(&held.file), false),
+                None => open_or_create(path).map_err(error).map(|(f, new)| (Arc::new(f), new))?,
+            };
+            if !file.metadata().map_err(error)?.is_file() {
+                return Err(not_a_file(zone, path));
+            }
+            // What a VM has written itself is not to be kept from it.
+            let may_write = zone.shared || held.is_some_and(|held| held.kind == ZoneKind::Shared);
+            let kind = match lock_as_needed(zone, path, &file, may_write) {
+                Ok(kind) => kind,
+                Err(error) => {
+                    // Another process that has the lock of a file created here may go on using it.
+                    if created && !matches!(error, BackingError::InUse { .. }) {
+                        let _ = fs::remove_file(path);
+                    }
+                    return Err(error);
+                }
+            };
+            if is_at(path, &file) {
+                let mut opened = Self::of(zone, path, file, kind)?;
+                (opened.locked, opened.remove) = (true, created);
+                return Ok(opened);
+            }
+        }
+        Err(BackingError::Replaced { zone: zone.id.clone(), path: path.to_owned() })
+    }
+
+    fn of(
+        zone: &ZoneSpec,
+        path: &Path,
+        file: Arc<File>,
+        kind: ZoneKind,
+    ) -> Result<Self, BackingError> {
+        let error = |source| open_error(zone, path, source);
+        let hugetlb_page_bytes = hugetlbfs_page_bytes(&file).map_err(error)?;
+        let holds_data = zone_holds_data(zone, &file).map_err(error)?;
+        let path = path.to_owned();
+        let (locked, remove) = (false, false);
+        Ok(Self { file, path, kind, hugetlb_page_bytes, holds_data, locked, remove })
+    }
+
+    /// How it is to be mapped: privately where it holds data that the zone must not change.
+    pub fn kind(&self) -> ZoneKind {
+        self.kind
+    }
+
+    /// The page size, if it is on hugetlbfs.
+    pub fn hugetlb_page_bytes(&self) -> Option<u64> {
+        self.hugetlb_page_bytes
+    }
+
+    /// Whether a page of the zone may be something else than zero.
+    pub fn holds_data(&self) -> bool {
+        self.holds_data
+    }
+
+    /// Whether others can open it, and are kept off by a lock.
+    pub fn is_locked(&self) -> bool {
+        self.locked
+    }
+
+    /// Makes it long enough for the zone.
+    ///
+    /// # Errors
+    /// It must not be changed, or the file system has no room.
+    pub fn size(&self, zone: &ZoneSpec) -> Result<(), BackingError> {
+        let (id, path) = (|| zone.id.clone(), || self.path.clone());
+        zone.check_page_size(self.hugetlb_page_bytes.unwrap_or(PAGE_BYTES))?;
+        let metadata =
+            self.file.metadata().map_err(|source| open_error(zone, &self.path, source))?;
+        let (len_bytes, size_bytes) = (metadata.len(), zone.size_bytes);
+        let private = self.kind == ZoneKind::PrivateFile;
+        if len_bytes < size_bytes {
+            if private {
+                let (zone, path) = (id(), path());
+                return Err(BackingError::ShortPrivateFile { zone, path, len_bytes, size_bytes });
+            }
+            let error =
+                |source| BackingError::SizeFile { zone: id(), path: path(), size_bytes, source };
+            self.file.set_len(size_bytes).map_err(error)?;
+        }
+        if zone.reserve && !private && self.hugetlb_page_bytes.is_none() {
+            check_room(zone, &self.path, &self.file, metadata.blocks().saturating_mul(512))?;
+        }
+        Ok(())
+    }
+
+    /// The file, which stays.
+    pub fn into_file(mut self) -> Arc<File> {
+        self.remove = false;
+        Arc::clone(&self.file)
+    }
+}
+
+impl Drop for ZoneFile {
+    fn drop(&mut self) {
+        // With the lock of the file that is there: no other process has done anything with it.
+        if self.remove && is_at(&self.path, &self.file) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn open_error(zone: &ZoneSpec, path: &Path, source: io::Error) -> BackingError {
+    BackingError::OpenFile { zone: zone.id.clone(), path: path.to_owned(), source }
+}
+
+fn not_a_file(zone: &ZoneSpec, path: &Path) -> BackingError {
+    BackingError::NotAFile { zone: zone.id.clone(), path: path.to_owned() }
+}
+
+/// Locks a file for what it is going to be used for, which depends on whether it holds data where the
+/// zone is not to write that (`may_write`).
+fn lock_as_needed(
+    zone: &ZoneSpec,
+    path: &Path,
+    file: &File,
+    may_write: bool,
+) -> Result<ZoneKind, BackingError> {
+    let lock = |wanted| lock_for(zone, path, file, wanted);
+    let is_data = || zone_holds_data(zone, file).map_err(|source| open_error(zone, path, source));
+    if may_write {
+        return lock(FileUse::Written).map(|()| ZoneKind::Shared);
+    }
+    // Looked at with a lock that others who only read can have at the same time.
+    lock(FileUse::Read)?;
+    if is_data()? {
+        return Ok(ZoneKind::PrivateFile);
+    }
+    if lock(FileUse::Written).is_ok() {
+        return Ok(ZoneKind::Shared);
+    }
+    // Two that have looked at the same moment exclude each other. Without their read locks one of them
+    // gets the other kind, and by the time it has that the file may hold something.
+    let _ = file_lock::unlock(file);
+    lock(FileUse::Written)?;
+    if is_data()? {
+        lock(FileUse::Read)?;
+        return Ok(ZoneKind::PrivateFile);
+    }
+    Ok(ZoneKind::Shared)
+}
+
+/// Locks the file of a zone.
+///
+/// # Errors
+/// Naming the zone, the path, and what has the lock.
+pub fn lock_for(
+    zone: &ZoneSpec,
+    path: &Path,
+    file: &File,
+    wanted: FileUse,
+) -> Result<(), BackingError> {
+    file_lock::lock(file, wanted).map_err(|error| {
+        let (id, path) = (zone.id.clone(), path.to_owned());
+        match error {
+            LockError::Held => {
+                let identity = file.metadata().map_or((0, 0), |data| (data.dev(), data.ino()));
+                let holder = file_lock::holders(file);
+                BackingError::InUse { zone: id, path, holder, identity }
+            }
+            LockError::NoLocks => BackingError::NoLocks { zone: id, path },
+            LockError::Other(source) => BackingError::LockFile { zone: id, path, source },
+        }
+    })
+}
+
+/// Throws away the first `len_bytes` of a file: they read as zero and take no room.
+///
+/// # Errors
+/// The file system can do neither of the ways in which that is done.
+pub fn empty(file: &File, len_bytes: u64) -> io::Result<()> {
+    let end = file.metadata()?.len().min(len_bytes);
+    let mut at = 0;
+    while at < end {
+        let step = EMPTY_STEP_BYTES.min(end - at);
+        match punch_hole(file, at, step) {
+            Ok(()) => at += step,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                return cut_and_extend(file, len_bytes, error);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// The same where there are no holes to be had; nothing behind `len_bytes` may be lost.
+fn cut_and_extend(file: &File, len_bytes: u64, why: io::Error) -> io::Result<()> {
+    let whole = file.metadata()?.len();
+    if whole > len_bytes {
+        return Err(why);
+    }
+    file.set_len(0)?;
+    file.set_len(whole)
+}
+
+fn punch_hole(file: &File, at: u64, len_bytes: u64) -> io::Result<()> {
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    let at = libc::off_t::try_from(at).map_err(io::Error::other)?;
+    let len = libc::off_t::try_from(len_bytes).map_err(io::Error::other)?;
+    // SAFETY: takes numbers only; the descriptor is open.
+    match unsafe { libc::fallocate(file.as_raw_fd(), mode, at, len) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Whether `file` is what is at `path` now.
+fn is_at(path: &Path, file: &File) -> bool {
+    let identity = |data: fs::Metadata| (data.dev(), data.ino());
+    let there = fs::metadata(path).map(identity);
+    matches!((there, file.metadata().map(identity)), (Ok(there), Ok(ours)) if there == ours)
+}
+
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    // Without O_NONBLOCK, opening a pipe with nothing at the other end would wait for ever.
+    options.read(true).write(true).mode(0o600).custom_flags(libc::O_NONBLOCK);
+    options
+}
+
+/// The file at `path`, and whether it was created. What it holds is left alone.
+fn open_or_create(path: &Path) -> io::Result<(File, bool)> {
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    // A file that is there for `create_new` and not for `open` was removed between the two.
+    for _ in 0..OPENINGS_MAX {
+        match options().create_new(true).open(path) {
+            Ok(file) => return Ok((file, true)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+        match options().open(path) {
+            Ok(file) => return Ok((file, false)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => last = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(last)
+}
+
+/// A file in `dir` that vanishes with its last descriptor.
+fn unnamed_in(dir: &Path, options: &OpenOptions) -> io::Result<File> {
+    match options.clone().custom_flags(libc::O_TMPFILE).open(dir) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => {
+            named_then_removed(dir, options)
+        }
+        result => result,
+    }
+}
+
+fn named_then_removed(dir: &Path, options: &OpenOptions) -> io::Result<File> {
+    /// Names taken by leftovers are skipped, within reason.
+    const TRIES_MAX: u32 = 1000;
+    let pid = std::process::id();
+    for number in 0..TRIES_MAX {
+        let path = dir.join(format!(".guest-ram-{pid}-{number}"));
+        match options.clone().create_new(true).open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+            Ok(file) => {
+                std::fs::remove_file(&path)?;
+                return Ok(file);
+            }
+        }
+    }
+    Err(io::Error::from(io::ErrorKind::AlreadyExists))
+}
+
+fn file_system(file: &File) -> io::Result<libc::statfs> {
+    // SAFETY: all-zero bytes are a valid value of this plain C structure.
+    let mut info: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open and `info` outlives the call.
+    match unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut info) } {
+        0 => Ok(info),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The page size, if the file is on hugetlbfs.
+pub fn hugetlbfs_page_bytes(file: &File) -> io::Result<Option<u64>> {
+    let info = file_system(file)?;
+    if u64::try_from(info.f_type) != Ok(HUGETLBFS_MAGIC) {
+        return Ok(None);
+    }
+    Ok(u64::try_from(info.f_bsize).ok().filter(|size| size.is_power_of_two()))
+}
+
+/// Whether any of the first `len_bytes` of a file may be something else than zero.
+pub fn holds_data(file: &File, len_bytes: u64, hugetlb: bool) -> io::Result<bool> {
+    if hugetlb {
+        // hugetlbfs cannot list holes.
+        return Ok(file.metadata()?.blocks() > 0);
+    }
+    Ok(len_bytes > 0 && !file_data_runs(file, 0..len_bytes)?.is_empty())
+}
+
+/// The same for the part of a file that is the zone's.
+fn zone_holds_data(zone: &ZoneSpec, file: &File) -> io::Result<bool> {
+    let used_bytes = file.metadata()?.len().min(zone.size_bytes);
+    holds_data(file, used_bytes, hugetlbfs_page_bytes(file)?.is_some())
+}
+
+/// `reserve=on` for a file: there must be room for what it has not got yet.
+fn check_room(
+    zone: &ZoneSpec,
+    path: &Path,
+    file: &File,
+    allocated_bytes: u64,
+) -> Result<(), BackingError> {
+    // A file system that does not say how much room it has is not asked.
+    let Ok(info) = file_system(file) else { return Ok(()) };
+    let block_bytes = u64::try_from(info.f_bsize).unwrap_or(0);
+    let missing_bytes = zone.size_bytes.saturating_sub(allocated_bytes);
+    let free_bytes = info.f_bavail.saturating_mul(block_bytes);
+    // A tmpfs without a limit counts no blocks at all.
+    if info.f_blocks > 0 && missing_bytes > free_bytes {
+        let (zone, path) = (zone.id.clone(), path.to_owned());
+        return Err(BackingError::FileSystemFull { zone, path, missing_bytes, free_bytes });
+    }
+    Ok(())
+}
+
+#[cfg(all(test, not(loom)))]
+#[path = "zone_file_tests.rs"]
+mod tests;

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Who gets a file, and what becomes of what it holds.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::os::unix::fs::FileExt as _;
+
+use super::*;
+use crate::{
+    Backing, FirstContents, GuestRam, Origin, RamConfig, RamError, RamLayout, ZoneKind, ZoneSpec,
+};
+
+const MIB: u64 = 1 << 20;
+const DATA: [u8; 4096] = [0xA5; 4096];
+
+fn zone(path: &Path, shared: bool) -> ZoneSpec {
+    ZoneSpec { backing: Backing::File(path.to_owned()), shared, ..ZoneSpec::new("z", 4 * MIB) }
+}
+
+fn made(zones: Vec<ZoneSpec>, origin: &Origin) -> Result<GuestRam, RamError> {
+    GuestRam::with_origin(&RamConfig { zones }, RamLayout::default(), origin)
+}
+
+fn ram(path: &Path, shared: bool) -> Result<GuestRam, RamError> {
+    made(vec![zone(path, shared)], &Origin::default())
+}
+
+/// For contents that are to arrive.
+fn arriving(path: &Path, shared: bool) -> Result<GuestRam, RamError> {
+    let origin = Origin { contents: FirstContents::Nothing, ..Origin::default() };
+    made(vec![zone(path, shared)], &origin)
+}
+
+/// A file with data in each of its pages, `len_bytes` long.
+fn old_file(dir: &Path, len_bytes: u64) -> PathBuf {
+    let path = dir.join("ram");
+    let file = File::create(&path).unwrap();
+    for at in (0..len_bytes).step_by(DATA.len()) {
+        file.write_all_at(&DATA, at).unwrap();
+    }
+    path
+}
+
+fn all_is_zero(ram: &GuestRam) -> bool {
+    let region = &ram.regions()[0];
+    (0..region.len_pages()).all(|page| region.page_is_zero(page).unwrap())
+}
+
+#[track_caller]
+fn refused(result: Result<GuestRam, RamError>) -> String {
+    let error = result.unwrap_err();
+    assert!(matches!(error, RamError::Backing(BackingError::InUse { .. })), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn a_file_that_a_vm_writes_is_refused_to_others_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = old_file(dir.path(), 2 * MIB);
+    let first = ram(&path, true).unwrap();
+    let before = fs::read(&path).unwrap();
+    for refusal in [ram(&path, true), ram(&path, false), arriving(&path, true)] {
+        let text = refused(refusal);
+        assert!(text.contains("'z'") && text.contains(path.to_str().unwrap()), "{text}");
+        assert!(text.contains(&format!("process {} (", std::process::id())), "{text}");
+    }
+    let longer = ZoneSpec { size_bytes: 8 * MIB, ..zone(&path, true) };
+    refused(made(vec![longer], &Origin::default()));
+    assert!(fs::read(&path).unwrap() == before, "neither emptied nor made longer");
+    let handle = first.guest_memory();
+    drop(first);
+    refused(ram(&path, true));
+    drop(handle);
+    ram(&path, true).unwrap();
+}
+
+#[test]
+fn many_may_read_what_none_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = old_file(dir.path(), 4 * MIB);
+    let (first, second) = (ram(&path, false).unwrap(), ram(&path, false).unwrap());
+    refused(ram(&path, true));
+    refused(arriving(&path, true));
+    drop((first, second));
+    let writer = ram(&path, true).unwrap();
+    refused(ram(&path, false));
+    drop(writer);
+}
+
+#[test]
+fn of_those_that_come_at_once_to_an_empty_file_one_gets_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    for _ in 0..50 {
+        File::create(&path).unwrap();
+        let start = std::sync::Barrier::new(4);
+        let got = std::thread::scope(|scope| {
+            let come = || {
+                start.wait();
+                ram(&path, false)
+            };
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(come)).collect();
+            let results: Vec<_> =
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+            results.iter().filter(|result| result.is_ok()).count()
+        });
+        assert_eq!(got, 1);
+        fs::remove_file(&path).unwrap();
+    }
+}
+
+#[test]
+fn what_arrives_finds_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    // Longer than the zone: what is behind it is not the zone's.
+    let path = old_file(dir.path(), 6 * MIB);
+    let ram = arriving(&path, true).unwrap();
+    assert!(ram.starts_zero() && all_is_zero(&ram));
+    let region = &ram.regions()[0];
+    assert_eq!((region.kind(), region.zero().data_count()), (ZoneKind::Shared, 0));
+    let bytes = fs::read(&path).unwrap();
+    assert_eq!(bytes.len() as u64, 6 * MIB);
+    let (mine, behind) = bytes.split_at(4 << 20);
+    assert!(mine.iter().all(|byte| *byte == 0) && behind.iter().all(|byte| *byte == 0xA5));
+    assert!(fs::metadata(&path).unwrap().blocks() * 512 < 3 * MIB, "its room was given back");
+}
+
+#[test]
+fn what_is_not_to_be_written_is_left_out_of_what_arrives() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = old_file(dir.path(), 4 * MIB);
+    let before = fs::read(&path).unwrap();
+    let ram = arriving(&path, false).unwrap();
+    assert_eq!(ram.regions()[0].kind(), ZoneKind::PrivateAnonymous);
+    assert!(all_is_zero(&ram) && ram.starts_zero());
+    ram.regions()[0].write_range(0, &[1; 4096]).unwrap();
+    assert!(fs::read(&path).unwrap() == before);
+}
+
+#[test]
+fn a_boot_is_told_what_it_finds() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = old_file(dir.path(), 4 * MIB);
+    for shared in [true, false] {
+        assert!(!ram(&path, shared).unwrap().starts_zero());
+    }
+    assert!(ram(&dir.path().join("new"), true).unwrap().starts_zero());
+    assert!(ram(dir.path(), true).unwrap().starts_zero());
+}
+
+#[test]
+fn a_held_file_goes_to_the_next_machine_and_to_no_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    for shared in [true, false] {
+        let first = ram(&path, shared).unwrap();
+        first.regions()[0].write_range(0, &DATA).unwrap();
+        let held = first.held_files();
+        drop(first);
+        refused(ram(&path, shared));
+        let origin = Origin { held, ..Origin::default() };
+        let next = made(vec![zone(&path, shared)], &origin).unwrap();
+        // What is in it is its own, so that it need not be kept from it.
+        assert_eq!((next.regions()[0].kind(), next.starts_zero()), (ZoneKind::Shared, false));
+        drop(origin);
+        refused(ram(&path, shared));
+        drop(next);
+        fs::remove_file(&path).unwrap();
+    }
+}
+
+#[test]
+fn a_held_file_that_is_not_at_its_path_any_more_is_let_be() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    let first = ram(&path, true).unwrap();
+    let origin = Origin { held: first.held_files(), ..Origin::default() };
+    drop(first);
+    fs::rename(&path, dir.path().join("elsewhere")).unwrap();
+    let next = made(vec![zone(&path, true)], &origin).unwrap();
+    refused(ram(&path, true));
+    drop((next, origin));
+}
+
+#[test]
+fn a_file_that_is_handed_over_stays_locked() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    let source = ram(&path, true).unwrap();
+    let file = Arc::new(source.regions()[0].file().unwrap().try_clone().unwrap());
+    file.write_all_at(&DATA, 0).unwrap();
+    let given = vec![crate::Given::file("z", file)];
+    let origin = Origin { given, contents: FirstContents::Nothing, ..Origin::default() };
+    let destination = made(vec![zone(&path, true)], &origin).unwrap();
+    drop((source, origin));
+    refused(ram(&path, true));
+    assert!(!all_is_zero(&destination), "it is the source's memory as it is");
+    drop(destination);
+    let other = ram(&path, true).unwrap();
+    let theirs = File::options().read(true).write(true).open(&path).unwrap();
+    let given = vec![crate::Given::file("z", Arc::new(theirs))];
+    let origin = Origin { given, ..Origin::default() };
+    refused(made(vec![zone(&path, true)], &origin));
+    drop(other);
+}
+
+#[test]
+fn two_zones_of_one_vm_in_one_file_are_no_matter_of_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    let second = ZoneSpec { id: "y".to_owned(), ..zone(&path, true) };
+    let error = made(vec![zone(&path, true), second], &Origin::default()).unwrap_err();
+    assert!(matches!(error, RamError::SameFile { .. }), "{error}");
+    ram(&path, true).unwrap();
+}
+
+#[test]
+fn a_directory_without_unnamed_files_gets_one_that_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    named_then_removed(dir.path(), &options()).unwrap();
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn where_there_are_no_holes_a_file_is_cut_but_not_what_is_behind_the_zone() {
+    let why = || io::Error::from_raw_os_error(libc::EOPNOTSUPP);
+    let file = tempfile::tempfile().unwrap();
+    file.write_all_at(&DATA, 0).unwrap();
+    cut_and_extend(&file, 4096, why()).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), 4096);
+    assert!(!holds_data(&file, 4096, false).unwrap());
+    file.write_all_at(&DATA, 4096).unwrap();
+    assert!(cut_and_extend(&file, 4096, why()).is_err());
+    assert!(holds_data(&file, 8192, false).unwrap());
+}
