@@ -151,7 +151,9 @@ impl GuestRam {
             populated.inspect_err(|_: &PopulateError| drop(self.give_up(gpa.clone())))?;
         }
         // Whoever forbids it now maps all memory that the guest has afterwards.
-        let noted = self.unless_banned(pins.is_some(), || plugged.blocks.set_range(blocks.clone()));
+        let noted = self
+            .discards()
+            .unless_banned(pins.is_some(), || plugged.blocks.set_range(blocks.clone()));
         if let Err(reason) = noted {
             self.give_up(gpa.clone());
             return Err(PlugError::Busy { reason });
@@ -177,7 +179,8 @@ impl GuestRam {
             return Err(not_blocks(gpa, "unplugged"));
         }
         let pins = self.pins_or_busy()?;
-        let noted = self.unless_banned(pins.is_some(), || plugged.blocks.clear_range(blocks));
+        let noted =
+            self.discards().unless_banned(pins.is_some(), || plugged.blocks.clear_range(blocks));
         noted.map_err(|reason| PlugError::Busy { reason })?;
         let given = self.give_up(gpa.clone());
         if let Some(error) = given.error {

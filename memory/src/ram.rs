@@ -15,7 +15,7 @@ use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuild
 
 use crate::backing::{BackingError, GivenContent, ZoneBacking};
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
-use crate::give_back::DiscardBans;
+use crate::discards::Discards;
 use crate::host::{Host, HugePagePolicy};
 use crate::layout::{LayoutError, RamLayout, ZoneExtent};
 use crate::pool::PoolConnection;
@@ -151,7 +151,7 @@ pub struct GuestRam {
     regions: Vec<Arc<RamRegion>>,
     memory: GuestMemoryHandle,
     warnings: Vec<String>,
-    discard_bans: Arc<DiscardBans>,
+    discards: Arc<Discards>,
 }
 
 impl GuestRam {
@@ -242,7 +242,7 @@ impl GuestRam {
         let memory = GuestMemoryHandle::new(assemble(&regions)?);
         let mut warnings = warnings(&regions, policy);
         warnings.extend(merge_pages(&regions));
-        Ok(Self { regions, memory, warnings, discard_bans: Arc::default() })
+        Ok(Self { regions, memory, warnings, discards: Arc::default() })
     }
 
     /// Guest memory as devices see it; clones of the handle stay current and keep it mapped.
@@ -255,8 +255,8 @@ impl GuestRam {
         &self.regions
     }
 
-    pub(crate) fn discard_bans(&self) -> &Arc<DiscardBans> {
-        &self.discard_bans
+    pub(crate) fn discards(&self) -> &Arc<Discards> {
+        &self.discards
     }
 
     /// All RAM that the guest may use now, in bytes.

@@ -361,7 +361,7 @@ mod tests {
         );
         assert_eq!((pieces.mapped_bytes(), target.unmaps()), (4 * MIB, 1));
         assert!(pieces.let_go(region, &(2 * MIB..6 * MIB)).is_empty(), "once");
-        region.discard(&(2 * MIB..6 * MIB)).unwrap();
+        ram.discard(0, &(2 * MIB..6 * MIB)).unwrap();
         pieces.take_back(region, &(0..2 * MIB));
         assert_eq!(pieces.mapped_bytes(), 4 * MIB);
         pieces.take_back(region, &(4 * MIB - 1..4 * MIB));

@@ -5,6 +5,7 @@
 //! Owns the threads that read: each claims a block, reads its pages straight into guest memory and
 //! compares the checksums of what has arrived. Zero pages are not touched, so they stay holes.
 
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -37,7 +38,8 @@ pub fn copy_in<M: GuestMemoryMap>(
 ) -> Result<CopyReport, SnapshotError> {
     let began = Instant::now();
     let (geometry, index) = snapshot.index_for(memory.layout())?;
-    empty_all(memory)?;
+    // Devices may have memory mapped already, so pages may have to stay.
+    for_all(memory, ram::clear_populated)?;
     let file = snapshot.memory();
     let data_pages = AtomicU64::new(0);
     for_each_block(&geometry, threads, cancel, |block| {
@@ -77,11 +79,19 @@ pub(crate) fn damaged<M: GuestMemoryMap>(
     SnapshotError::Damaged { path: path.to_owned(), part }
 }
 
-/// Throws away what memory holds: a zone may be backed by a file with contents.
+/// Throws away what memory holds: a zone may be backed by a file with contents. All pages are missing
+/// afterwards.
 pub(crate) fn empty_all<M: GuestMemoryMap>(memory: &M) -> Result<(), SnapshotError> {
+    for_all(memory, ram::empty)
+}
+
+fn for_all<M: GuestMemoryMap>(
+    memory: &M,
+    act: impl Fn(&M, PageRun) -> io::Result<()>,
+) -> Result<(), SnapshotError> {
     for (region, info) in memory.layout().regions().iter().enumerate() {
         let all = PageRun { region, first: 0, count: info.pages() };
-        ram::empty(memory, all).map_err(SnapshotError::Memory)?;
+        act(memory, all).map_err(SnapshotError::Memory)?;
     }
     Ok(())
 }

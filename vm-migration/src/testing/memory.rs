@@ -35,6 +35,8 @@ pub struct FakeMemory {
     regions: Vec<Region>,
     /// A busy log over it has nothing to note.
     calm: AtomicBool,
+    /// Devices have it mapped: its pages stay.
+    pinned: AtomicBool,
     /// What refuses vCPUs, while it does.
     refusing: OnceLock<Weak<OwnFaults<FakeMemory>>>,
 }
@@ -78,7 +80,8 @@ impl FakeMemory {
     }
 
     fn with(layout: Layout, regions: Vec<Region>) -> Self {
-        Self { layout, regions, calm: AtomicBool::new(false), refusing: OnceLock::new() }
+        let (calm, pinned) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { layout, regions, calm, pinned, refusing: OnceLock::new() }
     }
 
     /// Shared memory that says of itself that its host pages are large: for tests in which no
@@ -108,6 +111,18 @@ impl FakeMemory {
         let regions = regions.map(|(info, file)| Region::over(info, file));
         let regions = regions.collect::<io::Result<_>>()?;
         Ok(Arc::new(Self::with(layout.clone(), regions)))
+    }
+
+    /// All of it gets pages, which devices have mapped from here on: none may be discarded.
+    ///
+    /// # Errors
+    /// When the host has no memory for it.
+    pub fn pin(&self) -> io::Result<()> {
+        self.pinned.store(true, Ordering::SeqCst);
+        for (region, info) in self.layout.regions().iter().enumerate() {
+            self.populate(PageRun { region, first: 0, count: info.pages() })?;
+        }
+        Ok(())
     }
 
     /// The word at `word` of a page, through the guest's mapping.
@@ -325,7 +340,21 @@ unsafe impl GuestMemoryMap for FakeMemory {
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
+    fn make_zero(&self, run: PageRun) -> io::Result<()> {
+        if !self.pinned.load(Ordering::SeqCst) {
+            return self.discard(run);
+        }
+        for page in run.first..run.end() {
+            crate::ram::slice(self, PageRun { region: run.region, first: page, count: 1 })
+                .write(&[0; 4096]);
+        }
+        Ok(())
+    }
+
     fn discard(&self, run: PageRun) -> io::Result<()> {
+        if self.pinned.load(Ordering::SeqCst) {
+            return Err(io::Error::other("devices have this memory mapped"));
+        }
         let region = &self.regions[run.region];
         let (offset, len) = (run.first * PAGE_BYTES, run.len_bytes());
         let result = if let Some(file) = &region.file {
