@@ -321,7 +321,11 @@ mod tests {
             ram.track_device_writes(true);
             let ban = ram.ban_discards("a test");
             ram.make_zero(0, &(MIB..2 * MIB)).unwrap();
-            assert_eq!(populated(&ram, MIB..2 * MIB), [MIB..2 * MIB], "{backing:?}");
+            assert_eq!(
+                populated(&ram, MIB..2 * MIB),
+                [Range { start: MIB, end: 2 * MIB }],
+                "{backing:?}"
+            );
             assert_eq!((byte(&ram, MIB), byte(&ram, 2 * MIB - 1)), (0, 0));
             assert_eq!((byte(&ram, MIB - 1), byte(&ram, 2 * MIB)), (7, 7));
             assert!(ram.regions()[0].zero().is_zero(MIB / PAGE_BYTES));
@@ -400,11 +404,17 @@ mod tests {
             let region = &ram.regions()[0];
             region.populate_for_io(&(0..4 * MIB)).unwrap();
             for _ in 0..20 {
-                assert_eq!(populated(&ram, 0..4 * MIB), [0..4 * MIB], "round {round}");
+                assert_eq!(
+                    populated(&ram, 0..4 * MIB),
+                    [Range { start: 0, end: 4 * MIB }],
+                    "round {round}"
+                );
             }
             stop.store(true, Ordering::Relaxed);
-            zeroers.into_iter().for_each(|thread| thread.join().unwrap());
-            assert_eq!(populated(&ram, 0..4 * MIB), [0..4 * MIB]);
+            for thread in zeroers {
+                thread.join().unwrap();
+            }
+            assert_eq!(populated(&ram, 0..4 * MIB), [Range { start: 0, end: 4 * MIB }]);
             drop(ban);
         }
     }
