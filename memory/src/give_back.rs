@@ -2,18 +2,18 @@
 
 //! Giving back what the guest does not use.
 //!
-//! Owns the question of what may be given back: whole pages of the backing whose content is here,
-//! while nobody forbids it. Whoever gives memory to a passed-through device forbids it with a
-//! [`DiscardBan`], as the device would go on using the old pages; what becomes of memory that is let
+//! Owns what of a range is given back: whole pages of the backing whose content is here. Whether they
+//! may be discarded is decided in [`crate::discards`]; what becomes of pinned memory that is let
 //! go of in time is in [`crate::pins`]. The map of resident pages keeps
 //! pages alone that are still to arrive: their content would come back after they were given up.
 //!
 //! Guest addresses come from a guest and are believed in nothing; what is not RAM is left out.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crate::PAGE_BYTES;
+use crate::discards::DiscardBan;
 use crate::pins::Pins;
 use crate::ram::GuestRam;
 use crate::region::{AccessError, RamRegion, ZoneKind};
@@ -21,55 +21,6 @@ use crate::region::{AccessError, RamRegion, ZoneKind};
 /// Given back with one lock held and one system call: a pause or a ban waits no longer than this
 /// takes (64 MiB of 4 KiB pages in a memfd: some 10 ms).
 const PIECE_BYTES: u64 = 64 << 20;
-
-/// Somebody who forbids that memory is given back.
-#[derive(Debug)]
-struct Ban {
-    number: u64,
-    reason: &'static str,
-    /// Who may let go of memory that is asked for before it is used again.
-    pins: Option<Arc<dyn Pins>>,
-}
-
-/// Those who forbid that memory is given back, with their reasons.
-///
-/// The lock is held while memory is given back, so that whoever has got a ban knows that nothing
-/// is given back any more.
-#[derive(Debug, Default)]
-pub(crate) struct DiscardBans(Mutex<Vec<Ban>>);
-
-impl DiscardBans {
-    fn lock(&self) -> MutexGuard<'_, Vec<Ban>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// As long as it lives, no memory is given back to the host.
-#[derive(Debug)]
-pub struct DiscardBan {
-    bans: Arc<DiscardBans>,
-    number: u64,
-}
-
-impl DiscardBan {
-    pub(crate) fn set_pins(&self, pins: Arc<dyn Pins>) {
-        let mut bans = self.bans.lock();
-        if let Some(ban) = bans.iter_mut().find(|ban| ban.number == self.number) {
-            ban.pins = Some(pins);
-        }
-    }
-}
-
-impl Drop for DiscardBan {
-    fn drop(&mut self) {
-        let mut bans = self.bans.lock();
-        let at = bans.iter().position(|ban| ban.number == self.number);
-        let ended = at.map(|at| bans.remove(at));
-        drop(bans);
-        // Not under the lock: it may be the last to know of what is pinned.
-        drop(ended);
-    }
-}
 
 /// What became of a range that was to be given back.
 #[derive(Debug, Default)]
@@ -110,47 +61,66 @@ impl GivenBack {
 }
 
 impl GuestRam {
-    /// Forbids to give memory back until the answer is dropped. Whatever was being given back when
-    /// this was called has been when it returns.
+    /// Forbids to discard memory until the answer is dropped. What was being discarded when this was
+    /// called has been when it returns, so that memory may be pinned from then on.
     pub fn ban_discards(&self, reason: &'static str) -> DiscardBan {
-        let bans = Arc::clone(self.discard_bans());
-        let mut all = bans.lock();
-        // In the order in which they came, so that the last number is the greatest.
-        let number = all.last().map_or(0, |ban| ban.number.wrapping_add(1));
-        all.push(Ban { number, reason, pins: None });
-        drop(all);
-        DiscardBan { bans, number }
+        self.discards().ban(reason)
     }
 
-    /// Why no memory is given back now, if it is not.
+    /// Why no memory is discarded now, if it is not.
     pub fn discards_banned(&self) -> Option<&'static str> {
-        self.discard_bans().lock().first().map(|ban| ban.reason)
+        self.discards().banned()
     }
 
-    /// Does `change` while nobody can forbid or allow anything, if somebody's pins (`pinned`), or nobody
-    /// at all, were what stood against it.
+    /// What lets go of pinned memory, if something does and no other ban holds.
+    pub(crate) fn pins(&self) -> Option<Arc<dyn Pins>> {
+        self.discards().pins()
+    }
+
+    /// Discards `range` of the region with this index, in both mappings and for every process that
+    /// shares it: no page is left but where the backing cannot do that, and it reads as zeros. It counts
+    /// as written for migrations, and both maps are up to date when this returns.
     ///
     /// # Errors
-    /// The reason of who forbids it now.
-    pub(crate) fn unless_banned<R>(
-        &self,
-        pinned: bool,
-        change: impl FnOnce() -> R,
-    ) -> Result<R, &'static str> {
-        let bans = self.discard_bans().lock();
-        match &bans[..] {
-            [] => Ok(change()),
-            [Ban { pins: Some(_), .. }] if pinned => Ok(change()),
-            [first, ..] => Err(first.reason),
+    /// There is no such region, the range is not whole pages of it, the kernel refuses, or
+    /// ([`AccessError::Banned`]) devices have memory mapped. What was discarded before stays so.
+    pub fn discard(&self, index: usize, range: &Range<u64>) -> Result<(), AccessError> {
+        let region = self.region(index)?;
+        region.check_pages(range)?;
+        for piece in pieces(region, range) {
+            self.discards().decide(|decision| match decision {
+                Ok(permit) => region.discard(&piece, &permit),
+                Err(reason) => Err(region.banned(&piece, reason)),
+            })?;
         }
+        Ok(())
     }
 
-    /// Who lets go of pinned memory, if somebody does and nobody else forbids it.
-    pub(crate) fn pins(&self) -> Option<Arc<dyn Pins>> {
-        match &self.discard_bans().lock()[..] {
-            [ban] => ban.pins.clone(),
-            _ => None,
+    /// Makes `range` of the region with this index read as zeros: discards it as
+    /// [`discard`](Self::discard) does, or, where devices have memory mapped, writes zeros into the pages
+    /// that they know.
+    ///
+    /// # Errors
+    /// As [`discard`](Self::discard), but that a ban is none; the host has no memory for pages that are
+    /// to hold zeros.
+    pub fn make_zero(&self, index: usize, range: &Range<u64>) -> Result<(), AccessError> {
+        let region = self.region(index)?;
+        region.check_pages(range)?;
+        for piece in pieces(region, range) {
+            self.discards().decide(|decision| match decision {
+                Ok(permit) => region.discard(&piece, &permit),
+                Err(_reason) => region.zero_pages(&piece),
+            })?;
         }
+        Ok(())
+    }
+
+    fn region(&self, index: usize) -> Result<&RamRegion, AccessError> {
+        let regions = self.regions().len();
+        self.regions()
+            .get(index)
+            .map(|region| &**region)
+            .ok_or(AccessError::NoRegion { index, regions })
     }
 
     /// Gives the memory of the guest physical `range` back to the host, in both mappings and for
@@ -221,29 +191,38 @@ impl GuestRam {
         asks: bool,
         given: &mut GivenBack,
     ) {
-        let bans = self.discard_bans().lock();
-        let len_bytes = piece.end - piece.start;
-        let parts = match &bans[..] {
-            [] => vec![piece],
-            [Ban { pins: Some(pins), .. }] if asks => pins.let_go(region, &piece),
-            _ => Vec::new(),
-        };
-        given.deferred_bytes += len_bytes;
-        for part in parts {
-            given.deferred_bytes -= part.end - part.start;
-            match region.discard(&part) {
-                Ok(()) => given.push(region.gpa() + part.start..region.gpa() + part.end),
-                Err(error) => {
-                    given.error.get_or_insert(error);
+        given.deferred_bytes += piece.end - piece.start;
+        self.discards().release(region, &piece, asks, |parts, permit| {
+            for part in parts {
+                given.deferred_bytes -= part.end - part.start;
+                match region.discard(&part, permit) {
+                    Ok(()) => given.push(region.gpa() + part.start..region.gpa() + part.end),
+                    Err(error) => {
+                        given.error.get_or_insert(error);
+                    }
                 }
             }
-        }
+        });
     }
+}
+
+/// `range` in pieces that are decided upon one by one, so that a ban waits for one at most.
+fn pieces(region: &RamRegion, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+    let step = PIECE_BYTES.next_multiple_of(region.page_bytes());
+    let (mut at, end) = (range.start, range.end);
+    std::iter::from_fn(move || {
+        let start = at;
+        // Counted from the begin of the region, so that no piece cuts a page of the backing.
+        at = (start / step).saturating_add(1).saturating_mul(step).min(end);
+        (start < end).then_some(start..at)
+    })
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use proptest::prelude::*;
     use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
@@ -327,6 +306,117 @@ mod tests {
         drop(second);
         assert_eq!(ram.discards_banned(), None);
         assert_eq!(ram.give_back(0..MIB).len_bytes(), MIB);
+    }
+
+    /// As a device sees it that has had the pages mapped since before: they are the same ones still.
+    fn populated(ram: &GuestRam, range: Range<u64>) -> Vec<Range<u64>> {
+        ram.regions()[0].populated_runs(&range).unwrap()
+    }
+
+    #[test]
+    fn what_is_to_be_zero_keeps_its_pages_while_devices_have_them() {
+        for backing in [Backing::Memfd, Backing::Anonymous] {
+            let ram = ram(&backing);
+            fill(&ram);
+            ram.track_device_writes(true);
+            let ban = ram.ban_discards("a test");
+            ram.make_zero(0, &(MIB..2 * MIB)).unwrap();
+            assert_eq!(
+                populated(&ram, MIB..2 * MIB),
+                [Range { start: MIB, end: 2 * MIB }],
+                "{backing:?}"
+            );
+            assert_eq!((byte(&ram, MIB), byte(&ram, 2 * MIB - 1)), (0, 0));
+            assert_eq!((byte(&ram, MIB - 1), byte(&ram, 2 * MIB)), (7, 7));
+            assert!(ram.regions()[0].zero().is_zero(MIB / PAGE_BYTES));
+            let words = ram.take_device_dirty(0, 4 * MIB).unwrap();
+            assert_eq!(words.iter().map(|word| word.count_ones()).sum::<u32>(), 256);
+            drop(ban);
+            ram.make_zero(0, &(MIB..2 * MIB)).unwrap();
+            assert!(populated(&ram, MIB..2 * MIB).is_empty(), "the host may have them now");
+            assert_eq!((byte(&ram, MIB), byte(&ram, MIB - 1)), (0, 7));
+        }
+    }
+
+    #[test]
+    fn what_is_to_be_missing_is_refused_while_devices_have_it() {
+        let ram = ram(&Backing::Memfd);
+        fill(&ram);
+        let ban = ram.ban_discards("a test");
+        let error = ram.discard(0, &(0..MIB)).unwrap_err();
+        assert!(matches!(error, AccessError::Banned { reason: "a test", .. }), "{error}");
+        assert_eq!(byte(&ram, 0), 7);
+        // Whoever lets go of pages does so for guests that ask, and this one does not.
+        ban.except_what_is_let_go(Arc::new(LetsGo));
+        assert!(ram.discard(0, &(0..MIB)).is_err());
+        drop(ban);
+        ram.discard(0, &(0..MIB)).unwrap();
+        assert!(populated(&ram, 0..MIB).is_empty());
+        assert!(matches!(ram.discard(9, &(0..MIB)), Err(AccessError::NoRegion { index: 9, .. })));
+    }
+
+    /// Of everything.
+    struct LetsGo;
+
+    impl Pins for LetsGo {
+        fn grain_bytes(&self, _: &RamRegion) -> u64 {
+            PAGE_BYTES
+        }
+
+        fn let_go(&self, _: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+            vec![range.clone()]
+        }
+
+        fn take_back(&self, _: &RamRegion, _: &Range<u64>) {}
+
+        fn take_on(
+            &self,
+            _: &RamRegion,
+            _: &Range<u64>,
+        ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+            Ok(())
+        }
+    }
+
+    /// A device is given memory while a migration zeroes it, in whatever order: what was populated
+    /// when the ban had begun stays so.
+    #[test]
+    fn pages_that_are_pinned_are_never_discarded() {
+        for round in 0..20 {
+            let ram = Arc::new(ram(&Backing::Memfd));
+            fill(&ram);
+            let stop = Arc::new(AtomicBool::new(false));
+            let zeroers: Vec<_> = (0..2)
+                .map(|part: u64| {
+                    let (ram, stop) = (Arc::clone(&ram), Arc::clone(&stop));
+                    std::thread::spawn(move || {
+                        while !stop.load(Ordering::Relaxed) {
+                            for page in (part..1024).step_by(2) {
+                                let at = page * PAGE_BYTES;
+                                ram.make_zero(0, &(at..at + PAGE_BYTES)).unwrap();
+                            }
+                        }
+                    })
+                })
+                .collect();
+            let ban = ram.ban_discards("a device");
+            // As pinning does.
+            let region = &ram.regions()[0];
+            region.populate_for_io(&(0..4 * MIB)).unwrap();
+            for _ in 0..20 {
+                assert_eq!(
+                    populated(&ram, 0..4 * MIB),
+                    [Range { start: 0, end: 4 * MIB }],
+                    "round {round}"
+                );
+            }
+            stop.store(true, Ordering::Relaxed);
+            for thread in zeroers {
+                thread.join().unwrap();
+            }
+            assert_eq!(populated(&ram, 0..4 * MIB), [Range { start: 0, end: 4 * MIB }]);
+            drop(ban);
+        }
     }
 
     proptest! {

@@ -9,12 +9,11 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 
+use crate::PAGE_BYTES;
 use crate::give_back::GivenBack;
 use crate::ram::GuestRam;
 use crate::region::RamRegion;
-use crate::{DiscardBan, PAGE_BYTES};
 
 /// Who keeps guest memory pinned for devices. Ranges are bytes of a region.
 pub trait Pins: Send + Sync {
@@ -42,13 +41,6 @@ pub trait Pins: Send + Sync {
 impl fmt::Debug for dyn Pins {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Pins")
-    }
-}
-
-impl DiscardBan {
-    /// From here on this ban does not hold for memory that `pins` lets go of.
-    pub fn except_what_is_let_go(&self, pins: Arc<dyn Pins>) {
-        self.set_pins(pins);
     }
 }
 
@@ -89,7 +81,7 @@ impl GuestRam {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use std::sync::Mutex;
+    use std::sync::{Arc, Mutex};
 
     use super::*;
     use crate::{RamConfig, RamLayout, ZoneSpec};

@@ -176,7 +176,7 @@ impl GuestRam {
             populated.inspect_err(|_: &PopulateError| drop(self.give_up(gpa.clone())))?;
         }
         // Whoever forbids it now maps all memory that the guest has afterwards.
-        let noted = self.unless_banned(pins.is_some(), || {
+        let noted = self.discards().unless_banned(pins.is_some(), || {
             plugged.unreturned.clear_range(blocks.clone());
             plugged.blocks.set_range(blocks.clone());
         });
@@ -205,7 +205,7 @@ impl GuestRam {
             return Err(not_blocks(gpa, "unplugged"));
         }
         let pins = self.pins_or_busy()?;
-        let noted = self.unless_banned(pins.is_some(), || {
+        let noted = self.discards().unless_banned(pins.is_some(), || {
             plugged.blocks.clear_range(blocks.clone());
             plugged.unreturned.set_range(blocks.clone());
         });

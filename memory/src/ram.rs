@@ -15,7 +15,7 @@ use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuild
 
 use crate::backing::{BackingError, FirstContents, GivenContent, ZoneBacking};
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
-use crate::give_back::DiscardBans;
+use crate::discards::Discards;
 use crate::host::{Host, HugePagePolicy};
 use crate::layout::{LayoutError, RamLayout, ZoneExtent};
 use crate::pool::PoolConnection;
@@ -165,7 +165,7 @@ pub struct GuestRam {
     warnings: Vec<String>,
     held: Vec<HeldFile>,
     starts_zero: bool,
-    discard_bans: Arc<DiscardBans>,
+    discards: Arc<Discards>,
 }
 
 impl GuestRam {
@@ -285,7 +285,7 @@ impl GuestRam {
         warnings.extend(merge_pages(&regions));
         let held = zones.iter().filter_map(|zone| zone.held_file()).collect();
         let starts_zero = zones.iter().all(|zone| !zone.backing.holds_data);
-        Ok(Self { regions, memory, warnings, held, starts_zero, discard_bans: Arc::default() })
+        Ok(Self { regions, memory, warnings, held, starts_zero, discards: Arc::default() })
     }
 
     /// Guest memory as devices see it; clones of the handle stay current and keep it mapped.
@@ -298,8 +298,8 @@ impl GuestRam {
         &self.regions
     }
 
-    pub(crate) fn discard_bans(&self) -> &Arc<DiscardBans> {
-        &self.discard_bans
+    pub(crate) fn discards(&self) -> &Arc<Discards> {
+        &self.discards
     }
 
     /// All RAM that the guest may use now, in bytes.

@@ -96,11 +96,21 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
         let _ = small;
     }
 
-    /// Gives the pages back to the host; they read as zeros afterwards. Whole host pages only.
+    /// Gives the pages back to the host; they are missing afterwards, and read as zeros. Whole host pages
+    /// only.
+    ///
+    /// # Errors
+    /// What the host reports, or that devices have the pages mapped.
+    fn discard(&self, run: PageRun) -> io::Result<()>;
+
+    /// Makes the pages read as zeros: by [`discard`](Self::discard), or, where devices have them mapped,
+    /// in place. Whole host pages only.
     ///
     /// # Errors
     /// What the host reports.
-    fn discard(&self, run: PageRun) -> io::Result<()>;
+    fn make_zero(&self, run: PageRun) -> io::Result<()> {
+        self.discard(run)
+    }
 }
 
 /// A piece of guest memory for the kernel to read from or write into.
@@ -209,14 +219,14 @@ pub(crate) fn is_zero<M: GuestMemoryMap>(memory: &M, run: PageRun) -> bool {
     slice(memory, run).is_zero()
 }
 
-/// Makes pages read as zeros before a guest runs on this memory. Pages that were never populated
-/// stay so where the backing can discard.
+/// Makes pages read as zeros before a guest runs on this memory. They are discarded where that may be;
+/// devices that have them mapped keep them.
 pub(crate) fn clear<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<()> {
     let info = &memory.layout().regions()[run.region];
     let host_page = info.host_page_bytes / PAGE_BYTES;
     let whole = run.first.is_multiple_of(host_page) && run.count.is_multiple_of(host_page);
     if whole {
-        memory.discard(run)?;
+        memory.make_zero(run)?;
     } else {
         const ZEROS: [u8; 4096] = [0; 4096];
         for page in run.first..run.end() {
@@ -224,17 +234,6 @@ pub(crate) fn clear<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<(
         }
     }
     memory.mark_zero(run);
-    Ok(())
-}
-
-/// Throws away what is populated of a run.
-pub(crate) fn empty<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<()> {
-    let unit = memory.layout().regions()[run.region].host_page_bytes / PAGE_BYTES;
-    for pages in memory.populated_runs(run.region, run.first..run.end())? {
-        let first = pages.start / unit * unit;
-        let end = pages.end.next_multiple_of(unit);
-        memory.discard(PageRun { region: run.region, first, count: end - first })?;
-    }
     Ok(())
 }
 

@@ -2,8 +2,9 @@
 
 //! Giving guest memory back to the host.
 //!
-//! Owns the ways in which each kind of memory is given back. Whatever the way, the range reads as
-//! zero afterwards; must never give back or zero a byte outside it, whole huge pages included.
+//! Owns the ways in which each kind of memory is given back, or zeroed where it has to stay. Whatever
+//! the way, the range reads as zero afterwards; must never give back or zero a byte outside it, whole
+//! huge pages included. Whether memory may be discarded is decided in [`crate::discards`].
 
 use std::io;
 use std::ops::Range;
@@ -12,6 +13,7 @@ use std::os::fd::AsRawFd;
 use vm_memory::bitmap::Bitmap as _;
 
 use super::{AccessError, RamRegion, ZoneKind};
+use crate::discards::Permit;
 use crate::mapping::Advice;
 use crate::{PAGE_BYTES, to_usize};
 
@@ -22,12 +24,15 @@ impl RamRegion {
     ///
     /// What cannot be given back (parts of hugetlb pages, private mappings of files, file systems
     /// without holes) is zeroed in place. The pages count as written, so that a migration that is going
-    /// on does not leave what they held at its destination. Must not be used on memory that is mapped for DMA: the
-    /// device would go on using the old pages.
+    /// on does not leave what they held at its destination.
     ///
     /// # Errors
     /// The range is not whole pages of the region, or the kernel refuses.
-    pub fn discard(&self, range: &Range<u64>) -> Result<(), AccessError> {
+    pub(crate) fn discard(
+        &self,
+        range: &Range<u64>,
+        _permit: &Permit<'_>,
+    ) -> Result<(), AccessError> {
         self.check_pages(range)?;
         if range.is_empty() {
             return Ok(());
@@ -45,10 +50,39 @@ impl RamRegion {
             ZoneKind::PrivateFile => self.zero_in_place(range)?,
             ZoneKind::Shared => self.discard_shared(range).map_err(failed)?,
         }
-        self.zero.set_zero(Self::pages_of(range));
-        // After the pages are gone: whoever takes this bit sees zeros, and not what was before.
-        self.device_dirty.mark_dirty(to_usize(range.start), to_usize(range.end - range.start));
+        self.note_zeroed(range);
         Ok(())
+    }
+
+    /// Writes zeros into the pages of `range`, which stay where they are and keep being what devices have
+    /// mapped; missing ones are populated, and all of them are resident afterwards. The zero map and the log are
+    /// as after a discard.
+    ///
+    /// # Errors
+    /// The range is not whole pages of the region, or the host has no memory.
+    pub(crate) fn zero_pages(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.check_pages(range)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        // A write to a page that cannot be had would be a SIGBUS.
+        self.populate_for_io(range)?;
+        self.zero_in_place(range)?;
+        self.resident.set_resident(Self::pages_of(range));
+        self.note_zeroed(range);
+        Ok(())
+    }
+
+    /// The error of a discard that would take pages from devices.
+    pub(crate) fn banned(&self, range: &Range<u64>, reason: &'static str) -> AccessError {
+        let (zone, Range { start, end }) = (self.zone_id().to_owned(), range.clone());
+        AccessError::Banned { zone, start, end, reason }
+    }
+
+    fn note_zeroed(&self, range: &Range<u64>) {
+        self.zero.set_zero(Self::pages_of(range));
+        // After the pages hold zeros: a migration that takes this bit sends no older content.
+        self.device_dirty.mark_dirty(to_usize(range.start), to_usize(range.end - range.start));
     }
 
     fn discard_shared(&self, range: &Range<u64>) -> io::Result<()> {

@@ -95,6 +95,26 @@ pub enum AccessError {
         #[source]
         source: io::Error,
     },
+    /// Memory that devices have mapped must keep its pages.
+    #[error("memory zone '{zone}' has to keep the pages of bytes {start:#x}..{end:#x}: {reason}")]
+    Banned {
+        /// The zone.
+        zone: String,
+        /// What was to be discarded.
+        start: u64,
+        /// What was to be discarded.
+        end: u64,
+        /// The reason of the ban.
+        reason: &'static str,
+    },
+    /// There is no region with this index.
+    #[error("there is no region {index} of guest memory, which has {regions}")]
+    NoRegion {
+        /// The index.
+        index: usize,
+        /// How many regions there are.
+        regions: usize,
+    },
     /// There are no pages to be had.
     #[error("memory zone '{zone}' got no pages for bytes {start:#x}..{end:#x} from the host")]
     Populate {
@@ -366,7 +386,7 @@ impl RamRegion {
         }
     }
 
-    fn check_pages(&self, range: &Range<u64>) -> Result<(), AccessError> {
+    pub(crate) fn check_pages(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.check(range)?;
         if range.start.is_multiple_of(PAGE_BYTES) && range.end.is_multiple_of(PAGE_BYTES) {
             Ok(())

@@ -6,7 +6,10 @@
 //! still there for the guest. The write that would let it reach memory waits at the gate; when memory
 //! will not be mapped, the function is gone for the guest, as if pulled out.
 //!
-//! Locks: configuration, then BARs or interrupts, then those of [`PeerBars`]. None is held at the gate.
+//! Locks: configuration, then BARs or interrupts, then those of [`PeerBars`]. None is held at the gate by a
+//! vCPU. Whether the function is gone is looked at again under the lock of the configuration before anything
+//! is written to the host, and what takes it from the guest passes through that lock after it has set the
+//! mark: a write either came before that, or never reaches the host.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -104,6 +107,8 @@ pub struct VfioPciDevice {
     peer: Option<Peer>,
     pub(super) gate: Arc<DmaGate>,
     lost: AtomicBool,
+    /// It reaches no memory, for good.
+    disarmed: AtomicBool,
     asked: OnceLock<Instant>,
     granted: OnceLock<Instant>,
     log_budget: LogBudget,
@@ -161,6 +166,7 @@ impl VfioPciDevice {
             peer,
             gate: wiring.gate,
             lost: AtomicBool::new(false),
+            disarmed: AtomicBool::new(false),
             asked: OnceLock::new(),
             granted: OnceLock::new(),
             log_budget: LogBudget::default(),
@@ -169,24 +175,36 @@ impl VfioPciDevice {
     }
 
     /// Takes the function from the guest for good: configuration space and BARs read as ones, nothing
-    /// interrupts. Idempotent.
+    /// interrupts. It may go on reaching memory: see [`disarm`](Self::disarm). Idempotent.
     pub fn lose(&self) {
         if self.lost.swap(true, Ordering::AcqRel) {
             return;
         }
+        // A write that is on its way has connected what it connects.
+        drop(lock(&self.config));
         self.interrupts.cut_off();
         for bar in lock(&self.direct).iter_mut() {
             self.hide(bar);
         }
     }
 
-    /// Makes the host's function harmless before it is given back: it is gone for the guest, reaches
-    /// no memory, and is reset.
+    /// Makes the host's function harmless: it is gone for the guest, reaches no memory, and is reset. No
+    /// write of the guest lets it reach memory again, not even one that waits at the gate meanwhile.
+    /// Memory may be unmapped when this returns.
     pub fn disarm(&self) {
         self.lose();
+        // Under the lock, after the mark: of a write that was under way this is the next one.
+        let config = lock(&self.config);
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
+        drop(config);
         self.host.reset();
         self.migration.was_reset();
+        self.disarmed.store(true, Ordering::Release);
+    }
+
+    /// Whether it has been [disarmed](Self::disarm), and needs no memory any more.
+    pub fn is_disarmed(&self) -> bool {
+        self.disarmed.load(Ordering::Acquire)
     }
 
     /// Lets `notices` hear what the host tells of it.
@@ -352,6 +370,10 @@ impl PciDevice for VfioPciDevice {
             return;
         }
         let mut config = lock(&self.config);
+        // It may have gone while this waited, at the gate or for the lock.
+        if self.is_lost() {
+            return;
+        }
         for (at, bytes) in config.write(offset, data) {
             self.host.write_config(at, &bytes);
         }

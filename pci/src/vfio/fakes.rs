@@ -397,6 +397,8 @@ pub struct FakeTarget {
     pub limits: DmaLimits,
     pub maps_last: bool,
     pub before: Option<BeforeMap>,
+    /// Called before everything is unmapped.
+    pub before_unmap_all: OnceLock<Box<dyn Fn() + Send + Sync>>,
     pub unmaps: AtomicU64,
 }
 
@@ -453,6 +455,9 @@ impl DmaTarget for FakeTarget {
     }
 
     fn unmap_all(&self) {
+        if let Some(before) = self.before_unmap_all.get() {
+            before();
+        }
         lock(&self.mapped).clear();
     }
 

@@ -64,7 +64,7 @@ pub use mapping::BarMapping;
 pub use notices::{Notices, OnNotice};
 pub use peers::{Peer, PeerBars, PeerTarget};
 pub use pieces::{OnLost, Pieces};
-pub use pinning::{PinProgress, PinState, Pinning};
+pub use pinning::{Abandonment, PinProgress, PinState, Pinning};
 pub use prepinned::mapped_pieces;
 pub use space::{DmaSpace, OpenedFunction};
 pub use sysfs::HostPlace;

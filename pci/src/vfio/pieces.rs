@@ -209,6 +209,23 @@ impl Pieces {
         drop(lock(&self.state));
     }
 
+    /// Nothing more is mapped, and what is unmapped does not come back: devices cannot go on, for this reason
+    /// if there is none yet.
+    pub(super) fn lose(&self, reason: &Arc<str>) {
+        let mut phase = lock(&self.phase);
+        if matches!(*phase, Phase::Open) {
+            *phase = Phase::Lost(Arc::clone(reason));
+        }
+    }
+
+    /// Unmaps all of it, after [`lose`](Self::lose). Waits for a piece that the kernel is at.
+    pub(super) fn unmap_lost(&self) {
+        let mut state = lock(&self.state);
+        self.target.unmap_all();
+        *state = State::default();
+        self.mapped_bytes.store(0, Ordering::Relaxed);
+    }
+
     /// Why devices could not go on, if that is so.
     pub(super) fn lost(&self) -> Option<Arc<str>> {
         match &*lock(&self.phase) {
@@ -361,7 +378,7 @@ mod tests {
         );
         assert_eq!((pieces.mapped_bytes(), target.unmaps()), (4 * MIB, 1));
         assert!(pieces.let_go(region, &(2 * MIB..6 * MIB)).is_empty(), "once");
-        region.discard(&(2 * MIB..6 * MIB)).unwrap();
+        ram.discard(0, &(2 * MIB..6 * MIB)).unwrap();
         pieces.take_back(region, &(0..2 * MIB));
         assert_eq!(pieces.mapped_bytes(), 4 * MIB);
         pieces.take_back(region, &(4 * MIB - 1..4 * MIB));

@@ -141,11 +141,35 @@ impl Pinning {
         }
     }
 
+    /// What ends it without owning it.
+    pub fn abandonment(&self) -> Abandonment {
+        Abandonment(Arc::clone(&self.shared))
+    }
+
     /// Ends it soon; whoever waits at the gate is turned away. Nothing is mapped again.
     pub fn cancel(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.gate.fail("the VM ends");
         self.shared.pieces.close();
+    }
+}
+
+/// Ends a [`Pinning`] without owning it: no function needs memory any more, nor will one again.
+#[derive(Clone)]
+pub struct Abandonment(Arc<Shared>);
+
+impl Abandonment {
+    /// Nothing more is mapped; the state is failed from here on, for this reason, and vCPUs that wait at the
+    /// gate go on without. Does not wait.
+    pub fn begin(&self, reason: &Arc<str>) {
+        self.0.stop.store(true, Ordering::Relaxed);
+        self.0.gate.fail(reason);
+        self.0.pieces.lose(reason);
+    }
+
+    /// Unmaps and unpins everything, after [`begin`](Self::begin). No function may reach memory.
+    pub fn unmap(&self) {
+        self.0.pieces.unmap_lost();
     }
 }
 

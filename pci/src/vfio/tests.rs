@@ -309,6 +309,27 @@ fn bus_mastering_waits_for_the_gate() {
 }
 
 #[test]
+fn a_write_that_waits_at_the_gate_does_not_arm_a_device_that_failed_meanwhile() {
+    let rig = Arc::new(Rig::new());
+    rig.write(4, &[2, 0]);
+    let guest = {
+        let rig = Arc::clone(&rig);
+        std::thread::spawn(move || rig.write(4, &[6, 0]))
+    };
+    while rig.device.bus_master_times().asked.is_none() {
+        std::thread::yield_now();
+    }
+    rig.device.disarm();
+    assert!(rig.device.is_lost() && rig.device.is_disarmed());
+    rig.gate.open();
+    guest.join().unwrap();
+    assert!(!rig.host.is_bus_master(), "it reaches memory that is about to be unmapped");
+    rig.write(4, &[6, 0]);
+    assert!(!rig.host.is_bus_master());
+    rig.check();
+}
+
+#[test]
 fn a_failure_pulls_the_device_out() {
     let rig = Rig::new();
     rig.write(4, &[2, 0]);
@@ -510,6 +531,44 @@ fn a_failure_in_the_middle_turns_everybody_away() {
     let progress = pinning.progress();
     assert!(progress.pinned_bytes < progress.total_bytes);
     assert_eq!(progress.state, PinState::Failed(reason));
+}
+
+#[test]
+fn memory_that_no_function_needs_is_unmapped_and_nobody_waits_for_it() {
+    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
+    let (arrived, at_map) = mpsc::channel();
+    let (arrived, hold) = (Mutex::new(arrived), Arc::new(DmaGate::default()));
+    let target = Arc::new(FakeTarget {
+        before: Some({
+            let hold = Arc::clone(&hold);
+            Box::new(move |_| {
+                let _ = arrived.lock().unwrap().send(());
+                hold.wait().map_err(io::Error::other)
+            })
+        }),
+        ..FakeTarget::default()
+    });
+    let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
+    let pieces = pieces(target.clone(), &populator);
+    let on_end = Box::new(|_: &PinState| panic!("the end of it is known already"));
+    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), true, on_end).unwrap();
+    at_map.recv_timeout(PATIENCE).unwrap();
+    let guest = {
+        let gate = Arc::clone(&gate);
+        std::thread::spawn(move || gate.wait())
+    };
+    let reason: Arc<str> = "the device has failed".into();
+    let abandonment = pinning.abandonment();
+    abandonment.begin(&reason);
+    assert_eq!(guest.join().unwrap().unwrap_err().reason, reason, "while a piece is being mapped");
+    // Not before the kernel is done with that piece.
+    let unmaps = std::thread::spawn(move || abandonment.unmap());
+    hold.open();
+    unmaps.join().unwrap();
+    assert!(pinning.wait().is_err());
+    assert_eq!(joined(&target.mapped), []);
+    let progress = pinning.progress();
+    assert_eq!((progress.pinned_bytes, progress.state), (0, PinState::Failed(reason)));
 }
 
 #[test]

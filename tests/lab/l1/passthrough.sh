@@ -14,13 +14,14 @@ fi
 pinned() { sed -n "s/^$PINNED:[^0-9]*\([0-9]*\).*/\1/p" "/proc/$(cat $T/$1.pid)/status"; }
 pinned_is() { [ "$(pinned $1)" = $2 ]; }
 
-# give_to_vfio DIRECTORY: binds a function to vfio-pci.
+# give_to_vfio DIRECTORY [DRIVER]: binds a function to vfio-pci, or a variant of it.
 give_to_vfio() {
   function=$(basename $1)
-  echo vfio-pci >$1/driver_override
+  driver=${2:-vfio-pci}
+  echo $driver >$1/driver_override
   [ ! -e $1/driver ] || echo $function >$1/driver/unbind
   echo $function >/sys/bus/pci/drivers_probe
-  [ "$(basename "$(readlink $1/driver)")" = vfio-pci ]
+  [ "$(basename "$(readlink $1/driver)")" = $driver ]
 }
 # find_disk: the disk to pass through is $own here, and its function $disk.
 find_disk() {

@@ -99,6 +99,22 @@ fn what_was_saved_comes_back_and_holes_stay_holes() {
 }
 
 #[test]
+fn memory_that_devices_have_mapped_keeps_its_pages() {
+    for backing in [Backing::Shared, Backing::Anonymous] {
+        let folder = taken(&filled(backing));
+        let (snapshot, memory) = (Opened::open(folder.path()).unwrap(), memory(backing));
+        for page in 0..2500 {
+            write(&memory, 1, page, u64::MAX);
+        }
+        memory.pin().unwrap();
+        copy_in(&snapshot, &*memory, 3, &Cancel::new().unwrap()).unwrap();
+        assert_same(&memory);
+        let populated: u64 = (0..2).map(|region| memory.populated_bytes(region).unwrap()).sum();
+        assert_eq!(populated, (77 + 2500) * PAGE_BYTES, "{backing:?}");
+    }
+}
+
+#[test]
 fn never_populated_memory_is_not_populated_and_takes_no_room() {
     let memory = memory(Backing::Shared);
     write(&memory, 1, 1500, 1);

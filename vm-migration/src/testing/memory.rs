@@ -41,6 +41,8 @@ pub struct FakeMemory {
     looks: AtomicU64,
     /// One more than a page that stays however often it is discarded; 0 for none.
     kept: AtomicU64,
+    /// Devices have it mapped: its pages stay.
+    pinned: AtomicBool,
     /// What refuses vCPUs, while it does.
     refusing: OnceLock<Weak<OwnFaults<FakeMemory>>>,
 }
@@ -93,6 +95,7 @@ impl FakeMemory {
             discards: (AtomicU64::new(0), AtomicU64::new(0)),
             looks: AtomicU64::new(0),
             kept: AtomicU64::new(0),
+            pinned: AtomicBool::new(false),
             refusing: OnceLock::new(),
         }
     }
@@ -124,6 +127,18 @@ impl FakeMemory {
         let regions = regions.map(|(info, file)| Region::over(info, file));
         let regions = regions.collect::<io::Result<_>>()?;
         Ok(Arc::new(Self::with(layout.clone(), regions)))
+    }
+
+    /// All of it gets pages, which devices have mapped from here on: none may be discarded.
+    ///
+    /// # Errors
+    /// When the host has no memory for it.
+    pub fn pin(&self) -> io::Result<()> {
+        self.pinned.store(true, Ordering::SeqCst);
+        for (region, info) in self.layout.regions().iter().enumerate() {
+            self.populate(PageRun { region, first: 0, count: info.pages() })?;
+        }
+        Ok(())
     }
 
     /// The word at `word` of a page, through the guest's mapping.
@@ -359,7 +374,21 @@ unsafe impl GuestMemoryMap for FakeMemory {
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
+    fn make_zero(&self, run: PageRun) -> io::Result<()> {
+        if !self.pinned.load(Ordering::SeqCst) {
+            return self.discard(run);
+        }
+        for page in run.first..run.end() {
+            crate::ram::slice(self, PageRun { region: run.region, first: page, count: 1 })
+                .write(&[0; 4096]);
+        }
+        Ok(())
+    }
+
     fn discard(&self, run: PageRun) -> io::Result<()> {
+        if self.pinned.load(Ordering::SeqCst) {
+            return Err(io::Error::other("devices have this memory mapped"));
+        }
         let (calls, pages) = &self.discards;
         calls.fetch_add(1, Ordering::SeqCst);
         pages.fetch_add(run.count, Ordering::SeqCst);

@@ -90,6 +90,18 @@ fn precopy_over_tcp_twenty_times() {
 }
 
 #[test]
+fn pages_that_devices_have_mapped_stay_where_they_are() {
+    for backing in [Backing::Shared, Backing::Anonymous] {
+        let memory = || FakeMemory::new(super::REGIONS, backing, PAGE_BYTES).unwrap();
+        let case = Case::new(memory(), memory(), 11);
+        // It refuses to discard anything from here on.
+        case.to.pin().unwrap();
+        let (source, _) = case.go(&loopback(), |o| o.downtime = Duration::from_millis(5));
+        assert!(source.zero_pages > 0, "no page became zero on the way");
+    }
+}
+
+#[test]
 fn precopy_over_a_unix_socket() {
     let dir = tempfile::tempdir().unwrap();
     let address = format!("unix:{}", dir.path().join("mig").display()).parse().unwrap();

@@ -143,6 +143,10 @@ unsafe impl GuestMemoryMap for MigratingRam {
     }
 
     fn discard(&self, run: PageRun) -> io::Result<()> {
-        self.region(run.region).discard(&bytes(&(run.first..run.end()))).map_err(to_io)
+        self.ram.discard(run.region, &bytes(&(run.first..run.end()))).map_err(to_io)
+    }
+
+    fn make_zero(&self, run: PageRun) -> io::Result<()> {
+        self.ram.make_zero(run.region, &bytes(&(run.first..run.end()))).map_err(to_io)
     }
 }

@@ -25,8 +25,8 @@ use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::migration::MigrationError;
 use pci::vfio::{
-    DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, PeerBars, Pieces, PinError,
-    PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    Abandonment, DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, PeerBars, Pieces,
+    PinError, PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
 use thiserror::Error;
@@ -111,12 +111,24 @@ fn no_device(config: &DeviceConfig, id: &str, source: VfioError) -> PassthroughE
     PassthroughError::Device { id: id.to_owned(), place: shown_place(config), source }
 }
 
-/// Everybody who has to be told when memory cannot be mapped; devices come and go meanwhile. Held for
-/// an instant.
-type Roll = Arc<Mutex<Vec<Weak<VfioPciDevice>>>>;
+/// The devices of a machine and the memory that is mapped for them, for the threads that hear of a failure.
+/// Devices come and go meanwhile.
+#[derive(Default)]
+struct Listed {
+    devices: Vec<Weak<VfioPciDevice>>,
+    /// What is or will be mapped, if anything.
+    memory: Option<Abandonment>,
+}
 
-fn read(roll: &Mutex<Vec<Weak<VfioPciDevice>>>) -> MutexGuard<'_, Vec<Weak<VfioPciDevice>>> {
+/// Held for an instant.
+type Roll = Arc<Mutex<Listed>>;
+
+fn read(roll: &Mutex<Listed>) -> MutexGuard<'_, Listed> {
     roll.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn devices_of(roll: &Mutex<Listed>) -> Vec<Arc<VfioPciDevice>> {
+    read(roll).devices.iter().filter_map(Weak::upgrade).collect()
 }
 
 /// The passed-through devices of one machine.
@@ -225,19 +237,26 @@ impl Passthrough {
         sockets: &Sockets<'_>,
         borrowers: Borrowers,
     ) -> Result<Bdf, PassthroughError> {
-        if let Some(PinState::Failed(reason)) = self.progress().map(|progress| progress.state) {
-            return Err(PassthroughError::MemoryFailed(reason));
-        }
+        self.check_memory()?;
         // Nothing is given back to the host from here on; what has been comes back, and what is in a
         // balloon goes again when everything is mapped.
         self.ban.get_or_insert_with(|| Arc::new(ban(sockets.ram)));
         let added = self.plug(config, sockets).and_then(|bdf| {
-            let mapped = self.map_memory(sockets.ram, borrowers);
+            // The last of the others may have failed since.
+            let mapped = self.check_memory();
+            let mapped = mapped.and_then(|()| self.map_memory(sockets.ram, borrowers));
             mapped.inspect_err(|_| self.pull_out(bdf, sockets.segment)).map(|()| bdf)
         });
         self.strict = false;
         self.forget_memory_without_devices();
         added
+    }
+
+    fn check_memory(&self) -> Result<(), PassthroughError> {
+        match self.progress().map(|progress| progress.state) {
+            Some(PinState::Failed(reason)) => Err(PassthroughError::MemoryFailed(reason)),
+            _ => Ok(()),
+        }
     }
 
     fn plug(
@@ -262,7 +281,7 @@ impl Passthrough {
     fn keep(&mut self, config: &DeviceConfig, bdf: Bdf, device: Arc<VfioPciDevice>, at: Instant) {
         self.opened.insert(device.id().to_owned(), at);
         self.strict |= config.pin == PinMode::Strict;
-        read(&self.roll).push(Arc::downgrade(&device));
+        read(&self.roll).devices.push(Arc::downgrade(&device));
         self.listen_to(&device);
         self.devices.push((bdf, device));
     }
@@ -383,11 +402,13 @@ impl Passthrough {
                         lend.begin();
                     }
                 });
-                none.insert(if is_prepinned {
+                let pinning = if is_prepinned {
                     Pinning::complete(pieces, gate, on_end)
                 } else {
                     Pinning::start(pieces, populator, gate, !self.strict, on_end)?
-                })
+                };
+                read(&self.roll).memory = Some(pinning.abandonment());
+                none.insert(pinning)
             }
         };
         if self.strict {
@@ -421,6 +442,7 @@ impl Passthrough {
         }
         device.disarm();
         if self.devices.is_empty() {
+            read(&self.roll).memory = None;
             // Turns a vCPU away that waits for memory, and ends what maps it.
             self.pinning = None;
             if let Some(space) = &self.space {
@@ -429,7 +451,7 @@ impl Passthrough {
         }
         // The group goes back with the device, which no mapping may need any more.
         drop(device);
-        read(&self.roll).retain(|device| device.strong_count() > 0);
+        read(&self.roll).devices.retain(|device| device.strong_count() > 0);
     }
 
     /// Without devices all is as if there had never been one.
@@ -533,7 +555,7 @@ impl Lend {
 }
 
 /// Tells how mapping ended, and takes the devices from the guest if it failed.
-fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Vec<Weak<VfioPciDevice>>>) {
+fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Listed>) {
     let bytes = total_bytes.to_string();
     match state {
         PinState::Pinning => {}
@@ -550,14 +572,29 @@ fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Vec<Weak<VfioPciDevice>
 }
 
 /// Takes the devices from the guest, and memory from the devices.
-fn lose_all(reason: &Arc<str>, roll: &Mutex<Vec<Weak<VfioPciDevice>>>) {
+fn lose_all(reason: &Arc<str>, roll: &Mutex<Listed>) {
     log::error!("passed-through devices are taken from the guest: {reason}");
     events::emit("vm", "passthrough-failed", &[("error", reason)]);
-    let devices: Vec<_> = read(roll).iter().filter_map(Weak::upgrade).collect();
-    for device in devices {
+    for device in devices_of(roll) {
         // It may have been at work.
         device.disarm();
         let lost = [("id", device.id()), ("error", reason.as_ref())];
         events::emit("vm", "passthrough-device-lost", &lost);
     }
+    unmap_if_unused(roll);
+}
+
+/// Unmaps memory once each device has been disarmed, so that none reaches pages that the guest uses for
+/// something else. Takes as long as the kernel does.
+fn unmap_if_unused(roll: &Mutex<Listed>) {
+    let listed = read(roll);
+    let is_used = |device: Arc<VfioPciDevice>| !device.is_disarmed();
+    if listed.devices.iter().filter_map(Weak::upgrade).any(is_used) {
+        return;
+    }
+    let Some(memory) = listed.memory.clone() else { return };
+    // A device that comes next is listed after this, and finds that it has failed.
+    memory.begin(&"all passed-through devices have failed".into());
+    drop(listed);
+    memory.unmap();
 }

@@ -12,7 +12,7 @@ use pci::vfio::VfioPciDevice;
 use pci::vfio::migration::{DmaLog, MigrationError, STATE_LEN_BYTES_MAX};
 use pci::{Bdf, PciDevice as _};
 
-use super::{Passthrough, PassthroughError};
+use super::{Passthrough, PassthroughError, unmap_if_unused};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::ram;
@@ -102,7 +102,7 @@ impl Passthrough {
         for step in steps {
             for (_, device) in &self.devices {
                 if let Err(source) = step(device) {
-                    tell_if_lost(device, &source);
+                    self.tell_of(device, &source);
                     let id = device.id().to_owned();
                     return Err(PassthroughError::Stop { id, source });
                 }
@@ -118,7 +118,7 @@ impl Passthrough {
             for (_, device) in &self.devices {
                 if let Err(error) = step(device) {
                     device.disarm();
-                    tell_if_lost(device, &error);
+                    self.tell_of(device, &error);
                 }
             }
         }
@@ -127,7 +127,17 @@ impl Passthrough {
     /// Tells of the device at `bdf`, if that is one and is gone for the guest because of `error`.
     pub fn tell_if_lost(&self, bdf: Bdf, error: &dyn std::error::Error) {
         if let Some((_, device)) = self.devices.iter().find(|(at, _)| *at == bdf) {
-            tell_if_lost(device, error);
+            self.tell_of(device, error);
+        }
+    }
+
+    fn tell_of(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
+        if device.is_lost() {
+            let (id, reason) = (device.id(), error_text::chain(error));
+            log::error!("passed-through device '{id}' is gone for the guest: {reason}");
+            let lost = [("id", id), ("error", reason.as_str())];
+            events::emit("vm", "passthrough-device-lost", &lost);
+            unmap_if_unused(&self.roll);
         }
     }
 
@@ -143,18 +153,9 @@ impl Passthrough {
     }
 }
 
-fn tell_if_lost(device: &VfioPciDevice, error: &dyn std::error::Error) {
-    if device.is_lost() {
-        let (id, reason) = (device.id(), error_text::chain(error));
-        log::error!("passed-through device '{id}' is gone for the guest: {reason}");
-        let lost = [("id", id), ("error", reason.as_str())];
-        events::emit("vm", "passthrough-device-lost", &lost);
-    }
-}
-
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
-mod tests {
+pub(super) mod tests {
     use std::collections::BTreeMap;
 
     use pci::fakes::FakeMsiSource;
@@ -167,7 +168,7 @@ mod tests {
     use super::*;
 
     /// Devices 'one' and 'two', which can be moved, and what the host has of them.
-    fn two_devices() -> (Passthrough, [Arc<FakeFunction>; 2]) {
+    pub(in super::super) fn two_devices() -> (Passthrough, [Arc<FakeFunction>; 2]) {
         let gate = Arc::new(DmaGate::default());
         let hosts = ["one", "two"].map(|_| {
             let host = FakeFunction::new(FakeFunction::config(), Arc::clone(&gate)).unwrap();

@@ -2,16 +2,16 @@
 
 //! What becomes of it when the host says that a device has failed, or wants it back.
 //!
-//! A device that has failed is gone for the guest at once, as nothing that it reads can be trusted.
-//! One that is wanted back is the guest's until it has let go; the host asks again until it has it.
+//! A device that has failed is gone for the guest at once, as nothing that it reads can be trusted, and
+//! reaches no memory from then on: the guest takes back the pages that it had given to it. One that is wanted back is the guest's until it has let go; the host asks again until it has it.
 
 use std::io;
-use std::sync::{Arc, Weak};
+use std::sync::Mutex;
 
 use pci::PciDevice as _;
 use pci::vfio::{HostNotice, Notices, VfioPciDevice};
 
-use super::{Roll, read};
+use super::{Listed, Roll, devices_of, unmap_if_unused};
 use crate::events;
 use crate::machine::events::{EventSink, GuestEvent};
 
@@ -21,10 +21,10 @@ use crate::machine::events::{EventSink, GuestEvent};
 /// No descriptor or no thread.
 pub fn listen(roll: Roll, sink: EventSink) -> io::Result<Notices> {
     Notices::start(Box::new(move |id, notice| {
-        let devices: Vec<_> = read(&roll).iter().filter_map(Weak::upgrade).collect();
+        let devices = devices_of(&roll);
         let Some(device) = devices.iter().find(|device| device.id() == id) else { return };
         match notice {
-            HostNotice::Failed => fail(device),
+            HostNotice::Failed => fail(device, &roll),
             HostNotice::WantedBack => {
                 log::warn!("the host wants device '{id}' back: the guest is asked to let go of it");
                 events::emit("vm", "passthrough-device-wanted", &[("id", id)]);
@@ -34,13 +34,100 @@ pub fn listen(roll: Roll, sink: EventSink) -> io::Result<Notices> {
     }))
 }
 
-fn fail(device: &Arc<VfioPciDevice>) {
-    if device.is_lost() {
+fn fail(device: &VfioPciDevice, roll: &Mutex<Listed>) {
+    if device.is_disarmed() {
         return;
     }
     let id = device.id();
-    log::error!("device '{id}' has failed beyond repair, and is gone for the guest");
-    device.lose();
-    let reason = "the host reports an error that the device does not recover from";
+    log::error!("the host reports an error of device '{id}': it is gone for the guest");
+    device.disarm();
+    let reason = "the host reports an error of the device";
     events::emit("vm", "passthrough-device-lost", &[("id", id), ("error", reason)]);
+    unmap_if_unused(roll);
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+    use pci::vfio::fakes::{FakeFunction, FakeTarget};
+    use pci::vfio::{GuestRamPopulator, Pieces, PinState, Pinning};
+
+    use super::super::moving::tests::two_devices;
+    use super::super::{Passthrough, PassthroughError, read};
+    use super::*;
+
+    /// Longer than anything here takes.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// The devices 'one' and 'two' at work, heard by their machine, with memory mapped for both.
+    fn at_work() -> (Passthrough, [Arc<FakeFunction>; 2], Arc<FakeTarget>) {
+        let (mut passthrough, hosts) = two_devices();
+        let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 4 << 20) }];
+        let ram = Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap());
+        let target = Arc::new(FakeTarget::default());
+        let populator = Arc::new(GuestRamPopulator(ram));
+        let on_lost = Box::new(|reason: &Arc<str>| panic!("{reason}"));
+        let pieces = Pieces::plan(target.clone(), populator.as_ref(), false, on_lost);
+        let (gate, on_end) = (Arc::clone(&passthrough.gate), Box::new(|_: &PinState| {}));
+        let mut pinning = Pinning::start(pieces, populator, gate, true, on_end).unwrap();
+        pinning.wait().unwrap();
+        let memory = pinning.abandonment();
+        passthrough.pinning = Some(pinning);
+        let notices = listen(Arc::clone(&passthrough.roll), Arc::clone(&passthrough.sink)).unwrap();
+        for (_, device) in &passthrough.devices {
+            read(&passthrough.roll).devices.push(Arc::downgrade(device));
+            device.report_to(&notices).unwrap();
+            device.write_config(4, &[6, 0]);
+        }
+        read(&passthrough.roll).memory = Some(memory);
+        passthrough.notices = Some(notices);
+        assert!(hosts.iter().all(|host| host.is_bus_master()));
+        (passthrough, hosts, target)
+    }
+
+    fn until(what: &str, is_so: impl Fn() -> bool) {
+        let end = Instant::now() + PATIENCE;
+        while !is_so() {
+            assert!(Instant::now() < end, "{what}");
+            std::thread::yield_now();
+        }
+    }
+
+    fn resets(host: &FakeFunction) -> u32 {
+        *host.resets.lock().unwrap()
+    }
+
+    #[test]
+    fn a_device_that_fails_reaches_no_memory_and_the_others_go_on() {
+        let (passthrough, [one, two], target) = at_work();
+        assert!(one.tell(HostNotice::Failed));
+        until("it is disarmed", || passthrough.devices[0].1.is_disarmed());
+        assert!(!one.is_bus_master() && resets(&one) == 1);
+        passthrough.devices[0].1.write_config(4, &[6, 0]);
+        assert!(!one.is_bus_master());
+        assert!(two.is_bus_master() && resets(&two) == 0 && !passthrough.devices[1].1.is_lost());
+        assert!(target.is_mapped(0..4 << 20).is_some(), "the other one needs it");
+        assert!(matches!(passthrough.progress().unwrap().state, PinState::Pinned(_)));
+    }
+
+    #[test]
+    fn when_the_last_has_failed_memory_is_unmapped_after_all_are_harmless() {
+        let (passthrough, [one, two], target) = at_work();
+        let (first, second) = (Arc::clone(&one), Arc::clone(&two));
+        let is_harmless = |host: &FakeFunction| !host.is_bus_master() && resets(host) == 1;
+        let before = Box::new(move || assert!(is_harmless(&first) && is_harmless(&second)));
+        assert!(target.before_unmap_all.set(before).is_ok());
+        assert!(one.tell(HostNotice::Failed) && two.tell(HostNotice::Failed));
+        until("memory is unmapped", || target.mapped.lock().unwrap().is_empty());
+        // What comes next would find nothing mapped.
+        until("it says so", || {
+            matches!(passthrough.progress().unwrap().state, PinState::Failed(_))
+        });
+        let refused = passthrough.check_memory();
+        assert!(matches!(refused, Err(PassthroughError::MemoryFailed(_))));
+    }
 }

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Whether a page of guest memory may be discarded.
+//!
+//! Owns that decision for every caller: balloon, free page reporting, virtio-mem, migration, restore
+//! and postcopy. A page that is pinned for a device has to stay where it is: after a discard the
+//! guest gets a new page, while the IOMMU keeps the old one. So a discard takes a [`Permit`], which
+//! only this module makes, and which no [`DiscardBan`] can overlap.
+//!
+//! One reader-writer lock holds the bans. A discard is a read section; a ban begins and ends in a
+//! write section, and pinning comes after the begin of its ban. So a page is discarded before it is
+//! pinned, or not at all. Read sections do not exclude each other; each of them is at least one
+//! system call, which takes a lock of the kernel on the file or the address space. Must never be
+//! entered twice by one thread: a write section that waits keeps further readers out.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+
+#[cfg(loom)]
+use loom::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+#[cfg(not(loom))]
+use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::pins::Pins;
+use crate::region::RamRegion;
+
+/// One reason to keep all pages.
+#[derive(Debug)]
+struct Ban {
+    number: u64,
+    reason: &'static str,
+    /// What can unpin memory that the guest asks for before it uses it again.
+    pins: Option<Arc<dyn Pins>>,
+}
+
+/// The bans that hold now, in the order in which they began.
+#[derive(Debug, Default)]
+pub(crate) struct Discards(RwLock<Vec<Ban>>);
+
+/// Proof that pages may be discarded as long as it is borrowed.
+#[derive(Debug)]
+pub(crate) struct Permit<'a>(PhantomData<&'a ()>);
+
+impl Discards {
+    fn read(&self) -> RwLockReadGuard<'_, Vec<Ban>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Vec<Ban>> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins a ban. What was being discarded has been when this returns.
+    pub(crate) fn ban(self: &Arc<Self>, reason: &'static str) -> DiscardBan {
+        let mut bans = self.write();
+        // In the order in which they came, so that the last number is the greatest.
+        let number = bans.last().map_or(0, |ban| ban.number.wrapping_add(1));
+        bans.push(Ban { number, reason, pins: None });
+        drop(bans);
+        DiscardBan { discards: Arc::clone(self), number }
+    }
+
+    /// The reason of the first ban.
+    pub(crate) fn banned(&self) -> Option<&'static str> {
+        self.read().first().map(|ban| ban.reason)
+    }
+
+    /// What unpins memory, if there is exactly one ban and it has that.
+    pub(crate) fn pins(&self) -> Option<Arc<dyn Pins>> {
+        match &self.read()[..] {
+            [ban] => ban.pins.clone(),
+            _ => None,
+        }
+    }
+
+    /// Does `act` with the decision, or with the reason against it. Neither changes meanwhile.
+    pub(crate) fn decide<R>(&self, act: impl FnOnce(Result<Permit<'_>, &'static str>) -> R) -> R {
+        let bans = self.read();
+        act(match bans.first() {
+            None => Ok(Permit(PhantomData)),
+            Some(ban) => Err(ban.reason),
+        })
+    }
+
+    /// Does `act` with the parts of `piece` that may be discarded. `asks`: the guest asks before it uses
+    /// the memory again, so what is pinned may be unpinned for it.
+    pub(crate) fn release<R>(
+        &self,
+        region: &RamRegion,
+        piece: &Range<u64>,
+        asks: bool,
+        act: impl FnOnce(Vec<Range<u64>>, &Permit<'_>) -> R,
+    ) -> R {
+        let permit = Permit(PhantomData);
+        let bans = self.read();
+        if bans.is_empty() {
+            return act(vec![piece.clone()], &permit);
+        }
+        if !asks {
+            return act(Vec::new(), &permit);
+        }
+        drop(bans);
+        // Alone: between unpinning and discarding no other caller may find the memory unpinned, and
+        // have it pinned again.
+        let bans = self.write();
+        let parts = match &bans[..] {
+            [] => vec![piece.clone()],
+            [Ban { pins: Some(pins), .. }] => pins.let_go(region, piece),
+            _ => Vec::new(),
+        };
+        act(parts, &permit)
+    }
+
+    /// Does `change` while no ban can begin or end, if there is none, or (`pinned`) only one whose pins
+    /// can unpin memory.
+    ///
+    /// # Errors
+    /// The reason of the first ban.
+    pub(crate) fn unless_banned<R>(
+        &self,
+        pinned: bool,
+        change: impl FnOnce() -> R,
+    ) -> Result<R, &'static str> {
+        let bans = self.read();
+        match &bans[..] {
+            [] => Ok(change()),
+            [Ban { pins: Some(_), .. }] if pinned => Ok(change()),
+            [first, ..] => Err(first.reason),
+        }
+    }
+}
+
+/// As long as it lives, no page of guest memory is discarded, but for what its pins unpin before.
+#[derive(Debug)]
+pub struct DiscardBan {
+    discards: Arc<Discards>,
+    number: u64,
+}
+
+impl DiscardBan {
+    /// From here on this ban does not hold for memory that `pins` lets go of.
+    pub fn except_what_is_let_go(&self, pins: Arc<dyn Pins>) {
+        let mut bans = self.discards.write();
+        if let Some(ban) = bans.iter_mut().find(|ban| ban.number == self.number) {
+            ban.pins = Some(pins);
+        }
+    }
+}
+
+impl Drop for DiscardBan {
+    fn drop(&mut self) {
+        let mut bans = self.discards.write();
+        let at = bans.iter().position(|ban| ban.number == self.number);
+        let ended = at.map(|at| bans.remove(at));
+        drop(bans);
+        // Not under the lock: it may be the last to know of what is pinned.
+        drop(ended);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    //! Every order in which memory is pinned and zeroed, by loom.
+
+    use loom::sync::atomic::{AtomicU32, Ordering};
+    use loom::sync::{Arc as LoomArc, Mutex};
+    use loom::thread;
+
+    use super::*;
+
+    /// One page of guest memory: which page of the host the guest has there, and what is in the
+    /// pages of the host.
+    struct Page {
+        mapped: AtomicU32,
+        contents: Mutex<[u8; 3]>,
+        /// The page that the device has.
+        pinned: AtomicU32,
+    }
+
+    impl Page {
+        fn new() -> LoomArc<Self> {
+            LoomArc::new(Self {
+                mapped: AtomicU32::new(1),
+                contents: Mutex::new([0, 7, 0]),
+                pinned: AtomicU32::new(0),
+            })
+        }
+
+        /// As migration zeroes a page.
+        fn zero(&self, discards: &Discards) {
+            discards.decide(|decision| match decision {
+                Ok(_permit) => self.mapped.store(2, Ordering::Relaxed),
+                Err(_reason) => {
+                    let page = self.mapped.load(Ordering::Relaxed);
+                    if let Some(byte) = self
+                        .contents
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .get_mut(page as usize)
+                    {
+                        *byte = 0;
+                    }
+                }
+            });
+        }
+
+        fn pin(&self) {
+            self.pinned.store(self.mapped.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+
+        /// The guest reads zeros, and so does the device, in the same page, if it has one.
+        fn check(&self) {
+            let (mapped, pinned) =
+                (self.mapped.load(Ordering::Relaxed), self.pinned.load(Ordering::Relaxed));
+            let contents = *self.contents.lock().unwrap_or_else(PoisonError::into_inner);
+            assert_eq!(contents.get(mapped as usize), Some(&0));
+            assert!(pinned == 0 || pinned == mapped, "the device has page {pinned} for {mapped}");
+        }
+    }
+
+    #[test]
+    fn loom_a_page_is_discarded_before_it_is_pinned_or_not_at_all() {
+        loom::model(|| {
+            let (discards, page) = (Arc::new(Discards::default()), Page::new());
+            let zeroes = {
+                let (discards, page) = (Arc::clone(&discards), LoomArc::clone(&page));
+                thread::spawn(move || page.zero(&discards))
+            };
+            let ban = discards.ban("a device");
+            page.pin();
+            zeroes.join().unwrap_or_else(|_| panic!("a thread failed"));
+            page.check();
+            drop(ban);
+        });
+    }
+
+    #[test]
+    fn loom_the_end_of_one_ban_does_not_end_another() {
+        loom::model(|| {
+            let (discards, page) = (Arc::new(Discards::default()), Page::new());
+            let first = discards.ban("a device");
+            let ends = thread::spawn(move || drop(first));
+            let second = discards.ban("another");
+            page.pin();
+            page.zero(&discards);
+            ends.join().unwrap_or_else(|_| panic!("a thread failed"));
+            page.check();
+            drop(second);
+        });
+    }
+}
