@@ -317,11 +317,12 @@ impl Machine {
     /// # Errors
     /// Naming what is missing.
     pub fn boot(
-        config: VmConfig,
+        mut config: VmConfig,
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
     ) -> Result<Self, MachineError> {
+        disks::settle_formats(&mut config).map_err(VirtioError::from)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
         let given = slot.iter().map(PrepinnedSlot::memory).collect();
@@ -384,12 +385,13 @@ impl Machine {
     /// # Errors
     /// Naming what is missing here.
     pub fn arriving(
-        config: VmConfig,
+        mut config: VmConfig,
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
+        disks::assume_raw(&mut config);
         let opening = (Opening::Before, None);
         let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening)?;
         chassis.passthrough.check_movable(&config)?;
