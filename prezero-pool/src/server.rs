@@ -117,7 +117,7 @@ fn listen(path: &Path, mode: u32) -> Result<UnixListener, ServeError> {
 /// # Errors
 /// Naming what is missing.
 pub fn serve(config: Config) -> Result<std::convert::Infallible, ServeError> {
-    sys::ignore_lease_breaks();
+    sys::ignore_stray_signals();
     let clients = listen(&config.socket, config.socket_mode)?;
     let stats = config.stats_socket.as_deref().map(|path| listen(path, 0o660)).transpose()?;
     let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(ServeError::Start)?;

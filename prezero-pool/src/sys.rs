@@ -36,10 +36,14 @@ pub fn users_of(file: &File) -> Users {
     }
 }
 
-/// Somebody who opens a file under a lease makes the kernel send SIGIO, which would end the process.
-pub fn ignore_lease_breaks() {
-    // SAFETY: ignoring a signal runs no code.
-    unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
+/// Ignores signals that would end the process and are not meant to: SIGIO, which the kernel sends
+/// when another process opens a file under a lease, SIGHUP of a closed terminal, and those that
+/// mean nothing to a daemon. SIGTERM, SIGINT and SIGQUIT end it.
+pub fn ignore_stray_signals() {
+    for signal in [libc::SIGIO, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2, libc::SIGALRM] {
+        // SAFETY: ignoring a signal runs no code.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
 }
 
 /// The other end of a socket.

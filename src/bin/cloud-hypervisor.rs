@@ -6,8 +6,10 @@ use std::process::ExitCode;
 
 use godwit::cli::exit::{self, Failure};
 use godwit::cli::launch::{self, Launch, PageServerArgs, RunArgs};
+use godwit::cli::log_format::LogFormat;
 use godwit::cli::{logger, print_line};
 use vmm::events::{self, EventTarget};
+use vmm::options::SeccompMode;
 use vmm::page_server::{self, PageServerOptions};
 
 fn main() -> ExitCode {
@@ -39,15 +41,26 @@ fn usage(error: &dyn std::error::Error) -> Failure {
     Failure::usage(error).hint("cloud-hypervisor --help shows the options")
 }
 
+fn log_format(text: Option<&str>, program: &str) -> Result<LogFormat, Failure> {
+    text.map_or_else(|| Ok(LogFormat::default_of(program)), LogFormat::parse)
+        .map_err(|error| usage(&error))
+}
+
 fn run(args: RunArgs) -> Result<(), Failure> {
-    let log = logger::start("cloud-hypervisor", args.verbosity, args.log_file.as_deref())
+    let format = log_format(args.log_format.as_deref(), "cloud-hypervisor")?;
+    let log = logger::start(format, args.verbosity, args.log_file.as_deref())
         .map_err(|e| Failure::failed(&e))?;
+    let sandbox = args.seccomp;
     let (mut options, event_target) = args.into_options().map_err(|error| usage(&error))?;
     options.lent.log = log;
     if let Some(target) = event_target {
         events::start(target).map_err(|error| Failure::failed(&error))?;
     }
-    log::info!("the sandbox of system calls is not built yet, --seccomp has no effect");
+    if sandbox != SeccompMode::Off {
+        log::warn!(
+            "this version has no sandbox: --seccomp has no effect (--seccomp false silences this)"
+        );
+    }
     let reason = vmm::run(options).map_err(|error| Failure::failed(&error))?;
     log::info!("the end: {reason:?}");
     Ok(())
@@ -57,7 +70,8 @@ fn run(args: RunArgs) -> Result<(), Failure> {
 fn serve_pages(args: PageServerArgs) -> Result<(), Failure> {
     page_server::begin();
     events::continue_clock(args.uptime);
-    logger::start("page-server", args.verbosity, None).map_err(|e| Failure::failed(&e))?;
+    let format = log_format(args.log_format.as_deref(), "page-server")?;
+    logger::start(format, args.verbosity, None).map_err(|e| Failure::failed(&e))?;
     if let Some(target) = args.event_monitor {
         let target = EventTarget::parse(&target).map_err(|error| usage(&error))?;
         events::start(target).map_err(|error| Failure::failed(&error))?;

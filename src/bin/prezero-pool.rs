@@ -5,13 +5,14 @@
 use std::process::ExitCode;
 
 use godwit::cli::exit::{self, Failure};
+use godwit::cli::log_format::LogFormat;
 use godwit::cli::{logger, pool, print_line};
 
 fn main() -> ExitCode {
     vmm::events::start_clock();
     // clap prints help and mistakes by itself, with exit codes 0 and 2.
     let call = pool::Call::new(&pool::command().get_matches());
-    let result = logger::start("prezero-pool", call.verbosity, None)
+    let result = logger::start(LogFormat::default_of("prezero-pool"), call.verbosity, None)
         .map_err(|error| Failure::failed(&error))
         .and_then(|_| call.carry_out().map_err(|error| Failure::failed(&error)));
     match result {

@@ -26,7 +26,7 @@ use vmm::config::option_string::OptionError;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
 use vmm::config::reference::help;
-use vmm::config::small::{LandlockConfig, NumaConfig, RngConfig, TpmConfig};
+use vmm::config::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
 use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, VmParams};
 use vmm::events::{EventError, EventTarget};
 use vmm::options::{Lent, SeccompMode, VmmOptions};
@@ -49,6 +49,8 @@ pub struct PageServerArgs {
     pub verbosity: u8,
     /// `--event-monitor`.
     pub event_monitor: Option<String>,
+    /// `--log-format`.
+    pub log_format: Option<String>,
     /// Where it takes requests.
     pub socket: PathBuf,
     /// What the clock of the VMM shows.
@@ -62,6 +64,8 @@ pub struct RunArgs {
     pub verbosity: u8,
     /// `--log-file`.
     pub log_file: Option<PathBuf>,
+    /// `--log-format`.
+    pub log_format: Option<String>,
     /// `--event-monitor`.
     pub event_monitor: Option<String>,
     /// `--api-socket`.
@@ -138,7 +142,8 @@ impl RunArgs {
             restore.directory().map_err(LaunchError::RestoreUrl)?;
         }
         let (seccomp, no_shutdown) = (self.seccomp, self.no_shutdown);
-        let lent = Lent { verbosity: self.verbosity, log: None };
+        let (verbosity, log_format) = (self.verbosity, self.log_format);
+        let lent = Lent { verbosity, log_format, log: None };
         Ok((VmmOptions { api_socket, initial_vm, restore, seccomp, no_shutdown, lent }, events))
     }
 }
@@ -174,6 +179,7 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
         return Ok(Launch::ServePages(PageServerArgs {
             verbosity: matches.get_count("v"),
             event_monitor: one("event-monitor"),
+            log_format: one("log-format"),
             socket: one("api-socket").map(PathBuf::from).unwrap_or_default(),
             uptime: Duration::from_micros(*uptime_us),
         }));
@@ -195,11 +201,13 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
     let run = RunArgs {
         verbosity: matches.get_count("v"),
         log_file: one("log-file").map(PathBuf::from),
+        log_format: one("log-format"),
         event_monitor: one("event-monitor"),
         api_socket: one("api-socket"),
         seccomp: match one("seccomp").as_deref() {
             Some("false") => SeccompMode::Off,
             Some("log") => SeccompMode::Log,
+            Some("errno") => SeccompMode::Errno,
             _ => SeccompMode::Enforce,
         },
         no_shutdown: matches.get_flag("no-shutdown"),
@@ -213,7 +221,7 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
 }
 
 /// Options that make no sense without a VM.
-const VM_OPTIONS: [&str; 28] = [
+const VM_OPTIONS: [&str; 29] = [
     "cpus",
     "memory",
     "memory-zone",
@@ -224,6 +232,7 @@ const VM_OPTIONS: [&str; 28] = [
     "disk",
     "net",
     "rng",
+    "rtc",
     "balloon",
     "fs",
     "generic-vhost-user",
@@ -267,6 +276,7 @@ fn params(matches: &ArgMatches) -> VmParams {
         disks: many("disk"),
         net: many("net"),
         rng: one("rng"),
+        rtc: one("rtc"),
         balloon: one("balloon"),
         fs: many("fs"),
         generic_vhost_user: many("generic-vhost-user"),
@@ -334,6 +344,15 @@ pub fn command(with_help: bool) -> Command {
             flag("landlock", "Confine the process (not supported by this version)"),
             many("landlock-rules", text(help::<LandlockConfig>)),
             path("log-file", "File for log messages instead of stderr"),
+            one(
+                "log-format",
+                say(
+                    "How a log line looks: tokens like {wallclock}, {boottime}, {thread}, {level}, \
+                     {location}, {msg}; docs/usage.md lists all",
+                )
+                .to_owned(),
+            )
+            .value_name("FORMAT"),
             one("memory", text(help::<MemoryConfig>)),
             many("memory-zone", text(help::<MemoryZoneConfig>)),
             many("net", text(help::<NetConfig>)),
@@ -355,9 +374,10 @@ pub fn command(with_help: bool) -> Command {
             many("rate-limit-group", text(help::<RateLimitGroupConfig>)),
             one("restore", text(help::<RestoreConfig>)),
             one("rng", text(help::<RngConfig>)),
+            one("rtc", text(help::<RtcConfig>)),
             one("seccomp", say("What happens at a forbidden system call").to_owned())
                 .value_name("MODE")
-                .value_parser(["true", "false", "log"])
+                .value_parser(["true", "false", "log", "errno"])
                 .default_value("true"),
             one("serial", text(help::<SerialConfig>)),
             one("tpm", text(help::<TpmConfig>)),
@@ -415,10 +435,12 @@ mod tests {
 
     #[test]
     fn a_page_server_is_known_by_its_option() {
-        let line = "cloud-hypervisor --page-server 1500 --api-socket /s -v --event-monitor fd=1";
+        let line = "cloud-hypervisor --page-server 1500 --api-socket /s -v --event-monitor fd=1 \
+                    --log-format {msg}";
         let wanted = PageServerArgs {
             verbosity: 1,
             event_monitor: Some("fd=1".to_owned()),
+            log_format: Some("{msg}".to_owned()),
             socket: "/s".into(),
             uptime: Duration::from_micros(1500),
         };

@@ -2,7 +2,8 @@
 
 //! Where log messages go: stderr or a file, a line each, with the time since the start.
 //!
-//! Owns the form of a line. Lines of different threads never mix: each is one write.
+//! Owns where lines go. Lines of different threads never mix: each is one write. What is in a line
+//! says [`super::log_format`].
 
 use std::fs::File;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -11,7 +12,8 @@ use std::sync::Arc;
 
 use log::{LevelFilter, Log, Metadata, Record};
 use thiserror::Error;
-use vmm::events;
+
+use super::log_format::LogFormat;
 
 /// Why there is no log.
 #[derive(Debug, Error)]
@@ -36,7 +38,7 @@ enum Output {
 }
 
 struct Logger {
-    program: &'static str,
+    format: LogFormat,
     output: Output,
     line_end: &'static str,
 }
@@ -47,7 +49,7 @@ impl Log for Logger {
     }
 
     fn log(&self, record: &Record<'_>) {
-        let line = line(self.program, record, self.line_end);
+        let line = self.format.line(record) + self.line_end;
         // Nobody can be told that telling failed.
         let _ = match &self.output {
             Output::Stderr => io::stderr().write_all(line.as_bytes()),
@@ -58,27 +60,12 @@ impl Log for Logger {
     fn flush(&self) {}
 }
 
-fn line(program: &str, record: &Record<'_>, end: &str) -> String {
-    let thread = std::thread::current();
-    let place = match (record.file(), record.line()) {
-        (Some(file), Some(line)) => format!("{file}:{line}"),
-        _ => record.target().to_owned(),
-    };
-    format!(
-        "{program}: {:>10.6}s: <{}> {}:{place} -- {}{end}",
-        events::uptime().as_secs_f64(),
-        thread.name().unwrap_or("anonymous"),
-        record.level(),
-        record.args(),
-    )
-}
-
-/// Starts logging, in the name of `program`. Gives the file, for processes that log to it as well.
+/// Starts logging. Gives the file, for processes that log to it as well.
 ///
 /// # Errors
 /// The file cannot be made, or logging was started before.
 pub fn start(
-    program: &'static str,
+    format: LogFormat,
     verbosity: u8,
     file: Option<&Path>,
 ) -> Result<Option<Arc<File>>, LogError> {
@@ -90,7 +77,7 @@ pub fn start(
     let output = file.clone().map_or(Output::Stderr, Output::File);
     // A terminal may be in raw mode while the guest uses it.
     let raw = matches!(output, Output::Stderr) && io::stderr().is_terminal();
-    let logger = Logger { program, output, line_end: if raw { "\r\n" } else { "\n" } };
+    let logger = Logger { format, output, line_end: if raw { "\r\n" } else { "\n" } };
     log::set_boxed_logger(Box::new(logger)).map_err(|_| LogError::Twice)?;
     log::set_max_level(match verbosity {
         0 => LevelFilter::Warn,
@@ -113,8 +100,8 @@ mod tests {
             .file(Some("a.rs"))
             .line(Some(7))
             .build();
-        let line = line("cloud-hypervisor", &record, "\n");
+        let line = LogFormat::default_of("cloud-hypervisor").line(&record);
         assert!(line.starts_with("cloud-hypervisor:   "), "{line}");
-        assert!(line.ends_with("> WARN:a.rs:7 -- hello\n"), "{line}");
+        assert!(line.ends_with("> WARN:a.rs:7 -- hello"), "{line}");
     }
 }

@@ -7,11 +7,13 @@
 //! - [`chart`]: the report of a migration as a picture.
 //! - [`exit`]: exit codes, and how an error is printed.
 //! - [`logger`]: where log messages go.
+//! - [`log_format`]: how a log line is put together.
 //! - [`pool`]: `prezero-pool`, from arguments to the daemon.
 
 pub mod chart;
 pub mod exit;
 pub mod launch;
+pub mod log_format;
 pub mod logger;
 pub mod pool;
 pub mod remote;

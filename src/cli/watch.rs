@@ -126,8 +126,15 @@ struct Document {
     expected_downtime_us: u64,
     downtime_us: u64,
     faults: Faults,
+    recovery: Recovery,
     page_server: Option<PageServer>,
     error: Option<Failure>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Recovery {
+    reason: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -154,8 +161,18 @@ struct Latency {
 }
 
 impl Document {
+    /// Nothing more will happen. A postcopy that has lost its connections goes on when it has them
+    /// again, by itself or on request; it is over only when it has failed.
     fn is_over(&self) -> bool {
-        matches!(self.phase.as_str(), "done" | "failed" | "postcopy-paused")
+        match self.phase.as_str() {
+            "done" | "failed" => true,
+            "postcopy-paused" => self.error.is_some(),
+            _ => false,
+        }
+    }
+
+    fn is_reconnecting(&self) -> bool {
+        matches!(self.phase.as_str(), "postcopy-paused" | "postcopy-recover")
     }
 
     fn moved_bytes(&self) -> u64 {
@@ -186,7 +203,11 @@ impl Document {
             // Writing to a string cannot fail.
             let _ = write!(text, "{comma}{part}");
         };
-        if self.total_bytes > 0 && self.is_moving() {
+        if self.is_reconnecting() {
+            let reason = self.recovery.reason.as_deref().unwrap_or("the connections were lost");
+            add(format_args!("reconnecting ({reason})"));
+        }
+        if self.total_bytes > 0 && (self.is_moving() || self.is_reconnecting()) {
             let (left, all) = (BinaryBytes(self.remaining_bytes), BinaryBytes(self.total_bytes));
             if self.remaining_bytes > 0 || self.side == "source" {
                 add(format_args!("{left} of {all} left"));
@@ -470,7 +491,24 @@ mod tests {
         for guest in ["on-destination", "in-doubt", "postcopy-paused", "paused-on-source", ""] {
             assert_eq!(code(failed(guest, false)), exit::LOOK, "{guest}");
         }
-        assert_eq!(code(json!({"phase": "postcopy-paused"})), exit::LOOK);
+        let lost = |error| json!({"phase": "postcopy-paused", "error": error});
+        assert_eq!(code(lost(json!({"guest": "postcopy-paused"}))), exit::LOOK);
+    }
+
+    #[test]
+    fn lost_connections_are_not_the_end() {
+        let lost = document(json!({
+            "side": "source", "phase": "postcopy-paused", "total_bytes": 1 << 20,
+            "remaining_bytes": 4096, "recovery": {"reason": "the peer closed the connection"},
+        }));
+        assert!(!lost.is_over(), "it heals");
+        assert_eq!(
+            lost.details(0),
+            "reconnecting (the peer closed the connection), 4.00 KiB of 1.00 MiB left"
+        );
+        assert!(!document(json!({"phase": "postcopy-recover"})).is_over());
+        let failed = json!({"phase": "postcopy-paused", "error": {"guest": "postcopy-paused"}});
+        assert!(document(failed).is_over(), "the pages were given away");
     }
 
     #[test]

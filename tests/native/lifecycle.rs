@@ -12,9 +12,16 @@ pub fn add(suite: &mut Suite) {
     suite.add("lifecycle::api_shutdown_ends_with_0", || {
         Vmm::boot(1, "size=128M,shared=on", "workload=idle prefill=0").shut_down();
     });
-    for (name, signal) in [("term", libc::SIGTERM), ("int", libc::SIGINT)] {
+    let ending = [
+        ("term", libc::SIGTERM),
+        ("int", libc::SIGINT),
+        ("hup", libc::SIGHUP),
+        ("quit", libc::SIGQUIT),
+    ];
+    for (name, signal) in ending {
         suite.add(&format!("lifecycle::sig{name}_ends_with_0"), move || ends_on_signal(signal));
     }
+    suite.add("lifecycle::signals_without_meaning_end_nothing", stray_signals);
     suite.add("lifecycle::triple_fault_is_a_reset", triple_fault);
 }
 
@@ -28,6 +35,21 @@ pub fn config(memory_mib: u64) -> String {
         "console": { "mode": "Off" },
     })
     .to_string()
+}
+
+/// Signals that would end a process that does not know them.
+fn stray_signals() {
+    let mut vmm = Vmm::boot(1, "size=128M,shared=on", "workload=random-write mem=32M");
+    for signal in
+        [libc::SIGUSR1, libc::SIGUSR2, libc::SIGALRM, libc::SIGPROF, libc::SIGIO, libc::SIGPIPE]
+    {
+        vmm.signal(signal);
+    }
+    // A signal that ends the process would have done so before this is answered.
+    vmm.api().get("vmm.ping").ok();
+    vmm.wait_for_work(1_000);
+    vmm.verify();
+    vmm.shut_down();
 }
 
 fn whole_life() {

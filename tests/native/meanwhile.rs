@@ -234,11 +234,11 @@ fn early(mode: Mode) -> Row {
     rows(mode).into_iter().find(|row| row.command == Command::Config).expect("a configuration")
 }
 
-/// SIGTERM at the source waits for the end of the migration.
+/// SIGTERM at the source waits for the end of the migration, and so does a closed terminal.
 fn source_ends(mode: Mode) {
-    for row in [early(mode), middle(mode)] {
+    for (row, signal) in [(early(mode), libc::SIGTERM), (middle(mode), libc::SIGHUP)] {
         let Stopped { mut source, destination, relay, reception } = stop_at(row);
-        source.signal(libc::SIGTERM);
+        source.signal(signal);
         wait_for("the log", || source.output().contains("told to end").then_some(()));
         source.api().get("vmm.ping").ok();
         relay.release();

@@ -20,6 +20,8 @@ pub enum SeccompMode {
     Off,
     /// It is let through and logged (`--seccomp log`).
     Log,
+    /// It fails with EPERM (`--seccomp errno`).
+    Errno,
 }
 
 /// What a process that the VMM starts gets of it.
@@ -27,6 +29,8 @@ pub enum SeccompMode {
 pub struct Lent {
     /// `-v`, counted.
     pub verbosity: u8,
+    /// `--log-format`.
+    pub log_format: Option<String>,
     /// Where its log goes, if not to standard error.
     pub log: Option<Arc<File>>,
 }
@@ -55,7 +59,7 @@ pub enum ExitReason {
     GuestShutdown,
     /// `vmm.shutdown` was asked for.
     ApiShutdown,
-    /// SIGTERM or SIGINT.
+    /// A signal that ends it: SIGTERM, SIGINT, SIGHUP or SIGQUIT.
     Signal,
     /// The VM was sent to another VMM.
     MigratedAway,

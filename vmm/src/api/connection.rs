@@ -2,14 +2,16 @@
 
 //! One HTTP request: from its head and body to the VMM and back to a response.
 //!
-//! Owns the limits of a body and the form of errors (a JSON list of sentences, outermost first).
-//! It must never block the thread.
+//! Owns the limits of a body and the form of answers: a status line without a reason phrase, as
+//! cloud-hypervisor's own client reads everything after the version as a number, and errors as a
+//! JSON list of sentences, outermost first. It must never block the thread.
 
 use std::convert::Infallible;
 use std::rc::Rc;
 
 use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Bytes, Incoming};
+use hyper::ext::ReasonPhrase;
 use hyper::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 
@@ -27,7 +29,25 @@ pub async fn serve(
     limits: Limits,
     seat: Rc<Seat>,
 ) -> Result<HttpResponse, Infallible> {
-    let endpoint = match endpoints::route(request.method().as_str(), request.uri().path()) {
+    let mut response = answer(request, handle, limits, seat).await;
+    response.extensions_mut().insert(ReasonPhrase::from_static(b""));
+    Ok(response)
+}
+
+/// Finds the endpoint, reads the whole body and carries the request out. The body is read before a
+/// refusal, too: a client that is still sending it would see a broken pipe in place of the reason.
+async fn answer(
+    request: Request<Incoming>,
+    handle: ApiHandle,
+    limits: Limits,
+    seat: Rc<Seat>,
+) -> HttpResponse {
+    let (head, body) = request.into_parts();
+    let body = match read_body(body, limits).await {
+        Ok(body) => body,
+        Err(refusal) => return refusal,
+    };
+    let endpoint = match endpoints::route(head.method.as_str(), head.uri.path()) {
         Route::Found(endpoint) => endpoint,
         Route::WrongMethod(endpoint) => {
             let mut response = refuse(
@@ -37,25 +57,21 @@ pub async fn serve(
             response
                 .headers_mut()
                 .insert(ALLOW, HeaderValue::from_static(endpoint.method.as_str()));
-            return Ok(response);
+            return response;
         }
         Route::Unsupported(name) => {
             let message = format!("{name} is not supported by this version");
-            return Ok(refuse(StatusCode::NOT_IMPLEMENTED, &message));
+            return refuse(StatusCode::NOT_IMPLEMENTED, &message);
         }
         Route::Unknown => {
-            let message = format!("there is no endpoint '{}'", request.uri().path());
-            return Ok(refuse(StatusCode::NOT_FOUND, &message));
+            let message = format!("there is no endpoint '{}'", head.uri.path());
+            return refuse(StatusCode::NOT_FOUND, &message);
         }
     };
-    let body = match read_body(request.into_body(), limits).await {
-        Ok(body) => body,
-        Err(refusal) => return Ok(refusal),
-    };
-    Ok(match carry_out(endpoint, &body, &handle, &seat).await {
+    match carry_out(endpoint, &body, &handle, &seat).await {
         Ok(response) => response,
         Err(error) => failure(&error),
-    })
+    }
 }
 
 async fn carry_out(
@@ -131,7 +147,7 @@ fn closing(mut response: HttpResponse) -> HttpResponse {
 pub fn too_many() -> Vec<u8> {
     let body = br#"["too many clients are connected, try again"]"#;
     let mut out = format!(
-        "HTTP/1.1 503 Service Unavailable\r\n{CONTENT_TYPE}: application/json\r\n\
+        "HTTP/1.1 503 \r\n{CONTENT_TYPE}: application/json\r\n\
          {CONTENT_LENGTH}: {}\r\n{CONNECTION}: close\r\n\r\n",
         body.len()
     )

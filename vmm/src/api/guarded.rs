@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A socket whose peer must read what it asked for.
+//! A socket whose peer must finish the head that it has begun, and read what it asked for.
 //!
-//! Owns the limit on how long a write may stand still. Reading has limits of its own, in the HTTP
-//! layer. It must never limit the time between a request and its answer: some take minutes.
+//! Owns the limits on the time for a request head and on how long a write may stand still. A body
+//! has a limit of its own, in the HTTP layer. It must never limit the time between a request and its
+//! answer, some take minutes, nor the time between two requests: clients keep one connection for
+//! the life of a VM.
 
+use std::cell::Cell;
 use std::io;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -14,18 +18,68 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::time::Sleep;
 
-/// A stream that fails when the peer has not taken any bytes for so long.
+/// Where a connection is, as far as the time limit of a head is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reading {
+    /// Between two requests: no limit.
+    Idle,
+    /// A head has begun, and is not complete.
+    Head,
+    /// A request is being read or carried out: no limit here.
+    Request,
+}
+
+/// What the HTTP layer tells the stream of its requests.
+#[derive(Clone, Debug)]
+pub struct HeadClock(Rc<Cell<Reading>>);
+
+impl HeadClock {
+    /// The clock of a new connection.
+    pub fn new() -> Self {
+        Self(Rc::new(Cell::new(Reading::Idle)))
+    }
+
+    /// A head is complete. What is read until the guard goes is not part of a head, but for one
+    /// that the client sends ahead of the answer: that one has no limit before its next byte.
+    pub fn request(&self) -> InRequest {
+        self.0.set(Reading::Request);
+        InRequest(self.clone())
+    }
+}
+
+/// A request that has not been answered yet.
+#[derive(Debug)]
+pub struct InRequest(HeadClock);
+
+impl Drop for InRequest {
+    fn drop(&mut self) {
+        self.0.0.set(Reading::Idle);
+    }
+}
+
+/// Times that a client has.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    /// From the first byte of a head to its last.
+    pub head: Duration,
+    /// Without taking a byte of its answer.
+    pub write: Duration,
+}
+
+/// A stream that fails when the peer takes longer than that.
 #[derive(Debug)]
 pub struct Guarded {
     stream: UnixStream,
-    limit: Duration,
+    times: Times,
+    clock: HeadClock,
+    head: Option<Pin<Box<Sleep>>>,
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
 impl Guarded {
     /// Guards the stream.
-    pub fn new(stream: UnixStream, limit: Duration) -> Self {
-        Self { stream, limit, stalled: None }
+    pub fn new(stream: UnixStream, times: Times, clock: HeadClock) -> Self {
+        Self { stream, times, clock, head: None, stalled: None }
     }
 
     /// Starts or polls the clock of a write that makes no progress, and stops it otherwise.
@@ -34,7 +88,7 @@ impl Guarded {
             self.stalled = None;
             return poll;
         }
-        let limit = self.limit;
+        let limit = self.times.write;
         let clock = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
         match clock.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
@@ -51,7 +105,21 @@ impl AsyncRead for Guarded {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
+        let before = buf.filled().len();
+        let poll = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if buf.filled().len() > before && self.clock.0.get() == Reading::Idle {
+            self.clock.0.set(Reading::Head);
+        }
+        if self.clock.0.get() != Reading::Head {
+            self.head = None;
+            return poll;
+        }
+        let limit = self.times.head;
+        let clock = self.head.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
+        match clock.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
+            Poll::Pending => poll,
+        }
     }
 }
 

@@ -16,13 +16,13 @@ use std::time::Duration;
 
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{oneshot, watch};
 
 use super::connection;
-use super::guarded::Guarded;
+use super::guarded::{Guarded, HeadClock, Times};
 use super::request::ApiHandle;
 use super::roster::{Roster, Seat};
 use super::socket::{ApiListener, SocketError};
@@ -38,7 +38,7 @@ pub struct Limits {
     pub headers: usize,
     /// Bytes of a body. A configuration with a thousand disks has about 300 KiB.
     pub body_bytes: usize,
-    /// Time in which a head must arrive, and a connection may stand idle.
+    /// Time from the first byte of a head to its last. Between requests there is no limit.
     pub head_time: Duration,
     /// Time in which a body must arrive.
     pub body_time: Duration,
@@ -206,8 +206,9 @@ fn http(limits: Limits) -> http1::Builder {
         .max_headers(limits.headers)
         .max_header_size(limits.head_bytes)
         .max_buf_size(limits.head_bytes.max(8192))
-        .timer(TokioTimer::new())
-        .header_read_timeout(limits.head_time);
+        // The limit of a head is the stream's, see `guarded`: this one would count the time between
+        // two requests as well.
+        .header_read_timeout(None);
     http
 }
 
@@ -228,9 +229,17 @@ async fn client(
 ) {
     let Common { http, handle, limits } = server;
     let seat = Rc::new(seat);
-    let io = TokioIo::new(Guarded::new(stream, limits.write_time));
-    let service =
-        service_fn(|request| connection::serve(request, handle.clone(), limits, Rc::clone(&seat)));
+    let clock = HeadClock::new();
+    let times = Times { head: limits.head_time, write: limits.write_time };
+    let io = TokioIo::new(Guarded::new(stream, times, clock.clone()));
+    let service = service_fn(|request| {
+        let (in_request, handle, seat) = (clock.request(), handle.clone(), Rc::clone(&seat));
+        async move {
+            let answer = connection::serve(request, handle, limits, seat).await;
+            drop(in_request);
+            answer
+        }
+    });
     let mut connection = pin!(http.serve_connection(io, service));
     let mut leave = pin!(leave);
     let mut end = pin!(async move {

@@ -485,9 +485,14 @@ macro_rules! option_family {
                                         continue;
                                     }
                                 )+
-                                // A client may know fields that we do not and have nothing to
+                                // A client may know fields that are not here and have nothing to
                                 // say in them; what it does say must not be lost unnoticed.
-                                if map.next_value::<Option<serde::de::IgnoredAny>>()?.is_some() {
+                                let value = map.next_value::<serde_json::Value>()?;
+                                if !$crate::config::foreign::says_nothing(
+                                    stringify!($name),
+                                    &key,
+                                    &value,
+                                ) {
                                     return Err(A::Error::custom(format_args!(
                                         "unknown field `{key}` of {}",
                                         stringify!($name)

@@ -19,6 +19,7 @@ pub mod device;
 pub mod disk;
 pub mod error;
 pub mod family;
+pub(crate) mod foreign;
 pub mod hotplug;
 pub mod later;
 pub mod memory;

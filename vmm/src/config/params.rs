@@ -39,6 +39,8 @@ pub struct VmParams {
     pub net: Vec<String>,
     /// `--rng`.
     pub rng: Option<String>,
+    /// `--rtc`.
+    pub rtc: Option<String>,
     /// `--balloon`.
     pub balloon: Option<String>,
     /// `--fs`, each.
@@ -123,6 +125,7 @@ impl VmParams {
             disks: many(&self.disks)?,
             net: many(&self.net)?,
             rng: one(self.rng.as_ref())?.unwrap_or_default(),
+            rtc: one(self.rtc.as_ref())?,
             balloon: one(self.balloon.as_ref())?,
             fs: many(&self.fs)?,
             generic_vhost_user: many(&self.generic_vhost_user)?,

@@ -24,6 +24,7 @@ pub fn families() -> Vec<FamilyInfo> {
         net::NetConfig::info(),
         super::DeviceConfig::info(),
         small::RngConfig::info(),
+        small::RtcConfig::info(),
         console::ConsoleConfig::info(),
         console::SerialConfig::info(),
         console::DebugConsoleConfig::info(),
@@ -47,8 +48,7 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 13] = [
-    "restore",
+pub const UNSUPPORTED_FAMILIES: [&str; 12] = [
     "rate-limit-group",
     "numa",
     "tpm",

@@ -432,7 +432,7 @@ fn reference_page_is_up_to_date() {
 fn refused_families_are_known() {
     let known: Vec<_> = reference::families().iter().map(|family| family.name).collect();
     for name in reference::UNSUPPORTED_FAMILIES {
-        assert!(known.contains(&name) || name == "rtc", "{name}");
+        assert!(known.contains(&name), "{name}");
     }
 }
 

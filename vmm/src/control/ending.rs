@@ -62,7 +62,7 @@ impl Vmm {
         }
     }
 
-    /// SIGTERM or SIGINT.
+    /// SIGTERM, SIGINT, SIGHUP or SIGQUIT.
     pub(super) fn end_signal(&mut self) -> Next {
         let is_second = self.ending.is_some();
         match &self.vm {

@@ -2,8 +2,10 @@
 
 //! Signals as events of the VMM thread.
 //!
-//! Owns the descriptor from which they are read. All threads block all signals (the vCPU threads
-//! but for their kick), so each reaches this descriptor.
+//! Owns the descriptor from which they are read, and what all other signals do that would end the
+//! process: nothing. A closed terminal, a log rotation that signals the wrong process or a stray
+//! timer must not end a VM whose pages are needed elsewhere. All threads block all signals (the
+//! vCPU threads but for their kick), so each reaches this descriptor.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -12,9 +14,30 @@ use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 /// A signal that the VMM acts on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// End the process: SIGTERM or SIGINT.
+    /// End the process: one of [`ENDING`].
     End,
 }
+
+/// Signals that ask the process to end. What they end waits for a migration, see `ending`.
+const ENDING: [libc::c_int; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
+
+/// Signals that would end the process and mean nothing to it. SIGXFSZ among them: a file that grows
+/// beyond the limit of the process (a snapshot, say) is an error of that write, which names the
+/// file, and not the end of the VM. The signals of faults are left as they are, and the real-time
+/// ones, of which the first is the kick of a vCPU.
+const WITHOUT_MEANING: [libc::c_int; 11] = [
+    libc::SIGXFSZ,
+    libc::SIGXCPU,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGPIPE,
+    libc::SIGALRM,
+    libc::SIGVTALRM,
+    libc::SIGPROF,
+    libc::SIGIO,
+    libc::SIGPWR,
+    libc::SIGSTKFLT,
+];
 
 /// Reads signals.
 pub struct Signals {
@@ -27,17 +50,18 @@ impl Signals {
     /// # Errors
     /// The host gives no descriptor.
     pub fn new() -> io::Result<Self> {
-        // A file that grows beyond the limit of the process (a snapshot, say) is an error of that
-        // write, which names the file, and not the end of the VM.
-        // SAFETY: only the disposition of one signal is changed, to one that runs no code.
-        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+        for signal in WITHOUT_MEANING {
+            // SAFETY: only the disposition of one signal is changed, to one that runs no code.
+            unsafe { libc::signal(signal, libc::SIG_IGN) };
+        }
         // SAFETY: an all-zero set is a valid argument of sigemptyset, which initialises it; the
         // calls write only to `set`, which lives across them; the descriptor is new and ours.
         let fd = unsafe {
             let mut set: libc::sigset_t = std::mem::zeroed();
             libc::sigemptyset(&raw mut set);
-            libc::sigaddset(&raw mut set, libc::SIGTERM);
-            libc::sigaddset(&raw mut set, libc::SIGINT);
+            for signal in ENDING {
+                libc::sigaddset(&raw mut set, signal);
+            }
             libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
             libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK)
         };

@@ -2,13 +2,18 @@
 
 //! Wiring of block devices.
 //!
-//! Owns the translation from options to devices, and the locks of the images.
+//! Owns the translation from options to devices, the locks of the images, and the moment at which
+//! an image of unknown format is looked at: once, before the guest can write.
 
-use devices::virtio::block::{Block, BlockConfig, DiskError, DiskLock, LockGranularity};
+use std::path::PathBuf;
+
+use devices::virtio::block::{
+    Block, BlockConfig, DiskError, DiskLock, ImageFormat, LockGranularity,
+};
 use thiserror::Error;
 
 use super::exclusive::KeptDisks;
-use crate::config::{self, DiskConfig};
+use crate::config::{self, DiskConfig, ImageType, VmConfig};
 
 /// Why a disk is not there.
 #[derive(Debug, Error)]
@@ -16,6 +21,20 @@ pub enum DiskWiringError {
     /// There is no path.
     #[error("disk '{0}' has no path")]
     NoPath(String),
+    /// The image is not raw, and nothing was said of its format.
+    #[error(
+        "disk '{id}': {path} is a {format} image, which this version does not read: convert it \
+         (qemu-img convert -O raw), or say image_type=raw to give the guest the bytes of the file \
+         as they are"
+    )]
+    Format {
+        /// Its id.
+        id: String,
+        /// The image.
+        path: PathBuf,
+        /// What it is.
+        format: ImageFormat,
+    },
     /// The device cannot be made.
     #[error("cannot make disk '{id}'")]
     Make {
@@ -25,6 +44,37 @@ pub enum DiskWiringError {
         #[source]
         source: DiskError,
     },
+}
+
+/// Finds out about the images of which only the path is known, and writes down that they are raw: a
+/// guest may later make the first sector of a raw disk look like anything, so that nothing may look
+/// again when the VM reboots, moves or is restored.
+///
+/// # Errors
+/// An image has another format, or cannot be read.
+pub fn settle_formats(config: &mut VmConfig) -> Result<(), DiskWiringError> {
+    let unknown = |disk: &&mut DiskConfig| disk.image_type == ImageType::Unknown;
+    for disk in config.disks.iter_mut().flatten().filter(unknown) {
+        let Some(path) = &disk.path else { continue };
+        let id = disk.id.clone().unwrap_or_default();
+        match ImageFormat::of(path) {
+            Ok(None) => disk.image_type = ImageType::Raw,
+            Ok(Some(format)) => {
+                return Err(DiskWiringError::Format { id, path: path.clone(), format });
+            }
+            Err(source) => return Err(DiskWiringError::Make { id, source }),
+        }
+    }
+    Ok(())
+}
+
+/// A guest that arrives has written to its disks, which were raw where it comes from.
+pub fn assume_raw(config: &mut VmConfig) {
+    for disk in config.disks.iter_mut().flatten() {
+        if disk.image_type == ImageType::Unknown {
+            disk.image_type = ImageType::Raw;
+        }
+    }
 }
 
 fn affinity(config: &DiskConfig) -> Vec<Vec<usize>> {
@@ -71,4 +121,51 @@ pub fn make(
     .map_err(|source| DiskWiringError::Make { id, source })?;
     let lock = block.lock();
     Ok((block, lock))
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::io::Write as _;
+
+    use tempfile::NamedTempFile;
+
+    use super::*;
+
+    fn config(image: &NamedTempFile, image_type: ImageType) -> VmConfig {
+        let path = Some(image.path().to_owned());
+        let id = Some("root".to_owned());
+        let disk = DiskConfig { path, id, image_type, ..DiskConfig::default() };
+        VmConfig { disks: Some(vec![disk]), ..VmConfig::default() }
+    }
+
+    fn type_of(config: &VmConfig) -> ImageType {
+        config.disks.as_ref().unwrap()[0].image_type
+    }
+
+    #[test]
+    fn an_image_is_looked_at_once_and_what_was_said_counts_more() {
+        let mut image = NamedTempFile::new().unwrap();
+        image.write_all(&[0; 4096]).unwrap();
+        let mut unsaid = config(&image, ImageType::Unknown);
+        settle_formats(&mut unsaid).unwrap();
+        assert_eq!(type_of(&unsaid), ImageType::Raw);
+
+        // The guest writes a first sector that looks like something else.
+        image.as_file().set_len(0).unwrap();
+        let mut image = image.reopen().map(|file| (image, file)).unwrap();
+        image.1.write_all(b"QFI\xfb\0\0\0\x03").unwrap();
+        image.1.set_len(4096).unwrap();
+        settle_formats(&mut unsaid).unwrap();
+        let mut said = config(&image.0, ImageType::Raw);
+        settle_formats(&mut said).unwrap();
+
+        let mut unsaid = config(&image.0, ImageType::Unknown);
+        let error = settle_formats(&mut unsaid).unwrap_err().to_string();
+        assert!(error.contains("'root'") && error.contains("is a qcow2 image"), "{error}");
+        assert_eq!(type_of(&unsaid), ImageType::Unknown);
+        assume_raw(&mut unsaid);
+        assert_eq!(type_of(&unsaid), ImageType::Raw);
+    }
 }

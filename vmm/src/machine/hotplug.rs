@@ -19,8 +19,8 @@ use thiserror::Error;
 
 use super::events::{EventSink, GuestEvent};
 use super::space::AddressSpace;
-use super::virtio::Sockets;
-use super::{Machine, MachineError};
+use super::virtio::{Sockets, VirtioError};
+use super::{Machine, MachineError, disks};
 use crate::config::{NewDevice, VmConfig};
 use crate::events;
 
@@ -95,8 +95,9 @@ impl Machine {
     pub fn add_device(
         &mut self,
         device: &NewDevice,
-        config: VmConfig,
+        mut config: VmConfig,
     ) -> Result<Bdf, MachineError> {
+        disks::settle_formats(&mut config).map_err(VirtioError::from)?;
         let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
         let bdf = match device {
             NewDevice::Host(device) => {

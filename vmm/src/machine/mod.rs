@@ -334,12 +334,13 @@ impl Machine {
     /// # Errors
     /// Naming what is missing.
     pub fn boot(
-        config: VmConfig,
+        mut config: VmConfig,
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
         kept: &mut KeptOverReboot,
     ) -> Result<Self, MachineError> {
+        disks::settle_formats(&mut config).map_err(VirtioError::from)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
         let given = slot.iter().map(PrepinnedSlot::memory).collect();
@@ -408,12 +409,13 @@ impl Machine {
     /// # Errors
     /// Naming what is missing here.
     pub fn arriving(
-        config: VmConfig,
+        mut config: VmConfig,
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
+        disks::assume_raw(&mut config);
         let opening = (Opening::Before, None);
         let kept = &mut KeptDisks::default();
         let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening, kept)?;

@@ -94,6 +94,9 @@ fn spawn(link: UnixStream, socket: &Path, lent: &Lent) -> io::Result<Child> {
     for _ in 0..lent.verbosity {
         command.arg("-v");
     }
+    if let Some(format) = &lent.log_format {
+        command.arg("--log-format").arg(format);
+    }
     match events::lend()? {
         Some(file) => {
             command.args(["--event-monitor", "fd=1"]).stdout(file);

@@ -10,11 +10,13 @@
 //!                                                    and everything where io_uring is not to be had)
 //! ```
 //!
-//! Owns the image and its lock. Never knows an image format other than raw.
+//! Owns the image and its lock. Never reads an image format other than raw: of the others it knows
+//! the signatures, so that they are not taken for raw ones.
 
 mod config;
 mod counters;
 mod device;
+mod format;
 mod image;
 mod lock;
 mod request;
@@ -28,6 +30,7 @@ pub(super) mod worker;
 
 pub use counters::BlockCounters;
 pub use device::{Block, BlockConfig};
+pub use format::ImageFormat;
 pub(super) use image::Disk;
 pub use image::DiskError;
 pub use lock::{DiskLock, LockGranularity};

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Fields of cloud-hypervisor's configuration that this program does not have.
+//!
+//! Owns their names, of versions 40 to 53, and the values with which a client says nothing in them:
+//! generated clients send every field of every version that they were made for. A field that does
+//! say something is refused with its name, as any unknown field is; this must never make one of
+//! them mean anything.
+
+use serde_json::Value;
+
+/// Fields by type, and the text that is their default where that is not empty.
+const FIELDS: [(&str, &str, &str); 18] = [
+    ("ConsoleConfig", "iobase", ""),
+    ("CpusConfig", "profile", "Host"),
+    ("DebugConsoleConfig", "id", ""),
+    ("DebugConsoleConfig", "iommu", ""),
+    ("DebugConsoleConfig", "socket", ""),
+    ("FsConfig", "iommu", ""),
+    ("GenericVhostUserConfig", "iommu", ""),
+    ("PayloadConfig", "fw_cfg_config", ""),
+    ("SerialConfig", "id", ""),
+    ("SerialConfig", "iobase", ""),
+    ("SerialConfig", "iommu", ""),
+    ("SerialConfig", "pci_device_id", ""),
+    ("SerialConfig", "pci_segment", ""),
+    ("UserDeviceConfig", "iommu", ""),
+    ("VmConfig", "gdb", ""),
+    ("VmConfig", "ivshmem", ""),
+    ("VmConfig", "preserved_fds", ""),
+    ("VmConfig", "sgx_epc", ""),
+];
+
+/// Whether `value` says nothing in a field that is not ours: `null` in any field, and in the known
+/// ones what their clients send when nothing was set.
+pub fn says_nothing(type_name: &str, field: &str, value: &Value) -> bool {
+    if value.is_null() {
+        return true;
+    }
+    let known = FIELDS.iter().find(|(owner, name, _)| *owner == type_name && *name == field);
+    known.is_some_and(|(_, _, default)| match value {
+        Value::Null => true,
+        Value::Bool(is_on) => !is_on,
+        Value::Number(number) => number.as_u64() == Some(0),
+        Value::String(text) => text.is_empty() || text == default,
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use serde_json::json;
+
+    use crate::config::VmConfig;
+
+    fn read(more: &Value) -> Result<VmConfig, serde_json::Error> {
+        let mut config = json!({"payload": {"kernel": "/k"}});
+        let fields = more.as_object().unwrap().clone();
+        config.as_object_mut().unwrap().extend(fields);
+        serde_json::from_value(config)
+    }
+
+    use super::Value;
+
+    #[test]
+    fn what_generated_clients_send_without_being_told_means_nothing() {
+        let plain = read(&json!({})).unwrap();
+        for nothing in [
+            json!({"serial": {"iommu": false, "mode": "Null", "pci_segment": 0}}),
+            json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "profile": "Host"}}),
+            json!({"gdb": false, "sgx_epc": [], "preserved_fds": null, "ivshmem": null}),
+            json!({"debug_console": {"mode": "Off", "iommu": false}}),
+            json!({"payload": {"kernel": "/k", "fw_cfg_config": {}}}),
+        ] {
+            let read = read(&nothing).unwrap();
+            assert_eq!((&read.cpus, &read.payload), (&plain.cpus, &plain.payload), "{nothing}");
+        }
+    }
+
+    #[test]
+    fn what_says_something_is_refused_by_its_name() {
+        for (something, field) in [
+            (json!({"serial": {"iommu": true, "mode": "Null"}}), "iommu"),
+            (json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "profile": "skylake"}}), "profile"),
+            (json!({"gdb": true}), "gdb"),
+            (json!({"sgx_epc": [{"id": "a", "size": 1}]}), "sgx_epc"),
+            // A wrong name with a value that would mean nothing elsewhere is still wrong.
+            (json!({"serail": {}}), "serail"),
+            (json!({"memory": {"size": 1 << 20, "shard": false}}), "shard"),
+        ] {
+            let error = read(&something).unwrap_err().to_string();
+            assert!(error.contains(&format!("unknown field `{field}`")), "{error}");
+        }
+    }
+}
