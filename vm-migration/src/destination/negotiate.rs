@@ -23,6 +23,7 @@ use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_POSTCOPY, Offer, Prepared, TOKEN_BYTES,
     common, features, software,
 };
+use crate::protocol::formats::Formats;
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::ram::GuestMemoryMap;
 use crate::uffd::{self, Uffd};
@@ -67,7 +68,7 @@ impl Connected {
     ) -> Result<Parts<B::Vm>, Failure> {
         const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
-        let terms = agree(control, context.options)?;
+        let terms = agree(control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
         let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
@@ -97,7 +98,11 @@ impl Connected {
 }
 
 /// Start, and Capabilities where the source offers them.
-fn agree(control: &mut Channel, options: &ReceiveOptions) -> Result<Terms, Failure> {
+fn agree(
+    control: &mut Channel,
+    options: &ReceiveOptions,
+    known: Formats,
+) -> Result<Terms, Failure> {
     const STEP: &str = "negotiating";
     let offer = match read(control, "waiting for the start of the protocol")? {
         Message::Start { version: VERSION, offer } => offer,
@@ -119,6 +124,10 @@ fn agree(control: &mut Channel, options: &ReceiveOptions) -> Result<Terms, Failu
         other => return Err(unexpected(&other, "Capabilities")),
     };
     log::info!("the source is {:?}", offer.software);
+    if let Some(what) = offer.formats.beyond(known) {
+        let what = format!("the source's guest needs {what}, at the destination");
+        return Err(Cause::Unsupported { what, remedy: "update the destination" }).step(STEP);
+    }
     let layout = offer.layout().step(STEP)?;
     let mut ours = features();
     if options.prepare_threads.unwrap_or_else(spare_threads) == 0 {
@@ -147,7 +156,7 @@ fn agree(control: &mut Channel, options: &ReceiveOptions) -> Result<Terms, Failu
         uffd::check(layout.regions()).step("checking for userfaultfd")?;
     }
     let token = random_token().map_err(Cause::Resource).step(STEP)?;
-    let accepted = Accepted { software: software(), features: ours, token };
+    let accepted = Accepted { software: software(), features: ours, token, formats: known };
     let answer = Answer::Ok { offer_taken: false, payload: accepted.to_json() };
     control.connection.send(&answer.encode()).step(STEP)?;
     Ok(Terms::Negotiated { offer, token })

@@ -10,6 +10,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::ProtocolError;
+use super::formats::Formats;
 use crate::layout::{Layout, RegionInfo};
 use crate::options::MemoryMode;
 
@@ -69,6 +70,9 @@ pub struct Offer {
     pub local: bool,
     /// The guest's memory.
     pub regions: Vec<RegionInfo>,
+    /// What the documents that follow need; nothing is said by peers that know the first versions only.
+    #[serde(default)]
+    pub formats: Formats,
 }
 
 /// The destination's document.
@@ -80,6 +84,9 @@ pub struct Accepted {
     pub features: BTreeSet<String>,
     /// What extra connections show to prove that they belong here.
     pub token: [u8; TOKEN_BYTES],
+    /// The newest documents that it reads.
+    #[serde(default)]
+    pub formats: Formats,
 }
 
 /// The destination's answer to Config: its backing decides the unit in which pages travel.

@@ -23,6 +23,7 @@ use crate::protocol::capabilities::{
     FEATURE_POSTCOPY, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common,
     features, software,
 };
+use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
 use crate::transport::Connection;
@@ -123,11 +124,19 @@ pub(crate) fn agree<V: SourceVm>(
     let counters = &context.progress.counters;
     counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
 
-    let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
     if context.options.local {
         check_files(&**memory)?;
     }
-    let (token, round_trip) = offer(memory, control, context)?;
+    let needed = vm.formats();
+    let (token, round_trip) = offer(memory, needed, control, context)?;
+    let known = token.as_ref().map_or_else(Formats::default, |(_, _, formats)| *formats);
+    if let Some(what) = needed.beyond(known) {
+        let what = format!("the guest needs {what}, at the destination");
+        let remedy = "update the destination";
+        return Err(Cause::Unsupported { what, remedy }).step("comparing versions");
+    }
+    vm.meet(known);
+    let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
     if context.options.local {
         give_files(&**memory, control, context)?;
     }
@@ -136,7 +145,7 @@ pub(crate) fn agree<V: SourceVm>(
         .step("waiting for the destination to map the memory")?;
     let terms = match &token {
         None => Terms::Plain,
-        Some((features, _)) => {
+        Some((features, ..)) => {
             let prepared = Prepared::parse(&answer.payload).step("reading its memory layout")?;
             let layout = Layout::new(prepared.regions)
                 .map_err(ProtocolError::from)
@@ -156,7 +165,7 @@ pub(crate) fn agree<V: SourceVm>(
             }
         }
     };
-    let token = token.map(|(_, token)| token);
+    let token = token.map(|(_, token, _)| token);
     let extra = |role, count: u16| {
         (0..count)
             .map(|_| {
@@ -223,12 +232,13 @@ fn extra_connections(context: Context<'_>) -> (u16, u16) {
 }
 
 /// What a negotiating destination said.
-type Taken = (BTreeSet<String>, [u8; TOKEN_BYTES]);
+type Taken = (BTreeSet<String>, [u8; TOKEN_BYTES], Formats);
 
 /// Start and Capabilities; nothing taken by a peer that knows only version 0. Also how long an
 /// answer took for which a peer has next to nothing to do.
 fn offer<M: GuestMemoryMap>(
     memory: &Arc<M>,
+    formats: Formats,
     control: &mut Channel,
     context: Context<'_>,
 ) -> Result<(Option<Taken>, Duration), Failure> {
@@ -273,6 +283,7 @@ fn offer<M: GuestMemoryMap>(
         urgent_connections,
         local: options.local,
         regions: memory.layout().regions().to_vec(),
+        formats,
     };
     let asked = Instant::now();
     let answer = control
@@ -293,7 +304,7 @@ fn offer<M: GuestMemoryMap>(
         needed.push(FEATURE_LOCAL);
     }
     match needed.iter().find(|feature| !features.contains(**feature)) {
-        None => Ok((Some((features, accepted.token)), round_trip)),
+        None => Ok((Some((features, accepted.token, accepted.formats)), round_trip)),
         Some(missing) => Err(Failure::new(
             "negotiating capabilities",
             Cause::Unsupported {
