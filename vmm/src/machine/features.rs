@@ -7,7 +7,8 @@
 //! told.
 
 use arch::cpuid::{VmCpuid, cpuid_compat};
-use hypervisor::CpuidEntry;
+use arch::feature_msrs::{feature_msrs_compat, indices};
+use hypervisor::{CpuidEntry, MsrValue};
 use kvm_bindings::kvm_cpuid_entry2;
 
 /// What all vCPUs of a machine are made to show, in the form that is saved.
@@ -39,4 +40,34 @@ pub fn check(saved: &[CpuidEntry], here: &VmCpuid) -> Result<(), String> {
         .collect();
     cpuid_compat(&saved, here.entries())
         .map_err(|missing| missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+}
+
+/// Those of a vCPU's registers that describe the processor.
+pub fn describing(msrs: &[MsrValue]) -> Vec<MsrValue> {
+    let indices = indices();
+    msrs.iter().copied().filter(|msr| indices.contains(&msr.index)).collect()
+}
+
+/// Compares registers that describe the processor with what vCPUs here have. `shown` says what else the
+/// guest was told.
+///
+/// # Errors
+/// Everything that does not fit, in words.
+pub fn check_msrs(
+    saved: &[MsrValue],
+    here: &[MsrValue],
+    shown: &[CpuidEntry],
+) -> Result<(), String> {
+    const VMX: u32 = 1 << 5;
+    let nested = shown.iter().any(|leaf| leaf.function == 1 && leaf.answer[2] & VMX != 0);
+    let pairs =
+        |list: &[MsrValue]| -> Vec<_> { list.iter().map(|msr| (msr.index, msr.value)).collect() };
+    feature_msrs_compat(&pairs(saved), &pairs(here), nested).map_err(|missing| missing.join(", "))
+}
+
+/// Whether the guest was shown shadow stacks.
+pub fn has_shadow_stacks(shown: &[CpuidEntry]) -> bool {
+    const SHSTK: u32 = 1 << 7;
+    let features = shown.iter().filter(|leaf| (leaf.function, leaf.index) == (7, 0));
+    features.into_iter().any(|leaf| leaf.answer[2] & SHSTK != 0)
 }

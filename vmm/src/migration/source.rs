@@ -11,14 +11,15 @@ use std::time::Duration;
 use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
 use vm_migration::page_server::Successor;
+use vm_migration::protocol::formats::Formats;
 use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
 
 use super::dirty::MachineDirtyLog;
-use super::document::MachineDocument;
+use super::document::{CONFIG_VERSION, MachineDocument};
 use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::BalloonConfig;
-use crate::machine::Machine;
+use crate::machine::{Machine, features};
 use crate::page_server::{PageServerPlan, PageServerProcess};
 
 /// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
@@ -37,6 +38,8 @@ pub struct LeavingMachine {
     machine: Box<Machine>,
     memory: Arc<MigratingRam>,
     page_server: Option<PageServerPlan>,
+    /// What the destination reads.
+    reader: Formats,
 }
 
 /// A machine whose guest does not run.
@@ -44,6 +47,7 @@ pub struct PausedMachine {
     machine: Box<Machine>,
     memory: Arc<MigratingRam>,
     ran_before: bool,
+    reader: Formats,
 }
 
 /// Memory and threads of a machine whose guest has gone. They end when this is dropped.
@@ -66,7 +70,10 @@ impl LeavingMachine {
         page_server: Option<PageServerPlan>,
     ) -> Result<Self, (Box<Machine>, MigratingRamError)> {
         match MigratingRam::new(Arc::clone(machine.ram())) {
-            Ok(memory) => Ok(Self { machine, memory: Arc::new(memory), page_server }),
+            Ok(memory) => {
+                let (memory, reader) = (Arc::new(memory), Formats::default());
+                Ok(Self { machine, memory, page_server, reader })
+            }
             Err(error) => Err((machine, error)),
         }
     }
@@ -102,8 +109,20 @@ impl SourceVm for LeavingMachine {
         let document = MachineDocument {
             vm_config: self.machine.config().clone(),
             common_cpuid: self.machine.shown().to_vec(),
+            feature_msrs: self.machine.feature_msrs().to_vec(),
         };
-        Ok(serde_json::to_vec(&document)?)
+        Ok(document.to_json()?)
+    }
+
+    fn formats(&self) -> Formats {
+        // A vCPU with shadow stacks has a pointer, which came with version 2. Nothing else of a later
+        // version is needed: see `MachineState::for_reader`.
+        let state = if features::has_shadow_stacks(self.machine.shown()) { 2 } else { 1 };
+        Formats { config: CONFIG_VERSION, state }
+    }
+
+    fn meet(&mut self, newest: Formats) {
+        self.reader = newest;
     }
 
     fn memory(&self) -> Arc<MigratingRam> {
@@ -142,15 +161,15 @@ impl SourceVm for LeavingMachine {
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
-        let Self { mut machine, memory, page_server } = self;
+        let Self { mut machine, memory, page_server, reader } = self;
         let ran_before = !machine.is_paused();
         if let Err(error) = machine.pause() {
-            return Err((Self { machine, memory, page_server }, error.into()));
+            return Err((Self { machine, memory, page_server, reader }, error.into()));
         }
         if machine.is_ending() {
-            return Err((Self { machine, memory, page_server }, GuestIsEnding.into()));
+            return Err((Self { machine, memory, page_server, reader }, GuestIsEnding.into()));
         }
-        Ok(PausedMachine { machine, memory, ran_before })
+        Ok(PausedMachine { machine, memory, ran_before, reader })
     }
 }
 
@@ -163,7 +182,7 @@ impl PausedVm for PausedMachine {
     }
 
     fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
-        Ok(serde_json::to_vec(&self.machine.save()?)?)
+        Ok(serde_json::to_vec(&self.machine.save()?.for_reader(self.reader.state)?)?)
     }
 
     fn release_exclusive(&mut self) -> Result<(), VmError> {
@@ -171,13 +190,13 @@ impl PausedVm for PausedMachine {
     }
 
     fn resume(self) -> Result<LeavingMachine, (Self, VmError)> {
-        let Self { mut machine, memory, ran_before } = self;
+        let Self { mut machine, memory, ran_before, reader } = self;
         let back = machine
             .take_exclusive()
             .and_then(|()| if ran_before { machine.resume() } else { Ok(()) });
         match back {
-            Ok(()) => Ok(LeavingMachine { machine, memory, page_server: None }),
-            Err(error) => Err((Self { machine, memory, ran_before }, error.into())),
+            Ok(()) => Ok(LeavingMachine { machine, memory, page_server: None, reader }),
+            Err(error) => Err((Self { machine, memory, ran_before, reader }, error.into())),
         }
     }
 
