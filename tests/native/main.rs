@@ -10,6 +10,7 @@ mod bad_input;
 mod balloon;
 mod boot;
 mod clock;
+mod copies;
 mod cuts;
 mod events;
 mod fault_sources;
@@ -75,6 +76,7 @@ fn main() -> ExitCode {
     migration_precopy::add(&mut suite);
     snapshot_recorded::add(&mut suite);
     migration_recorded::add(&mut suite);
+    copies::add(&mut suite);
     prefault::add(&mut suite);
     prezero::add(&mut suite);
     fault_sources::add(&mut suite);
