@@ -140,7 +140,9 @@ const LAPIC_REGISTERS: [(usize, u32); 6] = [
 
 fn unusual(kvm: &Hypervisor) -> VcpuState {
     let mut state = fresh(kvm);
-    let has_avx = leaf(kvm, 0xd, 0).eax & 4 != 0 && leaf(kvm, 1, 0).ecx & LEAF_1_XSAVE != 0;
+    let has_avx = leaf(kvm, 0xd, 0).eax & 4 != 0;
+    // Some hosts keep the state and do not show the guest the instruction.
+    let has_xsave = leaf(kvm, 1, 0).ecx & LEAF_1_XSAVE != 0;
     state.mp_state = kvm::KVM_MP_STATE_HALTED;
     state.regs = kvm::kvm_regs {
         rax: 0x1011,
@@ -165,7 +167,7 @@ fn unusual(kvm: &Hypervisor) -> VcpuState {
     state.sregs.cr0 = CR0_PROTECTED;
     state.sregs.cr2 = 0x1234_5678;
     state.sregs.cr3 = 0x5000;
-    state.sregs.cr4 = CR4 | if has_avx { CR4_OSXSAVE } else { 0 };
+    state.sregs.cr4 = CR4 | if has_xsave { CR4_OSXSAVE } else { 0 };
     state.sregs.cr8 = 5;
     state.sregs.efer = EFER;
     state.sregs.fs.base = 0x11_1000;
