@@ -82,7 +82,8 @@ fn what_has_its_default_is_not_written_and_comes_back() {
     let fields: Vec<_> = json["vm_config"].as_object().unwrap().keys().cloned().collect();
     // Names are given to devices that have none.
     assert_eq!(fields, ["console", "payload", "rng"]);
-    assert_eq!(json["vm_config"]["rng"], json!({"id": "__rng"}));
+    // Its source is a field that JSON has to have.
+    assert_eq!(json["vm_config"]["rng"], json!({"id": "__rng", "src": "/dev/urandom"}));
 }
 
 #[test]
