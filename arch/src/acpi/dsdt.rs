@@ -140,8 +140,10 @@ fn clock() -> Vec<u8> {
 /// The generation ID of the virtual machine, by the names that Microsoft's specification and Linux know;
 /// `ADDR` is its address in two halves.
 fn generation_id(gpa: u64) -> Vec<u8> {
-    let id = Name::new("_HID".into(), &"VMGENCTR");
-    let compatible = Name::new("_CID".into(), &"VM_Gen_Counter");
+    let id = Name::new("_HID".into(), &"GDWT0001");
+    // The first is the specification's; Linux has both in its list and compares with capitals.
+    let names = Package::new(vec![&"VM_Gen_Counter", &"VMGENCTR"]);
+    let compatible = Name::new("_CID".into(), &names);
     let label = Name::new("_DDN".into(), &"VM_Gen_Counter");
     let (low, high) = (gpa & u64::from(u32::MAX), gpa >> 32);
     let address = Name::new("ADDR".into(), &Package::new(vec![&low, &high]));
