@@ -54,6 +54,9 @@ pub const CMDLINE_MAX_BYTES: u64 = 0x1_0000;
 pub const ACPI_GPA: u64 = 0xa_0000;
 /// Same address by the name that says what a guest finds there.
 pub const RSDP_GPA: u64 = ACPI_GPA;
+/// The virtual machine's generation ID: 16 bytes, alone in the last page before the SMBIOS tables. The
+/// memory map keeps guests' allocators off it, as off the tables around it.
+pub const GENERATION_ID_GPA: u64 = SMBIOS_GPA - PAGE_BYTES;
 /// SMBIOS entry point: Linux scans `F_0000` to `10_0000` for its anchor.
 pub const SMBIOS_GPA: u64 = 0xf_0000;
 /// First byte after the SMBIOS tables.

@@ -14,6 +14,7 @@ compile_error!("the arch crate describes an x86_64 machine and builds for x86_64
 pub mod acpi;
 pub mod boot;
 pub mod cpuid;
+pub mod feature_msrs;
 pub mod layout;
 pub mod regs;
 pub mod smbios;

@@ -19,6 +19,7 @@ use thiserror::Error;
 
 use crate::error::{Asked, KvmError};
 use crate::msr;
+use crate::shadow_stack;
 use crate::userfault::UserfaultSupport;
 
 /// The only API version that was ever released for general use.
@@ -149,6 +150,10 @@ pub struct Capabilities {
     pub vcpus_recommended: u32,
     /// Memory that only the guest can touch.
     pub guest_memfd: bool,
+    /// Registers of vCPUs that are not model-specific ones, one at a time.
+    pub one_reg: bool,
+    /// A pending triple fault is among the events of a vCPU.
+    pub triple_fault_event: bool,
 }
 
 impl Capabilities {
@@ -186,6 +191,8 @@ impl Capabilities {
             vcpus_max: number(kvm::KVM_CAP_MAX_VCPUS),
             vcpus_recommended: number(kvm::KVM_CAP_NR_VCPUS),
             guest_memfd: is(kvm::KVM_CAP_GUEST_MEMFD),
+            one_reg: is(kvm::KVM_CAP_ONE_REG),
+            triple_fault_event: is(kvm::KVM_CAP_X86_TRIPLE_FAULT_EVENT),
         }
     }
 }
@@ -255,9 +262,15 @@ impl Hypervisor {
         self
     }
 
-    /// The CPUID leaves that KVM can give to a guest here.
+    /// The CPUID leaves that KVM can give to a guest here, without features whose state could not be
+    /// saved.
     pub fn supported_cpuid(&self) -> Result<CpuId, KvmError> {
-        self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).asked("list the supported CPUID leaves")
+        let mut cpuid = self
+            .kvm
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .asked("list the supported CPUID leaves")?;
+        shadow_stack::hide_unsaved(&mut cpuid, self.capabilities.one_reg, &self.msr_indices);
+        Ok(cpuid)
     }
 
     /// Indices of the model-specific registers that a vCPU's state has.

@@ -32,6 +32,7 @@ pub enum ClockPolicy {
 
 /// The guest's clock; untrusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ClockState {
     /// Guest clock in nanoseconds.
     pub clock_ns: u64,

@@ -21,6 +21,7 @@ const VERSION: u32 = 1;
 
 /// State of PICs and IOAPIC; untrusted until [`Vm::set_irqchips`] has taken it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct IrqchipState {
     /// Version of this structure.
     pub version: u32,

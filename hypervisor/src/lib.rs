@@ -46,6 +46,7 @@ mod msi;
 mod msr;
 mod routing;
 mod run_page;
+mod shadow_stack;
 mod slots;
 mod stage2;
 mod threads;

@@ -24,6 +24,7 @@ const MCE_BANKS: std::ops::RangeInclusive<u32> = 0x400..=0x47f;
 
 /// One model-specific register.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MsrValue {
     /// Number of the register.
     pub index: u32,
@@ -160,6 +161,12 @@ mod tests {
             prop_assert_eq!(all, (0..count).collect::<Vec<_>>());
             prop_assert!(left.iter().all(|msr| refused.contains(&msr.index)));
         }
+    }
+
+    #[test]
+    fn registers_of_shadow_stacks_are_saved_where_they_are_listed() {
+        let indices = indices_to_save(&crate::shadow_stack::CET_MSRS);
+        assert!(crate::shadow_stack::CET_MSRS.iter().all(|index| indices.contains(index)));
     }
 
     #[test]

@@ -18,6 +18,7 @@ const TOLERANCE_PPM: u64 = 250;
 
 /// A vCPU's TSC; untrusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TscState {
     /// Frequency, if the host knows it.
     pub khz: Option<u32>,

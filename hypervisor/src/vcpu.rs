@@ -170,6 +170,16 @@ impl Vcpu {
             .asked("set a vCPU's model-specific registers")
     }
 
+    /// Reads registers; those that the kernel refuses are left out.
+    ///
+    /// # Errors
+    /// Those of the kernel.
+    pub fn read_registers(&self, indices: &[u32]) -> Result<Vec<MsrValue>, KvmError> {
+        let read = msr::read_all(indices, |chunk: &mut Msrs| self.fd.get_msrs(chunk))
+            .asked("read a vCPU's model-specific registers")?;
+        Ok(read.values)
+    }
+
     /// Sets a register that was left out of the vCPU's state but for its lowest bit, unless the guest
     /// has written something else meanwhile.
     ///

@@ -15,16 +15,17 @@
 //! | XCR0, XSAVE area, debug registers | special registers | CR4 and EFER |
 //! | local APIC | special registers | its layout depends on its mode |
 //! | TSC | | the deadline timer is armed against it |
-//! | model-specific registers | APIC, TSC | among them the deadline |
+//! | model-specific registers | APIC, TSC, XSAVE area | among them the deadline and those of shadow stacks |
+//! | shadow-stack pointer | CPUID | there is none without the feature |
 //! | events | registers | KVM_SET_REGS drops pending exceptions |
 //! | nested state | special registers, MSRs | it wants VMX or SVM enabled |
 
 use std::collections::BTreeSet;
 
 use kvm_bindings::{
-    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_SREGS2_FLAGS_PDPTRS_VALID, Msrs, kvm_cpuid_entry2,
-    kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_regs, kvm_sregs, kvm_sregs2, kvm_vcpu_events,
-    kvm_xcrs,
+    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_SREGS2_FLAGS_PDPTRS_VALID, KVM_VCPUEVENT_VALID_TRIPLE_FAULT,
+    Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_regs, kvm_sregs,
+    kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -35,11 +36,13 @@ use crate::clock::TimeBase;
 use crate::error::{Asked, KvmError};
 use crate::ioctl::{self, NestedBuffer, XsaveArea};
 use crate::msr::{self, MsrValue};
+use crate::shadow_stack;
 use crate::tsc::{self, TscState, TscTarget};
 use crate::vcpu::Vcpu;
 
-/// Version of [`VcpuState`] that this program writes, and the only one that it reads.
-pub const VCPU_STATE_VERSION: u32 = 1;
+/// Newest version of [`VcpuState`] that this program reads. Version 2 has `ssp` and a pending triple
+/// fault. What is written has the lowest version that can say it.
+pub const VCPU_STATE_VERSION: u32 = 2;
 /// More registers than any kernel lists, with the unlisted ones.
 const MSRS_MAX: usize = 1024;
 /// A nested state that is only a header: the guest does not run guests.
@@ -61,6 +64,7 @@ const SHARED_STRUCTURES: [(u32, u64, u64); 7] = [
 
 /// One CPUID leaf.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CpuidEntry {
     /// Leaf.
     pub function: u32,
@@ -74,6 +78,7 @@ pub struct CpuidEntry {
 
 /// Complete state of a vCPU; untrusted until [`Vcpu::set_state`] has taken it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct VcpuState {
     /// Version of this structure.
     pub version: u32,
@@ -103,14 +108,33 @@ pub struct VcpuState {
     pub tsc: TscState,
     /// Nested virtualisation, where there is any.
     pub nested: Option<Blob>,
+    /// Shadow-stack pointer of a vCPU that was shown shadow stacks. Since version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ssp: Option<u64>,
 }
 
 /// Why a vCPU's state could not be read or set.
 #[derive(Debug, Error)]
 pub enum VcpuStateError {
     /// Another program wrote it.
-    #[error("vCPU state has version {0}, and only {VCPU_STATE_VERSION} is known here")]
+    #[error("vCPU state has version {0}, and {VCPU_STATE_VERSION} is the newest known here")]
     Version(u32),
+    /// It has what its version does not know.
+    #[error("vCPU state of version {version} has {what}, which came with a later version")]
+    BeforeItsTime {
+        /// Its version.
+        version: u32,
+        /// What is in it.
+        what: &'static str,
+    },
+    /// The guest uses shadow stacks, and this KVM cannot set their pointer.
+    #[error(
+        "the guest uses shadow stacks, whose pointer KVM of this host cannot set (Linux 6.18 can)"
+    )]
+    ShadowStack,
+    /// A triple fault waits for the vCPU, and this KVM cannot be told.
+    #[error("a triple fault waits for the vCPU, which KVM of this host cannot be told")]
+    TripleFault,
     /// A list is longer than it can be.
     #[error("vCPU state has {count} {what}, and at most {limit} are possible")]
     TooMany {
@@ -188,14 +212,28 @@ impl VcpuState {
         let at_most = |what, count, limit| {
             if count > limit { Err(VcpuStateError::TooMany { what, count, limit }) } else { Ok(()) }
         };
-        if self.version != VCPU_STATE_VERSION {
+        if !(1..=VCPU_STATE_VERSION).contains(&self.version) {
             return Err(VcpuStateError::Version(self.version));
+        }
+        if let (Some(what), version @ 1) = (self.beyond_version_1(), self.version) {
+            return Err(VcpuStateError::BeforeItsTime { version, what });
         }
         at_most("CPUID leaves", self.cpuid.len(), KVM_MAX_CPUID_ENTRIES)?;
         at_most("model-specific registers", self.msrs.len(), MSRS_MAX)?;
         self.lapic_state()?;
         self.nested_buffer()?;
         Ok(())
+    }
+
+    /// What version 1 cannot say of this vCPU, if there is such a thing.
+    fn beyond_version_1(&self) -> Option<&'static str> {
+        if self.ssp.is_some() {
+            Some("a shadow-stack pointer")
+        } else if has_triple_fault(&self.events) {
+            Some("a pending triple fault")
+        } else {
+            None
+        }
     }
 
     /// Guest pages that KVM itself reads and writes for this vCPU, as guest physical addresses.
@@ -254,6 +292,21 @@ impl VcpuState {
             limit: KVM_MAX_CPUID_ENTRIES,
         })
     }
+}
+
+/// Whether a triple fault waits for the vCPU.
+fn has_triple_fault(events: &kvm_vcpu_events) -> bool {
+    events.flags & KVM_VCPUEVENT_VALID_TRIPLE_FAULT != 0 && events.triple_fault.pending != 0
+}
+
+/// Events without the word that no triple fault is pending, which a KVM that was not asked for such
+/// events refuses; a vCPU that has never run has none.
+fn plain_events(mut events: kvm_vcpu_events) -> kvm_vcpu_events {
+    if !has_triple_fault(&events) {
+        events.flags &= !KVM_VCPUEVENT_VALID_TRIPLE_FAULT;
+        events.triple_fault.pending = 0;
+    }
+    events
 }
 
 /// Splits the newer form of the special registers into the older one and what is new.
@@ -316,7 +369,7 @@ impl Vcpu {
     /// Reads the complete state. The vCPU must be parked; see the module's head for the order.
     pub fn state(&self) -> Result<VcpuState, VcpuStateError> {
         let mp_state = self.fd.get_mp_state().asked("read whether a vCPU runs")?.mp_state;
-        let events = self.fd.get_vcpu_events().asked("read a vCPU's events")?;
+        let events = plain_events(self.fd.get_vcpu_events().asked("read a vCPU's events")?);
         let regs = self.regs()?;
         let (mut sregs, pdptrs) = if self.vm().capabilities.sregs2 {
             let new = ioctl::get_sregs2(&self.fd).asked("read a vCPU's special registers")?;
@@ -333,10 +386,12 @@ impl Vcpu {
         let nested = self.read_nested()?;
         let msrs = self.read_msrs()?;
         let tsc = self.read_tsc()?;
-        let cpuid = self
-            .fd
-            .get_cpuid2(KVM_MAX_CPUID_ENTRIES)
-            .asked("read a vCPU's features")?
+        let cpuid = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).asked("read a vCPU's features")?;
+        let ssp = shadow_stack::is_shown(cpuid.as_slice())
+            .then(|| shadow_stack::read_pointer(&self.fd))
+            .transpose()
+            .asked("read a vCPU's shadow-stack pointer")?;
+        let cpuid = cpuid
             .as_slice()
             .iter()
             .map(|entry| CpuidEntry {
@@ -346,8 +401,8 @@ impl Vcpu {
                 answer: [entry.eax, entry.ebx, entry.ecx, entry.edx],
             })
             .collect();
-        Ok(VcpuState {
-            version: VCPU_STATE_VERSION,
+        let mut state = VcpuState {
+            version: 1,
             cpuid,
             mp_state,
             regs,
@@ -361,7 +416,12 @@ impl Vcpu {
             events,
             tsc,
             nested,
-        })
+            ssp,
+        };
+        if state.beyond_version_1().is_some() {
+            state.version = VCPU_STATE_VERSION;
+        }
+        Ok(state)
     }
 
     /// Sets the complete state of a vCPU that has never run. On failure the vCPU is not usable.
@@ -370,6 +430,10 @@ impl Vcpu {
     /// clock, for one): see [`VcpuState::pages_used_by_kvm`].
     pub fn set_state(&self, state: &VcpuState, time: &TimeBase) -> Result<(), VcpuStateError> {
         state.check()?;
+        let events = plain_events(state.events);
+        if has_triple_fault(&events) && !self.vm().capabilities.triple_fault_event {
+            return Err(VcpuStateError::TripleFault);
+        }
         self.fd.set_cpuid2(&state.kernel_cpuid()?).asked("set a vCPU's features")?;
         let mp_state = kvm_mp_state { mp_state: state.mp_state };
         self.fd.set_mp_state(mp_state).asked("set whether a vCPU runs")?;
@@ -386,7 +450,14 @@ impl Vcpu {
         self.fd.set_lapic(&state.lapic_state()?).asked("set a local APIC")?;
         self.write_tsc(&state.tsc, time)?;
         self.restore_msrs(&state.msrs)?;
-        self.fd.set_vcpu_events(&state.events).asked("set a vCPU's events")?;
+        if let Some(pointer) = state.ssp {
+            if !self.vm().capabilities.one_reg {
+                return Err(VcpuStateError::ShadowStack);
+            }
+            shadow_stack::write_pointer(&self.fd, pointer)
+                .asked("set a vCPU's shadow-stack pointer")?;
+        }
+        self.fd.set_vcpu_events(&events).asked("set a vCPU's events")?;
         self.write_nested(state)?;
         // The source's note to the guest does not travel with the state.
         self.tell_paused();

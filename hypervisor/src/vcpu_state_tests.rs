@@ -29,6 +29,7 @@ fn sample() -> VcpuState {
         events: kvm_vcpu_events { sipi_vector: 9, ..Default::default() },
         tsc: TscState { khz: Some(2_000_000), value: 5, offset: Some(u64::MAX) },
         nested: None,
+        ssp: Some(0x7fff_0008),
     }
 }
 
@@ -46,8 +47,37 @@ fn a_sound_state_passes_the_check() {
 
 #[test]
 fn another_version_is_refused() {
-    let state = VcpuState { version: 2, ..sample() };
-    assert!(matches!(state.check(), Err(VcpuStateError::Version(2))));
+    for version in [0, VCPU_STATE_VERSION + 1] {
+        let state = VcpuState { version, ..sample() };
+        assert!(matches!(state.check(), Err(VcpuStateError::Version(found)) if found == version));
+    }
+}
+
+#[test]
+fn version_1_has_nothing_that_came_later() {
+    let old = VcpuState { version: 1, ssp: None, ..sample() };
+    old.check().unwrap();
+    // A program of that time knows no such field, and refuses such a flag of events.
+    assert!(!serde_json::to_string(&old).unwrap().contains("ssp"));
+    let refused = |state: VcpuState| match state.check() {
+        Err(VcpuStateError::BeforeItsTime { version: 1, what }) => what,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused(VcpuState { ssp: Some(0), ..old.clone() }), "a shadow-stack pointer");
+    let mut events = old.events;
+    events.flags |= KVM_VCPUEVENT_VALID_TRIPLE_FAULT;
+    assert_eq!(plain_events(events), old.events);
+    events.triple_fault.pending = 1;
+    assert_eq!(plain_events(events), events);
+    assert_eq!(refused(VcpuState { events, ..old }), "a pending triple fault");
+}
+
+#[test]
+fn an_unknown_field_is_refused_by_name() {
+    let mut value = serde_json::to_value(sample()).unwrap();
+    value["later"] = 1.into();
+    let error = serde_json::from_value::<VcpuState>(value).unwrap_err();
+    assert!(error.to_string().contains("`later`"), "{error}");
 }
 
 #[test]

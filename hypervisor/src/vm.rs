@@ -96,6 +96,10 @@ impl Vm {
             enable(&fd, kvm::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, manual)
                 .asked("separate reading and clearing of the dirty log")?;
         }
+        if capabilities.triple_fault_event {
+            enable(&fd, kvm::KVM_CAP_X86_TRIPLE_FAULT_EVENT, 1)
+                .asked("have pending triple faults among the events")?;
+        }
         let routes = Routes::new(capabilities.irq_routes_max);
         Ok(Self(Arc::new(VmShared {
             fd,

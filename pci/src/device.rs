@@ -13,6 +13,7 @@ use crate::bar::{BarDecode, BarDescription};
 
 /// A function's saved state: plain, versioned and untrusted until the function has checked it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PciDeviceState {
     /// What kind of function wrote it, for example `virtio-pci`.
     pub kind: String,

@@ -207,6 +207,7 @@ fn layout() {
         backing: Backing::Shared,
     };
     let offer = Offer {
+        formats: Default::default(),
         local: false,
         software: "a test".to_owned(),
         features: features(),

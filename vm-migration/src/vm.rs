@@ -15,6 +15,7 @@ use std::time::Duration;
 use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
 use crate::page_server::Successor;
+use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap;
 
 /// An error of the machine; its own sentence names the device or resource.
@@ -93,6 +94,16 @@ pub trait SourceVm: Sized + Send {
     /// # Errors
     /// When this machine cannot move; say which device and why.
     fn config_json(&mut self) -> Result<Vec<u8>, VmError>;
+
+    /// What its configuration and its state need at least of a destination, as far as it can be known
+    /// while the guest runs.
+    fn formats(&self) -> Formats {
+        Formats::default()
+    }
+
+    /// The newest versions that the destination reads, none below [`formats`](Self::formats). Said once,
+    /// before the configuration is asked for; what is written later keeps to them.
+    fn meet(&mut self, _newest: Formats) {}
 
     /// Its memory. It stays mapped as long as anyone holds it, also after the handover.
     fn memory(&self) -> Arc<Self::Memory>;
@@ -204,6 +215,11 @@ pub trait DestinationBuilder: Send {
     type Vm: DestinationVm;
     /// The machine when it has memory and nothing else yet.
     type Mapped: MappedMachine<Vm = Self::Vm>;
+
+    /// The newest versions of configuration and state that it reads.
+    fn formats(&self) -> Formats {
+        Formats::default()
+    }
 
     /// Maps the machine's memory, populating nothing. The source waits for this before it sends
     /// memory, so whatever else there is to do belongs to [`MappedMachine::build`]. With `given`

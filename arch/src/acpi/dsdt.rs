@@ -16,7 +16,7 @@ use acpi_tables::aml::{
 };
 use acpi_tables::sdt::Sdt;
 
-use super::ged::{EVENT_PCI, EVENT_POWER_BUTTON};
+use super::ged::{EVENT_GENERATION, EVENT_PCI, EVENT_POWER_BUTTON};
 use super::hotplug;
 use super::inputs::{AcpiCpu, AcpiInputs, GedInputs, PciSegment};
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
@@ -29,6 +29,8 @@ const SDT_HEADER_BYTES: u32 = 36;
 const STATUS_PRESENT: u8 = 0xf;
 /// Notification "the button was pressed" (section 5.6.6).
 const NOTIFY_BUTTON: u8 = 0x80;
+/// Notification "the ID is another one", the same number in the specification of the device.
+const NOTIFY_GENERATION: u8 = 0x80;
 /// What we let the guest's PCI layer control by itself: the PCI Express capability. Native hotplug
 /// (ours is ACPI's), power events and error reporting are not there to be controlled.
 const OSC_GRANTED: u8 = 0x10;
@@ -65,7 +67,10 @@ pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     devices.extend(inputs.segments.iter().map(bridge));
     devices.extend(inputs.cmos.then(|| Raw(clock())));
     devices.extend(inputs.serial_gsi.map(|gsi| Raw(serial(gsi))));
-    devices.extend(inputs.ged.map(|ged| Raw(events(ged, inputs.segments.iter().any(has_slots)))));
+    devices.extend(inputs.generation_id_gpa.map(|gpa| Raw(generation_id(gpa))));
+    let has_slots = inputs.segments.iter().any(has_slots);
+    let has_generation = inputs.generation_id_gpa.is_some();
+    devices.extend(inputs.ged.map(|ged| Raw(events(ged, has_slots, has_generation))));
     let system_bus = Scope::new("\\_SB_".into(), refs(&devices));
 
     let s5 = layout::ACPI_S5_SLEEP_TYPE;
@@ -132,6 +137,19 @@ fn clock() -> Vec<u8> {
     to_bytes(&Device::new("RTC0".into(), vec![&hid("PNP0B00"), &uid(0), &resources]))
 }
 
+/// The generation ID of the virtual machine, by the names that Microsoft's specification and Linux know;
+/// `ADDR` is its address in two halves.
+fn generation_id(gpa: u64) -> Vec<u8> {
+    let id = Name::new("_HID".into(), &"GDWT0001");
+    // The first is the specification's; Linux has both in its list and compares with capitals.
+    let names = Package::new(vec![&"VM_Gen_Counter", &"VMGENCTR"]);
+    let compatible = Name::new("_CID".into(), &names);
+    let label = Name::new("_DDN".into(), &"VM_Gen_Counter");
+    let (low, high) = (gpa & u64::from(u32::MAX), gpa >> 32);
+    let address = Name::new("ADDR".into(), &Package::new(vec![&low, &high]));
+    to_bytes(&Device::new("VGEN".into(), vec![&id, &uid(0), &compatible, &label, &address]))
+}
+
 /// Gives a template its name.
 trait Named {
     fn named(&self, name: &str) -> Name;
@@ -144,7 +162,7 @@ impl<T: Aml> Named for T {
 }
 
 /// The generic event device and the power button it speaks for.
-fn events(ged: GedInputs, has_slots: bool) -> Vec<u8> {
+fn events(ged: GedInputs, has_slots: bool, has_generation: bool) -> Vec<u8> {
     let number = uid(0);
     let button_id = hid("PNP0C0C");
     let button = Device::new("PWRB".into(), vec![&button_id, &number]);
@@ -172,6 +190,13 @@ fn events(ged: GedInputs, has_slots: bool) -> Vec<u8> {
     let mut body: Vec<&dyn Aml> = vec![&read, &was_pressed];
     if has_slots {
         body.push(&have_changed);
+    }
+    let renewed = And::new(&ZERO, &Local(0), &EVENT_GENERATION);
+    let generation_path = Path::new("\\_SB_.VGEN");
+    let tell_of_it = Notify::new(&generation_path, &NOTIFY_GENERATION);
+    let was_renewed = If::new(&renewed, vec![&tell_of_it]);
+    if has_generation {
+        body.push(&was_renewed);
     }
     let handler = Method::new("_EVT".into(), 1, true, body);
     let device =

@@ -25,3 +25,6 @@ pub const EVENT_MEMORY: u8 = 1 << 1;
 pub const EVENT_PCI: u8 = 1 << 2;
 /// The power button was pressed: the guest is asked to shut down.
 pub const EVENT_POWER_BUTTON: u8 = 1 << 3;
+/// The generation ID is another one: the guest is a copy that was restored. Only the AML of guests that
+/// have one looks at it.
+pub const EVENT_GENERATION: u8 = 1 << 4;

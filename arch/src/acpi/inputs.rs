@@ -84,6 +84,8 @@ pub struct AcpiInputs {
     /// Port of the PCI hotplug registers if devices of segment 0 may come and go; see
     /// [`super::hotplug`].
     pub pci_hotplug_port: Option<u16>,
+    /// Where the generation ID is if there is one; it needs the generic event device.
+    pub generation_id_gpa: Option<u64>,
     /// Further AML at the top level of the DSDT.
     pub extra_aml: Vec<u8>,
 }
@@ -99,6 +101,7 @@ impl AcpiInputs {
             ged: Some(GedInputs { gsi: layout::GED_GSI, port: layout::GED_PORT }),
             cmos: true,
             pci_hotplug_port: Some(layout::PCI_HOTPLUG_PORT),
+            generation_id_gpa: Some(layout::GENERATION_ID_GPA),
             extra_aml: Vec::new(),
         }
     }

@@ -92,7 +92,7 @@ pub fn build_tables(inputs: &AcpiInputs) -> Result<Vec<u8>, AcpiError> {
     let rsdp = to_bytes(&Rsdp::new(OEM_ID, xsdt_gpa));
     area[..rsdp.len()].copy_from_slice(&rsdp);
 
-    let max_bytes = layout::SMBIOS_GPA - layout::ACPI_GPA;
+    let max_bytes = layout::GENERATION_ID_GPA - layout::ACPI_GPA;
     if area.len() as u64 > max_bytes {
         return Err(AcpiError::TooLarge { len_bytes: area.len(), max_bytes });
     }

@@ -229,6 +229,13 @@ fn aml_is_what_acpica_understands() {
         "Notify (S031, 0x03)",
         "\\_SB.PC00.PCNT ()",
         "Name (\\_S5",
+        "Device (VGEN)",
+        "\"VM_Gen_Counter\"",
+        "\"VMGENCTR\"",
+        "Name (_DDN, \"VM_Gen_Counter\")",
+        "Name (ADDR, Package (0x02)",
+        "0x000EF000",
+        "Notify (\\_SB.VGEN, 0x80)",
     ] {
         assert!(source.contains(expected), "no {expected} in\n{source}");
     }
@@ -236,12 +243,13 @@ fn aml_is_what_acpica_understands() {
         serial_gsi: None,
         pm_timer_port: None,
         ged: None,
+        generation_id_gpa: None,
         cmos: false,
         pci_hotplug_port: None,
         ..AcpiInputs::new(0..300, vec![segment(0)])
     };
     let source = check_with_iasl(dir.path(), &bare).unwrap();
-    for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT", "PHPR", "_EJ0"] {
+    for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT", "PHPR", "_EJ0", "VGEN"] {
         assert!(!source.contains(absent), "{absent} in\n{source}");
     }
 }

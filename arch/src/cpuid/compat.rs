@@ -31,6 +31,15 @@ pub enum MissingFeature {
         /// Bits at the destination.
         dest: u8,
     },
+    /// Less for performance monitoring, which has numbers in place of bits.
+    Counters {
+        /// Of what, with its place in CPUID.
+        what: &'static str,
+        /// How many, or which, where the guest runs.
+        source: u32,
+        /// At the destination.
+        dest: u32,
+    },
     /// A feature bit.
     Bit {
         /// CPUID leaf.
@@ -52,6 +61,9 @@ impl fmt::Display for MissingFeature {
             Self::Vendor { source, dest } => write!(f, "CPU vendor {source}, there {dest}"),
             Self::PhysBits { source, dest } => {
                 write!(f, "{source} physical address bits, there {dest}")
+            }
+            Self::Counters { what, source, dest } => {
+                write!(f, "{what} {source:#x}, there {dest:#x}")
             }
             Self::Bit { function, index, register, bit, name } => {
                 let name = name.unwrap_or("unnamed feature");
@@ -91,7 +103,57 @@ pub fn cpuid_compat(
         let kept = kvm_base(dest).map_or(0, |base| read(dest, &KVM_FEATURES, base));
         compare(&KVM_FEATURES, promised, kept, &mut missing);
     }
+    compare_counters(source, dest, &mut missing);
     if missing.is_empty() { Ok(()) } else { Err(missing) }
+}
+
+/// Performance monitoring: a guest that was told of counters goes on using them. Intel SDM volume 2,
+/// CPUID leaf 0xA; APM volume 3, leaf 0x8000_0022.
+fn compare_counters(
+    source: &[kvm_cpuid_entry2],
+    dest: &[kvm_cpuid_entry2],
+    missing: &mut Vec<MissingFeature>,
+) {
+    const INTEL: u32 = 0xa;
+    const AMD: u32 = 0x8000_0022;
+    let leaves = |function| {
+        let read = |entries| find(entries, function, 0).copied().unwrap_or_default();
+        (read(source), read(dest))
+    };
+    let mut check = |what, source: u32, dest: u32, fits: bool| {
+        if !fits {
+            missing.push(MissingFeature::Counters { what, source, dest });
+        }
+    };
+    let (there, here) = leaves(INTEL);
+    let ([version, counters, width, events], fixed) = (there.eax.to_le_bytes(), there.edx);
+    if version != 0 {
+        let [version_here, counters_here, width_here, events_here] = here.eax.to_le_bytes();
+        let mut numbers =
+            |what, there: u8, here: u8, fits| check(what, there.into(), here.into(), fits);
+        numbers("PMU version (CPUID 0xa EAX)", version, version_here, version <= version_here);
+        numbers("PMU counters (CPUID 0xa EAX)", counters, counters_here, counters <= counters_here);
+        numbers("width of PMU counters (CPUID 0xa EAX)", width, width_here, width == width_here);
+        let (many, many_here) = (fixed & 0x1f, here.edx & 0x1f);
+        check("fixed PMU counters (CPUID 0xa EDX)", many, many_here, many <= many_here);
+        let width_of_fixed = |edx: u32| edx >> 5 & 0xff;
+        let (wide, wide_here) = (width_of_fixed(fixed), width_of_fixed(here.edx));
+        let same = fixed & 0x1f == 0 || wide == wide_here;
+        check("width of fixed PMU counters (CPUID 0xa EDX)", wide, wide_here, same);
+        // A set bit says that an event is not there; so does a vector that is too short for its bit.
+        let lacks = |ebx: u32, events: u8| ebx | u32::MAX.checked_shl(events.into()).unwrap_or(0);
+        let (lacking, lacking_here) = (lacks(there.ebx, events), lacks(here.ebx, events_here));
+        let all_there = lacking_here & !lacking == 0;
+        check("missing PMU events (CPUID 0xa EBX)", lacking, lacking_here, all_there);
+        let listed = there.ecx & !here.ecx == 0;
+        check("set of fixed PMU counters (CPUID 0xa ECX)", there.ecx, here.ecx, listed);
+    }
+    let (there, here) = leaves(AMD);
+    let promised = there.eax & !here.eax == 0;
+    check("PMU features (CPUID 0x80000022 EAX)", there.eax, here.eax, promised);
+    let (counters, counters_here) = (there.ebx & 0xf, here.ebx & 0xf);
+    let fits = counters <= counters_here;
+    check("PMU counters (CPUID 0x80000022 EBX)", counters, counters_here, fits);
 }
 
 fn read(entries: &[kvm_cpuid_entry2], set: &FeatureRegister, base: u32) -> u32 {

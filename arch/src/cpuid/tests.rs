@@ -228,6 +228,44 @@ fn compat_counts_unnamed_bits_and_other_vendors() {
 }
 
 #[test]
+fn compat_counts_performance_counters() {
+    let vm = |function, regs: [u32; 4]| {
+        let entries: Vec<_> = host(INTEL)
+            .as_slice()
+            .iter()
+            .copied()
+            .filter(|leaf| leaf.function != function)
+            .collect();
+        [entries, vec![entry(function, 0, regs)]].concat()
+    };
+    let lost = |function, there, here| {
+        let missing = cpuid_compat(&vm(function, there), &vm(function, here)).err();
+        missing.map(|all| all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+    };
+    // Version 2, 8 counters of 48 bits, 7 events of which one is not there; 3 fixed ones of 48 bits.
+    let there = [0x0730_0802, 1 << 6, 0, 48 << 5 | 3];
+    assert_eq!(lost(0xa, there, there), None);
+    let without_events = lost(0xa, there, [0x0730_0802, 1 << 6 | 1, 0, 48 << 5 | 3]).unwrap();
+    assert!(without_events.starts_with("missing PMU events (CPUID 0xa EBX)"), "{without_events}");
+    let shorter = lost(0xa, there, [0x0530_0802, 0, 0, 48 << 5 | 3]).unwrap();
+    assert!(shorter.starts_with("missing PMU events"), "{shorter}");
+    let none = lost(0xa, there, [0; 4]).unwrap();
+    for word in ["PMU version (CPUID 0xa EAX) 0x2, there 0x0", "PMU counters", "width", "fixed"] {
+        assert!(none.contains(word), "{word}: {none}");
+    }
+    let narrower = lost(0xa, there, [0x0728_0802, 1 << 6, 0, 48 << 5 | 3]).unwrap();
+    assert_eq!(narrower, "width of PMU counters (CPUID 0xa EAX) 0x30, there 0x28");
+    let fewer = lost(0xa, there, [0x0730_0402, 1 << 6, 0, 48 << 5 | 2]).unwrap();
+    assert!(fewer.contains("PMU counters (CPUID 0xa EAX) 0x8, there 0x4"), "{fewer}");
+    assert!(fewer.contains("fixed PMU counters (CPUID 0xa EDX) 0x3, there 0x2"), "{fewer}");
+    // A guest that was shown none lacks nothing, and more is no less.
+    assert_eq!(lost(0xa, [0; 4], there), None);
+    assert_eq!(lost(0xa, there, [0x0830_0905, 1 << 6, 0, 48 << 5 | 4]), None);
+    let amd = lost(0x8000_0022, [1, 6, 0, 0], [0, 4, 0, 0]).unwrap();
+    assert!(amd.contains("PMU features") && amd.contains("0x6, there 0x4"), "{amd}");
+}
+
+#[test]
 fn empty_host_table_is_no_panic() {
     let empty = CpuId::from_entries(&[]).unwrap();
     let config = CpuidConfig { tsc_khz: Some(1), hyperv: true, ..config(2, 2, 2, 2) };

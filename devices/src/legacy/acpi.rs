@@ -66,6 +66,7 @@ impl BusDevice for PowerControl {
 const POWER_CONTROL_STATE: StateFormat = StateFormat { kind: "acpi-power-control", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct PowerControlState {}
 
 impl Snapshot for PowerControl {
@@ -137,6 +138,7 @@ impl BusDevice for PmTimer {
 const PM_TIMER_STATE: StateFormat = StateFormat { kind: "acpi-pm-timer", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct PmTimerState {
     ticks: u32,
 }
@@ -164,6 +166,8 @@ pub const GED_MEMORY_DEVICES_CHANGED: u8 = 1 << 1;
 pub const GED_PCI_DEVICES_CHANGED: u8 = 1 << 2;
 /// Bit of the [`GedDevice`]'s register: the power button was pressed.
 pub const GED_POWER_BUTTON_CHANGED: u8 = 1 << 3;
+/// Bit of the [`GedDevice`]'s register: the guest is a copy, with another generation ID.
+pub const GED_GENERATION_CHANGED: u8 = 1 << 4;
 
 /// The register behind the ACPI generic event device (ACPI 6.5, 5.6.9).
 ///
@@ -207,6 +211,7 @@ impl BusDevice for GedDevice {
 const GED_STATE: StateFormat = StateFormat { kind: "acpi-ged", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct GedState {
     pending: u8,
 }

@@ -181,6 +181,7 @@ impl BusDevice for Cmos {
 const CMOS_STATE: StateFormat = StateFormat { kind: "cmos", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct CmosState {
     index: u8,
     bytes: Vec<u8>,

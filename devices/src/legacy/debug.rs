@@ -50,6 +50,7 @@ impl BusDevice for DebugConsole {
 const DEBUG_CONSOLE_STATE: StateFormat = StateFormat { kind: "debug-console", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct DebugConsoleState {}
 
 impl Snapshot for DebugConsole {

@@ -59,6 +59,7 @@ impl BusDevice for I8042 {
 const I8042_STATE: StateFormat = StateFormat { kind: "i8042", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct I8042State {}
 
 impl Snapshot for I8042 {

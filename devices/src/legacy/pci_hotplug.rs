@@ -115,6 +115,7 @@ impl BusDevice for PciHotplug {
 const FORMAT: StateFormat = StateFormat { kind: "pci-hotplug", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct State {
     up: u32,
     down: u32,

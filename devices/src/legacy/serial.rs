@@ -200,6 +200,7 @@ impl BusDevice for Serial {
 const SERIAL_STATE: StateFormat = StateFormat { kind: "serial-16550", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct SerialState {
     baud_divisor_low: u8,
     baud_divisor_high: u8,

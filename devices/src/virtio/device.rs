@@ -64,6 +64,7 @@ pub enum ActivateError {
 
 /// A device's saved state: plain, versioned and untrusted until the device has checked it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DeviceSnapshot {
     /// What kind of device wrote it, for example `virtio-block`.
     pub kind: String,

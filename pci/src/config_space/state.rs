@@ -17,6 +17,7 @@ const STANDARD_REGISTERS_COUNT: usize = EXTENDED_OFFSET as usize / 4;
 
 /// A saved configuration space: plain and untrusted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ConfigSpaceState {
     /// Version of this structure.
     pub version: u32,

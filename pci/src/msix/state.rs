@@ -17,6 +17,7 @@ const VERSION: u32 = 1;
 /// A saved table: plain and untrusted. Any value of an entry is one that a guest could have
 /// written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MsixState {
     /// Version of this structure.
     pub version: u32,
@@ -26,6 +27,7 @@ pub struct MsixState {
 
 /// One saved entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MsixEntryState {
     /// Message address.
     pub address: u64,

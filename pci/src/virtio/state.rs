@@ -22,6 +22,7 @@ pub(super) const VERSION: u32 = 1;
 
 /// A saved device with its transport.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct VirtioPciState {
     /// Version of this structure.
     pub version: u32,
@@ -41,6 +42,7 @@ pub struct VirtioPciState {
 
 /// Registers of the device as a whole (virtio 1.3, 4.1.4.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CommonState {
     /// Which word of the offered features is shown.
     pub device_feature_select: u32,
@@ -66,6 +68,7 @@ pub struct CommonState {
 
 /// Registers of one queue, and where it stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct QueueRegisterState {
     /// Size that the driver chose.
     pub size: u16,
@@ -85,6 +88,7 @@ pub struct QueueRegisterState {
 
 /// Where a queue stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct QueueProgressState {
     /// Next entry of the available ring to take.
     pub next_avail: u16,

@@ -23,6 +23,7 @@ use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_POSTCOPY, Offer, Prepared, TOKEN_BYTES,
     common, features, millis, software,
 };
+use crate::protocol::formats::Formats;
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::ram::GuestMemoryMap;
 use crate::uffd::{self, Uffd};
@@ -85,7 +86,7 @@ impl Connected {
         const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
         let first = std::mem::replace(&mut self.first, Ok(Message::Complete))?;
-        let terms = agree(first, control, context.options)?;
+        let terms = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
         let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
@@ -122,6 +123,7 @@ fn agree(
     first: Message,
     control: &mut Channel,
     options: &ReceiveOptions,
+    known: Formats,
 ) -> Result<Terms, Failure> {
     const STEP: &str = "negotiating";
     let offer = match first {
@@ -139,6 +141,10 @@ fn agree(
         other => return Err(unexpected(&other, "Capabilities")),
     };
     log::info!("the source is {:?}", offer.software);
+    if let Some(what) = offer.formats.beyond(known) {
+        let what = format!("the source's guest needs {what}, at the destination");
+        return Err(Cause::Unsupported { what, remedy: "update the destination" }).step(STEP);
+    }
     let layout = offer.layout().step(STEP)?;
     let mut ours = features();
     if options.prepare_threads.unwrap_or_else(spare_threads) == 0 {
@@ -168,7 +174,8 @@ fn agree(
     }
     let token = random_token().map_err(Cause::Resource).step(STEP)?;
     let promise_ms = Some(millis(options.limits.rejoin));
-    let accepted = Accepted { software: software(), features: ours, token, promise_ms };
+    let software = software();
+    let accepted = Accepted { software, features: ours, token, promise_ms, formats: known };
     let answer = Answer::Ok { offer_taken: false, payload: accepted.to_json() };
     control.connection.send(&answer.encode()).step(STEP)?;
     Ok(Terms::Negotiated { offer, token })

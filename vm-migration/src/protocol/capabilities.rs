@@ -11,6 +11,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::ProtocolError;
+use super::formats::Formats;
 use crate::layout::{Layout, RegionInfo};
 use crate::options::{MemoryMode, RECOVER_TIMEOUT_DEFAULT, REJOIN_TIMEOUT};
 
@@ -82,6 +83,9 @@ pub struct Offer {
     pub recover_timeout_ms: Option<u64>,
     /// The guest's memory.
     pub regions: Vec<RegionInfo>,
+    /// What the documents that follow need; nothing is said by peers that know the first versions only.
+    #[serde(default)]
+    pub formats: Formats,
 }
 
 /// The destination's document.
@@ -97,6 +101,9 @@ pub struct Accepted {
     /// the source, in milliseconds; versions that do not tell keep it for the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promise_ms: Option<u64>,
+    /// The newest documents that it reads.
+    #[serde(default)]
+    pub formats: Formats,
 }
 
 /// The destination's answer to Config: its backing decides the unit in which pages travel.

@@ -7,6 +7,7 @@
 //! | `codec` | bytes: headers, tables, variable-length numbers, bounds |
 //! | `message` | meaning of single messages: which command, which payload |
 //! | `capabilities` | what two peers agree on after Start |
+//! | `formats` | versions of configuration and state |
 //! | `runs` | compressed sets of pages |
 //! | `inflate` | compressed contents of pages, bounded |
 //!
@@ -45,6 +46,7 @@
 
 pub mod capabilities;
 pub mod codec;
+pub mod formats;
 pub mod inflate;
 pub mod message;
 pub mod runs;

@@ -26,6 +26,7 @@ use crate::protocol::capabilities::{
     FEATURE_POSTCOPY, FEATURE_STALE, FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer,
     Prepared, TOKEN_BYTES, common, features, millis, software,
 };
+use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
 use crate::transport::Connection;
@@ -155,11 +156,19 @@ pub(crate) fn agree<V: SourceVm>(
     let counters = &context.progress.counters;
     counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
 
-    let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
     if context.options.local {
         check_files(&**memory)?;
     }
-    let (token, round_trip) = offer(memory, control, context)?;
+    let needed = vm.formats();
+    let (token, round_trip) = offer(memory, needed, control, context)?;
+    let known = token.as_ref().map_or_else(Formats::default, |(_, accepted)| accepted.formats);
+    if let Some(what) = needed.beyond(known) {
+        let what = format!("the guest needs {what}, at the destination");
+        let remedy = "update the destination";
+        return Err(Cause::Unsupported { what, remedy }).step("comparing versions");
+    }
+    vm.meet(known);
+    let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
     if context.options.local {
         give_files(&**memory, control, context)?;
     }
@@ -263,6 +272,7 @@ type Taken = (BTreeSet<String>, Accepted);
 /// answer took for which a peer has next to nothing to do.
 fn offer<M: GuestMemoryMap>(
     memory: &Arc<M>,
+    formats: Formats,
     control: &mut Channel,
     context: Context<'_>,
 ) -> Result<(Option<Taken>, Duration), Failure> {
@@ -308,6 +318,7 @@ fn offer<M: GuestMemoryMap>(
         local: options.local,
         recover_timeout_ms: Some(millis(options.recover_timeout)),
         regions: memory.layout().regions().to_vec(),
+        formats,
     };
     let asked = Instant::now();
     let answer = control

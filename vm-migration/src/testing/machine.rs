@@ -15,6 +15,7 @@ use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
 use crate::layout::to_usize;
 use crate::page_server::Successor;
+use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap;
 use crate::vm::{
     DestinationBuilder, DestinationVm, FreePageHints, GivenMemory, MappedMachine, PausedVm,
@@ -76,7 +77,13 @@ struct Common {
     own_faults: bool,
     /// Who sends the pages that are left.
     deputy: Option<Arc<FakeDeputy>>,
+    /// What its documents need, or what it reads.
+    formats: Formats,
+    met: Met,
 }
+
+/// What a machine was told that the destination reads.
+pub type Met = Arc<Mutex<Option<Formats>>>;
 
 /// Shares of time that a machine was throttled to, in order.
 pub type Throttled = Arc<Mutex<Vec<u8>>>;
@@ -179,6 +186,8 @@ impl FakeVm {
             hint_looks: 0,
             own_faults: false,
             deputy: None,
+            formats: Formats::default(),
+            met: Met::default(),
         };
         Self { common, writers: None }
     }
@@ -210,6 +219,18 @@ impl FakeVm {
     pub fn deputy(mut self, deputy: &Arc<FakeDeputy>) -> Self {
         self.common.deputy = Some(Arc::clone(deputy));
         self
+    }
+
+    /// Its documents need these versions.
+    #[must_use]
+    pub fn formats(mut self, formats: Formats) -> Self {
+        self.common.formats = formats;
+        self
+    }
+
+    /// What it was told that the destination reads.
+    pub fn met(&self) -> Met {
+        Arc::clone(&self.common.met)
     }
 
     /// What it was throttled to.
@@ -272,6 +293,14 @@ impl SourceVm for FakeVm {
     fn config_json(&mut self) -> Result<Vec<u8>, VmError> {
         self.common.call(Inject::Config, "config")?;
         Ok(br#"{"fake":true}"#.to_vec())
+    }
+
+    fn formats(&self) -> Formats {
+        self.common.formats
+    }
+
+    fn meet(&mut self, newest: Formats) {
+        *self.common.met.lock().unwrap_or_else(PoisonError::into_inner) = Some(newest);
     }
 
     fn memory(&self) -> Arc<FakeMemory> {
@@ -412,6 +441,13 @@ impl Builder {
         self
     }
 
+    /// Reads documents up to these versions.
+    #[must_use]
+    pub fn formats(mut self, formats: Formats) -> Self {
+        self.common.formats = formats;
+        self
+    }
+
     /// vCPUs bring their own pages.
     #[must_use]
     pub fn own_faults(mut self) -> Self {
@@ -449,6 +485,10 @@ impl Builder {
 impl DestinationBuilder for Builder {
     type Vm = FakeDestination;
     type Mapped = FakeMapped;
+
+    fn formats(&self) -> Formats {
+        self.common.formats
+    }
 
     fn map_memory(
         mut self,

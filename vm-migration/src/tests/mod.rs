@@ -34,6 +34,7 @@ mod converging;
 mod cuts;
 mod early;
 mod failures;
+mod formats;
 mod handed_on;
 mod hints;
 mod hostile;

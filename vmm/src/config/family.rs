@@ -524,6 +524,17 @@ macro_rules! option_family {
                     stringify!($name).to_owned()
                 }
 
+                fn sparse(&self) -> Result<serde_json::Value, serde_json::Error> {
+                    let mut map = serde_json::Map::new();
+                    $( {
+                        let default: $ty = $default;
+                        if Spec::$field.required_json || self.$field != default {
+                            map.insert(stringify!($field).to_owned(), self.$field.sparse()?);
+                        }
+                    } )+
+                    Ok(map.into())
+                }
+
                 fn refuse(&self, path: &str, out: &mut Vec<String>) {
                     $( {
                         let default: $ty = $default;

@@ -11,6 +11,7 @@ use super::codec::{Bytes, Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
 use super::error::ConfigError;
 use super::family::{Family as _, option_enum, option_family};
 use super::option_string::OptionError;
+use super::value::MacAddr;
 
 /// Most parallel connections of a migration.
 pub const MAX_CONNECTIONS: u64 = 128;
@@ -196,6 +197,32 @@ option_family! {
 }
 
 option_family! {
+    /// What a network device of a restored VM has in place of what was saved.
+    VmNetUpdateData "net-update" {
+        /// The device.
+        id: String = String::new(), "" as JsonOnly, required_json();
+        /// Another name.
+        new_id: Option<String> = None, "" as JsonOnly;
+        /// Another MAC address; the guest finds it when its driver starts anew.
+        mac: Option<MacAddr> = None, "" as JsonOnly;
+        /// Another tap.
+        tap: Option<String> = None, "" as JsonOnly;
+    }
+}
+
+option_family! {
+    /// What a disk of a restored VM has in place of what was saved.
+    VmDiskUpdateData "disk-update" {
+        /// The device.
+        id: String = String::new(), "" as JsonOnly, required_json();
+        /// Another name.
+        new_id: Option<String> = None, "" as JsonOnly;
+        /// Another file, with the contents that the disk had when the VM was saved.
+        path: Option<PathBuf> = None, "" as JsonOnly;
+    }
+}
+
+option_family! {
     /// Where to restore a VM from.
     RestoreConfig "restore" {
         /// `file://<directory>` with the snapshot.
@@ -213,6 +240,10 @@ option_family! {
         resume: bool = false, "resume" as One<Toggle>;
         /// Other host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly;
+        /// Other names, MAC addresses and taps for network devices.
+        net_updates: Option<Vec<VmNetUpdateData>> = None, "" as JsonOnly;
+        /// Other names and files for disks.
+        disk_updates: Option<Vec<VmDiskUpdateData>> = None, "" as JsonOnly;
     }
 }
 

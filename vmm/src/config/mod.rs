@@ -63,7 +63,7 @@ pub use prefault::Prefault;
 pub use resize::{VmResize, VmResizeZone};
 pub use small::RngConfig;
 pub use value::{InheritedFd, InheritedFds, MacAddr};
-pub use vm::VmConfig;
+pub use vm::{VmConfig, random_bytes};
 
 use value::FieldValue;
 

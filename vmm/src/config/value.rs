@@ -21,7 +21,7 @@ use utoipa::openapi::schema::{
 pub type SchemaSet = BTreeMap<String, RefOr<Schema>>;
 
 /// A type that can be the type of a configuration field.
-pub trait FieldValue: Sized {
+pub trait FieldValue: Sized + Serialize {
     /// JSON schema, a reference for a type with a name of its own.
     fn schema() -> RefOr<Schema>;
 
@@ -41,6 +41,15 @@ pub trait FieldValue: Sized {
     /// Whether this says nothing at all (absent or an empty list).
     fn is_trivial(&self) -> bool {
         self.is_absent()
+    }
+
+    /// The value as JSON without what says the same as its absence: the form in which it is kept and sent,
+    /// so that a program that does not know a field only meets it when it is used.
+    ///
+    /// # Errors
+    /// A value that has no JSON form.
+    fn sparse(&self) -> Result<serde_json::Value, serde_json::Error> {
+        serde_json::to_value(self)
     }
 
     /// Adds the JSON path of everything in here that this version cannot do.
@@ -120,6 +129,10 @@ impl<T: FieldValue> FieldValue for Option<T> {
         self.as_ref().is_none_or(T::is_trivial)
     }
 
+    fn sparse(&self) -> Result<serde_json::Value, serde_json::Error> {
+        self.as_ref().map_or(Ok(serde_json::Value::Null), T::sparse)
+    }
+
     fn refuse(&self, path: &str, out: &mut Vec<String>) {
         if let Some(value) = self {
             value.refuse(path, out);
@@ -142,6 +155,10 @@ impl<T: FieldValue> FieldValue for Vec<T> {
 
     fn is_trivial(&self) -> bool {
         self.is_empty()
+    }
+
+    fn sparse(&self) -> Result<serde_json::Value, serde_json::Error> {
+        self.iter().map(T::sparse).collect()
     }
 
     fn refuse(&self, path: &str, out: &mut Vec<String>) {

@@ -228,12 +228,13 @@ impl VmConfig {
 }
 
 fn random_mac() -> Result<MacAddr, ConfigError> {
-    let mut bytes = [0_u8; 6];
+    random_bytes().map(MacAddr::locally_administered).ok_or(ConfigError::Random)
+}
+
+/// Random bytes of the host, up to 256 of them; nothing if it gives none.
+pub fn random_bytes<const LEN: usize>() -> Option<[u8; LEN]> {
+    let mut bytes = [0_u8; LEN];
     // SAFETY: the kernel writes at most `bytes.len()` bytes into `bytes`, which outlives the call.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    if usize::try_from(got) == Ok(bytes.len()) {
-        Ok(MacAddr::locally_administered(bytes))
-    } else {
-        Err(ConfigError::Random)
-    }
+    (usize::try_from(got) == Ok(bytes.len())).then_some(bytes)
 }

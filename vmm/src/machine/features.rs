@@ -7,7 +7,8 @@
 //! told.
 
 use arch::cpuid::{VmCpuid, cpuid_compat};
-use hypervisor::CpuidEntry;
+use arch::feature_msrs::{feature_msrs_compat, indices};
+use hypervisor::{CpuidEntry, MsrValue};
 use kvm_bindings::kvm_cpuid_entry2;
 
 /// What all vCPUs of a machine are made to show, in the form that is saved.
@@ -39,4 +40,70 @@ pub fn check(saved: &[CpuidEntry], here: &VmCpuid) -> Result<(), String> {
         .collect();
     cpuid_compat(&saved, here.entries())
         .map_err(|missing| missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+}
+
+/// Those of a vCPU's registers that describe the processor.
+pub fn describing(msrs: &[MsrValue]) -> Vec<MsrValue> {
+    let indices = indices();
+    msrs.iter().copied().filter(|msr| indices.contains(&msr.index)).collect()
+}
+
+/// Compares registers that describe the processor with what vCPUs here have. `shown` says what else the
+/// guest was told.
+///
+/// # Errors
+/// Everything that does not fit, in words.
+pub fn check_msrs(
+    saved: &[MsrValue],
+    here: &[MsrValue],
+    shown: &[CpuidEntry],
+) -> Result<(), String> {
+    const ECX: usize = 2;
+    const EDX: usize = 3;
+    let was_shown = |function, register: usize, bit: u32| {
+        let leaf = shown.iter().find(|leaf| (leaf.function, leaf.index) == (function, 0));
+        leaf.is_some_and(|leaf| leaf.answer[register] >> bit & 1 == 1)
+    };
+    let nested = was_shown(1, ECX, 5);
+    // A guest that was not shown the feature cannot read its register.
+    let readable = |msr: &&MsrValue| match msr.index {
+        0x10a => was_shown(7, EDX, 29),
+        0x345 => was_shown(1, ECX, 15),
+        _ => true,
+    };
+    let saved: Vec<MsrValue> = saved.iter().filter(readable).copied().collect();
+    let pairs =
+        |list: &[MsrValue]| -> Vec<_> { list.iter().map(|msr| (msr.index, msr.value)).collect() };
+    feature_msrs_compat(&pairs(&saved), &pairs(here), nested).map_err(|missing| missing.join(", "))
+}
+
+/// Whether the guest was shown shadow stacks.
+pub fn has_shadow_stacks(shown: &[CpuidEntry]) -> bool {
+    const SHSTK: u32 = 1 << 7;
+    let features = shown.iter().filter(|leaf| (leaf.function, leaf.index) == (7, 0));
+    features.into_iter().any(|leaf| leaf.answer[2] & SHSTK != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_register_counts_for_a_guest_that_was_shown_its_feature() {
+        let leaf = |function, ecx, edx| CpuidEntry {
+            function,
+            index: 0,
+            flags: 0,
+            answer: [0, 0, ecx, edx],
+        };
+        let saved = [0x10a, 0x345, 0x48c].map(|index| MsrValue { index, value: 0x40 });
+        let missing = |shown: &[CpuidEntry]| {
+            let text = check_msrs(&saved, &[], shown).err().unwrap_or_default();
+            ["0x10a", "0x345", "0x48c"].map(|index| text.contains(index))
+        };
+        assert_eq!(missing(&[leaf(1, 0, 0), leaf(7, 0, 0)]), [false; 3]);
+        assert_eq!(missing(&[leaf(7, 0, 1 << 29)]), [true, false, false]);
+        assert_eq!(missing(&[leaf(1, 1 << 15, 0)]), [false, true, false]);
+        assert_eq!(missing(&[leaf(1, 1 << 5, 0)]), [false, false, true]);
+    }
 }

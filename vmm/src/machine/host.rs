@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use hypervisor::{Capabilities, CpuidEntry, Hypervisor, KvmError, OpenError};
+use hypervisor::{Capabilities, CpuidEntry, Hypervisor, KvmError, MsrValue, OpenError};
 use thiserror::Error;
 
 use super::{MachineError, boot, features};
@@ -49,12 +49,34 @@ impl Host {
     ///
     /// # Errors
     /// Naming each feature that is missing here.
-    pub fn check_shown(&self, config: &VmConfig, shown: &[CpuidEntry]) -> Result<(), MachineError> {
+    pub fn check_shown(
+        &self,
+        config: &VmConfig,
+        shown: &[CpuidEntry],
+        feature_msrs: &[MsrValue],
+    ) -> Result<(), MachineError> {
+        self.check_msrs(shown, feature_msrs)?;
         if shown.is_empty() {
             return Ok(());
         }
         let topology = boot::topology(&config.cpus)?;
         let ours = boot::vm_cpuid(&self.cpuid, &config.cpus, topology, None);
         features::check(shown, &ours).map_err(MachineError::Features)
+    }
+
+    /// The same for the registers that describe the processor.
+    ///
+    /// # Errors
+    /// Naming each that does not fit.
+    pub fn check_msrs(
+        &self,
+        shown: &[CpuidEntry],
+        feature_msrs: &[MsrValue],
+    ) -> Result<(), MachineError> {
+        if feature_msrs.is_empty() {
+            return Ok(());
+        }
+        let ours = self.hypervisor.feature_msrs().map_err(MachineError::Kvm)?;
+        features::check_msrs(feature_msrs, &ours, shown).map_err(MachineError::Features)
     }
 }

@@ -12,9 +12,9 @@ use devices::Snapshot;
 use devices::bus::{BusDevice, BusError};
 use devices::legacy::{
     CMOS_LEN_BYTES, Cmos, DEBUG_CONSOLE_LEN_BYTES, DEBUG_PORT_LEN_BYTES, DebugConsole, DebugPort,
-    GED_PCI_DEVICES_CHANGED, GED_REGISTER_LEN_BYTES, GedDevice, HostClock, I8042, I8042_LEN_BYTES,
-    PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES, PmTimer, PowerControl, SERIAL_LEN_BYTES, Serial,
-    SerialError,
+    GED_GENERATION_CHANGED, GED_PCI_DEVICES_CHANGED, GED_REGISTER_LEN_BYTES, GedDevice,
+    GenerationId, HostClock, I8042, I8042_LEN_BYTES, PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES,
+    PmTimer, PowerControl, SERIAL_LEN_BYTES, Serial, SerialError,
 };
 use devices::virtio::{DeviceSnapshot, StateError};
 use hypervisor::Vm;
@@ -25,6 +25,7 @@ use thiserror::Error;
 use super::consoles::Consoles;
 use super::events::Power;
 use super::space::AddressSpace;
+use super::state::GENERATION_ID;
 
 /// Why a machine lacks a legacy device.
 #[derive(Debug, Error)]
@@ -47,6 +48,7 @@ pub enum LegacyError {
 pub struct LegacyDevices {
     serial: Option<Arc<Serial>>,
     ged: Arc<GedDevice>,
+    generation: GenerationId,
     /// All that have state, by name.
     stateful: BTreeMap<&'static str, Arc<dyn Snapshot + Send + Sync>>,
     /// Interrupt lines stay connected for as long as these live.
@@ -121,7 +123,8 @@ impl LegacyDevices {
             "post-code",
             Arc::new(DebugPort),
         )?;
-        Ok(Self { serial, ged, stateful, _lines: lines })
+        let generation = GenerationId::new(layout::GENERATION_ID_GPA);
+        Ok(Self { serial, ged, generation, stateful, _lines: lines })
     }
 
     /// Presses the power button.
@@ -132,6 +135,16 @@ impl LegacyDevices {
     /// Tells the guest that PCI devices came or are to go.
     pub fn tell_pci_changed(&self) {
         self.ged.notify(GED_PCI_DEVICES_CHANGED);
+    }
+
+    /// The generation ID; a guest that boots has one from the moment that it is said here.
+    pub fn generation(&self) -> &GenerationId {
+        &self.generation
+    }
+
+    /// Tells the guest that its generation ID is another one.
+    pub fn tell_generation_changed(&self) {
+        self.ged.notify(GED_GENERATION_CHANGED);
     }
 
     /// Stops input to the guest.
@@ -150,7 +163,9 @@ impl LegacyDevices {
 
     /// States by name.
     pub fn save(&self) -> BTreeMap<String, DeviceSnapshot> {
-        self.stateful.iter().map(|(name, device)| ((*name).to_owned(), device.save())).collect()
+        let all = self.stateful.iter().map(|(name, device)| ((*name).to_owned(), device.save()));
+        let generation = self.generation.gpa().map(|_| self.generation.save());
+        all.chain(generation.map(|state| (GENERATION_ID.to_owned(), state))).collect()
     }
 
     /// Takes saved states; every device must have one, and every state a device.
@@ -162,13 +177,19 @@ impl LegacyDevices {
         states: &BTreeMap<String, DeviceSnapshot>,
     ) -> Result<(), LegacyStateError> {
         for name in states.keys() {
-            if !self.stateful.contains_key(name.as_str()) {
+            if name != GENERATION_ID && !self.stateful.contains_key(name.as_str()) {
                 return Err(LegacyStateError::Unknown(name.clone()));
             }
         }
         for (name, device) in &self.stateful {
             let state = states.get(*name).ok_or(LegacyStateError::Missing(name))?;
             device.restore(state).map_err(|source| LegacyStateError::Refused { name, source })?;
+        }
+        // A guest that booted without one has none here either.
+        self.generation.set_present(false);
+        if let Some(state) = states.get(GENERATION_ID) {
+            let refused = |source| LegacyStateError::Refused { name: GENERATION_ID, source };
+            self.generation.restore(state).map_err(refused)?;
         }
         Ok(())
     }

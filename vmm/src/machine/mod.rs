@@ -20,7 +20,8 @@ mod disks;
 mod events;
 mod exclusive;
 mod faults;
-mod features;
+pub mod features;
+mod generation;
 mod host;
 mod hotplug;
 mod inspect;
@@ -64,6 +65,7 @@ pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
 pub use exclusive::{ExclusiveError, KeptDisks, KeptOverReboot, WriteBackFailed};
 pub use faults::MissingPages;
+pub use generation::GenerationError;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
 pub use legacy::{LegacyError, LegacyStateError};
@@ -158,6 +160,9 @@ pub enum MachineError {
     /// State of the interrupt controllers.
     #[error("cannot restore the interrupt controllers")]
     Irqchips(#[from] IrqchipStateError),
+    /// The generation ID.
+    #[error(transparent)]
+    Generation(#[from] GenerationError),
     /// State of legacy devices.
     #[error("cannot restore the legacy devices")]
     LegacyState(#[from] LegacyStateError),
@@ -197,6 +202,8 @@ pub struct Machine {
     cpuid: VmCpuid,
     /// What they were made to show when it booted, here or elsewhere.
     shown: Vec<CpuidEntry>,
+    /// Registers that describe the processor, as the guest found them then.
+    feature_msrs: Vec<MsrValue>,
     config: VmConfig,
 }
 
@@ -321,6 +328,7 @@ impl Chassis {
             topology: self.topology,
             held_back: Vec::new(),
             shown: features::shown(&cpuid),
+            feature_msrs: Vec::new(),
             cpuid,
             config,
         })
@@ -359,6 +367,8 @@ impl Machine {
             &passthrough::routes(),
             consoles.serial.is_some(),
         )?;
+        generation::write_new(&chassis.ram)?;
+        chassis.legacy.generation().set_present(true);
         let cpuid = chassis.cpuid(&vcpus, host, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
             let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };
@@ -368,7 +378,10 @@ impl Machine {
         let borrowers = chassis.devices.borrowers();
         chassis.passthrough.check_limits(&chassis.ram, &borrowers)?;
         chassis.passthrough.map_memory(&chassis.ram, borrowers)?;
+        let described =
+            vcpus.first().map(|vcpu| vcpu.read_registers(&arch::feature_msrs::indices()));
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
+        machine.feature_msrs = described.transpose()?.unwrap_or_default();
         let memory = &machine.config.memory;
         let wishes = ram::prefault_wishes(memory);
         machine.prefault = prefault::Background::start(&machine.ram, memory, &wishes);
@@ -440,6 +453,11 @@ impl Machine {
     /// What all its vCPUs were made to show when the guest booted, here or elsewhere.
     pub fn shown(&self) -> &[CpuidEntry] {
         &self.shown
+    }
+
+    /// Registers that describe the processor to its guest.
+    pub fn feature_msrs(&self) -> &[MsrValue] {
+        &self.feature_msrs
     }
 
     /// The endpoints of its consoles.

@@ -34,8 +34,8 @@ impl Machine {
                 function.save().inspect_err(|error| self.passthrough.tell_if_lost(bdf, error))?;
             pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
         }
-        Ok(MachineState {
-            version: MACHINE_STATE_VERSION,
+        let mut state = MachineState {
+            version: 1,
             shown: self.shown.clone(),
             clock,
             vcpus,
@@ -44,7 +44,9 @@ impl Machine {
             pci_config_address: self.config_ports.address(),
             pci_hotplug: Some(self.hotplug.save()),
             pci,
-        })
+        };
+        state.version = state.needed_version();
+        Ok(state)
     }
 
     /// Takes a saved state. The machine stays paused.
@@ -52,7 +54,7 @@ impl Machine {
     /// # Errors
     /// Naming the part that does not fit; the machine cannot be used then.
     pub fn restore(&mut self, state: MachineState) -> Result<(), MachineError> {
-        if state.version != MACHINE_STATE_VERSION {
+        if !(1..=MACHINE_STATE_VERSION).contains(&state.version) {
             return Err(MachineError::StateVersion(state.version));
         }
         if state.vcpus.len() != self.vcpus.count() {
@@ -61,6 +63,8 @@ impl Machine {
         }
         features::check(&state.shown, &self.cpuid).map_err(MachineError::Features)?;
         self.shown = state.shown;
+        let first = state.vcpus.first();
+        self.feature_msrs = first.map_or_else(Vec::new, |vcpu| features::describing(&vcpu.msrs));
         let functions = self.pci_functions();
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));

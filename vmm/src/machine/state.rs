@@ -13,8 +13,16 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vm_migration::vm::STATE_BYTES_MAX;
 
-/// Version that is written, and the newest that is read.
-pub const MACHINE_STATE_VERSION: u32 = 1;
+/// The newest version that is read. What is written has the lowest version that can say it:
+///
+/// | version | has |
+/// | --- | --- |
+/// | 1 | `pci_hotplug`, or nothing of it: programs of that version wrote both; no other part may be new |
+/// | 2 | version 2 of vCPUs; a generation ID among the legacy devices |
+pub const MACHINE_STATE_VERSION: u32 = 2;
+
+/// Name of the generation ID among the legacy devices.
+pub const GENERATION_ID: &str = "vmgenid";
 
 /// What the states of all passed-through hardware may have together, in bytes, so that the state of a
 /// machine with so many vCPUs can be taken by a destination and read from a snapshot. It is written
@@ -51,6 +59,7 @@ pub enum StateJsonError {
 
 /// State of one PCI function, and where it sits.
 #[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PciFunctionState {
     /// Its address; the guest knows it, so it must be the same here.
     pub bdf: String,
@@ -60,6 +69,7 @@ pub struct PciFunctionState {
 
 /// State of a machine.
 #[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MachineState {
     /// See [`MACHINE_STATE_VERSION`].
     pub version: u32,
@@ -94,6 +104,24 @@ pub enum MachineStateError {
         found: u32,
         /// Ours.
         known: u32,
+    },
+    /// It is to be read by a program that does not know it.
+    #[error(
+        "the destination reads machine states up to version {newest}, and this one needs {needed}"
+    )]
+    BeyondReader {
+        /// What the state needs.
+        needed: u32,
+        /// What is read there.
+        newest: u32,
+    },
+    /// There is more in it than its version knows.
+    #[error("the machine state has version {version} and {part}, which came with a later version")]
+    BeforeItsTime {
+        /// Its version.
+        version: u32,
+        /// What is in it.
+        part: &'static str,
     },
     /// Anything else.
     #[error("the machine state is malformed")]
@@ -143,22 +171,50 @@ impl MachineState {
         if let Some(vcpu) = versions.vcpus.iter().find(|vcpu| vcpu.version > VCPU_STATE_VERSION) {
             return newer("state of a vCPU", vcpu.version, VCPU_STATE_VERSION);
         }
-        serde_json::from_slice(bytes).map_err(MachineStateError::Malformed)
+        let state: Self = serde_json::from_slice(bytes).map_err(MachineStateError::Malformed)?;
+        match state.beyond_version_1() {
+            Some(part) if state.version < 2 => {
+                Err(MachineStateError::BeforeItsTime { version: state.version, part })
+            }
+            _ => Ok(state),
+        }
+    }
+
+    fn beyond_version_1(&self) -> Option<&'static str> {
+        if self.vcpus.iter().any(|vcpu| vcpu.version > 1) {
+            Some("a vCPU of version 2")
+        } else if self.legacy.contains_key(GENERATION_ID) {
+            Some("a generation ID")
+        } else {
+            None
+        }
+    }
+
+    /// The lowest version that can say all this.
+    pub fn needed_version(&self) -> u32 {
+        if self.beyond_version_1().is_some() { 2 } else { 1 }
+    }
+
+    /// The state for a reader that knows versions up to `newest`. What such a reader does without is left
+    /// out: the generation ID keeps its place in guest memory, and is not renewed where it is not known.
+    ///
+    /// # Errors
+    /// There is something that a guest does not go on without.
+    pub fn for_reader(mut self, newest: u32) -> Result<Self, MachineStateError> {
+        if newest < 2 && self.legacy.remove(GENERATION_ID).is_some() {
+            log::warn!(
+                "the destination is an older version: the guest's generation ID will not be renewed \
+                 when a snapshot made there is restored"
+            );
+        }
+        self.version = self.needed_version();
+        if self.version > newest {
+            return Err(MachineStateError::BeyondReader { needed: self.version, newest });
+        }
+        Ok(self)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn hardware_at_its_limit_leaves_room_for_all_else() {
-        for vcpus in [1, 160, 254] {
-            let hardware_bytes = hardware_state_len_bytes_max(vcpus);
-            let left_bytes = STATE_BYTES_MAX - hardware_bytes.div_ceil(3) * 4;
-            assert!(left_bytes >= (16 << 20) + u64::from(vcpus) * (128 << 10) - 4, "{vcpus}");
-            assert!(hardware_bytes > pci::vfio::migration::STATE_LEN_BYTES_MAX, "one at its limit");
-        }
-        assert_eq!(hardware_state_len_bytes_max(u32::MAX), 0);
-    }
-}
+#[path = "state_tests.rs"]
+mod tests;

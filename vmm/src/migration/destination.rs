@@ -10,9 +10,10 @@ use std::sync::Arc;
 use vm_migration::VmError;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
+use vm_migration::protocol::formats::Formats;
 use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
-use super::document::MachineDocument;
+use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
 use super::memory::MigratingRam;
 use super::resident::{self, Weakness};
@@ -76,14 +77,19 @@ impl DestinationBuilder for ArrivingBuilder {
     type Vm = ArrivingMachine;
     type Mapped = MappedArrival;
 
+    fn formats(&self) -> Formats {
+        KNOWN
+    }
+
     fn map_memory(
         mut self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
     ) -> Result<MappedArrival, VmError> {
-        let MachineDocument { vm_config, common_cpuid } = MachineDocument::read(config_json)?;
+        let MachineDocument { vm_config, common_cpuid, feature_msrs } =
+            MachineDocument::read(config_json)?;
         let config = vm_config.complete()?;
-        self.host.check_shown(&config, &common_cpuid)?;
+        self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         let ram = Machine::arriving_ram(&config, &self.host, &given)?;

@@ -7,12 +7,25 @@
 //! is known of its processor then, and the check is left to the restoring of the vCPUs.
 
 use hypervisor::CpuidEntry;
-use serde::{Deserialize, Serialize};
+use hypervisor::MsrValue;
+use serde::Deserialize;
+use vm_migration::protocol::formats::Formats;
 
 use crate::config::VmConfig;
+use crate::config::value::FieldValue as _;
+use crate::machine::MACHINE_STATE_VERSION;
+
+/// Version of the configuration and of this document, the newest that is read. It is raised when a field
+/// changes its meaning or a default its value; see docs/migration.md, "Versions and formats".
+pub const CONFIG_VERSION: u32 = 1;
+
+/// What this program reads of others, whether sent or saved.
+pub const KNOWN: Formats = Formats { config: CONFIG_VERSION, state: MACHINE_STATE_VERSION };
 
 /// CPUID entries at most; KVM itself takes no more.
 const CPUID_ENTRIES_MAX: usize = 256;
+/// Registers that describe a processor, several times over.
+const FEATURE_MSRS_MAX: usize = 256;
 
 /// Why a document is not one.
 #[derive(Debug, thiserror::Error)]
@@ -23,19 +36,51 @@ pub enum DocumentError {
     /// More entries than KVM takes.
     #[error("the source names {0} CPUID entries, at most {CPUID_ENTRIES_MAX} are possible")]
     Cpuid(usize),
+    /// More registers than there are.
+    #[error("the source names {0} feature registers, at most {FEATURE_MSRS_MAX} are possible")]
+    FeatureMsrs(usize),
 }
 
 /// The document.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MachineDocument {
     /// What the machine is.
     pub vm_config: VmConfig,
     /// What all its vCPUs were shown when the guest started.
     #[serde(default)]
     pub common_cpuid: Vec<CpuidEntry>,
+    /// Registers that describe the processor to its guest. Programs before version 2 of the state neither
+    /// send nor compare them.
+    #[serde(default)]
+    pub feature_msrs: Vec<MsrValue>,
+}
+
+/// The configuration as it is kept and sent: without what has its default.
+///
+/// # Errors
+/// A value without a JSON form.
+pub fn sparse_config(config: &VmConfig) -> Result<serde_json::Value, serde_json::Error> {
+    config.sparse()
 }
 
 impl MachineDocument {
+    /// Its bytes, without what has its default.
+    ///
+    /// # Errors
+    /// A value without a JSON form.
+    pub fn to_json(&self) -> Result<Vec<u8>, serde_json::Error> {
+        let mut document = serde_json::Map::new();
+        document.insert("vm_config".to_owned(), sparse_config(&self.vm_config)?);
+        if !self.common_cpuid.is_empty() {
+            document.insert("common_cpuid".to_owned(), serde_json::to_value(&self.common_cpuid)?);
+        }
+        if !self.feature_msrs.is_empty() {
+            document.insert("feature_msrs".to_owned(), serde_json::to_value(&self.feature_msrs)?);
+        }
+        serde_json::to_vec(&document)
+    }
+
     /// Reads either form.
     ///
     /// # Errors
@@ -45,11 +90,16 @@ impl MachineDocument {
         let document = if value.get("vm_config").is_some() {
             serde_json::from_value(value)?
         } else {
-            Self { vm_config: serde_json::from_value(value)?, common_cpuid: Vec::new() }
+            Self {
+                vm_config: serde_json::from_value(value)?,
+                common_cpuid: Vec::new(),
+                feature_msrs: Vec::new(),
+            }
         };
-        match document.common_cpuid.len() {
-            0..=CPUID_ENTRIES_MAX => Ok(document),
-            count => Err(DocumentError::Cpuid(count)),
+        match (document.common_cpuid.len(), document.feature_msrs.len()) {
+            (0..=CPUID_ENTRIES_MAX, 0..=FEATURE_MSRS_MAX) => Ok(document),
+            (0..=CPUID_ENTRIES_MAX, count) => Err(DocumentError::FeatureMsrs(count)),
+            (count, _) => Err(DocumentError::Cpuid(count)),
         }
     }
 }
@@ -58,7 +108,7 @@ impl MachineDocument {
 #[doc(hidden)]
 pub fn fuzz_document(data: &[u8]) {
     if let Ok(document) = MachineDocument::read(data) {
-        let json = serde_json::to_vec(&document).unwrap_or_default();
+        let json = document.to_json().unwrap_or_default();
         let again = MachineDocument::read(&json).map(|document| document.common_cpuid);
         assert_eq!(again.ok(), Some(document.common_cpuid));
     }
@@ -81,7 +131,7 @@ mod tests {
             let [function, index, flags, answer @ ..] = numbers;
             let entry = CpuidEntry { function, index, flags, answer };
             let whole = MachineDocument { common_cpuid: vec![entry], ..document() };
-            fuzz_document(&serde_json::to_vec(&whole).unwrap());
+            fuzz_document(&whole.to_json().unwrap());
             fuzz_document(text.as_bytes());
             let half = format!(r#"{{"vm_config":{{"payload":{{}}}},"common_cpuid":[{text}]}}"#);
             fuzz_document(half.as_bytes());
@@ -96,12 +146,13 @@ mod tests {
         MachineDocument {
             vm_config: serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap(),
             common_cpuid: vec![entry(7)],
+            feature_msrs: vec![MsrValue { index: 0x345, value: 0x2000 }],
         }
     }
 
     #[test]
     fn what_is_written_is_read() {
-        let json = serde_json::to_vec(&document()).unwrap();
+        let json = document().to_json().unwrap();
         assert_eq!(MachineDocument::read(&json).unwrap(), document());
     }
 
@@ -109,7 +160,10 @@ mod tests {
     fn a_configuration_alone_is_read() {
         let json = serde_json::to_vec(&document().vm_config).unwrap();
         let read = MachineDocument::read(&json).unwrap();
-        assert_eq!(read, MachineDocument { common_cpuid: Vec::new(), ..document() });
+        assert_eq!(
+            read,
+            MachineDocument { common_cpuid: Vec::new(), feature_msrs: Vec::new(), ..document() }
+        );
     }
 
     #[test]
@@ -118,7 +172,11 @@ mod tests {
             assert!(MachineDocument::read(bad.as_bytes()).is_err(), "{bad}");
         }
         let many = MachineDocument { common_cpuid: vec![entry(0); 257], ..document() };
-        let error = MachineDocument::read(&serde_json::to_vec(&many).unwrap()).unwrap_err();
+        let error = MachineDocument::read(&many.to_json().unwrap()).unwrap_err();
         assert!(matches!(error, DocumentError::Cpuid(257)), "{error}");
     }
 }
+
+#[cfg(test)]
+#[path = "formats_tests.rs"]
+mod formats;

@@ -16,3 +16,4 @@ pub mod memory;
 mod resident;
 pub mod snapshot;
 pub mod source;
+mod updates;

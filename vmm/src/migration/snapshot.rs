@@ -18,12 +18,14 @@ use vm_migration::snapshot::{
 };
 
 use super::destination::DmaToMissingPages;
+use super::document::sparse_config;
 use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
+use super::updates::{self, UpdateError};
 use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
-    ConsoleError, Consoles, EventSink, Host, Machine, MachineError, MachineState,
-    MachineStateError, StateJsonError, WriteBackError,
+    ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError, MachineState,
+    MachineStateError, StateJsonError, WriteBackError, features,
 };
 
 /// How often it is looked whether a snapshot that waits for disks is cancelled.
@@ -73,8 +75,10 @@ enum RestoreCause {
     ConfigJson(#[source] serde_json::Error),
     #[error("the configuration in config.json cannot be used")]
     Config(#[from] ConfigError),
-    #[error("zone_updates names memory zone '{0}', which the VM does not have")]
-    NoZone(String),
+    #[error("what is to be changed cannot be")]
+    Update(#[from] UpdateError),
+    #[error(transparent)]
+    Generation(#[from] GenerationError),
     #[error(transparent)]
     MissingPages(#[from] DmaToMissingPages),
     #[error("state.json cannot be used")]
@@ -118,7 +122,7 @@ fn take_into(
         return Err(GuestIsEnding.into());
     }
     write_back(machine, cancel)?;
-    let config_json = serde_json::to_vec_pretty(machine.config())?;
+    let config_json = serde_json::to_vec_pretty(&sparse_config(machine.config())?)?;
     let state_json = machine.save()?.to_json()?;
     let memory = MigratingRam::new(Arc::clone(machine.ram()))?;
     let saved = Saved { config_json: &config_json, state_json: &state_json };
@@ -164,14 +168,20 @@ fn restore_from(
     let snapshot = Opened::open(directory)?;
     let config: VmConfig =
         serde_json::from_slice(snapshot.config_json()).map_err(RestoreCause::ConfigJson)?;
+    let mut config = config;
+    updates::change_config(&mut config, wishes)?;
     let mut config = config.complete()?;
     let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
     if has_devices && wishes.memory_restore_mode == MemoryRestoreMode::OnDemand {
         return Err(DmaToMissingPages.into());
     }
-    update_zones(&mut config, wishes)?;
     // Before anything is made: a state that nobody can read needs no machine.
-    let state = MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
+    let mut state =
+        MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
+    updates::change_state(&mut state, wishes)?;
+    let first = state.vcpus.first().map(|vcpu| features::describing(&vcpu.msrs));
+    host.check_shown(&config, &state.shown, &first.unwrap_or_default())
+        .map_err(RestoreCause::State)?;
     let consoles = Consoles::open(&mut config)?;
     let ram = Machine::arriving_ram(&config, host, &[]).map_err(RestoreCause::Make)?;
     let memory = Arc::new(MigratingRam::new(Arc::clone(&ram))?);
@@ -200,17 +210,8 @@ fn restore_from(
         filling.commit()?;
     }
     put?;
+    restored.machine.renew_generation()?;
     Ok(restored)
-}
-
-fn update_zones(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<(), RestoreCause> {
-    for update in wishes.zone_updates.iter().flatten() {
-        let zones = config.memory.zones.iter_mut().flatten();
-        let zone = zones.into_iter().find(|zone| zone.id == update.id);
-        let zone = zone.ok_or_else(|| RestoreCause::NoZone(update.id.clone()))?;
-        zone.host_numa_node = Some(update.host_numa_node);
-    }
-    Ok(())
 }
 
 /// Populates what the snapshot has no contents for: everything if the restore asks for it, else

@@ -11,15 +11,16 @@ use std::time::Duration;
 use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
 use vm_migration::page_server::Successor;
+use vm_migration::protocol::formats::Formats;
 use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
 
 use super::dirty::MachineDirtyLog;
 use super::disk_writer::DiskWriter;
-use super::document::MachineDocument;
+use super::document::{CONFIG_VERSION, MachineDocument};
 use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::BalloonConfig;
-use crate::machine::{Machine, WriteBack, WriteBackError};
+use crate::machine::{Machine, WriteBack, WriteBackError, features};
 use crate::page_server::{PageServerPlan, PageServerProcess};
 
 /// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
@@ -44,6 +45,8 @@ pub struct LeavingMachine {
     memory: Arc<MigratingRam>,
     page_server: Option<PageServerPlan>,
     disk_writer: Option<DiskWriter>,
+    /// What the destination reads.
+    reader: Formats,
 }
 
 /// A machine whose guest does not run.
@@ -53,6 +56,7 @@ pub struct PausedMachine {
     ran_before: bool,
     /// Its disks being written back, until that has been waited for.
     write_back: Option<WriteBack>,
+    reader: Formats,
 }
 
 /// Memory and threads of a machine whose guest has gone. They end when this is dropped.
@@ -80,7 +84,8 @@ impl LeavingMachine {
         match MigratingRam::new(Arc::clone(machine.ram())) {
             Ok(memory) => {
                 let disk_writer = DiskWriter::start(machine.writable_disks());
-                Ok(Self { machine, memory: Arc::new(memory), page_server, disk_writer })
+                let (memory, reader) = (Arc::new(memory), Formats::default());
+                Ok(Self { machine, memory, page_server, disk_writer, reader })
             }
             Err(error) => Err((machine, error)),
         }
@@ -127,8 +132,20 @@ impl SourceVm for LeavingMachine {
         let document = MachineDocument {
             vm_config: self.machine.config().clone(),
             common_cpuid: self.machine.shown().to_vec(),
+            feature_msrs: self.machine.feature_msrs().to_vec(),
         };
-        Ok(serde_json::to_vec(&document)?)
+        Ok(document.to_json()?)
+    }
+
+    fn formats(&self) -> Formats {
+        // A vCPU with shadow stacks has a pointer, which came with version 2. Nothing else of a later
+        // version is needed: see `MachineState::for_reader`.
+        let state = if features::has_shadow_stacks(self.machine.shown()) { 2 } else { 1 };
+        Formats { config: CONFIG_VERSION, state }
+    }
+
+    fn meet(&mut self, newest: Formats) {
+        self.reader = newest;
     }
 
     fn memory(&self) -> Arc<MigratingRam> {
@@ -178,18 +195,18 @@ impl SourceVm for LeavingMachine {
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
-        let Self { mut machine, memory, page_server, disk_writer } = self;
+        let Self { mut machine, memory, page_server, disk_writer, reader } = self;
         let ran_before = !machine.is_paused();
         if let Err(error) = machine.pause() {
-            return Err((Self { machine, memory, page_server, disk_writer }, error.into()));
+            return Err((Self { machine, memory, page_server, disk_writer, reader }, error.into()));
         }
         if machine.is_ending() {
-            let still = Self { machine, memory, page_server, disk_writer };
+            let still = Self { machine, memory, page_server, disk_writer, reader };
             return Err((still, GuestIsEnding.into()));
         }
         // Beside the last pages and the state.
         let write_back = Some(machine.write_back());
-        Ok(PausedMachine { machine, memory, ran_before, write_back })
+        Ok(PausedMachine { machine, memory, ran_before, write_back, reader })
     }
 }
 
@@ -202,7 +219,7 @@ impl PausedVm for PausedMachine {
     }
 
     fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
-        let state = self.machine.save()?.to_json()?;
+        let state = self.machine.save()?.for_reader(self.reader.state)?.to_json()?;
         // Before the destination acknowledges anything: what it acknowledged does not keep for ever.
         self.await_write_back()?;
         Ok(state)
@@ -214,12 +231,13 @@ impl PausedVm for PausedMachine {
     }
 
     fn resume(self) -> Result<LeavingMachine, (Self, VmError)> {
-        let Self { mut machine, memory, ran_before, .. } = self;
+        let Self { mut machine, memory, ran_before, reader, .. } = self;
         let back = if ran_before { machine.resume() } else { machine.take_exclusive() };
+        let (page_server, disk_writer, write_back) = (None, None, None);
         match back {
-            Ok(()) => Ok(LeavingMachine { machine, memory, page_server: None, disk_writer: None }),
+            Ok(()) => Ok(LeavingMachine { machine, memory, page_server, disk_writer, reader }),
             Err(error) => {
-                Err((Self { machine, memory, ran_before, write_back: None }, error.into()))
+                Err((Self { machine, memory, ran_before, write_back, reader }, error.into()))
             }
         }
     }

@@ -15,6 +15,7 @@ const FORMAT: StateFormat = StateFormat { kind: "virtio-balloon", newest: 1 };
 
 /// Plain and untrusted.
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct BalloonState {
     target_pages: u32,
     actual_pages: u32,

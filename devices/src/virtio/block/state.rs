@@ -12,6 +12,7 @@ const FORMAT: StateFormat = StateFormat { kind: "virtio-block", newest: 1 };
 
 /// Plain and untrusted.
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct BlockState {
     /// What the driver chose in the configuration space.
     writeback: bool,

@@ -11,6 +11,7 @@ const FORMAT: StateFormat = StateFormat { kind: "virtio-console", newest: 1 };
 
 /// Plain and untrusted; every value is possible.
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct ConsoleState {
     columns: u16,
     rows: u16,

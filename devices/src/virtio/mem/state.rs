@@ -13,6 +13,7 @@ const FORMAT: StateFormat = StateFormat { kind: "virtio-mem", newest: 1 };
 
 /// Plain and untrusted.
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct MemState {
     /// In bytes; the state of another division of memory is of no use here.
     block_bytes: u64,

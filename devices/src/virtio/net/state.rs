@@ -13,6 +13,7 @@ const FORMAT: StateFormat = StateFormat { kind: "virtio-net", newest: 1 };
 
 /// Plain and untrusted.
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct NetState {
     mac: MacAddress,
     offloads: u64,

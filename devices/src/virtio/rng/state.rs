@@ -10,6 +10,7 @@ use crate::virtio::{DeviceSnapshot, StateError};
 const FORMAT: StateFormat = StateFormat { kind: "virtio-rng", newest: 1 };
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct RngState {}
 
 pub(super) fn save() -> DeviceSnapshot {

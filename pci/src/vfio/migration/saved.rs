@@ -30,6 +30,7 @@ pub const VFIO_STATE_VERSION: u32 = 1;
 pub struct HardwareState(pub Vec<u8>);
 
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Encoded {
     len_bytes: u64,
     base64: String,
@@ -86,6 +87,7 @@ impl fmt::Debug for HardwareState {
 
 /// What a guest's driver has seen of the hardware, and relies on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Hardware {
     /// Vendor and device.
     pub device: u32,
@@ -167,6 +169,7 @@ fn differs(what: &'static str, found: String, expected: String) -> MigrationErro
 
 /// A saved function: plain and untrusted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct VfioState {
     /// What it was.
     pub hardware: Hardware,

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Control-flow enforcement (CET) of guests: shadow stacks and indirect branch tracking.
+//!
+//! Owns the way to the shadow-stack pointer, which is no model-specific register (Linux 6.18: a register
+//! of KVM's own, by KVM_GET_ONE_REG and KVM_SET_ONE_REG), and the rule that a guest is not shown what
+//! could not be saved. The other registers are on KVM's list of model-specific ones.
+
+use kvm_bindings::{CpuId, kvm_cpuid_entry2};
+use kvm_ioctls::{Error, VcpuFd};
+
+/// Register of x86, 64 bits wide, of the kind that KVM defines, number 0 (KVM_REG_GUEST_SSP).
+const GUEST_SSP: u64 = 0x2030_0003_0000_0000;
+/// MSR_IA32_U_CET, MSR_IA32_S_CET, MSR_IA32_PL0_SSP to PL3_SSP, MSR_IA32_INT_SSP_TAB.
+pub const CET_MSRS: [u32; 7] = [0x6a0, 0x6a2, 0x6a4, 0x6a5, 0x6a6, 0x6a7, 0x6a8];
+
+const LEAF_FEATURES: u32 = 7;
+const LEAF_XSAVE: u32 = 0xd;
+/// In ECX of leaf 7.
+const SHSTK: u32 = 1 << 7;
+/// In EDX of leaf 7.
+const IBT: u32 = 1 << 20;
+/// XSAVE components of both, in ECX of leaf 0xD, subleaf 1.
+const XSS_CET: u32 = 3 << 11;
+
+/// Whether a table of CPUID leaves shows shadow stacks: only then is there a pointer.
+pub fn is_shown(cpuid: &[kvm_cpuid_entry2]) -> bool {
+    cpuid
+        .iter()
+        .any(|leaf| (leaf.function, leaf.index) == (LEAF_FEATURES, 0) && leaf.ecx & SHSTK != 0)
+}
+
+/// Takes out what a host cannot save: shadow stacks without access to their pointer, and both features
+/// where KVM does not list their registers.
+pub fn hide_unsaved(cpuid: &mut CpuId, one_reg: bool, msr_indices: &[u32]) {
+    let listed = CET_MSRS.iter().all(|msr| msr_indices.contains(msr));
+    let (shadow_stacks, branches) = (one_reg && listed, listed);
+    for leaf in cpuid.as_mut_slice() {
+        match (leaf.function, leaf.index) {
+            (LEAF_FEATURES, 0) => {
+                leaf.ecx &= if shadow_stacks { u32::MAX } else { !SHSTK };
+                leaf.edx &= if branches { u32::MAX } else { !IBT };
+            }
+            (LEAF_XSAVE, 1) if !shadow_stacks && !branches => leaf.ecx &= !XSS_CET,
+            _ => {}
+        }
+    }
+}
+
+/// Reads the shadow-stack pointer of a vCPU that was shown shadow stacks.
+pub fn read_pointer(vcpu: &VcpuFd) -> Result<u64, Error> {
+    let mut bytes = [0; 8];
+    vcpu.get_one_reg(GUEST_SSP, &mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// Sets it; KVM wants the vCPU's CPUID first.
+pub fn write_pointer(vcpu: &VcpuFd, pointer: u64) -> Result<(), Error> {
+    vcpu.set_one_reg(GUEST_SSP, &pointer.to_ne_bytes()).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use super::*;
+
+    fn shown(one_reg: bool, msrs: &[u32]) -> [u32; 3] {
+        let leaf = |function, index| kvm_cpuid_entry2 {
+            function,
+            index,
+            ecx: u32::MAX,
+            edx: u32::MAX,
+            ..Default::default()
+        };
+        let mut cpuid = CpuId::from_entries(&[leaf(7, 0), leaf(7, 1), leaf(0xd, 1)]).unwrap();
+        hide_unsaved(&mut cpuid, one_reg, msrs);
+        let [features, others, xsave] = cpuid.as_slice() else { panic!("three leaves") };
+        assert_eq!([others.ecx, others.edx, features.edx | IBT], [u32::MAX; 3]);
+        assert_eq!(is_shown(cpuid.as_slice()), features.ecx & SHSTK != 0);
+        [features.ecx, features.edx, xsave.ecx]
+    }
+
+    #[test]
+    fn a_guest_is_shown_what_can_be_saved() {
+        assert_eq!(shown(true, &CET_MSRS), [u32::MAX; 3]);
+        assert_eq!(shown(false, &CET_MSRS), [!SHSTK, u32::MAX, u32::MAX]);
+        // Registers without a place in the saved state: neither feature.
+        for one_reg in [false, true] {
+            assert_eq!(shown(one_reg, &CET_MSRS[1..]), [!SHSTK, !IBT, !XSS_CET]);
+            assert_eq!(shown(one_reg, &[]), [!SHSTK, !IBT, !XSS_CET]);
+        }
+    }
+}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a restored machine is to have in place of what was saved.
+//!
+//! Owns the changes of configuration and state that go together: a device is found by its name in both.
+//! Must never change what the guest's driver relies on without the guest being able to find out.
+
+use std::collections::BTreeSet;
+
+use thiserror::Error;
+
+use crate::config::{RestoreConfig, VmConfig};
+use crate::machine::MachineState;
+
+/// Why a change cannot be made.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum UpdateError {
+    /// There is no such thing.
+    #[error("{list} names '{id}', which the VM does not have")]
+    Unknown {
+        /// The list of changes.
+        list: &'static str,
+        /// The name in it.
+        id: String,
+    },
+    /// A device is named twice.
+    #[error("{list} names '{id}' twice")]
+    Twice {
+        /// The list of changes.
+        list: &'static str,
+        /// The name in it.
+        id: String,
+    },
+    /// The state has no such device, or none whose address can be changed.
+    #[error("the saved state has no MAC address of '{0}'")]
+    NoMac(String),
+}
+
+/// Changes the configuration, before it is completed and checked: the new names and files are checked with
+/// all others then.
+///
+/// # Errors
+/// Naming what is not there.
+pub fn change_config(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<(), UpdateError> {
+    let unknown = |list, id: &String| UpdateError::Unknown { list, id: id.clone() };
+    for update in wishes.zone_updates.iter().flatten() {
+        let zones = config.memory.zones.iter_mut().flatten();
+        let zone = zones.into_iter().find(|zone| zone.id == update.id);
+        let zone = zone.ok_or_else(|| unknown("zone_updates", &update.id))?;
+        zone.host_numa_node = Some(update.host_numa_node);
+    }
+    let mut seen = BTreeSet::new();
+    let mut once = |list, id: &String| {
+        if seen.insert(id.clone()) {
+            Ok(())
+        } else {
+            Err(UpdateError::Twice { list, id: id.clone() })
+        }
+    };
+    for update in wishes.net_updates.iter().flatten() {
+        once("net_updates", &update.id)?;
+        let id = Some(&update.id);
+        let net = config.net.iter_mut().flatten().find(|net| net.id.as_ref() == id);
+        let net = net.ok_or_else(|| unknown("net_updates", &update.id))?;
+        net.mac = update.mac.or(net.mac);
+        net.tap = update.tap.clone().or_else(|| net.tap.take());
+    }
+    for update in wishes.disk_updates.iter().flatten() {
+        once("disk_updates", &update.id)?;
+        let id = Some(&update.id);
+        let disk = config.disks.iter_mut().flatten().find(|disk| disk.id.as_ref() == id);
+        let disk = disk.ok_or_else(|| unknown("disk_updates", &update.id))?;
+        disk.path = update.path.clone().or_else(|| disk.path.take());
+    }
+    // Names last and all at once, so that two devices can change theirs for each other's.
+    let renamed = renamed(wishes);
+    let nets = config.net.iter_mut().flatten().map(|net| &mut net.id);
+    let disks = config.disks.iter_mut().flatten().map(|disk| &mut disk.id);
+    for id in nets.chain(disks).flatten() {
+        if let Some((_, new)) = renamed.iter().find(|(old, _)| old == id) {
+            (*new).clone_into(id);
+        }
+    }
+    Ok(())
+}
+
+/// Old and new names.
+fn renamed(wishes: &RestoreConfig) -> Vec<(&str, &str)> {
+    let nets = wishes.net_updates.iter().flatten().map(|update| (&update.id, &update.new_id));
+    let disks = wishes.disk_updates.iter().flatten().map(|update| (&update.id, &update.new_id));
+    nets.chain(disks).filter_map(|(id, new)| Some((id.as_str(), new.as_deref()?))).collect()
+}
+
+/// Changes the state in the same way.
+///
+/// # Errors
+/// Naming the device whose state has no place for it.
+pub fn change_state(state: &mut MachineState, wishes: &RestoreConfig) -> Result<(), UpdateError> {
+    for update in wishes.net_updates.iter().flatten() {
+        let Some(mac) = update.mac else { continue };
+        // The transport's state has that of the device, which has what the guest reads.
+        let function = state.pci.get_mut(&update.id);
+        let saved =
+            function.and_then(|function| function.state.data.pointer_mut("/device/data/mac"));
+        let saved = saved.ok_or_else(|| UpdateError::NoMac(update.id.clone()))?;
+        *saved = mac.bytes().to_vec().into();
+    }
+    let mut moved = Vec::new();
+    for (old, new) in renamed(wishes) {
+        if let Some(function) = state.pci.remove(old) {
+            moved.push((new.to_owned(), function));
+        }
+    }
+    state.pci.extend(moved);
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "updates_tests.rs"]
+mod tests;
