@@ -43,7 +43,7 @@ impl Enemy {
         let limit = LIMITS.answer;
         enemy.control.ask(&Message::Start { version: VERSION, offer: true }, limit).unwrap();
         let offer = Offer {
-            formats: Default::default(),
+            formats: crate::protocol::formats::Formats::default(),
             software: "enemy".into(),
             features: features(),
             memory_mode: mode,

@@ -105,7 +105,7 @@ fn offered(dir: &tempfile::TempDir, to: &Arc<FakeMemory>) -> (Channel, Target) {
     let mut control = Channel::new(connection);
     control.ask(&Message::Start { version: VERSION, offer: true }, LIMITS.answer).unwrap();
     let offer = Offer {
-        formats: Default::default(),
+        formats: crate::protocol::formats::Formats::default(),
         software: "enemy".into(),
         features: features(),
         memory_mode: MemoryMode::Precopy,
