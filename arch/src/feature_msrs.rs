@@ -97,6 +97,8 @@ pub fn feature_msrs_compat(
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
     use super::*;
 
     #[test]

@@ -105,7 +105,8 @@ fn bytes(hex: &Value, len_bytes: usize) -> Vec<u8> {
 }
 
 fn hex(bytes: &[u8]) -> Value {
-    json!(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>())
+    let digit = |nibble: u8| char::from_digit(nibble.into(), 16).unwrap();
+    json!(bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 0xf)]).collect::<String>())
 }
 
 /// A blob through a change of its bytes.

@@ -37,7 +37,7 @@ fn data(version: &str, name: &str) -> PathBuf {
 
 /// Passes bytes on until one side is done, and keeps them.
 fn pass(mut from: UnixStream, mut to: UnixStream) -> Vec<u8> {
-    let (mut kept, mut part) = (Vec::new(), [0; 65536]);
+    let (mut kept, mut part) = (Vec::new(), vec![0; 65536]);
     while let Ok(count @ 1..) = from.read(&mut part) {
         kept.extend_from_slice(&part[..count]);
         if to.write_all(&part[..count]).is_err() {
@@ -191,7 +191,9 @@ fn arrives(version: &str) {
 fn fields(value: &Value, path: &str, out: &mut BTreeSet<String>) {
     match value {
         Value::Array(items) => {
-            items.iter().for_each(|item| fields(item, &format!("{path}[]"), out))
+            for item in items {
+                fields(item, &format!("{path}[]"), out);
+            }
         }
         Value::Object(map) => {
             for (name, value) in map {

@@ -207,7 +207,7 @@ fn layout() {
         backing: Backing::Shared,
     };
     let offer = Offer {
-        formats: Default::default(),
+        formats: vm_migration::protocol::formats::Formats::default(),
         local: false,
         software: "a test".to_owned(),
         features: features(),

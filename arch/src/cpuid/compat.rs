@@ -138,7 +138,7 @@ fn compare_counters(
         check("fixed PMU counters (CPUID 0xa EDX)", many, many_here, many <= many_here);
         let width_of_fixed = |edx: u32| edx >> 5 & 0xff;
         let (wide, wide_here) = (width_of_fixed(fixed), width_of_fixed(here.edx));
-        let same = fixed & 0x1f == 0 || wide == wide_here;
+        let same = many == 0 || wide == wide_here;
         check("width of fixed PMU counters (CPUID 0xa EDX)", wide, wide_here, same);
         // A set bit says that an event is not there; so does a vector that is too short for its bit.
         let lacks = |ebx: u32, events: u8| ebx | u32::MAX.checked_shl(events.into()).unwrap_or(0);

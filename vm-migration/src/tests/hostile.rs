@@ -44,7 +44,7 @@ impl Enemy {
         enemy.control.ask(&Message::Start { version: VERSION, offer: true }, limit).unwrap();
         let offer = Offer {
             recover_timeout_ms: None,
-            formats: Default::default(),
+            formats: crate::protocol::formats::Formats::default(),
             software: "enemy".into(),
             features: features(),
             memory_mode: mode,

@@ -106,7 +106,7 @@ fn offered(dir: &tempfile::TempDir, to: &Arc<FakeMemory>) -> (Channel, Target) {
     control.ask(&Message::Start { version: VERSION, offer: true }, LIMITS.answer).unwrap();
     let offer = Offer {
         recover_timeout_ms: None,
-        formats: Default::default(),
+        formats: crate::protocol::formats::Formats::default(),
         software: "enemy".into(),
         features: features(),
         memory_mode: MemoryMode::Precopy,

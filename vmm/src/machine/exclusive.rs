@@ -58,11 +58,11 @@ pub enum ExclusiveError {
 
 /// Writes an image back and gives its lock back; its device must hold still or be gone. A failure is
 /// told, and keeps nobody from having the image: what is lost is lost.
-pub(super) fn give_back(id: String, lock: &DiskLock) {
+pub(super) fn give_back(id: &str, lock: &DiskLock) {
     if !lock.is_held() {
         return;
     }
-    if let Err(error) = WriteBack::start(writable(&id, lock)).wait() {
+    if let Err(error) = WriteBack::start(writable(id, lock)).wait() {
         complain(&error);
     }
     if let Err(error) = lock.unlock() {
@@ -115,7 +115,7 @@ impl KeptDisks {
 impl Drop for KeptDisks {
     fn drop(&mut self) {
         for Kept { id, lock, .. } in self.disks.drain(..) {
-            give_back(id, &lock);
+            give_back(&id, &lock);
         }
     }
 }
@@ -131,7 +131,9 @@ impl VirtioDevices {
         let free_nets: Vec<_> = self.nets.iter().filter(|(_, net)| !net.is_attached()).collect();
         let taken = self.take_all();
         if taken.is_err() {
-            free_nets.iter().for_each(|(_, net)| net.detach());
+            for (_, net) in free_nets {
+                net.detach();
+            }
             for (id, lock) in free_locks {
                 // Logged; why it could not be taken says more.
                 let _ = release(id, lock);

@@ -223,15 +223,21 @@ struct Chassis {
     windows: MmioWindows,
 }
 
+/// What is there before any device of a machine.
+struct Basis<'a> {
+    ram: Arc<GuestRam>,
+    opening: Opening,
+    slot: Option<PrepinnedSlot>,
+    kept: &'a mut KeptDisks,
+}
+
 impl Chassis {
     fn build(
         config: &VmConfig,
         consoles: &Consoles,
         host: &Host,
         sink: EventSink,
-        ram: Arc<GuestRam>,
-        (opening, slot): (Opening, Option<PrepinnedSlot>),
-        kept: &mut KeptDisks,
+        Basis { ram, opening, slot, kept }: Basis<'_>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let vm = Vm::create_with_memory(
@@ -355,9 +361,8 @@ impl Machine {
         let held = std::mem::take(&mut kept.files);
         let origin = Origin { given, held, contents: FirstContents::AsFound };
         let ram = ram::make(&config.memory, bits, origin)?;
-        let opening = (Opening::Meanwhile, slot);
-        let mut chassis =
-            Chassis::build(&config, &consoles, host, sink, ram, opening, &mut kept.disks)?;
+        let basis = Basis { ram, opening: Opening::Meanwhile, slot, kept: &mut kept.disks };
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let entry = boot::load(
             &chassis.ram,
@@ -429,9 +434,9 @@ impl Machine {
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         disks::assume_raw(&mut config);
-        let opening = (Opening::Before, None);
         let kept = &mut KeptDisks::default();
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, ram, opening, kept)?;
+        let basis = Basis { ram, opening: Opening::Before, slot: None, kept };
+        let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
         chassis.passthrough.check_movable(&config)?;
         chassis.passthrough.stop()?;
         // On threads of their own; what arrives in a page stays in it.

@@ -65,6 +65,7 @@ mod frozen {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
     #[expect(dead_code, reason = "as above")]
+    #[expect(clippy::struct_field_names, reason = "the names are those of the format")]
     struct Clock {
         clock_ns: u64,
         realtime_ns: Option<u64>,

@@ -242,7 +242,7 @@ impl VirtioDevices {
         function.reset();
         self.counters.retain(|(other, _)| *other != id);
         if let Some((id, lock)) = lock.map(|at| self.locks.remove(at)) {
-            exclusive::give_back(id, &lock);
+            exclusive::give_back(&id, &lock);
         }
         if let Some((_, net)) = net.map(|at| self.nets.remove(at)) {
             net.detach();
