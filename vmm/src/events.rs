@@ -115,6 +115,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ),
     ("vm", "page-server-failed", "it has not taken over, and the VMM goes on by itself"),
     ("vm", "page-server-serving", "the page server says so itself, in the VMM's place from now on"),
+    ("vm", "disk-write-back-failed", "a disk could not be written back (id: which, error: why)"),
     ("vm", "migration-receive-ready", "the destination listens"),
     ("vm", "migration-receive-starting", "a source has connected"),
     ("vm", "migration-receive-started", "the source was accepted"),

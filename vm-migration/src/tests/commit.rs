@@ -67,6 +67,7 @@ struct Run {
 }
 
 /// What is special about a run.
+#[derive(Clone, Copy)]
 struct Special {
     mode: MemoryMode,
     rule: Rule,
@@ -296,10 +297,10 @@ fn a_person_decides_where_the_source_does_not_come_back() {
 }
 
 /// A connection to a destination in doubt that says this; the refusal.
-fn turned_away(to: &Address, message: Message) -> String {
+fn turned_away(to: &Address, message: &Message) -> String {
     let (cancel, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let connection = Connection::connect(to, &cancel, limit, limit).unwrap();
-    match Channel::new(connection).ask(&message, limit).unwrap_err() {
+    match Channel::new(connection).ask(message, limit).unwrap_err() {
         Cause::Refused(reason) => reason,
         other => panic!("{other:?}"),
     }
@@ -312,17 +313,17 @@ fn strangers_end_no_doubt() {
     run.wait_for_doubt();
     let at = run.relay.address.clone();
     for verdict in [Verdict::Withheld, Verdict::Committed] {
-        let told = turned_away(&at, Message::Verdict { id: [3; 16], verdict });
+        let told = turned_away(&at, &Message::Verdict { id: [3; 16], verdict });
         assert!(told.contains("not known yet"), "{told}");
     }
     let recover = Recover { id: [3; 16], attempt: 1, bulk: 1, urgent: 1, alive: false };
-    assert!(turned_away(&at, Message::Recover(recover)).contains("no pages to come"));
+    assert!(turned_away(&at, &Message::Recover(recover)).contains("no pages to come"));
     // One that sends a byte now and then holds nothing up.
     let (cancel, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let slow = Connection::connect(&at, &cancel, limit, limit).unwrap();
     slow.send(&Message::Config(vec![0; 4096]).encode()[..20]).unwrap();
     let start = Message::Start { version: 0, offer: true };
-    assert!(turned_away(&at, start).contains("not known yet"));
+    assert!(turned_away(&at, &start).contains("not known yet"));
     assert_eq!(run.destination.phase(), Phase::InDoubt);
     run.receive_steering.decide(Decision::RunsHere);
     let (_, arrived, ..) = run.arrives();
@@ -362,7 +363,7 @@ fn an_acknowledgement_that_comes_late_is_asked_for_again() {
 
 #[test]
 fn an_acknowledgement_that_became_too_old_is_not_used() {
-    const SHORT: Limits = Limits { rejoin: Duration::from_millis(1000), ..LIMITS };
+    const SHORT: Limits = Limits { rejoin: Duration::from_secs(1), ..LIMITS };
     for mode in modes() {
         let special = Special::new(mode, Rule::Nothing);
         let at_source = Inject::ReleaseLate;
@@ -409,7 +410,7 @@ fn the_last_message_is_said_as_often_as_it_is_asked_for() {
     }
     let stranger =
         Message::Recover(Recover { id: [0; 16], attempt: 1, bulk: 1, urgent: 1, alive: false });
-    assert!(turned_away(&address, stranger).contains("recover where the VM runs"));
+    assert!(turned_away(&address, &stranger).contains("recover where the VM runs"));
 }
 
 #[test]
@@ -436,7 +437,7 @@ fn a_new_migration_takes_the_place_of_one_that_is_answered_for() {
     let recover = Message::Recover(Recover { id, attempt: 7, bulk: 1, urgent: 1, alive: false });
     assert!(Channel::new(connection).ask(&recover, limit).unwrap().payload.is_empty());
     let verdict = Message::Verdict { id, verdict: Verdict::Withheld };
-    assert!(turned_away(&address, verdict).contains("no VM here is in doubt"));
+    assert!(turned_away(&address, &verdict).contains("no VM here is in doubt"));
     super::send(FakeVm::new(&from, &guest).running(), &options(&address)).unwrap();
     let mut received = receiver.join().unwrap().unwrap();
     received.vm.stop();

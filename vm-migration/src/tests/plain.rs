@@ -95,7 +95,7 @@ fn an_old_destination_gets_plain_precopy() {
     assert_eq!(commands[commands.len() - 2..], [3, 5]);
     assert!(commands[2..commands.len() - 2].iter().all(|code| *code == 4));
     assert_whole(&guest, &to);
-    let expected = ["config", "start log", "pause", "state", "release", "handed over"];
+    let expected = ["config", "start log", "settle", "pause", "state", "release", "handed over"];
     assert_eq!(*calls.lock().unwrap(), expected);
 }
 

@@ -141,7 +141,9 @@ mod tests {
 
     fn of(parts: &[&[u8]]) -> Option<ImageFormat> {
         let mut file = NamedTempFile::new().unwrap();
-        parts.iter().for_each(|part| file.write_all(part).unwrap());
+        for part in parts {
+            file.write_all(part).unwrap();
+        }
         ImageFormat::of(file.path()).unwrap()
     }
 

@@ -13,7 +13,7 @@ impl World {
         match self.destination {
             Destination::Preparing => {
                 let ended = self.change(|next| {
-                    next.to_source(ToSource::Refused);
+                    next.send_source(ToSource::Refused);
                     next.close_destination(Destination::Gone);
                 });
                 all.push((Kind::Request, "a cancel at the destination", ended));

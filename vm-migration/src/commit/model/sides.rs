@@ -33,7 +33,7 @@ impl World {
                 match acknowledged.commit(self.now(), age) {
                     Ok(committed) => self.step(all, "the source commits", |next| {
                         next.source = Source::Confirming(committed);
-                        next.to_destination(ToDestination::Confirm);
+                        next.send_destination(ToDestination::Confirm);
                     }),
                     Err(_) => self.step(all, "the acknowledgement has become too old", |next| {
                         next.withhold(acknowledged.fails(), setup);
@@ -61,7 +61,7 @@ impl World {
         match self.destination {
             Destination::Preparing => {
                 self.fault(setup, all, "the destination cannot take the state", |next| {
-                    next.to_source(ToSource::Refused);
+                    next.send_source(ToSource::Refused);
                     next.close_destination(Destination::Gone);
                 });
                 if self.wire.is_broken() {
@@ -109,7 +109,7 @@ impl World {
         let well = runs || setup.postcopy;
         match reply {
             Reply::Control => {
-                self.to_source(if well { ToSource::Runs } else { ToSource::NotStarted });
+                self.send_source(if well { ToSource::Runs } else { ToSource::NotStarted });
                 if setup.postcopy {
                     (self.link, self.link_broken) = (Some(Who::Source), self.wire.is_broken());
                 }
@@ -145,7 +145,7 @@ impl World {
                 self.step(all, name, |next| {
                     next.wire.to_destination.remove(0);
                     if answers {
-                        next.to_source(ToSource::Acknowledged);
+                        next.send_source(ToSource::Acknowledged);
                     }
                     match destination {
                         Destination::Gone => next.close_destination(Destination::Gone),
@@ -211,7 +211,7 @@ impl World {
                     Err(outdated) if setup.verdicts => {
                         heard(all, "the source asks again", &|next| {
                             next.source = Source::Offered(outdated.asked_again(self.now()));
-                            next.to_destination(ToDestination::Renew);
+                            next.send_destination(ToDestination::Renew);
                         });
                     }
                     Err(_) => heard(all, "the acknowledgement comes too late", &|next| {

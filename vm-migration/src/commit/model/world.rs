@@ -361,14 +361,14 @@ impl World {
         }
     }
 
-    pub(super) fn to_destination(&mut self, message: ToDestination) {
+    pub(super) fn send_destination(&mut self, message: ToDestination) {
         let wire = &mut self.wire;
         if !wire.source_closed && !wire.destination_closed && !wire.cut.0 {
             wire.to_destination.push(message);
         }
     }
 
-    pub(super) fn to_source(&mut self, message: ToSource) {
+    pub(super) fn send_source(&mut self, message: ToSource) {
         let wire = &mut self.wire;
         if !wire.source_closed && !wire.destination_closed && !wire.cut.1 {
             wire.to_source.push(message);
@@ -377,7 +377,7 @@ impl World {
 
     /// The source goes on with the guest.
     pub(super) fn withhold(&mut self, withheld: Withheld, setup: &Setup) {
-        self.to_destination(ToDestination::Abandon);
+        self.send_destination(ToDestination::Abandon);
         self.wire.source_closed = true;
         self.wire.to_source.clear();
         self.source = Source::Running(Some(withheld).filter(|_| setup.verdicts));
