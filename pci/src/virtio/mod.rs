@@ -12,6 +12,7 @@
 //!
 //! Knows the registers and the life cycle; never what a device does with its queues.
 
+mod bus_master;
 mod common;
 mod identity;
 mod interrupt;

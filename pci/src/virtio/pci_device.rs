@@ -5,7 +5,7 @@
 //! Owns the configuration space and routes accesses to the BAR: registers to the transport, the
 //! table to MSI-X, notifications straight to eventfds. Holds no lock of its own while the
 //! transport works, as a reset may take a while. Obeys Bus Master Enable: without it the device
-//! neither touches guest memory nor sends interrupts.
+//! neither touches guest memory nor sends interrupts, once a driver has set it ([`super::bus_master`]).
 
 use std::sync::{Arc, Mutex};
 
@@ -14,6 +14,7 @@ use hypervisor::irq::{IoEvents, MsiSource};
 use memory::GuestMemoryHandle;
 use thiserror::Error;
 
+use super::bus_master::BusMaster;
 use super::identity::identity;
 use super::interrupt::PciInterrupt;
 use super::layout::{
@@ -138,7 +139,6 @@ impl VirtioPciDevice {
             Ok(capabilities) => capabilities,
             Err(source) => return Err(VirtioPciError::Config { id, source }),
         };
-        msix.set_bus_master(config.bus_master());
         let interrupt = Arc::new(PciInterrupt::new(Arc::clone(&msix), usize::from(count)));
         let transport =
             Transport::new(id.clone(), device, memory, Arc::clone(&interrupt), Arc::clone(&notify));
@@ -218,14 +218,16 @@ impl VirtioPciDevice {
             }
             return Err(error);
         }
-        self.msix.set_bus_master(restored.bus_master());
+        let needs_reset = transport.interrupt.is_reset_needed();
+        let bus_master = BusMaster::restored(restored.bus_master(), needs_reset);
+        self.msix.set_bus_master(bus_master.allows());
         if let Err(error) = self.msix.restore(&state.msix, control) {
             transport.reset();
             self.msix.reset();
-            self.msix.set_bus_master(config.bus_master());
+            self.msix.set_bus_master(transport.bus_master.allows());
             return Err(error.into());
         }
-        transport.bus_master = restored.bus_master();
+        transport.bus_master = bus_master;
         *config = restored;
         Ok(())
     }
@@ -235,8 +237,8 @@ impl VirtioPciDevice {
     fn apply_bus_master(&self) {
         let mut transport = lock(&self.transport);
         // As it is now: of two vCPUs that write it at a time the last one counts.
-        let bus_master = lock(&self.config).bus_master();
-        self.msix.set_bus_master(bus_master);
+        let bus_master = transport.bus_master.written(lock(&self.config).bus_master());
+        self.msix.set_bus_master(bus_master.allows());
         transport.set_bus_master(bus_master);
     }
 

@@ -16,6 +16,7 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueState};
 use vm_memory::GuestAddressSpace;
 
+use super::bus_master::BusMaster;
 use super::interrupt::PciInterrupt;
 use super::notify::Notify;
 use super::queue::{QueueError, QueueRegisters};
@@ -64,8 +65,8 @@ pub(super) struct Transport {
     pub(super) queue_select: u16,
     pub(super) queues: Vec<QueueRegisters>,
     pub(super) run: Run,
-    /// The function may reach guest memory (Bus Master Enable of the command register).
-    pub(super) bus_master: bool,
+    /// Whether the function may reach guest memory.
+    pub(super) bus_master: BusMaster,
     log_budget: LogBudget,
 }
 
@@ -92,7 +93,7 @@ impl Transport {
             queue_select: 0,
             queues,
             run: Run::Stopped,
-            bus_master: false,
+            bus_master: BusMaster::NotUsed,
             log_budget: LogBudget::default(),
         }
     }
@@ -164,7 +165,7 @@ impl Transport {
             }
         };
         match activation {
-            Ok(activation) if self.bus_master => self.start(activation),
+            Ok(activation) if self.bus_master.allows() => self.start(activation),
             Ok(activation) => {
                 self.log(|| "starts when the driver sets Bus Master Enable".to_owned());
                 self.run = Run::Prepared(activation);
@@ -239,12 +240,13 @@ impl Transport {
     /// for what is in flight, and needs a reset. It does not go on where it was when the bit is set
     /// again: a guest that started anew in the same memory (kexec) sets the bit before it resets
     /// the device, and its rings are memory of something else by then. A device that became ready
-    /// without the bit has not begun, and does so now.
-    pub(super) fn set_bus_master(&mut self, bus_master: bool) {
+    /// after the bit was cleared has not begun, and does so now.
+    pub(super) fn set_bus_master(&mut self, bus_master: BusMaster) {
         self.bus_master = bus_master;
+        let allows = bus_master.allows();
         match std::mem::replace(&mut self.run, Run::Stopped) {
-            Run::Prepared(activation) if bus_master => self.start(activation),
-            Run::Running | Run::Paused(_) if !bus_master => {
+            Run::Prepared(activation) if allows => self.start(activation),
+            Run::Running | Run::Paused(_) if !allows => {
                 self.device.reset();
                 self.notify.disarm();
                 self.interrupt.needs_reset();
@@ -273,7 +275,7 @@ impl Transport {
                 self.run = Run::Running;
                 return;
             }
-            Run::Prepared(activation) if self.bus_master => self.start(activation),
+            Run::Prepared(activation) if self.bus_master.allows() => self.start(activation),
             Run::Prepared(activation) => {
                 self.run = Run::Prepared(activation);
                 return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Bus Master Enable: without it a device neither works nor interrupts.
+//! Bus Master Enable: once a driver has set it, a device without it neither works nor interrupts.
 
 use super::*;
 use crate::virtio::VirtioPciState;
@@ -22,9 +22,10 @@ fn restored(state: &VirtioPciState) -> Rig {
     rig
 }
 
-/// A driver that is ready and has not set the bit.
+/// A driver that is ready and has cleared the bit before.
 fn ready_without() -> Rig {
     let rig = Rig::new();
+    rig.write_config(4, &MEMORY_AND_BUS_MASTER);
     rig.write_config(4, &MEMORY);
     assert!(rig.negotiate(FakeDevice::OFFERED));
     rig.enable_msix();
@@ -85,20 +86,29 @@ fn a_reset_before_it_is_set_ends_the_wait() {
     assert_eq!(rig.take_calls(), []);
 }
 
+/// As some firmware does.
 #[test]
-fn a_device_that_waits_for_it_waits_elsewhere_too() {
-    let source = ready_without();
+fn a_driver_that_never_sets_it_is_served_here_and_elsewhere() {
+    let mut source = Rig::cold();
+    source.write_config(4, &MEMORY);
+    source.find();
+    assert!(source.negotiate(FakeDevice::OFFERED));
+    source.enable_msix();
+    source.set_up_queue(0, 128, 0x1_0000);
+    source.take_calls();
+    source.set_status(DRIVER_OK);
+    assert_eq!(source.take_calls(), [DeviceCall::Activate]);
+    source.interrupt().queue_used(0);
+    assert_eq!(source.delivered(1), 1);
     source.device.pause();
-    let state = save(&source);
-    let rig = restored(&state);
+    let rig = restored(&save(&source));
     rig.take_calls();
     rig.device.resume();
-    assert_eq!(rig.take_calls(), []);
-    rig.device.pause();
-    assert_eq!(save(&rig), state);
-    rig.device.resume();
-    rig.write_config(4, &MEMORY_AND_BUS_MASTER);
     assert_eq!(rig.take_calls(), [DeviceCall::Activate]);
+    rig.write_config(4, &MEMORY_AND_BUS_MASTER);
+    assert!(rig.device.is_active(), "the next driver sets it");
+    rig.write_config(4, &MEMORY);
+    assert!(!rig.device.is_active());
 }
 
 #[test]
@@ -118,6 +128,7 @@ fn a_stopped_device_stays_stopped_elsewhere() {
 #[test]
 fn a_state_that_is_refused_leaves_the_bit_as_it_was() {
     let source = Rig::driving();
+    source.write_config(4, &MEMORY);
     source.device.pause();
     let mut state = save(&source);
     state.msix.version += 1;
@@ -126,10 +137,13 @@ fn a_state_that_is_refused_leaves_the_bit_as_it_was() {
     rig.write_config(4, &MEMORY);
     rig.find();
     assert!(rig.negotiate(FakeDevice::OFFERED));
+    rig.enable_msix();
     rig.set_up_queue(0, 128, 0x1_0000);
     rig.take_calls();
     rig.set_status(DRIVER_OK);
-    assert_eq!(rig.take_calls(), []);
+    assert_eq!(rig.take_calls(), [DeviceCall::Activate]);
+    rig.interrupt().queue_used(0);
+    assert_eq!(rig.delivered(1), 1);
 }
 
 /// The wait for a device's last work is on a vCPU's thread, and others go on meanwhile.

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What a driver makes of Bus Master Enable, and what a device may do in consequence.
+//!
+//! Owns one rule: the bit counts from the moment at which it is set for the first time. A function
+//! without it must not touch guest memory (PCI 3.0, 6.2.2), but some firmware (for example
+//! rust-hypervisor-firmware) drives virtio devices without ever setting it, because hypervisors
+//! have not looked at it. Clearing it is a word that every driver means.
+
+/// Bus Master Enable of a virtio function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BusMaster {
+    /// It has not been set yet.
+    NotUsed,
+    /// It is set.
+    On,
+    /// It was set, and is not any more.
+    Off,
+}
+
+impl BusMaster {
+    /// After the command register was written.
+    pub(super) fn written(self, is_set: bool) -> Self {
+        match (self, is_set) {
+            (_, true) => Self::On,
+            (Self::NotUsed, false) => Self::NotUsed,
+            (Self::On | Self::Off, false) => Self::Off,
+        }
+    }
+
+    /// From a saved state: a device that works without the bit belongs to a driver that does not use
+    /// it, and one that needs a reset was stopped by clearing it.
+    pub(super) fn restored(is_set: bool, needs_reset: bool) -> Self {
+        match (is_set, needs_reset) {
+            (true, _) => Self::On,
+            (false, true) => Self::Off,
+            (false, false) => Self::NotUsed,
+        }
+    }
+
+    /// Whether the device may reach guest memory and send messages.
+    pub(super) fn allows(self) -> bool {
+        self != Self::Off
+    }
+}
