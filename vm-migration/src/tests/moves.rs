@@ -247,16 +247,17 @@ fn holes_that_count_as_dirty_stay_holes_at_both_sides() {
         (0..REGIONS.len()).map(|region| memory.populated_bytes(region).unwrap() / PAGE_BYTES).sum()
     };
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    // Every page is dirty in each round, as when a balloon gives all of them back again and again; and
-    // what the guest writes meanwhile are 100 pages at most.
-    let pace = Pace::Paced(1, Duration::from_millis(1));
+    // Every page is dirty in each round, as when a balloon gives all of them back again and again. What
+    // the guest writes meanwhile is little, however long that takes on a busy host.
+    let pace = Pace::Paced(1, Duration::from_millis(20));
     let vm = FakeVm::new(&from, &guest).load(1, 1, pace).inject(Inject::Busy).running();
     let finished = send(vm, &options(&target.address)).unwrap();
     let here = pages(&from);
     target.join().unwrap().vm.stop();
     let there = pages(&to);
     assert!(finished.report.zero_pages > 2000, "{:?}", finished.report);
-    assert!(here < 200, "{here} pages at the source");
-    assert!(there < 200, "{there} pages at the destination");
+    // Filled holes would be all of them.
+    assert!(here < 1000, "{here} pages at the source");
+    assert!(there < 1000, "{there} pages at the destination");
     assert_whole(&guest, &to);
 }
