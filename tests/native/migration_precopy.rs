@@ -25,7 +25,7 @@ pub fn add(suite: &mut Suite) {
     });
     suite.add_long("migration_precopy::throttled", LIMIT_LONG, throttled);
     suite.add_long("migration_precopy::raised_downtime", LIMIT_LONG, raised_downtime);
-    suite.add("migration_precopy::postcopy_to_converge_is_refused_by_name", refused);
+    suite.add("migration_precopy::postcopy_to_converge", postcopy_to_converge);
 }
 
 /// Moves a guest that writes at random with these options; returns the source's events.
@@ -79,12 +79,21 @@ fn raised_downtime() {
     assert!(allowed.is_sorted(), "{allowed:?}");
 }
 
-fn refused() {
-    let source = Vmm::boot(1, "size=128M,shared=on", "workload=random-write mem=32M");
-    let option = "destination_url=tcp:127.0.0.1:1,convergence=postcopy";
-    let output = source.remote(&["send-migration", option]);
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && error.contains("memory_mode=postcopy"), "{error}");
-    assert_eq!(source.api().state(), "Running");
-    source.shut_down();
+/// A guest that precopy alone would not bring over in time.
+fn postcopy_to_converge() {
+    let mut source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=128M");
+    source.wait_for_work(2_000);
+    let there = Vmm::empty();
+    let reception = Reception::start(&there, Transport::Tcp, Mode::Postcopy);
+    let option = format!(
+        "destination_url={},convergence=postcopy,downtime_ms=1,timeout_s=60",
+        reception.url
+    );
+    source.remote_ok(&["send-migration", "--wait", &option]);
+    assert!(reception.finish().status.success(), "{}", there.output());
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    there.wait_for_event("postcopy-migration-completed");
+    there.wait_for_work(2_000);
+    there.verify();
+    there.shut_down();
 }

@@ -32,7 +32,7 @@ pub fn add(suite: &mut Suite) {
 }
 
 fn data(version: &str, name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/streams").join(version).join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/streams").join(version).join(name)
 }
 
 /// Passes bytes on until one side is done, and keeps them.

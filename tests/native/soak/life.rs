@@ -213,7 +213,10 @@ impl Running {
         let guest = Self::guest(vmm);
         if is_paused {
             assert_eq!(vmm.api().state(), "Paused", "a paused VM arrives paused");
-            Self::compare(&guest);
+            // What a guest that gives pages up holds in the middle of that, its table does not say.
+            if !self.life.has_balloon {
+                Self::compare(&guest);
+            }
             vmm.api().put("vm.resume", "").ok();
         }
         assert_eq!(vmm.api().state(), "Running", "after the move");
