@@ -8,8 +8,9 @@ use std::fs;
 use std::io::Write as _;
 use std::path::Path;
 use std::process;
+use std::time::Instant;
 
-use guest_reader::{AttachOptions, Guest};
+use guest_reader::{AttachOptions, Guest, Patience};
 use tempfile::TempDir;
 
 use super::plan::{Life, Memory};
@@ -192,26 +193,30 @@ impl Running {
             .unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Waits until the guest has filled its pages and every vCPU moves on.
+    /// Waits until the guest has filled its pages and every vCPU moves on. A reset that was on its way
+    /// gives the guest other memory, so it is looked for anew now and then.
     pub fn wait_until_it_works(&self) {
-        let guest = Self::guest(self.vmm());
+        let begun = Instant::now();
+        let part = Patience(GUEST_PATIENCE.0 / 12);
         let filled = |status: &guest_reader::Status| {
             status.stage == "running"
                 && status.complete()
                 && status.known().all(|vcpu| vcpu.state != "prefill" && vcpu.iterations > 0)
         };
-        guest
-            .wait_until("the workload", GUEST_PATIENCE, filled)
-            .and_then(|_| guest.wait_for_heartbeat(GUEST_PATIENCE))
-            .unwrap_or_else(|error| panic!("the guest does not run: {error}"));
+        loop {
+            let guest = Self::guest(self.vmm());
+            let works = guest.wait_until("the workload", part, filled);
+            let Err(error) = works.and_then(|_| guest.wait_for_heartbeat(part)) else { return };
+            assert!(begun.elapsed() < GUEST_PATIENCE.0, "the guest does not run: {error}");
+        }
     }
 
     /// Compares every page, twice if the guest is to go on: right after the move, and after it has
     /// written for a while.
     pub fn check(&self, is_paused: bool) {
         let vmm = self.vmm();
-        let guest = Self::guest(vmm);
         if is_paused {
+            let guest = Self::guest(vmm);
             assert_eq!(vmm.api().state(), "Paused", "a paused VM arrives paused");
             // What a guest that gives pages up holds in the middle of that, its table does not say.
             if !self.life.has_balloon {
@@ -221,6 +226,7 @@ impl Running {
         }
         assert_eq!(vmm.api().state(), "Running", "after the move");
         self.wait_until_it_works();
+        let guest = Self::guest(vmm);
         self.wait_for_balloon(&guest);
         vmm.api().put("vm.pause", "").ok();
         Self::compare(&guest);
