@@ -159,9 +159,14 @@ impl Pinning {
 pub struct Abandonment(Arc<Shared>);
 
 impl Abandonment {
-    /// Nothing more is mapped; the state is failed from here on, for this reason, and vCPUs that wait at the
-    /// gate go on without. Does not wait.
+    /// Nothing more is mapped; the state is failed from here on, for this reason or the one for which mapping
+    /// has failed already, and vCPUs that wait at the gate go on without. Does not wait.
     pub fn begin(&self, reason: &Arc<str>) {
+        let failed = match &*lock(&self.0.state) {
+            PinState::Failed(first) => Some(Arc::clone(first)),
+            _ => None,
+        };
+        let reason = failed.as_ref().unwrap_or(reason);
         self.0.stop.store(true, Ordering::Relaxed);
         self.0.gate.fail(reason);
         self.0.pieces.lose(reason);
