@@ -32,17 +32,20 @@ begins() {
 dma() {
   guest $1 ": >/tmp/dma.out; echo $2 >&7; until grep -q '^done\|^wrong\|^failed' /tmp/dma.out; do sleep 0.1; done; ${3:-:}; cat /tmp/dma.out; grep -q '^done' /tmp/dma.out" || { cat $T/out; return 1; }
 }
-# receives NAME FUNCTION: a VMM that waits for the guest, with that function.
+# receives NAME FUNCTION: a VMM that waits for the guest, with that function. It gets a tenth of the processor
+# while the guest wants it, so that a guest that writes makes more pages dirty than arrive.
 receives() {
   leads_to $2
   start_vmm $1 || return 1
+  # All threads: those that are made later have it from them.
+  renice -n 10 -p $(ls /proc/"$(cat $T/$1.pid)"/task)
   remote $1 receive-migration receiver_url=unix:$T/$1.mig >$T/$1.receive.log 2>&1 &
   receiver=$!
   wait_until 30 test -S $T/$1.mig
 }
 # move FROM TO FUNCTION: pages become zero in a later round than the first. Until two seconds after that the
-# guest writes far more in any round than goes over within the downtime, so that it does not leave before it
-# has answered, however slow the machine is.
+# guest writes more in any round than goes over within the downtime, so that it does not leave before it has
+# answered, however slow the machine is.
 move() {
   guest $1 'head -c 25165824 /dev/urandom >/tmp/known; (while :; do cat /tmp/known >/tmp/w; done) >/dev/null 2>&1 & echo $! >/tmp/writer' || return 1
   receives $2 $3 || return 1

@@ -87,8 +87,12 @@ guest() {
   return "$(tr -d '\r' <$T/$1.console | sed -n "s/^$mark=\([0-9]*\).*/\1/p" | tail -n 1)"
 }
 
-# ended PID: a child that nobody has waited for yet counts as ended.
-ended() { [ ! -d "/proc/$1" ] || grep -q '^State:.*Z' "/proc/$1/status" 2>/dev/null; }
+# ended PID: a child that is not reaped yet counts as ended, but not while threads of it are left: they
+# hold its devices.
+ended() {
+  [ -d "/proc/$1" ] || return 0
+  grep -q '^State:.*Z' "/proc/$1/status" 2>/dev/null && [ "$(ls "/proc/$1/task" 2>/dev/null | wc -l)" -le 1 ]
+}
 # ends NAME SECONDS: the VMM ends by itself, with exit code 0.
 ends() {
   wait_until "$2" test -s $T/$1.exit || { echo "$1 does not end"; return 1; }
