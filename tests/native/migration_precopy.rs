@@ -79,14 +79,14 @@ fn raised_downtime() {
     assert!(allowed.is_sorted(), "{allowed:?}");
 }
 
-/// A guest that precopy alone would not bring over in time.
+/// A guest that precopy alone would not bring over in time: it writes more than the bandwidth lets pass.
 fn postcopy_to_converge() {
     let mut source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=128M");
     source.wait_for_work(2_000);
     let there = Vmm::empty();
     let reception = Reception::start(&there, Transport::Tcp, Mode::Postcopy);
     let option = format!(
-        "destination_url={},convergence=postcopy,downtime_ms=1,timeout_s=60",
+        "destination_url={},convergence=postcopy,downtime_ms=1,timeout_s=60,bandwidth=32M",
         reception.url
     );
     source.remote_ok(&["send-migration", "--wait", &option]);
