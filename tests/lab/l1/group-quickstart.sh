@@ -19,9 +19,10 @@ collects() {
   cat "$(cat $T/$1.pty)" >>$T/$1.console 2>/dev/null &
 }
 types() { printf '%s\r' "$2" >"$(cat $T/$1.pty)"; }
+# The shell switches its terminal's modes: no line begins with what it prints.
 answers_console() {
   types $1 "echo it-is-$((20 + 22)) \$(hostname | wc -l)"
-  wait_until 60 says $1 "^it-is-42 1"
+  wait_until 60 says $1 "it-is-42 1"
 }
 boots() {
   # The shell stays, as that of a user does.
@@ -32,7 +33,7 @@ boots() {
 check boots_to_a_login boots
 logs_in() {
   types a root
-  wait_until 120 says a "^root@.*# *$" || wait_until 5 says a "root@" && answers_console a
+  wait_until 120 says a "root@.*#" && answers_console a
 }
 check logs_in_without_a_password logs_in
 moves() {
