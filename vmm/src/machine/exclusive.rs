@@ -121,15 +121,15 @@ impl Drop for KeptDisks {
 }
 
 impl VirtioDevices {
-    /// Takes image locks and taps, but those that are held. What was taken is given back if one
-    /// fails; what was held before stays.
+    /// Takes image locks and taps, but those that are held, and has all images read anew if they
+    /// `are_stale`. What was taken is given back if one fails; what was held before stays.
     ///
     /// # Errors
-    /// Naming the device that another VM holds.
-    pub fn take_exclusive(&self) -> Result<(), ExclusiveError> {
+    /// Naming the device that another VM holds, or that cannot be read anew.
+    pub fn take_exclusive(&self, are_stale: bool) -> Result<(), ExclusiveError> {
         let free_locks: Vec<_> = self.locks.iter().filter(|(_, lock)| !lock.is_held()).collect();
         let free_nets: Vec<_> = self.nets.iter().filter(|(_, net)| !net.is_attached()).collect();
-        let taken = self.take_all();
+        let taken = self.take_all(are_stale);
         if taken.is_err() {
             for (_, net) in free_nets {
                 net.detach();
@@ -153,9 +153,12 @@ impl VirtioDevices {
         Ok(())
     }
 
-    fn take_all(&self) -> Result<(), ExclusiveError> {
+    fn take_all(&self, are_stale: bool) -> Result<(), ExclusiveError> {
         for (id, lock) in &self.locks {
             lock.lock().map_err(|source| ExclusiveError::Disk { id: id.clone(), source })?;
+        }
+        if are_stale {
+            self.drop_caches()?;
         }
         for (id, net) in &self.nets {
             net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
@@ -240,13 +243,11 @@ impl Machine {
     /// have written to since they were opened or given back.
     ///
     /// # Errors
-    /// Naming the device that another VM holds.
+    /// Naming the device that another VM holds or that cannot be read anew; what was free is free, so
+    /// that another VM, the guest at the source of its migration for one, can go on with it.
     pub fn take_exclusive(&mut self) -> Result<(), MachineError> {
-        self.devices.take_exclusive()?;
-        if self.disks_are_stale {
-            self.devices.drop_caches()?;
-            self.disks_are_stale = false;
-        }
+        self.devices.take_exclusive(self.disks_are_stale)?;
+        self.disks_are_stale = false;
         Ok(())
     }
 
