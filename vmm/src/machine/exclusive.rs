@@ -14,6 +14,7 @@ use thiserror::Error;
 use super::virtio::VirtioDevices;
 use super::write_back::{WriteBack, complain};
 use super::{Machine, MachineError};
+use crate::config::VmConfig;
 
 /// Why a resource that only one VM may hold is not ours.
 #[derive(Debug, Error)]
@@ -104,6 +105,17 @@ impl KeptDisks {
         let kept = self.disks.iter_mut().find(fits)?;
         kept.is_taken = true;
         Some(kept.lock.clone())
+    }
+
+    /// Takes out those that a machine of this configuration does not have.
+    #[must_use]
+    pub fn not_in(&mut self, config: &VmConfig) -> Self {
+        let mut wanted = config.disks.iter().flatten().filter_map(|disk| disk.id.as_deref());
+        let ids: std::collections::BTreeSet<_> = wanted.by_ref().collect();
+        let disks = std::mem::take(&mut self.disks);
+        let (stay, go) = disks.into_iter().partition(|kept| ids.contains(kept.id.as_str()));
+        self.disks = stay;
+        Self { disks: go }
     }
 
     /// The next machine runs, and the images that were taken are its own.
@@ -249,6 +261,14 @@ impl Machine {
         self.devices.take_exclusive(self.disks_are_stale)?;
         self.disks_are_stale = false;
         Ok(())
+    }
+
+    /// Whether [`Machine::resume`] has to ask the host for something that another VM may have, and to
+    /// wait for the answer.
+    pub fn lacks_exclusive(&self) -> bool {
+        self.disks_are_stale
+            || self.devices.locks.iter().any(|(_, lock)| !lock.is_held())
+            || self.devices.nets.iter().any(|(_, net)| !net.is_attached())
     }
 
     /// Gives image locks and taps back. The machine must be paused, and what the guest wrote to its
