@@ -404,3 +404,7 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control) {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "worker_tests.rs"]
+mod tests;

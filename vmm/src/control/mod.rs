@@ -286,12 +286,10 @@ impl Vmm {
         let info = match &self.vm {
             Vm::Idle(config) => describe::of_config(config),
             Vm::Live(machine) => describe::of_machine(machine),
-            Vm::Leaving { info, .. } | Vm::Busy(Busy { info: Some(info), .. }) => {
-                info.as_ref().clone()
-            }
-            Vm::Turning(Turning { info, .. }) | Vm::Down(Down { info, .. }) => {
-                info.as_ref().clone()
-            }
+            Vm::Leaving { info, .. }
+            | Vm::Busy(Busy { info: Some(info), .. })
+            | Vm::Turning(Turning { info, .. })
+            | Vm::Down(Down { info, .. }) => info.as_ref().clone(),
             Vm::Standing { machine, .. } => describe::of_machine(machine.machine()),
             Vm::Awaited(Receiving { doubt: Some(doubtful), progress, .. }) => {
                 let why = progress.snapshot().recovery.reason.unwrap_or_default();

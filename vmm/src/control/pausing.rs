@@ -22,7 +22,7 @@ use crate::machine::{
 /// How long the devices may take to finish what they work on before a pause is given up and the guest
 /// goes on. Its requests are not answered before they are done, but no new ones are taken: more than
 /// this looks to a guest as if its disk were broken.
-const PAUSE_TIME_MAX: Duration = Duration::from_secs(60);
+const PAUSE_TIME_MAX: Duration = Duration::from_mins(1);
 
 /// The disks of a VM that was paused are written back, or not.
 pub struct PauseEnd {
