@@ -22,6 +22,7 @@
 //! ```
 
 mod cancel;
+mod deferred;
 mod describe;
 mod doubt;
 mod ending;
@@ -65,6 +66,7 @@ pub(crate) use postcopy::recover_wish;
 pub use run::{RunError, run};
 pub(crate) use signals::Signals;
 
+use deferred::Deferred;
 use ending::Ending;
 use guest_events::GuestEvents;
 use inbox::{Mailer, Message};
@@ -166,6 +168,8 @@ struct Vmm {
     at_latest: Option<Instant>,
     /// A signal has asked for the end.
     told_by_signal: bool,
+    /// Requests that wait for a VM to be in one state or another.
+    deferred: Deferred,
 }
 
 impl Vmm {
@@ -192,6 +196,7 @@ impl Vmm {
             farewell: None,
             at_latest: None,
             told_by_signal: false,
+            deferred: Deferred::default(),
         }
     }
 
@@ -202,8 +207,17 @@ impl Vmm {
         Arc::new(move |event| mailer.send(Message::Guest(number, event)))
     }
 
-    /// Carries out a request and answers it, or sees to it that it is answered later.
+    /// Carries out a request and answers it, or sees to it that it is answered later. One that meets a
+    /// VM between two states waits a little: in a moment it is in one, unless a disk does not answer.
     fn call(&mut self, call: ApiCall) -> Next {
+        if deferred::waits(&self.vm, call.request()) {
+            self.deferred.push(call);
+            return Next::Continue;
+        }
+        self.call_now(call)
+    }
+
+    fn call_now(&mut self, call: ApiCall) -> Next {
         let (request, responder) = call.into_parts();
         log::debug!("request {}", request.name());
         match request {

@@ -133,6 +133,11 @@ fn serve(
                 Next::Fail(error) => return Err(error),
             }
         }
+        match vmm.call_deferred() {
+            Next::Continue => {}
+            Next::Exit(reason) => return Ok(reason),
+            Next::Fail(error) => return Err(error),
+        }
         queue.clear();
         while let Some(call) = queue.take() {
             match vmm.call(call) {
@@ -156,8 +161,11 @@ fn serve(
 /// waited for any more.
 fn timeout_ms(vmm: &Vmm) -> i32 {
     let farewell = vmm.farewell.map(|(until, _)| until);
-    farewell.into_iter().chain(vmm.at_latest).min().map_or(-1, |until| {
-        let left = until.saturating_duration_since(Instant::now());
-        i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
-    })
+    farewell.into_iter().chain(vmm.at_latest).chain(vmm.deferred.until()).min().map_or(
+        -1,
+        |until| {
+            let left = until.saturating_duration_since(Instant::now());
+            i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+        },
+    )
 }

@@ -105,7 +105,7 @@ mod tests {
             flags: 0,
             answer: [0, 0, ecx, edx],
         };
-        let saved = [0x10a, 0x345, 0x48c].map(|index| MsrValue { index, value: 0x40 });
+        let saved = [0x10a, 0x345, 0x48c].map(|index| MsrValue { index, value: 0x20 });
         let missing = |shown: &[CpuidEntry]| {
             let text = check_msrs(&saved, &[], shown).err().unwrap_or_default();
             ["0x10a", "0x345", "0x48c"].map(|index| text.contains(index))
