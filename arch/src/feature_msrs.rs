@@ -6,8 +6,15 @@
 //! KVM takes or refuses a value for a vCPU, so that a refusal comes before a guest has stopped for it. A
 //! register that is not named here is left to KVM.
 
+use crate::arch_capabilities;
+
 const ARCH_CAPABILITIES: u32 = 0x10a;
 const PERF_CAPABILITIES: u32 = 0x345;
+/// Fields of the performance capabilities that a guest has as a whole or not at all: the format of
+/// branch records; that of precise samples (kind of trap, registers, number of the format, baseline,
+/// timing) if it has any. KVM takes a value that has one only where its own is the same.
+const PERF_FORMATS: [Field; 2] =
+    [Field { is_used: 0x3f, whole: 0x3f }, Field { is_used: 0xf00, whole: 0x2_4fc0 }];
 const VMX_BASIC: u32 = 0x480;
 const VMX_MISC: u32 = 0x485;
 
@@ -22,6 +29,18 @@ enum Rule {
     Required,
     /// The bits of this mask are a number or a kind; all others are promises.
     Same(u64),
+    /// These fields are the same or not used; all other bits are promises.
+    Fields(&'static [Field]),
+    /// Each bit by its own meaning.
+    Mitigations,
+}
+
+/// Bits that belong together.
+struct Field {
+    /// A guest that has none of these does not use the field.
+    is_used: u64,
+    /// All of its bits.
+    whole: u64,
 }
 
 /// VMX: only for guests that were shown it.
@@ -46,9 +65,8 @@ const VMX: [(u32, &str, Rule); 15] = [
 ];
 
 const OTHERS: [(u32, &str, Rule); 2] = [
-    (ARCH_CAPABILITIES, "architectural capabilities", Rule::Promises),
-    // The format of branch records.
-    (PERF_CAPABILITIES, "performance monitoring", Rule::Same(0x3f)),
+    (ARCH_CAPABILITIES, "architectural capabilities", Rule::Mitigations),
+    (PERF_CAPABILITIES, "performance monitoring", Rule::Fields(&PERF_FORMATS)),
 ];
 
 /// Numbers of all registers that are compared.
@@ -57,11 +75,15 @@ pub fn indices() -> Vec<u32> {
 }
 
 impl Rule {
-    /// Bits of `guest` that `host` cannot keep.
-    fn lost(self, guest: u64, host: u64) -> u64 {
+    /// Bits of `guest` that `host` cannot keep. `nested` says whether the guest was shown VMX.
+    fn lost(self, guest: u64, host: u64, nested: bool) -> u64 {
         const LOW: u64 = 0xffff_ffff;
         match self {
             Self::Promises => guest & !host,
+            Self::Mitigations => arch_capabilities::lost(guest, host, nested),
+            Self::Fields(fields) => fields.iter().fold(guest & !host, |lost, field| {
+                if guest & field.is_used == 0 { lost } else { lost | (guest ^ host) & field.whole }
+            }),
             Self::Required => host & !guest,
             Self::Controls => (guest & !host & !LOW) | (host & !guest & LOW),
             Self::Same(mask) => ((guest ^ host) & mask) | (guest & !host & !mask),
@@ -79,20 +101,35 @@ pub fn feature_msrs_compat(
     host: &[(u32, u64)],
     nested: bool,
 ) -> Result<(), Vec<String>> {
-    let value = |list: &[(u32, u64)], wanted| {
-        list.iter().find(|(index, _)| *index == wanted).map_or(0, |(_, value)| *value)
-    };
     let rules = OTHERS.iter().chain(VMX.iter().filter(|_| nested));
     let missing: Vec<String> = rules
         .filter_map(|&(index, name, rule)| {
             let (there, here) = (value(guest, index), value(host, index));
-            let lost = if there == 0 { 0 } else { rule.lost(there, here) };
+            let lost = if there == 0 { 0 } else { rule.lost(there, here, nested) };
+            let names = match rule {
+                Rule::Mitigations => format!(": {}", arch_capabilities::names(lost)),
+                _ => String::new(),
+            };
             (lost != 0).then(|| {
-                format!("{name} (MSR {index:#x}: {there:#x}, there {here:#x}, bits {lost:#x})")
+                format!(
+                    "{name} (MSR {index:#x}: {there:#x}, there {here:#x}, bits {lost:#x}{names})"
+                )
             })
         })
         .collect();
     if missing.is_empty() { Ok(()) } else { Err(missing) }
+}
+
+fn value(list: &[(u32, u64)], wanted: u32) -> u64 {
+    list.iter().find(|(index, _)| *index == wanted).map_or(0, |(_, value)| *value)
+}
+
+/// What this host suffers from and the guest was not told of, in words: it goes on all the same, and
+/// somebody should know. `None` where there is nothing of the kind.
+pub fn untold_weaknesses(guest: &[(u32, u64)], host: &[(u32, u64)]) -> Option<String> {
+    let pair = (value(guest, ARCH_CAPABILITIES), value(host, ARCH_CAPABILITIES));
+    let untold = arch_capabilities::untold(pair.0, pair.1);
+    (untold != 0).then(|| arch_capabilities::names(untold))
 }
 
 #[cfg(test)]
@@ -103,24 +140,45 @@ mod tests {
 
     #[test]
     fn promises_controls_and_numbers_are_judged_each_by_its_rule() {
-        assert_eq!(Rule::Promises.lost(0b101, 0b100), 0b001);
-        assert_eq!(Rule::Promises.lost(0b100, 0b111), 0);
-        assert_eq!(Rule::Required.lost(0b100, 0b110), 0b010);
+        assert_eq!(Rule::Promises.lost(0b101, 0b100, false), 0b001);
+        assert_eq!(Rule::Promises.lost(0b100, 0b111, false), 0);
+        assert_eq!(Rule::Required.lost(0b100, 0b110, true), 0b010);
         // What must be one here and may be zero there; what may be one there and not here.
-        assert_eq!(Rule::Controls.lost(0x2_0000_0001, 0x1_0000_0003), 0x2_0000_0002);
-        assert_eq!(Rule::Controls.lost(0x1_0000_0003, 0x3_0000_0001), 0);
-        assert_eq!(Rule::Same(0xf).lost(0x15, 0x16), 0x3);
-        assert_eq!(Rule::Same(0xf).lost(0x25, 0x15), 0x20);
-        assert_eq!(Rule::Same(0xf).lost(0x05, 0x35), 0);
+        assert_eq!(Rule::Controls.lost(0x2_0000_0001, 0x1_0000_0003, true), 0x2_0000_0002);
+        assert_eq!(Rule::Controls.lost(0x1_0000_0003, 0x3_0000_0001, true), 0);
+        assert_eq!(Rule::Same(0xf).lost(0x15, 0x16, true), 0x3);
+        assert_eq!(Rule::Same(0xf).lost(0x25, 0x15, true), 0x20);
+        assert_eq!(Rule::Same(0xf).lost(0x05, 0x35, true), 0);
+    }
+
+    #[test]
+    fn formats_of_performance_records_are_the_same_or_not_used() {
+        let lost = |guest, host| Rule::Fields(&PERF_FORMATS).lost(guest, host, false);
+        const FW_WRITES: u64 = 1 << 13;
+        // Branch records: another format, none there, none here.
+        assert_eq!(lost(FW_WRITES | 5, FW_WRITES | 6), 3);
+        assert_eq!(lost(FW_WRITES | 5, FW_WRITES), 5);
+        assert_eq!(lost(FW_WRITES, FW_WRITES | 5), 0);
+        assert_eq!(lost(FW_WRITES | 5, FW_WRITES | 5), 0);
+        // Precise samples: format 4 with a baseline, or with less or more around it.
+        let samples = 0x4000 | 0x400 | 0xc0;
+        assert_eq!(lost(samples, samples), 0);
+        assert_eq!(lost(samples, samples & !0x4000), 0x4000);
+        assert_eq!(lost(samples & !0x4000, samples), 0x4000);
+        assert_eq!(lost(samples, samples ^ 0x700), 0x700);
+        assert_eq!(lost(0, samples), 0);
+        // Everything else is had or not.
+        assert_eq!(lost(FW_WRITES, 0), FW_WRITES);
+        assert_eq!(lost(0x1000, 0x3000), 0);
     }
 
     #[test]
     fn what_is_lost_is_named_with_both_values() {
-        let guest = [(0x345, 0x2000), (0x10a, 1 << 30 | 2), (0x48c, 0xff)];
+        let guest = [(0x345, 0x2000), (0x10a, 1 << 24 | 2), (0x48c, 0xff)];
         assert_eq!(feature_msrs_compat(&guest, &guest, true), Ok(()));
         let host = [(0x345, 0), (0x10a, 2), (0x48c, 0x7f)];
         let missing = feature_msrs_compat(&guest, &host, true).unwrap_err().join(", ");
-        for word in ["0x345", "0x10a", "0x48c", "0x2000", "0x40000000", "0x80"] {
+        for word in ["0x345", "0x10a", "0x48c", "0x2000", "PBRSB_NO", "0x80"] {
             assert!(missing.contains(word), "{word}: {missing}");
         }
         // VMX counts only for a guest that was shown it.

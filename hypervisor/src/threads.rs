@@ -118,6 +118,14 @@ pub enum ThreadsError {
         /// Number of the vCPU.
         index: u32,
     },
+    /// A vCPU takes too long to leave.
+    #[error("vCPU {index} has not left the guest or its device within {} ms", .within.as_millis())]
+    Slow {
+        /// Number of the vCPU.
+        index: u32,
+        /// How long it was waited for.
+        within: Duration,
+    },
     /// A vCPU's thread tried to wait for vCPUs.
     #[error("a vCPU's thread cannot wait for vCPUs")]
     FromVcpu,
@@ -260,6 +268,20 @@ impl Thread {
         self.shared.changed.notify_all();
     }
 
+    /// Waits until the thread is out of the guest, or the time has come; whether it is.
+    fn is_out_by(&self, until: Instant) -> bool {
+        let mut control = self.shared.lock();
+        while control.phase == Phase::Running {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.shared.changed.wait_timeout(control, left);
+            control = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
     /// Waits until the thread is out of the guest.
     fn wait_out(&self) {
         let begin = Instant::now();
@@ -382,6 +404,24 @@ impl VcpuThreads {
         self.threads.iter().for_each(|thread| thread.request(Want::Park));
         self.threads.iter().for_each(Thread::wait_out);
         Ok(())
+    }
+
+    /// The same, for so long at most: then those that ran run on.
+    ///
+    /// # Errors
+    /// [`ThreadsError::Slow`] names one that did not leave.
+    pub fn pause_all_within(&self, within: Duration) -> Result<(), ThreadsError> {
+        refuse_vcpu_thread()?;
+        let until = Instant::now() + within;
+        let before: Vec<Want> =
+            self.threads.iter().map(|thread| thread.shared.lock().want).collect();
+        self.threads.iter().for_each(|thread| thread.request(Want::Park));
+        let Some(slow) = self.threads.iter().find(|thread| !thread.is_out_by(until)) else {
+            return Ok(());
+        };
+        let ran = self.threads.iter().zip(before).filter(|(_, before)| *before == Want::Run);
+        ran.for_each(|(thread, _)| thread.request(Want::Run));
+        Err(ThreadsError::Slow { index: slow.shared.index, within })
     }
 
     /// Lets every vCPU run that has not stopped for good. Returns at once.

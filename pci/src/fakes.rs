@@ -13,7 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use devices::bus::BusDevice;
 use devices::virtio::{
-    ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice, VirtioInterrupt,
+    ActivateError, Activation, DeviceSnapshot, HoldingStill, StateError, VirtioDevice,
+    VirtioInterrupt,
 };
 use hypervisor::irq::{IoEventAddress, IoEvents, IrqError, MsiMessage, MsiSource, MsiVector};
 use virtio_queue::QueueState;
@@ -391,6 +392,10 @@ impl VirtioDevice for FakeDevice {
         let mut record = lock(&self.record);
         record.calls.push(DeviceCall::Reset);
         record.activation = None;
+    }
+
+    fn begin_pause(&mut self) -> HoldingStill {
+        HoldingStill::default()
     }
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {

@@ -18,7 +18,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::harness::loops::{Loop, Mounted, format};
-use crate::harness::migrate::{migrate, text};
+use crate::harness::migrate::{Reception, migrate, text};
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
 
 pub fn add(suite: &mut Suite) {
@@ -33,6 +33,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("disks::a_failed_flush_is_named_and_stays", failed_flush);
     suite.add("disks::the_lock_outlives_the_last_write", slow_disk);
     suite.add("disks::a_vm_resumes_with_its_lock_or_not_at_all", resumes_locked);
+    suite.add("disks::one_that_cannot_be_read_anew_is_given_back", cannot_be_read_anew);
 }
 
 const MEMORY: &str = "size=128M,shared=on";
@@ -393,4 +394,60 @@ fn resumes_locked() {
     assert!(is_locked(&disk.file));
     write_more(&vmm, BLOCKS);
     vmm.shut_down();
+}
+
+/// Something else has written to the disk at the destination, and the host cannot put that anywhere: the
+/// file system under it is full.
+fn cannot_be_read_anew() {
+    let folder = TempDir::with_prefix("godwit-full-").expect("a folder");
+    let _small = Mounted::at(folder.path(), &["-t", "tmpfs", "-o", "size=2m", "none"]);
+    let file = folder.path().join("file");
+    let all = File::create(&file).and_then(|file| file.set_len(DISK_BYTES).map(|()| file));
+    let used = vec![1; usize::try_from(BLOCKS * PAGE_BYTES).expect("little")];
+    all.and_then(|file| file.write_all_at(&used, 0)).expect("a file");
+    fs::write(folder.path().join("rest"), vec![1; 4 << 20]).expect_err("it is full now");
+    let (here, there) = (Loop::over(&file), Loop::over(&file));
+    let mut disk = Disk::new();
+    disk.file = file;
+    disk.name_is(here.path());
+    let mut source = disk.guest();
+    disk.name_is(there.path());
+    let destination = Vmm::empty();
+    let reception = Reception::start(&destination, Transport::Tcp, Mode::Precopy);
+    let option = format!("destination_url={},memory_mode=precopy,downtime_ms=300", reception.url);
+    source.remote_ok(&["send-migration", &option]);
+    // Its image is open there; the source does nothing until the machine is built, which reads the
+    // image anew for the first time.
+    let opened = || {
+        let fds = fs::read_dir(format!("/proc/{}/fd", destination.pid())).expect("descriptors");
+        let links = fds.flatten().filter_map(|fd| fs::read_link(fd.path()).ok());
+        links.into_iter().any(|link| link == there.path()).then_some(())
+    };
+    wait_for("the image at the destination", opened);
+    source.signal(libc::SIGSTOP);
+    let builds = || {
+        let tasks = fs::read_dir(format!("/proc/{}/task", destination.pid())).expect("its threads");
+        tasks.flatten().any(|task| {
+            let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            name.starts_with("mig-build")
+        })
+    };
+    wait_for("the machine at the destination", || (!builds()).then_some(()));
+    let other = File::options().write(true).open(there.path()).expect("the disk");
+    other.write_all_at(&[7; BLOCK], DISK_BYTES - PAGE_BYTES).expect("into the page cache");
+    source.signal(libc::SIGCONT);
+    let received = reception.finish();
+    assert!(!received.status.success(), "{}", destination.output());
+    let told = String::from_utf8_lossy(&received.stderr).into_owned();
+    assert!(told.contains("cannot be read anew"), "{told}");
+    assert!(!is_locked(there.path()), "nobody can go on with the disk");
+    source.api().put("vm.delete", "").ok();
+    source.shut_down();
+    // A person who knows what was lost starts it; flushes go on failing.
+    destination.api().put("vm.resume", "").ok();
+    assert!(is_locked(there.path()));
+    write_more(&destination, BLOCKS);
+    let paused = destination.api().put("vm.pause", "");
+    assert_eq!(paused.status, 500, "the failure was forgotten: {paused:?}");
+    destination.shut_down();
 }

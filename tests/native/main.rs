@@ -20,6 +20,7 @@ mod file_zones;
 mod harness;
 mod hotplug;
 mod http;
+mod hung_disk;
 mod in_doubt;
 mod leaks;
 mod lifecycle;
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
     memory_size::add(&mut suite);
     locks::add(&mut suite);
     disks::add(&mut suite);
+    hung_disk::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);
     migration_rounds::add(&mut suite);

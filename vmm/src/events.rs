@@ -47,6 +47,12 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "resuming", "the vCPUs are about to go on"),
     ("vm", "resumed", "the vCPUs run again"),
     ("vm", "snapshotting", "the VM is being saved"),
+    (
+        "vm",
+        "pause-failed",
+        "the VM could not be paused, as a device does not finish, or not wanted any more: it runs on \
+         (error: why)",
+    ),
     ("vm", "snapshotted", "the snapshot is whole and on the disk"),
     ("vm", "snapshot-failed", "the VM could not be saved and stays paused (error: why)"),
     ("vm", "restoring", "a VM is being restored"),

@@ -180,6 +180,15 @@ impl ConsoleEndpoint {
         })
     }
 
+    /// Has what it is connected to as it was before: a terminal is put back, a socket removed. Output is
+    /// dropped from now on.
+    pub fn close(&self) {
+        self.with(|inner, epoll| {
+            inner.backend = Backend::null();
+            inner.update_watches(epoll);
+        });
+    }
+
     /// Bytes of output that were lost because nobody took them.
     pub fn lost_bytes(&self) -> u64 {
         self.with(|inner, _| inner.lost_bytes)

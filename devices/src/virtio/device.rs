@@ -10,6 +10,8 @@ use thiserror::Error;
 use virtio_queue::{Queue, QueueState};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::worker::HoldingStill;
+
 /// How a device tells the driver something (virtio 1.3, 2.3).
 pub trait VirtioInterrupt: Send + Sync {
     /// Used buffers were added to the queue with this index and the driver wants to know.
@@ -143,6 +145,10 @@ pub trait VirtioDevice: Send {
     /// A device that is paused while it is not active starts paused when it is activated, and
     /// does not touch guest memory before `resume`: that is how a VM is restored.
     fn pause(&mut self) -> Vec<(u16, QueueState)>;
+    /// Begins what `pause` does, and waits for nothing: no new request is taken from now on. `pause`
+    /// waits for the rest. Who begins it may take it back ([`HoldingStill::withdraw`]), however far
+    /// it is; a driver that resets and activates the device anew has it work again, too.
+    fn begin_pause(&mut self) -> HoldingStill;
     /// Goes on after `pause`. Idempotent.
     fn resume(&mut self);
     /// The device's own state (not the queues'); called while paused or not active.

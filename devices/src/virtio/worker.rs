@@ -6,12 +6,13 @@
 //! whenever it is woken, so a request cannot be lost however the wake-ups fall. A thread that is
 //! paused has nothing in flight, has published the state of its queues and waits on the condition
 //! variable alone. A thread whose driver broke a rule serves nothing any more, and still answers
-//! pause, resume and stop.
+//! pause, resume and stop. What is in flight may take for ever (storage that does not answer), so a
+//! pause that has only begun can be waited for in part, and taken back at any time.
 //!
 //! ```text
-//!            +---- resume ----+
-//!            v                |
-//!   start > Run -- pause --> Paused
+//!            +------- resume -------+
+//!            v                      |
+//!   start > Run -- pause --> ... Paused
 //!            |                |
 //!            +---- stop ------+----> ended
 //! ```
@@ -20,6 +21,7 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use log::{debug, error, warn};
 use virtio_queue::QueueState;
@@ -43,6 +45,12 @@ pub(crate) trait Work: Send + 'static {
     fn ready(&mut self, token: u64, watch: &mut Watch) -> Result<(), Broken>;
     /// Finishes what is in flight, so that guest memory is not touched afterwards.
     fn drain(&mut self) -> Result<(), Broken>;
+    /// Begins nothing new, finishes what has completed, and says whether nothing is in flight any
+    /// more. If something is, its completion is all that is watched, and the thread comes back here
+    /// with it. Whoever has nothing in flight between two events does not need this.
+    fn try_drain(&mut self, _watch: &mut Watch) -> Result<bool, Broken> {
+        self.drain().map(|()| true)
+    }
     /// The state of the queues, after `drain`.
     fn queue_states(&self) -> Vec<(u16, QueueState)>;
     /// Tells the driver that the device needs a reset.
@@ -144,6 +152,17 @@ impl Control {
         }
     }
 
+    /// Takes a wish to pause back, and no other: the thread may be told to end by now.
+    fn withdraw_pause(&self) {
+        let mut state = self.lock();
+        if state.0 == Wanted::Pause {
+            state.0 = Wanted::Run;
+            drop(state);
+            self.changed.notify_all();
+            let _ = self.wake.write(1);
+        }
+    }
+
     fn set_actual(&self, actual: Actual) {
         self.lock().1 = actual;
         self.changed.notify_all();
@@ -159,6 +178,22 @@ impl Control {
         state.0
     }
 
+    /// Waits until the thread has paused or ended, or the time has come; whether it has.
+    fn is_still_by(&self, until: Instant) -> bool {
+        let mut state = self.lock();
+        loop {
+            if !matches!(state.1, Actual::Running) {
+                return true;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     /// Waits until the thread has paused or ended.
     fn wait_until_paused(&self) -> Vec<(u16, QueueState)> {
         let mut state = self.lock();
@@ -171,6 +206,23 @@ impl Control {
                 }
             }
         }
+    }
+}
+
+/// The threads of devices that have been told to hold still.
+#[derive(Clone, Default)]
+pub struct HoldingStill(Vec<Arc<Control>>);
+
+impl HoldingStill {
+    /// Waits until all do, or the time has come; whether they do.
+    pub fn wait_until(&self, until: Instant) -> bool {
+        self.0.iter().all(|control| control.is_still_by(until))
+    }
+
+    /// Lets them go on, whether they hold still by now or not. Only as long as nobody has had the
+    /// device paused since.
+    pub fn withdraw(&self) {
+        self.0.iter().for_each(|control| control.withdraw_pause());
     }
 }
 
@@ -253,13 +305,19 @@ impl Workers {
         Ok(())
     }
 
+    /// Tells all threads to finish what is in flight and to stop. Those that come meanwhile run.
+    pub(crate) fn begin_pause(&mut self) -> HoldingStill {
+        for worker in &self.workers {
+            worker.control.want(Wanted::Pause);
+        }
+        HoldingStill(self.workers.iter().map(|worker| Arc::clone(&worker.control)).collect())
+    }
+
     /// Makes all threads finish what is in flight and stop; returns the states of their queues in
     /// rising order of their indexes.
     pub(crate) fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.paused = true;
-        for worker in &self.workers {
-            worker.control.want(Wanted::Pause);
-        }
+        self.begin_pause();
         let states = self.workers.iter().flat_map(|worker| worker.control.wait_until_paused());
         let mut states: Vec<_> = states.collect();
         states.sort_by_key(|(index, _)| *index);
@@ -294,14 +352,18 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control) {
     };
     loop {
         let mut wanted = control.lock().0;
+        let mut is_draining = false;
         if wanted == Wanted::Pause {
-            let drained = work.drain();
-            if !broken {
-                broken = check(drained, &work, &mut watch);
-            }
-            control.set_actual(Actual::Paused(work.queue_states()));
-            wanted = control.wait_while_paused();
             serving = false;
+            let drained = work.try_drain(&mut watch);
+            is_draining = matches!(drained, Ok(false));
+            if !broken {
+                broken = check(drained.map(drop), &work, &mut watch);
+            }
+            if !is_draining {
+                control.set_actual(Actual::Paused(work.queue_states()));
+                wanted = control.wait_while_paused();
+            }
         }
         if wanted == Wanted::Stop {
             if let Err(error) = work.drain() {
@@ -309,10 +371,14 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control) {
             }
             return;
         }
-        if wanted == Wanted::Pause {
+        if wanted == Wanted::Pause && !is_draining {
             continue;
         }
-        if !serving && !broken {
+        if broken && !is_draining {
+            // What a drain that was taken back has left watched has nobody to look at it.
+            watch.clear();
+        }
+        if !serving && !broken && !is_draining {
             serving = true;
             let started = work.start(&mut watch);
             broken = check(started, &work, &mut watch);
@@ -331,10 +397,14 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control) {
             if token == CONTROL_TOKEN {
                 // An error means that there is nothing to take, which is as good.
                 let _ = control.wake.read();
-            } else if !broken {
+            } else if !broken && !is_draining {
                 let served = work.ready(token, &mut watch);
                 broken = check(served, &work, &mut watch);
             }
         }
     }
 }
+
+#[cfg(test)]
+#[path = "worker_tests.rs"]
+mod tests;

@@ -7,9 +7,9 @@
 //! transport works, as a reset may take a while. Obeys Bus Master Enable: without it the device
 //! neither touches guest memory nor sends interrupts, once a driver has set it ([`super::bus_master`]).
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, TryLockError};
 
-use devices::virtio::VirtioDevice;
+use devices::virtio::{HoldingStill, VirtioDevice};
 use hypervisor::irq::{IoEvents, MsiSource};
 use memory::GuestMemoryHandle;
 use thiserror::Error;
@@ -167,6 +167,16 @@ impl VirtioPciDevice {
     /// touches guest memory no more.
     pub fn reset(&self) {
         lock(&self.transport).reset();
+    }
+
+    /// Tells the device to hold still, without waiting for it or for a driver that has it reset now:
+    /// `None` then. [`VirtioPciDevice::pause`] waits for the rest.
+    pub fn begin_pause(&self) -> Option<HoldingStill> {
+        match self.transport.try_lock() {
+            Ok(mut transport) => Some(transport.begin_pause()),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner().begin_pause()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Makes the device hold still. Returns when it touches guest memory no more. Idempotent.

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use devices::virtio::{Activation, ActiveQueue, VirtioDevice, VirtioInterrupt};
+use devices::virtio::{Activation, ActiveQueue, HoldingStill, VirtioDevice, VirtioInterrupt};
 use log::warn;
 use memory::GuestMemoryHandle;
 use virtio_bindings::virtio_config as feature;
@@ -253,6 +253,14 @@ impl Transport {
                 self.log(|| "stopped, as the driver cleared Bus Master Enable".to_owned());
             }
             run => self.run = run,
+        }
+    }
+
+    /// Tells an active device to hold still.
+    pub(super) fn begin_pause(&mut self) -> HoldingStill {
+        match self.run {
+            Run::Running => self.device.begin_pause(),
+            _ => HoldingStill::default(),
         }
     }
 

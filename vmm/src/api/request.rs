@@ -233,6 +233,11 @@ pub struct ApiCall {
 }
 
 impl ApiCall {
+    /// What is asked.
+    pub fn request(&self) -> &VmmRequest {
+        &self.request
+    }
+
     /// Takes the call apart; the responder may outlive the request, so that a long one is
     /// answered later by somebody else.
     pub fn into_parts(self) -> (VmmRequest, Responder) {

@@ -88,7 +88,7 @@ impl Vmm {
             Vm::None | Vm::Idle(_) | Vm::Live(_) if self.farewell.is_some() => {
                 return responder.answer(Err(at_destination()));
             }
-            Vm::None | Vm::Idle(_) | Vm::Live(_) | Vm::Busy(_) => {
+            Vm::None | Vm::Idle(_) | Vm::Live(_) | Vm::Busy(_) | Vm::Turning(_) | Vm::Down(_) => {
                 return responder.answer(Err(no_migration()));
             }
         };

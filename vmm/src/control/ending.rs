@@ -5,6 +5,10 @@
 //! Owns the rule: whoever can be answered is refused while a guest leaves; a signal cannot be
 //! answered, so it is remembered until the migration is over, and a second one cancels it. A guest
 //! that has been given away or has just arrived is never ended by a request that did not know it.
+//! A VM that stays ends in order, however long its disks take; with force, or at the second signal,
+//! nothing is waited for.
+
+use std::time::{Duration, Instant};
 
 use super::{Next, Pages, Vm, Vmm};
 use crate::api::request::Responder;
@@ -12,7 +16,10 @@ use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::events;
 use crate::options::ExitReason;
 
-/// The process is to end when the migration is over.
+/// What ends in order within this time does so in a process that is to end at once.
+const AT_ONCE: Duration = Duration::from_millis(300);
+
+/// The process is to end when the migration is over, or the machine has ended.
 pub struct Ending {
     reason: ExitReason,
     /// Whoever asked, if that can be answered.
@@ -30,11 +37,16 @@ impl Vmm {
     /// `vmm.shutdown`.
     pub(super) fn vmm_shutdown(&mut self, force: bool, responder: Responder) -> Next {
         match &self.vm {
-            Vm::Serving(_) | Vm::Live(_) if force => {
+            Vm::Serving(_) if force => {
                 log::warn!("told to end, whatever is lost by it");
                 self.end_vm();
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Exit(ExitReason::ApiShutdown)
+            }
+            Vm::Live(_) | Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) if force => {
+                log::warn!("told to end, whatever is lost by it");
+                self.at_latest = Some(Instant::now() + AT_ONCE);
+                self.end_here(ExitReason::ApiShutdown, Some(responder))
             }
             Vm::Leaving { .. } | Vm::Serving(_) => {
                 responder.answer(Err(self.vm.why_not_live()));
@@ -54,11 +66,62 @@ impl Vmm {
                 }
                 Next::Continue
             }
-            _ => {
-                self.end_vm();
-                responder.answer(Ok(ApiReply::Empty));
-                Next::Exit(ExitReason::ApiShutdown)
+            _ => self.end_here(ExitReason::ApiShutdown, Some(responder)),
+        }
+    }
+
+    /// Ends the process when what is here has ended in order.
+    fn end_here(&mut self, reason: ExitReason, responder: Option<Responder>) -> Next {
+        match &mut self.ending {
+            // Whoever asked first is told when it is over.
+            Some(Ending { responder: Some(_), .. }) => {
+                if let Some(responder) = responder {
+                    responder.answer(Ok(ApiReply::Empty));
+                }
             }
+            Some(ending) => ending.responder = responder,
+            None => self.ending = Some(Ending { reason, responder }),
+        }
+        self.go_on_ending()
+    }
+
+    /// If the process is to end: has what is here end, or ends it when nothing is.
+    pub(super) fn go_on_ending(&mut self) -> Next {
+        if self.ending.is_none() {
+            return Next::Continue;
+        }
+        match &self.vm {
+            Vm::Live(_) => return self.end_with_machine(None),
+            Vm::Turning(turning) => turning.give_up.now(),
+            Vm::Busy(busy) => busy.cancel(),
+            Vm::Down(_) | Vm::Leaving { .. } | Vm::Serving(_) | Vm::Awaited(_) => {}
+            Vm::None | Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {
+                return self.ended();
+            }
+        }
+        Next::Continue
+    }
+
+    fn ended(&mut self) -> Next {
+        let Some(Ending { reason, responder }) = self.ending.take() else { return Next::Continue };
+        if let Some(responder) = responder {
+            responder.answer(Ok(ApiReply::Empty));
+        }
+        Next::Exit(reason)
+    }
+
+    /// Nothing is waited for any more: what is not over ends with the process.
+    pub(super) fn end_at_once(&mut self) -> ExitReason {
+        log::warn!("ending without what has not ended: {}", self.vm.why_not_live());
+        match &self.vm {
+            Vm::Turning(turning) => turning.consoles.close(),
+            Vm::Down(down) => down.consoles.close(),
+            _ => {}
+        }
+        events::emit("vm", "shutdown", &[]);
+        match self.ended() {
+            Next::Exit(reason) => reason,
+            Next::Continue | Next::Fail(_) => ExitReason::ApiShutdown,
         }
     }
 
@@ -82,11 +145,19 @@ impl Vmm {
                     log::warn!("told to end, once more gives the VM up: {error}");
                 }
             }
+            _ if is_second && self.told_by_signal => {
+                log::warn!("told to end again: nothing is waited for");
+                self.at_latest = Some(Instant::now() + AT_ONCE);
+            }
             _ => {
-                self.end_vm();
-                return Next::Exit(ExitReason::Signal);
+                self.told_by_signal = true;
+                if matches!(self.vm, Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) | Vm::Live(_)) {
+                    log::info!("told to end: when the devices have finished; once more, at once");
+                }
+                return self.end_here(ExitReason::Signal, None);
             }
         }
+        self.told_by_signal = true;
         if !is_second {
             self.ending = Some(Ending { reason: ExitReason::Signal, responder: None });
         }
@@ -106,36 +177,26 @@ impl Vmm {
         Err(ApiError::new(ApiErrorKind::Conflict, why))
     }
 
-    /// Ends the VM, whatever it is, right before the process ends.
+    /// Lets go of the VM, whatever it is, right before the process ends. A machine that is still there
+    /// ends with the process.
     pub(super) fn end_vm(&mut self) {
         match std::mem::replace(&mut self.vm, Vm::None) {
             Vm::Live(machine) => {
-                match std::mem::replace(&mut self.pages, Pages::Here) {
-                    Pages::Here => {
-                        drop(machine);
-                        self.stop_filling();
-                    }
-                    // Whoever waits for a page must never see anything else instead, or a disk
-                    // would be written with it. The end of the process ends them all.
-                    waiting => std::mem::forget((machine, waiting)),
-                }
+                machine.consoles().close();
+                let waiting = std::mem::replace(&mut self.pages, Pages::Here);
+                std::mem::forget((machine, waiting));
                 events::emit("vm", "shutdown", &[]);
             }
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
             Vm::Awaited(receiving) => receiving.cancel.cancel(),
-            Vm::Busy(busy) => busy.stop(),
-            Vm::None | Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
+            Vm::Busy(busy) => busy.cancel(),
+            Vm::None
+            | Vm::Idle(_)
+            | Vm::Turning(_)
+            | Vm::Down(_)
+            | Vm::Standing { .. }
+            | Vm::HandedOver { .. } => {}
         }
-    }
-
-    /// The guest has stayed here, and the process was told to end.
-    pub(super) fn end_after_departure(&mut self) -> Next {
-        let Some(Ending { reason, responder }) = self.ending.take() else { return Next::Continue };
-        self.end_vm();
-        if let Some(responder) = responder {
-            responder.answer(Ok(ApiReply::Empty));
-        }
-        Next::Exit(reason)
     }
 
     /// The guest is elsewhere and may need pages from here: that counts more than an earlier

@@ -25,7 +25,6 @@ use std::collections::VecDeque;
 use super::{Next, Pages, RunError, Vm, Vmm};
 use crate::events;
 use crate::machine::GuestEvent;
-use crate::options::ExitReason;
 
 /// What can be done with the machine now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,10 +98,17 @@ impl Vmm {
             (Vm::Live(_), Pages::Lost(_)) => MachineIs::LackingPages,
             (Vm::Live(machine), Pages::Here) if machine.is_paused() => MachineIs::Paused,
             (Vm::Live(_), Pages::Here) => MachineIs::Running,
-            (Vm::Leaving { .. } | Vm::Busy(_) | Vm::Awaited(_) | Vm::Standing { .. }, _) => {
-                MachineIs::Elsewhere
+            (
+                Vm::Leaving { .. }
+                | Vm::Busy(_)
+                | Vm::Turning(_)
+                | Vm::Awaited(_)
+                | Vm::Standing { .. },
+                _,
+            ) => MachineIs::Elsewhere,
+            (Vm::None | Vm::Idle(_) | Vm::Down(_) | Vm::Serving(_) | Vm::HandedOver { .. }, _) => {
+                MachineIs::Gone
             }
-            (Vm::None | Vm::Idle(_) | Vm::Serving(_) | Vm::HandedOver { .. }, _) => MachineIs::Gone,
         }
     }
 
@@ -154,17 +160,10 @@ impl Vmm {
 
     fn act_on(&mut self, event: GuestEvent) -> Next {
         match event {
-            GuestEvent::Reset => match self.reboot() {
-                Ok(()) => Next::Continue,
-                Err(error) => Next::Fail(RunError::Reboot(error)),
-            },
+            GuestEvent::Reset => self.reboot_for(None),
             GuestEvent::Shutdown => {
                 log::info!("the guest has shut down");
-                match self.shutdown() {
-                    Ok(()) if self.no_shutdown => Next::Continue,
-                    Ok(()) => Next::Exit(ExitReason::GuestShutdown),
-                    Err(error) => Next::Fail(RunError::Shutdown(error)),
-                }
+                self.shutdown_for(None)
             }
             GuestEvent::Ejected => {
                 self.devices_ejected();
@@ -178,7 +177,8 @@ impl Vmm {
             }
             GuestEvent::VcpuStopped { index, reason } => {
                 events::emit("guest", "panic", &[("vcpu", &index.to_string())]);
-                Next::Fail(RunError::VcpuStopped { index, reason: format!("{reason:?}") })
+                let reason = format!("{reason:?}");
+                self.end_with_machine(Some(RunError::VcpuStopped { index, reason }))
             }
         }
     }

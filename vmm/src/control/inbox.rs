@@ -12,7 +12,7 @@ use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::doubt::Doubtful;
-use super::pausing::PauseEnd;
+use super::pausing::{PauseEnd, TurnEnd};
 use super::receiving::Arrival;
 use super::sending::Departure;
 use super::snapshot::{RestoreEnd, SaveEnd};
@@ -33,6 +33,10 @@ pub enum Message {
     HandedOver,
     /// All pages of a guest that arrived in postcopy are here, or the source is lost.
     PagesComplete(Result<(), Box<PostcopyPaused<MigratingRam>>>),
+    /// The machine has stopped or started, or not.
+    Turned(Box<TurnEnd>),
+    /// The machine has ended.
+    IsDown,
     /// The VM was saved, or not.
     Saved(Box<SaveEnd>),
     /// The disks of a VM that was paused are written back, or not.

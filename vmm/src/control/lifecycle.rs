@@ -8,12 +8,13 @@ use vm_migration::commit::destination::Asked;
 use vm_migration::progress::Phase;
 use vm_migration::vm::DestinationVm as _;
 
-use super::{Pages, Vm, Vmm};
+use super::taking_down::After;
+use super::{Next, Pages, Vm, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::config::VmConfig;
 use crate::events;
-use crate::machine::{Consoles, KeptOverReboot, Machine, MachineError, WriteBack};
+use crate::machine::{Consoles, KeptOverReboot, Machine, MachineError};
 
 fn failed(error: &dyn std::error::Error) -> ApiError {
     ApiError::from_error(ApiErrorKind::Failed, error)
@@ -49,41 +50,25 @@ impl Vmm {
         emit("booting");
         let mut config = config;
         let consoles = Consoles::open(&mut config).map_err(|error| failed(&error))?;
-        let kept = KeptOverReboot::default();
+        let kept = &mut KeptOverReboot::default();
         let machine = self.start_machine(config, consoles, kept).map_err(|error| failed(&error))?;
         self.vm = Vm::Live(Box::new(machine));
         emit("booted");
         Ok(())
     }
 
-    fn start_machine(
+    pub(super) fn start_machine(
         &mut self,
         config: VmConfig,
         consoles: Consoles,
-        mut kept: KeptOverReboot,
+        kept: &mut KeptOverReboot,
     ) -> Result<Machine, MachineError> {
         let sink = self.new_sink();
-        let mut machine = Machine::boot(config, consoles, &self.host, sink, &mut kept)?;
+        let mut machine = Machine::boot(config, consoles, &self.host, sink, kept)?;
         machine.resume()?;
         machine.settle()?;
-        kept.disks.passed_on();
+        std::mem::take(&mut kept.disks).passed_on();
         Ok(machine)
-    }
-
-    /// Pauses the VM. What its guest has written to its disks is being written back then:
-    /// [`Self::pause_for`] tells when that is done.
-    pub(super) fn pause(&mut self) -> Result<WriteBack, ApiError> {
-        let machine = self.machine_mut()?;
-        if machine.is_paused() {
-            return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is paused already"));
-        }
-        // A vCPU that waits for a page cannot be stopped before it has it, and nothing may make
-        // the VMM thread wait for another host.
-        self.refuse_without_all_pages()?;
-        let machine = self.machine_mut()?;
-        emit("pausing");
-        machine.pause().map_err(|error| failed(&error))?;
-        Ok(machine.write_back())
     }
 
     /// `vm.resume`.
@@ -91,15 +76,16 @@ impl Vmm {
         if self.is_given_up() {
             return responder.answer(Err(ApiError::not_created()));
         }
-        if let Some(responder) = self.decide_for(Asked::Resume, responder) {
-            responder.answer(self.resume().map(|()| ApiReply::Empty));
+        let Some(responder) = self.resume_turning(responder) else { return };
+        let Some(responder) = self.decide_for(Asked::Resume, responder) else { return };
+        if matches!(self.vm, Vm::Standing { .. }) {
+            responder.answer(self.start_standing().map(|()| ApiReply::Empty));
+        } else {
+            self.resume_live_for(responder);
         }
     }
 
     pub(super) fn resume(&mut self) -> Result<(), ApiError> {
-        if matches!(self.vm, Vm::Standing { .. }) {
-            return self.start_standing();
-        }
         let machine = self.machine_mut()?;
         if !machine.is_paused() {
             return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is not paused"));
@@ -133,48 +119,8 @@ impl Vmm {
         }
     }
 
-    /// Ends the machine and keeps what it was asked to be.
-    pub(super) fn shutdown(&mut self) -> Result<(), ApiError> {
-        self.machine_mut()?;
-        self.refuse_without_all_pages()?;
-        if let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) {
-            let config = machine.lasting_config();
-            drop(machine);
-            self.stop_filling();
-            self.vm = Vm::Idle(Box::new(config));
-        }
-        emit("shutdown");
-        Ok(())
-    }
-
-    pub(super) fn reboot(&mut self) -> Result<(), ApiError> {
-        self.machine_mut()?;
-        self.refuse_without_all_pages()?;
-        emit("rebooting");
-        let Vm::Live(mut machine) = std::mem::replace(&mut self.vm, Vm::None) else {
-            return Err(ApiError::not_booted());
-        };
-        let (config, consoles) = (machine.lasting_config(), machine.consoles().clone());
-        let files = machine.ram().held_files();
-        let kept = KeptOverReboot { disks: machine.keep_disks(), files };
-        // Taps and memory of the old machine go before the new one wants them.
-        drop(machine);
-        self.stop_filling();
-        match self.start_machine(config.clone(), consoles, kept) {
-            Ok(machine) => {
-                self.vm = Vm::Live(Box::new(machine));
-                emit("rebooted");
-                Ok(())
-            }
-            Err(error) => {
-                self.vm = Vm::Idle(Box::new(config));
-                Err(failed(&error))
-            }
-        }
-    }
-
     /// `vm.delete`.
-    pub(super) fn delete_for(&mut self, force: bool, responder: Responder) {
+    pub(super) fn delete_for(&mut self, force: bool, responder: Responder) -> Next {
         match &mut self.vm {
             Vm::Serving(sending) if force => {
                 log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
@@ -185,8 +131,13 @@ impl Vmm {
             Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {
                 self.give_up_standing(responder);
             }
+            Vm::Live(_) => match self.refuse_without_all_pages() {
+                Ok(()) => return self.take_down(After::Deleted(responder)),
+                Err(error) => responder.answer(Err(error)),
+            },
             _ => responder.answer(self.delete().map(|()| ApiReply::Empty)),
         }
+        Next::Continue
     }
 
     fn delete(&mut self) -> Result<(), ApiError> {
@@ -194,7 +145,6 @@ impl Vmm {
             Vm::None => return Err(ApiError::not_created()),
             // What has arrived and was not started, or is kept for a guest elsewhere, is given up.
             Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
-            Vm::Live(_) => self.shutdown()?,
             other => return Err(other.why_not_live()),
         }
         self.vm = Vm::None;

@@ -233,10 +233,7 @@ impl Vmm {
                 log::error!("{}", stay.reason);
                 cancel::confirm_all(&mut cancellers, "source", stay.guest, &stay.reason);
                 self.vm = Vm::Live(machine);
-                if self.ending.is_some() {
-                    return self.end_after_departure();
-                }
-                Next::Continue
+                self.go_on_ending()
             }
             Departure::Incomplete { remains, held, reason } => {
                 events::emit("vm", "migration-failed", &[("error", &reason)]);

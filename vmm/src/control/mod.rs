@@ -17,9 +17,12 @@
 //!                     it did not start                              HandedOver
 //!     | restore         snapshot, restore |
 //!     +-------------> Busy <--------------+
+//!
+//!   Live > Turning > Live: pause, resume        Live > Down > None, Idle, Live: delete, shutdown, reboot
 //! ```
 
 mod cancel;
+mod deferred;
 mod describe;
 mod doubt;
 mod ending;
@@ -37,6 +40,7 @@ mod run;
 mod sending;
 mod signals;
 mod snapshot;
+mod taking_down;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -62,12 +66,15 @@ pub(crate) use postcopy::recover_wish;
 pub use run::{RunError, run};
 pub(crate) use signals::Signals;
 
+use deferred::Deferred;
 use ending::Ending;
 use guest_events::GuestEvents;
 use inbox::{Mailer, Message};
+use pausing::Turning;
 use receiving::Receiving;
 use sending::Sending;
 use snapshot::{Busy, Fill};
+use taking_down::Down;
 
 /// The VM, in the form that it has now.
 enum Vm {
@@ -87,6 +94,10 @@ enum Vm {
     Standing { machine: Box<ArrivingMachine>, reason: String },
     /// It is being saved or restored, on a thread that owns its machine.
     Busy(Busy),
+    /// It stops or starts, which may take as long as its disks take.
+    Turning(Turning),
+    /// Its machine ends, which may take as long.
+    Down(Down),
     /// The guest is elsewhere and may still need pages from here.
     HandedOver { reason: String, _kept: Box<Kept> },
 }
@@ -131,6 +142,8 @@ struct Vmm {
     filling: Option<Fill>,
     /// Whoever asked for the machine wants the tables of its vCPUs filled when its memory is here.
     prefault_stage2: bool,
+    /// All memory came while the machine was with another thread.
+    memory_came: bool,
     /// Of the last migration.
     progress: Option<Arc<Progress>>,
     /// When somebody last asked for the progress of a migration.
@@ -151,6 +164,12 @@ struct Vmm {
     /// Set when the VM has moved but a watcher may still want to see how that went. It ends when
     /// another VM is made here: the process stays for that one.
     farewell: Option<(Instant, ExitReason)>,
+    /// When the process ends, whatever it still waits for.
+    at_latest: Option<Instant>,
+    /// A signal has asked for the end.
+    told_by_signal: bool,
+    /// Requests that wait for a VM to be in one state or another.
+    deferred: Deferred,
 }
 
 impl Vmm {
@@ -164,6 +183,7 @@ impl Vmm {
             pages: Pages::Here,
             filling: None,
             prefault_stage2: false,
+            memory_came: false,
             progress: None,
             watched_at: None,
             progress_askers: Vec::new(),
@@ -174,6 +194,9 @@ impl Vmm {
             deleters: Vec::new(),
             lingering: Lingering::default(),
             farewell: None,
+            at_latest: None,
+            told_by_signal: false,
+            deferred: Deferred::default(),
         }
     }
 
@@ -184,8 +207,17 @@ impl Vmm {
         Arc::new(move |event| mailer.send(Message::Guest(number, event)))
     }
 
-    /// Carries out a request and answers it, or sees to it that it is answered later.
+    /// Carries out a request and answers it, or sees to it that it is answered later. One that meets a
+    /// VM between two states waits a little: in a moment it is in one, unless a disk does not answer.
     fn call(&mut self, call: ApiCall) -> Next {
+        if deferred::waits(&self.vm, call.request()) {
+            self.deferred.push(call);
+            return Next::Continue;
+        }
+        self.call_now(call)
+    }
+
+    fn call_now(&mut self, call: ApiCall) -> Next {
         let (request, responder) = call.into_parts();
         log::debug!("request {}", request.name());
         match request {
@@ -193,7 +225,18 @@ impl Vmm {
             VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
             VmmRequest::MigrationCancel => self.cancel_migration(responder),
             VmmRequest::MigrationProgress => self.progress_for(responder),
-            VmmRequest::Delete { force } => self.delete_for(force, responder),
+            VmmRequest::Delete { force } => match self.delete_for(force, responder) {
+                Next::Continue => {}
+                other => return other,
+            },
+            VmmRequest::Shutdown => match self.shutdown_for(Some(responder)) {
+                Next::Continue => {}
+                other => return other,
+            },
+            VmmRequest::Reboot => match self.reboot_for(Some(responder)) {
+                Next::Continue => {}
+                other => return other,
+            },
             VmmRequest::Pause => self.pause_for(responder),
             VmmRequest::Resume => self.resume_for(responder),
             VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
@@ -218,8 +261,6 @@ impl Vmm {
             VmmRequest::Boot => empty(self.boot()),
             VmmRequest::Info => self.info(),
             VmmRequest::Counters => Ok(ApiReply::Counters(describe::counters(self.machine_mut()?))),
-            VmmRequest::Shutdown => empty(self.shutdown()),
-            VmmRequest::Reboot => empty(self.reboot()),
             VmmRequest::PowerButton => {
                 self.machine_mut()?.press_power_button();
                 Ok(ApiReply::Empty)
@@ -235,6 +276,8 @@ impl Vmm {
             // Handled by `call`.
             VmmRequest::ReceiveMigration(_)
             | VmmRequest::Delete { .. }
+            | VmmRequest::Shutdown
+            | VmmRequest::Reboot
             | VmmRequest::Resume
             | VmmRequest::MigrationCancel
             | VmmRequest::MigrationProgress
@@ -257,9 +300,10 @@ impl Vmm {
         let info = match &self.vm {
             Vm::Idle(config) => describe::of_config(config),
             Vm::Live(machine) => describe::of_machine(machine),
-            Vm::Leaving { info, .. } | Vm::Busy(Busy { info: Some(info), .. }) => {
-                info.as_ref().clone()
-            }
+            Vm::Leaving { info, .. }
+            | Vm::Busy(Busy { info: Some(info), .. })
+            | Vm::Turning(Turning { info, .. })
+            | Vm::Down(Down { info, .. }) => info.as_ref().clone(),
             Vm::Standing { machine, .. } => describe::of_machine(machine.machine()),
             Vm::Awaited(Receiving { doubt: Some(doubtful), progress, .. }) => {
                 let why = progress.snapshot().recovery.reason.unwrap_or_default();
@@ -298,15 +342,17 @@ impl Vmm {
             Message::PagesComplete(result) => self.pages_complete(result),
             Message::Saved(end) => {
                 self.saved(*end);
-                Next::Continue
+                self.go_on_ending()
             }
+            Message::Turned(end) => self.turned(*end),
+            Message::IsDown => self.is_down(),
             Message::PauseEnd(end) => {
                 self.pause_is_over(*end);
                 Next::Continue
             }
             Message::Restored(end) => {
                 self.restored(*end);
-                Next::Continue
+                self.go_on_ending()
             }
             Message::MemoryComplete(number) => {
                 self.memory_complete(number);
@@ -340,6 +386,23 @@ impl Vm {
             Self::Busy(busy) => ApiError::new(
                 ApiErrorKind::Conflict,
                 format!("the VM is being {}; wait until that is over", busy.what),
+            ),
+            Self::Turning(turning) => ApiError::new(
+                ApiErrorKind::Conflict,
+                format!(
+                    "the VM is being {}; wait until that is over{}",
+                    turning.turn.name(),
+                    if turning.turn == pausing::Turn::Pause {
+                        ", or take it back with vm.resume"
+                    } else {
+                        ""
+                    }
+                ),
+            ),
+            Self::Down(_) => ApiError::new(
+                ApiErrorKind::Conflict,
+                "the VM is being ended, which waits until its devices have finished their requests \
+                 and its disks are written back; vmm.shutdown with force waits for nothing",
             ),
             Self::Awaited(receiving) if receiving.doubtful().is_some() => doubt::in_doubt(),
             Self::Awaited(_) => ApiError::new(

@@ -133,6 +133,11 @@ fn serve(
                 Next::Fail(error) => return Err(error),
             }
         }
+        match vmm.call_deferred() {
+            Next::Continue => {}
+            Next::Exit(reason) => return Ok(reason),
+            Next::Fail(error) => return Err(error),
+        }
         queue.clear();
         while let Some(call) = queue.take() {
             match vmm.call(call) {
@@ -146,13 +151,21 @@ fn serve(
         {
             return Ok(reason);
         }
+        if vmm.at_latest.is_some_and(|at_latest| at_latest <= Instant::now()) {
+            return Ok(vmm.end_at_once());
+        }
     }
 }
 
-/// How long the loop may sleep: for ever, or until the last watcher has had its time.
+/// How long the loop may sleep: for ever, until the last watcher has had its time, or until nothing is
+/// waited for any more.
 fn timeout_ms(vmm: &Vmm) -> i32 {
-    vmm.farewell.map_or(-1, |(until, _)| {
-        let left = until.saturating_duration_since(Instant::now());
-        i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
-    })
+    let farewell = vmm.farewell.map(|(until, _)| until);
+    farewell.into_iter().chain(vmm.at_latest).chain(vmm.deferred.until()).min().map_or(
+        -1,
+        |until| {
+            let left = until.saturating_duration_since(Instant::now());
+            i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+        },
+    )
 }

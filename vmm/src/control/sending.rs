@@ -6,7 +6,7 @@
 //! description of it and the means to watch and to cancel.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vm_migration::options::urgent_connections_for;
 use vm_migration::source::{Held, SendFailure, migrate};
@@ -26,7 +26,7 @@ use crate::config::{
 use crate::machine::Machine;
 use crate::migration::destination::DmaToMissingPages;
 use crate::migration::memory::MigratingRam;
-use crate::migration::source::{LeavingMachine, Remains};
+use crate::migration::source::{LeavingMachine, Remains, StopLimits};
 use crate::page_server::PageServerPlan;
 
 /// How a migration from here ended.
@@ -158,6 +158,17 @@ fn chain(error: &MigrationError) -> String {
     ApiError::from_error(ApiErrorKind::Failed, error).to_string()
 }
 
+/// What the stop may cost: the downtime that was asked for, or what the migration has come to allow; and
+/// no more time than the migration has.
+fn stop_limits(options: &SendOptions, progress: &Arc<Progress>) -> StopLimits {
+    let (asked, progress) = (options.downtime, Arc::clone(progress));
+    let downtime =
+        move || asked.max(Duration::from_micros(progress.snapshot().allowed_downtime_us));
+    let is_limited = options.timeout_strategy == TimeoutStrategy::Cancel;
+    let until = Instant::now().checked_add(options.timeout).filter(|_| is_limited);
+    StopLimits { downtime: Box::new(downtime), until }
+}
+
 fn carry(
     machine: Box<Machine>,
     page_server: Option<PageServerPlan>,
@@ -165,7 +176,8 @@ fn carry(
     progress: &Arc<Progress>,
     cancel: &Cancel,
 ) -> Departure {
-    let leaving = match LeavingMachine::new(machine, page_server) {
+    let limits = stop_limits(options, progress);
+    let leaving = match LeavingMachine::new(machine, page_server, limits) {
         Ok(leaving) => leaving,
         Err((machine, error)) => {
             let step = "describing guest memory";

@@ -16,6 +16,7 @@ use vm_migration::Cancel;
 use vm_migration::snapshot::{FillEnd, Filling};
 
 use super::inbox::Message;
+use super::pausing::Turn;
 use super::{Pages, Vm, Vmm, describe};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
@@ -35,15 +36,12 @@ pub struct Busy {
     /// The VM, if it can be described.
     pub info: Option<Box<VmInfo>>,
     cancel: Cancel,
-    thread: JoinHandle<()>,
 }
 
 impl Busy {
-    /// Ends it and waits for that; what it held is on its way to the inbox.
-    pub fn stop(self) {
+    /// Has it end; what it holds comes back through the inbox.
+    pub fn cancel(&self) {
         self.cancel.cancel();
-        // A panic of the thread is its own end.
-        let _ = self.thread.join();
     }
 }
 
@@ -166,9 +164,9 @@ impl Vmm {
             mailer.send(Message::Saved(Box::new(end)));
         });
         match thread {
-            Ok(thread) => {
+            Ok(_detached) => {
                 let what = "saved";
-                self.vm = Vm::Busy(Busy { what, info, cancel, thread });
+                self.vm = Vm::Busy(Busy { what, info, cancel });
                 Ok(())
             }
             Err(((machine, responder), error)) => {
@@ -221,10 +219,10 @@ impl Vmm {
             })));
         });
         match thread {
-            Ok(thread) => {
+            Ok(_detached) => {
                 self.farewell = None;
                 let what = "restored";
-                self.vm = Vm::Busy(Busy { what, info: None, cancel, thread });
+                self.vm = Vm::Busy(Busy { what, info: None, cancel });
             }
             Err((responder, error)) => responder.answer(Err(failed(&error))),
         }
@@ -244,9 +242,15 @@ impl Vmm {
     pub(super) fn restored(&mut self, end: RestoreEnd) {
         let RestoreEnd { restored, resume, prefault, responder } = end;
         self.vm = Vm::None;
-        let result = self.settle(restored, resume, prefault);
-        if let Some(responder) = responder {
-            responder.answer(result.map(|()| ApiReply::Empty));
+        // A process that ends has no use for one that runs.
+        let resume = resume && self.ending.is_none();
+        match (self.settle(restored, false, prefault), responder) {
+            (Ok(()), Some(responder)) if resume => {
+                events::emit("vm", "resuming", &[]);
+                self.turn(Turn::StartRestored, responder);
+            }
+            (result, Some(responder)) => responder.answer(result.map(|()| ApiReply::Empty)),
+            (_, None) => {}
         }
     }
 
@@ -272,11 +276,7 @@ impl Vmm {
             emit("restored");
             if resume { self.resume() } else { Ok(()) }
         });
-        if let Err(error) = &result {
-            log::error!("{error}");
-            events::emit("vm", "restore-failed", &[("error", &error.to_string())]);
-        }
-        result
+        result.inspect_err(tell_failed_restore)
     }
 
     fn watch(
@@ -302,15 +302,12 @@ impl Vmm {
             && let Some(fill) = self.filling.take()
         {
             fill.stop();
-            self.memory_has_come();
+            if matches!(self.vm, Vm::Live(_)) {
+                self.memory_has_come();
+            } else {
+                self.memory_came = true;
+            }
             emit("restore-memory-completed");
-        }
-    }
-
-    /// The live machine is gone: what was brought in for it is not needed any more.
-    pub(super) fn stop_filling(&mut self) {
-        if let Some(fill) = self.filling.take() {
-            fill.stop();
         }
     }
 
@@ -326,6 +323,12 @@ impl Vmm {
         }
         Ok(())
     }
+}
+
+/// A VM could not be restored, or not be started then.
+pub(super) fn tell_failed_restore(error: &ApiError) {
+    log::error!("{error}");
+    events::emit("vm", "restore-failed", &[("error", &error.to_string())]);
 }
 
 /// Waits for the last page; true when all memory is here.

@@ -54,6 +54,12 @@ fn open(
 }
 
 impl Consoles {
+    /// Puts terminals back and removes sockets, for a process that ends without the rest.
+    pub fn close(&self) {
+        let all = [&self.serial, &self.virtio, &self.debug];
+        all.into_iter().flatten().for_each(|endpoint| endpoint.close());
+    }
+
     /// Opens what the configuration names, and writes the paths of new pseudo terminals into it.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use thiserror::Error;
 use super::virtio::VirtioDevices;
 use super::write_back::{WriteBack, complain};
 use super::{Machine, MachineError};
+use crate::config::VmConfig;
 
 /// Why a resource that only one VM may hold is not ours.
 #[derive(Debug, Error)]
@@ -106,6 +107,17 @@ impl KeptDisks {
         Some(kept.lock.clone())
     }
 
+    /// Takes out those that a machine of this configuration does not have.
+    #[must_use]
+    pub fn not_in(&mut self, config: &VmConfig) -> Self {
+        let mut wanted = config.disks.iter().flatten().filter_map(|disk| disk.id.as_deref());
+        let ids: std::collections::BTreeSet<_> = wanted.by_ref().collect();
+        let disks = std::mem::take(&mut self.disks);
+        let (stay, go) = disks.into_iter().partition(|kept| ids.contains(kept.id.as_str()));
+        self.disks = stay;
+        Self { disks: go }
+    }
+
     /// The next machine runs, and the images that were taken are its own.
     pub fn passed_on(mut self) {
         self.disks.retain(|kept| !kept.is_taken);
@@ -121,15 +133,15 @@ impl Drop for KeptDisks {
 }
 
 impl VirtioDevices {
-    /// Takes image locks and taps, but those that are held. What was taken is given back if one
-    /// fails; what was held before stays.
+    /// Takes image locks and taps, but those that are held, and has all images read anew if they
+    /// `are_stale`. What was taken is given back if one fails; what was held before stays.
     ///
     /// # Errors
-    /// Naming the device that another VM holds.
-    pub fn take_exclusive(&self) -> Result<(), ExclusiveError> {
+    /// Naming the device that another VM holds, or that cannot be read anew.
+    pub fn take_exclusive(&self, are_stale: bool) -> Result<(), ExclusiveError> {
         let free_locks: Vec<_> = self.locks.iter().filter(|(_, lock)| !lock.is_held()).collect();
         let free_nets: Vec<_> = self.nets.iter().filter(|(_, net)| !net.is_attached()).collect();
-        let taken = self.take_all();
+        let taken = self.take_all(are_stale);
         if taken.is_err() {
             for (_, net) in free_nets {
                 net.detach();
@@ -153,9 +165,12 @@ impl VirtioDevices {
         Ok(())
     }
 
-    fn take_all(&self) -> Result<(), ExclusiveError> {
+    fn take_all(&self, are_stale: bool) -> Result<(), ExclusiveError> {
         for (id, lock) in &self.locks {
             lock.lock().map_err(|source| ExclusiveError::Disk { id: id.clone(), source })?;
+        }
+        if are_stale {
+            self.drop_caches()?;
         }
         for (id, net) in &self.nets {
             net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
@@ -240,14 +255,20 @@ impl Machine {
     /// have written to since they were opened or given back.
     ///
     /// # Errors
-    /// Naming the device that another VM holds.
+    /// Naming the device that another VM holds or that cannot be read anew; what was free is free, so
+    /// that another VM, the guest at the source of its migration for one, can go on with it.
     pub fn take_exclusive(&mut self) -> Result<(), MachineError> {
-        self.devices.take_exclusive()?;
-        if self.disks_are_stale {
-            self.devices.drop_caches()?;
-            self.disks_are_stale = false;
-        }
+        self.devices.take_exclusive(self.disks_are_stale)?;
+        self.disks_are_stale = false;
         Ok(())
+    }
+
+    /// Whether [`Machine::resume`] has to ask the host for something that another VM may have, and to
+    /// wait for the answer.
+    pub fn lacks_exclusive(&self) -> bool {
+        self.disks_are_stale
+            || self.devices.locks.iter().any(|(_, lock)| !lock.is_held())
+            || self.devices.nets.iter().any(|(_, net)| !net.is_attached())
     }
 
     /// Gives image locks and taps back. The machine must be paused, and what the guest wrote to its

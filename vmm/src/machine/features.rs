@@ -7,7 +7,7 @@
 //! told.
 
 use arch::cpuid::{VmCpuid, cpuid_compat};
-use arch::feature_msrs::{feature_msrs_compat, indices};
+use arch::feature_msrs::{feature_msrs_compat, indices, untold_weaknesses};
 use hypervisor::{CpuidEntry, MsrValue};
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -74,7 +74,16 @@ pub fn check_msrs(
     let saved: Vec<MsrValue> = saved.iter().filter(readable).copied().collect();
     let pairs =
         |list: &[MsrValue]| -> Vec<_> { list.iter().map(|msr| (msr.index, msr.value)).collect() };
-    feature_msrs_compat(&pairs(&saved), &pairs(here), nested).map_err(|missing| missing.join(", "))
+    let (saved, here) = (pairs(&saved), pairs(here));
+    feature_msrs_compat(&saved, &here, nested).map_err(|missing| missing.join(", "))?;
+    let can_read = was_shown(7, EDX, 29);
+    if let Some(names) = untold_weaknesses(&saved, &here).filter(|_| can_read) {
+        log::warn!(
+            "this processor has weaknesses that the guest was not told of when it booted: {names}; its \
+             kernel deals with them when it boots again"
+        );
+    }
+    Ok(())
 }
 
 /// Whether the guest was shown shadow stacks.
@@ -96,7 +105,7 @@ mod tests {
             flags: 0,
             answer: [0, 0, ecx, edx],
         };
-        let saved = [0x10a, 0x345, 0x48c].map(|index| MsrValue { index, value: 0x40 });
+        let saved = [0x10a, 0x345, 0x48c].map(|index| MsrValue { index, value: 0x20 });
         let missing = |shown: &[CpuidEntry]| {
             let text = check_msrs(&saved, &[], shown).err().unwrap_or_default();
             ["0x10a", "0x345", "0x48c"].map(|index| text.contains(index))

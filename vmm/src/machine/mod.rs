@@ -29,6 +29,7 @@ mod legacy;
 mod mems;
 mod nets;
 mod passthrough;
+mod pausing;
 mod prefault;
 mod prezeroed;
 mod ram;
@@ -41,6 +42,7 @@ mod write_back;
 
 use std::fs::File;
 use std::sync::Arc;
+use std::time::Duration;
 
 use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
 use arch::layout;
@@ -71,6 +73,7 @@ pub use hotplug::RemoveError;
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
+pub use pausing::GiveUp;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{
@@ -110,6 +113,20 @@ pub enum MachineError {
         #[source]
         source: VcpuStateError,
     },
+    /// Storage or a network that does not answer.
+    #[error(
+        "'{id}' has not finished its requests within {} ms: what is behind it does not answer",
+        .within.as_millis()
+    )]
+    DeviceBusy {
+        /// The device.
+        id: String,
+        /// How long it was waited for.
+        within: Duration,
+    },
+    /// A pause took longer than anybody wanted it.
+    #[error("the pause was taken back before all devices had finished their requests")]
+    PauseWithdrawn,
     /// The threads of vCPUs.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),
@@ -507,29 +524,6 @@ impl Machine {
             self.legacy.resume();
             self.vcpus.resume_all();
             self.paused = false;
-        }
-        Ok(())
-    }
-
-    /// Stops the vCPUs, then everything else that writes guest memory.
-    ///
-    /// # Errors
-    /// When a vCPU or a passed-through device cannot be stopped; the machine is as before, and a device
-    /// that could be stopped stays so if the machine was paused.
-    pub fn pause(&mut self) -> Result<(), MachineError> {
-        if self.paused {
-            // Whatever has happened since the pause: who calls this counts on nothing being written.
-            self.passthrough.stop()?;
-        } else {
-            self.vcpus.pause_all()?;
-            if let Err(error) = self.passthrough.stop() {
-                self.passthrough.run();
-                self.vcpus.resume_all();
-                return Err(error.into());
-            }
-            self.devices.pause();
-            self.legacy.pause();
-            self.paused = true;
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 //! left after the handover has no way to run the guest.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
@@ -20,7 +20,7 @@ use super::document::{CONFIG_VERSION, MachineDocument};
 use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::BalloonConfig;
-use crate::machine::{Machine, WriteBack, WriteBackError, features};
+use crate::machine::{Machine, MachineError, WriteBack, WriteBackError, features};
 use crate::page_server::{PageServerPlan, PageServerProcess};
 
 /// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
@@ -39,6 +39,33 @@ const SWITCH_OVER_HARDWARE_MIB: Duration = Duration::from_millis(10);
 /// guest goes on.
 const WRITE_BACK_TIME_MAX: Duration = Duration::from_secs(10);
 
+/// How long is waited, while the guest runs, for a moment at which its devices would finish their
+/// requests within the allowed downtime.
+const DEVICES_TIME_MAX: Duration = Duration::from_secs(30);
+
+/// The devices have this long at least, whatever downtime is allowed: no host does anything in less.
+const DEVICES_TIME_MIN: Duration = Duration::from_millis(50);
+
+/// Between two looks at the devices they work for so many times as long as they were held up.
+const DEVICES_PACE: u32 = 4;
+
+/// How often it is looked whether the migration is cancelled.
+const CANCEL_LOOK: Duration = Duration::from_millis(20);
+
+/// What stopping the guest may cost.
+pub struct StopLimits {
+    /// How long the guest may stand still, as it is allowed now.
+    pub downtime: Box<dyn Fn() -> Duration + Send>,
+    /// When the migration is given up by itself.
+    pub until: Option<Instant>,
+}
+
+impl StopLimits {
+    fn devices(&self) -> Duration {
+        (self.downtime)().max(DEVICES_TIME_MIN)
+    }
+}
+
 /// A machine whose guest may run.
 pub struct LeavingMachine {
     machine: Box<Machine>,
@@ -47,6 +74,7 @@ pub struct LeavingMachine {
     disk_writer: Option<DiskWriter>,
     /// What the destination reads.
     reader: Formats,
+    limits: StopLimits,
 }
 
 /// A machine whose guest does not run.
@@ -57,6 +85,7 @@ pub struct PausedMachine {
     /// Its disks being written back, until that has been waited for.
     write_back: Option<WriteBack>,
     reader: Formats,
+    limits: StopLimits,
 }
 
 /// Memory and threads of a machine whose guest has gone. They end when this is dropped.
@@ -80,12 +109,13 @@ impl LeavingMachine {
     pub fn new(
         machine: Box<Machine>,
         page_server: Option<PageServerPlan>,
+        limits: StopLimits,
     ) -> Result<Self, (Box<Machine>, MigratingRamError)> {
         match MigratingRam::new(Arc::clone(machine.ram())) {
             Ok(memory) => {
                 let disk_writer = DiskWriter::start(machine.writable_disks());
                 let (memory, reader) = (Arc::new(memory), Formats::default());
-                Ok(Self { machine, memory, page_server, disk_writer, reader })
+                Ok(Self { machine, memory, page_server, disk_writer, reader, limits })
             }
             Err(error) => Err((machine, error)),
         }
@@ -94,6 +124,33 @@ impl LeavingMachine {
     /// Gives the machine back.
     pub fn into_machine(self) -> Box<Machine> {
         self.machine
+    }
+
+    /// Waits, while the guest runs, until its devices finish within the allowed downtime what they work
+    /// on.
+    fn settle_devices(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
+        let latest = Instant::now() + DEVICES_TIME_MAX;
+        let latest = self.limits.until.map_or(latest, |until| until.min(latest));
+        loop {
+            let within = self.limits.devices();
+            let busy = match self.machine.try_devices(within, is_cancelled) {
+                Err(busy @ MachineError::DeviceBusy { .. }) => busy,
+                // Whoever asks finds out by itself that it is cancelled.
+                Ok(()) | Err(MachineError::PauseWithdrawn) => return Ok(()),
+                Err(other) => return Err(other),
+            };
+            let next = Instant::now() + within * DEVICES_PACE;
+            if next >= latest {
+                return Err(busy);
+            }
+            log::warn!("{busy}; the migration waits for it");
+            while Instant::now() < next {
+                if is_cancelled() {
+                    return Ok(());
+                }
+                std::thread::sleep(CANCEL_LOOK);
+            }
+        }
     }
 }
 
@@ -188,6 +245,8 @@ impl SourceVm for LeavingMachine {
     }
 
     fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+        // First: a disk that answers no request writes nothing back either.
+        self.settle_devices(is_cancelled)?;
         match &self.disk_writer {
             Some(writer) => Ok(writer.settle(is_cancelled)?),
             None => Ok(()),
@@ -195,18 +254,18 @@ impl SourceVm for LeavingMachine {
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
-        let Self { mut machine, memory, page_server, disk_writer, reader } = self;
-        let ran_before = !machine.is_paused();
-        if let Err(error) = machine.pause() {
-            return Err((Self { machine, memory, page_server, disk_writer, reader }, error.into()));
+        let mut leaving = self;
+        let ran_before = !leaving.machine.is_paused();
+        if let Err(error) = leaving.machine.pause(leaving.limits.devices(), &|| false) {
+            return Err((leaving, error.into()));
         }
-        if machine.is_ending() {
-            let still = Self { machine, memory, page_server, disk_writer, reader };
-            return Err((still, GuestIsEnding.into()));
+        if leaving.machine.is_ending() {
+            return Err((leaving, GuestIsEnding.into()));
         }
+        let Self { machine, memory, reader, limits, .. } = leaving;
         // Beside the last pages and the state.
         let write_back = Some(machine.write_back());
-        Ok(PausedMachine { machine, memory, ran_before, write_back, reader })
+        Ok(PausedMachine { machine, memory, ran_before, write_back, reader, limits })
     }
 }
 
@@ -231,13 +290,16 @@ impl PausedVm for PausedMachine {
     }
 
     fn resume(self) -> Result<LeavingMachine, (Self, VmError)> {
-        let Self { mut machine, memory, ran_before, reader, .. } = self;
+        let Self { mut machine, memory, ran_before, reader, limits, .. } = self;
         let back = if ran_before { machine.resume() } else { machine.take_exclusive() };
         let (page_server, disk_writer, write_back) = (None, None, None);
         match back {
-            Ok(()) => Ok(LeavingMachine { machine, memory, page_server, disk_writer, reader }),
+            Ok(()) => {
+                Ok(LeavingMachine { machine, memory, page_server, disk_writer, reader, limits })
+            }
             Err(error) => {
-                Err((Self { machine, memory, ran_before, write_back, reader }, error.into()))
+                let still = Self { machine, memory, ran_before, write_back, reader, limits };
+                Err((still, error.into()))
             }
         }
     }

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::Workers;
+use crate::virtio::worker::{HoldingStill, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of traditional balloons.
@@ -257,6 +257,10 @@ impl VirtioDevice for Balloon {
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.workers.pause()
+    }
+
+    fn begin_pause(&mut self) -> HoldingStill {
+        self.workers.begin_pause()
     }
 
     fn resume(&mut self) {

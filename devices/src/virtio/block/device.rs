@@ -20,7 +20,7 @@ use super::worker::{BlockWorker, CacheMode, Shared};
 use crate::virtio::buffers::RANGES_MAX;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::Workers;
+use crate::virtio::worker::{HoldingStill, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of block devices.
@@ -263,6 +263,10 @@ impl VirtioDevice for Block {
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.workers.pause()
+    }
+
+    fn begin_pause(&mut self) -> HoldingStill {
+        self.workers.begin_pause()
     }
 
     fn resume(&mut self) {

@@ -8,6 +8,7 @@
 //! clean afterwards, so a later flush that succeeds says nothing of what was lost: after one
 //! failure every flush of the same open file fails.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -80,20 +81,35 @@ impl Disk {
     /// read. What was written here before and is still in the cache is written back first; what has
     /// no copy elsewhere is never dropped.
     pub(super) fn drop_cache(&self) -> Result<(), DiskError> {
+        self.drop_cache_after(write_out)
+    }
+
+    /// The same, with what writes the cache of a file back.
+    pub(super) fn drop_cache_after(
+        &self,
+        write_out: impl FnOnce(&File) -> io::Result<()>,
+    ) -> Result<(), DiskError> {
         let error = |source| DiskError::Cache { path: self.path().to_owned(), source };
-        let fd = self.file().as_raw_fd();
         if !self.readonly() {
-            let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE
-                | libc::SYNC_FILE_RANGE_WRITE
-                | libc::SYNC_FILE_RANGE_WAIT_AFTER;
-            // SAFETY: only numbers are passed; the descriptor is open. A length of zero means to the
-            // end.
-            check(unsafe { libc::sync_file_range(fd, 0, 0, flags) }).map_err(error)?;
+            // The host has told of a failed writeback with this answer, and tells no flush of it
+            // again: it counts as a flush that failed.
+            write_out(self.file()).or_else(|failed| self.note_flush(Err(failed))).map_err(error)?;
         }
-        // SAFETY: as above.
+        let fd = self.file().as_raw_fd();
+        // SAFETY: only numbers are passed; the descriptor is open. A length of zero means to the end.
         match unsafe { libc::posix_fadvise(fd, 0, 0, libc::POSIX_FADV_DONTNEED) } {
             0 => Ok(()),
             number => Err(error(io::Error::from_raw_os_error(number))),
         }
     }
+}
+
+/// Writes out what the page cache has of a file, and waits for it. Unlike a flush it does not have the
+/// device put it on stable storage, which another reader of the device does not need.
+fn write_out(file: &File) -> io::Result<()> {
+    let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE
+        | libc::SYNC_FILE_RANGE_WRITE
+        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    // SAFETY: only numbers are passed; the descriptor is open. A length of zero means to the end.
+    check(unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, flags) }).map(drop)
 }

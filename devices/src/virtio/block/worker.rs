@@ -317,6 +317,20 @@ impl Work for BlockWorker {
         self.queue.notify(&memory)
     }
 
+    fn try_drain(&mut self, watch: &mut Watch) -> Result<bool, Broken> {
+        let reaped = self.reap();
+        watch.off(KICK_TOKEN);
+        // The kernel may not have had room for all of it.
+        let is_watched = self.ring.as_mut().filter(|ring| !ring.is_idle()).is_some_and(|ring| {
+            ring.submit() && watch.on(RING_TOKEN, ring.completed().as_raw_fd()).is_ok()
+        });
+        if is_watched && reaped.is_ok() {
+            return Ok(false);
+        }
+        // Also of a driver that broke a rule: what is in flight writes to guest memory all the same.
+        self.drain().and(reaped).map(|()| true)
+    }
+
     fn queue_states(&self) -> Vec<(u16, QueueState)> {
         vec![self.queue.state()]
     }

@@ -13,7 +13,7 @@ use crate::virtio::device::{
     ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice, VirtioInterrupt,
 };
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::Workers;
+use crate::virtio::worker::{HoldingStill, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of consoles.
@@ -150,6 +150,10 @@ impl VirtioDevice for Console {
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.workers.pause()
+    }
+
+    fn begin_pause(&mut self) -> HoldingStill {
+        self.workers.begin_pause()
     }
 
     fn resume(&mut self) {

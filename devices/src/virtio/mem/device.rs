@@ -13,7 +13,7 @@ use super::worker::MemWorker;
 use super::{F_UNPLUGGED_INACCESSIBLE, Shared, state};
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::one_queue::only_queue;
-use crate::virtio::worker::Workers;
+use crate::virtio::worker::{HoldingStill, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of memory devices.
@@ -185,6 +185,10 @@ impl VirtioDevice for Mem {
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.workers.pause()
+    }
+
+    fn begin_pause(&mut self) -> HoldingStill {
+        self.workers.begin_pause()
     }
 
     fn resume(&mut self) {

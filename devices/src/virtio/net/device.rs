@@ -21,7 +21,7 @@ use crate::virtio::device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
 };
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::Workers;
+use crate::virtio::worker::{HoldingStill, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of network devices.
@@ -363,6 +363,10 @@ impl VirtioDevice for Net {
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.workers.pause()
+    }
+
+    fn begin_pause(&mut self) -> HoldingStill {
+        self.workers.begin_pause()
     }
 
     fn resume(&mut self) {

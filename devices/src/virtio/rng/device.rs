@@ -16,7 +16,7 @@ use super::worker::RngWorker;
 use crate::virtio::RING_FEATURES;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::one_queue::only_queue;
-use crate::virtio::worker::Workers;
+use crate::virtio::worker::{HoldingStill, Workers};
 
 /// Virtio device ID of entropy devices.
 const DEVICE_ID: u16 = 4;
@@ -103,6 +103,10 @@ impl VirtioDevice for Rng {
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.workers.pause()
+    }
+
+    fn begin_pause(&mut self) -> HoldingStill {
+        self.workers.begin_pause()
     }
 
     fn resume(&mut self) {

@@ -2,7 +2,9 @@
 
 //! What a driver must not do, and devices that no transport can carry.
 
-use devices::virtio::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
+use devices::virtio::{
+    ActivateError, Activation, DeviceSnapshot, HoldingStill, StateError, VirtioDevice,
+};
 use virtio_queue::QueueState;
 
 use super::*;
@@ -236,6 +238,9 @@ impl VirtioDevice for Odd {
     fn reset(&mut self) {}
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
         Vec::new()
+    }
+    fn begin_pause(&mut self) -> HoldingStill {
+        HoldingStill::default()
     }
     fn resume(&mut self) {}
     fn save(&self) -> DeviceSnapshot {

@@ -54,6 +54,22 @@ fn a_write_through_that_failed_counts_as_a_flush_where_others_may_be_lost_with_i
 }
 
 #[test]
+fn a_writeback_that_failed_while_the_image_is_read_anew_is_a_flush_that_failed() {
+    // The host tells of it once: whoever flushes next would hear that all is well.
+    let disk = Disk::open(image().path(), false, false).unwrap();
+    disk.drop_cache().unwrap();
+    let failed = disk.drop_cache_after(|_| Err(io::Error::from_raw_os_error(libc::EIO)));
+    assert!(matches!(failed, Err(DiskError::Cache { .. })), "{failed:?}");
+    assert!(disk.check_stable().is_err());
+    assert!(disk.flush().is_err());
+    // What is there can be read, as after any flush that failed.
+    disk.drop_cache().unwrap();
+    assert!(disk.check_stable().is_err());
+    let reader = Disk::open(image().path(), true, false).unwrap();
+    reader.drop_cache_after(|_| panic!("there is nothing to write")).unwrap();
+}
+
+#[test]
 fn a_read_only_disk_is_never_flushed() {
     let mut fixture = Fixture::new(|config| config.readonly = true);
     fail_a_flush(&fixture);

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Pauses of a device whose storage does not answer.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use super::*;
+
+const STORAGE: u64 = 1;
+const SOON: Duration = Duration::from_millis(30);
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What the test knows of the work.
+struct Seen {
+    /// The storage has answered.
+    answered: AtomicBool,
+    /// Readable when it has.
+    storage: EventFd,
+    starts: AtomicU32,
+}
+
+/// One request that is in flight until the storage answers.
+struct Slow(Arc<Seen>);
+
+impl Work for Slow {
+    fn start(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
+        self.0.starts.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    fn ready(&mut self, _token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        while !self.0.answered.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    fn try_drain(&mut self, watch: &mut Watch) -> Result<bool, Broken> {
+        watch.on(STORAGE, self.0.storage.as_raw_fd())?;
+        let is_answered = self.0.answered.load(Ordering::Acquire);
+        if is_answered {
+            watch.off(STORAGE);
+        }
+        Ok(is_answered)
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        Vec::new()
+    }
+
+    fn report_broken(&self) {}
+}
+
+fn slow() -> (Workers, Arc<Seen>) {
+    let storage = EventFd::new(EFD_NONBLOCK).unwrap();
+    let seen = Seen { answered: AtomicBool::new(false), storage, starts: AtomicU32::new(0) };
+    let (mut workers, seen) = (Workers::default(), Arc::new(seen));
+    workers.spawn("slow", &[], Slow(Arc::clone(&seen))).unwrap();
+    started(&seen, 1);
+    (workers, seen)
+}
+
+fn answer(seen: &Seen) {
+    seen.answered.store(true, Ordering::Release);
+    seen.storage.write(1).unwrap();
+}
+
+#[track_caller]
+fn started(seen: &Seen, times: u32) {
+    let until = Instant::now() + PATIENCE;
+    while seen.starts.load(Ordering::Acquire) < times {
+        assert!(Instant::now() < until, "it does not work");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_pause_that_has_begun_is_over_when_the_storage_has_answered() {
+    let (mut workers, seen) = slow();
+    let begun = workers.begin_pause();
+    assert!(!begun.wait_until(Instant::now() + SOON), "a request is in flight");
+    answer(&seen);
+    assert!(begun.wait_until(Instant::now() + PATIENCE));
+    workers.pause();
+    assert_eq!(seen.starts.load(Ordering::Acquire), 1, "it holds still");
+    workers.resume();
+    started(&seen, 2);
+}
+
+#[test]
+fn a_pause_that_is_taken_back_has_it_work_at_once_whatever_is_in_flight() {
+    let (mut workers, seen) = slow();
+    for times in 2..20 {
+        let begun = workers.begin_pause();
+        assert!(!begun.wait_until(Instant::now()), "a request is in flight");
+        // Whether the thread has come to it or not, it works on.
+        if times % 2 == 0 {
+            assert!(!begun.wait_until(Instant::now() + SOON));
+        }
+        begun.withdraw();
+        if times % 2 == 0 {
+            started(&seen, times / 2 + 1);
+        }
+    }
+    answer(&seen);
+    workers.pause();
+}
+
+#[test]
+fn taking_a_pause_back_neither_revives_what_ends_nor_resumes_what_was_paused_before() {
+    let (mut workers, seen) = slow();
+    answer(&seen);
+    let begun = workers.begin_pause();
+    workers.stop();
+    begun.withdraw();
+    assert!(begun.wait_until(Instant::now()), "it has ended");
+    // Those that are activated after the begin work.
+    workers.spawn("next", &[], Slow(Arc::clone(&seen))).unwrap();
+    started(&seen, 2);
+    workers.stop();
+}

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The end of a machine: shut down, rebooted, deleted, or ended with its process.
+//!
+//! Owns the machine while it ends, on a thread of its own: its devices finish what they work on and its
+//! disks are written back before their locks are given back, and that takes as long as the storage
+//! behind them takes. What becomes of the VM is decided before, and happens on the VMM thread after.
+
+use super::inbox::Message;
+use super::snapshot::Fill;
+use super::{Next, Pages, RunError, Vm, Vmm};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
+use crate::config::VmConfig;
+use crate::control::describe;
+use crate::events;
+use crate::machine::{Consoles, KeptDisks, KeptOverReboot, Machine};
+use crate::options::ExitReason;
+
+/// What becomes of the VM when its machine has ended.
+pub enum After {
+    /// It stays as it was asked to be.
+    Idle {
+        /// What it was asked to be.
+        config: Box<VmConfig>,
+        /// Whoever asked; the guest itself if nobody did.
+        responder: Option<Responder>,
+    },
+    /// It is forgotten.
+    Deleted(Responder),
+    /// It boots again.
+    Reboot {
+        /// What it is to be.
+        config: Box<VmConfig>,
+        /// Whoever is attached to them stays so.
+        consoles: Consoles,
+        /// What no other VM can have in between.
+        kept: Box<KeptOverReboot>,
+        /// Whoever asked; the guest itself if nobody did.
+        responder: Option<Responder>,
+    },
+    /// The process ends, with an error if there is one.
+    End(Option<RunError>),
+}
+
+/// A machine that ends.
+pub struct Down {
+    /// Its description.
+    pub info: Box<VmInfo>,
+    /// Its consoles, for a process that ends without it.
+    pub consoles: Consoles,
+    after: After,
+}
+
+fn emit(event: &'static str) {
+    events::emit("vm", event, &[]);
+}
+
+impl After {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Idle { .. } | Self::End(_) => "vm-shutdown",
+            Self::Deleted(_) => "vm-delete",
+            Self::Reboot { .. } => "vm-reboot",
+        }
+    }
+}
+
+impl Vmm {
+    /// `vm.shutdown`, or the guest has shut down.
+    pub(super) fn shutdown_for(&mut self, responder: Option<Responder>) -> Next {
+        match self.lasting_config() {
+            Ok(config) => self.take_down(After::Idle { config, responder }),
+            Err(error) => refuse(responder, error, RunError::Shutdown),
+        }
+    }
+
+    /// `vm.reboot`, or the guest has reset itself.
+    pub(super) fn reboot_for(&mut self, responder: Option<Responder>) -> Next {
+        let config = match self.lasting_config() {
+            Ok(config) => config,
+            Err(error) => return refuse(responder, error, RunError::Reboot),
+        };
+        emit("rebooting");
+        let Vm::Live(machine) = &mut self.vm else { return Next::Continue };
+        let (consoles, files) = (machine.consoles().clone(), machine.ram().held_files());
+        let mut disks = machine.keep_disks();
+        let going = disks.not_in(&config);
+        let kept = Box::new(KeptOverReboot { disks, files });
+        self.take_down_with(After::Reboot { config, consoles, kept, responder }, going)
+    }
+
+    fn lasting_config(&mut self) -> Result<Box<VmConfig>, ApiError> {
+        self.machine_mut()?;
+        self.refuse_without_all_pages()?;
+        Ok(Box::new(self.machine_mut()?.lasting_config()))
+    }
+
+    /// Begins to end the live machine.
+    pub(super) fn take_down(&mut self, after: After) -> Next {
+        self.take_down_with(after, KeptDisks::default())
+    }
+
+    /// The same, with what it has no more and no machine after it gets.
+    fn take_down_with(&mut self, after: After, going: KeptDisks) -> Next {
+        let machine = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Live(machine) => machine,
+            other => {
+                self.vm = other;
+                return Next::Continue;
+            }
+        };
+        let info = Box::new(describe::of_machine(&machine));
+        let consoles = machine.consoles().clone();
+        let name = after.name();
+        self.vm = Vm::Down(Down { info, consoles, after });
+        let mailer = self.mailer.clone();
+        let load = (machine, self.filling.take(), going);
+        let end = |(machine, filling, going): (Box<Machine>, Option<Fill>, KeptDisks)| {
+            drop(machine);
+            // What was brought in for it is not needed any more.
+            if let Some(filling) = filling {
+                filling.stop();
+            }
+            drop(going);
+        };
+        let spawned = super::snapshot::spawn_with(name, load, move |load| {
+            end(load);
+            mailer.send(Message::IsDown);
+        });
+        match spawned {
+            Ok(_detached) => Next::Continue,
+            Err((load, error)) => {
+                log::warn!("the VMM waits for the devices itself: {error}");
+                end(load);
+                self.is_down()
+            }
+        }
+    }
+
+    /// Gives back what was kept for a machine that does not come, and goes on ending then.
+    fn give_back(
+        &mut self,
+        kept: KeptOverReboot,
+        (info, consoles): (Box<VmInfo>, Consoles),
+    ) -> Next {
+        self.vm = Vm::Down(Down { info, consoles, after: After::End(None) });
+        let mailer = self.mailer.clone();
+        let spawned = super::snapshot::spawn_with("vm-shutdown", kept, move |kept| {
+            drop(kept);
+            mailer.send(Message::IsDown);
+        });
+        match spawned {
+            Ok(_detached) => Next::Continue,
+            Err((kept, _)) => {
+                drop(kept);
+                self.is_down()
+            }
+        }
+    }
+
+    /// The machine has ended.
+    pub(super) fn is_down(&mut self) -> Next {
+        let down = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Down(down) => down,
+            other => {
+                self.vm = other;
+                return Next::Continue;
+            }
+        };
+        let mut next = Next::Continue;
+        match down.after {
+            After::Idle { config, responder } => {
+                self.vm = Vm::Idle(config);
+                emit("shutdown");
+                match responder {
+                    Some(responder) => responder.answer(Ok(ApiReply::Empty)),
+                    None if self.no_shutdown => {}
+                    None => next = Next::Exit(ExitReason::GuestShutdown),
+                }
+            }
+            After::Deleted(responder) => {
+                emit("shutdown");
+                emit("deleted");
+                responder.answer(Ok(ApiReply::Empty));
+            }
+            After::Reboot { kept, responder, .. } if self.ending.is_some() => {
+                let why = "the VMM has been told to end";
+                if let Some(responder) = responder {
+                    responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, why)));
+                }
+                return self.give_back(*kept, (down.info, down.consoles));
+            }
+            After::Reboot { config, consoles, mut kept, responder } => {
+                match self.start_machine(config.as_ref().clone(), consoles, &mut kept) {
+                    Ok(machine) => {
+                        self.vm = Vm::Live(Box::new(machine));
+                        emit("rebooted");
+                        if let Some(responder) = responder {
+                            responder.answer(Ok(ApiReply::Empty));
+                        }
+                    }
+                    Err(error) => {
+                        self.vm = Vm::Idle(config);
+                        // Nobody waits for it; the end of the process does it, too.
+                        drop(super::snapshot::spawn_with("give-back", kept, drop));
+                        let error = ApiError::from_error(ApiErrorKind::Failed, &error);
+                        next = refuse(responder, error, RunError::Reboot);
+                    }
+                }
+            }
+            After::End(error) => {
+                emit("shutdown");
+                if let Some(error) = error {
+                    next = Next::Fail(error);
+                }
+            }
+        }
+        match next {
+            Next::Continue => self.go_on_ending(),
+            other => other,
+        }
+    }
+
+    /// The live machine ends, and then the process, with an error if there is one. A machine whose
+    /// pages are not all here is never taken apart: whoever waits for one must not see anything else
+    /// in its place, or a disk would be written with it. The end of the process ends them all.
+    pub(super) fn end_with_machine(&mut self, error: Option<RunError>) -> Next {
+        if matches!(self.pages, Pages::Here) {
+            return self.take_down(After::End(error));
+        }
+        let machine = std::mem::replace(&mut self.vm, Vm::None);
+        let waiting = std::mem::replace(&mut self.pages, Pages::Here);
+        std::mem::forget((machine, waiting));
+        emit("shutdown");
+        match error {
+            Some(error) => Next::Fail(error),
+            None => self.go_on_ending(),
+        }
+    }
+}
+
+/// Tells whoever asked; what a guest wants by itself and cannot have ends the process.
+fn refuse(responder: Option<Responder>, error: ApiError, fatal: fn(ApiError) -> RunError) -> Next {
+    match responder {
+        Some(responder) => {
+            responder.answer(Err(error));
+            Next::Continue
+        }
+        None => Next::Fail(fatal(error)),
+    }
+}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Stopping a machine, with a limit to what it may cost.
+//!
+//! Owns the order in which everything stops, and the way back while it has not all stopped: a device
+//! waits for whatever is behind it, and storage that does not answer would hold the guest for ever.
+//! All devices finish their requests side by side while the vCPUs run on; those stop when that is
+//! done. If it takes too long, or nobody wants it any more, the machine runs as before.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use devices::virtio::HoldingStill;
+use hypervisor::ThreadsError;
+
+use super::virtio::VirtioDevices;
+use super::{Machine, MachineError};
+
+/// How often it is looked whether a pause is still wanted.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// vCPUs have this long at least to leave the guest: on a busy host a thread may not run for a while,
+/// however short the pause is to be.
+const VCPUS_TIME_MIN: Duration = Duration::from_secs(1);
+
+/// Says that a pause is not wanted any more; cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct GiveUp(Arc<AtomicBool>);
+
+impl GiveUp {
+    /// From now on it is not.
+    pub fn now(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether it is not.
+    pub fn is_told(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// Devices that have been told to hold still; they go on when it is dropped.
+struct Begun {
+    devices: Vec<(String, HoldingStill)>,
+    is_kept: bool,
+}
+
+impl Begun {
+    /// Waits until all hold still.
+    fn wait(&self, within: Duration, is_given_up: &dyn Fn() -> bool) -> Result<(), MachineError> {
+        let until = Instant::now() + within;
+        for (id, device) in &self.devices {
+            while !device.wait_until(until.min(Instant::now() + LOOK)) {
+                if is_given_up() {
+                    return Err(MachineError::PauseWithdrawn);
+                }
+                if Instant::now() >= until {
+                    return Err(MachineError::DeviceBusy { id: id.clone(), within });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            self.devices.iter().for_each(|(_, device)| device.withdraw());
+        }
+    }
+}
+
+impl VirtioDevices {
+    /// Tells all devices to hold still, but those that a driver has reset at this moment.
+    fn begin_pause(&self) -> Begun {
+        let begin = |function: &pci::VirtioPciDevice| {
+            function.begin_pause().map(|begun| (pci::PciDevice::id(function).to_owned(), begun))
+        };
+        let devices = self.functions().iter().filter_map(|(_, function)| begin(function));
+        Begun { devices: devices.collect(), is_kept: false }
+    }
+}
+
+impl Machine {
+    /// Stops the vCPUs, and everything else that writes guest memory. Its devices may take `within` to
+    /// finish what they work on, and once more what the guest asks for meanwhile.
+    ///
+    /// # Errors
+    /// [`MachineError::DeviceBusy`] names a device that takes longer, [`MachineError::PauseWithdrawn`]
+    /// says that `is_given_up`; also when a vCPU or a passed-through device cannot be stopped. The
+    /// machine is as before, but that a passed-through device that could be stopped stays so if the
+    /// machine was paused.
+    pub fn pause(
+        &mut self,
+        within: Duration,
+        is_given_up: &dyn Fn() -> bool,
+    ) -> Result<(), MachineError> {
+        if self.paused {
+            // Whatever has happened since the pause: who calls this counts on nothing being written.
+            return Ok(self.passthrough.stop()?);
+        }
+        let early = self.devices.begin_pause();
+        early.wait(within, is_given_up)?;
+        self.pause_vcpus(within.max(VCPUS_TIME_MIN), is_given_up)?;
+        let stopped = self.stop_devices(within, is_given_up);
+        match stopped {
+            Ok(mut late) => {
+                let mut early = early;
+                (early.is_kept, late.is_kept) = (true, true);
+                self.devices.pause();
+                self.legacy.pause();
+                self.paused = true;
+                Ok(())
+            }
+            Err(error) => {
+                drop(early);
+                self.passthrough.run();
+                self.vcpus.resume_all();
+                Err(error)
+            }
+        }
+    }
+
+    /// Those that the guest has had begin to work while the others finished. No vCPU is in a device
+    /// any more.
+    fn stop_devices(
+        &self,
+        within: Duration,
+        is_given_up: &dyn Fn() -> bool,
+    ) -> Result<Begun, MachineError> {
+        self.passthrough.stop()?;
+        let late = self.devices.begin_pause();
+        late.wait(within, is_given_up)?;
+        Ok(late)
+    }
+
+    fn pause_vcpus(
+        &self,
+        within: Duration,
+        is_given_up: &dyn Fn() -> bool,
+    ) -> Result<(), MachineError> {
+        let until = Instant::now() + within;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.vcpus.pause_all_within(left.min(VCPUS_TIME_MIN)) {
+                Ok(()) => return Ok(()),
+                Err(ThreadsError::Slow { .. }) if is_given_up() => {
+                    return Err(MachineError::PauseWithdrawn);
+                }
+                Err(ThreadsError::Slow { index, .. }) if left <= VCPUS_TIME_MIN => {
+                    return Err(ThreadsError::Slow { index, within }.into());
+                }
+                Err(ThreadsError::Slow { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Finds out whether its devices would finish within that time what they work on: they do, and then
+    /// go on. The vCPUs run meanwhile.
+    ///
+    /// # Errors
+    /// As [`Machine::pause`].
+    pub fn try_devices(
+        &self,
+        within: Duration,
+        is_given_up: &dyn Fn() -> bool,
+    ) -> Result<(), MachineError> {
+        if self.paused {
+            return Ok(());
+        }
+        self.devices.begin_pause().wait(within, is_given_up)
+    }
+}
