@@ -6,6 +6,7 @@
 //! are sent and come back with the VMM's own words.
 
 use std::io::Read as _;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
@@ -22,8 +23,8 @@ use vmm::config::later::{
 use vmm::config::migration::RestoreConfig;
 use vmm::config::reference::help;
 use vmm::config::{
-    ConfigError, DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig, OptionError,
-    ReceiveMigrationData, SendMigrationData,
+    ConfigError, ConfigFd, DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig,
+    OptionError, ReceiveMigrationData, SendMigrationData,
 };
 
 use super::watch::{self, FollowError, View};
@@ -68,6 +69,15 @@ pub enum RemoteError {
         text: String,
         /// What was expected.
         reason: String,
+    },
+    /// A descriptor is not open.
+    #[error("the descriptor {number} cannot be sent: is it open in this process?")]
+    Descriptor {
+        /// Its number.
+        number: i32,
+        /// Why.
+        #[source]
+        source: std::io::Error,
     },
     /// The configuration cannot be read.
     #[error("the configuration '{path}' cannot be read")]
@@ -122,6 +132,15 @@ pub struct Call {
     pub body: Option<String>,
     /// How the migration that this begins, or that goes on, is followed to its end.
     pub follow: Option<View>,
+    /// Descriptors of this process that go with it.
+    pub fds: Vec<ConfigFd>,
+}
+
+impl Call {
+    /// Without a body or anything else.
+    const fn bare(method: Method, path: &'static str) -> Self {
+        Self { method, path, body: None, follow: None, fds: Vec::new() }
+    }
 }
 
 /// A subcommand without arguments.
@@ -306,13 +325,24 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
             Ok(None)
         }
         None => {
-            let answer = client.ask(call.method, call.path, call.body).map_err(request)?;
+            let fds = open(&call.fds)?;
+            let answer =
+                client.ask_with(call.method, call.path, call.body, fds).map_err(request)?;
             match sub.try_get_one::<String>("svg").ok().flatten() {
                 Some(path) => draw(path, &answer.unwrap_or_default()),
                 None => Ok(answer.map(|text| pretty(&text))),
             }
         }
     }
+}
+
+/// The descriptors that the command line names by their numbers.
+fn open(fds: &[ConfigFd]) -> Result<Vec<OwnedFd>, RemoteError> {
+    let duplicate = |fd: &ConfigFd| {
+        let number = fd.number();
+        fd.duplicate().map_err(|source| RemoteError::Descriptor { number, source })
+    };
+    fds.iter().map(duplicate).collect()
 }
 
 /// JSON for people.
@@ -337,7 +367,7 @@ fn draw(path: &str, report: &str) -> Result<Option<String>, RemoteError> {
 /// A request that may be forced.
 fn forced(path: &'static str, matches: &ArgMatches) -> Call {
     let body = matches.get_flag("force").then(|| json!({"force": true}).to_string());
-    Call { method: Method::Put, path, body, follow: None }
+    Call { body, ..Call::bare(Method::Put, path) }
 }
 
 /// Turns a subcommand into a request.
@@ -346,30 +376,38 @@ fn forced(path: &'static str, matches: &ArgMatches) -> Call {
 /// Its arguments cannot be read.
 pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
     if let Some((_, method, path, _)) = SIMPLE.iter().find(|(known, ..)| *known == name) {
-        return Ok(Call { method: *method, path, body: None, follow: None });
+        return Ok(Call::bare(*method, path));
     }
     let config = || matches.get_one::<String>("config").cloned().unwrap_or_default();
-    let put = |path, body: &Value| Call {
-        method: Method::Put,
-        path,
-        body: Some(body.to_string()),
-        follow: None,
-    };
+    let put =
+        |path, body: &Value| Call { body: Some(body.to_string()), ..Call::bare(Method::Put, path) };
     Ok(match name {
-        "add-device" => put("vm.add-device", &family::<DeviceConfig>(name, &config())?),
+        "add-device" => {
+            let device = option_string::<DeviceConfig>(name, &config())?;
+            let fds = device.fd.clone().into_iter().collect();
+            Call { fds, ..put("vm.add-device", &to_json(&device)) }
+        }
         "add-disk" => put("vm.add-disk", &family::<DiskConfig>(name, &config())?),
         "add-fs" => put("vm.add-fs", &family::<FsConfig>(name, &config())?),
         "add-generic-vhost-user" => {
             put("vm.add-generic-vhost-user", &family::<GenericVhostUserConfig>(name, &config())?)
         }
-        "add-net" => put("vm.add-net", &family::<NetConfig>(name, &config())?),
+        "add-net" => {
+            let net = option_string::<NetConfig>(name, &config())?;
+            let fds = net.fds.clone().unwrap_or_default().0;
+            Call { fds, ..put("vm.add-net", &to_json(&net)) }
+        }
         "add-pmem" => put("vm.add-pmem", &family::<PmemConfig>(name, &config())?),
         "add-user-device" => {
             put("vm.add-user-device", &family::<UserDeviceConfig>(name, &config())?)
         }
         "add-vdpa" => put("vm.add-vdpa", &family::<VdpaConfig>(name, &config())?),
         "add-vsock" => put("vm.add-vsock", &family::<VsockConfig>(name, &config())?),
-        "restore" => put("vm.restore", &family::<RestoreConfig>(name, &config())?),
+        "restore" => {
+            let config = option_string::<RestoreConfig>(name, &config())?;
+            let fds = config.arriving_fds().in_order();
+            Call { fds, ..put("vm.restore", &to_json(&config)) }
+        }
         "coredump" => put("vm.coredump", &json!({"destination_url": config()})),
         "snapshot" => put("vm.snapshot", &json!({"destination_url": config()})),
         "remove-device" => put("vm.remove-device", &json!({"id": config()})),
@@ -382,21 +420,13 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
             let id = matches.get_one::<String>("id");
             put("vm.resize-zone", &json!({"id": id, "desired_ram": bytes(matches, "size")?}))
         }
-        "create" => Call {
-            method: Method::Put,
-            path: "vm.create",
-            body: Some(configuration(matches)?),
-            follow: None,
-        },
-        "migration-progress" => Call {
-            method: Method::Get,
-            path: "vm.migration-progress",
-            body: None,
-            follow: view(matches),
-        },
-        "migration-report" => {
-            Call { method: Method::Get, path: "vm.migration-report", body: None, follow: None }
+        "create" => {
+            Call { body: Some(configuration(matches)?), ..Call::bare(Method::Put, "vm.create") }
         }
+        "migration-progress" => {
+            Call { follow: view(matches), ..Call::bare(Method::Get, "vm.migration-progress") }
+        }
+        "migration-report" => Call::bare(Method::Get, "vm.migration-report"),
         "delete" => forced("vm.delete", matches),
         "shutdown-vmm" => forced("vmm.shutdown", matches),
         "migration-recover" => {
@@ -412,7 +442,8 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
                 .map_err(|source| RemoteError::Option { command: name.to_owned(), source })?;
             data.validate()
                 .map_err(|source| RemoteError::Config { command: name.to_owned(), source })?;
-            put("vm.receive-migration", &to_json(&data))
+            let fds = data.arriving_fds().in_order();
+            Call { fds, ..put("vm.receive-migration", &to_json(&data)) }
         }
         // clap knows no other.
         other => unreachable!("subcommand {other}"),
@@ -440,10 +471,9 @@ fn send(matches: &ArgMatches, config: &str) -> Result<Call, RemoteError> {
     data.local |= matches.get_flag("local");
     data.validate().map_err(|source| RemoteError::Config { command: command(), source })?;
     Ok(Call {
-        method: Method::Put,
-        path: "vm.send-migration",
         body: Some(to_json(&data).to_string()),
         follow: view(matches),
+        ..Call::bare(Method::Put, "vm.send-migration")
     })
 }
 
@@ -452,10 +482,12 @@ fn to_json<T: Serialize>(value: &T) -> Value {
     serde_json::to_value(value).unwrap_or_default()
 }
 
+fn option_string<T: Family>(command: &str, text: &str) -> Result<T, RemoteError> {
+    T::parse(text).map_err(|source| RemoteError::Option { command: command.to_owned(), source })
+}
+
 fn family<T: Family + Serialize>(command: &str, text: &str) -> Result<Value, RemoteError> {
-    T::parse(text)
-        .map(|value| to_json(&value))
-        .map_err(|source| RemoteError::Option { command: command.to_owned(), source })
+    option_string::<T>(command, text).map(|value| to_json(&value))
 }
 
 fn bytes(matches: &ArgMatches, name: &'static str) -> Result<Option<u64>, RemoteError> {

@@ -12,6 +12,7 @@ mod boot;
 mod clock;
 mod copies;
 mod cuts;
+mod descriptors;
 mod disks;
 mod events;
 mod fault_sources;
@@ -92,6 +93,7 @@ fn main() -> ExitCode {
     fault_sources::add(&mut suite);
     fault_stress::add(&mut suite);
     hotplug::add(&mut suite);
+    descriptors::add(&mut suite);
     soak::add(&mut suite);
     file_zones::add(&mut suite);
     suite.main()

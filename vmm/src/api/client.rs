@@ -5,8 +5,11 @@
 //! Owns one request per connection. It must never know what a request means.
 
 use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::Request;
@@ -14,8 +17,10 @@ use hyper::body::Bytes;
 use hyper::header::{CONTENT_TYPE, HOST};
 use hyper_util::rt::TokioIo;
 use thiserror::Error;
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 
 use super::endpoints::{API_ROOT, Method};
+use super::rights;
 
 /// Longest response that is taken; `vm.info` of a large VM has about a megabyte.
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
@@ -77,6 +82,20 @@ impl Client {
         name: &str,
         body: Option<String>,
     ) -> Result<Option<String>, ClientError> {
+        self.ask_with(method, name, body, Vec::new())
+    }
+
+    /// The same with descriptors for the VMM; ours are closed when they have gone.
+    ///
+    /// # Errors
+    /// As [`Client::ask`].
+    pub fn ask_with(
+        &self,
+        method: Method,
+        name: &str,
+        body: Option<String>,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Option<String>, ClientError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .build()
@@ -85,7 +104,7 @@ impl Client {
             .and_then(|stream| stream.set_nonblocking(true).map(|()| stream));
         let stream =
             connected.map_err(|source| ClientError::Connect { path: self.path.clone(), source })?;
-        runtime.block_on(exchange(stream, method, name, body))
+        runtime.block_on(exchange(stream, method, name, body, fds))
     }
 }
 
@@ -94,8 +113,10 @@ async fn exchange(
     method: Method,
     name: &str,
     body: Option<String>,
+    fds: Vec<OwnedFd>,
 ) -> Result<Option<String>, ClientError> {
     let stream = tokio::net::UnixStream::from_std(stream).map_err(ClientError::Runtime)?;
+    let stream = WithFds { stream, fds };
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await
         .map_err(ClientError::Http)?;
@@ -122,6 +143,53 @@ async fn exchange(
     let reasons = serde_json::from_str(&text)
         .unwrap_or_else(|_| if text.is_empty() { Vec::new() } else { vec![text] });
     Err(ClientError::Refused { status: status_name(status), reasons })
+}
+
+/// A stream that sends descriptors with its first bytes.
+struct WithFds {
+    stream: tokio::net::UnixStream,
+    fds: Vec<OwnedFd>,
+}
+
+impl AsyncRead for WithFds {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for WithFds {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        while !self.fds.is_empty() {
+            std::task::ready!(self.stream.poll_write_ready(cx))?;
+            let fds: Vec<_> = self.fds.iter().map(OwnedFd::as_fd).collect();
+            let send = || rights::send(&self.stream, buf, &fds);
+            match self.stream.try_io(Interest::WRITABLE, send) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+                Ok(bytes) => {
+                    self.fds.clear();
+                    return Poll::Ready(Ok(bytes));
+                }
+            }
+        }
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
 }
 
 /// `InternalServerError` for 500, as old tools print it.

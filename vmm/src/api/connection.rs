@@ -7,6 +7,7 @@
 //! JSON list of sentences, outermost first. It must never block the thread.
 
 use std::convert::Infallible;
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
 use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
@@ -17,6 +18,7 @@ use hyper::{Request, Response, StatusCode};
 
 use super::endpoints::{self, Endpoint, Route};
 use super::request::{ApiError, ApiHandle};
+use super::rights::{self, Received};
 use super::roster::Seat;
 use super::server::Limits;
 
@@ -28,8 +30,9 @@ pub async fn serve(
     handle: ApiHandle,
     limits: Limits,
     seat: Rc<Seat>,
+    received: Received,
 ) -> Result<HttpResponse, Infallible> {
-    let mut response = answer(request, handle, limits, seat).await;
+    let mut response = answer(request, handle, limits, seat, received).await;
     response.extensions_mut().insert(ReasonPhrase::from_static(b""));
     Ok(response)
 }
@@ -41,11 +44,17 @@ async fn answer(
     handle: ApiHandle,
     limits: Limits,
     seat: Rc<Seat>,
+    received: Received,
 ) -> HttpResponse {
     let (head, body) = request.into_parts();
     let body = match read_body(body, limits).await {
         Ok(body) => body,
         Err(refusal) => return refusal,
+    };
+    // Whatever the request is: what came with it is not for the next one.
+    let fds = match received.take() {
+        Ok(fds) => fds,
+        Err(error) => return refuse(StatusCode::BAD_REQUEST, &error.to_string()),
     };
     let endpoint = match endpoints::route(head.method.as_str(), head.uri.path()) {
         Route::Found(endpoint) => endpoint,
@@ -68,7 +77,7 @@ async fn answer(
             return refuse(StatusCode::NOT_FOUND, &message);
         }
     };
-    match carry_out(endpoint, &body, &handle, &seat).await {
+    match carry_out(endpoint, &body, fds, &handle, &seat).await {
         Ok(response) => response,
         Err(error) => failure(&error),
     }
@@ -77,10 +86,12 @@ async fn answer(
 async fn carry_out(
     endpoint: &Endpoint,
     body: &[u8],
+    fds: Vec<OwnedFd>,
     handle: &ApiHandle,
     seat: &Seat,
 ) -> Result<HttpResponse, ApiError> {
-    let request = (endpoint.decode)(body)?;
+    let mut request = (endpoint.decode)(body)?;
+    rights::attach(&mut request, fds)?;
     let _busy = seat.work();
     let reply = handle.ask(request).await?;
     Ok(match endpoints::encode(&reply)? {

@@ -2,7 +2,8 @@
 
 //! A socket whose peer must finish the head that it has begun, and read what it asked for.
 //!
-//! Owns the limits on the time for a request head and on how long a write may stand still. A body
+//! Owns the limits on the time for a request head and on how long a write may stand still, and
+//! reads in the way that keeps descriptors which come with the bytes. A body
 //! has a limit of its own, in the HTTP layer. It must never limit the time between a request and its
 //! answer, some take minutes, nor the time between two requests: clients keep one connection for
 //! the life of a VM.
@@ -14,9 +15,11 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::time::Sleep;
+
+use super::rights::Received;
 
 /// Where a connection is, as far as the time limit of a head is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,14 +75,32 @@ pub struct Guarded {
     stream: UnixStream,
     times: Times,
     clock: HeadClock,
+    received: Received,
     head: Option<Pin<Box<Sleep>>>,
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
 impl Guarded {
-    /// Guards the stream.
-    pub fn new(stream: UnixStream, times: Times, clock: HeadClock) -> Self {
-        Self { stream, times, clock, head: None, stalled: None }
+    /// Guards the stream; descriptors that come are kept in `received`.
+    pub fn new(stream: UnixStream, times: Times, clock: HeadClock, received: Received) -> Self {
+        Self { stream, times, clock, received, head: None, stalled: None }
+    }
+
+    fn receive(&self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        loop {
+            std::task::ready!(self.stream.poll_read_ready(cx))?;
+            let room = buf.initialize_unfilled();
+            let read = || self.received.read(&self.stream, room);
+            match self.stream.try_io(Interest::READABLE, read) {
+                Ok(bytes) => {
+                    buf.advance(bytes);
+                    return Poll::Ready(Ok(()));
+                }
+                // It was not readable after all, which the next look knows.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
     }
 
     /// Starts or polls the clock of a write that makes no progress, and stops it otherwise.
@@ -106,7 +127,7 @@ impl AsyncRead for Guarded {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
-        let poll = Pin::new(&mut self.stream).poll_read(cx, buf);
+        let poll = self.receive(cx, buf);
         if buf.filled().len() > before && self.clock.0.get() == Reading::Idle {
             self.clock.0.set(Reading::Head);
         }

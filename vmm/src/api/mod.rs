@@ -22,6 +22,7 @@ pub mod types;
 
 mod connection;
 mod guarded;
+mod rights;
 mod roster;
 
 #[cfg(test)]

@@ -24,6 +24,7 @@ use tokio::sync::{oneshot, watch};
 use super::connection;
 use super::guarded::{Guarded, HeadClock, Times};
 use super::request::ApiHandle;
+use super::rights::Received;
 use super::roster::{Roster, Seat};
 use super::socket::{ApiListener, SocketError};
 
@@ -231,11 +232,13 @@ async fn client(
     let seat = Rc::new(seat);
     let clock = HeadClock::new();
     let times = Times { head: limits.head_time, write: limits.write_time };
-    let io = TokioIo::new(Guarded::new(stream, times, clock.clone()));
+    let received = Received::default();
+    let io = TokioIo::new(Guarded::new(stream, times, clock.clone(), received.clone()));
     let service = service_fn(|request| {
         let (in_request, handle, seat) = (clock.request(), handle.clone(), Rc::clone(&seat));
+        let received = received.clone();
         async move {
-            let answer = connection::serve(request, handle, limits, seat).await;
+            let answer = connection::serve(request, handle, limits, seat, received).await;
             drop(in_request);
             answer
         }

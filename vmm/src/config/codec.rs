@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use super::option_string::{KeySyntax, OptionError, Options, Printer, list_items, quote, unquote};
-use super::value::{InheritedFd, InheritedFds, MacAddr};
+use super::value::MacAddr;
 
 /// Most entries of any list in an option string; more CPUs than any host has.
 pub const MAX_LIST_ENTRIES: usize = 8192;
@@ -363,41 +363,6 @@ impl ValueCodec<Vec<String>> for TextList {
     fn print(value: &Vec<String>) -> String {
         let items: Vec<_> = value.iter().map(|item| quote(item)).collect();
         format!("[{}]", items.join(","))
-    }
-}
-
-/// File descriptors, `3` or `[3,4]`.
-#[derive(Debug)]
-pub struct Fds;
-
-impl ValueCodec<InheritedFds> for Fds {
-    const SYNTAX: &'static str = "<list_of_file_descriptors>";
-
-    fn parse(raw: &str) -> Result<InheritedFds, String> {
-        let items = list_items(raw).ok_or("expected file descriptors, like [3,4]")?;
-        let fds: Result<Vec<i32>, _> = items.into_iter().map(str::parse).collect();
-        fds.map(InheritedFds).map_err(|_| "expected file descriptors, like [3,4]".to_owned())
-    }
-
-    fn print(value: &InheritedFds) -> String {
-        let items: Vec<_> = value.0.iter().map(ToString::to_string).collect();
-        format!("[{}]", items.join(","))
-    }
-}
-
-/// One file descriptor, `3`.
-#[derive(Debug)]
-pub struct Fd;
-
-impl ValueCodec<InheritedFd> for Fd {
-    const SYNTAX: &'static str = "<file_descriptor>";
-
-    fn parse(raw: &str) -> Result<InheritedFd, String> {
-        raw.parse().map(InheritedFd).map_err(|_| "expected a file descriptor, like 3".to_owned())
-    }
-
-    fn print(value: &InheritedFd) -> String {
-        value.0.to_string()
     }
 }
 

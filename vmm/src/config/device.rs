@@ -6,11 +6,11 @@
 
 use std::path::PathBuf;
 
-use super::codec::{Choice, Fd, File, Id, Int, IntList, One, Opt, Toggle};
+use super::codec::{Choice, File, Id, Int, IntList, One, Opt, Toggle};
+use super::descriptor::{ConfigFd, Fd};
 use super::error::ConfigError;
 use super::family::{option_enum, option_family};
 use super::platform::PlatformConfig;
-use super::value::InheritedFd;
 
 /// BARs of a PCI function.
 const BARS_COUNT: u64 = 6;
@@ -31,7 +31,7 @@ option_family! {
         /// The device in sysfs.
         path: Option<PathBuf> = None, "path" as Opt<File>;
         /// Open descriptor of the device's node in /dev/vfio/devices, in place of a path.
-        fd: Option<InheritedFd> = None, "fd" as Opt<Fd>;
+        fd: Option<ConfigFd> = None, "fd" as Opt<Fd>;
         /// Behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// PCI segment.
@@ -62,7 +62,7 @@ impl DeviceConfig {
             Err(ConfigError::Device { what: "device", id: id.clone(), problem })
         };
         let has_path = self.path.as_ref().is_some_and(|path| !path.as_os_str().is_empty());
-        match self.fd {
+        match &self.fd {
             None if !has_path => {
                 return refuse("needs a path, its directory in /sys/bus/pci/devices");
             }
@@ -71,7 +71,7 @@ impl DeviceConfig {
             Some(fd) => {
                 fd.check().or_else(refuse)?;
                 // It stays bound to the iommufd that it was first used with, across a reboot, too.
-                if platform.and_then(|platform| platform.iommufd_fd).is_none() {
+                if platform.is_none_or(|platform| platform.iommufd_fd.is_none()) {
                     return refuse(
                         "fd needs --platform iommufd=on,iommufd_fd=..., to which it is bound",
                     );

@@ -47,19 +47,9 @@ impl NewDevice {
     pub fn add_to(self, config: &VmConfig) -> Result<(VmConfig, Self), ConfigError> {
         let mut config = config.clone();
         match &self {
-            Self::Host(device) => {
-                if device.fd.is_some() {
-                    return Err(ConfigError::Unsupported { names: vec!["fd".to_owned()] });
-                }
-                config.devices.get_or_insert_default().push(device.clone());
-            }
+            Self::Host(device) => config.devices.get_or_insert_default().push(device.clone()),
             Self::Disk(disk) => config.disks.get_or_insert_default().push(disk.clone()),
-            Self::Net(net) => {
-                if net.fds.as_ref().is_some_and(|fds| !fds.0.is_empty()) {
-                    return Err(ConfigError::Unsupported { names: vec!["fds".to_owned()] });
-                }
-                config.net.get_or_insert_default().push(net.clone());
-            }
+            Self::Net(net) => config.net.get_or_insert_default().push(net.clone()),
         }
         let config = config.complete()?;
         let last = match &self {

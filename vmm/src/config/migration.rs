@@ -8,6 +8,7 @@
 use std::path::PathBuf;
 
 use super::codec::{Bytes, Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
+use super::descriptor::{ConfigFd, Fd, NetFds, RestoredNetConfig, RestoredVfioConfig, VfioFds};
 use super::error::ConfigError;
 use super::family::{Family as _, option_enum, option_family};
 use super::option_string::OptionError;
@@ -193,6 +194,12 @@ option_family! {
         prefault_stage2: bool = true, "prefault_stage2" as One<Toggle>;
         /// Other host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly, unsupported();
+        /// Open tap descriptors for network devices, in place of those that they had.
+        net_fds: Option<Vec<RestoredNetConfig>> = None, "net_fds" as Opt<NetFds>;
+        /// Open descriptors for passed-through devices, in place of what they had.
+        vfio_fds: Option<Vec<RestoredVfioConfig>> = None, "vfio_fds" as Opt<VfioFds>;
+        /// The open descriptor of /dev/iommu that vfio_fds are bound to.
+        iommufd_fd: Option<ConfigFd> = None, "iommufd_fd" as Opt<Fd>;
     }
 }
 
@@ -244,6 +251,12 @@ option_family! {
         net_updates: Option<Vec<VmNetUpdateData>> = None, "" as JsonOnly;
         /// Other names and files for disks.
         disk_updates: Option<Vec<VmDiskUpdateData>> = None, "" as JsonOnly;
+        /// Open tap descriptors for network devices, in place of those that they had.
+        net_fds: Option<Vec<RestoredNetConfig>> = None, "net_fds" as Opt<NetFds>;
+        /// Open descriptors for passed-through devices, in place of what they had.
+        vfio_fds: Option<Vec<RestoredVfioConfig>> = None, "vfio_fds" as Opt<VfioFds>;
+        /// The open descriptor of /dev/iommu that vfio_fds are bound to.
+        iommufd_fd: Option<ConfigFd> = None, "iommufd_fd" as Opt<Fd>;
     }
 }
 

@@ -15,6 +15,7 @@ pub mod balloon;
 pub mod codec;
 pub mod console;
 pub mod cpus;
+pub mod descriptor;
 pub mod device;
 pub mod disk;
 pub mod error;
@@ -43,6 +44,7 @@ mod tests;
 pub use balloon::BalloonConfig;
 pub use console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
 pub use cpus::{CpuAffinity, CpuTopology, CpusConfig};
+pub use descriptor::{ArrivingFds, ConfigFd, ConfigFds};
 pub use device::{DeviceConfig, PinMode};
 pub use disk::{DiskConfig, ImageType, LockGranularity};
 pub use error::ConfigError;
@@ -62,7 +64,7 @@ pub use platform::PlatformConfig;
 pub use prefault::Prefault;
 pub use resize::{VmResize, VmResizeZone};
 pub use small::RngConfig;
-pub use value::{InheritedFd, InheritedFds, MacAddr};
+pub use value::MacAddr;
 pub use vm::{VmConfig, random_bytes};
 
 use value::FieldValue;
@@ -109,6 +111,8 @@ pub fn fuzz_option_string(data: &[u8]) {
             let _ = SendMigrationData::parse_or_url(text).map(|data| data.validate());
             check::<SendMigrationData>(text);
         }
+        "receive-migration" => check::<ReceiveMigrationData>(text),
+        "restore" => check::<RestoreConfig>(text),
         "rate-limit-group" => check::<rate_limiter::RateLimitGroupConfig>(text),
         _ => check::<DiskConfig>(text),
     }
@@ -132,4 +136,6 @@ pub fn fuzz_api_json(data: &[u8]) {
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Net(it).add_to(&config));
     let _ = serde_json::from_slice::<SendMigrationData>(data).map(|data| data.validate());
     let _ = serde_json::from_slice::<ReceiveMigrationData>(data).map(|data| data.validate());
+    let _ = serde_json::from_slice::<RestoreConfig>(data)
+        .map(|data| data.arriving_fds().place(&mut VmConfig::default()));
 }

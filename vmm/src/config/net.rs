@@ -6,11 +6,12 @@
 
 use std::net::IpAddr;
 
-use super::codec::{Address, Choice, Fds, Id, Int, One, Opt, Text, Toggle};
+use super::codec::{Address, Choice, Id, Int, One, Opt, Text, Toggle};
+use super::descriptor::{ConfigFds, Fds};
 use super::error::ConfigError;
 use super::family::{option_enum, option_family};
 use super::rate_limiter::{RateLimiterConfig, RateLimiterKeys};
-use super::value::{InheritedFds, MacAddr};
+use super::value::MacAddr;
 
 /// Smallest MTU that the virtio specification lets a device offer together with IPv6.
 pub const MIN_MTU: u16 = 1280;
@@ -58,7 +59,7 @@ option_family! {
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
         /// Open tap descriptors, one for each queue pair.
-        fds: Option<InheritedFds> = None, "fd" as Opt<Fds>;
+        fds: Option<ConfigFds> = None, "fd" as Opt<Fds>;
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
         /// PCI device number.
@@ -117,18 +118,15 @@ impl NetConfig {
             }
             _ => {}
         }
-        let Some(InheritedFds(fds)) = &self.fds else { return Ok(()) };
+        let Some(ConfigFds(fds)) = &self.fds else { return Ok(()) };
         if self.tap.is_some() {
             return refuse("tap and fd exclude each other".into());
         }
         if fds.len() != usize::from(pairs) {
             return refuse(format!("{} descriptors for {pairs} queue pairs", fds.len()));
         }
-        if fds.iter().any(|fd| *fd < 0) {
-            return refuse("descriptors do not travel in JSON, give them with --net fd=".into());
-        }
-        if fds.iter().any(|fd| *fd <= 2) {
-            return refuse("descriptors 0 to 2 are stdin, stdout and stderr".into());
+        if let Some(problem) = fds.iter().find_map(|fd| fd.check().err()) {
+            return refuse(problem.to_owned());
         }
         Ok(())
     }

@@ -4,10 +4,10 @@
 //!
 //! Owns the families and the rules within them.
 
-use super::codec::{Fd, Int, IntList, One, Opt, Text, TextList, Toggle};
+use super::codec::{Int, IntList, One, Opt, Text, TextList, Toggle};
+use super::descriptor::{ConfigFd, Fd};
 use super::error::ConfigError;
 use super::family::option_family;
-use super::value::InheritedFd;
 
 /// Longest string in an SMBIOS table that common guests still show.
 pub const MAX_SMBIOS_STRING_BYTES: usize = 255;
@@ -62,7 +62,7 @@ option_family! {
         /// Pass devices through by iommufd, in place of type1.
         iommufd: bool = false, "iommufd" as One<Toggle>;
         /// Open descriptor of /dev/iommu.
-        iommufd_fd: Option<InheritedFd> = None, "iommufd_fd" as Opt<Fd>;
+        iommufd_fd: Option<ConfigFd> = None, "iommufd_fd" as Opt<Fd>;
         /// DMA between passed-through devices, by type1.
         vfio_p2p_dma: bool = true, "vfio_p2p_dma" as One<Toggle>;
     }
@@ -102,7 +102,7 @@ impl PlatformConfig {
         {
             return refuse(format!("'{uuid}' is not a UUID"));
         }
-        if let Some(fd) = self.iommufd_fd {
+        if let Some(fd) = &self.iommufd_fd {
             if !self.iommufd {
                 return refuse("iommufd_fd needs iommufd=on".into());
             }

@@ -364,7 +364,8 @@ fn devices_by_descriptor_need_the_iommufd_that_they_belong_to() {
     let both = "iommufd=on,iommufd_fd=9";
     let config = with(both, &["fd=8", "path=/d,id=nic", "fd=7,id=gpu"]).unwrap();
     let devices = config.devices.clone().unwrap();
-    assert_eq!((devices[0].id.as_deref(), devices[2].fd), (Some("_vfio0"), Some(InheritedFd(7))));
+    let last = Some(ConfigFd::inherited(7));
+    assert_eq!((devices[0].id.as_deref(), &devices[2].fd), (Some("_vfio0"), &last));
     assert!(with("iommufd=on", &["path=/d"]).is_ok());
     for (platform, devices) in [
         ("iommufd_fd=9", &["path=/d"][..]),
@@ -385,8 +386,9 @@ fn devices_by_descriptor_need_the_iommufd_that_they_belong_to() {
     let json = serde_json::to_string(&config).unwrap();
     let travelled = serde_json::from_str::<VmConfig>(&json).unwrap().complete();
     assert!(matches!(travelled, Err(ConfigError::Device { .. })));
-    let added = NewDevice::Host(DeviceConfig::parse("fd=8").unwrap()).add_to(&config);
-    assert!(matches!(added, Err(ConfigError::Unsupported { .. })));
+    let add = |device: &str| NewDevice::Host(DeviceConfig::parse(device).unwrap()).add_to(&config);
+    assert!(matches!(add("fd=8"), Err(ConfigError::DuplicatePath { .. })));
+    assert_eq!(add("fd=10").unwrap().0.devices.unwrap().len(), 4);
 }
 
 #[test]

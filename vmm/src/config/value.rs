@@ -246,82 +246,6 @@ impl<'de> Deserialize<'de> for MacAddr {
     }
 }
 
-/// File descriptors that the process inherited. In JSON only their number survives: a descriptor
-/// means nothing in another process, so they are written and read as -1.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct InheritedFds(pub Vec<i32>);
-
-impl Serialize for InheritedFds {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(self.0.iter().map(|_| -1_i32))
-    }
-}
-
-impl<'de> Deserialize<'de> for InheritedFds {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let count = Vec::<i64>::deserialize(deserializer)?.len();
-        Ok(Self(vec![-1; count]))
-    }
-}
-
-impl FieldValue for InheritedFds {
-    fn schema() -> RefOr<Schema> {
-        <Vec<u32> as FieldValue>::schema()
-    }
-
-    fn type_name() -> String {
-        "list of integer".to_owned()
-    }
-
-    fn is_trivial(&self) -> bool {
-        self.0.is_empty()
-    }
-}
-
-/// One such descriptor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InheritedFd(pub i32);
-
-impl InheritedFd {
-    /// Whether a program can have inherited it for its own use; why not, if it cannot.
-    ///
-    /// # Errors
-    /// It came in JSON, or is one of the standard streams.
-    pub fn check(self) -> Result<(), &'static str> {
-        match self.0 {
-            i32::MIN..0 => Err("a descriptor does not travel in JSON, give it on the command line"),
-            0..=2 => Err("descriptors 0 to 2 are stdin, stdout and stderr"),
-            _ => Ok(()),
-        }
-    }
-}
-
-impl Serialize for InheritedFd {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_i32(-1)
-    }
-}
-
-impl<'de> Deserialize<'de> for InheritedFd {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        i64::deserialize(deserializer).map(|_number| Self(-1))
-    }
-}
-
-impl FieldValue for InheritedFd {
-    fn schema() -> RefOr<Schema> {
-        <u32 as FieldValue>::schema()
-    }
-
-    fn type_name() -> String {
-        <u32 as FieldValue>::type_name()
-    }
-
-    fn is_trivial(&self) -> bool {
-        false
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
@@ -339,17 +263,5 @@ mod tests {
         }
         let local = MacAddr::locally_administered([0xff; 6]);
         assert!(!local.is_multicast() && local.bytes()[0] & 2 == 2);
-    }
-
-    #[test]
-    fn descriptors_lose_their_numbers_in_json() {
-        let fds = InheritedFds(vec![7, 9]);
-        let json = serde_json::to_string(&fds).unwrap();
-        assert_eq!(json, "[-1,-1]");
-        assert_eq!(serde_json::from_str::<InheritedFds>("[3]").unwrap(), InheritedFds(vec![-1]));
-        assert_eq!(serde_json::to_string(&InheritedFd(7)).unwrap(), "-1");
-        assert_eq!(serde_json::from_str::<InheritedFd>("7").unwrap(), InheritedFd(-1));
-        assert!(InheritedFd(-1).check().is_err() && InheritedFd(2).check().is_err());
-        assert_eq!(InheritedFd(3).check(), Ok(()));
     }
 }

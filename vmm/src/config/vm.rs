@@ -28,7 +28,7 @@ use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::rate_limiter::RateLimitGroupConfig;
 use super::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
-use super::value::{InheritedFd, MacAddr};
+use super::value::MacAddr;
 
 /// Name of the console device.
 pub const CONSOLE_ID: &str = "__console";
@@ -202,8 +202,8 @@ impl VmConfig {
                 return Err(ConfigError::DuplicatePath { path: path.clone() });
             }
         }
-        for InheritedFd(number) in self.devices.iter().flatten().filter_map(|device| device.fd) {
-            let path = PathBuf::from(format!("descriptor {number}"));
+        for fd in self.devices.iter().flatten().filter_map(|device| device.fd.as_ref()) {
+            let path = PathBuf::from(format!("descriptor {}", fd.number()));
             if !paths.insert(path.clone()) {
                 return Err(ConfigError::DuplicatePath { path });
             }

@@ -170,6 +170,7 @@ impl Vmm {
             host: Arc::clone(&self.host),
             sink: self.new_sink(),
             faults,
+            fds: data.arriving_fds(),
             lingering: self.lingering.clone(),
             mailer: self.mailer.clone(),
         };

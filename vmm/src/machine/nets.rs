@@ -5,7 +5,6 @@
 //! Owns the translation from options to devices, and the handles of their taps. A tap is opened
 //! when the machine is about to run, as another VMM may hold it until then.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use devices::virtio::Counters;
@@ -87,17 +86,6 @@ impl NetHandle {
     }
 }
 
-/// Duplicates an inherited descriptor: the configuration keeps the original for a reboot.
-fn duplicate(id: &str, fd: i32) -> Result<OwnedFd, NetWiringError> {
-    let error = |source| NetWiringError::Descriptor { id: id.to_owned(), fd, source };
-    if fd < 0 {
-        return Err(error(std::io::Error::from_raw_os_error(libc::EBADF)));
-    }
-    // SAFETY: the number is only passed to the kernel, which refuses it if nothing is open there.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-    borrowed.try_clone_to_owned().map_err(error)
-}
-
 /// Makes a device; its tap is opened later.
 ///
 /// # Errors
@@ -108,7 +96,11 @@ pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
         .fds
         .iter()
         .flat_map(|fds| &fds.0)
-        .map(|fd| duplicate(&id, *fd))
+        .map(|fd| {
+            let number = fd.number();
+            let error = |source| NetWiringError::Descriptor { id: id.clone(), fd: number, source };
+            fd.duplicate().map_err(error)
+        })
         .collect::<Result<Vec<_>, _>>()?;
     let net = Net::new(DeviceConfig {
         id: id.clone(),

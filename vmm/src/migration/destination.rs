@@ -17,7 +17,7 @@ use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
 use super::memory::MigratingRam;
 use super::resident::{self, Weakness};
-use crate::config::VmConfig;
+use crate::config::{ArrivingFds, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 
 /// Builds the machine that arrives.
@@ -26,6 +26,7 @@ pub struct ArrivingBuilder {
     sink: EventSink,
     faults: FaultPlan,
     doubts: Doubts,
+    fds: ArrivingFds,
 }
 
 /// Hears when a machine comes into doubt, and (`true`) when that lasts longer than its source can
@@ -34,9 +35,15 @@ pub type Doubts = Box<dyn Fn(&Machine, InDoubt, bool) + Send>;
 
 impl ArrivingBuilder {
     /// On this host; events of the guest go to `sink`; `faults` says how accesses to missing pages
-    /// are caught; `doubts` hears of doubts.
-    pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: Doubts) -> Self {
-        Self { host, sink, faults, doubts }
+    /// are caught; `doubts` hears of doubts; `fds` are for its devices.
+    pub fn new(
+        host: Arc<Host>,
+        sink: EventSink,
+        faults: FaultPlan,
+        doubts: Doubts,
+        fds: ArrivingFds,
+    ) -> Self {
+        Self { host, sink, faults, doubts, fds }
     }
 }
 
@@ -86,8 +93,9 @@ impl DestinationBuilder for ArrivingBuilder {
         config_json: &[u8],
         given: Vec<GivenMemory>,
     ) -> Result<MappedArrival, VmError> {
-        let MachineDocument { vm_config, common_cpuid, feature_msrs } =
+        let MachineDocument { mut vm_config, common_cpuid, feature_msrs } =
             MachineDocument::read(config_json)?;
+        self.fds.place(&mut vm_config)?;
         let config = vm_config.complete()?;
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
@@ -108,7 +116,7 @@ impl MappedMachine for MappedArrival {
 
     fn build(self) -> Result<ArrivingMachine, VmError> {
         let Self { builder, mut config, memory } = self;
-        let ArrivingBuilder { host, sink, faults, doubts } = builder;
+        let ArrivingBuilder { host, sink, faults, doubts, .. } = builder;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
         let machine = Machine::arriving(config, consoles, &host, sink, ram)?;

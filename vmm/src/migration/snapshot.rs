@@ -169,6 +169,8 @@ fn restore_from(
     let config: VmConfig =
         serde_json::from_slice(snapshot.config_json()).map_err(RestoreCause::ConfigJson)?;
     let mut config = config;
+    // Under the names that the devices had, so before any is changed.
+    wishes.arriving_fds().place(&mut config)?;
     updates::change_config(&mut config, wishes)?;
     let mut config = config.complete()?;
     let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());

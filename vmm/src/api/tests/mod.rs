@@ -6,6 +6,7 @@
 
 mod clients;
 mod description;
+mod rights;
 mod sockets;
 
 use std::collections::BTreeMap;
@@ -119,6 +120,10 @@ fn vmm(queue: &ApiQueue, hold: &Sender<Responder>) {
             VmmRequest::ReceiveMigration(_) => {
                 let _ = hold.send(responder);
                 continue;
+            }
+            VmmRequest::AddDevice(device) => {
+                rights::use_descriptors(&device);
+                Ok(ApiReply::Empty)
             }
             _ => Ok(ApiReply::Empty),
         };

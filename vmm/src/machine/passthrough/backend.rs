@@ -4,13 +4,12 @@
 //!
 //! Owns the step from the configuration to the address space and to a device's place on the host.
 
-use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use pci::vfio::{DmaSpace, HostPlace, IommufdSpace, Type1Container, VfioError};
 
-use crate::config::{DeviceConfig, InheritedFd, VmConfig};
+use crate::config::{ConfigFd, DeviceConfig, VmConfig};
 use crate::machine::virtio::Sockets;
 
 /// A way into the IOMMU.
@@ -20,7 +19,7 @@ pub enum Backend {
     /// iommufd.
     Iommufd {
         /// The one that this process was given, if it was.
-        given: Option<InheritedFd>,
+        given: Option<ConfigFd>,
     },
 }
 
@@ -28,7 +27,9 @@ impl Backend {
     /// What the configuration asks for.
     pub fn of(config: &VmConfig) -> Self {
         match &config.platform {
-            Some(platform) if platform.iommufd => Self::Iommufd { given: platform.iommufd_fd },
+            Some(platform) if platform.iommufd => {
+                Self::Iommufd { given: platform.iommufd_fd.clone() }
+            }
             _ => Self::Type1,
         }
     }
@@ -42,7 +43,7 @@ impl Backend {
         Ok(match self {
             Self::Type1 => Arc::new(Type1Container::new(vm, ram)?),
             Self::Iommufd { given } => {
-                let given = given.map(duplicate).transpose()?;
+                let given = given.as_ref().map(duplicate).transpose()?;
                 Arc::new(IommufdSpace::new(vm, ram, given)?)
             }
         })
@@ -51,8 +52,8 @@ impl Backend {
 
 /// Where a device is, for people.
 pub fn shown_place(config: &DeviceConfig) -> String {
-    match (config.fd, &config.path) {
-        (Some(InheritedFd(fd)), _) => format!("descriptor {fd}"),
+    match (&config.fd, &config.path) {
+        (Some(fd), _) => format!("descriptor {}", fd.number()),
         (None, Some(path)) => path.display().to_string(),
         (None, None) => String::new(),
     }
@@ -63,19 +64,14 @@ pub fn shown_place(config: &DeviceConfig) -> String {
 /// # Errors
 /// Its descriptor is not open.
 pub fn place_of(config: &DeviceConfig) -> Result<HostPlace, VfioError> {
-    config.fd.map_or_else(
+    config.fd.as_ref().map_or_else(
         || Ok(HostPlace::Sysfs(config.path.clone().unwrap_or_default())),
         |fd| duplicate(fd).map(HostPlace::Descriptor),
     )
 }
 
-/// Duplicates an inherited descriptor: the configuration keeps the original for a reboot.
-fn duplicate(InheritedFd(fd): InheritedFd) -> Result<OwnedFd, VfioError> {
+/// A duplicate for the device.
+fn duplicate(fd: &ConfigFd) -> Result<OwnedFd, VfioError> {
     let what = "use the descriptor that was given";
-    if fd < 0 {
-        return Err(VfioError::Io { what, source: io::Error::from_raw_os_error(libc::EBADF) });
-    }
-    // SAFETY: the number is only passed to the kernel, which refuses it if nothing is open there.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-    borrowed.try_clone_to_owned().map_err(|source| VfioError::Io { what, source })
+    fd.duplicate().map_err(|source| VfioError::Io { what, source })
 }

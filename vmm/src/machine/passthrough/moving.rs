@@ -332,7 +332,7 @@ pub(super) mod tests {
         let json = r#"{"payload":{"kernel":"/k"},"devices":[{"path":"/x","id":"nic"}]}"#;
         let mut config: VmConfig = serde_json::from_str(json).unwrap();
         for device in config.devices.iter_mut().flatten() {
-            device.fd = Some(crate::config::InheritedFd(9));
+            device.fd = Some(crate::config::ConfigFd::inherited(9));
         }
         let error = check_config(&config).unwrap_err().to_string();
         assert!(error.contains("'nic': it was given as a descriptor"), "{error}");

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Descriptors that come with a request over the API socket (SCM_RIGHTS).
+//!
+//! Owns those that have come and that no request has taken yet, and the rule which request takes
+//! them. A descriptor comes with bytes of its request, and is given to the request whose body has
+//! been read when it has come; a request that takes none is refused rather than its descriptors
+//! dropped. None outlives its connection.
+
+use std::cell::RefCell;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use thiserror::Error;
+
+use super::request::{ApiError, ApiErrorKind, VmmRequest};
+use crate::config::{ArrivingFds, ConfigFd, ConfigFds, NewDevice};
+
+/// Most descriptors that one message carries (unix(7)).
+const MAX_MESSAGE_FDS: usize = 253;
+
+/// Most descriptors of a request: a network device has at most 254 queue pairs.
+pub const MAX_REQUEST_FDS: usize = 512;
+
+/// Why descriptors did not come.
+#[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
+pub enum RightsError {
+    /// There are too many.
+    #[error("more than {MAX_REQUEST_FDS} descriptors came with one request")]
+    TooMany,
+    /// This process may not have more.
+    #[error(
+        "not all descriptors that were sent could be taken: the VMM has as many open as it may \
+         (RLIMIT_NOFILE)"
+    )]
+    Truncated,
+}
+
+#[derive(Debug, Default)]
+struct Arrived {
+    fds: Vec<OwnedFd>,
+    failure: Option<RightsError>,
+}
+
+/// Descriptors that have come over a connection for its next request.
+#[derive(Clone, Debug, Default)]
+pub struct Received(Rc<RefCell<Arrived>>);
+
+impl Received {
+    /// Takes all that has come, for the request that has been read.
+    ///
+    /// # Errors
+    /// Some were lost on the way; the others are closed.
+    pub fn take(&self) -> Result<Vec<OwnedFd>, RightsError> {
+        let Arrived { fds, failure } = self.0.take();
+        failure.map_or(Ok(fds), Err)
+    }
+
+    /// Reads bytes, and keeps the descriptors that come with them.
+    ///
+    /// # Errors
+    /// Of the socket.
+    pub fn read(&self, socket: impl AsFd, buf: &mut [u8]) -> io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let mut pieces = [IoSliceMut::new(buf)];
+        let message = rustix::net::recvmsg(socket, &mut pieces, &mut control, flags)?;
+        let arrived = &mut *self.0.borrow_mut();
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = part {
+                arrived.fds.extend(fds);
+            }
+        }
+        if message.flags.contains(ReturnFlags::CTRUNC) {
+            arrived.failure = Some(RightsError::Truncated);
+        } else if arrived.fds.len() > MAX_REQUEST_FDS {
+            arrived.failure = Some(RightsError::TooMany);
+        }
+        if arrived.failure.is_some() {
+            arrived.fds.clear();
+        }
+        Ok(message.bytes)
+    }
+}
+
+/// Sends bytes with descriptors; returns how many bytes went.
+///
+/// # Errors
+/// Of the socket; more descriptors than a message carries are refused.
+pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("a request carries at most {MAX_MESSAGE_FDS} descriptors"),
+        ));
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    Ok(rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)?)
+}
+
+/// Gives a request the descriptors that came with it.
+///
+/// # Errors
+/// It takes none, or another number.
+pub fn attach(request: &mut VmmRequest, fds: Vec<OwnedFd>) -> Result<(), ApiError> {
+    let count = fds.len();
+    let name = request.name();
+    let mut fds = fds.into_iter().map(ConfigFd::received);
+    let refuse = |expected: &str| {
+        let message = format!("{name} takes {expected}, {count} came with the request");
+        Err(ApiError::new(ApiErrorKind::BadRequest, message))
+    };
+    let fill = |arriving: &mut ArrivingFds, fds| {
+        if arriving.expected() == count {
+            arriving.fill(fds);
+            return Ok(());
+        }
+        let expected = arriving.expected();
+        refuse(&format!(
+            "the {expected} descriptors that its net_fds and vfio_fds (with one for iommufd_fd) name"
+        ))
+    };
+    match request {
+        VmmRequest::AddDevice(device) => match device.as_mut() {
+            NewDevice::Net(net) if count > 0 => net.fds = Some(ConfigFds(fds.collect())),
+            NewDevice::Host(_) if count > 1 => return refuse("one descriptor"),
+            NewDevice::Host(host) if count == 1 => host.fd = fds.next(),
+            NewDevice::Disk(_) if count > 0 => return refuse("no descriptors"),
+            _ => {}
+        },
+        VmmRequest::Restore(config) => {
+            let mut arriving = config.arriving_fds();
+            fill(&mut arriving, fds.collect())?;
+            config.set_arriving_fds(arriving);
+        }
+        VmmRequest::ReceiveMigration(data) => {
+            let mut arriving = data.arriving_fds();
+            fill(&mut arriving, fds.collect())?;
+            data.set_arriving_fds(arriving);
+        }
+        _ if count > 0 => return refuse("no descriptors"),
+        _ => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Descriptors that a configuration names, and those that a request brings for a VM that arrives.
+//!
+//! Owns a descriptor that came with a request for as long as any configuration names it. An
+//! inherited one belongs to whoever started the process and is never closed. A number means nothing
+//! in another process, so it is written and read as -1. Nothing here is opened; a device that uses
+//! a descriptor gets a duplicate.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::Schema;
+
+use super::codec::{JsonOnly, ValueCodec, pair_items};
+use super::error::ConfigError;
+use super::family::option_family;
+use super::option_string::list_items;
+use super::value::FieldValue;
+use super::{ReceiveMigrationData, RestoreConfig, VmConfig};
+
+/// An open descriptor of this process.
+#[derive(Clone, Debug)]
+pub struct ConfigFd {
+    number: i32,
+    owner: Option<Arc<OwnedFd>>,
+}
+
+/// Two are the same if their numbers are.
+impl PartialEq for ConfigFd {
+    fn eq(&self, other: &Self) -> bool {
+        self.number == other.number
+    }
+}
+
+impl Eq for ConfigFd {}
+
+impl ConfigFd {
+    /// One of another process, which only its number is known of.
+    const ELSEWHERE: Self = Self::inherited(-1);
+
+    /// One that the process was started with.
+    pub const fn inherited(number: i32) -> Self {
+        Self { number, owner: None }
+    }
+
+    /// One that came with a request; it is closed when the last configuration that names it goes.
+    pub fn received(fd: OwnedFd) -> Self {
+        Self { number: fd.as_raw_fd(), owner: Some(Arc::new(fd)) }
+    }
+
+    /// Its number in this process.
+    pub fn number(&self) -> i32 {
+        self.number
+    }
+
+    /// Whether a device can use it; why not, if it cannot.
+    ///
+    /// # Errors
+    /// It came in JSON, or is one of the standard streams.
+    pub fn check(&self) -> Result<(), &'static str> {
+        match self.number {
+            _ if self.owner.is_some() => Ok(()),
+            i32::MIN..0 => Err(
+                "a descriptor does not travel in JSON: give it on the command line, or send it \
+                 with the request (SCM_RIGHTS)",
+            ),
+            0..=2 => Err("descriptors 0 to 2 are stdin, stdout and stderr"),
+            _ => Ok(()),
+        }
+    }
+
+    /// Another descriptor of the same open file, for a device: this one stays for a reboot.
+    ///
+    /// # Errors
+    /// Nothing is open there.
+    pub fn duplicate(&self) -> io::Result<OwnedFd> {
+        if let Some(owner) = &self.owner {
+            return owner.try_clone();
+        }
+        if self.number < 0 {
+            return Err(io::Error::from_raw_os_error(libc::EBADF));
+        }
+        // SAFETY: the number is only passed to the kernel, which refuses it if nothing is open
+        // there; it is not kept beyond this call.
+        let borrowed = unsafe { BorrowedFd::borrow_raw(self.number) };
+        borrowed.try_clone_to_owned()
+    }
+}
+
+impl Serialize for ConfigFd {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_i32(-1)
+    }
+}
+
+impl<'de> Deserialize<'de> for ConfigFd {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        i64::deserialize(deserializer).map(|_number| Self::ELSEWHERE)
+    }
+}
+
+impl FieldValue for ConfigFd {
+    fn schema() -> RefOr<Schema> {
+        <u32 as FieldValue>::schema()
+    }
+
+    fn type_name() -> String {
+        <u32 as FieldValue>::type_name()
+    }
+
+    fn is_trivial(&self) -> bool {
+        false
+    }
+}
+
+/// Some of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ConfigFds(pub Vec<ConfigFd>);
+
+impl ConfigFds {
+    /// Some that the process was started with.
+    pub fn inherited(numbers: impl IntoIterator<Item = i32>) -> Self {
+        Self(numbers.into_iter().map(ConfigFd::inherited).collect())
+    }
+}
+
+impl FieldValue for ConfigFds {
+    fn schema() -> RefOr<Schema> {
+        <Vec<u32> as FieldValue>::schema()
+    }
+
+    fn type_name() -> String {
+        "list of integer".to_owned()
+    }
+
+    fn is_trivial(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// One descriptor, `3`.
+#[derive(Debug)]
+pub struct Fd;
+
+impl ValueCodec<ConfigFd> for Fd {
+    const SYNTAX: &'static str = "<file_descriptor>";
+
+    fn parse(raw: &str) -> Result<ConfigFd, String> {
+        let number = raw.parse().map_err(|_| "expected a file descriptor, like 3")?;
+        Ok(ConfigFd::inherited(number))
+    }
+
+    fn print(value: &ConfigFd) -> String {
+        value.number.to_string()
+    }
+}
+
+/// Several, `3` or `[3,4]`.
+#[derive(Debug)]
+pub struct Fds;
+
+impl ValueCodec<ConfigFds> for Fds {
+    const SYNTAX: &'static str = "<list_of_file_descriptors>";
+
+    fn parse(raw: &str) -> Result<ConfigFds, String> {
+        const EXPECTED: &str = "expected file descriptors, like [3,4]";
+        let items = list_items(raw).ok_or(EXPECTED)?;
+        let numbers: Result<Vec<i32>, _> = items.into_iter().map(str::parse).collect();
+        numbers.map(ConfigFds::inherited).map_err(|_| EXPECTED.to_owned())
+    }
+
+    fn print(value: &ConfigFds) -> String {
+        let items: Vec<_> = value.0.iter().map(|fd| fd.number.to_string()).collect();
+        format!("[{}]", items.join(","))
+    }
+}
+
+option_family! {
+    /// Open tap descriptors for a network device of a VM that arrives, in place of those that it
+    /// had where it was saved or runs.
+    RestoredNetConfig "net-fds" {
+        /// The device.
+        id: String = String::new(), "" as JsonOnly, required_json();
+        /// How many descriptors come for it with the request.
+        num_fds: u16 = 0, "" as JsonOnly, required_json(), range(1, 254);
+        /// The descriptors; in a request they come by SCM_RIGHTS.
+        fds: Option<ConfigFds> = None, "" as JsonOnly;
+    }
+}
+
+option_family! {
+    /// An open descriptor for a passed-through device of a VM that arrives.
+    RestoredVfioConfig "vfio-fds" {
+        /// The device.
+        id: String = String::new(), "" as JsonOnly, required_json();
+        /// The descriptor of its node in /dev/vfio/devices; in a request it comes by SCM_RIGHTS.
+        fd: Option<ConfigFd> = None, "" as JsonOnly;
+    }
+}
+
+/// Network devices with their descriptors, `[net1@[23,24],net2@[25]]`.
+#[derive(Debug)]
+pub struct NetFds;
+
+impl ValueCodec<Vec<RestoredNetConfig>> for NetFds {
+    const SYNTAX: &'static str = "<list_of_ids_with_file_descriptors>";
+
+    fn parse(raw: &str) -> Result<Vec<RestoredNetConfig>, String> {
+        let pairs = pair_items(raw).ok_or("expected descriptors by device, like [net1@[3,4]]")?;
+        let one = |(id, fds): (&str, &str)| {
+            let fds = Fds::parse(fds)?;
+            let num_fds = u16::try_from(fds.0.len()).unwrap_or(u16::MAX);
+            Ok(RestoredNetConfig { id: id.to_owned(), num_fds, fds: Some(fds) })
+        };
+        pairs.into_iter().map(one).collect()
+    }
+
+    fn print(value: &Vec<RestoredNetConfig>) -> String {
+        let fds = |net: &RestoredNetConfig| Fds::print(&net.fds.clone().unwrap_or_default());
+        let items: Vec<_> = value.iter().map(|net| format!("{}@{}", net.id, fds(net))).collect();
+        format!("[{}]", items.join(","))
+    }
+}
+
+/// Passed-through devices with their descriptors, `[vfio0@5,vfio1@6]`.
+#[derive(Debug)]
+pub struct VfioFds;
+
+impl ValueCodec<Vec<RestoredVfioConfig>> for VfioFds {
+    const SYNTAX: &'static str = "<list_of_ids_with_a_file_descriptor>";
+
+    fn parse(raw: &str) -> Result<Vec<RestoredVfioConfig>, String> {
+        let pairs = pair_items(raw).ok_or("expected a descriptor by device, like [vfio0@5]")?;
+        let one = |(id, fd): (&str, &str)| {
+            Ok(RestoredVfioConfig { id: id.to_owned(), fd: Some(Fd::parse(fd)?) })
+        };
+        pairs.into_iter().map(one).collect()
+    }
+
+    fn print(value: &Vec<RestoredVfioConfig>) -> String {
+        let number = |device: &RestoredVfioConfig| device.fd.as_ref().map_or(-1, ConfigFd::number);
+        let items: Vec<_> = value.iter().map(|it| format!("{}@{}", it.id, number(it))).collect();
+        format!("[{}]", items.join(","))
+    }
+}
+
+/// All descriptors that a restore or a reception has for its VM.
+#[derive(Clone, Debug, Default)]
+pub struct ArrivingFds {
+    /// By network device.
+    pub nets: Vec<RestoredNetConfig>,
+    /// By passed-through device; nothing if none is meant, which asks for no iommufd either.
+    pub vfio: Option<Vec<RestoredVfioConfig>>,
+    /// The iommufd that the latter are bound to.
+    pub iommufd: Option<ConfigFd>,
+}
+
+impl ArrivingFds {
+    /// How many come with the request: for network devices, then passed-through devices, then the
+    /// iommufd.
+    pub fn expected(&self) -> usize {
+        let nets: usize = self.nets.iter().map(|net| usize::from(net.num_fds)).sum();
+        nets + self.vfio.as_ref().map_or(0, |vfio| vfio.len() + 1)
+    }
+
+    /// Takes what came with the request, in that order; what is missing stays without.
+    pub fn fill(&mut self, fds: Vec<ConfigFd>) {
+        let mut fds = fds.into_iter();
+        for net in &mut self.nets {
+            net.fds = Some(ConfigFds(fds.by_ref().take(net.num_fds.into()).collect()));
+        }
+        for device in self.vfio.iter_mut().flatten() {
+            device.fd = fds.next();
+        }
+        self.iommufd = fds.next();
+    }
+
+    /// All of them in that order, as they are sent with a request.
+    pub fn in_order(&self) -> Vec<ConfigFd> {
+        let nets = self.nets.iter().filter_map(|net| net.fds.as_ref()).flat_map(|fds| &fds.0);
+        let vfio = self.vfio.iter().flatten().filter_map(|device| device.fd.as_ref());
+        nets.chain(vfio).chain(&self.iommufd).cloned().collect()
+    }
+
+    /// Puts them into a configuration that has arrived, before it is completed and checked.
+    ///
+    /// # Errors
+    /// Naming a device that is not there or is named twice.
+    pub fn place(&self, config: &mut VmConfig) -> Result<(), ConfigError> {
+        let refuse = |what: &'static str, id: &str, problem: &str| {
+            Err(ConfigError::Device { what, id: id.to_owned(), problem: problem.to_owned() })
+        };
+        let mut seen = std::collections::BTreeSet::new();
+        for net in &self.nets {
+            let id = Some(&net.id);
+            if !seen.insert(&net.id) {
+                return refuse("net_fds", &net.id, "is named twice");
+            }
+            let Some(found) = config.net.iter_mut().flatten().find(|it| it.id.as_ref() == id)
+            else {
+                return refuse("net_fds", &net.id, "is no network device of the VM");
+            };
+            found.fds.clone_from(&net.fds);
+            // Its name was that of a tap elsewhere.
+            found.tap = None;
+        }
+        for device in self.vfio.iter().flatten() {
+            let id = Some(&device.id);
+            if !seen.insert(&device.id) {
+                return refuse("vfio_fds", &device.id, "is named twice");
+            }
+            let found = config.devices.iter_mut().flatten().find(|it| it.id.as_ref() == id);
+            let Some(found) = found else {
+                return refuse("vfio_fds", &device.id, "is no passed-through device of the VM");
+            };
+            found.fd.clone_from(&device.fd);
+            found.path = None;
+        }
+        if self.vfio.is_some() {
+            let platform = config.platform.get_or_insert_default();
+            platform.iommufd = true;
+            platform.iommufd_fd.clone_from(&self.iommufd);
+        }
+        Ok(())
+    }
+}
+
+/// Gives a request for a VM that arrives its descriptors in one piece.
+macro_rules! arriving_fds {
+    ($($request:ty),+) => {$(
+        impl $request {
+            /// The descriptors for the VM that arrives.
+            pub fn arriving_fds(&self) -> ArrivingFds {
+                ArrivingFds {
+                    nets: self.net_fds.clone().unwrap_or_default(),
+                    vfio: self.vfio_fds.clone(),
+                    iommufd: self.iommufd_fd.clone(),
+                }
+            }
+
+            /// Changes them.
+            pub fn set_arriving_fds(&mut self, fds: ArrivingFds) {
+                self.net_fds = (!fds.nets.is_empty()).then_some(fds.nets);
+                self.vfio_fds = fds.vfio;
+                self.iommufd_fd = fds.iommufd;
+            }
+        }
+    )+};
+}
+
+arriving_fds!(ReceiveMigrationData, RestoreConfig);
+
+#[cfg(test)]
+#[path = "descriptor_tests.rs"]
+mod tests;
