@@ -310,7 +310,7 @@ impl SourceVm for FakeVm {
     fn start_dirty_log(&mut self) -> Result<FakeLog, VmError> {
         self.common.call(Inject::StartLog, "start log")?;
         let busy = self.common.inject == Inject::Busy;
-        Ok(FakeLog::new(Arc::clone(&self.common.memory), busy))
+        Ok(FakeLog::new(Arc::clone(&self.common.memory), busy, Arc::clone(&self.common.calls)))
     }
 
     fn throttle(&self) -> Option<Box<dyn Throttle>> {

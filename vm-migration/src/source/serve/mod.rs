@@ -243,7 +243,7 @@ impl<V: SourceVm> HandedOver<V> {
     /// Serves pages until the destination has every one, over as many sets of connections as that
     /// takes, or another process does so.
     pub(crate) fn serve(self, context: Context<'_>) -> Result<(Remains<V>, Phase), Setback<V>> {
-        let Self { remains, control, pages, unconfirmed } = self;
+        let Self { remains, control, pages, unconfirmed, log: _log } = self;
         let Some(pages) = pages else { return Ok((remains, Phase::Done)) };
         let Pages { server, mut session, bulk, reconnect, successor } = pages;
         let mut relay = Relay { reconnect, successor };
