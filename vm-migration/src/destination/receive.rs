@@ -80,6 +80,8 @@ pub(crate) struct Mapped<V: DestinationVm> {
     control: Channel,
     bulk: Vec<Channel>,
     urgent: Vec<Channel>,
+    /// When the source last said something, and was answered.
+    heard: Instant,
 }
 
 /// All memory, or the list of what is missing, is here, and so is the state.
@@ -113,7 +115,7 @@ enum Next {
 
 impl<V: DestinationVm> Mapped<V> {
     pub(crate) fn new(parts: Parts<V>, control: Channel) -> Self {
-        Self { parts, control, bulk: Vec::new(), urgent: Vec::new() }
+        Self { parts, control, bulk: Vec::new(), urgent: Vec::new(), heard: Instant::now() }
     }
 
     /// Takes memory until the state arrives.
@@ -174,7 +176,11 @@ impl<V: DestinationVm> Mapped<V> {
                 }
                 Message::Coming(ranges) if self.parts.terms.negotiated() => {
                     let runs = locate(memory.layout(), &ranges).step(STEP)?;
-                    preparing.add(&self.parts.memory, &fresh, &runs);
+                    // A page that is got while others are thrown away would be one of zeros that
+                    // nobody waits for.
+                    if !self.mode().may_postcopy() {
+                        preparing.add(&self.parts.memory, &fresh, &runs);
+                    }
                 }
                 Message::AwaitMachine if self.parts.terms.negotiated() => {
                     self.parts.building.wait(context.cancel)?;
@@ -209,6 +215,7 @@ impl<V: DestinationVm> Mapped<V> {
                 other => return Err(unexpected(&other, "Memory or State")),
             }
             self.control.yes().step("acknowledging memory")?;
+            self.heard = Instant::now();
         }
     }
 
@@ -235,7 +242,6 @@ impl<V: DestinationVm> Mapped<V> {
     ) -> Result<Next, Failure> {
         const STEP: &str = "waiting for memory or state";
         let limit = context.options.limits.answer;
-        let since = Instant::now();
         while !self.control.reader.has_buffered() {
             let mut fds = vec![
                 helpers.failed.fd(),
@@ -246,14 +252,15 @@ impl<V: DestinationVm> Mapped<V> {
             let end = wait_readable(&fds, context.cancel, Some(LOOK_EVERY.min(limit)));
             match end.map_err(TransportError::io("waiting")).step(STEP)? {
                 WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
-                WaitEnd::TimedOut if since.elapsed() >= limit => {
+                WaitEnd::Ready(0) => return Err(helpers.failure()),
+                WaitEnd::Ready(1) => return Err(self.failure_to_build()),
+                WaitEnd::Ready(2) => break,
+                // A stranger who connects now and then is no sign of life of the source.
+                WaitEnd::TimedOut | WaitEnd::Ready(_) if self.heard.elapsed() >= limit => {
                     let what = "waiting for memory or state";
                     return Err(TransportError::Timeout { what, after: limit }).step(STEP);
                 }
                 WaitEnd::TimedOut => {}
-                WaitEnd::Ready(0) => return Err(helpers.failure()),
-                WaitEnd::Ready(1) => return Err(self.failure_to_build()),
-                WaitEnd::Ready(2) => break,
                 WaitEnd::Ready(_) => return Ok(Next::Connection),
             }
         }
@@ -275,6 +282,7 @@ impl<V: DestinationVm> Mapped<V> {
                 return Ok(());
             }
         };
+        self.heard = Instant::now();
         let mode = self.mode();
         let count = helpers.threads.len() + self.bulk.len() + self.urgent.len();
         match role {
