@@ -196,8 +196,8 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
     }
 
     /// Every page is here: see [`Rejoin::linger`].
-    pub(super) fn linger(&self) {
-        self.rejoin.linger();
+    pub(super) fn linger(&self, knows: bool) {
+        self.rejoin.linger(knows);
     }
 
     /// See [`Engine::commit`].

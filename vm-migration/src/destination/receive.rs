@@ -20,7 +20,7 @@ use super::fresh::Fresh;
 use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
 use super::rejoin::Rejoin;
-use super::{Context, Setback};
+use super::{Context, Setback, linger};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -32,7 +32,7 @@ use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
 use crate::protocol::codec::ByteSource;
 use crate::protocol::inflate::Inflater;
-use crate::protocol::message::{Message, Role};
+use crate::protocol::message::{Answer, Message, Role};
 use crate::ram::{self, GuestMemoryMap};
 use crate::steering::LOOK_EVERY;
 use crate::transport::{Connection, TransportError, WaitEnd, wait_readable};
@@ -147,6 +147,15 @@ impl<V: DestinationVm> Mapped<V> {
             let message = match self.next(&helpers, &arrivals, context)? {
                 Next::Connection => {
                     for hello in arrivals.take(context.listener, context.cancel) {
+                        let hello = match hello {
+                            Hello::Recover(recover, channel)
+                                if linger::is_past(context.pasts, &recover.id) =>
+                            {
+                                arrivals.answer(channel, &Answer::ok());
+                                continue;
+                            }
+                            other => other,
+                        };
                         self.join(hello, &mut helpers, &fresh, context)?;
                     }
                     continue;
@@ -362,6 +371,7 @@ impl<V: DestinationVm> Mapped<V> {
             steering: context.options.steering.clone(),
             linger: RECOVER_TIMEOUT_DEFAULT.max(offer.recover_timeout()),
             lingering: context.options.lingering.clone(),
+            pasts: context.pasts.to_vec(),
         };
         FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent)
     }
@@ -371,7 +381,9 @@ impl<V: DestinationVm> Mapped<V> {
 fn greet(hello: Hello, terms: &Terms, context: Context<'_>) -> Result<(Role, Channel), Cause> {
     let (role, shown, channel) = match hello {
         Hello::Extra(role, shown, channel) => (role, shown, channel),
-        Hello::Recover(..) | Hello::Other(_) => return Err(ProtocolError::Token.into()),
+        Hello::Recover(..) | Hello::Message(..) | Hello::Other(_) => {
+            return Err(ProtocolError::Token.into());
+        }
     };
     if let Terms::Negotiated { token, .. } = terms {
         if shown != *token {

@@ -25,8 +25,8 @@ use crate::testing::{Calls, FakeDestination, FakeMemory, Inject};
 use crate::transport::Connection;
 use crate::vm::DestinationVm as _;
 use crate::{
-    Address, Cancel, Cause, GuestIs, Limits, MemoryMode, Progress, ReceiveOptions, SendOptions,
-    Side, steering,
+    Address, Cancel, Cause, Convergence, GuestIs, Limits, MemoryMode, Progress, ReceiveOptions,
+    SendOptions, Side, steering,
 };
 
 /// What the destination has in the end.
@@ -306,12 +306,20 @@ fn turned_away(to: &Address, message: &Message) -> String {
     }
 }
 
+/// Connections that say nothing. One after the other they would take far longer than anybody waits.
+fn silent(to: &Address) -> Vec<Connection> {
+    let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
+    let connect = || Connection::connect(to, &never, limit, limit).unwrap();
+    (0..20).map(|_| connect()).collect()
+}
+
 #[test]
 fn strangers_end_no_doubt() {
     let special = Special::new(MemoryMode::Precopy, CONFIRM());
     let run = Run::start(Special { recover_timeout: Duration::ZERO, ..special });
     run.wait_for_doubt();
     let at = run.relay.address.clone();
+    let _silent = silent(&at);
     for verdict in [Verdict::Withheld, Verdict::Committed] {
         let told = turned_away(&at, &Message::Verdict { id: [3; 16], verdict });
         assert!(told.contains("not known yet"), "{told}");
@@ -395,6 +403,7 @@ fn ended_without_a_word() -> (Address, Lingering, [u8; 16]) {
 #[test]
 fn the_last_message_is_said_as_often_as_it_is_asked_for() {
     let (address, _lingering, id) = ended_without_a_word();
+    let _silent = silent(&address);
     let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     for attempt in 1..=5 {
         let connection = Connection::connect(&address, &never, limit, limit).unwrap();
@@ -411,6 +420,59 @@ fn the_last_message_is_said_as_often_as_it_is_asked_for() {
     let stranger =
         Message::Recover(Recover { id: [0; 16], attempt: 1, bulk: 1, urgent: 1, alive: false });
     assert!(turned_away(&address, &stranger).contains("recover where the VM runs"));
+}
+
+/// The source of a migration that is over asks, and hears that it is.
+fn hears_the_end(address: &Address, id: [u8; 16]) {
+    let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
+    let connection = Connection::connect(address, &never, limit, limit).unwrap();
+    let recover = Message::Recover(Recover { id, attempt: 7, bulk: 1, urgent: 1, alive: false });
+    assert!(Channel::new(connection).ask(&recover, limit).unwrap().payload.is_empty());
+}
+
+#[test]
+fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
+    let (address, lingering, id) = ended_without_a_word();
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 6);
+    guest.fill(&from, 20);
+    // A port that is taken over and cannot be used.
+    let Address::Tcp { port, .. } = address else { panic!() };
+    let elsewhere: Address = format!("tcp:192.0.2.1:{port}").parse().unwrap();
+    Listener::bind_over(&elsewhere, &lingering).unwrap_err();
+    hears_the_end(&address, id);
+    // Nobody begins to receive.
+    drop(Listener::bind_over(&address, &lingering).unwrap());
+    hears_the_end(&address, id);
+    for fails in [true, false] {
+        let listener = Listener::bind_over(&address, &lingering).unwrap();
+        let builder = Builder::new(&to, &guest);
+        let (cancel, progress) = (Cancel::new().unwrap(), Progress::new(Side::Destination));
+        let progress = Arc::new(progress);
+        let receiver = {
+            let (cancel, progress) = (cancel.clone(), Arc::clone(&progress));
+            std::thread::spawn(move || {
+                let options = ReceiveOptions { limits: LIMITS, ..Default::default() };
+                listener.receive(builder, &options, &progress, &cancel)
+            })
+        };
+        let mut options = options(&address);
+        let mut vm = FakeVm::new(&from, &guest);
+        if fails {
+            // It never converges.
+            (options.convergence, options.downtime) = (Convergence::None, Duration::ZERO);
+            vm = vm.inject(Inject::Busy).running();
+        }
+        let sender = std::thread::spawn(move || super::send(vm, &options));
+        if fails {
+            wait_until("memory travels", || progress.phase() == Phase::Receive);
+            hears_the_end(&address, id);
+            cancel.cancel();
+        }
+        assert_eq!(receiver.join().unwrap().is_err(), fails);
+        assert_eq!(sender.join().unwrap().is_err(), fails);
+        hears_the_end(&address, id);
+    }
 }
 
 #[test]
