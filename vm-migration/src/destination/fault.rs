@@ -200,6 +200,14 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         self.rejoin.linger(knows);
     }
 
+    /// The machine is about to be thrown away without having run: nothing of it waits for a page any
+    /// more, or it would not end.
+    pub(crate) fn let_go(&self) {
+        if let Err(error) = self.engine.source().release() {
+            log::warn!("{}", error_text::chain(&error));
+        }
+    }
+
     /// See [`Engine::commit`].
     pub(crate) fn commit(&self) -> Result<(), Failure> {
         self.engine.commit()

@@ -235,6 +235,25 @@ fn a_destination_learns_that_the_source_went_on() {
     }
 }
 
+/// A device may wait for a page that never comes now.
+#[test]
+fn a_machine_that_is_not_to_run_ends_although_something_of_it_waits() {
+    if !have_uffd() {
+        return;
+    }
+    for decision in [None, Some(Decision::GivenUp)] {
+        let special = Special::new(MemoryMode::Postcopy, ACKNOWLEDGED());
+        let recover_timeout = decision.map_or(special.recover_timeout, |_| Duration::ZERO);
+        let at_destination = Inject::TouchInDoubt;
+        let run = Run::start(Special { at_destination, recover_timeout, ..special });
+        if let Some(decision) = decision {
+            run.wait_for_doubt();
+            run.receive_steering.decide(decision);
+        }
+        run.stays();
+    }
+}
+
 /// Longer than everything that the destination waits for by itself.
 fn wait_out(run: &Run, limits: &Limits) {
     run.wait_for_doubt();
