@@ -11,7 +11,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::rejoin::{HELLO_TIMEOUT, Rejoin};
@@ -233,6 +233,7 @@ pub(crate) fn linger_for_tests(
     lingering: &Lingering,
 ) -> (Address, [u8; TOKEN_BYTES]) {
     #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use std::time::Duration;
     let listener = Arc::new(Listener::bind(at).unwrap());
     let address = listener.address().clone();
     let id = [7; TOKEN_BYTES];

@@ -30,7 +30,7 @@ impl Vmm {
     /// `vmm.shutdown`.
     pub(super) fn vmm_shutdown(&mut self, force: bool, responder: Responder) -> Next {
         match &self.vm {
-            Vm::Serving(_) | Vm::Live(_) if force => {
+            Vm::Serving(_) | Vm::Live(_) | Vm::Standing { .. } if force => {
                 log::warn!("told to end, whatever is lost by it");
                 self.end_vm();
                 responder.answer(Ok(ApiReply::Empty));
@@ -40,7 +40,7 @@ impl Vmm {
                 responder.answer(Err(self.vm.why_not_live()));
                 Next::Continue
             }
-            Vm::Live(_) if matches!(self.pages, Pages::Arriving { .. }) => {
+            Vm::Live(_) | Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {
                 responder.answer(self.refuse_without_all_pages().map(|()| ApiReply::Empty));
                 Next::Continue
             }
@@ -121,10 +121,14 @@ impl Vmm {
                 }
                 events::emit("vm", "shutdown", &[]);
             }
+            Vm::Standing { machine, .. } => match std::mem::replace(&mut self.pages, Pages::Here) {
+                Pages::Here => drop(machine),
+                waiting => std::mem::forget((machine, waiting)),
+            },
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
             Vm::Awaited(receiving) => receiving.cancel.cancel(),
             Vm::Busy(busy) => busy.stop(),
-            Vm::None | Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
+            Vm::None | Vm::Idle(_) | Vm::HandedOver { .. } => {}
         }
     }
 
