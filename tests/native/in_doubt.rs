@@ -124,6 +124,8 @@ struct Taken {
     source: Vmm,
     there: Vmm,
     third: Vmm,
+    /// Through which its pages come.
+    _relay: Relay,
     /// Of the disk.
     _folder: TempDir,
 }
@@ -153,14 +155,14 @@ impl Taken {
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         let told = text(&output);
         assert!(told.contains("was not started") && told.contains("disk"), "{told}");
-        Self { source, there, third, _folder: folder }
+        Self { source, there, third, _relay: relay, _folder: folder }
     }
 }
 
 /// It is all that there is of the guest: a request that knows nothing of that does not end it.
 fn standing() {
     // So slowly that the last page does not come within the test.
-    let Taken { source, there, third, _folder } = Taken::new(",bandwidth=100K");
+    let Taken { source, there, third, _relay, _folder } = Taken::new(",bandwidth=100K");
     refused(&there, "vmm.shutdown", "still arriving");
     assert_eq!(there.api().state(), "Paused");
     there.api().put("vm.delete", "").ok();
@@ -174,7 +176,7 @@ fn standing() {
 
 /// A third VM has the disk when the destination wants to start its guest.
 fn taken() {
-    let Taken { mut source, there, third, _folder } = Taken::new("");
+    let Taken { mut source, there, third, _relay, _folder } = Taken::new("");
     // All its pages come, and the source is free.
     there.wait_for_event("postcopy-migration-completed");
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
