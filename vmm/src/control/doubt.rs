@@ -34,8 +34,9 @@ pub fn in_doubt() -> ApiError {
     ApiError::new(
         ApiErrorKind::Conflict,
         "the VM has arrived, and the connection was lost before its source said which of the two has \
-         it: the source says so when it can be reached again; if it has given the VM away or has \
-         ended, vm.resume starts it here, and if it runs the VM, vm.delete gives it up here",
+         it: the source says so when it can be reached again; if it has given the VM away or ended \
+         before it could go on with it, vm.resume starts it here, and if the VM ran on there, vm.delete \
+         gives it up here",
     )
 }
 
