@@ -77,7 +77,7 @@ pub(crate) struct Context<'a> {
 /// A place where a source can connect. One migration at a time.
 #[derive(Debug)]
 pub struct Listener {
-    listener: Arc<transport::Listener>,
+    socket: Arc<transport::Listener>,
     pasts: Vec<Past>,
     lingering: Lingering,
 }
@@ -85,7 +85,7 @@ pub struct Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         // However it went, those who asked before may ask again.
-        self.lingering.go_on(&self.listener, std::mem::take(&mut self.pasts));
+        self.lingering.go_on(&self.socket, std::mem::take(&mut self.pasts));
     }
 }
 
@@ -143,8 +143,8 @@ impl Listener {
     /// # Errors
     /// When the address is taken, not ours, or does not resolve.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
-        let listener = Arc::new(transport::Listener::bind(address)?);
-        Ok(Self { listener, pasts: Vec::new(), lingering: Lingering::default() })
+        let socket = Arc::new(transport::Listener::bind(address)?);
+        Ok(Self { socket, pasts: Vec::new(), lingering: Lingering::default() })
     }
 
     /// The same, in place of listeners of this process that are there only to answer sources of
@@ -153,13 +153,13 @@ impl Listener {
     /// # Errors
     /// As [`bind`](Self::bind).
     pub fn bind_over(address: &Address, lingering: &Lingering) -> Result<Self, TransportError> {
-        let (listener, pasts) = lingering.bind(address)?;
-        Ok(Self { listener, pasts, lingering: lingering.clone() })
+        let (socket, pasts) = lingering.bind(address)?;
+        Ok(Self { socket, pasts, lingering: lingering.clone() })
     }
 
     /// Where it listens.
     pub fn address(&self) -> &Address {
-        self.listener.address()
+        self.socket.address()
     }
 
     /// Waits for a source and takes its guest.
@@ -179,7 +179,7 @@ impl Listener {
         progress: &Arc<Progress>,
         cancel: &Cancel,
     ) -> Result<Received<B::Vm>, Box<ReceiveFailure<B::Vm>>> {
-        let Self { listener, pasts, .. } = &self;
+        let Self { socket: listener, pasts, .. } = &self;
         let context = Context { options, progress, cancel, listener, pasts };
         let (result, pages_come) = match drive(builder, context) {
             Ok(received) => {
