@@ -21,6 +21,7 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("in_doubt::{name}_a_person_who_insists_ends_it"), move || insists(mode));
     }
     suite.add("in_doubt::a_disk_that_is_taken_keeps_the_guest_standing", taken);
+    suite.add("in_doubt::a_guest_that_stands_is_not_ended_while_its_pages_come", standing);
 }
 
 /// The source has given the guest away, and its word is on its way.
@@ -118,29 +119,64 @@ fn insists(mode: Mode) {
     source.shut_down();
 }
 
+/// A guest that has arrived and was not started, because a third VM has its disk.
+struct Taken {
+    source: Vmm,
+    there: Vmm,
+    third: Vmm,
+    /// Through which its pages come.
+    _relay: Relay,
+    /// Of the disk.
+    _folder: TempDir,
+}
+
+impl Taken {
+    /// Sent with these keys besides.
+    fn new(keys: &str) -> Self {
+        let folder = TempDir::with_prefix("godwit-disk-").expect("a folder");
+        let path = folder.path().join("disk");
+        fs::File::create(&path).and_then(|file| file.set_len(8 << 20)).expect("a file");
+        let option = format!("path={}", path.display());
+        let with_disk = || {
+            VmmBuilder::guest(1, "size=96M,shared=on", "workload=random-write mem=32M")
+                .with(&["--disk", &option])
+        };
+        let source = with_disk().start();
+        source.wait_for_work(2_000);
+        let there = Vmm::empty();
+        let reception = Reception::start(&there, Transport::Tcp, Mode::Postcopy);
+        let relay = Relay::start(&reception.url, Mode::Postcopy, Some(confirm(Mode::Postcopy)));
+        let option = format!("{}{keys}", send_option(&relay.url, Mode::Postcopy));
+        source.remote_ok(&["send-migration", &option]);
+        assert!(relay.wait(std::time::Duration::from_secs(20)), "{}", source.output());
+        let third = with_disk().start();
+        relay.release();
+        let output = reception.finish();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let told = text(&output);
+        assert!(told.contains("was not started") && told.contains("disk"), "{told}");
+        Self { source, there, third, _relay: relay, _folder: folder }
+    }
+}
+
+/// It is all that there is of the guest: a request that knows nothing of that does not end it.
+fn standing() {
+    // So slowly that the last page does not come within the test.
+    let Taken { source, there, third, _relay, _folder } = Taken::new(",bandwidth=100K");
+    refused(&there, "vmm.shutdown", "still arriving");
+    assert_eq!(there.api().state(), "Paused");
+    there.api().put("vm.delete", "").ok();
+    assert_eq!(there.api().get("vm.info").status, 404);
+    third.shut_down();
+    // What is left of it is nothing to the next VM here.
+    source.api().put("vm.delete", r#"{"force":true}"#).ok();
+    source.shut_down();
+    there.shut_down();
+}
+
 /// A third VM has the disk when the destination wants to start its guest.
 fn taken() {
-    let folder = TempDir::with_prefix("godwit-disk-").expect("a folder");
-    let path = folder.path().join("disk");
-    fs::File::create(&path).and_then(|file| file.set_len(8 << 20)).expect("a file");
-    let option = format!("path={}", path.display());
-    let with_disk = || {
-        VmmBuilder::guest(1, "size=96M,shared=on", "workload=random-write mem=32M")
-            .with(&["--disk", &option])
-    };
-    let mut source = with_disk().start();
-    source.wait_for_work(2_000);
-    let there = Vmm::empty();
-    let reception = Reception::start(&there, Transport::Tcp, Mode::Postcopy);
-    let relay = Relay::start(&reception.url, Mode::Postcopy, Some(confirm(Mode::Postcopy)));
-    source.remote_ok(&["send-migration", &send_option(&relay.url, Mode::Postcopy)]);
-    assert!(relay.wait(std::time::Duration::from_secs(20)), "{}", source.output());
-    let third = with_disk().start();
-    relay.release();
-    let output = reception.finish();
-    assert_eq!(output.status.code(), Some(1), "{output:?}");
-    let told = text(&output);
-    assert!(told.contains("was not started") && told.contains("disk"), "{told}");
+    let Taken { mut source, there, third, _relay, _folder } = Taken::new("");
     // All its pages come, and the source is free.
     there.wait_for_event("postcopy-migration-completed");
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());

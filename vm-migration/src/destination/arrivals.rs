@@ -28,8 +28,11 @@ const REFUSED_TIME: Duration = Duration::from_secs(1);
 /// How long nothing is accepted after the system had no descriptor or no memory for a connection.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
 
-/// Bytes of a message Recover.
-const RECOVER_BYTES: usize = HEADER_BYTES + Recover::BYTES;
+/// Longest payload of a message that can come first: those that are due have less.
+const PAYLOAD_BYTES_MAX: usize = 64;
+
+/// The longest that one may say first.
+const HELLO_BYTES_MAX: usize = HEADER_BYTES + PAYLOAD_BYTES_MAX;
 
 /// What connections say first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +41,7 @@ pub(super) enum Expect {
     Message,
     /// What they are for.
     Role,
-    /// The same, and a token.
+    /// The same, and a token; or the message of a source that comes back.
     RoleAndToken,
 }
 
@@ -49,6 +52,8 @@ pub(super) enum Hello {
     Extra(Role, Vec<u8>, Channel),
     /// A source that has lost its connections.
     Recover(Recover, Channel),
+    /// Another short message.
+    Message(Message, Channel),
     /// Something else.
     Other(Channel),
 }
@@ -129,7 +134,7 @@ impl Arrivals {
                         self.pending.remove(0);
                     }
                     let deadline = now + self.limit;
-                    let said = Vec::with_capacity(RECOVER_BYTES);
+                    let said = Vec::with_capacity(HELLO_BYTES_MAX);
                     self.pending.push(Pending { connection, said, deadline, refused: false });
                 }
                 Ok(None) => return,
@@ -144,10 +149,14 @@ impl Arrivals {
 
     /// Tells one that it is of no use, and forgets it as soon as it has had time to read that.
     pub(super) fn refuse(&mut self, channel: Channel, reason: &str) {
+        self.answer(channel, &Answer::Error { reason: reason.to_string() });
+    }
+
+    /// The last word to one, which is forgotten as soon as it has had time to read that.
+    pub(super) fn answer(&mut self, channel: Channel, answer: &Answer) {
         let Some(connection) = channel.into_connection() else { return };
         // It has sent little and been sent nothing: this does not block.
         connection.set_stall_timeout(Duration::ZERO);
-        let answer = Answer::Error { reason: reason.to_string() };
         if connection.send(&answer.encode()).is_ok() {
             connection.shut_down_sending();
             let deadline = Instant::now() + REFUSED_TIME;
@@ -171,17 +180,17 @@ impl Pending {
         let is_role = Role::read(&mut &self.said[..2]).is_ok();
         match expect {
             Expect::RoleAndToken if is_role => 2 + TOKEN_BYTES,
+            Expect::RoleAndToken if comes_back(code) => self.message_len(),
             Expect::Role | Expect::RoleAndToken => 2,
-            Expect::Message => match self.said.first_chunk::<HEADER_BYTES>() {
-                Some(header)
-                    if code == Command::Recover.code()
-                        && Header::decode(*header).len_bytes == Recover::BYTES as u64 =>
-                {
-                    RECOVER_BYTES
-                }
-                _ => HEADER_BYTES,
-            },
+            Expect::Message => self.message_len(),
         }
+    }
+
+    /// The same of a message; of one that is too long to come first, its header.
+    fn message_len(&self) -> usize {
+        let header = self.said.first_chunk::<HEADER_BYTES>().map(|header| Header::decode(*header));
+        let payload = header.and_then(|header| usize::try_from(header.len_bytes).ok());
+        HEADER_BYTES + payload.filter(|len| *len <= PAYLOAD_BYTES_MAX).unwrap_or(0)
     }
 
     fn read(&mut self, expect: Expect) -> Said {
@@ -190,7 +199,7 @@ impl Pending {
             if self.said.len() >= len {
                 return Said::All;
             }
-            let mut bytes = [0; RECOVER_BYTES];
+            let mut bytes = [0; HELLO_BYTES_MAX];
             let room = &mut bytes[..len - self.said.len()];
             match self.connection.receive_now(room) {
                 Ok(Some(received)) => self.said.extend_from_slice(&bytes[..received]),
@@ -209,17 +218,22 @@ impl Pending {
     fn hello(self, expect: Expect) -> Hello {
         let channel = Channel::new(self.connection);
         let said = &mut &self.said[..];
-        if expect != Expect::Message {
-            return match Role::read(said) {
-                Ok(role) => Hello::Extra(role, said.to_vec(), channel),
-                Err(_) => Hello::Other(channel),
-            };
+        if expect != Expect::Message
+            && let Ok(role) = Role::read(&mut &self.said[..])
+        {
+            return Hello::Extra(role, said[2..].to_vec(), channel);
         }
         match Message::read(said) {
             Ok(Message::Recover(recover)) => Hello::Recover(recover, channel),
-            _ => Hello::Other(channel),
+            Ok(message) => Hello::Message(message, channel),
+            Err(_) => Hello::Other(channel),
         }
     }
+}
+
+/// The first bytes of what a source says that has lost its connections.
+fn comes_back(code: u16) -> bool {
+    [Command::Recover, Command::Verdict].iter().any(|command| command.code() == code)
 }
 
 #[cfg(all(test, not(loom)))]

@@ -6,24 +6,25 @@
 //! or from a person. Nothing else ends it; what each word means is [`crate::commit::destination`]'s.
 //! The machine and its fault threads stay as they are meanwhile.
 
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::Context;
+use super::arrivals::{Arrivals, Expect, Hello};
 use super::fault::FaultThreads;
-use super::hello;
+use super::linger;
 use super::receive::Agreed;
 use super::rejoin::HELLO_TIMEOUT;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::commit::destination::{InDoubt, Known};
 use crate::commit::{Verdict, clock};
-use crate::error::{Cause, Failure};
+use crate::error::Failure;
 use crate::progress::Phase;
-use crate::protocol::message::Message;
+use crate::protocol::message::{Answer, Message};
 use crate::ram::GuestMemoryMap;
 use crate::steering::{self, LOOK_EVERY};
-use crate::transport::{Listener, WaitEnd, wait_readable};
+use crate::transport::{Listener, wait_readable};
 use crate::vm::DestinationVm;
 
 /// Who gave the word, and waits for what comes of it.
@@ -64,6 +65,8 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         context.progress.enter(Phase::InDoubt);
         vm.in_doubt(self.state, false);
         let mut lasts = false;
+        let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
+        let mut turned_away = TurnedAway::default();
         let mut listener = Arc::clone(context.listener);
         let steering = &context.options.steering;
         loop {
@@ -78,19 +81,22 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
                 lasts = true;
                 vm.in_doubt(self.state, true);
             }
-            match wait_readable(&[listener.as_raw_fd()], self.never, Some(LOOK_EVERY)) {
-                Ok(WaitEnd::Ready(_)) => match self.hear(&listener) {
-                    Ok(heard) => return heard,
-                    Err(cause) => {
-                        let why = error_text::chain(&cause);
-                        log::warn!("a connection in doubt was turned away: {why}");
-                        // Neither a busy loop nor a flood of lines.
-                        std::thread::sleep(LOOK_EVERY);
-                    }
-                },
-                Ok(WaitEnd::TimedOut | WaitEnd::Cancelled) => {}
+            let mut fds = Vec::new();
+            arrivals.add_fds(&listener, &mut fds);
+            if wait_readable(&fds, self.never, Some(LOOK_EVERY)).is_err() {
                 // The machine is kept all the same.
-                Err(_) => std::thread::sleep(LOOK_EVERY),
+                std::thread::sleep(LOOK_EVERY);
+            }
+            for hello in arrivals.take(&listener, self.never) {
+                match self.hear(hello, context) {
+                    Ok(heard) => return heard,
+                    Err((answer, channel)) => {
+                        if let Answer::Error { reason } = &answer {
+                            turned_away.tell(reason);
+                        }
+                        arrivals.answer(channel, &answer);
+                    }
+                }
             }
         }
     }
@@ -107,48 +113,73 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         }
     }
 
-    /// Takes one connection; an error when it is not the source's.
-    fn hear(&mut self, listener: &Listener) -> Result<(Known, Word), Cause> {
-        let connection =
-            listener.accept(self.never, Some(std::time::Duration::ZERO), HELLO_TIMEOUT)?;
-        let (mut control, message) = hello::hear(connection, HELLO_TIMEOUT)?;
-        let refused = match message {
-            Message::Verdict { id, verdict } if id == self.agreed.id => {
+    /// What a connection says; with an answer when it is not the source's word.
+    fn hear(
+        &mut self,
+        hello: Hello,
+        context: Context<'_>,
+    ) -> Result<(Known, Word), (Answer, Channel)> {
+        let refused =
+            |reason: &str, channel| Err((Answer::Error { reason: reason.to_string() }, channel));
+        match hello {
+            Hello::Message(Message::Verdict { id, verdict }, control) if id == self.agreed.id => {
                 let known = self.state.hears(verdict);
                 if matches!(known, Known::NotHere(_)) {
                     // It goes on whether it hears this or not.
                     let _ = control.yes();
                 }
-                return Ok((known, Word::Verdict(control)));
+                Ok((known, Word::Verdict(control)))
             }
-            Message::Recover(recover) => match &mut self.faults {
-                Some(faults) => match faults.rejoin.admit(control, recover) {
-                    Ok(returned) => {
-                        // Only a source that has given the guest away comes back.
-                        let known = self.state.hears(Verdict::Committed);
-                        let word = match faults.take_over(returned, self.never) {
-                            Ok(control) => Word::Returned(control),
-                            Err(failure) => {
-                                faults.disconnect();
-                                log::warn!("the source is lost again: {}", failure.for_peer());
-                                Word::Lost
-                            }
-                        };
-                        return Ok((known, word));
-                    }
-                    Err((refused, other)) => {
-                        control = other;
-                        refused
-                    }
-                },
-                None => "this migration has no pages to come",
-            },
-            _ => {
-                "a VM has arrived here, and it is not known yet whether it runs where it was; \
-                 nothing else is received"
+            Hello::Recover(recover, control) if linger::is_past(context.pasts, &recover.id) => {
+                Err((Answer::ok(), control))
             }
-        };
-        control.refuse(refused);
-        Err(Cause::Refused(refused.to_string()))
+            Hello::Recover(recover, control) => {
+                let Some(faults) = &mut self.faults else {
+                    return refused("this migration has no pages to come", control);
+                };
+                let returned = match faults.rejoin.admit(control, recover) {
+                    Ok(returned) => returned,
+                    Err((reason, control)) => return refused(reason, control),
+                };
+                // Only a source that has given the guest away comes back.
+                let known = self.state.hears(Verdict::Committed);
+                let word = match faults.take_over(returned, self.never) {
+                    Ok(control) => Word::Returned(control),
+                    Err(failure) => {
+                        faults.disconnect();
+                        log::warn!("the source is lost again: {}", failure.for_peer());
+                        Word::Lost
+                    }
+                };
+                Ok((known, word))
+            }
+            Hello::Message(_, channel) | Hello::Extra(_, _, channel) | Hello::Other(channel) => {
+                refused(
+                    "a VM has arrived here, and it is not known yet whether it runs where it was; \
+                     nothing else is received",
+                    channel,
+                )
+            }
+        }
+    }
+}
+
+/// Connections that were turned away: said of each, but no more often than once a second.
+#[derive(Default)]
+struct TurnedAway {
+    told: Option<Instant>,
+    untold: u64,
+}
+
+impl TurnedAway {
+    fn tell(&mut self, reason: &str) {
+        const EVERY: Duration = Duration::from_secs(1);
+        if self.told.is_some_and(|told| told.elapsed() < EVERY) {
+            self.untold += 1;
+            return;
+        }
+        let before = std::mem::take(&mut self.untold);
+        log::warn!("a connection in doubt was turned away ({before} more before it): {reason}");
+        self.told = Some(Instant::now());
     }
 }

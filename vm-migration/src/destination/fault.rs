@@ -196,8 +196,16 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
     }
 
     /// Every page is here: see [`Rejoin::linger`].
-    pub(super) fn linger(&self) {
-        self.rejoin.linger();
+    pub(super) fn linger(&self, knows: bool) {
+        self.rejoin.linger(knows);
+    }
+
+    /// The machine is about to be thrown away without having run: nothing of it waits for a page any
+    /// more, or it would not end.
+    pub(crate) fn let_go(&self) {
+        if let Err(error) = self.engine.source().release() {
+            log::warn!("{}", error_text::chain(&error));
+        }
     }
 
     /// See [`Engine::commit`].

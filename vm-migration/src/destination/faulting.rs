@@ -94,11 +94,12 @@ impl<M: GuestMemoryMap> Faulting<M> {
         match result {
             Ok(()) => {
                 // The guest is complete: what happens to the connection now cannot hurt it.
-                if let Err(failure) = self.say_done() {
+                let said = self.say_done();
+                if let Err(failure) = &said {
                     let why = failure.for_peer();
                     log::warn!("the source does not know that all pages are here: {why}");
-                    self.threads.linger();
                 }
+                self.threads.linger(said.is_ok());
                 progress.finish(Phase::Done);
                 Ok(progress.snapshot())
             }

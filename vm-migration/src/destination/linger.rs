@@ -6,20 +6,20 @@
 //! comes back: every page is here. It answers every time until the time is over, because any answer
 //! may be lost on its way: a source (or page server) that never hears it holds all memory of a guest
 //! that needs nothing any more. A new migration to the same address takes the listener over and goes
-//! on answering while it waits for its own source.
+//! on answering beside its own work; what time is left when that ends, however it ends, is waited here
+//! again. Nobody who connects holds up the answer to another.
 
-use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::hello;
+use super::arrivals::{Arrivals, Expect, Hello};
 use super::rejoin::{HELLO_TIMEOUT, Rejoin};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::Cause;
 use crate::protocol::capabilities::TOKEN_BYTES;
-use crate::protocol::message::Message;
+use crate::protocol::message::{Answer, Message};
 use crate::steering::LOOK_EVERY;
 use crate::transport::{Address, Listener, TransportError, WaitEnd, wait_readable};
 
@@ -30,11 +30,16 @@ pub(crate) struct Past {
     until: Instant,
 }
 
-/// One that is being answered for.
+impl Past {
+    fn lasts(&self) -> bool {
+        Instant::now() < self.until
+    }
+}
+
+/// An address at which some are answered for.
 #[derive(Debug)]
 struct Entry {
-    past: Past,
-    address: Address,
+    pasts: Vec<Past>,
     listener: Arc<Listener>,
     stop: Cancel,
     thread: JoinHandle<()>,
@@ -61,66 +66,102 @@ impl Lingering {
         &self,
         address: &Address,
     ) -> Result<(Arc<Listener>, Vec<Past>), TransportError> {
-        let (mut listener, mut pasts) = (None, Vec::new());
-        for entry in self.take(address) {
-            let Entry { past, address: at, listener: there, stop, thread } = entry;
+        let (mut listener, mut pasts, mut elsewhere) = (None, Vec::new(), Vec::new());
+        for Entry { pasts: more, listener: there, stop, thread } in self.take(address) {
             stop.cancel();
             // It waits for nothing that the cancel does not end.
             let _ = thread.join();
-            if Instant::now() < past.until {
-                pasts.push(past);
-            }
-            if at == *address {
+            if there.address() == address {
                 listener = Some(there);
+            } else {
+                elsewhere.push((there.address().clone(), more.clone()));
+            }
+            pasts.extend(more.into_iter().filter(Past::lasts));
+        }
+        let bound = listener.map_or_else(|| Listener::bind(address).map(Arc::new), Ok);
+        if bound.is_err() {
+            for (address, pasts) in elsewhere {
+                match Listener::bind(&address) {
+                    Ok(listener) => self.go_on(&Arc::new(listener), pasts),
+                    Err(error) => warn_of_silence(&error),
+                }
             }
         }
-        let listener = match listener {
-            Some(listener) => listener,
-            None => Arc::new(Listener::bind(address)?),
-        };
-        Ok((listener, pasts))
+        Ok((bound?, pasts))
     }
 
     fn take(&self, address: &Address) -> Vec<Entry> {
         let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        entries.extract_if(.., |entry| collide(&entry.address, address)).collect()
+        entries.extract_if(.., |entry| collide(entry.listener.address(), address)).collect()
     }
 
-    fn start(&self, rejoin: &Rejoin, timeout: Duration) -> std::io::Result<()> {
+    /// Answers for these, as far as they last, where nobody else does any more.
+    pub(super) fn go_on(&self, listener: &Arc<Listener>, mut pasts: Vec<Past>) {
+        pasts.retain(Past::lasts);
+        if pasts.is_empty() {
+            return;
+        }
+        if let Err(error) = self.start(Arc::clone(listener), pasts) {
+            warn_of_silence(&error);
+        }
+    }
+
+    fn start(&self, listener: Arc<Listener>, pasts: Vec<Past>) -> std::io::Result<()> {
         let stop = Cancel::new()?;
-        let past = Past { id: rejoin.id, until: Instant::now() + timeout };
-        let listener = Arc::clone(&rejoin.listener);
         // Locked until the entry is there for its thread to take out.
         let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let thread = {
-            let (all, listener, stop) = (self.clone(), Arc::clone(&listener), stop.clone());
-            let steering = rejoin.steering.clone();
+            let (all, listener) = (self.clone(), Arc::clone(&listener));
+            let (pasts, stop) = (pasts.clone(), stop.clone());
             std::thread::Builder::new().name("mig-linger".into()).spawn(move || {
-                while Instant::now() < past.until && !steering.gives_up() {
-                    let fds = [listener.as_raw_fd()];
-                    match wait_readable(&fds, &stop, Some(LOOK_EVERY)) {
-                        Ok(WaitEnd::Cancelled) => return,
-                        Ok(WaitEnd::Ready(_)) => {
-                            if let Err(cause) = greet(&listener, &[past], &stop) {
-                                let why = error_text::chain(&cause);
-                                log::debug!("after the last page: {why}");
-                                // Not in a busy loop where there is no descriptor for it.
-                                std::thread::sleep(LOOK_EVERY);
-                            }
-                        }
-                        Ok(WaitEnd::TimedOut) => {}
-                        Err(_) => std::thread::sleep(LOOK_EVERY),
-                    }
+                if answer_all(&listener, &pasts, &stop) {
+                    let mut entries = all.0.lock().unwrap_or_else(PoisonError::into_inner);
+                    entries.retain(|entry| !Arc::ptr_eq(&entry.listener, &listener));
                 }
-                let mut entries = all.0.lock().unwrap_or_else(PoisonError::into_inner);
-                entries.retain(|entry| entry.past.id != past.id);
             })?
         };
-        let address = listener.address().clone();
-        let entry = Entry { past, address, listener, stop, thread };
-        entries.push(entry);
+        entries.push(Entry { pasts, listener, stop, thread });
         Ok(())
     }
+}
+
+fn warn_of_silence(error: &dyn std::error::Error) {
+    log::warn!(
+        "a source will not learn that all pages of its guest are here: {}",
+        error_text::chain(error)
+    );
+}
+
+/// Answers whoever connects, until the time is over (true) or somebody else does so.
+fn answer_all(listener: &Listener, pasts: &[Past], stop: &Cancel) -> bool {
+    let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
+    while pasts.iter().any(Past::lasts) {
+        let mut fds = Vec::new();
+        arrivals.add_fds(listener, &mut fds);
+        match wait_readable(&fds, stop, Some(LOOK_EVERY)) {
+            Ok(WaitEnd::Cancelled) => return false,
+            Ok(WaitEnd::Ready(_) | WaitEnd::TimedOut) => {}
+            Err(_) => std::thread::sleep(LOOK_EVERY),
+        }
+        for hello in arrivals.take(listener, stop) {
+            let (answer, channel) = match hello {
+                Hello::Recover(recover, channel) => {
+                    (reply(&Message::Recover(recover), pasts), channel)
+                }
+                Hello::Message(message, channel) => (reply(&message, pasts), channel),
+                Hello::Extra(_, _, channel) | Hello::Other(channel) => (Err(NOTHING), channel),
+            };
+            let answer = answer.map_or_else(
+                |reason| {
+                    log::debug!("after the last page: {reason}");
+                    Answer::Error { reason: reason.to_string() }
+                },
+                |()| Answer::ok(),
+            );
+            arrivals.answer(channel, &answer);
+        }
+    }
+    true
 }
 
 /// Whether both cannot be listened on at once.
@@ -131,11 +172,28 @@ fn collide(one: &Address, other: &Address) -> bool {
     }
 }
 
-/// Takes one connection, which can only be of a source that does not know that it is done.
-fn greet(listener: &Listener, pasts: &[Past], cancel: &Cancel) -> Result<(), Cause> {
-    let connection = listener.accept(cancel, Some(Duration::ZERO), HELLO_TIMEOUT)?;
-    let (control, message) = hello::hear(connection, HELLO_TIMEOUT)?;
-    answer(&control, &message, pasts)
+/// What somebody hears who is awaited by none.
+const NOTHING: &str = "a migration to here is over, and nothing is awaited";
+
+/// True of a migration that is over here and is answered for.
+pub(super) fn is_past(pasts: &[Past], id: &[u8; TOKEN_BYTES]) -> bool {
+    pasts.iter().any(|past| past.id == *id && past.lasts())
+}
+
+/// What a source is told that may be one of a migration that is over; no token in the answer, for there
+/// is nothing to recover.
+///
+/// # Errors
+/// It is not.
+fn reply(message: &Message, pasts: &[Past]) -> Result<(), &'static str> {
+    match message {
+        Message::Recover(recover) if is_past(pasts, &recover.id) => Ok(()),
+        Message::Recover(_) => {
+            Err("no VM of another host waits here for its pages; recover where the VM runs")
+        }
+        Message::Verdict { .. } => Err("no VM here is in doubt about that migration"),
+        _ => Err(NOTHING),
+    }
 }
 
 /// Answers a message of a source that may be one of a migration that is over.
@@ -143,33 +201,28 @@ fn greet(listener: &Listener, pasts: &[Past], cancel: &Cancel) -> Result<(), Cau
 /// # Errors
 /// It is not, and was told so.
 pub(super) fn answer(control: &Channel, message: &Message, pasts: &[Past]) -> Result<(), Cause> {
-    let known = |id: &[u8; TOKEN_BYTES]| {
-        pasts.iter().any(|past| past.id == *id && Instant::now() < past.until)
-    };
-    let refused = match message {
-        // No token in the answer: there is nothing to recover.
-        Message::Recover(recover) if known(&recover.id) => {
+    match reply(message, pasts) {
+        Ok(()) => {
             control.yes()?;
             control.connection.finish_sending(HELLO_TIMEOUT);
-            return Ok(());
+            Ok(())
         }
-        Message::Recover(_) => {
-            "no VM of another host waits here for its pages; recover where the VM runs"
+        Err(refused) => {
+            control.refuse(refused);
+            Err(Cause::Refused(refused.to_string()))
         }
-        Message::Verdict { .. } => "no VM here is in doubt about that migration",
-        _ => "a migration to here is over, and nothing is awaited",
-    };
-    control.refuse(refused);
-    Err(Cause::Refused(refused.to_string()))
+    }
 }
 
 impl Rejoin {
-    /// Every page is here and the source may not know it: tells it whenever it comes back, for as
-    /// long as the source tries by itself.
-    pub(crate) fn linger(&self) {
-        if let Err(error) = self.lingering.start(self, self.linger) {
-            log::warn!("the source will not learn that all pages are here: {error}");
+    /// Every page is here. A source that may not know it is told whenever it comes back, for as long as
+    /// it tries by itself; so are those of earlier migrations.
+    pub(crate) fn linger(&self, knows: bool) {
+        let mut pasts = self.pasts.clone();
+        if !knows {
+            pasts.push(Past { id: self.id, until: Instant::now() + self.linger });
         }
+        self.lingering.go_on(&self.listener, pasts);
     }
 }
 
@@ -180,6 +233,7 @@ pub(crate) fn linger_for_tests(
     lingering: &Lingering,
 ) -> (Address, [u8; TOKEN_BYTES]) {
     #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use std::time::Duration;
     let listener = Arc::new(Listener::bind(at).unwrap());
     let address = listener.address().clone();
     let id = [7; TOKEN_BYTES];
@@ -191,7 +245,8 @@ pub(crate) fn linger_for_tests(
         steering: crate::Steering::new(),
         linger: Duration::from_mins(1),
         lingering: lingering.clone(),
+        pasts: Vec::new(),
     };
-    rejoin.linger();
+    rejoin.linger(false);
     (address, id)
 }

@@ -20,7 +20,6 @@
 //! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
 //! | `arrivals` | connections that have not said yet what they are |
 //! | `doubt` | waiting for the source's word, when the connection was lost at the commit |
-//! | `hello` | the first message of a connection that nothing is known of |
 //! | `linger` | the last message of a postcopy, for a source that may not have heard it |
 //! | `rejoin` | how a source that lost its connections comes back |
 //!
@@ -38,7 +37,6 @@ mod engine;
 mod fault;
 mod faulting;
 mod fresh;
-mod hello;
 mod linger;
 mod negotiate;
 mod preparing;
@@ -79,8 +77,16 @@ pub(crate) struct Context<'a> {
 /// A place where a source can connect. One migration at a time.
 #[derive(Debug)]
 pub struct Listener {
-    listener: Arc<transport::Listener>,
+    socket: Arc<transport::Listener>,
     pasts: Vec<Past>,
+    lingering: Lingering,
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        // However it went, those who asked before may ask again.
+        self.lingering.go_on(&self.socket, std::mem::take(&mut self.pasts));
+    }
 }
 
 /// The guest is here.
@@ -137,7 +143,8 @@ impl Listener {
     /// # Errors
     /// When the address is taken, not ours, or does not resolve.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
-        Ok(Self { listener: Arc::new(transport::Listener::bind(address)?), pasts: Vec::new() })
+        let socket = Arc::new(transport::Listener::bind(address)?);
+        Ok(Self { socket, pasts: Vec::new(), lingering: Lingering::default() })
     }
 
     /// The same, in place of listeners of this process that are there only to answer sources of
@@ -146,13 +153,13 @@ impl Listener {
     /// # Errors
     /// As [`bind`](Self::bind).
     pub fn bind_over(address: &Address, lingering: &Lingering) -> Result<Self, TransportError> {
-        let (listener, pasts) = lingering.bind(address)?;
-        Ok(Self { listener, pasts })
+        let (socket, pasts) = lingering.bind(address)?;
+        Ok(Self { socket, pasts, lingering: lingering.clone() })
     }
 
     /// Where it listens.
     pub fn address(&self) -> &Address {
-        self.listener.address()
+        self.socket.address()
     }
 
     /// Waits for a source and takes its guest.
@@ -166,23 +173,33 @@ impl Listener {
     /// The source has been told why as best one can. Unless [`ReceiveFailure::error`] says
     /// otherwise, the guest goes on there and everything built here is gone.
     pub fn receive<B: DestinationBuilder>(
-        self,
+        mut self,
         builder: B,
         options: &ReceiveOptions,
         progress: &Arc<Progress>,
         cancel: &Cancel,
     ) -> Result<Received<B::Vm>, Box<ReceiveFailure<B::Vm>>> {
-        let Self { listener, pasts } = &self;
+        let Self { socket: listener, pasts, .. } = &self;
         let context = Context { options, progress, cancel, listener, pasts };
-        match drive(builder, context) {
+        let (result, pages_come) = match drive(builder, context) {
             Ok(received) => {
-                if received.faults.is_none() {
+                let pages_come = received.faults.is_some();
+                if !pages_come {
                     progress.finish(Phase::Done);
                 }
-                Ok(received)
+                (Ok(received), pages_come)
             }
-            Err(setback) => Err(Box::new(give_up(context, setback))),
+            Err(setback) => {
+                let failure = give_up(context, setback);
+                let pages_come = failure.faults.is_some();
+                (Err(Box::new(failure)), pages_come)
+            }
+        };
+        if pages_come {
+            // Whoever brings them listens, and answers for these as well.
+            self.pasts.clear();
         }
+        result
     }
 }
 

@@ -20,7 +20,7 @@ use super::fresh::Fresh;
 use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
 use super::rejoin::Rejoin;
-use super::{Context, Setback};
+use super::{Context, Setback, linger};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -32,7 +32,7 @@ use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
 use crate::protocol::codec::ByteSource;
 use crate::protocol::inflate::Inflater;
-use crate::protocol::message::{Message, Role};
+use crate::protocol::message::{Answer, Message, Role};
 use crate::ram::{self, GuestMemoryMap};
 use crate::steering::LOOK_EVERY;
 use crate::transport::{Connection, TransportError, WaitEnd, wait_readable};
@@ -80,6 +80,8 @@ pub(crate) struct Mapped<V: DestinationVm> {
     control: Channel,
     bulk: Vec<Channel>,
     urgent: Vec<Channel>,
+    /// When the source last said something, and was answered.
+    heard: Instant,
 }
 
 /// All memory, or the list of what is missing, is here, and so is the state.
@@ -113,7 +115,7 @@ enum Next {
 
 impl<V: DestinationVm> Mapped<V> {
     pub(crate) fn new(parts: Parts<V>, control: Channel) -> Self {
-        Self { parts, control, bulk: Vec::new(), urgent: Vec::new() }
+        Self { parts, control, bulk: Vec::new(), urgent: Vec::new(), heard: Instant::now() }
     }
 
     /// Takes memory until the state arrives.
@@ -145,6 +147,15 @@ impl<V: DestinationVm> Mapped<V> {
             let message = match self.next(&helpers, &arrivals, context)? {
                 Next::Connection => {
                     for hello in arrivals.take(context.listener, context.cancel) {
+                        let hello = match hello {
+                            Hello::Recover(recover, channel)
+                                if linger::is_past(context.pasts, &recover.id) =>
+                            {
+                                arrivals.answer(channel, &Answer::ok());
+                                continue;
+                            }
+                            other => other,
+                        };
                         self.join(hello, &mut helpers, &fresh, context)?;
                     }
                     continue;
@@ -174,7 +185,11 @@ impl<V: DestinationVm> Mapped<V> {
                 }
                 Message::Coming(ranges) if self.parts.terms.negotiated() => {
                     let runs = locate(memory.layout(), &ranges).step(STEP)?;
-                    preparing.add(&self.parts.memory, &fresh, &runs);
+                    // A page that is got while others are thrown away would be one of zeros that
+                    // nobody waits for.
+                    if !self.mode().may_postcopy() {
+                        preparing.add(&self.parts.memory, &fresh, &runs);
+                    }
                 }
                 Message::AwaitMachine if self.parts.terms.negotiated() => {
                     self.parts.building.wait(context.cancel)?;
@@ -209,6 +224,7 @@ impl<V: DestinationVm> Mapped<V> {
                 other => return Err(unexpected(&other, "Memory or State")),
             }
             self.control.yes().step("acknowledging memory")?;
+            self.heard = Instant::now();
         }
     }
 
@@ -235,7 +251,6 @@ impl<V: DestinationVm> Mapped<V> {
     ) -> Result<Next, Failure> {
         const STEP: &str = "waiting for memory or state";
         let limit = context.options.limits.answer;
-        let since = Instant::now();
         while !self.control.reader.has_buffered() {
             let mut fds = vec![
                 helpers.failed.fd(),
@@ -246,14 +261,15 @@ impl<V: DestinationVm> Mapped<V> {
             let end = wait_readable(&fds, context.cancel, Some(LOOK_EVERY.min(limit)));
             match end.map_err(TransportError::io("waiting")).step(STEP)? {
                 WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
-                WaitEnd::TimedOut if since.elapsed() >= limit => {
+                WaitEnd::Ready(0) => return Err(helpers.failure()),
+                WaitEnd::Ready(1) => return Err(self.failure_to_build()),
+                WaitEnd::Ready(2) => break,
+                // A stranger who connects now and then is no sign of life of the source.
+                WaitEnd::TimedOut | WaitEnd::Ready(_) if self.heard.elapsed() >= limit => {
                     let what = "waiting for memory or state";
                     return Err(TransportError::Timeout { what, after: limit }).step(STEP);
                 }
                 WaitEnd::TimedOut => {}
-                WaitEnd::Ready(0) => return Err(helpers.failure()),
-                WaitEnd::Ready(1) => return Err(self.failure_to_build()),
-                WaitEnd::Ready(2) => break,
                 WaitEnd::Ready(_) => return Ok(Next::Connection),
             }
         }
@@ -275,6 +291,7 @@ impl<V: DestinationVm> Mapped<V> {
                 return Ok(());
             }
         };
+        self.heard = Instant::now();
         let mode = self.mode();
         let count = helpers.threads.len() + self.bulk.len() + self.urgent.len();
         match role {
@@ -354,6 +371,7 @@ impl<V: DestinationVm> Mapped<V> {
             steering: context.options.steering.clone(),
             linger: RECOVER_TIMEOUT_DEFAULT.max(offer.recover_timeout()),
             lingering: context.options.lingering.clone(),
+            pasts: context.pasts.to_vec(),
         };
         FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent)
     }
@@ -363,7 +381,9 @@ impl<V: DestinationVm> Mapped<V> {
 fn greet(hello: Hello, terms: &Terms, context: Context<'_>) -> Result<(Role, Channel), Cause> {
     let (role, shown, channel) = match hello {
         Hello::Extra(role, shown, channel) => (role, shown, channel),
-        Hello::Recover(..) | Hello::Other(_) => return Err(ProtocolError::Token.into()),
+        Hello::Recover(..) | Hello::Message(..) | Hello::Other(_) => {
+            return Err(ProtocolError::Token.into());
+        }
     };
     if let Terms::Negotiated { token, .. } = terms {
         if shown != *token {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
-use super::linger::Lingering;
+use super::linger::{Lingering, Past, is_past};
 use super::negotiate::random_token;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -42,6 +42,8 @@ pub(crate) struct Rejoin {
     /// How long a source that has not heard the end may come back and be told.
     pub linger: Duration,
     pub lingering: Lingering,
+    /// Migrations that are over here, whose sources may still ask.
+    pub pasts: Vec<Past>,
 }
 
 /// A source that has proved to be ours.
@@ -69,6 +71,10 @@ impl Rejoin {
         let mut returned = None;
         for hello in arrivals.take(&self.listener, cancel) {
             let (reason, channel) = match hello {
+                Hello::Recover(recover, control) if is_past(&self.pasts, &recover.id) => {
+                    arrivals.answer(control, &Answer::ok());
+                    continue;
+                }
                 Hello::Recover(recover, control) => match self.admit(control, recover) {
                     Ok(source) => {
                         returned = Some(source);
@@ -76,7 +82,9 @@ impl Rejoin {
                     }
                     Err(refused) => refused,
                 },
-                Hello::Other(channel) | Hello::Extra(_, _, channel) => (
+                Hello::Other(channel)
+                | Hello::Message(_, channel)
+                | Hello::Extra(_, _, channel) => (
                     "a VM is here already, and pages of it are still to come from where it was",
                     channel,
                 ),
@@ -207,6 +215,7 @@ impl Rejoin {
                     }
                     Hello::Extra(_, _, channel)
                     | Hello::Recover(_, channel)
+                    | Hello::Message(_, channel)
                     | Hello::Other(channel) => {
                         let why = ProtocolError::Token.to_string();
                         log::warn!("a connection during a recovery was turned away: {why}");

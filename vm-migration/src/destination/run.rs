@@ -78,6 +78,7 @@ impl<V: DestinationVm> HasState<V> {
             }
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
+                self.faults.iter().for_each(FaultThreads::let_go);
                 Err(Setback::early(Some(self.control), failure))
             }
         }
@@ -200,6 +201,7 @@ impl<V: DestinationVm> Ready<V> {
             Ok(here) => here,
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
+                self.faults.iter().for_each(FaultThreads::let_go);
                 return Err(Setback::early(None, failure));
             }
         };

@@ -34,6 +34,8 @@ pub(crate) struct HandedOver<V: SourceVm> {
     pub pages: Option<Pages<V>>,
     /// Why the destination may not know yet that the guest is its own, and how it learns that.
     pub unconfirmed: Option<Doubt>,
+    /// Ends when nobody waits for that.
+    pub log: Option<V::Log>,
 }
 
 /// The destination may not know that the guest is its own.
@@ -73,7 +75,7 @@ impl<V: SourceVm> HandedOver<V> {
         self,
         context: Context<'_>,
     ) -> Result<(Remains<V>, Phase), Setback<V>> {
-        let Self { remains, unconfirmed, .. } = self;
+        let Self { remains, unconfirmed, log: _log, .. } = self;
         let Some(Doubt { failure, state, teller: Some(teller) }) = unconfirmed else {
             return Ok((remains, Phase::Done));
         };
@@ -93,7 +95,7 @@ impl<V: SourceVm> HandedOver<V> {
 impl<V: SourceVm> Stopped<V> {
     /// Sends state, and gives the guest away.
     pub(crate) fn hand_over(self, context: Context<'_>) -> Result<HandedOver<V>, Setback<V>> {
-        let Self { mut vm, mut control, mut links, later, since } = self;
+        let Self { mut vm, mut control, mut links, later, log, since } = self;
         let (bulk, urgent) = (links.memory.len(), links.urgent.len());
         let mut session = None;
         let server = later.as_ref();
@@ -124,7 +126,7 @@ impl<V: SourceVm> Stopped<V> {
                 let retraction = withheld.zip(links.teller(context));
                 let retraction =
                     retraction.map(|(withheld, teller)| Retraction { withheld, teller });
-                return Err(Setback::Paused(vm, control, failure, retraction));
+                return Err(Setback::Paused { vm, peer: control, failure, retraction, log });
             }
         };
         // The point of no return. A cancel from here on comes too late.
@@ -144,7 +146,7 @@ impl<V: SourceVm> Stopped<V> {
             Pages { server, session, bulk: links.memory, reconnect, successor }
         });
         match confirmed {
-            Ok(()) => Ok(HandedOver { remains, control, pages, unconfirmed: None }),
+            Ok(()) => Ok(HandedOver { remains, control, pages, unconfirmed: None, log }),
             // It may run the guest by now, or wait for the word that it may.
             Err((failure, committed))
                 if (pages.is_some() || teller.is_some())
@@ -152,7 +154,7 @@ impl<V: SourceVm> Stopped<V> {
             {
                 let teller = teller.filter(|_| pages.is_none());
                 let doubt = Doubt { failure, state: committed.lost(), teller };
-                Ok(HandedOver { remains, control, pages, unconfirmed: Some(doubt) })
+                Ok(HandedOver { remains, control, pages, unconfirmed: Some(doubt), log })
             }
             Err((failure, _)) => {
                 let held = pages.map(|pages| Held::new(pages.server));

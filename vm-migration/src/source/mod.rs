@@ -116,8 +116,15 @@ impl<V: SourceVm> std::fmt::Debug for SendFailure<V> {
 /// How a phase failed, with whatever then owns the guest.
 pub(crate) enum Setback<V: SourceVm> {
     Running(V, Option<Channel>, Failure),
-    /// The destination may be in doubt, and is told.
-    Paused(V::Paused, Channel, Failure, Option<Retraction>),
+    Paused {
+        vm: V::Paused,
+        peer: Channel,
+        failure: Failure,
+        /// The destination may be in doubt, and is told.
+        retraction: Option<Retraction>,
+        /// Ends when the guest goes on.
+        log: Option<V::Log>,
+    },
     HandedOver(Remains<V>, Option<Held<V::Memory>>, Failure),
 }
 
@@ -179,9 +186,10 @@ fn give_up<V: SourceVm>(context: Context<'_>, setback: Setback<V>) -> SendFailur
             let error = fail(Phase::Failed, GuestIs::OnSource, failure);
             SendFailure::Resumed { vm, error }
         }
-        Setback::Paused(vm, peer, failure, retraction) => {
+        Setback::Paused { vm, peer, failure, retraction, log } => {
             // The guest first; the peer does not run it without a Confirm.
             let resumed = vm.resume();
+            drop(log);
             tell_peer(Some(peer), &failure);
             if let Some(retraction) = retraction {
                 retraction.tell_in_background();

@@ -17,7 +17,7 @@ use super::{Context, Setback, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, to_usize};
+use crate::layout::{Backing, Layout, PAGE_BYTES, to_usize};
 use crate::options::{Convergence, DirtyClear, MemoryMode};
 use crate::progress::Event;
 use crate::protocol::message::Message;
@@ -178,7 +178,7 @@ impl<V: SourceVm> Negotiated<V> {
                     }
                 }
                 Decision::Postcopy => {
-                    return self.switch(log, Vec::new(), machine_is_built, context);
+                    return self.switch(log, None, machine_is_built, context);
                 }
                 Decision::GiveUp => {
                     return Err(pilot.not_converging(number, remaining_bytes))
@@ -222,7 +222,7 @@ impl<V: SourceVm> Negotiated<V> {
     fn switch(
         &mut self,
         log: &V::Log,
-        unsent: Vec<PageRun>,
+        unsent: Option<Vec<ClaimMap>>,
         machine_is_built: bool,
         context: Context<'_>,
     ) -> Result<Rounds, Failure> {
@@ -231,10 +231,7 @@ impl<V: SourceVm> Negotiated<V> {
             self.await_machine(context.options.limits.prepare)?;
         }
         self.settle(context)?;
-        let maps = empty_maps(self.memory.layout());
-        for run in unsent {
-            maps[run.region].set_run(run.first, run.count);
-        }
+        let maps = unsent.unwrap_or_else(|| empty_maps(self.memory.layout()));
         let told = if self.links.terms.stale() {
             Some(self.tell_what_is_stale(log, &maps, context)?)
         } else {
@@ -453,7 +450,7 @@ fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-fn empty_maps(layout: &Layout) -> Vec<ClaimMap> {
+pub(super) fn empty_maps(layout: &Layout) -> Vec<ClaimMap> {
     layout.regions().iter().map(|info| ClaimMap::new(info.pages())).collect()
 }
 

@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::announce::{Announcer, full_blocks};
 use super::lane::{Lane, Record, UNIT_PAGES, UNITS_MAX};
 use super::negotiate::Links;
-use super::precopy::Switch;
+use super::precopy::{Switch, empty_maps};
 use super::{Context, check_cancel};
-use crate::bitmap::word_runs;
+use crate::bitmap::{ClaimMap, word_runs};
 use crate::channel::Channel;
 use crate::cursor::Cursor;
 use crate::error::{Cause, Failure, Step};
@@ -127,8 +127,9 @@ pub(crate) struct Sent {
     /// Bytes of contents.
     pub bytes: u64,
     /// Pages that were not looked at because the round was ended before, and that the next round's
-    /// dirty bits do not have.
-    pub unsent: Vec<PageRun>,
+    /// dirty bits do not have, by region; `None` where that is none. Bits and no runs: of memory that is
+    /// populated here and there, a run for every second page would be a hundred times as much.
+    pub unsent: Option<Vec<ClaimMap>>,
 }
 
 /// One pass over memory, or as much of it as there is time for. All that is sent is acknowledged
@@ -324,8 +325,8 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
 
     /// What nobody has claimed, as far as it is not found dirty later: of a first round everything
     /// that is populated, of others what was cleared before.
-    fn unsent(&self) -> Result<Vec<PageRun>, Failure> {
-        let mut unsent = Vec::new();
+    fn unsent(&self) -> Result<Option<Vec<ClaimMap>>, Failure> {
+        let mut unsent: Option<Vec<ClaimMap>> = None;
         while let Some(slice) = self.line.claim(&self.cursor, |_| UNITS_MAX) {
             let Slice { region, first, pages } = slice;
             let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
@@ -339,8 +340,9 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
                     word_runs(&words, first)
                 }
             };
+            let maps = unsent.get_or_insert_with(|| empty_maps(self.memory.layout()));
             for (first, count) in runs {
-                push(&mut unsent, PageRun { region, first, count });
+                maps[region].set_run(first, count);
             }
         }
         Ok(unsent)

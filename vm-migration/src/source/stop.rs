@@ -18,7 +18,7 @@ use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{PAGE_BYTES, to_usize};
 use crate::ram::GuestMemoryMap;
-use crate::vm::{DirtyLog, SourceVm};
+use crate::vm::{DirtyLog, SourceVm, Throttle};
 
 /// Pages whose dirty bits are read at once: 2 MiB of guest memory is 8 words, this is 4 KiB of
 /// bitmap.
@@ -30,6 +30,9 @@ pub(crate) struct Stopped<V: SourceVm> {
     pub control: Channel,
     pub links: Links,
     pub later: Option<Arc<Server<V::Memory>>>,
+    /// It has been read for the last time. It ends when the guest does not wait for that any more: the
+    /// kernel goes through all of its tables then.
+    pub log: Option<V::Log>,
     /// When the pause began.
     pub since: Instant,
 }
@@ -46,13 +49,19 @@ impl<V: SourceVm> Copied<V> {
                 return Err(Setback::Running(vm, Some(control), failure));
             }
         };
-        let rest = || -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
+        let (log, goes) = match cargo {
+            Cargo::Shared => (None, Goes::Not),
+            Cargo::Rest(log, throttle) => (Some(log), Goes::Now(throttle)),
+            Cargo::Later(log, pages, told) => (Some(log), Goes::Later(pages, told)),
+        };
+        let rest = |log: Option<&V::Log>| -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
             let begin_round =
                 |log: &V::Log| log.begin_round().map_err(Cause::Vm).step("reading the dirty log");
-            match cargo {
-                Cargo::Shared => Ok(None),
-                Cargo::Rest(log, throttle) => {
-                    let dirty = begin_round(&log)?;
+            let Some(log) = log else { return Ok(None) };
+            match goes {
+                Goes::Not => Ok(None),
+                Goes::Now(throttle) => {
+                    let dirty = begin_round(log)?;
                     drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
                     remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
@@ -63,14 +72,14 @@ impl<V: SourceVm> Copied<V> {
                         hints: None,
                         announce: false,
                     };
-                    send_round(&*memory, &log, pass, &mut control, &mut links, context)?;
+                    send_round(&*memory, log, pass, &mut control, &mut links, context)?;
                     // The destination sees the end of these as the end of their work.
                     links.memory.clear();
                     Ok(None)
                 }
-                Cargo::Later(log, pages, told) => {
-                    begin_round(&log)?;
-                    add_dirty(&*memory, &log, &pages)?;
+                Goes::Later(pages, told) => {
+                    begin_round(log)?;
+                    add_dirty(&*memory, log, &pages)?;
                     let pending = in_units(&pages, &links);
                     let progress = Arc::clone(context.progress);
                     let options = context.options;
@@ -86,11 +95,23 @@ impl<V: SourceVm> Copied<V> {
                 }
             }
         };
-        match rest() {
-            Ok(later) => Ok(Stopped { vm, control, links, later, since }),
-            Err(failure) => Err(Setback::Paused(vm, control, failure, None)),
+        match rest(log.as_ref()) {
+            Ok(later) => Ok(Stopped { vm, control, links, later, log, since }),
+            Err(failure) => {
+                Err(Setback::Paused { vm, peer: control, failure, retraction: None, log })
+            }
         }
     }
+}
+
+/// What goes to the destination of memory, and when.
+enum Goes {
+    /// Nothing: it has it.
+    Not,
+    /// What is dirty, now; the guest was slowed down for it.
+    Now(Option<Box<dyn Throttle>>),
+    /// These pages and what is dirty, after the guest; the destination knows of some.
+    Later(Vec<ClaimMap>, Option<Vec<ClaimMap>>),
 }
 
 /// Adds the pages that were dirtied since the scan.

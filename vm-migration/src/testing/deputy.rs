@@ -33,6 +33,8 @@ pub enum Conduct {
     FindsNobody,
     /// It ends when the destination has let go of the source for it.
     EndsHalfWay,
+    /// It connects when it is asked to recover, and not before.
+    ComesLate,
 }
 
 /// A page server to be, and what becomes of it.
@@ -88,6 +90,9 @@ impl FakeDeputy {
         }
         if self.conduct == Conduct::EndsHalfWay {
             return half_way(&charge, &self.limits).map(|()| None).map_err(said);
+        }
+        while self.conduct == Conduct::ComesLate && self.steering.take_recover().is_none() {
+            std::thread::yield_now();
         }
         let charge = match self.conduct {
             Conduct::FindsNobody => elsewhere(&charge)?,

@@ -50,6 +50,9 @@ pub enum Inject {
     RunOnce,
     /// No failure: letting go of exclusive resources takes a second.
     ReleaseLate,
+    /// No failure: when the machine comes into doubt a device touches a page, and the machine does not
+    /// end before that device.
+    TouchInDoubt,
     /// No failure: the guest dirties all of its memory all the time.
     Busy,
     /// No failure: after the handover the process has no descriptor for the next two sets of
@@ -310,7 +313,7 @@ impl SourceVm for FakeVm {
     fn start_dirty_log(&mut self) -> Result<FakeLog, VmError> {
         self.common.call(Inject::StartLog, "start log")?;
         let busy = self.common.inject == Inject::Busy;
-        Ok(FakeLog::new(Arc::clone(&self.common.memory), busy))
+        Ok(FakeLog::new(Arc::clone(&self.common.memory), busy, Arc::clone(&self.common.calls)))
     }
 
     fn throttle(&self) -> Option<Box<dyn Throttle>> {
@@ -419,6 +422,19 @@ pub struct Builder {
 pub struct FakeDestination {
     common: Common,
     touch: Vec<(usize, u64)>,
+    device: Device,
+}
+
+/// A thread of a machine, which waits for it when it ends.
+#[derive(Default)]
+struct Device(Option<std::thread::JoinHandle<()>>);
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if let Some(thread) = self.0.take() {
+            let _ = thread.join();
+        }
+    }
 }
 
 impl Builder {
@@ -522,7 +538,7 @@ impl MappedMachine for FakeMapped {
             let _ = gate.recv();
         }
         common.call(Inject::Prepare, "prepare")?;
-        Ok(FakeDestination { common, touch })
+        Ok(FakeDestination { common, touch, device: Device::default() })
     }
 }
 
@@ -548,6 +564,15 @@ impl DestinationVm for FakeDestination {
     }
 
     fn in_doubt(&mut self, _: InDoubt, lasts: bool) {
+        if self.common.inject == Inject::TouchInDoubt && !lasts {
+            let memory = Arc::clone(&self.common.memory);
+            let (touched, begun) = std::sync::mpsc::channel();
+            self.device.0 = Some(std::thread::spawn(move || {
+                let _ = touched.send(());
+                memory.word(0, 1, 0).load(Ordering::Relaxed);
+            }));
+            let _ = begun.recv();
+        }
         let name = if lasts { "still in doubt" } else { "in doubt" };
         let _ = self.common.call(Inject::Nothing, name);
     }

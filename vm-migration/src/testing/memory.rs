@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
+use super::machine::Calls;
 use crate::fault::VcpuBarrier;
 use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, RegionInfo, to_usize};
 use crate::ram::GuestMemoryMap;
@@ -427,14 +428,22 @@ pub struct FakeLog {
     memory: Arc<FakeMemory>,
     noted: Mutex<Vec<Vec<u64>>>,
     busy: bool,
+    calls: Calls,
+}
+
+impl Drop for FakeLog {
+    fn drop(&mut self) {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner).push("log ends");
+    }
 }
 
 impl FakeLog {
-    /// Starts with every page noted; a busy log notes every page again in each round.
-    pub fn new(memory: Arc<FakeMemory>, busy: bool) -> Self {
+    /// Starts with every page noted; a busy log notes every page again in each round. Its end is noted in
+    /// `calls`.
+    pub fn new(memory: Arc<FakeMemory>, busy: bool, calls: Calls) -> Self {
         let noted = memory.regions.iter().map(|region| vec![u64::MAX; region.dirty.len()]);
         let noted = Mutex::new(noted.collect());
-        Self { memory, noted, busy }
+        Self { memory, noted, busy, calls }
     }
 }
 

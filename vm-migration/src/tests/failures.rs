@@ -97,6 +97,31 @@ fn a_source_that_fails_at_any_step_keeps_its_guest() {
     }
 }
 
+/// Where the kernel keeps large tables the end of the log takes seconds, and the guest stands still in
+/// neither place for that.
+#[test]
+fn the_dirty_log_ends_when_nobody_waits_for_that() {
+    for mode in modes() {
+        for (inject, before) in [(Inject::Nothing, "handed over"), (Inject::Apply, "resume")] {
+            let rig = Rig::new(mode);
+            let target = rig.target(inject);
+            let vm = rig.vm(Inject::Nothing);
+            let calls = vm.calls();
+            let options = rig.options(&target);
+            let sender = std::thread::spawn(move || send(vm, &options));
+            if let Ok(received) = target.join()
+                && let Some(faults) = received.faults
+            {
+                faults.wait().unwrap();
+            }
+            assert_eq!(sender.join().unwrap().is_ok(), inject == Inject::Nothing);
+            let calls = calls.lock().unwrap();
+            let place = |name| calls.iter().position(|call| *call == name).unwrap();
+            assert!(place(before) < place("log ends"), "{mode:?}: {calls:?}");
+        }
+    }
+}
+
 #[test]
 fn a_machine_settles_while_its_guest_runs_and_is_not_waited_for_for_ever() {
     let rig = Rig::new(MemoryMode::Precopy);
@@ -310,9 +335,9 @@ fn every_phase_is_announced_with_its_begin_and_its_end() {
             Event::End(phase, _) => seen.push((*phase, false)),
             Event::Fail(phase, _) => panic!("{phase} failed"),
             Event::Round { round, .. } | Event::Stalled { round, .. } => assert!(*round > 0),
-            Event::Throttled { .. } | Event::DowntimeAllowed { .. } | Event::PageServerFailed => {
-                panic!("nobody asked for it")
-            }
+            // A machine that is busy with other things may be slower than its guest.
+            Event::DowntimeAllowed { .. } => {}
+            Event::Throttled { .. } | Event::PageServerFailed => panic!("nobody asked for it"),
         }
     }
     let phases = [Phase::Connect, Phase::Negotiate, Phase::Precopy, Phase::Stop, Phase::Handover];

@@ -119,6 +119,20 @@ fn a_source_whose_page_server_cannot_connect_serves_by_itself() {
 }
 
 #[test]
+fn a_page_server_that_comes_after_the_last_page_has_not_failed() {
+    if !have_uffd() {
+        return;
+    }
+    let (run, deputy) = run(Conduct::ComesLate, LIMITS, |_| {});
+    wait_until("the last page", || run.destination.phase() == Phase::Done);
+    deputy.steering.recover(crate::steering::Recover::There);
+    let (source, _) = run.finish();
+    assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Ready)));
+    assert!(source.page_server.unwrap().reason.is_none());
+    deputy.join().unwrap_err();
+}
+
+#[test]
 fn a_page_server_that_ends_half_way_leaves_the_source_to_go_on() {
     if !have_uffd() {
         return;

@@ -32,6 +32,10 @@ impl Enemy {
     fn connect() -> Self {
         let to = memory();
         let target = Target::start(&loopback(), Builder::new(&to, &Guest::new(&to, 1)), LIMITS);
+        Self::connect_to(target, to)
+    }
+
+    fn connect_to(target: Target, to: Arc<FakeMemory>) -> Self {
         let cancel = Cancel::new().unwrap();
         let connection =
             Connection::connect(&target.address, &cancel, LIMITS.connect, LIMITS.answer).unwrap();
@@ -39,7 +43,15 @@ impl Enemy {
     }
 
     fn negotiated(mode: MemoryMode) -> Self {
-        let mut enemy = Self::connect();
+        Self::connect().negotiate(mode)
+    }
+
+    fn negotiated_with(target: Target, to: Arc<FakeMemory>, mode: MemoryMode) -> Self {
+        Self::connect_to(target, to).negotiate(mode)
+    }
+
+    fn negotiate(self, mode: MemoryMode) -> Self {
+        let mut enemy = self;
         let limit = LIMITS.answer;
         enemy.control.ask(&Message::Start { version: VERSION, offer: true }, limit).unwrap();
         let offer = Offer {
@@ -216,6 +228,48 @@ fn announcements_are_refused_where_pages_are_missing() {
     let range = GpaRange { gpa: 0, len_bytes: PAGE_BYTES };
     let cause = enemy.provoke(&Message::Coming(vec![range]).encode());
     assert!(matches!(cause, Cause::Protocol(ProtocolError::Unexpected { .. })), "{cause:?}");
+}
+
+#[test]
+fn announcements_get_no_pages_where_pages_may_have_to_be_missing() {
+    if !have_uffd() {
+        return;
+    }
+    let mut enemy = Enemy::negotiated(MemoryMode::Auto);
+    let range = GpaRange { gpa: 0, len_bytes: 512 * PAGE_BYTES };
+    enemy.control.ask(&Message::Coming(vec![range]), LIMITS.answer).unwrap();
+    // Whatever gets pages ends with the reception.
+    drop(enemy.control);
+    enemy.target.join().unwrap_err();
+    assert_eq!(enemy.to.populated_bytes(0).unwrap(), 0);
+}
+
+#[test]
+fn strangers_do_not_stand_for_a_source_that_is_silent() {
+    let to = memory();
+    let limits = crate::Limits { answer: std::time::Duration::from_secs(2), ..LIMITS };
+    let target = Target::start(&loopback(), Builder::new(&to, &Guest::new(&to, 1)), limits);
+    let enemy = Enemy::negotiated_with(target, to, MemoryMode::Precopy);
+    let address = enemy.target.address.clone();
+    let over = std::sync::atomic::AtomicBool::new(false);
+    let began = std::time::Instant::now();
+    let long = std::time::Duration::from_secs(30);
+    let cause = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let cancel = Cancel::new().unwrap();
+            while !over.load(std::sync::atomic::Ordering::Relaxed) && began.elapsed() < long {
+                // Refused when the reception is over.
+                let _ = Connection::connect(&address, &cancel, LIMITS.connect, LIMITS.answer);
+                std::thread::sleep(std::time::Duration::from_millis(20));
+            }
+        });
+        let cause = enemy.target.join().unwrap_err().error.cause;
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        cause
+    });
+    let told = error_text::chain(&cause);
+    assert!(told.contains("memory or state"), "{told}");
+    assert!(began.elapsed() < long, "strangers kept it waiting");
 }
 
 #[test]

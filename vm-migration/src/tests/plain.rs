@@ -95,8 +95,12 @@ fn an_old_destination_gets_plain_precopy() {
     assert_eq!(commands[commands.len() - 2..], [3, 5]);
     assert!(commands[2..commands.len() - 2].iter().all(|code| *code == 4));
     assert_whole(&guest, &to);
-    let expected = ["config", "start log", "settle", "pause", "state", "release", "handed over"];
-    assert_eq!(*calls.lock().unwrap(), expected);
+    let expected =
+        ["config", "start log", "settle", "pause", "state", "release", "handed over", "log ends"];
+    let mut calls = calls.lock().unwrap().clone();
+    // Once more where that took long.
+    calls.dedup();
+    assert_eq!(calls, expected);
 }
 
 #[test]

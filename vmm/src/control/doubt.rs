@@ -34,8 +34,9 @@ pub fn in_doubt() -> ApiError {
     ApiError::new(
         ApiErrorKind::Conflict,
         "the VM has arrived, and the connection was lost before its source said which of the two has \
-         it: the source says so when it can be reached again; if it has given the VM away or has \
-         ended, vm.resume starts it here, and if it runs the VM, vm.delete gives it up here",
+         it: the source says so when it can be reached again; if it has given the VM away or ended \
+         before it could go on with it, vm.resume starts it here, and if the VM ran on there, vm.delete \
+         gives it up here",
     )
 }
 
@@ -84,12 +85,15 @@ impl Vmm {
     /// The migration to here is in doubt (again, when that `lasts`).
     pub(super) fn doubt(&mut self, doubtful: Doubtful) {
         let Vm::Awaited(receiving) = &mut self.vm else { return };
+        if receiving.doubt.replace(doubtful).is_some() {
+            // Whoever has decided since it began knew of it, and so did a first signal.
+            return;
+        }
         cancel::refuse_all(&mut receiving.cancellers, &in_doubt());
         // What was asked before did not know of this.
         for Decider { responder, .. } in receiving.deciders.drain(..) {
             responder.answer(Err(in_doubt()));
         }
-        receiving.doubt = Some(doubtful);
         if let Some(responder) = self.ending.take().and_then(super::ending::Ending::into_responder)
         {
             responder.answer(Err(in_doubt()));
@@ -130,8 +134,9 @@ impl Vmm {
         !self.deleters.is_empty()
     }
 
-    /// Its pages have ended: it goes.
+    /// Its pages have ended, and nothing of it waits for one any more: it goes.
     pub(super) fn standing_is_gone(&mut self) {
+        self.pages = Pages::Here;
         self.vm = Vm::None;
         events::emit("vm", "deleted", &[]);
         for responder in self.deleters.drain(..) {

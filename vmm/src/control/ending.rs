@@ -37,7 +37,7 @@ impl Vmm {
     /// `vmm.shutdown`.
     pub(super) fn vmm_shutdown(&mut self, force: bool, responder: Responder) -> Next {
         match &self.vm {
-            Vm::Serving(_) if force => {
+            Vm::Serving(_) | Vm::Standing { .. } if force => {
                 log::warn!("told to end, whatever is lost by it");
                 self.end_vm();
                 responder.answer(Ok(ApiReply::Empty));
@@ -52,7 +52,7 @@ impl Vmm {
                 responder.answer(Err(self.vm.why_not_live()));
                 Next::Continue
             }
-            Vm::Live(_) if matches!(self.pages, Pages::Arriving { .. }) => {
+            Vm::Live(_) | Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {
                 responder.answer(self.refuse_without_all_pages().map(|()| ApiReply::Empty));
                 Next::Continue
             }
@@ -187,6 +187,10 @@ impl Vmm {
                 std::mem::forget((machine, waiting));
                 events::emit("vm", "shutdown", &[]);
             }
+            Vm::Standing { machine, .. } => match std::mem::replace(&mut self.pages, Pages::Here) {
+                Pages::Here => drop(machine),
+                waiting => std::mem::forget((machine, waiting)),
+            },
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
             Vm::Awaited(receiving) => receiving.cancel.cancel(),
             Vm::Busy(busy) => busy.cancel(),
@@ -194,7 +198,6 @@ impl Vmm {
             | Vm::Idle(_)
             | Vm::Turning(_)
             | Vm::Down(_)
-            | Vm::Standing { .. }
             | Vm::HandedOver { .. } => {}
         }
     }

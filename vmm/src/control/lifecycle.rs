@@ -143,8 +143,10 @@ impl Vmm {
     fn delete(&mut self) -> Result<(), ApiError> {
         match &self.vm {
             Vm::None => return Err(ApiError::not_created()),
-            // What has arrived and was not started, or is kept for a guest elsewhere, is given up.
-            Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {}
+            // What has arrived and was not started, or is kept for a guest elsewhere, is given up; its
+            // pages first, as in `standing_is_gone`.
+            Vm::Standing { .. } => self.pages = Pages::Here,
+            Vm::Idle(_) | Vm::HandedOver { .. } => {}
             other => return Err(other.why_not_live()),
         }
         self.vm = Vm::None;

@@ -332,9 +332,10 @@ impl Vmm {
         result: Result<(), Box<PostcopyPaused<MigratingRam>>>,
     ) -> Next {
         if self.is_given_up() {
-            // The machine goes before the threads that bring its pages.
+            // The threads that bring its pages go before the machine, which has never run: a device that
+            // waits for one would keep it, and this thread.
+            drop(result);
             self.standing_is_gone();
-            self.pages = Pages::Here;
             return Next::Continue;
         }
         let next = match result {

@@ -27,7 +27,7 @@ mod threads;
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::handover::{HandedOver, Pages};
@@ -110,6 +110,8 @@ pub(crate) struct Server<M> {
     hint: AtomicU64,
     /// Requests that are being answered now: pushers let them go first.
     in_service: AtomicU32,
+    /// The destination has said that it has every page.
+    is_done: AtomicBool,
     /// Limit of the pushers.
     pace: Pace,
     progress: Arc<Progress>,
@@ -139,6 +141,7 @@ impl<M: GuestMemoryMap> Server<M> {
             untold: None,
             hint: AtomicU64::new(HINT_NONE),
             in_service: AtomicU32::new(0),
+            is_done: AtomicBool::new(false),
             pace: Pace::new(options.bandwidth_bytes_per_s),
             progress,
         };
@@ -243,7 +246,7 @@ impl<V: SourceVm> HandedOver<V> {
     /// Serves pages until the destination has every one, over as many sets of connections as that
     /// takes, or another process does so.
     pub(crate) fn serve(self, context: Context<'_>) -> Result<(Remains<V>, Phase), Setback<V>> {
-        let Self { remains, control, pages, unconfirmed } = self;
+        let Self { remains, control, pages, unconfirmed, log: _log } = self;
         let Some(pages) = pages else { return Ok((remains, Phase::Done)) };
         let Pages { server, mut session, bulk, reconnect, successor } = pages;
         let mut relay = Relay { reconnect, successor };
@@ -344,6 +347,8 @@ impl<M: GuestMemoryMap> Server<M> {
                     match Message::read(&mut control.reader).step(STEP)? {
                         Message::Alive => control.yes().step(STEP)?,
                         Message::PostcopyDone => {
+                            // Before it hears that and listens no more.
+                            self.is_done.store(true, Ordering::SeqCst);
                             // It has every page; if it does not hear this, nothing is lost.
                             if let Err(error) = control.yes() {
                                 log::warn!("the end could not be acknowledged: {error}");

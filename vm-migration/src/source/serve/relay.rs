@@ -7,6 +7,7 @@
 //! done. Without that word the source goes on, with attempts of higher numbers.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::reconnect::Reconnect;
@@ -76,6 +77,11 @@ impl<M: GuestMemoryMap> Server<M> {
                 self.progress.page_server.serves(began.elapsed());
                 session.fate().stop().cancel();
                 Some(taken)
+            }
+            // The last page was there first: nothing was left to take over.
+            Err(error) if self.is_done.load(Ordering::SeqCst) => {
+                log::info!("the page server was not needed: {}", error_text::chain(&*error));
+                None
             }
             Err(error) => {
                 self.not_handed_on(error_text::chain(&*error));
