@@ -4,6 +4,7 @@
 //!
 //! Owns their answers: before the guest runs they change what it will have, afterwards what it has.
 
+use super::pausing::Turn;
 use super::{Vm, Vmm};
 use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, PciDeviceInfo};
 use crate::config::{ConfigError, NewDevice, VmConfig};
@@ -59,10 +60,10 @@ impl Vmm {
         self.machine_mut()?.ask_to_remove(id).map_err(|error| refused(&error))
     }
 
-    /// The guest has let go of devices.
+    /// The guest has let go of devices. Whatever is in flight in them is waited for elsewhere.
     pub(super) fn devices_ejected(&mut self) {
-        if let Vm::Live(machine) = &mut self.vm {
-            machine.take_ejected();
+        if matches!(self.vm, Vm::Live(_)) {
+            self.turn(Turn::Eject, None);
         }
     }
 }

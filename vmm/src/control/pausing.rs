@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::inbox::Message;
 use super::{Next, Pages, Vm, Vmm};
 use crate::api::request::Responder;
-use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
+use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo};
 use crate::control::describe;
 use crate::events;
 use crate::machine::{
@@ -41,6 +41,8 @@ pub enum Turn {
     Resume,
     /// It starts for the first time, after a restore.
     StartRestored,
+    /// Devices that its guest has let go of are taken apart. It runs or not, as before.
+    Eject,
 }
 
 /// A machine that stops or starts.
@@ -62,7 +64,7 @@ pub struct TurnEnd {
     machine: Box<Machine>,
     turn: Turn,
     result: Result<(), MachineError>,
-    responder: Responder,
+    responder: Option<Responder>,
 }
 
 impl Turn {
@@ -70,10 +72,17 @@ impl Turn {
     pub fn name(self) -> &'static str {
         match self {
             Self::Pause => "paused, which waits until its devices have finished their requests",
+            Self::Eject => "relieved of a device, which waits until that has finished its requests",
             Self::Resume | Self::StartRestored => {
                 "resumed, which waits for its disks and network devices"
             }
         }
+    }
+}
+
+fn answer(responder: Option<Responder>, result: ApiResult) {
+    if let Some(responder) = responder {
+        responder.answer(result);
     }
 }
 
@@ -84,7 +93,7 @@ impl Vmm {
             return responder.answer(Err(error));
         }
         events::emit("vm", "pausing", &[]);
-        self.turn(Turn::Pause, responder);
+        self.turn(Turn::Pause, Some(responder));
     }
 
     fn may_pause(&mut self) -> Result<(), ApiError> {
@@ -104,7 +113,7 @@ impl Vmm {
         };
         if may_wait && matches!(self.pages, Pages::Here) {
             events::emit("vm", "resuming", &[]);
-            self.turn(Turn::Resume, responder);
+            self.turn(Turn::Resume, Some(responder));
         } else {
             responder.answer(self.resume().map(|()| ApiReply::Empty));
         }
@@ -122,12 +131,12 @@ impl Vmm {
         }
     }
 
-    /// Has the live machine stop or start.
-    pub(super) fn turn(&mut self, turn: Turn, responder: Responder) {
+    /// Has the live machine stop or start, or a device of it taken apart.
+    pub(super) fn turn(&mut self, turn: Turn, responder: Option<Responder>) {
         let machine = match std::mem::replace(&mut self.vm, Vm::None) {
             Vm::Live(machine) => machine,
             other => {
-                responder.answer(Err(other.why_not_live()));
+                answer(responder, Err(other.why_not_live()));
                 self.vm = other;
                 return;
             }
@@ -135,13 +144,21 @@ impl Vmm {
         let info = Box::new(describe::of_machine(&machine));
         let (consoles, give_up) = (machine.consoles().clone(), GiveUp::default());
         let (mailer, own) = (self.mailer.clone(), give_up.clone());
-        let name = if turn == Turn::Pause { "pause" } else { "resume" };
+        let name = match turn {
+            Turn::Pause => "pause",
+            Turn::Resume | Turn::StartRestored => "resume",
+            Turn::Eject => "eject",
+        };
         let spawned =
             super::snapshot::spawn_with(name, (machine, responder), move |(machine, responder)| {
                 let mut machine = machine;
                 let result = match turn {
                     Turn::Pause => machine.pause(PAUSE_TIME_MAX, &|| own.is_told()),
                     Turn::Resume | Turn::StartRestored => machine.resume(),
+                    Turn::Eject => {
+                        machine.take_ejected();
+                        Ok(())
+                    }
                 };
                 let end = TurnEnd { machine, turn, result, responder };
                 mailer.send(Message::Turned(Box::new(end)));
@@ -151,9 +168,12 @@ impl Vmm {
                 let resumers = Vec::new();
                 self.vm = Vm::Turning(Turning { info, consoles, turn, give_up, resumers });
             }
-            Err(((machine, responder), error)) => {
+            Err(((mut machine, responder), error)) => {
+                if turn == Turn::Eject {
+                    machine.take_ejected();
+                }
                 self.vm = Vm::Live(machine);
-                responder.answer(Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
+                answer(responder, Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
             }
         }
     }
@@ -169,7 +189,11 @@ impl Vmm {
             self.memory_has_come();
         }
         match (turn, result) {
-            (Turn::Pause, Ok(())) => self.write_back_for(responder),
+            (Turn::Pause, Ok(())) => {
+                if let Some(responder) = responder {
+                    self.write_back_for(responder);
+                }
+            }
             (Turn::Pause, Err(error)) => {
                 let kind = match error {
                     MachineError::PauseWithdrawn => ApiErrorKind::Conflict,
@@ -178,21 +202,23 @@ impl Vmm {
                 let error = ApiError::from_error(kind, &error).context("the VM runs on");
                 log::error!("{error}");
                 events::emit("vm", "pause-failed", &[("error", &error.to_string())]);
-                responder.answer(Err(error));
+                answer(responder, Err(error));
             }
             (Turn::Resume, Ok(())) => {
                 events::emit("vm", "resumed", &[]);
-                responder.answer(Ok(ApiReply::Empty));
+                answer(responder, Ok(ApiReply::Empty));
             }
-            (Turn::Resume, Err(error)) => {
-                responder.answer(Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
+            (Turn::Resume | Turn::Eject, result) => {
+                let result = result.map(|()| ApiReply::Empty);
+                let failed = |error| ApiError::from_error(ApiErrorKind::Failed, &error);
+                answer(responder, result.map_err(failed));
             }
             (Turn::StartRestored, result) => {
                 let result = result
                     .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
                     .inspect(|()| events::emit("vm", "resumed", &[]))
                     .inspect_err(super::snapshot::tell_failed_restore);
-                responder.answer(result.map(|()| ApiReply::Empty));
+                answer(responder, result.map(|()| ApiReply::Empty));
             }
         }
         for responder in resumers {

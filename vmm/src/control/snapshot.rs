@@ -247,7 +247,7 @@ impl Vmm {
         match (self.settle(restored, false, prefault), responder) {
             (Ok(()), Some(responder)) if resume => {
                 events::emit("vm", "resuming", &[]);
-                self.turn(Turn::StartRestored, responder);
+                self.turn(Turn::StartRestored, Some(responder));
             }
             (result, Some(responder)) => responder.answer(result.map(|()| ApiReply::Empty)),
             (_, None) => {}
