@@ -24,8 +24,8 @@ const PHASES_MAX: usize = 256;
 pub struct Sample {
     /// Since the first phase began.
     pub at_ms: u64,
-    /// Still to come or to go.
-    pub remaining_bytes: u64,
+    /// Still to come or to go, where that is known.
+    pub remaining_bytes: Option<u64>,
     /// Contents that came or went so far, each time counted.
     pub moved_bytes: u64,
     /// Faults so far.

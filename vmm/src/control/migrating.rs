@@ -14,7 +14,7 @@ use vm_migration::{GuestIs, Phase, Snapshot, Steering};
 
 use super::receiving::{self, Arrival, Outcome, Reception};
 use super::sending::{self, Departure};
-use super::{Kept, Next, Pages, Vm, Vmm, cancel, describe};
+use super::{Kept, Next, Pages, Vm, Vmm, cancel, describe, observer};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
@@ -215,7 +215,8 @@ impl Vmm {
         let is_deleted = !deleters.is_empty();
         let next = match departure {
             Departure::Gone(remains) => {
-                tell_end(self.progress.as_ref().map(|progress| progress.snapshot()));
+                let last = self.progress.as_ref().map(|progress| progress.snapshot());
+                tell_end(last.as_ref());
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
                 drop(remains);
                 if self.watched_at.is_some_and(|at| at.elapsed() < WATCHER_TIME) {
@@ -299,7 +300,12 @@ impl Vmm {
                 } else {
                     self.memory_has_come();
                 }
-                events::emit("vm", "migration-receive-finished", &[]);
+                let last = self.progress.as_ref().map(|progress| progress.snapshot());
+                if pages_missing {
+                    observer::tell_figures("migration-receive-finished", last.as_ref());
+                } else {
+                    observer::tell_end("migration-receive-finished", last.as_ref());
+                }
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());
                 answer(Ok(ApiReply::Empty));
             }
@@ -341,8 +347,8 @@ impl Vmm {
         }
         let next = match result {
             Ok(()) => {
-                events::emit("vm", "postcopy-migration-completed", &[]);
-                log::info!("the last page has arrived");
+                let last = self.progress.as_ref().map(|progress| progress.snapshot());
+                observer::tell_end("postcopy-migration-completed", last.as_ref());
                 self.whole();
                 Pages::Here
             }
@@ -377,15 +383,17 @@ impl Vmm {
 }
 
 /// Tells that the VM has moved, and with whom its last pages are.
-fn tell_end(last: Option<Snapshot>) {
+fn tell_end(last: Option<&Snapshot>) {
     let server = last.filter(|last| last.phase == Phase::HandedOn);
-    let Some(server) = server.and_then(|last| last.page_server) else {
-        events::emit("vm", "migration-finished", &[]);
-        log::info!("the VM has moved");
+    let Some(server) = server.and_then(|last| last.page_server.as_ref()) else {
+        observer::tell_end("migration-finished", last);
         return;
     };
-    let (pid, took_us) = (server.pid.to_string(), server.took_over_us.unwrap_or(0).to_string());
-    let properties = [("socket", server.socket.as_str()), ("pid", &pid), ("took_us", &took_us)];
+    let (pid, took_us) = (server.pid.to_string(), server.took_over_us.map(|us| us.to_string()));
+    let figures = last.map(Snapshot::final_figures).unwrap_or_default();
+    let mut properties = vec![("socket", server.socket.as_str()), ("pid", &pid)];
+    properties.extend(took_us.as_deref().map(|us| ("took_us", us)));
+    properties.extend(figures.iter().map(|(key, value)| (*key, value.as_str())));
     events::emit("vm", "migration-handed-on", &properties);
     log::info!("the VM has moved; process {pid} sends its last pages");
 }

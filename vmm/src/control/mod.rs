@@ -57,7 +57,7 @@ use crate::migration::source::Remains;
 use crate::options::{ExitReason, Lent};
 
 pub(crate) use migrating::WATCHER_TIME;
-pub(crate) use observer::announce;
+pub(crate) use observer::{announce, tell_end};
 pub(crate) use postcopy::recover_wish;
 pub use run::{RunError, run};
 pub(crate) use signals::Signals;

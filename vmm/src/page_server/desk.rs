@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use vm_migration::{Phase, Progress, Steering};
+use vm_migration::{Phase, Progress, Snapshot, Steering};
 
 use super::PageServerError;
 use crate::api::request::Responder;
@@ -85,6 +85,11 @@ impl Desk {
     fn show_progress(&mut self) -> ApiResult {
         let snapshot = self.progress.snapshot();
         if snapshot.phase == Phase::Done {
+    /// The progress document.
+    pub fn snapshot(&self) -> Snapshot {
+        self.progress.snapshot()
+    }
+
             // Who has seen the end needs no more time.
             self.watched_at = None;
             self.farewell = self.farewell.map(|_| Instant::now());
