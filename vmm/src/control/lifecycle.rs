@@ -10,7 +10,7 @@ use vm_migration::vm::DestinationVm as _;
 
 use super::{Pages, Vm, Vmm};
 use crate::api::request::Responder;
-use crate::api::{ApiError, ApiErrorKind, ApiReply};
+use crate::api::{ApiError, ApiErrorKind, ApiReply, VmState};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{Consoles, KeptOverReboot, Machine, MachineError, WriteBack};
@@ -90,6 +90,17 @@ impl Vmm {
     pub(super) fn resume_for(&mut self, responder: Responder) {
         if self.is_given_up() {
             return responder.answer(Err(ApiError::not_created()));
+        }
+        // A peer that says nothing may take long to be given up, and nothing has been sent to it yet.
+        if let Vm::Leaving { info, sending } = &mut self.vm
+            && info.state == VmState::Paused
+            && sending.has_sent_nothing()
+        {
+            log::warn!(
+                "the VM is to go on: its migration, which has not begun to send it, is cancelled"
+            );
+            sending.cancel.cancel();
+            return sending.resumers.push(responder);
         }
         if let Some(responder) = self.decide_for(Asked::Resume, responder) {
             responder.answer(self.resume().map(|()| ApiReply::Empty));
@@ -200,6 +211,18 @@ impl Vmm {
         self.vm = Vm::None;
         emit("deleted");
         Ok(())
+    }
+
+    /// Why the VM waits for pages that do not come, if it does.
+    pub(super) fn postcopy_paused(&self) -> Option<String> {
+        if let Pages::Lost(paused) = &self.pages {
+            return Some(failed(&paused.error).to_string());
+        }
+        let progress =
+            self.progress.as_ref().filter(|_| matches!(self.pages, Pages::Arriving { .. }));
+        let document = progress?.snapshot();
+        let lost = matches!(document.phase, Phase::PostcopyPaused | Phase::PostcopyRecover);
+        lost.then(|| document.recovery.reason.unwrap_or_default())
     }
 
     /// Postcopy to here has lost its connections.

@@ -77,6 +77,15 @@ pub struct Sending {
     pub cancellers: Vec<Responder>,
     /// Whoever gave up the pages that are served, and waits until that is done.
     pub deleters: Vec<Responder>,
+    /// Whoever wants a paused VM to go on, which ended the migration.
+    pub resumers: Vec<Responder>,
+}
+
+impl Sending {
+    /// The peer may not even be there.
+    pub fn has_sent_nothing(&self) -> bool {
+        matches!(self.progress.phase(), Phase::Idle | Phase::Connect | Phase::Negotiate)
+    }
 }
 
 /// Leaves out what a VM with passed-through devices cannot do.
@@ -224,8 +233,8 @@ pub fn start(
     let back = || slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     match spawned {
         Ok(_detached) => {
-            let (cancellers, deleters) = (Vec::new(), Vec::new());
-            Ok(Sending { progress, cancel, steering, mode, cancellers, deleters })
+            let (cancellers, deleters, resumers) = (Vec::new(), Vec::new(), Vec::new());
+            Ok(Sending { progress, cancel, steering, mode, cancellers, deleters, resumers })
         }
         Err(error) => match back() {
             Some(machine) => Err((machine, error)),

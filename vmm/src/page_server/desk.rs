@@ -19,6 +19,9 @@ use crate::api::{
 use crate::control::{WATCHER_TIME, recover_wish};
 use crate::events;
 
+/// How long somebody who follows a migration may take from the VMM to here: a few looks of ch-remote.
+const ARRIVAL_TIME: Duration = Duration::from_millis(500);
+
 /// What the loop does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
@@ -82,14 +85,14 @@ impl Desk {
         responder.answer(answer);
     }
 
-    fn show_progress(&mut self) -> ApiResult {
-        let snapshot = self.progress.snapshot();
-        if snapshot.phase == Phase::Done {
     /// The progress document.
     pub fn snapshot(&self) -> Snapshot {
         self.progress.snapshot()
     }
 
+    fn show_progress(&mut self) -> ApiResult {
+        let snapshot = self.progress.snapshot();
+        if snapshot.phase == Phase::Done {
             // Who has seen the end needs no more time.
             self.watched_at = None;
             self.farewell = self.farewell.map(|_| Instant::now());
@@ -116,7 +119,8 @@ impl Desk {
     /// The destination has everything.
     pub fn served(&mut self, now: Instant) {
         let watched = self.watched_at.is_some_and(|at| now.duration_since(at) < WATCHER_TIME);
-        self.farewell = Some(if watched { now + WATCHER_TIME } else { now });
+        // Whoever was sent on here by the VMM may be on the way.
+        self.farewell = Some(now + if watched { WATCHER_TIME } else { ARRIVAL_TIME });
         for responder in self.given_up_by.drain(..) {
             responder.answer(Ok(ApiReply::Empty));
         }
