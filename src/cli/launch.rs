@@ -25,11 +25,12 @@ use vmm::config::migration::RestoreConfig;
 use vmm::config::option_string::OptionError;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
-use vmm::config::reference::help;
 use vmm::config::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
 use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, VmParams};
 use vmm::events::{EventError, EventTarget};
 use vmm::options::{Lent, SeccompMode, VmmOptions};
+
+use super::manual;
 
 /// What the command line asks for.
 #[derive(Debug)]
@@ -301,13 +302,10 @@ fn params(matches: &ArgMatches) -> VmParams {
 
 /// The command line; with empty help texts unless they are wanted.
 pub fn command(with_help: bool) -> Command {
-    let text = |make: fn() -> String| if with_help { make() } else { String::new() };
     let say = |help: &'static str| if with_help { help } else { "" };
     let one = |name: &'static str, help: String| {
         Arg::new(name).long(name).num_args(1).value_name("OPTIONS").help(help)
     };
-    let many =
-        |name: &'static str, help: String| one(name, help).num_args(1..).action(ArgAction::Append);
     let path = |name: &'static str, help: &'static str| {
         Arg::new(name).long(name).num_args(1).value_name("PATH").help(say(help))
     };
@@ -322,27 +320,27 @@ pub fn command(with_help: bool) -> Command {
         .arg_required_else_help(true)
         .args_override_self(false)
         .after_help(say("Exit codes: 0 done, 1 it failed, 2 the command line is wrong.\n\
-             The options are described in docs/options.md."))
+             -h shows the syntax of the options, --help the meaning of each key."))
         .args(vec![
             where_to("api-socket", "Unix socket on which the HTTP API listens"),
-            one("balloon", text(help::<BalloonConfig>)),
+            manual::option::<BalloonConfig>("balloon", with_help),
             one("cmdline", say("Kernel command line").to_owned()).value_name("TEXT"),
-            one("console", text(help::<ConsoleConfig>)),
-            one("cpus", text(help::<CpusConfig>)),
-            one("debug-console", text(help::<DebugConsoleConfig>)),
-            many("device", text(help::<DeviceConfig>)),
-            many("disk", text(help::<DiskConfig>)),
+            manual::option::<ConsoleConfig>("console", with_help),
+            manual::option::<CpusConfig>("cpus", with_help),
+            manual::option::<DebugConsoleConfig>("debug-console", with_help),
+            manual::list::<DeviceConfig>("device", with_help),
+            manual::list::<DiskConfig>("disk", with_help),
             where_to("event-monitor", "Where events are written"),
             path("firmware", "Firmware image (not supported by this version)"),
-            many("fs", text(help::<FsConfig>)),
-            many("generic-vhost-user", text(help::<GenericVhostUserConfig>)),
+            manual::list::<FsConfig>("fs", with_help),
+            manual::list::<GenericVhostUserConfig>("generic-vhost-user", with_help),
             one("host-data", say("Host data (not supported by this version)").to_owned())
                 .value_name("TEXT"),
             path("igvm", "IGVM image (not supported by this version)"),
             path("initramfs", "Initial RAM file system"),
             path("kernel", "Kernel: an ELF file with a PVH entry, or a bzImage"),
             flag("landlock", "Confine the process (not supported by this version)"),
-            many("landlock-rules", text(help::<LandlockConfig>)),
+            manual::list::<LandlockConfig>("landlock-rules", with_help),
             path("log-file", "File for log messages instead of stderr"),
             one(
                 "log-format",
@@ -353,11 +351,11 @@ pub fn command(with_help: bool) -> Command {
                 .to_owned(),
             )
             .value_name("FORMAT"),
-            one("memory", text(help::<MemoryConfig>)),
-            many("memory-zone", text(help::<MemoryZoneConfig>)),
-            many("net", text(help::<NetConfig>)),
+            manual::option::<MemoryConfig>("memory", with_help),
+            manual::list::<MemoryZoneConfig>("memory-zone", with_help),
+            manual::list::<NetConfig>("net", with_help),
             flag("no-shutdown", "Stay when the guest shuts down"),
-            many("numa", text(help::<NumaConfig>)),
+            manual::list::<NumaConfig>("numa", with_help),
             Arg::new("page-server")
                 .long("page-server")
                 .num_args(1)
@@ -366,29 +364,29 @@ pub fn command(with_help: bool) -> Command {
                 .requires("api-socket")
                 .help(say("Be the page server of the VMM at the other end of standard input"))
                 .hide(true),
-            many("pci-segment", text(help::<PciSegmentConfig>)),
-            one("platform", text(help::<PlatformConfig>)),
-            many("pmem", text(help::<PmemConfig>)),
+            manual::list::<PciSegmentConfig>("pci-segment", with_help),
+            manual::option::<PlatformConfig>("platform", with_help),
+            manual::list::<PmemConfig>("pmem", with_help),
             flag("print-openapi", "Print the description of the API").hide(true),
             flag("pvpanic", "Panic device (not supported by this version)"),
-            many("rate-limit-group", text(help::<RateLimitGroupConfig>)),
-            one("restore", text(help::<RestoreConfig>)),
-            one("rng", text(help::<RngConfig>)),
-            one("rtc", text(help::<RtcConfig>)),
+            manual::list::<RateLimitGroupConfig>("rate-limit-group", with_help),
+            manual::option::<RestoreConfig>("restore", with_help),
+            manual::option::<RngConfig>("rng", with_help),
+            manual::option::<RtcConfig>("rtc", with_help),
             one("seccomp", say("What happens at a forbidden system call").to_owned())
                 .value_name("MODE")
                 .value_parser(["true", "false", "log", "errno"])
                 .default_value("true"),
-            one("serial", text(help::<SerialConfig>)),
-            one("tpm", text(help::<TpmConfig>)),
-            many("user-device", text(help::<UserDeviceConfig>)),
+            manual::option::<SerialConfig>("serial", with_help),
+            manual::option::<TpmConfig>("tpm", with_help),
+            manual::list::<UserDeviceConfig>("user-device", with_help),
             Arg::new("v")
                 .short('v')
                 .action(ArgAction::Count)
                 .help(say("More messages; twice, more")),
-            many("vdpa", text(help::<VdpaConfig>)),
+            manual::list::<VdpaConfig>("vdpa", with_help),
             flag("version", "Print the version").short('V'),
-            one("vsock", text(help::<VsockConfig>)),
+            manual::option::<VsockConfig>("vsock", with_help),
             flag("watchdog", "Watchdog device (not supported by this version)"),
         ])
 }
