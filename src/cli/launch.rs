@@ -111,6 +111,12 @@ pub enum LaunchError {
         /// The option.
         option: String,
     },
+    /// An option of builds that upstream does not ship.
+    #[error("--{option} is not supported by this version")]
+    Unsupported {
+        /// The option.
+        option: String,
+    },
     /// Nothing to do.
     #[error("there is nothing to do: give a VM (--kernel) or an API socket (--api-socket)")]
     Nothing,
@@ -185,6 +191,9 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
             uptime: Duration::from_micros(*uptime_us),
         }));
     }
+    if let Some(option) = ELSEWHERE.iter().find(|name| matches.contains_id(name)) {
+        return Err(LaunchError::Unsupported { option: (*option).to_owned() });
+    }
     const PAYLOAD: [&str; 3] = ["kernel", "firmware", "igvm"];
     if matches.contains_id("restore")
         && let Some(option) = PAYLOAD.iter().chain(&VM_OPTIONS).find(|name| given(matches, name))
@@ -254,6 +263,9 @@ const VM_OPTIONS: [&str; 29] = [
     "landlock-rules",
 ];
 
+/// Options of other builds of the program whose command line this is: refused by name.
+const ELSEWHERE: [&str; 3] = ["fw-cfg-config", "gdb", "ivshmem"];
+
 fn given(matches: &ArgMatches, name: &str) -> bool {
     matches.value_source(name) == Some(clap::parser::ValueSource::CommandLine)
 }
@@ -312,6 +324,8 @@ pub fn command(with_help: bool) -> Command {
     let flag = |name: &'static str, help: &'static str| {
         Arg::new(name).long(name).action(ArgAction::SetTrue).help(say(help))
     };
+    let elsewhere =
+        |name: &'static str| one(name, say("Not supported by this version").to_owned()).hide(true);
     let where_to = |name: &'static str, help: &'static str| {
         Arg::new(name).long(name).num_args(1).value_name("path=PATH|fd=FD").help(say(help))
     };
@@ -333,11 +347,14 @@ pub fn command(with_help: bool) -> Command {
             where_to("event-monitor", "Where events are written"),
             path("firmware", "Firmware image (not supported by this version)"),
             manual::list::<FsConfig>("fs", with_help),
+            elsewhere("fw-cfg-config"),
+            elsewhere("gdb"),
             manual::list::<GenericVhostUserConfig>("generic-vhost-user", with_help),
             one("host-data", say("Host data (not supported by this version)").to_owned())
                 .value_name("TEXT"),
             path("igvm", "IGVM image (not supported by this version)"),
             path("initramfs", "Initial RAM file system"),
+            elsewhere("ivshmem"),
             path("kernel", "Kernel: an ELF file with a PVH entry, or a bzImage"),
             flag("landlock", "Confine the process (not supported by this version)"),
             manual::list::<LandlockConfig>("landlock-rules", with_help),
@@ -468,6 +485,90 @@ mod tests {
         assert!(parse(["cloud-hypervisor", "--seccomp", "maybe"]).is_err());
         let config = run("--kernel k --disk pth=/a").into_options().unwrap_err();
         assert!(error_text::chain(&config).ends_with("did you mean 'path'?"));
+    }
+
+    /// The options of cloud-hypervisor v53 and of its builds with more features, each with a value that
+    /// it takes.
+    const UPSTREAM: [(&str, Option<&str>); 47] = [
+        ("api-socket", Some("/s")),
+        ("balloon", Some("size=0")),
+        ("cmdline", Some("x")),
+        ("console", Some("off")),
+        ("cpus", Some("boot=1")),
+        ("debug-console", Some("off")),
+        ("device", Some("path=/sys/bus/pci/devices/0000:00:01.0")),
+        ("disk", Some("path=/d")),
+        ("event-monitor", Some("path=/e")),
+        ("firmware", Some("/f")),
+        ("fs", Some("tag=t,socket=/s")),
+        ("fw-cfg-config", Some("kernel=on")),
+        ("gdb", Some("path=/g")),
+        ("generic-vhost-user", Some("socket=/s,virtio_id=26,queue_sizes=[128]")),
+        ("host-data", Some("00")),
+        ("igvm", Some("/i")),
+        ("initramfs", Some("/i")),
+        ("ivshmem", Some("path=/i,size=1M")),
+        ("kernel", Some("/k")),
+        ("landlock", None),
+        ("landlock-rules", Some("path=/p,access=rw")),
+        ("log-file", Some("/l")),
+        ("log-format", Some("{msg}")),
+        ("memory", Some("size=512M")),
+        ("memory-zone", Some("id=z,size=512M")),
+        ("net", Some("tap=t")),
+        ("no-shutdown", None),
+        ("numa", Some("guest_numa_id=0")),
+        ("pci-segment", Some("pci_segment=0")),
+        ("platform", Some("serial_number=1")),
+        ("pmem", Some("file=/p")),
+        ("pvpanic", None),
+        ("rate-limit-group", Some("id=g,bw_size=1,bw_refill_time=1")),
+        ("restore", Some("source_url=file:///s")),
+        ("rng", Some("src=/dev/urandom")),
+        ("rtc", Some("id=r")),
+        ("seccomp", Some("true")),
+        ("seccomp", Some("false")),
+        ("seccomp", Some("log")),
+        ("seccomp", Some("errno")),
+        ("serial", Some("off")),
+        ("tpm", Some("socket=/s")),
+        ("user-device", Some("socket=/s")),
+        ("v", None),
+        ("vdpa", Some("path=/v")),
+        ("vsock", Some("cid=3,socket=/s")),
+        ("watchdog", None),
+    ];
+
+    #[test]
+    fn each_option_of_upstream_is_taken_or_refused_by_name() {
+        for (name, value) in UPSTREAM {
+            let dashes = if name.len() == 1 { "-" } else { "--" };
+            let mut line = format!("cloud-hypervisor {dashes}{name}");
+            if let Some(value) = value {
+                line = format!("{line} {value}");
+            }
+            if !["kernel", "firmware", "igvm", "restore"].contains(&name) {
+                line.push_str(" --kernel /k");
+            }
+            if name == "memory-zone" {
+                line.push_str(" --memory size=0");
+            }
+            let launch = match parse(line.split(' ')) {
+                Ok(launch) => launch,
+                Err(error) => panic!("{line}: {error}"),
+            };
+            let refusal = match launch {
+                Ok(Launch::Run(run)) => run.into_options().err(),
+                Ok(other) => panic!("{line}: {other:?}"),
+                Err(error) => Some(error),
+            };
+            let Some(refusal) = refusal else { continue };
+            let text = error_text::chain(&refusal);
+            let field = name.replace('-', "_");
+            let named = [name, &field, field.trim_end_matches("_config")];
+            assert!(named.iter().any(|name| text.contains(name)), "{line}: {text}");
+            assert!(text.contains("not supported"), "{line}: {text}");
+        }
     }
 
     #[test]
