@@ -292,6 +292,7 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
     let socket = matches.get_one::<String>("api-socket").map(PathBuf::from).unwrap_or_default();
     let Some((name, sub)) = matches.subcommand() else { return Ok(None) };
     let call = call(name, sub)?;
+    let vm = socket.display().to_string();
     let client = Client::new(socket);
     let request = |source| RemoteError::Request { command: name.to_owned(), source };
     match call.follow {
@@ -309,7 +310,7 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
         None => {
             let answer = client.ask(call.method, call.path, call.body).map_err(request)?;
             match sub.try_get_one::<String>("svg").ok().flatten() {
-                Some(path) => draw(path, &answer.unwrap_or_default()),
+                Some(path) => draw(path, &answer.unwrap_or_default(), &vm),
                 None => Ok(answer.map(|text| pretty(&text))),
             }
         }
@@ -324,9 +325,9 @@ fn pretty(text: &str) -> String {
 }
 
 /// Draws a report; what is to go to stdout comes back.
-fn draw(path: &str, report: &str) -> Result<Option<String>, RemoteError> {
+fn draw(path: &str, report: &str, vm: &str) -> Result<Option<String>, RemoteError> {
     let report = serde_json::from_str(report).map_err(RemoteError::Report)?;
-    let picture = chart::svg(&report);
+    let picture = chart::svg(&report, vm);
     if path == "-" {
         return Ok(Some(picture));
     }

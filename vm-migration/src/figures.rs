@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::document::Snapshot;
 use crate::error::Side;
+use crate::history::RoundBegin;
 use crate::latency::LatencySnapshot;
 
 /// A figure that is not known at first. Set by one thread at a time.
@@ -56,6 +57,9 @@ pub(crate) struct Figures {
     pub round_trip_us: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rounds: Option<u32>,
+    /// Source: the last rounds one by one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub course: Option<Vec<RoundBegin>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes_sent: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -145,12 +149,13 @@ impl Figures {
     /// What is told now counts, and what was told before where nothing is said now.
     pub(crate) fn take(&mut self, new: &Self) {
         macro_rules! newer {
-            ($($field:ident),*) => { Self { $($field: new.$field.or(self.$field.take()),)* } };
+            ($($field:ident),*) => { Self { $($field: new.$field.clone().or(self.$field.take()),)* } };
         }
         *self = newer!(
             stopped_us,
             round_trip_us,
             rounds,
+            course,
             memory_bytes_sent,
             memory_bytes_received,
             free_pages,

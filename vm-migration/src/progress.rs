@@ -17,7 +17,7 @@ use crate::document::Mode;
 use crate::error::Side;
 use crate::fault::FaultSourceKind;
 use crate::figures::{Figures, Known};
-use crate::history::{Course, History, Passage, Sample};
+use crate::history::{Course, History, Passage, RoundBegin, Sample};
 use crate::latency::{Latencies, micros};
 use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
@@ -403,7 +403,16 @@ impl Progress {
 
     pub(crate) fn begin_round(&self, round: u32, remaining_bytes: u64) {
         self.counters.round.store(round, Relaxed);
-        self.counters.remaining_bytes.set(remaining_bytes);
+        let c = &self.counters;
+        c.remaining_bytes.set(remaining_bytes);
+        let begin = RoundBegin {
+            at_ms: self.elapsed_ms(),
+            round,
+            remaining_bytes,
+            link_bytes_per_s: c.link_bytes_per_s.get(),
+            dirty_bytes_per_s: c.dirty_bytes_per_s.get(),
+        };
+        self.course.lock().unwrap_or_else(PoisonError::into_inner).begin_round(begin);
         self.note_sample(false);
         self.tell(Event::Round { round, remaining_bytes });
     }
@@ -460,11 +469,13 @@ impl Progress {
     pub fn history(&self) -> History {
         let progress = self.snapshot();
         let course = self.course.lock().unwrap_or_else(PoisonError::into_inner);
-        let (phases, timeline) = (course.phases(), course.samples());
+        let (phases, timeline, own) = (course.phases(), course.samples(), course.rounds());
         drop(course);
+        let peer = self.peer.lock().unwrap_or_else(PoisonError::into_inner).course.clone();
+        let rounds = if own.is_empty() { peer.unwrap_or_default() } else { own };
         let latencies = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
         let (latency, threads) = (latencies.buckets(), latencies.threads());
-        History { progress, phases, timeline, latency, threads }
+        History { progress, phases, timeline, rounds, latency, threads }
     }
 
     /// Everything, as of now.
@@ -543,7 +554,12 @@ impl Progress {
 
     /// What the peer is told of this side.
     pub(crate) fn figures(&self) -> Figures {
-        Figures::of(&self.snapshot())
+        let mut figures = Figures::of(&self.snapshot());
+        if self.side == Side::Source {
+            let course = self.course.lock().unwrap_or_else(PoisonError::into_inner);
+            figures.course = Some(course.rounds());
+        }
+        figures
     }
 
     /// Takes what the peer has told of its side.

@@ -234,7 +234,7 @@ impl Serialize for Time {
 }
 
 /// A moment as RFC 3339 has it, in UTC: logs have the same with `{wallclock}`.
-fn utc(at: SystemTime) -> String {
+pub fn utc(at: SystemTime) -> String {
     /// Of 400 years, after which the calendar begins anew.
     const ERA_DAYS: u64 = 146_097;
     let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -1,26 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The report of a migration as a picture: how long faults waited, and the course in time.
+//! The report of a migration as a picture: what it came to, its phases, its course in time, its rounds,
+//! and how long faults waited.
 //!
 //! Owns the drawing. Knows the report by its names only and takes one that has more or less in it;
-//! what it draws it takes from there and from nowhere else.
+//! what it draws it takes from there and from nowhere else. What is not known is not drawn.
+
+mod axes;
 
 use std::fmt::Write as _;
 
 use serde::Deserialize;
 
+use axes::{Axis, Panel, bytes_of, count_of, text, time_of};
+
 const WIDTH: f64 = 960.0;
-const LEFT: f64 = 70.0;
-const RIGHT: f64 = 70.0;
-const PANEL: f64 = 200.0;
-/// Tops of the two panels.
-const LATENCY_TOP: f64 = 70.0;
-const COURSE_TOP: f64 = 340.0;
-/// Where the table of threads begins.
-const TABLE_TOP: f64 = 600.0;
+const LEFT: f64 = 90.0;
+const RIGHT: f64 = 90.0;
+/// Height of a panel, and what is between two of them: the ticks of one, the heading of the next.
+const PANEL: f64 = 160.0;
+const GAP: f64 = 62.0;
 const LINE: f64 = 18.0;
+/// Height of the band of phases.
+const BAND: f64 = 22.0;
+/// Room that a letter takes.
+const LETTER: f64 = 6.5;
 /// Threads that are listed; the report has all of them.
 const THREADS_SHOWN: usize = 32;
+/// Phases that are listed.
+const PHASES_SHOWN: usize = 24;
+
+const BLUE: &str = "#4878a8";
+const RED: &str = "#c04040";
+const GREY: &str = "#777";
 
 /// The report, as far as it is drawn.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -29,6 +41,7 @@ pub struct Report {
     progress: Progress,
     phases: Vec<Passage>,
     timeline: Vec<Sample>,
+    rounds: Vec<Round>,
     latency: Vec<Bucket>,
     threads: Vec<Thread>,
 }
@@ -38,15 +51,23 @@ pub struct Report {
 struct Progress {
     side: String,
     phase: String,
+    mode: Option<String>,
+    postcopy: bool,
+    began_unix_ms: Option<u64>,
     elapsed_ms: u64,
-    downtime_us: u64,
+    round: Option<u32>,
+    total_bytes: Option<u64>,
+    memory_bytes_sent: Option<u64>,
+    memory_bytes_received: Option<u64>,
+    downtime_us: Option<u64>,
     faults: Faults,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct Faults {
-    latency_us: Quantiles,
+    seen: Option<u64>,
+    latency_us: Option<Quantiles>,
 }
 
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
@@ -69,9 +90,18 @@ struct Passage {
 #[serde(default)]
 struct Sample {
     at_ms: u64,
-    remaining_bytes: u64,
+    remaining_bytes: Option<u64>,
     moved_bytes: u64,
     faults: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Round {
+    at_ms: u64,
+    round: u32,
+    remaining_bytes: u64,
+    dirty_bytes_per_s: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
@@ -89,79 +119,146 @@ struct Thread {
     latency_us: Quantiles,
 }
 
-/// Draws it.
-pub fn svg(report: &Report) -> String {
-    let threads = report.threads.len().min(THREADS_SHOWN);
-    let rows = if threads == 0 { 0.0 } else { number(threads as u64) + 2.0 };
-    let height = TABLE_TOP + rows * LINE;
-    let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
-         font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" \
-         fill=\"#fff\"/>\n"
-    );
-    let Progress { side, phase, elapsed_ms, downtime_us, .. } = &report.progress;
-    let mut title = format!("Migration ({side}): {phase} in {elapsed_ms} ms");
-    if *downtime_us > 0 {
-        let _ = write!(title, ", downtime {:.1} ms", number(*downtime_us) / 1e3);
+/// Draws it; `vm` is the name by which whoever asked knows the VM.
+pub fn svg(report: &Report, vm: &str) -> String {
+    let mut body = String::new();
+    text(&mut body, (LEFT, 28.0), "start", 16, &title(&report.progress, vm));
+    text(&mut body, (LEFT, 50.0), "start", 12, &figures(&report.progress));
+    let mut top = phases(&mut body, report, 70.0) + GAP - 20.0;
+    for panel in [amounts, rates, rounds, latency] {
+        if let Some(bottom) = panel(&mut body, report, top) {
+            top = bottom + GAP;
+        }
     }
-    text(&mut out, LEFT, 28.0, "start", &title);
-    latency(&mut out, report);
-    course(&mut out, report);
-    table(&mut out, report);
-    out.push_str("</svg>\n");
-    out
+    let height = table(&mut body, report, top - GAP / 2.0);
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" \
+         font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" \
+         fill=\"#fff\"/>\n{body}</svg>\n"
+    )
 }
 
-/// Waits, the time on a logarithmic scale.
-fn latency(out: &mut String, report: &Report) {
-    let Quantiles { count, p50, p99, max } = report.progress.faults.latency_us;
-    frame(out, LATENCY_TOP);
-    let heading = format!(
-        "Faults that waited for the peer: {count}, median {p50} us, p99 {p99} us, longest {max} us"
-    );
-    text(out, LEFT, LATENCY_TOP - 10.0, "start", &heading);
-    let (Some(first), Some(last)) = (report.latency.first(), report.latency.last()) else {
-        return text(out, WIDTH / 2.0, LATENCY_TOP + PANEL / 2.0, "middle", "none");
+/// Which VM, how, when, and what became of it.
+fn title(progress: &Progress, vm: &str) -> String {
+    let Progress { side, phase, mode, postcopy, began_unix_ms, .. } = progress;
+    let mode = match (mode.as_deref(), postcopy) {
+        (None, _) => "",
+        (Some("auto"), true) => " (auto, at the end postcopy)",
+        (Some("auto"), false) => " (auto, precopy only)",
+        (Some("local"), _) => " (local)",
+        (Some("postcopy"), _) => " (postcopy)",
+        (Some(_), _) => " (precopy)",
     };
-    let log = |us: u64| number(us.max(1)).log10();
-    let (low, high) = (log(first.from_us).floor(), log(last.below_us).ceil().max(1.0));
-    let across = |us: u64| LEFT + inner() * ((log(us) - low) / (high - low).max(1.0));
-    let most = report.latency.iter().map(|bucket| bucket.count).max().unwrap_or(1).max(1);
-    for bucket in &report.latency {
-        let (from, to) = (across(bucket.from_us), across(bucket.below_us));
-        let tall = PANEL * number(bucket.count) / number(most);
+    let mut title = format!("Migration of {vm}{mode}: {phase}");
+    if !side.is_empty() {
+        let _ = write!(title, " at the {side}");
+    }
+    if let Some(at_ms) = began_unix_ms {
+        let at = std::time::UNIX_EPOCH + std::time::Duration::from_millis(*at_ms);
+        let utc = vmm::events::utc(at);
+        // To the second.
+        let (day, time) = utc.split_once('T').unwrap_or((&utc, ""));
+        let _ = write!(title, ", {day} {} UTC", time.get(..8).unwrap_or(time));
+    }
+    title
+}
+
+/// What it came to; nothing is said of what is not known.
+fn figures(progress: &Progress) -> String {
+    let mut parts = vec![format!("{} in all", time_of(number(progress.elapsed_ms) * 1e3))];
+    let mut add = |name: &str, value: Option<String>| {
+        parts.extend(value.map(|value| format!("{name}{value}")));
+    };
+    add("downtime ", progress.downtime_us.map(|us| time_of(number(us))));
+    let moved = match progress.side.as_str() {
+        "source" => progress.memory_bytes_sent,
+        _ => progress.memory_bytes_received,
+    };
+    let moved = moved.map(|bytes| bytes_of(number(bytes)));
+    let all = progress.total_bytes.map(|bytes| format!(" for {}", bytes_of(number(bytes))));
+    add("memory moved: ", moved.map(|moved| format!("{moved}{}", all.unwrap_or_default())));
+    add("rounds: ", progress.round.map(|round| round.to_string()));
+    let faults = progress.faults.seen.filter(|_| progress.postcopy);
+    add("faults: ", faults.map(|faults| faults.to_string()));
+    parts.join(", ")
+}
+
+/// The last moment of the picture.
+fn end_ms(report: &Report) -> u64 {
+    let last = report.timeline.last().map_or(0, |sample| sample.at_ms);
+    last.max(report.progress.elapsed_ms).max(1)
+}
+
+fn time_axis(report: &Report) -> Axis {
+    Axis::of_times(number(end_ms(report)))
+}
+
+/// A band with a number for each phase, and a list of what the numbers mean. Gives its bottom.
+fn phases(out: &mut String, report: &Report, top: f64) -> f64 {
+    // Waiting for a source is no part of it, and what lasted no time is only listed.
+    let known: Vec<_> = report.phases.iter().filter(|one| one.phase != "listen").collect();
+    let axis = time_axis(report);
+    let mut entries = Vec::new();
+    for (index, passage) in known.iter().enumerate() {
+        let next = known.get(index + 1).map_or(end_ms(report), |next| next.at_ms);
+        let (from, to) = (number(passage.at_ms), number(next.max(passage.at_ms)));
+        let (left, right) = (axis.across(from), axis.across(to));
+        let label = (index + 1).to_string();
+        let shade = if index % 2 == 0 { "#d8e2ec" } else { "#b4c7d9" };
         let _ = writeln!(
             out,
-            "<rect x=\"{from:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{tall:.1}\" \
-             fill=\"#4878a8\"><title>{} to {} us: {}</title></rect>",
-            LATENCY_TOP + PANEL - tall,
-            (to - from).max(0.5),
-            bucket.from_us,
-            bucket.below_us,
-            bucket.count
+            "<rect class=\"phase\" x=\"{left:.1}\" y=\"{top}\" width=\"{:.1}\" height=\"{BAND}\" \
+             fill=\"{shade}\"/>",
+            (right - left).max(0.3)
         );
-    }
-    for (us, name) in [(p50, "median"), (p99, "p99")] {
-        mark(out, across(us), LATENCY_TOP, name);
-    }
-    let mut us = 1_u64;
-    while log(us) <= high {
-        if log(us) >= low {
-            text(out, across(us), LATENCY_TOP + PANEL + 16.0, "middle", &format!("{us} us"));
+        if right - left > LETTER * (count(&label) + 1.0) {
+            text(out, (f64::midpoint(left, right), top + 15.0), "middle", 11, &label);
         }
-        let Some(next) = us.checked_mul(10) else { break };
-        us = next;
+        let took = time_of((to - from) * 1e3);
+        entries.push(format!("{label} {} {took}", passage.phase));
     }
-    text(out, LEFT - 6.0, LATENCY_TOP + 12.0, "end", &most.to_string());
+    let hidden = entries.len().saturating_sub(PHASES_SHOWN);
+    entries.truncate(PHASES_SHOWN);
+    if hidden > 0 {
+        entries.push(format!("and {hidden} more"));
+    }
+    // Line by line, so that none runs into another or out of the picture.
+    let (mut line, mut y) = (String::new(), top + BAND + LINE);
+    for entry in entries {
+        if !line.is_empty() && (count(&line) + count(&entry) + 4.0) * LETTER > axes::inner() {
+            text(out, (LEFT, y), "start", 11, &line);
+            (line, y) = (String::new(), y + LINE);
+        }
+        if !line.is_empty() {
+            line.push_str("    ");
+        }
+        line.push_str(&entry);
+    }
+    text(out, (LEFT, y), "start", 11, &line);
+    y
 }
 
-/// What is left, and how fast it moved.
-fn course(out: &mut String, report: &Report) {
-    frame(out, COURSE_TOP);
-    let end_ms = report.timeline.last().map_or(0, |sample| sample.at_ms);
-    let end_ms = end_ms.max(report.progress.elapsed_ms).max(1);
-    let most = report.timeline.iter().map(|sample| sample.remaining_bytes).max().unwrap_or(0);
-    let rates: Vec<(u64, f64, f64)> = report
+/// What was left, where it is known, and what had moved.
+fn amounts(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+    report.timeline.first()?;
+    let samples = &report.timeline;
+    let moved = samples.iter().map(|sample| sample.moved_bytes).max().unwrap_or(0);
+    let left = samples.iter().filter_map(|sample| sample.remaining_bytes).max();
+    let most = number(moved.max(left.unwrap_or(0)));
+    let heading =
+        if left.is_some() { "Memory: moved (blue), to come (grey)" } else { "Memory moved" };
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of(most, bytes_of));
+    panel.left_ticks(out, GREY);
+    let at = |sample: &Sample| number(sample.at_ms);
+    let remaining = samples.iter().filter_map(|s| Some((at(s), number(s.remaining_bytes?))));
+    panel.line(out, remaining, GREY);
+    panel.line(out, samples.iter().map(|s| (at(s), number(s.moved_bytes))), BLUE);
+    Some(top + PANEL)
+}
+
+/// How fast memory moved, and in postcopy how many faults there were.
+fn rates(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+    let rates: Vec<(f64, f64, f64)> = report
         .timeline
         .windows(2)
         .filter_map(|pair| {
@@ -169,71 +266,96 @@ fn course(out: &mut String, report: &Report) {
             let seconds = number(after.at_ms.saturating_sub(before.at_ms)) / 1e3;
             let moved = number(after.moved_bytes.saturating_sub(before.moved_bytes));
             let faults = number(after.faults.saturating_sub(before.faults));
-            (seconds > 0.0).then(|| (after.at_ms, moved / seconds, faults / seconds))
+            (seconds > 0.0).then(|| (number(after.at_ms), moved / seconds, faults / seconds))
         })
         .collect();
-    let top = |pick: fn(&(u64, f64, f64)) -> f64| rates.iter().map(pick).fold(0.0, f64::max);
-    let (top_rate, top_faults) = (top(|rate| rate.1), top(|rate| rate.2));
-    let heading = format!(
-        "To come (grey, up to {:.0} MiB), memory moved (blue, up to {:.0} MiB/s), faults (red, up \
-         to {top_faults:.0}/s)",
-        number(most) / f64::from(1 << 20),
-        top_rate / f64::from(1 << 20)
-    );
-    text(out, LEFT, COURSE_TOP - 10.0, "start", &heading);
-    let across = |at_ms: u64| LEFT + inner() * number(at_ms) / number(end_ms);
-    let up = |share: f64| COURSE_TOP + PANEL * (1.0 - share.clamp(0.0, 1.0));
-    let remaining: Vec<(f64, f64)> = report
-        .timeline
-        .iter()
-        .map(|sample| {
-            (across(sample.at_ms), up(number(sample.remaining_bytes) / number(most.max(1))))
-        })
-        .collect();
-    line(out, &remaining, "#999");
-    let scaled = |pick: fn(&(u64, f64, f64)) -> f64, top: f64| -> Vec<(f64, f64)> {
-        rates.iter().map(|rate| (across(rate.0), up(pick(rate) / top.max(1.0)))).collect()
-    };
-    line(out, &scaled(|rate| rate.1, top_rate), "#4878a8");
-    line(out, &scaled(|rate| rate.2, top_faults), "#c04040");
-    for passage in &report.phases {
-        mark(out, across(passage.at_ms.min(end_ms)), COURSE_TOP, &passage.phase);
+    rates.first()?;
+    let top_of = |pick: fn(&(f64, f64, f64)) -> f64| rates.iter().map(pick).fold(0.0, f64::max);
+    let (fastest, most_faults) = (top_of(|rate| rate.1), top_of(|rate| rate.2));
+    let per_s = |bytes: f64| format!("{}/s", bytes_of(bytes));
+    let heading =
+        if most_faults > 0.0 { "Rate: memory (blue), faults (red)" } else { "Rate of memory" };
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of(fastest, per_s));
+    panel.left_ticks(out, BLUE);
+    panel.line(out, rates.iter().map(|rate| (rate.0, rate.1)), BLUE);
+    if most_faults > 0.0 {
+        let faults = panel.with(Axis::of(most_faults, |count| format!("{}/s", count_of(count))));
+        faults.right_ticks(out, RED);
+        faults.line(out, rates.iter().map(|rate| (rate.0, rate.2)), RED);
     }
-    for step in 0..=4 {
-        let at_ms = end_ms * step / 4;
-        let label = format!("{at_ms} ms");
-        text(out, across(at_ms), COURSE_TOP + PANEL + 16.0, "middle", &label);
-    }
+    Some(top + PANEL)
 }
 
-/// Waits of each thread.
-fn table(out: &mut String, report: &Report) {
+/// What each round had to send, and how fast the guest wrote in the one before it.
+fn rounds(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+    let (rounds, end) = (&report.rounds, number(end_ms(report)));
+    rounds.first()?;
+    let most = rounds.iter().map(|round| round.remaining_bytes).max().unwrap_or(0);
+    let dirty = rounds.iter().filter_map(|round| round.dirty_bytes_per_s).max();
+    let heading = "Rounds: to send (blue bars), the guest writes (red)";
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of(number(most), bytes_of));
+    panel.left_ticks(out, BLUE);
+    for (index, round) in rounds.iter().enumerate() {
+        let next = rounds.get(index + 1).map_or(end, |next| number(next.at_ms));
+        let span = (number(round.at_ms), next.min(end));
+        let told = format!("round {}: {}", round.round, bytes_of(number(round.remaining_bytes)));
+        panel.bar(out, span, number(round.remaining_bytes), &told);
+    }
+    if let Some(dirty) = dirty {
+        let per_s = |bytes: f64| format!("{}/s", bytes_of(bytes));
+        let written = panel.with(Axis::of(number(dirty), per_s));
+        written.right_ticks(out, RED);
+        let points = rounds
+            .iter()
+            .filter_map(|round| Some((number(round.at_ms), number(round.dirty_bytes_per_s?))));
+        written.line(out, points, RED);
+    }
+    Some(top + PANEL)
+}
+
+/// How long faults waited, the time on a logarithmic scale.
+fn latency(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+    let (first, last) = (report.latency.first()?, report.latency.last()?);
+    let Quantiles { count, p50, p99, max } = report.progress.faults.latency_us.unwrap_or_default();
+    let [median, rare, longest] = [p50, p99, max].map(|us| time_of(number(us)));
+    let heading = format!(
+        "Faults that waited for the peer: {count}, median {median}, p99 {rare}, longest {longest}"
+    );
+    let most = report.latency.iter().map(|bucket| bucket.count).max().unwrap_or(1).max(1);
+    let across = Axis::of_powers(number(first.from_us), number(last.below_us));
+    let panel = Panel::new(out, top, &heading, across, Axis::of(number(most), count_of));
+    panel.left_ticks(out, BLUE);
+    for bucket in &report.latency {
+        let span = (number(bucket.from_us), number(bucket.below_us));
+        let told = format!("{} to {}: {}", time_of(span.0), time_of(span.1), bucket.count);
+        panel.bar(out, span, number(bucket.count), &told);
+    }
+    for us in [p50, p99] {
+        panel.mark(out, number(us));
+    }
+    Some(top + PANEL)
+}
+
+/// Waits of each thread. Gives the height of the picture.
+fn table(out: &mut String, report: &Report, top: f64) -> f64 {
     if report.threads.is_empty() {
-        return;
+        return top;
     }
     let columns = [LEFT, 260.0, 360.0, 460.0, 560.0];
-    let mut row = |at: usize, cells: [String; 5]| {
-        let y = TABLE_TOP + number(at as u64) * LINE;
+    let mut y = top;
+    let mut row = |cells: [String; 5]| {
         for (x, cell) in columns.into_iter().zip(cells) {
-            text(out, x, y, "start", &cell);
+            text(out, (x, y), "start", 12, &cell);
         }
+        y += LINE;
     };
-    row(0, ["thread", "waits", "median", "p99", "longest"].map(str::to_owned));
-    for (at, thread) in report.threads.iter().take(THREADS_SHOWN).enumerate() {
+    row(["thread", "waits", "median", "p99", "longest"].map(str::to_owned));
+    for thread in report.threads.iter().take(THREADS_SHOWN) {
         let Quantiles { count, p50, p99, max } = thread.latency_us;
-        let cells = [
-            thread.name.clone(),
-            count.to_string(),
-            format!("{p50} us"),
-            format!("{p99} us"),
-            format!("{max} us"),
-        ];
-        row(at + 1, cells);
+        let [p50, p99, max] = [p50, p99, max].map(|us| time_of(number(us)));
+        row([thread.name.clone(), count.to_string(), p50, p99, max]);
     }
-}
-
-fn inner() -> f64 {
-    WIDTH - LEFT - RIGHT
+    y
 }
 
 #[expect(clippy::cast_precision_loss, reason = "it becomes a place in a picture")]
@@ -241,95 +363,11 @@ fn number(value: u64) -> f64 {
     value as f64
 }
 
-fn frame(out: &mut String, top: f64) {
-    let _ = writeln!(
-        out,
-        "<rect x=\"{LEFT}\" y=\"{top}\" width=\"{}\" height=\"{PANEL}\" fill=\"#f8f8f8\" \
-         stroke=\"#bbb\"/>",
-        inner()
-    );
-}
-
-/// A dashed line from top to bottom of a panel, with a name.
-fn mark(out: &mut String, x: f64, top: f64, name: &str) {
-    let bottom = top + PANEL;
-    let _ = writeln!(
-        out,
-        "<line x1=\"{x:.1}\" y1=\"{top}\" x2=\"{x:.1}\" y2=\"{bottom}\" stroke=\"#333\" \
-         stroke-dasharray=\"3 3\"/>\n<text x=\"{:.1}\" y=\"{:.1}\" font-size=\"10\" \
-         transform=\"rotate(90 {:.1} {:.1})\">{}</text>",
-        x + 3.0,
-        top + 4.0,
-        x + 3.0,
-        top + 4.0,
-        escaped(name)
-    );
-}
-
-fn line(out: &mut String, points: &[(f64, f64)], colour: &str) {
-    let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
-    let _ = writeln!(
-        out,
-        "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"/>",
-        points.join(" ")
-    );
-}
-
-fn text(out: &mut String, x: f64, y: f64, anchor: &str, words: &str) {
-    let words = escaped(words);
-    let _ =
-        writeln!(out, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{words}</text>");
-}
-
-/// Names of threads and phases come from elsewhere.
-fn escaped(words: &str) -> String {
-    words.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+/// Letters of a text.
+fn count(text: &str) -> f64 {
+    number(text.chars().count() as u64)
 }
 
 #[cfg(test)]
-mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
-
-    use serde_json::json;
-
-    use super::*;
-
-    fn drawn(value: serde_json::Value) -> String {
-        svg(&serde_json::from_value(value).unwrap())
-    }
-
-    #[test]
-    fn a_report_becomes_bars_lines_marks_and_a_row_for_each_thread() {
-        let picture = drawn(json!({
-            "progress": {"side": "destination", "phase": "done", "elapsed_ms": 900,
-                "downtime_us": 4200, "faults": {"latency_us":
-                    {"count": 12, "p50": 80, "p99": 900, "max": 1000}}},
-            "phases": [{"at_ms": 10, "phase": "fault"}, {"at_ms": 900, "phase": "done"}],
-            "timeline": [
-                {"at_ms": 10, "remaining_bytes": 1 << 30, "moved_bytes": 0, "faults": 0},
-                {"at_ms": 500, "remaining_bytes": 1 << 29, "moved_bytes": 1 << 29, "faults": 10},
-                {"at_ms": 900, "remaining_bytes": 0, "moved_bytes": 1 << 30, "faults": 12}],
-            "latency": [{"from_us": 70, "below_us": 90, "count": 10},
-                {"from_us": 900, "below_us": 1100, "count": 2}],
-            "threads": [{"name": "vcpu0", "latency_us": {"count": 7, "p50": 80}},
-                {"name": "<vcpu1>", "latency_us": {"count": 5, "p50": 81}}],
-            "more": [1, 2],
-        }));
-        let count = |what: &str| picture.matches(what).count();
-        assert_eq!(count("fill=\"#4878a8\"><title>"), 2, "bars");
-        assert_eq!(count("<polyline"), 3);
-        assert_eq!(count("stroke-dasharray"), 4, "two quantiles and two phases");
-        assert!(picture.contains("downtime 4.2 ms") && picture.contains(">vcpu0<"));
-        assert!(picture.contains("&lt;vcpu1&gt;") && !picture.contains("<vcpu1>"));
-        assert!(!picture.contains("NaN") && !picture.contains("inf"), "{picture}");
-    }
-
-    #[test]
-    fn a_migration_without_faults_or_samples_is_drawn_as_well() {
-        for value in [json!({}), json!({"latency": [{"from_us": 0, "below_us": 1, "count": 1}]})] {
-            let picture = drawn(value);
-            assert!(picture.starts_with("<svg") && picture.ends_with("</svg>\n"));
-            assert!(!picture.contains("NaN") && !picture.contains("inf"), "{picture}");
-        }
-    }
-}
+#[path = "tests.rs"]
+mod tests;
