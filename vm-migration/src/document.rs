@@ -216,7 +216,7 @@ impl Snapshot {
             None => add(format_args!("downtime unknown")),
         }
         if let Some(rounds) = self.round {
-            add(format_args!("{rounds} rounds"));
+            add(format_args!("{rounds} {}", if rounds == 1 { "round" } else { "rounds" }));
         }
         if let (Some(moved), Some(all)) = (self.moved_bytes(), self.total_bytes) {
             add(format_args!("{} of memory moved for {}", Mib(moved), Mib(all)));
