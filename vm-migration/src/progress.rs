@@ -391,7 +391,12 @@ impl Progress {
             faults: get(&c.faults),
             urgent_pages: get(&c.urgent_pages) + get(&c.prefetched_pages),
         };
-        self.course.lock().unwrap_or_else(PoisonError::into_inner).sample(sample, is_last);
+        if is_last {
+            self.course.lock().unwrap_or_else(PoisonError::into_inner).sample(sample, true);
+        } else if let Ok(mut course) = self.course.try_lock() {
+            // Somebody else takes one at this moment, or makes a report: nobody waits for that.
+            course.sample(sample, false);
+        }
     }
 
     fn elapsed_ms(&self) -> u64 {

@@ -43,6 +43,18 @@ impl Axis {
         Self { low: 0.0, high, powers: false, ticks }
     }
 
+    /// The same in bytes, whose round numbers are those of their unit; `more` follows the words.
+    pub fn of_bytes(most: f64, more: &str) -> Self {
+        let mut unit = 1.0;
+        while unit * 1024.0 <= most {
+            unit *= 1024.0;
+        }
+        let mut axis = Self::of(most / unit, |share| format!("{}{more}", bytes_of(share * unit)));
+        axis.high *= unit;
+        axis.ticks.iter_mut().for_each(|tick| tick.0 *= unit);
+        axis
+    }
+
     /// Times in milliseconds from 0 to `end`, no longer than that.
     pub fn of_times(end_ms: f64) -> Self {
         let mut axis = Self::of(end_ms, |ms| time_of(ms * 1e3));
@@ -242,6 +254,7 @@ pub fn bytes_of(bytes: f64) -> String {
 /// A time in microseconds for people.
 pub fn time_of(us: f64) -> String {
     match us {
+        _ if us <= 0.0 => "0".to_owned(),
         _ if us < 1e3 => format!("{} us", short(us)),
         _ if us < 1e6 => format!("{} ms", short(us / 1e3)),
         _ => format!("{} s", short(us / 1e6)),

@@ -99,7 +99,8 @@ struct Sample {
 #[serde(default)]
 struct Round {
     at_ms: u64,
-    round: u32,
+    #[serde(rename = "round")]
+    number: u32,
     remaining_bytes: u64,
     dirty_bytes_per_s: Option<u64>,
 }
@@ -130,7 +131,7 @@ pub fn svg(report: &Report, vm: &str) -> String {
             top = bottom + GAP;
         }
     }
-    let height = table(&mut body, report, top - GAP / 2.0);
+    let height = table(&mut body, report, top - GAP / 4.0);
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" \
@@ -243,15 +244,17 @@ fn amounts(out: &mut String, report: &Report, top: f64) -> Option<f64> {
     report.timeline.first()?;
     let samples = &report.timeline;
     let moved = samples.iter().map(|sample| sample.moved_bytes).max().unwrap_or(0);
-    let left = samples.iter().filter_map(|sample| sample.remaining_bytes).max();
+    // A single point is no line.
+    let known = samples.iter().filter_map(|sample| sample.remaining_bytes);
+    let left = known.clone().max().filter(|_| known.count() > 1);
     let most = number(moved.max(left.unwrap_or(0)));
     let heading =
         if left.is_some() { "Memory: moved (blue), to come (grey)" } else { "Memory moved" };
-    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of(most, bytes_of));
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of_bytes(most, ""));
     panel.left_ticks(out, GREY);
     let at = |sample: &Sample| number(sample.at_ms);
     let remaining = samples.iter().filter_map(|s| Some((at(s), number(s.remaining_bytes?))));
-    panel.line(out, remaining, GREY);
+    panel.line(out, remaining.filter(|_| left.is_some()), GREY);
     panel.line(out, samples.iter().map(|s| (at(s), number(s.moved_bytes))), BLUE);
     Some(top + PANEL)
 }
@@ -272,10 +275,9 @@ fn rates(out: &mut String, report: &Report, top: f64) -> Option<f64> {
     rates.first()?;
     let top_of = |pick: fn(&(f64, f64, f64)) -> f64| rates.iter().map(pick).fold(0.0, f64::max);
     let (fastest, most_faults) = (top_of(|rate| rate.1), top_of(|rate| rate.2));
-    let per_s = |bytes: f64| format!("{}/s", bytes_of(bytes));
     let heading =
         if most_faults > 0.0 { "Rate: memory (blue), faults (red)" } else { "Rate of memory" };
-    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of(fastest, per_s));
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of_bytes(fastest, "/s"));
     panel.left_ticks(out, BLUE);
     panel.line(out, rates.iter().map(|rate| (rate.0, rate.1)), BLUE);
     if most_faults > 0.0 {
@@ -293,17 +295,16 @@ fn rounds(out: &mut String, report: &Report, top: f64) -> Option<f64> {
     let most = rounds.iter().map(|round| round.remaining_bytes).max().unwrap_or(0);
     let dirty = rounds.iter().filter_map(|round| round.dirty_bytes_per_s).max();
     let heading = "Rounds: to send (blue bars), the guest writes (red)";
-    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of(number(most), bytes_of));
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of_bytes(number(most), ""));
     panel.left_ticks(out, BLUE);
     for (index, round) in rounds.iter().enumerate() {
         let next = rounds.get(index + 1).map_or(end, |next| number(next.at_ms));
         let span = (number(round.at_ms), next.min(end));
-        let told = format!("round {}: {}", round.round, bytes_of(number(round.remaining_bytes)));
+        let told = format!("round {}: {}", round.number, bytes_of(number(round.remaining_bytes)));
         panel.bar(out, span, number(round.remaining_bytes), &told);
     }
     if let Some(dirty) = dirty {
-        let per_s = |bytes: f64| format!("{}/s", bytes_of(bytes));
-        let written = panel.with(Axis::of(number(dirty), per_s));
+        let written = panel.with(Axis::of_bytes(number(dirty), "/s"));
         written.right_ticks(out, RED);
         let points = rounds
             .iter()

@@ -111,7 +111,7 @@ fn what_is_not_known_is_not_drawn() {
 #[test]
 fn amounts_and_times_are_short() {
     let times = [0.0, 950.0, 4200.0, 61_500.0, 2_500_000.0].map(time_of);
-    assert_eq!(times, ["0 us", "950 us", "4.2 ms", "61.5 ms", "2.5 s"]);
+    assert_eq!(times, ["0", "950 us", "4.2 ms", "61.5 ms", "2.5 s"]);
     assert_eq!([512.0, 1_572_864.0].map(bytes_of), ["512 B", "1.5 MiB"]);
     assert_eq!([7.0, 12_500.0].map(count_of), ["7", "12.5k"]);
 }

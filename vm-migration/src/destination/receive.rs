@@ -414,6 +414,7 @@ fn take_memory<M: GuestMemoryMap>(
         bytes += run.len_bytes();
     }
     progress.counters.memory_bytes_received.fetch_add(bytes, Ordering::Relaxed);
+    progress.note_sample(false);
     Ok(())
 }
 
@@ -435,6 +436,7 @@ fn take_frame<M: GuestMemoryMap>(
         memory.mark_resident(run);
     }
     progress.counters.memory_bytes_received.fetch_add(raw_bytes, Ordering::Relaxed);
+    progress.note_sample(false);
     Ok(())
 }
 

@@ -497,6 +497,7 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         let zero: u64 = content.zero.iter().map(|run| run.count).sum();
         counters.zero_pages.fetch_add(zero + content.skipped_zero_pages, Ordering::Relaxed);
         self.context.progress.sent_down(content.done_pages * PAGE_BYTES);
+        self.context.progress.note_sample(false);
         Ok(data_bytes)
     }
 }

@@ -38,6 +38,8 @@ pub mod value;
 pub mod vm;
 
 #[cfg(test)]
+mod listed_tests;
+#[cfg(test)]
 mod tests;
 
 pub use balloon::BalloonConfig;
