@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 /// The host's `/sys` and `/proc`; others only in tests.
 #[derive(Debug, Clone)]
 pub struct Host {
-    sys: PathBuf,
-    proc: PathBuf,
+    pub(crate) sys: PathBuf,
+    pub(crate) proc: PathBuf,
 }
 
 /// Whether memory that is advised to use huge pages gets them.
@@ -48,11 +48,11 @@ impl Host {
         Self { sys: "/sys".into(), proc: "/proc".into() }
     }
 
-    fn read(path: &Path) -> Option<String> {
+    pub(crate) fn read(path: &Path) -> Option<String> {
         fs::read_to_string(path).ok()
     }
 
-    fn number(path: &Path) -> Option<u64> {
+    pub(crate) fn number(path: &Path) -> Option<u64> {
         Self::read(path)?.trim().parse().ok()
     }
 
@@ -127,7 +127,7 @@ impl Host {
         Some(MemoryTotals { total: ram.saturating_add(swap), commit_left })
     }
 
-    fn node(&self, node: u32) -> PathBuf {
+    pub(crate) fn node(&self, node: u32) -> PathBuf {
         self.sys.join(format!("devices/system/node/node{node}"))
     }
 
@@ -147,7 +147,7 @@ fn selected(text: &str) -> Option<String> {
     rest.split_once(']').map(|(word, _)| word.to_owned())
 }
 
-fn meminfo_bytes(text: &str, name: &str) -> Option<u64> {
+pub(crate) fn meminfo_bytes(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)

@@ -78,6 +78,7 @@ mod populated;
 mod prefault;
 mod ram;
 mod region;
+pub mod room;
 mod zero;
 mod zone_file;
 
@@ -94,7 +95,7 @@ pub use pins::Pins;
 pub use populate::PopulateError;
 pub use prefault::{
     ChunkHook, HookError, Notice, Populate, Prefault, PrefaultError, PrefaultHelper,
-    PrefaultOptions, Progress, Watcher, run_on_node,
+    PrefaultOptions, Progress, Watcher, check_room, run_on_node,
 };
 pub use ram::{Given, GuestRam, Origin, RamError};
 pub use region::{AccessError, RamRegion, ZoneKind};

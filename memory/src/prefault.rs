@@ -22,6 +22,7 @@ use std::thread::{self, JoinHandle};
 use crate::host::Host;
 use crate::populate::{PopulateError, THP_BYTES};
 use crate::region::{AccessError, RamRegion};
+use crate::room::{self, Need, NoRoom};
 
 /// Large enough that a queue is no bottleneck, small enough to stop and to show progress: 10 to
 /// 30 ms of work.
@@ -127,6 +128,9 @@ pub enum PrefaultError {
         #[source]
         source: HookError,
     },
+    /// The host would run out of memory.
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
     /// No threads.
     #[error("could not start a thread to populate guest memory")]
     Spawn(#[source] std::io::Error),
@@ -195,11 +199,12 @@ impl Prefault {
     /// Begins to populate all of `regions` that the guest may use now, and returns at once.
     ///
     /// # Errors
-    /// No thread could be started.
+    /// The host has not got so much to give, or no thread could be started.
     pub fn start(
         regions: &[Arc<RamRegion>],
         options: &PrefaultOptions,
     ) -> Result<Self, PrefaultError> {
+        check_room(regions)?;
         let queues = cut(regions, options.chunk_bytes);
         let total_bytes = queues.iter().flat_map(|queue| &queue.chunks).map(Chunk::len_bytes).sum();
         let counts = share_threads(&queues, options.threads);
@@ -433,6 +438,31 @@ impl Populate for RamRegion {
 }
 
 /// Cuts `regions` into chunks that begin and end at huge pages wherever they can.
+/// Asks for room for what is not there yet. What is there is looked for only if that decides: it takes
+/// time on a large guest.
+///
+/// # Errors
+/// Who has too little, and how much that is.
+pub fn check_room(regions: &[Arc<RamRegion>]) -> Result<(), NoRoom> {
+    let needs = |missing: &dyn Fn(&RamRegion, Range<u64>) -> u64| -> Vec<Need> {
+        let counted = regions.iter().filter(|region| region.takes_host_memory());
+        let need = |region: &Arc<RamRegion>| Need {
+            bytes: region.usable_runs().into_iter().map(|run| missing(region, run)).sum(),
+            node: region.spec().host_numa_node,
+        };
+        counted.map(need).collect()
+    };
+    if room::check(&needs(&|_, run| run.end - run.start)).is_ok() {
+        return Ok(());
+    }
+    let missing = |region: &RamRegion, run: Range<u64>| {
+        let there = region.populated_runs(&run).unwrap_or_default();
+        let there_bytes: u64 = there.iter().map(|run| run.end - run.start).sum();
+        (run.end - run.start).saturating_sub(there_bytes)
+    };
+    room::check(&needs(&missing))
+}
+
 fn cut(regions: &[Arc<RamRegion>], chunk_bytes: u64) -> Vec<Queue> {
     let mut queues: Vec<Queue> = Vec::new();
     for region in regions {

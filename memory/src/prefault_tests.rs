@@ -152,6 +152,19 @@ fn a_cancelled_run_says_how_far_it_came() {
 }
 
 #[test]
+fn more_than_the_host_has_is_refused_before_a_page_is_touched() {
+    for backing in [Backing::Anonymous, Backing::Memfd] {
+        let ram = ram("p", 1 << 44, backing, false);
+        let error = ram.prefault(&small_chunks()).unwrap_err();
+        let PrefaultError::NoRoom(refused) = error else { panic!("{error}") };
+        assert_eq!(refused.needed_bytes, 1 << 44);
+        let region = &ram.regions()[0];
+        assert!(!is_mapped(region.as_ptr()), "the first page is there");
+        check_room(&[]).unwrap();
+    }
+}
+
+#[test]
 fn a_failing_hook_stops_the_engine_and_is_reported() {
     let ram = ram("p", 16 * MIB, Backing::Memfd, false);
     let on_chunk: ChunkHook = Arc::new(|_, range| match range.start {

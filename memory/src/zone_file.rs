@@ -21,6 +21,7 @@ use crate::{PAGE_BYTES, ZoneKind};
 
 /// `f_type` of hugetlbfs.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// How often a file is opened anew because another has taken its place meanwhile. Whatever does that
 /// without end is not to be followed.
@@ -352,6 +353,11 @@ fn file_system(file: &File) -> io::Result<libc::statfs> {
         0 => Ok(info),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Whether the file has no other place than memory. One that does not say so has.
+pub fn is_in_memory(file: &File) -> bool {
+    file_system(file).is_ok_and(|info| u64::try_from(info.f_type) == Ok(TMPFS_MAGIC))
 }
 
 /// The page size, if the file is on hugetlbfs.

@@ -12,6 +12,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 
 use memory::pool::SlotPages;
+use memory::room::NoRoom;
 use memory::{
     AccessError, Backing, Given, GuestRam, HugePageSize, PrefaultError, RamConfig, RamError,
     RamLayout, RamRegion, ZoneSpec,
@@ -48,10 +49,13 @@ pub enum SlotError {
         #[source]
         source: PrefaultError,
     },
+    /// All of it would be more than there is.
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
     /// The host needs its memory.
     #[error(
-        "the host has {available_bytes} bytes of memory left, and keep_free asks for \
-         {keep_free_bytes}"
+        "the host (or the cgroup or NUMA node, if that has less) has {available_bytes} bytes of memory \
+         left, and keep_free asks for {keep_free_bytes}"
     )]
     HostFull {
         /// What it has.
@@ -112,14 +116,6 @@ fn open_anew(file: &File) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open(path)
 }
 
-/// Memory that the host could give without swapping; all of it where it does not say.
-fn available_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.map_or(u64::MAX, |kib| kib.saturating_mul(1024))
-}
-
 impl SlotMemory {
     /// Makes memory, populates it and looks at every byte.
     ///
@@ -130,6 +126,8 @@ impl SlotMemory {
         let config = RamConfig { zones: vec![zone_of(class)] };
         let ram = GuestRam::new(&config, LAYOUT)
             .map_err(|source| SlotError::Make { size_bytes, source })?;
+        // Before the first page, so that nobody has to make room for a slot that is given up again.
+        memory::check_room(ram.regions())?;
         let own = ram.regions().first().and_then(|region| region.file());
         let own = own.ok_or_else(|| SlotError::Open(io::Error::other("it has no file")))?;
         // The pool's user may open it again, others may not, whatever descriptor they have.
@@ -199,7 +197,7 @@ fn work_on(
     let keep_free_bytes = means.keep_free_bytes;
     // Huge pages were set aside before; what is cleared in place takes nothing.
     if what == Work::Build && !region.is_hugetlb() {
-        let available_bytes = available_bytes();
+        let available_bytes = memory::room::left_bytes(class.node);
         if available_bytes < keep_free_bytes.saturating_add(bytes) {
             return Err(SlotError::HostFull { available_bytes, keep_free_bytes });
         }

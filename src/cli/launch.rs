@@ -25,11 +25,12 @@ use vmm::config::migration::RestoreConfig;
 use vmm::config::option_string::OptionError;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
-use vmm::config::reference::help;
 use vmm::config::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
 use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, VmParams};
 use vmm::events::{EventError, EventTarget};
 use vmm::options::{Lent, SeccompMode, VmmOptions};
+
+use super::manual;
 
 /// What the command line asks for.
 #[derive(Debug)]
@@ -110,6 +111,12 @@ pub enum LaunchError {
         /// The option.
         option: String,
     },
+    /// An option of builds that upstream does not ship.
+    #[error("--{option} is not supported by this version")]
+    Unsupported {
+        /// The option.
+        option: String,
+    },
     /// Nothing to do.
     #[error("there is nothing to do: give a VM (--kernel) or an API socket (--api-socket)")]
     Nothing,
@@ -184,6 +191,9 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
             uptime: Duration::from_micros(*uptime_us),
         }));
     }
+    if let Some(option) = ELSEWHERE.iter().find(|name| matches.contains_id(name)) {
+        return Err(LaunchError::Unsupported { option: (*option).to_owned() });
+    }
     const PAYLOAD: [&str; 3] = ["kernel", "firmware", "igvm"];
     if matches.contains_id("restore")
         && let Some(option) = PAYLOAD.iter().chain(&VM_OPTIONS).find(|name| given(matches, name))
@@ -253,6 +263,9 @@ const VM_OPTIONS: [&str; 29] = [
     "landlock-rules",
 ];
 
+/// Options of other builds of the program whose command line this is: refused by name.
+const ELSEWHERE: [&str; 3] = ["fw-cfg-config", "gdb", "ivshmem"];
+
 fn given(matches: &ArgMatches, name: &str) -> bool {
     matches.value_source(name) == Some(clap::parser::ValueSource::CommandLine)
 }
@@ -299,15 +312,16 @@ fn params(matches: &ArgMatches) -> VmParams {
     }
 }
 
+fn elsewhere(name: &'static str) -> Arg {
+    Arg::new(name).long(name).num_args(1).help("Not supported by this version").hide(true)
+}
+
 /// The command line; with empty help texts unless they are wanted.
 pub fn command(with_help: bool) -> Command {
-    let text = |make: fn() -> String| if with_help { make() } else { String::new() };
     let say = |help: &'static str| if with_help { help } else { "" };
     let one = |name: &'static str, help: String| {
         Arg::new(name).long(name).num_args(1).value_name("OPTIONS").help(help)
     };
-    let many =
-        |name: &'static str, help: String| one(name, help).num_args(1..).action(ArgAction::Append);
     let path = |name: &'static str, help: &'static str| {
         Arg::new(name).long(name).num_args(1).value_name("PATH").help(say(help))
     };
@@ -322,27 +336,27 @@ pub fn command(with_help: bool) -> Command {
         .arg_required_else_help(true)
         .args_override_self(false)
         .after_help(say("Exit codes: 0 done, 1 it failed, 2 the command line is wrong.\n\
-             The options are described in docs/options.md."))
+             -h shows the syntax of the options, --help the meaning of each key."))
         .args(vec![
             where_to("api-socket", "Unix socket on which the HTTP API listens"),
-            one("balloon", text(help::<BalloonConfig>)),
+            manual::option::<BalloonConfig>("balloon", with_help),
             one("cmdline", say("Kernel command line").to_owned()).value_name("TEXT"),
-            one("console", text(help::<ConsoleConfig>)),
-            one("cpus", text(help::<CpusConfig>)),
-            one("debug-console", text(help::<DebugConsoleConfig>)),
-            many("device", text(help::<DeviceConfig>)),
-            many("disk", text(help::<DiskConfig>)),
+            manual::option::<ConsoleConfig>("console", with_help),
+            manual::option::<CpusConfig>("cpus", with_help),
+            manual::option::<DebugConsoleConfig>("debug-console", with_help),
+            manual::list::<DeviceConfig>("device", with_help),
+            manual::list::<DiskConfig>("disk", with_help),
             where_to("event-monitor", "Where events are written"),
             path("firmware", "Firmware image (not supported by this version)"),
-            many("fs", text(help::<FsConfig>)),
-            many("generic-vhost-user", text(help::<GenericVhostUserConfig>)),
+            manual::list::<FsConfig>("fs", with_help),
+            manual::list::<GenericVhostUserConfig>("generic-vhost-user", with_help),
             one("host-data", say("Host data (not supported by this version)").to_owned())
                 .value_name("TEXT"),
             path("igvm", "IGVM image (not supported by this version)"),
             path("initramfs", "Initial RAM file system"),
             path("kernel", "Kernel: an ELF file with a PVH entry, or a bzImage"),
             flag("landlock", "Confine the process (not supported by this version)"),
-            many("landlock-rules", text(help::<LandlockConfig>)),
+            manual::list::<LandlockConfig>("landlock-rules", with_help),
             path("log-file", "File for log messages instead of stderr"),
             one(
                 "log-format",
@@ -353,11 +367,11 @@ pub fn command(with_help: bool) -> Command {
                 .to_owned(),
             )
             .value_name("FORMAT"),
-            one("memory", text(help::<MemoryConfig>)),
-            many("memory-zone", text(help::<MemoryZoneConfig>)),
-            many("net", text(help::<NetConfig>)),
+            manual::option::<MemoryConfig>("memory", with_help),
+            manual::list::<MemoryZoneConfig>("memory-zone", with_help),
+            manual::list::<NetConfig>("net", with_help),
             flag("no-shutdown", "Stay when the guest shuts down"),
-            many("numa", text(help::<NumaConfig>)),
+            manual::list::<NumaConfig>("numa", with_help),
             Arg::new("page-server")
                 .long("page-server")
                 .num_args(1)
@@ -366,31 +380,32 @@ pub fn command(with_help: bool) -> Command {
                 .requires("api-socket")
                 .help(say("Be the page server of the VMM at the other end of standard input"))
                 .hide(true),
-            many("pci-segment", text(help::<PciSegmentConfig>)),
-            one("platform", text(help::<PlatformConfig>)),
-            many("pmem", text(help::<PmemConfig>)),
+            manual::list::<PciSegmentConfig>("pci-segment", with_help),
+            manual::option::<PlatformConfig>("platform", with_help),
+            manual::list::<PmemConfig>("pmem", with_help),
             flag("print-openapi", "Print the description of the API").hide(true),
             flag("pvpanic", "Panic device (not supported by this version)"),
-            many("rate-limit-group", text(help::<RateLimitGroupConfig>)),
-            one("restore", text(help::<RestoreConfig>)),
-            one("rng", text(help::<RngConfig>)),
-            one("rtc", text(help::<RtcConfig>)),
+            manual::list::<RateLimitGroupConfig>("rate-limit-group", with_help),
+            manual::option::<RestoreConfig>("restore", with_help),
+            manual::option::<RngConfig>("rng", with_help),
+            manual::option::<RtcConfig>("rtc", with_help),
             one("seccomp", say("What happens at a forbidden system call").to_owned())
                 .value_name("MODE")
                 .value_parser(["true", "false", "log", "errno"])
                 .default_value("true"),
-            one("serial", text(help::<SerialConfig>)),
-            one("tpm", text(help::<TpmConfig>)),
-            many("user-device", text(help::<UserDeviceConfig>)),
+            manual::option::<SerialConfig>("serial", with_help),
+            manual::option::<TpmConfig>("tpm", with_help),
+            manual::list::<UserDeviceConfig>("user-device", with_help),
             Arg::new("v")
                 .short('v')
                 .action(ArgAction::Count)
                 .help(say("More messages; twice, more")),
-            many("vdpa", text(help::<VdpaConfig>)),
+            manual::list::<VdpaConfig>("vdpa", with_help),
             flag("version", "Print the version").short('V'),
-            one("vsock", text(help::<VsockConfig>)),
+            manual::option::<VsockConfig>("vsock", with_help),
             flag("watchdog", "Watchdog device (not supported by this version)"),
         ])
+        .args(ELSEWHERE.map(elsewhere))
 }
 
 #[cfg(test)]
@@ -472,6 +487,90 @@ mod tests {
         assert!(error_text::chain(&config).ends_with("did you mean 'path'?"));
     }
 
+    /// The options of cloud-hypervisor v53 and of its builds with more features, each with a value that
+    /// it takes.
+    const UPSTREAM: [(&str, Option<&str>); 47] = [
+        ("api-socket", Some("/s")),
+        ("balloon", Some("size=0")),
+        ("cmdline", Some("x")),
+        ("console", Some("off")),
+        ("cpus", Some("boot=1")),
+        ("debug-console", Some("off")),
+        ("device", Some("path=/sys/bus/pci/devices/0000:00:01.0")),
+        ("disk", Some("path=/d")),
+        ("event-monitor", Some("path=/e")),
+        ("firmware", Some("/f")),
+        ("fs", Some("tag=t,socket=/s")),
+        ("fw-cfg-config", Some("kernel=on")),
+        ("gdb", Some("path=/g")),
+        ("generic-vhost-user", Some("socket=/s,virtio_id=26,queue_sizes=[128]")),
+        ("host-data", Some("00")),
+        ("igvm", Some("/i")),
+        ("initramfs", Some("/i")),
+        ("ivshmem", Some("path=/i,size=1M")),
+        ("kernel", Some("/k")),
+        ("landlock", None),
+        ("landlock-rules", Some("path=/p,access=rw")),
+        ("log-file", Some("/l")),
+        ("log-format", Some("{msg}")),
+        ("memory", Some("size=512M")),
+        ("memory-zone", Some("id=z,size=512M")),
+        ("net", Some("tap=t")),
+        ("no-shutdown", None),
+        ("numa", Some("guest_numa_id=0")),
+        ("pci-segment", Some("pci_segment=0")),
+        ("platform", Some("serial_number=1")),
+        ("pmem", Some("file=/p")),
+        ("pvpanic", None),
+        ("rate-limit-group", Some("id=g,bw_size=1,bw_refill_time=1")),
+        ("restore", Some("source_url=file:///s")),
+        ("rng", Some("src=/dev/urandom")),
+        ("rtc", Some("id=r")),
+        ("seccomp", Some("true")),
+        ("seccomp", Some("false")),
+        ("seccomp", Some("log")),
+        ("seccomp", Some("errno")),
+        ("serial", Some("off")),
+        ("tpm", Some("socket=/s")),
+        ("user-device", Some("socket=/s")),
+        ("v", None),
+        ("vdpa", Some("path=/v")),
+        ("vsock", Some("cid=3,socket=/s")),
+        ("watchdog", None),
+    ];
+
+    #[test]
+    fn each_option_of_upstream_is_taken_or_refused_by_name() {
+        for (name, value) in UPSTREAM {
+            let dashes = if name.len() == 1 { "-" } else { "--" };
+            let mut line = format!("cloud-hypervisor {dashes}{name}");
+            if let Some(value) = value {
+                line = format!("{line} {value}");
+            }
+            if !["kernel", "firmware", "igvm", "restore"].contains(&name) {
+                line.push_str(" --kernel /k");
+            }
+            if name == "memory-zone" {
+                line.push_str(" --memory size=0");
+            }
+            let launch = match parse(line.split(' ')) {
+                Ok(launch) => launch,
+                Err(error) => panic!("{line}: {error}"),
+            };
+            let refusal = match launch {
+                Ok(Launch::Run(run)) => run.into_options().err(),
+                Ok(other) => panic!("{line}: {other:?}"),
+                Err(error) => Some(error),
+            };
+            let Some(refusal) = refusal else { continue };
+            let text = error_text::chain(&refusal);
+            let field = name.replace('-', "_");
+            let named = [name, &field, field.trim_end_matches("_config")];
+            assert!(named.iter().any(|name| text.contains(name)), "{line}: {text}");
+            assert!(text.contains("not supported"), "{line}: {text}");
+        }
+    }
+
     #[test]
     fn the_version_can_be_read_by_tools() {
         let Launch::Print(text) = parse(["cloud-hypervisor", "--version"]).unwrap().unwrap() else {
@@ -485,7 +584,9 @@ mod tests {
         let command = command(true);
         command.clone().debug_assert();
         let names: Vec<_> = command.get_arguments().map(|arg| arg.get_id().to_string()).collect();
-        assert!(names.is_sorted(), "{names:?}");
+        let shown: Vec<_> =
+            names.iter().filter(|name| !ELSEWHERE.contains(&name.as_str())).collect();
+        assert!(shown.is_sorted(), "{shown:?}");
         for arg in command.get_arguments() {
             assert!(arg.get_help().is_some_and(|help| !help.to_string().is_empty()), "{arg}");
         }

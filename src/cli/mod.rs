@@ -8,6 +8,7 @@
 //! - [`exit`]: exit codes, and how an error is printed.
 //! - [`logger`]: where log messages go.
 //! - [`log_format`]: how a log line is put together.
+//! - [`manual`]: the keys of an option as `--help` shows them.
 //! - [`pool`]: `prezero-pool`, from arguments to the daemon.
 
 pub mod chart;
@@ -15,6 +16,7 @@ pub mod exit;
 pub mod launch;
 pub mod log_format;
 pub mod logger;
+pub mod manual;
 pub mod pool;
 pub mod remote;
 pub mod watch;

@@ -21,14 +21,13 @@ use vmm::config::later::{
     FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
 };
 use vmm::config::migration::RestoreConfig;
-use vmm::config::reference::help;
 use vmm::config::{
     ConfigError, ConfigFd, DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig,
     OptionError, ReceiveMigrationData, SendMigrationData,
 };
 
 use super::watch::{self, FollowError, View};
-use super::{chart, exit};
+use super::{chart, exit, manual};
 
 /// Why a command was not carried out.
 #[derive(Debug, Error)]
@@ -169,6 +168,11 @@ const SIMPLE: [(&str, Method, &str, &str); 12] = [
     ("shutdown", Method::Put, "vm.shutdown", "Shutdown the VM"),
 ];
 
+/// A subcommand that takes the keys of a family.
+fn of_family<T: Family>(name: &'static str) -> Command {
+    option(name, manual::about::<T>()).after_help(manual::page::<T>(manual::width()))
+}
+
 /// A subcommand with one argument that it cannot do without.
 fn option(name: &'static str, help: String) -> Command {
     Command::new(name).arg(Arg::new("config").index(1).required(true).help(help))
@@ -192,17 +196,16 @@ fn force() -> Arg {
 
 fn device_commands() -> Vec<Command> {
     vec![
-        option("add-device", help::<DeviceConfig>()).about("Add a host device"),
-        option("add-disk", help::<DiskConfig>()).about("Add a block device"),
-        option("add-fs", help::<FsConfig>()).about("Add a shared directory"),
-        option("add-generic-vhost-user", help::<GenericVhostUserConfig>())
+        of_family::<DeviceConfig>("add-device").about("Add a host device"),
+        of_family::<DiskConfig>("add-disk").about("Add a block device"),
+        of_family::<FsConfig>("add-fs").about("Add a shared directory"),
+        of_family::<GenericVhostUserConfig>("add-generic-vhost-user")
             .about("Add a vhost-user device"),
-        option("add-net", help::<NetConfig>()).about("Add a network device"),
-        option("add-pmem", help::<PmemConfig>()).about("Add persistent memory"),
-        option("add-user-device", help::<UserDeviceConfig>())
-            .about("Add a device of another process"),
-        option("add-vdpa", help::<VdpaConfig>()).about("Add a vDPA device"),
-        option("add-vsock", help::<VsockConfig>()).about("Add a socket device"),
+        of_family::<NetConfig>("add-net").about("Add a network device"),
+        of_family::<PmemConfig>("add-pmem").about("Add persistent memory"),
+        of_family::<UserDeviceConfig>("add-user-device").about("Add a device of another process"),
+        of_family::<VdpaConfig>("add-vdpa").about("Add a vDPA device"),
+        of_family::<VsockConfig>("add-vsock").about("Add a socket device"),
         option("remove-device", "Name of the device".to_owned()).about("Remove a device"),
         Command::new("resize")
             .about("Resize the VM")
@@ -227,7 +230,7 @@ fn life_cycle_commands() -> Vec<Command> {
         Command::new("create").about("Create a VM from a JSON configuration").arg(
             Arg::new("path").index(1).default_value("-").help("File with the JSON, - for stdin"),
         ),
-        option("restore", help::<RestoreConfig>()).about("Restore a VM from a snapshot"),
+        of_family::<RestoreConfig>("restore").about("Restore a VM from a snapshot"),
         Command::new("delete").about("Delete a VM").arg(force()),
         Command::new("shutdown-vmm").about("Shutdown the VMM").arg(force()),
         option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
@@ -237,8 +240,11 @@ fn life_cycle_commands() -> Vec<Command> {
 
 fn migration_commands() -> Vec<Command> {
     vec![
-        option("receive-migration", receive_help()).about("Receive a VM migration"),
-        option("send-migration", send_help())
+        of_family::<ReceiveMigrationData>("receive-migration")
+            .mut_arg("config", |arg| arg.help("<receiver_url>, or keys as below"))
+            .about("Receive a VM migration"),
+        of_family::<SendMigrationData>("send-migration")
+            .mut_arg("config", |arg| arg.help("<destination_url>, or keys as below"))
             .about("Send the VM to another VMM")
             .arg(flag("local", "Same as local=on (older spelling)"))
             .arg(flag("wait", "Return when the migration has ended; the exit code says how"))
@@ -261,8 +267,9 @@ fn migration_commands() -> Vec<Command> {
                 Arg::new("config")
                     .index(1)
                     .default_value("")
-                    .help(format!("{}, or an address alone", help::<MigrationRecoverData>())),
-            ),
+                    .help("An address alone, or keys as below"),
+            )
+            .after_help(manual::page::<MigrationRecoverData>(manual::width())),
     ]
 }
 
@@ -287,19 +294,13 @@ pub fn command() -> Command {
                 .value_name("PATH")
                 .help("Unix socket of the VMM"),
         )
-        .after_help(
+        .after_help(manual::wrapped(
             "Exit codes: 0 done, 1 it failed, 2 the command line is wrong. With --wait and \
              --watch also 3 the migration was cancelled, 4 where the guest is has to be looked at.",
-        )
+            0,
+            manual::width(),
+        ))
         .subcommands(commands)
-}
-
-fn send_help() -> String {
-    format!("<destination_url>, or {}", help::<SendMigrationData>())
-}
-
-fn receive_help() -> String {
-    format!("<receiver_url>, or {}", help::<ReceiveMigrationData>())
 }
 
 /// Carries out what the command line says; the text is what goes to stdout.
@@ -310,6 +311,7 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
     let socket = matches.get_one::<String>("api-socket").map(PathBuf::from).unwrap_or_default();
     let Some((name, sub)) = matches.subcommand() else { return Ok(None) };
     let call = call(name, sub)?;
+    let vm = socket.display().to_string();
     let client = Client::new(socket);
     let request = |source| RemoteError::Request { command: name.to_owned(), source };
     match call.follow {
@@ -329,7 +331,7 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
             let answer =
                 client.ask_with(call.method, call.path, call.body, fds).map_err(request)?;
             match sub.try_get_one::<String>("svg").ok().flatten() {
-                Some(path) => draw(path, &answer.unwrap_or_default()),
+                Some(path) => draw(path, &answer.unwrap_or_default(), &vm),
                 None => Ok(answer.map(|text| pretty(&text))),
             }
         }
@@ -353,9 +355,9 @@ fn pretty(text: &str) -> String {
 }
 
 /// Draws a report; what is to go to stdout comes back.
-fn draw(path: &str, report: &str) -> Result<Option<String>, RemoteError> {
+fn draw(path: &str, report: &str, vm: &str) -> Result<Option<String>, RemoteError> {
     let report = serde_json::from_str(report).map_err(RemoteError::Report)?;
-    let picture = chart::svg(&report);
+    let picture = chart::svg(&report, vm);
     if path == "-" {
         return Ok(Some(picture));
     }

@@ -117,14 +117,14 @@ struct Document {
     side: String,
     phase: String,
     elapsed_ms: u64,
-    round: u32,
-    total_bytes: u64,
-    remaining_bytes: u64,
-    memory_bytes_sent: u64,
-    memory_bytes_received: u64,
-    dirty_bytes_per_s: u64,
-    expected_downtime_us: u64,
-    downtime_us: u64,
+    round: Option<u32>,
+    total_bytes: Option<u64>,
+    remaining_bytes: Option<u64>,
+    memory_bytes_sent: Option<u64>,
+    memory_bytes_received: Option<u64>,
+    dirty_bytes_per_s: Option<u64>,
+    expected_downtime_us: Option<u64>,
+    downtime_us: Option<u64>,
     faults: Faults,
     recovery: Recovery,
     page_server: Option<PageServer>,
@@ -135,6 +135,7 @@ struct Document {
 #[serde(default)]
 struct Recovery {
     reason: Option<String>,
+    left_ms: Option<u64>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -147,8 +148,8 @@ struct PageServer {
 #[serde(default)]
 struct Faults {
     source: Option<String>,
-    seen: u64,
-    latency_us: Latency,
+    seen: Option<u64>,
+    latency_us: Option<Latency>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -176,7 +177,11 @@ impl Document {
     }
 
     fn moved_bytes(&self) -> u64 {
-        self.memory_bytes_sent.max(self.memory_bytes_received)
+        let own = match self.side.as_str() {
+            "destination" => self.memory_bytes_received,
+            _ => self.memory_bytes_sent,
+        };
+        own.unwrap_or(0)
     }
 
     /// Who goes on, when the VMM does not.
@@ -187,11 +192,9 @@ impl Document {
 
     /// Phase, and its round.
     fn heading(&self) -> String {
-        match self.phase.as_str() {
-            "precopy" | "receive" if self.round > 0 => {
-                format!("{} round {}", self.phase, self.round)
-            }
-            phase => phase.to_owned(),
+        match (self.phase.as_str(), self.round) {
+            ("precopy" | "receive", Some(round @ 1..)) => format!("{} round {round}", self.phase),
+            (phase, _) => phase.to_owned(),
         }
     }
 
@@ -205,35 +208,41 @@ impl Document {
         };
         if self.is_reconnecting() {
             let reason = self.recovery.reason.as_deref().unwrap_or("the connections were lost");
-            add(format_args!("reconnecting ({reason})"));
-        }
-        if self.total_bytes > 0 && (self.is_moving() || self.is_reconnecting()) {
-            let (left, all) = (BinaryBytes(self.remaining_bytes), BinaryBytes(self.total_bytes));
-            if self.remaining_bytes > 0 || self.side == "source" {
-                add(format_args!("{left} of {all} left"));
-            } else {
-                add(format_args!("{} of {all} here", BinaryBytes(self.memory_bytes_received)));
+            match self.recovery.left_ms {
+                None => add(format_args!("reconnecting ({reason})")),
+                Some(0) => add(format_args!("waiting for migration-recover ({reason})")),
+                Some(ms) => {
+                    let (minutes, seconds) = (ms / 60_000, ms / 1000 % 60);
+                    add(format_args!("reconnecting, {minutes}:{seconds:02} left ({reason})"));
+                }
             }
+        }
+        if let Some(all) = self.total_bytes.filter(|_| self.is_moving() || self.is_reconnecting()) {
+            let all = BinaryBytes(all);
+            match self.remaining_bytes {
+                Some(left) => add(format_args!("{} of {all} left", BinaryBytes(left))),
+                None => add(format_args!("{} of {all} here", BinaryBytes(self.moved_bytes()))),
+            }
+        }
+        // The end of a long line is cut off, so what counts most comes first.
+        if let Some(us) = self.downtime_us {
+            add(format_args!("downtime {}", time_us(us)));
+        } else if let Some(us) = self.expected_downtime_us {
+            add(format_args!("downtime expected {}", time_us(us)));
         }
         if rate > 0 {
             add(format_args!("{}/s", BinaryBytes(rate)));
         }
-        if self.dirty_bytes_per_s > 0 && self.phase == "precopy" {
-            add(format_args!("guest writes {}/s", BinaryBytes(self.dirty_bytes_per_s)));
+        if let Some(rate @ 1..) = self.dirty_bytes_per_s.filter(|_| self.phase == "precopy") {
+            add(format_args!("guest writes {}/s", BinaryBytes(rate)));
         }
-        if self.downtime_us > 0 {
-            add(format_args!("downtime {}", time_us(self.downtime_us)));
-        } else if self.expected_downtime_us > 0 {
-            add(format_args!("downtime expected {}", time_us(self.expected_downtime_us)));
-        }
-        if self.faults.seen > 0 {
-            add(format_args!("{} faults", self.faults.seen));
+        if let Some(seen @ 1..) = self.faults.seen {
+            add(format_args!("{seen} faults"));
             if let Some(source) = &self.faults.source {
                 add(format_args!("by {source}"));
             }
         }
-        if self.faults.latency_us.count > 0 {
-            let Latency { p50, p99, max, .. } = self.faults.latency_us;
+        if let Some(Latency { count: 1.., p50, p99, max }) = self.faults.latency_us {
             add(format_args!(
                 "fault latency {} median, {} p99, {} longest",
                 time_us(p50),
@@ -253,9 +262,9 @@ impl Document {
         let time = time_us(self.elapsed_ms.saturating_mul(1000));
         let moved = BinaryBytes(self.moved_bytes());
         let rounds = match self.round {
-            0 => String::new(),
-            1 => " in 1 round".to_owned(),
-            rounds => format!(" in {rounds} rounds"),
+            None | Some(0) => String::new(),
+            Some(1) => " in 1 round".to_owned(),
+            Some(rounds) => format!(" in {rounds} rounds"),
         };
         let details = self.details(0);
         let details = if details.is_empty() { details } else { format!(", {details}") };
@@ -344,17 +353,18 @@ impl Screen {
                 }
             }
             Self::Bar(bar) => {
-                bar.set_length(document.total_bytes.max(1));
-                let here = if document.side == "destination" && document.remaining_bytes == 0 {
-                    document.memory_bytes_received
-                } else if document.is_moving() || document.is_over() {
-                    document.total_bytes.saturating_sub(document.remaining_bytes)
-                } else {
-                    0
+                let all = document.total_bytes.unwrap_or(0);
+                bar.set_length(all.max(1));
+                let here = match document.remaining_bytes {
+                    None => document.moved_bytes(),
+                    Some(left) if document.is_moving() || document.is_over() => {
+                        all.saturating_sub(left)
+                    }
+                    Some(_) => 0,
                 };
                 bar.set_prefix(document.heading());
                 bar.set_message(document.details(rate));
-                bar.set_position(here.min(document.total_bytes));
+                bar.set_position(here.min(all));
                 bar.tick();
             }
         }
@@ -450,9 +460,23 @@ mod tests {
         assert_eq!(document.heading(), "precopy round 3");
         assert_eq!(
             document.details(512 << 20),
-            "64.00 MiB of 1.00 GiB left, 512.00 MiB/s, guest writes 32.00 MiB/s, downtime \
-             expected 61 ms"
+            "64.00 MiB of 1.00 GiB left, downtime expected 61 ms, 512.00 MiB/s, guest writes \
+             32.00 MiB/s"
         );
+        let long = document.details(u64::MAX);
+        assert!(long.find("expected 61 ms").unwrap() < 64, "not on 80 columns: {long}");
+    }
+
+    #[test]
+    fn what_is_not_known_is_left_out() {
+        let unknown = json!({
+            "side": "destination", "phase": "receive", "round": null, "total_bytes": 1 << 20,
+            "remaining_bytes": null, "memory_bytes_received": 4096, "downtime_us": null,
+            "faults": {"seen": null, "latency_us": null},
+        });
+        let unknown = document(unknown);
+        assert_eq!(unknown.heading(), "receive");
+        assert_eq!(unknown.details(0), "4.00 KiB of 1.00 MiB here");
     }
 
     #[test]
@@ -506,6 +530,12 @@ mod tests {
             lost.details(0),
             "reconnecting (the peer closed the connection), 4.00 KiB of 1.00 MiB left"
         );
+        let with_time = |left_ms: u64| {
+            let recovery = json!({"reason": "no route", "left_ms": left_ms});
+            document(json!({"phase": "postcopy-paused", "recovery": recovery})).details(0)
+        };
+        assert_eq!(with_time(598_200), "reconnecting, 9:58 left (no route)");
+        assert_eq!(with_time(0), "waiting for migration-recover (no route)");
         assert!(!document(json!({"phase": "postcopy-recover"})).is_over());
         let failed = json!({"phase": "postcopy-paused", "error": {"guest": "postcopy-paused"}});
         assert!(document(failed).is_over(), "the pages were given away");

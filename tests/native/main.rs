@@ -17,6 +17,7 @@ mod disks;
 mod events;
 mod fault_sources;
 mod fault_stress;
+mod figures;
 mod file_zones;
 mod harness;
 mod hotplug;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
     postcopy::add(&mut suite);
     page_server::add(&mut suite);
     events::add(&mut suite);
+    figures::add(&mut suite);
     remote::add(&mut suite);
     report::add(&mut suite);
     api_client::add(&mut suite);

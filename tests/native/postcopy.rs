@@ -189,6 +189,10 @@ fn recover() {
     wait_for_phase(&run.source, "postcopy-paused");
     wait_for_phase(&run.destination, "postcopy-paused");
     run.source.wait_for_event("postcopy-migration-paused");
+    let info = run.destination.api().get("vm.info").ok().json();
+    assert_eq!(info["state"], "Running", "vCPUs that need no page go on");
+    assert!(info["postcopy_paused"].as_str().is_some_and(|why| !why.is_empty()), "{info}");
+    assert_eq!(progress(&run.source)["recovery"]["left_ms"], 0, "it waits for a command");
     let there = format!("unix:{}", run.destination.path("again").display());
     run.destination.remote_ok(&["migration-recover", &there]);
     let socket = run.destination.path("again");

@@ -51,7 +51,7 @@ fn refused(source: Vmm, destination: Vmm, mode: Mode, words: &[&str]) {
     // The machine is built while the first memory travels; the guest has not stopped yet.
     let phase = progress["error"]["phase"].as_str().unwrap_or_default();
     assert!(["negotiate", "precopy"].contains(&phase), "{progress}");
-    assert_eq!(progress["downtime_us"], 0, "{progress}");
+    assert!(progress["downtime_us"].is_null(), "{progress}");
     assert_eq!(destination.api().get("vm.info").status, 404, "something was left behind");
     source.wait_for_work(2_000);
     source.verify();

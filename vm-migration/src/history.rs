@@ -5,7 +5,7 @@
 //! Owns the samples, a bounded number of them whatever the migration takes: when there is no room
 //! the distance between them doubles. It must never be waited for by anything that moves pages.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::latency::{LatencyBucket, ThreadLatency};
 use crate::progress::{Phase, Snapshot};
@@ -24,8 +24,8 @@ const PHASES_MAX: usize = 256;
 pub struct Sample {
     /// Since the first phase began.
     pub at_ms: u64,
-    /// Still to come or to go.
-    pub remaining_bytes: u64,
+    /// Still to come or to go, where that is known.
+    pub remaining_bytes: Option<u64>,
     /// Contents that came or went so far, each time counted.
     pub moved_bytes: u64,
     /// Faults so far.
@@ -43,6 +43,24 @@ pub struct Passage {
     pub phase: Phase,
 }
 
+/// Most rounds that are kept, the last ones: they travel to the destination in one short message.
+const ROUNDS_MAX: usize = 64;
+
+/// The begin of a round of precopy, and what the one before it has shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RoundBegin {
+    /// Since the first phase began, at the source.
+    pub at_ms: u64,
+    /// Its number, from 1.
+    pub round: u32,
+    /// What it has to send.
+    pub remaining_bytes: u64,
+    /// The rate of the round before.
+    pub link_bytes_per_s: Option<u64>,
+    /// How fast the guest wrote meanwhile.
+    pub dirty_bytes_per_s: Option<u64>,
+}
+
 /// The report of a migration. It is complete once the phase in `progress` is a last one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct History {
@@ -52,6 +70,8 @@ pub struct History {
     pub phases: Vec<Passage>,
     /// The course in time.
     pub timeline: Vec<Sample>,
+    /// The last rounds of precopy; a destination is told of them at the end.
+    pub rounds: Vec<RoundBegin>,
     /// How long faults waited for the peer, all threads together.
     pub latency: Vec<LatencyBucket>,
     /// The same for each thread.
@@ -63,12 +83,13 @@ pub struct History {
 pub(crate) struct Course {
     phases: Vec<Passage>,
     samples: Vec<Sample>,
+    rounds: Vec<RoundBegin>,
     every_ms: u64,
 }
 
 impl Course {
     pub(crate) const fn new() -> Self {
-        Self { phases: Vec::new(), samples: Vec::new(), every_ms: EVERY_MS }
+        Self { phases: Vec::new(), samples: Vec::new(), rounds: Vec::new(), every_ms: EVERY_MS }
     }
 
     pub(crate) fn enter(&mut self, passage: Passage) {
@@ -92,6 +113,17 @@ impl Course {
             self.every_ms = self.every_ms.saturating_mul(2);
         }
         self.samples.push(sample);
+    }
+
+    pub(crate) fn begin_round(&mut self, round: RoundBegin) {
+        if self.rounds.len() >= ROUNDS_MAX {
+            self.rounds.remove(0);
+        }
+        self.rounds.push(round);
+    }
+
+    pub(crate) fn rounds(&self) -> Vec<RoundBegin> {
+        self.rounds.clone()
     }
 
     pub(crate) fn phases(&self) -> Vec<Passage> {
@@ -119,6 +151,28 @@ mod tests {
         assert_eq!(samples.first().map(|sample| sample.at_ms), Some(0));
         assert_eq!(samples.last().map(|sample| sample.at_ms), Some(2_000_000));
         assert!(samples.is_sorted_by_key(|sample| sample.at_ms));
+    }
+
+    #[test]
+    fn the_last_rounds_are_kept() {
+        let mut course = Course::new();
+        for round in 1..=200 {
+            let (link_bytes_per_s, dirty_bytes_per_s) = (Some(u64::MAX - 1), Some(u64::MAX - 1));
+            let at_ms = u64::from(u32::MAX);
+            let begin = RoundBegin {
+                at_ms,
+                round,
+                remaining_bytes: u64::MAX,
+                link_bytes_per_s,
+                dirty_bytes_per_s,
+            };
+            course.begin_round(begin);
+        }
+        let rounds = course.rounds();
+        assert_eq!((rounds.len(), rounds.last().map(|round| round.round)), (ROUNDS_MAX, Some(200)));
+        let figures = crate::figures::Figures { course: Some(rounds), ..Default::default() };
+        let bytes = figures.to_json().len() as u64;
+        assert!(bytes < crate::protocol::codec::FIGURES_BYTES_MAX, "{bytes}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Longest fault latency that is told apart: one hour, in microseconds.
 const LATENCY_MAX_US: u64 = 3_600_000_000;
@@ -21,7 +21,7 @@ const THREADS_MAX: usize = 512;
 const BUCKET_GROWTH: u64 = 4;
 
 /// A distribution in microseconds.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "quantiles name themselves")]
 pub struct LatencySnapshot {
     pub count: u64,

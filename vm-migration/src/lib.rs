@@ -18,6 +18,7 @@
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
 //! | [`options`], [`progress`], [`history`], [`error`], [`report`] | what a person chooses and sees |
+//! | `document`, `figures` | the progress document; what each side tells the other of it at the end |
 //! | [`cancel`], [`steering`] | what a person can stop and ask for |
 //!
 //! ```no_run
@@ -61,8 +62,10 @@ mod channel;
 pub mod commit;
 mod cursor;
 pub mod destination;
+mod document;
 pub mod error;
 pub mod fault;
+mod figures;
 pub mod history;
 mod latency;
 pub mod layout;
@@ -92,6 +95,7 @@ pub mod testing;
 mod tests;
 
 pub use cancel::Cancel;
+pub use document::Mode;
 pub use error::{Cause, GuestIs, MigrationError, Side};
 pub use history::History;
 pub use options::{

@@ -2,26 +2,30 @@
 
 //! How a migration is seen from outside while it runs: one shared document, one stream of events.
 //!
-//! Owns the counters that every thread of a migration adds to, and the only place that announces
-//! the begin and end of phases. Reading a snapshot never disturbs the migration. It must never
-//! decide anything.
+//! Owns the counters that every thread of a migration adds to, what the peer has told of its own, and
+//! the only place that announces the begin and end of phases. Reading a snapshot never disturbs the
+//! migration. It must never decide anything.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
+use crate::document::Mode;
 use crate::error::Side;
 use crate::fault::FaultSourceKind;
-use crate::history::{Course, History, Passage, Sample};
+use crate::figures::{Figures, Known};
+use crate::history::{Course, History, Passage, RoundBegin, Sample};
 use crate::latency::{Latencies, micros};
 use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
-use crate::page_server::{PageServerSnapshot, Standing};
+use crate::page_server::Standing;
+use crate::protocol::capabilities::millis;
 use crate::report::FailureReport;
 
+pub use crate::document::{CompressionSnapshot, FaultSnapshot, RecoverySnapshot, Snapshot};
 pub use crate::latency::LatencySnapshot;
 
 /// States of the two machines.
@@ -169,17 +173,17 @@ pub trait Observer: Send + Sync {
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub round: AtomicU32,
-    pub total_bytes: AtomicU64,
-    pub remaining_bytes: AtomicU64,
+    pub total_bytes: Known,
+    pub remaining_bytes: Known,
     pub memory_bytes_sent: AtomicU64,
     pub memory_bytes_received: AtomicU64,
     pub zero_pages: AtomicU64,
     pub free_pages: AtomicU64,
-    pub link_bytes_per_s: AtomicU64,
-    pub dirty_bytes_per_s: AtomicU64,
-    pub expected_downtime_us: AtomicU64,
-    pub downtime_us: AtomicU64,
-    pub allowed_downtime_us: AtomicU64,
+    pub link_bytes_per_s: Known,
+    pub dirty_bytes_per_s: Known,
+    pub expected_downtime_us: Known,
+    pub downtime_us: Known,
+    pub allowed_downtime_us: Known,
     pub throttle_percent: AtomicU32,
     pub stalled_rounds: AtomicU32,
     pub compressed_raw_bytes: AtomicU64,
@@ -206,14 +210,22 @@ pub struct Progress {
     side: Side,
     observer: Option<Box<dyn Observer>>,
     phase: AtomicU8,
-    started: OnceLock<Instant>,
+    /// When the peers had found each other, by both clocks.
+    started: OnceLock<(Instant, SystemTime)>,
     ended: OnceLock<Instant>,
     failure: OnceLock<FailureReport>,
     pub(crate) counters: Counters,
+    mode: OnceLock<Mode>,
+    /// What the peer has told. Held for one copy.
+    peer: Mutex<Figures>,
     convergence: OnceLock<Convergence>,
     fault_source: OnceLock<FaultSourceKind>,
+    /// The guest has gone before all of its memory.
+    postcopy: AtomicBool,
     /// Why postcopy holds still, or held still last. Held for one copy.
     lost: Mutex<Option<String>>,
+    /// Until when connections are made again by themselves. Held for one copy.
+    reconnects_until: Mutex<Option<Instant>>,
     /// The process that sends the pages that are left.
     pub(crate) page_server: Standing,
     /// Latencies of faults that waited for the peer. Held for one addition or one copy.
@@ -251,9 +263,13 @@ impl Progress {
             ended: OnceLock::new(),
             failure: OnceLock::new(),
             counters: Counters::default(),
+            mode: OnceLock::new(),
+            peer: Mutex::default(),
             convergence: OnceLock::new(),
             fault_source: OnceLock::new(),
+            postcopy: AtomicBool::new(false),
             lost: Mutex::new(None),
+            reconnects_until: Mutex::new(None),
             page_server: Standing::default(),
             latency: Mutex::new(Latencies::new()),
             course: Mutex::new(Course::new()),
@@ -277,8 +293,11 @@ impl Progress {
         phase: Phase,
         work: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
-        let began = *self.started.get_or_init(Instant::now);
-        let start = if self.phase() == Phase::Idle { began } else { Instant::now() };
+        let start = Instant::now();
+        if phase != Phase::Listen {
+            // Waiting for a source is no part of a migration.
+            self.started.get_or_init(|| (start, SystemTime::now()));
+        }
         self.enter(phase);
         let result = work();
         let took = start.elapsed();
@@ -306,6 +325,11 @@ impl Progress {
         *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
     }
 
+    /// Connections are made again by themselves until then; `None` when there are some.
+    pub(crate) fn reconnects_until(&self, until: Option<Instant>) {
+        *self.reconnects_until.lock().unwrap_or_else(PoisonError::into_inner) = until;
+    }
+
     /// Postcopy goes on in its phase.
     pub(crate) fn recovered(&self, phase: Phase) {
         self.counters.recoveries.fetch_add(1, Relaxed);
@@ -320,6 +344,9 @@ impl Progress {
     /// Enters a last phase, one that does no work.
     pub(crate) fn finish(&self, phase: Phase) {
         let _ = self.ended.set(Instant::now());
+        if phase == Phase::Done {
+            self.counters.remaining_bytes.set(0);
+        }
         self.note_sample(true);
         self.enter(phase);
     }
@@ -337,6 +364,9 @@ impl Progress {
 
     pub(crate) fn enter(&self, phase: Phase) {
         self.phase.store(phase as u8, Relaxed);
+        if matches!(phase, Phase::Serve | Phase::Fault) {
+            self.postcopy.store(true, Relaxed);
+        }
         let passage = Passage { at_ms: self.elapsed_ms(), phase };
         self.course.lock().unwrap_or_else(PoisonError::into_inner).enter(passage);
         self.note_sample(false);
@@ -356,30 +386,44 @@ impl Progress {
         let c = &self.counters;
         let sample = Sample {
             at_ms: self.elapsed_ms(),
-            remaining_bytes: get(&c.remaining_bytes),
+            remaining_bytes: c.remaining_bytes.get(),
             moved_bytes: get(&c.memory_bytes_sent).max(get(&c.memory_bytes_received)),
             faults: get(&c.faults),
             urgent_pages: get(&c.urgent_pages) + get(&c.prefetched_pages),
         };
-        self.course.lock().unwrap_or_else(PoisonError::into_inner).sample(sample, is_last);
+        if is_last {
+            self.course.lock().unwrap_or_else(PoisonError::into_inner).sample(sample, true);
+        } else if let Ok(mut course) = self.course.try_lock() {
+            // Somebody else takes one at this moment, or makes a report: nobody waits for that.
+            course.sample(sample, false);
+        }
     }
 
     fn elapsed_ms(&self) -> u64 {
         let end = self.ended.get().copied().unwrap_or_else(Instant::now);
-        let elapsed = self.started.get().map_or(Duration::ZERO, |start| end.duration_since(*start));
-        u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
+        let elapsed =
+            self.started.get().map_or(Duration::ZERO, |start| end.duration_since(start.0));
+        millis(elapsed)
     }
 
     pub(crate) fn begin_round(&self, round: u32, remaining_bytes: u64) {
         self.counters.round.store(round, Relaxed);
-        self.counters.remaining_bytes.store(remaining_bytes, Relaxed);
+        let c = &self.counters;
+        c.remaining_bytes.set(remaining_bytes);
+        let begin = RoundBegin {
+            at_ms: self.elapsed_ms(),
+            round,
+            remaining_bytes,
+            link_bytes_per_s: c.link_bytes_per_s.get(),
+            dirty_bytes_per_s: c.dirty_bytes_per_s.get(),
+        };
+        self.course.lock().unwrap_or_else(PoisonError::into_inner).begin_round(begin);
         self.note_sample(false);
         self.tell(Event::Round { round, remaining_bytes });
     }
 
     pub(crate) fn sent_down(&self, bytes: u64) {
-        let subtract = |left: u64| Some(left.saturating_sub(bytes));
-        let _ = self.counters.remaining_bytes.fetch_update(Relaxed, Relaxed, subtract);
+        self.counters.remaining_bytes.sub(bytes);
     }
 
     /// Pages of 4 KiB that went or came in the background, and otherwise.
@@ -430,43 +474,61 @@ impl Progress {
     pub fn history(&self) -> History {
         let progress = self.snapshot();
         let course = self.course.lock().unwrap_or_else(PoisonError::into_inner);
-        let (phases, timeline) = (course.phases(), course.samples());
+        let (phases, timeline, own) = (course.phases(), course.samples(), course.rounds());
         drop(course);
+        let peer = self.peer.lock().unwrap_or_else(PoisonError::into_inner).course.clone();
+        let rounds = if own.is_empty() { peer.unwrap_or_default() } else { own };
         let latencies = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
         let (latency, threads) = (latencies.buckets(), latencies.threads());
-        History { progress, phases, timeline, latency, threads }
+        History { progress, phases, timeline, rounds, latency, threads }
     }
 
     /// Everything, as of now.
     pub fn snapshot(&self) -> Snapshot {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
+        let peer = self.peer.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let is_source = self.side == Side::Source;
+        let is_destination = !is_source;
+        // What this side counts itself, or what the one that does has told.
+        let sent = |own: u64, told: Option<u64>| if is_source { Some(own) } else { told };
+        let met = |own: u64, told: Option<u64>| if is_destination { Some(own) } else { told };
+        let known = |own: &Known, told: Option<u64>| own.get().or(told);
         let rate = get(&c.bulk_bytes_per_s) + get(&c.urgent_bytes_per_s);
-        let remaining_ms =
-            (get(&c.remaining_bytes) / 1000).saturating_mul(1_000_000).checked_div(rate);
+        let remaining = c.remaining_bytes.get();
+        let remaining_ms = remaining.map(|left| (left / 1000).saturating_mul(1_000_000));
+        let began = self.started.get().map(|(_, at)| at.duration_since(UNIX_EPOCH));
         Snapshot {
             side: self.side,
             phase: self.phase(),
+            mode: self.mode.get().copied(),
+            postcopy: self.postcopy.load(Relaxed),
+            began_unix_ms: began.map(|since| millis(since.unwrap_or_default())),
             elapsed_ms: self.elapsed_ms(),
-            round: c.round.load(Relaxed),
-            total_bytes: get(&c.total_bytes),
-            remaining_bytes: get(&c.remaining_bytes),
-            memory_bytes_sent: get(&c.memory_bytes_sent),
-            memory_bytes_received: get(&c.memory_bytes_received),
+            round: if is_source { Some(c.round.load(Relaxed)) } else { peer.rounds },
+            total_bytes: c.total_bytes.get(),
+            remaining_bytes: remaining,
+            memory_bytes_sent: sent(get(&c.memory_bytes_sent), peer.memory_bytes_sent),
+            memory_bytes_received: met(get(&c.memory_bytes_received), peer.memory_bytes_received),
             zero_pages: get(&c.zero_pages),
-            free_pages: get(&c.free_pages),
-            link_bytes_per_s: get(&c.link_bytes_per_s),
-            dirty_bytes_per_s: get(&c.dirty_bytes_per_s),
-            expected_downtime_us: get(&c.expected_downtime_us),
-            downtime_us: get(&c.downtime_us),
-            allowed_downtime_us: get(&c.allowed_downtime_us),
+            free_pages: sent(get(&c.free_pages), peer.free_pages),
+            link_bytes_per_s: known(&c.link_bytes_per_s, peer.link_bytes_per_s),
+            dirty_bytes_per_s: known(&c.dirty_bytes_per_s, peer.dirty_bytes_per_s),
+            expected_downtime_us: known(&c.expected_downtime_us, peer.expected_downtime_us),
+            downtime_us: c.downtime_us.get(),
+            allowed_downtime_us: known(&c.allowed_downtime_us, peer.allowed_downtime_us),
             convergence: self.convergence.get().copied(),
-            throttle_percent: c.throttle_percent.load(Relaxed),
-            stalled_rounds: c.stalled_rounds.load(Relaxed),
+            throttle_percent: is_source.then(|| c.throttle_percent.load(Relaxed)),
+            stalled_rounds: is_source.then(|| c.stalled_rounds.load(Relaxed)),
             recovery: RecoverySnapshot {
                 losses: c.losses.load(Relaxed),
                 recoveries: c.recoveries.load(Relaxed),
                 reason: self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+                left_ms: self
+                    .reconnects_until
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .map(|until| millis(until.saturating_duration_since(Instant::now()))),
             },
             compression: CompressionSnapshot {
                 raw_bytes: get(&c.compressed_raw_bytes),
@@ -476,134 +538,47 @@ impl Progress {
             },
             faults: FaultSnapshot {
                 source: self.fault_source.get().copied(),
-                seen: get(&c.faults),
-                requested: get(&c.faults_requested),
-                merged: get(&c.faults_merged),
-                local: get(&c.faults_local),
-                elsewhere: get(&c.faults_elsewhere),
+                seen: met(get(&c.faults), peer.faults),
+                requested: met(get(&c.faults_requested), peer.faults_requested),
+                merged: met(get(&c.faults_merged), peer.faults_merged),
+                local: met(get(&c.faults_local), peer.faults_local),
+                elsewhere: met(get(&c.faults_elsewhere), peer.faults_elsewhere),
                 urgent_pages: get(&c.urgent_pages),
                 bulk_pages: get(&c.bulk_pages),
                 prefetched_pages: get(&c.prefetched_pages),
                 bulk_bytes_per_s: get(&c.bulk_bytes_per_s),
                 urgent_bytes_per_s: get(&c.urgent_bytes_per_s),
-                remaining_ms,
-                waited_us: get(&c.fault_wait_us),
-                latency_us: self.latencies(),
+                remaining_ms: remaining_ms.and_then(|left| left.checked_div(rate)),
+                waited_us: met(get(&c.fault_wait_us), peer.waited_us),
+                latency_us: if is_source { peer.latency_us } else { Some(self.latencies()) },
             },
             page_server: self.page_server.snapshot(),
             error: self.failure.get().cloned(),
         }
     }
 
+    /// What the peer is told of this side.
+    pub(crate) fn figures(&self) -> Figures {
+        let mut figures = Figures::of(&self.snapshot());
+        if self.side == Side::Source {
+            let course = self.course.lock().unwrap_or_else(PoisonError::into_inner);
+            figures.course = Some(course.rounds());
+        }
+        figures
+    }
+
+    /// Takes what the peer has told of its side.
+    pub(crate) fn heard(&self, payload: &[u8]) {
+        if let Some(figures) = Figures::read(payload) {
+            self.peer.lock().unwrap_or_else(PoisonError::into_inner).take(&figures);
+        }
+    }
+
+    pub(crate) fn set_mode(&self, mode: Mode) {
+        let _ = self.mode.set(mode);
+    }
+
     fn latencies(&self) -> LatencySnapshot {
         self.latency.lock().unwrap_or_else(PoisonError::into_inner).snapshot()
     }
-}
-
-/// The progress document. Bytes are of guest memory; rates are measured, not wished.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Snapshot {
-    /// Whose.
-    pub side: Side,
-    /// The phase now.
-    pub phase: Phase,
-    /// Since the first phase began, until the last ended.
-    pub elapsed_ms: u64,
-    /// Precopy round, from 1.
-    pub round: u32,
-    /// All guest memory.
-    pub total_bytes: u64,
-    /// Still to go in this round (precopy) or at all (postcopy).
-    pub remaining_bytes: u64,
-    /// Contents sent, each time counted.
-    pub memory_bytes_sent: u64,
-    /// Contents received, each time counted.
-    pub memory_bytes_received: u64,
-    /// Pages that were zero and did not travel, or as a flag.
-    pub zero_pages: u64,
-    /// Pages that the guest said it does not use, and that did not travel.
-    pub free_pages: u64,
-    /// Rate of the last round.
-    pub link_bytes_per_s: u64,
-    /// Rate at which the guest dirtied memory in the last round.
-    pub dirty_bytes_per_s: u64,
-    /// What a stop now would cost the guest: the last pages, state, round trips, start.
-    pub expected_downtime_us: u64,
-    /// What it did cost; 0 before.
-    pub downtime_us: u64,
-    /// What it may cost; `convergence` may raise it.
-    pub allowed_downtime_us: u64,
-    /// What is done about rounds that do not help (precopy at the source).
-    pub convergence: Option<Convergence>,
-    /// Share of the time for which vCPUs are kept out of the guest now.
-    pub throttle_percent: u32,
-    /// Rounds in a row that did not help.
-    pub stalled_rounds: u32,
-    /// Compression of bulk memory.
-    pub compression: CompressionSnapshot,
-    /// Postcopy faults.
-    pub faults: FaultSnapshot,
-    /// Why it failed, when it has.
-    pub error: Option<FailureReport>,
-    /// Lost connections of postcopy.
-    pub recovery: RecoverySnapshot,
-    /// The process that sends the pages that are left, where one was asked for (source).
-    pub page_server: Option<PageServerSnapshot>,
-}
-
-/// How often postcopy lost its connections, and came back.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct RecoverySnapshot {
-    /// Times that connections were lost.
-    pub losses: u32,
-    /// Times that they were made again.
-    pub recoveries: u32,
-    /// Why they were lost last, or could not be made again.
-    pub reason: Option<String>,
-}
-
-/// Compression at the source, all connections together.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct CompressionSnapshot {
-    /// Memory that went out compressed.
-    pub raw_bytes: u64,
-    /// What it was compressed to.
-    pub frame_bytes: u64,
-    /// Connections on which it was found to pay, and is on.
-    pub connections_on: u32,
-    /// How many times a connection has tried both ways and decided.
-    pub decisions: u32,
-}
-
-/// Faults of a postcopy destination.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct FaultSnapshot {
-    /// What catches them.
-    pub source: Option<FaultSourceKind>,
-    /// All that were reported.
-    pub seen: u64,
-    /// That made a request.
-    pub requested: u64,
-    /// For pages that had been requested already.
-    pub merged: u64,
-    /// Resolved without the peer (zero pages, pages that had just arrived).
-    pub local: u64,
-    /// Requested pages that were in flight already.
-    pub elsewhere: u64,
-    /// Pages that came as answers to requests.
-    pub urgent_pages: u64,
-    /// Pages that came in the background.
-    pub bulk_pages: u64,
-    /// Pages that came along with requested ones before anybody touched them.
-    pub prefetched_pages: u64,
-    /// Rate of the background in the last second.
-    pub bulk_bytes_per_s: u64,
-    /// Rate of requested and prefetched pages in the last second.
-    pub urgent_bytes_per_s: u64,
-    /// Time until the last page at these rates; none while nothing moves.
-    pub remaining_ms: Option<u64>,
-    /// Sum of all waits for the peer, of all threads.
-    pub waited_us: u64,
-    /// Time from the report of a fault to its end, for those that waited for the peer.
-    pub latency_us: LatencySnapshot,
 }

@@ -3,7 +3,8 @@
 //! The event monitor: what happens to the VMM and the VM, one JSON object after the other, for
 //! programs that watch.
 //!
-//! Owns the clock of the time stamps, the names of the events, and the thread that writes. Telling
+//! Owns the clocks of the time stamps (one that never jumps, since the process was started, and that of
+//! the host), the names of the events, and the thread that writes. Telling
 //! an event never blocks: it is put into a queue, and if the reader of the file does not read, the
 //! event is lost and counted, and the next one that gets through says how many were lost.
 
@@ -14,7 +15,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::ser::{Serialize, SerializeMap as _, SerializeStruct as _, Serializer};
 use thiserror::Error;
@@ -98,7 +99,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-downtime-allowed", "a longer downtime is allowed from now on"),
     ("vm", "migration-phase", "the migration is in a new phase (phase: its name)"),
     ("vm", "migration-round", "a round of precopy begins (side, round, remaining_bytes)"),
-    ("vm", "migration-finished", "the VM runs at the destination"),
+    (
+        "vm",
+        "migration-finished",
+        "the VM runs at the destination, with all its memory (final figures)",
+    ),
     ("vm", "migration-failed", "the VM could not be sent (error: why)"),
     ("vm", "migration-cancelling", "somebody asked to stop the migration (side: which)"),
     ("vm", "migration-cancelled", "the migration was stopped (side, guest: where it is now)"),
@@ -117,7 +122,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     (
         "vm",
         "migration-handed-on",
-        "a page server sends the pages that are left (socket, pid, took_us)",
+        "a page server sends the pages that are left (socket, pid, took_us, figures)",
     ),
     ("vm", "page-server-failed", "it has not taken over, and the VMM goes on by itself"),
     ("vm", "page-server-serving", "the page server says so itself, in the VMM's place from now on"),
@@ -125,9 +130,9 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-receive-ready", "the destination listens"),
     ("vm", "migration-receive-starting", "a source has connected"),
     ("vm", "migration-receive-started", "the source was accepted"),
-    ("vm", "migration-receive-finished", "the VM runs here"),
+    ("vm", "migration-receive-finished", "the VM runs here (figures, in precopy the final ones)"),
     ("vm", "migration-receive-failed", "the VM could not be received (error: why)"),
-    ("vm", "postcopy-migration-completed", "all memory is at the destination"),
+    ("vm", "postcopy-migration-completed", "all memory is here (final figures)"),
     ("vm", "postcopy-migration-paused", "the source is lost before all memory came (error: why)"),
     ("vm", "postcopy-completed", "the same, under a shorter name"),
     ("vm", "postcopy-paused", "the connection is lost, both sides hold still (reason: why)"),
@@ -217,6 +222,7 @@ impl EventTarget {
 /// One thing that happened.
 struct Event {
     time: Duration,
+    wallclock: SystemTime,
     source: &'static str,
     name: &'static str,
     properties: Vec<(&'static str, String)>,
@@ -231,6 +237,26 @@ impl Serialize for Time {
         time.serialize_field("nanos", &self.0.subsec_nanos())?;
         time.end()
     }
+}
+
+/// A moment as RFC 3339 has it, in UTC: logs have the same with `{wallclock}`.
+pub fn utc(at: SystemTime) -> String {
+    /// Of 400 years, after which the calendar begins anew.
+    const ERA_DAYS: u64 = 146_097;
+    let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
+    // Years begin with March here, so that a leap day is the last of its year.
+    let days = days + 719_468;
+    let (era, day) = (days / ERA_DAYS, days % ERA_DAYS);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let year = era * 400 + year + next;
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    let micros = since.subsec_micros();
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
 }
 
 struct Properties<'a>(&'a [(&'static str, String)]);
@@ -250,8 +276,9 @@ impl Serialize for Properties<'_> {
 
 impl Serialize for Event {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut event = serializer.serialize_struct("event", 4)?;
+        let mut event = serializer.serialize_struct("event", 5)?;
         event.serialize_field("timestamp", &Time(self.time))?;
+        event.serialize_field("wallclock", &utc(self.wallclock))?;
         event.serialize_field("source", self.source)?;
         event.serialize_field("event", self.name)?;
         event.serialize_field("properties", &Properties(&self.properties))?;
@@ -306,7 +333,8 @@ impl EventMonitor {
         if lost > 0 {
             properties.push(("lost_events_before", lost.to_string()));
         }
-        let event = Event { time: uptime(), source, name: event, properties };
+        let (time, wallclock) = (uptime(), SystemTime::now());
+        let event = Event { time, wallclock, source, name: event, properties };
         if let Err(TrySendError::Full(_)) = self.queue.try_send(Message::Event(event)) {
             self.lost.fetch_add(lost + 1, Relaxed);
         }
@@ -445,8 +473,11 @@ mod tests {
         let blocks: Vec<_> = text.split("\n\n").collect();
         assert_eq!((blocks.len(), blocks[2]), (3, ""));
         assert!(blocks[0].starts_with("{\n  \"timestamp\": {\n    \"secs\": "), "{text}");
+        let first: serde_json::Value = serde_json::from_str(blocks[0]).unwrap();
+        let wallclock = first["wallclock"].as_str().unwrap();
+        assert!(wallclock.starts_with("20") && wallclock.ends_with('Z'), "{wallclock}");
         assert!(blocks[0].ends_with(
-            "\n  },\n  \"source\": \"vm\",\n  \"event\": \"booting\",\n  \"properties\": null\n}"
+            "Z\",\n  \"source\": \"vm\",\n  \"event\": \"booting\",\n  \"properties\": null\n}"
         ));
         let second: serde_json::Value = serde_json::from_str(blocks[1]).unwrap();
         assert_eq!(second["properties"]["id"], "__rng");
@@ -521,6 +552,18 @@ mod tests {
         }
         let text = "emit(\n \"vm\",\n \"booted\", &[])";
         assert_eq!(emitted(text), [("vm".to_owned(), "booted".to_owned())]);
+    }
+
+    #[test]
+    fn the_wall_clock_is_told_in_utc() {
+        let at = |secs, micros| {
+            utc(UNIX_EPOCH + Duration::from_secs(secs) + Duration::from_micros(micros))
+        };
+        assert_eq!(at(0, 0), "1970-01-01T00:00:00.000000Z");
+        assert_eq!(at(951_782_399, 7), "2000-02-28T23:59:59.000007Z");
+        assert_eq!(at(951_782_400, 0), "2000-02-29T00:00:00.000000Z");
+        assert_eq!(at(1_716_278_535, 542_701), "2024-05-21T08:02:15.542701Z");
+        assert_eq!(at(4_107_542_400, 0), "2100-03-01T00:00:00.000000Z");
     }
 
     #[test]

@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use vm_memory::VolatileSlice;
 
 use crate::backing::ZoneBacking;
-use crate::config::ZoneSpec;
+use crate::config::{Backing, ZoneSpec};
 use crate::dirty::DeviceDirtyLog;
 use crate::layout::Placement;
 use crate::mapping::{Advice, MapRequest, Mapping};
@@ -299,6 +299,16 @@ impl RamRegion {
     /// Whether it consists of hugetlb pages.
     pub fn is_hugetlb(&self) -> bool {
         self.zone.backing.hugetlb
+    }
+
+    /// Whether its pages come from what the host has free. Those of hugetlb were set aside before, and
+    /// those of a file on a disk can be written there.
+    pub fn takes_host_memory(&self) -> bool {
+        match (&self.spec().backing, &self.zone.backing.file) {
+            _ if self.is_hugetlb() => false,
+            (Backing::File(_), Some(file)) => crate::zone_file::is_in_memory(file),
+            _ => true,
+        }
     }
 
     /// Whether it is to have huge pages of either kind, as far as the host has them.

@@ -6,7 +6,7 @@
 //! Owns the address space and a share in guest RAM, which so outlives every mapping. Memory that is a
 //! file is mapped by the file (`IOMMU_IOAS_MAP_FILE`, Linux 6.14), which spares the kernel the look at
 //! the process's page tables; other memory, and all memory on older kernels, by its address. Pieces are
-//! pinned in parallel where several threads map.
+//! pinned one at a time, however many threads populate: what is mapped is noted under a lock.
 //!
 //! An address space may also come from a pool, with all memory mapped in it and a page table that is filled
 //! ([`IommufdSpace::prepinned`]): devices are attached to that.

@@ -16,6 +16,18 @@ check starts_network_load guest a '(n=0; while :; do echo line $n; n=$((n+1)); s
 lines() { [ "$(wc -l <$T/stream)" -gt "$1" ]; }
 check stream_flows wait_until 60 lines 10
 
+# figures HOW SIDE: what the destination knows of a move that is over, on a line that scripts/demo shows.
+figures() {
+  remote $2 migration-progress | tr -d ' \n' >$T/figures
+  for field in elapsed_ms downtime_us memory_bytes_received seen; do
+    value=$(sed -n "s/.*\"$field\":\([0-9]*\)[,}].*/\1/p" $T/figures)
+    [ -n "$value" ] || { echo "$field is not known: $(cat $T/figures)"; return 1; }
+    eval "$field=$value"
+  done
+  [ $downtime_us -gt 0 ] || { cat $T/figures; return 1; }
+  echo "FIGURES $1 $elapsed_ms $downtime_us $memory_bytes_received $seen"
+}
+is_done() { remote $1 migration-progress | tr -d ' \n' | grep -q '"phase":"done"'; }
 # move FROM TO MODE
 move() {
   start_vmm $2 || return 1
@@ -25,6 +37,7 @@ move() {
   remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
   wait $receiver || { cat $T/$2.receive.log; return 1; }
   ends $1 60 || return 1
+  wait_until 60 is_done $2 && figures $3 $2 || return 1
   state_is $2 Running && open_console $2
 }
 after_move() {
@@ -55,6 +68,7 @@ handed_on() {
   wait $receiver || { cat $T/$2.receive.log; return 1; }
   state_is $2 Running && open_console $2 || return 1
   wait_until 300 phase $2 done || { remote $2 migration-progress; return 1; }
+  figures page-server $2
 }
 check postcopy_by_a_page_server handed_on c d
 check disk_and_network_after_the_page_server after_move d

@@ -165,11 +165,11 @@ fn contents_bytes(message: &Message) -> u64 {
         | Message::Capabilities(_)
         | Message::ZeroPages(_)
         | Message::Pending(_)
-        | Message::Confirm
+        | Message::Confirm(_)
         | Message::Elsewhere(_)
         | Message::Coming(_)
         | Message::Stale(_)
-        | Message::PostcopyDone => 0,
+        | Message::PostcopyDone(_) => 0,
     }
 }
 

@@ -138,7 +138,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             left += map.count();
             missing_bytes += map.count() * unit * PAGE_BYTES;
         }
-        progress.counters.remaining_bytes.store(missing_bytes, Ordering::Relaxed);
+        progress.counters.remaining_bytes.set(missing_bytes);
         let engine = Self {
             sleepers: Sleepers::new(source.seats()),
             source,

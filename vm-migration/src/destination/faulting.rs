@@ -33,6 +33,8 @@ pub struct Faulting<M: GuestMemoryMap> {
     unanswered: u32,
     /// The connections were lost before it began.
     lost: Option<Failure>,
+    /// The source takes figures with the last message.
+    tells_figures: bool,
 }
 
 /// Postcopy that will not go on: vCPUs wait for their pages.
@@ -71,8 +73,13 @@ enum End {
 
 impl<M: GuestMemoryMap> Faulting<M> {
     /// With connections, or with some that were lost.
-    pub(crate) fn new(threads: FaultThreads<M>, control: Channel, lost: Option<Failure>) -> Self {
-        Self { threads, control, began: Instant::now(), unanswered: 0, lost }
+    pub(crate) fn new(
+        threads: FaultThreads<M>,
+        control: Channel,
+        lost: Option<Failure>,
+        tells_figures: bool,
+    ) -> Self {
+        Self { threads, control, began: Instant::now(), unanswered: 0, lost, tells_figures }
     }
 
     /// The phase begins; it ends in [`wait`](Self::wait).
@@ -210,11 +217,11 @@ impl<M: GuestMemoryMap> Faulting<M> {
     }
 
     /// Takes the answer to a question on the first connection.
-    fn take_answer(&mut self) -> Result<(), Failure> {
+    fn take_answer(&mut self) -> Result<Vec<u8>, Failure> {
         match Answer::read(&mut self.control.reader).step(STEP)? {
-            Answer::Ok { .. } => {
+            Answer::Ok { payload, .. } => {
                 self.unanswered = self.unanswered.saturating_sub(1);
-                Ok(())
+                Ok(payload)
             }
             Answer::Error { reason } => Err(Cause::Refused(reason)).step(STEP),
         }
@@ -261,11 +268,14 @@ impl<M: GuestMemoryMap> Faulting<M> {
     }
 
     fn say_done(&mut self) -> Result<(), Failure> {
-        self.control.connection.send(&Message::PostcopyDone.encode()).step(STEP)?;
+        let progress = Arc::clone(self.threads.engine.progress());
+        let figures = if self.tells_figures { progress.figures().to_json() } else { Vec::new() };
+        self.control.connection.send(&Message::PostcopyDone(figures).encode()).step(STEP)?;
         // The answers to what was asked before come first.
         self.unanswered += 1;
         while self.unanswered > 0 {
-            self.take_answer()?;
+            let told = self.take_answer()?;
+            progress.heard(&told);
         }
         Ok(())
     }

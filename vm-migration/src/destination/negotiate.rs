@@ -95,7 +95,8 @@ impl Connected {
         }
         let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();
         let counters = &context.progress.counters;
-        counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
+        counters.total_bytes.set(total_bytes);
+        context.progress.set_mode(terms.mode());
         let mut payload = Vec::new();
         let mut first_machine = None;
         if let Terms::Negotiated { offer, .. } = &terms {

@@ -23,13 +23,14 @@ use super::rejoin::Rejoin;
 use super::{Context, Setback, linger};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
+use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::layout::{GpaRange, Layout, PageRun};
 use crate::options::{CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
-use crate::protocol::capabilities::{Offer, TOKEN_BYTES};
+use crate::protocol::capabilities::{FEATURE_FIGURES, Offer, TOKEN_BYTES};
 use crate::protocol::codec::ByteSource;
 use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Answer, Message, Role};
@@ -54,6 +55,14 @@ impl Terms {
         matches!(self, Self::Negotiated { offer, .. } if offer.local)
     }
 
+    /// How memory travels.
+    pub(super) fn mode(&self) -> Mode {
+        match self {
+            Self::Plain => Mode::Precopy,
+            Self::Negotiated { offer, .. } => Mode::of(offer.memory_mode, offer.local),
+        }
+    }
+
     fn negotiated(&self) -> bool {
         matches!(self, Self::Negotiated { .. })
     }
@@ -61,7 +70,10 @@ impl Terms {
     fn agreed(&self) -> Option<Agreed> {
         match self {
             Self::Plain => None,
-            Self::Negotiated { token, .. } => Some(Agreed { id: *token }),
+            Self::Negotiated { token, offer } => {
+                let tells_figures = offer.features.contains(FEATURE_FIGURES);
+                Some(Agreed { id: *token, tells_figures })
+            }
         }
     }
 }
@@ -98,6 +110,8 @@ pub(crate) struct HasState<V: DestinationVm> {
 pub(crate) struct Agreed {
     /// What proves that a source is this migration's.
     pub id: [u8; TOKEN_BYTES],
+    /// The source takes figures with the last message.
+    pub tells_figures: bool,
 }
 
 /// What ends Receive.
@@ -420,6 +434,7 @@ fn take_memory<M: GuestMemoryMap>(
         bytes += run.len_bytes();
     }
     progress.counters.memory_bytes_received.fetch_add(bytes, Ordering::Relaxed);
+    progress.note_sample(false);
     Ok(())
 }
 
@@ -441,6 +456,7 @@ fn take_frame<M: GuestMemoryMap>(
         memory.mark_resident(run);
     }
     progress.counters.memory_bytes_received.fetch_add(raw_bytes, Ordering::Relaxed);
+    progress.note_sample(false);
     Ok(())
 }
 

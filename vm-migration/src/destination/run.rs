@@ -8,6 +8,8 @@
 //! arriving: the guest is nowhere else. A version 0 source knows no Confirm: the guest starts on
 //! Complete and the answer says whether it did.
 
+use std::time::Instant;
+
 use super::doubt::{Doubt, Word};
 use super::fault::FaultThreads;
 use super::faulting::Faulting;
@@ -19,6 +21,8 @@ use crate::channel::Channel;
 use crate::commit::clock;
 use crate::commit::destination::{Known, NotHere, Owned, Promised, Standing};
 use crate::error::{Cause, Failure, GuestIs, Step};
+use crate::figures::Figures;
+use crate::latency::micros;
 use crate::progress::Phase;
 use crate::protocol::message::{Answer, Message, bounded_reason};
 use crate::transport::TransportError;
@@ -136,6 +140,8 @@ struct Here {
     lost: Option<Failure>,
     /// A person wants it to run, however it was at the source.
     wanted: bool,
+    /// Since when the guest has stood still, with all the ways of messages, where that is known.
+    stopped: Option<Instant>,
 }
 
 impl<V: DestinationVm> Ready<V> {
@@ -148,9 +154,14 @@ impl<V: DestinationVm> Ready<V> {
         let Commit { agreed, mut promised, never } = commit;
         let lost = loop {
             match read(&mut self.control, STEP) {
-                Ok(Message::Confirm) => {
+                Ok(Message::Confirm(figures)) => {
+                    let at = Instant::now();
+                    let told = Figures::read(&figures);
+                    context.progress.heard(&figures);
                     let owned = promised.confirmed();
-                    return Ok(Here { owned, teller: Teller::Control, lost: None, wanted: false });
+                    let (teller, stopped) =
+                        (Teller::Control, told.and_then(|told| told.stopped(at)));
+                    return Ok(Here { owned, teller, lost: None, wanted: false, stopped });
                 }
                 Ok(Message::Renew) => {
                     promised = promised.renewed(clock::now(), context.options.limits.rejoin);
@@ -183,7 +194,7 @@ impl<V: DestinationVm> Ready<V> {
                     }
                     Word::Lost | Word::Person => (Teller::Silence, Some(lost)),
                 };
-                Ok(Here { owned, teller, lost, wanted })
+                Ok(Here { owned, teller, lost, wanted, stopped: None })
             }
             Known::NotHere(NotHere) => {
                 let why = "it goes on with the guest, and the connection was lost before it could \
@@ -197,6 +208,7 @@ impl<V: DestinationVm> Ready<V> {
     /// Starts the guest, once the source cannot run it any more.
     pub(crate) fn run(mut self, context: Context<'_>) -> Result<Received<V>, Setback<V>> {
         let Some(commit) = self.commit.take() else { return self.run_at_once() };
+        let tells_figures = commit.agreed.tells_figures;
         let here = match self.wait_for_word(commit, context) {
             Ok(here) => here,
             Err(failure) => {
@@ -206,14 +218,18 @@ impl<V: DestinationVm> Ready<V> {
             }
         };
         let Self { vm, control, faults, resume, .. } = self;
-        let Here { owned, teller, lost, wanted } = here;
+        let Here { owned, teller, lost, wanted, stopped } = here;
         match (vm.run(resume || wanted), faults) {
             (Ok(vm), faults) => {
+                if let Some(stopped) = stopped.filter(|_| resume) {
+                    context.progress.counters.downtime_us.set(micros(stopped.elapsed()));
+                }
                 // The guest runs; a source that does not hear of it keeps what it has.
                 if let Err(error) = teller.tell(&control, &Answer::ok()) {
                     log::warn!("the source could not be told that the guest runs: {error}");
                 }
-                let faults = faults.map(|threads| Faulting::new(threads, control, lost));
+                let faults =
+                    faults.map(|threads| Faulting::new(threads, control, lost, tells_figures));
                 Ok(Received { vm, faults })
             }
             (Err((vm, reason)), faults) => {
@@ -236,7 +252,7 @@ impl<V: DestinationVm> Ready<V> {
                 if let Err(error) = teller.tell(&control, &note) {
                     log::warn!("the source could not be told that its pages are needed: {error}");
                 }
-                let faults = Some(Box::new(Faulting::new(threads, control, lost)));
+                let faults = Some(Box::new(Faulting::new(threads, control, lost, tells_figures)));
                 Err(Setback { peer: None, failure, guest, vm: Some(vm), faults })
             }
         }

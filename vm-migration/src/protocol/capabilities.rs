@@ -40,6 +40,10 @@ pub const FEATURE_VERDICT: &str = "verdict";
 /// What precopy that becomes postcopy has made old is thrown away before the guest stops.
 pub const FEATURE_STALE: &str = "stale";
 
+/// The last messages have the figures of whoever sends them: Confirm those of the source,
+/// `PostcopyDone` those of the destination, and the answer to it those of whoever served.
+pub const FEATURE_FIGURES: &str = "figures";
+
 /// Length of the token that extra connections show.
 pub const TOKEN_BYTES: usize = 16;
 
@@ -56,6 +60,7 @@ pub fn features() -> BTreeSet<String> {
         FEATURE_COMING,
         FEATURE_STALE,
         FEATURE_VERDICT,
+        FEATURE_FIGURES,
     ]
     .map(String::from)
     .into()

@@ -36,6 +36,9 @@ pub const ANSWER_BYTES_MAX: u64 = 1 << 20;
 /// Longest reason for a refusal.
 pub const REASON_BYTES_MAX: u64 = 4096;
 
+/// Longest document of figures, with room for ten times as many as there are.
+pub const FIGURES_BYTES_MAX: u64 = 16 << 10;
+
 /// Longest set of pending pages: the raw bitmap of 8 TiB.
 pub const PENDING_BYTES_MAX: u64 = 256 << 20;
 

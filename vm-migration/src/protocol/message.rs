@@ -8,8 +8,9 @@
 use super::ProtocolError;
 use super::capabilities::TOKEN_BYTES;
 use super::codec::{
-    ANSWER_BYTES_MAX, ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header,
-    PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
+    ANSWER_BYTES_MAX, ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX,
+    Header, PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload,
+    read_table,
 };
 use crate::commit::Verdict;
 use crate::layout::GpaRange;
@@ -187,12 +188,14 @@ pub enum Message {
     ZeroPages(Vec<GpaRange>),
     /// See [`Command::Pending`].
     Pending(Vec<u8>),
-    /// See [`Command::Confirm`].
-    Confirm,
+    /// See [`Command::Confirm`]; with the source's figures where both know [`FEATURE_FIGURES`].
+    ///
+    /// [`FEATURE_FIGURES`]: super::capabilities::FEATURE_FIGURES
+    Confirm(Vec<u8>),
     /// See [`Command::Elsewhere`].
     Elsewhere(Vec<GpaRange>),
-    /// See [`Command::PostcopyDone`].
-    PostcopyDone,
+    /// See [`Command::PostcopyDone`]; with the destination's figures, and the source's in its answer.
+    PostcopyDone(Vec<u8>),
     /// See [`Command::Recover`].
     Recover(Recover),
     /// See [`Command::Ahead`].
@@ -288,9 +291,9 @@ impl Message {
             Self::Capabilities(_) => Command::Capabilities,
             Self::ZeroPages(_) => Command::ZeroPages,
             Self::Pending(_) => Command::Pending,
-            Self::Confirm => Command::Confirm,
+            Self::Confirm(_) => Command::Confirm,
             Self::Elsewhere(_) => Command::Elsewhere,
-            Self::PostcopyDone => Command::PostcopyDone,
+            Self::PostcopyDone(_) => Command::PostcopyDone,
             Self::Recover(_) => Command::Recover,
             Self::Ahead(_) => Command::Ahead,
             Self::Alive => Command::Alive,
@@ -318,6 +321,8 @@ impl Message {
             | Self::State(bytes)
             | Self::Capabilities(bytes)
             | Self::Stale(bytes)
+            | Self::Confirm(bytes)
+            | Self::PostcopyDone(bytes)
             | Self::Pending(bytes) => return framed(self.command().code(), extra, bytes),
             Self::Memory(ranges)
             | Self::PageFault(ranges)
@@ -346,8 +351,6 @@ impl Message {
             Self::MemoryFd { slot } => payload.extend_from_slice(&slot.to_le_bytes()),
             Self::Complete
             | Self::CompletePaused
-            | Self::Confirm
-            | Self::PostcopyDone
             | Self::Alive
             | Self::Renew
             | Self::AwaitMachine => {}
@@ -391,9 +394,11 @@ impl Message {
             Command::ZeroPages => Self::ZeroPages(table(from)?),
             Command::Stale => Self::Stale(read_payload(from, what, len, PENDING_BYTES_MAX)?),
             Command::Pending => Self::Pending(read_payload(from, what, len, PENDING_BYTES_MAX)?),
-            Command::Confirm => empty(what, len).map(|()| Self::Confirm)?,
+            Command::Confirm => Self::Confirm(read_payload(from, what, len, FIGURES_BYTES_MAX)?),
             Command::Elsewhere => Self::Elsewhere(table(from)?),
-            Command::PostcopyDone => empty(what, len).map(|()| Self::PostcopyDone)?,
+            Command::PostcopyDone => {
+                Self::PostcopyDone(read_payload(from, what, len, FIGURES_BYTES_MAX)?)
+            }
             Command::Recover => Self::Recover(Recover::read(from, header)?),
             Command::Ahead => Self::Ahead(table(from)?),
             Command::Alive => empty(what, len).map(|()| Self::Alive)?,

@@ -27,8 +27,9 @@
 //!   Pending                              ->  Ok                                [postcopy]
 //!   State (JSON)                         ->  Ok
 //!   Complete | CompletePaused            ->  Ok: the handover is acknowledged
-//!   Confirm                              ->  Ok: the guest runs                [negotiated]
-//!                                        <-  PostcopyDone, answered with Ok    [postcopy]
+//!   Confirm [figures]                    ->  Ok: the guest runs                [negotiated]
+//!                                        <-  PostcopyDone [figures], answered
+//!                                            with Ok [figures]                 [postcopy]
 //! ```
 //!
 //! In postcopy the destination sends Alive about once a second, and gets Ok, until PostcopyDone.

@@ -35,9 +35,9 @@ fn sample(command: Command) -> Message {
         Command::Capabilities => Message::Capabilities(b"{}".to_vec()),
         Command::ZeroPages => Message::ZeroPages(table),
         Command::Pending => Message::Pending(vec![0, 1, 2, 3]),
-        Command::Confirm => Message::Confirm,
+        Command::Confirm => Message::Confirm(br#"{"rounds":2}"#.to_vec()),
         Command::Elsewhere => Message::Elsewhere(vec![]),
-        Command::PostcopyDone => Message::PostcopyDone,
+        Command::PostcopyDone => Message::PostcopyDone(b"{}".to_vec()),
         Command::Recover => Message::Recover(Recover {
             id: [7; 16],
             attempt: 0x0102_0304,
@@ -158,7 +158,7 @@ fn unknown_numbers_are_errors() {
 
 #[test]
 fn messages_without_payload_accept_none() {
-    for command in [Command::Start, Command::Complete, Command::Confirm, Command::PostcopyDone] {
+    for command in [Command::Start, Command::Complete, Command::Renew, Command::AwaitMachine] {
         let bytes = [&Header::new(command.code(), 1).encode()[..], &[0]].concat();
         let message = Message::read(&mut &bytes[..]);
         assert!(matches!(message, Err(ProtocolError::BadLength { .. })), "{message:?}");

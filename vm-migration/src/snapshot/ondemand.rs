@@ -66,7 +66,7 @@ struct Shared<M: GuestMemoryMap> {
 #[derive(Clone, Debug)]
 pub enum FillEnd {
     /// All of it is here.
-    Complete(FillReport),
+    Complete(Box<FillReport>),
     /// Somebody asked to stop; the guest must be gone.
     Cancelled,
 }
@@ -196,7 +196,7 @@ impl<M: GuestMemoryMap> Filling<M> {
         let error = match wait_readable(&fds, &self.stop, None) {
             Ok(WaitEnd::Cancelled | WaitEnd::TimedOut) => return Ok(FillEnd::Cancelled),
             Ok(WaitEnd::Ready(0)) => match engine.source().release() {
-                Ok(()) => return Ok(FillEnd::Complete(self.report())),
+                Ok(()) => return Ok(FillEnd::Complete(Box::new(self.report()))),
                 Err(error) => SnapshotError::OnDemand(error),
             },
             Ok(WaitEnd::Ready(_)) => self.take_failure().unwrap_or(SnapshotError::Panicked),

@@ -8,8 +8,7 @@
 //! Complete, so exclusive resources are let go before, and taken back if the answer is not Ok.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::negotiate::{Links, Terms};
 use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
@@ -20,6 +19,8 @@ use crate::channel::Channel;
 use crate::commit::clock;
 use crate::commit::source::{Acknowledged, Committed, Offered, Outdated, Unconfirmed, Withheld};
 use crate::error::{Cause, Failure, Step};
+use crate::figures::Figures;
+use crate::latency::micros;
 use crate::page_server::Successor;
 use crate::progress::Phase;
 use crate::protocol::message::Message;
@@ -130,15 +131,19 @@ impl<V: SourceVm> Stopped<V> {
             }
         };
         // The point of no return. A cancel from here on comes too late.
+        let ran = vm.ran_before();
         let remains = vm.handed_over();
         let confirmed = match (&links.terms, committed) {
             (Terms::Plain, _) | (_, None) => Ok(()),
             (Terms::Negotiated { .. }, Some(committed)) => {
-                confirm(&mut control, context).map_err(|failure| (failure, committed))
+                let figures = last_figures(&links, since, context);
+                confirm(&mut control, figures, context).map_err(|failure| (failure, committed))
             }
         };
-        let downtime_us = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
-        context.progress.counters.downtime_us.store(downtime_us, Ordering::Relaxed);
+        if ran && confirmed.is_ok() {
+            // Else it is not known when the guest began to run, or whether it has.
+            context.progress.counters.downtime_us.set(micros(since.elapsed()));
+        }
         let teller = links.teller(context);
         let pages = later.zip(session).zip(links.token).map(|((server, session), id)| {
             let reconnect = Reconnect::new(context.options, id, bulk, urgent);
@@ -283,12 +288,26 @@ fn release(vm: &mut impl PausedVm) -> Result<(), Failure> {
     vm.release_exclusive().map_err(Cause::Vm).step("letting go of disks and taps")
 }
 
+/// What goes along with the last message, for a destination that takes it.
+fn last_figures(links: &Links, since: Instant, context: Context<'_>) -> Vec<u8> {
+    if !links.terms.takes_figures() {
+        return Vec::new();
+    }
+    let figures = Figures {
+        stopped_us: Some(micros(since.elapsed())),
+        round_trip_us: Some(micros(links.fastest_answer())),
+        ..context.progress.figures()
+    };
+    figures.to_json()
+}
+
 /// Tells the destination to run the guest, and hears that it does.
-fn confirm(control: &mut Channel, context: Context<'_>) -> Result<(), Failure> {
+fn confirm(control: &mut Channel, figures: Vec<u8>, context: Context<'_>) -> Result<(), Failure> {
     const STEP: &str = "confirming the handover";
     let never = crate::cancel::Cancel::new().map_err(Cause::Resource).step(STEP)?;
     control.connection.set_cancel(&never);
-    let answer = control.ask(&Message::Confirm, context.options.limits.answer).step(STEP)?;
+    let answer =
+        control.ask(&Message::Confirm(figures), context.options.limits.answer).step(STEP)?;
     if !answer.payload.is_empty() {
         let why = String::from_utf8_lossy(&answer.payload);
         log::warn!("the guest is at the destination and was not started there: {why}");

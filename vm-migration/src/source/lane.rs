@@ -28,7 +28,7 @@ pub(crate) const UNIT_PAGES: u64 = 64;
 pub(crate) const UNITS_MAX: u64 = 16;
 
 /// Bytes of a unit.
-const UNIT_BYTES: u64 = UNIT_PAGES * PAGE_BYTES;
+pub(crate) const UNIT_BYTES: u64 = UNIT_PAGES * PAGE_BYTES;
 
 /// Pages of several slices go in one message until they are this many bytes: a guest that dirties
 /// a page here and there costs no message for each.

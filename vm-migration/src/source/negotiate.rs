@@ -15,6 +15,7 @@ use super::verdict::Teller;
 use super::{Connected, Context, Setback};
 use crate::channel::Channel;
 use crate::commit::usable;
+use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::Layout;
 use crate::opening::Opening;
@@ -22,9 +23,10 @@ use crate::options::{Compression, MemoryMode};
 use crate::page_server::Successor;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
-    Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES,
-    FEATURE_POSTCOPY, FEATURE_STALE, FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer,
-    Prepared, TOKEN_BYTES, common, features, millis, software,
+    Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_FIGURES,
+    FEATURE_LOCAL, FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_STALE, FEATURE_VERDICT,
+    FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common, features, millis,
+    software,
 };
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
@@ -85,6 +87,8 @@ pub(crate) enum Terms {
         stale: bool,
         /// The destination hears which side has the guest, on a connection of its own.
         verdicts: bool,
+        /// The destination takes figures with the last messages.
+        figures: bool,
         /// How long the destination keeps the machine after its acknowledgement.
         promise: Duration,
         /// The destination's memory, which decides the unit in which pages travel.
@@ -107,6 +111,10 @@ impl Terms {
 
     pub(crate) fn stale(&self) -> bool {
         matches!(self, Self::Negotiated { stale: true, .. })
+    }
+
+    pub(super) fn takes_figures(&self) -> bool {
+        matches!(self, Self::Negotiated { figures: true, .. })
     }
 
     pub(super) fn hears_verdicts(&self) -> bool {
@@ -154,7 +162,9 @@ pub(crate) fn agree<V: SourceVm>(
 ) -> Result<Links, Failure> {
     let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();
     let counters = &context.progress.counters;
-    counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
+    counters.total_bytes.set(total_bytes);
+    let mode = Mode::of(context.options.mode(), context.options.local);
+    context.progress.set_mode(mode);
 
     if context.options.local {
         check_files(&**memory)?;
@@ -195,6 +205,7 @@ pub(crate) fn agree<V: SourceVm>(
                 coming: features.contains(FEATURE_COMING),
                 stale: features.contains(FEATURE_STALE),
                 verdicts: features.contains(FEATURE_VERDICT),
+                figures: features.contains(FEATURE_FIGURES),
                 promise: accepted.promise(),
                 layout,
             }

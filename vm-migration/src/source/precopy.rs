@@ -361,7 +361,7 @@ impl<'a> Pilot<'a> {
         };
         let pilot = Self { policy, forecast, throttle, began: Instant::now(), context };
         let allowed = &context.progress.counters.allowed_downtime_us;
-        allowed.store(micros(pilot.policy.allowed()), Ordering::Relaxed);
+        allowed.set(micros(pilot.policy.allowed()));
         Ok(pilot)
     }
 
@@ -378,8 +378,8 @@ impl<'a> Pilot<'a> {
             DirtyClear::Round => took,
         };
         let counters = &self.context.progress.counters;
-        counters.link_bytes_per_s.store(self.forecast.link_rate, Ordering::Relaxed);
-        counters.dirty_bytes_per_s.store(rate(remaining_bytes, watched), Ordering::Relaxed);
+        counters.link_bytes_per_s.set(self.forecast.link_rate);
+        counters.dirty_bytes_per_s.set(rate(remaining_bytes, watched));
     }
 
     /// Notes how long an answer took for which the peer had nothing to do: the fastest counts, the
@@ -395,7 +395,7 @@ impl<'a> Pilot<'a> {
         let progress = self.context.progress;
         let counters = &progress.counters;
         let expected_us = micros(expected.total());
-        counters.expected_downtime_us.store(expected_us, Ordering::Relaxed);
+        counters.expected_downtime_us.set(expected_us);
         counters.stalled_rounds.store(self.policy.stalled_rounds(), Ordering::Relaxed);
         if decision == Decision::Stop && expected.fixed > self.policy.allowed() {
             log::warn!(
@@ -421,7 +421,7 @@ impl<'a> Pilot<'a> {
             }
             Some(Measure::AllowDowntime(allowed)) => {
                 let allowed_us = micros(allowed);
-                counters.allowed_downtime_us.store(allowed_us, Ordering::Relaxed);
+                counters.allowed_downtime_us.set(allowed_us);
                 progress.tell(Event::DowntimeAllowed { allowed_us });
             }
         }

@@ -11,9 +11,10 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use super::announce::{Announcer, full_blocks};
-use super::lane::{Lane, Record, UNIT_PAGES, UNITS_MAX};
+use super::lane::{Lane, Record, UNIT_BYTES, UNIT_PAGES, UNITS_MAX};
 use super::negotiate::Links;
 use super::precopy::{Switch, empty_maps};
 use super::{Context, check_cancel};
@@ -23,9 +24,16 @@ use crate::cursor::Cursor;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::DirtyClear;
+use crate::pace::Pace;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap};
 use crate::vm::{DirtyLog, FreePageHints};
+
+/// What is claimed at once under a limit on bytes per second takes about so long.
+const PACED_TIME: Duration = Duration::from_millis(50);
+
+/// How often a wait for the limit looks whether the round is to end.
+const PACED_LOOK: Duration = Duration::from_millis(20);
 
 /// Most runs of pages in one message.
 const MESSAGE_RUNS_MAX: usize = 512;
@@ -160,6 +168,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         failed: AtomicBool::new(false),
         switch,
         hints,
+        pace: Pace::new(context.options.bandwidth_bytes_per_s),
         context,
     };
     let lanes = 1 + links.memory.len();
@@ -223,6 +232,8 @@ struct Round<'a, M, L> {
     failed: AtomicBool,
     /// Ends the round early.
     switch: &'a Switch<'a>,
+    /// What all connections together may send.
+    pace: Pace,
     context: Context<'a>,
 }
 
@@ -287,22 +298,46 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
             }
             // Before the claim: whoever can send now takes the next slice.
             lane.make_room()?;
+            self.wait_for_turn()?;
             if self.switch.is_due() {
                 break;
             }
-            let slice = self.line.claim(&self.cursor, |left| lane.claim_units(left));
+            let wanted = |left| lane.claim_units(left).min(self.units_at_once());
+            let slice = self.line.claim(&self.cursor, wanted);
             let Some(slice) = slice.filter(|_| !self.failed.load(Ordering::Relaxed)) else { break };
             // A fast link never waits, and only waits look at the cancel.
             check_cancel(self.context.cancel, "sending memory")?;
             self.add_content(slice, &mut words, &mut content)?;
             let is_full = content.data.len() + content.zero.len() >= MESSAGE_RUNS_MAX;
-            if is_full || content.data_bytes() >= lane.message_bytes() {
+            let enough = lane.message_bytes().min(self.units_at_once() * UNIT_BYTES);
+            if is_full || content.data_bytes() >= enough {
                 sent += self.flush(lane, &mut content)?;
             }
         }
         sent += self.flush(lane, &mut content)?;
         lane.settle()?;
         Ok(sent)
+    }
+
+    /// Units that a connection may claim at once: no more than the limit lets through in a short time,
+    /// or the peer would hear nothing for long, and then much.
+    fn units_at_once(&self) -> u64 {
+        let bytes = self.pace.bytes_in(PACED_TIME).unwrap_or(u64::MAX);
+        (bytes / UNIT_BYTES).clamp(1, UNITS_MAX)
+    }
+
+    /// Waits until what was sent before has taken its time. Nothing is claimed meanwhile, so no page
+    /// that is written in this time goes twice.
+    fn wait_for_turn(&self) -> Result<(), Failure> {
+        loop {
+            let pause = self.pace.reserve(0);
+            let over = self.switch.is_due() || self.failed.load(Ordering::Relaxed);
+            if pause.is_zero() || over {
+                return Ok(());
+            }
+            check_cancel(self.context.cancel, "sending memory")?;
+            std::thread::sleep(pause.min(PACED_LOOK));
+        }
     }
 
     /// Tells the destination what will come next, if it is time to.
@@ -452,6 +487,7 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
     fn flush(&self, lane: &mut Lane<'_>, content: &mut Content) -> Result<u64, Failure> {
         let content = std::mem::take(content);
         if !content.data.is_empty() {
+            self.pace.reserve(content.data_bytes());
             lane.send_memory(self.memory, &content.data)?;
         }
         if !content.zero.is_empty() {
@@ -463,6 +499,7 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         let zero: u64 = content.zero.iter().map(|run| run.count).sum();
         counters.zero_pages.fetch_add(zero + content.skipped_zero_pages, Ordering::Relaxed);
         self.context.progress.sent_down(content.done_pages * PAGE_BYTES);
+        self.context.progress.note_sample(false);
         Ok(data_bytes)
     }
 }

@@ -64,7 +64,7 @@ impl<V: SourceVm> Copied<V> {
                     let dirty = begin_round(log)?;
                     drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
-                    remaining.store(dirty * PAGE_BYTES, std::sync::atomic::Ordering::Relaxed);
+                    remaining.set(dirty * PAGE_BYTES);
                     let never = Switch::never();
                     let pass = Pass {
                         kind: RoundKind::Dirty,

@@ -42,7 +42,8 @@ fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until_it_is() {
     let received = Arc::clone(&target.progress);
     wait_for("the first round", || {
         let arrived = received.snapshot().memory_bytes_received;
-        arrived >= from.populated_bytes(0).unwrap() && progress.snapshot().remaining_bytes == 0
+        arrived >= Some(from.populated_bytes(0).unwrap())
+            && progress.snapshot().remaining_bytes == Some(0)
     });
     let visits = guest.visits();
     wait_for("the guest to go on", || guest.visits() > visits + 1000);
@@ -75,7 +76,7 @@ fn a_machine_that_cannot_be_built_ends_precopy_with_the_reason() {
             let progress = Arc::clone(&progress);
             std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
         };
-        wait_for("some rounds", || progress.snapshot().round > 3);
+        wait_for("some rounds", || progress.snapshot().round > Some(3));
         open.send(()).unwrap();
         let failure = *sender.join().unwrap().unwrap_err();
         let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
@@ -110,7 +111,7 @@ fn a_cancel_does_not_wait_for_a_machine_that_is_not_needed_any_more() {
         let (vm, cancel) = (FakeVm::new(&from, &guest), cancel.clone());
         std::thread::spawn(move || migrate(vm, &options, &progress, &cancel))
     };
-    wait_for("the wait for the machine", || progress.snapshot().expected_downtime_us > 0);
+    wait_for("the wait for the machine", || progress.snapshot().expected_downtime_us.is_some());
     cancel.cancel();
     let failure = *sender.join().unwrap().unwrap_err();
     assert!(matches!(failure.error().cause, crate::Cause::Cancelled), "{failure:?}");

@@ -172,8 +172,8 @@ fn messages_out_of_place_are_refused() {
         Message::Config(b"{}".to_vec()),
         Message::Complete,
         Message::CompletePaused,
-        Message::Confirm,
-        Message::PostcopyDone,
+        Message::Confirm(Vec::new()),
+        Message::PostcopyDone(b"{}".to_vec()),
         Message::MemoryFd { slot: 0 },
         Message::PageFault(vec![]),
         Message::Elsewhere(vec![]),
@@ -188,7 +188,8 @@ fn messages_out_of_place_are_refused() {
         );
     }
     // And before anything was agreed.
-    for message in [Message::Complete, Message::State(b"{}".to_vec()), Message::Confirm] {
+    for message in [Message::Complete, Message::State(b"{}".to_vec()), Message::Confirm(Vec::new())]
+    {
         Enemy::connect().provoke(&message.encode());
     }
     for noise in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &[0; 16]] {
@@ -291,7 +292,7 @@ fn a_stranger_with_the_wrong_token_is_turned_away_and_the_migration_goes_on() {
     drop(friend);
     enemy.control.ask(&Message::State(b"{}".to_vec()), LIMITS.answer).unwrap();
     enemy.control.ask(&Message::CompletePaused, LIMITS.answer).unwrap();
-    enemy.control.ask(&Message::Confirm, LIMITS.answer).unwrap();
+    enemy.control.ask(&Message::Confirm(vec![b'x'; 100]), LIMITS.answer).unwrap();
     enemy.target.join().unwrap();
     let word = enemy.to.word(0, 0, 0).load(std::sync::atomic::Ordering::Relaxed);
     assert_eq!(word, u64::from_le_bytes([9; 8]));

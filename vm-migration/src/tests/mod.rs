@@ -17,6 +17,7 @@
 //! | `own` | vCPUs that bring their own pages |
 //! | `pieces` | large host pages that come together from pieces |
 //! | `plain` | peers that know only version 0 |
+//! | `figures` | what both sides know at the end |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, lies or stalls at every message |
 //! | `recovery` | postcopy that loses its connections |
@@ -34,6 +35,7 @@ mod converging;
 mod cuts;
 mod early;
 mod failures;
+mod figures;
 mod formats;
 mod handed_on;
 mod hints;

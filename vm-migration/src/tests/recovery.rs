@@ -241,7 +241,7 @@ impl Run {
         let destination = done.unwrap();
         vm.stop();
         assert_whole(&self.guest, &self.to);
-        assert_eq!(destination.remaining_bytes, 0);
+        assert_eq!(destination.remaining_bytes, Some(0));
         (self.source.snapshot(), destination)
     }
 }
@@ -273,7 +273,7 @@ fn large_host_pages_that_came_in_part_come_again_after_a_cut() {
     for cut in 0..4 {
         wait_until("a piece more", || {
             let now = run.destination.snapshot();
-            now.phase == Phase::Fault && now.memory_bytes_received > cut * (256 << 10)
+            now.phase == Phase::Fault && now.memory_bytes_received > Some(cut * (256 << 10))
         });
         run.proxy.cut_all();
         wait_until("the loss", || u64::from(run.losses()) > cut);

@@ -246,7 +246,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
         operation: None,
         takes: Body::Schema("VmResize"),
         gives: Body::Empty,
-        errors: &[NotCreated, NotBooted, NotNow, NotSupported],
+        // NotNow as clients know it from these requests; this version has no such moment.
+        errors: &[NotCreated, NotBooted, Conflict, NotNow, NotSupported],
         decode: |body| Ok(VmmRequest::Resize(Box::new(json("VmResize", body)?))),
     },
     Endpoint {
@@ -256,7 +257,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         operation: None,
         takes: Body::Schema("VmResizeZone"),
         gives: Body::Empty,
-        errors: &[NotCreated, NotBooted, NotNow],
+        errors: &[NotCreated, NotBooted, Conflict, NotNow],
         decode: |body| Ok(VmmRequest::ResizeZone(json("VmResizeZone", body)?)),
     },
     Endpoint {

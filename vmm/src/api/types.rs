@@ -151,6 +151,9 @@ option_family! {
         /// Of a VM that has arrived (its state is Paused) while it is not known whether its source
         /// runs it: why not.
         in_doubt: Option<String> = None, "" as JsonOnly, answer();
+        /// Of a VM that has arrived in postcopy and has lost the connections over which its pages come
+        /// (its state is Running, and what touches a missing page waits): why.
+        postcopy_paused: Option<String> = None, "" as JsonOnly, answer();
         /// How far memory is populated in the background.
         prefault: Option<PrefaultInfo> = None, "" as JsonOnly, answer();
         /// How much memory is ready for passed-through devices, if it has any.

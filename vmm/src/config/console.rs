@@ -41,7 +41,7 @@ option_family! {
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;
         /// Socket for mode `Socket`.
-        socket: Option<PathBuf> = None, "socket" as Opt<File>;
+        socket: Option<PathBuf> = None, "socket" as Opt<File>, unsupported();
         /// Behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// Name of the device.
@@ -61,7 +61,7 @@ option_family! {
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;
         /// Socket for mode `Socket`.
-        socket: Option<PathBuf> = None, "socket" as Opt<File>;
+        socket: Option<PathBuf> = None, "socket" as Opt<File>, unsupported();
     }
 }
 

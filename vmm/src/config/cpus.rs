@@ -18,10 +18,10 @@ pub const DEFAULT_MAX_PHYS_BITS: u8 = 46;
 
 option_enum! {
     /// Which vCPUs may share a physical core at the same time.
-    CoreSchedulingMode = "vm|vcpu|off", default Vm {
+    CoreSchedulingMode = "vm|off", default Vm {
         /// Those of one VM.
         Vm = "vm",
-        /// None but the vCPU itself.
+        /// None but the vCPU itself; refused.
         Vcpu = "vcpu",
         /// Anything may.
         Off = "off",
@@ -89,7 +89,7 @@ option_family! {
         features: CpuFeatures = CpuFeatures::default(), "features" as One<FeaturesText>;
         /// Whether the guest may use virtualization itself, where the host has it.
         nested: bool = true, "nested" as One<Toggle>;
-        /// Core scheduling.
+        /// Core scheduling; vcpu is known by name and refused.
         core_scheduling: CoreSchedulingMode = CoreSchedulingMode::Vm,
             "core_scheduling" as One<Choice>;
     }

@@ -21,7 +21,7 @@ pub const MIN_QUEUE_SIZE: u16 = 4;
 
 option_enum! {
     /// Format of a disk image.
-    ImageType = "raw|qcow2|vhd|vhdx|unknown", default Unknown {
+    ImageType = "raw|unknown", default Unknown {
         /// Fixed VHD.
         FixedVhd = "vhd",
         /// QCOW2.
@@ -93,7 +93,7 @@ option_family! {
         backing_files: bool = false, "backing_files" as One<Toggle>, unsupported();
         /// Give space back to the host when the guest discards.
         sparse: bool = true, "sparse" as One<Toggle>;
-        /// Format of the image.
+        /// Format of the image; qcow2, vhd and vhdx are known by name and refused.
         image_type: ImageType = ImageType::Unknown, "image_type" as One<Choice>;
         /// What is locked while the image is in use.
         lock_granularity: LockGranularity = LockGranularity::ByteRange,

@@ -14,6 +14,9 @@ use super::family::{Family as _, option_enum, option_family};
 use super::option_string::OptionError;
 use super::value::MacAddr;
 
+/// Least limit of a precopy: with less the other side would take the silence for a loss.
+const BANDWIDTH_MIN: u64 = 64 << 10;
+
 /// Most parallel connections of a migration.
 pub const MAX_CONNECTIONS: u64 = 128;
 
@@ -144,7 +147,8 @@ option_family! {
         /// Connections that carry only pages which the guest waits for in postcopy; from the number
         /// of vCPUs if not given, with 0 they share the others.
         preempt: Option<u64> = None, "preempt" as Opt<Int>, range(0, MAX_CONNECTIONS);
-        /// Most bytes per second for pages that nobody waits for in postcopy; 0 for no limit.
+        /// Most bytes per second for memory that nobody waits for: all of it in precopy, before it is
+        /// compressed, and in postcopy what is not requested; 0 for no limit.
         bandwidth: u64 = 0, "bandwidth" as One<Bytes>;
         /// Longest time in seconds for which a postcopy that lost its connections connects again by
         /// itself, and a destination in doubt is told which side has the VM; migration-recover does
@@ -390,6 +394,34 @@ impl SendMigrationData {
         if self.page_server_socket.is_some() && !self.page_server {
             return refuse("page_server_socket has no meaning without page_server=on");
         }
+        if self.preempt.is_some() && !may_postcopy {
+            return refuse(
+                "preempt has no effect in precopy: it works with memory_mode=postcopy or auto only",
+            );
+        }
+        if self.postcopy_after_s.is_some() && (!may_postcopy || postcopy) {
+            return refuse("postcopy_after_s works with memory_mode=auto only");
+        }
+        if self.downtime_max_ms.is_some() && self.convergence != ConvergencePolicy::RaiseDowntime {
+            return refuse("downtime_max_ms has no effect without convergence=raise-downtime");
+        }
+        let calms = [ConvergencePolicy::Throttle, ConvergencePolicy::RaiseDowntime];
+        if postcopy && calms.contains(&self.convergence) {
+            return refuse(
+                "convergence has no effect with memory_mode=postcopy, which has no rounds",
+            );
+        }
+        if (1..BANDWIDTH_MIN).contains(&self.bandwidth) && !postcopy {
+            return refuse(
+                "bandwidth is less than 64K bytes per second, at which nothing gets done",
+            );
+        }
+        if self.local && self.bandwidth > 0 {
+            return refuse("local and bandwidth exclude each other: nothing is copied");
+        }
+        if self.local && self.connections > 1 {
+            return refuse("local and connections exclude each other: nothing is copied");
+        }
         if self.local && may_postcopy {
             return refuse("local and postcopy exclude each other");
         }
@@ -487,15 +519,50 @@ mod tests {
     }
 
     #[test]
+    fn what_has_no_effect_is_refused_by_name() {
+        let problem = |keys: &str| {
+            let text = format!("destination_url=unix:/s,{keys}");
+            let data = SendMigrationData::parse_or_url(&text).unwrap();
+            data.validate().err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        for keys in [
+            "preempt=2",
+            "postcopy_after_s=3",
+            "memory_mode=postcopy,postcopy_after_s=3",
+            "downtime_max_ms=900",
+            "convergence=throttle,downtime_max_ms=900",
+            "memory_mode=postcopy,convergence=throttle",
+            "bandwidth=1000",
+            "local=on,bandwidth=10M",
+            "local=on,connections=2",
+        ] {
+            let key = keys.rsplit(',').next().and_then(|pair| pair.split('=').next()).unwrap();
+            assert!(problem(keys).contains(key), "{keys}: {}", problem(keys));
+        }
+        for keys in [
+            "bandwidth=10M",
+            "memory_mode=auto,preempt=2,postcopy_after_s=3,bandwidth=10M",
+            "convergence=postcopy,preempt=2,postcopy_after_s=3",
+            "memory_mode=postcopy,preempt=0,bandwidth=1000",
+            "memory_mode=auto,convergence=raise-downtime,downtime_max_ms=900",
+        ] {
+            assert_eq!(problem(keys), "", "{keys}");
+        }
+    }
+
+    #[test]
     fn rules() {
-        let parse = |text| SendMigrationData::parse_or_url(text).unwrap().validate();
+        let parse = |text: &str| SendMigrationData::parse_or_url(text).unwrap().validate();
         assert!(parse("destination_url=tcp:h:1,local=on").is_err());
         assert!(parse("destination_url=unix:/s,connections=2").is_ok());
         assert!(parse("destination_url=tcp:h:1,convergence=postcopy").is_ok());
         assert!(parse("destination_url=tcp:h:1,convergence=postcopy,page_server=on").is_ok());
         assert!(parse("destination_url=unix:/s,local=on,convergence=postcopy").is_err());
         assert!(parse("destination_url=tcp:h:1,compression=zstd,memory_mode=postcopy").is_err());
-        assert!(parse("destination_url=tcp:h:1,downtime_ms=9,downtime_max_ms=8").is_err());
+        let raise = "destination_url=tcp:h:1,convergence=raise-downtime";
+        let raised = |keys: &str| parse(&format!("{raise},{keys}"));
+        assert!(raised("downtime_ms=9,downtime_max_ms=8").is_err());
+        assert!(raised("downtime_ms=9,downtime_max_ms=90").is_ok());
         let served = "destination_url=tcp:h:1,memory_mode=postcopy,page_server=on";
         assert!(parse(served).is_ok());
         let socket = format!("{served},page_server_socket=/s");

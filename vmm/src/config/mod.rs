@@ -39,6 +39,8 @@ pub mod value;
 pub mod vm;
 
 #[cfg(test)]
+mod listed_tests;
+#[cfg(test)]
 mod tests;
 
 pub use balloon::BalloonConfig;

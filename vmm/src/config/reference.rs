@@ -18,6 +18,7 @@ pub fn families() -> Vec<FamilyInfo> {
         cpus::CpusConfig::info(),
         memory::MemoryConfig::info(),
         memory::MemoryZoneConfig::info(),
+        super::BalloonConfig::info(),
         payload::PayloadConfig::info(),
         platform::PlatformConfig::info(),
         disk::DiskConfig::info(),

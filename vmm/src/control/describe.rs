@@ -27,6 +27,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         balloon: None,
         device_tree: None,
         in_doubt: None,
+        postcopy_paused: None,
         prefault: None,
         passthrough: None,
     }
@@ -63,6 +64,7 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
         }),
         device_tree: Some(device_tree),
         in_doubt: None,
+        postcopy_paused: None,
         prefault: machine.prefault_status().map(prefault_info),
         passthrough: machine.pin_progress().map(pinning),
     }

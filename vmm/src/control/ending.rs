@@ -194,11 +194,7 @@ impl Vmm {
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
             Vm::Awaited(receiving) => receiving.cancel.cancel(),
             Vm::Busy(busy) => busy.cancel(),
-            Vm::None
-            | Vm::Idle(_)
-            | Vm::Turning(_)
-            | Vm::Down(_)
-            | Vm::HandedOver { .. } => {}
+            Vm::None | Vm::Idle(_) | Vm::Turning(_) | Vm::Down(_) | Vm::HandedOver { .. } => {}
         }
     }
 

@@ -11,7 +11,7 @@ use vm_migration::vm::DestinationVm as _;
 use super::taking_down::After;
 use super::{Next, Pages, Vm, Vmm};
 use crate::api::request::Responder;
-use crate::api::{ApiError, ApiErrorKind, ApiReply};
+use crate::api::{ApiError, ApiErrorKind, ApiReply, VmState};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{Consoles, KeptOverReboot, Machine, MachineError};
@@ -77,6 +77,17 @@ impl Vmm {
             return responder.answer(Err(ApiError::not_created()));
         }
         let Some(responder) = self.resume_turning(responder) else { return };
+        // A peer that says nothing may take long to be given up, and nothing has been sent to it yet.
+        if let Vm::Leaving { info, sending } = &mut self.vm
+            && info.state == VmState::Paused
+            && sending.has_sent_nothing()
+        {
+            log::warn!(
+                "the VM is to go on: its migration, which has not begun to send it, is cancelled"
+            );
+            sending.cancel.cancel();
+            return sending.resumers.push(responder);
+        }
         let Some(responder) = self.decide_for(Asked::Resume, responder) else { return };
         if matches!(self.vm, Vm::Standing { .. }) {
             responder.answer(self.start_standing().map(|()| ApiReply::Empty));
@@ -152,6 +163,18 @@ impl Vmm {
         self.vm = Vm::None;
         emit("deleted");
         Ok(())
+    }
+
+    /// Why the VM waits for pages that do not come, if it does.
+    pub(super) fn postcopy_paused(&self) -> Option<String> {
+        if let Pages::Lost(paused) = &self.pages {
+            return Some(failed(&paused.error).to_string());
+        }
+        let progress =
+            self.progress.as_ref().filter(|_| matches!(self.pages, Pages::Arriving { .. }));
+        let document = progress?.snapshot();
+        let lost = matches!(document.phase, Phase::PostcopyPaused | Phase::PostcopyRecover);
+        lost.then(|| document.recovery.reason.unwrap_or_default())
     }
 
     /// Postcopy to here has lost its connections.

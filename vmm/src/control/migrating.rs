@@ -14,9 +14,9 @@ use vm_migration::{GuestIs, Phase, Snapshot, Steering};
 
 use super::receiving::{self, Arrival, Outcome, Reception};
 use super::sending::{self, Departure};
-use super::{Kept, Next, Pages, Vm, Vmm, cancel, describe};
+use super::{Kept, Next, Pages, Vm, Vmm, cancel, describe, observer};
 use crate::api::request::Responder;
-use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult};
+use crate::api::{ApiError, ApiErrorKind, ApiQueue, ApiReply, ApiResult, VmmRequest};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
 use crate::events;
 use crate::migration::faults::FaultPlan;
@@ -27,6 +27,19 @@ use crate::page_server::{PageServerPlan, socket_beside};
 /// Whoever asked for the progress of a migration has this long to ask once more and see its end,
 /// before the process ends. Long enough for a slow poll on a busy host.
 pub(crate) const WATCHER_TIME: Duration = Duration::from_secs(10);
+
+/// When one watcher has seen the end, others may not have: a few looks of ch-remote.
+const OTHER_WATCHERS_TIME: Duration = Duration::from_millis(300);
+
+/// How long the process stays after a migration, from how long ago somebody asked who has not seen the
+/// end, and somebody saw it.
+fn farewell_time(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
+    match (asked, seen) {
+        (Some(asked), _) if asked < WATCHER_TIME => WATCHER_TIME,
+        (_, Some(seen)) => OTHER_WATCHERS_TIME.saturating_sub(seen),
+        _ => Duration::ZERO,
+    }
+}
 
 impl Vmm {
     /// Answers with the progress, unless the migration has just failed and this thread has not
@@ -56,6 +69,17 @@ impl Vmm {
         }
     }
 
+    /// The process ends: whoever has just asked how far the migration is gets an answer.
+    pub(super) fn answer_last_askers(&mut self, queue: &ApiQueue) {
+        while let Some(call) = queue.take() {
+            let (request, responder) = call.into_parts();
+            if matches!(request, VmmRequest::MigrationProgress) {
+                let answer = self.migration_progress();
+                responder.answer(answer);
+            }
+        }
+    }
+
     fn migration_progress(&mut self) -> ApiResult {
         // Before there is anything to see, too: who asks now wants to see what comes.
         self.watched_at = Some(Instant::now());
@@ -64,12 +88,13 @@ impl Vmm {
         if matches!(snapshot.phase, Phase::Done | Phase::HandedOn) {
             // Who has seen the end, perhaps before this thread has, needs no more time.
             self.watched_at = None;
+            self.end_seen_at.get_or_insert_with(Instant::now);
         }
         let document = serde_json::to_value(snapshot)
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
         if let Some((until, _)) = &mut self.farewell {
-            // The watcher has seen the end.
-            *until = Instant::now();
+            // This watcher has seen the end.
+            *until = (*until).min(Instant::now() + OTHER_WATCHERS_TIME);
         }
         Ok(ApiReply::Progress(document))
     }
@@ -98,6 +123,7 @@ impl Vmm {
         match sending::start(machine, options, page_server, self.mailer.clone()) {
             Ok(sending) => {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
+                self.end_seen_at = None;
                 self.progress = Some(Arc::clone(&sending.progress));
                 self.vm = Vm::Leaving { info, sending };
                 Ok(())
@@ -211,19 +237,25 @@ impl Vmm {
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => Some(sending),
             _ => None,
         };
-        let (mut cancellers, deleters) =
-            sending.map(|sending| (sending.cancellers, sending.deleters)).unwrap_or_default();
+        let (mut cancellers, deleters, mut resumers) = sending
+            .map(|sending| (sending.cancellers, sending.deleters, sending.resumers))
+            .unwrap_or_default();
         let is_deleted = !deleters.is_empty();
         let next = match departure {
             Departure::Gone(remains) => {
-                tell_end(self.progress.as_ref().map(|progress| progress.snapshot()));
+                let last = self.progress.as_ref().map(|progress| progress.snapshot());
+                tell_end(last.as_ref());
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
+                let age = |at: Instant| at.elapsed();
+                let stay = farewell_time(self.watched_at.map(age), self.end_seen_at.map(age));
+                // A machine of many vCPUs and much memory takes a while to take apart. Whoever asks
+                // meanwhile is answered afterwards, and has their time from then on.
                 drop(remains);
-                if self.watched_at.is_some_and(|at| at.elapsed() < WATCHER_TIME) {
-                    self.farewell = Some((Instant::now() + WATCHER_TIME, ExitReason::MigratedAway));
-                    Next::Continue
-                } else {
+                if stay.is_zero() {
                     Next::Exit(ExitReason::MigratedAway)
+                } else {
+                    self.farewell = Some((Instant::now() + stay, ExitReason::MigratedAway));
+                    Next::Continue
                 }
             }
             Departure::Stayed(machine, stay) => {
@@ -234,6 +266,9 @@ impl Vmm {
                 log::error!("{}", stay.reason);
                 cancel::confirm_all(&mut cancellers, "source", stay.guest, &stay.reason);
                 self.vm = Vm::Live(machine);
+                for responder in resumers.drain(..) {
+                    self.resume_live_for(responder);
+                }
                 self.go_on_ending()
             }
             Departure::Incomplete { remains, held, reason } => {
@@ -251,6 +286,7 @@ impl Vmm {
                 Next::Continue
             }
         };
+        cancel::refuse_all(&mut resumers, &cancel::at_destination());
         // What they wanted to be rid of is gone, either way.
         for responder in deleters {
             responder.answer(Ok(ApiReply::Empty));
@@ -297,7 +333,12 @@ impl Vmm {
                 } else {
                     self.memory_has_come();
                 }
-                events::emit("vm", "migration-receive-finished", &[]);
+                let last = self.progress.as_ref().map(|progress| progress.snapshot());
+                if pages_missing {
+                    observer::tell_figures("migration-receive-finished", last.as_ref());
+                } else {
+                    observer::tell_end("migration-receive-finished", last.as_ref());
+                }
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());
                 answer(Ok(ApiReply::Empty));
             }
@@ -340,8 +381,8 @@ impl Vmm {
         }
         let next = match result {
             Ok(()) => {
-                events::emit("vm", "postcopy-migration-completed", &[]);
-                log::info!("the last page has arrived");
+                let last = self.progress.as_ref().map(|progress| progress.snapshot());
+                observer::tell_end("postcopy-migration-completed", last.as_ref());
                 self.whole();
                 Pages::Here
             }
@@ -376,19 +417,41 @@ impl Vmm {
 }
 
 /// Tells that the VM has moved, and with whom its last pages are.
-fn tell_end(last: Option<Snapshot>) {
+fn tell_end(last: Option<&Snapshot>) {
     let server = last.filter(|last| last.phase == Phase::HandedOn);
-    let Some(server) = server.and_then(|last| last.page_server) else {
-        events::emit("vm", "migration-finished", &[]);
-        log::info!("the VM has moved");
+    let Some(server) = server.and_then(|last| last.page_server.as_ref()) else {
+        observer::tell_end("migration-finished", last);
         return;
     };
-    let (pid, took_us) = (server.pid.to_string(), server.took_over_us.unwrap_or(0).to_string());
-    let properties = [("socket", server.socket.as_str()), ("pid", &pid), ("took_us", &took_us)];
+    let (pid, took_us) = (server.pid.to_string(), server.took_over_us.map(|us| us.to_string()));
+    let figures = last.map(Snapshot::final_figures).unwrap_or_default();
+    let mut properties = vec![("socket", server.socket.as_str()), ("pid", &pid)];
+    properties.extend(took_us.as_deref().map(|us| ("took_us", us)));
+    properties.extend(figures.iter().map(|(key, value)| (*key, value.as_str())));
     events::emit("vm", "migration-handed-on", &properties);
-    log::info!("the VM has moved; process {pid} sends its last pages");
+    let line = last.map(Snapshot::final_line).unwrap_or_default();
+    log::info!("the VM has moved: {line}; process {pid} sends its last pages");
 }
 
 fn nothing_migrated() -> ApiError {
     ApiError::new(ApiErrorKind::NotCreated, "this VMM has not migrated anything yet")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_process_stays_for_those_who_have_not_seen_the_end() {
+        let ms = |ms| Some(Duration::from_millis(ms));
+        assert_eq!(farewell_time(None, None), Duration::ZERO, "nobody watches");
+        assert_eq!(farewell_time(ms(100), None), WATCHER_TIME);
+        // Taking the machine apart may have taken that long already, and that does not count.
+        assert_eq!(farewell_time(ms(9_900), None), WATCHER_TIME);
+        assert_eq!(farewell_time(ms(10_100), None), Duration::ZERO, "they have left");
+        // One has seen the end, another one that looks as often has not yet.
+        assert_eq!(farewell_time(None, ms(100)), Duration::from_millis(200));
+        assert_eq!(farewell_time(None, ms(400)), Duration::ZERO);
+        assert_eq!(farewell_time(ms(50), ms(100)), WATCHER_TIME);
+    }
 }

@@ -61,7 +61,7 @@ use crate::migration::source::Remains;
 use crate::options::{ExitReason, Lent};
 
 pub(crate) use migrating::WATCHER_TIME;
-pub(crate) use observer::announce;
+pub(crate) use observer::{announce, tell_end};
 pub(crate) use postcopy::recover_wish;
 pub use run::{RunError, run};
 pub(crate) use signals::Signals;
@@ -128,6 +128,13 @@ enum Next {
     Fail(RunError),
 }
 
+impl Next {
+    /// What ends the process, if it is to end.
+    fn unless_continue(self) -> Option<Self> {
+        (!matches!(self, Self::Continue)).then_some(self)
+    }
+}
+
 /// The VMM.
 struct Vmm {
     host: Arc<Host>,
@@ -148,6 +155,8 @@ struct Vmm {
     progress: Option<Arc<Progress>>,
     /// When somebody last asked for the progress of a migration.
     watched_at: Option<Instant>,
+    /// When somebody first saw the end of it.
+    end_seen_at: Option<Instant>,
     /// Asked for the progress of a migration that has failed, before this thread was told.
     progress_askers: Vec<Responder>,
     /// The process is to end when the migration is over.
@@ -186,6 +195,7 @@ impl Vmm {
             memory_came: false,
             progress: None,
             watched_at: None,
+            end_seen_at: None,
             progress_askers: Vec::new(),
             ending: None,
             no_shutdown,
@@ -220,30 +230,7 @@ impl Vmm {
     fn call_now(&mut self, call: ApiCall) -> Next {
         let (request, responder) = call.into_parts();
         log::debug!("request {}", request.name());
-        match request {
-            VmmRequest::VmmShutdown { force } => return self.vmm_shutdown(force, responder),
-            VmmRequest::ReceiveMigration(data) => self.receive(&data, responder),
-            VmmRequest::MigrationCancel => self.cancel_migration(responder),
-            VmmRequest::MigrationProgress => self.progress_for(responder),
-            VmmRequest::Delete { force } => match self.delete_for(force, responder) {
-                Next::Continue => {}
-                other => return other,
-            },
-            VmmRequest::Shutdown => match self.shutdown_for(Some(responder)) {
-                Next::Continue => {}
-                other => return other,
-            },
-            VmmRequest::Reboot => match self.reboot_for(Some(responder)) {
-                Next::Continue => {}
-                other => return other,
-            },
-            VmmRequest::Pause => self.pause_for(responder),
-            VmmRequest::Resume => self.resume_for(responder),
-            VmmRequest::Snapshot(config) => self.snapshot(&config, responder),
-            VmmRequest::Restore(config) => self.restore(*config, responder),
-            request => responder.answer(self.carry_out(request)),
-        }
-        match self.act_on_guest() {
+        match self.dispatch(request, responder).unwrap_or_else(|| self.act_on_guest()) {
             Next::Continue => {}
             other => return other,
         }
@@ -253,18 +240,55 @@ impl Vmm {
         }
     }
 
-    fn carry_out(&mut self, request: VmmRequest) -> ApiResult {
+    /// The only place that knows which request is whose. Each is answered here, or its responder goes
+    /// to whoever answers it; what to do next comes from the one that ends the process.
+    fn dispatch(&mut self, request: VmmRequest, responder: Responder) -> Option<Next> {
         let empty = |result: Result<(), ApiError>| result.map(|()| ApiReply::Empty);
-        match request {
+        let answer = match request {
+            VmmRequest::VmmShutdown { force } => return Some(self.vmm_shutdown(force, responder)),
+            VmmRequest::ReceiveMigration(data) => {
+                self.receive(&data, responder);
+                return None;
+            }
+            VmmRequest::MigrationCancel => {
+                self.cancel_migration(responder);
+                return None;
+            }
+            VmmRequest::MigrationProgress => {
+                self.progress_for(responder);
+                return None;
+            }
+            VmmRequest::Delete { force } => {
+                return self.delete_for(force, responder).unless_continue();
+            }
+            VmmRequest::Shutdown => return self.shutdown_for(Some(responder)).unless_continue(),
+            VmmRequest::Reboot => return self.reboot_for(Some(responder)).unless_continue(),
+            VmmRequest::Pause => {
+                self.pause_for(responder);
+                return None;
+            }
+            VmmRequest::Resume => {
+                self.resume_for(responder);
+                return None;
+            }
+            VmmRequest::Snapshot(config) => {
+                self.snapshot(&config, responder);
+                return None;
+            }
+            VmmRequest::Restore(config) => {
+                self.restore(*config, responder);
+                return None;
+            }
             VmmRequest::Ping => Ok(ApiReply::Ping(crate::api::VmmPingResponse::default())),
             VmmRequest::Create(config) => empty(self.create(config)),
             VmmRequest::Boot => empty(self.boot()),
             VmmRequest::Info => self.info(),
-            VmmRequest::Counters => Ok(ApiReply::Counters(describe::counters(self.machine_mut()?))),
-            VmmRequest::PowerButton => {
-                self.machine_mut()?.press_power_button();
-                Ok(ApiReply::Empty)
+            VmmRequest::Counters => {
+                self.machine_mut().map(|machine| ApiReply::Counters(describe::counters(machine)))
             }
+            VmmRequest::PowerButton => empty(self.machine_mut().map(|machine| {
+                machine.press_power_button();
+            })),
             VmmRequest::AddDevice(device) => self.add_device(*device),
             VmmRequest::RemoveDevice(data) => empty(self.remove_device(&data.id)),
             VmmRequest::Resize(data) => empty(self.resize(&data)),
@@ -273,19 +297,9 @@ impl Vmm {
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),
             VmmRequest::SendMigration(data) => empty(self.send(&data)),
             VmmRequest::MigrationReport => self.migration_report(),
-            // Handled by `call`.
-            VmmRequest::ReceiveMigration(_)
-            | VmmRequest::Delete { .. }
-            | VmmRequest::Shutdown
-            | VmmRequest::Reboot
-            | VmmRequest::Resume
-            | VmmRequest::MigrationCancel
-            | VmmRequest::MigrationProgress
-            | VmmRequest::Pause
-            | VmmRequest::Snapshot(_)
-            | VmmRequest::Restore(_)
-            | VmmRequest::VmmShutdown { .. } => Ok(ApiReply::Empty),
-        }
+        };
+        responder.answer(answer);
+        None
     }
 
     /// The live machine, or the reason why there is none.
@@ -299,12 +313,17 @@ impl Vmm {
     fn info(&self) -> ApiResult {
         let info = match &self.vm {
             Vm::Idle(config) => describe::of_config(config),
-            Vm::Live(machine) => describe::of_machine(machine),
+            Vm::Live(machine) => {
+                VmInfo { postcopy_paused: self.postcopy_paused(), ..describe::of_machine(machine) }
+            }
             Vm::Leaving { info, .. }
             | Vm::Busy(Busy { info: Some(info), .. })
             | Vm::Turning(Turning { info, .. })
             | Vm::Down(Down { info, .. }) => info.as_ref().clone(),
-            Vm::Standing { machine, .. } => describe::of_machine(machine.machine()),
+            Vm::Standing { machine, .. } => VmInfo {
+                postcopy_paused: self.postcopy_paused(),
+                ..describe::of_machine(machine.machine())
+            },
             Vm::Awaited(Receiving { doubt: Some(doubtful), progress, .. }) => {
                 let why = progress.snapshot().recovery.reason.unwrap_or_default();
                 VmInfo { in_doubt: Some(why), ..doubtful.info.as_ref().clone() }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Tells the log and the event monitor how a migration goes.
+//! Tells the log and the event monitor how a migration goes, and with what figures it ended.
 
-use vm_migration::{Event, Observer, Phase, Side};
+use vm_migration::{Event, Observer, Phase, Side, Snapshot};
 
 use super::inbox::{Mailer, Message};
 use crate::events;
@@ -20,6 +20,21 @@ impl Observer for Herald {
         if side == Side::Source && gives_away.contains(&event) {
             self.mailer.send(Message::HandedOver);
         }
+    }
+}
+
+/// Tells with an event what is known of a migration; nothing stands for what is not known.
+pub fn tell_figures(event: &'static str, last: Option<&Snapshot>) {
+    let figures = last.map(Snapshot::final_figures).unwrap_or_default();
+    let properties: Vec<_> = figures.iter().map(|(key, value)| (*key, value.as_str())).collect();
+    events::emit("vm", event, &properties);
+}
+
+/// The same at the end, and in a line of the log.
+pub fn tell_end(event: &'static str, last: Option<&Snapshot>) {
+    tell_figures(event, last);
+    if let Some(last) = last {
+        log::info!("the migration is over ({}): {}", last.side, last.final_line());
     }
 }
 

@@ -13,7 +13,10 @@ use crate::machine::{Machine, ResizeBalloonError, ResizeMemoryError};
 impl Vmm {
     /// `vm.resize`.
     pub(super) fn resize(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
-        let machine = self.running()?;
+        let machine = self.machine_mut()?;
+        if *wanted == VmResize::default() {
+            return Err(nothing_wanted("desired_vcpus, desired_ram or desired_balloon"));
+        }
         let vcpus = machine.config().cpus.boot_vcpus;
         if wanted.desired_vcpus.is_some_and(|wanted| wanted != vcpus) {
             return Err(ApiError::new(
@@ -39,19 +42,11 @@ impl Vmm {
 
     /// `vm.resize-zone`.
     pub(super) fn resize_zone(&mut self, wanted: &VmResizeZone) -> Result<(), ApiError> {
-        let machine = self.running()?;
-        let Some(wanted_bytes) = wanted.desired_ram else { return Ok(()) };
+        let machine = self.machine_mut()?;
+        let Some(wanted_bytes) = wanted.desired_ram else {
+            return Err(nothing_wanted("desired_ram"));
+        };
         resize_memory(machine, Some(&wanted.id), wanted_bytes)
-    }
-
-    fn running(&mut self) -> Result<&mut Machine, ApiError> {
-        self.machine_mut().map_err(|mut error| {
-            // As clients know it from these requests.
-            if error.kind == ApiErrorKind::Conflict {
-                error.kind = ApiErrorKind::NotNow;
-            }
-            error
-        })
     }
 
     /// All of memory is here: what the guest gave up before may go, the rest gets its huge pages back, and
@@ -65,6 +60,11 @@ impl Vmm {
             }
         }
     }
+}
+
+fn nothing_wanted(what: &str) -> ApiError {
+    let message = format!("nothing is to have another size: say which with {what}");
+    ApiError::new(ApiErrorKind::BadRequest, message)
 }
 
 fn resize_memory(

@@ -89,7 +89,8 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
     let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;
     let result = serve(&mut vmm, &queue, &inbox, signals);
-    // Whoever has asked and was not answered is told so, while the server still sends answers.
+    vmm.answer_last_askers(&queue);
+    // Whoever else has asked and was not answered is told so, while the server still sends answers.
     drop(queue);
     vmm.end_vm();
     drop(vmm);

@@ -77,6 +77,15 @@ pub struct Sending {
     pub cancellers: Vec<Responder>,
     /// Whoever gave up the pages that are served, and waits until that is done.
     pub deleters: Vec<Responder>,
+    /// Whoever wants a paused VM to go on, which ended the migration.
+    pub resumers: Vec<Responder>,
+}
+
+impl Sending {
+    /// The peer may not even be there.
+    pub fn has_sent_nothing(&self) -> bool {
+        matches!(self.progress.phase(), Phase::Idle | Phase::Connect | Phase::Negotiate)
+    }
 }
 
 /// Leaves out what a VM with passed-through devices cannot do.
@@ -162,8 +171,9 @@ fn chain(error: &MigrationError) -> String {
 /// no more time than the migration has.
 fn stop_limits(options: &SendOptions, progress: &Arc<Progress>) -> StopLimits {
     let (asked, progress) = (options.downtime, Arc::clone(progress));
-    let downtime =
-        move || asked.max(Duration::from_micros(progress.snapshot().allowed_downtime_us));
+    let downtime = move || {
+        asked.max(Duration::from_micros(progress.snapshot().allowed_downtime_us.unwrap_or(0)))
+    };
     let is_limited = options.timeout_strategy == TimeoutStrategy::Cancel;
     let until = Instant::now().checked_add(options.timeout).filter(|_| is_limited);
     StopLimits { downtime: Box::new(downtime), until }
@@ -236,8 +246,8 @@ pub fn start(
     let back = || slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     match spawned {
         Ok(_detached) => {
-            let (cancellers, deleters) = (Vec::new(), Vec::new());
-            Ok(Sending { progress, cancel, steering, mode, cancellers, deleters })
+            let (cancellers, deleters, resumers) = (Vec::new(), Vec::new(), Vec::new());
+            Ok(Sending { progress, cancel, steering, mode, cancellers, deleters, resumers })
         }
         Err(error) => match back() {
             Some(machine) => Err((machine, error)),

@@ -335,14 +335,15 @@ pub(super) fn tell_failed_restore(error: &ApiError) {
 fn wait_for_memory(filling: Filling<MigratingRam>, ram: &GuestRam, prefault: bool) -> bool {
     match filling.wait() {
         Ok(FillEnd::Complete(report)) => {
-            let latency = &report.faults.latency_us;
+            let latency = report.faults.latency_us;
+            let (p50, p99) = latency.map_or((0, 0), |latency| (latency.p50, latency.p99));
             log::info!(
                 "all memory is here: {} MiB in {} ms, {} faults (median {} us, p99 {} us)",
                 report.data_bytes >> 20,
                 report.took.as_millis(),
-                report.faults.seen,
-                latency.p50,
-                latency.p99
+                report.faults.seen.unwrap_or(0),
+                p50,
+                p99
             );
             if let Err(error) = prefault_ram(ram, prefault) {
                 log::warn!("{}", failed(&error));

@@ -9,6 +9,7 @@ use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use memory::room::NoRoom;
 use memory::{GuestRam, Notice, PrefaultError, PrefaultOptions, Progress};
 
 use crate::config::{MemoryConfig, Prefault};
@@ -113,6 +114,17 @@ fn start(
         ..PrefaultOptions::default()
     };
     Ok(Some(Background { engine: memory::Prefault::start(&regions, &options)?, end }))
+}
+
+/// Whether the host has room for the zones that are to be populated, whenever that is: for memory
+/// whose contents arrive, which would fill it all the same.
+///
+/// # Errors
+/// Who has too little.
+pub fn check_room(ram: &GuestRam, zones: &[(String, Prefault)]) -> Result<(), NoRoom> {
+    let asks = |id: &str| zones.iter().any(|(zone, wish)| zone == id && *wish != Prefault::Off);
+    let asking = ram.regions().iter().filter(|region| asks(region.zone_id()));
+    memory::check_room(&asking.cloned().collect::<Vec<_>>())
 }
 
 /// Populates what is to be there before the guest runs, and waits for it.

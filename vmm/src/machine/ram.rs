@@ -187,9 +187,12 @@ pub fn make(
     for warning in ram.warnings() {
         log::warn!("{warning}");
     }
+    let wishes = prefault_wishes(config);
     if populate {
-        prefault::complete(&ram, config, &prefault_wishes(config))
-            .map_err(MachineRamError::Prefault)?;
+        prefault::complete(&ram, config, &wishes).map_err(MachineRamError::Prefault)?;
+    } else {
+        let room = prefault::check_room(&ram, &wishes);
+        room.map_err(|error| MachineRamError::Prefault(error.into()))?;
     }
     Ok(Arc::new(ram))
 }

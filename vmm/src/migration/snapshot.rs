@@ -186,6 +186,10 @@ fn restore_from(
         .map_err(RestoreCause::State)?;
     let consoles = Consoles::open(&mut config)?;
     let ram = Machine::arriving_ram(&config, host, &[]).map_err(RestoreCause::Make)?;
+    if wishes.prefault {
+        // All of it is to be there at the end, so it is better to know at the begin that it cannot be.
+        memory::check_room(ram.regions()).map_err(PrefaultError::from)?;
+    }
     let memory = Arc::new(MigratingRam::new(Arc::clone(&ram))?);
     let machine =
         Machine::arriving(config, consoles, host, sink, ram).map_err(RestoreCause::Make)?;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use vm_migration::{Phase, Progress, Steering};
+use vm_migration::{Phase, Progress, Snapshot, Steering};
 
 use super::PageServerError;
 use crate::api::request::Responder;
@@ -18,6 +18,9 @@ use crate::api::{
 };
 use crate::control::{WATCHER_TIME, recover_wish};
 use crate::events;
+
+/// How long somebody who follows a migration may take from the VMM to here: a few looks of ch-remote.
+const ARRIVAL_TIME: Duration = Duration::from_millis(500);
 
 /// What the loop does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +85,11 @@ impl Desk {
         responder.answer(answer);
     }
 
+    /// The progress document.
+    pub fn snapshot(&self) -> Snapshot {
+        self.progress.snapshot()
+    }
+
     fn show_progress(&mut self) -> ApiResult {
         let snapshot = self.progress.snapshot();
         if snapshot.phase == Phase::Done {
@@ -111,7 +119,8 @@ impl Desk {
     /// The destination has everything.
     pub fn served(&mut self, now: Instant) {
         let watched = self.watched_at.is_some_and(|at| now.duration_since(at) < WATCHER_TIME);
-        self.farewell = Some(if watched { now + WATCHER_TIME } else { now });
+        // Whoever was sent on here by the VMM may be on the way.
+        self.farewell = Some(now + if watched { WATCHER_TIME } else { ARRIVAL_TIME });
         for responder in self.given_up_by.drain(..) {
             responder.answer(Ok(ApiReply::Empty));
         }

@@ -33,7 +33,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::api::{self, ApiListener, ApiQueue, ApiServer, ApiSocket, SocketError};
-use crate::control::{Signals, announce};
+use crate::control::{Signals, announce, tell_end};
 use crate::events;
 
 use desk::{Desk, Next};
@@ -224,8 +224,7 @@ fn attend(
                 return Ok(());
             }
             Ok(Ok(End::Served)) => {
-                events::emit("vm", "migration-finished", &[]);
-                log::info!("the destination has the last page");
+                tell_end("migration-finished", Some(&desk.snapshot()));
                 desk.served(Instant::now());
             }
             Ok(Err(error)) => return desk.given_up(error),

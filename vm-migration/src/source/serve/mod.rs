@@ -39,7 +39,7 @@ use crate::layout::PAGE_BYTES;
 use crate::options::SendOptions;
 use crate::pace::Pace;
 use crate::progress::{Phase, Progress};
-use crate::protocol::message::Message;
+use crate::protocol::message::{Answer, Message};
 use crate::protocol::{ProtocolError, runs};
 use crate::ram::GuestMemoryMap;
 use crate::session::{Rates, Session};
@@ -184,7 +184,7 @@ impl<M: GuestMemoryMap> Server<M> {
 
     fn count_remaining(&self) {
         let bytes = self.pending_pages() * PAGE_BYTES;
-        self.progress.counters.remaining_bytes.store(bytes, Ordering::Relaxed);
+        self.progress.counters.remaining_bytes.set(bytes);
     }
 
     /// What the destination lacks is pending, and nothing else. Nobody may serve meanwhile. When it
@@ -309,6 +309,15 @@ impl<M: GuestMemoryMap> Server<M> {
         Ok(control)
     }
 
+    /// Answers the last message, with figures where it came with some.
+    fn say_end(&self, control: &Channel, figures: &[u8]) -> Result<(), TransportError> {
+        self.progress.heard(figures);
+        let payload =
+            if figures.is_empty() { Vec::new() } else { self.progress.figures().to_json() };
+        let answer = Answer::Ok { offer_taken: false, payload };
+        control.connection.send(&answer.encode())
+    }
+
     /// Answers the destination's signs of life until it has everything, or a connection is lost.
     fn watch(
         &self,
@@ -346,11 +355,11 @@ impl<M: GuestMemoryMap> Server<M> {
                     heard = Instant::now();
                     match Message::read(&mut control.reader).step(STEP)? {
                         Message::Alive => control.yes().step(STEP)?,
-                        Message::PostcopyDone => {
+                        Message::PostcopyDone(figures) => {
                             // Before it hears that and listens no more.
                             self.is_done.store(true, Ordering::SeqCst);
                             // It has every page; if it does not hear this, nothing is lost.
-                            if let Err(error) = control.yes() {
+                            if let Err(error) = self.say_end(&control, &figures) {
                                 log::warn!("the end could not be acknowledged: {error}");
                             }
                             control.connection.finish_sending(stall);

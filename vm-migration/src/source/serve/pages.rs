@@ -195,13 +195,15 @@ impl<M: GuestMemoryMap> Server<M> {
         parts.push(Part::Bytes(&data));
         parts.extend(reply.data.iter().map(|run| Part::Guest(ram::slice(memory, *run))));
         parts.push(Part::Bytes(&rest));
-        connection.send_parts(&parts)?;
         let pages = |runs: &[PageRun]| runs.iter().map(|run| run.count).sum::<u64>();
         let (data_pages, zero_pages) = (pages(&reply.data), pages(&reply.zero));
         let counters = &self.progress.counters;
         counters.memory_bytes_sent.fetch_add(data_pages * PAGE_BYTES, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero_pages, Ordering::Relaxed);
         self.progress.sent_down((data_pages + zero_pages) * PAGE_BYTES);
+        // Counted before they go: with the last of them the destination is complete, and is told how
+        // many there were.
+        connection.send_parts(&parts)?;
         Ok(data_pages + zero_pages)
     }
 }

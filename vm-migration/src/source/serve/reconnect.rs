@@ -86,6 +86,7 @@ impl Reconnect {
         const STEP: &str = "connecting again";
         let since = Instant::now();
         let mut pause = PAUSE_FIRST;
+        server.progress.reconnects_until(since.checked_add(self.timeout));
         loop {
             self.wait(since, pause).step(STEP)?;
             pause = (pause * 2).min(PAUSE_MAX);
@@ -95,7 +96,10 @@ impl Reconnect {
                 Ok(self.connect(server)?.map(|connections| (session, connections)))
             };
             let failure: Failure = match attempt() {
-                Ok(connected) => return Ok(connected),
+                Ok(connected) => {
+                    server.progress.reconnects_until(None);
+                    return Ok(connected);
+                }
                 Err(failure) => failure,
             };
             log::warn!("postcopy does not go on yet: {}", failure.for_peer());

@@ -129,7 +129,7 @@ pub fn serve_for_another<M: GuestMemoryMap>(
         }
     };
     let total_bytes = memory.layout().regions().iter().map(|region| region.len_bytes).sum();
-    progress.counters.total_bytes.store(total_bytes, std::sync::atomic::Ordering::Relaxed);
+    progress.counters.total_bytes.set(total_bytes);
     let serve = || -> Result<(), Failure> {
         const STEP: &str = "taking over from the VMM";
         let options = SendOptions { steering: steering.clone(), ..charge.options().step(STEP)? };

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! How much memory there is still to be had, before somebody asks for it: of the host, of the cgroups
+//! that this process is in, of a NUMA node.
+//!
+//! Owns the comparison and its margins. A host that runs out ends a process of its choice, and a
+//! cgroup one of its own, so whoever is about to populate memory asks here first. What cannot be read
+//! is no limit: then the kernel decides, as it did before.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use crate::host::Host;
+
+/// Of the host's memory this part is left alone, within bounds: the kernel and everybody else go on
+/// needing some, and begin to wait for it before the last page is gone.
+const HOST_MARGIN_DIVISOR: u64 = 32;
+const HOST_MARGIN_MAX_BYTES: u64 = 2 << 30;
+/// A node gets its own kernel memory from elsewhere if it must, so less is left of it.
+const NODE_MARGIN_DIVISOR: u64 = 64;
+const NODE_MARGIN_MAX_BYTES: u64 = 512 << 20;
+/// A cgroup is as large as somebody has calculated. What page tables and this process take meanwhile
+/// has to fit.
+const CGROUP_MARGIN_BYTES: u64 = 32 << 20;
+
+/// What has memory to give.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Giver {
+    /// All of the host.
+    Host,
+    /// A NUMA node, by its number.
+    Node(u32),
+    /// A cgroup, by the file that limits it.
+    Cgroup(PathBuf),
+}
+
+impl fmt::Display for Giver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.write_str("the host"),
+            Self::Node(node) => write!(f, "the host's NUMA node {node}"),
+            Self::Cgroup(file) => write!(f, "the cgroup limited by {}", file.display()),
+        }
+    }
+}
+
+/// There is not enough.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "guest memory needs {} MiB that it has not got yet, and {giver} has {} MiB to give, of which {} MiB \
+     are kept free for others: make the guest smaller, make room, or leave memory to come when it is \
+     touched (prefault=off)",
+    needed_bytes >> 20, left_bytes >> 20, margin_bytes >> 20
+)]
+pub struct NoRoom {
+    /// Bytes that are needed.
+    pub needed_bytes: u64,
+    /// Who has too little.
+    pub giver: Giver,
+    /// What it has.
+    pub left_bytes: u64,
+    /// What of it is not to be taken.
+    pub margin_bytes: u64,
+}
+
+/// Memory that somebody needs: bytes, and the NUMA node that they have to come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Need {
+    /// How much; hugetlb pages do not count, they were set aside before.
+    pub bytes: u64,
+    /// The node, if only one will do.
+    pub node: Option<u32>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Room {
+    giver: Giver,
+    left_bytes: u64,
+    margin_bytes: u64,
+}
+
+/// Whether the host, the cgroups and the nodes have that much.
+///
+/// # Errors
+/// The first that has not.
+pub fn check(needs: &[Need]) -> Result<(), NoRoom> {
+    check_at(needs, &Host::real())
+}
+
+pub(crate) fn check_at(needs: &[Need], host: &Host) -> Result<(), NoRoom> {
+    let sum = |of: &dyn Fn(&Need) -> bool| {
+        let counted = needs.iter().filter(|need| of(need));
+        counted.fold(0_u64, |sum, need| sum.saturating_add(need.bytes))
+    };
+    for room in rooms(host, needs) {
+        let needed_bytes = match room.giver {
+            Giver::Node(node) => sum(&|need| need.node == Some(node)),
+            Giver::Host | Giver::Cgroup(_) => sum(&|_| true),
+        };
+        let Room { giver, left_bytes, margin_bytes } = room;
+        if needed_bytes > left_bytes.saturating_sub(margin_bytes) && needed_bytes > 0 {
+            return Err(NoRoom { needed_bytes, giver, left_bytes, margin_bytes });
+        }
+    }
+    Ok(())
+}
+
+/// The least that any of them has to give, without a margin; all of it where nobody says.
+pub fn left_bytes(node: Option<u32>) -> u64 {
+    let rooms = rooms(&Host::real(), &[Need { bytes: 0, node }]);
+    rooms.iter().map(|room| room.left_bytes).min().unwrap_or(u64::MAX)
+}
+
+fn rooms(host: &Host, needs: &[Need]) -> Vec<Room> {
+    let mut rooms = Vec::new();
+    if let Some((left_bytes, total_bytes)) = host.available_bytes() {
+        let margin_bytes = (total_bytes / HOST_MARGIN_DIVISOR).min(HOST_MARGIN_MAX_BYTES);
+        rooms.push(Room { giver: Giver::Host, left_bytes, margin_bytes });
+    }
+    let groups = host.cgroup_rooms().into_iter().map(|(file, left_bytes)| {
+        let (giver, margin_bytes) = (Giver::Cgroup(file), CGROUP_MARGIN_BYTES);
+        Room { giver, left_bytes, margin_bytes }
+    });
+    rooms.extend(groups);
+    let mut nodes: Vec<u32> = needs.iter().filter_map(|need| need.node).collect();
+    nodes.sort_unstable();
+    nodes.dedup();
+    for node in nodes {
+        if let Some((left_bytes, total_bytes)) = host.available_on_node(node) {
+            let margin_bytes = (total_bytes / NODE_MARGIN_DIVISOR).min(NODE_MARGIN_MAX_BYTES);
+            rooms.push(Room { giver: Giver::Node(node), left_bytes, margin_bytes });
+        }
+    }
+    rooms
+}
+
+impl Host {
+    /// What can be had without swapping, and all RAM.
+    fn available_bytes(&self) -> Option<(u64, u64)> {
+        let text = Self::read(&self.proc.join("meminfo"))?;
+        let bytes = |name| super::host::meminfo_bytes(&text, name);
+        Some((bytes("MemAvailable")?, bytes("MemTotal")?))
+    }
+
+    /// The same of a node: what is free, and what holds files that can be read again.
+    fn available_on_node(&self, node: u32) -> Option<(u64, u64)> {
+        let text = Self::read(&self.node(node).join("meminfo"))?;
+        let prefix = format!("Node {node} ");
+        let text: String = text
+            .lines()
+            .filter_map(|line| line.strip_prefix(&prefix))
+            .flat_map(|line| [line, "\n"])
+            .collect();
+        let bytes = |name| super::host::meminfo_bytes(&text, name);
+        let files = ["Active(file)", "Inactive(file)"].map(|name| bytes(name).unwrap_or(0));
+        let left = files.iter().fold(bytes("MemFree")?, |sum, part| sum.saturating_add(*part));
+        Some((left, bytes("MemTotal")?))
+    }
+
+    /// The limits of this process's cgroups (version 2) and what each has left. Every group above
+    /// counts what its children have.
+    fn cgroup_rooms(&self) -> Vec<(PathBuf, u64)> {
+        let root = self.sys.join("fs/cgroup");
+        let membership = Self::read(&self.proc.join("self/cgroup")).unwrap_or_default();
+        let Some(own) = membership.lines().find_map(|line| line.strip_prefix("0::/")) else {
+            return Vec::new();
+        };
+        let room = |relative: &Path| {
+            let group = root.join(relative);
+            let file = group.join("memory.max");
+            // "max" is no number, and no limit.
+            let limit = Self::number(&file)?;
+            let used = Self::number(&group.join("memory.current"))?;
+            let stat = Self::read(&group.join("memory.stat")).unwrap_or_default();
+            let files = stat.lines().filter_map(|line| {
+                let (name, bytes) = line.split_once(' ')?;
+                let counts = ["active_file", "inactive_file", "slab_reclaimable"].contains(&name);
+                counts.then(|| bytes.trim().parse::<u64>().ok()).flatten()
+            });
+            let files = files.fold(0, u64::saturating_add);
+            Some((file, limit.saturating_sub(used.saturating_sub(files))))
+        };
+        Path::new(own).ancestors().filter_map(room).collect()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::fs;
+
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn write(root: &Path, file: &str, text: &str) {
+        let path = root.join(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    /// 64 GiB, of which 40 can be had.
+    fn host(root: &Path) -> Host {
+        let kib = |gib: u64| gib << 20;
+        let text = format!("MemTotal: {} kB\nMemAvailable: {} kB\n", kib(64), kib(40));
+        write(root, "proc/meminfo", &text);
+        Host::pretended(root)
+    }
+
+    fn need(gib: u64) -> Need {
+        Need { bytes: gib * GIB, node: None }
+    }
+
+    #[test]
+    fn what_the_host_has_is_given_but_for_a_margin() {
+        let root = tempfile::tempdir().unwrap();
+        let host = host(root.path());
+        check_at(&[need(38)], &host).unwrap();
+        check_at(&[need(19), need(19)], &host).unwrap();
+        let refused = check_at(&[need(20), need(19)], &host).unwrap_err();
+        assert_eq!(refused.giver, Giver::Host);
+        assert_eq!((refused.needed_bytes, refused.margin_bytes), (39 * GIB, 2 * GIB));
+        let text = refused.to_string();
+        assert!(text.contains("39936 MiB") && text.contains("the host has 40960 MiB"), "{text}");
+        check_at(&[], &host).unwrap();
+    }
+
+    #[test]
+    fn every_cgroup_above_counts_and_files_can_be_dropped() {
+        let root = tempfile::tempdir().unwrap();
+        let host = host(root.path());
+        write(root.path(), "proc/self/cgroup", "0::/vms/one\n");
+        let group = |path: &str, max: &str, current: u64, stat: &str| {
+            let base = format!("sys/fs/cgroup/{path}");
+            write(root.path(), &format!("{base}/memory.max"), max);
+            write(root.path(), &format!("{base}/memory.current"), &current.to_string());
+            write(root.path(), &format!("{base}/memory.stat"), stat);
+        };
+        group("vms/one", "max\n", 0, "");
+        group("vms", &(8 * GIB).to_string(), 6 * GIB, "anon 1\ninactive_file 3221225472\n");
+        check_at(&[need(4)], &host).unwrap();
+        let refused = check_at(&[need(5)], &host).unwrap_err();
+        assert_eq!(refused.left_bytes, 5 * GIB);
+        let text = refused.to_string();
+        assert!(text.contains("sys/fs/cgroup/vms/memory.max"), "{text}");
+    }
+
+    #[test]
+    fn a_zone_that_is_bound_asks_its_node() {
+        let root = tempfile::tempdir().unwrap();
+        let host = host(root.path());
+        let text = "Node 1 MemTotal:  16777216 kB\nNode 1 MemFree: 4194304 kB\n\
+                    Node 1 Active(file): 1048576 kB\nNode 1 Inactive(file): 1048576 kB\n";
+        write(root.path(), "sys/devices/system/node/node1/meminfo", text);
+        let on = |gib: u64| Need { node: Some(1), ..need(gib) };
+        check_at(&[on(5), need(20)], &host).unwrap();
+        let refused = check_at(&[on(6), need(20)], &host).unwrap_err();
+        assert_eq!(refused.giver, Giver::Node(1));
+        assert_eq!((refused.needed_bytes, refused.left_bytes), (6 * GIB, 6 * GIB));
+        // A node that says nothing is no limit.
+        check_at(&[Need { node: Some(7), ..need(20) }], &host).unwrap();
+    }
+
+    #[test]
+    fn a_host_that_says_nothing_limits_nothing() {
+        let root = tempfile::tempdir().unwrap();
+        check_at(&[need(1 << 20)], &Host::pretended(root.path())).unwrap();
+        write(root.path(), "proc/self/cgroup", "0::/\n");
+        write(root.path(), "sys/fs/cgroup/memory.max", "rubbish");
+        check_at(&[need(1 << 20)], &Host::pretended(root.path())).unwrap();
+    }
+}

@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The report of a migration as a picture: what it came to, its phases, its course in time, its rounds,
+//! and how long faults waited.
+//!
+//! Owns the drawing. Knows the report by its names only and takes one that has more or less in it;
+//! what it draws it takes from there and from nowhere else. What is not known is not drawn.
+
+mod axes;
+
+use std::fmt::Write as _;
+
+use serde::Deserialize;
+
+use axes::{Axis, Panel, bytes_of, count_of, text, time_of};
+
+const WIDTH: f64 = 960.0;
+const LEFT: f64 = 90.0;
+const RIGHT: f64 = 90.0;
+/// Height of a panel, and what is between two of them: the ticks of one, the heading of the next.
+const PANEL: f64 = 160.0;
+const GAP: f64 = 62.0;
+const LINE: f64 = 18.0;
+/// Height of the band of phases.
+const BAND: f64 = 22.0;
+/// Room that a letter takes.
+const LETTER: f64 = 6.5;
+/// Threads that are listed; the report has all of them.
+const THREADS_SHOWN: usize = 32;
+/// Phases that are listed.
+const PHASES_SHOWN: usize = 24;
+
+const BLUE: &str = "#4878a8";
+const RED: &str = "#c04040";
+const GREY: &str = "#777";
+
+/// The report, as far as it is drawn.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Report {
+    progress: Progress,
+    phases: Vec<Passage>,
+    timeline: Vec<Sample>,
+    rounds: Vec<Round>,
+    latency: Vec<Bucket>,
+    threads: Vec<Thread>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Progress {
+    side: String,
+    phase: String,
+    mode: Option<String>,
+    postcopy: bool,
+    began_unix_ms: Option<u64>,
+    elapsed_ms: u64,
+    round: Option<u32>,
+    total_bytes: Option<u64>,
+    memory_bytes_sent: Option<u64>,
+    memory_bytes_received: Option<u64>,
+    downtime_us: Option<u64>,
+    faults: Faults,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Faults {
+    seen: Option<u64>,
+    latency_us: Option<Quantiles>,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Quantiles {
+    count: u64,
+    p50: u64,
+    p99: u64,
+    max: u64,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Passage {
+    at_ms: u64,
+    phase: String,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Sample {
+    at_ms: u64,
+    remaining_bytes: Option<u64>,
+    moved_bytes: u64,
+    faults: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Round {
+    at_ms: u64,
+    #[serde(rename = "round")]
+    number: u32,
+    remaining_bytes: u64,
+    dirty_bytes_per_s: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Bucket {
+    from_us: u64,
+    below_us: u64,
+    count: u64,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Thread {
+    name: String,
+    latency_us: Quantiles,
+}
+
+/// Draws it; `vm` is the name by which whoever asked knows the VM.
+pub fn svg(report: &Report, vm: &str) -> String {
+    let mut body = String::new();
+    text(&mut body, (LEFT, 28.0), "start", 16, &title(&report.progress, vm));
+    text(&mut body, (LEFT, 50.0), "start", 12, &figures(&report.progress));
+    let mut top = phases(&mut body, report, 70.0) + GAP - 20.0;
+    for panel in [amounts, rates, rounds, latency] {
+        if let Some(bottom) = panel(&mut body, report, top) {
+            top = bottom + GAP;
+        }
+    }
+    let height = table(&mut body, report, top - GAP / 4.0);
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" \
+         font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" \
+         fill=\"#fff\"/>\n{body}</svg>\n"
+    )
+}
+
+/// Which VM, how, when, and what became of it.
+fn title(progress: &Progress, vm: &str) -> String {
+    let Progress { side, phase, mode, postcopy, began_unix_ms, .. } = progress;
+    let mode = match (mode.as_deref(), postcopy) {
+        (None, _) => "",
+        (Some("auto"), true) => " (auto, at the end postcopy)",
+        (Some("auto"), false) => " (auto, precopy only)",
+        (Some("local"), _) => " (local)",
+        (Some("postcopy"), _) => " (postcopy)",
+        (Some(_), _) => " (precopy)",
+    };
+    let mut title = format!("Migration of {vm}{mode}: {phase}");
+    if !side.is_empty() {
+        let _ = write!(title, " at the {side}");
+    }
+    if let Some(at_ms) = began_unix_ms {
+        let at = std::time::UNIX_EPOCH + std::time::Duration::from_millis(*at_ms);
+        let utc = vmm::events::utc(at);
+        // To the second.
+        let (day, time) = utc.split_once('T').unwrap_or((&utc, ""));
+        let _ = write!(title, ", {day} {} UTC", time.get(..8).unwrap_or(time));
+    }
+    title
+}
+
+/// What it came to; nothing is said of what is not known.
+fn figures(progress: &Progress) -> String {
+    let mut parts = vec![format!("{} in all", time_of(number(progress.elapsed_ms) * 1e3))];
+    let mut add = |name: &str, value: Option<String>| {
+        parts.extend(value.map(|value| format!("{name}{value}")));
+    };
+    add("downtime ", progress.downtime_us.map(|us| time_of(number(us))));
+    let moved = match progress.side.as_str() {
+        "source" => progress.memory_bytes_sent,
+        _ => progress.memory_bytes_received,
+    };
+    let moved = moved.map(|bytes| bytes_of(number(bytes)));
+    let all = progress.total_bytes.map(|bytes| format!(" for {}", bytes_of(number(bytes))));
+    add("memory moved: ", moved.map(|moved| format!("{moved}{}", all.unwrap_or_default())));
+    add("rounds: ", progress.round.map(|round| round.to_string()));
+    let faults = progress.faults.seen.filter(|_| progress.postcopy);
+    add("faults: ", faults.map(|faults| faults.to_string()));
+    parts.join(", ")
+}
+
+/// The last moment of the picture.
+fn end_ms(report: &Report) -> u64 {
+    let last = report.timeline.last().map_or(0, |sample| sample.at_ms);
+    last.max(report.progress.elapsed_ms).max(1)
+}
+
+fn time_axis(report: &Report) -> Axis {
+    Axis::of_times(number(end_ms(report)))
+}
+
+/// A band with a number for each phase, and a list of what the numbers mean. Gives its bottom.
+fn phases(out: &mut String, report: &Report, top: f64) -> f64 {
+    // Waiting for a source is no part of it, and what lasted no time is only listed.
+    let known: Vec<_> = report.phases.iter().filter(|one| one.phase != "listen").collect();
+    let axis = time_axis(report);
+    let mut entries = Vec::new();
+    for (index, passage) in known.iter().enumerate() {
+        let next = known.get(index + 1).map_or(end_ms(report), |next| next.at_ms);
+        let (from, to) = (number(passage.at_ms), number(next.max(passage.at_ms)));
+        let (left, right) = (axis.across(from), axis.across(to));
+        let label = (index + 1).to_string();
+        let shade = if index % 2 == 0 { "#d8e2ec" } else { "#b4c7d9" };
+        let _ = writeln!(
+            out,
+            "<rect class=\"phase\" x=\"{left:.1}\" y=\"{top}\" width=\"{:.1}\" height=\"{BAND}\" \
+             fill=\"{shade}\"/>",
+            (right - left).max(0.3)
+        );
+        if right - left > LETTER * (count(&label) + 1.0) {
+            text(out, (f64::midpoint(left, right), top + 15.0), "middle", 11, &label);
+        }
+        let took = time_of((to - from) * 1e3);
+        entries.push(format!("{label} {} {took}", passage.phase));
+    }
+    let hidden = entries.len().saturating_sub(PHASES_SHOWN);
+    entries.truncate(PHASES_SHOWN);
+    if hidden > 0 {
+        entries.push(format!("and {hidden} more"));
+    }
+    // Line by line, so that none runs into another or out of the picture.
+    let (mut line, mut y) = (String::new(), top + BAND + LINE);
+    for entry in entries {
+        if !line.is_empty() && (count(&line) + count(&entry) + 4.0) * LETTER > axes::inner() {
+            text(out, (LEFT, y), "start", 11, &line);
+            (line, y) = (String::new(), y + LINE);
+        }
+        if !line.is_empty() {
+            line.push_str("    ");
+        }
+        line.push_str(&entry);
+    }
+    text(out, (LEFT, y), "start", 11, &line);
+    y
+}
+
+/// What was left, where it is known, and what had moved.
+fn amounts(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+    report.timeline.first()?;
+    let samples = &report.timeline;
+    let moved = samples.iter().map(|sample| sample.moved_bytes).max().unwrap_or(0);
+    // A single point is no line.
+    let known = samples.iter().filter_map(|sample| sample.remaining_bytes);
+    let left = known.clone().max().filter(|_| known.count() > 1);
+    let most = number(moved.max(left.unwrap_or(0)));
+    let heading =
+        if left.is_some() { "Memory: moved (blue), to come (grey)" } else { "Memory moved" };
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of_bytes(most, ""));
+    panel.left_ticks(out, GREY);
+    let at = |sample: &Sample| number(sample.at_ms);
+    let remaining = samples.iter().filter_map(|s| Some((at(s), number(s.remaining_bytes?))));
+    panel.line(out, remaining.filter(|_| left.is_some()), GREY);
+    panel.line(out, samples.iter().map(|s| (at(s), number(s.moved_bytes))), BLUE);
+    Some(top + PANEL)
+}
+
+/// How fast memory moved, and in postcopy how many faults there were.
+fn rates(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+    let rates: Vec<(f64, f64, f64)> = report
+        .timeline
+        .windows(2)
+        .filter_map(|pair| {
+            let [before, after] = pair else { return None };
+            let seconds = number(after.at_ms.saturating_sub(before.at_ms)) / 1e3;
+            let moved = number(after.moved_bytes.saturating_sub(before.moved_bytes));
+            let faults = number(after.faults.saturating_sub(before.faults));
+            (seconds > 0.0).then(|| (number(after.at_ms), moved / seconds, faults / seconds))
+        })
+        .collect();
+    rates.first()?;
+    let top_of = |pick: fn(&(f64, f64, f64)) -> f64| rates.iter().map(pick).fold(0.0, f64::max);
+    let (fastest, most_faults) = (top_of(|rate| rate.1), top_of(|rate| rate.2));
+    let heading =
+        if most_faults > 0.0 { "Rate: memory (blue), faults (red)" } else { "Rate of memory" };
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of_bytes(fastest, "/s"));
+    panel.left_ticks(out, BLUE);
+    panel.line(out, rates.iter().map(|rate| (rate.0, rate.1)), BLUE);
+    if most_faults > 0.0 {
+        let faults = panel.with(Axis::of(most_faults, |count| format!("{}/s", count_of(count))));
+        faults.right_ticks(out, RED);
+        faults.line(out, rates.iter().map(|rate| (rate.0, rate.2)), RED);
+    }
+    Some(top + PANEL)
+}
+
+/// What each round had to send, and how fast the guest wrote in the one before it.
+fn rounds(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+    let (rounds, end) = (&report.rounds, number(end_ms(report)));
+    rounds.first()?;
+    let most = rounds.iter().map(|round| round.remaining_bytes).max().unwrap_or(0);
+    let dirty = rounds.iter().filter_map(|round| round.dirty_bytes_per_s).max();
+    let heading = "Rounds: to send (blue bars), the guest writes (red)";
+    let panel = Panel::new(out, top, heading, time_axis(report), Axis::of_bytes(number(most), ""));
+    panel.left_ticks(out, BLUE);
+    for (index, round) in rounds.iter().enumerate() {
+        let next = rounds.get(index + 1).map_or(end, |next| number(next.at_ms));
+        let span = (number(round.at_ms), next.min(end));
+        let told = format!("round {}: {}", round.number, bytes_of(number(round.remaining_bytes)));
+        panel.bar(out, span, number(round.remaining_bytes), &told);
+    }
+    if let Some(dirty) = dirty {
+        let written = panel.with(Axis::of_bytes(number(dirty), "/s"));
+        written.right_ticks(out, RED);
+        let points = rounds
+            .iter()
+            .filter_map(|round| Some((number(round.at_ms), number(round.dirty_bytes_per_s?))));
+        written.line(out, points, RED);
+    }
+    Some(top + PANEL)
+}
+
+/// How long faults waited, the time on a logarithmic scale.
+fn latency(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+    let (first, last) = (report.latency.first()?, report.latency.last()?);
+    let Quantiles { count, p50, p99, max } = report.progress.faults.latency_us.unwrap_or_default();
+    let [median, rare, longest] = [p50, p99, max].map(|us| time_of(number(us)));
+    let heading = format!(
+        "Faults that waited for the peer: {count}, median {median}, p99 {rare}, longest {longest}"
+    );
+    let most = report.latency.iter().map(|bucket| bucket.count).max().unwrap_or(1).max(1);
+    let across = Axis::of_powers(number(first.from_us), number(last.below_us));
+    let panel = Panel::new(out, top, &heading, across, Axis::of(number(most), count_of));
+    panel.left_ticks(out, BLUE);
+    for bucket in &report.latency {
+        let span = (number(bucket.from_us), number(bucket.below_us));
+        let told = format!("{} to {}: {}", time_of(span.0), time_of(span.1), bucket.count);
+        panel.bar(out, span, number(bucket.count), &told);
+    }
+    for us in [p50, p99] {
+        panel.mark(out, number(us));
+    }
+    Some(top + PANEL)
+}
+
+/// Waits of each thread. Gives the height of the picture.
+fn table(out: &mut String, report: &Report, top: f64) -> f64 {
+    if report.threads.is_empty() {
+        return top;
+    }
+    let columns = [LEFT, 260.0, 360.0, 460.0, 560.0];
+    let mut y = top;
+    let mut row = |cells: [String; 5]| {
+        for (x, cell) in columns.into_iter().zip(cells) {
+            text(out, (x, y), "start", 12, &cell);
+        }
+        y += LINE;
+    };
+    row(["thread", "waits", "median", "p99", "longest"].map(str::to_owned));
+    for thread in report.threads.iter().take(THREADS_SHOWN) {
+        let Quantiles { count, p50, p99, max } = thread.latency_us;
+        let [p50, p99, max] = [p50, p99, max].map(|us| time_of(number(us)));
+        row([thread.name.clone(), count.to_string(), p50, p99, max]);
+    }
+    y
+}
+
+#[expect(clippy::cast_precision_loss, reason = "it becomes a place in a picture")]
+fn number(value: u64) -> f64 {
+    value as f64
+}
+
+/// Letters of a text.
+fn count(text: &str) -> f64 {
+    number(text.chars().count() as u64)
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The keys of an option as `--help` shows them: each with its meaning, default, range and unit, on
+//! lines that fit the terminal.
+//!
+//! Owns the layout. Every word comes from the definitions of the options; it must never contain text
+//! about a particular one.
+
+use std::fmt::Write as _;
+
+use clap::{Arg, ArgAction};
+use vmm::config::Family;
+use vmm::config::family::{FamilyInfo, FieldInfo};
+use vmm::config::reference::{UNSUPPORTED_FAMILIES, help};
+
+/// Widths of lines: where nobody says, and within which what a terminal says is used.
+const WIDTH_DEFAULT: usize = 80;
+const WIDTH_MIN: usize = 40;
+const WIDTH_MAX: usize = 100;
+
+/// Where the meaning of a key begins.
+const INDENT: usize = 6;
+
+/// Where clap puts the long text of an option.
+const CLAP_INDENT: usize = 10;
+
+/// How wide lines may be: as wide as the terminal, if stdout is one.
+pub fn width() -> usize {
+    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: the kernel writes one winsize, which lives across the call, or nothing.
+    let known = unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::TIOCGWINSZ, &raw mut size) } == 0;
+    match usize::from(size.ws_col) {
+        columns if known && columns > 0 => columns.clamp(WIDTH_MIN, WIDTH_MAX),
+        _ => WIDTH_DEFAULT,
+    }
+}
+
+/// Text in lines of at most `width`, each behind `indent` spaces; a word that is longer stands alone.
+pub fn wrapped(text: &str, indent: usize, width: usize) -> String {
+    let (mut out, mut line) = (String::new(), String::new());
+    let margin = " ".repeat(indent);
+    let mut end = |line: &mut String| {
+        if !line.is_empty() {
+            let _ = writeln!(out, "{margin}{line}");
+            line.clear();
+        }
+    };
+    for word in text.split_whitespace() {
+        if !line.is_empty() && indent + line.chars().count() + 1 + word.chars().count() > width {
+            end(&mut line);
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(word);
+    }
+    end(&mut line);
+    out
+}
+
+/// A default as an option string has it; nothing where there is none.
+fn default_of(field: &FieldInfo) -> Option<String> {
+    if field.spec.required_key {
+        return Some("required".to_owned());
+    }
+    let json = field.default.as_deref()?.trim_matches('`');
+    let text = match json {
+        "null" | "\"\"" | "[]" => return None,
+        "true" => "on",
+        "false" => "off",
+        other => other.trim_matches('"'),
+    };
+    Some(format!("default {}", text.to_ascii_lowercase()))
+}
+
+/// The unit, where the name of a key or the form of its value says one.
+fn unit_of(key: &str, value: Option<&str>) -> Option<&'static str> {
+    match value {
+        Some("<bytes>" | "<size>") => Some("bytes; K, M, G and T may follow the number"),
+        _ if key.ends_with("_ms") => Some("milliseconds"),
+        _ if key.ends_with("_us") => Some("microseconds"),
+        _ if key.ends_with("_s") => Some("seconds"),
+        _ => None,
+    }
+}
+
+/// The keys of a family, one after the other.
+pub fn keys(info: &FamilyInfo, width: usize) -> String {
+    let mut out = String::from("Keys (key=value,key=value):\n");
+    let mut refused = Vec::new();
+    for field in info.fields.iter().filter(|field| !field.spec.hidden) {
+        if field.spec.unsupported {
+            refused.extend(field.keys.iter().map(|key| key.key));
+            continue;
+        }
+        let names: Vec<String> = field
+            .keys
+            .iter()
+            .map(|key| key.value.map_or(key.key.to_owned(), |value| format!("{}={value}", key.key)))
+            .collect();
+        let Some(first) = field.keys.first() else { continue };
+        let _ = writeln!(out, "  {}", names.join(" | "));
+        let range = field.spec.range.map(|(min, max)| format!("{min} to {max}"));
+        let unit = unit_of(first.key, first.value).map(str::to_owned);
+        let facts: Vec<String> = [default_of(field), range, unit].into_iter().flatten().collect();
+        let mut text = field.spec.help.split_whitespace().collect::<Vec<_>>().join(" ");
+        if !facts.is_empty() {
+            let _ = write!(text, " [{}]", facts.join("; "));
+        }
+        out.push_str(&wrapped(&text, INDENT, width));
+    }
+    if !refused.is_empty() {
+        let text = format!("Not supported by this version: {}", refused.join(", "));
+        out.push_str(&wrapped(&text, 2, width));
+    }
+    out.truncate(out.trim_end().len());
+    out
+}
+
+/// What a family is, and all its keys.
+pub fn page<T: Family>(width: usize) -> String {
+    let info = T::info();
+    if UNSUPPORTED_FAMILIES.contains(&info.name) {
+        return help::<T>();
+    }
+    keys(&info, width)
+}
+
+/// What a family is, in a line.
+pub fn about<T: Family>() -> String {
+    let info = T::info();
+    if UNSUPPORTED_FAMILIES.contains(&info.name) {
+        return help::<T>();
+    }
+    info.about.split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned()
+}
+
+/// The option of `cloud-hypervisor` that takes a family: its syntax with `-h`, its keys with `--help`.
+/// Making the texts takes time that a VM need not wait for.
+pub fn option<T: Family>(name: &'static str, with_help: bool) -> Arg {
+    let arg = Arg::new(name).long(name).num_args(1).value_name("OPTIONS");
+    if !with_help {
+        return arg.help("");
+    }
+    let long = format!("{}\n{}", about::<T>(), page::<T>(width().saturating_sub(CLAP_INDENT)));
+    let long = if UNSUPPORTED_FAMILIES.contains(&T::info().name) { about::<T>() } else { long };
+    arg.help(help::<T>()).long_help(long)
+}
+
+/// The same of an option that may be given several times.
+pub fn list<T: Family>(name: &'static str, with_help: bool) -> Arg {
+    option::<T>(name, with_help).num_args(1..).action(ArgAction::Append)
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use vmm::config::SendMigrationData;
+    use vmm::config::reference::families;
+
+    use super::*;
+
+    #[test]
+    fn every_key_of_every_family_is_told_on_lines_that_fit() {
+        for width in [WIDTH_MIN, 80] {
+            for info in families() {
+                let text = keys(&info, width);
+                for field in info.fields.iter().filter(|field| !field.spec.hidden) {
+                    for key in &field.keys {
+                        assert!(text.contains(key.key), "{}: {}", info.name, key.key);
+                    }
+                }
+                // The form of a value is one word, however long.
+                let long = |line: &&str| line.chars().count() > width && !line.starts_with("  ");
+                assert_eq!(text.lines().find(long), None, "{}", info.name);
+                let told = text.lines().filter(|line| line.starts_with("      "));
+                let wide = |line: &&str| line.chars().count() > width && line.trim().contains(' ');
+                assert_eq!(told.clone().find(wide), None, "{}", info.name);
+            }
+        }
+    }
+
+    #[test]
+    fn a_key_has_meaning_default_range_and_unit() {
+        let text = page::<SendMigrationData>(80);
+        let at = text.find("\n  downtime_ms=").unwrap();
+        let entry: String = text[at..].lines().skip(2).take(3).collect::<Vec<_>>().join(" ");
+        let entry = entry.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(
+            entry.starts_with(
+                "Longest time in milliseconds that the guest should stand still. [default 300; 1 \
+                 to 86400000; milliseconds]"
+            ),
+            "{entry}"
+        );
+        assert!(text.contains("[default precopy]") && text.contains("[required]"), "{text}");
+        assert!(text.contains("Not supported by this version: tls_dir"), "{text}");
+    }
+
+    #[test]
+    fn words_are_kept_whole() {
+        assert_eq!(wrapped("one two three", 2, 9), "  one two\n  three\n");
+        assert_eq!(wrapped("a-word-that-is-too-long b", 0, 5), "a-word-that-is-too-long\nb\n");
+        assert_eq!(wrapped("", 2, 9), "");
+    }
+}

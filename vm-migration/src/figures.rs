@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What the two sides of a migration tell each other of it at the end, so that the figures outlive
+//! the process that measured them.
+//!
+//! Owns the document that travels with the last messages, and figures that are unknown until they
+//! are measured. What comes from a peer is shown and nothing else: no decision depends on it.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::document::Snapshot;
+use crate::error::Side;
+use crate::history::RoundBegin;
+use crate::latency::LatencySnapshot;
+
+/// A figure that is not known at first. Set by one thread at a time.
+#[derive(Debug)]
+pub(crate) struct Known(AtomicU64);
+
+/// Stands for what is not known: no figure is so large.
+const UNKNOWN: u64 = u64::MAX;
+
+impl Default for Known {
+    fn default() -> Self {
+        Self(AtomicU64::new(UNKNOWN))
+    }
+}
+
+impl Known {
+    pub(crate) fn set(&self, value: u64) {
+        self.0.store(value.min(UNKNOWN - 1), Relaxed);
+    }
+
+    pub(crate) fn get(&self) -> Option<u64> {
+        Some(self.0.load(Relaxed)).filter(|value| *value != UNKNOWN)
+    }
+
+    /// Takes something off, if it is known.
+    pub(crate) fn sub(&self, by: u64) {
+        let less = |value: u64| (value != UNKNOWN).then(|| value.saturating_sub(by));
+        let _ = self.0.fetch_update(Relaxed, Relaxed, less);
+    }
+}
+
+/// What one side tells the other. Fields that a version does not know are left out and ignored.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Figures {
+    /// Source: how long the guest had stood still when this was sent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stopped_us: Option<u64>,
+    /// Source: the fastest answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub round_trip_us: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rounds: Option<u32>,
+    /// Source: the last rounds one by one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub course: Option<Vec<RoundBegin>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_bytes_sent: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_bytes_received: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub free_pages: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub link_bytes_per_s: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dirty_bytes_per_s: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expected_downtime_us: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub allowed_downtime_us: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub faults: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub faults_requested: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub faults_merged: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub faults_local: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub faults_elsewhere: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waited_us: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency_us: Option<LatencySnapshot>,
+}
+
+impl Figures {
+    /// What the side of a document knows by itself.
+    pub(crate) fn of(own: &Snapshot) -> Self {
+        let faults = &own.faults;
+        match own.side {
+            Side::Source => Self {
+                rounds: own.round,
+                memory_bytes_sent: own.memory_bytes_sent,
+                free_pages: own.free_pages,
+                link_bytes_per_s: own.link_bytes_per_s,
+                dirty_bytes_per_s: own.dirty_bytes_per_s,
+                expected_downtime_us: own.expected_downtime_us,
+                allowed_downtime_us: own.allowed_downtime_us,
+                ..Self::default()
+            },
+            Side::Destination => Self {
+                memory_bytes_received: own.memory_bytes_received,
+                faults: faults.seen,
+                faults_requested: faults.requested,
+                faults_merged: faults.merged,
+                faults_local: faults.local,
+                faults_elsewhere: faults.elsewhere,
+                waited_us: faults.waited_us,
+                latency_us: faults.latency_us,
+                ..Self::default()
+            },
+        }
+    }
+
+    /// Since when the guest stands still, of a message that came at `at`: with the way that it took,
+    /// and that of its answer.
+    pub(crate) fn stopped(&self, at: Instant) -> Option<Instant> {
+        let before_us = self.stopped_us?.saturating_add(self.round_trip_us?);
+        at.checked_sub(Duration::from_micros(before_us))
+    }
+
+    /// Its bytes.
+    pub(crate) fn to_json(&self) -> Vec<u8> {
+        // Numbers under fixed names: serialising cannot fail.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// Reads what a peer says; nothing is lost but figures when that makes no sense.
+    pub(crate) fn read(payload: &[u8]) -> Option<Self> {
+        if payload.is_empty() {
+            return None;
+        }
+        match serde_json::from_slice(payload) {
+            Ok(figures) => Some(figures),
+            Err(error) => {
+                log::debug!("the figures of the peer cannot be read: {error}");
+                None
+            }
+        }
+    }
+
+    /// What is told now counts, and what was told before where nothing is said now.
+    pub(crate) fn take(&mut self, new: &Self) {
+        macro_rules! newer {
+            ($($field:ident),*) => { Self { $($field: new.$field.clone().or(self.$field.take()),)* } };
+        }
+        *self = newer!(
+            stopped_us,
+            round_trip_us,
+            rounds,
+            course,
+            memory_bytes_sent,
+            memory_bytes_received,
+            free_pages,
+            link_bytes_per_s,
+            dirty_bytes_per_s,
+            expected_downtime_us,
+            allowed_downtime_us,
+            faults,
+            faults_requested,
+            faults_merged,
+            faults_local,
+            faults_elsewhere,
+            waited_us,
+            latency_us
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_known_is_none_and_never_zero() {
+        let figure = Known::default();
+        figure.sub(5);
+        assert_eq!(figure.get(), None);
+        figure.set(0);
+        assert_eq!(figure.get(), Some(0));
+        figure.set(u64::MAX);
+        assert!(figure.get().is_some(), "a figure that is too large is still one");
+    }
+
+    #[test]
+    fn what_a_peer_says_is_taken_or_ignored() {
+        let told = Figures { rounds: Some(3), faults: Some(0), ..Figures::default() };
+        assert_eq!(Figures::read(&told.to_json()), Some(told.clone()));
+        assert_eq!(
+            Figures::read(br#"{"rounds":3,"of a later version":[1]}"#).and_then(|f| f.rounds),
+            Some(3)
+        );
+        for bad in [&b""[..], b"7", b"{", br#"{"rounds":-1}"#, b"\xff"] {
+            assert_eq!(Figures::read(bad), None, "{bad:?}");
+        }
+        let mut known = told;
+        known.take(&Figures { faults: Some(7), ..Figures::default() });
+        assert_eq!((known.rounds, known.faults), (Some(3), Some(7)));
+    }
+}
