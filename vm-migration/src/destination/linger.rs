@@ -142,25 +142,34 @@ fn greet(listener: &Listener, pasts: &[Past], cancel: &Cancel) -> Result<(), Cau
 ///
 /// # Errors
 /// It is not, and was told so.
-pub(super) fn answer(control: &Channel, message: &Message, pasts: &[Past]) -> Result<(), Cause> {
+fn answer(control: &Channel, message: &Message, pasts: &[Past]) -> Result<(), Cause> {
+    match reply(message, pasts) {
+        Ok(()) => {
+            control.yes()?;
+            control.connection.finish_sending(HELLO_TIMEOUT);
+            Ok(())
+        }
+        Err(refused) => {
+            control.refuse(refused);
+            Err(Cause::Refused(refused.to_string()))
+        }
+    }
+}
+
+/// What a source is told that may be one of a migration that is over: that it is, or that it is not.
+pub(super) fn reply(message: &Message, pasts: &[Past]) -> Result<(), &'static str> {
     let known = |id: &[u8; TOKEN_BYTES]| {
         pasts.iter().any(|past| past.id == *id && Instant::now() < past.until)
     };
-    let refused = match message {
+    match message {
         // No token in the answer: there is nothing to recover.
-        Message::Recover(recover) if known(&recover.id) => {
-            control.yes()?;
-            control.connection.finish_sending(HELLO_TIMEOUT);
-            return Ok(());
-        }
+        Message::Recover(recover) if known(&recover.id) => Ok(()),
         Message::Recover(_) => {
-            "no VM of another host waits here for its pages; recover where the VM runs"
+            Err("no VM of another host waits here for its pages; recover where the VM runs")
         }
-        Message::Verdict { .. } => "no VM here is in doubt about that migration",
-        _ => "a migration to here is over, and nothing is awaited",
-    };
-    control.refuse(refused);
-    Err(Cause::Refused(refused.to_string()))
+        Message::Verdict { .. } => Err("no VM here is in doubt about that migration"),
+        _ => Err("a migration to here is over, and nothing is awaited"),
+    }
 }
 
 impl Rejoin {
