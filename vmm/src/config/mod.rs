@@ -20,6 +20,7 @@ pub mod disk;
 pub mod error;
 pub mod family;
 pub(crate) mod foreign;
+pub mod grant;
 pub mod hotplug;
 pub mod later;
 pub mod memory;
@@ -47,6 +48,7 @@ pub use device::{DeviceConfig, PinMode};
 pub use disk::{DiskConfig, ImageType, LockGranularity};
 pub use error::ConfigError;
 pub use family::Family;
+pub use grant::Grant;
 pub use hotplug::{NewDevice, VmRemoveDevice};
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
@@ -108,6 +110,10 @@ pub fn fuzz_option_string(data: &[u8]) {
         "send-migration" => {
             let _ = SendMigrationData::parse_or_url(text).map(|data| data.validate());
             check::<SendMigrationData>(text);
+        }
+        "receive-migration" => {
+            let _ = ReceiveMigrationData::parse_or_url(text).map(|data| data.validate());
+            check::<ReceiveMigrationData>(text);
         }
         "rate-limit-group" => check::<rate_limiter::RateLimitGroupConfig>(text),
         _ => check::<DiskConfig>(text),

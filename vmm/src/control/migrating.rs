@@ -170,6 +170,7 @@ impl Vmm {
             host: Arc::clone(&self.host),
             sink: self.new_sink(),
             faults,
+            rules: data.allow.clone(),
             lingering: self.lingering.clone(),
             mailer: self.mailer.clone(),
         };

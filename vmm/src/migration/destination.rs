@@ -15,9 +15,10 @@ use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMac
 
 use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
+use super::grants;
 use super::memory::MigratingRam;
 use super::resident::{self, Weakness};
-use crate::config::VmConfig;
+use crate::config::{Grant, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 
 /// Builds the machine that arrives.
@@ -25,6 +26,7 @@ pub struct ArrivingBuilder {
     host: Arc<Host>,
     sink: EventSink,
     faults: FaultPlan,
+    rules: Option<Vec<Grant>>,
     doubts: Doubts,
 }
 
@@ -34,9 +36,15 @@ pub type Doubts = Box<dyn Fn(&Machine, InDoubt, bool) + Send>;
 
 impl ArrivingBuilder {
     /// On this host; events of the guest go to `sink`; `faults` says how accesses to missing pages
-    /// are caught; `doubts` hears of doubts.
+    /// are caught; `doubts` hears of doubts. A configuration may name anything on this host.
     pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: Doubts) -> Self {
-        Self { host, sink, faults, doubts }
+        Self { host, sink, faults, rules: None, doubts }
+    }
+
+    /// The same, for configurations that name only what the rules allow, if there are any.
+    #[must_use]
+    pub fn within(self, rules: Option<Vec<Grant>>) -> Self {
+        Self { rules, ..self }
     }
 }
 
@@ -89,6 +97,7 @@ impl DestinationBuilder for ArrivingBuilder {
         let MachineDocument { vm_config, common_cpuid, feature_msrs } =
             MachineDocument::read(config_json)?;
         let config = vm_config.complete()?;
+        grants::check(self.rules.as_deref(), &config)?;
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
@@ -108,7 +117,7 @@ impl MappedMachine for MappedArrival {
 
     fn build(self) -> Result<ArrivingMachine, VmError> {
         let Self { builder, mut config, memory } = self;
-        let ArrivingBuilder { host, sink, faults, doubts } = builder;
+        let ArrivingBuilder { host, sink, faults, doubts, .. } = builder;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
         let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
