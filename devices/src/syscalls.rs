@@ -35,6 +35,21 @@ pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
+/// The user as which this process opens files.
+pub(crate) fn effective_user() -> libc::uid_t {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Makes a named pipe.
+#[cfg(test)]
+pub(crate) fn make_fifo(path: &std::path::Path) -> io::Result<()> {
+    use std::os::unix::ffi::OsStrExt as _;
+    let path = std::ffi::CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: `path` is a C string that lives during the call.
+    check(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }).map(drop)
+}
+
 /// Whether the descriptor is a terminal.
 pub(crate) fn is_terminal(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: the descriptor is open and nothing else is passed.

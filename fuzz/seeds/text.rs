@@ -47,6 +47,11 @@ const OPTION_STRINGS: [(&str, &str); 31] = [
         "destination_url=tcp:host:4444,downtime_ms=300,timeout_s=3600,memory_mode=postcopy",
     ),
     ("send-migration", "unix:/tmp/sock"),
+    ("receive-migration", "receiver_url=unix:/s,allow=/var/lib/vms:disk+console"),
+    (
+        "receive-migration",
+        "receiver_url=tcp:0.0.0.0:0,allow=[\"/with,comma:payload+rng\",vm*:tap,tty:console,/d:device]",
+    ),
     ("rate-limit-group", "id=g,bw_size=1000,bw_refill_time=10,ops_size=5,ops_refill_time=7"),
 ];
 
@@ -87,6 +92,7 @@ const BODIES: [(&str, &str); 10] = [
     ),
     ("receive", r#"{"receiver_url":"tcp:0.0.0.0:4444"}"#),
     ("receive-unix", r#"{"receiver_url":"unix:/s"}"#),
+    ("receive-rules", r#"{"receiver_url":"unix:/s","allow":["/v:disk+memory+pool","*:tap"]}"#),
 ];
 
 const STATES: [(&str, &str); 5] = [

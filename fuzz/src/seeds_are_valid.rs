@@ -51,6 +51,9 @@ fn option_strings_parse() {
             "send-migration" => config::SendMigrationData::parse_or_url(text)
                 .map(|_| ())
                 .map_err(|error| error.to_string()),
+            "receive-migration" => config::ReceiveMigrationData::parse_or_url(text)
+                .map(|_| ())
+                .map_err(|error| error.to_string()),
             "rate-limit-group" => parses::<config::rate_limiter::RateLimitGroupConfig>(text),
             _ => Err("no such family".to_owned()),
         };

@@ -279,10 +279,6 @@ impl ZoneBacking {
         if !metadata.is_file() {
             return refuse("not a memfd or regular file");
         }
-        // A shorter file would be a SIGBUS later.
-        if metadata.len() < zone.size_bytes {
-            return refuse("shorter than the zone");
-        }
         // SAFETY: takes and returns numbers; the descriptor is open.
         let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
         if flags < 0 {
@@ -306,13 +302,22 @@ impl ZoneBacking {
             _ => {}
         }
         zone.check_page_size(page_bytes)?;
-        // Files of ordinary file systems know no seals.
+        // Before the length: of one that can still be made shorter that says nothing. A zone with a file
+        // may have one that knows no seals; that its configuration says so is not enough, which may come
+        // from whoever hands the file over: it has to be the file that is there on this host.
         // SAFETY: takes and returns numbers; the descriptor is open.
-        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) }.max(0);
-        if !matches!(zone.backing, Backing::File(_)) && seals & libc::F_SEAL_SHRINK == 0 {
+        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
+        let shrinks = seals.max(0) & libc::F_SEAL_SHRINK == 0;
+        if shrinks && !matches!(&zone.backing, Backing::File(path) if zone_file::is_of(path, &file))
+        {
             return refuse("not sealed against shrinking");
         }
-        if seals & (libc::F_SEAL_WRITE | libc::F_SEAL_FUTURE_WRITE) != 0 {
+        // A shorter file would be a SIGBUS later.
+        let len_bytes = file.metadata().map_err(examine)?.len();
+        if len_bytes < zone.size_bytes {
+            return refuse("shorter than the zone");
+        }
+        if seals.max(0) & (libc::F_SEAL_WRITE | libc::F_SEAL_FUTURE_WRITE) != 0 {
             return refuse("sealed against writing");
         }
         let locked = match &zone.backing {

@@ -142,11 +142,24 @@ fn files_handed_over_are_examined() {
         let error = given(spec, file).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     };
-    let file = tempfile::tempfile().unwrap();
+    let file = named.reopen().unwrap();
     file.set_len(4 * MIB - 4096).unwrap();
     refused(&of_file, file.try_clone().unwrap(), "shorter");
     file.set_len(4 * MIB).unwrap();
     assert_eq!(given(&of_file, file.try_clone().unwrap()).unwrap().kind, ZoneKind::Shared);
+    // That the zone has a file exempts that file and no other.
+    let memfd = super::memfd("given", 0).unwrap();
+    memfd.set_len(4 * MIB).unwrap();
+    let elsewhere = tempfile::tempfile().unwrap();
+    elsewhere.set_len(4 * MIB).unwrap();
+    refused(&of_file, memfd, "shrinking");
+    refused(&of_file, elsewhere.try_clone().unwrap(), "shrinking");
+    // A zone with a directory has a file without a name in it.
+    let dir = std::env::temp_dir();
+    given(&zone(|z| z.backing = Backing::File(dir.clone())), elsewhere).unwrap();
+    // One that can still be made shorter is not measured.
+    let cut = super::memfd("given", 0).unwrap();
+    refused(&zone(|_| {}), cut, "shrinking");
     // A zone that is to be a memfd takes nothing that somebody could make shorter.
     refused(&zone(|_| {}), file.try_clone().unwrap(), "shrinking");
     refused(&zone(|z| z.backing = Backing::Anonymous), file.try_clone().unwrap(), "private");

@@ -284,6 +284,13 @@ fn punch_hole(file: &File, at: u64, len_bytes: u64) -> io::Result<()> {
     }
 }
 
+/// Whether `file` is what a zone with this path has on this host: the file that is there, or one without a
+/// name in the directory that is there.
+pub fn is_of(path: &Path, file: &File) -> bool {
+    let (Ok(there), Ok(ours)) = (fs::metadata(path), file.metadata()) else { return false };
+    is_at(path, file) || there.is_dir() && ours.nlink() == 0 && there.dev() == ours.dev()
+}
+
 /// Whether `file` is what is at `path` now.
 fn is_at(path: &Path, file: &File) -> bool {
     let identity = |data: fs::Metadata| (data.dev(), data.ino());

@@ -2,6 +2,9 @@
 //! Nothing is left behind: descriptors, threads, memory, sockets, taps.
 
 use std::fs;
+use std::io::Write as _;
+
+use vm_migration::protocol::message::{Message, VERSION};
 
 use crate::harness::migrate::{Reception, failure_of, send_option};
 use crate::harness::{
@@ -134,7 +137,10 @@ fn failing_migrations() {
     for _ in 0..3 {
         let reception = Reception::start(&destination, Transport::Tcp, Mode::Precopy);
         let address = reception.url.trim_start_matches("tcp:").to_owned();
-        drop(std::net::TcpStream::connect(address).expect("it listens"));
+        let mut stream = std::net::TcpStream::connect(address).expect("it listens");
+        let start = Message::Start { version: VERSION, offer: false };
+        stream.write_all(&start.encode()).expect("it reads");
+        drop(stream);
         let output = reception.finish();
         assert!(!output.status.success(), "{output:?}");
     }

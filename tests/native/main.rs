@@ -47,6 +47,7 @@ mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
 mod soak;
+mod strangers;
 mod turning;
 mod unfit;
 mod watch;
@@ -80,6 +81,7 @@ fn main() -> ExitCode {
     snapshot_failures::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
+    strangers::add(&mut suite);
     turning::add(&mut suite);
     in_doubt::add(&mut suite);
     migration_local::add(&mut suite);

@@ -92,6 +92,8 @@ fn private() {
     source.remote_ok(&["send-migration", &format!("destination_url={},local=on", reception.url)]);
     let reason = failure_of(&source);
     assert!(reason.contains("'mine'") && reason.contains("shared=on"), "{reason}");
+    // The source has not begun anything: it is still awaited.
+    destination.remote_ok(&["migration-cancel"]);
     assert!(!reception.finish().status.success());
     source.wait_for_work(5_000);
     source.verify();

@@ -116,15 +116,17 @@ pub fn wait_for_phase(vmm: &Vmm, wanted: &str) {
 }
 
 /// A guest under way in postcopy through a cutter, and the one that receives it.
-struct Middle {
+pub struct Middle {
     source: Vmm,
-    destination: Vmm,
-    cutter: Cutter,
+    pub destination: Vmm,
+    pub cutter: Cutter,
+    /// Where the destination itself listens.
+    pub url: String,
     reception: Reception,
 }
 
 impl Middle {
-    fn start(options: &str) -> Self {
+    pub fn start(options: &str) -> Self {
         Self::start_with(options, "")
     }
 
@@ -139,11 +141,12 @@ impl Middle {
         let option = format!("destination_url={},memory_mode=postcopy,{options}", cutter.url);
         source.remote_ok(&["send-migration", &option]);
         wait_for_phase(&destination, "fault");
-        Self { source, destination, cutter, reception }
+        let url = reception.url.clone();
+        Self { source, destination, cutter, url, reception }
     }
 
     /// Everything arrives and is right.
-    fn finish(self) -> Value {
+    pub fn finish(self) -> Value {
         let Self { mut source, destination, reception, .. } = self;
         assert!(reception.finish().status.success(), "{}", destination.output());
         wait_for_phase(&destination, "done");

@@ -83,6 +83,14 @@ impl Channel {
         Arc::into_inner(connection)
     }
 
+    /// Reads what is one message, or the contents that follow one: in a total time, however it trickles.
+    pub(crate) fn timed<T>(&mut self, read: impl FnOnce(&mut Reader) -> T) -> T {
+        self.connection.time_message(true);
+        let done = read(&mut self.reader);
+        self.connection.time_message(false);
+        done
+    }
+
     /// Does `work` and meanwhile tells a peer that waits for the outcome, once a second, that this
     /// side is there; `told` says that the peer expects it. Nothing else may send on this channel.
     pub(crate) fn busy<T>(&self, told: bool, work: impl FnOnce() -> T) -> T {
@@ -116,11 +124,11 @@ impl Channel {
             if !self.reader.has_buffered() {
                 self.connection.wait_for_data(Some(timeout))?;
             }
-            let header = Header::read(&mut self.reader)?;
+            let header = self.timed(Header::read)?;
             if header.code == Command::Alive.code() && header.len_bytes == 0 {
                 continue;
             }
-            return match Answer::read_behind(&header, &mut self.reader)? {
+            return match self.timed(|reader| Answer::read_behind(&header, reader))? {
                 Answer::Ok { offer_taken, payload } => Ok(Yes { offer_taken, payload }),
                 Answer::Error { reason } => Err(refused(reason)),
             };
@@ -160,7 +168,7 @@ impl Channel {
         if !self.reader.has_buffered() {
             self.connection.wait_for_data(Some(timeout))?;
         }
-        match Answer::read(&mut self.reader)? {
+        match self.timed(Answer::read)? {
             Answer::Ok { offer_taken, payload } => Ok(Yes { offer_taken, payload }),
             Answer::Error { reason } => Err(refused(reason)),
         }

@@ -75,6 +75,17 @@ impl PageRun {
     pub fn end(&self) -> u64 {
         self.first + self.count
     }
+
+    /// The run in pieces of at most so many pages, which begin at multiples of that in the region.
+    pub(crate) fn cut(self, pages: u64) -> impl Iterator<Item = Self> {
+        let mut rest = self;
+        std::iter::from_fn(move || {
+            let count = (pages - rest.first % pages).min(rest.count);
+            let piece = Self { count, ..rest };
+            rest = Self { first: rest.first + count, count: rest.count - count, ..rest };
+            (count > 0).then_some(piece)
+        })
+    }
 }
 
 /// A range of guest physical addresses as it travels: start and length in bytes, unchecked.
@@ -288,6 +299,30 @@ mod tests {
         assert!(at(0x10_0000, 0x1000).is_err());
         assert!(at(0x1_0000_1000, u64::MAX - 0xfff).is_err());
         assert!(at(0x1000, 0).is_err());
+    }
+
+    #[test]
+    fn a_layout_has_a_limit() {
+        let region = |number: u64| RegionInfo {
+            name: String::new(),
+            gpa: number * 2 * PAGE_BYTES,
+            len_bytes: PAGE_BYTES,
+            host_page_bytes: PAGE_BYTES,
+            backing: Backing::Shared,
+        };
+        let regions = |count: usize| Layout::new((0..count as u64).map(region).collect());
+        assert!(regions(REGIONS_MAX).is_ok());
+        let refused = regions(REGIONS_MAX + 1);
+        assert_eq!(refused.unwrap_err(), LayoutError::TooManyRegions(REGIONS_MAX + 1));
+    }
+
+    #[test]
+    fn a_run_is_cut_at_multiples() {
+        let run = |first, count| PageRun { region: 2, first, count };
+        let pieces: Vec<_> = run(3, 10).cut(4).collect();
+        assert_eq!(pieces, [run(3, 1), run(4, 4), run(8, 4), run(12, 1)]);
+        assert_eq!(run(8, 4).cut(4).collect::<Vec<_>>(), [run(8, 4)]);
+        assert_eq!(run(0, 0).cut(4).count(), 0);
     }
 
     proptest! {

@@ -136,7 +136,7 @@ impl Backend {
     }
 
     pub(super) fn file(path: &Path) -> io::Result<Self> {
-        let output = File::create(path)?;
+        let output = super::open_output(path)?;
         Ok(Self { channel: Channel { input: None, output: Some(output) }, keeper: Keeper::Nothing })
     }
 

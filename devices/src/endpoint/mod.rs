@@ -11,6 +11,7 @@
 //! it is readable, [`ConsoleEndpoint::service`].
 
 mod backend;
+mod output;
 #[cfg(test)]
 mod tests;
 
@@ -26,6 +27,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 pub use backend::RawTerminal;
 use backend::{Backend, Channel};
+pub use output::open_output;
 
 /// Output that is kept for a reader that is slow or not there yet.
 const PENDING_BYTES_MAX: usize = 64 << 10;
@@ -95,7 +97,7 @@ impl ConsoleEndpoint {
         Self::new(Backend::null(), None)
     }
 
-    /// Writes output to a file, which is created or emptied; no input.
+    /// Writes output to a file, which is created or appended to; no input.
     pub fn file(path: &Path) -> Result<Self, EndpointError> {
         let backend = Backend::file(path)
             .map_err(|source| EndpointError::File { path: path.to_owned(), source })?;

@@ -5,7 +5,7 @@
 //! Owns them, the few bytes that each has said so far, and a deadline for each. Nothing here waits:
 //! what has arrived is taken, and the caller polls. So a peer that connects and says nothing, or a
 //! byte now and then, holds up neither the other connections nor what the caller does beside. It takes
-//! no byte beyond a hello, and believes none.
+//! no byte beyond a hello, and believes none. Neither does the log grow with what strangers do.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
@@ -15,7 +15,8 @@ use crate::channel::Channel;
 use crate::options::CONNECTIONS_MAX;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::codec::{HEADER_BYTES, Header};
-use crate::protocol::message::{Answer, Command, Message, Recover, Role};
+use crate::protocol::message::{Answer, Command, Message, Role};
+use crate::steering::LOOK_EVERY;
 use crate::transport::{Connection, Listener};
 
 /// Connections that may have said too little at a time: a full set, and some strangers. When there
@@ -25,19 +26,25 @@ const PENDING_MAX: usize = 2 * CONNECTIONS_MAX as usize + 64;
 /// How long one that was refused may take to read why.
 const REFUSED_TIME: Duration = Duration::from_secs(1);
 
+/// Connections that are accepted at a time.
+const ACCEPTED_MAX: usize = 64;
+
 /// How long nothing is accepted after the system had no descriptor or no memory for a connection.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
 
-/// Longest payload of a message that can come first: those that are due have less.
-const PAYLOAD_BYTES_MAX: usize = 64;
+/// Longest payload of a message that a connection may begin with: those that are due have less.
+pub(super) const FIRST_PAYLOAD_BYTES_MAX: usize = 64;
 
-/// The longest that one may say first.
-const HELLO_BYTES_MAX: usize = HEADER_BYTES + PAYLOAD_BYTES_MAX;
+/// Longest hello.
+const HELLO_BYTES_MAX: usize = HEADER_BYTES + FIRST_PAYLOAD_BYTES_MAX;
+
+/// How often the log says that connections are turned away.
+const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
 
 /// What connections say first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Expect {
-    /// A message.
+    /// A message with a payload of at most [`FIRST_PAYLOAD_BYTES_MAX`].
     Message,
     /// What they are for.
     Role,
@@ -50,12 +57,34 @@ pub(super) enum Expect {
 pub(super) enum Hello {
     /// It belongs to a set. The token is empty where none is expected.
     Extra(Role, Vec<u8>, Channel),
-    /// A source that has lost its connections.
-    Recover(Recover, Channel),
-    /// Another short message.
+    /// A message, whole.
     Message(Message, Channel),
     /// Something else.
     Other(Channel),
+}
+
+/// What the log says of connections that are turned away: the first one at once, the rest in numbers.
+#[derive(Debug, Default)]
+struct Complaints {
+    /// When the log was told last.
+    told: Option<Instant>,
+    /// Those since then.
+    kept_back: u64,
+}
+
+impl Complaints {
+    fn about(&mut self, reason: &str) {
+        let now = Instant::now();
+        if self.told.is_some_and(|told| now.duration_since(told) < COMPLAIN_EVERY) {
+            self.kept_back += 1;
+            return;
+        }
+        self.told = Some(now);
+        match std::mem::take(&mut self.kept_back) {
+            0 => log::warn!("a connection was turned away: {reason}"),
+            count => log::warn!("a connection was turned away, and {count} before it: {reason}"),
+        }
+    }
 }
 
 struct Pending {
@@ -74,12 +103,20 @@ pub(super) struct Arrivals {
     pending: Vec<Pending>,
     /// Nothing is accepted before.
     exhausted_until: Option<Instant>,
+    complaints: Complaints,
 }
 
 impl Arrivals {
     /// Nobody has connected. Each connection may take `limit` to say what it is.
     pub(super) fn new(expect: Expect, limit: Duration) -> Self {
-        Self { expect, limit, pending: Vec::new(), exhausted_until: None }
+        let complaints = Complaints::default();
+        Self { expect, limit, pending: Vec::new(), exhausted_until: None, complaints }
+    }
+
+    /// How long the caller may wait for what [`add_fds`](Self::add_fds) names before it looks again;
+    /// `None` for as long as it likes.
+    pub(super) fn look_again(&self) -> Option<Duration> {
+        (!self.pending.is_empty() || self.exhausted_until.is_some()).then_some(LOOK_EVERY)
     }
 
     /// Appends what is to be polled for reading.
@@ -111,9 +148,7 @@ impl Arrivals {
             match pending.read(self.expect) {
                 Said::All => hellos.push(pending.hello(self.expect)),
                 Said::Part if now < pending.deadline => self.pending.push(pending),
-                Said::Part => {
-                    log::warn!("a connection that did not say what it is for was closed");
-                }
+                Said::Part => self.complaints.about("it did not say what it is for"),
                 Said::Ended => log::debug!("a connection ended before it said what it is for"),
             }
         }
@@ -126,11 +161,12 @@ impl Arrivals {
             return;
         }
         self.exhausted_until = None;
-        loop {
+        // The caller has other things to do, however fast others connect.
+        for _ in 0..ACCEPTED_MAX {
             match listener.accept_now(cancel, self.limit) {
                 Ok(Some(connection)) => {
                     if self.pending.len() >= PENDING_MAX {
-                        log::warn!("too many connections say nothing: the oldest one is closed");
+                        self.complaints.about("it is the oldest of too many that say nothing");
                         self.pending.remove(0);
                     }
                     let deadline = now + self.limit;
@@ -139,7 +175,7 @@ impl Arrivals {
                 }
                 Ok(None) => return,
                 Err(error) => {
-                    log::warn!("no connection can be accepted: {}", error_text::chain(&error));
+                    self.complaints.about(&error_text::chain(&error));
                     self.exhausted_until = Some(now + EXHAUSTED_PAUSE);
                     return;
                 }
@@ -149,11 +185,13 @@ impl Arrivals {
 
     /// Tells one that it is of no use, and forgets it as soon as it has had time to read that.
     pub(super) fn refuse(&mut self, channel: Channel, reason: &str) {
-        self.answer(channel, &Answer::Error { reason: reason.to_string() });
+        self.complaints.about(reason);
+        self.dismiss(channel, &Answer::Error { reason: reason.to_string() });
     }
 
-    /// The last word to one, which is forgotten as soon as it has had time to read that.
-    pub(super) fn answer(&mut self, channel: Channel, answer: &Answer) {
+    /// Answers one from which nothing more is expected, and forgets it as soon as it has had time to
+    /// read that.
+    pub(super) fn dismiss(&mut self, channel: Channel, answer: &Answer) {
         let Some(connection) = channel.into_connection() else { return };
         // It has sent little and been sent nothing: this does not block.
         connection.set_stall_timeout(Duration::ZERO);
@@ -174,23 +212,27 @@ enum Said {
 impl Pending {
     /// How long the hello is, as far as that can be known from what was said.
     fn len(&self, expect: Expect) -> usize {
-        let Some(code) = self.said.first_chunk::<2>().map(|code| u16::from_le_bytes(*code)) else {
-            return if expect == Expect::Message { HEADER_BYTES } else { 2 };
-        };
-        let is_role = Role::read(&mut &self.said[..2]).is_ok();
         match expect {
-            Expect::RoleAndToken if is_role => 2 + TOKEN_BYTES,
-            Expect::RoleAndToken if comes_back(code) => self.message_len(),
+            Expect::RoleAndToken if Role::read(&mut &self.said[..]).is_ok() => 2 + TOKEN_BYTES,
+            Expect::RoleAndToken if self.comes_back() => HEADER_BYTES + self.payload_len(),
             Expect::Role | Expect::RoleAndToken => 2,
-            Expect::Message => self.message_len(),
+            Expect::Message => HEADER_BYTES + self.payload_len(),
         }
     }
 
-    /// The same of a message; of one that is too long to come first, its header.
-    fn message_len(&self) -> usize {
-        let header = self.said.first_chunk::<HEADER_BYTES>().map(|header| Header::decode(*header));
-        let payload = header.and_then(|header| usize::try_from(header.len_bytes).ok());
-        HEADER_BYTES + payload.filter(|len| *len <= PAYLOAD_BYTES_MAX).unwrap_or(0)
+    /// Whether a source that has lost its connections says so, as far as the first bytes tell.
+    fn comes_back(&self) -> bool {
+        let code = self.said.first_chunk::<2>().map(|code| u16::from_le_bytes(*code));
+        [Command::Recover, Command::Verdict].iter().any(|command| Some(command.code()) == code)
+    }
+
+    /// Bytes that follow the header of a message that can come first.
+    fn payload_len(&self) -> usize {
+        let Some(header) = self.said.first_chunk::<HEADER_BYTES>() else { return 0 };
+        let Header { code, len_bytes, .. } = Header::decode(*header);
+        let known = Command::from_code(code).is_ok();
+        let len = usize::try_from(len_bytes).ok().filter(|len| *len <= FIRST_PAYLOAD_BYTES_MAX);
+        len.filter(|_| known).unwrap_or(0)
     }
 
     fn read(&mut self, expect: Expect) -> Said {
@@ -224,16 +266,10 @@ impl Pending {
             return Hello::Extra(role, said[2..].to_vec(), channel);
         }
         match Message::read(said) {
-            Ok(Message::Recover(recover)) => Hello::Recover(recover, channel),
             Ok(message) => Hello::Message(message, channel),
             Err(_) => Hello::Other(channel),
         }
     }
-}
-
-/// The first bytes of what a source says that has lost its connections.
-fn comes_back(code: u16) -> bool {
-    [Command::Recover, Command::Verdict].iter().any(|command| command.code() == code)
 }
 
 #[cfg(all(test, not(loom)))]
@@ -243,6 +279,7 @@ mod tests {
     use std::net::TcpStream;
 
     use super::*;
+    use crate::protocol::message::Recover;
     use crate::transport::{Address, WaitEnd, wait_readable};
 
     fn listen() -> (Listener, String) {
@@ -279,7 +316,7 @@ mod tests {
         ours.write_all(&Message::Recover(recover).encode()).unwrap();
         ours.write_all(b"what follows").unwrap();
         match &mut next(&mut arrivals, &listener)[..] {
-            [Hello::Recover(heard, channel)] => {
+            [Hello::Message(Message::Recover(heard), channel)] => {
                 assert_eq!(*heard, recover);
                 let mut rest = [0; 12];
                 crate::protocol::codec::ByteSource::read_exact(&mut channel.reader, &mut rest)

@@ -7,7 +7,6 @@
 //! The machine and its fault threads stay as they are meanwhile.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use super::Context;
 use super::arrivals::{Arrivals, Expect, Hello};
@@ -66,7 +65,6 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         vm.in_doubt(self.state, false);
         let mut lasts = false;
         let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
-        let mut turned_away = TurnedAway::default();
         let mut listener = Arc::clone(context.listener);
         let steering = &context.options.steering;
         loop {
@@ -90,12 +88,8 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
             for hello in arrivals.take(&listener, self.never) {
                 match self.hear(hello, context) {
                     Ok(heard) => return heard,
-                    Err((answer, channel)) => {
-                        if let Answer::Error { reason } = &answer {
-                            turned_away.tell(reason);
-                        }
-                        arrivals.answer(channel, &answer);
-                    }
+                    Err((Some(reason), channel)) => arrivals.refuse(channel, reason),
+                    Err((None, channel)) => arrivals.dismiss(channel, &Answer::ok()),
                 }
             }
         }
@@ -113,14 +107,14 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         }
     }
 
-    /// What a connection says; with an answer when it is not the source's word.
+    /// What a connection says; when it is not the source's word, why not, or nothing if it is that of a
+    /// migration that is over.
     fn hear(
         &mut self,
         hello: Hello,
         context: Context<'_>,
-    ) -> Result<(Known, Word), (Answer, Channel)> {
-        let refused =
-            |reason: &str, channel| Err((Answer::Error { reason: reason.to_string() }, channel));
+    ) -> Result<(Known, Word), (Option<&'static str>, Channel)> {
+        let refused = |reason, channel| Err((Some(reason), channel));
         match hello {
             Hello::Message(Message::Verdict { id, verdict }, control) if id == self.agreed.id => {
                 let known = self.state.hears(verdict);
@@ -130,10 +124,12 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
                 }
                 Ok((known, Word::Verdict(control)))
             }
-            Hello::Recover(recover, control) if linger::is_past(context.pasts, &recover.id) => {
-                Err((Answer::ok(), control))
+            Hello::Message(Message::Recover(recover), control)
+                if linger::is_past(context.pasts, &recover.id) =>
+            {
+                Err((None, control))
             }
-            Hello::Recover(recover, control) => {
+            Hello::Message(Message::Recover(recover), control) => {
                 let Some(faults) = &mut self.faults else {
                     return refused("this migration has no pages to come", control);
                 };
@@ -161,25 +157,5 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
                 )
             }
         }
-    }
-}
-
-/// Connections that were turned away: said of each, but no more often than once a second.
-#[derive(Default)]
-struct TurnedAway {
-    told: Option<Instant>,
-    untold: u64,
-}
-
-impl TurnedAway {
-    fn tell(&mut self, reason: &str) {
-        const EVERY: Duration = Duration::from_secs(1);
-        if self.told.is_some_and(|told| told.elapsed() < EVERY) {
-            self.untold += 1;
-            return;
-        }
-        let before = std::mem::take(&mut self.untold);
-        log::warn!("a connection in doubt was turned away ({before} more before it): {reason}");
-        self.told = Some(Instant::now());
     }
 }

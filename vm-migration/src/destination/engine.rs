@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use super::demand::{Demand, Look};
 use super::emptying::empty_units;
-use super::receive::locate;
 use super::sleepers::Sleepers;
+use super::tables::locate;
 use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};

@@ -16,8 +16,6 @@ use std::time::Instant;
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::rejoin::{HELLO_TIMEOUT, Rejoin};
 use crate::cancel::Cancel;
-use crate::channel::Channel;
-use crate::error::Cause;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::{Answer, Message};
 use crate::steering::LOOK_EVERY;
@@ -145,9 +143,6 @@ fn answer_all(listener: &Listener, pasts: &[Past], stop: &Cancel) -> bool {
         }
         for hello in arrivals.take(listener, stop) {
             let (answer, channel) = match hello {
-                Hello::Recover(recover, channel) => {
-                    (reply(&Message::Recover(recover), pasts), channel)
-                }
                 Hello::Message(message, channel) => (reply(&message, pasts), channel),
                 Hello::Extra(_, _, channel) | Hello::Other(channel) => (Err(NOTHING), channel),
             };
@@ -158,7 +153,7 @@ fn answer_all(listener: &Listener, pasts: &[Past], stop: &Cancel) -> bool {
                 },
                 |()| Answer::ok(),
             );
-            arrivals.answer(channel, &answer);
+            arrivals.dismiss(channel, &answer);
         }
     }
     true
@@ -185,7 +180,7 @@ pub(super) fn is_past(pasts: &[Past], id: &[u8; TOKEN_BYTES]) -> bool {
 ///
 /// # Errors
 /// It is not.
-fn reply(message: &Message, pasts: &[Past]) -> Result<(), &'static str> {
+pub(super) fn reply(message: &Message, pasts: &[Past]) -> Result<(), &'static str> {
     match message {
         Message::Recover(recover) if is_past(pasts, &recover.id) => Ok(()),
         Message::Recover(_) => {
@@ -193,24 +188,6 @@ fn reply(message: &Message, pasts: &[Past]) -> Result<(), &'static str> {
         }
         Message::Verdict { .. } => Err("no VM here is in doubt about that migration"),
         _ => Err(NOTHING),
-    }
-}
-
-/// Answers a message of a source that may be one of a migration that is over.
-///
-/// # Errors
-/// It is not, and was told so.
-pub(super) fn answer(control: &Channel, message: &Message, pasts: &[Past]) -> Result<(), Cause> {
-    match reply(message, pasts) {
-        Ok(()) => {
-            control.yes()?;
-            control.connection.finish_sending(HELLO_TIMEOUT);
-            Ok(())
-        }
-        Err(refused) => {
-            control.refuse(refused);
-            Err(Cause::Refused(refused.to_string()))
-        }
     }
 }
 

@@ -8,6 +8,7 @@
 //! | `negotiate` | Listen and Negotiate: versions, capabilities, mapping memory |
 //! | `building` | the machine while it is built, during the first rounds |
 //! | `receive` | Receive: memory arrives, extra connections join |
+//! | `tables` | ranges that a peer names: found, bounded, made zero |
 //! | `fresh` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what an arrival means |
@@ -44,6 +45,7 @@ mod receive;
 mod rejoin;
 mod run;
 mod sleepers;
+mod tables;
 
 use std::sync::Arc;
 

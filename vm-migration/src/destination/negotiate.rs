@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Listen and Negotiate: the first connection, what both sides can do, memory mapped here.
+//! Listen and Negotiate: the source among all who connect, what both sides can do, memory mapped here.
 //!
 //! Owns the checks that must fail before anything starts: versions, capabilities, the right to use
 //! userfaultfd, the memory layout.
@@ -8,7 +8,9 @@
 use std::fs::File;
 use std::io::Read;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::{Building, build_now};
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
@@ -26,8 +28,12 @@ use crate::protocol::capabilities::{
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Answer, Message, VERSION};
 use crate::ram::GuestMemoryMap;
+use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::uffd::{self, Uffd};
 use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
+
+/// How long one that connects may take to say that it is the source. Nothing waits for it meanwhile.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Most userfaultfds that a number of connections makes.
 const READERS_MAX: u16 = 16;
@@ -36,31 +42,55 @@ const READERS_MAX: u16 = 16;
 pub(crate) struct Connected {
     control: Channel,
     /// What it has said.
-    first: Result<Message, Failure>,
+    first: Message,
 }
 
-/// Waits for the source. One of an earlier migration that does not know how that ended is answered,
-/// and not mistaken for the one that is awaited.
+/// Waits for the source. Nobody else ends the wait: who says nothing is closed after a time, who says
+/// something else is told that a VM is awaited, and a source of an earlier migration that does not know
+/// how that ended is told.
 pub(crate) fn listen<V: crate::vm::DestinationVm>(
     context: Context<'_>,
 ) -> Result<Connected, Setback<V>> {
-    let options = context.options;
+    const STEP: &str = "waiting for the source";
+    let early = |cause: Cause| Setback::early(None, Failure::new(STEP, cause));
+    let deadline = context.options.accept_timeout.map(|limit| (Instant::now() + limit, limit));
+    let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
     loop {
-        let connection = context
-            .listener
-            .accept(context.cancel, options.accept_timeout, options.limits.answer)
-            .step("waiting for the source")
-            .map_err(|failure| Setback::early(None, failure))?;
-        let mut control = Channel::new(connection);
-        let first = read(&mut control, "waiting for the start of the protocol");
-        match &first {
-            Ok(message @ (Message::Recover(_) | Message::Verdict { .. })) => {
-                if let Err(cause) = linger::answer(&control, message, context.pasts) {
-                    let why = error_text::chain(&cause);
-                    log::info!("the source of an earlier migration was turned away: {why}");
+        let mut fds = Vec::new();
+        arrivals.add_fds(context.listener, &mut fds);
+        let left = deadline.map(|(at, _)| at.saturating_duration_since(Instant::now()));
+        let wait = arrivals.look_again().into_iter().chain(left).min();
+        match wait_readable(&fds, context.cancel, wait) {
+            Ok(WaitEnd::Cancelled) => return Err(early(Cause::Cancelled)),
+            Ok(WaitEnd::Ready(_) | WaitEnd::TimedOut) => {}
+            Err(error) => return Err(early(Cause::Resource(error))),
+        }
+        let mut source = None;
+        for hello in arrivals.take(context.listener, context.cancel) {
+            match hello {
+                Hello::Message(first @ Message::Start { .. }, control) if source.is_none() => {
+                    source = Some(Connected { control, first });
+                }
+                Hello::Message(
+                    message @ (Message::Recover(_) | Message::Verdict { .. }),
+                    other,
+                ) => match linger::reply(&message, context.pasts) {
+                    Ok(()) => arrivals.dismiss(other, &Answer::ok()),
+                    Err(reason) => arrivals.refuse(other, reason),
+                },
+                Hello::Message(_, other) | Hello::Extra(_, _, other) | Hello::Other(other) => {
+                    arrivals.refuse(other, "a VM is awaited here, and this is no beginning of one");
                 }
             }
-            _ => return Ok(Connected { control, first }),
+        }
+        if let Some(source) = source {
+            source.control.connection.set_stall_timeout(context.options.limits.answer);
+            return Ok(source);
+        }
+        if let Some((at, after)) = deadline
+            && Instant::now() >= at
+        {
+            return Err(early(TransportError::Timeout { what: STEP, after }.into()));
         }
     }
 }
@@ -85,7 +115,7 @@ impl Connected {
     ) -> Result<Parts<B::Vm>, Failure> {
         const STEP: &str = "mapping the guest's memory at the destination";
         let control = &mut self.control;
-        let first = std::mem::replace(&mut self.first, Ok(Message::Complete))?;
+        let first = std::mem::replace(&mut self.first, Message::Complete);
         let terms = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
         let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
@@ -268,7 +298,11 @@ pub(super) fn watch<V: DestinationVm>(
 
 /// Reads the next message; the source's giving up is an error.
 pub(crate) fn read(control: &mut Channel, step: &'static str) -> Result<Message, Failure> {
-    match Message::read(&mut control.reader).step(step)? {
+    if !control.reader.has_buffered() {
+        let limit = control.connection.stall_timeout();
+        control.connection.wait_for_data(Some(limit)).step(step)?;
+    }
+    match control.timed(Message::read).step(step)? {
         Message::Abandon(reason) if reason.is_empty() => {
             Err(Cause::Abandoned("it gave no reason, see its log".to_string())).step(step)
         }

@@ -20,13 +20,14 @@ use super::fresh::Fresh;
 use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
 use super::rejoin::Rejoin;
+use super::tables::{locate, take_zeros};
 use super::{Context, Setback, linger};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
-use crate::layout::{GpaRange, Layout, PageRun};
+use crate::layout::{GpaRange, PageRun};
 use crate::options::{CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
@@ -92,8 +93,6 @@ pub(crate) struct Mapped<V: DestinationVm> {
     control: Channel,
     bulk: Vec<Channel>,
     urgent: Vec<Channel>,
-    /// When the source last said something, and was answered.
-    heard: Instant,
 }
 
 /// All memory, or the list of what is missing, is here, and so is the state.
@@ -121,15 +120,9 @@ struct Outcome<V: DestinationVm> {
     faults: Option<FaultThreads<V::Memory>>,
 }
 
-/// What a loop of Receive found to do.
-enum Next {
-    Message(Message),
-    Connection,
-}
-
 impl<V: DestinationVm> Mapped<V> {
     pub(crate) fn new(parts: Parts<V>, control: Channel) -> Self {
-        Self { parts, control, bulk: Vec::new(), urgent: Vec::new(), heard: Instant::now() }
+        Self { parts, control, bulk: Vec::new(), urgent: Vec::new() }
     }
 
     /// Takes memory until the state arrives.
@@ -158,24 +151,7 @@ impl<V: DestinationVm> Mapped<V> {
             if self.parts.terms.negotiated() { Expect::RoleAndToken } else { Expect::Role };
         let mut arrivals = Arrivals::new(expect, HELLO_TIMEOUT);
         loop {
-            let message = match self.next(&helpers, &arrivals, context)? {
-                Next::Connection => {
-                    for hello in arrivals.take(context.listener, context.cancel) {
-                        let hello = match hello {
-                            Hello::Recover(recover, channel)
-                                if linger::is_past(context.pasts, &recover.id) =>
-                            {
-                                arrivals.answer(channel, &Answer::ok());
-                                continue;
-                            }
-                            other => other,
-                        };
-                        self.join(hello, &mut helpers, &fresh, context)?;
-                    }
-                    continue;
-                }
-                Next::Message(message) => message,
-            };
+            let message = self.await_message(&mut helpers, &mut arrivals, &fresh, context)?;
             let memory = &*self.parts.memory;
             match message {
                 Message::Memory(_)
@@ -187,15 +163,21 @@ impl<V: DestinationVm> Mapped<V> {
                     return Err(unexpected(&message, "State"));
                 }
                 Message::Memory(ranges) => {
-                    let reader = &mut self.control.reader;
-                    take_memory(memory, &fresh, reader, &ranges, context.progress).step(STEP)?;
+                    let progress = context.progress;
+                    self.control
+                        .timed(|from| take_memory(memory, &fresh, from, &ranges, progress))
+                        .step(STEP)?;
                 }
                 Message::MemoryZstd { ranges, frame_bytes } if self.parts.terms.negotiated() => {
-                    let from = (&mut self.control.reader, &mut inflater);
-                    take_frame(memory, from, &ranges, frame_bytes, context.progress).step(STEP)?;
+                    let (inflater, progress) = (&mut inflater, context.progress);
+                    self.control
+                        .timed(|from| {
+                            take_frame(memory, (from, inflater), &ranges, frame_bytes, progress)
+                        })
+                        .step(STEP)?;
                 }
                 Message::ZeroPages(ranges) if self.parts.terms.negotiated() => {
-                    take_zeros(memory, &ranges, context.progress).step(STEP)?;
+                    take_zeros(memory, &ranges, context.progress, &[context.cancel]).step(STEP)?;
                 }
                 Message::Coming(ranges) if self.parts.terms.negotiated() => {
                     let runs = locate(memory.layout(), &ranges).step(STEP)?;
@@ -238,7 +220,6 @@ impl<V: DestinationVm> Mapped<V> {
                 other => return Err(unexpected(&other, "Memory or State")),
             }
             self.control.yes().step("acknowledging memory")?;
-            self.heard = Instant::now();
         }
     }
 
@@ -256,16 +237,53 @@ impl<V: DestinationVm> Mapped<V> {
         }
     }
 
-    /// Waits for a message or a connection, or for a helper or the builder to fail.
+    /// The source's next message; other connections are heard meanwhile.
+    fn await_message(
+        &mut self,
+        helpers: &mut Helpers,
+        arrivals: &mut Arrivals,
+        fresh: &Arc<Fresh>,
+        context: Context<'_>,
+    ) -> Result<Message, Failure> {
+        // The source's time, whoever else connects.
+        let mut since = Instant::now();
+        loop {
+            if let Some(message) = self.next(helpers, arrivals, since, context)? {
+                return Ok(message);
+            }
+            for hello in arrivals.take(context.listener, context.cancel) {
+                let hello = match hello {
+                    Hello::Message(Message::Recover(recover), channel)
+                        if linger::is_past(context.pasts, &recover.id) =>
+                    {
+                        arrivals.dismiss(channel, &Answer::ok());
+                        continue;
+                    }
+                    other => other,
+                };
+                match greet(hello, &self.parts.terms, context) {
+                    Ok(joined) => {
+                        since = Instant::now();
+                        self.join(joined, helpers, fresh, context)?;
+                    }
+                    Err((reason, channel)) => arrivals.refuse(channel, &reason),
+                }
+            }
+        }
+    }
+
+    /// Waits for a message, or for a helper or the builder to fail. `None` when connections are to be
+    /// looked at. `since` is when the wait for the message began.
     fn next(
         &mut self,
         helpers: &Helpers,
         arrivals: &Arrivals,
+        since: Instant,
         context: Context<'_>,
-    ) -> Result<Next, Failure> {
+    ) -> Result<Option<Message>, Failure> {
         const STEP: &str = "waiting for memory or state";
         let limit = context.options.limits.answer;
-        while !self.control.reader.has_buffered() {
+        if !self.control.reader.has_buffered() {
             let mut fds = vec![
                 helpers.failed.fd(),
                 self.parts.building.failed().fd(),
@@ -277,35 +295,25 @@ impl<V: DestinationVm> Mapped<V> {
                 WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
                 WaitEnd::Ready(0) => return Err(helpers.failure()),
                 WaitEnd::Ready(1) => return Err(self.failure_to_build()),
-                WaitEnd::Ready(2) => break,
-                // A stranger who connects now and then is no sign of life of the source.
-                WaitEnd::TimedOut | WaitEnd::Ready(_) if self.heard.elapsed() >= limit => {
+                WaitEnd::Ready(2) => {}
+                WaitEnd::TimedOut | WaitEnd::Ready(_) if since.elapsed() >= limit => {
                     let what = "waiting for memory or state";
                     return Err(TransportError::Timeout { what, after: limit }).step(STEP);
                 }
-                WaitEnd::TimedOut => {}
-                WaitEnd::Ready(_) => return Ok(Next::Connection),
+                WaitEnd::TimedOut | WaitEnd::Ready(_) => return Ok(None),
             }
         }
-        read(&mut self.control, STEP).map(Next::Message)
+        read(&mut self.control, STEP).map(Some)
     }
 
-    /// Lets an extra connection in, or closes it.
+    /// Takes an extra connection, or closes it where it is of no use.
     fn join(
         &mut self,
-        hello: Hello,
+        (role, channel): (Role, Channel),
         helpers: &mut Helpers,
         fresh: &Arc<Fresh>,
         context: Context<'_>,
     ) -> Result<(), Failure> {
-        let (role, channel) = match greet(hello, &self.parts.terms, context) {
-            Ok(joined) => joined,
-            Err(cause) => {
-                log::warn!("an extra connection was turned away: {}", error_text::chain(&cause));
-                return Ok(());
-            }
-        };
-        self.heard = Instant::now();
         let mode = self.mode();
         let count = helpers.threads.len() + self.bulk.len() + self.urgent.len();
         match role {
@@ -329,7 +337,7 @@ impl<V: DestinationVm> Mapped<V> {
                 (Arc::clone(&self.parts.memory), Arc::clone(fresh)),
                 channel,
                 self.parts.terms.negotiated(),
-                Arc::clone(context.progress),
+                context,
             ),
             Role::Fault => {
                 log::warn!("an extra connection for page requests was turned away: not postcopy");
@@ -391,27 +399,27 @@ impl<V: DestinationVm> Mapped<V> {
     }
 }
 
-/// Lets an extra connection in that belongs here.
-fn greet(hello: Hello, terms: &Terms, context: Context<'_>) -> Result<(Role, Channel), Cause> {
+/// Tells whether an extra connection belongs here; if not, why not.
+fn greet(
+    hello: Hello,
+    terms: &Terms,
+    context: Context<'_>,
+) -> Result<(Role, Channel), (String, Channel)> {
+    let stranger = |channel| Err((ProtocolError::Token.to_string(), channel));
     let (role, shown, channel) = match hello {
         Hello::Extra(role, shown, channel) => (role, shown, channel),
-        Hello::Recover(..) | Hello::Message(..) | Hello::Other(_) => {
-            return Err(ProtocolError::Token.into());
-        }
+        Hello::Message(_, channel) | Hello::Other(channel) => return stranger(channel),
     };
     if let Terms::Negotiated { token, .. } = terms {
         if shown != *token {
-            return Err(ProtocolError::Token.into());
+            return stranger(channel);
         }
-        channel.yes()?;
+        if let Err(error) = channel.yes() {
+            return Err((error.to_string(), channel));
+        }
     }
     channel.connection.set_stall_timeout(context.options.limits.answer);
     Ok((role, channel))
-}
-
-/// Finds the pages of a table.
-pub(crate) fn locate(layout: &Layout, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
-    ranges.iter().map(|range| Ok(layout.locate(*range)?)).collect()
 }
 
 /// Takes the contents that follow a table.
@@ -460,24 +468,13 @@ fn take_frame<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// Makes ranges zero.
-fn take_zeros<M: GuestMemoryMap>(
-    memory: &M,
-    ranges: &[GpaRange],
-    progress: &Progress,
-) -> Result<(), Cause> {
-    for run in locate(memory.layout(), ranges)? {
-        ram::clear(memory, run).map_err(Cause::Memory)?;
-        progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
-    }
-    Ok(())
-}
-
 /// Threads that take memory from extra connections. Dropping ends them.
 struct Helpers {
     threads: Vec<(Arc<Connection>, JoinHandle<Option<Channel>>)>,
     /// Ends their waits between two messages.
     stop: Cancel,
+    /// Ends them, whatever they do.
+    quit: Cancel,
     /// Readable once one of them failed.
     failed: Cancel,
     /// Why. Held for one look.
@@ -487,8 +484,8 @@ struct Helpers {
 impl Helpers {
     fn new() -> Result<Self, Cause> {
         let cancel = || Cancel::new().map_err(Cause::Resource);
-        let (stop, failed) = (cancel()?, cancel()?);
-        Ok(Self { threads: Vec::new(), stop, failed, failure: Arc::default() })
+        let (stop, quit, failed) = (cancel()?, cancel()?, cancel()?);
+        Ok(Self { threads: Vec::new(), stop, quit, failed, failure: Arc::default() })
     }
 
     fn start<M: GuestMemoryMap>(
@@ -496,13 +493,16 @@ impl Helpers {
         (memory, fresh): (Arc<M>, Arc<Fresh>),
         mut channel: Channel,
         negotiated: bool,
-        progress: Arc<Progress>,
+        context: Context<'_>,
     ) -> Result<(), Failure> {
         let connection = Arc::clone(&channel.connection);
         connection.set_cancel(&self.stop);
+        let (quit, cancel) = (self.quit.clone(), context.cancel.clone());
+        let progress = Arc::clone(context.progress);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
-            match take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress) {
+            let stops = [&quit, &cancel];
+            match take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress, &stops) {
                 Ok(Rounds::Ended) => None,
                 Ok(Rounds::Stopped) => Some(channel),
                 Err(error) => {
@@ -546,6 +546,7 @@ impl Helpers {
     }
 
     fn end(&mut self) {
+        self.quit.cancel();
         for (connection, thread) in self.threads.drain(..) {
             connection.shut_down();
             if thread.join().is_err() {
@@ -576,6 +577,7 @@ fn take_rounds<M: GuestMemoryMap>(
     channel: &mut Channel,
     negotiated: bool,
     progress: &Progress,
+    stops: &[&Cancel],
 ) -> Result<Rounds, Failure> {
     const STEP: &str = "receiving memory on an extra connection";
     let mut inflater = Inflater::default();
@@ -586,20 +588,26 @@ fn take_rounds<M: GuestMemoryMap>(
                 waited => waited.step(STEP)?,
             }
         }
-        let message = match Message::read(&mut channel.reader) {
+        let message = match channel.timed(Message::read) {
             Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(Rounds::Ended),
             message => message.step(STEP)?,
         };
         match message {
             Message::Memory(ranges) => {
-                take_memory(memory, fresh, &mut channel.reader, &ranges, progress).step(STEP)?;
+                channel
+                    .timed(|from| take_memory(memory, fresh, from, &ranges, progress))
+                    .step(STEP)?;
             }
             Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
-                let from = (&mut channel.reader, &mut inflater);
-                take_frame(memory, from, &ranges, frame_bytes, progress).step(STEP)?;
+                let inflater = &mut inflater;
+                channel
+                    .timed(|from| {
+                        take_frame(memory, (from, inflater), &ranges, frame_bytes, progress)
+                    })
+                    .step(STEP)?;
             }
             Message::ZeroPages(ranges) if negotiated => {
-                take_zeros(memory, &ranges, progress).step(STEP)?;
+                take_zeros(memory, &ranges, progress, stops).step(STEP)?;
             }
             other => return Err(unexpected(&other, "Memory")),
         }

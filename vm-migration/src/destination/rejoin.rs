@@ -71,17 +71,21 @@ impl Rejoin {
         let mut returned = None;
         for hello in arrivals.take(&self.listener, cancel) {
             let (reason, channel) = match hello {
-                Hello::Recover(recover, control) if is_past(&self.pasts, &recover.id) => {
-                    arrivals.answer(control, &Answer::ok());
+                Hello::Message(Message::Recover(recover), control)
+                    if is_past(&self.pasts, &recover.id) =>
+                {
+                    arrivals.dismiss(control, &Answer::ok());
                     continue;
                 }
-                Hello::Recover(recover, control) => match self.admit(control, recover) {
-                    Ok(source) => {
-                        returned = Some(source);
-                        continue;
+                Hello::Message(Message::Recover(recover), control) => {
+                    match self.admit(control, recover) {
+                        Ok(source) => {
+                            returned = Some(source);
+                            continue;
+                        }
+                        Err(refused) => refused,
                     }
-                    Err(refused) => refused,
-                },
+                }
                 Hello::Other(channel)
                 | Hello::Message(_, channel)
                 | Hello::Extra(_, _, channel) => (
@@ -89,7 +93,6 @@ impl Rejoin {
                     channel,
                 ),
             };
-            log::warn!("a connection during postcopy was turned away: {reason}");
             arrivals.refuse(channel, reason);
         }
         returned
@@ -214,12 +217,9 @@ impl Rejoin {
                         (&mut urgent, urgent_count, channel)
                     }
                     Hello::Extra(_, _, channel)
-                    | Hello::Recover(_, channel)
                     | Hello::Message(_, channel)
                     | Hello::Other(channel) => {
-                        let why = ProtocolError::Token.to_string();
-                        log::warn!("a connection during a recovery was turned away: {why}");
-                        arrivals.refuse(channel, &why);
+                        arrivals.refuse(channel, &ProtocolError::Token.to_string());
                         continue;
                     }
                 };

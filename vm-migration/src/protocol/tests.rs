@@ -9,8 +9,9 @@ use proptest::prelude::*;
 
 use super::ProtocolError;
 use super::codec::{
-    CONFIG_BYTES_MAX, Header, RANGE_BYTES, REASON_BYTES_MAX, TABLE_BYTES_MAX, put_varint,
-    read_payload, take_varint,
+    ANSWER_BYTES_MAX, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header, PENDING_BYTES_MAX,
+    RANGE_BYTES, REASON_BYTES_MAX, STATE_BYTES_MAX, TABLE_BYTES_MAX, put_varint, read_payload,
+    take_varint,
 };
 use super::message::{Answer, Command, Message, Recover, Role, VERSION, fuzz_stream};
 use super::runs;
@@ -172,6 +173,42 @@ fn a_table_is_a_whole_number_of_entries_and_bounded() {
     let long = TABLE_BYTES_MAX + RANGE_BYTES as u64;
     let long = Header::new(Command::Memory.code(), long).encode();
     assert!(matches!(Message::read(&mut &long[..]), Err(ProtocolError::TooLong { .. })));
+}
+
+#[test]
+fn every_payload_has_a_limit() {
+    for (command, max_bytes) in [
+        (Command::Capabilities, CAPABILITIES_BYTES_MAX),
+        (Command::Config, CONFIG_BYTES_MAX),
+        (Command::State, STATE_BYTES_MAX),
+        (Command::Pending, PENDING_BYTES_MAX),
+        (Command::Stale, PENDING_BYTES_MAX),
+        (Command::Abandon, REASON_BYTES_MAX),
+        (Command::Memory, TABLE_BYTES_MAX),
+        (Command::MemoryZstd, TABLE_BYTES_MAX),
+        (Command::ZeroPages, TABLE_BYTES_MAX),
+        (Command::Coming, TABLE_BYTES_MAX),
+        (Command::Elsewhere, TABLE_BYTES_MAX),
+        (Command::PageFault, TABLE_BYTES_MAX),
+        (Command::Ahead, TABLE_BYTES_MAX),
+    ] {
+        let bytes = Header::new(command.code(), max_bytes + RANGE_BYTES as u64).encode();
+        let refused = Message::read(&mut &bytes[..]);
+        assert!(matches!(refused, Err(ProtocolError::TooLong { .. })), "{command:?}: {refused:?}");
+    }
+    for command in [Command::MemoryFd, Command::Recover, Command::Verdict] {
+        let bytes = Header::new(command.code(), 65).encode();
+        let refused = Message::read(&mut &bytes[..]);
+        assert!(
+            matches!(refused, Err(ProtocolError::BadLength { .. })),
+            "{command:?}: {refused:?}"
+        );
+    }
+    for (status, max_bytes) in [(1, ANSWER_BYTES_MAX), (2, REASON_BYTES_MAX)] {
+        let bytes = Header::new(status, max_bytes + 1).encode();
+        let refused = Answer::read(&mut &bytes[..]);
+        assert!(matches!(refused, Err(ProtocolError::TooLong { .. })), "{status}: {refused:?}");
+    }
 }
 
 #[test]

@@ -74,6 +74,10 @@ impl MemoryFile {
 
     /// Opens a file for reading.
     pub(crate) fn open(path: &Path) -> Result<Self, SnapshotError> {
+        // Opening a pipe would wait for its other end.
+        if path.metadata().is_ok_and(|there| !there.is_file()) {
+            return Err(SnapshotError::Foreign(path.to_owned()));
+        }
         Self::open_with(OpenOptions::new().read(true), path, "open")
     }
 

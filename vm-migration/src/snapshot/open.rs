@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Opening a snapshot: everything but memory is read and verified.
+//! Opening a snapshot: everything but memory and its index is read and verified.
 //!
 //! Owns the order: manifest, lengths, checksums, and only then contents. Files of a snapshot come
 //! from a user and may be anything.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use super::draft::partial;
@@ -30,7 +31,8 @@ pub struct Opened {
     manifest: Manifest,
     config: Vec<u8>,
     state: Vec<u8>,
-    index: Vec<u8>,
+    /// Read when it is known how much memory the machine has, which bounds it.
+    index: Unread,
     memory: MemoryFile,
 }
 
@@ -41,7 +43,7 @@ impl Opened {
     /// Naming the file that is missing, cut off, damaged, somebody else's or too new.
     pub fn open(directory: &Path) -> Result<Self, SnapshotError> {
         let path = directory.join(MANIFEST_FILE);
-        let bytes = match read(&path, None, MANIFEST_BYTES_MAX) {
+        let bytes = match Unread::open(&path, None).and_then(|file| file.read(MANIFEST_BYTES_MAX)) {
             Err(SnapshotError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 return Err(why_no_manifest(directory));
             }
@@ -52,19 +54,12 @@ impl Opened {
             let why = "it has more memory than any machine".to_owned();
             return Err(SnapshotError::Malformed { path, why });
         }
-        let chunks = manifest.memory_len_bytes / manifest.chunk_bytes;
-        let index_max = Index::len_bytes(chunks + manifest.regions.len() as u64);
         let sealed = |name: &str, seal: &Sealed, max| {
-            let path = directory.join(name);
-            let bytes = read(&path, Some(seal.len_bytes), max)?;
-            if crc32c::crc32c(&bytes) == seal.crc32c {
-                return Ok(bytes);
-            }
-            Err(SnapshotError::Damaged { path, part: "its contents".to_owned() })
+            Unread::open(&directory.join(name), Some(seal.len_bytes))?.sealed(seal, max)
         };
         let config = sealed(CONFIG_FILE, &manifest.config, CONFIG_BYTES_MAX)?;
         let state = sealed(STATE_FILE, &manifest.state, STATE_BYTES_MAX)?;
-        let index = sealed(INDEX_FILE, &manifest.index, index_max)?;
+        let index = Unread::open(&directory.join(INDEX_FILE), Some(manifest.index.len_bytes))?;
         let memory = MemoryFile::open(&directory.join(MEMORY_FILE))?;
         let (found, expected) = (memory.len_bytes()?, manifest.memory_len_bytes);
         if found != expected {
@@ -103,7 +98,8 @@ impl Opened {
             let here = layout.to_string();
             return Err(SnapshotError::Layout(LayoutError::Differs { here, there }));
         }
-        let index = Index::decode(&self.index, &geometry)
+        let bytes = self.index.sealed(&self.manifest.index, Index::len_bytes(geometry.chunks()))?;
+        let index = Index::decode(&bytes, &geometry)
             .map_err(|fault| fault.at(&self.directory.join(INDEX_FILE)))?;
         Ok((geometry, index))
     }
@@ -129,25 +125,54 @@ fn why_no_manifest(directory: &Path) -> SnapshotError {
     }
 }
 
-/// Reads a file of a known length, or of any up to a limit.
-fn read(path: &Path, expected: Option<u64>, max: u64) -> Result<Vec<u8>, SnapshotError> {
-    let file = File::open(path).map_err(SnapshotError::io("open", path))?;
-    let metadata = file.metadata().map_err(SnapshotError::io("look at", path))?;
-    let found = metadata.len();
-    if !metadata.is_file() {
-        return Err(SnapshotError::Foreign(path.to_owned()));
+/// An open file of the snapshot, of which nothing has been read.
+#[derive(Debug)]
+struct Unread {
+    file: File,
+    path: PathBuf,
+    len_bytes: u64,
+}
+
+impl Unread {
+    /// Opens a file, of a known length or of any.
+    fn open(path: &Path, expected: Option<u64>) -> Result<Self, SnapshotError> {
+        // Opening a pipe would wait for its other end.
+        let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+        let file = opened.map_err(SnapshotError::io("open", path))?;
+        let metadata = file.metadata().map_err(SnapshotError::io("look at", path))?;
+        let (path, len_bytes) = (path.to_owned(), metadata.len());
+        if !metadata.is_file() {
+            return Err(SnapshotError::Foreign(path));
+        }
+        match expected {
+            Some(expected) if expected != len_bytes => {
+                Err(SnapshotError::Length { path, found: len_bytes, expected })
+            }
+            _ => Ok(Self { file, path, len_bytes }),
+        }
     }
-    if let Some(expected) = expected
-        && found != expected
-    {
-        return Err(SnapshotError::Length { path: path.to_owned(), found, expected });
+
+    /// Reads it, if it is not longer than `max`.
+    fn read(&self, max: u64) -> Result<Vec<u8>, SnapshotError> {
+        let (path, found) = (&self.path, self.len_bytes);
+        if found > max {
+            let why = format!("it has {found} bytes where {max} are the most");
+            return Err(SnapshotError::Malformed { path: path.clone(), why });
+        }
+        let mut bytes = Vec::new();
+        // The file may grow while it is read.
+        let mut all = (&self.file).take(found);
+        all.read_to_end(&mut bytes).map_err(SnapshotError::io("read", path))?;
+        Ok(bytes)
     }
-    if found > max {
-        let why = format!("it has {found} bytes where {max} are the most");
-        return Err(SnapshotError::Malformed { path: path.to_owned(), why });
+
+    /// Reads it and compares it with what the manifest says.
+    fn sealed(&self, seal: &Sealed, max: u64) -> Result<Vec<u8>, SnapshotError> {
+        let bytes = self.read(max)?;
+        if crc32c::crc32c(&bytes) == seal.crc32c {
+            return Ok(bytes);
+        }
+        let path = self.path.clone();
+        Err(SnapshotError::Damaged { path, part: "its contents".to_owned() })
     }
-    let mut bytes = Vec::new();
-    // The file may grow while it is read.
-    file.take(found).read_to_end(&mut bytes).map_err(SnapshotError::io("read", path))?;
-    Ok(bytes)
 }

@@ -350,6 +350,41 @@ fn newer_formats_are_named_as_such() {
     assert!(matches!(error, SnapshotError::Newer { found: 7, .. }), "{error}");
 }
 
+#[test]
+fn a_pipe_in_the_directory_is_refused_and_not_waited_for() {
+    use std::os::unix::ffi::OsStrExt as _;
+    for name in [MANIFEST_FILE, CONFIG_FILE, STATE_FILE, INDEX_FILE, MEMORY_FILE] {
+        let folder = taken(&filled(Backing::Shared));
+        let path = folder.path().join(name);
+        fs::remove_file(&path).unwrap();
+        let text = std::ffi::CString::new(path.as_os_str().as_bytes()).unwrap();
+        // SAFETY: `text` is a C string that lives during the call.
+        assert_eq!(unsafe { libc::mkfifo(text.as_ptr(), 0o600) }, 0);
+        let error = Opened::open(folder.path()).unwrap_err();
+        assert!(matches!(error, SnapshotError::Foreign(_)), "{name}: {error}");
+    }
+}
+
+#[test]
+fn an_index_is_no_longer_than_the_machines_memory_needs() {
+    let memory = filled(Backing::Shared);
+    let folder = taken(&memory);
+    // Sparse: half a terabyte that nobody can read into memory. The memory file is as long as said.
+    let long = fs::File::options().write(true).open(folder.path().join(INDEX_FILE)).unwrap();
+    long.set_len(1 << 39).unwrap();
+    let path = folder.path().join(MANIFEST_FILE);
+    let mut manifest = Manifest::decode(&fs::read(&path).unwrap(), &path).unwrap();
+    manifest.index.len_bytes = 1 << 39;
+    fs::write(&path, manifest.encode().unwrap()).unwrap();
+    let opened = Opened::open(folder.path()).unwrap();
+    let error = opened.index_for(memory.layout()).unwrap_err();
+    assert!(matches!(error, SnapshotError::Malformed { .. }), "{error}");
+    // Memory as long as that index says there is nothing to gain either: it is not this machine's.
+    manifest.memory_len_bytes = 1 << 52;
+    fs::write(&path, manifest.encode().unwrap()).unwrap();
+    assert!(matches!(Opened::open(folder.path()), Err(SnapshotError::Length { .. })));
+}
+
 proptest! {
     #[test]
     fn an_index_is_read_as_it_was_written(entries: Vec<(u32, u16)>) {

@@ -3,18 +3,19 @@
 //! A source that sends what it must not: an error each time, nothing written, nothing allocated.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::{Builder, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory};
 use crate::channel::Channel;
 use crate::layout::{GpaRange, PAGE_BYTES};
-use crate::options::MemoryMode;
+use crate::options::{CONNECTIONS_MAX, Limits, MemoryMode};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{Accepted, Offer, features};
 use crate::protocol::codec::Header;
-use crate::protocol::message::{Message, Role, VERSION};
+use crate::protocol::message::{Command, Message, Role, VERSION};
 use crate::ram::GuestMemoryMap;
 use crate::testing::FakeMemory;
-use crate::transport::Connection;
+use crate::transport::{Connection, TransportError};
 use crate::{Cancel, Cause};
 
 const HUGE: u64 = 1 << 62;
@@ -29,9 +30,9 @@ struct Enemy {
 }
 
 impl Enemy {
-    fn connect() -> Self {
+    fn connect(limits: Limits) -> Self {
         let to = memory();
-        let target = Target::start(&loopback(), Builder::new(&to, &Guest::new(&to, 1)), LIMITS);
+        let target = Target::start(&loopback(), Builder::new(&to, &Guest::new(&to, 1)), limits);
         Self::connect_to(target, to)
     }
 
@@ -43,7 +44,11 @@ impl Enemy {
     }
 
     fn negotiated(mode: MemoryMode) -> Self {
-        Self::connect().negotiate(mode)
+        Self::negotiated_within(LIMITS, mode)
+    }
+
+    fn negotiated_within(limits: Limits, mode: MemoryMode) -> Self {
+        Self::connect(limits).negotiate(mode)
     }
 
     fn negotiated_with(target: Target, to: Arc<FakeMemory>, mode: MemoryMode) -> Self {
@@ -187,14 +192,63 @@ fn messages_out_of_place_are_refused() {
             "{name}: {cause:?}"
         );
     }
-    // And before anything was agreed.
-    for message in [Message::Complete, Message::State(b"{}".to_vec()), Message::Confirm(Vec::new())]
+}
+
+#[test]
+fn tables_that_name_more_than_the_guest_has_are_refused() {
+    // Each range lies in guest memory; together they are work without an end.
+    let ranges = vec![GpaRange { gpa: 0, len_bytes: 2048 * PAGE_BYTES }; 1 << 16];
+    for message in [
+        Message::ZeroPages(ranges.clone()),
+        Message::Memory(ranges.clone()),
+        Message::Coming(ranges),
+    ] {
+        let name = message.command().name();
+        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&message.encode());
+        assert!(
+            matches!(cause, Cause::Protocol(ProtocolError::Malformed { .. })),
+            "{name}: {cause:?}"
+        );
+    }
+}
+
+#[test]
+fn extra_connections_have_a_limit() {
+    let enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let most = 2 * usize::from(CONNECTIONS_MAX);
+    let kept: Vec<_> = (0..most).map(|_| enemy.extra(Role::Memory)).collect();
+    let more = enemy.extra(Role::Memory);
+    assert!(more.connection.wait_for_data(Some(LIMITS.answer)).is_ok());
+    assert!(matches!(more.connection.receive_now(&mut [0]), Err(TransportError::Closed)));
+    assert!(kept[0].connection.receive_now(&mut [0]).unwrap().is_none());
+    drop((kept, more, enemy.control));
+    enemy.target.join().unwrap_err();
+}
+
+#[test]
+fn a_message_that_trickles_has_an_end() {
+    let limits = Limits { answer: Duration::from_millis(400), ..LIMITS };
+    let enemy = Enemy::negotiated_within(limits, MemoryMode::Precopy);
+    let began = Instant::now();
+    let connection = &enemy.control.connection;
+    connection.send(&Header::new(Command::State.code(), 1 << 20).encode()).unwrap();
+    // Far from standing still, and far from getting anywhere.
+    while connection.send(&[b' ']).is_ok()
+        && connection.receive_now(&mut [0]).is_ok_and(|r| r.is_none())
     {
-        Enemy::connect().provoke(&message.encode());
+        assert!(began.elapsed() < LIMITS.answer, "it is still read");
+        std::thread::sleep(Duration::from_millis(20));
     }
-    for noise in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 64], &[0; 16]] {
-        Enemy::connect().provoke(noise);
-    }
+    drop(enemy.control);
+    let cause = enemy.target.join().unwrap_err().error.cause;
+    assert!(
+        matches!(
+            cause,
+            Cause::Transport(TransportError::TooSlow { .. })
+                | Cause::Protocol(ProtocolError::Transport(TransportError::TooSlow { .. }))
+        ),
+        "{cause:?}"
+    );
 }
 
 #[test]

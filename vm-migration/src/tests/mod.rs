@@ -23,6 +23,7 @@
 //! | `recovery` | postcopy that loses its connections |
 //! | `commit` | what ends a doubt at the commit, and what does not |
 //! | `hostile` | a source that sends what it must not |
+//! | `strangers` | connections that are nobody's |
 //! | `scale` | what a recovery computes for a large guest |
 //! | `waits` | faults and arrivals of their pages at the same moment |
 
@@ -49,6 +50,7 @@ mod recovery;
 mod relay;
 mod scale;
 mod sharing;
+mod strangers;
 mod waits;
 
 use std::sync::Arc;

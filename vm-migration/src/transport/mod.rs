@@ -48,6 +48,10 @@ pub const TCP_USER_TIMEOUT: Duration = Duration::from_secs(10);
 /// for bulk and is then asked for waits for little.
 pub const BULK_UNSENT_BYTES_MAX: u32 = 128 << 10;
 
+/// The slowest that a message may travel over all, beside the time that it may stand still: 512 kbit/s. A
+/// peer that sends or takes a byte now and then would otherwise keep this side for as long as it likes.
+pub const SLOWEST_BYTES_PER_S: u64 = 64 << 10;
+
 /// What a connection can suffer.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
@@ -90,6 +94,21 @@ pub enum TransportError {
         /// What was waited for.
         what: &'static str,
         /// How long.
+        after: Duration,
+    },
+    /// It moved, but hardly.
+    #[error(
+        "the peer took more than {} s over {bytes} bytes while this side was {what}; a message has to \
+         travel at {} KiB/s or more",
+        after.as_secs_f32(),
+        SLOWEST_BYTES_PER_S >> 10
+    )]
+    TooSlow {
+        /// What was being done.
+        what: &'static str,
+        /// What has passed.
+        bytes: u64,
+        /// In how long.
         after: Duration,
     },
     /// Somebody asked to stop.

@@ -21,7 +21,7 @@ use super::reach::{ConnectEnd, connect_one, resolve};
 use super::wait::{WaitEnd, wait};
 use super::{
     Address, BULK_UNSENT_BYTES_MAX, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES,
-    TCP_USER_TIMEOUT, TransportError,
+    SLOWEST_BYTES_PER_S, TCP_USER_TIMEOUT, TransportError,
 };
 use crate::cancel::Cancel;
 use crate::ram::GuestSlice;
@@ -49,6 +49,10 @@ pub struct Connection {
     cancel: Mutex<Cancel>,
     /// Longest time without progress, in microseconds.
     stall_timeout_us: AtomicU64,
+    /// When the message that is being read began.
+    reading_since: Mutex<Option<Instant>>,
+    /// What has come of it.
+    read_bytes: AtomicU64,
 }
 
 impl Connection {
@@ -134,6 +138,8 @@ impl Connection {
             socket,
             cancel: Mutex::new(cancel.clone()),
             stall_timeout_us: AtomicU64::new(micros(stall_timeout)),
+            reading_since: Mutex::new(None),
+            read_bytes: AtomicU64::new(0),
         })
     }
 
@@ -164,6 +170,19 @@ impl Connection {
         self.stall_timeout_us.store(micros(timeout), Ordering::Relaxed);
     }
 
+    /// What is read from now on is one message: it must not stand still, and must arrive in a total time
+    /// as well, that of a stall and what its bytes take at [`SLOWEST_BYTES_PER_S`]. With `false` that
+    /// ends, and only stalls count.
+    pub(crate) fn time_message(&self, begins: bool) {
+        self.read_bytes.store(0, Ordering::Relaxed);
+        *self.reading_since.lock().unwrap_or_else(PoisonError::into_inner) =
+            begins.then(Instant::now);
+    }
+
+    fn has_read(&self, bytes: usize) {
+        self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     fn cancel(&self) -> Cancel {
         self.cancel.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -183,6 +202,8 @@ impl Connection {
     pub fn send_parts(&self, parts: &[Part<'_>]) -> Result<(), TransportError> {
         let mut pieces: Vec<libc::iovec> = parts.iter().map(part_iovec).collect();
         let mut at = 0;
+        let mut total = None;
+        let mut sent_bytes = 0;
         loop {
             while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
                 at += 1;
@@ -196,8 +217,14 @@ impl Connection {
             // only reads them.
             match unsafe { transfer(self.socket.as_raw_fd(), &mut now[..now_len], true) } {
                 Ok(0) => return Err(TransportError::Closed),
-                Ok(sent) => advance(now, sent),
-                Err(error) => self.wait_after(error, libc::POLLOUT, "sending")?,
+                Ok(sent) => {
+                    sent_bytes += sent as u64;
+                    advance(now, sent);
+                }
+                Err(error) => {
+                    let since = *total.get_or_insert_with(Instant::now);
+                    self.wait_after(error, libc::POLLOUT, "sending", Some((since, sent_bytes)))?;
+                }
             }
         }
     }
@@ -221,8 +248,11 @@ impl Connection {
             // SAFETY: writable, as the caller promises.
             match unsafe { transfer(self.socket.as_raw_fd(), &mut now[..now_len], false) } {
                 Ok(0) => return Err(TransportError::Closed),
-                Ok(received) => advance(now, received),
-                Err(error) => self.wait_after(error, libc::POLLIN, "receiving")?,
+                Ok(received) => {
+                    self.has_read(received);
+                    advance(now, received);
+                }
+                Err(error) => self.wait_to_read(error)?,
             }
         }
     }
@@ -241,7 +271,7 @@ impl Connection {
         loop {
             match super::rights::send(self.socket.as_raw_fd(), bytes, descriptor) {
                 Ok(sent) => return self.send(&bytes[sent..]),
-                Err(error) => self.wait_after(error, libc::POLLOUT, "sending")?,
+                Err(error) => self.wait_after(error, libc::POLLOUT, "sending", None)?,
             }
         }
     }
@@ -254,8 +284,11 @@ impl Connection {
         loop {
             match super::rights::receive(self.socket.as_raw_fd(), buf) {
                 Ok((0, _)) => return Err(TransportError::Closed),
-                Ok(received) => return Ok(received),
-                Err(error) => self.wait_after(error, libc::POLLIN, "receiving")?,
+                Ok(received) => {
+                    self.has_read(received.0);
+                    return Ok(received);
+                }
+                Err(error) => self.wait_to_read(error)?,
             }
         }
     }
@@ -268,21 +301,46 @@ impl Connection {
             let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
             match self.socket.recv(uninit) {
                 Ok(0) => return Err(TransportError::Closed),
-                Ok(received) => return Ok(received),
-                Err(error) => self.wait_after(error, libc::POLLIN, "receiving")?,
+                Ok(received) => {
+                    self.has_read(received);
+                    return Ok(received);
+                }
+                Err(error) => self.wait_to_read(error)?,
             }
         }
     }
 
-    /// After a call that did not transfer: waits if it would have blocked.
+    fn wait_to_read(&self, error: io::Error) -> Result<(), TransportError> {
+        let since = *self.reading_since.lock().unwrap_or_else(PoisonError::into_inner);
+        let total = since.map(|since| (since, self.read_bytes.load(Ordering::Relaxed)));
+        self.wait_after(error, libc::POLLIN, "receiving", total)
+    }
+
+    /// After a call that did not transfer: waits if it would have blocked. `total` is since when how many
+    /// bytes have passed, if that matters.
     fn wait_after(
         &self,
         error: io::Error,
         events: i16,
         what: &'static str,
+        total: Option<(Instant, u64)>,
     ) -> Result<(), TransportError> {
         match error.kind() {
-            io::ErrorKind::WouldBlock => self.wait(events, Some(self.stall_timeout()), what),
+            io::ErrorKind::WouldBlock => {
+                let stall = self.stall_timeout();
+                let (since, bytes) = total.unwrap_or((Instant::now(), 0));
+                let allowed = stall + Duration::from_millis(bytes * 1000 / SLOWEST_BYTES_PER_S);
+                let left = allowed.saturating_sub(since.elapsed());
+                match self.wait(events, Some(left.min(stall)), what) {
+                    Err(TransportError::Timeout { .. }) if bytes > 0 && left < stall => {
+                        Err(TransportError::TooSlow { what, bytes, after: since.elapsed() })
+                    }
+                    Err(TransportError::Timeout { .. }) => {
+                        Err(TransportError::Timeout { what, after: stall })
+                    }
+                    waited => waited,
+                }
+            }
             io::ErrorKind::Interrupted => Ok(()),
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
                 Err(TransportError::Closed)

@@ -211,3 +211,46 @@ fn guest_memory_travels_in_any_pieces() {
         assert_eq!(to.word(0, page, 1).load(order), page * 7 + 1, "page {page}");
     }
 }
+
+/// Two ends of a connection with little room in between.
+fn narrow(stall: Duration) -> (Connection, std::os::unix::net::UnixStream) {
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    socket2::SockRef::from(&ours).set_send_buffer_size(1).unwrap();
+    (Connection::over(ours, &Cancel::new().unwrap(), stall).unwrap(), theirs)
+}
+
+#[test]
+fn what_trickles_in_has_a_total_time() {
+    use std::io::Write as _;
+    let (ours, mut theirs) = narrow(Duration::from_millis(300));
+    let ours = Arc::new(ours);
+    let mut reader = Reader::new(Arc::clone(&ours));
+    let end = std::thread::spawn(move || {
+        while theirs.write_all(&[7]).is_ok() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    });
+    // Without a message that is due nothing but a stall ends it.
+    reader.read_exact(&mut [0; 100]).unwrap();
+    ours.time_message(true);
+    let error = reader.read_exact(&mut vec![0; 1 << 20]).unwrap_err();
+    assert!(matches!(error, TransportError::TooSlow { bytes: 1.., .. }), "{error:?}");
+    ours.shut_down();
+    end.join().unwrap();
+}
+
+#[test]
+fn who_takes_a_little_now_and_then_has_a_total_time() {
+    use std::io::Read as _;
+    let (ours, mut theirs) = narrow(Duration::from_millis(300));
+    let end = std::thread::spawn(move || {
+        let mut some = [0; 64];
+        while theirs.read(&mut some).is_ok_and(|len| len > 0) {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    });
+    let error = ours.send(&vec![0; 4 << 20]).unwrap_err();
+    assert!(matches!(error, TransportError::TooSlow { bytes: 1.., .. }), "{error:?}");
+    ours.shut_down();
+    end.join().unwrap();
+}

@@ -11,6 +11,7 @@ use super::codec::{Bytes, Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
 use super::descriptor::{ConfigFd, Fd, NetFds, RestoredNetConfig, RestoredVfioConfig, VfioFds};
 use super::error::ConfigError;
 use super::family::{Family as _, option_enum, option_family};
+use super::grant::{Grant, GrantList};
 use super::option_string::OptionError;
 use super::value::MacAddr;
 
@@ -196,6 +197,10 @@ option_family! {
         /// Fill the second-stage tables of the vCPUs when all memory is here, while the guest runs;
         /// skipped where KVM cannot do it.
         prefault_stage2: bool = true, "prefault_stage2" as One<Toggle>;
+        /// Rules of what the arriving configuration may name on this host, each `<root>:<kinds>`, like
+        /// [/var/lib/vms:disk+console,vm*:tap]; kinds are disk, memory, pool, console, payload, rng,
+        /// device and tap. Anything if not given.
+        allow: Option<Vec<Grant>> = None, "allow" as Opt<GrantList>;
         /// Other host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly, unsupported();
         /// Open tap descriptors for network devices, in place of those that they had.

@@ -21,6 +21,7 @@ pub mod disk;
 pub mod error;
 pub mod family;
 pub(crate) mod foreign;
+pub mod grant;
 pub mod hotplug;
 pub mod later;
 pub mod memory;
@@ -51,6 +52,7 @@ pub use device::{DeviceConfig, PinMode};
 pub use disk::{DiskConfig, ImageType, LockGranularity};
 pub use error::ConfigError;
 pub use family::Family;
+pub use grant::Grant;
 pub use hotplug::{NewDevice, VmRemoveDevice};
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
@@ -113,7 +115,10 @@ pub fn fuzz_option_string(data: &[u8]) {
             let _ = SendMigrationData::parse_or_url(text).map(|data| data.validate());
             check::<SendMigrationData>(text);
         }
-        "receive-migration" => check::<ReceiveMigrationData>(text),
+        "receive-migration" => {
+            let _ = ReceiveMigrationData::parse_or_url(text).map(|data| data.validate());
+            check::<ReceiveMigrationData>(text);
+        }
         "restore" => check::<RestoreConfig>(text),
         "rate-limit-group" => check::<rate_limiter::RateLimitGroupConfig>(text),
         _ => check::<DiskConfig>(text),

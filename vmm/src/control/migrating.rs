@@ -197,6 +197,7 @@ impl Vmm {
             sink: self.new_sink(),
             faults,
             fds: data.arriving_fds(),
+            rules: data.allow.clone(),
             lingering: self.lingering.clone(),
             mailer: self.mailer.clone(),
         };

@@ -16,7 +16,7 @@ use super::inbox::{Mailer, Message};
 use super::observer::Herald;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
-use crate::config::ArrivingFds;
+use crate::config::{ArrivingFds, Grant};
 use crate::events;
 use crate::machine::{EventSink, Host, Machine};
 use crate::migration::destination::{ArrivingBuilder, ArrivingMachine, Doubts};
@@ -86,6 +86,8 @@ pub struct Reception {
     pub faults: FaultPlan,
     /// Descriptors for its devices.
     pub fds: ArrivingFds,
+    /// What the configuration may name on this host; anything if there are none.
+    pub rules: Option<Vec<Grant>>,
     /// Migrations to this process that are over, and whose sources may not know it.
     pub lingering: Lingering,
     /// The way back.
@@ -155,10 +157,11 @@ pub fn start(
     let slot = Arc::new(std::sync::Mutex::new(Some(responder)));
     let spawned = {
         let (slot, progress, cancel) = (Arc::clone(&slot), Arc::clone(&progress), cancel.clone());
-        let Reception { host, sink, faults, fds, mailer, .. } = reception;
+        let Reception { host, sink, faults, fds, rules, mailer, .. } = reception;
         std::thread::Builder::new().name("migration-recv".to_owned()).spawn(move || {
             let doubts = tell_doubts(Arc::clone(&slot), mailer.clone());
-            let builder = ArrivingBuilder::new(host, sink, faults, doubts, fds);
+            let builder = ArrivingBuilder::new(host, sink, faults, doubts);
+            let builder = builder.within(rules).with_descriptors(fds);
             let received = listener.receive(builder, &options, &progress, &cancel);
             let (outcome, faults) = match received {
                 Ok(received) => {

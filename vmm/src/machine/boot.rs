@@ -4,7 +4,8 @@
 //!
 //! Owns the translation from options to what the `arch` crate needs.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use arch::acpi::{self, AcpiError, AcpiInputs, IntxRoute};
@@ -127,11 +128,9 @@ fn range(range: MmioRange) -> GpaRange {
 }
 
 fn open(what: &'static str, path: &Path) -> Result<File, MachineBootError> {
-    File::open(path).map_err(|source| MachineBootError::Open {
-        what,
-        path: path.to_owned(),
-        source,
-    })
+    // Opening a pipe that nobody writes to would not end; the configuration may be from another host.
+    let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    opened.map_err(|source| MachineBootError::Open { what, path: path.to_owned(), source })
 }
 
 fn payload_files(config: &VmConfig) -> String {

@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vm_migration::vm::STATE_BYTES_MAX;
 
+use crate::migration::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
+
 /// The newest version that is read. What is written has the lowest version that can say it:
 ///
 /// | version | has |
@@ -123,6 +125,9 @@ pub enum MachineStateError {
         /// What is in it.
         part: &'static str,
     },
+    /// More than any machine has.
+    #[error("the machine state cannot be taken")]
+    TooLarge(#[from] TooManyValues),
     /// Anything else.
     #[error("the machine state is malformed")]
     Malformed(#[source] serde_json::Error),
@@ -163,6 +168,7 @@ impl MachineState {
     /// A later version, or no state at all.
     pub fn from_json(bytes: &[u8]) -> Result<Self, MachineStateError> {
         let newer = |part, found, known| Err(MachineStateError::Newer { part, found, known });
+        json_bound::check(bytes, STATE_VALUES_MAX)?;
         let versions: Versions =
             serde_json::from_slice(bytes).map_err(MachineStateError::Malformed)?;
         if versions.version > MACHINE_STATE_VERSION {

@@ -249,3 +249,11 @@ fn hardware_at_its_limit_leaves_room_for_all_else() {
     }
     assert_eq!(hardware_state_len_bytes_max(u32::MAX), 0);
 }
+
+#[test]
+fn lists_without_an_end_are_refused_before_they_are_made() {
+    let zeros = vec!["0"; STATE_VALUES_MAX].join(",");
+    let json = format!(r#"{{"version":2,"legacy":{{"x":{{"data":[{zeros}]}}}}}}"#);
+    let error = MachineState::from_json(json.as_bytes()).unwrap_err();
+    assert!(matches!(error, MachineStateError::TooLarge(_)), "{error}");
+}

@@ -15,9 +15,10 @@ use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMac
 
 use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
+use super::grants;
 use super::memory::MigratingRam;
 use super::resident::{self, Weakness};
-use crate::config::{ArrivingFds, VmConfig};
+use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 
 /// Builds the machine that arrives.
@@ -25,6 +26,7 @@ pub struct ArrivingBuilder {
     host: Arc<Host>,
     sink: EventSink,
     faults: FaultPlan,
+    rules: Option<Vec<Grant>>,
     doubts: Doubts,
     fds: ArrivingFds,
 }
@@ -35,15 +37,21 @@ pub type Doubts = Box<dyn Fn(&Machine, InDoubt, bool) + Send>;
 
 impl ArrivingBuilder {
     /// On this host; events of the guest go to `sink`; `faults` says how accesses to missing pages
-    /// are caught; `doubts` hears of doubts; `fds` are for its devices.
-    pub fn new(
-        host: Arc<Host>,
-        sink: EventSink,
-        faults: FaultPlan,
-        doubts: Doubts,
-        fds: ArrivingFds,
-    ) -> Self {
-        Self { host, sink, faults, doubts, fds }
+    /// are caught; `doubts` hears of doubts. A configuration may name anything on this host.
+    pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: Doubts) -> Self {
+        Self { host, sink, faults, rules: None, doubts, fds: ArrivingFds::default() }
+    }
+
+    /// The same, for configurations that name only what the rules allow, if there are any.
+    #[must_use]
+    pub fn within(self, rules: Option<Vec<Grant>>) -> Self {
+        Self { rules, ..self }
+    }
+
+    /// The same, with descriptors for the devices.
+    #[must_use]
+    pub fn with_descriptors(self, fds: ArrivingFds) -> Self {
+        Self { fds, ..self }
     }
 }
 
@@ -97,6 +105,7 @@ impl DestinationBuilder for ArrivingBuilder {
             MachineDocument::read(config_json)?;
         self.fds.place(&mut vm_config)?;
         let config = vm_config.complete()?;
+        grants::check(self.rules.as_deref(), &config)?;
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();

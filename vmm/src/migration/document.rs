@@ -11,6 +11,7 @@ use hypervisor::MsrValue;
 use serde::Deserialize;
 use vm_migration::protocol::formats::Formats;
 
+use super::json_bound::{self, CONFIG_VALUES_MAX, TooManyValues};
 use crate::config::VmConfig;
 use crate::config::value::FieldValue as _;
 use crate::machine::MACHINE_STATE_VERSION;
@@ -33,6 +34,9 @@ pub enum DocumentError {
     /// It is not the JSON that it should be.
     #[error("the configuration that the source sent cannot be read")]
     Json(#[from] serde_json::Error),
+    /// More than any configuration has.
+    #[error("the configuration that the source sent cannot be taken")]
+    TooLarge(#[from] TooManyValues),
     /// More entries than KVM takes.
     #[error("the source names {0} CPUID entries, at most {CPUID_ENTRIES_MAX} are possible")]
     Cpuid(usize),
@@ -86,6 +90,7 @@ impl MachineDocument {
     /// # Errors
     /// Naming the field that is wrong.
     pub fn read(json: &[u8]) -> Result<Self, DocumentError> {
+        json_bound::check(json, CONFIG_VALUES_MAX)?;
         let value: serde_json::Value = serde_json::from_slice(json)?;
         let document = if value.get("vm_config").is_some() {
             serde_json::from_value(value)?
@@ -164,6 +169,14 @@ mod tests {
             read,
             MachineDocument { common_cpuid: Vec::new(), feature_msrs: Vec::new(), ..document() }
         );
+    }
+
+    #[test]
+    fn lists_without_an_end_are_refused_before_they_are_made() {
+        let zeros = vec!["0"; CONFIG_VALUES_MAX].join(",");
+        let json = format!(r#"{{"vm_config":{{"payload":{{}},"disks":[{zeros}]}}}}"#);
+        let error = MachineDocument::read(json.as_bytes()).unwrap_err();
+        assert!(matches!(error, DocumentError::TooLarge(_)), "{error}");
     }
 
     #[test]

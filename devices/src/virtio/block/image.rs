@@ -140,6 +140,10 @@ pub(crate) struct Disk {
 
 impl Disk {
     pub(crate) fn open(path: &Path, readonly: bool, direct: bool) -> Result<Self, DiskError> {
+        // Opening a pipe waits for its other end. (A disk is not opened with O_NONBLOCK, which io_uring obeys.)
+        if path.metadata().is_ok_and(|there| there.file_type().is_fifo()) {
+            return Err(DiskError::Kind { path: path.to_owned() });
+        }
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let file = OpenOptions::new()
             .read(true)

@@ -196,6 +196,15 @@ mod tests {
     }
 
     #[test]
+    fn a_request_names_so_many_pages_and_no_more() {
+        let server = server();
+        let some = vec![small(1); to_usize(REQUEST_UNITS_MAX)];
+        assert_eq!(server.stretches(&some).unwrap().len(), some.len());
+        let refused = server.stretches(&[&some[..], &[small(1)]].concat());
+        assert!(refused.is_err());
+    }
+
+    #[test]
     fn a_small_page_never_waits_for_the_rest_of_a_large_one() {
         let server = server();
         let mut answers = Answers::new(&server);

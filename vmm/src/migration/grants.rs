@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! What an arriving configuration names on this host, compared with the rules of `receive-migration`.
+//!
+//! Owns the list of everything in a configuration that is a name of the host's, and what a rule means
+//! for it. Nothing is opened: paths are followed, and what they lead to is compared.
+
+use std::io;
+use std::path::{Component, Path, PathBuf};
+
+use crate::config::grant::{Grant, GrantKind};
+use crate::config::{ConsoleMode, VmConfig};
+
+/// The source of random numbers that needs no rule.
+const RNG_SOURCE: &str = "/dev/urandom";
+
+/// What a tap without a name is called by the host.
+const UNNAMED_TAP: &str = "vmtap";
+
+/// Why an arriving configuration is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum NotGranted {
+    /// No rule is about it.
+    #[error(
+        "the arriving configuration names {name:?} as the {what}, and no rule of this \
+         receive-migration allows that (allow=<root>:{kind})"
+    )]
+    Refused {
+        /// What it is in the configuration.
+        what: String,
+        /// The name.
+        name: String,
+        /// The kind of a rule that would be about it.
+        kind: &'static str,
+    },
+    /// It cannot be told where it leads.
+    #[error(
+        "the arriving configuration names {name:?} as the {what}, and it cannot be told where on \
+         this host that is: {why}"
+    )]
+    Unclear {
+        /// What it is in the configuration.
+        what: String,
+        /// The name.
+        name: String,
+        /// Why.
+        why: String,
+    },
+}
+
+enum Name<'a> {
+    Path(GrantKind, &'a Path),
+    Tap(&'a str),
+    Terminal,
+}
+
+struct Named<'a> {
+    what: String,
+    name: Name<'a>,
+}
+
+fn path(what: impl Into<String>, kind: GrantKind, path: &Path) -> Named<'_> {
+    Named { what: what.into(), name: Name::Path(kind, path) }
+}
+
+/// Everything that a configuration names on its host.
+fn names(config: &VmConfig) -> Vec<Named<'_>> {
+    let mut all = Vec::new();
+    let payload = &config.payload;
+    for (what, file) in [
+        ("kernel", &payload.kernel),
+        ("initramfs", &payload.initramfs),
+        ("firmware", &payload.firmware),
+        ("IGVM file", &payload.igvm),
+    ] {
+        all.extend(file.iter().map(|file| path(what, GrantKind::Payload, file)));
+    }
+    let memory = &config.memory;
+    all.extend(memory.prezeroed.iter().map(|pool| path("pool of memory", GrantKind::Pool, pool)));
+    for zone in memory.zones.iter().flatten() {
+        let what = |what: &str| format!("{what} of memory zone {:?}", zone.id);
+        all.extend(zone.file.iter().map(|file| path(what("file"), GrantKind::Memory, file)));
+        all.extend(zone.prezeroed.iter().map(|pool| path(what("pool"), GrantKind::Pool, pool)));
+    }
+    for disk in config.disks.iter().flatten() {
+        let what = format!("image of disk {:?}", disk.id.as_deref().unwrap_or_default());
+        all.extend(disk.path.iter().map(|image| path(what.clone(), GrantKind::Disk, image)));
+    }
+    for net in config.net.iter().flatten() {
+        let what = format!("tap of network device {:?}", net.id.as_deref().unwrap_or_default());
+        let name = Name::Tap(net.tap.as_deref().unwrap_or(UNNAMED_TAP));
+        all.push(Named { what, name });
+    }
+    if config.rng.src != Path::new(RNG_SOURCE) {
+        all.push(path("source of random numbers", GrantKind::Rng, &config.rng.src));
+    }
+    for device in config.devices.iter().flatten() {
+        let what = format!("device {:?}", device.id.as_deref().unwrap_or_default());
+        all.extend(device.path.iter().map(|dir| path(what.clone(), GrantKind::Device, dir)));
+    }
+    let VmConfig { serial, console, debug_console, .. } = config;
+    for (what, mode, file, socket) in [
+        ("serial console", serial.mode, &serial.file, &serial.socket),
+        ("console", console.mode, &console.file, &console.socket),
+        ("debug console", debug_console.mode, &debug_console.file, &None),
+    ] {
+        match mode {
+            ConsoleMode::File => {
+                all.extend(file.iter().map(|file| path(what, GrantKind::Console, file)));
+            }
+            ConsoleMode::Socket => {
+                all.extend(socket.iter().map(|socket| path(what, GrantKind::Console, socket)));
+            }
+            ConsoleMode::Tty => all.push(Named { what: what.into(), name: Name::Terminal }),
+            // One is made; what the configuration says is where the source's was.
+            ConsoleMode::Pty | ConsoleMode::Off | ConsoleMode::Null => {}
+        }
+    }
+    all
+}
+
+/// Compares a configuration with rules; without rules everything is allowed.
+///
+/// # Errors
+/// Naming the first thing that no rule allows.
+pub fn check(rules: Option<&[Grant]>, config: &VmConfig) -> Result<(), NotGranted> {
+    let Some(rules) = rules else { return Ok(()) };
+    for Named { what, name } in names(config) {
+        let (granted, kind, name) = match name {
+            Name::Tap(name) => {
+                let granted = rules.iter().any(|rule| rule.is_of_tap(name));
+                (granted, GrantKind::Tap, name.to_owned())
+            }
+            Name::Terminal => {
+                let granted = rules.iter().any(Grant::is_of_terminal);
+                (granted, GrantKind::Console, "the terminal".to_owned())
+            }
+            Name::Path(kind, path) => {
+                let name = path.display().to_string();
+                match is_below_a_root(rules, kind, path) {
+                    Ok(granted) => (granted, kind, name),
+                    Err(why) => return Err(NotGranted::Unclear { what, name, why }),
+                }
+            }
+        };
+        if !granted {
+            return Err(NotGranted::Refused { what, name, kind: kind.name() });
+        }
+    }
+    Ok(())
+}
+
+fn is_below_a_root(rules: &[Grant], kind: GrantKind, path: &Path) -> Result<bool, String> {
+    let roots: Vec<_> = rules.iter().filter_map(|rule| rule.path(kind)).collect();
+    if roots.is_empty() {
+        return Ok(false);
+    }
+    if !path.is_absolute() || path.components().any(|part| part == Component::ParentDir) {
+        return Err("it has to be an absolute path without '..'".to_owned());
+    }
+    if kind == GrantKind::Device {
+        // Links of sysfs lead all over it, and only the kernel makes them.
+        return Ok(roots.iter().any(|root| path.starts_with(root)));
+    }
+    let whole = resolve(path)?;
+    Ok(roots.iter().filter_map(|root| resolve(root).ok()).any(|root| whole.starts_with(root)))
+}
+
+/// Where a path leads, whether there is something yet or not.
+fn resolve(path: &Path) -> Result<PathBuf, String> {
+    match path.canonicalize() {
+        Ok(whole) => return Ok(whole),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error.to_string()),
+    }
+    if path.symlink_metadata().is_ok() {
+        return Err("it is a link that leads to nothing".to_owned());
+    }
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err("it is no name of a file".to_owned());
+    };
+    Ok(parent.canonicalize().map_err(|error| error.to_string())?.join(name))
+}
+
+#[cfg(test)]
+#[path = "grants_tests.rs"]
+mod tests;

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! How many values a JSON text of a peer or a file holds, counted before any is made.
+//!
+//! A value that is kept as such takes many times the two bytes that it is written with, so a limit on the
+//! bytes alone is none on the memory that reading takes.
+
+/// Most values in a machine's state: 254 vCPUs have 330,000, devices some hundred each.
+pub const STATE_VALUES_MAX: usize = 2 << 20;
+
+/// Most values in a configuration: the largest have some thousand.
+pub const CONFIG_VALUES_MAX: usize = 256 << 10;
+
+/// There are more.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("it holds more than {0} values")]
+pub struct TooManyValues(pub usize);
+
+/// Counts the values of a text, which need not be JSON, up to a limit. Each but the first of a list or an
+/// object is behind a comma, and each first one behind a bracket.
+///
+/// # Errors
+/// There are more.
+pub fn check(json: &[u8], values_max: usize) -> Result<(), TooManyValues> {
+    let (mut count, mut in_text, mut escaped) = (1_usize, false, false);
+    for byte in json {
+        if in_text {
+            match byte {
+                _ if escaped => escaped = false,
+                b'\\' => escaped = true,
+                b'"' => in_text = false,
+                _ => {}
+            }
+            continue;
+        }
+        match byte {
+            b'"' => in_text = true,
+            b',' | b'[' | b'{' => count += 1,
+            _ => {}
+        }
+        if count > values_max {
+            return Err(TooManyValues(values_max));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_counted_and_texts_are_not() {
+        for (json, count) in [
+            ("7", 1),
+            ("[0,0,0]", 4),
+            (r#"{"a":[1,2],"b":{}}"#, 6),
+            (r#""[,,,,,{{{""#, 1),
+            (r#"["\",,,","\\",0]"#, 4),
+        ] {
+            assert_eq!(check(json.as_bytes(), count), Ok(()), "{json}");
+            assert_eq!(check(json.as_bytes(), count - 1), Err(TooManyValues(count - 1)), "{json}");
+        }
+        assert!(check(b"\"\\", 1).is_ok());
+    }
+}
