@@ -92,6 +92,8 @@ fn private_memory_and_a_network_are_refused_by_name() {
     let SendFailure::Resumed { error, .. } = failure else { panic!("{failure:?}") };
     let text = error_text::chain(&error);
     assert!(text.contains("'ram0'") && text.contains("shared=on"), "{text}");
+    // The source has begun nothing: it is still awaited.
+    target.cancel.cancel();
     target.join().unwrap_err();
 }
 
