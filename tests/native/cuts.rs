@@ -210,6 +210,12 @@ fn begin(row: Row, prepare: &mut impl FnMut(&Vmm)) -> Stopped {
     Stopped { source, destination, relay, reception }
 }
 
+/// The relay holds the first message, so that the destination has heard nothing of the source: it goes on
+/// waiting for one, whatever becomes of this one.
+pub fn is_unheard(row: Row) -> bool {
+    row.command == Command::Start && row.point == Point::Message
+}
+
 /// The progress document of a migration that is over; `None` when the VMM has ended.
 pub fn ended(vmm: &Vmm) -> Option<Value> {
     wait_for("the end of the migration", || {
@@ -279,6 +285,9 @@ fn case(row: Row, act: Act) -> String {
     }
     let source_document = (act != Act::KillSource).then(|| ended(&source)).flatten();
     relay.cut();
+    if act != Act::KillDestination && is_unheard(row) {
+        destination.remote_ok(&["migration-cancel"]);
+    }
     let destination_document = (act != Act::KillDestination).then(|| ended(&destination)).flatten();
     // It is answered when the doubt is over.
     let waits = destination_document.as_ref().is_some_and(is_in_doubt);

@@ -105,7 +105,11 @@ fn goes_on(mode: Mode) {
 fn insists(mode: Mode) {
     let Stopped { source, destination: mut there, relay, reception } = stop_at(confirm(mode));
     relay.cut();
-    there.wait_for_event("migration-in-doubt");
+    // The event is that of the thread that receives; the one that takes signals hears of it after that.
+    wait_for("the doubt", || {
+        let info = there.api().get("vm.info");
+        (info.status == 200 && info.json()["in_doubt"].is_string()).then_some(())
+    });
     for times in 1..=2 {
         there.signal(libc::SIGTERM);
         if times == 1 {
