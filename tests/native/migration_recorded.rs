@@ -24,8 +24,11 @@ const SAID: &str = "source";
 const ANSWERED: &str = "destination";
 
 pub fn add(suite: &mut Suite) {
-    suite.add("migration_recorded::v1_arrives", || arrives("v1"));
-    suite.add("migration_recorded::v1_is_sent_what_it_knows", || is_sent_to("v1"));
+    for version in ["v1", "v2"] {
+        suite.add(&format!("migration_recorded::{version}_arrives"), move || arrives(version));
+        let name = format!("migration_recorded::{version}_is_sent_what_it_knows");
+        suite.add(&name, move || is_sent_to(version));
+    }
     suite.add("migration_recorded::unknown_fields_are_refused", unknown_fields);
     suite.add("migration_recorded::later_versions_are_refused", later_versions);
     suite.add("migration_recorded::record", record);

@@ -94,6 +94,7 @@ pub fn neutral(state: &mut Value) {
 /// The same for the configuration that travels with what was shown.
 pub fn neutral_document(document: &mut Value) {
     neutral_cpuid(&mut document["common_cpuid"]);
+    document.as_object_mut().expect("an object").remove("feature_msrs");
 }
 
 /// Gives every CPUID table in `value` the vendor of this processor.
