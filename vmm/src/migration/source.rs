@@ -260,6 +260,10 @@ impl SourceVm for LeavingMachine {
             return Err((leaving, error.into()));
         }
         if leaving.machine.is_ending() {
+            // It resets or ends where it is, which waits for as long as its machine is paused.
+            if ran_before && let Err(error) = leaving.machine.resume() {
+                return Err((leaving, error.into()));
+            }
             return Err((leaving, GuestIsEnding.into()));
         }
         let Self { machine, memory, reader, limits, .. } = leaving;
