@@ -4,7 +4,7 @@
 
 use super::Seed;
 
-const OPTION_STRINGS: [(&str, &str); 31] = [
+const OPTION_STRINGS: [(&str, &str); 33] = [
     ("cpus", "boot=2"),
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
@@ -66,7 +66,7 @@ const FULL_CONFIG: &str = r#"{
 "serial":{"mode":"Null"},"console":{"mode":"File","file":"/c"},
 "watchdog":false,"pvpanic":false}"#;
 
-const BODIES: [(&str, &str); 10] = [
+const BODIES: [(&str, &str); 11] = [
     ("smallest", r#"{"payload":{"kernel":"/k"}}"#),
     ("full", FULL_CONFIG),
     (

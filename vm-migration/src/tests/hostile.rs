@@ -233,7 +233,7 @@ fn a_message_that_trickles_has_an_end() {
     let connection = &enemy.control.connection;
     connection.send(&Header::new(Command::State.code(), 1 << 20).encode()).unwrap();
     // Far from standing still, and far from getting anywhere.
-    while connection.send(&[b' ']).is_ok()
+    while connection.send(b" ").is_ok()
         && connection.receive_now(&mut [0]).is_ok_and(|r| r.is_none())
     {
         assert!(began.elapsed() < LIMITS.answer, "it is still read");
