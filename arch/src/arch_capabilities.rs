@@ -3,7 +3,7 @@
 //! The bits of `IA32_ARCH_CAPABILITIES` and what each means for a guest that goes to another host.
 //!
 //! Owns that list. The register is read by a guest's kernel once, when it boots, and decides which
-//! mitigations it runs with; nobody tells it later that it now runs elsewhere. KVM takes any value for
+//! mitigations it runs with; it is not told later that it runs elsewhere. KVM takes any value for
 //! it from a VMM (`vcpu->arch.arch_capabilities`), so this comparison is the only thing that keeps a
 //! guest from a host on which it is not safe. What KVM shows of it is the host's own register, cut
 //! down to what means something in a guest, with bits added for what the host's kernel deals with
@@ -45,7 +45,7 @@ const BITS: [(u32, &str, Meaning); 33] = [
     (1, "IBRS_ALL", Promise),
     // Return predictions may come from elsewhere when the return buffer is empty.
     (2, "RSBA", Weakness),
-    // "Do not flush the L1 data cache before VM entry, somebody below does."
+    // "Do not flush the L1 data cache before VM entry, the hypervisor below does."
     (3, "SKIP_L1DFL_VMENTRY", NestedPromise),
     (4, "SSB_NO", Promise),
     (5, "MDS_NO", Promise),
@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn every_bit_that_a_guest_relies_on_must_be_there() {
         let promises = [0, 1, 4, 5, 7, 8, 13, 14, 15, 17, 20, 24, 26, 27, 28, 62];
-        // Of younger processors: nobody knows here what they say.
+        // Of younger processors: what they mean is not known here.
         let unknown = [31, 33, 61, 63];
         for number in promises.into_iter().chain(unknown) {
             assert_eq!(lost(bit(number), 0, false), bit(number), "{number}");

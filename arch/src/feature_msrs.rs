@@ -125,7 +125,7 @@ fn value(list: &[(u32, u64)], wanted: u32) -> u64 {
 }
 
 /// What this host suffers from and the guest was not told of, in words: it goes on all the same, and
-/// somebody should know. `None` where there is nothing of the kind.
+/// the log should tell. `None` where there is nothing of the kind.
 pub fn untold_weaknesses(guest: &[(u32, u64)], host: &[(u32, u64)]) -> Option<String> {
     let pair = (value(guest, ARCH_CAPABILITIES), value(host, ARCH_CAPABILITIES));
     let untold = arch_capabilities::untold(pair.0, pair.1);

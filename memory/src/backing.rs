@@ -304,7 +304,7 @@ impl ZoneBacking {
         zone.check_page_size(page_bytes)?;
         // Before the length: of one that can still be made shorter that says nothing. A zone with a file
         // may have one that knows no seals; that its configuration says so is not enough, which may come
-        // from whoever hands the file over: it has to be the file that is there on this host.
+        // from the peer that hands the file over: it has to be the file that is there on this host.
         // SAFETY: takes and returns numbers; the descriptor is open.
         let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
         let shrinks = seals.max(0) & libc::F_SEAL_SHRINK == 0;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How much memory there is still to be had, before somebody asks for it: of the host, of the cgroups
+//! How much memory there is still to be had, before any is populated: of the host, of the cgroups
 //! that this process is in, of a NUMA node.
 //!
 //! Owns the comparison and its margins. A host that runs out ends a process of its choice, and a
-//! cgroup one of its own, so whoever is about to populate memory asks here first. What cannot be read
+//! cgroup one of its own, so this is asked before memory is populated. What cannot be read
 //! is no limit: then the kernel decides, as it did before.
 
 use std::fmt;
@@ -19,7 +19,7 @@ const HOST_MARGIN_MAX_BYTES: u64 = 2 << 30;
 /// A node gets its own kernel memory from elsewhere if it must, so less is left of it.
 const NODE_MARGIN_DIVISOR: u64 = 64;
 const NODE_MARGIN_MAX_BYTES: u64 = 512 << 20;
-/// A cgroup is as large as somebody has calculated. What page tables and this process take meanwhile
+/// A cgroup is as large as its administrator has calculated. What page tables and this process take meanwhile
 /// has to fit.
 const CGROUP_MARGIN_BYTES: u64 = 32 << 20;
 
@@ -63,7 +63,7 @@ pub struct NoRoom {
     pub margin_bytes: u64,
 }
 
-/// Memory that somebody needs: bytes, and the NUMA node that they have to come from.
+/// Memory that is about to be populated: bytes, and the NUMA node that they have to come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Need {
     /// How much; hugetlb pages do not count, they were set aside before.
@@ -105,7 +105,7 @@ pub(crate) fn check_at(needs: &[Need], host: &Host) -> Result<(), NoRoom> {
     Ok(())
 }
 
-/// The least that any of them has to give, without a margin; all of it where nobody says.
+/// The least that any of them has to give, without a margin; all of it where no limit is set.
 pub fn left_bytes(node: Option<u32>) -> u64 {
     let rooms = rooms(&Host::real(), &[Need { bytes: 0, node }]);
     rooms.iter().map(|room| room.left_bytes).min().unwrap_or(u64::MAX)

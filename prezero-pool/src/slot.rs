@@ -126,7 +126,7 @@ impl SlotMemory {
         let config = RamConfig { zones: vec![zone_of(class)] };
         let ram = GuestRam::new(&config, LAYOUT)
             .map_err(|source| SlotError::Make { size_bytes, source })?;
-        // Before the first page, so that nobody has to make room for a slot that is given up again.
+        // Before the first page, so that no memory is reclaimed for a slot that is given up again.
         memory::check_room(ram.regions())?;
         let own = ram.regions().first().and_then(|region| region.file());
         let own = own.ok_or_else(|| SlotError::Open(io::Error::other("it has no file")))?;

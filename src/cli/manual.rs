@@ -13,7 +13,7 @@ use vmm::config::Family;
 use vmm::config::family::{FamilyInfo, FieldInfo};
 use vmm::config::reference::{UNSUPPORTED_FAMILIES, help};
 
-/// Widths of lines: where nobody says, and within which what a terminal says is used.
+/// Widths of lines: where none is set, and within which what a terminal says is used.
 const WIDTH_DEFAULT: usize = 80;
 const WIDTH_MIN: usize = 40;
 const WIDTH_MAX: usize = 100;

@@ -20,12 +20,12 @@ use crate::snapshot::place;
 pub fn add(suite: &mut Suite) {
     suite.add("descriptors::a_tap_that_was_sent_is_the_one_that_is_used", sent);
     suite.add("descriptors::they_are_closed_with_their_device", closed);
-    suite.add("descriptors::those_that_nobody_takes_are_refused", refused);
+    suite.add("descriptors::those_that_no_request_takes_are_refused", refused);
     suite.add("descriptors::a_restored_vm_gets_new_ones", restored);
     suite.add("descriptors::a_vm_that_moves_gets_new_ones", moved);
 }
 
-/// An open tap of a name that nobody has.
+/// An open tap of a name that is free.
 struct Tap {
     fd: OwnedFd,
     name: String,

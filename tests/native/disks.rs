@@ -440,7 +440,7 @@ fn cannot_be_read_anew() {
     assert!(!received.status.success(), "{}", destination.output());
     let told = String::from_utf8_lossy(&received.stderr).into_owned();
     assert!(told.contains("cannot be read anew"), "{told}");
-    assert!(!is_locked(there.path()), "nobody can go on with the disk");
+    assert!(!is_locked(there.path()), "no VM can go on with the disk");
     source.api().put("vm.delete", "").ok();
     source.shut_down();
     // A person who knows what was lost starts it; flushes go on failing.

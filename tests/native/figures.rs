@@ -31,7 +31,7 @@ fn both_sides(mode: Mode) {
     let destination = Vmm::empty();
     let kept = destination.path("source-log");
     std::fs::hard_link(source.path("log"), &kept).expect("the source's log can be kept");
-    // The time until somebody connects does not count.
+    // The time until the source connects does not count.
     let reception = Reception::start(&destination, Transport::Tcp, mode);
     std::thread::sleep(Duration::from_millis(1500));
     let began = Instant::now();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A disk that does not answer keeps nobody from being answered: a request of the guest hangs, and the
+//! A disk that does not answer keeps no other request from being answered: a request of the guest hangs, and the
 //! VMM is asked for everything meanwhile.
 //!
 //! The disk is a file on a file system that is frozen: a write waits until it is thawed. Where the
@@ -71,7 +71,7 @@ impl Hung {
         frozen
     }
 
-    /// Whoever asks is answered, whatever the answer is.
+    /// Every request is answered, whatever the answer is.
     #[track_caller]
     fn answers(&self) {
         let api = self.vmm.api();

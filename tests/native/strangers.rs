@@ -49,7 +49,7 @@ impl Strangers {
                 if let Ok(mut stream) = TcpStream::connect(&to) {
                     stream.set_nonblocking(true).expect("a TCP stream");
                     match count % 4 {
-                        // A port scan, and a request that is for somebody else.
+                        // A port scan, and a request for another server.
                         0 => drop(stream),
                         1 => drop(stream.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")),
                         // Silence, and a byte now and then, are kept.

@@ -65,7 +65,7 @@ pub struct Snapshot {
     pub mode: Option<Mode>,
     /// The guest went before all of its memory.
     pub postcopy: bool,
-    /// When the source connected, in milliseconds since 1970; none while nobody has.
+    /// When the source connected, in milliseconds since 1970; none while it has not.
     pub began_unix_ms: Option<u64>,
     /// Since then, until the last phase ended.
     pub elapsed_ms: u64,
@@ -156,7 +156,7 @@ pub struct FaultSnapshot {
     pub urgent_pages: u64,
     /// Pages that came in the background.
     pub bulk_pages: u64,
-    /// Pages that came along with requested ones before anybody touched them.
+    /// Pages that came along with requested ones before they were touched.
     pub prefetched_pages: u64,
     /// Rate of the background in the last second.
     pub bulk_bytes_per_s: u64,

@@ -172,7 +172,7 @@ pub struct SendOptions {
     pub urgent_connections: u16,
     /// With [`MemoryMode::Auto`], longest precopy.
     pub postcopy_after: Option<Duration>,
-    /// Most bytes per second for memory that nobody waits for: all of it in precopy, what is not asked
+    /// Most bytes per second for memory that no fault waits for: all of it in precopy, what is not asked
     /// for in postcopy; 0 for no limit.
     pub bandwidth_bytes_per_s: u64,
     /// How long a postcopy that lost its connections tries to connect again by itself.

@@ -394,7 +394,7 @@ impl Progress {
         if is_last {
             self.course.lock().unwrap_or_else(PoisonError::into_inner).sample(sample, true);
         } else if let Ok(mut course) = self.course.try_lock() {
-            // Somebody else takes one at this moment, or makes a report: nobody waits for that.
+            // Another thread takes one at this moment, or makes a report: that is not waited for.
             course.sample(sample, false);
         }
     }

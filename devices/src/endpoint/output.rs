@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Opening a file for output at a path that may come from anybody.
+//! Opening a file for output at a path that a peer may have chosen.
 //!
 //! Owns what that may do to what is there already: nothing is ever truncated, no link leads into a file
-//! of somebody else, and nothing is waited for.
+//! of another owner, and nothing is waited for.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -44,7 +44,7 @@ fn options() -> OpenOptions {
 
 fn open_existing(path: &Path) -> io::Result<File> {
     let file = match options().open(path) {
-        // A pipe that nobody reads yet.
+        // A pipe that has no reader yet.
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => {
             options().read(true).open(path)?
         }
@@ -136,12 +136,12 @@ mod tests {
         let path = dir.path().join("pipe");
         syscalls::make_fifo(&path).unwrap();
         let mut output = open_output(&path).unwrap();
-        output.write_all(b"before anybody reads").unwrap();
+        output.write_all(b"before there is a reader").unwrap();
         let mut reader =
             OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
         let mut text = [0; 20];
         reader.read_exact(&mut text).unwrap();
-        assert_eq!(&text, b"before anybody reads");
+        assert_eq!(&text, b"before there is a reader");
         // With a reader, and by a link.
         open_output(&path).unwrap();
         symlink(&path, dir.path().join("link")).unwrap();
@@ -164,7 +164,7 @@ mod tests {
             (5, 5, 5, true),
             (0, 5, 5, true),
             (0, 0, 0, true),
-            // Somebody else's link, and a link into somebody else's file.
+            // A link of another owner, and a link into a file of another owner.
             (7, 5, 5, false),
             (7, 0, 0, false),
             (5, 7, 5, false),

@@ -47,7 +47,7 @@ pub(crate) trait Work: Send + 'static {
     fn drain(&mut self) -> Result<(), Broken>;
     /// Begins nothing new, finishes what has completed, and says whether nothing is in flight any
     /// more. If something is, its completion is all that is watched, and the thread comes back here
-    /// with it. Whoever has nothing in flight between two events does not need this.
+    /// with it. A device that has nothing in flight between two events does not need this.
     fn try_drain(&mut self, _watch: &mut Watch) -> Result<bool, Broken> {
         self.drain().map(|()| true)
     }
@@ -219,7 +219,7 @@ impl HoldingStill {
         self.0.iter().all(|control| control.is_still_by(until))
     }
 
-    /// Lets them go on, whether they hold still by now or not. Only as long as nobody has had the
+    /// Lets them go on, whether they hold still by now or not. Only as long as no thread has had the
     /// device paused since.
     pub fn withdraw(&self) {
         self.0.iter().for_each(|control| control.withdraw_pause());
@@ -375,7 +375,7 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control) {
             continue;
         }
         if broken && !is_draining {
-            // What a drain that was taken back has left watched has nobody to look at it.
+            // What a drain that was taken back has left watched is looked at by no thread.
             watch.clear();
         }
         if !serving && !broken && !is_draining {

@@ -120,7 +120,7 @@ struct Thread {
     latency_us: Quantiles,
 }
 
-/// Draws it; `vm` is the name by which whoever asked knows the VM.
+/// Draws it; `vm` is the name of the VM in the request.
 pub fn svg(report: &Report, vm: &str) -> String {
     let mut body = String::new();
     text(&mut body, (LEFT, 28.0), "start", 16, &title(&report.progress, vm));

@@ -7,7 +7,7 @@
 //! may be lost on its way: a source (or page server) that never hears it holds all memory of a guest
 //! that needs nothing any more. A new migration to the same address takes the listener over and goes
 //! on answering beside its own work; what time is left when that ends, however it ends, is waited here
-//! again. Nobody who connects holds up the answer to another.
+//! again. No connection holds up the answer to another.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -93,7 +93,7 @@ impl Lingering {
         entries.extract_if(.., |entry| collide(entry.listener.address(), address)).collect()
     }
 
-    /// Answers for these, as far as they last, where nobody else does any more.
+    /// Answers for these, as far as they last, where no other thread does any more.
     pub(super) fn go_on(&self, listener: &Arc<Listener>, mut pasts: Vec<Past>) {
         pasts.retain(Past::lasts);
         if pasts.is_empty() {
@@ -130,7 +130,7 @@ fn warn_of_silence(error: &dyn std::error::Error) {
     );
 }
 
-/// Answers whoever connects, until the time is over (true) or somebody else does so.
+/// Answers every connection, until the time is over (true) or another listener does so.
 fn answer_all(listener: &Listener, pasts: &[Past], stop: &Cancel) -> bool {
     let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
     while pasts.iter().any(Past::lasts) {
@@ -167,7 +167,7 @@ fn collide(one: &Address, other: &Address) -> bool {
     }
 }
 
-/// What somebody hears who is awaited by none.
+/// The answer to a connection that no migration waits for.
 const NOTHING: &str = "a migration to here is over, and nothing is awaited";
 
 /// True of a migration that is over here and is answered for.

@@ -198,7 +198,7 @@ impl Listener {
             }
         };
         if pages_come {
-            // Whoever brings them listens, and answers for these as well.
+            // The threads that bring them listen, and answer for these as well.
             self.pasts.clear();
         }
         result

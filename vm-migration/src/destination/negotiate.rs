@@ -45,7 +45,7 @@ pub(crate) struct Connected {
     first: Message,
 }
 
-/// Waits for the source. Nobody else ends the wait: who says nothing is closed after a time, who says
+/// Waits for the source. Nothing else ends the wait: a connection that says nothing is closed after a time, one that says
 /// something else is told that a VM is awaited, and a source of an earlier migration that does not know
 /// how that ended is told.
 pub(crate) fn listen<V: crate::vm::DestinationVm>(

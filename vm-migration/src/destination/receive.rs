@@ -182,7 +182,7 @@ impl<V: DestinationVm> Mapped<V> {
                 Message::Coming(ranges) if self.parts.terms.negotiated() => {
                     let runs = locate(memory.layout(), &ranges).step(STEP)?;
                     // A page that is got while others are thrown away would be one of zeros that
-                    // nobody waits for.
+                    // no fault waits for.
                     if !self.mode().may_postcopy() {
                         preparing.add(&self.parts.memory, &fresh, &runs);
                     }
@@ -245,7 +245,7 @@ impl<V: DestinationVm> Mapped<V> {
         fresh: &Arc<Fresh>,
         context: Context<'_>,
     ) -> Result<Message, Failure> {
-        // The source's time, whoever else connects.
+        // The source's time, whatever else connects.
         let mut since = Instant::now();
         loop {
             if let Some(message) = self.next(helpers, arrivals, since, context)? {

@@ -40,8 +40,8 @@ pub const FEATURE_VERDICT: &str = "verdict";
 /// What precopy that becomes postcopy has made old is thrown away before the guest stops.
 pub const FEATURE_STALE: &str = "stale";
 
-/// The last messages have the figures of whoever sends them: Confirm those of the source,
-/// `PostcopyDone` those of the destination, and the answer to it those of whoever served.
+/// The last messages have the figures of their sender: Confirm those of the source,
+/// `PostcopyDone` those of the destination, and the answer to it those of the process that served.
 pub const FEATURE_FIGURES: &str = "figures";
 
 /// Length of the token that extra connections show.

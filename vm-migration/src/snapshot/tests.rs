@@ -369,7 +369,7 @@ fn a_pipe_in_the_directory_is_refused_and_not_waited_for() {
 fn an_index_is_no_longer_than_the_machines_memory_needs() {
     let memory = filled(Backing::Shared);
     let folder = taken(&memory);
-    // Sparse: half a terabyte that nobody can read into memory. The memory file is as long as said.
+    // Sparse: half a terabyte, too much to read into memory. The memory file is as long as said.
     let long = fs::File::options().write(true).open(folder.path().join(INDEX_FILE)).unwrap();
     long.set_len(1 << 39).unwrap();
     let path = folder.path().join(MANIFEST_FILE);

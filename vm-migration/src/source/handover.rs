@@ -35,7 +35,7 @@ pub(crate) struct HandedOver<V: SourceVm> {
     pub pages: Option<Pages<V>>,
     /// Why the destination may not know yet that the guest is its own, and how it learns that.
     pub unconfirmed: Option<Doubt>,
-    /// Ends when nobody waits for that.
+    /// Ends when the guest does not wait for that.
     pub log: Option<V::Log>,
 }
 

@@ -327,7 +327,7 @@ fn turned_away(to: &Address, message: &Message) -> String {
     }
 }
 
-/// Connections that say nothing. One after the other they would take far longer than anybody waits.
+/// Connections that say nothing. One after the other they would take far longer than a source waits.
 fn silent(to: &Address) -> Vec<Connection> {
     let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let connect = || Connection::connect(to, &never, limit, limit).unwrap();
@@ -462,7 +462,7 @@ fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
     let elsewhere: Address = format!("tcp:192.0.2.1:{port}").parse().unwrap();
     Listener::bind_over(&elsewhere, &lingering).unwrap_err();
     hears_the_end(&address, id);
-    // Nobody begins to receive.
+    // No reception begins.
     drop(Listener::bind_over(&address, &lingering).unwrap());
     hears_the_end(&address, id);
     for fails in [true, false] {

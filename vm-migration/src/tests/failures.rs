@@ -100,7 +100,7 @@ fn a_source_that_fails_at_any_step_keeps_its_guest() {
 /// Where the kernel keeps large tables the end of the log takes seconds, and the guest stands still in
 /// neither place for that.
 #[test]
-fn the_dirty_log_ends_when_nobody_waits_for_that() {
+fn the_dirty_log_ends_when_the_guest_does_not_wait() {
     for mode in modes() {
         for (inject, before) in [(Inject::Nothing, "handed over"), (Inject::Apply, "resume")] {
             let rig = Rig::new(mode);
@@ -337,7 +337,7 @@ fn every_phase_is_announced_with_its_begin_and_its_end() {
             Event::Round { round, .. } | Event::Stalled { round, .. } => assert!(*round > 0),
             // A machine that is busy with other things may be slower than its guest.
             Event::DowntimeAllowed { .. } => {}
-            Event::Throttled { .. } | Event::PageServerFailed => panic!("nobody asked for it"),
+            Event::Throttled { .. } | Event::PageServerFailed => panic!("it was not asked for"),
         }
     }
     let phases = [Phase::Connect, Phase::Negotiate, Phase::Precopy, Phase::Stop, Phase::Handover];

@@ -107,7 +107,7 @@ fn waiting_for_a_source_is_no_part_of_the_time() {
     let guest = Guest::new(&from, 94);
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
     let began = Instant::now();
-    // Nobody connects for a while: the passing of time is what is tested.
+    // No source connects for a while: the passing of time is what is tested.
     std::thread::sleep(Duration::from_millis(1200));
     let waiting = target.progress.snapshot();
     assert_eq!((waiting.elapsed_ms, waiting.began_unix_ms), (0, None));

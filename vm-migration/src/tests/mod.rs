@@ -23,7 +23,7 @@
 //! | `recovery` | postcopy that loses its connections |
 //! | `commit` | what ends a doubt at the commit, and what does not |
 //! | `hostile` | a source that sends what it must not |
-//! | `strangers` | connections that are nobody's |
+//! | `strangers` | connections that are not the source's |
 //! | `scale` | what a recovery computes for a large guest |
 //! | `waits` | faults and arrivals of their pages at the same moment |
 

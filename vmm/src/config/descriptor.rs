@@ -3,7 +3,7 @@
 //! Descriptors that a configuration names, and those that a request brings for a VM that arrives.
 //!
 //! Owns a descriptor that came with a request for as long as any configuration names it. An
-//! inherited one belongs to whoever started the process and is never closed. A number means nothing
+//! inherited one belongs to the process that started this one and is never closed. A number means nothing
 //! in another process, so it is written and read as -1. Nothing here is opened; a device that uses
 //! a descriptor gets a duplicate.
 

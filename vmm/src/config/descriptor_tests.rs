@@ -39,7 +39,7 @@ fn one_that_was_received_is_closed_with_the_last_configuration() {
     let kind = other.read(&mut [0]).unwrap_err().kind();
     assert_eq!(kind, std::io::ErrorKind::WouldBlock, "a configuration still names it");
     drop(second);
-    assert_eq!(other.read(&mut [0]).unwrap(), 0, "nobody holds it any more");
+    assert_eq!(other.read(&mut [0]).unwrap(), 0, "it is held no more");
 }
 
 fn config() -> VmConfig {

@@ -51,7 +51,7 @@ fn verdict(family: &str, text: &str) -> Result<(), String> {
         "restore" => asked(RestoreConfig::parse(text), refuse_unsupported),
         // Its body is JSON alone.
         "payload" | "snapshot" => Ok(()),
-        other => panic!("nobody checks the family {other}"),
+        other => panic!("the family {other} is not checked"),
     }
 }
 

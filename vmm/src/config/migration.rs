@@ -148,7 +148,7 @@ option_family! {
         /// Connections that carry only pages which the guest waits for in postcopy; from the number
         /// of vCPUs if not given, with 0 they share the others.
         preempt: Option<u64> = None, "preempt" as Opt<Int>, range(0, MAX_CONNECTIONS);
-        /// Most bytes per second for memory that nobody waits for: all of it in precopy, before it is
+        /// Most bytes per second for memory that no fault waits for: all of it in precopy, before it is
         /// compressed, and in postcopy what is not requested; 0 for no limit.
         bandwidth: u64 = 0, "bandwidth" as One<Bytes>;
         /// Longest time in seconds for which a postcopy that lost its connections connects again by

@@ -12,7 +12,7 @@ use super::pausing::Turn;
 use super::{Next, Vm, Vmm};
 use crate::api::{ApiCall, VmmRequest};
 
-/// How long a request waits. Whoever asks is to be answered within a second.
+/// How long a request waits. A client is to be answered within a second.
 const WAIT_MAX: Duration = Duration::from_millis(500);
 
 /// Whether a request waits for another state of the VM. One that is about the state between does not.

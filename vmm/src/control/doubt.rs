@@ -86,7 +86,7 @@ impl Vmm {
     pub(super) fn doubt(&mut self, doubtful: Doubtful) {
         let Vm::Awaited(receiving) = &mut self.vm else { return };
         if receiving.doubt.replace(doubtful).is_some() {
-            // Whoever has decided since it began knew of it, and so did a first signal.
+            // Requests and signals since it began were made in its knowledge.
             return;
         }
         cancel::refuse_all(&mut receiving.cancellers, &in_doubt());

@@ -73,7 +73,7 @@ impl Vmm {
     /// Ends the process when what is here has ended in order.
     fn end_here(&mut self, reason: ExitReason, responder: Option<Responder>) -> Next {
         match &mut self.ending {
-            // Whoever asked first is told when it is over.
+            // The first request is answered when it is over.
             Some(Ending { responder: Some(_), .. }) => {
                 if let Some(responder) = responder {
                     responder.answer(Ok(ApiReply::Empty));

@@ -31,8 +31,8 @@ pub(crate) const WATCHER_TIME: Duration = Duration::from_secs(10);
 /// When one watcher has seen the end, others may not have: a few looks of ch-remote.
 const OTHER_WATCHERS_TIME: Duration = Duration::from_millis(300);
 
-/// How long the process stays after a migration, from how long ago somebody asked who has not seen the
-/// end, and somebody saw it.
+/// How long the process stays after a migration, from how long ago a client asked that has not seen the
+/// end, and another saw it.
 fn farewell_time(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
     match (asked, seen) {
         (Some(asked), _) if asked < WATCHER_TIME => WATCHER_TIME,
@@ -69,7 +69,7 @@ impl Vmm {
         }
     }
 
-    /// The process ends: whoever has just asked how far the migration is gets an answer.
+    /// The process ends: clients that have just asked how far the migration is get an answer.
     pub(super) fn answer_last_askers(&mut self, queue: &ApiQueue) {
         while let Some(call) = queue.take() {
             let (request, responder) = call.into_parts();
@@ -445,7 +445,7 @@ mod tests {
     #[test]
     fn the_process_stays_for_those_who_have_not_seen_the_end() {
         let ms = |ms| Some(Duration::from_millis(ms));
-        assert_eq!(farewell_time(None, None), Duration::ZERO, "nobody watches");
+        assert_eq!(farewell_time(None, None), Duration::ZERO, "no client watches");
         assert_eq!(farewell_time(ms(100), None), WATCHER_TIME);
         // Taking the machine apart may have taken that long already, and that does not count.
         assert_eq!(farewell_time(ms(9_900), None), WATCHER_TIME);

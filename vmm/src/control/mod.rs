@@ -155,7 +155,7 @@ struct Vmm {
     progress: Option<Arc<Progress>>,
     /// When somebody last asked for the progress of a migration.
     watched_at: Option<Instant>,
-    /// When somebody first saw the end of it.
+    /// When a client first saw the end of it.
     end_seen_at: Option<Instant>,
     /// Asked for the progress of a migration that has failed, before this thread was told.
     progress_askers: Vec<Responder>,

@@ -251,8 +251,9 @@ impl Vmm {
         });
         if let Err(((_left_to_it, responder), error)) = spawned {
             let error = ApiError::from_error(ApiErrorKind::Failed, &error);
-            responder.answer(Err(error
-                .context("the VM is paused, and nobody waits until its disks are written back")));
+            responder.answer(Err(error.context(
+                "the VM is paused, and that its disks are written back is not waited for",
+            )));
         }
     }
 

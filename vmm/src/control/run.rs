@@ -90,7 +90,7 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
     let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;
     let result = serve(&mut vmm, &queue, &inbox, signals);
     vmm.answer_last_askers(&queue);
-    // Whoever else has asked and was not answered is told so, while the server still sends answers.
+    // Other requests that were not answered are told so, while the server still sends answers.
     drop(queue);
     vmm.end_vm();
     drop(vmm);

@@ -77,7 +77,7 @@ pub struct Sending {
     pub cancellers: Vec<Responder>,
     /// Whoever gave up the pages that are served, and waits until that is done.
     pub deleters: Vec<Responder>,
-    /// Whoever wants a paused VM to go on, which ended the migration.
+    /// Requests to resume the paused VM, which ended the migration.
     pub resumers: Vec<Responder>,
 }
 

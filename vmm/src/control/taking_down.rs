@@ -23,7 +23,7 @@ pub enum After {
     Idle {
         /// What it was asked to be.
         config: Box<VmConfig>,
-        /// Whoever asked; the guest itself if nobody did.
+        /// The request; none if the guest did it by itself.
         responder: Option<Responder>,
     },
     /// It is forgotten.
@@ -32,11 +32,11 @@ pub enum After {
     Reboot {
         /// What it is to be.
         config: Box<VmConfig>,
-        /// Whoever is attached to them stays so.
+        /// Clients that are attached to them stay so.
         consoles: Consoles,
         /// What no other VM can have in between.
         kept: Box<KeptOverReboot>,
-        /// Whoever asked; the guest itself if nobody did.
+        /// The request; none if the guest did it by itself.
         responder: Option<Responder>,
     },
     /// The process ends, with an error if there is one.
@@ -202,7 +202,7 @@ impl Vmm {
                     }
                     Err(error) => {
                         self.vm = Vm::Idle(config);
-                        // Nobody waits for it; the end of the process does it, too.
+                        // It is not waited for; the end of the process does it, too.
                         drop(super::snapshot::spawn_with("give-back", kept, drop));
                         let error = ApiError::from_error(ApiErrorKind::Failed, &error);
                         next = refuse(responder, error, RunError::Reboot);
@@ -223,7 +223,7 @@ impl Vmm {
     }
 
     /// The live machine ends, and then the process, with an error if there is one. A machine whose
-    /// pages are not all here is never taken apart: whoever waits for one must not see anything else
+    /// pages are not all here is never taken apart: a thread that waits for one must not see anything else
     /// in its place, or a disk would be written with it. The end of the process ends them all.
     pub(super) fn end_with_machine(&mut self, error: Option<RunError>) -> Next {
         if matches!(self.pages, Pages::Here) {
@@ -240,7 +240,7 @@ impl Vmm {
     }
 }
 
-/// Tells whoever asked; what a guest wants by itself and cannot have ends the process.
+/// Answers the request; what a guest wants by itself and cannot have ends the process.
 fn refuse(responder: Option<Responder>, error: ApiError, fatal: fn(ApiError) -> RunError) -> Next {
     match responder {
         Some(responder) => {

@@ -128,7 +128,7 @@ fn range(range: MmioRange) -> GpaRange {
 }
 
 fn open(what: &'static str, path: &Path) -> Result<File, MachineBootError> {
-    // Opening a pipe that nobody writes to would not end; the configuration may be from another host.
+    // Opening a pipe without a writer would not end; the configuration may be from another host.
     let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     opened.map_err(|source| MachineBootError::Open { what, path: path.to_owned(), source })
 }

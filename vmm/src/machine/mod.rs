@@ -124,7 +124,7 @@ pub enum MachineError {
         /// How long it was waited for.
         within: Duration,
     },
-    /// A pause took longer than anybody wanted it.
+    /// A pause was taken back before it was done.
     #[error("the pause was taken back before all devices had finished their requests")]
     PauseWithdrawn,
     /// The threads of vCPUs.

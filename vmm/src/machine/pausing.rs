@@ -5,7 +5,7 @@
 //! Owns the order in which everything stops, and the way back while it has not all stopped: a device
 //! waits for whatever is behind it, and storage that does not answer would hold the guest for ever.
 //! All devices finish their requests side by side while the vCPUs run on; those stop when that is
-//! done. If it takes too long, or nobody wants it any more, the machine runs as before.
+//! done. If it takes too long, or the request is taken back, the machine runs as before.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -135,7 +135,7 @@ impl LeavingMachine {
             let within = self.limits.devices();
             let busy = match self.machine.try_devices(within, is_cancelled) {
                 Err(busy @ MachineError::DeviceBusy { .. }) => busy,
-                // Whoever asks finds out by itself that it is cancelled.
+                // The caller looks for a cancel itself.
                 Ok(()) | Err(MachineError::PauseWithdrawn) => return Ok(()),
                 Err(other) => return Err(other),
             };

@@ -19,7 +19,7 @@ use crate::api::{
 use crate::control::{WATCHER_TIME, recover_wish};
 use crate::events;
 
-/// How long somebody who follows a migration may take from the VMM to here: a few looks of ch-remote.
+/// How long a client that follows a migration may take from the VMM to here: a few looks of ch-remote.
 const ARRIVAL_TIME: Duration = Duration::from_millis(500);
 
 /// What the loop does next.
@@ -119,7 +119,7 @@ impl Desk {
     /// The destination has everything.
     pub fn served(&mut self, now: Instant) {
         let watched = self.watched_at.is_some_and(|at| now.duration_since(at) < WATCHER_TIME);
-        // Whoever was sent on here by the VMM may be on the way.
+        // A client that was sent on here by the VMM may be on the way.
         self.farewell = Some(now + if watched { WATCHER_TIME } else { ARRIVAL_TIME });
         for responder in self.given_up_by.drain(..) {
             responder.answer(Ok(ApiReply::Empty));

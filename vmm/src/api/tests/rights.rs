@@ -33,7 +33,7 @@ fn pairs(count: usize) -> (Vec<OwnedFd>, Vec<UnixStream>) {
     (theirs.into_iter().map(OwnedFd::from).collect(), ours)
 }
 
-/// What came through the descriptors until nobody held them any more.
+/// What came through the descriptors until no process held them any more.
 fn said(others: Vec<UnixStream>) -> Vec<String> {
     others.into_iter().map(|mut other| read_to_end(&mut other)).collect()
 }

@@ -55,7 +55,7 @@ fn a_write_through_that_failed_counts_as_a_flush_where_others_may_be_lost_with_i
 
 #[test]
 fn a_writeback_that_failed_while_the_image_is_read_anew_is_a_flush_that_failed() {
-    // The host tells of it once: whoever flushes next would hear that all is well.
+    // The host tells of it once: the next flush would succeed.
     let disk = Disk::open(image().path(), false, false).unwrap();
     disk.drop_cache().unwrap();
     let failed = disk.drop_cache_after(|_| Err(io::Error::from_raw_os_error(libc::EIO)));
