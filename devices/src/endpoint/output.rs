@@ -139,7 +139,7 @@ mod tests {
         output.write_all(b"before there is a reader").unwrap();
         let mut reader =
             OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
-        let mut text = [0; 20];
+        let mut text = [0; 24];
         reader.read_exact(&mut text).unwrap();
         assert_eq!(&text, b"before there is a reader");
         // With a reader, and by a link.
