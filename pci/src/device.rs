@@ -114,8 +114,14 @@ pub trait PciDevice: Send + Sync {
     /// here for its DMA mappings); the bus holds no lock meanwhile.
     fn write_config(&self, offset: u16, data: &[u8]);
 
-    /// The BARs that the function has. Never changes.
+    /// The BARs that the function has. What changes is the width of a memory BAR at most, with
+    /// [`PciDevice::widen_bar`] and [`PciDevice::restore`].
     fn bars(&self) -> Vec<BarDescription>;
+    /// Makes a 32-bit BAR a 64-bit one, if the function can have that, and says whether it did. Before
+    /// the guest knows the function only.
+    fn widen_bar(&self, _index: u8) -> bool {
+        false
+    }
     /// What the BAR registers and the decode bits say now.
     fn bar_decode(&self) -> BarDecode;
     /// Programs a BAR register, as firmware would.

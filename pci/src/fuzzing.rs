@@ -16,7 +16,7 @@ use crate::bar::{MmioRange, MmioWindows};
 use crate::bus::{PciConfigIo, PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;
 use crate::fakes::{FakeDevice, FakeIoEvents, FakeMapper, FakeMsiSource};
-use crate::virtio::{VirtioPciDevice, VirtioPciState};
+use crate::virtio::{BarWidth, VirtioPciDevice, VirtioPciState};
 
 const WINDOWS: MmioWindows = MmioWindows {
     below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x100_0000 },
@@ -49,6 +49,8 @@ impl Rig {
             let device = VirtioPciDevice::new(
                 format!("device{number}"),
                 FakeDevice::with_record().0,
+                // Both widths.
+                if number % 2 == 1 { BarWidth::Bits64 } else { BarWidth::Bits32 },
                 memory.clone(),
                 &FakeMsiSource::new(1024),
                 events.clone(),

@@ -47,6 +47,7 @@ pub use device::{PciDevice, PciDeviceState, PciStateError};
 pub use fuzzing::{fuzz_config_space, fuzz_state, fuzz_transport};
 pub use msix::{Msix, MsixEntryState, MsixError, MsixState, NO_VECTOR};
 pub use virtio::{
-    CommonState, QueueError, QueueProgressState, QueueRegisterState, VIRTIO_QUEUES_MAX_COUNT,
-    VirtioPciDevice, VirtioPciError, VirtioPciState, VirtioStateError,
+    BarWidth, CommonState, NARROW_BAR_VERSION, QueueError, QueueProgressState, QueueRegisterState,
+    VIRTIO_PCI_KIND, VIRTIO_QUEUES_MAX_COUNT, VirtioPciDevice, VirtioPciError, VirtioPciState,
+    VirtioStateError,
 };

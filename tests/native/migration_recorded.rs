@@ -5,13 +5,14 @@
 //! `GODWIT_RECORD_STREAM=DIRECTORY` makes the test of that name record one of this version.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use tempfile::TempDir;
 use vm_migration::layout::GpaRange;
 use vm_migration::protocol::message::{Answer, Message};
 
@@ -24,11 +25,12 @@ const SAID: &str = "source";
 const ANSWERED: &str = "destination";
 
 pub fn add(suite: &mut Suite) {
-    for version in ["v1", "v2"] {
+    for version in ["v1", "v2", "v3"] {
         suite.add(&format!("migration_recorded::{version}_arrives"), move || arrives(version));
         let name = format!("migration_recorded::{version}_is_sent_what_it_knows");
         suite.add(&name, move || is_sent_to(version));
     }
+    suite.add("migration_recorded::v2_is_sent_no_32_bit_bar", sent_no_narrow_bar);
     suite.add("migration_recorded::unknown_fields_are_refused", unknown_fields);
     suite.add("migration_recorded::later_versions_are_refused", later_versions);
     suite.add("migration_recorded::record", record);
@@ -90,12 +92,26 @@ fn frames(mut stream: &[u8], change: impl Fn(&mut Value)) -> Vec<Frame> {
     frames
 }
 
-/// The VM that is recorded, paused: so its memory is sent once.
-fn source() -> Vmm {
+/// The first version with a disk: what it is about is in the state of disks.
+fn has_disk(version: &str) -> bool {
+    !["v1", "v2"].contains(&version)
+}
+
+fn make_disk(folder: &TempDir) -> PathBuf {
+    let path = folder.path().join("recorded-disk");
+    File::create(&path).and_then(|file| file.set_len(1 << 20)).expect("a file");
+    path
+}
+
+/// The VM that is recorded, paused: so its memory is sent once. With a disk if there is a folder for it.
+fn source(folder: Option<&TempDir>) -> Vmm {
+    let disk = folder.map(|folder| format!("path={}", make_disk(folder).display()));
+    let disk: Vec<_> = disk.iter().flat_map(|disk| ["--disk", disk]).collect();
     let cpus = format!("boot=2,max_phys_bits={},nested=off", recorded::PHYS_BITS);
     let source = VmmBuilder::new(&["--console", "null", "--serial", "null"])
         .with(&["--kernel", crate::harness::image(), "--cmdline", "workload=random-write mem=256K"])
         .with(&["--cpus", &cpus, "--memory", "size=32M,shared=on"])
+        .with(&disk)
         .start();
     source.wait_for_work(1_000);
     source.remote_ok(&["pause"]);
@@ -107,7 +123,8 @@ fn record() {
         skip("GODWIT_RECORD_STREAM names no directory to record to");
     };
     let target = Path::new(&target);
-    let source = source();
+    let folder = TempDir::with_prefix("godwit-record-").expect("a folder");
+    let source = source(Some(&folder));
     let destination = Vmm::empty();
     let reception = Reception::start(&destination, Transport::Unix, Mode::Precopy);
     let to = reception.url.trim_start_matches("unix:").to_owned();
@@ -131,6 +148,7 @@ fn record() {
             recorded::neutral_document(value);
             // So that no path of the recording machine is kept.
             value["vm_config"]["payload"]["kernel"] = "recorded-guest".into();
+            value["vm_config"]["disks"][0]["path"] = "recorded-disk".into();
         } else {
             recorded::neutral(value);
         }
@@ -175,7 +193,15 @@ fn read_answer(socket: &mut UnixStream) -> io::Result<Answer> {
 fn arrives(version: &str) {
     let destination = Vmm::empty();
     let reception = Reception::start(&destination, Transport::Unix, Mode::Precopy);
-    let answers = play(version, &reception.url, recorded::adapt).expect("the destination answers");
+    let folder = TempDir::with_prefix("godwit-recorded-").expect("a folder");
+    let disk = make_disk(&folder);
+    let adapt = |value: &mut Value| {
+        recorded::adapt(value);
+        if let Some(path) = value.pointer_mut("/vm_config/disks/0/path") {
+            *path = disk.to_str().expect("UTF-8").into();
+        }
+    };
+    let answers = play(version, &reception.url, adapt).expect("the destination answers");
     let output = reception.finish();
     if let Some((_, Answer::Error { reason })) = answers.last() {
         panic!("{version} is refused: {reason}");
@@ -263,7 +289,8 @@ fn take_as(version: &str, listener: &UnixListener) -> Vec<u8> {
 
 /// To a destination of that version goes what it knows, and nothing else.
 fn is_sent_to(version: &str) {
-    let source = source();
+    let folder = TempDir::with_prefix("godwit-recorded-").expect("a folder");
+    let source = source(has_disk(version).then_some(&folder));
     let path = source.path("old");
     let listener = UnixListener::bind(&path).expect("a socket");
     let name = version.to_owned();
@@ -285,6 +312,30 @@ fn is_sent_to(version: &str) {
     for vcpu in 0..2 {
         assert_eq!(now[2]["vcpus"][vcpu]["version"], then[2]["vcpus"][vcpu]["version"]);
     }
+}
+
+/// What such a destination cannot lay out as the guest has found it does not get on its way.
+fn sent_no_narrow_bar() {
+    let folder = TempDir::with_prefix("godwit-recorded-").expect("a folder");
+    let source = source(Some(&folder));
+    let path = source.path("old");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    let old = std::thread::spawn(move || take_as("v2", &listener));
+    let option = format!("destination_url=unix:{},memory_mode=precopy", path.display());
+    let output = source.remote(&["send-migration", "--wait", &option]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{output:?}");
+    assert!(
+        said.contains("a machine state of version 3, and the newest known there is 2"),
+        "{said}"
+    );
+    for frame in frames(&old.join().expect("no panic"), |_| ()) {
+        let is_early = !matches!(frame.message, Message::Memory(_) | Message::State(_));
+        assert!(is_early, "{:?} was sent", frame.message.command());
+    }
+    source.remote_ok(&["resume"]);
+    source.wait_for_work(1_000);
+    source.shut_down();
 }
 
 /// Plays a recorded stream with a change; the reason for which it is refused.

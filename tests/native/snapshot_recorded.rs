@@ -30,6 +30,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("snapshot_recorded::v1", || reads("v1"));
     suite.add("snapshot_recorded::v1_generic", || reads("v1-generic"));
     suite.add("snapshot_recorded::v2_generic", || reads("v2-generic"));
+    suite.add("snapshot_recorded::v3_generic", || reads("v3-generic"));
     suite.add("snapshot_recorded::record", record);
 }
 

@@ -253,3 +253,19 @@ fn aml_is_what_acpica_understands() {
         assert!(!source.contains(absent), "{absent} in\n{source}");
     }
 }
+
+/// BARs that are placed in a window that the host bridge does not name are moved by the guest.
+#[test]
+fn the_host_bridge_names_its_memory_windows() {
+    // Address space descriptors (ACPI 6.5, 6.4.3.5): granularity, first, last, offset, length.
+    let narrow = [0, layout::MMIO32_GPA, layout::ECAM_GPA - 1, 0, layout::MMIO32_BYTES];
+    let narrow = narrow.map(|field| u32::try_from(field).unwrap().to_le_bytes()).concat();
+    let window = segment(0).mmio64.unwrap();
+    let wide = [0, window.gpa, window.end_gpa() - 1, 0, window.len_bytes];
+    let wide = wide.map(u64::to_le_bytes).concat();
+    let table = dsdt::dsdt(&inputs(1));
+    for descriptor in [narrow, wide] {
+        let named = table.windows(descriptor.len()).filter(|bytes| **bytes == *descriptor).count();
+        assert_eq!(named, 1, "{descriptor:x?}");
+    }
+}

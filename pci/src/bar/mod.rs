@@ -10,6 +10,10 @@
 //!
 //! A BAR that does not decode holds its range softly: new devices are not placed there, but a BAR
 //! that does decode may take it (guests shuffle BARs with decoding off).
+//!
+//! The window below 4 GiB is small and filled from its end, so that its beginning, which is aligned to
+//! the most, is left to large BARs. A function whose 32-bit BAR finds no room there is asked for a
+//! 64-bit one.
 
 #[cfg(test)]
 mod tests;
@@ -263,7 +267,8 @@ impl BarPlacement {
 
     /// Gives every BAR of a function an address; all or none. An I/O BAR for which there is no room
     /// gets none: functions have to be of use without (PCIe 4.0, 1.3.2.2), or are asked for by guests
-    /// that know how to make room.
+    /// that know how to make room. A 32-bit BAR for which there is none becomes a 64-bit one, if the
+    /// function can have that.
     pub fn add(
         &mut self,
         owner: DeviceNumber,
@@ -273,8 +278,14 @@ impl BarPlacement {
         // Large ones first leaves the fewest gaps.
         descriptions.sort_by_key(|bar| std::cmp::Reverse(bar.len_bytes));
         let mut claims = Vec::with_capacity(descriptions.len());
-        for description in descriptions {
-            match self.place(device.id(), description) {
+        for mut description in descriptions {
+            let mut placed = self.place(device.id(), description);
+            let is_narrow = description.kind == BarKind::Memory32;
+            if placed.is_err() && is_narrow && device.widen_bar(description.index) {
+                description.kind = BarKind::Memory64;
+                placed = self.place(device.id(), description);
+            }
+            match placed {
                 Ok(claim) => claims.push((description, Some(claim))),
                 Err(error) if description.kind == BarKind::Ports => {
                     warn!("{error}; the guest may place it");
@@ -323,17 +334,17 @@ impl BarPlacement {
     }
 
     fn place(&mut self, id: &str, bar: BarDescription) -> Result<Claim, PlacementError> {
-        let window = match bar.kind {
-            BarKind::Memory32 => WINDOW_BELOW_4G,
-            BarKind::Memory64 => WINDOW_ABOVE_4G,
-            BarKind::Ports => WINDOW_PORTS,
+        let (window, policy) = match bar.kind {
+            BarKind::Memory32 => (WINDOW_BELOW_4G, AllocPolicy::LastMatch),
+            BarKind::Memory64 => (WINDOW_ABOVE_4G, AllocPolicy::FirstMatch),
+            BarKind::Ports => (WINDOW_PORTS, AllocPolicy::FirstMatch),
         };
         let (id, index, len_bytes) = (id.to_owned(), bar.index, bar.len_bytes);
         let Some(allocator) = self.windows.get_mut(window) else {
             return Err(PlacementError::NoPorts { id, index });
         };
         allocator
-            .allocate(bar.len_bytes, bar.len_bytes, AllocPolicy::FirstMatch)
+            .allocate(bar.len_bytes, bar.len_bytes, policy)
             .map(|range| Claim { window, range })
             .map_err(|source| PlacementError::NoRoom {
                 id,
@@ -351,8 +362,13 @@ impl BarPlacement {
         self.settle();
     }
 
-    /// Brings all mappings in line with the registers.
+    /// Brings all mappings in line with the registers, which a saved state may have given another
+    /// width.
     pub fn refresh_all(&mut self) {
+        for bar in &mut self.bars {
+            let is_it = |now: &BarDescription| now.index == bar.description.index;
+            bar.description = bar.device.bars().into_iter().find(is_it).unwrap_or(bar.description);
+        }
         self.observe(|_| true);
         self.settle();
     }

@@ -14,6 +14,8 @@ use crate::fakes::{FakeMapper, MapCall};
 use crate::locks::lock;
 
 const LOW: u64 = 0xc000_0000;
+/// Where the first BAR of a page is placed.
+const LOW_LAST_PAGE: u64 = LOW + 0xf_f000;
 const HIGH: u64 = 0x40_0000_0000;
 const WINDOWS: MmioWindows = MmioWindows {
     below_4g: MmioRange { start_gpa: LOW, len_bytes: 0x10_0000 },
@@ -24,13 +26,14 @@ const PORTS: MmioRange = MmioRange { start_gpa: 0x1000, len_bytes: 0x300 };
 
 /// A function whose registers a test sets directly.
 struct Function {
-    bars: Vec<BarDescription>,
+    bars: Mutex<Vec<BarDescription>>,
+    can_widen: bool,
     decode: Mutex<BarDecode>,
     moves: Mutex<Vec<Option<u64>>>,
 }
 
 impl Function {
-    fn new(bars: &[(BarKind, u64)]) -> Arc<Self> {
+    fn new(bars: &[(BarKind, u64)], can_widen: bool) -> Arc<Self> {
         let bars = (0..)
             .step_by(2)
             .zip(bars)
@@ -42,7 +45,8 @@ impl Function {
             })
             .collect();
         Arc::new(Self {
-            bars,
+            bars: Mutex::new(bars),
+            can_widen,
             decode: Mutex::new(BarDecode {
                 enabled: false,
                 ports_enabled: false,
@@ -71,7 +75,12 @@ impl PciDevice for Function {
     fn read_config(&self, _offset: u16, _data: &mut [u8]) {}
     fn write_config(&self, _offset: u16, _data: &[u8]) {}
     fn bars(&self) -> Vec<BarDescription> {
-        self.bars.clone()
+        lock(&self.bars).clone()
+    }
+    fn widen_bar(&self, index: u8) -> bool {
+        let mut bars = lock(&self.bars);
+        let bar = bars.iter_mut().find(|bar| bar.index == index && self.can_widen);
+        bar.map(|bar| bar.kind = BarKind::Memory64).is_some()
     }
     fn bar_decode(&self) -> BarDecode {
         lock(&self.decode).clone()
@@ -101,6 +110,7 @@ struct Rig {
     mapper: Arc<FakeMapper>,
     ports: Arc<FakeMapper>,
     functions: Vec<Arc<Function>>,
+    can_widen: bool,
 }
 
 impl Rig {
@@ -109,7 +119,7 @@ impl Rig {
         let ports = Arc::new(FakeMapper::new(vec![PORTS]));
         let window = PortWindow { first: 0x1000, last: 0x12ff, mapper: ports.clone() };
         let placement = BarPlacement::new(WINDOWS, mapper.clone(), Some(window)).unwrap();
-        Self { placement, mapper, ports, functions: Vec::new() }
+        Self { placement, mapper, ports, functions: Vec::new(), can_widen: false }
     }
 
     /// A rig with functions that have one 64-bit BAR of 64 KiB each.
@@ -126,7 +136,7 @@ impl Rig {
     }
 
     fn add(&mut self, bars: &[(BarKind, u64)]) -> Result<Arc<Function>, PlacementError> {
-        let function = Function::new(bars);
+        let function = Function::new(bars, self.can_widen);
         let device: Arc<dyn PciDevice> = function.clone();
         self.placement.add(Self::number(self.functions.len()), &device)?;
         self.functions.push(Arc::clone(&function));
@@ -168,7 +178,7 @@ fn bars_are_placed_by_width_and_aligned_to_their_size() {
             (BarKind::Memory64, 0x4_0000),
         ])
         .unwrap();
-    assert_eq!(function.gpa(0), LOW);
+    assert_eq!(function.gpa(0), LOW_LAST_PAGE, "from the end of the window");
     assert_eq!(function.gpa(4), HIGH, "the largest comes first");
     assert_eq!(function.gpa(2), HIGH + 0x4_0000);
     assert_eq!(rig.mapper.take_calls(), [], "nothing is mapped before the guest says so");
@@ -187,6 +197,34 @@ fn a_small_bar_inside_of_a_large_one_gets_nothing_until_that_goes() {
     assert_eq!(rig.mapper.mapped(), [HIGH + 0x1000, HIGH + 0x4_0000]);
 }
 
+/// Small ones do not take the place of those that are aligned to a half of the window.
+#[test]
+fn small_32_bit_bars_leave_the_beginning_of_their_window() {
+    let mut rig = Rig::new();
+    for at in 1..=8 {
+        let function = rig.add(&[(BarKind::Memory32, 0x1_0000)]).unwrap();
+        assert_eq!(function.gpa(0), LOW + 0x10_0000 - at * 0x1_0000);
+    }
+    assert_eq!(rig.add(&[(BarKind::Memory32, 0x8_0000)]).unwrap().gpa(0), LOW);
+}
+
+#[test]
+fn a_32_bit_bar_without_room_becomes_a_64_bit_one_if_it_can() {
+    let mut rig = Rig::new();
+    rig.add(&[(BarKind::Memory32, 0x10_0000)]).unwrap();
+    let refused = rig.add(&[(BarKind::Memory32, 0x1_0000)]).err().unwrap();
+    assert!(matches!(refused, PlacementError::NoRoom { start_gpa: LOW, .. }), "{refused}");
+    rig.can_widen = true;
+    let function = rig.add(&[(BarKind::Memory32, 0x1_0000)]).unwrap();
+    assert_eq!((function.bars()[0].kind, function.gpa(0)), (BarKind::Memory64, HIGH));
+    rig.set(1, HIGH, true);
+    assert_eq!(rig.mapper.mapped(), [HIGH]);
+    // Nor does one that can fail where there is no room at all.
+    rig.add(&[(BarKind::Memory64, 0x8_0000)]).unwrap();
+    let refused = rig.add(&[(BarKind::Memory32, 0x10_0000)]).err().unwrap();
+    assert!(matches!(refused, PlacementError::NoRoom { start_gpa: HIGH, .. }), "{refused}");
+}
+
 #[test]
 fn a_function_without_room_gives_back_what_it_got() {
     let mut rig = Rig::new();
@@ -201,11 +239,11 @@ fn a_function_without_room_gives_back_what_it_got() {
 fn ports_and_memory_of_a_function_come_and_go_by_bits_of_their_own() {
     let mut rig = Rig::new();
     let function = rig.add(&[(BarKind::Ports, 8), (BarKind::Memory32, 0x1000)]).unwrap();
-    assert_eq!((function.gpa(0), function.gpa(2)), (0x1000, LOW));
+    assert_eq!((function.gpa(0), function.gpa(2)), (0x1000, LOW_LAST_PAGE));
     rig.decode(0, true);
-    assert_eq!((rig.ports.mapped(), rig.mapper.mapped()), (vec![], vec![LOW]));
+    assert_eq!((rig.ports.mapped(), rig.mapper.mapped()), (vec![], vec![LOW_LAST_PAGE]));
     rig.decode_ports(0, true);
-    assert_eq!((rig.ports.mapped(), rig.mapper.mapped()), (vec![0x1000], vec![LOW]));
+    assert_eq!((rig.ports.mapped(), rig.mapper.mapped()), (vec![0x1000], vec![LOW_LAST_PAGE]));
     let mut data = [0xff];
     assert!(rig.ports.read(0x1007, &mut data) && data == [0]);
     rig.decode(0, false);
@@ -246,7 +284,7 @@ fn a_function_without_room_for_its_ports_has_them_nowhere() {
         rig.decode_ports(rig.functions.len() - 1, true);
     }
     let late = rig.add(&[(BarKind::Ports, 4), (BarKind::Memory32, 0x1000)]).unwrap();
-    assert_eq!((late.gpa(0), late.gpa(2)), (0, LOW));
+    assert_eq!((late.gpa(0), late.gpa(2)), (0, LOW_LAST_PAGE));
     rig.decode_ports(3, true);
     assert_eq!(rig.ports.mapped(), [0x1000, 0x1100, 0x1200]);
     // The guest makes room.
@@ -260,7 +298,7 @@ fn a_function_without_room_for_its_ports_has_them_nowhere() {
 fn without_a_window_there_are_no_ports() {
     let mapper = Arc::new(FakeMapper::default());
     let mut placement = BarPlacement::new(WINDOWS, mapper.clone(), None).unwrap();
-    let function = Function::new(&[(BarKind::Ports, 8)]);
+    let function = Function::new(&[(BarKind::Ports, 8)], false);
     let device: Arc<dyn PciDevice> = function.clone();
     placement.add(Rig::number(0), &device).unwrap();
     function.place_bar(0, 0x1000);

@@ -13,7 +13,7 @@ use vm_memory::GuestAddress;
 use super::*;
 use crate::bar::MmioRange;
 use crate::fakes::{FakeDevice, FakeIoEvents, FakeMapper, FakeMsiSource};
-use crate::virtio::VirtioPciDevice;
+use crate::virtio::{BarWidth, VirtioPciDevice};
 
 const HIGH: u64 = 0x40_0000_0000;
 const WINDOWS: MmioWindows = MmioWindows {
@@ -29,6 +29,7 @@ fn device(id: &str) -> Arc<dyn PciDevice> {
     let device = VirtioPciDevice::new(
         id.to_owned(),
         FakeDevice::with_record().0,
+        BarWidth::Bits64,
         memory,
         &interrupts,
         events,

@@ -198,6 +198,38 @@ impl ConfigSpace {
         Ok(())
     }
 
+    /// Gives a memory BAR another width. It reads as address zero until it is placed.
+    ///
+    /// # Errors
+    /// There is no such memory BAR, or no register for its upper half; everything is as before.
+    pub fn set_bar_width(&mut self, index: u8, kind: BarKind) -> Result<(), ConfigError> {
+        let bar = self.bars.get(usize::from(index)).copied().flatten();
+        let (Some(bar), false) =
+            (bar.filter(|bar| bar.kind != BarKind::Ports), kind == BarKind::Ports)
+        else {
+            return Err(ConfigError::BarIndex { index });
+        };
+        if bar.kind == kind {
+            return Ok(());
+        }
+        let mut other = self.clone();
+        let offset = usize::from(bar_offset(index));
+        let registers = offset..offset + usize::from(bar.kind.registers_count()) * 4;
+        other.bytes.iter_mut().take(registers.end).skip(registers.start).for_each(|byte| *byte = 0);
+        other
+            .writable
+            .iter_mut()
+            .take(registers.end)
+            .skip(registers.start)
+            .for_each(|mask| *mask = 0);
+        if let Some(slot) = other.bars.get_mut(usize::from(index)) {
+            *slot = None;
+        }
+        other.add_bar(BarDescription { kind, ..bar })?;
+        *self = other;
+        Ok(())
+    }
+
     fn register_is_taken(&self, register: u8) -> bool {
         self.bars
             .iter()

@@ -9,10 +9,13 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::{CONFIG_SPACE_LEN_BYTES, ConfigSpace, EXTENDED_OFFSET};
+use super::{BAR_TYPE_64, CONFIG_SPACE_LEN_BYTES, ConfigSpace, EXTENDED_OFFSET, register};
+use crate::bar::BarKind;
 
 /// Version of [`ConfigSpaceState`] that this program writes, and the newest that it reads.
 const VERSION: u32 = 1;
+/// Ports or memory, and the type of memory.
+const BAR_WIDTH_BITS: u32 = 0b111;
 const STANDARD_REGISTERS_COUNT: usize = EXTENDED_OFFSET as usize / 4;
 
 /// A saved configuration space: plain and untrusted.
@@ -25,6 +28,18 @@ pub struct ConfigSpaceState {
     pub registers: Vec<u32>,
     /// Offset and value of the registers beyond them that are not zero, rising.
     pub extended_registers: Vec<(u16, u32)>,
+}
+
+impl ConfigSpaceState {
+    /// How wide a memory BAR is; `None` for anything else that the register may say (PCI 3.0, 6.2.5.1).
+    pub fn bar_width(&self, index: u8) -> Option<BarKind> {
+        let register = usize::from(register::BAR0 / 4).saturating_add(index.into());
+        match self.registers.get(register)? & BAR_WIDTH_BITS {
+            0 => Some(BarKind::Memory32),
+            BAR_TYPE_64 => Some(BarKind::Memory64),
+            _ => None,
+        }
+    }
 }
 
 /// Why a saved configuration space was refused.

@@ -28,6 +28,8 @@ use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
 
 const BELOW: u64 = 0xc000_0000;
+/// Where the first BAR of a page is placed.
+const LAST_PAGE_BELOW: u64 = BELOW + 0xff_f000;
 pub(super) const ABOVE: u64 = 0x40_0000_0000;
 const DEVICE: u64 = 1 << 15;
 const MIB: u64 = 1 << 20;
@@ -190,7 +192,10 @@ fn bars_are_slots_without_the_pages_of_msix() {
     let rig = Rig::new();
     assert_eq!(rig.slots.shown(), []);
     rig.write(4, &[2, 0]);
-    assert_eq!(rig.slots.shown(), [BELOW..BELOW + 0x1000, ABOVE..ABOVE + 0x2000]);
+    assert_eq!(
+        rig.slots.shown(),
+        [LAST_PAGE_BELOW..LAST_PAGE_BELOW + 0x1000, ABOVE..ABOVE + 0x2000]
+    );
     assert_eq!(rig.read::<1>(4), [2]);
     // Moved while it decodes.
     rig.write(0x10, &0x0010_0000_u32.to_le_bytes());

@@ -6,13 +6,48 @@
 //! stay exchangeable. Each structure has pages of its own.
 
 use crate::bar::{BarDescription, BarKind};
-use crate::config_space::{ConfigError, ConfigSpace};
+use crate::config_space::{ConfigError, ConfigSpace, ConfigSpaceState};
 use crate::msix::{self, Msix};
 
 /// The BAR of the transport.
 pub const BAR_INDEX: u8 = 0;
 /// Its size.
 pub const BAR_LEN_BYTES: u64 = 0x1_0000;
+/// How wide the address in the BAR is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BarWidth {
+    /// Below 4 GiB while there is room: for a device that a guest drives before it has page tables for
+    /// more, as firmware does with its disks.
+    Bits32,
+    /// Above 4 GiB.
+    Bits64,
+}
+
+impl BarWidth {
+    fn kind(self) -> BarKind {
+        match self {
+            Self::Bits32 => BarKind::Memory32,
+            Self::Bits64 => BarKind::Memory64,
+        }
+    }
+
+    /// What a saved configuration space has; 64 bits if it is not one of a virtio device.
+    pub fn of(state: &ConfigSpaceState) -> Self {
+        match state.bar_width(BAR_INDEX) {
+            Some(BarKind::Memory32) => Self::Bits32,
+            _ => Self::Bits64,
+        }
+    }
+
+    /// Gives the BAR this width.
+    ///
+    /// # Errors
+    /// There is no such BAR.
+    pub fn apply(self, config: &mut ConfigSpace) -> Result<(), ConfigError> {
+        config.set_bar_width(BAR_INDEX, self.kind())
+    }
+}
+
 /// Queues of one device: what the page of notification addresses has room for.
 pub const VIRTIO_QUEUES_MAX_COUNT: u16 = 1024;
 /// Distance between the notification addresses of neighbouring queues.
@@ -105,10 +140,14 @@ pub struct WindowAccess {
 
 impl Capabilities {
     /// Adds the BAR and all capabilities.
-    pub fn add(config: &mut ConfigSpace, msix: &Msix) -> Result<Self, ConfigError> {
+    pub fn add(
+        config: &mut ConfigSpace,
+        msix: &Msix,
+        width: BarWidth,
+    ) -> Result<Self, ConfigError> {
         config.add_bar(BarDescription {
             index: BAR_INDEX,
-            kind: BarKind::Memory64,
+            kind: width.kind(),
             prefetchable: false,
             len_bytes: BAR_LEN_BYTES,
         })?;

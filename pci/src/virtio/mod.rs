@@ -26,9 +26,10 @@ mod status;
 mod tests;
 mod transport;
 
-pub use layout::VIRTIO_QUEUES_MAX_COUNT;
+pub use layout::{BarWidth, VIRTIO_QUEUES_MAX_COUNT};
 pub use pci_device::{VirtioPciDevice, VirtioPciError};
 pub use queue::QueueError;
 pub use state::{
-    CommonState, QueueProgressState, QueueRegisterState, VirtioPciState, VirtioStateError,
+    CommonState, NARROW_BAR_VERSION, QueueProgressState, QueueRegisterState, VIRTIO_PCI_KIND,
+    VirtioPciState, VirtioStateError,
 };

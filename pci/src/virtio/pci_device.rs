@@ -18,18 +18,16 @@ use super::bus_master::BusMaster;
 use super::identity::identity;
 use super::interrupt::PciInterrupt;
 use super::layout::{
-    BAR_INDEX, BAR_LEN_BYTES, Capabilities, Region, VIRTIO_QUEUES_MAX_COUNT, WindowAccess,
+    BAR_INDEX, BAR_LEN_BYTES, BarWidth, Capabilities, Region, VIRTIO_QUEUES_MAX_COUNT, WindowAccess,
 };
 use super::notify::Notify;
-use super::state::{VERSION, VirtioPciState, VirtioStateError};
+use super::state::{VERSION, VIRTIO_PCI_KIND, VirtioPciState, VirtioStateError, needed_version};
 use super::transport::{Run, Transport, offers_version_1};
 use crate::bar::{BarDecode, BarDescription};
 use crate::config_space::{ConfigError, ConfigSpace};
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
 use crate::locks::lock;
 use crate::msix::{Msix, MsixError};
-
-const KIND: &str = "virtio-pci";
 
 /// Why a virtio device could not become a PCI function.
 #[derive(Debug, Error)]
@@ -104,10 +102,12 @@ pub struct VirtioPciDevice {
 
 impl VirtioPciDevice {
     /// Makes a PCI function of `device`, with one MSI-X vector for each queue and one for the
-    /// configuration.
+    /// configuration. Its BAR has `width`, unless there is no room for that or a saved state says
+    /// otherwise.
     pub fn new(
         id: String,
         device: Box<dyn VirtioDevice>,
+        width: BarWidth,
         memory: GuestMemoryHandle,
         interrupts: &dyn MsiSource,
         events: Arc<dyn IoEvents>,
@@ -135,7 +135,7 @@ impl VirtioPciDevice {
             Err(source) => return Err(VirtioPciError::Eventfd { id, source }),
         };
         let mut config = ConfigSpace::endpoint(&identity);
-        let capabilities = match Capabilities::add(&mut config, &msix) {
+        let capabilities = match Capabilities::add(&mut config, &msix, width) {
             Ok(capabilities) => capabilities,
             Err(source) => return Err(VirtioPciError::Config { id, source }),
         };
@@ -199,10 +199,11 @@ impl VirtioPciDevice {
     pub fn save(&self) -> Result<VirtioPciState, VirtioStateError> {
         let transport = lock(&self.transport);
         let queues = transport.save_queues()?;
+        let config = lock(&self.config).save();
         Ok(VirtioPciState {
-            version: VERSION,
+            version: needed_version(&config),
             device_id: transport.device.device_id(),
-            config: lock(&self.config).save(),
+            config,
             msix: self.msix.save(),
             common: transport.save_common(),
             queues,
@@ -219,7 +220,10 @@ impl VirtioPciDevice {
     pub fn restore(&self, state: &VirtioPciState) -> Result<(), VirtioStateError> {
         let mut transport = lock(&self.transport);
         let mut config = lock(&self.config);
-        let restored = config.restored(&state.config)?;
+        // The guest has found a BAR of that width; programs differ in which they give.
+        let mut as_saved = config.clone();
+        BarWidth::of(&state.config).apply(&mut as_saved)?;
+        let restored = as_saved.restored(&state.config)?;
         self.msix.check(&state.msix)?;
         let control = self.capabilities.msix_control(&restored);
         if let Err(error) = transport.restore(state) {
@@ -272,7 +276,7 @@ impl PciDevice for VirtioPciDevice {
     }
 
     fn kind(&self) -> &'static str {
-        KIND
+        VIRTIO_PCI_KIND
     }
 
     fn read_config(&self, offset: u16, data: &mut [u8]) {
@@ -322,6 +326,10 @@ impl PciDevice for VirtioPciDevice {
 
     fn bar_decode(&self) -> BarDecode {
         lock(&self.config).bar_decode()
+    }
+
+    fn widen_bar(&self, index: u8) -> bool {
+        index == BAR_INDEX && BarWidth::Bits64.apply(&mut lock(&self.config)).is_ok()
     }
 
     fn place_bar(&self, index: u8, gpa: u64) {
@@ -379,11 +387,16 @@ impl PciDevice for VirtioPciDevice {
             id: self.id.clone(),
             source: source.into(),
         })?;
-        PciDeviceState::encode(self, VERSION, &state)
+        PciDeviceState::encode(self, state.version, &state)
     }
 
     fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError> {
+        let version = state.version;
         let state: VirtioPciState = state.decode(self, VERSION)?;
+        if state.version != version {
+            let (id, newest) = (self.id.clone(), VERSION);
+            return Err(PciStateError::Version { id, found: state.version, newest });
+        }
         Self::restore(self, &state)
             .map_err(|source| PciStateError::Device { id: self.id.clone(), source: source.into() })
     }

@@ -11,14 +11,20 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::interrupt::{ISR_CONFIG, ISR_QUEUE, PciInterrupt};
+use super::layout::BarWidth;
 use super::queue::{QueueError, QueueRegisters};
 use super::status::{DeviceStatus, Phase};
 use super::transport::{Run, Transport, build_queues};
-use crate::config_space::{ConfigSpaceState, ConfigStateError};
+use crate::config_space::{ConfigError, ConfigSpaceState, ConfigStateError};
 use crate::msix::{MsixError, MsixState};
 
-/// Version of [`VirtioPciState`] that this program writes, and the newest that it reads.
-pub(super) const VERSION: u32 = 1;
+/// Kind of function, as it stands beside a saved [`VirtioPciState`].
+pub const VIRTIO_PCI_KIND: &str = "virtio-pci";
+/// Version of [`VirtioPciState`] that a device with a 32-bit BAR needs; all others have version 1. A
+/// program that knows no such BAR cannot lay the device out as its guest has found it.
+pub const NARROW_BAR_VERSION: u32 = 2;
+/// The newest version of [`VirtioPciState`] that is read. What is written has the lowest that can say it.
+pub(super) const VERSION: u32 = NARROW_BAR_VERSION;
 
 /// A saved device with its transport.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -125,6 +131,12 @@ pub enum VirtioStateError {
         /// Version found.
         found: u32,
     },
+    /// There is more in it than its version knows.
+    #[error("virtio state version {found} has a 32-bit BAR, which came with {NARROW_BAR_VERSION}")]
+    BeforeItsTime {
+        /// Version found.
+        found: u32,
+    },
     /// Another kind of device wrote it.
     #[error("the state is that of a virtio device of type {found}, not {expected}")]
     DeviceId {
@@ -184,6 +196,9 @@ pub enum VirtioStateError {
         #[source]
         source: QueueError,
     },
+    /// The configuration space has no place for the BAR.
+    #[error("the BAR cannot have the width that it was saved with")]
+    BarWidth(#[from] ConfigError),
     /// The configuration space does not fit.
     #[error("the configuration space does not fit")]
     Config(#[from] ConfigStateError),
@@ -315,8 +330,11 @@ impl Transport {
         if self.status != DeviceStatus::RESET || !matches!(self.run, Run::Stopped) {
             return Err(VirtioStateError::InUse { id: self.id.clone() });
         }
-        if state.version != VERSION {
+        if !(1..=VERSION).contains(&state.version) {
             return Err(VirtioStateError::Version { found: state.version });
+        }
+        if state.version < needed_version(&state.config) {
+            return Err(VirtioStateError::BeforeItsTime { found: state.version });
         }
         let (found, expected) = (state.device_id, self.device.device_id());
         if found != expected {
@@ -355,6 +373,14 @@ impl Transport {
             }
         }
         Ok((status, needs_reset))
+    }
+}
+
+/// The lowest version that can say this.
+pub(super) fn needed_version(config: &ConfigSpaceState) -> u32 {
+    match BarWidth::of(config) {
+        BarWidth::Bits32 => NARROW_BAR_VERSION,
+        BarWidth::Bits64 => 1,
     }
 }
 

@@ -12,7 +12,7 @@ use hypervisor::VcpuThrottle;
 use memory::Collapse;
 use pci::vfio::PinProgress;
 use pci::vfio::migration::DmaLog;
-use pci::{Bdf, PciDevice as _};
+use pci::{BarKind, Bdf, PciDevice as _};
 
 use super::prefault::{Background, PrefaultStatus};
 use super::{Machine, ResizeBalloonError};
@@ -53,6 +53,13 @@ impl Machine {
     /// Whether the guest has asked for a reset or a shutdown, or lost a vCPU.
     pub fn is_ending(&self) -> bool {
         self.power.is_pending()
+    }
+
+    /// Whether a virtio device has a 32-bit BAR, which not every version of the state can say.
+    pub fn has_narrow_bars(&self) -> bool {
+        let functions = self.devices.functions().iter();
+        let mut bars = functions.flat_map(|(_, function)| function.bars());
+        bars.any(|bar| bar.kind == BarKind::Memory32)
     }
 
     /// When the guest's first instruction ran here.

@@ -77,7 +77,8 @@ pub use pausing::GiveUp;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{
-    MACHINE_STATE_VERSION, MachineState, MachineStateError, PciFunctionState, StateJsonError,
+    MACHINE_STATE_VERSION, MachineState, MachineStateError, NARROW_BARS_VERSION, PciFunctionState,
+    StateJsonError,
 };
 pub use virtio::{HotAddError, VirtioError};
 pub use write_back::{WriteBack, WriteBackError, complain as complain_of_write_back};

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use devices::virtio::DeviceSnapshot;
 use hypervisor::{ClockState, CpuidEntry, IrqchipState, VCPU_STATE_VERSION, VcpuState};
-use pci::PciDeviceState;
+use pci::{NARROW_BAR_VERSION, PciDeviceState, VIRTIO_PCI_KIND};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vm_migration::vm::STATE_BYTES_MAX;
@@ -21,7 +21,11 @@ use crate::migration::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 /// | --- | --- |
 /// | 1 | `pci_hotplug`, or nothing of it: programs of that version wrote both; no other part may be new |
 /// | 2 | version 2 of vCPUs; a generation ID among the legacy devices |
-pub const MACHINE_STATE_VERSION: u32 = 2;
+/// | 3 | version 2 of virtio devices, which have a 32-bit BAR |
+pub const MACHINE_STATE_VERSION: u32 = 3;
+
+/// Version of the state of a machine that has virtio devices with 32-bit BARs.
+pub const NARROW_BARS_VERSION: u32 = 3;
 
 /// Name of the generation ID among the legacy devices.
 pub const GENERATION_ID: &str = "vmgenid";
@@ -178,19 +182,26 @@ impl MachineState {
             return newer("state of a vCPU", vcpu.version, VCPU_STATE_VERSION);
         }
         let state: Self = serde_json::from_slice(bytes).map_err(MachineStateError::Malformed)?;
-        match state.beyond_version_1() {
-            Some(part) if state.version < 2 => {
+        match state.newest_part() {
+            Some((needed, part)) if state.version < needed => {
                 Err(MachineStateError::BeforeItsTime { version: state.version, part })
             }
             _ => Ok(state),
         }
     }
 
-    fn beyond_version_1(&self) -> Option<&'static str> {
-        if self.vcpus.iter().any(|vcpu| vcpu.version > 1) {
-            Some("a vCPU of version 2")
+    /// What of this came with the latest version after the first, and with which.
+    fn newest_part(&self) -> Option<(u32, &'static str)> {
+        let is_narrow = |function: &PciFunctionState| {
+            let state = &function.state;
+            state.kind == VIRTIO_PCI_KIND && state.version >= NARROW_BAR_VERSION
+        };
+        if self.pci.values().any(is_narrow) {
+            Some((NARROW_BARS_VERSION, "a virtio device with a 32-bit BAR"))
+        } else if self.vcpus.iter().any(|vcpu| vcpu.version > 1) {
+            Some((2, "a vCPU of version 2"))
         } else if self.legacy.contains_key(GENERATION_ID) {
-            Some("a generation ID")
+            Some((2, "a generation ID"))
         } else {
             None
         }
@@ -198,7 +209,7 @@ impl MachineState {
 
     /// The lowest version that can say all this.
     pub fn needed_version(&self) -> u32 {
-        if self.beyond_version_1().is_some() { 2 } else { 1 }
+        self.newest_part().map_or(1, |(version, _)| version)
     }
 
     /// The state for a reader that knows versions up to `newest`. What such a reader does without is left

@@ -200,6 +200,38 @@ fn what_came_with_version_2_is_refused_in_version_1() {
     assert!(refused.contains("version 1") && refused.contains("vCPU of version 2"), "{refused}");
 }
 
+/// A 32-bit BAR, as a program that knows none would have to lay it out.
+fn with_narrow_bar() -> Value {
+    let mut state = recorded("v1-generic");
+    state["version"] = json!(3);
+    state["pci"]["_disk0"]["state"]["version"] = json!(2);
+    state
+}
+
+#[test]
+fn a_guest_with_32_bit_bars_goes_to_no_program_that_knows_none() {
+    let state = with_narrow_bar();
+    for newest in [1, 2] {
+        let here = read(&state).unwrap();
+        assert_eq!(here.needed_version(), 3);
+        let refused = here.for_reader(newest).unwrap_err().to_string();
+        let expected = format!("up to version {newest}, and this one needs 3");
+        assert!(refused.ends_with(&expected), "{refused}");
+    }
+    assert_eq!(read(&state).unwrap().for_reader(3).unwrap().version, 3);
+}
+
+#[test]
+fn a_32_bit_bar_is_refused_in_versions_before_it() {
+    for version in [1, 2] {
+        let mut state = with_narrow_bar();
+        state["version"] = json!(version);
+        let refused = read(&state).unwrap_err().to_string();
+        let expected = format!("version {version} and a virtio device with a 32-bit BAR");
+        assert!(refused.contains(&expected), "{refused}");
+    }
+}
+
 #[test]
 fn an_unknown_field_is_refused_by_name_wherever_it_is() {
     let places = [

@@ -4,6 +4,10 @@
 //!
 //! Owns the devices in the order in which they were plugged, which is the order of their
 //! addresses, and the handles by which a running VM reaches them: locks, taps, counters.
+//!
+//! Disks of a VM that boots have 32-bit BARs, as cloud-hypervisor's have (`device_manager.rs` of v53):
+//! firmware drives them, and it has page tables for the first 4 GiB. All else has 64-bit ones, a disk
+//! that is added later, too.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +23,7 @@ use hypervisor::Vm;
 use hypervisor::irq::IoEvents;
 use memory::GuestRam;
 use pci::{
-    Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment,
+    BarWidth, Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment,
     VirtioPciDevice, VirtioPciError,
 };
 use thiserror::Error;
@@ -140,7 +144,7 @@ impl VirtioDevices {
             devices.plug(sockets, &id, Box::new(console), config.console.pci_device_id)?;
         }
         for disk in config.disks.iter().flatten() {
-            devices.plug_disk(disk, disks::make(disk, kept)?, sockets)?;
+            devices.plug_disk(disk, disks::make(disk, kept)?, sockets, BarWidth::Bits32)?;
         }
         for net in config.net.iter().flatten() {
             devices.plug_net(net, nets::make(net)?, sockets)?;
@@ -175,10 +179,11 @@ impl VirtioDevices {
         disk: &DiskConfig,
         (block, lock): (Block, DiskLock),
         sockets: &Sockets<'_>,
+        width: BarWidth,
     ) -> Result<Bdf, VirtioError> {
         let id = disk.id.clone().unwrap_or_default();
         let counters = block.counters();
-        let bdf = self.plug(sockets, &id, Box::new(block), disk.pci_device_id)?;
+        let bdf = self.plug_with(sockets, &id, Box::new(block), disk.pci_device_id, width)?;
         self.locks.push((id.clone(), lock));
         self.counters.push((id, counters));
         Ok(bdf)
@@ -204,11 +209,23 @@ impl VirtioDevices {
         device: Box<dyn VirtioDevice>,
         wish: Option<u8>,
     ) -> Result<Bdf, VirtioError> {
+        self.plug_with(sockets, id, device, wish, BarWidth::Bits64)
+    }
+
+    fn plug_with(
+        &mut self,
+        sockets: &Sockets<'_>,
+        id: &str,
+        device: Box<dyn VirtioDevice>,
+        wish: Option<u8>,
+        width: BarWidth,
+    ) -> Result<Bdf, VirtioError> {
         let number = wish.map(|number| device_number(id, number)).transpose()?;
         let events: Arc<dyn IoEvents> = Arc::new(sockets.vm.clone());
         let function = VirtioPciDevice::new(
             id.to_owned(),
             device,
+            width,
             sockets.ram.guest_memory(),
             sockets.vm,
             events,
@@ -281,7 +298,7 @@ impl VirtioDevices {
         // Before the guest can find it. Without a device it ends with the open file.
         let id = || disk.id.clone().unwrap_or_default();
         made.1.lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
-        let bdf = self.plug_disk(disk, made, sockets)?;
+        let bdf = self.plug_disk(disk, made, sockets, BarWidth::Bits64)?;
         self.hold_still(is_paused);
         Ok(bdf)
     }

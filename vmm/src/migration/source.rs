@@ -20,7 +20,9 @@ use super::document::{CONFIG_VERSION, MachineDocument};
 use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::BalloonConfig;
-use crate::machine::{Machine, MachineError, WriteBack, WriteBackError, features};
+use crate::machine::{
+    Machine, MachineError, NARROW_BARS_VERSION, WriteBack, WriteBackError, features,
+};
 use crate::page_server::{PageServerPlan, PageServerProcess};
 
 /// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
@@ -195,9 +197,15 @@ impl SourceVm for LeavingMachine {
     }
 
     fn formats(&self) -> Formats {
-        // A vCPU with shadow stacks has a pointer, which came with version 2. Nothing else of a later
-        // version is needed: see `MachineState::for_reader`.
-        let state = if features::has_shadow_stacks(self.machine.shown()) { 2 } else { 1 };
+        // Nothing else of a later version is needed: see `MachineState::for_reader`.
+        let state = if self.machine.has_narrow_bars() {
+            NARROW_BARS_VERSION
+        } else if features::has_shadow_stacks(self.machine.shown()) {
+            // A vCPU with shadow stacks has a pointer, which came with this version.
+            2
+        } else {
+            1
+        };
         Formats { config: CONFIG_VERSION, state }
     }
 

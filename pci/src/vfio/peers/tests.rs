@@ -16,6 +16,7 @@ use crate::vfio::fakes::{FakeFunction, FakePeers, FakeSlots};
 use crate::vfio::{DmaGate, VfioPciDevice, VfioWiring};
 
 const BELOW: u64 = 0xc000_0000;
+const BELOW_LEN_BYTES: u64 = 0x100_0000;
 const ABOVE: u64 = 0x40_0000_0000;
 const MIB: u64 = 1 << 20;
 const NOTHING: Range<u64> = 0..0;
@@ -38,7 +39,7 @@ impl Rig {
 
     fn with(functions: u8, entries: Option<u64>) -> Self {
         let windows = MmioWindows {
-            below_4g: MmioRange { start_gpa: BELOW, len_bytes: 0x100_0000 },
+            below_4g: MmioRange { start_gpa: BELOW, len_bytes: BELOW_LEN_BYTES },
             above_4g: MmioRange { start_gpa: ABOVE, len_bytes: 0x100_0000 },
         };
         let (gate, slots) = (Arc::new(DmaGate::default()), Arc::new(FakeSlots::default()));
@@ -89,13 +90,14 @@ impl Rig {
 /// What the guest reaches of the first and of the second function at first: the pages of MSI-X are not
 /// in it.
 fn bars_of(number: u64) -> [Range<u64>; 2] {
-    let (low, high) = (BELOW + (number - 1) * 0x1000, ABOVE + (number - 1) * 0x4000);
+    let low = BELOW + BELOW_LEN_BYTES - number * 0x1000;
+    let high = ABOVE + (number - 1) * 0x4000;
     [low..low + 0x1000, high..high + 0x2000]
 }
 
 fn bars_of_both() -> Vec<Range<u64>> {
     let ([low, high], [other_low, other_high]) = (bars_of(1), bars_of(2));
-    vec![low, other_low, high, other_high]
+    vec![other_low, low, high, other_high]
 }
 
 #[test]
@@ -136,7 +138,7 @@ fn a_bar_that_moves_is_mapped_where_it_is() {
     rig.ecam.write(2 << 15 | 0x10, &0x0010_0000_u32.to_le_bytes());
     let [low, high] = bars_of(1);
     let other = bars_of(2)[0].clone();
-    assert_eq!(rig.iommu.mapped(), [low, other, high, ABOVE + MIB..ABOVE + MIB + 0x2000]);
+    assert_eq!(rig.iommu.mapped(), [other, low, high, ABOVE + MIB..ABOVE + MIB + 0x2000]);
     rig.check();
 }
 

@@ -260,6 +260,7 @@ fn odd(
     VirtioPciDevice::new(
         "odd".to_owned(),
         Box::new(Odd { device_id, features, queue_sizes }),
+        BarWidth::Bits64,
         GuestMemoryHandle::new(memory),
         &FakeMsiSource::new(8),
         Arc::new(FakeIoEvents::default()),

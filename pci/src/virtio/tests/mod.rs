@@ -16,7 +16,7 @@ use hypervisor::irq::MsiMessage;
 use memory::{GuestMemory, GuestMemoryHandle};
 use vm_memory::GuestAddress;
 
-use super::VirtioPciDevice;
+use super::{BarWidth, VirtioPciDevice};
 use crate::address::DeviceNumber;
 use crate::bar::{MmioRange, MmioWindows};
 use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
@@ -78,6 +78,10 @@ struct Rig {
 impl Rig {
     /// A machine with the device at 00:05.0, untouched by any driver.
     fn cold() -> Self {
+        Self::cold_with(BarWidth::Bits64, WINDOWS)
+    }
+
+    fn cold_with(width: BarWidth, windows: MmioWindows) -> Self {
         let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
         let events = Arc::new(FakeIoEvents::default());
         let interrupts = Arc::new(FakeMsiSource::new(64));
@@ -86,12 +90,13 @@ impl Rig {
         let device = VirtioPciDevice::new(
             "disk0".to_owned(),
             fake,
+            width,
             GuestMemoryHandle::new(memory),
             interrupts.as_ref(),
             events.clone(),
         );
         let device = Arc::new(device.unwrap());
-        let options = PciSegmentOptions { segment: 0, windows: WINDOWS };
+        let options = PciSegmentOptions { segment: 0, windows };
         let segment = PciSegment::new(options, mapper.clone()).unwrap();
         let on_bus: Arc<dyn PciDevice> = device.clone();
         segment.add_device(&on_bus, Some(DeviceNumber::new(5).unwrap())).unwrap();
@@ -154,6 +159,15 @@ impl Rig {
 
     fn bar_gpa(&self) -> u64 {
         u64::from(self.config_u32(0x14)) << 32 | u64::from(self.config_u32(0x10) & !0xf)
+    }
+
+    /// How wide the BAR says that it is.
+    fn bar_width(&self) -> BarWidth {
+        match self.config_u32(0x10) & 7 {
+            0 => BarWidth::Bits32,
+            4 => BarWidth::Bits64,
+            other => panic!("no memory BAR: {other:#x}"),
+        }
     }
 
     /// Switches decode and bus mastering on and walks the capabilities.

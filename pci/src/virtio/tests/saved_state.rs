@@ -174,13 +174,21 @@ fn the_trait_wraps_the_state() {
 type Alter = fn(&mut VirtioPciState);
 
 /// One field altered at a time, each to a value that cannot be.
-const REFUSED: [(&str, Alter); 30] = [
-    ("version", |s| s.version = 2),
+const REFUSED: [(&str, Alter); 34] = [
+    ("version", |s| s.version = 3),
     ("device id", |s| s.device_id = 1),
     ("config version", |s| s.config.version = 0),
     ("vendor", |s| s.config.registers[0] ^= 1),
     ("config length", |s| s.config.registers.push(0)),
     ("BAR flags", |s| s.config.registers[4] ^= 8),
+    ("BAR type", |s| s.config.registers[4] ^= 2),
+    ("BAR of ports", |s| s.config.registers[4] |= 1),
+    ("BAR of version 2", |s| s.config.registers[4] &= !7),
+    ("upper half of a 32-bit BAR", |s| {
+        s.version = 2;
+        s.config.registers[4] = 0xc000_0000;
+        s.config.registers[5] = 1;
+    }),
     ("capability", |s| s.config.registers[0x10] ^= 1),
     ("extended", |s| s.config.extended_registers.push((0x100, 1))),
     ("msix version", |s| s.msix.version = 9),
@@ -280,4 +288,55 @@ fn an_error_does_not_repeat_its_source() {
     let error = restore(&mut Rig::cold(), &state).unwrap_err();
     let source = error.source().unwrap().to_string();
     assert!(!error.to_string().contains(&source), "{error} / {source}");
+}
+
+/// Each width is restored into a machine that would have given the device the other one.
+#[test]
+fn a_device_comes_back_with_the_width_that_its_guest_has_found() {
+    use BarWidth::{Bits32, Bits64};
+    for (saved, here, version) in [(Bits64, Bits32, 1), (Bits32, Bits64, 2), (Bits32, Bits32, 2)] {
+        let mut source = Rig::cold_with(saved, WINDOWS);
+        source.probe();
+        assert_eq!(source.bar_width(), saved);
+        let state = save(&source);
+        let wrapped = PciDevice::save(source.device.as_ref()).unwrap();
+        assert_eq!((state.version, wrapped.version), (version, version));
+
+        let mut rig = Rig::cold_with(here, WINDOWS);
+        restore(&mut rig, &state).unwrap();
+        assert_eq!(rig.bar_width(), saved);
+        assert_eq!(rig.bar_gpa(), source.bar_gpa());
+        assert_eq!(rig.mapper.mapped(), source.mapper.mapped());
+        assert_eq!(save(&rig), state);
+        // Its guest looks for the size, then moves it.
+        rig.write_config(0x10, &u32::MAX.to_le_bytes());
+        rig.write_config(0x14, &u32::MAX.to_le_bytes());
+        let sizing = if saved == Bits32 { [0xffff_0000, 0] } else { [0xffff_0004, u32::MAX] };
+        assert_eq!([rig.config_u32(0x10), rig.config_u32(0x14)], sizing);
+        let window = if saved == Bits32 { WINDOWS.below_4g } else { WINDOWS.above_4g };
+        let [low, high] = [window.start_gpa, window.start_gpa >> 32].map(|half| half as u32);
+        rig.write_config(0x14, &high.to_le_bytes());
+        rig.write_config(0x10, &low.to_le_bytes());
+        assert_eq!(rig.mapper.mapped(), [window.start_gpa]);
+    }
+}
+
+#[test]
+fn a_device_gets_a_64_bit_bar_where_there_is_no_room_below_4_gib() {
+    let below_4g = MmioRange { start_gpa: WINDOWS.below_4g.start_gpa, len_bytes: 0x8000 };
+    let mut rig = Rig::cold_with(BarWidth::Bits32, MmioWindows { below_4g, ..WINDOWS });
+    assert_eq!(rig.bar_width(), BarWidth::Bits64);
+    rig.probe();
+    assert_eq!(rig.mapper.mapped(), [WINDOWS.above_4g.start_gpa]);
+    assert_eq!(save(&rig).version, 1);
+}
+
+#[test]
+fn the_versions_of_a_state_agree() {
+    let mut source = Rig::cold_with(BarWidth::Bits32, WINDOWS);
+    source.probe();
+    let mut wrapped = PciDevice::save(source.device.as_ref()).unwrap();
+    wrapped.version = 1;
+    let refused = PciDevice::restore(Rig::cold().device.as_ref(), &wrapped).unwrap_err();
+    assert!(refused.to_string().contains("state version 2"), "{refused}");
 }
