@@ -2,7 +2,7 @@
 //! The life of a VM through the API: created, running, paused, shut down, booted again, deleted;
 //! requests at the wrong time; and how the process ends.
 
-use crate::harness::{Suite, Vmm, VmmBuilder, image};
+use crate::harness::{Suite, Vmm, VmmBuilder, image, wait_for};
 
 pub fn add(suite: &mut Suite) {
     suite.add("lifecycle::create_boot_shutdown_boot_delete", whole_life);
@@ -173,9 +173,22 @@ fn triple_fault() {
     let vmm = VmmBuilder::new(&["--serial", "off", "--console", "off", "--kernel", &kernel])
         .with(&["--memory", "size=64M"])
         .start();
-    // A guest that always triple-faults would reboot for ever; the VMM goes on answering.
+    // A guest that always triple-faults would reboot for ever; the VMM says so and goes on answering.
     vmm.wait_for_events(&["rebooting", "rebooted", "shutdown"]);
+    wait_for("the third of them", || {
+        let events = vmm.events();
+        let faults = events.iter().filter(|event| event["event"] == "triple-fault");
+        let counts: Vec<_> = faults.map(|fault| fault["properties"]["in_a_row"].clone()).collect();
+        assert!(
+            counts.iter().zip(1_u64..).all(|(count, at)| *count == at.to_string()),
+            "{counts:?}"
+        );
+        (counts.len() >= 3).then_some(())
+    });
     vmm.api().get("vmm.ping").ok();
+    let in_a_loop = || vmm.output().matches("the payload resets in a loop: its last 3").count();
+    wait_for("the log's word of it", || (in_a_loop() == 1).then_some(()));
+    assert_eq!(vmm.output().matches("resets the guest").count(), 2, "{}", vmm.output());
     vmm.shut_down();
 }
 

@@ -138,6 +138,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "postcopy-paused", "the connection is lost, both sides hold still (reason: why)"),
     ("virtio-device", "activated", "a driver uses the device (id: its name)"),
     ("virtio-device", "reset", "a driver has let go of the device (id: its name)"),
+    (
+        "guest",
+        "triple-fault",
+        "a triple fault resets the guest (vcpu, ran_ms, in_a_row: starts that ended so)",
+    ),
     ("guest", "panic", "the guest reported a panic (event: which)"),
 ];
 

@@ -11,6 +11,7 @@
 //!  machine is    lent to a thread,   paused            pages arriving     runs
 //!                not started yet
 //!  Reset         waits               waits             waits              reboots it
+//!  TripleFault   waits               waits             waits              reboots it
 //!  Shutdown      waits               waits             waits              ends it
 //!  VcpuStopped   waits               waits             ends the process   ends the process
 //!  Ejected       waits               taken apart       waits              taken apart
@@ -21,6 +22,7 @@
 //! answered is therefore carried out after `vm.resume`, not before.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use super::{Next, Pages, RunError, Vm, Vmm};
 use crate::events;
@@ -52,7 +54,13 @@ pub struct GuestEvents {
 
 /// After it there is no guest, or another.
 fn ends_the_guest(event: &GuestEvent) -> bool {
-    matches!(event, GuestEvent::Reset | GuestEvent::Shutdown | GuestEvent::VcpuStopped { .. })
+    match event {
+        GuestEvent::Reset
+        | GuestEvent::TripleFault { .. }
+        | GuestEvent::Shutdown
+        | GuestEvent::VcpuStopped { .. } => true,
+        GuestEvent::Ejected | GuestEvent::DeviceWanted { .. } => false,
+    }
 }
 
 impl MachineIs {
@@ -158,9 +166,29 @@ impl Vmm {
         }
     }
 
+    fn tell_of_triple_fault(&mut self, vcpu: u32) {
+        let first_run = match &self.vm {
+            Vm::Live(machine) => machine.first_run(),
+            _ => None,
+        };
+        let ran = first_run.map_or(Duration::ZERO, |at| at.elapsed());
+        let noted = self.triple_faults.note(self.machine_number, vcpu, ran, Instant::now());
+        if let Some(text) = noted.text {
+            log::warn!("{text}");
+        }
+        let (in_a_row, ran_ms) = (noted.in_a_row.to_string(), ran.as_millis().to_string());
+        let properties =
+            [("vcpu", &*vcpu.to_string()), ("in_a_row", &in_a_row), ("ran_ms", &ran_ms)];
+        events::emit("guest", "triple-fault", &properties);
+    }
+
     fn act_on(&mut self, event: GuestEvent) -> Next {
         match event {
             GuestEvent::Reset => self.reboot_for(None),
+            GuestEvent::TripleFault { index } => {
+                self.tell_of_triple_fault(index);
+                self.reboot_for(None)
+            }
             GuestEvent::Shutdown => {
                 log::info!("the guest has shut down");
                 self.shutdown_for(None)
@@ -234,7 +262,8 @@ mod tests {
 
     #[test]
     fn a_paused_vm_neither_ends_nor_reboots_until_it_is_resumed() {
-        for ending in [GuestEvent::Reset, GuestEvent::Shutdown, stopped()] {
+        let triple_fault = GuestEvent::TripleFault { index: 1 };
+        for ending in [GuestEvent::Reset, triple_fault, GuestEvent::Shutdown, stopped()] {
             let name = format!("{ending:?}");
             let mut events = of_seven([ending, GuestEvent::Ejected]);
             assert_eq!(all(&mut events, MachineIs::Paused), ["Ejected"], "{name}");

@@ -41,6 +41,7 @@ mod sending;
 mod signals;
 mod snapshot;
 mod taking_down;
+mod triple_faults;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -75,6 +76,7 @@ use receiving::Receiving;
 use sending::Sending;
 use snapshot::{Busy, Fill};
 use taking_down::Down;
+use triple_faults::TripleFaults;
 
 /// The VM, in the form that it has now.
 enum Vm {
@@ -144,6 +146,8 @@ struct Vmm {
     machine_number: u64,
     /// What guests did that has not been acted on.
     guest_events: GuestEvents,
+    /// Resets of guests by triple faults.
+    triple_faults: TripleFaults,
     pages: Pages,
     /// Memory of the live machine that is being brought in from a snapshot.
     filling: Option<Fill>,
@@ -189,6 +193,7 @@ impl Vmm {
             vm: Vm::None,
             machine_number: 0,
             guest_events: GuestEvents::default(),
+            triple_faults: TripleFaults::default(),
             pages: Pages::Here,
             filling: None,
             prefault_stage2: false,

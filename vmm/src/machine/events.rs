@@ -16,6 +16,11 @@ use hypervisor::StopReason;
 pub enum GuestEvent {
     /// It asked for a reset.
     Reset,
+    /// A triple fault of one of its vCPUs, which is how a PC resets itself when all else fails.
+    TripleFault {
+        /// Number of the vCPU.
+        index: u32,
+    },
     /// It switched itself off.
     Shutdown,
     /// It has let go of devices that it was asked to let go of.

@@ -186,9 +186,8 @@ impl ExitHandler for Exits {
     }
 
     fn stopped(&self, vcpu_index: u32, reason: StopReason) {
-        // A triple fault is how a PC resets itself when all else fails.
         let event = match reason {
-            StopReason::Shutdown => GuestEvent::Reset,
+            StopReason::Shutdown => GuestEvent::TripleFault { index: vcpu_index },
             reason => GuestEvent::VcpuStopped { index: vcpu_index, reason },
         };
         self.power.signal(event);

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guests that reset by a triple fault, and payloads that do nothing else.
+//!
+//! Owns the count and the words. A PC resets itself so when all else fails, and so does this one; but a
+//! payload that cannot run on this machine does it at once and for ever, and shows nothing on its console.
+//! Must never end or stop a guest.
+
+use std::time::{Duration, Instant};
+
+/// A payload that has run for so long has started.
+const START: Duration = Duration::from_secs(10);
+/// So many starts in a row that end in a triple fault are a loop.
+const LOOP_STARTS: u64 = 3;
+/// Of a loop the log says something this often.
+const SAID_EVERY: Duration = Duration::from_mins(1);
+
+/// Triple faults of a VM's guests.
+#[derive(Debug, Default)]
+pub struct TripleFaults {
+    /// Number of the machine that had the last one.
+    machine_number: u64,
+    /// Starts in a row that ended in one.
+    in_a_row: u64,
+    /// When the log last spoke of a loop.
+    said_at: Option<Instant>,
+}
+
+/// One of them.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Noted {
+    /// Starts in a row that have ended so; 0 if the guest had started.
+    pub in_a_row: u64,
+    /// What the log is to say, if it is time.
+    pub text: Option<String>,
+}
+
+impl TripleFaults {
+    /// Takes note of one on machine `number`, `ran` after the guest's first instruction. Machines are
+    /// numbered in their order, so one that was ended in any other way is missing in between.
+    pub fn note(&mut self, number: u64, vcpu: u32, ran: Duration, now: Instant) -> Noted {
+        if ran >= START {
+            *self = Self { machine_number: number, ..Self::default() };
+            let text = format!("a triple fault of vCPU {vcpu} resets the guest");
+            return Noted { in_a_row: 0, text: Some(text) };
+        }
+        if self.machine_number.checked_add(1) != Some(number) {
+            *self = Self::default();
+        }
+        self.machine_number = number;
+        self.in_a_row = self.in_a_row.saturating_add(1);
+        let in_a_row = self.in_a_row;
+        let ran_ms = ran.as_millis();
+        if in_a_row < LOOP_STARTS {
+            let text = format!(
+                "a triple fault of vCPU {vcpu} resets the guest, {ran_ms} ms after it was started"
+            );
+            return Noted { in_a_row, text: Some(text) };
+        }
+        let is_time = self.said_at.is_none_or(|at| now.saturating_duration_since(at) >= SAID_EVERY);
+        if is_time {
+            self.said_at = Some(now);
+        }
+        let text = is_time.then(|| {
+            format!(
+                "the payload resets in a loop: its last {in_a_row} starts ended in a triple fault, this \
+                 one after {ran_ms} ms (vCPU {vcpu}). It may be no kernel or firmware for this machine, \
+                 have too little memory, or expect a processor feature or device that is not there; what \
+                 it says on its serial port may tell more (--serial, earlyprintk), and vm.shutdown ends it"
+            )
+        });
+        Noted { in_a_row, text }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOON: Duration = Duration::from_millis(30);
+
+    fn texts(faults: &mut TripleFaults, machines: &[(u64, Duration)]) -> Vec<(u64, bool)> {
+        let now = Instant::now();
+        let note = |&(number, ran): &(u64, Duration)| {
+            let noted = faults.note(number, 0, ran, now);
+            (noted.in_a_row, noted.text.is_some_and(|text| text.contains("in a loop")))
+        };
+        machines.iter().map(note).collect()
+    }
+
+    #[test]
+    fn a_loop_is_called_one_and_named_once_a_minute() {
+        let (mut faults, begin) = (TripleFaults::default(), Instant::now());
+        let mut said = Vec::new();
+        for number in 1..=1000 {
+            // Ten a second.
+            let now = begin + Duration::from_millis(100) * u32::try_from(number).unwrap_or(0);
+            let noted = faults.note(number, 1, SOON, now);
+            assert_eq!(noted.in_a_row, number);
+            said.extend(noted.text.map(|text| (number, text)));
+        }
+        let numbers: Vec<_> = said.iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, [1, 2, 3, 603]);
+        assert!(said[1].1.contains("30 ms after"), "{said:?}");
+        assert!(said[2].1.contains("in a loop: its last 3 starts"), "{said:?}");
+        assert!(said[3].1.contains("its last 603 starts"), "{said:?}");
+    }
+
+    #[test]
+    fn a_guest_that_had_started_is_in_no_loop() {
+        let mut faults = TripleFaults::default();
+        let row = [(1, SOON), (2, SOON), (3, START), (4, SOON), (5, SOON), (6, START)];
+        let expected = [1, 2, 0, 1, 2, 0].map(|count| (count, false));
+        assert_eq!(texts(&mut faults, &row), expected);
+    }
+
+    #[test]
+    fn a_start_that_ended_otherwise_breaks_the_row() {
+        let mut faults = TripleFaults::default();
+        // Machine 3 was ended by a request, or reset itself in the ordinary way.
+        let row = [(1, SOON), (2, SOON), (4, SOON), (5, SOON), (6, SOON)];
+        let expected = [(1, false), (2, false), (1, false), (2, false), (3, true)];
+        assert_eq!(texts(&mut faults, &row), expected);
+    }
+}
