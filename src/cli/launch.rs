@@ -106,7 +106,7 @@ pub enum LaunchError {
         option: String,
     },
     /// A VM without anything to boot.
-    #[error("--{option} describes a VM, and there is no --kernel for it to boot")]
+    #[error("--{option} describes a VM, and there is no --kernel or --firmware for it to boot")]
     NoKernel {
         /// The option.
         option: String,
@@ -347,7 +347,7 @@ pub fn command(with_help: bool) -> Command {
             manual::list::<DeviceConfig>("device", with_help),
             manual::list::<DiskConfig>("disk", with_help),
             where_to("event-monitor", "Where events are written"),
-            path("firmware", "Firmware image (not supported by this version)"),
+            path("firmware", "Firmware in the place of a kernel: an ELF file with a PVH entry"),
             manual::list::<FsConfig>("fs", with_help),
             manual::list::<GenericVhostUserConfig>("generic-vhost-user", with_help),
             one("host-data", say("Host data (not supported by this version)").to_owned())

@@ -114,7 +114,9 @@ const ROWS: &[Row] = &[
     of_guest("not_a_toggle", &["--memory", "size=64M,shared=perhaps"], USAGE, "perhaps"),
     of_guest("unsupported_device", &["--vsock", "cid=3,socket=/s"], USAGE, "vsock"),
     of_guest("unsupported_key", &["--memory", "size=64M,hotplug_size=64M"], USAGE, "hotplug_size"),
-    row("unsupported_firmware", &["--firmware", "{}/guest"], USAGE, "firmware"),
+    of_guest("firmware_beside_a_kernel", &["--firmware", "{}/guest"], USAGE, "not both"),
+    row("firmware_missing", &["--firmware", "{}/none"], FAILED, "firmware {}/none"),
+    row("unsupported_igvm", &["--igvm", "{}/guest"], USAGE, "igvm"),
     row("restore_url", &["--restore", "source_url=/x"], USAGE, "file://"),
     row(
         "restore_missing",

@@ -19,6 +19,7 @@ mod fault_sources;
 mod fault_stress;
 mod figures;
 mod file_zones;
+mod firmware;
 mod harness;
 mod hotplug;
 mod http;
@@ -57,6 +58,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let mut suite = harness::Suite::default();
     boot::add(&mut suite);
+    firmware::add(&mut suite);
     lifecycle::add(&mut suite);
     pause::add(&mut suite);
     postcopy::add(&mut suite);

@@ -27,8 +27,15 @@ pub enum ConfigError {
         names: Vec<String>,
     },
     /// There is nothing to boot.
-    #[error("there is no kernel to boot, give --kernel or payload.kernel")]
+    #[error(
+        "there is no kernel to boot, give --kernel or payload.kernel, or --firmware or payload.firmware"
+    )]
     KernelMissing,
+    /// There are two things to boot.
+    #[error(
+        "a VM boots a kernel or firmware, not both: leave payload.kernel or payload.firmware out"
+    )]
+    TwoPayloads,
     /// The command line does not fit.
     #[error("the kernel command line has {bytes} bytes, at most {max_bytes} are possible")]
     CmdlineTooLong {

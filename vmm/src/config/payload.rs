@@ -16,8 +16,9 @@ pub const MAX_CMDLINE_BYTES: usize = 2047;
 option_family! {
     /// What the guest boots.
     PayloadConfig "payload" {
-        /// Firmware image.
-        firmware: Option<PathBuf> = None, "firmware" as Opt<File>, unsupported();
+        /// Firmware in the place of a kernel: an ELF file with a PVH entry, which gets no command line
+        /// and no initramfs.
+        firmware: Option<PathBuf> = None, "firmware" as Opt<File>;
         /// Kernel: an ELF file with a PVH entry, or a bzImage.
         kernel: Option<PathBuf> = None, "kernel" as Opt<File>;
         /// Kernel command line.
@@ -37,8 +38,12 @@ impl PayloadConfig {
     /// # Errors
     /// The first rule that is broken.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        if self.kernel.as_ref().is_none_or(|path| path.as_os_str().is_empty()) {
-            return Err(ConfigError::KernelMissing);
+        let given =
+            |path: &Option<PathBuf>| path.as_ref().is_some_and(|path| !path.as_os_str().is_empty());
+        match (given(&self.kernel), given(&self.firmware)) {
+            (false, false) => return Err(ConfigError::KernelMissing),
+            (true, true) => return Err(ConfigError::TwoPayloads),
+            (true, false) | (false, true) => {}
         }
         let cmdline = self.cmdline.as_deref().unwrap_or_default();
         if cmdline.len() > MAX_CMDLINE_BYTES {

@@ -162,8 +162,8 @@ fn everything_unsupported_is_named_at_once() {
     );
     let error = params(|p| p.tpm = Some("socket=/t".into())).unwrap_err();
     assert_eq!(error.to_string(), "'tpm' is not supported by this version");
-    let error = params(|p| p.firmware = Some("/f".into())).unwrap_err();
-    assert_eq!(error.to_string(), "'payload.firmware' is not supported by this version");
+    let error = params(|p| p.igvm = Some("/i".into())).unwrap_err();
+    assert_eq!(error.to_string(), "'payload.igvm' is not supported by this version");
 }
 
 #[test]
@@ -409,6 +409,16 @@ fn payload_rules() {
         Err(ConfigError::CmdlineTooLong { bytes: 2048, .. })
     ));
     assert!(params(|p| p.cmdline = Some("x".repeat(2047))).is_ok());
+    assert_eq!(params(|p| p.firmware = Some("/f".into())).unwrap_err(), ConfigError::TwoPayloads);
+    let firmware = VmParams { firmware: Some("/f".into()), ..VmParams::default() };
+    assert!(firmware.into_config().is_ok());
+    // What clients say who leave nothing out.
+    assert!(complete(r#"{"payload":{"firmware":"/f","kernel":null,"cmdline":"x"}}"#).is_ok());
+    assert!(complete(r#"{"payload":{"firmware":"","kernel":"/k"}}"#).is_ok());
+    assert_eq!(
+        complete(r#"{"payload":{"firmware":"/f","kernel":"/k"}}"#).unwrap_err(),
+        ConfigError::TwoPayloads
+    );
 }
 
 #[test]

@@ -20,7 +20,7 @@ use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemoryError};
 
 use super::ram;
-use crate::config::{CpusConfig, PlatformConfig, VmConfig};
+use crate::config::{CpusConfig, PayloadConfig, PlatformConfig, VmConfig};
 
 /// Why a machine cannot boot.
 #[derive(Debug, Error)]
@@ -28,7 +28,7 @@ pub enum MachineBootError {
     /// A file of the payload.
     #[error("cannot open the {what} {path}")]
     Open {
-        /// Kernel or initramfs.
+        /// Kernel, firmware or initramfs.
         what: &'static str,
         /// Its path.
         path: PathBuf,
@@ -37,12 +37,15 @@ pub enum MachineBootError {
         source: std::io::Error,
     },
     /// There is none.
-    #[error("no kernel is configured: give --kernel, or payload.kernel in the JSON")]
-    NoKernel,
+    #[error(
+        "nothing to boot is configured: give --kernel or --firmware, or payload.kernel or \
+         payload.firmware in the JSON"
+    )]
+    NoPayload,
     /// The payload is not one that boots.
     #[error("cannot load {files}")]
     Load {
-        /// The kernel, and the initramfs if there is one.
+        /// The kernel or firmware, and the initramfs if there is one.
         files: String,
         /// Why.
         #[source]
@@ -133,9 +136,39 @@ fn open(what: &'static str, path: &Path) -> Result<File, MachineBootError> {
     opened.map_err(|source| MachineBootError::Open { what, path: path.to_owned(), source })
 }
 
-fn payload_files(config: &VmConfig) -> String {
-    let paths = [config.payload.kernel.as_deref(), config.payload.initramfs.as_deref()];
-    paths.iter().flatten().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+/// What a guest starts with. Firmware is loaded as a kernel is, and finds by itself what comes then.
+struct Payload<'a> {
+    what: &'static str,
+    path: &'a Path,
+    cmdline: &'a str,
+    initramfs: Option<&'a Path>,
+}
+
+impl<'a> Payload<'a> {
+    /// Of kernel and firmware one is given.
+    fn of(config: &'a PayloadConfig) -> Result<Self, MachineBootError> {
+        let PayloadConfig { firmware, kernel, cmdline, initramfs, .. } = config;
+        let given =
+            |path: &'a Option<PathBuf>| path.as_deref().filter(|path| !path.as_os_str().is_empty());
+        if let Some(path) = given(firmware) {
+            for (name, is_given) in
+                [("cmdline", cmdline.is_some()), ("initramfs", initramfs.is_some())]
+            {
+                if is_given {
+                    log::warn!("payload.{name} is left out: firmware has no use for it");
+                }
+            }
+            return Ok(Self { what: "firmware", path, cmdline: "", initramfs: None });
+        }
+        let path = given(kernel).ok_or(MachineBootError::NoPayload)?;
+        let cmdline = cmdline.as_deref().unwrap_or_default();
+        Ok(Self { what: "kernel", path, cmdline, initramfs: initramfs.as_deref() })
+    }
+
+    fn files(&self) -> String {
+        let paths = std::iter::once(self.path).chain(self.initramfs);
+        paths.map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+    }
 }
 
 fn smbios_inputs(platform: Option<&PlatformConfig>) -> SmbiosInputs {
@@ -176,9 +209,9 @@ pub fn load(
     intx: &[IntxRoute],
     has_serial: bool,
 ) -> Result<BootEntry, MachineBootError> {
-    let kernel = config.payload.kernel.as_deref().ok_or(MachineBootError::NoKernel)?;
-    let mut kernel = open("kernel", kernel)?;
-    let mut initramfs = match &config.payload.initramfs {
+    let payload = Payload::of(&config.payload)?;
+    let mut kernel = open(payload.what, payload.path)?;
+    let mut initramfs = match payload.initramfs {
         Some(path) => Some(open("initramfs", path)?),
         None => None,
     };
@@ -209,14 +242,14 @@ pub fn load(
         .map(|region| GpaRange { gpa: region.gpa(), len_bytes: region.len_bytes() })
         .collect();
     let spec = BootSpec {
-        cmdline: config.payload.cmdline.as_deref().unwrap_or_default(),
+        cmdline: payload.cmdline,
         rsdp_gpa,
         reserved: &[],
         later: &later,
         ram_is_zero: ram.starts_zero(),
     };
     arch::load_kernel(memory, &mut kernel, initramfs.as_mut(), &spec)
-        .map_err(|source| MachineBootError::Load { files: payload_files(config), source })
+        .map_err(|source| MachineBootError::Load { files: payload.files(), source })
 }
 
 /// Registers of the vCPU that runs first.

@@ -171,6 +171,7 @@ fn no_path_of_a_configuration_is_forgotten() {
         ("memory", "prezeroed"),
         ("memory-zone", "file"),
         ("memory-zone", "prezeroed"),
+        ("payload", "firmware"),
         ("payload", "initramfs"),
         ("payload", "kernel"),
         ("rng", "src"),
