@@ -47,16 +47,37 @@ pub fn hide_unsaved(cpuid: &mut CpuId, one_reg: bool, msr_indices: &[u32]) {
     }
 }
 
-/// Reads the shadow-stack pointer of a vCPU that was shown shadow stacks.
-pub fn read_pointer(vcpu: &VcpuFd) -> Result<u64, Error> {
-    let mut bytes = [0; 8];
-    vcpu.get_one_reg(GUEST_SSP, &mut bytes)?;
-    Ok(u64::from_ne_bytes(bytes))
+/// A vCPU's registers that have numbers of KVM's own.
+pub trait OneRegs {
+    /// Fills `bytes` with register `number`.
+    fn get(&self, number: u64, bytes: &mut [u8]) -> Result<(), Error>;
+    /// Sets register `number`.
+    fn set(&self, number: u64, bytes: &[u8]) -> Result<(), Error>;
 }
 
-/// Sets it; KVM wants the vCPU's CPUID first.
-pub fn write_pointer(vcpu: &VcpuFd, pointer: u64) -> Result<(), Error> {
-    vcpu.set_one_reg(GUEST_SSP, &pointer.to_ne_bytes()).map(drop)
+impl OneRegs for VcpuFd {
+    fn get(&self, number: u64, bytes: &mut [u8]) -> Result<(), Error> {
+        self.get_one_reg(number, bytes).map(drop)
+    }
+
+    fn set(&self, number: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.set_one_reg(number, bytes).map(drop)
+    }
+}
+
+/// The shadow-stack pointer of a vCPU, if it was shown shadow stacks.
+pub fn save(vcpu: &impl OneRegs, cpuid: &[kvm_cpuid_entry2]) -> Result<Option<u64>, Error> {
+    if !is_shown(cpuid) {
+        return Ok(None);
+    }
+    let mut bytes = [0; 8];
+    vcpu.get(GUEST_SSP, &mut bytes)?;
+    Ok(Some(u64::from_ne_bytes(bytes)))
+}
+
+/// Sets the pointer that was saved, if one was; KVM wants the vCPU's CPUID first.
+pub fn restore(vcpu: &impl OneRegs, pointer: Option<u64>) -> Result<(), Error> {
+    pointer.map_or(Ok(()), |pointer| vcpu.set(GUEST_SSP, &pointer.to_ne_bytes()))
 }
 
 #[cfg(test)]

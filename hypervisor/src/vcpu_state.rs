@@ -387,9 +387,7 @@ impl Vcpu {
         let msrs = self.read_msrs()?;
         let tsc = self.read_tsc()?;
         let cpuid = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).asked("read a vCPU's features")?;
-        let ssp = shadow_stack::is_shown(cpuid.as_slice())
-            .then(|| shadow_stack::read_pointer(&self.fd))
-            .transpose()
+        let ssp = shadow_stack::save(&self.fd, cpuid.as_slice())
             .asked("read a vCPU's shadow-stack pointer")?;
         let cpuid = cpuid
             .as_slice()
@@ -450,13 +448,10 @@ impl Vcpu {
         self.fd.set_lapic(&state.lapic_state()?).asked("set a local APIC")?;
         self.write_tsc(&state.tsc, time)?;
         self.restore_msrs(&state.msrs)?;
-        if let Some(pointer) = state.ssp {
-            if !self.vm().capabilities.one_reg {
-                return Err(VcpuStateError::ShadowStack);
-            }
-            shadow_stack::write_pointer(&self.fd, pointer)
-                .asked("set a vCPU's shadow-stack pointer")?;
+        if state.ssp.is_some() && !self.vm().capabilities.one_reg {
+            return Err(VcpuStateError::ShadowStack);
         }
+        shadow_stack::restore(&self.fd, state.ssp).asked("set a vCPU's shadow-stack pointer")?;
         self.fd.set_vcpu_events(&events).asked("set a vCPU's events")?;
         self.write_nested(state)?;
         // The source's note to the guest does not travel with the state.

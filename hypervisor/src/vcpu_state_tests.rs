@@ -4,10 +4,14 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use kvm_bindings::kvm_segment;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use kvm_bindings::{kvm_cpuid_entry2, kvm_segment};
 use proptest::prelude::*;
 
 use super::*;
+use crate::shadow_stack::OneRegs;
 
 fn sample() -> VcpuState {
     VcpuState {
@@ -154,4 +158,50 @@ proptest! {
         }
         let _ = serde_json::from_slice::<VcpuState>(&text[..at]);
     }
+}
+
+/// A vCPU of a KVM that has the register, as far as that goes.
+#[derive(Default)]
+struct WithPointer {
+    registers: RefCell<BTreeMap<u64, Vec<u8>>>,
+}
+
+impl OneRegs for WithPointer {
+    fn get(&self, number: u64, bytes: &mut [u8]) -> Result<(), kvm_ioctls::Error> {
+        let registers = self.registers.borrow();
+        let value = registers.get(&number).ok_or_else(|| kvm_ioctls::Error::new(libc::ENOENT))?;
+        bytes.copy_from_slice(value);
+        Ok(())
+    }
+
+    fn set(&self, number: u64, bytes: &[u8]) -> Result<(), kvm_ioctls::Error> {
+        self.registers.borrow_mut().insert(number, bytes.to_vec());
+        Ok(())
+    }
+}
+
+#[test]
+fn the_pointer_of_shadow_stacks_goes_from_one_vcpu_to_the_other() {
+    // As Linux 6.18 has it: x86, of KVM's own kind, 64 bits, the first.
+    const NUMBER: u64 = 0x2030_0003_0000_0000;
+    const POINTER: u64 = 0x7f12_3456_7ff8;
+    let leaf = |ecx| kvm_cpuid_entry2 { function: 7, ecx, ..Default::default() };
+    let (source, destination) = (WithPointer::default(), WithPointer::default());
+    source.set(NUMBER, &POINTER.to_ne_bytes()).unwrap();
+
+    let ssp = shadow_stack::save(&source, &[leaf(1 << 7)]).unwrap();
+    let state = VcpuState { version: 2, ssp, ..sample() };
+    let json = serde_json::to_string(&state).unwrap();
+    let read: VcpuState = serde_json::from_str(&json).unwrap();
+    read.check().unwrap();
+    shadow_stack::restore(&destination, read.ssp).unwrap();
+    assert_eq!(*destination.registers.borrow(), *source.registers.borrow());
+    assert_eq!(destination.registers.borrow()[&NUMBER], POINTER.to_ne_bytes());
+
+    // KVM has no such register for a vCPU that was not shown the feature: it is not asked.
+    let without = WithPointer::default();
+    assert_eq!(shadow_stack::save(&without, &[leaf(!(1 << 7))]).unwrap(), None);
+    shadow_stack::restore(&without, None).unwrap();
+    assert!(without.registers.borrow().is_empty());
+    assert!(shadow_stack::save(&without, &[leaf(1 << 7)]).is_err(), "nothing is made up");
 }
