@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# One Debian guest with one vCPU: boot, console, disk, network, pause, reboot, power button.
+# A disk that firmware reaches, and one Debian guest with one vCPU: boot, console, disk, network, pause, reboot, power button.
 . ./lib.sh
 
+# What stays in 32-bit mode without page tables, as firmware is at first, reads the size of a disk.
+firmware_reaches_a_disk() {
+  timeout 60 cloud-hypervisor --firmware /lab/early-guest --memory size=64M --disk path=$ROOT_DISK \
+    --console off --serial file=$T/early >$T/early.vmm.log 2>&1 || { cat $T/early; return 1; }
+  sectors=$(printf %08x "$(cat /sys/block/${ROOT_DISK#/dev/}/size)")
+  tr -d '\r' <$T/early | grep -q "^disk \[[cde][0-9a-f]* sectors $sectors\]$" || { cat $T/early; return 1; }
+}
+check firmware_reaches_a_disk firmware_reaches_a_disk
 tap_up lab0
 start_guest a 1 --net tap=lab0,mac=52:54:00:00:00:01 || failed start "the VMM did not start"
 check boots_with_one_vcpu wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
@@ -25,8 +33,17 @@ pauses() {
 check pauses pauses
 resumes() { remote a resume && state_is a Running && wait_until 60 says a "^ANSWERED-AFTER-PAUSE"; }
 check resumes resumes
+# registers_of BELOW...: the disks are there, and these lines of where their registers are lie below 4 GiB.
+registers_of() {
+  guest a 'for i in $(seq 300); do [ -e /sys/block/vdb ] && break; sleep 0.1; done; for d in vda vdb; do head -n 1 /sys/block/$d/device/../resource; done' || return 1
+  below=$(grep -n '^0x00000000' $T/out | cut -d: -f1 | tr '\n' ' ')
+  [ "$below" = "$1 " ] && [ "$(wc -l <$T/out)" = 2 ] || { cat $T/out; return 1; }
+}
+comes_later() { truncate -s 1M $T/later.img && remote a add-disk path=$T/later.img,id=later && registers_of 1; }
+check disk_that_comes_later_is_above_4_gib comes_later
 reboots() { guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY" 2; }
 check reboots reboots
+check disks_at_boot_are_below_4_gib registers_of "1 2"
 guest_restarts_itself() {
   echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 3
 }
