@@ -2,6 +2,8 @@
 //! The life of a VM through the API: created, running, paused, shut down, booted again, deleted;
 //! requests at the wrong time; and how the process ends.
 
+use serde_json::Value;
+
 use crate::harness::{Suite, Vmm, VmmBuilder, image, wait_for};
 
 pub fn add(suite: &mut Suite) {
@@ -178,11 +180,12 @@ fn triple_fault() {
     wait_for("the third of them", || {
         let events = vmm.events();
         let faults = events.iter().filter(|event| event["event"] == "triple-fault");
-        let counts: Vec<_> = faults.map(|fault| fault["properties"]["in_a_row"].clone()).collect();
-        assert!(
-            counts.iter().zip(1_u64..).all(|(count, at)| *count == at.to_string()),
-            "{counts:?}"
-        );
+        let number = |fault: &Value| -> Option<u64> {
+            fault["properties"]["in_a_row"].as_str()?.parse().ok()
+        };
+        let counts: Vec<_> = faults.map(number).collect();
+        let expected: Vec<_> = (1..).take(counts.len()).map(Some).collect();
+        assert_eq!(counts, expected);
         (counts.len() >= 3).then_some(())
     });
     vmm.api().get("vmm.ping").ok();

@@ -314,9 +314,10 @@ fn a_device_comes_back_with_the_width_that_its_guest_has_found() {
         let sizing = if saved == Bits32 { [0xffff_0000, 0] } else { [0xffff_0004, u32::MAX] };
         assert_eq!([rig.config_u32(0x10), rig.config_u32(0x14)], sizing);
         let window = if saved == Bits32 { WINDOWS.below_4g } else { WINDOWS.above_4g };
-        let [low, high] = [window.start_gpa, window.start_gpa >> 32].map(|half| half as u32);
-        rig.write_config(0x14, &high.to_le_bytes());
-        rig.write_config(0x10, &low.to_le_bytes());
+        let address = window.start_gpa.to_le_bytes();
+        let (low, high) = address.split_at(4);
+        rig.write_config(0x14, high);
+        rig.write_config(0x10, low);
         assert_eq!(rig.mapper.mapped(), [window.start_gpa]);
     }
 }
