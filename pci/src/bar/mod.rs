@@ -204,6 +204,7 @@ impl Claim {
 struct PlacedBar {
     owner: DeviceNumber,
     device: Arc<dyn PciDevice>,
+    /// As it was when it was placed: a saved state may have given it another width since.
     description: BarDescription,
     /// Where the register points.
     wanted_gpa: u64,
@@ -362,13 +363,8 @@ impl BarPlacement {
         self.settle();
     }
 
-    /// Brings all mappings in line with the registers, which a saved state may have given another
-    /// width.
+    /// Brings all mappings in line with the registers.
     pub fn refresh_all(&mut self) {
-        for bar in &mut self.bars {
-            let is_it = |now: &BarDescription| now.index == bar.description.index;
-            bar.description = bar.device.bars().into_iter().find(is_it).unwrap_or(bar.description);
-        }
         self.observe(|_| true);
         self.settle();
     }

@@ -183,7 +183,10 @@ const REFUSED: [(&str, Alter); 34] = [
     ("BAR flags", |s| s.config.registers[4] ^= 8),
     ("BAR type", |s| s.config.registers[4] ^= 2),
     ("BAR of ports", |s| s.config.registers[4] |= 1),
-    ("BAR of version 2", |s| s.config.registers[4] &= !7),
+    ("32-bit BAR in version 1", |s| {
+        s.config.registers[4] = 0xc000_0000;
+        s.config.registers[5] = 0;
+    }),
     ("upper half of a 32-bit BAR", |s| {
         s.version = 2;
         s.config.registers[4] = 0xc000_0000;
