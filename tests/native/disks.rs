@@ -70,6 +70,17 @@ impl Disk {
         vmm
     }
 
+    /// The same of a disk that comes while the guest runs: it has registers that destinations of any version
+    /// know.
+    fn guest_with_it_later(&self) -> Vmm {
+        let vmm = Vmm::boot(1, MEMORY, "workload=idle mem=16M");
+        let disk = json!({"path": self.name, "id": "data"}).to_string();
+        vmm.api().put("vm.add-disk", &disk).ok();
+        vmm.guest().set("workload=disk-write").expect("it listens");
+        write_more(&vmm, 2 * BLOCKS);
+        vmm
+    }
+
     /// Checks that the file has every block that was acknowledged.
     #[track_caller]
     fn holds(&self, acknowledged: u64) {
@@ -362,7 +373,7 @@ fn vanish_at_complete(mut source: TcpStream, at_complete: impl FnOnce()) {
 fn resumes_locked() {
     let disk = Disk::new();
     disk.name_is(&disk.file);
-    let vmm = disk.guest();
+    let vmm = disk.guest_with_it_later();
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let url = format!("tcp:{}", listener.local_addr().expect("an address"));
     let mut other = None;
