@@ -89,7 +89,9 @@ impl Client {
         // Its encoder puts a newline behind the value.
         let body = body.map(|body| format!("{body}\n")).unwrap_or_default();
         if method == "PUT" {
-            head.push_str(&format!("Content-Length: {}\r\n", body.len()));
+            head.push_str("Content-Length: ");
+            head.push_str(&body.len().to_string());
+            head.push_str("\r\n");
         }
         if answers {
             head.push_str("Accept: application/json\r\n");

@@ -162,7 +162,7 @@ fn by_braces(text: &[u8]) -> Vec<serde_json::Value> {
 
 #[test]
 fn a_reader_that_counts_braces_finds_every_event() {
-    let awkward = "disk '/a{b' is gone}}: \"{\" — ü";
+    let awkward = "disk '/a{b' is gone: \"{\" — ü";
     let mut text = event(&[("error", awkward.to_owned())]).into_text();
     text.extend(event(&[]).into_text());
     let found = by_braces(&text);

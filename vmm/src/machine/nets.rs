@@ -153,7 +153,7 @@ mod tests {
         let num_queues = u16::try_from(fds.len() * 2).unwrap();
         let id = Some("lan".to_owned());
         let fds = Some(ConfigFds(fds));
-        match make(&NetConfig { id, fds, num_queues, ..NetConfig::default() }) {
+        match make(&NetConfig { num_queues, id, fds, ..NetConfig::default() }) {
             Ok(_) => panic!("a device"),
             Err(error) => error_text::chain(&error),
         }
