@@ -57,7 +57,7 @@ impl ConfigFd {
         self.number
     }
 
-    /// How the one who gave it knows it; `place` is its place in a list, from 0.
+    /// What it is called where it was given; `place` is its place in a list, from 0.
     pub fn name(&self, place: usize) -> String {
         match self.owner {
             None => format!("descriptor {}", self.number),

@@ -25,7 +25,7 @@ pub enum NetWiringError {
     Descriptor {
         /// Its id.
         id: String,
-        /// The descriptor, as the one who gave it knows it.
+        /// The descriptor, as it was given.
         fd: String,
         /// The host's answer.
         #[source]
@@ -128,7 +128,7 @@ pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
     Ok((net, handle))
 }
 
-/// Why a device cannot be made. The number of a duplicate means nothing to the one who gave the descriptor.
+/// Why a device cannot be made. The number of a duplicate means nothing outside of this process.
 fn unfit(id: String, error: NetError, given: Vec<(RawFd, String)>) -> NetWiringError {
     match error {
         NetError::Tap { source: TapError::NotTap { fd, source }, .. } => {
