@@ -85,7 +85,9 @@ impl VcpuThrottle {
             let shared = Arc::clone(&shared);
             move || keep_time(&shared, &held)
         };
-        let thread = std::thread::Builder::new().name("vcpu-throttle".into()).spawn(body)?;
+        // Managers look for the threads of vCPUs by names that begin with `vcpu`, and give up at
+        // one that no number follows.
+        let thread = std::thread::Builder::new().name("throttle".into()).spawn(body)?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
@@ -166,5 +168,25 @@ mod tests {
         }
         drop(throttle);
         assert!(!fake.held.load(Ordering::SeqCst));
+    }
+
+    #[test]
+    fn its_thread_is_not_taken_for_that_of_a_vcpu() {
+        let fake = Arc::new(Fake::default());
+        let throttle = VcpuThrottle::start(vec![fake.clone()]).expect("a thread");
+        throttle.set(99);
+        // It has its name before it does anything.
+        while fake.times.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        let tasks = std::fs::read_dir("/proc/self/task").expect("threads");
+        for task in tasks {
+            // A thread of another test may have ended.
+            let comm = task.expect("a thread").path().join("comm");
+            let Ok(name) = std::fs::read_to_string(comm) else { continue };
+            if let Some(number) = name.strip_prefix("vcpu") {
+                assert!(number.trim_end().parse::<u32>().is_ok(), "{name}");
+            }
+        }
     }
 }

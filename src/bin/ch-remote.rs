@@ -5,18 +5,15 @@
 use std::process::ExitCode;
 
 use godwit::cli::exit::{self, Failure};
-use godwit::cli::{print_line, remote};
+use godwit::cli::remote;
 
 fn main() -> ExitCode {
     // clap prints help and mistakes by itself, with exit codes 0 and 2.
     let matches = remote::command().get_matches();
-    match remote::run(&matches) {
-        Ok(answer) => {
-            if let Some(answer) = answer {
-                print_line(&answer);
-            }
-            ExitCode::from(exit::OK)
-        }
+    let printed = remote::run(&matches)
+        .and_then(|answer| answer.map_or(Ok(()), |answer| remote::print(&matches, &answer)));
+    match printed {
+        Ok(()) => ExitCode::from(exit::OK),
         Err(error) if error.is_usage() => {
             Failure::usage(&error).hint("ch-remote <command> --help shows the syntax").report()
         }

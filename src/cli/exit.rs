@@ -9,6 +9,7 @@
 //! | 2 | the command line is wrong: nothing was started, nothing was sent |
 //! | 3 | `ch-remote --wait`, `--watch`: the migration was cancelled, the guest goes on at the source |
 //! | 4 | `ch-remote --wait`, `--watch`: where the guest is, or whether it is whole, has to be looked at |
+//! | 5 | `ch-remote --timeout`: there was no answer in time; the request may still be carried out |
 //!
 //! A process that a signal kills has no code of ours (the shell shows 128 plus the signal).
 
@@ -26,11 +27,13 @@ pub const USAGE: u8 = 2;
 pub const CANCELLED: u8 = 3;
 /// A migration ended such that a person has to look where the guest is.
 pub const LOOK: u8 = 4;
+/// There was no answer in the time that was given.
+pub const TIMEOUT: u8 = 5;
 
 /// Why a program ends badly.
 #[derive(Debug)]
 pub struct Failure {
-    /// [`FAILED`], [`USAGE`], [`CANCELLED`] or [`LOOK`].
+    /// [`FAILED`], [`USAGE`], [`CANCELLED`], [`LOOK`] or [`TIMEOUT`].
     pub code: u8,
     /// What is printed: the sentences of the whole chain.
     pub message: String,

@@ -6,6 +6,7 @@
 //! - [`remote`]: `ch-remote`, from arguments to one request and its output.
 //! - [`chart`]: the report of a migration as a picture.
 //! - [`exit`]: exit codes, and how an error is printed.
+//! - [`interrupt`]: what is said when SIGINT comes.
 //! - [`logger`]: where log messages go.
 //! - [`log_format`]: how a log line is put together.
 //! - [`manual`]: the keys of an option as `--help` shows them.
@@ -13,6 +14,7 @@
 
 pub mod chart;
 pub mod exit;
+pub mod interrupt;
 pub mod launch;
 pub mod log_format;
 pub mod logger;

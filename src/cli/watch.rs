@@ -55,6 +55,9 @@ pub enum FollowError {
     /// There is none.
     #[error("there is no migration to follow")]
     Nothing(#[source] ClientError),
+    /// What the VMM says of it makes no sense.
+    #[error("the VMM's account of the migration cannot be read")]
+    Document(#[source] serde_json::Error),
     /// It failed, or was cancelled.
     #[error("{}", failure.text())]
     Failed {
@@ -76,8 +79,11 @@ impl FollowError {
     /// The exit code.
     pub fn exit_code(&self) -> u8 {
         match self {
+            Self::Nothing(source) | Self::Vanished { source, .. } if source.is_timeout() => {
+                exit::TIMEOUT
+            }
             Self::Nothing(_) => exit::FAILED,
-            Self::Vanished { .. } => exit::LOOK,
+            Self::Vanished { .. } | Self::Document(_) => exit::LOOK,
             Self::Failed { failure } => match failure.guest.as_str() {
                 "on-source" | "not-here" if failure.cancelled => exit::CANCELLED,
                 "on-source" | "not-here" => exit::FAILED,
@@ -408,11 +414,17 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
                 });
             }
         };
-        let document: Document = serde_json::from_str(&text).unwrap_or_default();
+        let document: Document = match serde_json::from_str(&text) {
+            Ok(document) => document,
+            Err(error) => {
+                screen.end(last.as_ref());
+                return Err(FollowError::Document(error));
+            }
+        };
         let now = Instant::now();
         if let Some(socket) = document.handed_on_to() {
             screen.show(&document, 0, now);
-            client = Client::new(socket);
+            client = client.at(socket);
             rate = Rate::default();
             last = Some(document);
             continue;

@@ -159,7 +159,7 @@ fn size_is_kept() {
     assert_eq!(before["balloon"]["target_bytes"], 16 << 20);
     // Nobody has given anything up.
     assert_eq!(before["memory_actual_size"], 128 << 20);
-    assert!(before["device_tree"]["__balloon"]["pci_bdf"].is_string(), "{before}");
+    assert!(before["device_tree"]["_virtio-pci-__balloon"]["pci_bdf"].is_string(), "{before}");
     api.put("vm.resize", r#"{"desired_balloon":33554432,"desired_vcpus":2}"#).ok();
     for _ in 0..2 {
         let now = info(&vmm);

@@ -2,18 +2,17 @@
 //! Taps that a client opened and sends with its request, as libvirt does: the guest's device uses that
 //! tap and no other, for as long as the VM has the device and no longer.
 
-use std::fs;
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::os::fd::{AsFd as _, BorrowedFd};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::json;
 
 use crate::harness::api::{Answer, read_answer};
 use crate::harness::migrate::{Reception, send_option};
-use crate::harness::{Mode, Suite, Transport, Vmm, is_root, skip, wait_for};
+use crate::harness::taps::{Tap, inherited, interface_exists, taps_of};
+use crate::harness::{Mode, Suite, Transport, Vmm, wait_for};
 use crate::lifecycle::config;
 use crate::snapshot::place;
 
@@ -23,65 +22,6 @@ pub fn add(suite: &mut Suite) {
     suite.add("descriptors::those_that_no_request_takes_are_refused", refused);
     suite.add("descriptors::a_restored_vm_gets_new_ones", restored);
     suite.add("descriptors::a_vm_that_moves_gets_new_ones", moved);
-}
-
-/// An open tap of a name that is free.
-struct Tap {
-    fd: OwnedFd,
-    name: String,
-}
-
-impl Tap {
-    fn open() -> Self {
-        if !is_root() || !Path::new("/dev/net/tun").exists() {
-            skip("taps need root and /dev/net/tun");
-        }
-        let file = fs::File::options().read(true).write(true).open("/dev/net/tun");
-        let fd: OwnedFd = match file {
-            Ok(file) => file.into(),
-            Err(error) => skip(format!("/dev/net/tun cannot be opened: {error}")),
-        };
-        // SAFETY: ifreq is a plain C struct for which all zeros is a valid value; the kernel then
-        // chooses the name.
-        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-        let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-        request.ifr_ifru.ifru_flags = i16::try_from(flags).expect("16 bits");
-        // SAFETY: TUNSETIFF reads and writes one ifreq, which lives during the call.
-        let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETIFF, &raw mut request) };
-        if result != 0 {
-            let error = std::io::Error::last_os_error();
-            skip(format!("this machine does not let a tap be made: {error}"));
-        }
-        let name = request.ifr_name.iter().take_while(|byte| **byte != 0);
-        let name = name.map(|byte| char::from(byte.cast_unsigned())).collect();
-        Self { fd, name }
-    }
-
-    /// Whether the interface still exists: that of a tap goes with its last descriptor.
-    fn exists(&self) -> bool {
-        interface_exists(&self.name)
-    }
-
-    /// Closes ours.
-    fn close(self) -> String {
-        self.name
-    }
-}
-
-fn interface_exists(name: &str) -> bool {
-    Path::new("/sys/class/net").join(name).exists()
-}
-
-/// Taps that a process has open.
-fn taps_of(vmm: &Vmm) -> Vec<String> {
-    let mut taps: Vec<_> = fs::read_dir(format!("/proc/{}/fdinfo", vmm.pid()))
-        .expect("its descriptors")
-        .filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok())
-        .filter_map(|text| Some(text.lines().find_map(|it| it.strip_prefix("iff:"))?.trim().into()))
-        .collect();
-    taps.sort();
-    taps.dedup();
-    taps
 }
 
 /// The whole request in one message, and descriptors with it.
@@ -99,17 +39,6 @@ fn put_with(vmm: &Vmm, name: &str, body: &str, fds: &[BorrowedFd<'_>]) -> Answer
     let sent = rustix::net::sendmsg(&stream, &pieces, &mut control, SendFlags::NOSIGNAL);
     assert_eq!(sent.expect("sent"), text.len());
     read_answer(&mut stream).expect("an answer")
-}
-
-/// Lets processes that are started in between inherit a descriptor.
-fn inherited<T>(tap: &Tap, run: impl FnOnce(i32) -> T) -> T {
-    let change = |flags| {
-        rustix::io::fcntl_setfd(&tap.fd, flags).expect("a flag of an open descriptor");
-    };
-    change(rustix::io::FdFlags::empty());
-    let result = run(tap.fd.as_raw_fd());
-    change(rustix::io::FdFlags::CLOEXEC);
-    result
 }
 
 /// A VM that runs on a tap that was sent.
@@ -142,7 +71,7 @@ fn closed() {
     vmm.api().put("vm.create", &config(128)).ok();
     let tap = Tap::open();
     // By ch-remote, which inherits it from its shell.
-    inherited(&tap, |number| vmm.remote_ok(&["add-net", &format!("fd=[{number}],id=lan")]));
+    inherited(&tap.fd, |number| vmm.remote_ok(&["add-net", &format!("fd=[{number}],id=lan")]));
     let name = tap.close();
     assert!(interface_exists(&name) && taps_of(&vmm) == [name.as_str()]);
     vmm.api().put("vm.remove-device", &json!({"id": "lan"}).to_string()).ok();
@@ -191,7 +120,7 @@ fn restored() {
     assert!(!plain.status.success() && error.contains("lan"), "{error}");
     assert!(error.contains("SCM_RIGHTS"), "it says what to do: {error}");
     let tap = Tap::open();
-    inherited(&tap, |number| {
+    inherited(&tap.fd, |number| {
         vmm.remote_ok(&["restore", &format!("source_url={url},resume=on,net_fds=[lan@[{number}]]")])
     });
     assert_eq!(taps_of(&vmm), [tap.close().as_str()]);
@@ -204,7 +133,7 @@ fn moved() {
     let (mut source, _) = on_a_tap();
     let destination = Vmm::empty();
     let tap = Tap::open();
-    let reception = inherited(&tap, |number| {
+    let reception = inherited(&tap.fd, |number| {
         let option = format!(",net_fds=[lan@[{number}]]");
         Reception::start_with(&destination, Transport::Unix, Mode::Postcopy, &option)
     });

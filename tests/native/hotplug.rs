@@ -45,12 +45,19 @@ impl Images {
     }
 }
 
-/// Ids and places of all devices, in order.
+/// Ids and places of all devices, in order. A virtio device is the child of its transport, which has the
+/// place.
 fn places(api: &Api) -> Vec<(String, String)> {
     let info = api.get("vm.info").ok().json();
     let tree = info["device_tree"].as_object().expect("a device tree");
-    let place = |node: &Value| node["pci_bdf"].as_str().expect("a place").to_owned();
-    tree.iter().map(|(id, node)| (id.clone(), place(node))).collect()
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let of = |node: &Value| {
+        let id = text(&node["children"][0]).or_else(|| text(&node["id"]))?;
+        Some((id, text(&node["pci_bdf"])?))
+    };
+    let mut places: Vec<_> = tree.values().filter_map(of).collect();
+    places.sort();
+    places
 }
 
 fn before_boot() {

@@ -9,6 +9,7 @@ mod api_client;
 mod bad_input;
 mod balloon;
 mod boot;
+mod clients;
 mod clock;
 mod copies;
 mod cuts;
@@ -100,6 +101,7 @@ fn main() -> ExitCode {
     fault_stress::add(&mut suite);
     hotplug::add(&mut suite);
     descriptors::add(&mut suite);
+    clients::add(&mut suite);
     soak::add(&mut suite);
     file_zones::add(&mut suite);
     suite.main()

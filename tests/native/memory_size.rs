@@ -97,7 +97,7 @@ fn size_is_kept(mode: Mode) {
         let info = info(vmm);
         assert_eq!(info["config"]["memory"]["hotplugged_size"], 1 << 30);
         // At another place it would be another device for the guest.
-        assert_eq!(info["device_tree"]["__mem_mem0"]["pci_bdf"], "0000:00:1f.0");
+        assert_eq!(info["device_tree"]["_virtio-pci-__mem_mem0"]["pci_bdf"], "0000:00:1f.0");
     };
     kept(&source);
     source.api().put("vm.reboot", "").ok();

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `ch-remote`: a VM's life driven by it, what it prints, its help, its exit codes.
 
-use std::process::Command;
+use std::io::{Read as _, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-use crate::harness::vmm::{CH_REMOTE, write_file};
+use crate::harness::vmm::{CH_REMOTE, finish, write_file};
 use crate::harness::{Suite, Vmm, ch_remote};
 use crate::lifecycle::config;
 
@@ -34,6 +38,10 @@ pub fn add(suite: &mut Suite) {
     suite.add("remote::help_of_each_subcommand", help);
     suite.add("remote::errors_are_told_once", errors);
     suite.add("remote::nobody_has_to_read_the_answer", nobody_has_to_read_the_answer);
+    suite.add("remote::an_answer_may_take_so_long_and_no_longer", timeout);
+    suite.add("remote::an_answer_that_goes_nowhere_is_a_failure", full);
+    suite.add("remote::what_cannot_be_read_is_a_failure", unreadable);
+    suite.add("remote::interrupted_it_says_that_the_migration_goes_on", interrupted);
 }
 
 fn json(text: &str) -> Value {
@@ -122,4 +130,111 @@ fn nobody_has_to_read_the_answer() {
         .expect("ch-remote runs");
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     vmm.shut_down();
+}
+
+/// A VMM that answers every request with the same body, or none with anything, until it is dropped.
+struct Fake {
+    folder: tempfile::TempDir,
+}
+
+impl Fake {
+    fn new(body: Option<&'static str>) -> Self {
+        let folder = tempfile::TempDir::with_prefix("godwit-fake-").expect("a folder");
+        let listener = UnixListener::bind(folder.path().join("api")).expect("a socket");
+        std::thread::spawn(move || {
+            let mut silent = Vec::new();
+            for stream in listener.incoming() {
+                let mut stream = stream.expect("a connection");
+                let Some(body) = body else {
+                    silent.push(stream);
+                    continue;
+                };
+                let mut request = Vec::new();
+                while !request.ends_with(b"\r\n\r\n") {
+                    let mut byte = [0];
+                    stream.read_exact(&mut byte).expect("a request");
+                    request.extend(byte);
+                }
+                let length = body.len();
+                let _ = write!(stream, "HTTP/1.1 200 \r\nContent-Length: {length}\r\n\r\n{body}");
+            }
+        });
+        Self { folder }
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(CH_REMOTE);
+        command.arg("--api-socket").arg(self.folder.path().join("api")).args(arguments);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    /// Exit code, or minus the signal, and what was said.
+    fn run(&self, arguments: &[&str]) -> (i32, String) {
+        told(&self.command(arguments).output().expect("ch-remote runs"))
+    }
+}
+
+fn told(output: &Output) -> (i32, String) {
+    let code = output.status.code().unwrap_or_else(|| -output.status.signal().unwrap_or(0));
+    (code, String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+fn timeout() {
+    let deaf = Fake::new(None);
+    for command in [&["ping"][..], &["migration-progress", "--watch"]] {
+        let (code, error) = deaf.run(&[&["--timeout", "1"], command].concat());
+        assert!(code == 5 && error.contains("no answer within 1 s"), "{code}: {error}");
+    }
+    // Where so many wait that there is no place for another, the wait is as long.
+    let folder = tempfile::TempDir::with_prefix("godwit-fake-").expect("a folder");
+    let path = folder.path().join("api");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    // SAFETY: takes a descriptor that is open; listening again only changes how many may wait.
+    assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
+    let _first = UnixStream::connect(&path).expect("a connection");
+    let output = ch_remote(&[
+        "--api-socket",
+        path.to_str().expect("a path in UTF-8"),
+        "--timeout",
+        "1",
+        "ping",
+    ]);
+    let (code, error) = told(&output);
+    assert!(code == 5 && error.contains("no answer within 1 s"), "{code}: {error}");
+    let (code, error) = deaf.run(&["--timeout", "0", "ping"]);
+    assert!(code == 2 && error.contains("--timeout"), "{code}: {error}");
+}
+
+fn full() {
+    let fake = Fake::new(Some(r#"{"state":"Running"}"#));
+    let full = std::fs::File::options().write(true).open("/dev/full").expect("/dev/full");
+    let output = fake.command(&["info"]).stdout(full).output().expect("ch-remote runs");
+    let (code, error) = told(&output);
+    assert!(code == 1 && error.contains("info was carried out"), "{code}: {error}");
+    assert!(error.contains("No space left"), "{error}");
+}
+
+fn unreadable() {
+    let fake = Fake::new(Some("no JSON"));
+    let (code, error) = fake.run(&["info"]);
+    assert!(code == 1 && error.contains("answer to info cannot be read"), "{code}: {error}");
+    let (code, error) = fake.run(&["migration-progress", "--watch"]);
+    assert!(code == 4 && error.contains("account of the migration"), "{code}: {error}");
+}
+
+fn interrupted() {
+    let fake = Fake::new(Some(r#"{"phase":"precopy"}"#));
+    let mut child = fake.command(&["migration-progress", "--watch"]).spawn().expect("it starts");
+    // Its first line shows that it waits.
+    let mut byte = [0];
+    child.stdout.as_mut().expect("a pipe").read_exact(&mut byte).expect("a line");
+    let pid = libc::pid_t::try_from(child.id()).expect("a process id");
+    // SAFETY: the child has not been waited for, so the id is still its own.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+    let (code, error) = told(&finish(child));
+    assert_eq!(code, -libc::SIGINT, "{error}");
+    assert!(error.contains("The migration goes on"), "{error}");
+    let cancel = format!("{} migration-cancel", fake.folder.path().join("api").display());
+    assert!(error.contains(&cancel), "{error}");
 }

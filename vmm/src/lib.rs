@@ -14,5 +14,7 @@ pub mod migration;
 pub mod options;
 pub mod page_server;
 
+mod json_text;
+
 pub use control::{RunError, run};
 pub use options::{ExitReason, VmmOptions};

@@ -13,6 +13,7 @@ pub mod process;
 pub mod programs;
 pub mod relay;
 pub mod runner;
+pub mod taps;
 pub mod vmm;
 
 use std::time::{Duration, Instant};

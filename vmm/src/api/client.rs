@@ -10,12 +10,14 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::Request;
 use hyper::body::Bytes;
 use hyper::header::{CONTENT_TYPE, HOST};
 use hyper_util::rt::TokioIo;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use thiserror::Error;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 
@@ -43,6 +45,12 @@ pub enum ClientError {
     /// The connection broke, or the other end does not speak HTTP.
     #[error("the VMM did not answer")]
     Http(#[source] hyper::Error),
+    /// It took longer than the limit.
+    #[error("there was no answer within {seconds} s; the VMM may still carry the request out")]
+    Timeout {
+        /// How long that is.
+        seconds: u64,
+    },
     /// The response is too long or breaks off.
     #[error("the answer cannot be read")]
     Body(#[source] Box<dyn std::error::Error + Send + Sync>),
@@ -56,6 +64,13 @@ pub enum ClientError {
     },
 }
 
+impl ClientError {
+    /// Whether there was no answer in the time that was given.
+    pub fn is_timeout(&self) -> bool {
+        matches!(self, Self::Timeout { .. })
+    }
+}
+
 fn list(reasons: &[String]) -> String {
     if reasons.is_empty() { String::new() } else { format!(": {}", reasons.join(": ")) }
 }
@@ -64,15 +79,31 @@ fn list(reasons: &[String]) -> String {
 #[derive(Clone, Debug)]
 pub struct Client {
     path: PathBuf,
+    limit: Option<Duration>,
 }
 
 impl Client {
     /// A client of the VMM that listens at `path`.
     pub fn new(path: impl AsRef<Path>) -> Self {
-        Self { path: path.as_ref().to_owned() }
+        Self { path: path.as_ref().to_owned(), limit: None }
     }
 
-    /// Asks and waits for the answer, however long that takes: its body, if it has one.
+    /// The same that waits no longer than this for each answer.
+    #[must_use]
+    pub fn with_limit(mut self, limit: Option<Duration>) -> Self {
+        self.limit = limit;
+        self
+    }
+
+    /// The same of another socket.
+    #[must_use]
+    pub fn at(mut self, path: impl AsRef<Path>) -> Self {
+        path.as_ref().clone_into(&mut self.path);
+        self
+    }
+
+    /// Asks and waits for the answer, however long that takes if there is no limit: its body, if it
+    /// has one.
     ///
     /// # Errors
     /// No connection, no HTTP, or a status of 400 and above.
@@ -98,13 +129,37 @@ impl Client {
     ) -> Result<Option<String>, ClientError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
+            .enable_time()
             .build()
             .map_err(ClientError::Runtime)?;
-        let connected = UnixStream::connect(&self.path)
-            .and_then(|stream| stream.set_nonblocking(true).map(|()| stream));
-        let stream =
-            connected.map_err(|source| ClientError::Connect { path: self.path.clone(), source })?;
-        runtime.block_on(exchange(stream, method, name, body, fds))
+        let late = || ClientError::Timeout { seconds: self.limit.unwrap_or_default().as_secs() };
+        let begun = Instant::now();
+        let stream = self.connect().map_err(|source| match source.kind() {
+            // As the kernel says that the limit has passed.
+            io::ErrorKind::WouldBlock => late(),
+            _ => ClientError::Connect { path: self.path.clone(), source },
+        })?;
+        let exchange = exchange(stream, method, name, body, fds);
+        runtime.block_on(async {
+            let Some(limit) = self.limit else { return exchange.await };
+            let left = limit.saturating_sub(begun.elapsed());
+            tokio::time::timeout(left, exchange).await.unwrap_or_else(|_| Err(late()))
+        })
+    }
+
+    /// Connects; waits for its turn where many others wait, too.
+    fn connect(&self) -> io::Result<UnixStream> {
+        let stream = rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        sockopt::set_socket_timeout(&stream, sockopt::Timeout::Send, self.limit)?;
+        rustix::net::connect(&stream, &SocketAddrUnix::new(&self.path)?)?;
+        let stream = UnixStream::from(stream);
+        stream.set_nonblocking(true)?;
+        Ok(stream)
     }
 }
 

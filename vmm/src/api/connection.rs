@@ -21,6 +21,7 @@ use super::request::{ApiError, ApiHandle};
 use super::rights::{self, Received};
 use super::roster::Seat;
 use super::server::Limits;
+use crate::json_text;
 
 type HttpResponse = Response<Full<Bytes>>;
 
@@ -140,12 +141,12 @@ fn with_json(status: StatusCode, json: Vec<u8>) -> HttpResponse {
 fn failure(error: &ApiError) -> HttpResponse {
     let status =
         StatusCode::from_u16(error.kind.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    with_json(status, serde_json::to_vec(&error.chain).unwrap_or_default())
+    with_json(status, json_text::answer(&error.chain).unwrap_or_default())
 }
 
 /// A failure of the client.
 pub fn refuse(status: StatusCode, message: &str) -> HttpResponse {
-    with_json(status, serde_json::to_vec(&[message]).unwrap_or_default())
+    with_json(status, json_text::answer(&[message]).unwrap_or_default())
 }
 
 /// Ends the connection after the response: what the client still sends means nothing.

@@ -12,6 +12,7 @@ use crate::config::{
     ForceData, MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig,
     SendMigrationData, VmConfig, VmSnapshotConfig,
 };
+use crate::json_text;
 
 /// Where all paths begin.
 pub const API_ROOT: &str = "/api/v1/";
@@ -466,12 +467,12 @@ fn decode_restore(body: &[u8]) -> Result<VmmRequest, ApiError> {
 pub fn encode(reply: &ApiReply) -> Result<Option<Vec<u8>>, ApiError> {
     let json = match reply {
         ApiReply::Empty => return Ok(None),
-        ApiReply::Ping(ping) => serde_json::to_vec(ping),
-        ApiReply::Info(info) => serde_json::to_vec(info),
-        ApiReply::Counters(counters) => serde_json::to_vec(counters),
-        ApiReply::Device(device) => serde_json::to_vec(device),
-        ApiReply::Progress(progress) => serde_json::to_vec(progress),
-        ApiReply::Cancelled(cancelled) => serde_json::to_vec(cancelled),
+        ApiReply::Ping(ping) => json_text::answer(ping),
+        ApiReply::Info(info) => json_text::answer(info),
+        ApiReply::Counters(counters) => json_text::answer(counters),
+        ApiReply::Device(device) => json_text::answer(device),
+        ApiReply::Progress(progress) => json_text::answer(progress),
+        ApiReply::Cancelled(cancelled) => json_text::answer(cancelled),
     };
     json.map(Some).map_err(|error| {
         ApiError::new(ApiErrorKind::Failed, format!("the answer cannot be written: {error}"))

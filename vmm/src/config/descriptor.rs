@@ -57,6 +57,19 @@ impl ConfigFd {
         self.number
     }
 
+    /// What it is called where it was given; `place` is its place in a list, from 0.
+    pub fn name(&self, place: usize) -> String {
+        match self.owner {
+            None => format!("descriptor {}", self.number),
+            Some(_) => {
+                format!(
+                    "descriptor {} of those that came with the request",
+                    place.saturating_add(1)
+                )
+            }
+        }
+    }
+
     /// Whether a device can use it; why not, if it cannot.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 //! Fields of cloud-hypervisor's configuration that this program does not have.
 //!
-//! Owns their names, of versions 40 to 53, and the values with which a client says nothing in them:
+//! Owns their names, of versions 40 to 53 and the one in the making, and the values with which a client says nothing in them:
 //! generated clients send every field of every version that they were made for. A field that does
 //! say something is refused with its name, as any unknown field is; this must never make one of
 //! them mean anything.
@@ -10,7 +10,7 @@
 use serde_json::Value;
 
 /// Fields by type, and the text that is their default where that is not empty.
-const FIELDS: [(&str, &str, &str); 18] = [
+const FIELDS: [(&str, &str, &str); 20] = [
     ("ConsoleConfig", "iobase", ""),
     ("CpusConfig", "profile", "Host"),
     ("DebugConsoleConfig", "id", ""),
@@ -18,7 +18,9 @@ const FIELDS: [(&str, &str, &str); 18] = [
     ("DebugConsoleConfig", "socket", ""),
     ("FsConfig", "iommu", ""),
     ("GenericVhostUserConfig", "iommu", ""),
+    ("NumaConfig", "sgx_epc_sections", ""),
     ("PayloadConfig", "fw_cfg_config", ""),
+    ("SendMigrationData", "preserve_source", ""),
     ("SerialConfig", "id", ""),
     ("SerialConfig", "iobase", ""),
     ("SerialConfig", "iommu", ""),
@@ -54,7 +56,7 @@ mod tests {
 
     use serde_json::json;
 
-    use crate::config::VmConfig;
+    use crate::config::{SendMigrationData, VmConfig};
 
     fn read(more: &Value) -> Result<VmConfig, serde_json::Error> {
         let mut config = json!({"payload": {"kernel": "/k"}});
@@ -78,6 +80,22 @@ mod tests {
             let read = read(&nothing).unwrap();
             assert_eq!((&read.cpus, &read.payload), (&plain.cpus, &plain.payload), "{nothing}");
         }
+    }
+
+    #[test]
+    fn a_source_that_ends_after_its_migration_is_what_every_source_does() {
+        let read = |preserve: bool| {
+            let body = json!({"destination_url": "unix:/x", "preserve_source": preserve});
+            serde_json::from_value::<SendMigrationData>(body)
+        };
+        assert_eq!(
+            read(false).unwrap(),
+            SendMigrationData {
+                destination_url: "unix:/x".to_owned(),
+                ..SendMigrationData::default()
+            }
+        );
+        assert!(read(true).unwrap_err().to_string().contains("`preserve_source`"));
     }
 
     #[test]

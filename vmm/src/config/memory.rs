@@ -253,11 +253,18 @@ impl MemoryConfig {
             }
             .validate();
         }
+        // What is on here is said of all zones, which Kata's runtimes do beside saying it of each. It
+        // has no effect of its own, so it must be so.
+        let all = |of_memory: bool, of_zone: fn(&MemoryZoneConfig) -> bool| {
+            !of_memory || zones.iter().all(of_zone)
+        };
         if self.size != 0
-            || self.mergeable
-            || self.shared
-            || self.hugepages
-            || self.prefault != Prefault::Off
+            || !all(self.mergeable, |zone| zone.mergeable)
+            || !all(self.shared, |zone| zone.shared)
+            || !all(self.hugepages, |zone| zone.hugepages)
+            || zones.iter().any(|zone| {
+                !matches!(self.prefault, Prefault::Off) && zone.prefault != self.prefault
+            })
             || self.prezeroed.is_some()
             || self.reserve
             || self.hugepage_size.is_some()
@@ -266,7 +273,9 @@ impl MemoryConfig {
         {
             return Err(ConfigError::Memory {
                 what: "memory".into(),
-                problem: "with zones, size must be 0 and properties belong to the zones".into(),
+                problem: "with zones, size must be 0 and properties belong to the zones: what is \
+                          on here has to be on for each of them"
+                    .into(),
             });
         }
         let mut ids = BTreeSet::new();

@@ -295,6 +295,14 @@ fn rules_of_memory() {
     assert!(zones("0,prefault_threads=2", &["id=a,size=1G"]).is_ok());
     assert!(MemoryConfig::parse("size=1G,prefault_threads=0").is_err());
     assert!(zones("1G", &["id=a,size=1G"]).is_err());
+    // What is on for all of them may be said of the whole as well, and of no fewer.
+    for property in ["shared", "hugepages", "mergeable", "prefault"] {
+        let with = format!("id=a,size=1G,{property}=on");
+        let whole = format!("0,{property}=on");
+        assert!(zones(&whole, &[&with, "id=b,size=1G"]).is_err(), "{property}");
+        let second = with.replace("id=a", "id=b");
+        zones(&whole, &[&with, &second]).unwrap();
+    }
     assert!(zones("0", &["id=a,size=1000"]).is_err());
     assert!(zones("0", &["size=1G"]).is_err());
     assert_eq!(

@@ -2,15 +2,14 @@
 
 //! Descriptions of the VM for people who ask: `vm.info` and `vm.counters`.
 
-use std::collections::BTreeMap;
 use std::time::Instant;
 
 use devices::virtio::balloon::BalloonHandle;
 use pci::vfio::{PinProgress, PinState};
 
+use super::device_tree;
 use crate::api::{
-    DeviceNode, PassthroughInfo, PinningState, PrefaultInfo, PrefaultState, VmCounters, VmInfo,
-    VmState,
+    PassthroughInfo, PinningState, PrefaultInfo, PrefaultState, VmCounters, VmInfo, VmState,
 };
 use crate::config::VmConfig;
 use crate::machine::{Machine, PrefaultEnd, PrefaultStatus};
@@ -36,18 +35,6 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
 /// A machine.
 pub fn of_machine(machine: &Machine) -> VmInfo {
     let state = if machine.is_paused() { VmState::Paused } else { VmState::Running };
-    let device_tree: BTreeMap<String, DeviceNode> = machine
-        .functions()
-        .into_iter()
-        .map(|function| {
-            let node = DeviceNode {
-                id: function.id.clone(),
-                pci_bdf: Some(function.bdf.to_string()),
-                ..DeviceNode::default()
-            };
-            (function.id, node)
-        })
-        .collect();
     let balloon = machine.balloon();
     let ballooned_bytes = balloon.map_or(0, BalloonHandle::actual_bytes);
     VmInfo {
@@ -62,7 +49,7 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
             let all = sizes.into_iter().chain(balloon.statistics().named());
             all.map(|(name, value)| (name.to_owned(), value)).collect()
         }),
-        device_tree: Some(device_tree),
+        device_tree: Some(device_tree::of_machine(machine)),
         in_doubt: None,
         postcopy_paused: None,
         prefault: machine.prefault_status().map(prefault_info),

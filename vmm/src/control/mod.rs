@@ -24,6 +24,7 @@
 mod cancel;
 mod deferred;
 mod describe;
+mod device_tree;
 mod doubt;
 mod ending;
 mod guest_events;

@@ -13,10 +13,15 @@ use crate::machine::{Machine, ResizeBalloonError, ResizeMemoryError};
 impl Vmm {
     /// `vm.resize`.
     pub(super) fn resize(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
-        let machine = self.machine_mut()?;
+        self.machine_mut()?;
         if *wanted == VmResize::default() {
             return Err(nothing_wanted("desired_vcpus, desired_ram or desired_balloon"));
         }
+        told(|| self.resize_parts(wanted))
+    }
+
+    fn resize_parts(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
+        let machine = self.machine_mut()?;
         let vcpus = machine.config().cpus.boot_vcpus;
         if wanted.desired_vcpus.is_some_and(|wanted| wanted != vcpus) {
             return Err(ApiError::new(
@@ -46,7 +51,7 @@ impl Vmm {
         let Some(wanted_bytes) = wanted.desired_ram else {
             return Err(nothing_wanted("desired_ram"));
         };
-        resize_memory(machine, Some(&wanted.id), wanted_bytes)
+        told(|| resize_memory(machine, Some(&wanted.id), wanted_bytes))
     }
 
     /// All of memory is here: what the guest gave up before may go, the rest gets its huge pages back, and
@@ -60,6 +65,17 @@ impl Vmm {
             }
         }
     }
+}
+
+/// Does what changes a size, with the events of its beginning and its end.
+fn told(change: impl FnOnce() -> Result<(), ApiError>) -> Result<(), ApiError> {
+    events::emit("vm", "resizing", &[]);
+    let result = change();
+    match &result {
+        Ok(()) => events::emit("vm", "resized", &[]),
+        Err(error) => events::emit("vm", "resize-failed", &[("error", &error.to_string())]),
+    }
+    result
 }
 
 fn nothing_wanted(what: &str) -> ApiError {

@@ -12,7 +12,7 @@ use hypervisor::VcpuThrottle;
 use memory::Collapse;
 use pci::vfio::PinProgress;
 use pci::vfio::migration::DmaLog;
-use pci::{BarKind, Bdf, PciDevice as _};
+use pci::{BarDescription, BarKind, Bdf, PciDevice};
 
 use super::prefault::{Background, PrefaultStatus};
 use super::{Machine, ResizeBalloonError};
@@ -23,6 +23,21 @@ pub struct FunctionInfo {
     pub id: String,
     /// Its address.
     pub bdf: Bdf,
+    /// Whether it is the transport of a virtio device.
+    pub is_virtio: bool,
+    /// Its BARs, and where their registers point now.
+    pub bars: Vec<(BarDescription, u64)>,
+}
+
+impl FunctionInfo {
+    fn of(bdf: Bdf, device: &dyn PciDevice, is_virtio: bool) -> Self {
+        let gpas = device.bar_decode().gpas;
+        let gpa_of = |bar: &BarDescription| {
+            gpas.iter().find(|(index, _)| *index == bar.index).map_or(0, |(_, gpa)| *gpa)
+        };
+        let bars = device.bars().into_iter().map(|bar| (bar, gpa_of(&bar))).collect();
+        Self { id: device.id().to_owned(), bdf, is_virtio, bars }
+    }
 }
 
 impl Machine {
@@ -139,9 +154,10 @@ impl Machine {
 
     /// The PCI functions.
     pub fn functions(&self) -> Vec<FunctionInfo> {
-        let virtio = self.devices.functions().iter().map(|(bdf, device)| (device.id(), bdf));
-        let passed = self.passthrough.devices().iter().map(|(bdf, device)| (device.id(), bdf));
-        let info = |(id, bdf): (&str, &Bdf)| FunctionInfo { id: id.to_owned(), bdf: *bdf };
-        virtio.chain(passed).map(info).collect()
+        let virtio = self.devices.functions().iter();
+        let virtio = virtio.map(|(bdf, device)| FunctionInfo::of(*bdf, device.as_ref(), true));
+        let passed = self.passthrough.devices().iter();
+        let passed = passed.map(|(bdf, device)| FunctionInfo::of(*bdf, device.as_ref(), false));
+        virtio.chain(passed).collect()
     }
 }

@@ -5,6 +5,7 @@
 //! Owns the translation from options to devices, and the handles of their taps. A tap is opened
 //! when the machine is about to run, as another VMM may hold it until then.
 
+use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::Arc;
 
 use devices::virtio::Counters;
@@ -20,12 +21,12 @@ use crate::config::NetConfig;
 #[derive(Debug, Error)]
 pub enum NetWiringError {
     /// A descriptor that is not one.
-    #[error("network device '{id}' cannot use descriptor {fd}")]
+    #[error("network device '{id}' cannot use {fd} as a tap")]
     Descriptor {
         /// Its id.
         id: String,
-        /// The descriptor.
-        fd: i32,
+        /// The descriptor, as it was given.
+        fd: String,
         /// The host's answer.
         #[source]
         source: std::io::Error,
@@ -92,16 +93,18 @@ impl NetHandle {
 /// Naming the device.
 pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
     let id = config.id.clone().unwrap_or_default();
-    let fds = config
-        .fds
-        .iter()
-        .flat_map(|fds| &fds.0)
-        .map(|fd| {
-            let number = fd.number();
-            let error = |source| NetWiringError::Descriptor { id: id.clone(), fd: number, source };
-            fd.duplicate().map_err(error)
-        })
-        .collect::<Result<Vec<_>, _>>()?;
+    let mut fds = Vec::new();
+    let mut given = Vec::new();
+    for (place, fd) in config.fds.iter().flat_map(|fds| &fds.0).enumerate() {
+        let name = fd.name(place);
+        match fd.duplicate() {
+            Ok(ours) => {
+                given.push((ours.as_raw_fd(), name));
+                fds.push(ours);
+            }
+            Err(source) => return Err(NetWiringError::Descriptor { id, fd: name, source }),
+        }
+    }
     let net = Net::new(DeviceConfig {
         id: id.clone(),
         tap: TapConfig {
@@ -120,7 +123,57 @@ pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
         offload_csum: config.offload_csum,
         open_tap_later: true,
     })
-    .map_err(|source| NetWiringError::Make { id, source })?;
+    .map_err(|error| unfit(id, error, given))?;
     let handle = NetHandle { tap: net.tap(), announcer: net.announcer(), counters: net.counters() };
     Ok((net, handle))
+}
+
+/// Why a device cannot be made. The number of a duplicate means nothing outside of this process.
+fn unfit(id: String, error: NetError, given: Vec<(RawFd, String)>) -> NetWiringError {
+    match error {
+        NetError::Tap { source: TapError::NotTap { fd, source }, .. } => {
+            let named = given.into_iter().find(|(ours, _)| *ours == fd);
+            let fd = named.map_or_else(|| format!("descriptor {fd}"), |(_, name)| name);
+            NetWiringError::Descriptor { id, fd, source }
+        }
+        source => NetWiringError::Make { id, source },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::fs::File;
+
+    use super::*;
+    use crate::config::{ConfigFd, ConfigFds};
+
+    fn refusal(fds: Vec<ConfigFd>) -> String {
+        let num_queues = u16::try_from(fds.len() * 2).unwrap();
+        let id = Some("lan".to_owned());
+        let fds = Some(ConfigFds(fds));
+        match make(&NetConfig { num_queues, id, fds, ..NetConfig::default() }) {
+            Ok(_) => panic!("a device"),
+            Err(error) => error_text::chain(&error),
+        }
+    }
+
+    #[test]
+    fn what_is_no_tap_is_named_as_it_was_given() {
+        let null = File::open("/dev/null").unwrap();
+        let number = null.as_raw_fd();
+        let error = refusal(vec![ConfigFd::inherited(number)]);
+        let expected = format!("network device 'lan' cannot use descriptor {number} as a tap: ");
+        assert!(error.starts_with(&expected), "{error}");
+        assert_eq!(error.matches("descriptor").count(), 1, "{error}");
+
+        let received = ConfigFd::received(null.into());
+        let error = refusal(vec![received]);
+        let expected = "cannot use descriptor 1 of those that came with the request as a tap: ";
+        assert!(error.contains(expected), "{error}");
+
+        let error = refusal(vec![ConfigFd::inherited(987_654)]);
+        assert!(error.contains("descriptor 987654") && error.contains("Bad file"), "{error}");
+    }
 }

@@ -111,6 +111,15 @@ fn bodies_that_are_wrong_get_reasons() {
 }
 
 #[test]
+fn answers_are_ascii_as_clients_cut_them_anywhere() {
+    let fixture = Fixture::new();
+    let body = "{\"§{ü}\": 1, \"payload\": {}}";
+    let length = format!("Content-Length: {}\r\nConnection: close\r\n", body.len());
+    let text = fixture.raw((head("vm.create", &length) + body).as_bytes());
+    assert!(text.is_ascii() && text.contains("unknown field `\\u00a7{\\u00fc}`"), "{text}");
+}
+
+#[test]
 fn rubbish_is_answered_and_forgotten() {
     let fixture = Fixture::new();
     let rubbish: [&[u8]; 6] = [

@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The event monitor: what happens to the VMM and the VM, one JSON object after the other, for
+//! programs that watch.
+//!
+//! Owns the clocks of the time stamps (one that never jumps, since the process was started, and that of
+//! the host), the names of the events ([`NAMES`]), and the thread that writes. Telling
+//! an event never blocks: it is put into a queue, and if the reader of the file does not read, the
+//! event is lost and counted, and the next one that gets through says how many were lost.
+
+mod names;
+mod text;
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use thiserror::Error;
+
+pub use names::{NAMES, page};
+use text::Event;
+
+/// Events that wait to be written.
+const QUEUE_EVENTS: usize = 1024;
+
+/// Longest wait at the end for a reader that has stopped reading.
+const FLUSH_TIME: Duration = Duration::from_secs(1);
+
+/// Where the events go.
+#[derive(Debug)]
+pub enum EventTarget {
+    /// A file that is made or emptied; a named pipe works too.
+    Path(PathBuf),
+    /// A descriptor that was inherited.
+    Fd(OwnedFd),
+}
+
+/// Why there is no event monitor.
+#[derive(Debug, Error)]
+pub enum EventError {
+    /// `--event-monitor` cannot be read.
+    #[error("--event-monitor '{text}' is neither path=<path> nor fd=<number>")]
+    Syntax {
+        /// What was given.
+        text: String,
+    },
+    /// The descriptor is not open for writing.
+    #[error("descriptor {fd} of --event-monitor is not open for writing")]
+    BadFd {
+        /// The descriptor.
+        fd: i32,
+    },
+    /// The file cannot be opened.
+    #[error("the event file '{path}' cannot be opened")]
+    Open {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The host gives no thread.
+    #[error("the event monitor cannot be started")]
+    Thread(#[source] io::Error),
+    /// There is one already.
+    #[error("there is an event monitor already")]
+    Twice,
+}
+
+impl EventTarget {
+    /// Reads `path=<path>` or `fd=<number>`.
+    ///
+    /// # Errors
+    /// The text is neither, or the descriptor is not open for writing.
+    pub fn parse(text: &str) -> Result<Self, EventError> {
+        let bad = || EventError::Syntax { text: text.to_owned() };
+        if let Some(number) = text.strip_prefix("fd=") {
+            let fd: i32 = number.parse().map_err(|_| bad())?;
+            // SAFETY: F_GETFL takes no pointer; a bad descriptor makes it fail.
+            let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+            if fd < 0 || flags < 0 || flags & libc::O_ACCMODE == libc::O_RDONLY {
+                return Err(EventError::BadFd { fd });
+            }
+            // SAFETY: the descriptor is open (fcntl has just succeeded on it); the person who
+            // gave its number on the command line gives it to this process.
+            return Ok(Self::Fd(unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+        match text.strip_prefix("path=") {
+            Some(path) if !path.is_empty() => Ok(Self::Path(PathBuf::from(path))),
+            _ => Err(bad()),
+        }
+    }
+
+    fn open(self) -> Result<File, EventError> {
+        match self {
+            Self::Fd(fd) => Ok(File::from(fd)),
+            Self::Path(path) => devices::endpoint::open_output(&path)
+                .map_err(|source| EventError::Open { path, source }),
+        }
+    }
+}
+
+/// A moment as RFC 3339 has it, in UTC: logs have the same with `{wallclock}`.
+pub fn utc(at: SystemTime) -> String {
+    /// Of 400 years, after which the calendar begins anew.
+    const ERA_DAYS: u64 = 146_097;
+    let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
+    // Years begin with March here, so that a leap day is the last of its year.
+    let days = days + 719_468;
+    let (era, day) = (days / ERA_DAYS, days % ERA_DAYS);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let year = era * 400 + year + next;
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    let micros = since.subsec_micros();
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
+}
+
+enum Message {
+    Event(Event),
+    Flush(SyncSender<()>),
+}
+
+/// A queue with a thread that writes what is in it.
+#[derive(Debug)]
+pub struct EventMonitor {
+    queue: SyncSender<Message>,
+    lost: AtomicU64,
+    /// The file once more, for a process that goes on writing to it.
+    lent: File,
+}
+
+impl EventMonitor {
+    /// Opens the target and starts the thread `event-monitor`.
+    ///
+    /// # Errors
+    /// The file cannot be opened, or the host gives no thread.
+    pub fn start(target: EventTarget) -> Result<Self, EventError> {
+        let file = target.open()?;
+        let lent = file.try_clone().map_err(EventError::Thread)?;
+        let (queue, events) = sync_channel(QUEUE_EVENTS);
+        std::thread::Builder::new()
+            .name("event-monitor".to_owned())
+            .stack_size(128 << 10)
+            .spawn(move || {
+                block_signals();
+                write_all(&events, file);
+            })
+            .map_err(EventError::Thread)?;
+        Ok(Self { queue, lost: AtomicU64::new(0), lent })
+    }
+
+    /// Tells an event; never blocks.
+    pub fn tell(
+        &self,
+        source: &'static str,
+        event: &'static str,
+        properties: &[(&'static str, &str)],
+    ) {
+        let mut properties: Vec<_> =
+            properties.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
+        let lost = self.lost.swap(0, Relaxed);
+        if lost > 0 {
+            properties.push(("lost_events_before", lost.to_string()));
+        }
+        let (time, wallclock) = (uptime(), SystemTime::now());
+        let event = Event { time, wallclock, source, name: event, properties };
+        if let Err(TrySendError::Full(_)) = self.queue.try_send(Message::Event(event)) {
+            self.lost.fetch_add(lost + 1, Relaxed);
+        }
+    }
+
+    /// Waits until everything told so far is written, or `limit` has passed. True if it is.
+    pub fn flush(&self, limit: Duration) -> bool {
+        let (done, wait) = sync_channel(1);
+        let deadline = Instant::now() + limit;
+        let mut message = Message::Flush(done);
+        loop {
+            match self.queue.try_send(message) {
+                Ok(()) => break,
+                Err(TrySendError::Full(back)) if Instant::now() < deadline => {
+                    message = back;
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(_) => return false,
+            }
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        !matches!(wait.recv_timeout(left), Err(RecvTimeoutError::Timeout))
+    }
+}
+
+fn write_all(events: &Receiver<Message>, mut file: File) {
+    let mut broken = false;
+    while let Ok(message) = events.recv() {
+        match message {
+            Message::Event(event) if !broken => {
+                if let Err(error) = file.write_all(&event.into_text()) {
+                    log::error!("events are not written any more: {error}");
+                    broken = true;
+                }
+            }
+            Message::Event(_) => {}
+            Message::Flush(done) => {
+                let _ = done.send(());
+            }
+        }
+    }
+    log::debug!("event monitor on descriptor {} ends", file.as_raw_fd());
+}
+
+static START: OnceLock<Instant> = OnceLock::new();
+static MONITOR: OnceLock<EventMonitor> = OnceLock::new();
+
+/// Starts the clock of the time stamps; call it first of all in `main`.
+pub fn start_clock() {
+    let _ = START.set(Instant::now());
+}
+
+/// What the clock showed when this process was started, in microseconds.
+static BEFORE_US: AtomicU64 = AtomicU64::new(0);
+
+/// Lets the clock go on from that of the process that has started this one.
+pub fn continue_clock(before: Duration) {
+    BEFORE_US.store(u64::try_from(before.as_micros()).unwrap_or(u64::MAX), Relaxed);
+}
+
+/// Time since the process was started.
+pub fn uptime() -> Duration {
+    let elapsed = START.get_or_init(Instant::now).elapsed();
+    elapsed.saturating_add(Duration::from_micros(BEFORE_US.load(Relaxed)))
+}
+
+/// The file of the monitor, for a process that goes on writing to it.
+///
+/// # Errors
+/// The host gives no descriptor.
+pub fn lend() -> io::Result<Option<File>> {
+    MONITOR.get().map(|monitor| monitor.lent.try_clone()).transpose()
+}
+
+/// Starts the event monitor of the process.
+///
+/// # Errors
+/// As [`EventMonitor::start`], or there is one already.
+pub fn start(target: EventTarget) -> Result<(), EventError> {
+    MONITOR.set(EventMonitor::start(target)?).map_err(|_| EventError::Twice)
+}
+
+/// Tells an event to the monitor of the process, if there is one; never blocks.
+pub fn emit(source: &'static str, event: &'static str, properties: &[(&'static str, &str)]) {
+    if let Some(monitor) = MONITOR.get() {
+        monitor.tell(source, event, properties);
+    }
+}
+
+/// Waits a moment until all events are written; for the end of the process.
+pub fn flush() {
+    if let Some(monitor) = MONITOR.get()
+        && !monitor.flush(FLUSH_TIME)
+    {
+        log::warn!("the last events were not written, their reader does not read");
+    }
+}
+
+/// Blocks all signals in the calling thread, so that they reach the one that waits for them.
+pub fn block_signals() {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigfillset initialises the set it is given; pthread_sigmask only reads it and
+    // changes nothing but the mask of the calling thread.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+    }
+}
+
+#[cfg(test)]
+mod tests;
