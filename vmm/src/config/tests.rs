@@ -257,6 +257,11 @@ fn rules_of_cpus() {
         error("boot=4,topology=1:2:1:1"),
         ConfigError::TopologyProduct { product: 2, max: 4 }
     );
+    // 33 cores take six bits.
+    let gaps = "boot=165,topology=1:33:1:5";
+    assert_eq!(error(gaps), ConfigError::TopologyApicId { apic_id: 288, max: 254 });
+    let fits = CpusConfig::parse_cpus("boot=254,topology=1:127:1:2").unwrap();
+    fits.validate().unwrap();
     assert_eq!(error("boot=1,affinity=[1@[0]]"), ConfigError::AffinityVcpu { vcpu: 1, max: 1 });
     assert_eq!(error("boot=1,affinity=[0@[0],0@[1]]"), ConfigError::AffinityEntry { vcpu: 0 });
     assert!(CpusConfig::parse_cpus("boot=1,topology=0:1:1:1").is_err());

@@ -49,9 +49,10 @@ use arch::layout;
 use devices::bus::BusError;
 use devices::virtio::StateError;
 use hypervisor::{
-    CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuStateError, VcpuThreads, Vm,
+    AmxError, CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig,
+    ThreadsError, Vcpu, VcpuStateError, VcpuThreads, Vm,
 };
+use kvm_bindings::CpuId;
 use memory::{Collapse, FirstContents, Given, GuestRam, Origin};
 use pci::{
     ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciError, PciSegment, PciStateError,
@@ -101,6 +102,9 @@ pub enum MachineError {
     /// What boots.
     #[error("cannot boot the VM")]
     Boot(#[from] MachineBootError),
+    /// A feature that the kernel gives on request.
+    #[error(transparent)]
+    Amx(#[from] AmxError),
     /// Features of vCPUs.
     #[error("cannot describe the vCPUs")]
     Cpuid(#[from] CpuidTooLong),
@@ -313,9 +317,9 @@ impl Chassis {
             .collect()
     }
 
-    fn cpuid(&self, vcpus: &[Vcpu], host: &Host, config: &VmConfig) -> VmCpuid {
+    fn cpuid(&self, vcpus: &[Vcpu], host: &CpuId, config: &VmConfig) -> VmCpuid {
         let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        boot::vm_cpuid(&host.cpuid, &config.cpus, self.topology, tsc_khz)
+        boot::vm_cpuid(host, &config.cpus, self.topology, tsc_khz)
     }
 
     fn start(
@@ -379,6 +383,7 @@ impl Machine {
         let origin = Origin { given, held, contents: FirstContents::AsFound };
         let ram = ram::make(&config.memory, bits, origin)?;
         let basis = Basis { ram, opening: Opening::Meanwhile, slot, kept: &mut kept.disks };
+        let supported = host.supported(&config.cpus)?;
         let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let entry = boot::load(
@@ -391,10 +396,11 @@ impl Machine {
         )?;
         generation::write_new(&chassis.ram)?;
         chassis.legacy.generation().set_present(true);
-        let cpuid = chassis.cpuid(&vcpus, host, &config);
+        let cpuid = chassis.cpuid(&vcpus, &supported, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
             let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };
-            vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
+            let cpuid = cpuid.for_vcpu(index)?;
+            vcpu.init(&boot::vcpu_init(cpuid, registers))
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
         let borrowers = chassis.devices.borrowers();
@@ -453,13 +459,14 @@ impl Machine {
         disks::assume_raw(&mut config);
         let kept = &mut KeptDisks::default();
         let basis = Basis { ram, opening: Opening::Before, slot: None, kept };
+        let supported = host.supported(&config.cpus)?;
         let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
         chassis.passthrough.check_movable(&config)?;
         chassis.passthrough.stop()?;
         // On threads of their own; what arrives in a page stays in it.
         chassis.passthrough.map_memory(&chassis.ram, chassis.devices.borrowers())?;
         let vcpus = chassis.create_vcpus(&config)?;
-        let cpuid = chassis.cpuid(&vcpus, host, &config);
+        let cpuid = chassis.cpuid(&vcpus, &supported, &config);
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
         machine.disks_are_stale = true;
         machine.devices.pause();
