@@ -273,7 +273,9 @@ impl Transport {
                 device_gpa: saved.device_gpa,
             })
             .collect();
-        let queues = if common.active {
+        // A device that waits for its reset does nothing until then, wherever it is.
+        let works = common.active && !needs_reset;
+        let queues = if works {
             let progress = |index: u16| {
                 state
                     .queues
@@ -299,7 +301,7 @@ impl Transport {
         if status.phase >= Phase::FeaturesOk {
             self.device.acknowledge_features(common.driver_features);
         }
-        if common.active {
+        if works {
             let activation = self.activation(queues)?;
             self.notify.arm(activation.queues.iter().map(|queue| queue.index).collect());
             self.run = Run::Prepared(activation);

@@ -278,7 +278,12 @@ impl Transport {
     /// each of its interrupts raised once; both are harmless when there is nothing to do.
     pub(super) fn resume(&mut self) {
         match std::mem::replace(&mut self.run, Run::Stopped) {
-            Run::Stopped => return,
+            Run::Stopped => {
+                if self.interrupt.is_reset_needed() {
+                    self.raise_config_again();
+                }
+                return;
+            }
             Run::Running => {
                 self.run = Run::Running;
                 return;
@@ -300,6 +305,11 @@ impl Transport {
             self.notify.kick(index);
             self.interrupt.queue_used(index);
         }
+        self.raise_config_again();
+    }
+
+    /// Raises the interrupt of configuration changes if the driver has not looked at one.
+    fn raise_config_again(&self) {
         if self.interrupt.isr() & super::interrupt::ISR_CONFIG != 0 {
             self.interrupt.raise_config();
         }

@@ -130,6 +130,27 @@ fn a_restored_device_that_cannot_start_asks_for_a_reset() {
 }
 
 #[test]
+fn a_device_that_waits_for_its_reset_does_nothing_elsewhere_until_then() {
+    let source = paused();
+    source.interrupt().needs_reset();
+    let mut rig = Rig::cold();
+    restore(&mut rig, &save(&source)).unwrap();
+    rig.take_calls();
+    rig.device.resume();
+    assert_eq!(rig.take_calls(), [], "it is not activated");
+    assert_eq!(rig.status(), 15 | 0x40);
+    assert_eq!(rig.delivered(0), 1, "the driver may not have been told");
+    rig.device.pause();
+    // And on from there.
+    let mut next = Rig::cold();
+    restore(&mut next, &save(&rig)).unwrap();
+    next.device.resume();
+    assert_eq!(next.status(), 15 | 0x40);
+    next.set_status(0);
+    assert_eq!(next.status(), 0);
+}
+
+#[test]
 fn every_phase_can_be_saved() {
     for phase in [0, 1, 3, 11] {
         let rig = Rig::new();
