@@ -325,6 +325,12 @@ fn rules_of_disks_and_nets() {
     ] {
         assert!(matches!(disk(bad), Err(ConfigError::Device { .. })), "{bad}");
     }
+    assert!(disk("path=/a,num_queues=2,queue_affinity=[0@[0-1],1@[2]]").is_ok());
+    for bad in ["[1@[0]]", "[0@[0],0@[1]]", "[0@[]]"] {
+        let text = format!("path=/a,queue_affinity={bad}");
+        let refused = DiskConfig::parse(&text).is_ok_and(|disk| disk.validate(4).is_err());
+        assert!(refused || DiskConfig::parse(&text).is_err(), "{bad}");
+    }
     assert!(matches!(disk("path=/a,image_type=qcow2"), Err(ConfigError::Unsupported { .. })));
     let net = |text: &str| NetConfig::parse(text).unwrap().validate(4);
     for good in ["", "tap=t", "fd=[5,6],num_queues=4", "ip=10.0.0.1,mask=255.255.0.0", "ip=fe80::1"]
