@@ -288,7 +288,14 @@ impl Transport {
         } else {
             Vec::new()
         };
-        self.device.restore(&state.device)?;
+        // What the driver has changed since it accepted them is in the device's own part.
+        if status.phase >= Phase::FeaturesOk {
+            self.device.acknowledge_features(common.driver_features);
+        }
+        if let Err(error) = self.device.restore(&state.device) {
+            self.device.reset();
+            return Err(error.into());
+        }
 
         self.status = status;
         self.device_feature_select = common.device_feature_select;
@@ -298,9 +305,6 @@ impl Transport {
         self.queue_select = common.queue_select;
         self.queues = registers;
         restore_interrupt(&self.interrupt, state, needs_reset);
-        if status.phase >= Phase::FeaturesOk {
-            self.device.acknowledge_features(common.driver_features);
-        }
         if works {
             let activation = self.activation(queues)?;
             self.notify.arm(activation.queues.iter().map(|queue| queue.index).collect());

@@ -91,11 +91,6 @@ impl Machine {
         throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
     }
 
-    /// Asks guests to tell the network where they are now.
-    pub fn announce(&self) {
-        self.devices.announce();
-    }
-
     /// Presses the power button.
     pub fn press_power_button(&self) {
         self.legacy.press_power_button();

@@ -201,6 +201,8 @@ pub struct Machine {
     paused: bool,
     /// Another host may have written to the disks since they were opened or given back.
     disks_are_stale: bool,
+    /// The guest has run elsewhere, or before, and not yet here.
+    has_arrived: bool,
     /// Guest memory that is populated while the guest runs, or was.
     prefault: Option<prefault::Background>,
     /// Memory from elsewhere that gets huge pages while the guest runs.
@@ -339,6 +341,7 @@ impl Chassis {
             vcpus: VcpuThreads::start(vcpus, &threads)?,
             paused: true,
             disks_are_stale: false,
+            has_arrived: false,
             prefault: None,
             collapse: None,
             devices: self.devices,
@@ -469,6 +472,7 @@ impl Machine {
         let cpuid = chassis.cpuid(&vcpus, &supported, &config);
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
         machine.disks_are_stale = true;
+        machine.has_arrived = true;
         machine.devices.pause();
         machine.legacy.pause();
         Ok(machine)
@@ -531,6 +535,10 @@ impl Machine {
             self.legacy.resume();
             self.vcpus.resume_all();
             self.paused = false;
+            // Not before: until then frames for the guest belong where it ran.
+            if std::mem::take(&mut self.has_arrived) {
+                self.devices.announce();
+            }
         }
         Ok(())
     }

@@ -169,10 +169,7 @@ impl DestinationVm for ArrivingMachine {
         let Self { mut machine, memory, faults, weakness, doubts } = self;
         let running = if resume { machine.resume() } else { machine.take_exclusive() };
         match running {
-            Ok(()) => {
-                machine.announce();
-                Ok(machine)
-            }
+            Ok(()) => Ok(machine),
             Err(error) => Err((Self { machine, memory, faults, weakness, doubts }, error.into())),
         }
     }

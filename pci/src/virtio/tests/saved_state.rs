@@ -57,7 +57,7 @@ fn a_device_comes_back_as_it_was() {
     assert_eq!(rig.mapper.mapped(), source.mapper.mapped());
     assert_eq!(rig.programmed(3), source.programmed(3));
     let calls = rig.take_calls();
-    assert_eq!(calls, [DeviceCall::Restore, DeviceCall::Acknowledge(FakeDevice::OFFERED)]);
+    assert_eq!(calls, [DeviceCall::Acknowledge(FakeDevice::OFFERED), DeviceCall::Restore]);
 
     rig.device.resume();
     assert_eq!(rig.take_calls(), [DeviceCall::Activate]);
