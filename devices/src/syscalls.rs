@@ -127,6 +127,21 @@ pub(crate) fn bind_thread(cpus: &[usize]) -> io::Result<()> {
     Ok(())
 }
 
+/// Lets the calling thread run wherever the process may, which is where its first thread may: a thread
+/// begins with what the one that started it was bound to.
+pub(crate) fn unbind_thread() -> io::Result<()> {
+    // SAFETY: cpu_set_t is a plain bit set for which all zeros is the empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    let len_bytes = size_of::<libc::cpu_set_t>();
+    // SAFETY: takes nothing and cannot fail.
+    let process = unsafe { libc::getpid() };
+    // SAFETY: `set` is a valid cpu_set_t of the size given, to be filled.
+    check(unsafe { libc::sched_getaffinity(process, len_bytes, &raw mut set) })?;
+    // SAFETY: pid 0 is the calling thread; `set` is a valid cpu_set_t of the size given.
+    check(unsafe { libc::sched_setaffinity(0, len_bytes, &raw const set) })?;
+    Ok(())
+}
+
 /// Fills a buffer from the kernel's random number generator.
 pub(crate) fn random(buffer: &mut [u8]) -> io::Result<()> {
     let mut done = 0;

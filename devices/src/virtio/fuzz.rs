@@ -166,6 +166,7 @@ fn run_block(data: &[u8]) -> Setup<()> {
             writeback: Arc::new(AtomicBool::new(true)),
         },
         sparse: choice & 8 != 0,
+        log: Arc::default(),
     };
     let guest = Guest::new(data, features_of(data))?;
     run(BlockWorker::new(guest.queue(0)?, shared, choice & 16 != 0))
@@ -217,7 +218,7 @@ pub fn fuzz_rng(data: &[u8]) {
 fn run_rng(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let source = Arc::new(std::fs::File::open("/dev/urandom")?);
-    run(RngWorker::new(guest.queue(0)?, source))
+    run(RngWorker::new(guest.queue(0)?, source, Arc::default()))
 }
 
 fn link() -> Setup<(Arc<Link>, UnixDatagram)> {

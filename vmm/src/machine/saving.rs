@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use hypervisor::{ClockPolicy, TimeBase, VcpuState};
 use pci::{Bdf, PciDevice};
@@ -24,6 +25,7 @@ impl Machine {
         // One that was added since the pause works.
         self.passthrough.stop()?;
         let clock = self.vm.clock()?;
+        self.legacy.clock_was_read();
         let mut vcpus = Vec::new();
         for (index, state) in (0_u32..).zip(self.vcpus.on_each(|vcpu| vcpu.state())?) {
             vcpus.push(state.map_err(|source| MachineError::Vcpu { index, source })?);
@@ -70,9 +72,11 @@ impl Machine {
             return Err(mismatch("it has another number of PCI devices".to_owned()));
         }
         let time = self.vm.restore_clock(&state.clock, ClockPolicy::CatchUp)?;
+        let time_read_at = Instant::now();
         self.restore_vcpus(state.vcpus, time)?;
         self.vm.set_irqchips(&state.irqchips)?;
         self.legacy.restore(&state.legacy)?;
+        self.legacy.advance(Duration::from_nanos(time.elapsed_ns), time_read_at);
         self.config_ports.set_address(state.pci_config_address);
         for (bdf, function) in functions {
             let id = function.id();

@@ -158,6 +158,7 @@ impl Block {
                 writeback: Arc::clone(&self.writeback),
             },
             sparse: self.config.sparse,
+            log: self.workers.log_limit(),
         };
         let with_ring = !self.config.disable_io_uring && Ring::is_available();
         for active in queues {
