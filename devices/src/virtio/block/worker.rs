@@ -181,6 +181,10 @@ impl BlockWorker {
             Operation::GetId { data } => {
                 Ok(synchronous::get_id(memory, data, &self.shared.serial)?)
             }
+            // Offered only where space may be freed.
+            Operation::Discard(_) if !self.shared.sparse => {
+                Err(Failure::Status(Status::Unsupported))
+            }
             Operation::Discard(ranges) => {
                 synchronous::discard(disk, ranges)?;
                 Ok(0)
@@ -243,7 +247,7 @@ impl BlockWorker {
             }
         }
         request.answer(memory, status);
-        self.queue.add_used(memory, request.head, written.saturating_add(1))
+        self.queue.add_used(memory, request.head, request.used_bytes(written))
     }
 
     fn note_failure(&self, operation: &Operation, failure: Failure) -> Status {
