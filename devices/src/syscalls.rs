@@ -90,6 +90,14 @@ pub(crate) fn terminal_size(fd: BorrowedFd<'_>) -> io::Result<(u16, u16)> {
     Ok((size.ws_col, size.ws_row))
 }
 
+/// Sets columns and rows of a terminal.
+#[cfg(test)]
+pub(crate) fn set_terminal_size(fd: BorrowedFd<'_>, columns: u16, rows: u16) -> io::Result<()> {
+    let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: TIOCSWINSZ reads one winsize, which is what it gets; the descriptor is open.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCSWINSZ, &raw const size) }).map(drop)
+}
+
 /// Opens a new pseudo terminal: its master (not blocking), its slave, and the slave's path.
 pub(crate) fn open_pty() -> io::Result<(OwnedFd, OwnedFd, String)> {
     let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;

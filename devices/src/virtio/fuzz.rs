@@ -19,6 +19,7 @@ use super::RING_FEATURES;
 use super::balloon;
 use super::block::Disk;
 use super::block::worker::{BlockWorker, CacheMode, Shared};
+use super::console::ConsoleResizer;
 use super::console::worker::ConsoleWorker;
 use super::device::{ActiveQueue, VirtioInterrupt};
 use super::mem;
@@ -181,7 +182,7 @@ pub fn fuzz_console(data: &[u8]) {
 fn run_console(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let endpoint = Arc::new(ConsoleEndpoint::null()?);
-    run(ConsoleWorker::new(guest.queue(0)?, guest.queue(1)?, endpoint))
+    run(ConsoleWorker::new(guest.queue(0)?, guest.queue(1)?, ConsoleResizer::new(endpoint)))
 }
 
 /// Serves the queue of a memory device. Its region begins at 4 GiB and has eight blocks of 2 MiB, of which

@@ -91,6 +91,11 @@ impl Machine {
         throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
     }
 
+    /// Tells the guest the size that its terminal has now.
+    pub fn follow_terminal(&self) {
+        self.devices.follow_terminal();
+    }
+
     /// Presses the power button.
     pub fn press_power_button(&self) {
         self.legacy.press_power_button();

@@ -532,6 +532,8 @@ impl Machine {
             self.take_exclusive()?;
             self.passthrough.run();
             self.devices.resume();
+            // A guest that comes from elsewhere knows another, and may have stood through a change.
+            self.devices.follow_terminal();
             self.legacy.resume();
             self.vcpus.resume_all();
             self.paused = false;

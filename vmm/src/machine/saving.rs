@@ -51,11 +51,12 @@ impl Machine {
         Ok(state)
     }
 
-    /// Takes a saved state. The machine stays paused.
+    /// Takes a saved state; `clock` says whether the guest's time has passed meanwhile. The machine stays
+    /// paused.
     ///
     /// # Errors
     /// Naming the part that does not fit; the machine cannot be used then.
-    pub fn restore(&mut self, state: MachineState) -> Result<(), MachineError> {
+    pub fn restore(&mut self, state: MachineState, clock: ClockPolicy) -> Result<(), MachineError> {
         if !(1..=MACHINE_STATE_VERSION).contains(&state.version) {
             return Err(MachineError::StateVersion(state.version));
         }
@@ -71,7 +72,7 @@ impl Machine {
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));
         }
-        let time = self.vm.restore_clock(&state.clock, ClockPolicy::CatchUp)?;
+        let time = self.vm.restore_clock(&state.clock, clock)?;
         let time_read_at = Instant::now();
         self.restore_vcpus(state.vcpus, time)?;
         self.vm.set_irqchips(&state.irqchips)?;

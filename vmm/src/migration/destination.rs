@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use hypervisor::ClockPolicy;
 use vm_migration::VmError;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
@@ -158,7 +159,7 @@ impl DestinationVm for ArrivingMachine {
                 self.machine.hold_back(resident::hold_back(&mut state.vcpus));
             }
         }
-        Ok(self.machine.restore(state)?)
+        Ok(self.machine.restore(state, ClockPolicy::CatchUp)?)
     }
 
     fn in_doubt(&mut self, doubt: InDoubt, lasts: bool) {
