@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::harness::{Suite, Vmm, VmmBuilder, image, skip, wait_for};
+use crate::harness::{Suite, Vmm, VmmBuilder, image, is_root, skip, wait_for};
 use crate::snapshot;
 
 pub fn add(suite: &mut Suite) {
     suite.add("seen::a_signal_tells_the_size_of_the_terminal", terminal);
     suite.add("seen::time_that_passed_in_a_snapshot_and_time_that_did_not", clock);
+    suite.add("seen::a_guest_is_announced_when_it_first_runs_where_it_has_arrived", announced);
     suite.add("seen::threads_of_devices_run_where_they_were_told", affinity);
 }
 
@@ -96,6 +97,37 @@ fn state_of(url: &str) -> Value {
 
 fn guest_time(state: &Value) -> Duration {
     Duration::from_nanos(state["clock"]["clock_ns"].as_u64().expect("a time"))
+}
+
+/// Frames that have come out of a tap, if it is there. The test guest sends none.
+fn frames(tap: &str) -> Option<u64> {
+    let path = format!("/sys/class/net/{tap}/statistics/rx_packets");
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+fn announced() {
+    const TIMES: u64 = 5;
+    if !is_root() {
+        skip("needs root, for a tap");
+    }
+    let tap = format!("gws{}", std::process::id());
+    let (_folder, url) = snapshot::place();
+    let net = ["--net", &format!("tap={tap}")];
+    let source = builder("off", LOAD).with(&net).start();
+    source.wait_for_heartbeat();
+    assert_eq!(frames(&tap), Some(0), "it has come from nowhere");
+    snapshot::save(&source, &url);
+    source.shut_down();
+    let vmm = Vmm::empty();
+    vmm.remote_ok(&["restore", &format!("source_url={url}")]);
+    assert_eq!(frames(&tap), Some(0), "its frames belong where it ran");
+    vmm.remote_ok(&["resume"]);
+    wait_for("its announcements", || (frames(&tap) >= Some(TIMES)).then_some(()));
+    // It is here.
+    vmm.remote_ok(&["pause"]);
+    vmm.remote_ok(&["resume"]);
+    assert_eq!(frames(&tap), Some(TIMES));
+    vmm.shut_down();
 }
 
 /// CPUs on which a thread of a process may run, by the thread's name.
