@@ -46,8 +46,6 @@ const MISC_ENABLE_FAST_STRING: u64 = 1;
 const MTRR_ENABLE: u64 = 1 << 11;
 const MTRR_WRITE_BACK: u64 = 6;
 
-// Offsets in the local APIC's register page, and delivery modes in a local vector entry.
-
 /// General registers of the boot vCPU.
 pub fn boot_regs(entry: &BootEntry) -> kvm_regs {
     let common = kvm_regs { rflags: RFLAGS_RESERVED, ..kvm_regs::default() };
@@ -99,8 +97,9 @@ pub fn boot_fpu() -> kvm_fpu {
     kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..kvm_fpu::default() }
 }
 
-/// MSRs that every vCPU starts with. Time stamp counters are not among them: KVM starts those of
-/// one VM together, and a write would only disturb that.
+/// MSRs that every vCPU starts with, as firmware would leave them: a guest takes those of the vCPU that
+/// boots for those of all. Time stamp counters are not among them: KVM starts those of one VM together,
+/// and a write would only disturb that.
 pub fn boot_msrs() -> Vec<kvm_msr_entry> {
     let values = [
         (MSR_IA32_SYSENTER_CS, 0),
@@ -111,7 +110,6 @@ pub fn boot_msrs() -> Vec<kvm_msr_entry> {
         (MSR_KERNEL_GS_BASE, 0),
         (MSR_SYSCALL_MASK, 0),
         (MSR_LSTAR, 0),
-        (MSR_IA32_MISC_ENABLE, MISC_ENABLE_FAST_STRING),
         // Without this a guest that trusts its MTRRs runs uncached.
         (MSR_MTRR_DEF_TYPE, MTRR_ENABLE | MTRR_WRITE_BACK),
     ];
@@ -120,6 +118,10 @@ pub fn boot_msrs() -> Vec<kvm_msr_entry> {
         .map(|(index, data)| kvm_msr_entry { index, data, ..kvm_msr_entry::default() })
         .collect()
 }
+
+/// Bits that every vCPU has set in an MSR beside those that KVM has set, which say what its processor
+/// lacks (branch trace store, precise event-based sampling).
+pub const BOOT_MSR_BITS: (u32, u64) = (MSR_IA32_MISC_ENABLE, MISC_ENABLE_FAST_STRING);
 
 /// The GDT that goes with [`boot_sregs`], for guests that reload a segment before they have one of
 /// their own. The code entry is 64-bit code in long mode and flat 32-bit code otherwise.

@@ -10,8 +10,10 @@
 pub mod bus;
 pub mod endpoint;
 pub mod legacy;
+mod log_limit;
 mod state;
 mod syscalls;
 pub mod virtio;
 
+pub use log_limit::{LeftOut, LogLimit};
 pub use state::Snapshot;

@@ -90,6 +90,14 @@ pub(crate) fn terminal_size(fd: BorrowedFd<'_>) -> io::Result<(u16, u16)> {
     Ok((size.ws_col, size.ws_row))
 }
 
+/// Sets columns and rows of a terminal.
+#[cfg(test)]
+pub(crate) fn set_terminal_size(fd: BorrowedFd<'_>, columns: u16, rows: u16) -> io::Result<()> {
+    let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: TIOCSWINSZ reads one winsize, which is what it gets; the descriptor is open.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCSWINSZ, &raw const size) }).map(drop)
+}
+
 /// Opens a new pseudo terminal: its master (not blocking), its slave, and the slave's path.
 pub(crate) fn open_pty() -> io::Result<(OwnedFd, OwnedFd, String)> {
     let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;
@@ -124,6 +132,21 @@ pub(crate) fn bind_thread(cpus: &[usize]) -> io::Result<()> {
     }
     // SAFETY: pid 0 is the calling thread; `set` is a valid cpu_set_t of the size given.
     check(unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) })?;
+    Ok(())
+}
+
+/// Lets the calling thread run wherever the process may, which is where its first thread may: a thread
+/// begins with what the one that started it was bound to.
+pub(crate) fn unbind_thread() -> io::Result<()> {
+    // SAFETY: cpu_set_t is a plain bit set for which all zeros is the empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    let len_bytes = size_of::<libc::cpu_set_t>();
+    // SAFETY: takes nothing and cannot fail.
+    let process = unsafe { libc::getpid() };
+    // SAFETY: `set` is a valid cpu_set_t of the size given, to be filled.
+    check(unsafe { libc::sched_getaffinity(process, len_bytes, &raw mut set) })?;
+    // SAFETY: pid 0 is the calling thread; `set` is a valid cpu_set_t of the size given.
+    check(unsafe { libc::sched_setaffinity(0, len_bytes, &raw const set) })?;
     Ok(())
 }
 

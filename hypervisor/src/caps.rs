@@ -17,6 +17,7 @@ use kvm_ioctls::Kvm;
 use serde::Serialize;
 use thiserror::Error;
 
+use crate::amx::{self, AmxError};
 use crate::error::{Asked, KvmError};
 use crate::msr;
 use crate::shadow_stack;
@@ -271,6 +272,15 @@ impl Hypervisor {
             .asked("list the supported CPUID leaves")?;
         shadow_stack::hide_unsaved(&mut cpuid, self.capabilities.one_reg, &self.msr_indices);
         Ok(cpuid)
+    }
+
+    /// The same with AMX, for which the kernel is asked first.
+    ///
+    /// # Errors
+    /// This host has none, or a VM without it has run in this process.
+    pub fn supported_cpuid_with_amx(&self) -> Result<CpuId, AmxError> {
+        amx::request_permission()?;
+        Ok(self.supported_cpuid()?)
     }
 
     /// Indices of the model-specific registers that a vCPU's state has.

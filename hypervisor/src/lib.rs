@@ -29,6 +29,7 @@
 //! State that comes from outside ([`VcpuState`], [`ClockState`], [`IrqchipState`]) is untrusted:
 //! every length in it is checked before the kernel sees it.
 
+mod amx;
 mod blob;
 mod bpf;
 mod caps;
@@ -58,6 +59,7 @@ mod vcpu_state;
 mod vfio;
 mod vm;
 
+pub use amx::AmxError;
 pub use blob::{Blob, BlobError};
 pub use caps::{Capabilities, Hypervisor, ManualDirtyLog, OpenError};
 pub use clock::{ClockPolicy, ClockState, TimeBase};

@@ -39,8 +39,18 @@ pub enum TscTarget {
 
 /// Whether two frequencies are the same for KVM.
 pub fn same_frequency(a_khz: u32, b_khz: u32) -> bool {
-    let limit = u64::from(a_khz) * TOLERANCE_PPM / 1_000_000;
+    is_within(a_khz, b_khz, TOLERANCE_PPM)
+}
+
+fn is_within(a_khz: u32, b_khz: u32, tolerance_ppm: u64) -> bool {
+    let limit = u64::from(a_khz) * tolerance_ppm / 1_000_000;
     u64::from(a_khz.abs_diff(b_khz)) <= limit
+}
+
+/// How far a vCPU's frequency may be from this host's before its counter is scaled, in millionths.
+pub fn tolerance_ppm() -> u64 {
+    let set = std::fs::read_to_string("/sys/module/kvm/parameters/tsc_tolerance_ppm");
+    set.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(TOLERANCE_PPM)
 }
 
 /// Cycles of a counter of `khz` in `elapsed_ns`, modulo 2^64 as the counter itself.
@@ -49,22 +59,36 @@ fn cycles(elapsed_ns: u64, khz: u32) -> u64 {
     u64::try_from(cycles & u128::from(u64::MAX)).unwrap_or(0)
 }
 
-/// What to set, on a vCPU whose frequency is `khz` by now.
-pub fn target(state: &TscState, time: &TimeBase, khz: Option<u32>) -> TscTarget {
-    let unscaled = |host_khz: Option<u32>, vcpu_khz: Option<u32>| {
-        host_khz.zip(vcpu_khz).is_some_and(|(host, vcpu)| host == vcpu)
+/// What to set, on a vCPU whose frequency is `khz` by now. This host scales no counter whose frequency
+/// is within `tolerance_ppm` of its own: hosts of one kind differ by some millionths.
+pub fn target(
+    state: &TscState,
+    time: &TimeBase,
+    khz: Option<u32>,
+    tolerance_ppm: u64,
+) -> TscTarget {
+    let unscaled = |host_khz: Option<u32>, vcpu_khz: Option<u32>, ppm| {
+        host_khz.zip(vcpu_khz).is_some_and(|(host, vcpu)| is_within(host, vcpu, ppm))
     };
-    // With an unscaled counter the guest's value at the moment of the clock reading is known.
+    // With an unscaled counter the guest's value at the moment of the clock reading is known: it is
+    // that of the counter, which was read within a second. (What the source tolerates is not known.)
     let exact = match (time.source.host_tsc, state.offset) {
-        (Some(host), Some(offset)) if unscaled(time.source.host_tsc_khz, state.khz) => {
-            Some(host.wrapping_add(offset))
-        }
+        (Some(host), Some(offset)) => Some(host.wrapping_add(offset)),
         _ => None,
     };
+    let second = state.khz.map_or(0, |khz| u64::from(khz) * 1000);
+    let is_near = |exact: &u64| {
+        let ahead = state.value.wrapping_sub(*exact);
+        ahead.min(ahead.wrapping_neg()) < second
+    };
+    let source_khz = time.source.host_tsc_khz;
+    let exact = exact
+        .filter(|_| unscaled(source_khz, state.khz, TOLERANCE_PPM))
+        .filter(|exact| source_khz == state.khz || is_near(exact));
     let passed = khz.map_or(0, |khz| cycles(time.elapsed_ns, khz));
     let now = exact.unwrap_or(state.value).wrapping_add(passed);
     match time.here.host_tsc {
-        Some(host) if exact.is_some() && unscaled(time.here.host_tsc_khz, khz) => {
+        Some(host) if exact.is_some() && unscaled(time.here.host_tsc_khz, khz, tolerance_ppm) => {
             TscTarget::Offset(now.wrapping_sub(host))
         }
         _ => TscTarget::Value(now),
@@ -92,20 +116,35 @@ mod tests {
         let time = base(clock(Some(1_000), 2_000_000), clock(Some(50), 2_000_000));
         // Guest counter 100 at the source, one millisecond at 2 GHz later 2,000,100.
         let expected = TscTarget::Offset(2_000_100 - 50);
-        assert_eq!(target(&STATE, &time, Some(2_000_000)), expected);
+        assert_eq!(target(&STATE, &time, Some(2_000_000), 250), expected);
     }
 
     #[test]
     fn a_host_with_a_larger_counter_gives_a_negative_offset() {
         let time = base(clock(Some(1_000), 2_000_000), clock(Some(9_000_000), 2_000_000));
         let expected = TscTarget::Offset(2_000_100_u64.wrapping_sub(9_000_000));
-        assert_eq!(target(&STATE, &time, Some(2_000_000)), expected);
+        assert_eq!(target(&STATE, &time, Some(2_000_000), 250), expected);
+    }
+
+    #[test]
+    fn hosts_that_differ_by_some_millionths_are_exact_as_well() {
+        let (source, here) = (clock(Some(1_000), 2_000_003), clock(Some(50), 1_999_998));
+        let time = base(source, here);
+        let expected = TscTarget::Offset(2_000_100 - 50);
+        assert_eq!(target(&STATE, &time, Some(2_000_000), 250), expected);
+        // A host that was told to tolerate less scales the counter.
+        let scaled = TscTarget::Value(2_000_100);
+        assert_eq!(target(&STATE, &time, Some(2_000_000), 0), scaled);
+        // And so did the source: the counter is nowhere near what the offset says.
+        let state = TscState { value: 9_000_000_000, ..STATE };
+        let expected = TscTarget::Value(9_002_000_000);
+        assert_eq!(target(&state, &time, Some(2_000_000), 250), expected);
     }
 
     #[test]
     fn scaling_on_the_destination_sets_the_value() {
         let time = base(clock(Some(1_000), 2_000_000), clock(Some(50), 3_000_000));
-        assert_eq!(target(&STATE, &time, Some(2_000_000)), TscTarget::Value(2_000_100));
+        assert_eq!(target(&STATE, &time, Some(2_000_000), 250), TscTarget::Value(2_000_100));
     }
 
     #[test]
@@ -113,7 +152,7 @@ mod tests {
         for source in [clock(None, 2_000_000), clock(Some(1_000), 3_000_000)] {
             let time = base(source, clock(Some(50), 2_000_000));
             let expected = TscTarget::Value(777 + 2_000_000);
-            assert_eq!(target(&STATE, &time, Some(2_000_000)), expected);
+            assert_eq!(target(&STATE, &time, Some(2_000_000), 250), expected);
         }
     }
 
@@ -134,6 +173,6 @@ mod tests {
             host_tsc_khz: Some(u32::MAX),
         };
         let time = TimeBase { elapsed_ns: u64::MAX, source: clock, here: clock };
-        let _ = target(&state, &time, Some(u32::MAX));
+        let _ = target(&state, &time, Some(u32::MAX), u64::from(u32::MAX));
     }
 }

@@ -37,8 +37,6 @@ pub struct BootRegisters {
     pub sregs: kvm_sregs,
     /// Floating point registers.
     pub fpu: kvm_fpu,
-    /// Model-specific registers.
-    pub msrs: Vec<kvm_msr_entry>,
 }
 
 /// State of a vCPU before its first instruction.
@@ -48,6 +46,10 @@ pub struct VcpuInit {
     pub cpuid: CpuId,
     /// Registers; without them the vCPU waits for INIT and SIPI.
     pub registers: Option<BootRegisters>,
+    /// Model-specific registers, of each vCPU.
+    pub msrs: Vec<kvm_msr_entry>,
+    /// Numbers of model-specific registers, and bits that are set in them beside those that are.
+    pub msr_bits: Vec<(u32, u64)>,
 }
 
 /// How often in a row a vCPU left the guest because an event could not be delivered.
@@ -131,6 +133,7 @@ impl Vcpu {
         let kernel = VcpuStateError::Kernel;
         self.fd.set_cpuid2(&init.cpuid).asked("set a vCPU's features").map_err(kernel)?;
         self.connect_local_pins().map_err(kernel)?;
+        self.init_msrs(init)?;
         let mp_state = if let Some(registers) = &init.registers {
             self.fd.set_regs(&registers.regs).asked("set a vCPU's registers").map_err(kernel)?;
             self.fd
@@ -141,11 +144,6 @@ impl Vcpu {
                 .set_fpu(&registers.fpu)
                 .asked("set a vCPU's floating point registers")
                 .map_err(kernel)?;
-            let msrs: Vec<_> = registers.msrs.iter().copied().map(MsrValue::from).collect();
-            let refused = self.write_msrs(&msrs).map_err(kernel)?;
-            if !refused.is_empty() {
-                return Err(VcpuStateError::MsrsRefused(refused));
-            }
             KVM_MP_STATE_RUNNABLE
         } else {
             KVM_MP_STATE_UNINITIALIZED
@@ -154,6 +152,18 @@ impl Vcpu {
             .set_mp_state(kvm_mp_state { mp_state })
             .asked("set whether a vCPU runs")
             .map_err(kernel)
+    }
+
+    fn init_msrs(&self, init: &VcpuInit) -> Result<(), VcpuStateError> {
+        let kernel = VcpuStateError::Kernel;
+        let mut msrs: Vec<_> = init.msrs.iter().copied().map(MsrValue::from).collect();
+        for (index, bits) in &init.msr_bits {
+            let now = self.read_registers(&[*index]).map_err(kernel)?;
+            let now = now.first().map_or(0, |msr| msr.value);
+            msrs.push(MsrValue { index: *index, value: now | bits });
+        }
+        let refused = self.write_msrs(&msrs).map_err(kernel)?;
+        if refused.is_empty() { Ok(()) } else { Err(VcpuStateError::MsrsRefused(refused)) }
     }
 
     /// Connects the local APIC's pins as on a PC: LINT0 to the PIC, LINT1 to NMI.

@@ -531,7 +531,7 @@ impl Vcpu {
                 return Err(VcpuStateError::TscFrequency { wanted_khz, host_khz });
             }
         }
-        match tsc::target(state, time, self.tsc_khz()) {
+        match tsc::target(state, time, self.tsc_khz(), tsc::tolerance_ppm()) {
             TscTarget::Offset(offset) if self.vm().capabilities.vcpu_attributes => {
                 let (group, attribute) = tsc::OFFSET_ATTRIBUTE;
                 ioctl::set_vcpu_attribute(&self.fd, group, attribute, offset)

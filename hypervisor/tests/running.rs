@@ -14,9 +14,7 @@ use common::{
     CODE, Event, Guest, LEAVE_PORT, MEMORY_LEN_BYTES, PANIC_PORT, PATIENCE, Recorder, boot, kvm,
     start, vm,
 };
-use hypervisor::{
-    ExitHandler, FaultAction, StopReason, ThreadsConfig, ThreadsError, VcpuInit, VcpuThreads,
-};
+use hypervisor::{ExitHandler, FaultAction, StopReason, ThreadsConfig, ThreadsError, VcpuThreads};
 
 #[test]
 fn a_guest_writes_ports_and_can_be_paused_in_hlt() {
@@ -185,7 +183,7 @@ fn an_application_processor_waits_for_init_and_sipi() {
     let boot_vcpu = vm.create_vcpu(0).unwrap();
     boot(&kvm, &boot_vcpu, CODE, 0xfee0_0000);
     let second = vm.create_vcpu(1).unwrap();
-    second.init(&VcpuInit { cpuid: kvm.supported_cpuid().unwrap(), registers: None }).unwrap();
+    second.init(&common::waiting(&kvm)).unwrap();
     let (recorder, events) = Recorder::new();
     let threads = start(vec![boot_vcpu, second], recorder);
     threads.resume_all();

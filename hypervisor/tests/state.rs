@@ -307,3 +307,43 @@ fn the_probe_finds_what_this_vmm_needs() {
     assert!(!kvm.supported_cpuid().unwrap().as_slice().is_empty());
     kvm.feature_msrs().unwrap();
 }
+
+#[test]
+fn what_firmware_would_set_is_set_on_a_vcpu_that_waits_for_its_start() {
+    const MISC_ENABLE: u32 = 0x1a0;
+    const MTRR_DEFAULT: u32 = 0x2ff;
+    let Some(kvm) = kvm() else { return };
+    let (vm, _memory) = vm(&kvm, false);
+    let vcpu = vm.create_vcpu(1).unwrap();
+    let value = |index| vcpu.read_registers(&[index]).unwrap()[0].value;
+    let before = value(MISC_ENABLE);
+    let mtrr =
+        kvm_bindings::kvm_msr_entry { index: MTRR_DEFAULT, data: 0x806, ..Default::default() };
+    let bits = vec![(MISC_ENABLE, 1)];
+    vcpu.init(&hypervisor::VcpuInit { msrs: vec![mtrr], msr_bits: bits, ..common::waiting(&kvm) })
+        .unwrap();
+    assert_eq!(value(MTRR_DEFAULT), 0x806);
+    assert_eq!(value(MISC_ENABLE), before | 1, "what the processor lacks is still said");
+}
+
+/// Without the permission the state component is missing from leaf 0xD, and tile data with it.
+#[test]
+fn amx_is_whole_or_refused() {
+    const TILES: u32 = 1 << 24;
+    let Some(kvm) = kvm() else { return };
+    let flags = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+    let has_tiles = flags.split_whitespace().any(|flag| flag == "amx_tile");
+    match kvm.supported_cpuid_with_amx() {
+        Ok(cpuid) => {
+            let leaf = |function| {
+                let leaves = cpuid.as_slice().iter();
+                leaves.clone().find(|leaf| (leaf.function, leaf.index) == (function, 0)).unwrap()
+            };
+            assert_ne!(leaf(7).edx & TILES, 0);
+            assert_eq!(leaf(0xd).eax >> 17 & 3, 3);
+        }
+        // The other tests of this process make vCPUs.
+        Err(hypervisor::AmxError::TooLate) => assert!(has_tiles),
+        Err(error) => assert!(!has_tiles, "{error}"),
+    }
+}

@@ -9,7 +9,7 @@
 mod common;
 
 use common::{kvm, vm};
-use hypervisor::{Hypervisor, MsrValue, TimeBase, VcpuInit, VcpuState, VcpuStateError};
+use hypervisor::{Hypervisor, MsrValue, TimeBase, VcpuState, VcpuStateError};
 use kvm_bindings as kvm;
 use serde_json::{Value, json};
 
@@ -72,8 +72,7 @@ const MSRS: [(u32, u64); 17] = [
 fn fresh(kvm: &Hypervisor) -> VcpuState {
     let (vm, _memory) = vm(kvm, false);
     let vcpu = vm.create_vcpu(0).unwrap();
-    let cpuid = kvm.supported_cpuid().unwrap();
-    vcpu.init(&VcpuInit { cpuid, registers: None }).unwrap();
+    vcpu.init(&common::waiting(kvm)).unwrap();
     vcpu.state().unwrap()
 }
 

@@ -107,6 +107,7 @@ const ROWS: &[Row] = &[
         "used twice",
     ),
     of_guest("no_vcpus", &["--cpus", "boot=0"], USAGE, "boot"),
+    of_guest("topology_with_gaps", &["--cpus", "boot=165,topology=1:33:1:5"], USAGE, "288"),
     of_guest("max_vcpus_below_boot", &["--cpus", "boot=4,max=2"], USAGE, "below"),
     row("unknown_option", &["--no-such-option"], USAGE, "--no-such-option"),
     of_guest("unknown_key", &["--cpus", "boots=2"], USAGE, "boots"),

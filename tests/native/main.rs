@@ -45,6 +45,7 @@ mod prezero;
 mod recorded;
 mod remote;
 mod report;
+mod seen;
 mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
@@ -91,6 +92,7 @@ fn main() -> ExitCode {
     unfit::add(&mut suite);
     watch::add(&mut suite);
     clock::add(&mut suite);
+    seen::add(&mut suite);
     migration_precopy::add(&mut suite);
     snapshot_recorded::add(&mut suite);
     migration_recorded::add(&mut suite);

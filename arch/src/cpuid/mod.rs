@@ -68,7 +68,7 @@ pub struct CpuidConfig {
     pub topology: CpuTopology,
     /// Guest physical address bits are at most this many (option `max_phys_bits`).
     pub max_phys_bits: u8,
-    /// Frequency of the guest's TSC if known, told to guests that ask CPUID for it.
+    /// Frequency of the guest's TSC if known, told to guests that ask the hypervisor's leaves for it.
     pub tsc_khz: Option<u32>,
     /// KVM emulates the local APIC and its TSC deadline timer (`KVM_CAP_TSC_DEADLINE_TIMER`).
     pub tsc_deadline: bool,
@@ -146,9 +146,7 @@ pub fn common_cpuid(host: &CpuId, config: &CpuidConfig) -> VmCpuid {
     });
     set_caches(&mut table, &config.topology);
     set_packages(&mut table, vendor, &config.topology);
-    if let Some(tsc_khz) = config.tsc_khz {
-        set_tsc_frequency(&mut table, vendor, tsc_khz);
-    }
+    set_tsc_frequency(&mut table, config.tsc_khz);
     if config.msi_ext_dest_id {
         table.edit(LEAF_KVM + 1, 0, |leaf| leaf.eax |= KVM_MSI_EXT_DEST_ID);
     }
@@ -327,15 +325,17 @@ fn set_packages(table: &mut Table, vendor: Vendor, topology: &CpuTopology) {
     }
 }
 
-/// Tells guests that do not ask KVM's clock: the architectural leaf on Intel, and the hypervisor
-/// timing leaf that VMware introduced.
-fn set_tsc_frequency(table: &mut Table, vendor: Vendor, tsc_khz: u32) {
-    let known = table.get(LEAF_TSC, 0).is_some_and(|leaf| leaf.ebx != 0);
-    if vendor == Vendor::Intel && table.max_basic() >= LEAF_TSC && !known {
-        // TSC = crystal * EBX / EAX. The crystal is also what clocks the APIC timer.
-        table.set(LEAF_TSC, [APIC_BUS_KHZ, tsc_khz, APIC_BUS_KHZ * 1000, 0]);
-    }
-    if table.get(LEAF_KVM, 0).is_some() {
+/// Tells guests that do not ask KVM's clock, by the hypervisor timing leaf that VMware introduced.
+///
+/// The architectural leaf says nothing: its crystal would have to be what clocks the APIC timer, 1 GHz
+/// under KVM, of which few TSCs are a multiple; and its readers multiply and divide in integers of 32
+/// bits (Linux' `native_calibrate_tsc`, DPDK's `get_tsc_freq_arch`), so that no other ratio comes out
+/// right for all of them. Without it they measure.
+fn set_tsc_frequency(table: &mut Table, tsc_khz: Option<u32>) {
+    table.remove(LEAF_TSC);
+    if let Some(tsc_khz) = tsc_khz
+        && table.get(LEAF_KVM, 0).is_some()
+    {
         table.edit(LEAF_KVM, 0, |leaf| leaf.eax = leaf.eax.max(LEAF_TIMING));
         table.set(LEAF_TIMING, [tsc_khz, APIC_BUS_KHZ, 0, 0]);
     }

@@ -165,17 +165,41 @@ fn physical_address_bits_are_the_least_of_three() {
     assert_eq!(leaf(&cpuid.for_vcpu(0).unwrap(), 0x8000_0008, 0).eax, 0x0000_3930);
 }
 
+/// The frequency that Linux computes (`native_calibrate_tsc`), in kHz: in 32 bits, and none if the
+/// leaf says nothing.
+fn khz_of_linux(leaf: &kvm_cpuid_entry2) -> Option<u32> {
+    if leaf.eax == 0 || leaf.ebx == 0 {
+        return None;
+    }
+    Some((leaf.ecx / 1000).wrapping_mul(leaf.ebx) / leaf.eax)
+}
+
+/// What DPDK computes (`get_tsc_freq_arch`), in Hz: the ratio is cut off first.
+fn hz_of_dpdk(leaf: &kvm_cpuid_entry2) -> Option<u64> {
+    (leaf.ebx != 0 && leaf.ecx != 0).then(|| u64::from(leaf.ecx) * u64::from(leaf.ebx / leaf.eax))
+}
+
 #[test]
-fn tsc_frequency_is_told() {
-    let config = CpuidConfig { tsc_khz: Some(2_900_000), ..config(1, 1, 1, 1) };
-    let cpuid = common_cpuid(&host(INTEL), &config).for_vcpu(0).unwrap();
-    let tsc = leaf(&cpuid, 0x15, 0);
-    let hz = u64::from(tsc.ecx) * u64::from(tsc.ebx) / u64::from(tsc.eax);
-    assert_eq!(hz, 2_900_000_000);
-    assert_eq!(leaf(&cpuid, 0x4000_0010, 0).eax, 2_900_000);
-    assert_eq!(leaf(&cpuid, 0x4000_0000, 0).eax, 0x4000_0010);
-    let amd = common_cpuid(&host(AMD), &config).for_vcpu(0).unwrap();
-    assert_eq!(leaf(&amd, 0x15, 0).ebx, 0);
+fn nobody_computes_a_wrong_tsc_frequency() {
+    // The host's own crystal does not clock the guest's APIC timer.
+    let mut with_crystal = host(INTEL);
+    for entry in with_crystal.as_mut_slice().iter_mut().filter(|entry| entry.function == 0x15) {
+        (entry.eax, entry.ebx, entry.ecx) = (2, 242, 24_000_000);
+    }
+    for host in [host(INTEL), host(AMD), with_crystal] {
+        for khz in [1_000_000, 1_999_999, 2_500_000, 2_900_000, 3_000_000, 4_294_967] {
+            let config = CpuidConfig { tsc_khz: Some(khz), ..config(1, 1, 1, 1) };
+            let cpuid = common_cpuid(&host, &config).for_vcpu(0).unwrap();
+            let crystal = find(cpuid.as_slice(), 0x15, 0).copied().unwrap_or_default();
+            assert!(khz_of_linux(&crystal).is_none_or(|computed| computed == khz));
+            assert!(hz_of_dpdk(&crystal).is_none_or(|hz| hz == u64::from(khz) * 1000));
+            // Its crystal counts as the clock of the APIC timer.
+            assert!(matches!(crystal.ecx, 0 | 1_000_000_000));
+            assert_eq!(leaf(&cpuid, 0x4000_0010, 0).eax, khz);
+            assert_eq!(leaf(&cpuid, 0x4000_0010, 0).ebx, 1_000_000);
+            assert_eq!(leaf(&cpuid, 0x4000_0000, 0).eax, 0x4000_0010);
+        }
+    }
 }
 
 #[test]

@@ -5,18 +5,17 @@
 //! Owns the registers that the FADT and the DSDT point at. Never writes the tables themselves.
 
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use log::{info, warn};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::PowerEvents;
-use crate::Snapshot;
 use crate::bus::BusDevice;
 use crate::state::StateFormat;
 use crate::virtio::{DeviceSnapshot, StateError, read_config_bytes};
+use crate::{LogLimit, Snapshot, log_limited};
 
 /// Default port of [`PowerControl`].
 pub const POWER_CONTROL_PORT: u16 = 0x600;
@@ -34,12 +33,13 @@ pub const RESET_VALUE: u8 = 1;
 /// reads as zero: the wake status is never set, because there is no sleep to wake from.
 pub struct PowerControl {
     events: Arc<dyn PowerEvents>,
+    log: LogLimit,
 }
 
 impl PowerControl {
     /// A register that reports to `events`.
     pub fn new(events: Arc<dyn PowerEvents>) -> Self {
-        Self { events }
+        Self { events, log: LogLimit::default() }
     }
 }
 
@@ -48,14 +48,15 @@ impl BusDevice for PowerControl {
         data.fill(0);
     }
 
-    fn write(&self, _offset: u64, data: &[u8]) {
-        match data.first() {
-            Some(&RESET_VALUE) => {
-                info!("guest asked for a reset by ACPI");
+    /// The register is the first byte, whatever comes with it; there is nothing in the others.
+    fn write(&self, offset: u64, data: &[u8]) {
+        match (offset, data.first()) {
+            (0, Some(&RESET_VALUE)) => {
+                log_limited!(self.log, Info, "guest asked for a reset by ACPI");
                 self.events.reset();
             }
-            Some(&SLEEP_S5_VALUE) => {
-                info!("guest switched itself off by ACPI");
+            (0, Some(&SLEEP_S5_VALUE)) => {
+                log_limited!(self.log, Info, "guest switched itself off by ACPI");
                 self.events.shutdown();
             }
             _ => {}
@@ -96,17 +97,36 @@ pub struct PmTimer {
 struct Epoch {
     at: Instant,
     ticks: u32,
+    /// See [`PmTimer::read_at`].
+    read_at: Option<Instant>,
 }
 
 impl PmTimer {
     /// A timer that begins at zero.
     pub fn new() -> Self {
-        Self { epoch: Mutex::new(Epoch { at: Instant::now(), ticks: 0 }) }
+        Self { epoch: Mutex::new(Epoch { at: Instant::now(), ticks: 0, read_at: None }) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Epoch> {
+        self.epoch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the state that is saved next be that of `at`, when the guest's other clocks were read: one
+    /// that compares them takes a clock that differs by a millisecond for broken.
+    pub fn read_at(&self, at: Instant) {
+        self.lock().read_at = Some(at);
+    }
+
+    /// Lets guest time have passed between the saved state and `at`, as it has for the other clocks.
+    pub fn advance(&self, passed: Duration, at: Instant) {
+        let mut epoch = self.lock();
+        epoch.at = at;
+        epoch.ticks = epoch.ticks.wrapping_add(ticks_in(passed));
     }
 
     /// The timer's value at `now`.
     fn ticks(&self, now: Instant) -> u32 {
-        let epoch = *self.epoch.lock().unwrap_or_else(PoisonError::into_inner);
+        let epoch = *self.lock();
         epoch.ticks.wrapping_add(ticks_in(now.saturating_duration_since(epoch.at)))
     }
 }
@@ -145,13 +165,15 @@ struct PmTimerState {
 
 impl Snapshot for PmTimer {
     fn save(&self) -> DeviceSnapshot {
-        PM_TIMER_STATE.encode(&PmTimerState { ticks: self.ticks(Instant::now()) })
+        let now = Instant::now();
+        let read_at = self.lock().read_at.take();
+        PM_TIMER_STATE.encode(&PmTimerState { ticks: self.ticks(read_at.unwrap_or(now)) })
     }
 
     fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
         let state: PmTimerState = PM_TIMER_STATE.decode(state)?;
-        let epoch = Epoch { at: Instant::now(), ticks: state.ticks };
-        *self.epoch.lock().unwrap_or_else(PoisonError::into_inner) = epoch;
+        let epoch = Epoch { at: Instant::now(), ticks: state.ticks, read_at: None };
+        *self.lock() = epoch;
         Ok(())
     }
 }
@@ -175,12 +197,13 @@ pub const GED_GENERATION_CHANGED: u8 = 1 << 4;
 pub struct GedDevice {
     pending: AtomicU8,
     interrupt: EventFd,
+    log: LogLimit,
 }
 
 impl GedDevice {
     /// A register without pending events, whose interrupt line is `interrupt`.
     pub fn new(interrupt: EventFd) -> Self {
-        Self { pending: AtomicU8::new(0), interrupt }
+        Self { pending: AtomicU8::new(0), interrupt, log: LogLimit::default() }
     }
 
     /// Tells the guest that its power button was pressed.
@@ -191,8 +214,24 @@ impl GedDevice {
     /// Sets event bits and raises the interrupt.
     pub fn notify(&self, events: u8) {
         self.pending.fetch_or(events, Ordering::AcqRel);
+        self.interrupt();
+    }
+
+    /// Raises the interrupt once more if something is pending: what was raised where the state comes
+    /// from may not have become an interrupt before it was saved. To be called when the guest goes on.
+    pub fn resume(&self) {
+        if self.pending.load(Ordering::Acquire) != 0 {
+            self.interrupt();
+        }
+    }
+
+    fn interrupt(&self) {
         if let Err(error) = self.interrupt.write(1) {
-            warn!("cannot raise the interrupt of the ACPI event device: {error}");
+            log_limited!(
+                self.log,
+                Warn,
+                "cannot raise the interrupt of the ACPI event device: {error}"
+            );
         }
     }
 }

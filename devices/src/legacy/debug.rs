@@ -4,14 +4,13 @@
 
 use std::sync::Arc;
 
-use log::debug;
 use serde::{Deserialize, Serialize};
 
-use crate::Snapshot;
 use crate::bus::BusDevice;
 use crate::endpoint::ConsoleEndpoint;
 use crate::state::StateFormat;
 use crate::virtio::{DeviceSnapshot, StateError};
+use crate::{LogLimit, Snapshot, log_limited};
 
 /// Default port of the [`DebugConsole`].
 pub const DEBUG_CONSOLE_PORT: u16 = 0xe9;
@@ -21,6 +20,9 @@ pub const DEBUG_CONSOLE_LEN_BYTES: u64 = 1;
 pub const DEBUG_PORT: u16 = 0x80;
 /// Ports that the [`DebugPort`] takes.
 pub const DEBUG_PORT_LEN_BYTES: u64 = 1;
+
+/// Codes that are logged at once; firmware writes some hundred, and Linux uses the port to wait.
+const POST_CODES: u32 = 4096;
 
 /// What a read gives: firmware recognises the console by it, whatever port it is at.
 const DEBUG_CONSOLE_MAGIC: u8 = 0xe9;
@@ -64,7 +66,15 @@ impl Snapshot for DebugConsole {
 }
 
 /// The port of the POST codes: writes go to the log at debug level and have no other effect.
-pub struct DebugPort;
+pub struct DebugPort {
+    log: LogLimit,
+}
+
+impl Default for DebugPort {
+    fn default() -> Self {
+        Self { log: LogLimit::with_burst(POST_CODES) }
+    }
+}
 
 impl BusDevice for DebugPort {
     fn read(&self, _offset: u64, data: &mut [u8]) {
@@ -72,6 +82,6 @@ impl BusDevice for DebugPort {
     }
 
     fn write(&self, _offset: u64, data: &[u8]) {
-        debug!("guest wrote {data:02x?} to the debug port");
+        log_limited!(self.log, Debug, "guest wrote {data:02x?} to the debug port");
     }
 }

@@ -6,14 +6,13 @@
 
 use std::sync::Arc;
 
-use log::info;
 use serde::{Deserialize, Serialize};
 
 use super::PowerEvents;
-use crate::Snapshot;
 use crate::bus::BusDevice;
 use crate::state::StateFormat;
 use crate::virtio::{DeviceSnapshot, StateError};
+use crate::{LogLimit, Snapshot, log_limited};
 
 /// First port of the [`I8042`].
 pub const I8042_PORT: u16 = 0x60;
@@ -30,12 +29,13 @@ const TIMER_2_OUTPUT: u8 = 0x20;
 /// Keyboard controller that can reset the machine.
 pub struct I8042 {
     events: Arc<dyn PowerEvents>,
+    log: LogLimit,
 }
 
 impl I8042 {
     /// A controller that reports to `events`.
     pub fn new(events: Arc<dyn PowerEvents>) -> Self {
-        Self { events }
+        Self { events, log: LogLimit::default() }
     }
 }
 
@@ -50,7 +50,7 @@ impl BusDevice for I8042 {
 
     fn write(&self, offset: u64, data: &[u8]) {
         if offset == COMMAND_OFFSET && data == [COMMAND_RESET] {
-            info!("guest asked for a reset by the keyboard controller");
+            log_limited!(self.log, Info, "guest asked for a reset by the keyboard controller");
             self.events.reset();
         }
     }

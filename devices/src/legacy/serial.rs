@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use log::{debug, warn};
+use log::warn;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vm_superio::serial::{NoEvents, SerialState as PortState};
@@ -17,11 +17,11 @@ use vm_superio::{Serial as Port, Trigger};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::Snapshot;
 use crate::bus::BusDevice;
 use crate::endpoint::ConsoleEndpoint;
 use crate::state::StateFormat;
 use crate::virtio::{DeviceSnapshot, StateError};
+use crate::{LogLimit, Snapshot, log_limited};
 
 /// First port of the first serial port.
 pub const SERIAL_COM1_PORT: u16 = 0x3f8;
@@ -74,6 +74,7 @@ struct Shared {
     interrupt: EventFd,
     /// Held for one register access or one batch of input.
     port: Mutex<PortInner>,
+    log: LogLimit,
 }
 
 struct PortInner {
@@ -99,7 +100,7 @@ impl Shared {
             let len_bytes = self.endpoint.service(&mut buffer[..room]);
             let input = buffer.get(..len_bytes).unwrap_or_default();
             if let Err(error) = port.registers.enqueue_raw_bytes(input) {
-                debug!("serial input lost: {error}");
+                log_limited!(self.log, Debug, "serial input lost: {error}");
             }
         });
     }
@@ -122,7 +123,7 @@ impl Serial {
         let registers =
             Port::new(InterruptLine(interrupt.try_clone()?), Output(Arc::clone(&endpoint)));
         let port = Mutex::new(PortInner { registers, paused: false });
-        let shared = Arc::new(Shared { endpoint, interrupt, port });
+        let shared = Arc::new(Shared { endpoint, interrupt, port, log: LogLimit::default() });
         shared.with(|_| ());
 
         let epoll = Epoll::new()?;
@@ -192,7 +193,7 @@ impl BusDevice for Serial {
         if let ([byte], Ok(register)) = (data, u8::try_from(offset))
             && let Err(error) = self.shared.with(|port| port.registers.write(register, *byte))
         {
-            debug!("write to the serial port failed: {error}");
+            log_limited!(self.shared.log, Debug, "write to the serial port failed: {error}");
         }
     }
 }

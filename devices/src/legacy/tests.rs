@@ -64,6 +64,11 @@ fn power_control_knows_reset_and_switching_off() {
         power.write(0, &[value]);
     }
     power.write(0, &[]);
+    // Nothing is behind the register.
+    for offset in 1..8 {
+        power.write(offset, &[RESET_VALUE]);
+        power.write(offset, &[SLEEP_S5_VALUE]);
+    }
     assert_eq!(events.seen(), (0, 0));
     power.write(0, &[SLEEP_S5_VALUE]);
     assert_eq!(events.seen(), (0, 1));
@@ -103,6 +108,49 @@ fn event_device_shows_events_once() {
     assert_eq!(read(&device, 0), 0);
     device.restore(&saved).unwrap();
     assert_eq!(read(&device, 0), GED_POWER_BUTTON_CHANGED | GED_PCI_DEVICES_CHANGED);
+}
+
+#[test]
+fn an_event_whose_interrupt_was_under_way_is_told_again_where_the_guest_goes_on() {
+    let source = GedDevice::new(line());
+    source.set_power_button();
+    let interrupt = line();
+    let device = GedDevice::new(interrupt.try_clone().unwrap());
+    device.resume();
+    assert!(interrupt.read().is_err(), "nothing is pending");
+    device.restore(&source.save()).unwrap();
+    assert!(interrupt.read().is_err(), "not before the guest goes on");
+    device.resume();
+    assert_eq!(interrupt.read().unwrap(), 1);
+    assert_eq!(read(&device, 0), GED_POWER_BUTTON_CHANGED);
+    device.resume();
+    assert!(interrupt.read().is_err(), "the guest has seen it");
+}
+
+#[test]
+fn pm_timer_moves_on_with_the_other_clocks() {
+    const HOUR: Duration = Duration::from_hours(1);
+    let timer = PmTimer::new();
+    let before = ticks(&timer);
+    timer.read_at(Instant::now());
+    let then = ticks(&timer);
+    // Others take their time to be saved; a thousandth of a second would count.
+    while ticks(&timer).wrapping_sub(then) < 40_000 {
+        std::thread::yield_now();
+    }
+    let saved = timer.save();
+    let ticks_then = u32::try_from(saved.data["ticks"].as_u64().unwrap()).unwrap();
+    assert!((before..=then).contains(&ticks_then), "as of the moment that was said");
+
+    let other = PmTimer::new();
+    other.restore(&saved).unwrap();
+    let restored_at = Instant::now();
+    other.advance(HOUR, restored_at);
+    let passed = ticks(&other).wrapping_sub(ticks_then);
+    let hour = u32::try_from(3_579_545_u64 * 3600 % (1 << 32)).unwrap();
+    let late = passed.wrapping_sub(hour);
+    let since = restored_at.elapsed().as_nanos() * 3_579_545 / 1_000_000_000;
+    assert!(u128::from(late) <= since + 1, "{late} ticks more than have passed");
 }
 
 fn ticks(timer: &PmTimer) -> u32 {
@@ -273,7 +321,7 @@ proptest! {
             Box::new(I8042::new(events)),
             Box::new(PciHotplug::new(Box::new(|_| {}))),
             Box::new(DebugConsole::new(Arc::clone(&endpoint))),
-            Box::new(DebugPort),
+            Box::<DebugPort>::default(),
             Box::new(Serial::new(endpoint, line()).unwrap()),
         ];
         for device in &devices {

@@ -153,6 +153,7 @@ pub trait VirtioDevice: Send {
     fn resume(&mut self);
     /// The device's own state (not the queues'); called while paused or not active.
     fn save(&self) -> DeviceSnapshot;
-    /// Takes a saved state; called before `acknowledge_features` and `activate`.
+    /// Takes a saved state; called before `activate`, and after `acknowledge_features` if the driver had
+    /// accepted features: what it has changed since is in the state.
     fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError>;
 }

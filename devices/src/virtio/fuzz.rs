@@ -19,6 +19,7 @@ use super::RING_FEATURES;
 use super::balloon;
 use super::block::Disk;
 use super::block::worker::{BlockWorker, CacheMode, Shared};
+use super::console::ConsoleResizer;
 use super::console::worker::ConsoleWorker;
 use super::device::{ActiveQueue, VirtioInterrupt};
 use super::mem;
@@ -166,6 +167,7 @@ fn run_block(data: &[u8]) -> Setup<()> {
             writeback: Arc::new(AtomicBool::new(true)),
         },
         sparse: choice & 8 != 0,
+        log: Arc::default(),
     };
     let guest = Guest::new(data, features_of(data))?;
     run(BlockWorker::new(guest.queue(0)?, shared, choice & 16 != 0))
@@ -180,7 +182,7 @@ pub fn fuzz_console(data: &[u8]) {
 fn run_console(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let endpoint = Arc::new(ConsoleEndpoint::null()?);
-    run(ConsoleWorker::new(guest.queue(0)?, guest.queue(1)?, endpoint))
+    run(ConsoleWorker::new(guest.queue(0)?, guest.queue(1)?, ConsoleResizer::new(endpoint)))
 }
 
 /// Serves the queue of a memory device. Its region begins at 4 GiB and has eight blocks of 2 MiB, of which
@@ -217,7 +219,7 @@ pub fn fuzz_rng(data: &[u8]) {
 fn run_rng(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let source = Arc::new(std::fs::File::open("/dev/urandom")?);
-    run(RngWorker::new(guest.queue(0)?, source))
+    run(RngWorker::new(guest.queue(0)?, source, Arc::default()))
 }
 
 fn link() -> Setup<(Arc<Link>, UnixDatagram)> {

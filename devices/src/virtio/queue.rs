@@ -134,18 +134,27 @@ impl WorkQueue {
     /// queue is kicked. `request` says how many bytes it wrote, or what is wrong with a chain.
     pub(crate) fn serve(
         &mut self,
-        mut budget: u32,
+        budget: u32,
         mut request: impl FnMut(&GuestMemory, &mut Chain) -> Result<u64, &'static str>,
+    ) -> Result<(), Broken> {
+        self.serve_by_cost(budget, |memory, chain| request(memory, chain).map(|done| (done, 1)))
+    }
+
+    /// The same for requests that take unlike times: each also says how much of `budget` it was.
+    pub(crate) fn serve_by_cost(
+        &mut self,
+        mut budget: u32,
+        mut request: impl FnMut(&GuestMemory, &mut Chain) -> Result<(u64, u32), &'static str>,
     ) -> Result<(), Broken> {
         let memory = self.memory();
         loop {
             self.suppress_kicks(&memory)?;
             while let Some(mut chain) = self.pop(&memory)? {
                 let head = chain.head;
-                let written =
+                let (written, cost) =
                     request(&memory, &mut chain).map_err(|why| self.bad_chain(head, why))?;
                 self.add_used(&memory, head, written)?;
-                budget = budget.saturating_sub(1);
+                budget = budget.saturating_sub(cost);
                 if budget == 0 {
                     self.kick_self();
                     return self.notify(&memory);
@@ -368,6 +377,28 @@ mod tests {
             let memory = queue.memory();
             assert!(queue.pop(&memory).is_err(), "{name}");
         }
+    }
+
+    #[test]
+    fn requests_that_take_long_leave_the_queue_for_other_events_sooner() {
+        let mut driver = Driver::new(1, 16);
+        let mut queue = queue(&driver, RING_FEATURES);
+        for _ in 0..5 {
+            driver.queues[0].add(&[readable(DATA, 1)]);
+        }
+        let (mut turns, mut served) = (Vec::new(), 0);
+        while served < 5 {
+            let before = served;
+            queue
+                .serve_by_cost(10, |_, _| {
+                    served += 1;
+                    Ok((0, 6))
+                })
+                .unwrap();
+            turns.push(served - before);
+            assert_eq!(queue.kick().read().is_ok(), served < 5 || served - before == 2);
+        }
+        assert_eq!(turns, [2, 2, 1]);
     }
 
     #[test]

@@ -23,14 +23,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use log::{debug, error, warn};
+use log::{debug, error};
 use virtio_queue::QueueState;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::device::ActivateError;
 use super::queue::Broken;
-use crate::syscalls;
+use crate::{LogLimit, log_limited, syscalls};
 
 const CONTROL_TOKEN: u64 = u64::MAX;
 /// Events taken from the kernel at a time; the rest comes with the next call.
@@ -260,13 +260,21 @@ impl Drop for Worker {
 /// All threads of one device.
 #[derive(Default)]
 pub(crate) struct Workers {
-    workers: Vec<Worker>,
+    threads: Vec<Worker>,
     /// Set by `pause`, also while there are no threads: those that come start paused.
     paused: bool,
+    /// What the threads may log of what the driver does, together and however often it starts them.
+    log: Arc<LogLimit>,
 }
 
 impl Workers {
-    /// Starts a thread, bound to `cpus` if there are any.
+    /// What is logged of the device because of its driver has to come by here.
+    pub(crate) fn log_limit(&self) -> Arc<LogLimit> {
+        Arc::clone(&self.log)
+    }
+
+    /// Starts a thread, bound to `cpus` if there are any, and to none otherwise: the one that calls is a
+    /// vCPU's.
     pub(crate) fn spawn(
         &mut self,
         name: &str,
@@ -290,27 +298,31 @@ impl Workers {
             wake,
         });
         let for_thread = Arc::clone(&control);
-        let cpus = cpus.to_vec();
+        let (cpus, log, device) = (cpus.to_vec(), Arc::clone(&self.log), name.to_owned());
         // Linux cuts names of threads off after 15 bytes.
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             let guard = EndGuard(for_thread);
-            if !cpus.is_empty()
-                && let Err(error) = syscalls::bind_thread(&cpus)
-            {
-                warn!("cannot bind a device's thread to CPUs {cpus:?}: {error}");
+            if cpus.is_empty() {
+                if let Err(error) = syscalls::unbind_thread() {
+                    log_limited!(log, Warn, "{device}: runs where a vCPU does: {error}");
+                }
+            } else if let Err(error) = syscalls::bind_thread(&cpus) {
+                log_limited!(log, Warn, "{device}: cannot be bound to CPUs {cpus:?}: {error}");
             }
-            run(work, watch, &guard.0);
+            run(work, watch, &guard.0, &|broken| {
+                log_limited!(log, Warn, "{device}: device needs a reset: {broken}");
+            });
         })?;
-        self.workers.push(Worker { control, thread: Some(thread) });
+        self.threads.push(Worker { control, thread: Some(thread) });
         Ok(())
     }
 
     /// Tells all threads to finish what is in flight and to stop. Those that come meanwhile run.
     pub(crate) fn begin_pause(&mut self) -> HoldingStill {
-        for worker in &self.workers {
+        for worker in &self.threads {
             worker.control.want(Wanted::Pause);
         }
-        HoldingStill(self.workers.iter().map(|worker| Arc::clone(&worker.control)).collect())
+        HoldingStill(self.threads.iter().map(|worker| Arc::clone(&worker.control)).collect())
     }
 
     /// Makes all threads finish what is in flight and stop; returns the states of their queues in
@@ -318,7 +330,7 @@ impl Workers {
     pub(crate) fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.paused = true;
         self.begin_pause();
-        let states = self.workers.iter().flat_map(|worker| worker.control.wait_until_paused());
+        let states = self.threads.iter().flat_map(|worker| worker.control.wait_until_paused());
         let mut states: Vec<_> = states.collect();
         states.sort_by_key(|(index, _)| *index);
         states
@@ -326,26 +338,26 @@ impl Workers {
 
     pub(crate) fn resume(&mut self) {
         self.paused = false;
-        for worker in &self.workers {
+        for worker in &self.threads {
             worker.control.want(Wanted::Run);
         }
     }
 
     /// Ends all threads and waits for them.
     pub(crate) fn stop(&mut self) {
-        for worker in &self.workers {
+        for worker in &self.threads {
             worker.control.want(Wanted::Stop);
         }
-        self.workers.clear();
+        self.threads.clear();
     }
 }
 
-fn run(mut work: impl Work, mut watch: Watch, control: &Control) {
+fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn Fn(&Broken)) {
     let mut serving = false;
     let mut broken = false;
     let check = |result: Result<(), Broken>, work: &dyn Work, watch: &mut Watch| {
         let Err(error) = result else { return false };
-        warn!("device needs a reset: {error}");
+        complain(&error);
         watch.clear();
         work.report_broken();
         true

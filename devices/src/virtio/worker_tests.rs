@@ -81,6 +81,120 @@ fn started(seen: &Seen, times: u32) {
     }
 }
 
+/// CPUs on which the calling thread may run.
+fn own_cpus() -> Vec<usize> {
+    // SAFETY: cpu_set_t is a plain bit set for which all zeros is the empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: pid 0 is the calling thread; `set` is a valid cpu_set_t of the size given.
+    let result = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) };
+    assert_eq!(result, 0);
+    // SAFETY: the numbers are below the size of the set.
+    (0..8 * size_of::<libc::cpu_set_t>())
+        .filter(|cpu| unsafe { libc::CPU_ISSET(*cpu, &set) })
+        .collect()
+}
+
+/// Tells where it runs.
+struct Where(std::sync::mpsc::Sender<Vec<usize>>);
+
+impl Work for Where {
+    fn start(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
+        self.0.send(own_cpus()).unwrap();
+        Ok(())
+    }
+
+    fn ready(&mut self, _token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        Vec::new()
+    }
+
+    fn report_broken(&self) {}
+}
+
+#[test]
+fn a_thread_that_a_bound_vcpu_starts_runs_where_it_was_told_or_anywhere() {
+    let all = own_cpus();
+    let last = *all.last().unwrap();
+    // What a vCPU's thread does, from its affinity to DRIVER_OK.
+    let vcpu = std::thread::spawn(move || {
+        syscalls::bind_thread(&[last]).unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let mut workers = Workers::default();
+        workers.spawn("free", &[], Where(sender.clone())).unwrap();
+        let free = receiver.recv().unwrap();
+        workers.spawn("told", &[last], Where(sender)).unwrap();
+        (free, receiver.recv().unwrap(), own_cpus())
+    });
+    let (free, told, own) = vcpu.join().unwrap();
+    assert_eq!((free, told, own), (all, vec![last], vec![last]));
+}
+
+/// Counts lines that name the device of the test below.
+struct CountingLog;
+
+static LINES: AtomicU32 = AtomicU32::new(0);
+
+impl log::Log for CountingLog {
+    fn enabled(&self, _metadata: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        if record.args().to_string().contains("flood_q0") {
+            LINES.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// A driver that breaks a rule with its first request.
+struct Clumsy(std::sync::mpsc::Sender<()>);
+
+impl Work for Clumsy {
+    fn start(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
+        Err(Broken::Device("always"))
+    }
+
+    fn ready(&mut self, _token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        Vec::new()
+    }
+
+    fn report_broken(&self) {
+        self.0.send(()).unwrap();
+    }
+}
+
+#[test]
+fn a_driver_that_resets_and_breaks_its_device_again_and_again_does_not_fill_the_log() {
+    log::set_logger(&CountingLog).unwrap();
+    log::set_max_level(log::LevelFilter::Info);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let mut workers = Workers::default();
+    for _ in 0..200 {
+        workers.spawn("flood_q0", &[], Clumsy(sender.clone())).unwrap();
+        receiver.recv().unwrap();
+        workers.stop();
+    }
+    let lines = LINES.load(Ordering::Acquire);
+    assert!((1..100).contains(&lines), "{lines} lines for 200 resets");
+}
+
 #[test]
 fn a_pause_that_has_begun_is_over_when_the_storage_has_answered() {
     let (mut workers, seen) = slow();

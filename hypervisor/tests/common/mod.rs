@@ -186,7 +186,6 @@ pub fn boot(kvm: &Hypervisor, vcpu: &Vcpu, entry: u16, data_base: u64) {
         regs: vcpu.regs().unwrap(),
         sregs: vcpu.sregs().unwrap(),
         fpu: kvm_bindings::kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..Default::default() },
-        msrs: Vec::new(),
     };
     registers.sregs.cs.base = 0;
     registers.sregs.cs.selector = 0;
@@ -195,7 +194,14 @@ pub fn boot(kvm: &Hypervisor, vcpu: &Vcpu, entry: u16, data_base: u64) {
     registers.regs.rflags = 2;
     registers.regs.rsp = 0x8000;
     let cpuid = kvm.supported_cpuid().unwrap();
-    vcpu.init(&VcpuInit { cpuid, registers: Some(registers) }).unwrap();
+    let registers = Some(registers);
+    vcpu.init(&VcpuInit { cpuid, registers, msrs: Vec::new(), msr_bits: Vec::new() }).unwrap();
+}
+
+/// What a vCPU begins with that waits for INIT and SIPI.
+pub fn waiting(kvm: &Hypervisor) -> VcpuInit {
+    let cpuid = kvm.supported_cpuid().unwrap();
+    VcpuInit { cpuid, registers: None, msrs: Vec::new(), msr_bits: Vec::new() }
 }
 
 /// Starts threads with `recorder`.

@@ -21,13 +21,13 @@ mod tests;
 use std::sync::Arc;
 
 use devices::bus::BusDevice;
+use devices::{LogLimit, log_limited};
 use log::warn;
 use thiserror::Error;
 use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
 
 use crate::address::DeviceNumber;
 use crate::device::PciDevice;
-use crate::locks::LogBudget;
 
 /// A range of guest physical addresses; for an I/O BAR a range of ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -235,7 +235,7 @@ pub struct BarPlacement {
     /// Those of memory, then that of ports, if there is one.
     windows: Vec<AddressAllocator>,
     bars: Vec<PlacedBar>,
-    log_budget: LogBudget,
+    log_limit: LogLimit,
 }
 
 impl BarPlacement {
@@ -262,7 +262,7 @@ impl BarPlacement {
             port_mapper: ports.map(|ports| ports.mapper),
             windows: allocators,
             bars: Vec::new(),
-            log_budget: LogBudget::default(),
+            log_limit: LogLimit::default(),
         })
     }
 
@@ -541,11 +541,13 @@ impl BarPlacement {
     }
 
     fn complain(&self, what: &str, at: usize, range: MmioRange, error: &MapError) {
-        if self.log_budget.take() {
-            let bar = &self.bars[at];
-            let (id, index) = (bar.device.id(), bar.description.index);
-            let reason = &error.source;
-            warn!("PCI device {id}: cannot {what} BAR {index} at {:#x}: {reason}", range.start_gpa);
-        }
+        let bar = &self.bars[at];
+        let (id, index) = (bar.device.id(), bar.description.index);
+        let (gpa, reason) = (range.start_gpa, &error.source);
+        log_limited!(
+            self.log_limit,
+            Warn,
+            "PCI device {id}: cannot {what} BAR {index} at {gpa:#x}: {reason}"
+        );
     }
 }

@@ -13,11 +13,11 @@ mod tests;
 
 use std::sync::{Arc, Mutex};
 
+use devices::{LogLimit, log_limited};
 use hypervisor::irq::{IrqError, MsiMessage, MsiSource, MsiVector};
-use log::warn;
 use thiserror::Error;
 
-use crate::locks::{LogBudget, lock};
+use crate::locks::lock;
 
 pub use state::{MsixEntryState, MsixState};
 
@@ -126,7 +126,7 @@ pub struct Msix {
     /// Fixed for life, so that raising an interrupt takes no lock.
     vectors: Vec<Arc<dyn MsiVector>>,
     table: Mutex<Table>,
-    log_budget: LogBudget,
+    log_limit: LogLimit,
 }
 
 impl Msix {
@@ -149,7 +149,7 @@ impl Msix {
                 bus_master: true,
                 entries,
             }),
-            log_budget: LogBudget::default(),
+            log_limit: LogLimit::default(),
         })
     }
 
@@ -300,9 +300,7 @@ impl Msix {
     }
 
     fn complain(&self, vector: usize, error: &IrqError) {
-        if self.log_budget.take() {
-            warn!("MSI-X vector {vector}: {error}");
-        }
+        log_limited!(self.log_limit, Warn, "MSI-X vector {vector}: {error}");
     }
 
     /// Back to the state after power-on: off, all masked, nothing pending.

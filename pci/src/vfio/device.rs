@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
+use devices::{LogLimit, log_limited};
 use hypervisor::irq::MsiSource;
 use log::{error, warn};
 
@@ -32,7 +33,7 @@ use super::peers::{Peer, PeerBars};
 use crate::bar::{BarDecode, BarDescription, BarKind, MapError};
 use crate::config_space::register;
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
-use crate::locks::{LogBudget, lock};
+use crate::locks::lock;
 
 const KIND: &str = "vfio-pci";
 
@@ -111,7 +112,7 @@ pub struct VfioPciDevice {
     disarmed: AtomicBool,
     asked: OnceLock<Instant>,
     granted: OnceLock<Instant>,
-    log_budget: LogBudget,
+    log_limit: LogLimit,
     /// What moving it takes.
     pub(super) migration: Migration,
     /// Last, as it gives its group back when nothing else uses the function.
@@ -169,7 +170,7 @@ impl VfioPciDevice {
             disarmed: AtomicBool::new(false),
             asked: OnceLock::new(),
             granted: OnceLock::new(),
-            log_budget: LogBudget::default(),
+            log_limit: LogLimit::default(),
             host,
         })
     }
@@ -276,13 +277,13 @@ impl VfioPciDevice {
     }
 
     fn complain(&self, what: &str, index: u8, error: &MapError) {
-        if self.log_budget.take() {
-            let reason = &error.source;
-            warn!(
-                "passed-through device {}: cannot {what} a part of BAR {index}: {reason}",
-                self.id
-            );
-        }
+        let reason = &error.source;
+        log_limited!(
+            self.log_limit,
+            Warn,
+            "passed-through device {}: cannot {what} a part of BAR {index}: {reason}",
+            self.id
+        );
     }
 
     fn msix_place(&self, index: u8, offset: u64) -> MsixPlace {

@@ -12,8 +12,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use devices::{LogLimit, log_limited};
 use hypervisor::ToldFile;
-use log::warn;
 use memory::GuestRam;
 use vfio_bindings::bindings::vfio::{
     VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ERR_IRQ_INDEX, VFIO_PCI_INTX_IRQ_INDEX,
@@ -29,7 +29,6 @@ use super::mapping::BarMapping;
 use super::space::{DmaSpace, OpenedFunction};
 use super::sysfs::HostPlace;
 use crate::config_space::BARS_COUNT;
-use crate::locks::LogBudget;
 
 /// A function that belongs to this VM until it is dropped.
 pub struct VfioFunction {
@@ -42,7 +41,7 @@ pub struct VfioFunction {
     config_len_bytes: u16,
     /// Until the device is gone its address space may have guest memory mapped.
     _memory: Arc<GuestRam>,
-    log_budget: LogBudget,
+    log_limit: LogLimit,
 }
 
 impl VfioFunction {
@@ -62,9 +61,9 @@ impl VfioFunction {
         let config_len = device.get_region_size(VFIO_PCI_CONFIG_REGION_INDEX);
         let config_len_bytes = u16::try_from(config_len.min(4096)).unwrap_or(0);
         let id = id.to_owned();
-        let log_budget = LogBudget::default();
+        let log_limit = LogLimit::default();
         let memory = space.memory();
-        Ok(Self { id, file, device, _told: told, config_len_bytes, _memory: memory, log_budget })
+        Ok(Self { id, file, device, _told: told, config_len_bytes, _memory: memory, log_limit })
     }
 
     /// The device, for the rest of its interface.
@@ -96,12 +95,12 @@ impl VfioFunction {
     }
 
     fn complain(&self, what: &str, region: u32, offset: u64, error: &io::Error) {
-        if self.log_budget.take() {
-            warn!(
-                "passed-through device {}: cannot {what} region {region} at {offset:#x}: {error}",
-                self.id
-            );
-        }
+        log_limited!(
+            self.log_limit,
+            Warn,
+            "passed-through device {}: cannot {what} region {region} at {offset:#x}: {error}",
+            self.id
+        );
     }
 
     fn refused(what: String) -> impl FnOnce(vfio_ioctls::VfioError) -> VfioError {

@@ -10,16 +10,17 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 
+use devices::{LogLimit, log_limited};
 use hypervisor::LevelLine;
 use hypervisor::irq::MsiSource;
-use log::{info, warn};
+use log::info;
 
 use super::config::{MsiLayout, MsiRegisters, MsixLayout};
 use super::error::VfioError;
 use super::host::{HostFunction, InterruptKind};
 use super::msi::Msi;
 use super::unmasking::Unmasking;
-use crate::locks::{LogBudget, lock};
+use crate::locks::lock;
 use crate::msix::Msix;
 
 const MSIX_ENABLE: u16 = 1 << 15;
@@ -63,7 +64,7 @@ pub struct Interrupts {
     connected: Mutex<Connected>,
     /// For a pin that the kernel does not unmask. Taken after `connected`, by whoever changes that.
     unmasking: Mutex<Option<Unmasking>>,
-    log_budget: LogBudget,
+    log_limit: LogLimit,
 }
 
 impl Interrupts {
@@ -90,7 +91,7 @@ impl Interrupts {
             intx,
             connected: Mutex::new(Connected::Nothing),
             unmasking: Mutex::default(),
-            log_budget: LogBudget::default(),
+            log_limit: LogLimit::default(),
         })
     }
 
@@ -198,10 +199,8 @@ impl Interrupts {
     }
 
     fn complain(&self, error: &dyn std::error::Error) {
-        if self.log_budget.take() {
-            let reason = error.source().map(|source| format!(": {source}")).unwrap_or_default();
-            warn!("passed-through device {}: {error}{reason}", self.id);
-        }
+        let reason = error.source().map(|source| format!(": {source}")).unwrap_or_default();
+        log_limited!(self.log_limit, Warn, "passed-through device {}: {error}{reason}", self.id);
     }
 }
 

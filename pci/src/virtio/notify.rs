@@ -9,13 +9,13 @@
 use std::io;
 use std::sync::{Arc, Mutex};
 
+use devices::{LogLimit, log_limited};
 use hypervisor::irq::{IoEventAddress, IoEvents};
 use libc::EFD_NONBLOCK;
-use log::warn;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::layout::{NOTIFY_MULTIPLIER, NOTIFY_OFFSET};
-use crate::locks::{LogBudget, lock};
+use crate::locks::lock;
 
 /// Which ioeventfds there are.
 #[derive(Default)]
@@ -33,7 +33,7 @@ pub struct Notify {
     kicks: Vec<EventFd>,
     events: Arc<dyn IoEvents>,
     registrations: Mutex<Registrations>,
-    log_budget: LogBudget,
+    log_limit: LogLimit,
 }
 
 impl Notify {
@@ -41,12 +41,7 @@ impl Notify {
     pub fn new(queues_count: usize, events: Arc<dyn IoEvents>) -> io::Result<Self> {
         let kicks =
             (0..queues_count).map(|_| EventFd::new(EFD_NONBLOCK)).collect::<io::Result<_>>()?;
-        Ok(Self {
-            kicks,
-            events,
-            registrations: Mutex::default(),
-            log_budget: LogBudget::default(),
-        })
+        Ok(Self { kicks, events, registrations: Mutex::default(), log_limit: LogLimit::default() })
     }
 
     /// A handle to a queue's eventfd, for the device.
@@ -125,9 +120,11 @@ impl Notify {
     }
 
     fn complain(&self, what: &str, queue_index: u16, error: &hypervisor::irq::IrqError) {
-        if self.log_budget.take() {
-            warn!("cannot {what} the ioeventfd of queue {queue_index}: {error}; it works trapped");
-        }
+        log_limited!(
+            self.log_limit,
+            Warn,
+            "cannot {what} the ioeventfd of queue {queue_index}: {error}; it works trapped"
+        );
     }
 }
 

@@ -288,7 +288,9 @@ impl Transport {
                 device_gpa: saved.device_gpa,
             })
             .collect();
-        let queues = if common.active {
+        // A device that waits for its reset does nothing until then, wherever it is.
+        let works = common.active && !needs_reset;
+        let queues = if works {
             let progress = |index: u16| {
                 state
                     .queues
@@ -301,7 +303,14 @@ impl Transport {
         } else {
             Vec::new()
         };
-        self.device.restore(&state.device)?;
+        // What the driver has changed since it accepted them is in the device's own part.
+        if status.phase >= Phase::FeaturesOk {
+            self.device.acknowledge_features(common.driver_features);
+        }
+        if let Err(error) = self.device.restore(&state.device) {
+            self.device.reset();
+            return Err(error.into());
+        }
 
         self.status = status;
         self.device_feature_select = common.device_feature_select;
@@ -311,10 +320,7 @@ impl Transport {
         self.queue_select = common.queue_select;
         self.queues = registers;
         restore_interrupt(&self.interrupt, state, needs_reset);
-        if status.phase >= Phase::FeaturesOk {
-            self.device.acknowledge_features(common.driver_features);
-        }
-        if common.active {
+        if works {
             let activation = self.activation(queues)?;
             self.notify.arm(activation.queues.iter().map(|queue| queue.index).collect());
             self.run = Run::Prepared(activation);

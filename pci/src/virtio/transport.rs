@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use devices::virtio::{Activation, ActiveQueue, HoldingStill, VirtioDevice, VirtioInterrupt};
-use log::warn;
+use devices::{LogLimit, log_limited};
 use memory::GuestMemoryHandle;
 use virtio_bindings::virtio_config as feature;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
@@ -22,7 +22,6 @@ use super::notify::Notify;
 use super::queue::{QueueError, QueueRegisters};
 use super::state::QueueProgressState;
 use super::status::{DeviceStatus, Phase, StatusRequest};
-use crate::locks::LogBudget;
 
 const VERSION_1: u64 = 1 << feature::VIRTIO_F_VERSION_1;
 const EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
@@ -67,7 +66,7 @@ pub(super) struct Transport {
     pub(super) run: Run,
     /// Whether the function may reach guest memory.
     pub(super) bus_master: BusMaster,
-    log_budget: LogBudget,
+    log_limit: LogLimit,
 }
 
 impl Transport {
@@ -94,7 +93,7 @@ impl Transport {
             queues,
             run: Run::Stopped,
             bus_master: BusMaster::NotUsed,
-            log_budget: LogBudget::default(),
+            log_limit: LogLimit::default(),
         }
     }
 
@@ -278,7 +277,12 @@ impl Transport {
     /// each of its interrupts raised once; both are harmless when there is nothing to do.
     pub(super) fn resume(&mut self) {
         match std::mem::replace(&mut self.run, Run::Stopped) {
-            Run::Stopped => return,
+            Run::Stopped => {
+                if self.interrupt.is_reset_needed() {
+                    self.raise_config_again();
+                }
+                return;
+            }
             Run::Running => {
                 self.run = Run::Running;
                 return;
@@ -300,16 +304,19 @@ impl Transport {
             self.notify.kick(index);
             self.interrupt.queue_used(index);
         }
+        self.raise_config_again();
+    }
+
+    /// Raises the interrupt of configuration changes if the driver has not looked at one.
+    fn raise_config_again(&self) {
         if self.interrupt.isr() & super::interrupt::ISR_CONFIG != 0 {
             self.interrupt.raise_config();
         }
     }
 
-    /// Logs what the driver did, as long as the device's budget lasts.
+    /// Logs what the driver did, as far as the device's limit allows.
     pub(super) fn log(&self, what: impl FnOnce() -> String) {
-        if self.log_budget.take() {
-            warn!("virtio device {}: {}", self.id, what());
-        }
+        log_limited!(self.log_limit, Warn, "virtio device {}: {}", self.id, what());
     }
 }
 

@@ -13,6 +13,9 @@ use super::option_string::list_items;
 /// 255 means "all".
 pub const MAX_VCPUS: u32 = 254;
 
+/// Highest local APIC id: interrupts name it with eight bits, and 255 means "all".
+pub const MAX_APIC_ID: u32 = 254;
+
 /// Physical address bits of a guest that was booted through PVH with 4-level paging.
 pub const DEFAULT_MAX_PHYS_BITS: u8 = 46;
 
@@ -49,6 +52,20 @@ impl CpuTopology {
             * u64::from(self.cores_per_die)
             * u64::from(self.dies_per_package)
             * u64::from(self.packages)
+    }
+
+    /// The highest APIC id: each level has bits of its own, so that counts which are no powers of two
+    /// leave gaps. Nothing for a topology that cannot be.
+    pub fn highest_apic_id(&self) -> Option<u32> {
+        let Self { threads_per_core, cores_per_die, dies_per_package, packages } = *self;
+        let topology = arch::cpuid::CpuTopology::new(
+            threads_per_core,
+            cores_per_die,
+            dies_per_package,
+            packages,
+        );
+        let topology = topology.ok()?;
+        Some(topology.apic_id(topology.vcpus().saturating_sub(1)))
     }
 }
 
@@ -130,6 +147,9 @@ impl CpusConfig {
             let product = topology.product();
             if product != u64::from(self.max_vcpus) {
                 return Err(ConfigError::TopologyProduct { product, max: self.max_vcpus });
+            }
+            if let Some(apic_id) = topology.highest_apic_id().filter(|id| *id > MAX_APIC_ID) {
+                return Err(ConfigError::TopologyApicId { apic_id, max: MAX_APIC_ID });
             }
         }
         if self.core_scheduling == CoreSchedulingMode::Vcpu {

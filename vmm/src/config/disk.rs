@@ -88,7 +88,7 @@ option_family! {
         rate_limit_group: Option<String> = None, "rate_limit_group" as Opt<Id>, unsupported();
         /// Host CPUs for each queue.
         queue_affinity: Option<Vec<VirtQueueAffinity>> = None,
-            "queue_affinity" as Opt<QueueAffinityText>, unsupported();
+            "queue_affinity" as Opt<QueueAffinityText>;
         /// Follow references to backing files in the image.
         backing_files: bool = false, "backing_files" as One<Toggle>, unsupported();
         /// Give space back to the host when the guest discards.
@@ -129,6 +129,19 @@ impl DiskConfig {
                 "num_queues {} exceeds the number of vCPUs ({boot_vcpus})",
                 self.num_queues
             ));
+        }
+        let mut seen = std::collections::BTreeSet::new();
+        for entry in self.queue_affinity.iter().flatten() {
+            let queue = entry.queue_index;
+            if queue >= self.num_queues {
+                return refuse(format!(
+                    "queue_affinity names queue {queue}, num_queues is {}",
+                    self.num_queues
+                ));
+            }
+            if entry.host_cpus.is_empty() || !seen.insert(queue) {
+                return refuse(format!("queue_affinity of queue {queue} is empty or given twice"));
+            }
         }
         if let Some(serial) = &self.serial
             && serial.len() > MAX_SERIAL_BYTES

@@ -63,6 +63,17 @@ pub enum ConfigError {
         /// Most vCPUs.
         max: u32,
     },
+    /// The topology leaves gaps in the numbers of vCPUs.
+    #[error(
+        "the topology gives a vCPU the APIC id {apic_id}, and interrupts reach ids up to {max}: use \
+         counts of threads, cores and dies that are powers of two, or fewer packages"
+    )]
+    TopologyApicId {
+        /// The highest id.
+        apic_id: u32,
+        /// The highest that can be.
+        max: u32,
+    },
     /// Affinity of a vCPU that is not there.
     #[error("affinity names vCPU {vcpu}, the VM has at most {max}")]
     AffinityVcpu {

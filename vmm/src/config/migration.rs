@@ -238,6 +238,16 @@ option_family! {
     }
 }
 
+option_enum! {
+    /// What becomes of a guest's clocks while it is in a snapshot.
+    GuestClock = "catch-up|continue", default CatchUp {
+        /// They move on by the time that has passed.
+        CatchUp = "catch-up",
+        /// They go on where they stood.
+        Continue = "continue",
+    }
+}
+
 option_family! {
     /// Where to restore a VM from.
     RestoreConfig "restore" {
@@ -254,6 +264,9 @@ option_family! {
         prefault_stage2: bool = true, "prefault_stage2" as One<Toggle>;
         /// Let the guest run afterwards.
         resume: bool = false, "resume" as One<Toggle>;
+        /// Whether the guest's clocks have moved on when it runs, as its wall clock needs, or go on where
+        /// they stood.
+        clock: GuestClock = GuestClock::CatchUp, "clock" as One<Choice>;
         /// Other host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly;
         /// Other names, MAC addresses and taps for network devices.

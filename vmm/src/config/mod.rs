@@ -56,7 +56,7 @@ pub use grant::Grant;
 pub use hotplug::{NewDevice, VmRemoveDevice};
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
-    ConvergencePolicy, DirtyClearing, FaultSourceChoice, ForceData, MemoryRestoreMode,
+    ConvergencePolicy, DirtyClearing, FaultSourceChoice, ForceData, GuestClock, MemoryRestoreMode,
     MigrationCompression, MigrationMode, MigrationRecoverData, MigrationUrl, ReceiveMigrationData,
     RestoreConfig, SendMigrationData, TimeoutStrategy, VmSnapshotConfig,
 };

@@ -257,6 +257,11 @@ fn rules_of_cpus() {
         error("boot=4,topology=1:2:1:1"),
         ConfigError::TopologyProduct { product: 2, max: 4 }
     );
+    // 33 cores take six bits.
+    let gaps = "boot=165,topology=1:33:1:5";
+    assert_eq!(error(gaps), ConfigError::TopologyApicId { apic_id: 288, max: 254 });
+    let fits = CpusConfig::parse_cpus("boot=254,topology=1:127:1:2").unwrap();
+    fits.validate().unwrap();
     assert_eq!(error("boot=1,affinity=[1@[0]]"), ConfigError::AffinityVcpu { vcpu: 1, max: 1 });
     assert_eq!(error("boot=1,affinity=[0@[0],0@[1]]"), ConfigError::AffinityEntry { vcpu: 0 });
     assert!(CpusConfig::parse_cpus("boot=1,topology=0:1:1:1").is_err());
@@ -327,6 +332,12 @@ fn rules_of_disks_and_nets() {
         "path=/a,serial=123456789012345678901",
     ] {
         assert!(matches!(disk(bad), Err(ConfigError::Device { .. })), "{bad}");
+    }
+    assert!(disk("path=/a,num_queues=2,queue_affinity=[0@[0-1],1@[2]]").is_ok());
+    for bad in ["[1@[0]]", "[0@[0],0@[1]]", "[0@[]]"] {
+        let text = format!("path=/a,queue_affinity={bad}");
+        let refused = DiskConfig::parse(&text).is_ok_and(|disk| disk.validate(4).is_err());
+        assert!(refused || DiskConfig::parse(&text).is_err(), "{bad}");
     }
     assert!(matches!(disk("path=/a,image_type=qcow2"), Err(ConfigError::Unsupported { .. })));
     let net = |text: &str| NetConfig::parse(text).unwrap().validate(4);

@@ -66,7 +66,7 @@ pub(crate) use migrating::WATCHER_TIME;
 pub(crate) use observer::{announce, tell_end};
 pub(crate) use postcopy::recover_wish;
 pub use run::{RunError, run};
-pub(crate) use signals::Signals;
+pub(crate) use signals::{Signal, Signals};
 
 use deferred::Deferred;
 use ending::Ending;
@@ -313,6 +313,13 @@ impl Vmm {
         match &mut self.vm {
             Vm::Live(machine) => Ok(machine),
             other => Err(other.why_not_live()),
+        }
+    }
+
+    /// The terminal has another size. A machine that is on its way learns of it when it goes on.
+    fn terminal_resized(&mut self) {
+        if let Ok(machine) = self.machine_mut() {
+            machine.follow_terminal();
         }
     }
 

@@ -12,7 +12,7 @@ use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::inbox::Inbox;
-use super::signals::Signals;
+use super::signals::{Signal, Signals};
 use super::{Next, Vmm};
 use crate::api::{self, ApiError, ApiListener, ApiServer, ApiSocket, SocketError};
 use crate::events;
@@ -119,12 +119,14 @@ fn serve(
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(RunError::Loop(error)),
         }
-        if signals.next().is_some() {
-            match vmm.end_signal() {
+        match signals.next() {
+            Some(Signal::Resized) => vmm.terminal_resized(),
+            Some(Signal::End) => match vmm.end_signal() {
                 Next::Continue => {}
                 Next::Exit(reason) => return Ok(reason),
                 Next::Fail(error) => return Err(error),
-            }
+            },
+            None => {}
         }
         inbox.clear();
         while let Some(message) = inbox.take() {

@@ -16,6 +16,8 @@ use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 pub enum Signal {
     /// End the process: one of [`ENDING`].
     End,
+    /// The terminal of the process has another size.
+    Resized,
 }
 
 /// Signals that ask the process to end. What they end waits for a migration, see `ending`.
@@ -59,7 +61,7 @@ impl Signals {
         let fd = unsafe {
             let mut set: libc::sigset_t = std::mem::zeroed();
             libc::sigemptyset(&raw mut set);
-            for signal in ENDING {
+            for signal in ENDING.into_iter().chain([libc::SIGWINCH]) {
                 libc::sigaddset(&raw mut set, signal);
             }
             libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
@@ -75,7 +77,11 @@ impl Signals {
     /// The next signal, if there is one.
     pub fn next(&mut self) -> Option<Signal> {
         let mut info = [0_u8; size_of::<libc::signalfd_siginfo>()];
-        matches!(self.file.read(&mut info), Ok(len) if len == info.len()).then_some(Signal::End)
+        let read = self.file.read(&mut info).ok()?;
+        // The number of the signal is the first word (signalfd(2)).
+        let (number, _) = info.get(..read)?.split_first_chunk()?;
+        let resized = u32::from_ne_bytes(*number) == libc::SIGWINCH.cast_unsigned();
+        Some(if resized { Signal::Resized } else { Signal::End })
     }
 }
 

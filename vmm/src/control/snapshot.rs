@@ -263,7 +263,6 @@ impl Vmm {
     ) -> Result<(), ApiError> {
         let result = restored.and_then(|restored| {
             let Restored { machine, filling } = restored;
-            machine.announce();
             let fill = match filling {
                 Some(filling) => Some(self.watch(filling, machine.ram(), prefault)?),
                 None => None,

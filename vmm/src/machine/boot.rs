@@ -13,7 +13,7 @@ use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, V
 use arch::layout::{self, GpaRange};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
 use arch::{BootEntry, BootError, BootSpec, regs};
-use hypervisor::{BootRegisters, KvmError, Vcpu};
+use hypervisor::{BootRegisters, KvmError, Vcpu, VcpuInit};
 use memory::{GuestMemory, GuestRam};
 use pci::{MmioRange, MmioWindows};
 use thiserror::Error;
@@ -252,6 +252,12 @@ pub fn load(
         .map_err(|source| MachineBootError::Load { files: payload.files(), source })
 }
 
+/// What a vCPU begins with; without `registers` it waits for its start by the guest.
+pub fn vcpu_init(cpuid: kvm_bindings::CpuId, registers: Option<BootRegisters>) -> VcpuInit {
+    let msr_bits = vec![regs::BOOT_MSR_BITS];
+    VcpuInit { cpuid, registers, msrs: regs::boot_msrs(), msr_bits }
+}
+
 /// Registers of the vCPU that runs first.
 ///
 /// # Errors
@@ -262,6 +268,5 @@ pub fn registers(vcpu: &Vcpu, entry: &BootEntry) -> Result<BootRegisters, Machin
         regs: regs::boot_regs(entry),
         sregs: regs::boot_sregs(entry, &current),
         fpu: regs::boot_fpu(),
-        msrs: regs::boot_msrs(),
     })
 }

@@ -4,18 +4,21 @@
 //!
 //! Owns the handle from which VMs are made. It must never know a VM.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use hypervisor::{Capabilities, CpuidEntry, Hypervisor, KvmError, MsrValue, OpenError};
+use kvm_bindings::CpuId;
 use thiserror::Error;
 
 use super::{MachineError, boot, features};
 use crate::config::VmConfig;
+use crate::config::cpus::CpusConfig;
 
 /// What machines on this host are made with.
 pub struct Host {
     pub(super) hypervisor: Hypervisor,
-    pub(super) cpuid: kvm_bindings::CpuId,
+    pub(super) cpuid: CpuId,
 }
 
 /// Why this host cannot run machines.
@@ -45,6 +48,18 @@ impl Host {
         self.hypervisor.capabilities()
     }
 
+    /// The features from which those of a machine are chosen. For AMX the kernel is asked, which has to
+    /// be before the first vCPU of the process.
+    ///
+    /// # Errors
+    /// AMX is asked for and not to be had.
+    pub(super) fn supported(&self, config: &CpusConfig) -> Result<Cow<'_, CpuId>, MachineError> {
+        if config.features.amx {
+            return Ok(Cow::Owned(self.hypervisor.supported_cpuid_with_amx()?));
+        }
+        Ok(Cow::Borrowed(&self.cpuid))
+    }
+
     /// Whether a guest with this configuration that was shown these features can go on here.
     ///
     /// # Errors
@@ -60,7 +75,7 @@ impl Host {
             return Ok(());
         }
         let topology = boot::topology(&config.cpus)?;
-        let ours = boot::vm_cpuid(&self.cpuid, &config.cpus, topology, None);
+        let ours = boot::vm_cpuid(&*self.supported(&config.cpus)?, &config.cpus, topology, None);
         features::check(shown, &ours).map_err(MachineError::Features)
     }
 

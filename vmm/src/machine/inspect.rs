@@ -113,9 +113,9 @@ impl Machine {
         throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
     }
 
-    /// Asks guests to tell the network where they are now.
-    pub fn announce(&self) {
-        self.devices.announce();
+    /// Tells the guest the size that its terminal has now.
+    pub fn follow_terminal(&self) {
+        self.devices.follow_terminal();
     }
 
     /// Presses the power button.

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use arch::layout;
 use devices::Snapshot;
@@ -48,6 +49,7 @@ pub enum LegacyError {
 pub struct LegacyDevices {
     serial: Option<Arc<Serial>>,
     ged: Arc<GedDevice>,
+    timer: Arc<PmTimer>,
     generation: GenerationId,
     /// All that have state, by name.
     stateful: BTreeMap<&'static str, Arc<dyn Snapshot + Send + Sync>>,
@@ -110,7 +112,13 @@ impl LegacyDevices {
             control,
         )?;
         let timer = Arc::new(PmTimer::new());
-        place("pm-timer", layout::ACPI_PM_TIMER_PORT, PM_TIMER_LEN_BYTES, timer.clone(), timer)?;
+        place(
+            "pm-timer",
+            layout::ACPI_PM_TIMER_PORT,
+            PM_TIMER_LEN_BYTES,
+            timer.clone(),
+            timer.clone(),
+        )?;
         let ged = Arc::new(GedDevice::new(line(layout::GED_GSI)?));
         place("ged", layout::GED_PORT, GED_REGISTER_LEN_BYTES, ged.clone(), ged.clone())?;
         if let Some(endpoint) = &consoles.debug {
@@ -121,10 +129,10 @@ impl LegacyDevices {
             layout::POST_PORT,
             DEBUG_PORT_LEN_BYTES,
             "post-code",
-            Arc::new(DebugPort),
+            Arc::<DebugPort>::default(),
         )?;
         let generation = GenerationId::new(layout::GENERATION_ID_GPA);
-        Ok(Self { serial, ged, generation, stateful, _lines: lines })
+        Ok(Self { serial, ged, timer, generation, stateful, _lines: lines })
     }
 
     /// Presses the power button.
@@ -156,9 +164,20 @@ impl LegacyDevices {
 
     /// Goes on.
     pub fn resume(&self) {
+        self.ged.resume();
         if let Some(serial) = &self.serial {
             serial.resume();
         }
+    }
+
+    /// The guest's other clocks have been read now, so that those of legacy devices are saved as of now.
+    pub fn clock_was_read(&self) {
+        self.timer.read_at(Instant::now());
+    }
+
+    /// Guest time has passed between the saved state and `at`.
+    pub fn advance(&self, passed: Duration, at: Instant) {
+        self.timer.advance(passed, at);
     }
 
     /// States by name.

@@ -49,9 +49,10 @@ use arch::layout;
 use devices::bus::BusError;
 use devices::virtio::StateError;
 use hypervisor::{
-    CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig, ThreadsError,
-    Vcpu, VcpuInit, VcpuStateError, VcpuThreads, Vm,
+    AmxError, CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig,
+    ThreadsError, Vcpu, VcpuStateError, VcpuThreads, Vm,
 };
+use kvm_bindings::CpuId;
 use memory::{Collapse, FirstContents, Given, GuestRam, Origin};
 use pci::{
     ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciError, PciSegment, PciStateError,
@@ -103,6 +104,9 @@ pub enum MachineError {
     /// What boots.
     #[error("cannot boot the VM")]
     Boot(#[from] MachineBootError),
+    /// A feature that the kernel gives on request.
+    #[error(transparent)]
+    Amx(#[from] AmxError),
     /// Features of vCPUs.
     #[error("cannot describe the vCPUs")]
     Cpuid(#[from] CpuidTooLong),
@@ -199,6 +203,8 @@ pub struct Machine {
     paused: bool,
     /// Another host may have written to the disks since they were opened or given back.
     disks_are_stale: bool,
+    /// The guest has run elsewhere, or before, and not yet here.
+    has_arrived: bool,
     /// Guest memory that is populated while the guest runs, or was.
     prefault: Option<prefault::Background>,
     /// Memory from elsewhere that gets huge pages while the guest runs.
@@ -315,9 +321,9 @@ impl Chassis {
             .collect()
     }
 
-    fn cpuid(&self, vcpus: &[Vcpu], host: &Host, config: &VmConfig) -> VmCpuid {
+    fn cpuid(&self, vcpus: &[Vcpu], host: &CpuId, config: &VmConfig) -> VmCpuid {
         let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        boot::vm_cpuid(&host.cpuid, &config.cpus, self.topology, tsc_khz)
+        boot::vm_cpuid(host, &config.cpus, self.topology, tsc_khz)
     }
 
     fn start(
@@ -337,6 +343,7 @@ impl Chassis {
             vcpus: VcpuThreads::start(vcpus, &threads)?,
             paused: true,
             disks_are_stale: false,
+            has_arrived: false,
             prefault: None,
             collapse: None,
             devices: self.devices,
@@ -381,6 +388,7 @@ impl Machine {
         let origin = Origin { given, held, contents: FirstContents::AsFound };
         let ram = ram::make(&config.memory, bits, origin)?;
         let basis = Basis { ram, opening: Opening::Meanwhile, slot, kept: &mut kept.disks };
+        let supported = host.supported(&config.cpus)?;
         let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
         let vcpus = chassis.create_vcpus(&config)?;
         let entry = boot::load(
@@ -393,10 +401,11 @@ impl Machine {
         )?;
         generation::write_new(&chassis.ram)?;
         chassis.legacy.generation().set_present(true);
-        let cpuid = chassis.cpuid(&vcpus, host, &config);
+        let cpuid = chassis.cpuid(&vcpus, &supported, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
             let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };
-            vcpu.init(&VcpuInit { cpuid: cpuid.for_vcpu(index)?, registers })
+            let cpuid = cpuid.for_vcpu(index)?;
+            vcpu.init(&boot::vcpu_init(cpuid, registers))
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
         let borrowers = chassis.devices.borrowers();
@@ -455,15 +464,17 @@ impl Machine {
         disks::assume_raw(&mut config);
         let kept = &mut KeptDisks::default();
         let basis = Basis { ram, opening: Opening::Before, slot: None, kept };
+        let supported = host.supported(&config.cpus)?;
         let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
         chassis.passthrough.check_movable(&config)?;
         chassis.passthrough.stop()?;
         // On threads of their own; what arrives in a page stays in it.
         chassis.passthrough.map_memory(&chassis.ram, chassis.devices.borrowers())?;
         let vcpus = chassis.create_vcpus(&config)?;
-        let cpuid = chassis.cpuid(&vcpus, host, &config);
+        let cpuid = chassis.cpuid(&vcpus, &supported, &config);
         let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
         machine.disks_are_stale = true;
+        machine.has_arrived = true;
         machine.devices.pause();
         machine.legacy.pause();
         Ok(machine)
@@ -523,9 +534,15 @@ impl Machine {
             self.take_exclusive()?;
             self.passthrough.run();
             self.devices.resume();
+            // A guest that comes from elsewhere knows another, and may have stood through a change.
+            self.devices.follow_terminal();
             self.legacy.resume();
             self.vcpus.resume_all();
             self.paused = false;
+            // Not before: until then frames for the guest belong where it ran.
+            if std::mem::take(&mut self.has_arrived) {
+                self.devices.announce();
+            }
         }
         Ok(())
     }

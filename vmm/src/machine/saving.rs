@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use hypervisor::{ClockPolicy, TimeBase, VcpuState};
 use pci::{Bdf, PciDevice};
@@ -24,6 +25,7 @@ impl Machine {
         // One that was added since the pause works.
         self.passthrough.stop()?;
         let clock = self.vm.clock()?;
+        self.legacy.clock_was_read();
         let mut vcpus = Vec::new();
         for (index, state) in (0_u32..).zip(self.vcpus.on_each(|vcpu| vcpu.state())?) {
             vcpus.push(state.map_err(|source| MachineError::Vcpu { index, source })?);
@@ -49,11 +51,12 @@ impl Machine {
         Ok(state)
     }
 
-    /// Takes a saved state. The machine stays paused.
+    /// Takes a saved state; `clock` says whether the guest's time has passed meanwhile. The machine stays
+    /// paused.
     ///
     /// # Errors
     /// Naming the part that does not fit; the machine cannot be used then.
-    pub fn restore(&mut self, state: MachineState) -> Result<(), MachineError> {
+    pub fn restore(&mut self, state: MachineState, clock: ClockPolicy) -> Result<(), MachineError> {
         if !(1..=MACHINE_STATE_VERSION).contains(&state.version) {
             return Err(MachineError::StateVersion(state.version));
         }
@@ -69,10 +72,12 @@ impl Machine {
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));
         }
-        let time = self.vm.restore_clock(&state.clock, ClockPolicy::CatchUp)?;
+        let time = self.vm.restore_clock(&state.clock, clock)?;
+        let time_read_at = Instant::now();
         self.restore_vcpus(state.vcpus, time)?;
         self.vm.set_irqchips(&state.irqchips)?;
         self.legacy.restore(&state.legacy)?;
+        self.legacy.advance(Duration::from_nanos(time.elapsed_ns), time_read_at);
         self.config_ports.set_address(state.pci_config_address);
         for (bdf, function) in functions {
             let id = function.id();

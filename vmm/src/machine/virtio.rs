@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use devices::virtio::balloon::{BalloonError, BalloonHandle};
 use devices::virtio::block::{Block, DiskLock};
-use devices::virtio::console::{Console, ConsoleConfig};
+use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
@@ -102,6 +102,7 @@ pub struct VirtioDevices {
     pub(super) locks: Vec<(String, DiskLock)>,
     pub(super) nets: Vec<(String, NetHandle)>,
     balloon: Option<BalloonHandle>,
+    console: Option<ConsoleResizer>,
     mems: Vec<(String, MemHandle)>,
     counters: Vec<(String, Arc<dyn Counters>)>,
 }
@@ -141,6 +142,7 @@ impl VirtioDevices {
             let id = config.console.id.clone().unwrap_or_default();
             let console =
                 Console::new(ConsoleConfig { id: id.clone(), endpoint: Arc::clone(endpoint) });
+            devices.console = Some(console.resizer());
             devices.plug(sockets, &id, Box::new(console), config.console.pci_device_id)?;
         }
         for disk in config.disks.iter().flatten() {
@@ -265,6 +267,13 @@ impl VirtioDevices {
             net.detach();
         }
         Some(id)
+    }
+
+    /// Tells the guest the size that its terminal has now.
+    pub fn follow_terminal(&self) {
+        if let Some(console) = &self.console {
+            console.follow_terminal();
+        }
     }
 
     /// Asks guests to tell the network where they are now.

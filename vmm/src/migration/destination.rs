@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use hypervisor::ClockPolicy;
 use vm_migration::VmError;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
@@ -158,7 +159,7 @@ impl DestinationVm for ArrivingMachine {
                 self.machine.hold_back(resident::hold_back(&mut state.vcpus));
             }
         }
-        Ok(self.machine.restore(state)?)
+        Ok(self.machine.restore(state, ClockPolicy::CatchUp)?)
     }
 
     fn in_doubt(&mut self, doubt: InDoubt, lasts: bool) {
@@ -169,10 +170,7 @@ impl DestinationVm for ArrivingMachine {
         let Self { mut machine, memory, faults, weakness, doubts } = self;
         let running = if resume { machine.resume() } else { machine.take_exclusive() };
         match running {
-            Ok(()) => {
-                machine.announce();
-                Ok(machine)
-            }
+            Ok(()) => Ok(machine),
             Err(error) => Err((Self { machine, memory, faults, weakness, doubts }, error.into())),
         }
     }

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hypervisor::ClockPolicy;
 use memory::{Prefault, PrefaultError, PrefaultOptions};
 use thiserror::Error;
 use vm_migration::Cancel;
@@ -22,7 +23,7 @@ use super::document::sparse_config;
 use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use super::updates::{self, UpdateError};
-use crate::config::{ConfigError, MemoryRestoreMode, RestoreConfig, VmConfig};
+use crate::config::{ConfigError, GuestClock, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
     ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError, MachineState,
     MachineStateError, StateJsonError, WriteBackError, features,
@@ -210,7 +211,11 @@ fn restore_from(
             restored.filling = Some(Filling::start(snapshot, &memory, stop)?);
         }
     }
-    let put = restored.machine.restore(state).map_err(RestoreCause::State);
+    let clock = match wishes.clock {
+        GuestClock::CatchUp => ClockPolicy::CatchUp,
+        GuestClock::Continue => ClockPolicy::Continue,
+    };
+    let put = restored.machine.restore(state, clock).map_err(RestoreCause::State);
     if let Some(filling) = &restored.filling {
         // A page that could not be read explains what the state's error does not.
         filling.commit()?;

@@ -33,7 +33,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::api::{self, ApiListener, ApiQueue, ApiServer, ApiSocket, SocketError};
-use crate::control::{Signals, announce, tell_end};
+use crate::control::{Signal, Signals, announce, tell_end};
 use crate::events;
 
 use desk::{Desk, Next};
@@ -210,7 +210,7 @@ fn attend(
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(PageServerError::SetUp(error)),
         }
-        if signals.next().is_some() {
+        if signals.next() == Some(Signal::End) {
             log::warn!(
                 "told to end: that waits until the destination has the last page; shutdown-vmm \
                  --force gives the pages up"

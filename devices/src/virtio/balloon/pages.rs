@@ -10,11 +10,12 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use log::warn;
 use memory::{GivenBack, GuestRam, PageBitmap};
 
 use super::counters::Done;
+use super::shared::Shared;
 use super::{PAGE_BYTES, hinting};
+use crate::{LogLimit, log_limited};
 
 /// The balloon's pages; belongs to the device's thread.
 pub(super) struct Pages {
@@ -27,7 +28,7 @@ pub(super) struct Pages {
     deferred: bool,
     /// Whether pinned memory could be given up when it was last looked at.
     was_pinned: bool,
-    warned: bool,
+    log: Arc<LogLimit>,
 }
 
 /// Sorts ranges and joins those that touch or overlap.
@@ -49,14 +50,15 @@ fn runs_of(pfns: &[u32]) -> Vec<Range<u64>> {
 }
 
 impl Pages {
-    pub(super) fn new(ram: &Arc<GuestRam>, tells: bool) -> io::Result<Self> {
+    pub(super) fn new(shared: &Shared, tells: bool) -> io::Result<Self> {
+        let ram = &shared.ram;
         Ok(Self {
             ram: Arc::clone(ram),
             inflated: hinting::maps(ram)?,
             tells,
             deferred: false,
             was_pinned: ram.gives_up_pinned(),
-            warned: false,
+            log: Arc::clone(&shared.log),
         })
     }
 
@@ -165,15 +167,12 @@ impl Pages {
         given
     }
 
-    fn account(&mut self, given: &GivenBack, done: &Done) {
+    fn account(&self, given: &GivenBack, done: &Done) {
         done.runs.add(u64::try_from(given.ranges.len()).unwrap_or(u64::MAX));
         done.deferred_bytes.add(given.deferred_bytes);
         if let Some(error) = &given.error {
             done.failures.add(1);
-            // Once: a guest could fill the log otherwise.
-            if !std::mem::replace(&mut self.warned, true) {
-                warn!("memory that the guest gave up stays with it: {error}");
-            }
+            log_limited!(self.log, Warn, "memory that the guest gave up stays with it: {error}");
         }
     }
 }

@@ -16,6 +16,7 @@ use super::hinting::Hinting;
 use super::statistics::Statistics;
 use super::target::Staged;
 use super::{F_FREE_PAGE_HINT, PAGE_BYTES};
+use crate::LogLimit;
 use crate::virtio::VirtioInterrupt;
 
 /// A driver that is there.
@@ -38,6 +39,8 @@ pub(crate) struct Shared {
     pub(super) ram: Arc<GuestRam>,
     pub(super) done: Done,
     pub(super) hinting: Hinting,
+    /// For what goes wrong because of what the driver does.
+    pub(super) log: Arc<LogLimit>,
     config: Mutex<Held>,
     statistics: Mutex<Statistics>,
     driver: Mutex<Option<Driver>>,
@@ -55,6 +58,7 @@ impl Shared {
             ram,
             done: Done::default(),
             hinting: Hinting::default(),
+            log: Arc::default(),
             config: Mutex::default(),
             statistics: Mutex::default(),
             driver: Mutex::default(),

@@ -11,7 +11,6 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use log::warn;
 use memory::GuestMemory;
 use virtio_queue::QueueState;
 use vmm_sys_util::timerfd::TimerFd;
@@ -21,6 +20,7 @@ use super::queues::Queues;
 use super::shared::Shared;
 use super::statistics::STATISTICS_BYTES_MAX;
 use super::{F_DEVICE_INIT_ON_INFLATE, F_MUST_TELL_HOST, PAGE_BYTES, hinting};
+use crate::log_limited;
 use crate::virtio::buffers::Segments;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
@@ -33,11 +33,15 @@ const REPORTING_TOKEN: u64 = 4;
 const TIMER_TOKEN: u64 = 5;
 const RETRY_TOKEN: u64 = 6;
 
-/// Chains taken before other events are looked at. A chain may name 1 GiB.
+/// Chains taken before other events are looked at.
 const BUDGET: u32 = 16;
 
-/// Page numbers of one chain: 1 GiB of memory. Linux sends 256.
-const CHAIN_PFNS_MAX: u64 = 256 * 1024;
+/// Page numbers taken before other events are looked at, a pause among them. Each may be a range of its
+/// own, and then costs a system call.
+const PAGES_BUDGET: u32 = 32 << 10;
+
+/// Page numbers of one chain: 128 MiB of memory. Linux sends 256, Windows 1024.
+const CHAIN_PFNS_MAX: u64 = PAGES_BUDGET as u64;
 
 /// Reads more than this much of a request in pieces.
 const PIECE_BYTES: u64 = 64 << 10;
@@ -80,6 +84,11 @@ fn pfns(memory: &GuestMemory, chain: &mut Chain) -> Result<Vec<u32>, &'static st
     Ok(pfns)
 }
 
+/// What a request takes of [`PAGES_BUDGET`].
+fn cost(pfns: &[u32]) -> u32 {
+    u32::try_from(pfns.len()).unwrap_or(u32::MAX).max(PAGES_BUDGET / BUDGET)
+}
+
 /// The ranges of a buffer that only its addresses matter of; those that wrap round are empty.
 fn ranges(segments: &Segments) -> Vec<Range<u64>> {
     let range = |(gpa, len_bytes): (u64, u32)| gpa..gpa.saturating_add(u64::from(len_bytes));
@@ -98,17 +107,17 @@ impl BalloonWorker {
             Some(every) => Some((TimerFd::new().map_err(io::Error::from)?, every)),
             None => None,
         };
-        let pages = Pages::new(&shared.ram, features & F_MUST_TELL_HOST != 0)?;
+        let pages = Pages::new(shared, features & F_MUST_TELL_HOST != 0)?;
         Ok(Self { queues, shared: Arc::clone(shared), pages, features, kept: None, timer })
     }
 
     fn inflate(&mut self) -> Result<(), Broken> {
         let Self { queues, shared, pages, features, .. } = self;
-        queues.inflate.serve(BUDGET, |memory, chain| {
+        queues.inflate.serve_by_cost(PAGES_BUDGET, |memory, chain| {
             let pfns = pfns(memory, chain)?;
             let given = pages.inflate(&pfns, &shared.done);
             if *features & F_DEVICE_INIT_ON_INFLATE == 0 || shared.config().poison != 0 {
-                return Ok(0);
+                return Ok((0, cost(&pfns)));
             }
             let mut zeroed = vec![0_u8; pfns.len().div_ceil(8)];
             for (bits, pfns) in zeroed.iter_mut().zip(pfns.chunks(8)) {
@@ -120,15 +129,16 @@ impl BalloonWorker {
                 }
             }
             let written = chain.writable.copy_in(memory, &zeroed).map_err(|_| NOT_RAM)?;
-            Ok(u64::try_from(written).unwrap_or(0))
+            Ok((u64::try_from(written).unwrap_or(0), cost(&pfns)))
         })
     }
 
     fn deflate(&mut self) -> Result<(), Broken> {
         let Self { queues, shared, pages, .. } = self;
-        queues.deflate.serve(BUDGET, |memory, chain| {
-            pages.deflate(&pfns(memory, chain)?, &shared.done);
-            Ok(0)
+        queues.deflate.serve_by_cost(PAGES_BUDGET, |memory, chain| {
+            let pfns = pfns(memory, chain)?;
+            pages.deflate(&pfns, &shared.done);
+            Ok((0, cost(&pfns)))
         })
     }
 
@@ -215,7 +225,11 @@ impl Work for BalloonWorker {
         watch.on(RETRY_TOKEN, self.shared.retry().as_raw_fd())?;
         if let Some((timer, every)) = &mut self.timer {
             if let Err(error) = timer.reset(*every, Some(*every)) {
-                warn!("the guest is not asked for statistics: {error}");
+                log_limited!(
+                    self.shared.log,
+                    Warn,
+                    "the guest is not asked for statistics: {error}"
+                );
             }
             watch.on(TIMER_TOKEN, timer.as_raw_fd())?;
         }
@@ -269,7 +283,11 @@ impl Work for BalloonWorker {
         if let Some((timer, _)) = &mut self.timer
             && let Err(error) = timer.clear()
         {
-            warn!("the timer of the statistics cannot be stopped: {error}");
+            log_limited!(
+                self.shared.log,
+                Warn,
+                "the timer of the statistics cannot be stopped: {error}"
+            );
         }
         // Whoever serves the queue next takes the kept buffer again.
         if let (Some(queue), Some(_)) = (&mut self.queues.statistics, self.kept.take()) {

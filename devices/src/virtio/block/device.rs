@@ -158,6 +158,7 @@ impl Block {
                 writeback: Arc::clone(&self.writeback),
             },
             sparse: self.config.sparse,
+            log: self.workers.log_limit(),
         };
         let with_ring = !self.config.disable_io_uring && Ring::is_available();
         for active in queues {
@@ -226,6 +227,10 @@ impl VirtioDevice for Block {
 
     fn acknowledge_features(&mut self, features: u64) {
         self.acknowledged = features & self.features;
+        // A driver that switches the cache and cannot flush it finds it off (virtio 1.3, 5.2.5.2).
+        let starts_through = has(self.acknowledged, abi::VIRTIO_BLK_F_CONFIG_WCE)
+            && !has(self.acknowledged, abi::VIRTIO_BLK_F_FLUSH);
+        self.writeback.store(!starts_through, Ordering::Release);
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

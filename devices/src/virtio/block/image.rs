@@ -29,6 +29,7 @@ const BLKSSZGET: libc::Ioctl = 0x1268;
 const BLKPBSZGET: libc::Ioctl = 0x127b;
 const BLKIOMIN: libc::Ioctl = 0x1278;
 const BLKIOOPT: libc::Ioctl = 0x1279;
+const BLKDISCARD: libc::Ioctl = 0x1277;
 const BLKGETSIZE64: libc::Ioctl = 0x8008_1272;
 
 /// Why a disk cannot be used.
@@ -127,6 +128,7 @@ pub(crate) struct Disk {
     file: Arc<File>,
     readonly: bool,
     direct: bool,
+    is_device: bool,
     /// Of the open file, whichever devices have had it.
     pub(super) condition: Arc<Condition>,
     file_len_bytes: u64,
@@ -203,6 +205,7 @@ impl Disk {
             file,
             readonly,
             direct,
+            is_device,
             condition: Arc::default(),
             file_len_bytes,
             topology,
@@ -226,6 +229,21 @@ impl Disk {
 
     pub(super) fn direct(&self) -> bool {
         self.direct
+    }
+
+    /// Whether it is a block device of the host.
+    pub(super) fn is_device(&self) -> bool {
+        self.is_device
+    }
+
+    /// Tells a block device that nothing in a range is needed any more. Punching a hole would have it
+    /// read as zeros, which costs a device that cannot do that by itself a write of all of it, and is
+    /// refused by others.
+    pub(super) fn discard_on_device(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        let range = [offset, len_bytes];
+        // SAFETY: BLKDISCARD reads two u64, which is what it gets; the descriptor is open.
+        check(unsafe { libc::ioctl(self.file.as_raw_fd(), BLKDISCARD, &raw const range) })?;
+        Ok(())
     }
 
     pub(super) fn file_len_bytes(&self) -> u64 {

@@ -73,6 +73,8 @@ pub(super) enum Operation {
 pub(super) struct Request {
     pub(super) head: u16,
     status: Segments,
+    /// Room for data in front of the answer.
+    room_bytes: u64,
     pub(super) operation: Operation,
 }
 
@@ -93,6 +95,7 @@ impl Request {
         let status = chain.writable.split_back(1).ok_or("has no room for a status byte")?;
         let header = u64::try_from(HEADER_BYTES).unwrap_or(0);
         let header = chain.readable.split_front(header).ok_or("is shorter than a header")?;
+        let room_bytes = chain.writable.len_bytes();
         let mut bytes = [0; HEADER_BYTES];
         let operation = match header.copy_out(memory, &mut bytes) {
             Ok(_) => {
@@ -100,7 +103,13 @@ impl Request {
             }
             Err(_) => Operation::Refused(Status::IoError),
         };
-        Ok(Self { head: chain.head, status, operation })
+        Ok(Self { head: chain.head, status, room_bytes, operation })
+    }
+
+    /// How many bytes from its front the driver's buffer has got, of which `data_bytes` are data: with
+    /// the answer, which is at its end, if nothing is missing before it (virtio 1.3, 2.7.8.2).
+    pub(super) fn used_bytes(&self, data_bytes: u64) -> u64 {
+        if data_bytes == self.room_bytes { data_bytes.saturating_add(1) } else { data_bytes }
     }
 
     /// Writes the answer. An answer that cannot be written is lost, and so is the chain's use to

@@ -201,7 +201,12 @@ pub(super) fn get_id(
 /// Frees the space behind ranges, where the host can.
 pub(super) fn discard(disk: &Disk, ranges: &[Range]) -> Result<(), Status> {
     for range in ranges {
-        match fallocate(disk.file(), libc::FALLOC_FL_PUNCH_HOLE, *range) {
+        let done = if disk.is_device() && range.len_bytes > 0 {
+            disk.discard_on_device(range.offset, range.len_bytes)
+        } else {
+            fallocate(disk.file(), libc::FALLOC_FL_PUNCH_HOLE, *range)
+        };
+        match done {
             Ok(()) => {}
             Err(error) if is_unsupported(&error) => return Err(Status::Unsupported),
             Err(_) => return Err(Status::IoError),

@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod specification;
 mod stable;
 
 use std::io::{Seek, SeekFrom, Write};
@@ -239,9 +240,9 @@ fn requests_beyond_the_disk_fail_and_change_nothing() {
         assert_eq!(fixture.on_disk(SECTORS - 1, 1), pattern(SECTORS - 1));
         assert_eq!(fixture.image.as_file().metadata().unwrap().len(), SECTORS * 512);
         let odd = [writable(BUFFER, 511)];
-        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 0, &odd), (IO_ERROR, 1));
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 0, &odd), (IO_ERROR, 0));
         let outside = [writable(1 << 40, 512)];
-        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 0, &outside), (IO_ERROR, 1));
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 0, &outside), (IO_ERROR, 0));
         assert_eq!(fixture.device.counters().errors.get(), 6);
     });
 }

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use log::{info, warn};
 use memory::GuestMemory;
 use virtio_queue::QueueState;
 
@@ -20,13 +19,12 @@ use super::synchronous;
 use crate::virtio::buffers::Segments;
 use crate::virtio::queue::{Broken, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
+use crate::{LogLimit, log_limited};
 
 const KICK_TOKEN: u64 = 0;
 const RING_TOKEN: u64 = 1;
 /// Chains taken before other events are looked at.
 const BUDGET: u32 = 128;
-/// Failed requests that are logged by each worker; the counter has them all.
-const ERRORS_LOGGED_MAX: u32 = 10;
 
 /// Whether written data may stay in a cache until a flush.
 #[derive(Clone)]
@@ -52,6 +50,8 @@ pub(crate) struct Shared {
     pub(crate) cache: CacheMode,
     /// Space may be freed.
     pub(crate) sparse: bool,
+    /// Failed requests are logged by it; the counter has them all.
+    pub(crate) log: Arc<LogLimit>,
 }
 
 /// Serves one queue.
@@ -59,7 +59,6 @@ pub(crate) struct BlockWorker {
     queue: WorkQueue,
     shared: Shared,
     ring: Option<Ring>,
-    errors_logged: u32,
 }
 
 impl BlockWorker {
@@ -68,10 +67,17 @@ impl BlockWorker {
         if with_ring {
             match Ring::new(Arc::clone(&shared.disk), queue.size()) {
                 Ok(made) => ring = Some(made),
-                Err(error) => info!("disk uses synchronous I/O instead of io_uring: {error}"),
+                Err(error) => {
+                    let path = shared.disk.path().display();
+                    log_limited!(
+                        shared.log,
+                        Info,
+                        "disk {path} uses synchronous I/O instead of io_uring: {error}"
+                    );
+                }
             }
         }
-        Self { queue, shared, ring, errors_logged: 0 }
+        Self { queue, shared, ring }
     }
 
     fn limits(&self) -> Limits {
@@ -175,6 +181,10 @@ impl BlockWorker {
             Operation::GetId { data } => {
                 Ok(synchronous::get_id(memory, data, &self.shared.serial)?)
             }
+            // Offered only where space may be freed.
+            Operation::Discard(_) if !self.shared.sparse => {
+                Err(Failure::Status(Status::Unsupported))
+            }
             Operation::Discard(ranges) => {
                 synchronous::discard(disk, ranges)?;
                 Ok(0)
@@ -237,25 +247,23 @@ impl BlockWorker {
             }
         }
         request.answer(memory, status);
-        self.queue.add_used(memory, request.head, written.saturating_add(1))
+        self.queue.add_used(memory, request.head, request.used_bytes(written))
     }
 
-    fn note_failure(&mut self, operation: &Operation, failure: Failure) -> Status {
+    fn note_failure(&self, operation: &Operation, failure: Failure) -> Status {
         self.shared.counters.errors.add(1);
         let error = match failure {
             Failure::Status(status) => return status,
             Failure::Host(error) => error,
         };
-        if self.errors_logged < ERRORS_LOGGED_MAX {
-            self.errors_logged += 1;
-            let what = match operation {
-                Operation::Read { .. } => "read",
-                Operation::Write { .. } => "write",
-                Operation::Flush => "flush",
-                _ => "request",
-            };
-            warn!("{what} on disk {} failed: {error}", self.shared.disk.path().display());
-        }
+        let what = match operation {
+            Operation::Read { .. } => "read",
+            Operation::Write { .. } => "write",
+            Operation::Flush => "flush",
+            _ => "request",
+        };
+        let path = self.shared.disk.path().display();
+        log_limited!(self.shared.log, Warn, "{what} on disk {path} failed: {error}");
         Status::IoError
     }
 }

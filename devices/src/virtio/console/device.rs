@@ -43,6 +43,7 @@ struct Shared {
 /// Tells the guest about a new size of the terminal, while the transport owns the device.
 #[derive(Clone)]
 pub struct ConsoleResizer {
+    endpoint: Arc<ConsoleEndpoint>,
     /// Held only to look and to set.
     shared: Arc<Mutex<Shared>>,
 }
@@ -50,6 +51,23 @@ pub struct ConsoleResizer {
 impl ConsoleResizer {
     fn lock(&self) -> MutexGuard<'_, Shared> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The resizer of a console that has no size yet.
+    pub(crate) fn new(endpoint: Arc<ConsoleEndpoint>) -> Self {
+        Self { endpoint, shared: Arc::default() }
+    }
+
+    pub(super) fn endpoint(&self) -> Arc<ConsoleEndpoint> {
+        Arc::clone(&self.endpoint)
+    }
+
+    /// Takes the size that the terminal has now, if the console is connected to one.
+    pub fn follow_terminal(&self) {
+        // A pseudo terminal that nothing has opened has no size.
+        if let Some((columns, rows)) = self.endpoint.size().filter(|size| *size != (0, 0)) {
+            self.resize(columns, rows);
+        }
     }
 
     /// Sets the size; the driver is notified if it changed.
@@ -80,7 +98,8 @@ impl Console {
     pub fn new(config: ConsoleConfig) -> Self {
         let size = config.endpoint.size().unwrap_or_default();
         let shared = Shared { size, interrupt: None };
-        let shared = ConsoleResizer { shared: Arc::new(Mutex::new(shared)) };
+        let endpoint = Arc::clone(&config.endpoint);
+        let shared = ConsoleResizer { endpoint, shared: Arc::new(Mutex::new(shared)) };
         Self { config, shared, workers: Workers::default() }
     }
 
@@ -134,7 +153,7 @@ impl VirtioDevice for Console {
         let worker = ConsoleWorker::new(
             WorkQueue::new(receive, &memory, &interrupt, features),
             WorkQueue::new(transmit, &memory, &interrupt, features),
-            Arc::clone(&self.config.endpoint),
+            self.resizer(),
         );
         self.workers.spawn(&self.config.id, &[], worker)?;
         if features & F_SIZE != 0 {

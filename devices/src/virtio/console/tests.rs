@@ -6,11 +6,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::Arc;
 
 use super::{Console, ConsoleConfig};
 use crate::endpoint::ConsoleEndpoint;
+use crate::syscalls;
 use crate::virtio::VirtioDevice;
 use crate::virtio::test_driver::{DATA, Driver, readable, writable};
 
@@ -103,6 +105,31 @@ fn a_new_size_is_told_once() {
     fixture.device.reset();
     resizer.resize(80, 24);
     assert_eq!(fixture.driver.interrupt.config_changes(), 1, "there is no driver");
+}
+
+#[test]
+fn the_guest_learns_of_the_size_of_its_terminal() {
+    let mut fixture = Fixture::new();
+    let resizer = fixture.device.resizer();
+    let mut terminal = fixture.terminal();
+    let size = |fixture: &Fixture| {
+        let mut config = [0; 4];
+        fixture.device.read_config(0, &mut config);
+        [config[0], config[2]]
+    };
+    resizer.resize(90, 30);
+    resizer.follow_terminal();
+    assert_eq!(size(&fixture), [90, 30], "a terminal without a size says nothing");
+    syscalls::set_terminal_size(terminal.as_fd(), 132, 43).unwrap();
+    resizer.follow_terminal();
+    assert_eq!((size(&fixture), fixture.driver.interrupt.config_changes()), ([132, 43], 2));
+    // With what is typed into a pseudo terminal, of which no signal tells.
+    syscalls::set_terminal_size(terminal.as_fd(), 80, 25).unwrap();
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 5)]);
+    fixture.driver.queues[RECEIVE].kick();
+    terminal.write_all(b"x").unwrap();
+    fixture.driver.wait_used(RECEIVE);
+    assert_eq!((size(&fixture), fixture.driver.interrupt.config_changes()), ([80, 25], 3));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use virtio_queue::QueueState;
 
+use super::device::ConsoleResizer;
 use crate::endpoint::ConsoleEndpoint;
 use crate::virtio::queue::{Broken, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
@@ -27,15 +28,12 @@ pub(crate) struct ConsoleWorker {
     receive: WorkQueue,
     transmit: WorkQueue,
     endpoint: Arc<ConsoleEndpoint>,
+    resizer: ConsoleResizer,
 }
 
 impl ConsoleWorker {
-    pub(crate) fn new(
-        receive: WorkQueue,
-        transmit: WorkQueue,
-        endpoint: Arc<ConsoleEndpoint>,
-    ) -> Self {
-        Self { receive, transmit, endpoint }
+    pub(crate) fn new(receive: WorkQueue, transmit: WorkQueue, resizer: ConsoleResizer) -> Self {
+        Self { receive, transmit, endpoint: resizer.endpoint(), resizer }
     }
 
     /// Writes out what the driver made available.
@@ -96,6 +94,8 @@ impl ConsoleWorker {
                 self.receive.undo_pop();
                 break;
             }
+            // No signal tells of the size of a pseudo terminal.
+            self.resizer.follow_terminal();
             let input = buffer.get(..len_bytes).unwrap_or_default();
             let copied = chain
                 .writable

@@ -9,7 +9,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use log::{debug, warn};
 use memory::plugging::PlugError;
 use memory::{GuestRam, RamRegion};
 use vmm_sys_util::eventfd::EventFd;
@@ -17,6 +16,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::config::ConfigSpace;
 use super::requests::{Answer, Blocks, Have, Request};
 use crate::virtio::VirtioInterrupt;
+use crate::{LogLimit, log_limited};
 
 /// See the module.
 pub(crate) struct Shared {
@@ -34,6 +34,7 @@ pub(crate) struct Shared {
     retry_from: AtomicU64,
     /// Asked for since it began with the first one.
     retry_asked: AtomicBool,
+    log: LogLimit,
 }
 
 /// What is given to the host at a time: a request, or a pause, waits until that is done.
@@ -59,6 +60,7 @@ impl Shared {
             retry_from,
             retry_asked,
             growth: OnceLock::new(),
+            log: LogLimit::default(),
         }))
     }
 
@@ -129,11 +131,11 @@ impl Shared {
 
     /// Carries out a request of the driver.
     pub(super) fn serve(&self, request: Request) -> Answer {
-        debug!("{request:?}");
+        log_limited!(self.log, Debug, "{request:?}");
         match request {
             Request::Plug(blocks) => self.plug(blocks),
             Request::Unplug(blocks) => match self.range(blocks) {
-                Some(range) => answer(&self.ram.unplug(&range)),
+                Some(range) => self.answer(&self.ram.unplug(&range)),
                 None => Answer::Error,
             },
             Request::UnplugAll => self.unplug_all(),
@@ -160,13 +162,13 @@ impl Shared {
         {
             listener();
         }
-        answer(&done)
+        self.answer(&done)
     }
 
     fn unplug_all(&self) -> Answer {
         let gpa = self.region.gpa();
         for run in self.region.usable_runs() {
-            let answer = answer(&self.ram.unplug(&(gpa + run.start..gpa + run.end)));
+            let answer = self.answer(&self.ram.unplug(&(gpa + run.start..gpa + run.end)));
             if answer != Answer::Ack {
                 return answer;
             }
@@ -191,20 +193,25 @@ impl Shared {
             (true, false) => Have::Some,
         }
     }
-}
 
-fn answer(done: &Result<(), PlugError>) -> Answer {
-    let Err(error) = done else { return Answer::Ack };
-    match error {
-        PlugError::NotBlocks { .. } => Answer::Error,
-        PlugError::Busy { .. } => {
-            debug!("{error}");
-            Answer::Busy
-        }
-        PlugError::NoPages(_) | PlugError::NotCleared { .. } | PlugError::NotMapped { .. } => {
-            // Drivers try again after a while, and somebody may have raised the limit by then.
-            warn!("a guest gets less memory than it is to have: {}", error_text::chain(error));
-            Answer::Busy
+    fn answer(&self, done: &Result<(), PlugError>) -> Answer {
+        let Err(error) = done else { return Answer::Ack };
+        match error {
+            PlugError::NotBlocks { .. } => Answer::Error,
+            PlugError::Busy { .. } => {
+                log_limited!(self.log, Debug, "{error}");
+                Answer::Busy
+            }
+            PlugError::NoPages(_) | PlugError::NotCleared { .. } | PlugError::NotMapped { .. } => {
+                // Drivers try again after a while, and the limit may have been raised by then.
+                let reason = error_text::chain(error);
+                log_limited!(
+                    self.log,
+                    Warn,
+                    "a guest gets less memory than it is to have: {reason}"
+                );
+                Answer::Busy
+            }
         }
     }
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Telling the network where the guest is now, after a migration.
+//! Telling the network where the guest is now, after it has arrived.
 //!
-//! Owns the frame and how often it is sent. A guest that can announce itself is asked to, since it
-//! knows all its addresses; for any other the frame is sent a few times, because a single one gets
-//! lost where a bridge has not opened the port yet. It must never send for a guest that has gone:
-//! the tap is asked each time, and is not held in between.
+//! Owns the frame and how often it is sent. A guest that can announce itself is asked to as well, since
+//! it knows all its addresses. Both happen a few times, because a single frame gets lost where a bridge
+//! has not opened the port yet. It must never send for a guest that has gone: the tap is asked each
+//! time, and is not held in between.
 
 use std::io::Write;
 use std::sync::{Arc, Weak};
@@ -19,8 +19,8 @@ use super::tap::{HEADER_BYTES, MacAddress};
 /// Length of the shortest Ethernet frame, without its checksum.
 const FRAME_BYTES: usize = 60;
 
-/// Pauses between the announcements for a guest that cannot announce itself: one at once, the last
-/// after less than a second, as long as a bridge takes to notice a new port.
+/// Pauses between the announcements: one at once, the last after less than a second, as long as a
+/// bridge takes to notice a new port.
 const PAUSES_MS: [u64; 4] = [50, 150, 250, 350];
 
 /// Makes a guest's new place known; a handle for the VMM while the transport owns the device.
@@ -33,13 +33,8 @@ impl Announcer {
     /// Teaches switches the way to the guest's Ethernet address, and asks the driver, if it knows
     /// how, to announce its other addresses (virtio 1.3, 5.1.6.5.4).
     pub fn announce(&self) {
-        send(&self.link);
-        if let Some(interrupt) = self.link.interrupt() {
-            self.link.change(|state| state.announce_pending = true);
-            interrupt.config_changed();
-            return;
-        }
-        // Nobody waits for the others, least of all the guest that is about to run.
+        announce_once(&self.link);
+        // The others are not waited for, least of all by a guest that is about to run.
         let link = Arc::downgrade(&self.link);
         let thread = std::thread::Builder::new().name("announce".to_owned());
         if let Err(error) = thread.spawn(move || repeat(&link)) {
@@ -53,19 +48,23 @@ fn repeat(link: &Weak<Link>) {
     for pause_ms in PAUSES_MS {
         std::thread::sleep(Duration::from_millis(pause_ms));
         match link.upgrade() {
-            Some(link) if send(&link) => {}
+            Some(link) if announce_once(&link) => {}
             _ => return,
         }
     }
 }
 
-/// Sends one; false when there is no tap.
-fn send(link: &Link) -> bool {
+/// Sends a frame and asks the driver; false when there is no tap.
+fn announce_once(link: &Link) -> bool {
     let mac = link.state().mac;
     let Some(tap) = link.tap.pair(0) else { return false };
     let mut file = tap.file();
     if let Err(error) = file.write(&announcement(mac)) {
         debug!("cannot send an announcement for {mac}: {error}");
+    }
+    if let Some(interrupt) = link.interrupt() {
+        link.ask_to_announce();
+        interrupt.config_changed();
     }
     true
 }

@@ -34,7 +34,10 @@ pub(super) fn tun_flags(offloads: u64) -> u32 {
     if offloads & 1 << abi::VIRTIO_NET_F_GUEST_CSUM == 0 {
         return 0;
     }
-    flags.iter().filter(|(bit, _)| offloads & 1 << bit != 0).fold(0, |all, (_, flag)| all | flag)
+    let flags = flags.iter().filter(|(bit, _)| offloads & 1 << bit != 0);
+    let all = flags.fold(0, |all, (_, flag)| all | flag);
+    // The same of congestion marks without segmentation.
+    if all & (libc::TUN_F_TSO4 | libc::TUN_F_TSO6) == 0 { all & !libc::TUN_F_TSO_ECN } else { all }
 }
 
 /// What the driver has chosen, and what it is told.
@@ -48,12 +51,16 @@ pub(super) struct LinkState {
     pub(super) announce_pending: bool,
 }
 
+fn settings(state: &LinkState) -> Settings {
+    Settings { offloads: tun_flags(state.offloads), active_pairs: state.active_pairs }
+}
+
 /// What all parts of one network device share.
 pub(crate) struct Link {
     pub(super) tap: Arc<TapSlot>,
     pub(super) max_pairs: u16,
     pub(super) mtu: Option<u16>,
-    /// Held only to look and to set.
+    /// Held to look, and to set it together with the tap.
     state: Mutex<LinkState>,
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
 }
@@ -68,7 +75,7 @@ impl Link {
         let state = LinkState { mac, offloads: 0, active_pairs: 1, announce_pending: false };
         let link =
             Self { tap, max_pairs, mtu, state: Mutex::new(state), interrupt: Mutex::new(None) };
-        link.apply();
+        link.change(|_| ());
         link
     }
 
@@ -80,18 +87,39 @@ impl Link {
         *self.lock()
     }
 
-    /// Changes what the driver has chosen, and the tap with it.
+    /// Changes what the driver has chosen, and the tap with it as far as the host lets it.
     pub(super) fn change(&self, change: impl FnOnce(&mut LinkState)) {
-        change(&mut self.lock());
-        self.apply();
+        let mut state = self.lock();
+        change(&mut state);
+        if let Err(error) = self.tap.set(settings(&state)) {
+            self.tap.complain(&error);
+        }
     }
 
-    fn apply(&self) {
-        let state = self.state();
-        self.tap.set(Settings {
-            offloads: tun_flags(state.offloads),
-            active_pairs: state.active_pairs,
-        });
+    /// Changes what the driver has chosen if the tap can be changed so; whether it has been. Otherwise
+    /// all is as it was.
+    pub(super) fn try_change(&self, change: impl FnOnce(&mut LinkState)) -> bool {
+        let mut state = self.lock();
+        let mut wanted = *state;
+        change(&mut wanted);
+        match self.tap.set(settings(&wanted)) {
+            Ok(()) => {
+                *state = wanted;
+                true
+            }
+            Err(error) => {
+                self.tap.complain(&error);
+                if let Err(error) = self.tap.set(settings(&state)) {
+                    self.tap.complain(&error);
+                }
+                false
+            }
+        }
+    }
+
+    /// Asks the driver to announce itself.
+    pub(super) fn ask_to_announce(&self) {
+        self.lock().announce_pending = true;
     }
 
     /// Who is told of changes of the configuration, while there is a driver.

@@ -116,10 +116,7 @@ impl Commands<'_> {
 
     fn set_pairs(&self, pairs: u16) -> bool {
         let known = self.has(abi::VIRTIO_NET_F_MQ) && (1..=self.link.max_pairs).contains(&pairs);
-        if known {
-            self.link.change(|state| state.active_pairs = pairs);
-        }
-        known
+        known && self.link.try_change(|state| state.active_pairs = pairs)
     }
 
     fn set_offloads(&self, data: &[u8]) -> bool {
@@ -127,10 +124,7 @@ impl Commands<'_> {
         let offloads = u64::from_le_bytes(offloads);
         let known = self.has(abi::VIRTIO_NET_F_CTRL_GUEST_OFFLOADS)
             && offloads & !(self.features & GUEST_OFFLOADS) == 0;
-        if known {
-            self.link.change(|state| state.offloads = offloads);
-        }
-        known
+        known && self.link.try_change(|state| state.offloads = offloads)
     }
 }
 

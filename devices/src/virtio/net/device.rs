@@ -326,14 +326,9 @@ impl VirtioDevice for Net {
         self.features
     }
 
-    /// The offloads that the driver may change at run time begin as those that it accepted; a
-    /// state that was restored before has its own.
+    /// The offloads that the driver may change at run time begin as those that it accepted.
     fn acknowledge_features(&mut self, features: u64) {
-        self.link.change(|state| {
-            if state.offloads == 0 {
-                state.offloads = features & self.features & GUEST_OFFLOADS;
-            }
-        });
+        self.link.change(|state| state.offloads = features & self.features & GUEST_OFFLOADS);
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

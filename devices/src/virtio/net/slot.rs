@@ -10,9 +10,8 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use log::warn;
-
 use super::tap::{MacAddress, Tap, TapError};
+use crate::{LogLimit, log_limited};
 
 /// What a tap is to be.
 #[derive(Clone, Debug, Default)]
@@ -34,6 +33,7 @@ pub struct TapConfig {
 /// Holds a tap or the recipe for it; a handle for the VMM while the transport owns the device.
 pub struct TapSlot {
     config: TapConfig,
+    log: LogLimit,
     /// Held while the tap is opened or let go, and to look something up.
     inner: Mutex<Inner>,
 }
@@ -42,6 +42,8 @@ pub struct TapSlot {
 struct Inner {
     taps: Vec<Arc<Tap>>,
     settings: Settings,
+    /// The taps do what the settings say.
+    is_applied: bool,
     /// The descriptors came from outside, so they cannot be opened again.
     from_outside: bool,
     /// They are duplicates of some that this process keeps anyway: closing them would let nothing
@@ -59,7 +61,7 @@ pub(crate) struct Settings {
 
 impl TapSlot {
     pub(crate) fn new(config: TapConfig) -> Self {
-        Self { config, inner: Mutex::default() }
+        Self { config, log: LogLimit::default(), inner: Mutex::default() }
     }
 
     pub(super) fn with_fds(config: TapConfig, fds: Vec<OwnedFd>) -> Result<Self, TapError> {
@@ -72,7 +74,7 @@ impl TapSlot {
     pub(crate) fn with_taps(config: TapConfig, taps: Vec<Tap>) -> Self {
         let taps = taps.into_iter().map(Arc::new).collect();
         let inner = Inner { taps, from_outside: true, ..Inner::default() };
-        Self { config, inner: Mutex::new(inner) }
+        Self { config, log: LogLimit::default(), inner: Mutex::new(inner) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -90,7 +92,10 @@ impl TapSlot {
             self.configure(tap)?;
         }
         inner.taps = taps.into_iter().map(Arc::new).collect();
-        inner.apply();
+        // The guest goes without what the host does not do for it.
+        if let Err(error) = inner.apply() {
+            self.complain(&error);
+        }
         Ok(())
     }
 
@@ -158,33 +163,40 @@ impl TapSlot {
     }
 
     /// Applies the driver's choice to the tap, if there is one, and to any that comes.
-    pub(super) fn set(&self, settings: Settings) {
+    pub(super) fn set(&self, settings: Settings) -> Result<(), TapError> {
         let mut inner = self.lock();
-        if inner.settings != settings {
-            inner.settings = settings;
-            inner.apply();
+        if inner.settings == settings && inner.is_applied {
+            return Ok(());
         }
+        inner.settings = settings;
+        inner.apply()
+    }
+
+    /// Logs what the tap did not do.
+    pub(super) fn complain(&self, error: &TapError) {
+        log_limited!(self.log, Warn, "{}", error_text::chain(error));
     }
 }
 
 impl Inner {
-    fn apply(&self) {
-        let Some(first) = self.taps.first() else { return };
+    /// Applies all of it, and says what went wrong first.
+    fn apply(&mut self) -> Result<(), TapError> {
+        self.is_applied = true;
+        let Some(first) = self.taps.first() else { return Ok(()) };
         // Offloads are the interface's, whichever queue they are set through.
-        if let Err(error) = first.set_offloads(self.settings.offloads) {
-            warn!("{error}");
-        }
-        if self.taps.len() == 1 {
-            return;
-        }
-        for (index, tap) in self.taps.iter().enumerate() {
+        let mut result = first.set_offloads(self.settings.offloads);
+        let several = self.taps.len() > 1;
+        for (index, tap) in self.taps.iter().enumerate().filter(|_| several) {
             let attached = index < usize::from(self.settings.active_pairs.max(1));
-            // Changing nothing is an error to the kernel, and to nobody else.
-            if let Err(error) = tap.set_attached(attached)
-                && error.raw_os_error() != Some(libc::EINVAL)
-            {
-                warn!("cannot change the queues of tap {}: {error}", tap.name());
+            // Changing nothing is an error to the kernel alone.
+            match tap.set_attached(attached) {
+                Err(error) if error.raw_os_error() != Some(libc::EINVAL) => {
+                    result = result.and(Err(tap.failed("change the queues", error)));
+                }
+                _ => {}
             }
         }
+        self.is_applied = result.is_ok();
+        result
     }
 }

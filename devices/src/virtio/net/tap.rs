@@ -12,6 +12,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -146,6 +147,16 @@ pub enum TapError {
 pub(crate) struct Tap {
     file: File,
     name: String,
+    /// Something else in the place of a tap.
+    plain: Option<Plain>,
+}
+
+/// What stands for the settings of a tap that is none.
+#[derive(Debug, Default)]
+pub(super) struct Plain {
+    pub(super) offloads: AtomicU32,
+    /// Answers the next changes of offloads with an error.
+    pub(super) refuses: AtomicBool,
 }
 
 fn request(name: &str) -> Result<libc::ifreq, TapError> {
@@ -201,7 +212,7 @@ impl Tap {
         // descriptor is open.
         let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &raw mut request) };
         check(result).map_err(|source| open_error(name, multi_queue, existed, source))?;
-        let tap = Self { file, name: name_of(&request) };
+        let tap = Self { file, name: name_of(&request), plain: None };
         tap.set_header_len()?;
         Ok(tap)
     }
@@ -235,14 +246,19 @@ impl Tap {
             return Err(not_tap(wrong));
         }
         set_nonblocking(std::os::fd::AsFd::as_fd(&fd)).map_err(not_tap)?;
-        let tap = Self { file: fd.into(), name: name_of(&request) };
+        let tap = Self { file: fd.into(), name: name_of(&request), plain: None };
         tap.set_header_len()?;
         Ok(tap)
     }
 
     /// Anything that keeps the borders between frames, in the place of a tap.
     pub(crate) fn from_file(file: File) -> Self {
-        Self { file, name: "none".to_owned() }
+        Self { file, name: "none".to_owned(), plain: Some(Plain::default()) }
+    }
+
+    #[cfg(test)]
+    pub(super) fn plain(&self) -> Option<&Plain> {
+        self.plain.as_ref()
     }
 
     pub(super) fn name(&self) -> &str {
@@ -265,6 +281,14 @@ impl Tap {
 
     /// What the guest takes in received frames: `TUN_F_*`.
     pub(super) fn set_offloads(&self, offloads: u32) -> Result<(), TapError> {
+        if let Some(plain) = &self.plain {
+            if plain.refuses.load(Ordering::Acquire) {
+                let refused = io::Error::from_raw_os_error(libc::EINVAL);
+                return Err(self.failed("set the offloads", refused));
+            }
+            plain.offloads.store(offloads, Ordering::Release);
+            return Ok(());
+        }
         let argument = libc::c_ulong::from(offloads);
         // SAFETY: TUNSETOFFLOAD takes a number; the descriptor is open.
         let result = unsafe { libc::ioctl(self.file.as_raw_fd(), libc::TUNSETOFFLOAD, argument) };
@@ -401,7 +425,7 @@ impl Tap {
         Ok(())
     }
 
-    fn failed(&self, what: &'static str, source: io::Error) -> TapError {
+    pub(super) fn failed(&self, what: &'static str, source: io::Error) -> TapError {
         TapError::Configure { what, name: self.name.clone(), source }
     }
 }

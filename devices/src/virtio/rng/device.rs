@@ -93,7 +93,7 @@ impl VirtioDevice for Rng {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let queue = only_queue(activation)?;
-        let worker = RngWorker::new(queue, Arc::clone(&self.source));
+        let worker = RngWorker::new(queue, Arc::clone(&self.source), self.workers.log_limit());
         self.workers.spawn(&self.config.id, &[], worker)
     }
 

@@ -6,12 +6,11 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use log::warn;
 use memory::GuestMemory;
 
-use crate::syscalls;
 use crate::virtio::one_queue::OneQueue;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
+use crate::{LogLimit, log_limited, syscalls};
 
 /// Chains taken before other events are looked at.
 const BUDGET: u32 = 64;
@@ -23,13 +22,13 @@ const CHAIN_BYTES_MAX: u64 = 64 << 10;
 pub(crate) struct RngWorker {
     queue: WorkQueue,
     source: Arc<File>,
-    stand_in_reported: bool,
+    log: Arc<LogLimit>,
 }
 
 impl RngWorker {
     /// `source` must not wait.
-    pub(crate) fn new(queue: WorkQueue, source: Arc<File>) -> Self {
-        Self { queue, source, stand_in_reported: false }
+    pub(crate) fn new(queue: WorkQueue, source: Arc<File>, log: Arc<LogLimit>) -> Self {
+        Self { queue, source, log }
     }
 }
 
@@ -39,8 +38,8 @@ impl OneQueue for RngWorker {
     }
 
     fn serve(&mut self) -> Result<(), Broken> {
-        let Self { queue, source, stand_in_reported } = self;
-        queue.serve(BUDGET, |memory, chain| fill(memory, chain, source, stand_in_reported))
+        let Self { queue, source, log } = self;
+        queue.serve(BUDGET, |memory, chain| fill(memory, chain, source, log))
     }
 }
 
@@ -49,7 +48,7 @@ fn fill(
     memory: &GuestMemory,
     chain: &mut Chain,
     source: &File,
-    stand_in_reported: &mut bool,
+    log: &LogLimit,
 ) -> Result<u64, &'static str> {
     let wanted = chain.writable.len_bytes().min(CHAIN_BYTES_MAX);
     let room = chain.writable.split_front(wanted).unwrap_or_default();
@@ -74,8 +73,10 @@ fn fill(
         }
         Err(_) => 0,
     };
-    if !std::mem::replace(stand_in_reported, true) {
-        warn!("source of entropy fails, the kernel's generator stands in for it: {error}");
-    }
+    log_limited!(
+        log,
+        Warn,
+        "source of entropy fails, the kernel's generator stands in for it: {error}"
+    );
     Ok(len_bytes)
 }

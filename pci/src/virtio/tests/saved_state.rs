@@ -57,7 +57,7 @@ fn a_device_comes_back_as_it_was() {
     assert_eq!(rig.mapper.mapped(), source.mapper.mapped());
     assert_eq!(rig.programmed(3), source.programmed(3));
     let calls = rig.take_calls();
-    assert_eq!(calls, [DeviceCall::Restore, DeviceCall::Acknowledge(FakeDevice::OFFERED)]);
+    assert_eq!(calls, [DeviceCall::Acknowledge(FakeDevice::OFFERED), DeviceCall::Restore]);
 
     rig.device.resume();
     assert_eq!(rig.take_calls(), [DeviceCall::Activate]);
@@ -127,6 +127,27 @@ fn a_restored_device_that_cannot_start_asks_for_a_reset() {
     let broken = save(&rig);
     assert!(!broken.common.active);
     restore(&mut Rig::cold(), &broken).unwrap();
+}
+
+#[test]
+fn a_device_that_waits_for_its_reset_does_nothing_elsewhere_until_then() {
+    let source = paused();
+    source.interrupt().needs_reset();
+    let mut rig = Rig::cold();
+    restore(&mut rig, &save(&source)).unwrap();
+    rig.take_calls();
+    rig.device.resume();
+    assert_eq!(rig.take_calls(), [], "it is not activated");
+    assert_eq!(rig.status(), 15 | 0x40);
+    assert_eq!(rig.delivered(0), 1, "the driver may not have been told");
+    rig.device.pause();
+    // And on from there.
+    let mut next = Rig::cold();
+    restore(&mut next, &save(&rig)).unwrap();
+    next.device.resume();
+    assert_eq!(next.status(), 15 | 0x40);
+    next.set_status(0);
+    assert_eq!(next.status(), 0);
 }
 
 #[test]

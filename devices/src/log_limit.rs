@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A bound on what a guest can make the VMM log.
+//!
+//! Owns the count of lines and of those that were left out. Whatever a guest does, one device writes a
+//! burst and then a line a minute, so that a hostile guest cannot fill the host's disk, and a fault
+//! that begins after a week is still seen. Belongs to a device, not to a thread that its driver can
+//! have started anew.
+
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Lines that may follow each other at once unless a device says otherwise; enough to see a pattern.
+const BURST_LINES: u32 = 32;
+/// Time after which one more may be written.
+const LINE_EVERY: Duration = Duration::from_mins(1);
+
+/// The lines that may still be written; see the module. Used by [`crate::log_limited`].
+#[derive(Debug)]
+pub struct LogLimit {
+    burst_lines: u32,
+    /// Held only to count.
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    used: u32,
+    /// When a line was last added to those that may be written; set while some are used.
+    refilled: Option<Instant>,
+    left_out: u64,
+}
+
+impl State {
+    fn refill(&mut self, now: Instant) {
+        let since = *self.refilled.get_or_insert(now);
+        let lines = now.saturating_duration_since(since).as_secs() / LINE_EVERY.as_secs();
+        let lines = u32::try_from(lines).unwrap_or(u32::MAX).min(self.used);
+        self.used -= lines;
+        self.refilled = (self.used > 0).then(|| since + LINE_EVERY * lines);
+    }
+}
+
+impl Default for LogLimit {
+    fn default() -> Self {
+        Self::with_burst(BURST_LINES)
+    }
+}
+
+impl LogLimit {
+    /// Lets `lines` follow each other at once.
+    pub fn with_burst(lines: u32) -> Self {
+        Self { burst_lines: lines, state: Mutex::default() }
+    }
+
+    /// Whether one more line may be written, and what it has to end with.
+    pub fn take(&self) -> Option<LeftOut> {
+        self.take_at(Instant::now())
+    }
+
+    fn take_at(&self, now: Instant) -> Option<LeftOut> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.refill(now);
+        if state.used >= self.burst_lines {
+            state.left_out = state.left_out.saturating_add(1);
+            return None;
+        }
+        state.used += 1;
+        state.refilled.get_or_insert(now);
+        Some(LeftOut(std::mem::take(&mut state.left_out)))
+    }
+}
+
+/// How many lines were left out before this one; nothing is written for none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeftOut(u64);
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => Ok(()),
+            1 => write!(f, " (1 line about this device was left out before)"),
+            count => write!(f, " ({count} lines about this device were left out before)"),
+        }
+    }
+}
+
+/// Writes a line that a guest can cause, as far as a [`LogLimit`] allows: limit, level ([`log::Level`]
+/// by its name), then as for `format!`.
+#[macro_export]
+macro_rules! log_limited {
+    ($limit:expr, $level:ident, $($text:tt)+) => {
+        if ::log::log_enabled!(::log::Level::$level)
+            && let Some(left_out) = $limit.take()
+        {
+            ::log::log!(::log::Level::$level, "{}{left_out}", format_args!($($text)+));
+        }
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_ends_and_what_comes_later_says_what_is_missing() {
+        let limit = LogLimit::default();
+        let start = Instant::now();
+        let burst = u64::from(BURST_LINES);
+        let granted = (0..1_000_000).filter(|_| limit.take_at(start).is_some()).count();
+        assert_eq!(u64::try_from(granted), Ok(burst));
+        assert_eq!(limit.take_at(start + LINE_EVERY / 2), None);
+        let left_out = 1_000_001 - burst;
+        assert_eq!(limit.take_at(start + LINE_EVERY), Some(LeftOut(left_out)));
+        assert_eq!(limit.take_at(start + LINE_EVERY), None);
+        assert_eq!(limit.take_at(start + LINE_EVERY * 2), Some(LeftOut(1)));
+        assert_eq!(LeftOut(1).to_string(), " (1 line about this device was left out before)");
+        assert!(LeftOut(left_out).to_string().contains("999969 lines"));
+    }
+
+    #[test]
+    fn quiet_hours_give_no_more_than_a_burst() {
+        let limit = LogLimit::default();
+        let start = Instant::now();
+        for hours in 0..3 {
+            let now = start + LINE_EVERY * 60 * hours;
+            let granted = (0..200).filter(|_| limit.take_at(now).is_some()).count();
+            assert_eq!(u32::try_from(granted), Ok(BURST_LINES), "hour {hours}");
+        }
+    }
+
+    #[test]
+    fn a_line_at_times_is_never_left_out() {
+        let limit = LogLimit::default();
+        let start = Instant::now();
+        assert!((0..1000).all(|line| limit.take_at(start + LINE_EVERY * line) == Some(LeftOut(0))));
+        assert_eq!(LeftOut(0).to_string(), "");
+    }
+}
