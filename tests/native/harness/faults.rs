@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! Faults of the host that a test cannot make happen otherwise: system calls of a VMM that fail, and a
+//! thread of it that stands still.
+//!
+//! Owns the tracer of a process, which lets go of it when it is dropped. Must never know what a call is for.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use super::{Vmm, skip};
+
+/// System calls of a VMM fail, until it is dropped.
+pub struct Faults(Child);
+
+impl Faults {
+    /// Calls of `vmm` that name the file at `path`, by a descriptor for example, meet `fault`, as
+    /// strace(1) takes it for its `inject`. The test is SKIPPED where processes cannot be traced.
+    #[track_caller]
+    pub fn inject(vmm: &Vmm, path: &Path, fault: &str) -> Self {
+        let spawned = Command::new("strace")
+            .args(["--follow-forks", "--attach", &vmm.pid().to_string()])
+            .arg("--trace-path")
+            .arg(path)
+            .args(["-e", &format!("inject={fault}")])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn();
+        let mut strace = match spawned {
+            Ok(strace) => strace,
+            Err(error) => skip(format!("strace: {error}")),
+        };
+        let said = strace.stderr.take().expect("a pipe");
+        // It says so when all threads are attached.
+        let mut lines = BufReader::new(said).lines().map_while(Result::ok);
+        let mut before = String::new();
+        let attached = lines.by_ref().find(|line| {
+            before.push_str(line);
+            line.contains(" attached")
+        });
+        if attached.is_none() {
+            let _ = strace.wait();
+            skip(format!("processes cannot be traced: {before}"));
+        }
+        // What it has to say is read, or it waits.
+        std::thread::spawn(move || lines.for_each(drop));
+        Self(strace)
+    }
+}
+
+impl Drop for Faults {
+    fn drop(&mut self) {
+        let pid = libc::pid_t::try_from(self.0.id()).expect("a pid");
+        // SAFETY: only numbers are passed; the child has not been waited for, so the number is its own.
+        let _ = unsafe { libc::kill(pid, libc::SIGTERM) };
+        let _ = self.0.wait();
+    }
+}
