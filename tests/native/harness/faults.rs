@@ -4,7 +4,8 @@
 //!
 //! Owns the tracer of a process, which lets go of it when it is dropped. Must never know what a call is for.
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Error};
+use std::marker::PhantomData;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -55,5 +56,45 @@ impl Drop for Faults {
         // SAFETY: only numbers are passed; the child has not been waited for, so the number is its own.
         let _ = unsafe { libc::kill(pid, libc::SIGTERM) };
         let _ = self.0.wait();
+    }
+}
+
+/// A thread that stands still, until it is dropped. Only the thread that made this may do so.
+pub struct Frozen {
+    thread: libc::pid_t,
+    tracer: PhantomData<*const ()>,
+}
+
+fn trace(what: libc::c_uint, thread: libc::pid_t) -> Result<(), Error> {
+    let nothing = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: requests that stop a thread or let it go neither read nor write memory.
+    match unsafe { libc::ptrace(what, thread, nothing, nothing) } {
+        0 => Ok(()),
+        _ => Err(Error::last_os_error()),
+    }
+}
+
+impl Frozen {
+    /// The first thread of `vmm`, which takes requests, events of the guest and ends of threads one after the
+    /// other. The test is SKIPPED where processes cannot be traced.
+    #[track_caller]
+    pub fn first_thread(vmm: &Vmm) -> Self {
+        let thread = libc::pid_t::try_from(vmm.pid()).expect("a pid");
+        if let Err(error) = trace(libc::PTRACE_SEIZE, thread) {
+            skip(format!("processes cannot be traced: {error}"));
+        }
+        let frozen = Self { thread, tracer: PhantomData };
+        trace(libc::PTRACE_INTERRUPT, thread).expect("it can be stopped");
+        let mut status = 0;
+        // SAFETY: writes one int.
+        let stopped = unsafe { libc::waitpid(thread, &raw mut status, libc::__WALL) };
+        assert_eq!((stopped, libc::WIFSTOPPED(status)), (thread, true), "status {status:#x}");
+        frozen
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        let _ = trace(libc::PTRACE_DETACH, self.thread);
     }
 }
