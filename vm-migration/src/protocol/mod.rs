@@ -45,6 +45,7 @@
 //! With it, the destination runs the guest only after Confirm: were it to run on Complete, an
 //! answer that gets lost would leave the guest running on both sides.
 
+mod answer;
 pub mod capabilities;
 pub mod codec;
 pub mod formats;
