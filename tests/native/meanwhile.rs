@@ -326,8 +326,7 @@ fn destination_stays(mode: Mode) {
     let row = rows(mode).into_iter().find(confirm).expect("a confirmation");
     let Stopped { mut source, mut destination, relay, reception } = stop_at(row);
     destination.signal(libc::SIGTERM);
-    // Answered behind the signal.
-    destination.api().get("vmm.ping").ok();
+    wait_for("the log", || destination.output().contains("told to end").then_some(()));
     relay.release();
     assert!(reception.finish().status.success(), "{}", destination.output());
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
