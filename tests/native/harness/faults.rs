@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Faults of the host that a test cannot make happen otherwise: system calls of a VMM that fail, and a
-//! thread of it that stands still.
+//! Faults of the host that a test cannot make happen otherwise: system calls that fail, threads and
+//! processes that stand still.
 //!
 //! Owns the tracer of a process, which lets go of it when it is dropped. Must never know what a call is for.
 
@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use super::{Vmm, skip};
+use super::{Vmm, skip, wait_for};
 
 /// System calls of a VMM fail, until it is dropped.
 pub struct Faults(Child);
@@ -56,6 +56,33 @@ impl Drop for Faults {
         // SAFETY: only numbers are passed; the child has not been waited for, so the number is its own.
         let _ = unsafe { libc::kill(pid, libc::SIGTERM) };
         let _ = self.0.wait();
+    }
+}
+
+/// A process that stands still, until it is dropped.
+pub struct Stopped(libc::pid_t);
+
+impl Stopped {
+    /// A process that is not a child of this one.
+    #[track_caller]
+    pub fn process(pid: u32) -> Self {
+        let process = libc::pid_t::try_from(pid).expect("a pid");
+        // SAFETY: only numbers are passed.
+        let answer = unsafe { libc::kill(process, libc::SIGSTOP) };
+        assert_eq!(answer, 0, "process {pid} has ended: {}", Error::last_os_error());
+        wait_for("the process to stand still", || {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("its state");
+            let (_, state) = stat.rsplit_once(") ").expect("a state");
+            state.starts_with('T').then_some(())
+        });
+        Self(process)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // SAFETY: only numbers are passed.
+        let _ = unsafe { libc::kill(self.0, libc::SIGCONT) };
     }
 }
 
