@@ -142,7 +142,7 @@ impl Vmm {
             }
             Vm::Awaited(_) => match self.end_awaited(is_second) {
                 Ok(()) => {
-                    log::warn!("told to end: what arrives here is cancelled, if it still can be")
+                    log::warn!("told to end: what arrives here is cancelled, if it still can be");
                 }
                 Err(error) => log::warn!("told to end, once more gives the VM up: {error}"),
             },
