@@ -13,12 +13,15 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use guest_reader::abi::{self, PAGE_BYTES, disk::BLOCKS, vcpu};
+use guest_reader::abi::{self, PAGE_BYTES, disk::BLOCKS, param, vcpu};
 use serde_json::json;
 use tempfile::TempDir;
+use vm_migration::protocol::message::Command;
 
+use crate::harness::faults::Faults;
 use crate::harness::loops::{Loop, Mounted, format};
-use crate::harness::migrate::{Reception, migrate, text};
+use crate::harness::migrate::{Reception, failure_of, migrate, send_option, text};
+use crate::harness::relay::{Link, Point, Relay, Row, Setting};
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
 
 pub fn add(suite: &mut Suite) {
@@ -29,11 +32,23 @@ pub fn add(suite: &mut Suite) {
     suite.add("disks::a_pause_writes_back", paused);
     suite.add("disks::the_end_of_the_vm_writes_back", ended);
     suite.add("disks::a_disk_that_goes_with_a_reboot_is_written_back", rebooted);
+    suite.add(
+        "disks::a_disk_that_the_guest_lets_go_of_is_written_back_before_its_lock_is_free",
+        ejected,
+    );
     suite.add("disks::a_reboot_keeps_the_lock", lock_over_reboot);
     suite.add("disks::a_failed_flush_is_named_and_stays", failed_flush);
     suite.add("disks::the_lock_outlives_the_last_write", slow_disk);
     suite.add("disks::a_vm_resumes_with_its_lock_or_not_at_all", resumes_locked);
-    suite.add("disks::one_that_cannot_be_read_anew_is_given_back", cannot_be_read_anew);
+    suite.add(
+        "disks::one_that_cannot_be_read_anew_keeps_the_guest_at_the_source",
+        cannot_be_read_anew,
+    );
+    suite.add("disks::one_that_cannot_be_read_anew_late_is_given_back", cannot_be_read_anew_late);
+    suite.add(
+        "disks::one_that_cannot_be_unlocked_keeps_the_guest_at_the_source",
+        cannot_be_unlocked,
+    );
 }
 
 const MEMORY: &str = "size=128M,shared=on";
@@ -64,8 +79,12 @@ impl Disk {
     }
 
     fn guest(&self) -> Vmm {
+        self.guest_with(1, GUEST)
+    }
+
+    fn guest_with(&self, vcpus: u32, cmdline: &str) -> Vmm {
         let option = format!("path={},id=data", self.name.display());
-        let vmm = VmmBuilder::guest(1, MEMORY, GUEST).with(&["--disk", &option]).start();
+        let vmm = VmmBuilder::guest(vcpus, MEMORY, cmdline).with(&["--disk", &option]).start();
         write_more(&vmm, 2 * BLOCKS);
         vmm
     }
@@ -135,7 +154,7 @@ fn is_locked(path: &Path) -> bool {
     i32::from(range.l_type) != libc::F_UNLCK
 }
 
-/// Takes the lock that a VM would, until the answer is dropped.
+/// Takes the lock that a VM would as soon as it is free, until the answer is dropped.
 fn lock(path: &Path) -> File {
     let file = File::options().read(true).write(true).open(path).expect("the disk");
     let range = libc::flock {
@@ -145,11 +164,9 @@ fn lock(path: &Path) -> File {
         l_len: 0,
         l_pid: 0,
     };
-    wait_for("the lock", || {
-        // SAFETY: F_OFD_SETLK reads one flock, which lives during the call.
-        let taken = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
-        (taken == 0).then_some(())
-    });
+    // SAFETY: F_OFD_SETLKW reads one flock, which lives during the call.
+    let answer = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLKW, &raw const range) };
+    assert_eq!(answer, 0, "{}", std::io::Error::last_os_error());
     file
 }
 
@@ -230,6 +247,49 @@ fn rebooted() {
     };
     let newest = (0..BLOCKS).map(newest).max().expect("blocks");
     assert!(newest >= at_least, "block {newest} is the newest after {at_least}");
+    vmm.shut_down();
+}
+
+fn ejected() {
+    let (disk, device) = on_a_loop();
+    let mut first = [0; 8];
+    // The disk has been open elsewhere all the time: it is not written back by being closed.
+    let reader = File::open(device.path()).expect("the disk");
+    // The second vCPU is what the guest lets go with.
+    let vmm = disk.guest_with(2, &format!("{GUEST} vcpus=1"));
+    let api = vmm.api();
+    let places = crate::hotplug::places(&api);
+    let (_, place) = places.iter().find(|(id, _)| id == "data").expect("its place");
+    let number = place.split(['/', ':', '.']).rev().nth(1).expect("a device number");
+    let number = u32::from_str_radix(number, 16).expect("a device number");
+    api.put("vm.remove-device", &json!({"id": "data"}).to_string()).ok();
+    vmm.wait_for_event("device-removing");
+    // What was written up to then is written back at once. What comes later is what this is about.
+    let asked = written(&vmm);
+    let file = File::open(&disk.file).expect("the file");
+    wait_for("the first writing back", || {
+        let newest = |block: u64| {
+            file.read_exact_at(&mut first, block * PAGE_BYTES).expect("a block");
+            u64::from_le_bytes(first)
+        };
+        ((0..BLOCKS).map(newest).max() >= Some(asked)).then_some(())
+    });
+    write_more(&vmm, BLOCKS);
+    assert!(is_locked(device.path()));
+    let path = device.path().to_owned();
+    let watcher = std::thread::spawn(move || lock(&path));
+    let guest = vmm.guest();
+    guest
+        .memory()
+        .set_word(abi::PARAM_GPA + param::EJECT, 1 << number)
+        .expect("the parameter page");
+    let locked = watcher.join().expect("the lock");
+    // The guest has stopped writing before it let go.
+    disk.holds(written(&vmm));
+    drop((locked, reader));
+    vmm.wait_for_event("device-removed");
+    assert!(!crate::hotplug::places(&api).iter().any(|(id, _)| id == "data"));
+    vmm.wait_for_heartbeat();
     vmm.shut_down();
 }
 
@@ -407,58 +467,131 @@ fn resumes_locked() {
     vmm.shut_down();
 }
 
-/// Something else has written to the disk at the destination, and the host cannot put that anywhere: the
-/// file system under it is full.
+/// A migration that is held at a message, and whose destination has a disk that cannot be read anew.
+struct Held {
+    source: Vmm,
+    destination: Vmm,
+    _relay: Relay,
+    reception: Reception,
+    here: Loop,
+    there: Loop,
+    _disk: Disk,
+    _small: Mounted,
+    _folder: TempDir,
+}
+
+impl Held {
+    /// Something else has written to the disk at the destination when the migration comes to `command`,
+    /// and the host cannot put that anywhere: the file system under it is full.
+    fn at(command: Command) -> Self {
+        let folder = TempDir::with_prefix("godwit-full-").expect("a folder");
+        let small = Mounted::at(folder.path(), &["-t", "tmpfs", "-o", "size=2m", "none"]);
+        let file = folder.path().join("file");
+        let all = File::create(&file).and_then(|file| file.set_len(DISK_BYTES).map(|()| file));
+        let used = vec![1; usize::try_from(BLOCKS * PAGE_BYTES).expect("little")];
+        all.and_then(|file| file.write_all_at(&used, 0)).expect("a file");
+        fs::write(folder.path().join("rest"), vec![1; 4 << 20]).expect_err("it is full now");
+        let (here, there) = (Loop::over(&file), Loop::over(&file));
+        let mut disk = Disk::new();
+        disk.file = file;
+        disk.name_is(here.path());
+        let source = disk.guest();
+        disk.name_is(there.path());
+        let destination = Vmm::empty();
+        let (mode, link, point) = (Mode::Precopy, Link::Control, Point::Message);
+        let reception = Reception::start(&destination, Transport::Tcp, mode);
+        let row = Row { mode, link, command, point, setting: Setting::Usual };
+        let relay = Relay::start(&reception.url, mode, Some(row));
+        source.remote_ok(&["send-migration", &send_option(&relay.url, mode)]);
+        assert!(relay.wait(Duration::from_secs(20)), "{}", source.output());
+        let other = File::options().write(true).open(there.path()).expect("the disk");
+        other.write_all_at(&[7; BLOCK], DISK_BYTES - PAGE_BYTES).expect("into the page cache");
+        relay.release();
+        Self {
+            source,
+            destination,
+            _relay: relay,
+            reception,
+            here,
+            there,
+            _disk: disk,
+            _small: small,
+            _folder: folder,
+        }
+    }
+}
+
+/// What cannot be read anew is found out as long as the source can take its guest back.
 fn cannot_be_read_anew() {
-    let folder = TempDir::with_prefix("godwit-full-").expect("a folder");
-    let _small = Mounted::at(folder.path(), &["-t", "tmpfs", "-o", "size=2m", "none"]);
-    let file = folder.path().join("file");
-    let all = File::create(&file).and_then(|file| file.set_len(DISK_BYTES).map(|()| file));
-    let used = vec![1; usize::try_from(BLOCKS * PAGE_BYTES).expect("little")];
-    all.and_then(|file| file.write_all_at(&used, 0)).expect("a file");
-    fs::write(folder.path().join("rest"), vec![1; 4 << 20]).expect_err("it is full now");
-    let (here, there) = (Loop::over(&file), Loop::over(&file));
-    let mut disk = Disk::new();
-    disk.file = file;
-    disk.name_is(here.path());
-    let mut source = disk.guest();
-    disk.name_is(there.path());
-    let destination = Vmm::empty();
-    let reception = Reception::start(&destination, Transport::Tcp, Mode::Precopy);
-    let option = format!("destination_url={},memory_mode=precopy,downtime_ms=300", reception.url);
-    source.remote_ok(&["send-migration", &option]);
-    // Its image is open there; the source does nothing until the machine is built, which reads the
-    // image anew for the first time.
-    let opened = || {
-        let fds = fs::read_dir(format!("/proc/{}/fd", destination.pid())).expect("descriptors");
-        let links = fds.flatten().filter_map(|fd| fs::read_link(fd.path()).ok());
-        links.into_iter().any(|link| link == there.path()).then_some(())
-    };
-    wait_for("the image at the destination", opened);
-    source.signal(libc::SIGSTOP);
-    let builds = || {
-        let tasks = fs::read_dir(format!("/proc/{}/task", destination.pid())).expect("its threads");
-        tasks.flatten().any(|task| {
-            let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-            name.starts_with("mig-build")
-        })
-    };
-    wait_for("the machine at the destination", || (!builds()).then_some(()));
-    let other = File::options().write(true).open(there.path()).expect("the disk");
-    other.write_all_at(&[7; BLOCK], DISK_BYTES - PAGE_BYTES).expect("into the page cache");
-    source.signal(libc::SIGCONT);
-    let received = reception.finish();
-    assert!(!received.status.success(), "{}", destination.output());
+    let held = Held::at(Command::State);
+    let received = held.reception.finish();
+    assert!(!received.status.success(), "{}", held.destination.output());
     let told = String::from_utf8_lossy(&received.stderr).into_owned();
     assert!(told.contains("cannot be read anew"), "{told}");
-    assert!(!is_locked(there.path()), "no VM can go on with the disk");
-    source.api().put("vm.delete", "").ok();
-    source.shut_down();
+    assert_eq!(held.destination.api().get("vm.info").status, 404);
+    let reason = failure_of(&held.source);
+    assert!(reason.contains("cannot be read anew"), "{reason}");
+    wait_for("the VM to run on", || (held.source.api().state() == "Running").then_some(()));
+    assert!(is_locked(held.here.path()) && !is_locked(held.there.path()));
+    write_more(&held.source, BLOCKS);
+    held.source.shut_down();
+    held.destination.shut_down();
+}
+
+/// After the acknowledgement the guest is the destination's: it stays there, stands, and `vm.resume` tries
+/// again.
+fn cannot_be_read_anew_late() {
+    let held = Held::at(Command::Confirm);
+    let received = held.reception.finish();
+    assert!(!received.status.success(), "{}", held.destination.output());
+    let told = String::from_utf8_lossy(&received.stderr).into_owned();
+    assert!(told.contains("was not started") && told.contains("cannot be read anew"), "{told}");
+    let event = text(&held.destination.wait_for_event("migration-receive-failed"));
+    assert!(event.contains("cannot be read anew"), "{event}");
+    assert_eq!(held.destination.api().state(), "Paused");
+    assert!(!is_locked(held.there.path()), "no VM can go on with the disk");
+    held.source.api().put("vm.delete", "").ok();
+    held.source.shut_down();
     // A person who knows what was lost starts it; flushes go on failing.
-    destination.api().put("vm.resume", "").ok();
-    assert!(is_locked(there.path()));
-    write_more(&destination, BLOCKS);
-    let paused = destination.api().put("vm.pause", "");
+    held.destination.api().put("vm.resume", "").ok();
+    assert!(is_locked(held.there.path()));
+    write_more(&held.destination, BLOCKS);
+    let paused = held.destination.api().put("vm.pause", "");
     assert_eq!(paused.status, 500, "the failure was forgotten: {paused:?}");
+    held.destination.shut_down();
+}
+
+/// The lock of a disk cannot be given back at the source: another VM must not count on having it, so the
+/// guest stays.
+fn cannot_be_unlocked() {
+    let disk = Disk::new();
+    disk.name_is(&disk.file);
+    let source = disk.guest();
+    let destination = Vmm::empty();
+    let (mode, link, command) = (Mode::Precopy, Link::Control, Command::Complete);
+    let reception = Reception::start(&destination, Transport::Tcp, mode);
+    let row = Row { mode, link, command, point: Point::Answer, setting: Setting::Usual };
+    let relay = Relay::start(&reception.url, mode, Some(row));
+    source.remote_ok(&["send-migration", &send_option(&relay.url, mode)]);
+    assert!(relay.wait(Duration::from_secs(20)), "{}", source.output());
+    // The source has not heard of the acknowledgement, and gives its lock back next.
+    let faults = Faults::inject(&source, &disk.file, "fcntl:error=EIO");
+    relay.release();
+    let reason = failure_of(&source);
+    let name = disk.name.to_str().expect("UTF-8");
+    assert!(reason.contains("'data' stays locked") && reason.contains(name), "{reason}");
+    let received = reception.finish();
+    assert_eq!(received.status.code(), Some(1), "{received:?}");
+    let told = String::from_utf8_lossy(&received.stderr).into_owned();
+    assert!(told.contains("stays locked"), "{told}");
+    assert_eq!(destination.api().get("vm.info").status, 404);
+    drop(faults);
+    wait_for("the VM to run on", || (source.api().state() == "Running").then_some(()));
+    assert!(is_locked(&disk.file));
+    write_more(&source, BLOCKS);
+    // The next migration gives it back.
+    migrate(source, &destination, Transport::Tcp, mode);
+    write_more(&destination, BLOCKS);
+    assert!(is_locked(&disk.file));
     destination.shut_down();
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Devices that come and go, as far as a guest without drivers lets them: the answers, locks and taps,
-//! what stays after a reboot, and that every device is found at its place after a move. Guests that let
-//! go of a device are in the lab.
+//! what stays after a reboot, and that every device is found at its place after a move. A guest that lets
+//! go of a disk is in `disks`, Linux guests that let go of devices are in the lab.
 
 use std::fs::File;
 
@@ -47,7 +47,7 @@ impl Images {
 
 /// Ids and places of all devices, in order. A virtio device is the child of its transport, which has the
 /// place.
-fn places(api: &Api) -> Vec<(String, String)> {
+pub fn places(api: &Api) -> Vec<(String, String)> {
     let info = api.get("vm.info").ok().json();
     let tree = info["device_tree"].as_object().expect("a device tree");
     let text = |value: &Value| value.as_str().map(str::to_owned);

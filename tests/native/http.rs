@@ -3,7 +3,6 @@
 //! everybody else's request.
 
 use std::io::{Read, Write};
-use std::time::{Duration, Instant};
 
 use crate::harness::{Suite, Vmm, api};
 use crate::lifecycle::config;
@@ -106,18 +105,19 @@ fn oversized() {
     vmm.shut_down();
 }
 
+/// Clients that stay silent, for whom the server has no time limit before their first byte, and others that
+/// stop in the middle of a head: a server that waited for one of them would answer nobody.
 fn slow() {
     let vmm = Vmm::empty();
     let mut silent: Vec<_> = (0..20).map(|_| vmm.api().connect().expect("a connection")).collect();
     for (index, stream) in silent.iter_mut().enumerate() {
         let text = b"PUT /api/v1/vm.create HTTP/1.1\r\nContent-Length: 50\r\n\r\n{";
-        stream.write_all(&text[..index * 2]).expect("bytes can be sent");
+        let sent = if index % 2 == 0 { 0 } else { index * 2 };
+        stream.write_all(&text[..sent]).expect("bytes can be sent");
     }
-    let start = Instant::now();
     for _ in 0..50 {
         assert_alive(&vmm);
     }
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?} for 50 pings", start.elapsed());
     vmm.api().put("vm.create", &config(128)).ok();
     drop(silent);
     vmm.shut_down();

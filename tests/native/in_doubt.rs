@@ -49,8 +49,7 @@ fn waits(mode: Mode) {
     let cancel = there.remote_spawn(&["migration-cancel"]);
     there.wait_for_event("migration-cancelling");
     there.signal(libc::SIGTERM);
-    // Answered behind the signal.
-    there.api().get("vmm.ping").ok();
+    wait_for("the log", || there.output().contains("told to end").then_some(()));
     relay.cut();
     there.wait_for_event("migration-in-doubt");
     let cancelled = finish(cancel);

@@ -5,9 +5,10 @@
 use std::process::Output;
 
 use crate::cuts::{Stopped, ended, is_unheard, stop_at};
+use crate::harness::faults::Frozen;
 use crate::harness::relay::{self, Link, Point, Row, Setting};
 use crate::harness::vmm::finish;
-use crate::harness::{Mode, Suite, Vmm, image, wait_for};
+use crate::harness::{Mode, Suite, Transport, Vmm, image, wait_for};
 use vm_migration::protocol::message::Command;
 
 pub fn add(suite: &mut Suite) {
@@ -21,6 +22,8 @@ pub fn add(suite: &mut Suite) {
                 suite.add(&format!("meanwhile::{name}_reset_at_{at}"), move || reset(row));
             }
         }
+        suite
+            .add(&format!("meanwhile::{name}_reset_as_it_is_stopped"), move || reset_stopped(mode));
         suite.add(&format!("meanwhile::{name}_source_told_to_end"), move || source_ends(mode));
         suite.add(&format!("meanwhile::{name}_source_told_twice"), move || source_ends_now(mode));
         suite.add(&format!("meanwhile::{name}_destination_told_to_end"), move || {
@@ -131,12 +134,7 @@ fn cancel(row: Row) {
         assert_eq!(destination.api().get("vm.info").status, 404);
         source.wait_for_work(2_000);
         source.verify();
-        crate::harness::migrate::migrate(
-            source,
-            &destination,
-            crate::harness::Transport::Tcp,
-            row.mode,
-        );
+        crate::harness::migrate::migrate(source, &destination, Transport::Tcp, row.mode);
     } else {
         let asked = [&source, &destination].map(|vmm| vmm.remote_spawn(&["migration-cancel"]));
         let answers = if is_late(row) {
@@ -218,15 +216,49 @@ fn reset(row: Row) {
     assert_eq!(reception.finish().status.code(), Some(1), "{}", destination.output());
     wait_for("the guest to run again", || (source.api().state() == "Running").then_some(()));
     source.wait_for_heartbeat();
-    crate::harness::migrate::migrate(
-        source,
-        &destination,
-        crate::harness::Transport::Tcp,
-        row.mode,
-    );
+    crate::harness::migrate::migrate(source, &destination, Transport::Tcp, row.mode);
     destination.wait_for_work(2_000);
     destination.verify();
     destination.shut_down();
+}
+
+/// The guest has reset, and the migration stops it before the VMM has heard of that: it goes on at the source
+/// all the same, where it resets.
+fn reset_stopped(mode: Mode) {
+    let Stopped { source, destination, relay, reception } = stop_at(early(mode));
+    let frozen = Frozen::first_thread(&source);
+    crash(&source);
+    // Its vCPU waits for what becomes of it, in no system call of KVM.
+    let futex = format!("{} ", libc::SYS_futex);
+    wait_for("the end of its vCPU", || {
+        let call = std::fs::read_to_string(thread(&source, "vcpu0").join("syscall")).ok()?;
+        call.starts_with(&futex).then_some(())
+    });
+    relay.release();
+    let output = reception.finish();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert!(text(&output).contains("rebooting or shutting down"), "{output:?}");
+    drop(frozen);
+    let reason = crate::harness::migrate::failure_of(&source);
+    assert!(reason.contains("rebooting or shutting down"), "{reason}");
+    source.wait_for_event("rebooted");
+    wait_for("the guest to run again", || (source.api().state() == "Running").then_some(()));
+    source.wait_for_heartbeat();
+    crate::harness::migrate::migrate(source, &destination, Transport::Tcp, mode);
+    destination.wait_for_work(2_000);
+    destination.verify();
+    destination.shut_down();
+}
+
+/// What the system tells of a thread.
+#[track_caller]
+fn thread(vmm: &Vmm, name: &str) -> std::path::PathBuf {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", vmm.pid())).expect("its threads");
+    let mut paths = tasks.flatten().map(|task| task.path());
+    let is_it = |path: &std::path::PathBuf| {
+        std::fs::read_to_string(path.join("comm")).is_ok_and(|comm| comm.trim() == name)
+    };
+    paths.find(is_it).expect("the thread")
 }
 
 /// A row in the middle: memory.
@@ -294,8 +326,7 @@ fn destination_stays(mode: Mode) {
     let row = rows(mode).into_iter().find(confirm).expect("a confirmation");
     let Stopped { mut source, mut destination, relay, reception } = stop_at(row);
     destination.signal(libc::SIGTERM);
-    // Answered behind the signal.
-    destination.api().get("vmm.ping").ok();
+    wait_for("the log", || destination.output().contains("told to end").then_some(()));
     relay.release();
     assert!(reception.finish().status.success(), "{}", destination.output());
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
@@ -320,11 +351,8 @@ fn nothing_to_cancel() {
 fn awaited() {
     let vmm = Vmm::empty();
     for _ in 0..3 {
-        let reception = crate::harness::migrate::Reception::start(
-            &vmm,
-            crate::harness::Transport::Tcp,
-            Mode::Precopy,
-        );
+        let reception =
+            crate::harness::migrate::Reception::start(&vmm, Transport::Tcp, Mode::Precopy);
         let answer = vmm.api().put("vm.migration-cancel", "").ok().json();
         assert_eq!(answer["guest"], "not-here", "{answer}");
         let output = reception.finish();

@@ -187,6 +187,9 @@ pub mod param {
     pub const BALLOON_POISON: u64 = 0xa0;
     /// PCI configuration space, where the balloon driver looks for its device.
     pub const ECAM_GPA: u64 = 0xa8;
+    /// Not 0: the disk driver writes no more, and lets go of the devices of these bits. It clears the
+    /// field when it has. It needs a vCPU more than were started.
+    pub const EJECT: u64 = 0xb0;
 }
 
 /// `param::COMMAND`.
@@ -361,6 +364,9 @@ pub mod vcpu {
 pub mod disk {
     /// Blocks of `PAGE_BYTES` that are written, from the disk's first byte.
     pub const BLOCKS: u64 = 256;
+    /// I/O port of cloud-hypervisor where a guest says which devices it has let go of, a bit for each
+    /// device number.
+    pub const EJECT_PORT: u16 = 0x618;
 }
 
 /// Why the disk workload ended early (`vcpu::DISK_FAILURE`).

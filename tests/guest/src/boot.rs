@@ -30,6 +30,16 @@ unsafe extern "C" {
     pub static ap_trampoline: u8;
     /// First byte after it.
     pub static ap_trampoline_end: u8;
+    /// First byte of what a processor does instead that only writes to an I/O port.
+    pub static port_writer: u8;
+    /// Its value, 32 bits.
+    pub static port_writer_value: u8;
+    /// Its port, 16 bits.
+    pub static port_writer_port: u8;
+    /// A byte that it makes 1 when it has.
+    pub static port_writer_done: u8;
+    /// First byte after it.
+    pub static port_writer_end: u8;
     /// The mailbox, in the image.
     pub static mut ap_mailbox: Mailbox;
     /// The page-directory-pointer table of the first 512 GiB; entries 0 to 3 are in use.
@@ -93,6 +103,30 @@ ap_gdtr:
     .long gdt
     .globl ap_trampoline_end
 ap_trampoline_end:
+
+    # The same for a processor that writes to a port, which CPL 3 cannot everywhere.
+    .balign 16
+    .code16
+    .globl port_writer
+port_writer:
+    movw  %cs:(port_writer_port - port_writer), %dx
+    movl  %cs:(port_writer_value - port_writer), %eax
+    outl  %eax, %dx
+    movb  $1, %cs:(port_writer_done - port_writer)
+1:  hlt
+    jmp   1b
+    .balign 4
+    .globl port_writer_value
+port_writer_value:
+    .long 0
+    .globl port_writer_port
+port_writer_port:
+    .word 0
+    .globl port_writer_done
+port_writer_done:
+    .byte 0
+    .globl port_writer_end
+port_writer_end:
     .code64
 ap64:
     movl  $0x18, %eax

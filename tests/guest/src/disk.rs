@@ -6,6 +6,7 @@
 
 use crate::abi::{self, PAGE_BYTES, disk, disk_failure};
 use crate::mem;
+use crate::smp;
 use crate::virtio::{Device, Part, Queue};
 
 const DEVICE_TYPE: u32 = 2;
@@ -21,6 +22,13 @@ const OK: u8 = 0;
 const DATA_GPA: u64 = abi::BALLOON_REQUEST_GPA;
 const HEADER_GPA: u64 = DATA_GPA + PAGE_BYTES;
 const STATUS_GPA: u64 = HEADER_GPA + 16;
+
+/// Lets go of the devices of these numbers, a bit for each; says whether that was done. The vCPU behind
+/// the last one that works does it.
+#[expect(clippy::cast_possible_truncation, reason = "a bus has 32 device numbers")]
+pub fn eject(devices: u64, vcpus: u64, khz: u64) -> bool {
+    smp::write_port(vcpus, khz, disk::EJECT_PORT, devices as u32)
+}
 
 /// The driver.
 pub struct Disk {

@@ -26,34 +26,45 @@ pub fn start_others(vcpus: u64, khz: u64, entry: extern "C" fn(u64) -> !) -> u64
     if vcpus < 2 {
         return 1;
     }
-    copy_trampoline();
-    mem::store32(SPURIOUS, mem::load32(SPURIOUS) | SOFTWARE_ENABLE);
+    copy_trampoline(&raw const boot::ap_trampoline, &raw const boot::ap_trampoline_end);
     let mut online = 1;
     for index in 1..vcpus {
-        if start(index, khz, entry) {
+        // SAFETY: only vCPU 0 writes the mailbox, and the vCPU that was started before has left it
+        // (it has reported a state other than off, or never will come up).
+        unsafe {
+            boot::ap_mailbox.rip = entry as usize as u64;
+            boot::ap_mailbox.rsp = abi::stack_top(index);
+            boot::ap_mailbox.vcpu = index;
+        }
+        let block = Block::at(abi::vcpu_gpa(index));
+        if start(index, khz, || block.get(abi::vcpu::HEARTBEAT) != 0) {
             online += 1;
         }
     }
     online
 }
 
-fn start(index: u64, khz: u64, entry: extern "C" fn(u64) -> !) -> bool {
-    // SAFETY: only vCPU 0 writes the mailbox, and the vCPU that was started before has left it
-    // (it has reported a state other than off, or never will come up).
-    unsafe {
-        boot::ap_mailbox.rip = entry as usize as u64;
-        boot::ap_mailbox.rsp = abi::stack_top(index);
-        boot::ap_mailbox.vcpu = index;
-    }
+/// Has a vCPU that was never started write to an I/O port, which CPL 3 cannot everywhere. It halts then.
+pub fn write_port(vcpu: u64, khz: u64, port: u16, value: u32) -> bool {
+    let first = &raw const boot::port_writer;
+    copy_trampoline(first, &raw const boot::port_writer_end);
+    let copy = |field: *const u8| abi::TRAMPOLINE_GPA + (field as u64 - first as u64);
+    mem::store32(copy(&raw const boot::port_writer_value), value);
+    mem::store16(copy(&raw const boot::port_writer_port), port);
+    start(vcpu, khz, || mem::load8(copy(&raw const boot::port_writer_done)) != 0)
+}
+
+/// Starts a vCPU at the trampoline, until it shows that it has started.
+fn start(index: u64, khz: u64, has_started: impl Fn() -> bool) -> bool {
+    mem::store32(SPURIOUS, mem::load32(SPURIOUS) | SOFTWARE_ENABLE);
     let target = u32::try_from(index).unwrap_or(0) << 24;
     mem::store32(ICR_HIGH, target);
     mem::store32(ICR_LOW, INIT_ASSERT);
     wait(AFTER_INIT_NS, khz, || false);
-    let block = Block::at(abi::vcpu_gpa(index));
     for _ in 0..TRIES {
         mem::store32(ICR_HIGH, target);
         mem::store32(ICR_LOW, STARTUP);
-        if wait(WAIT_NS, khz, || block.get(abi::vcpu::HEARTBEAT) != 0) {
+        if wait(WAIT_NS, khz, &has_started) {
             return true;
         }
     }
@@ -71,10 +82,8 @@ fn wait(nanoseconds: u64, khz: u64, done: impl Fn() -> bool) -> bool {
     done()
 }
 
-fn copy_trampoline() {
-    let first = &raw const boot::ap_trampoline as u64;
-    let end = &raw const boot::ap_trampoline_end as u64;
-    for (source, target) in (first..end).zip(abi::TRAMPOLINE_GPA..) {
+fn copy_trampoline(first: *const u8, end: *const u8) {
+    for (source, target) in (first as u64..end as u64).zip(abi::TRAMPOLINE_GPA..) {
         mem::store8(target, mem::load8(source));
     }
 }

@@ -9,7 +9,7 @@ use crate::abi::{
 };
 use crate::balloon::Balloon;
 use crate::clock::{self, Clock};
-use crate::disk::Disk;
+use crate::disk::{self, Disk};
 use crate::layout::{Layout, Own};
 use crate::mem::{self, Block};
 use crate::pattern::{Mismatch, Pattern, Random};
@@ -289,6 +289,14 @@ impl Worker {
                 }
             }
             workload::DISK_WRITE => {
+                if self.vcpu == 0 && PARAM.get(param::EJECT) != 0 {
+                    self.disk = None;
+                    if disk::eject(PARAM.get(param::EJECT), self.vcpus, self.khz) {
+                        PARAM.set(param::EJECT, 0);
+                    }
+                    self.enter(state::DONE, 0);
+                    return;
+                }
                 if let Err(why) = self.write_to_disk() {
                     self.block.set(vcpu::DISK_FAILURE, why);
                     self.block.add(vcpu::ERRORS, 1);

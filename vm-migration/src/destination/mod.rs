@@ -8,7 +8,8 @@
 //! | `negotiate` | Listen and Negotiate: versions, capabilities, mapping memory |
 //! | `building` | the machine while it is built, during the first rounds |
 //! | `receive` | Receive: memory arrives, extra connections join |
-//! | `tables` | ranges that a peer names: found, bounded, made zero |
+//! | `helpers` | the threads that take memory from those |
+//! | `tables` | ranges that a peer names: found, bounded, filled or made zero |
 //! | `fresh` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what an arrival means |
@@ -38,6 +39,7 @@ mod engine;
 mod fault;
 mod faulting;
 mod fresh;
+mod helpers;
 mod linger;
 mod negotiate;
 mod preparing;

@@ -27,6 +27,7 @@ use crate::protocol::capabilities::{
 };
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Answer, Message, VERSION};
+use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::uffd::{self, Uffd};
@@ -266,6 +267,9 @@ fn check_layout(ours: &Layout, offer: &Offer) -> Result<(), Failure> {
     if offer.local && ours.regions() != theirs.regions() {
         let why = "the zones that were handed over do not become the same memory here";
         return Err(ProtocolError::Malformed { what: "memory layout", why }).step(STEP);
+    }
+    if offer.memory_mode.may_postcopy() {
+        runs::check_fits(ours).step(STEP)?;
     }
     Ok(())
 }

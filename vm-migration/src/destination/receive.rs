@@ -7,9 +7,7 @@
 //! that does not show the session's token is closed and forgotten: it is not the source's.
 
 use std::os::fd::AsRawFd;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
@@ -17,27 +15,24 @@ use super::building::Building;
 use super::engine::{Engine, Stale};
 use super::fault::FaultThreads;
 use super::fresh::Fresh;
+use super::helpers::Helpers;
 use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
 use super::rejoin::Rejoin;
-use super::tables::{locate, take_zeros};
+use super::tables::{locate, take_frame, take_memory, take_zeros};
 use super::{Context, Setback, linger};
-use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
-use crate::layout::{GpaRange, PageRun};
 use crate::options::{CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT};
-use crate::progress::Progress;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{FEATURE_FIGURES, Offer, TOKEN_BYTES};
-use crate::protocol::codec::ByteSource;
 use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Answer, Message, Role};
-use crate::ram::{self, GuestMemoryMap};
+use crate::ram::GuestMemoryMap;
 use crate::steering::LOOK_EVERY;
-use crate::transport::{Connection, TransportError, WaitEnd, wait_readable};
+use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::vm::DestinationVm;
 
 /// How long an extra connection may take to say what it is for. Nothing waits for it meanwhile.
@@ -285,7 +280,7 @@ impl<V: DestinationVm> Mapped<V> {
         let limit = context.options.limits.answer;
         if !self.control.reader.has_buffered() {
             let mut fds = vec![
-                helpers.failed.fd(),
+                helpers.failed_fd(),
                 self.parts.building.failed().fd(),
                 self.control.connection.as_raw_fd(),
             ];
@@ -315,7 +310,7 @@ impl<V: DestinationVm> Mapped<V> {
         context: Context<'_>,
     ) -> Result<(), Failure> {
         let mode = self.mode();
-        let count = helpers.threads.len() + self.bulk.len() + self.urgent.len();
+        let count = helpers.count() + self.bulk.len() + self.urgent.len();
         match role {
             _ if count >= 2 * usize::from(CONNECTIONS_MAX) => {
                 log::warn!("an extra connection was turned away: there are {count} already");
@@ -420,197 +415,4 @@ fn greet(
     }
     channel.connection.set_stall_timeout(context.options.limits.answer);
     Ok((role, channel))
-}
-
-/// Takes the contents that follow a table.
-fn take_memory<M: GuestMemoryMap>(
-    memory: &M,
-    fresh: &Fresh,
-    from: &mut impl ByteSource,
-    ranges: &[GpaRange],
-    progress: &Progress,
-) -> Result<(), Cause> {
-    let runs = locate(memory.layout(), ranges)?;
-    for run in &runs {
-        fresh.populate(memory, *run).map_err(Cause::Memory)?;
-    }
-    let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
-    from.read_guest(&slices).map_err(Cause::from)?;
-    let mut bytes = 0;
-    for run in runs {
-        memory.mark_resident(run);
-        bytes += run.len_bytes();
-    }
-    progress.counters.memory_bytes_received.fetch_add(bytes, Ordering::Relaxed);
-    progress.note_sample(false);
-    Ok(())
-}
-
-/// Takes the compressed contents that follow a table.
-fn take_frame<M: GuestMemoryMap>(
-    memory: &M,
-    (from, inflater): (&mut impl ByteSource, &mut Inflater),
-    ranges: &[GpaRange],
-    frame_bytes: u32,
-    progress: &Progress,
-) -> Result<(), Cause> {
-    let runs = locate(memory.layout(), ranges)?;
-    let raw_bytes =
-        runs.iter().fold(0, |all: u64, run: &PageRun| all.saturating_add(run.len_bytes()));
-    let mut raw = inflater.read(from, frame_bytes, raw_bytes)?;
-    let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
-    raw.read_guest(&slices)?;
-    for run in runs {
-        memory.mark_resident(run);
-    }
-    progress.counters.memory_bytes_received.fetch_add(raw_bytes, Ordering::Relaxed);
-    progress.note_sample(false);
-    Ok(())
-}
-
-/// Threads that take memory from extra connections. Dropping ends them.
-struct Helpers {
-    threads: Vec<(Arc<Connection>, JoinHandle<Option<Channel>>)>,
-    /// Ends their waits between two messages.
-    stop: Cancel,
-    /// Ends them, whatever they do.
-    quit: Cancel,
-    /// Readable once one of them failed.
-    failed: Cancel,
-    /// Why. Held for one look.
-    failure: Arc<Mutex<Option<Failure>>>,
-}
-
-impl Helpers {
-    fn new() -> Result<Self, Cause> {
-        let cancel = || Cancel::new().map_err(Cause::Resource);
-        let (stop, quit, failed) = (cancel()?, cancel()?, cancel()?);
-        Ok(Self { threads: Vec::new(), stop, quit, failed, failure: Arc::default() })
-    }
-
-    fn start<M: GuestMemoryMap>(
-        &mut self,
-        (memory, fresh): (Arc<M>, Arc<Fresh>),
-        mut channel: Channel,
-        negotiated: bool,
-        context: Context<'_>,
-    ) -> Result<(), Failure> {
-        let connection = Arc::clone(&channel.connection);
-        connection.set_cancel(&self.stop);
-        let (quit, cancel) = (self.quit.clone(), context.cancel.clone());
-        let progress = Arc::clone(context.progress);
-        let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
-        let body = move || {
-            let stops = [&quit, &cancel];
-            match take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress, &stops) {
-                Ok(Rounds::Ended) => None,
-                Ok(Rounds::Stopped) => Some(channel),
-                Err(error) => {
-                    // The peer hears it on this connection, and we on the first one.
-                    channel.refuse(&error.for_peer());
-                    failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                    failed.cancel();
-                    None
-                }
-            }
-        };
-        let thread = std::thread::Builder::new().name("mig-receive".into()).spawn(body);
-        let thread = thread.map_err(Cause::Resource).step("starting a receiver thread")?;
-        self.threads.push((connection, thread));
-        Ok(())
-    }
-
-    fn failure(&self) -> Failure {
-        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
-        failure.unwrap_or_else(|| Failure::new("receiving memory", Cause::Panicked))
-    }
-
-    /// Everything that they were sent is acknowledged: they can go.
-    fn finish(&mut self) -> Result<(), Failure> {
-        self.end();
-        if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(()) }
-    }
-
-    /// Everything that they were sent is acknowledged: they can go, and their connections are
-    /// wanted for something else.
-    fn give_back(&mut self) -> Result<Vec<Channel>, Failure> {
-        self.stop.cancel();
-        let mut channels = Vec::new();
-        for (_, thread) in self.threads.drain(..) {
-            match thread.join() {
-                Ok(channel) => channels.extend(channel),
-                Err(_) => self.failed.cancel(),
-            }
-        }
-        if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(channels) }
-    }
-
-    fn end(&mut self) {
-        self.quit.cancel();
-        for (connection, thread) in self.threads.drain(..) {
-            connection.shut_down();
-            if thread.join().is_err() {
-                self.failed.cancel();
-            }
-        }
-    }
-}
-
-impl Drop for Helpers {
-    fn drop(&mut self) {
-        self.end();
-    }
-}
-
-/// Why a helper has nothing more to do.
-enum Rounds {
-    /// The connection ended.
-    Ended,
-    /// It was told to stop, between two messages.
-    Stopped,
-}
-
-/// Takes memory from an extra connection until it ends between two messages.
-fn take_rounds<M: GuestMemoryMap>(
-    memory: &M,
-    fresh: &Fresh,
-    channel: &mut Channel,
-    negotiated: bool,
-    progress: &Progress,
-    stops: &[&Cancel],
-) -> Result<Rounds, Failure> {
-    const STEP: &str = "receiving memory on an extra connection";
-    let mut inflater = Inflater::default();
-    loop {
-        if !channel.reader.has_buffered() {
-            match channel.connection.wait_for_data(None) {
-                Err(TransportError::Cancelled) => return Ok(Rounds::Stopped),
-                waited => waited.step(STEP)?,
-            }
-        }
-        let message = match channel.timed(Message::read) {
-            Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(Rounds::Ended),
-            message => message.step(STEP)?,
-        };
-        match message {
-            Message::Memory(ranges) => {
-                channel
-                    .timed(|from| take_memory(memory, fresh, from, &ranges, progress))
-                    .step(STEP)?;
-            }
-            Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
-                let inflater = &mut inflater;
-                channel
-                    .timed(|from| {
-                        take_frame(memory, (from, inflater), &ranges, frame_bytes, progress)
-                    })
-                    .step(STEP)?;
-            }
-            Message::ZeroPages(ranges) if negotiated => {
-                take_zeros(memory, &ranges, progress, stops).step(STEP)?;
-            }
-            other => return Err(unexpected(&other, "Memory")),
-        }
-        channel.yes().step(STEP)?;
-    }
 }

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Tables of ranges that a peer sends: found in the machine's memory, and what needs nothing else done.
+//! Tables of ranges that a peer sends: found in the machine's memory, and what is done about them.
 //!
 //! Owns the bound on the work of a message: the guest's memory, once.
 
 use std::sync::atomic::Ordering;
 
+use super::fresh::Fresh;
 use crate::cancel::Cancel;
 use crate::error::Cause;
 use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
+use crate::protocol::codec::ByteSource;
+use crate::protocol::inflate::Inflater;
 use crate::ram::{self, GuestMemoryMap};
 
 /// Pages that are made zero between two looks at a cancel: no less than the largest host page.
@@ -93,4 +96,50 @@ mod tests {
         take_zeros(&*memory, &[pages(0, 64)], &progress, &[&never]).unwrap();
         assert_eq!(made(), 64);
     }
+}
+
+/// Takes the contents that follow a table.
+pub(super) fn take_memory<M: GuestMemoryMap>(
+    memory: &M,
+    fresh: &Fresh,
+    from: &mut impl ByteSource,
+    ranges: &[GpaRange],
+    progress: &Progress,
+) -> Result<(), Cause> {
+    let runs = locate(memory.layout(), ranges)?;
+    for run in &runs {
+        fresh.populate(memory, *run).map_err(Cause::Memory)?;
+    }
+    let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
+    from.read_guest(&slices).map_err(Cause::from)?;
+    let mut bytes = 0;
+    for run in runs {
+        memory.mark_resident(run);
+        bytes += run.len_bytes();
+    }
+    progress.counters.memory_bytes_received.fetch_add(bytes, Ordering::Relaxed);
+    progress.note_sample(false);
+    Ok(())
+}
+
+/// Takes the compressed contents that follow a table.
+pub(super) fn take_frame<M: GuestMemoryMap>(
+    memory: &M,
+    (from, inflater): (&mut impl ByteSource, &mut Inflater),
+    ranges: &[GpaRange],
+    frame_bytes: u32,
+    progress: &Progress,
+) -> Result<(), Cause> {
+    let runs = locate(memory.layout(), ranges)?;
+    let raw_bytes =
+        runs.iter().fold(0, |all: u64, run: &PageRun| all.saturating_add(run.len_bytes()));
+    let mut raw = inflater.read(from, frame_bytes, raw_bytes)?;
+    let slices: Vec<_> = runs.iter().map(|run| ram::slice(memory, *run)).collect();
+    raw.read_guest(&slices)?;
+    for run in runs {
+        memory.mark_resident(run);
+    }
+    progress.counters.memory_bytes_received.fetch_add(raw_bytes, Ordering::Relaxed);
+    progress.note_sample(false);
+    Ok(())
 }

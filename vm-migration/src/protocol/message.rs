@@ -6,11 +6,11 @@
 //! number, a form and a limit. Whether a message is allowed now is for the state machines.
 
 use super::ProtocolError;
+pub use super::answer::Answer;
 use super::capabilities::TOKEN_BYTES;
 use super::codec::{
-    ANSWER_BYTES_MAX, ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX,
-    Header, PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload,
-    read_table,
+    ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX, Header,
+    PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
 };
 use crate::commit::Verdict;
 use crate::layout::GpaRange;
@@ -20,7 +20,7 @@ pub const VERSION: u16 = 0;
 
 /// Marks in the spare header bytes of Start (an offer) and of its answer (the offer is taken).
 /// Version 0 peers send zeros there and ignore what they receive.
-const OFFER: [u8; 4] = *b"GwC1";
+pub(super) const OFFER: [u8; 4] = *b"GwC1";
 
 /// What a message is about; the number is its command on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -442,7 +442,7 @@ fn empty(what: &'static str, len_bytes: u64) -> Result<(), ProtocolError> {
     if len_bytes == 0 { Ok(()) } else { Err(ProtocolError::BadLength { what, len_bytes }) }
 }
 
-fn framed(code: u16, extra: [u8; 6], payload: &[u8]) -> Vec<u8> {
+pub(super) fn framed(code: u16, extra: [u8; 6], payload: &[u8]) -> Vec<u8> {
     let header = Header { code, extra, len_bytes: payload.len() as u64 };
     let mut bytes = Vec::with_capacity(payload.len() + super::codec::HEADER_BYTES);
     bytes.extend_from_slice(&header.encode());
@@ -456,7 +456,7 @@ pub(crate) fn bounded_reason(reason: &str) -> &str {
 }
 
 /// Text from a peer, made safe to show: control characters would let it write on terminals.
-fn read_reason(
+pub(super) fn read_reason(
     from: &mut impl ByteSource,
     what: &'static str,
     len_bytes: u64,
@@ -464,76 +464,6 @@ fn read_reason(
     let bytes = read_payload(from, what, len_bytes, REASON_BYTES_MAX)?;
     let text = String::from_utf8_lossy(&bytes);
     Ok(text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
-}
-
-const STATUS_OK: u16 = 1;
-const STATUS_ERROR: u16 = 2;
-
-/// The answer to a message.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Answer {
-    /// Done.
-    Ok {
-        /// In the answer to Start: the offer to negotiate is taken.
-        offer_taken: bool,
-        /// What the message's answer carries; empty for version 0.
-        payload: Vec<u8>,
-    },
-    /// Not done, and the migration is over.
-    Error {
-        /// Why; empty from a version 0 peer.
-        reason: String,
-    },
-}
-
-impl Answer {
-    /// A plain yes.
-    pub fn ok() -> Self {
-        Self::Ok { offer_taken: false, payload: Vec::new() }
-    }
-
-    /// Its bytes.
-    pub fn encode(&self) -> Vec<u8> {
-        match self {
-            Self::Ok { offer_taken, payload } => {
-                let mut extra = [0; 6];
-                if *offer_taken {
-                    extra[2..].copy_from_slice(&OFFER);
-                }
-                framed(STATUS_OK, extra, payload)
-            }
-            Self::Error { reason } => {
-                framed(STATUS_ERROR, [0; 6], bounded_reason(reason).as_bytes())
-            }
-        }
-    }
-
-    /// Reads one, bounded.
-    ///
-    /// # Errors
-    /// When the bytes are not an answer.
-    pub fn read(from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
-        let header = Header::read(from)?;
-        Self::read_behind(&header, from)
-    }
-
-    /// Reads the rest of one whose header has been read, bounded.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub fn read_behind(header: &Header, from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
-        match header.code {
-            STATUS_OK => Ok(Self::Ok {
-                offer_taken: header.extra[2..] == OFFER,
-                payload: read_payload(from, "an answer", header.len_bytes, ANSWER_BYTES_MAX)?,
-            }),
-            STATUS_ERROR => {
-                let reason = read_reason(from, "a refusal", header.len_bytes)?;
-                Ok(Self::Error { reason })
-            }
-            status => Err(ProtocolError::UnknownStatus(status)),
-        }
-    }
 }
 
 /// What an extra connection is for; the first two bytes on it.

@@ -45,6 +45,7 @@
 //! With it, the destination runs the guest only after Confirm: were it to run on Complete, an
 //! answer that gets lost would leave the guest running on both sides.
 
+mod answer;
 pub mod capabilities;
 pub mod codec;
 pub mod formats;
@@ -125,6 +126,15 @@ pub enum ProtocolError {
     /// A range that is not guest memory.
     #[error("the peer named memory that the guest does not have")]
     Layout(#[from] LayoutError),
+    /// More pages than a set of missing ones can name.
+    #[error(
+        "postcopy cannot name the missing pages of a guest of {gib} GiB: a set of them ends at 8 TiB of pages \
+         of 4 KiB. Move it with memory_mode=precopy, or boot it with hugepages=on"
+    )]
+    TooManyPages {
+        /// The guest's memory.
+        gib: u64,
+    },
     /// An extra connection without the session's token.
     #[error("an extra connection does not belong to this migration (wrong session token)")]
     Token,

@@ -7,9 +7,9 @@
 //! scattered set is large. Decoding checks every number against the region before it is used.
 
 use super::ProtocolError;
-use super::codec::{put_varint, take_varint};
+use super::codec::{PENDING_BYTES_MAX, put_varint, take_varint};
 use crate::bitmap::ClaimMap;
-use crate::layout::to_usize;
+use crate::layout::{Layout, RegionInfo, to_usize};
 
 const TAG_RUNS: u8 = 0;
 const TAG_BITMAP: u8 = 1;
@@ -31,6 +31,26 @@ pub fn encode<'m>(maps: impl IntoIterator<Item = &'m ClaimMap>) -> Vec<u8> {
         }
     }
     out
+}
+
+/// Refuses a guest of which the set of missing pages may become longer than a message: at the handover, or
+/// only when lost connections are made again, from where there would be no way on. `layout` is the
+/// destination's, whose pages a set counts.
+///
+/// # Errors
+/// [`ProtocolError::TooManyPages`].
+pub fn check_fits(layout: &Layout) -> Result<(), ProtocolError> {
+    let regions = layout.regions();
+    let encoded_bytes = |info: &RegionInfo| {
+        let pages = info.len_bytes / info.host_page_bytes;
+        1 + pages.div_ceil(64).saturating_mul(8)
+    };
+    let longest = regions.iter().map(encoded_bytes).fold(0, u64::saturating_add);
+    if longest <= PENDING_BYTES_MAX {
+        return Ok(());
+    }
+    let bytes = regions.iter().fold(0, |sum: u64, info| sum.saturating_add(info.len_bytes));
+    Err(ProtocolError::TooManyPages { gib: bytes >> 30 })
 }
 
 /// The runs of a map; `None` where they take more than `bytes_max`. How many runs there are is
@@ -117,4 +137,52 @@ fn take_bitmap(bytes: &mut &[u8], map: &ClaimMap) -> Result<(), ProtocolError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use super::*;
+    use crate::layout::{Backing, PAGE_BYTES};
+
+    const TIB: u64 = 1 << 40;
+
+    fn layout(len_bytes: &[u64], host_page_bytes: u64) -> Layout {
+        let mut gpa = 0;
+        let region = |len_bytes: &u64| {
+            let name = String::new();
+            let info = RegionInfo {
+                name,
+                gpa,
+                len_bytes: *len_bytes,
+                host_page_bytes,
+                backing: Backing::Shared,
+            };
+            gpa += len_bytes;
+            info
+        };
+        Layout::new(len_bytes.iter().map(region).collect()).unwrap()
+    }
+
+    #[test]
+    fn a_guest_whose_missing_pages_may_not_fit_a_message_is_refused() {
+        let small = 8 * TIB - (1 << 30);
+        check_fits(&layout(&[small], PAGE_BYTES)).unwrap();
+        check_fits(&layout(&[3 * TIB, 4 * TIB], PAGE_BYTES)).unwrap();
+        check_fits(&layout(&[16 * TIB], 2 << 20)).unwrap();
+        for sizes in [&[9 * TIB][..], &[4 * TIB, 5 * TIB]] {
+            let refused = check_fits(&layout(sizes, PAGE_BYTES)).unwrap_err();
+            assert!(matches!(refused, ProtocolError::TooManyPages { gib: 9216 }), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_scattered_set_is_as_long_as_the_check_expects_and_no_longer() {
+        // Every other page: as many runs as there can be.
+        let map = ClaimMap::new(1 << 20);
+        for page in 0..1 << 19 {
+            map.set_run(page * 2, 1);
+        }
+        assert_eq!(encode([&map]).len(), 1 + (1 << 20) / 8);
+    }
 }

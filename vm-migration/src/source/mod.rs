@@ -8,6 +8,7 @@
 //! | `negotiate` | Connect and Negotiate: what both sides can do, all connections |
 //! | `precopy` | Precopy: the loop around the rounds, and its end |
 //! | `round` | one round: what is sent, when its dirty bits are cleared |
+//! | `line` | all of memory as one line, of which connections claim slices |
 //! | `lane` | a connection in a round: how much it may take on |
 //! | `squeeze` | compression of bulk memory, and whether it pays |
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
@@ -24,6 +25,7 @@ mod announce;
 mod convergence;
 mod handover;
 mod lane;
+mod line;
 mod negotiate;
 mod precopy;
 mod round;

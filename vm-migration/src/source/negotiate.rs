@@ -30,6 +30,7 @@ use crate::protocol::capabilities::{
 };
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
+use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 use crate::transport::Connection;
 use crate::vm::SourceVm;
@@ -197,6 +198,9 @@ pub(crate) fn agree<V: SourceVm>(
                 .same_for_guest(&layout)
                 .map_err(ProtocolError::from)
                 .step("comparing memory layouts")?;
+            if context.options.mode().may_postcopy() {
+                runs::check_fits(&layout).step("comparing memory layouts")?;
+            }
             Terms::Negotiated {
                 zero_pages: features.contains(FEATURE_ZERO_PAGES),
                 early_memory: features.contains(FEATURE_EARLY_MEMORY),

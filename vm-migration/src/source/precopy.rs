@@ -10,8 +10,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
+use super::line::{Line, Slice};
 use super::negotiate::{Links, Terms};
-use super::round::{Line, Pass, RoundKind, Slice, clear_all, send_round};
+use super::round::{Pass, RoundKind, clear_all, send_round};
 use super::stop::{add_dirty, in_units};
 use super::{Context, Setback, check_cancel};
 use crate::bitmap::ClaimMap;

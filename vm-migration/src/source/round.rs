@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use super::announce::{Announcer, full_blocks};
 use super::lane::{Lane, Record, UNIT_BYTES, UNIT_PAGES, UNITS_MAX};
+use super::line::{Line, Slice};
 use super::negotiate::Links;
 use super::precopy::{Switch, empty_maps};
 use super::{Context, check_cancel};
@@ -45,77 +46,6 @@ pub(crate) enum RoundKind {
     First,
     /// All that were dirtied; one that became zero must become so over there.
     Dirty,
-}
-
-/// Some pages of one region, the first one a multiple of [`UNIT_PAGES`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Slice {
-    pub region: usize,
-    pub first: u64,
-    pub pages: u64,
-}
-
-/// All regions as one line of units, each region beginning with a unit of its own.
-#[derive(Debug)]
-pub(crate) struct Line {
-    /// Per region: its first unit, and its pages.
-    regions: Vec<(u64, u64)>,
-    units: u64,
-}
-
-impl Line {
-    pub(crate) fn new(layout: &Layout) -> Self {
-        let mut units = 0;
-        let mut place = |pages: u64| {
-            let first = units;
-            units += pages.div_ceil(UNIT_PAGES);
-            (first, pages)
-        };
-        let regions = layout.regions().iter().map(|info| place(info.pages())).collect();
-        Self { regions, units }
-    }
-
-    fn region_at(&self, unit: u64) -> usize {
-        self.regions.partition_point(|(first, _)| *first <= unit).saturating_sub(1)
-    }
-
-    /// Units from `unit` to the end of its region.
-    fn left_in_region(&self, unit: u64) -> u64 {
-        let next = self.region_at(unit) + 1;
-        self.regions.get(next).map_or(self.units, |(first, _)| *first) - unit
-    }
-
-    /// The pages of units of one region.
-    fn slice(&self, units: &Range<u64>) -> Slice {
-        let region = self.region_at(units.start);
-        let (region_first, region_pages) = self.regions[region];
-        let first = (units.start - region_first) * UNIT_PAGES;
-        let end = ((units.end - region_first) * UNIT_PAGES).min(region_pages);
-        Slice { region, first, pages: end - first }
-    }
-
-    /// All of it, in slices of the greatest length.
-    pub(crate) fn slices(&self) -> impl Iterator<Item = Slice> {
-        self.slices_of(0..self.units)
-    }
-
-    /// The same of some units.
-    fn slices_of(&self, units: Range<u64>) -> impl Iterator<Item = Slice> {
-        let mut at = units.start;
-        std::iter::from_fn(move || {
-            let left = units.end.saturating_sub(at);
-            let count = UNITS_MAX.min(left).min(self.left_in_region(at));
-            let slice = (left > 0).then(|| self.slice(&(at..at + count)));
-            at += count;
-            slice
-        })
-    }
-
-    /// Claims the next slice of as many units as `wanted` says when so many are left.
-    fn claim(&self, cursor: &Cursor, wanted: impl Fn(u64) -> u64) -> Option<Slice> {
-        let units = cursor.claim(|start, left| wanted(left).min(self.left_in_region(start)))?;
-        Some(self.slice(&units))
-    }
 }
 
 /// What a round is, and what ends it early.
@@ -573,7 +503,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::layout::{Backing, RegionInfo};
 
     proptest! {
         #[test]
@@ -590,36 +519,6 @@ mod tests {
             };
             prop_assert_eq!(listed(inside), pages(&[dirty[0] & present[0], dirty[1] & present[1]]));
             prop_assert_eq!(listed(outside), pages(&[dirty[0] & !present[0], dirty[1] & !present[1]]));
-        }
-
-        #[test]
-        fn slices_cover_each_page_once_and_never_leave_a_region(
-            sizes in prop::collection::vec(1u64..3000, 1..6), wants in prop::collection::vec(1u64..40, 1..8),
-        ) {
-            let mut gpa = 0;
-            let regions = sizes.iter().map(|pages| {
-                let info = RegionInfo {
-                    name: String::new(),
-                    gpa,
-                    len_bytes: pages * PAGE_BYTES,
-                    host_page_bytes: PAGE_BYTES,
-                    backing: Backing::Shared,
-                };
-                gpa += (pages + 7) * PAGE_BYTES;
-                info
-            });
-            let line = Line::new(&Layout::new(regions.collect()).expect("a layout"));
-            let cursor = Cursor::new(line.units);
-            let mut next = vec![0; sizes.len()];
-            let mut turn = 0;
-            while let Some(slice) = line.claim(&cursor, |_| wants[turn % wants.len()]) {
-                prop_assert_eq!(slice.first, next[slice.region]);
-                prop_assert!(slice.first.is_multiple_of(UNIT_PAGES) && slice.pages > 0);
-                prop_assert!(slice.pages <= wants[turn % wants.len()] * UNIT_PAGES);
-                next[slice.region] += slice.pages;
-                turn += 1;
-            }
-            prop_assert_eq!(next, sizes);
         }
     }
 }

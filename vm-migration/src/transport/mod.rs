@@ -9,12 +9,14 @@
 //! | `wait` | poll with a time limit and a cancel |
 //! | `reader` | the reading end of a connection |
 //! | `rights` | descriptors that travel with bytes |
-//! | `socket` | connections and listeners, vectored transfer to and from guest memory |
+//! | `listener` | listening sockets |
+//! | `socket` | connections, vectored transfer to and from guest memory |
 //!
 //! Nothing here knows what the bytes mean. No wait is unbounded, except a listener's when its
 //! caller asks for that, and each ends at once when the migration is cancelled.
 
 mod address;
+mod listener;
 mod reach;
 mod reader;
 mod rights;
@@ -25,8 +27,9 @@ mod wait;
 mod tests;
 
 pub use address::{Address, AddressError};
+pub use listener::Listener;
 pub use reader::Reader;
-pub use socket::{Connection, Listener, Part};
+pub use socket::{Connection, Part};
 pub(crate) use wait::{WaitEnd, wait_readable};
 
 use std::io;

@@ -140,11 +140,12 @@ impl Vmm {
             Vm::Serving(_) => {
                 log::warn!("told to end: that waits until the destination has the last page");
             }
-            Vm::Awaited(_) => {
-                if let Err(error) = self.end_awaited(is_second) {
-                    log::warn!("told to end, once more gives the VM up: {error}");
+            Vm::Awaited(_) => match self.end_awaited(is_second) {
+                Ok(()) => {
+                    log::warn!("told to end: what arrives here is cancelled, if it still can be");
                 }
-            }
+                Err(error) => log::warn!("told to end, once more gives the VM up: {error}"),
+            },
             _ if is_second && self.told_by_signal => {
                 log::warn!("told to end again: nothing is waited for");
                 self.at_latest = Some(Instant::now() + AT_ONCE);

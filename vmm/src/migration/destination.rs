@@ -131,7 +131,7 @@ impl MappedMachine for MappedArrival {
         let ram = Arc::clone(memory.ram());
         let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
         machine.check_exclusive()?;
-        // Once more when they are locked; then there is next to nothing left of it.
+        // Once more when the state is here; then there is next to nothing left of it.
         machine.drop_disk_caches()?;
         Ok(ArrivingMachine { machine, memory, faults: Some(faults), weakness: None, doubts })
     }
@@ -152,6 +152,10 @@ impl DestinationVm for ArrivingMachine {
     }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
+        // The source sends the state when all that the guest wrote is on its disks, and nothing is written
+        // until the guest runs: a disk that cannot be read anew fails here, where the source can still take
+        // the guest back.
+        self.machine.drop_disk_caches()?;
         let mut state = MachineState::from_json(state_json)?;
         if let Some(weakness) = self.weakness {
             resident::bring_in(self.memory.ram(), &state.vcpus, weakness)?;

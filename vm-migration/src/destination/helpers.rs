@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Threads that take memory from extra connections while rounds arrive.
+//!
+//! Owns them from the first word of a connection to its end, and which of them failed. What a source may
+//! send there is memory and nothing else.
+
+use std::os::fd::RawFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use super::Context;
+use super::fresh::Fresh;
+use super::negotiate::unexpected;
+use super::tables::{take_frame, take_memory, take_zeros};
+use crate::cancel::Cancel;
+use crate::channel::Channel;
+use crate::error::{Cause, Failure, Step};
+use crate::progress::Progress;
+use crate::protocol::ProtocolError;
+use crate::protocol::inflate::Inflater;
+use crate::protocol::message::Message;
+use crate::ram::GuestMemoryMap;
+use crate::transport::{Connection, TransportError};
+
+/// Threads that take memory from extra connections. Dropping ends them.
+pub(super) struct Helpers {
+    threads: Vec<(Arc<Connection>, JoinHandle<Option<Channel>>)>,
+    /// Ends their waits between two messages.
+    stop: Cancel,
+    /// Ends them, whatever they do.
+    quit: Cancel,
+    /// Readable once one of them failed.
+    failed: Cancel,
+    /// Why. Held for one look.
+    failure: Arc<Mutex<Option<Failure>>>,
+}
+
+impl Helpers {
+    pub(super) fn new() -> Result<Self, Cause> {
+        let cancel = || Cancel::new().map_err(Cause::Resource);
+        let (stop, quit, failed) = (cancel()?, cancel()?, cancel()?);
+        Ok(Self { threads: Vec::new(), stop, quit, failed, failure: Arc::default() })
+    }
+
+    pub(super) fn start<M: GuestMemoryMap>(
+        &mut self,
+        (memory, fresh): (Arc<M>, Arc<Fresh>),
+        mut channel: Channel,
+        negotiated: bool,
+        context: Context<'_>,
+    ) -> Result<(), Failure> {
+        let connection = Arc::clone(&channel.connection);
+        connection.set_cancel(&self.stop);
+        let (quit, cancel) = (self.quit.clone(), context.cancel.clone());
+        let progress = Arc::clone(context.progress);
+        let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
+        let body = move || {
+            let stops = [&quit, &cancel];
+            match take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress, &stops) {
+                Ok(Rounds::Ended) => None,
+                Ok(Rounds::Stopped) => Some(channel),
+                Err(error) => {
+                    // The peer hears it on this connection, and we on the first one.
+                    channel.refuse(&error.for_peer());
+                    failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    failed.cancel();
+                    None
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("mig-receive".into()).spawn(body);
+        let thread = thread.map_err(Cause::Resource).step("starting a receiver thread")?;
+        self.threads.push((connection, thread));
+        Ok(())
+    }
+
+    /// Connections that they read from.
+    pub(super) fn count(&self) -> usize {
+        self.threads.len()
+    }
+
+    /// Readable once one of them failed.
+    pub(super) fn failed_fd(&self) -> RawFd {
+        self.failed.fd()
+    }
+
+    /// Why one of them failed.
+    pub(super) fn failure(&self) -> Failure {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        failure.unwrap_or_else(|| Failure::new("receiving memory", Cause::Panicked))
+    }
+
+    /// Everything that they were sent is acknowledged: they can go.
+    pub(super) fn finish(&mut self) -> Result<(), Failure> {
+        self.end();
+        if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(()) }
+    }
+
+    /// Everything that they were sent is acknowledged: they can go, and their connections are
+    /// wanted for something else.
+    pub(super) fn give_back(&mut self) -> Result<Vec<Channel>, Failure> {
+        self.stop.cancel();
+        let mut channels = Vec::new();
+        for (_, thread) in self.threads.drain(..) {
+            match thread.join() {
+                Ok(channel) => channels.extend(channel),
+                Err(_) => self.failed.cancel(),
+            }
+        }
+        if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(channels) }
+    }
+
+    fn end(&mut self) {
+        self.quit.cancel();
+        for (connection, thread) in self.threads.drain(..) {
+            connection.shut_down();
+            if thread.join().is_err() {
+                self.failed.cancel();
+            }
+        }
+    }
+}
+
+impl Drop for Helpers {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Why a helper has nothing more to do.
+enum Rounds {
+    /// The connection ended.
+    Ended,
+    /// It was told to stop, between two messages.
+    Stopped,
+}
+
+/// Takes memory from an extra connection until it ends between two messages.
+fn take_rounds<M: GuestMemoryMap>(
+    memory: &M,
+    fresh: &Fresh,
+    channel: &mut Channel,
+    negotiated: bool,
+    progress: &Progress,
+    stops: &[&Cancel],
+) -> Result<Rounds, Failure> {
+    const STEP: &str = "receiving memory on an extra connection";
+    let mut inflater = Inflater::default();
+    loop {
+        if !channel.reader.has_buffered() {
+            match channel.connection.wait_for_data(None) {
+                Err(TransportError::Cancelled) => return Ok(Rounds::Stopped),
+                waited => waited.step(STEP)?,
+            }
+        }
+        let message = match channel.timed(Message::read) {
+            Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(Rounds::Ended),
+            message => message.step(STEP)?,
+        };
+        match message {
+            Message::Memory(ranges) => {
+                channel
+                    .timed(|from| take_memory(memory, fresh, from, &ranges, progress))
+                    .step(STEP)?;
+            }
+            Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
+                let inflater = &mut inflater;
+                channel
+                    .timed(|from| {
+                        take_frame(memory, (from, inflater), &ranges, frame_bytes, progress)
+                    })
+                    .step(STEP)?;
+            }
+            Message::ZeroPages(ranges) if negotiated => {
+                take_zeros(memory, &ranges, progress, stops).step(STEP)?;
+            }
+            other => return Err(unexpected(&other, "Memory")),
+        }
+        channel.yes().step(STEP)?;
+    }
+}

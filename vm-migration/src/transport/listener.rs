@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Listening sockets.
+//!
+//! Owns the file of a Unix socket, and removes it. Must never read a byte of a connection.
+
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use socket2::{Domain, SockAddr, Socket, Type};
+
+use super::reach::resolve;
+use super::socket::{Connection, is_tcp};
+use super::wait::{WaitEnd, wait};
+use super::{Address, TransportError};
+use crate::cancel::Cancel;
+
+/// Connections that wait in a listener: a migration opens up to 257 at once.
+const BACKLOG: i32 = 257;
+
+/// A listening socket. A Unix socket's file is removed when the listener is dropped.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+    address: Address,
+    unlink: Option<PathBuf>,
+}
+
+impl Listener {
+    /// Listens. A stale socket file is replaced; one that somebody listens on is not.
+    ///
+    /// # Errors
+    /// When the address is taken or not ours.
+    pub fn bind(address: &Address) -> Result<Self, TransportError> {
+        let failed = |source| TransportError::Listen { address: address.clone(), source };
+        let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+        let cancel = Cancel::new().map_err(failed)?;
+        for candidate in resolve(address, &cancel, crate::options::CONNECT_TIMEOUT)? {
+            if let Address::Unix(path) = address {
+                remove_stale(path, &candidate).map_err(|error| match error.kind() {
+                    io::ErrorKind::AddrInUse => TransportError::InUse(address.clone()),
+                    _ => failed(error),
+                })?;
+            }
+            match Self::bind_one(address, &candidate) {
+                Ok(listener) => return Ok(listener),
+                Err(error) => last = error,
+            }
+        }
+        if last.kind() == io::ErrorKind::AddrInUse {
+            return Err(TransportError::InUse(address.clone()));
+        }
+        Err(failed(last))
+    }
+
+    fn bind_one(address: &Address, candidate: &SockAddr) -> io::Result<Self> {
+        let socket = Socket::new(candidate.domain(), Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        if is_tcp(&socket)? {
+            socket.set_reuse_address(true)?;
+        }
+        socket.bind(candidate)?;
+        let unlink = match address {
+            Address::Unix(path) => Some(path.clone()),
+            Address::Tcp { .. } => None,
+        };
+        let mut listener = Self { socket, address: address.clone(), unlink };
+        listener.socket.listen(BACKLOG)?;
+        if let (Address::Tcp { port, .. }, Some(bound)) =
+            (&mut listener.address, listener.socket.local_addr()?.as_socket())
+        {
+            *port = bound.port();
+        }
+        Ok(listener)
+    }
+
+    /// Where it listens, with the port that was chosen.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Takes a connection that waits to be accepted; `None` when there is none.
+    ///
+    /// # Errors
+    /// What the system lacks for it.
+    pub(crate) fn accept_now(
+        &self,
+        cancel: &Cancel,
+        stall_timeout: Duration,
+    ) -> Result<Option<Connection>, TransportError> {
+        loop {
+            match self.socket.accept() {
+                Ok((socket, _)) => {
+                    return Connection::new(socket, cancel, stall_timeout).map(Some);
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(None),
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {}
+                    _ => return Err(TransportError::io("accepting a connection")(error)),
+                },
+            }
+        }
+    }
+
+    /// Waits for a connection.
+    ///
+    /// # Errors
+    /// When none comes in time, or the wait is cancelled.
+    pub fn accept(
+        &self,
+        cancel: &Cancel,
+        timeout: Option<Duration>,
+        stall_timeout: Duration,
+    ) -> Result<Connection, TransportError> {
+        const WHAT: &str = "waiting for a connection";
+        loop {
+            match self.socket.accept() {
+                Ok((socket, _)) => return Connection::new(socket, cancel, stall_timeout),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => {}
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
+                    _ => return Err(TransportError::Io { what: WHAT, source: error }),
+                },
+            }
+            match wait(&[self.socket.as_raw_fd()], libc::POLLIN, cancel, timeout) {
+                Ok(WaitEnd::Ready(_)) => {}
+                Ok(WaitEnd::Cancelled) => return Err(TransportError::Cancelled),
+                Ok(WaitEnd::TimedOut) => {
+                    let after = timeout.unwrap_or_default();
+                    return Err(TransportError::Timeout { what: WHAT, after });
+                }
+                Err(source) => return Err(TransportError::Io { what: WHAT, source }),
+            }
+        }
+    }
+}
+
+impl AsRawFd for Listener {
+    fn as_raw_fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(path) = &self.unlink {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// Removes a socket file that nobody listens on; an error of kind `AddrInUse` if somebody does.
+fn remove_stale(path: &std::path::Path, address: &SockAddr) -> io::Result<()> {
+    use std::os::unix::fs::FileTypeExt;
+    let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
+    if !metadata.file_type().is_socket() {
+        return Err(io::Error::other("a file that is not a socket is in the way"));
+    }
+    let probe = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    probe.set_nonblocking(true)?;
+    match probe.connect(address) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path)
+        }
+        _ => Err(io::Error::from(io::ErrorKind::AddrInUse)),
+    }
+}
