@@ -34,6 +34,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "created", "the VM has a configuration"),
     ("vm", "booting", "the VM begins to boot"),
     ("vm", "booted", "the vCPUs run"),
+    ("vm", "boot-failed", "the VM could not boot, or was to end before it ran (error: why)"),
     ("vm", "prefault-started", "memory begins to be populated (mode: boot or background)"),
     ("vm", "prefault-progress", "another tenth of it is populated (percent, done_bytes)"),
     ("vm", "prefault-completed", "all of it is populated"),
@@ -47,6 +48,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "memory-resized", "a memory zone is to have another size"),
     ("vm", "resuming", "the vCPUs are about to go on"),
     ("vm", "resumed", "the vCPUs run again"),
+    ("vm", "resume-failed", "the VM stays paused (error: why)"),
     ("vm", "snapshotting", "the VM is being saved"),
     (
         "vm",
@@ -67,6 +69,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "restore-failed", "the VM could not be restored, or its memory is lost (error: why)"),
     ("vm", "rebooting", "the VM begins to reboot"),
     ("vm", "rebooted", "the VM runs again after a reboot"),
+    ("vm", "reboot-failed", "the VM did not come back, and is shut down (error: why)"),
     ("vm", "shutdown", "the VM was shut down"),
     ("vm", "deleted", "the VM was deleted"),
     ("vm", "device-added", "a device was added while the VM runs (id, bdf)"),

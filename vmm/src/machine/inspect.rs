@@ -106,6 +106,17 @@ impl Machine {
         self.devices.balloon()
     }
 
+    /// Whether the balloon could have another size.
+    ///
+    /// # Errors
+    /// As [`Machine::resize_balloon`].
+    pub fn check_balloon(&self, size_bytes: u64) -> Result<(), ResizeBalloonError> {
+        let (Some(balloon), Some(_)) = (self.devices.balloon(), &self.config.balloon) else {
+            return Err(ResizeBalloonError::None);
+        };
+        Ok(balloon.check(size_bytes)?)
+    }
+
     /// Sets how large the balloon is to be, now and after a reboot.
     ///
     /// # Errors
