@@ -47,6 +47,7 @@ mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
 mod soak;
+mod starting;
 mod strangers;
 mod turning;
 mod unfit;
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
     let mut suite = harness::Suite::default();
     boot::add(&mut suite);
     lifecycle::add(&mut suite);
+    starting::add(&mut suite);
     pause::add(&mut suite);
     postcopy::add(&mut suite);
     page_server::add(&mut suite);

@@ -31,6 +31,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vmm", "starting", "the VMM begins to start"),
     ("vmm", "started", "the VMM takes requests"),
     ("vmm", "shutdown", "the VMM ends"),
+    ("vmm", "panic", "a thread has met a defect, and the VMM ends (place, error: why)"),
     ("vm", "created", "the VM has a configuration"),
     ("vm", "booting", "the VM begins to boot"),
     ("vm", "booted", "the vCPUs run"),
@@ -101,7 +102,6 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-throttled", "the vCPUs are slowed down (percent: time out of the guest)"),
     ("vm", "migration-downtime-allowed", "a longer downtime is allowed from now on"),
     ("vm", "migration-phase", "the migration is in a new phase (phase: its name)"),
-    ("vm", "migration-round", "a round of precopy begins (side, round, remaining_bytes)"),
     (
         "vm",
         "migration-finished",
@@ -131,17 +131,12 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "page-server-serving", "the page server says so itself, in the VMM's place from now on"),
     ("vm", "disk-write-back-failed", "a disk could not be written back (id: which, error: why)"),
     ("vm", "migration-receive-ready", "the destination listens"),
-    ("vm", "migration-receive-starting", "a source has connected"),
     ("vm", "migration-receive-started", "the source was accepted"),
     ("vm", "migration-receive-finished", "the VM runs here (figures, in precopy the final ones)"),
     ("vm", "migration-receive-failed", "the VM could not be received (error: why)"),
     ("vm", "postcopy-migration-completed", "all memory is here (final figures)"),
     ("vm", "postcopy-migration-paused", "the source is lost before all memory came (error: why)"),
-    ("vm", "postcopy-completed", "the same, under a shorter name"),
-    ("vm", "postcopy-paused", "the connection is lost, both sides hold still (reason: why)"),
-    ("virtio-device", "activated", "a driver uses the device (id: its name)"),
-    ("virtio-device", "reset", "a driver has let go of the device (id: its name)"),
-    ("guest", "panic", "the guest reported a panic (event: which)"),
+    ("guest", "panic", "a vCPU cannot go on, and the VM ends (vcpu: which)"),
 ];
 
 /// Where the events go.
@@ -553,6 +548,56 @@ mod tests {
         }
         let text = "emit(\n \"vm\",\n \"booted\", &[])";
         assert_eq!(emitted(text), [("vm".to_owned(), "booted".to_owned())]);
+    }
+
+    /// What begins, and how it can end: one of these follows.
+    const PAIRS: &[(&str, &[&str])] = &[
+        ("booting", &["booted", "boot-failed"]),
+        ("prefault-started", &["prefault-completed", "prefault-cancelled", "prefault-failed"]),
+        ("pausing", &["paused", "pause-failed"]),
+        ("resuming", &["resumed", "resume-failed", "restore-failed"]),
+        ("snapshotting", &["snapshotted", "snapshot-failed"]),
+        ("restoring", &["restored", "restore-failed"]),
+        ("rebooting", &["rebooted", "reboot-failed"]),
+        ("device-removing", &["device-removed"]),
+        ("migration-starting", &["migration-finished", "migration-handed-on", "migration-failed"]),
+        ("migration-cancelling", &["migration-cancelled"]),
+        ("migration-receive-ready", &["migration-receive-finished", "migration-receive-failed"]),
+    ];
+
+    /// All sources of this crate but this file.
+    fn sources() -> String {
+        let mut folders = vec![PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/src"))];
+        let mut text = String::new();
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if !path.ends_with("src/events.rs") {
+                    text.push_str(&std::fs::read_to_string(&path).unwrap());
+                }
+            }
+        }
+        text
+    }
+
+    #[test]
+    fn every_name_is_told_somewhere_and_what_begins_has_an_end() {
+        let sources = sources();
+        for (source, event, _) in NAMES {
+            assert!(sources.contains(&format!("\"{event}\"")), "{source}.{event} is never told");
+        }
+        let is_known = |name: &str| NAMES.iter().any(|(_, event, _)| *event == name);
+        for (begin, ends) in PAIRS {
+            assert!(is_known(begin) && ends.iter().all(|end| is_known(end)), "{begin}");
+        }
+        for (_, event, _) in NAMES.iter().filter(|(_, event, _)| event.ends_with("ing")) {
+            let is_step = ["starting", "migration-handing", "postcopy-migration-recovering"];
+            let has_end = PAIRS.iter().any(|(begin, _)| begin == event);
+            let is_page_server = event.starts_with("page-server");
+            assert!(has_end || is_step.contains(event) || is_page_server, "{event} has no end");
+        }
     }
 
     #[test]

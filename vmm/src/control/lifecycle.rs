@@ -44,7 +44,7 @@ impl Vmm {
         }
         let Some(responder) = self.resume_turning(responder) else { return };
         // A peer that says nothing may take long to be given up, and nothing has been sent to it yet.
-        if let Vm::Leaving { info, sending } = &mut self.vm
+        if let Vm::Leaving { info, sending, .. } = &mut self.vm
             && info.state == VmState::Paused
             && sending.has_sent_nothing()
         {

@@ -56,7 +56,7 @@ use vm_migration::{Phase, Progress, Steering};
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;
-use crate::machine::{EventSink, Host, Machine};
+use crate::machine::{EventSink, Host, LeftOff, Machine};
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
@@ -88,7 +88,7 @@ enum Vm {
     /// It runs or is paused.
     Live(Box<Machine>),
     /// It is being sent; its machine belongs to the migration.
-    Leaving { info: Box<VmInfo>, sending: Sending },
+    Leaving { info: Box<VmInfo>, sending: Sending, left_off: LeftOff },
     /// The destination owns the guest, and gets its pages from here.
     Serving(Sending),
     /// One is awaited.

@@ -19,6 +19,7 @@ use crate::config::{RestoreConfig, VmConfig};
 use crate::events;
 use crate::machine::{Host, HostError};
 use crate::options::{ExitReason, VmmOptions};
+use crate::panicking;
 
 /// Why the VMM ended with an error.
 #[derive(Debug, Error)]
@@ -77,12 +78,16 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
         _ => None,
     };
     let listener = options.api_socket.map(ApiListener::bind).transpose()?;
+    if let Some(path) = &api_path {
+        panicking::note_socket(path);
+    }
     let (mailer, inbox) = Inbox::new().map_err(RunError::Loop)?;
     let mut vmm = Vmm::new(host, mailer, options.no_shutdown, options.lent);
     vmm.api_path = api_path;
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
     let begun = vmm.begin(options.initial_vm, options.restore);
     let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;
+    events::emit("vmm", "started", &[]);
     let result = match begun {
         Next::Continue => serve(&mut vmm, &queue, &inbox, signals),
         Next::Exit(reason) => Ok(reason),

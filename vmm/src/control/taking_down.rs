@@ -102,7 +102,13 @@ impl Vmm {
     fn lasting_config(&mut self) -> Result<Box<VmConfig>, ApiError> {
         self.machine_mut()?;
         self.refuse_without_all_pages()?;
-        Ok(Box::new(self.machine_mut()?.lasting_config()))
+        let machine = self.machine_mut()?;
+        let config = machine.lasting_config();
+        // Devices that the guest was to let go of go with it.
+        for id in machine.config().ids_not_in(&config) {
+            events::emit("vm", "device-removed", &[("id", &id)]);
+        }
+        Ok(Box::new(config))
     }
 
     /// Begins to end the live machine.

@@ -70,6 +70,7 @@ pub use faults::MissingPages;
 pub use generation::GenerationError;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
+pub use inspect::LeftOff;
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
