@@ -402,7 +402,7 @@ impl Vm {
     /// What goes on that other requests wait for, as `vm.info` has it.
     fn doing(&self) -> Option<String> {
         let doing = match self {
-            Self::Starting(starting) => starting.name(),
+            Self::Starting(starting) => starting.doing(),
             Self::Busy(busy) => busy.what,
             Self::Turning(turning) => turning.turn.doing(),
             Self::Down(_) => "ended",

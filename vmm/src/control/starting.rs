@@ -62,7 +62,16 @@ fn failed(error: &dyn std::error::Error) -> ApiError {
     ApiError::from_error(ApiErrorKind::Failed, error)
 }
 
+fn given_up() -> ApiError {
+    ApiError::new(ApiErrorKind::Conflict, "the VM was to end before it ran")
+}
+
 impl Starting {
+    /// As `vm.info` has it.
+    pub fn doing(&self) -> &'static str {
+        if self.give_up.is_told() { "ended" } else { self.name() }
+    }
+
     /// For people.
     pub fn name(&self) -> &'static str {
         if self.is_reboot { "rebooted" } else { "booted" }
@@ -95,6 +104,9 @@ impl Start {
         };
         let mut machine =
             Machine::boot(config, consoles, host, sink, &mut kept, give_up).map_err(made)?;
+        if give_up.is_told() {
+            return Err(given_up());
+        }
         machine.resume().map_err(made)?;
         machine.settle().map_err(made)?;
         std::mem::take(&mut kept.disks).passed_on();
@@ -186,9 +198,7 @@ impl Vmm {
                 let event = if starting.is_reboot { "reboot-failed" } else { "boot-failed" };
                 events::emit("vm", event, &[("error", &error.to_string())]);
                 if is_given_up {
-                    let why = "the VM was to end before it ran";
-                    let error = ApiError::new(ApiErrorKind::Conflict, why);
-                    responder.into_iter().for_each(|asked| asked.answer(Err(error.clone())));
+                    responder.into_iter().for_each(|asked| asked.answer(Err(given_up())));
                 } else {
                     next = refuse(responder, error, fatal);
                 }
