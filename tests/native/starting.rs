@@ -200,7 +200,7 @@ fn signal() {
     let option = format!("path={},image_type=raw", slow.path().display());
     let builder = VmmBuilder::guest(1, "size=64M", "workload=idle").with(&["--disk", &option]);
     for by_request in [false, true] {
-        let mut vmm = builder.start();
+        let mut vmm = builder.start_at_once();
         wait_until_doing(&vmm, "booted");
         let began = Instant::now();
         if by_request {
