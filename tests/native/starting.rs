@@ -239,6 +239,9 @@ fn with(config: &str, change: impl FnOnce(&mut Value)) -> String {
     config.to_string()
 }
 
+/// Puts a path into a configuration.
+type Change = fn(&mut Value, &Path);
+
 /// One at whose other end nobody is.
 fn pipes() {
     let folder = TempDir::with_prefix("godwit-pipe-").expect("a folder");
@@ -248,7 +251,7 @@ fn pipes() {
     let vmm = Vmm::empty();
     let api = vmm.api();
     let is_named = |body: &str, path: &Path| body.contains(path.to_str().expect("UTF-8"));
-    let rows: [(&str, fn(&mut Value, &Path)); 4] = [
+    let rows: [(&str, Change); 4] = [
         ("kernel", |config, pipe| config["payload"]["kernel"] = json!(pipe)),
         ("initramfs", |config, pipe| config["payload"]["initramfs"] = json!(pipe)),
         ("disk", |config, pipe| config["disks"] = json!([{ "path": pipe }])),

@@ -51,7 +51,9 @@ pub fn note_socket(path: &Path) {
 
 fn put_back() {
     let consoles: Vec<_> = outside().consoles.iter().filter_map(Weak::upgrade).collect();
-    consoles.iter().for_each(|console| console.close());
+    for console in consoles {
+        console.close();
+    }
     if let Some((path, device, inode)) = outside().socket.take()
         && std::fs::symlink_metadata(&path)
             .is_ok_and(|there| (there.dev(), there.ino()) == (device, inode))

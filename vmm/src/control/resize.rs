@@ -27,13 +27,13 @@ impl Vmm {
         }
         // All of it or nothing: what can fail comes first.
         if let Some(size_bytes) = wanted.desired_balloon {
-            machine.check_balloon(size_bytes).map_err(balloon_refused)?;
+            machine.check_balloon(size_bytes).map_err(|error| balloon_refused(&error))?;
         }
         if let Some(wanted_bytes) = wanted.desired_ram {
             resize_memory(machine, None, wanted_bytes)?;
         }
         let Some(size_bytes) = wanted.desired_balloon else { return Ok(()) };
-        machine.resize_balloon(size_bytes).map_err(balloon_refused)?;
+        machine.resize_balloon(size_bytes).map_err(|error| balloon_refused(&error))?;
         events::emit("vm", "balloon-resized", &[("size", &size_bytes.to_string())]);
         Ok(())
     }
@@ -60,12 +60,12 @@ impl Vmm {
     }
 }
 
-fn balloon_refused(error: ResizeBalloonError) -> ApiError {
+fn balloon_refused(error: &ResizeBalloonError) -> ApiError {
     let kind = match error {
         ResizeBalloonError::None => ApiErrorKind::BadConfig,
         ResizeBalloonError::Size(_) => ApiErrorKind::BadRequest,
     };
-    ApiError::from_error(kind, &error)
+    ApiError::from_error(kind, error)
 }
 
 fn nothing_wanted(what: &str) -> ApiError {

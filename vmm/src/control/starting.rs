@@ -198,7 +198,9 @@ impl Vmm {
                 let event = if starting.is_reboot { "reboot-failed" } else { "boot-failed" };
                 events::emit("vm", event, &[("error", &error.to_string())]);
                 if is_given_up {
-                    responder.into_iter().for_each(|asked| asked.answer(Err(given_up())));
+                    if let Some(responder) = responder {
+                        responder.answer(Err(given_up()));
+                    }
                 } else {
                     next = refuse(responder, error, fatal);
                 }
