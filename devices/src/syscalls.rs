@@ -26,6 +26,31 @@ pub(crate) fn poll_now(fd: BorrowedFd<'_>, events: libc::c_short) -> io::Result<
     Ok(entry.revents)
 }
 
+/// Connects to the Unix socket at a path without waiting for whoever listens there: one that has no room
+/// for another peer is `WouldBlock`, one at which nobody listens `ConnectionRefused`.
+pub(crate) fn connect_now(path: &std::path::Path) -> io::Result<OwnedFd> {
+    use std::os::unix::ffi::OsStrExt as _;
+    // SAFETY: all zero is a valid sockaddr_un.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::sa_family_t::try_from(libc::AF_UNIX).unwrap_or_default();
+    let bytes = path.as_os_str().as_bytes();
+    if bytes.len() >= address.sun_path.len() {
+        return Err(io::ErrorKind::InvalidFilename.into());
+    }
+    for (slot, byte) in address.sun_path.iter_mut().zip(bytes) {
+        *slot = libc::c_char::from_ne_bytes([*byte]);
+    }
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    // SAFETY: no memory is passed.
+    let fd = check(unsafe { libc::socket(libc::AF_UNIX, kind, 0) })?;
+    // SAFETY: the kernel has just made this descriptor, and nothing else owns it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let len = libc::socklen_t::try_from(size_of_val(&address)).unwrap_or_default();
+    // SAFETY: `address` is an initialised sockaddr_un of `len` bytes that outlives the call.
+    check(unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), len) })?;
+    Ok(fd)
+}
+
 /// Makes reads and writes of the open file description not wait.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: F_GETFL takes no third argument; the descriptor is open.

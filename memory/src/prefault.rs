@@ -18,6 +18,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use crate::host::Host;
 use crate::populate::{PopulateError, THP_BYTES};
@@ -33,6 +34,9 @@ const DEFAULT_THREADS_MAX: usize = 16;
 const THREADS_MAX: usize = 512;
 /// The threads call the kernel and little else.
 const STACK_BYTES: usize = 256 << 10;
+
+/// How often a thread that waits for the end looks whether it is still to.
+const GIVE_UP_LOOK: Duration = Duration::from_millis(20);
 
 /// What a hook reports when it fails.
 pub type HookError = Box<dyn std::error::Error + Send + Sync>;
@@ -254,6 +258,20 @@ impl Prefault {
         self.engine.stop.store(true, Ordering::Relaxed);
     }
 
+    /// Waits for the end, which comes early when `is_given_up` says so; it is asked now and then.
+    ///
+    /// # Errors
+    /// As [`Prefault::wait`].
+    pub fn wait_unless(self, is_given_up: &dyn Fn() -> bool) -> Result<(), PrefaultError> {
+        while !self.engine.ends_within(GIVE_UP_LOOK) {
+            if is_given_up() {
+                self.cancel();
+                break;
+            }
+        }
+        self.wait()
+    }
+
     /// Waits for the end.
     ///
     /// # Errors
@@ -346,6 +364,13 @@ impl Engine {
             self.tell_end();
             self.idle.notify_all();
         }
+    }
+
+    /// Whether nobody works on it any more, now or after at most so long.
+    fn ends_within(&self, within: Duration) -> bool {
+        let working = lock(&self.working);
+        let waited = self.idle.wait_timeout_while(working, within, |working| *working > 0);
+        *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
     }
 
     fn wait_for_helpers(&self) {

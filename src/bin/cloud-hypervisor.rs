@@ -11,6 +11,7 @@ use godwit::cli::{logger, print_line};
 use vmm::events::{self, EventTarget};
 use vmm::options::SeccompMode;
 use vmm::page_server::{self, PageServerOptions};
+use vmm::panicking;
 
 fn main() -> ExitCode {
     events::start_clock();
@@ -50,6 +51,7 @@ fn run(args: RunArgs) -> Result<(), Failure> {
     let format = log_format(args.log_format.as_deref(), "cloud-hypervisor")?;
     let log = logger::start(format, args.verbosity, args.log_file.as_deref())
         .map_err(|e| Failure::failed(&e))?;
+    panicking::end_with_process();
     let sandbox = args.seccomp;
     let (mut options, event_target) = args.into_options().map_err(|error| usage(&error))?;
     options.lent.log = log;

@@ -50,6 +50,7 @@ mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
 mod soak;
+mod starting;
 mod strangers;
 mod turning;
 mod unfit;
@@ -62,6 +63,7 @@ fn main() -> ExitCode {
     boot::add(&mut suite);
     firmware::add(&mut suite);
     lifecycle::add(&mut suite);
+    starting::add(&mut suite);
     pause::add(&mut suite);
     postcopy::add(&mut suite);
     page_server::add(&mut suite);

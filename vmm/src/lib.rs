@@ -13,6 +13,7 @@ pub mod machine;
 pub mod migration;
 pub mod options;
 pub mod page_server;
+pub mod panicking;
 
 mod json_text;
 

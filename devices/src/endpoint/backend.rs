@@ -5,12 +5,13 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use log::{info, warn};
 
 use super::WRITE_CHUNK_BYTES;
+use super::listener::PathListener;
 use crate::syscalls;
 
 /// Puts a terminal into raw mode, and back when it is dropped.
@@ -119,10 +120,7 @@ enum Keeper {
     Slave {
         _slave: OwnedFd,
     },
-    Listener {
-        listener: UnixListener,
-        path: PathBuf,
-    },
+    Listener(PathListener),
 }
 
 pub(super) struct Backend {
@@ -165,21 +163,19 @@ impl Backend {
     }
 
     pub(super) fn socket(path: &Path) -> io::Result<Self> {
-        let listener = UnixListener::bind(path)?;
-        listener.set_nonblocking(true)?;
-        let keeper = Keeper::Listener { listener, path: path.to_owned() };
+        let keeper = Keeper::Listener(PathListener::bind(path)?);
         Ok(Self { channel: Channel::default(), keeper })
     }
 
     /// Whether output can never be read by anybody.
     pub(super) fn discards(&self) -> bool {
-        self.channel.output.is_none() && !matches!(self.keeper, Keeper::Listener { .. })
+        self.channel.output.is_none() && !matches!(self.keeper, Keeper::Listener(_))
     }
 
     /// The listener's descriptor while there is no peer.
     pub(super) fn waiting_listener(&self) -> Option<RawFd> {
         match &self.keeper {
-            Keeper::Listener { listener, .. } if self.needs_peer() => Some(listener.as_raw_fd()),
+            Keeper::Listener(listener) if self.needs_peer() => Some(listener.as_raw_fd()),
             _ => None,
         }
     }
@@ -189,12 +185,12 @@ impl Backend {
     }
 
     pub(super) fn accept(&mut self) {
-        let Keeper::Listener { listener, path } = &self.keeper else { return };
+        let Keeper::Listener(listener) = &self.keeper else { return };
         if !self.needs_peer() {
             return;
         }
-        let Ok((peer, _)) = listener.accept() else { return };
-        info!("a peer connected to the console socket {}", path.display());
+        let Ok(peer) = listener.accept() else { return };
+        info!("a peer connected to the console socket {}", listener.path().display());
         self.channel = channel_of(peer).unwrap_or_default();
     }
 
@@ -203,7 +199,7 @@ impl Backend {
             return len_bytes;
         }
         self.channel.input = None;
-        if matches!(self.keeper, Keeper::Listener { .. }) {
+        if matches!(self.keeper, Keeper::Listener(_)) {
             self.channel.output = None;
         }
         0
@@ -214,12 +210,4 @@ fn channel_of(peer: UnixStream) -> io::Result<Channel> {
     peer.set_nonblocking(true)?;
     let output = OwnedFd::from(peer.try_clone()?);
     Ok(Channel { input: Some(OwnedFd::from(peer).into()), output: Some(output.into()) })
-}
-
-impl Drop for Backend {
-    fn drop(&mut self) {
-        if let Keeper::Listener { path, .. } = &self.keeper {
-            let _ = std::fs::remove_file(path);
-        }
-    }
 }

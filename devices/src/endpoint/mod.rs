@@ -11,6 +11,7 @@
 //! it is readable, [`ConsoleEndpoint::service`].
 
 mod backend;
+mod listener;
 mod output;
 #[cfg(test)]
 mod tests;

@@ -164,3 +164,21 @@ fn raw_mode_ends_with_its_guard() {
     let (file, _) = UnixStream::pair().unwrap();
     assert!(RawTerminal::enter(file.as_fd()).unwrap().is_none(), "not a terminal");
 }
+
+#[test]
+fn a_socket_that_was_left_behind_is_replaced_and_another_ones_is_not_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("console");
+    // As a process leaves it that was killed.
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    let first = ConsoleEndpoint::socket(&path).unwrap();
+    let taken = ConsoleEndpoint::socket(&path).map(drop).unwrap_err();
+    assert!(matches!(&taken, EndpointError::Socket { source, .. }
+        if source.kind() == std::io::ErrorKind::AddrInUse));
+    std::fs::remove_file(&path).unwrap();
+    let second = ConsoleEndpoint::socket(&path).unwrap();
+    drop(first);
+    UnixStream::connect(&path).unwrap();
+    drop(second);
+    assert!(!path.exists());
+}

@@ -121,8 +121,15 @@ impl VmmBuilder {
         Vmm { child, folder, status: None }
     }
 
-    /// Starts it and waits until its API answers.
+    /// Starts it and waits until its API answers, and the VM of its command line runs.
     pub fn start(&self) -> Vmm {
+        let mut vmm = self.start_at_once();
+        vmm.wait_for_vm();
+        vmm
+    }
+
+    /// Starts it and waits until its API answers.
+    pub fn start_at_once(&self) -> Vmm {
         let mut vmm = self.spawn();
         vmm.wait_for_api();
         vmm
@@ -182,6 +189,19 @@ impl Vmm {
         wait_for("an answer of the API", || {
             assert!(self.exited().is_none(), "the VMM ended: {}", self.output());
             api.request("GET", "vmm.ping", None).ok().filter(|answer| answer.status == 200)
+        });
+    }
+
+    fn wait_for_vm(&mut self) {
+        let api = self.api();
+        wait_for("the VM of the command line", || {
+            assert!(self.exited().is_none(), "the VMM ended: {}", self.output());
+            let info = api.request("GET", "vm.info", None).ok()?;
+            let goes_on = match info.status {
+                200 => info.json().get("doing").is_some(),
+                _ => info.body.contains("being restored"),
+            };
+            (!goes_on).then_some(())
         });
     }
 

@@ -148,6 +148,9 @@ option_family! {
         balloon: Option<BTreeMap<String, u64>> = None, "" as JsonOnly, answer();
         /// Its devices by name.
         device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
+        /// What goes on with it, while something does that other requests wait for: booted, rebooted,
+        /// paused, resumed, changed, saved, restored, migrated, ended.
+        doing: Option<String> = None, "" as JsonOnly, answer();
         /// Of a VM that has arrived (its state is Paused) while it is not known whether its source
         /// runs it: why not.
         in_doubt: Option<String> = None, "" as JsonOnly, answer();

@@ -136,6 +136,16 @@ pub enum ConfigError {
         /// The device.
         path: std::path::PathBuf,
     },
+    /// What only one device can have.
+    #[error("'{first}' and '{second}' are both to have {what}, which only one can")]
+    InUse {
+        /// An image or a tap.
+        what: String,
+        /// The device that has it.
+        first: String,
+        /// The other one.
+        second: String,
+    },
     /// One terminal for two consoles.
     #[error("console and serial cannot both be tty, set one of them to off, null or file")]
     DoubleTty,

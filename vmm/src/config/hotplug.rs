@@ -85,6 +85,19 @@ impl VmConfig {
         found.then_some(config)
     }
 
+    /// Names of devices that can come and go which `other` does not have.
+    #[must_use]
+    pub fn ids_not_in(&self, other: &Self) -> Vec<String> {
+        let ids = |config: &Self| -> Vec<String> {
+            let disks = config.disks.iter().flatten().filter_map(|disk| disk.id.clone());
+            let nets = config.net.iter().flatten().filter_map(|net| net.id.clone());
+            let devices = config.devices.iter().flatten().filter_map(|device| device.id.clone());
+            disks.chain(nets).chain(devices).collect()
+        };
+        let others = ids(other);
+        ids(self).into_iter().filter(|id| !others.contains(id)).collect()
+    }
+
     /// Lets a device ask for the PCI device number that it has.
     pub fn set_pci_device_id(&mut self, id: &str, number: u8) {
         let disks = self.disks.iter_mut().flatten().map(|disk| (&disk.id, &mut disk.pci_device_id));

@@ -19,6 +19,7 @@ pub mod descriptor;
 pub mod device;
 pub mod disk;
 pub mod error;
+mod exclusive;
 pub mod family;
 pub(crate) mod foreign;
 pub mod grant;

@@ -193,6 +193,11 @@ impl MacAddr {
         Self(bytes)
     }
 
+    /// Whether it is the address that no interface has.
+    pub const fn is_zero(self) -> bool {
+        matches!(self.0, [0, 0, 0, 0, 0, 0])
+    }
+
     /// Whether the address names a group of stations, which no interface may have.
     pub const fn is_multicast(self) -> bool {
         self.0[0] & 1 == 1

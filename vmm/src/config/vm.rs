@@ -114,6 +114,7 @@ impl VmConfig {
         self.assign_ids()?;
         self.check_slots()?;
         self.check_host_devices()?;
+        self.check_exclusive()?;
         for net in self.net.iter_mut().flatten() {
             if net.mac.is_none() {
                 net.mac = Some(random_mac()?);

@@ -88,7 +88,13 @@ impl Vmm {
             Vm::None | Vm::Idle(_) | Vm::Live(_) if self.farewell.is_some() => {
                 return responder.answer(Err(at_destination()));
             }
-            Vm::None | Vm::Idle(_) | Vm::Live(_) | Vm::Busy(_) | Vm::Turning(_) | Vm::Down(_) => {
+            Vm::None
+            | Vm::Idle(_)
+            | Vm::Starting(_)
+            | Vm::Live(_)
+            | Vm::Busy(_)
+            | Vm::Turning(_)
+            | Vm::Down(_) => {
                 return responder.answer(Err(no_migration()));
             }
         };

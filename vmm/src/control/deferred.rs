@@ -19,6 +19,7 @@ const WAIT_MAX: Duration = Duration::from_millis(500);
 pub fn waits(vm: &Vm, request: &VmmRequest) -> bool {
     let is_between = match vm {
         Vm::Down(_) => true,
+        Vm::Starting(_) => !matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. }),
         Vm::Turning(turning) => {
             !(turning.turn == Turn::Pause && matches!(request, VmmRequest::Resume))
         }

@@ -25,6 +25,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         state: VmState::Created,
         balloon: None,
         device_tree: None,
+        doing: None,
         in_doubt: None,
         postcopy_paused: None,
         prefault: None,
@@ -50,6 +51,7 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
             all.map(|(name, value)| (name.to_owned(), value)).collect()
         }),
         device_tree: Some(device_tree::of_machine(machine)),
+        doing: None,
         in_doubt: None,
         postcopy_paused: None,
         prefault: machine.prefault_status().map(prefault_info),

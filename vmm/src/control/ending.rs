@@ -19,6 +19,9 @@ use crate::options::ExitReason;
 /// What ends in order within this time does so in a process that is to end at once.
 const AT_ONCE: Duration = Duration::from_millis(300);
 
+/// A start that is given up has this long after a signal: there is no guest yet that could lose anything.
+const START_END: Duration = Duration::from_secs(2);
+
 /// The process is to end when the migration is over, or the machine has ended.
 pub struct Ending {
     reason: ExitReason,
@@ -43,7 +46,7 @@ impl Vmm {
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Exit(ExitReason::ApiShutdown)
             }
-            Vm::Live(_) | Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) if force => {
+            Vm::Live(_) | Vm::Starting(_) | Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) if force => {
                 log::warn!("told to end, whatever is lost by it");
                 self.at_latest = Some(Instant::now() + AT_ONCE);
                 self.end_here(ExitReason::ApiShutdown, Some(responder))
@@ -52,7 +55,9 @@ impl Vmm {
                 responder.answer(Err(self.vm.why_not_live()));
                 Next::Continue
             }
-            Vm::Live(_) | Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {
+            Vm::Live(_) | Vm::Turning(_) | Vm::Standing { .. }
+                if matches!(self.pages, Pages::Arriving { .. }) =>
+            {
                 responder.answer(self.refuse_without_all_pages().map(|()| ApiReply::Empty));
                 Next::Continue
             }
@@ -92,6 +97,7 @@ impl Vmm {
         }
         match &self.vm {
             Vm::Live(_) => return self.end_with_machine(None),
+            Vm::Starting(starting) => starting.give_up(),
             Vm::Turning(turning) => turning.give_up.now(),
             Vm::Busy(busy) => busy.cancel(),
             Vm::Down(_) | Vm::Leaving { .. } | Vm::Serving(_) | Vm::Awaited(_) => {}
@@ -152,6 +158,9 @@ impl Vmm {
             }
             _ => {
                 self.told_by_signal = true;
+                if matches!(self.vm, Vm::Starting(_)) {
+                    self.at_latest = Some(Instant::now() + START_END);
+                }
                 if matches!(self.vm, Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) | Vm::Live(_)) {
                     log::info!("told to end: when the devices have finished; once more, at once");
                 }
@@ -195,6 +204,7 @@ impl Vmm {
             Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
             Vm::Awaited(receiving) => receiving.cancel.cancel(),
             Vm::Busy(busy) => busy.cancel(),
+            Vm::Starting(starting) => starting.give_up(),
             Vm::None | Vm::Idle(_) | Vm::Turning(_) | Vm::Down(_) | Vm::HandedOver { .. } => {}
         }
     }

@@ -109,6 +109,7 @@ impl Vmm {
             (
                 Vm::Leaving { .. }
                 | Vm::Busy(_)
+                | Vm::Starting(_)
                 | Vm::Turning(_)
                 | Vm::Awaited(_)
                 | Vm::Standing { .. },

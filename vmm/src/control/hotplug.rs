@@ -6,7 +6,8 @@
 
 use super::pausing::Turn;
 use super::{Vm, Vmm};
-use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, PciDeviceInfo};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply, PciDeviceInfo};
 use crate::config::{ConfigError, NewDevice, VmConfig};
 use crate::machine::RemoveError;
 
@@ -14,7 +15,8 @@ fn refused(error: &ConfigError) -> ApiError {
     let kind = match error {
         ConfigError::DuplicateId { .. }
         | ConfigError::DuplicateSlot { .. }
-        | ConfigError::DuplicatePath { .. } => ApiErrorKind::Conflict,
+        | ConfigError::DuplicatePath { .. }
+        | ConfigError::InUse { .. } => ApiErrorKind::Conflict,
         _ => ApiErrorKind::BadConfig,
     };
     ApiError::from_error(kind, error)
@@ -25,21 +27,32 @@ fn with(device: NewDevice, config: &VmConfig) -> Result<(VmConfig, NewDevice), A
 }
 
 impl Vmm {
-    /// Adds a device.
-    pub(super) fn add_device(&mut self, device: NewDevice) -> ApiResult {
+    /// Adds a device. Opening what is behind it takes as long as that takes.
+    pub(super) fn add_device_for(&mut self, device: NewDevice, responder: Responder) {
+        let (config, device) = match self.with_device(device) {
+            Ok(Some(added)) => added,
+            Ok(None) => return responder.answer(Ok(ApiReply::Empty)),
+            Err(error) => return responder.answer(Err(error)),
+        };
+        self.turn_with(Turn::Add, Some(responder), move |machine, _| {
+            let bdf = machine.add_device(&device, config)?;
+            let (id, bdf) = (device.id().to_owned(), bdf.to_string());
+            Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
+        });
+    }
+
+    /// The configuration of the live machine with a device. A VM without a machine has it already then.
+    fn with_device(
+        &mut self,
+        device: NewDevice,
+    ) -> Result<Option<(VmConfig, NewDevice)>, ApiError> {
         if let Vm::Idle(config) = &mut self.vm {
             **config = with(device, config)?.0;
-            return Ok(ApiReply::Empty);
+            return Ok(None);
         }
         self.machine_mut()?;
         self.refuse_while_memory_arrives("given devices")?;
-        let machine = self.machine_mut()?;
-        let (config, device) = with(device, machine.config())?;
-        let bdf = machine
-            .add_device(&device, config)
-            .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
-        let (id, bdf) = (device.id().to_owned(), bdf.to_string());
-        Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
+        with(device, self.machine_mut()?.config()).map(Some)
     }
 
     /// `vm.remove-device`.

@@ -12,10 +12,11 @@ use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::doubt::Doubtful;
-use super::pausing::{PauseEnd, TurnEnd};
+use super::pausing::{ArrivedEnd, PauseEnd, TurnEnd};
 use super::receiving::Arrival;
 use super::sending::Departure;
 use super::snapshot::{RestoreEnd, SaveEnd};
+use super::starting::StartEnd;
 use crate::machine::GuestEvent;
 use crate::migration::memory::MigratingRam;
 
@@ -33,8 +34,12 @@ pub enum Message {
     HandedOver,
     /// All pages of a guest that arrived in postcopy are here, or the source is lost.
     PagesComplete(Result<(), Box<PostcopyPaused<MigratingRam>>>),
+    /// A machine has been made and runs, or not.
+    Started(Box<StartEnd>),
     /// The machine has stopped or started, or not.
     Turned(Box<TurnEnd>),
+    /// A machine that has arrived and was not started has been, or not.
+    ArrivedStarted(Box<ArrivedEnd>),
     /// The machine has ended.
     IsDown,
     /// The VM was saved, or not.

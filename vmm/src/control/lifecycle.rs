@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Create, boot, pause, resume, reboot, shut down, delete.
+//! Create, resume, delete.
 //!
 //! Owns the events that tell about it.
 
 use vm_migration::commit::destination::Asked;
 use vm_migration::progress::Phase;
-use vm_migration::vm::DestinationVm as _;
 
 use super::taking_down::After;
 use super::{Next, Pages, Vm, Vmm};
@@ -14,7 +13,6 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmState};
 use crate::config::VmConfig;
 use crate::events;
-use crate::machine::{Consoles, KeptOverReboot, Machine, MachineError};
 
 fn failed(error: &dyn std::error::Error) -> ApiError {
     ApiError::from_error(ApiErrorKind::Failed, error)
@@ -39,38 +37,6 @@ impl Vmm {
         Ok(())
     }
 
-    pub(super) fn boot(&mut self) -> Result<(), ApiError> {
-        let config = match &self.vm {
-            Vm::Idle(config) => config.as_ref().clone(),
-            Vm::Live(_) => {
-                return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM runs already"));
-            }
-            other => return Err(other.why_not_live()),
-        };
-        emit("booting");
-        let mut config = config;
-        let consoles = Consoles::open(&mut config).map_err(|error| failed(&error))?;
-        let kept = &mut KeptOverReboot::default();
-        let machine = self.start_machine(config, consoles, kept).map_err(|error| failed(&error))?;
-        self.vm = Vm::Live(Box::new(machine));
-        emit("booted");
-        Ok(())
-    }
-
-    pub(super) fn start_machine(
-        &mut self,
-        config: VmConfig,
-        consoles: Consoles,
-        kept: &mut KeptOverReboot,
-    ) -> Result<Machine, MachineError> {
-        let sink = self.new_sink();
-        let mut machine = Machine::boot(config, consoles, &self.host, sink, kept)?;
-        machine.resume()?;
-        machine.settle()?;
-        std::mem::take(&mut kept.disks).passed_on();
-        Ok(machine)
-    }
-
     /// `vm.resume`.
     pub(super) fn resume_for(&mut self, responder: Responder) {
         if self.is_given_up() {
@@ -78,7 +44,7 @@ impl Vmm {
         }
         let Some(responder) = self.resume_turning(responder) else { return };
         // A peer that says nothing may take long to be given up, and nothing has been sent to it yet.
-        if let Vm::Leaving { info, sending } = &mut self.vm
+        if let Vm::Leaving { info, sending, .. } = &mut self.vm
             && info.state == VmState::Paused
             && sending.has_sent_nothing()
         {
@@ -90,7 +56,7 @@ impl Vmm {
         }
         let Some(responder) = self.decide_for(Asked::Resume, responder) else { return };
         if matches!(self.vm, Vm::Standing { .. }) {
-            responder.answer(self.start_standing().map(|()| ApiReply::Empty));
+            self.start_arrived_for(responder);
         } else {
             self.resume_live_for(responder);
         }
@@ -102,32 +68,13 @@ impl Vmm {
             return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is not paused"));
         }
         emit("resuming");
-        machine.resume().map_err(|error| failed(&error))?;
+        let resumed = machine.resume().map_err(|error| failed(&error));
+        let tell = |error: &ApiError| {
+            events::emit("vm", "resume-failed", &[("error", &error.to_string())]);
+        };
+        resumed.inspect_err(tell)?;
         emit("resumed");
         Ok(())
-    }
-
-    /// Starts a machine that has arrived and was not started: a person says that it runs nowhere
-    /// else.
-    fn start_standing(&mut self) -> Result<(), ApiError> {
-        let Vm::Standing { machine, reason } = std::mem::replace(&mut self.vm, Vm::None) else {
-            return Err(ApiError::not_booted());
-        };
-        emit("resuming");
-        match machine.run(true) {
-            Ok(machine) => {
-                self.vm = Vm::Live(Box::new(machine));
-                emit("resumed");
-                if matches!(self.pages, Pages::Here) {
-                    self.whole();
-                }
-                Ok(())
-            }
-            Err((machine, error)) => {
-                self.vm = Vm::Standing { machine: Box::new(machine), reason };
-                Err(ApiError::from_error(ApiErrorKind::Failed, error.as_ref()))
-            }
-        }
     }
 
     /// `vm.delete`.
@@ -142,6 +89,7 @@ impl Vmm {
             Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {
                 self.give_up_standing(responder);
             }
+            Vm::Starting(_) => drop(self.end_starting(true, responder)),
             Vm::Live(_) => match self.refuse_without_all_pages() {
                 Ok(()) => return self.take_down(After::Deleted(responder)),
                 Err(error) => responder.answer(Err(error)),

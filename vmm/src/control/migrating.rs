@@ -19,6 +19,7 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiQueue, ApiReply, ApiResult, VmmRequest};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
 use crate::events;
+use crate::machine::LeftOff;
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
 use crate::options::ExitReason;
@@ -118,17 +119,18 @@ impl Vmm {
         let Vm::Live(mut machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err(ApiError::not_booted());
         };
-        machine.leave_memory();
+        let left_off = machine.leave_memory();
         let info = Box::new(describe::of_machine(&machine));
         match sending::start(machine, options, page_server, self.mailer.clone()) {
             Ok(sending) => {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.end_seen_at = None;
                 self.progress = Some(Arc::clone(&sending.progress));
-                self.vm = Vm::Leaving { info, sending };
+                self.vm = Vm::Leaving { info, sending, left_off };
                 Ok(())
             }
-            Err((machine, error)) => {
+            Err((mut machine, error)) => {
+                machine.stay_with_memory(left_off);
                 self.vm = Vm::Live(machine);
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error))
             }
@@ -234,9 +236,10 @@ impl Vmm {
     }
 
     fn depart(&mut self, departure: Departure) -> Next {
-        let sending = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { sending, .. } | Vm::Serving(sending) => Some(sending),
-            _ => None,
+        let (sending, left_off) = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Leaving { sending, left_off, .. } => (Some(sending), left_off),
+            Vm::Serving(sending) => (Some(sending), LeftOff::default()),
+            _ => (None, LeftOff::default()),
         };
         let (mut cancellers, deleters, mut resumers) = sending
             .map(|sending| (sending.cancellers, sending.deleters, sending.resumers))
@@ -259,7 +262,8 @@ impl Vmm {
                     Next::Continue
                 }
             }
-            Departure::Stayed(machine, stay) => {
+            Departure::Stayed(mut machine, stay) => {
+                machine.stay_with_memory(left_off);
                 if stay.is_cancelled {
                     cancel::tell("source", stay.guest);
                 }

@@ -18,7 +18,8 @@
 //!     | restore         snapshot, restore |
 //!     +-------------> Busy <--------------+
 //!
-//!   Live > Turning > Live: pause, resume        Live > Down > None, Idle, Live: delete, shutdown, reboot
+//!   Idle > Starting > Live, Idle: boot          Live > Down > None, Idle, Starting: delete, shutdown, reboot
+//!   Live > Turning > Live: pause, resume, a device comes or goes       Standing > Turning > Live: resume
 //! ```
 
 mod cancel;
@@ -41,6 +42,7 @@ mod run;
 mod sending;
 mod signals;
 mod snapshot;
+mod starting;
 mod taking_down;
 mod triple_faults;
 
@@ -56,7 +58,7 @@ use vm_migration::{Phase, Progress, Steering};
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;
-use crate::machine::{EventSink, Host, Machine};
+use crate::machine::{EventSink, Host, LeftOff, Machine};
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
@@ -76,6 +78,7 @@ use pausing::Turning;
 use receiving::Receiving;
 use sending::Sending;
 use snapshot::{Busy, Fill};
+use starting::Starting;
 use taking_down::Down;
 use triple_faults::TripleFaults;
 
@@ -88,7 +91,7 @@ enum Vm {
     /// It runs or is paused.
     Live(Box<Machine>),
     /// It is being sent; its machine belongs to the migration.
-    Leaving { info: Box<VmInfo>, sending: Sending },
+    Leaving { info: Box<VmInfo>, sending: Sending, left_off: LeftOff },
     /// The destination owns the guest, and gets its pages from here.
     Serving(Sending),
     /// One is awaited.
@@ -97,7 +100,9 @@ enum Vm {
     Standing { machine: Box<ArrivingMachine>, reason: String },
     /// It is being saved or restored, on a thread that owns its machine.
     Busy(Busy),
-    /// It stops or starts, which may take as long as its disks take.
+    /// Its machine is being made, which may take as long as what it is made from takes.
+    Starting(Starting),
+    /// It stops or goes on, which may take as long as its disks take.
     Turning(Turning),
     /// Its machine ends, which may take as long.
     Down(Down),
@@ -135,6 +140,14 @@ impl Next {
     /// What ends the process, if it is to end.
     fn unless_continue(self) -> Option<Self> {
         (!matches!(self, Self::Continue)).then_some(self)
+    }
+
+    /// What is to be done then, unless the process ends.
+    fn and_then(self, then: impl FnOnce() -> Self) -> Self {
+        match self {
+            Self::Continue => then(),
+            end => end,
+        }
     }
 }
 
@@ -267,6 +280,7 @@ impl Vmm {
             VmmRequest::Delete { force } => {
                 return self.delete_for(force, responder).unless_continue();
             }
+            VmmRequest::Boot => return self.boot_for(Some(responder)).unless_continue(),
             VmmRequest::Shutdown => return self.shutdown_for(Some(responder)).unless_continue(),
             VmmRequest::Reboot => return self.reboot_for(Some(responder)).unless_continue(),
             VmmRequest::Pause => {
@@ -282,12 +296,14 @@ impl Vmm {
                 return None;
             }
             VmmRequest::Restore(config) => {
-                self.restore(*config, responder);
+                return self.restore_for(*config, Some(responder)).unless_continue();
+            }
+            VmmRequest::AddDevice(device) => {
+                self.add_device_for(*device, responder);
                 return None;
             }
             VmmRequest::Ping => Ok(ApiReply::Ping(crate::api::VmmPingResponse::default())),
             VmmRequest::Create(config) => empty(self.create(config)),
-            VmmRequest::Boot => empty(self.boot()),
             VmmRequest::Info => self.info(),
             VmmRequest::Counters => {
                 self.machine_mut().map(|machine| ApiReply::Counters(describe::counters(machine)))
@@ -295,7 +311,6 @@ impl Vmm {
             VmmRequest::PowerButton => empty(self.machine_mut().map(|machine| {
                 machine.press_power_button();
             })),
-            VmmRequest::AddDevice(device) => self.add_device(*device),
             VmmRequest::RemoveDevice(data) => empty(self.remove_device(&data.id)),
             VmmRequest::Resize(data) => empty(self.resize(&data)),
             VmmRequest::ResizeZone(data) => empty(self.resize_zone(&data)),
@@ -331,8 +346,11 @@ impl Vmm {
             }
             Vm::Leaving { info, .. }
             | Vm::Busy(Busy { info: Some(info), .. })
+            | Vm::Starting(Starting { info, .. })
             | Vm::Turning(Turning { info, .. })
-            | Vm::Down(Down { info, .. }) => info.as_ref().clone(),
+            | Vm::Down(Down { info, .. }) => {
+                VmInfo { doing: self.vm.doing(), ..info.as_ref().clone() }
+            }
             Vm::Standing { machine, .. } => VmInfo {
                 postcopy_paused: self.postcopy_paused(),
                 ..describe::of_machine(machine.machine())
@@ -376,16 +394,15 @@ impl Vmm {
                 self.saved(*end);
                 self.go_on_ending()
             }
+            Message::Started(end) => self.started(*end),
             Message::Turned(end) => self.turned(*end),
+            Message::ArrivedStarted(end) => self.arrived_started(*end),
             Message::IsDown => self.is_down(),
             Message::PauseEnd(end) => {
                 self.pause_is_over(*end);
                 Next::Continue
             }
-            Message::Restored(end) => {
-                self.restored(*end);
-                self.go_on_ending()
-            }
+            Message::Restored(end) => self.restored(*end),
             Message::MemoryComplete(number) => {
                 self.memory_complete(number);
                 Next::Continue
@@ -395,6 +412,19 @@ impl Vmm {
 }
 
 impl Vm {
+    /// What goes on that other requests wait for, as `vm.info` has it.
+    fn doing(&self) -> Option<String> {
+        let doing = match self {
+            Self::Starting(starting) => starting.doing(),
+            Self::Busy(busy) => busy.what,
+            Self::Turning(turning) => turning.turn.doing(),
+            Self::Down(_) => "ended",
+            Self::Leaving { .. } => "migrated",
+            _ => return None,
+        };
+        Some(doing.to_owned())
+    }
+
     /// Why a request that needs a machine cannot be carried out.
     fn why_not_live(&self) -> ApiError {
         match self {
@@ -418,6 +448,14 @@ impl Vm {
             Self::Busy(busy) => ApiError::new(
                 ApiErrorKind::Conflict,
                 format!("the VM is being {}; wait until that is over", busy.what),
+            ),
+            Self::Starting(starting) => ApiError::new(
+                ApiErrorKind::Conflict,
+                format!(
+                    "the VM is being {}, which waits for what it is made from; wait until that is \
+                     over, or give it up with vm.shutdown",
+                    starting.name()
+                ),
             ),
             Self::Turning(turning) => ApiError::new(
                 ApiErrorKind::Conflict,

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `vm.pause` and `vm.resume`: what they wait for, and what may be asked meanwhile.
+//! `vm.pause` and `vm.resume`, and devices that come and go: what they wait for, and what may be asked
+//! meanwhile.
 //!
-//! Owns the machine while it stops or starts, on a thread of its own: a device finishes what it works
-//! on, an image is locked and read anew, and either takes as long as the storage behind it takes. The
+//! Owns the machine while it stops, goes on or changes, on a thread of its own: a device finishes what it
+//! works on, an image is opened, locked and read anew, and each takes as long as the storage behind it takes. The
 //! VMM thread answers other requests meanwhile, and takes a pause back when it is told so. A pause is
 //! answered when what the guest has written is on its disks.
 
 use std::time::Duration;
 
+use vm_migration::vm::DestinationVm as _;
+
 use super::inbox::Message;
-use super::{Next, Pages, Vm, Vmm};
+use super::{Next, Pages, RunError, Vm, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo};
 use crate::control::describe;
@@ -18,6 +21,7 @@ use crate::events;
 use crate::machine::{
     Consoles, GiveUp, Machine, MachineError, WriteBack, WriteBackError, complain_of_write_back,
 };
+use crate::migration::destination::ArrivingMachine;
 
 /// How long the devices may take to finish what they work on before a pause is given up and the guest
 /// goes on. Its requests are not answered before they are done, but no new ones are taken: more than
@@ -41,6 +45,10 @@ pub enum Turn {
     Resume,
     /// It starts for the first time, after a restore.
     StartRestored,
+    /// It starts although it was not started when it arrived: a person says that it runs nowhere else.
+    StartArrived,
+    /// A device is opened and added. It runs or not, as before.
+    Add,
     /// Devices that its guest has let go of are taken apart. It runs or not, as before.
     Eject,
 }
@@ -63,8 +71,16 @@ pub struct Turning {
 pub struct TurnEnd {
     machine: Box<Machine>,
     turn: Turn,
-    result: Result<(), MachineError>,
+    result: Result<ApiReply, MachineError>,
     responder: Option<Responder>,
+}
+
+/// A machine that has arrived and was not started has been, or not.
+pub struct ArrivedEnd {
+    result: Result<Box<Machine>, (Box<ArrivingMachine>, ApiError)>,
+    /// Why it was not started at first.
+    reason: String,
+    responder: Responder,
 }
 
 impl Turn {
@@ -72,12 +88,39 @@ impl Turn {
     pub fn name(self) -> &'static str {
         match self {
             Self::Pause => "paused, which waits until its devices have finished their requests",
+            Self::Add => "given a device, which waits until that is open",
             Self::Eject => "relieved of a device, which waits until that has finished its requests",
-            Self::Resume | Self::StartRestored => {
+            Self::Resume | Self::StartRestored | Self::StartArrived => {
                 "resumed, which waits for its disks and network devices"
             }
         }
     }
+
+    /// As `vm.info` has it.
+    pub fn doing(self) -> &'static str {
+        match self {
+            Self::Pause => "paused",
+            Self::Resume | Self::StartRestored | Self::StartArrived => "resumed",
+            Self::Add | Self::Eject => "changed",
+        }
+    }
+
+    /// Name of the thread that does it.
+    fn thread_name(self) -> &'static str {
+        match self {
+            Self::Pause => "pause",
+            Self::Resume | Self::StartRestored | Self::StartArrived => "resume",
+            Self::Add => "add-device",
+            Self::Eject => "eject",
+        }
+    }
+}
+
+fn tell_failed_resume(turn: Turn, error: &ApiError) {
+    if turn == Turn::StartRestored {
+        return super::snapshot::tell_failed_restore(error);
+    }
+    events::emit("vm", "resume-failed", &[("error", &error.to_string())]);
 }
 
 fn answer(responder: Option<Responder>, result: ApiResult) {
@@ -131,8 +174,87 @@ impl Vmm {
         }
     }
 
-    /// Has the live machine stop or start, or a device of it taken apart.
+    /// Starts a machine that has arrived and was not started.
+    pub(super) fn start_arrived_for(&mut self, responder: Responder) {
+        let (machine, reason) = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Standing { machine, reason } => (machine, reason),
+            other => {
+                responder.answer(Err(other.why_not_live()));
+                self.vm = other;
+                return;
+            }
+        };
+        events::emit("vm", "resuming", &[]);
+        let turn = Turn::StartArrived;
+        let info = Box::new(describe::of_machine(machine.machine()));
+        let (consoles, give_up) = (machine.machine().consoles().clone(), GiveUp::default());
+        let mailer = self.mailer.clone();
+        let load = (machine, reason, responder);
+        let spawned = super::snapshot::spawn_with(
+            turn.thread_name(),
+            load,
+            move |(machine, reason, responder)| {
+                let result = machine.run(true).map(Box::new).map_err(|(machine, error)| {
+                    let error = ApiError::from_error(ApiErrorKind::Failed, error.as_ref());
+                    (Box::new(machine), error)
+                });
+                let end = ArrivedEnd { result, reason, responder };
+                mailer.send(Message::ArrivedStarted(Box::new(end)));
+            },
+        );
+        match spawned {
+            Ok(_detached) => {
+                let resumers = Vec::new();
+                self.vm = Vm::Turning(Turning { info, consoles, turn, give_up, resumers });
+            }
+            Err(((machine, reason, responder), error)) => {
+                self.vm = Vm::Standing { machine, reason };
+                responder.answer(Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
+            }
+        }
+    }
+
+    /// Such a machine has been started, or not.
+    pub(super) fn arrived_started(&mut self, end: ArrivedEnd) -> Next {
+        let ArrivedEnd { result, reason, responder } = end;
+        match result {
+            Ok(machine) => {
+                self.vm = Vm::Live(machine);
+                events::emit("vm", "resumed", &[]);
+                if matches!(self.pages, Pages::Here) {
+                    self.whole();
+                }
+                responder.answer(Ok(ApiReply::Empty));
+            }
+            Err((machine, error)) => {
+                self.vm = Vm::Standing { machine, reason };
+                events::emit("vm", "resume-failed", &[("error", &error.to_string())]);
+                responder.answer(Err(error));
+            }
+        }
+        self.go_on_ending()
+    }
+
+    /// Has the live machine stop or go on, or what its guest has let go of taken apart.
     pub(super) fn turn(&mut self, turn: Turn, responder: Option<Responder>) {
+        self.turn_with(turn, responder, move |machine, give_up| {
+            match turn {
+                Turn::Pause => machine.pause(PAUSE_TIME_MAX, &|| give_up.is_told())?,
+                Turn::Resume | Turn::StartRestored | Turn::StartArrived => machine.resume()?,
+                Turn::Add => {}
+                Turn::Eject => machine.take_ejected(),
+            }
+            Ok(ApiReply::Empty)
+        });
+    }
+
+    /// Has something done with the live machine that may take long.
+    pub(super) fn turn_with(
+        &mut self,
+        turn: Turn,
+        responder: Option<Responder>,
+        work: impl FnOnce(&mut Machine, &GiveUp) -> Result<ApiReply, MachineError> + Send + 'static,
+    ) {
         let machine = match std::mem::replace(&mut self.vm, Vm::None) {
             Vm::Live(machine) => machine,
             other => {
@@ -144,25 +266,15 @@ impl Vmm {
         let info = Box::new(describe::of_machine(&machine));
         let (consoles, give_up) = (machine.consoles().clone(), GiveUp::default());
         let (mailer, own) = (self.mailer.clone(), give_up.clone());
-        let name = match turn {
-            Turn::Pause => "pause",
-            Turn::Resume | Turn::StartRestored => "resume",
-            Turn::Eject => "eject",
-        };
-        let spawned =
-            super::snapshot::spawn_with(name, (machine, responder), move |(machine, responder)| {
-                let mut machine = machine;
-                let result = match turn {
-                    Turn::Pause => machine.pause(PAUSE_TIME_MAX, &|| own.is_told()),
-                    Turn::Resume | Turn::StartRestored => machine.resume(),
-                    Turn::Eject => {
-                        machine.take_ejected();
-                        Ok(())
-                    }
-                };
+        let spawned = super::snapshot::spawn_with(
+            turn.thread_name(),
+            (machine, responder),
+            move |(mut machine, responder): (Box<Machine>, _)| {
+                let result = work(&mut machine, &own);
                 let end = TurnEnd { machine, turn, result, responder };
                 mailer.send(Message::Turned(Box::new(end)));
-            });
+            },
+        );
         match spawned {
             Ok(_detached) => {
                 let resumers = Vec::new();
@@ -188,8 +300,9 @@ impl Vmm {
         if std::mem::take(&mut self.memory_came) {
             self.memory_has_come();
         }
+        let mut next = Next::Continue;
         match (turn, result) {
-            (Turn::Pause, Ok(())) => {
+            (Turn::Pause, Ok(_)) => {
                 if let Some(responder) = responder {
                     self.write_back_for(responder);
                 }
@@ -204,21 +317,21 @@ impl Vmm {
                 events::emit("vm", "pause-failed", &[("error", &error.to_string())]);
                 answer(responder, Err(error));
             }
-            (Turn::Resume, Ok(())) => {
-                events::emit("vm", "resumed", &[]);
-                answer(responder, Ok(ApiReply::Empty));
-            }
-            (Turn::Resume | Turn::Eject, result) => {
-                let result = result.map(|()| ApiReply::Empty);
+            (Turn::Add | Turn::Eject, result) => {
                 let failed = |error| ApiError::from_error(ApiErrorKind::Failed, &error);
                 answer(responder, result.map_err(failed));
             }
-            (Turn::StartRestored, result) => {
+            (turn, result) => {
                 let result = result
                     .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
-                    .inspect(|()| events::emit("vm", "resumed", &[]))
-                    .inspect_err(super::snapshot::tell_failed_restore);
-                answer(responder, result.map(|()| ApiReply::Empty));
+                    .inspect(|_| events::emit("vm", "resumed", &[]))
+                    .inspect_err(|error| tell_failed_resume(turn, error));
+                match (result, responder) {
+                    (Err(error), None) if self.ending.is_none() => {
+                        next = Next::Fail(RunError::Restore(error));
+                    }
+                    (result, responder) => answer(responder, result),
+                }
             }
         }
         for responder in resumers {
@@ -228,7 +341,7 @@ impl Vmm {
                 _ => self.resume_for(responder),
             }
         }
-        self.go_on_ending()
+        next.and_then(|| self.go_on_ending())
     }
 
     /// Answers when the disks of the paused VM are written back.

@@ -30,17 +30,15 @@ impl Vmm {
                  desired_ram and desired_balloon can",
             ));
         }
+        // All of it or nothing: what can fail comes first.
+        if let Some(size_bytes) = wanted.desired_balloon {
+            machine.check_balloon(size_bytes).map_err(|error| balloon_refused(&error))?;
+        }
         if let Some(wanted_bytes) = wanted.desired_ram {
             resize_memory(machine, None, wanted_bytes)?;
         }
         let Some(size_bytes) = wanted.desired_balloon else { return Ok(()) };
-        machine.resize_balloon(size_bytes).map_err(|error| {
-            let kind = match error {
-                ResizeBalloonError::None => ApiErrorKind::BadConfig,
-                ResizeBalloonError::Size(_) => ApiErrorKind::BadRequest,
-            };
-            ApiError::from_error(kind, &error)
-        })?;
+        machine.resize_balloon(size_bytes).map_err(|error| balloon_refused(&error))?;
         events::emit("vm", "balloon-resized", &[("size", &size_bytes.to_string())]);
         Ok(())
     }
@@ -76,6 +74,14 @@ fn told(change: impl FnOnce() -> Result<(), ApiError>) -> Result<(), ApiError> {
         Err(error) => events::emit("vm", "resize-failed", &[("error", &error.to_string())]),
     }
     result
+}
+
+fn balloon_refused(error: &ResizeBalloonError) -> ApiError {
+    let kind = match error {
+        ResizeBalloonError::None => ApiErrorKind::BadConfig,
+        ResizeBalloonError::Size(_) => ApiErrorKind::BadRequest,
+    };
+    ApiError::from_error(kind, error)
 }
 
 fn nothing_wanted(what: &str) -> ApiError {

@@ -15,9 +15,11 @@ use super::inbox::Inbox;
 use super::signals::{Signal, Signals};
 use super::{Next, Vmm};
 use crate::api::{self, ApiError, ApiListener, ApiServer, ApiSocket, SocketError};
+use crate::config::{RestoreConfig, VmConfig};
 use crate::events;
 use crate::machine::{Host, HostError};
 use crate::options::{ExitReason, VmmOptions};
+use crate::panicking;
 
 /// Why the VMM ended with an error.
 #[derive(Debug, Error)]
@@ -76,19 +78,21 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
         _ => None,
     };
     let listener = options.api_socket.map(ApiListener::bind).transpose()?;
+    if let Some(path) = &api_path {
+        panicking::note_socket(path);
+    }
     let (mailer, inbox) = Inbox::new().map_err(RunError::Loop)?;
     let mut vmm = Vmm::new(host, mailer, options.no_shutdown, options.lent);
     vmm.api_path = api_path;
-    if let Some(config) = options.initial_vm {
-        vmm.create(Box::new(config)).map_err(RunError::Start)?;
-        vmm.boot().map_err(RunError::Start)?;
-    }
-    if let Some(config) = options.restore {
-        vmm.restore_at_once(&config).map_err(RunError::Restore)?;
-    }
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
+    let begun = vmm.begin(options.initial_vm, options.restore);
     let server = listener.map(|listener| ApiServer::start(listener, handle.clone())).transpose()?;
-    let result = serve(&mut vmm, &queue, &inbox, signals);
+    events::emit("vmm", "started", &[]);
+    let result = match begun {
+        Next::Continue => serve(&mut vmm, &queue, &inbox, signals),
+        Next::Exit(reason) => Ok(reason),
+        Next::Fail(error) => Err(error),
+    };
     vmm.answer_last_askers(&queue);
     // Other requests that were not answered are told so, while the server still sends answers.
     drop(queue);
@@ -100,6 +104,18 @@ pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
     events::emit("vmm", "shutdown", &[]);
     events::flush();
     result
+}
+
+impl Vmm {
+    /// Begins with what the command line asks for.
+    fn begin(&mut self, boot: Option<VmConfig>, restore: Option<RestoreConfig>) -> Next {
+        let booting = match boot.map(|config| self.create(Box::new(config))) {
+            Some(Ok(())) => self.boot_for(None),
+            Some(Err(error)) => Next::Fail(RunError::Start(error)),
+            None => Next::Continue,
+        };
+        booting.and_then(|| restore.map_or(Next::Continue, |config| self.restore_for(config, None)))
+    }
 }
 
 fn serve(

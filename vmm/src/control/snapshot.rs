@@ -17,7 +17,8 @@ use vm_migration::snapshot::{FillEnd, Filling};
 
 use super::inbox::Message;
 use super::pausing::Turn;
-use super::{Pages, Vm, Vmm, describe};
+use super::starting::refuse;
+use super::{Next, Pages, RunError, Vm, Vmm, describe};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::{RestoreConfig, VmSnapshotConfig};
@@ -197,13 +198,18 @@ impl Vmm {
         Err(ApiError::new(ApiErrorKind::AlreadyCreated, why))
     }
 
-    /// Begins to restore a VM; answered when that is done.
-    pub(super) fn restore(&mut self, config: RestoreConfig, responder: Responder) {
+    /// Begins to restore a VM; answered when that is done. Without a request it is that of the command
+    /// line.
+    pub(super) fn restore_for(
+        &mut self,
+        config: RestoreConfig,
+        responder: Option<Responder>,
+    ) -> Next {
         let cancel =
             self.refuse_restore().and_then(|()| Cancel::new().map_err(|error| failed(&error)));
         let cancel = match cancel {
             Ok(cancel) => cancel,
-            Err(error) => return responder.answer(Err(error)),
+            Err(error) => return refuse(responder, error, RunError::Restore),
         };
         emit("restoring");
         self.prefault_stage2 = config.prefault_stage2;
@@ -215,7 +221,7 @@ impl Vmm {
                 restored: restored.map_err(|error| failed(&error)),
                 resume: config.resume,
                 prefault: config.prefault,
-                responder: Some(responder),
+                responder,
             })));
         });
         match thread {
@@ -223,42 +229,37 @@ impl Vmm {
                 self.farewell = None;
                 let what = "restored";
                 self.vm = Vm::Busy(Busy { what, info: None, cancel });
+                Next::Continue
             }
-            Err((responder, error)) => responder.answer(Err(failed(&error))),
+            Err((responder, error)) => {
+                let error = failed(&error);
+                tell_failed_restore(&error);
+                refuse(responder, error, RunError::Restore)
+            }
         }
     }
 
-    /// Restores the VM of the command line, before requests are taken.
-    pub(super) fn restore_at_once(&mut self, config: &RestoreConfig) -> Result<(), ApiError> {
-        let cancel = Cancel::new().map_err(|error| failed(&error))?;
-        emit("restoring");
-        self.prefault_stage2 = config.prefault_stage2;
-        let (host, sink) = (Arc::clone(&self.host), self.new_sink());
-        let restored = snapshot::restore(config, &host, sink, &cancel);
-        let restored = restored.map_err(|error| failed(&error));
-        self.settle(restored, config.resume, config.prefault)
-    }
-
-    pub(super) fn restored(&mut self, end: RestoreEnd) {
+    pub(super) fn restored(&mut self, end: RestoreEnd) -> Next {
         let RestoreEnd { restored, resume, prefault, responder } = end;
         self.vm = Vm::None;
         // A process that ends has no use for one that runs.
-        let resume = resume && self.ending.is_none();
-        match (self.settle(restored, false, prefault), responder) {
-            (Ok(()), Some(responder)) if resume => {
+        let is_ending = self.ending.is_some();
+        match (self.settle(restored, prefault), responder) {
+            (Ok(()), responder) if resume && !is_ending => {
                 events::emit("vm", "resuming", &[]);
-                self.turn(Turn::StartRestored, Some(responder));
+                self.turn(Turn::StartRestored, responder);
             }
             (result, Some(responder)) => responder.answer(result.map(|()| ApiReply::Empty)),
+            (Err(error), None) if !is_ending => return Next::Fail(RunError::Restore(error)),
             (_, None) => {}
         }
+        self.go_on_ending()
     }
 
     /// Makes a restored machine the live one.
     fn settle(
         &mut self,
         restored: Result<Restored, ApiError>,
-        resume: bool,
         prefault: bool,
     ) -> Result<(), ApiError> {
         let result = restored.and_then(|restored| {
@@ -273,7 +274,7 @@ impl Vmm {
                 self.memory_has_come();
             }
             emit("restored");
-            if resume { self.resume() } else { Ok(()) }
+            Ok(())
         });
         result.inspect_err(tell_failed_restore)
     }
@@ -285,9 +286,10 @@ impl Vmm {
         prefault: bool,
     ) -> Result<Fill, ApiError> {
         let stop = filling.stop_handle();
+        let own_stop = stop.clone();
         let (ram, mailer, number) = (Arc::clone(ram), self.mailer.clone(), self.machine_number);
         let thread = spawn_with("restore-wait", filling, move |filling| {
-            if wait_for_memory(filling, &ram, prefault) {
+            if wait_for_memory(filling, &ram, prefault, &own_stop) {
                 mailer.send(Message::MemoryComplete(number));
             }
         });
@@ -331,7 +333,12 @@ pub(super) fn tell_failed_restore(error: &ApiError) {
 }
 
 /// Waits for the last page; true when all memory is here.
-fn wait_for_memory(filling: Filling<MigratingRam>, ram: &GuestRam, prefault: bool) -> bool {
+fn wait_for_memory(
+    filling: Filling<MigratingRam>,
+    ram: &GuestRam,
+    prefault: bool,
+    stop: &Cancel,
+) -> bool {
     match filling.wait() {
         Ok(FillEnd::Complete(report)) => {
             let latency = report.faults.latency_us;
@@ -344,7 +351,7 @@ fn wait_for_memory(filling: Filling<MigratingRam>, ram: &GuestRam, prefault: boo
                 p50,
                 p99
             );
-            if let Err(error) = prefault_ram(ram, prefault) {
+            if let Err(error) = prefault_ram(ram, prefault, stop) {
                 log::warn!("{}", failed(&error));
             }
             true

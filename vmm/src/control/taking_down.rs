@@ -8,6 +8,7 @@
 
 use super::inbox::Message;
 use super::snapshot::Fill;
+use super::starting::{Start, refuse};
 use super::{Next, Pages, RunError, Vm, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
@@ -69,6 +70,14 @@ impl After {
 impl Vmm {
     /// `vm.shutdown`, or the guest has shut down.
     pub(super) fn shutdown_for(&mut self, responder: Option<Responder>) -> Next {
+        let Some(responder) = responder else { return self.shutdown_live(None) };
+        match self.end_starting(false, responder) {
+            Some(responder) => self.shutdown_live(Some(responder)),
+            None => Next::Continue,
+        }
+    }
+
+    fn shutdown_live(&mut self, responder: Option<Responder>) -> Next {
         match self.lasting_config() {
             Ok(config) => self.take_down(After::Idle { config, responder }),
             Err(error) => refuse(responder, error, RunError::Shutdown),
@@ -93,7 +102,13 @@ impl Vmm {
     fn lasting_config(&mut self) -> Result<Box<VmConfig>, ApiError> {
         self.machine_mut()?;
         self.refuse_without_all_pages()?;
-        Ok(Box::new(self.machine_mut()?.lasting_config()))
+        let machine = self.machine_mut()?;
+        let config = machine.lasting_config();
+        // Devices that the guest was to let go of go with it.
+        for id in machine.config().ids_not_in(&config) {
+            events::emit("vm", "device-removed", &[("id", &id)]);
+        }
+        Ok(Box::new(config))
     }
 
     /// Begins to end the live machine.
@@ -191,23 +206,9 @@ impl Vmm {
                 }
                 return self.give_back(*kept, (down.info, down.consoles));
             }
-            After::Reboot { config, consoles, mut kept, responder } => {
-                match self.start_machine(config.as_ref().clone(), consoles, &mut kept) {
-                    Ok(machine) => {
-                        self.vm = Vm::Live(Box::new(machine));
-                        emit("rebooted");
-                        if let Some(responder) = responder {
-                            responder.answer(Ok(ApiReply::Empty));
-                        }
-                    }
-                    Err(error) => {
-                        self.vm = Vm::Idle(config);
-                        // It is not waited for; the end of the process does it, too.
-                        drop(super::snapshot::spawn_with("give-back", kept, drop));
-                        let error = ApiError::from_error(ApiErrorKind::Failed, &error);
-                        next = refuse(responder, error, RunError::Reboot);
-                    }
-                }
+            After::Reboot { config, consoles, kept, responder } => {
+                let start = Start::Reboot { consoles, kept };
+                return self.start(start, config, down.info, responder);
             }
             After::End(error) => {
                 emit("shutdown");
@@ -237,16 +238,5 @@ impl Vmm {
             Some(error) => Next::Fail(error),
             None => self.go_on_ending(),
         }
-    }
-}
-
-/// Answers the request; what a guest wants by itself and cannot have ends the process.
-fn refuse(responder: Option<Responder>, error: ApiError, fatal: fn(ApiError) -> RunError) -> Next {
-    match responder {
-        Some(responder) => {
-            responder.answer(Err(error));
-            Next::Continue
-        }
-        None => Next::Fail(fatal(error)),
     }
 }

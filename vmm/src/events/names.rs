@@ -10,9 +10,11 @@ use std::fmt::Write as _;
 pub const NAMES: &[(&str, &str, &str)] = &[
     ("vmm", "starting", "the VMM begins to start"),
     ("vmm", "shutdown", "the VMM ends"),
+    ("vmm", "panic", "a thread has met a defect, and the VMM ends (place, error: why)"),
     ("vm", "created", "the VM has a configuration"),
     ("vm", "booting", "the VM begins to boot"),
     ("vm", "booted", "the vCPUs run"),
+    ("vm", "boot-failed", "the VM could not boot, or was to end before it ran (error: why)"),
     ("vm", "prefault-started", "memory begins to be populated (mode: boot or background)"),
     ("vm", "prefault-progress", "another tenth of it is populated (percent, done_bytes)"),
     ("vm", "prefault-completed", "all of it is populated"),
@@ -29,6 +31,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "resize-failed", "it keeps its size, or a part of it does (error: why)"),
     ("vm", "resuming", "the vCPUs are about to go on"),
     ("vm", "resumed", "the vCPUs run again"),
+    ("vm", "resume-failed", "the VM stays paused (error: why)"),
     ("vm", "snapshotting", "the VM is being saved"),
     (
         "vm",
@@ -49,6 +52,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "restore-failed", "the VM could not be restored, or its memory is lost (error: why)"),
     ("vm", "rebooting", "the VM begins to reboot"),
     ("vm", "rebooted", "the VM runs again after a reboot"),
+    ("vm", "reboot-failed", "the VM did not come back, and is shut down (error: why)"),
     ("vm", "shutdown", "the VM was shut down"),
     ("vm", "deleted", "the VM was deleted"),
     ("vm", "device-added", "a device was added while the VM runs (id, bdf)"),
@@ -113,14 +117,17 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-receive-finished", "the VM runs here (figures, in precopy the final ones)"),
     ("vm", "migration-receive-failed", "the VM could not be received (error: why)"),
     ("vm", "postcopy-migration-completed", "all memory is here (final figures)"),
-    ("vm", "postcopy-migration-paused", "the source is lost before all memory came (error: why)"),
-    ("vm", "postcopy-paused", "the connection is lost, both sides hold still (reason: why)"),
+    (
+        "vm",
+        "postcopy-migration-paused",
+        "pages do not come, as a connection or the source is lost (side; vm.migration-progress says why)",
+    ),
     (
         "guest",
         "triple-fault",
         "a triple fault resets the guest (vcpu, ran_ms, in_a_row: starts that ended so)",
     ),
-    ("guest", "panic", "the guest reported a panic (event: which)"),
+    ("guest", "panic", "a vCPU cannot go on, and the VM ends (vcpu: which)"),
 ];
 
 /// The page `docs/events.md`.

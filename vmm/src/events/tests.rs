@@ -188,6 +188,36 @@ fn an_event_fits_into_a_pipe_and_its_longest_property_is_cut() {
     assert_eq!(by_braces(&text)[0]["properties"]["error"], fits);
 }
 
+/// What begins, and how it can end: one of these follows.
+const PAIRS: &[(&str, &[&str])] = &[
+    ("booting", &["booted", "boot-failed"]),
+    ("prefault-started", &["prefault-completed", "prefault-cancelled", "prefault-failed"]),
+    ("resizing", &["resized", "resize-failed"]),
+    ("pausing", &["paused", "pause-failed"]),
+    ("resuming", &["resumed", "resume-failed", "restore-failed"]),
+    ("snapshotting", &["snapshotted", "snapshot-failed"]),
+    ("restoring", &["restored", "restore-failed"]),
+    ("rebooting", &["rebooted", "reboot-failed"]),
+    ("device-removing", &["device-removed"]),
+    ("migration-starting", &["migration-finished", "migration-handed-on", "migration-failed"]),
+    ("migration-cancelling", &["migration-cancelled"]),
+    ("migration-receive-ready", &["migration-receive-finished", "migration-receive-failed"]),
+];
+
+#[test]
+fn what_begins_has_an_end() {
+    let is_known = |name: &str| NAMES.iter().any(|(_, event, _)| *event == name);
+    for (begin, ends) in PAIRS {
+        assert!(is_known(begin) && ends.iter().all(|end| is_known(end)), "{begin}");
+    }
+    for (_, event, _) in NAMES.iter().filter(|(_, event, _)| event.ends_with("ing")) {
+        let is_step = ["starting", "migration-handing", "postcopy-migration-recovering"];
+        let has_end = PAIRS.iter().any(|(begin, _)| begin == event);
+        let is_page_server = event.starts_with("page-server");
+        assert!(has_end || is_step.contains(event) || is_page_server, "{event} has no end");
+    }
+}
+
 #[test]
 fn the_wall_clock_is_told_in_utc() {
     let at =

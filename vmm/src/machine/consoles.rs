@@ -11,6 +11,7 @@ use devices::endpoint::{ConsoleEndpoint, EndpointError};
 use thiserror::Error;
 
 use crate::config::{ConsoleMode, VmConfig};
+use crate::panicking;
 
 /// Why a console is not there.
 #[derive(Debug, Error)]
@@ -49,7 +50,7 @@ fn open(
         _ => ConsoleEndpoint::null(),
     };
     opened
-        .map(|endpoint| Some(Arc::new(endpoint)))
+        .map(|endpoint| Some(Arc::new(endpoint)).inspect(panicking::note_console))
         .map_err(|source| ConsoleError { console, source })
 }
 

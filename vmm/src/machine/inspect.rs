@@ -15,6 +15,7 @@ use pci::vfio::migration::DmaLog;
 use pci::{BarDescription, BarKind, Bdf, PciDevice};
 
 use super::prefault::{Background, PrefaultStatus};
+use super::ram;
 use super::{Machine, ResizeBalloonError};
 
 /// One PCI function, for people who ask.
@@ -40,6 +41,14 @@ impl FunctionInfo {
     }
 }
 
+/// Work on guest memory that has ended before it was done, as the guest was to go elsewhere.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LeftOff {
+    populating: bool,
+    collapsing: bool,
+    filling: bool,
+}
+
 impl Machine {
     /// How far memory is populated in the background; `None` where nobody asked for it.
     pub fn prefault_status(&self) -> Option<PrefaultStatus> {
@@ -48,12 +57,31 @@ impl Machine {
 
     /// Leaves memory as it is, for a guest that is about to go elsewhere: populates no more of it in
     /// the background, makes no more huge pages, and fills no more tables.
-    pub fn leave_memory(&mut self) {
+    /// What was not done is begun again by [`Machine::stay_with_memory`].
+    pub fn leave_memory(&mut self) -> LeftOff {
+        let is_populating = |running: &Background| running.status().end.is_none();
+        let populating = self.prefault.as_ref().is_some_and(is_populating);
         if let Some(prefault) = &self.prefault {
             prefault.cancel();
         }
-        self.collapse = None;
-        self.stop_stage2();
+        let collapsing = self.collapse.take().is_some();
+        LeftOff { populating, collapsing, filling: self.stop_stage2() }
+    }
+
+    /// Goes on with what ended for a guest that has not gone after all.
+    pub fn stay_with_memory(&mut self, left_off: LeftOff) {
+        let LeftOff { populating, collapsing, filling } = left_off;
+        if populating {
+            let memory = &self.config.memory;
+            let wishes = ram::prefault_wishes(memory);
+            self.prefault = Background::start(&self.ram, memory, &wishes);
+        }
+        if collapsing {
+            self.restore_huge_pages();
+        }
+        if filling {
+            self.prefault_stage2();
+        }
     }
 
     /// Begins to make huge pages of memory that has come from elsewhere, where it is to have them.
@@ -126,6 +154,17 @@ impl Machine {
     /// The balloon, if there is one.
     pub fn balloon(&self) -> Option<&BalloonHandle> {
         self.devices.balloon()
+    }
+
+    /// Whether the balloon could have another size.
+    ///
+    /// # Errors
+    /// As [`Machine::resize_balloon`].
+    pub fn check_balloon(&self, size_bytes: u64) -> Result<(), ResizeBalloonError> {
+        let (Some(balloon), Some(_)) = (self.devices.balloon(), &self.config.balloon) else {
+            return Err(ResizeBalloonError::None);
+        };
+        Ok(balloon.check(size_bytes)?)
     }
 
     /// Sets how large the balloon is to be, now and after a reboot.

@@ -71,7 +71,7 @@ pub use faults::MissingPages;
 pub use generation::GenerationError;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
-pub use inspect::FunctionInfo;
+pub use inspect::{FunctionInfo, LeftOff};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
@@ -369,7 +369,8 @@ impl Chassis {
 
 impl Machine {
     /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow.
-    /// Images and files of memory that are in `kept` are not opened again.
+    /// Images and files of memory that are in `kept` are not opened again. Populating memory ends early
+    /// when it is to be given up.
     ///
     /// # Errors
     /// Naming what is missing.
@@ -379,6 +380,7 @@ impl Machine {
         host: &Host,
         sink: EventSink,
         kept: &mut KeptOverReboot,
+        give_up: &GiveUp,
     ) -> Result<Self, MachineError> {
         disks::settle_formats(&mut config).map_err(VirtioError::from)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
@@ -386,7 +388,7 @@ impl Machine {
         let given = slot.iter().map(PrepinnedSlot::memory).collect();
         let held = std::mem::take(&mut kept.files);
         let origin = Origin { given, held, contents: FirstContents::AsFound };
-        let ram = ram::make(&config.memory, bits, origin)?;
+        let ram = ram::make(&config.memory, bits, origin, give_up)?;
         let basis = Basis { ram, opening: Opening::Meanwhile, slot, kept: &mut kept.disks };
         let supported = host.supported(&config.cpus)?;
         let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
@@ -446,7 +448,7 @@ impl Machine {
         let given = given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file)));
         let contents = FirstContents::Nothing;
         let origin = Origin { given: given.collect(), held: Vec::new(), contents };
-        Ok(ram::make(&config.memory, bits, origin)?)
+        Ok(ram::make(&config.memory, bits, origin, &GiveUp::default())?)
     }
 
     /// A machine on such memory, whose state is still to come, paused. Does not touch what is in

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memory::room::NoRoom;
 use memory::{GuestRam, Notice, PrefaultError, PrefaultOptions, Progress};
 
+use super::GiveUp;
 use crate::config::{MemoryConfig, Prefault};
 use crate::events;
 
@@ -127,7 +128,7 @@ pub fn check_room(ram: &GuestRam, zones: &[(String, Prefault)]) -> Result<(), No
     memory::check_room(&asking.cloned().collect::<Vec<_>>())
 }
 
-/// Populates what is to be there before the guest runs, and waits for it.
+/// Populates what is to be there before the guest runs, and waits for it unless it is to be given up.
 ///
 /// # Errors
 /// Naming the zone and the limit.
@@ -135,11 +136,10 @@ pub fn complete(
     ram: &GuestRam,
     config: &MemoryConfig,
     zones: &[(String, Prefault)],
+    give_up: &GiveUp,
 ) -> Result<(), PrefaultError> {
-    match start(ram, config, zones, Prefault::Boot)? {
-        Some(running) => running.engine.wait(),
-        None => Ok(()),
-    }
+    let Some(running) = start(ram, config, zones, Prefault::Boot)? else { return Ok(()) };
+    running.engine.wait_unless(&|| give_up.is_told())
 }
 
 impl Background {

@@ -15,7 +15,7 @@ use memory::{
 };
 use thiserror::Error;
 
-use super::{prefault, prezeroed};
+use super::{GiveUp, prefault, prezeroed};
 use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault};
 
 /// Name of the only zone of a machine without zones.
@@ -156,7 +156,8 @@ pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, M
     Ok(Some((zone_spec(zone, config.thp)?, socket)))
 }
 
-/// Makes guest RAM. Where contents are still to arrive, as `origin` says, nothing is populated.
+/// Makes guest RAM. Where contents are still to arrive, as `origin` says, nothing is populated; otherwise
+/// that ends early when it is to be given up.
 ///
 /// # Errors
 /// Naming the zone and the limit.
@@ -164,6 +165,7 @@ pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
     mut origin: Origin,
+    give_up: &GiveUp,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
     let populate = origin.contents == FirstContents::AsFound;
     let zones = zones(config);
@@ -189,7 +191,7 @@ pub fn make(
     }
     let wishes = prefault_wishes(config);
     if populate {
-        prefault::complete(&ram, config, &wishes).map_err(MachineRamError::Prefault)?;
+        prefault::complete(&ram, config, &wishes, give_up).map_err(MachineRamError::Prefault)?;
     } else {
         let room = prefault::check_room(&ram, &wishes);
         room.map_err(|error| MachineRamError::Prefault(error.into()))?;

@@ -36,9 +36,9 @@ impl Machine {
             .ok();
     }
 
-    /// Fills no more. What is filled stays so.
-    pub(super) fn stop_stage2(&mut self) {
-        self.stage2 = None;
+    /// Fills no more. What is filled stays so. Says whether it was begun.
+    pub(super) fn stop_stage2(&mut self) -> bool {
+        self.stage2.take().is_some()
     }
 }
 

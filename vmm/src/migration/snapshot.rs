@@ -204,7 +204,7 @@ fn restore_from(
                 report.data_bytes >> 20,
                 report.took.as_millis()
             );
-            prefault(&restored.machine, wishes)?;
+            prefault(&restored.machine, wishes, cancel)?;
         }
         MemoryRestoreMode::OnDemand => {
             let stop = Cancel::new().map_err(SnapshotError::Resource)?;
@@ -230,20 +230,28 @@ fn restore_from(
 ///
 /// # Errors
 /// Naming the zone and the limit.
-pub fn prefault(machine: &Machine, wishes: &RestoreConfig) -> Result<(), PrefaultError> {
-    prefault_ram(machine.ram(), wishes.prefault)
+pub fn prefault(
+    machine: &Machine,
+    wishes: &RestoreConfig,
+    cancel: &Cancel,
+) -> Result<(), PrefaultError> {
+    prefault_ram(machine.ram(), wishes.prefault, cancel)
 }
 
-/// The same for memory alone.
+/// The same for memory alone. A cancel ends it early.
 ///
 /// # Errors
 /// Naming the zone and the limit.
-pub fn prefault_ram(ram: &memory::GuestRam, everything: bool) -> Result<(), PrefaultError> {
+pub fn prefault_ram(
+    ram: &memory::GuestRam,
+    everything: bool,
+    cancel: &Cancel,
+) -> Result<(), PrefaultError> {
     let options = PrefaultOptions::default();
     let running = if everything {
         Prefault::start(ram.regions(), &options)?
     } else {
         ram.prefault(&options)?
     };
-    running.wait()
+    running.wait_unless(&|| cancel.is_cancelled())
 }

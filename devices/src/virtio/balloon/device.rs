@@ -80,6 +80,14 @@ pub struct BalloonHandle {
 }
 
 impl BalloonHandle {
+    /// Whether it could be so large.
+    ///
+    /// # Errors
+    /// It is larger than the guest's memory.
+    pub fn check(&self, size_bytes: u64) -> Result<(), BalloonError> {
+        pages_of(size_bytes, self.shared.ram.total_bytes()).map(drop)
+    }
+
     /// Sets how large the balloon is to be; the guest brings it there when it can. A guest that took
     /// pages out because it had no others does not put them in again by itself: it is told whenever it
     /// has not what it is to have, also if that is what it was to have before.

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The socket of a console and its path.
+//!
+//! Owns the path from binding to removal: a socket that a process has left behind is replaced, one that
+//! somebody listens at is not, and only what was made here is removed.
+
+use std::fs::{self, TryLockError};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use log::{info, warn};
+
+use crate::syscalls;
+
+/// How often, and how far apart, the lock on the folder is tried.
+const LOCK_TRIES: u32 = 50;
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
+
+/// A socket that listens at a path; the path is removed when it is dropped.
+pub(super) struct PathListener {
+    listener: UnixListener,
+    path: PathBuf,
+    /// Device and inode of the socket file that was made here.
+    made: (u64, u64),
+}
+
+fn file_at(path: &Path) -> io::Result<(u64, u64)> {
+    fs::symlink_metadata(path).map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+impl PathListener {
+    /// Listens at `path`, also if a process that is gone did before.
+    pub(super) fn bind(path: &Path) -> io::Result<Self> {
+        // Between the look at a stale socket and its removal nobody else may put another one there.
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let folder = fs::File::open(folder.unwrap_or(Path::new(".")))?;
+        // A stranger can hold this lock for ever: it is not waited for longer than any VMM has it.
+        for _ in 0..LOCK_TRIES {
+            match folder.try_lock() {
+                Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
+                _ => break,
+            }
+        }
+        remove_stale(path)?;
+        let listener = UnixListener::bind(path)?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener, path: path.to_owned(), made: file_at(path)? })
+    }
+
+    pub(super) fn accept(&self) -> io::Result<UnixStream> {
+        self.listener.accept().map(|(peer, _)| peer)
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl AsRawFd for PathListener {
+    fn as_raw_fd(&self) -> RawFd {
+        self.listener.as_raw_fd()
+    }
+}
+
+impl Drop for PathListener {
+    fn drop(&mut self) {
+        // Another process may have put its own there meanwhile.
+        if file_at(&self.path).is_ok_and(|there| there == self.made)
+            && let Err(error) = fs::remove_file(&self.path)
+        {
+            warn!("the console socket {} cannot be removed: {error}", self.path.display());
+        }
+    }
+}
+
+fn remove_stale(path: &Path) -> io::Result<()> {
+    let is_socket = fs::symlink_metadata(path).is_ok_and(|there| there.file_type().is_socket());
+    if !is_socket {
+        // Binding fails by the name of what is there.
+        return Ok(());
+    }
+    match syscalls::connect_now(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            info!("replacing the stale console socket {}", path.display());
+            fs::remove_file(path)
+        }
+        _ => Ok(()),
+    }
+}

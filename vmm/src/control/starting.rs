@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The begin of a machine: at `vm.boot`, at the start of the process, or after a reset.
+//!
+//! Owns what is known of the VM while its machine is made, on a thread of its own: a path is opened, a
+//! kernel read, memory populated and a disk locked, and each takes as long as what is behind it takes.
+//! The VMM thread answers other requests meanwhile; the start is given up when the VM or the process is
+//! to end.
+
+use super::inbox::Message;
+use super::{Next, RunError, Vm, Vmm, describe};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
+use crate::config::VmConfig;
+use crate::events;
+use crate::machine::{
+    ConsoleError, Consoles, EventSink, GiveUp, Host, KeptOverReboot, Machine, MachineError,
+};
+
+/// What a machine is made from, and after what.
+pub enum Start {
+    /// A configuration: of `vm.boot`, or of the command line.
+    Boot,
+    /// What the machine before it has left.
+    Reboot {
+        /// Clients that are attached to them stay so.
+        consoles: Consoles,
+        /// What no other VM can have in between.
+        kept: Box<KeptOverReboot>,
+    },
+}
+
+/// A machine that is being made.
+pub struct Starting {
+    /// Its description.
+    pub info: Box<VmInfo>,
+    /// What it is asked to be.
+    config: Box<VmConfig>,
+    is_reboot: bool,
+    give_up: GiveUp,
+    enders: Vec<Ender>,
+}
+
+/// A request that has ended the start, and is answered when that is over.
+enum Ender {
+    Shutdown(Responder),
+    Delete(Responder),
+}
+
+/// A machine has been made and runs, or not.
+pub struct StartEnd {
+    result: Result<Box<Machine>, ApiError>,
+    /// None if it was the command line or the guest that asked for it.
+    responder: Option<Responder>,
+}
+
+fn emit(event: &'static str) {
+    events::emit("vm", event, &[]);
+}
+
+fn failed(error: &dyn std::error::Error) -> ApiError {
+    ApiError::from_error(ApiErrorKind::Failed, error)
+}
+
+fn given_up() -> ApiError {
+    ApiError::new(ApiErrorKind::Conflict, "the VM was to end before it ran")
+}
+
+impl Starting {
+    /// As `vm.info` has it.
+    pub fn doing(&self) -> &'static str {
+        if self.give_up.is_told() { "ended" } else { self.name() }
+    }
+
+    /// For people.
+    pub fn name(&self) -> &'static str {
+        if self.is_reboot { "rebooted" } else { "booted" }
+    }
+
+    /// Has it end; what there is of the machine goes, and the thread tells so.
+    pub fn give_up(&self) {
+        self.give_up.now();
+    }
+
+    fn fatal(&self) -> fn(ApiError) -> RunError {
+        if self.is_reboot { RunError::Reboot } else { RunError::Start }
+    }
+}
+
+impl Start {
+    /// Makes the machine and lets it run. What it does not take of what was kept is given back.
+    fn machine(
+        self,
+        mut config: VmConfig,
+        host: &Host,
+        sink: EventSink,
+        give_up: &GiveUp,
+    ) -> Result<Machine, ApiError> {
+        let console = |error: ConsoleError| failed(&error);
+        let made = |error: MachineError| failed(&error);
+        let (consoles, mut kept) = match self {
+            Self::Boot => (Consoles::open(&mut config).map_err(console)?, Box::default()),
+            Self::Reboot { consoles, kept } => (consoles, kept),
+        };
+        let mut machine =
+            Machine::boot(config, consoles, host, sink, &mut kept, give_up).map_err(made)?;
+        if give_up.is_told() {
+            return Err(given_up());
+        }
+        machine.resume().map_err(made)?;
+        machine.settle().map_err(made)?;
+        std::mem::take(&mut kept.disks).passed_on();
+        Ok(machine)
+    }
+}
+
+impl Vmm {
+    /// `vm.boot`, or the command line.
+    pub(super) fn boot_for(&mut self, responder: Option<Responder>) -> Next {
+        let config = match &self.vm {
+            Vm::Idle(config) => config.clone(),
+            Vm::Live(_) => {
+                let error = ApiError::new(ApiErrorKind::NotBooted, "the VM runs already");
+                return refuse(responder, error, RunError::Start);
+            }
+            other => return refuse(responder, other.why_not_live(), RunError::Start),
+        };
+        emit("booting");
+        let info = Box::new(describe::of_config(&config));
+        self.start(Start::Boot, config, info, responder)
+    }
+
+    /// Begins to make a machine.
+    pub(super) fn start(
+        &mut self,
+        start: Start,
+        config: Box<VmConfig>,
+        info: Box<VmInfo>,
+        responder: Option<Responder>,
+    ) -> Next {
+        let is_reboot = matches!(start, Start::Reboot { .. });
+        let (give_up, sink) = (GiveUp::default(), self.new_sink());
+        let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), give_up.clone());
+        let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
+        let load = (start, config.clone(), responder);
+        let spawned = super::snapshot::spawn_with(name, load, move |(start, config, responder)| {
+            let result = start.machine(*config, &host, sink, &own).map(Box::new);
+            mailer.send(Message::Started(Box::new(StartEnd { result, responder })));
+        });
+        self.vm = Vm::Starting(Starting { info, config, is_reboot, give_up, enders: Vec::new() });
+        match spawned {
+            Ok(_detached) => Next::Continue,
+            Err(((start, _, responder), error)) => {
+                // What was kept waits for its disks; the end of the process does that, too.
+                drop(super::snapshot::spawn_with("give-back", start, drop));
+                self.started(StartEnd { result: Err(failed(&error)), responder })
+            }
+        }
+    }
+
+    /// `vm.shutdown` or `vm.delete` of a VM that is being started: its start is given up. Gives the
+    /// responder back if it is not.
+    pub(super) fn end_starting(
+        &mut self,
+        is_delete: bool,
+        responder: Responder,
+    ) -> Option<Responder> {
+        let Vm::Starting(starting) = &mut self.vm else { return Some(responder) };
+        starting.give_up();
+        let ender = if is_delete { Ender::Delete } else { Ender::Shutdown };
+        starting.enders.push(ender(responder));
+        None
+    }
+
+    /// The machine has been made and runs, or not.
+    pub(super) fn started(&mut self, end: StartEnd) -> Next {
+        let StartEnd { result, responder } = end;
+        let starting = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Starting(starting) => starting,
+            other => {
+                self.vm = other;
+                return Next::Continue;
+            }
+        };
+        let (name, fatal) = (starting.name(), starting.fatal());
+        let is_given_up = starting.give_up.is_told();
+        let mut next = Next::Continue;
+        match result {
+            Ok(machine) => {
+                self.vm = Vm::Live(machine);
+                emit(name);
+                if let Some(responder) = responder {
+                    responder.answer(Ok(ApiReply::Empty));
+                }
+            }
+            Err(error) => {
+                self.vm = Vm::Idle(starting.config);
+                let event = if starting.is_reboot { "reboot-failed" } else { "boot-failed" };
+                events::emit("vm", event, &[("error", &error.to_string())]);
+                if is_given_up {
+                    if let Some(responder) = responder {
+                        responder.answer(Err(given_up()));
+                    }
+                } else {
+                    next = refuse(responder, error, fatal);
+                }
+            }
+        }
+        for ender in starting.enders {
+            next = next.and_then(|| self.end_for(ender));
+        }
+        next.and_then(|| self.go_on_ending())
+    }
+
+    fn end_for(&mut self, ender: Ender) -> Next {
+        match (ender, &self.vm) {
+            // It has not come to run, which is what was asked for.
+            (Ender::Shutdown(responder), Vm::Idle(_)) => {
+                responder.answer(Ok(ApiReply::Empty));
+                Next::Continue
+            }
+            (Ender::Shutdown(responder), _) => self.shutdown_for(Some(responder)),
+            (Ender::Delete(responder), _) => self.delete_for(false, responder),
+        }
+    }
+}
+
+/// Answers the request; what a guest or the command line wants and cannot have ends the process.
+pub(super) fn refuse(
+    responder: Option<Responder>,
+    error: ApiError,
+    fatal: fn(ApiError) -> RunError,
+) -> Next {
+    match responder {
+        Some(responder) => {
+            responder.answer(Err(error));
+            Next::Continue
+        }
+        None => Next::Fail(fatal(error)),
+    }
+}
