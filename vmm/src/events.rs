@@ -136,7 +136,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "migration-receive-finished", "the VM runs here (figures, in precopy the final ones)"),
     ("vm", "migration-receive-failed", "the VM could not be received (error: why)"),
     ("vm", "postcopy-migration-completed", "all memory is here (final figures)"),
-    ("vm", "postcopy-migration-paused", "the source is lost before all memory came (error: why)"),
+    (
+        "vm",
+        "postcopy-migration-paused",
+        "pages do not come, as a connection or the source is lost (side; vm.migration-progress says why)",
+    ),
     ("vm", "postcopy-completed", "the same, under a shorter name"),
     ("vm", "postcopy-paused", "the connection is lost, both sides hold still (reason: why)"),
     ("virtio-device", "activated", "a driver uses the device (id: its name)"),
