@@ -33,6 +33,10 @@ pub fn add(suite: &mut Suite) {
     suite.add("postcopy::recovery_on_command_at_another_address", recover);
     suite.add("postcopy::auto_switches_on_command", switch);
     suite.add("postcopy::a_source_with_needed_pages_is_not_ended_without_force", force);
+    suite.add(
+        "postcopy::a_source_that_was_told_to_end_ends_when_it_is_given_up",
+        force_after_signal,
+    );
     suite.add("postcopy::a_pause_is_refused_until_the_last_page", pause);
     suite.add("postcopy::requests_may_share_the_bulk_connection", no_preempt);
     suite.add("postcopy::many_connections_of_each_kind", many);
@@ -246,6 +250,20 @@ fn force() {
     let mut destination = destination;
     destination.remote_ok(&["shutdown-vmm", "--force"]);
     assert_eq!(destination.wait_for_exit(), 0, "{}", destination.output());
+}
+
+/// The signal waits for the last page; when the pages are given up nothing is left to wait for.
+fn force_after_signal() {
+    let run = Middle::start(SLOW);
+    run.cutter.set_shut(true);
+    run.cutter.cut(None, usize::MAX);
+    wait_for_phase(&run.source, "postcopy-paused");
+    let Middle { mut source, destination, .. } = run;
+    source.signal(libc::SIGTERM);
+    wait_for("the log", || source.output().contains("told to end").then_some(()));
+    source.api().put("vm.delete", r#"{"force":true}"#).ok();
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    destination.remote_ok(&["shutdown-vmm", "--force"]);
 }
 
 fn pause() {

@@ -12,7 +12,7 @@ use crate::harness::api::read_answer;
 use crate::harness::migrate::{Reception, send_option};
 use crate::harness::relay::{self, Point, Setting};
 use crate::harness::{Mode, Suite, Transport, Vmm, wait_for};
-use crate::meanwhile::crash;
+use crate::meanwhile::{crash, crash_guest};
 
 /// Pauses that a reset of the guest may meet.
 const PAUSES: usize = 40;
@@ -148,9 +148,11 @@ fn reset_as_it_is_paused() {
     let mut waited = 0;
     for round in 1..=PAUSES {
         vmm.wait_for_heartbeat();
+        // It still fills its pages after a heartbeat, and would not be done while it is paused.
+        let guest = vmm.guest();
         api.put("vm.pause", "").ok();
         // Resets at its next instruction, and is paused as soon as it goes on.
-        crash(&vmm);
+        crash_guest(&guest);
         let mut stream = api.connect().expect("a connection");
         for name in ["vm.resume", "vm.pause"] {
             stream.write_all(request(name).as_bytes()).expect("a write");

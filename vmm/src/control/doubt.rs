@@ -94,10 +94,7 @@ impl Vmm {
         for Decider { responder, .. } in receiving.deciders.drain(..) {
             responder.answer(Err(in_doubt()));
         }
-        if let Some(responder) = self.ending.take().and_then(super::ending::Ending::into_responder)
-        {
-            responder.answer(Err(in_doubt()));
-        }
+        self.refuse_end(&in_doubt());
     }
 
     /// `vm.resume` of a machine in doubt, or `vm.delete` of one that is awaited. Gives the responder

@@ -10,6 +10,8 @@
 
 use std::time::{Duration, Instant};
 
+use vm_migration::Phase;
+
 use super::{Next, Pages, Vm, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
@@ -25,14 +27,21 @@ const START_END: Duration = Duration::from_secs(2);
 /// The process is to end when the migration is over, or the machine has ended.
 pub struct Ending {
     reason: ExitReason,
-    /// Whoever asked, if that can be answered.
-    responder: Option<Responder>,
+    /// The requests for it that can be answered.
+    responders: Vec<Responder>,
 }
 
 impl Ending {
-    /// The request, to be answered otherwise.
-    pub fn into_responder(self) -> Option<Responder> {
-        self.responder
+    fn new(reason: ExitReason) -> Self {
+        Self { reason, responders: Vec::new() }
+    }
+
+    /// Answers the requests; returns the reason of the end.
+    fn answer(self, result: &Result<(), ApiError>) -> ExitReason {
+        for responder in self.responders {
+            responder.answer(result.clone().map(|()| ApiReply::Empty));
+        }
+        self.reason
     }
 }
 
@@ -64,8 +73,10 @@ impl Vmm {
             Vm::Awaited(_) => {
                 match self.end_awaited(force) {
                     Ok(()) => {
-                        let reason = ExitReason::ApiShutdown;
-                        self.ending = Some(Ending { reason, responder: Some(responder) });
+                        if force {
+                            self.at_latest = Some(Instant::now() + AT_ONCE);
+                        }
+                        self.ask_for_end(ExitReason::ApiShutdown, Some(responder));
                     }
                     Err(error) => responder.answer(Err(error)),
                 }
@@ -77,17 +88,49 @@ impl Vmm {
 
     /// Ends the process when what is here has ended in order.
     fn end_here(&mut self, reason: ExitReason, responder: Option<Responder>) -> Next {
-        match &mut self.ending {
-            // The first request is answered when it is over.
-            Some(Ending { responder: Some(_), .. }) => {
-                if let Some(responder) = responder {
-                    responder.answer(Ok(ApiReply::Empty));
-                }
-            }
-            Some(ending) => ending.responder = responder,
-            None => self.ending = Some(Ending { reason, responder }),
-        }
+        self.ask_for_end(reason, responder);
         self.go_on_ending()
+    }
+
+    /// Notes a request for the end beside those that came before, whose reason stands.
+    fn ask_for_end(&mut self, reason: ExitReason, responder: Option<Responder>) {
+        let ending = self.ending.get_or_insert_with(|| Ending::new(reason));
+        ending.responders.extend(responder);
+    }
+
+    /// It is later than what is still waited for may take. A guest that arrives is waited for all the same
+    /// once its source may have been told that it can be given away: before that nothing is lost, as a
+    /// cancel that came first is seen in the step that tells it.
+    pub(super) fn end_if_too_late(&mut self) -> Next {
+        if self.at_latest.is_none_or(|at_latest| at_latest > Instant::now()) {
+            return Next::Continue;
+        }
+        let may_be_told = || {
+            let phase = self.progress.as_ref().map(|progress| progress.phase());
+            !matches!(
+                phase,
+                None | Some(Phase::Idle | Phase::Listen | Phase::Negotiate | Phase::Receive)
+            )
+        };
+        if matches!(self.vm, Vm::Awaited(_)) && may_be_told() {
+            self.at_latest = None;
+            return Next::Continue;
+        }
+        Next::Exit(self.end_at_once())
+    }
+
+    /// Answers those who wait for the end that it is not for now.
+    pub(super) fn refuse_end(&mut self, error: &ApiError) {
+        if let Some(ending) = self.take_ending() {
+            ending.answer(&Err(error.clone()));
+        }
+    }
+
+    /// The process does not end after all. A signal that comes later is a first one again.
+    fn take_ending(&mut self) -> Option<Ending> {
+        self.told_by_signal = false;
+        self.at_latest = None;
+        self.ending.take()
     }
 
     /// If the process is to end: has what is here end, or ends it when nothing is.
@@ -109,22 +152,25 @@ impl Vmm {
     }
 
     fn ended(&mut self) -> Next {
-        let Some(Ending { reason, responder }) = self.ending.take() else { return Next::Continue };
-        if let Some(responder) = responder {
-            responder.answer(Ok(ApiReply::Empty));
-        }
-        Next::Exit(reason)
+        let Some(ending) = self.ending.take() else { return Next::Continue };
+        Next::Exit(ending.answer(&Ok(())))
     }
 
     /// Nothing is waited for any more: what is not over ends with the process.
-    pub(super) fn end_at_once(&mut self) -> ExitReason {
+    fn end_at_once(&mut self) -> ExitReason {
         log::warn!("ending without what has not ended: {}", self.vm.why_not_live());
         match &self.vm {
             Vm::Turning(turning) => turning.consoles.close(),
             Vm::Down(down) => down.consoles.close(),
+            // There never was one.
+            Vm::Awaited(_) => return self.exit_reason(),
             _ => {}
         }
         events::emit("vm", "shutdown", &[]);
+        self.exit_reason()
+    }
+
+    fn exit_reason(&mut self) -> ExitReason {
         match self.ended() {
             Next::Exit(reason) => reason,
             Next::Continue | Next::Fail(_) => ExitReason::ApiShutdown,
@@ -148,6 +194,9 @@ impl Vmm {
             }
             Vm::Awaited(_) => match self.end_awaited(is_second) {
                 Ok(()) => {
+                    if is_second {
+                        self.at_latest = Some(Instant::now() + AT_ONCE);
+                    }
                     log::warn!("told to end: what arrives here is cancelled, if it still can be");
                 }
                 Err(error) => log::warn!("told to end, once more gives the VM up: {error}"),
@@ -169,7 +218,7 @@ impl Vmm {
         }
         self.told_by_signal = true;
         if !is_second {
-            self.ending = Some(Ending { reason: ExitReason::Signal, responder: None });
+            self.ask_for_end(ExitReason::Signal, None);
         }
         Next::Continue
     }
@@ -212,7 +261,7 @@ impl Vmm {
     /// The guest is elsewhere and may need pages from here: that counts more than an earlier
     /// request to end.
     pub(super) fn stay_for_the_pages(&mut self) {
-        if self.ending.take().is_some() {
+        if self.take_ending().is_some() {
             log::warn!(
                 "not ending: the VM elsewhere may need pages from here; vm.delete or another \
                  signal gives them up"
@@ -222,20 +271,15 @@ impl Vmm {
 
     /// A migration to here is over, and the process may have been told to end.
     pub(super) fn end_after_arrival(&mut self) -> Next {
-        let Some(Ending { reason, responder }) = self.ending.take() else { return Next::Continue };
         if matches!(self.vm, Vm::None) {
-            if let Some(responder) = responder {
-                responder.answer(Ok(ApiReply::Empty));
-            }
-            return Next::Exit(reason);
+            return self.ended();
         }
+        let Some(ending) = self.take_ending() else { return Next::Continue };
         log::warn!("not ending: the VM has arrived meanwhile");
-        if let Some(responder) = responder {
-            responder.answer(Err(ApiError::new(
-                ApiErrorKind::Conflict,
-                "the VM has arrived here before the migration could be cancelled",
-            )));
-        }
+        ending.answer(&Err(ApiError::new(
+            ApiErrorKind::Conflict,
+            "the VM has arrived here before the migration could be cancelled",
+        )));
         Next::Continue
     }
 }

@@ -151,9 +151,18 @@ impl Vmm {
         }
     }
 
-    /// Refuses to move or save a VM whose devices cannot be.
+    /// Refuses to move or save a VM whose devices cannot be, or whose guest has asked for its end: that
+    /// comes before what began later.
     pub(super) fn refuse_unmovable(&mut self) -> Result<(), ApiError> {
-        let movable = self.machine_mut()?.check_movable();
+        let machine = self.machine_mut()?;
+        if machine.is_paused() && machine.is_ending() {
+            return Err(ApiError::new(
+                ApiErrorKind::Conflict,
+                "the guest has asked for a reset or a shutdown, which happens when the VM runs; vm.resume \
+                 lets it happen",
+            ));
+        }
+        let movable = machine.check_movable();
         movable.map_err(|error| ApiError::from_error(ApiErrorKind::Conflict, &error))
     }
 }

@@ -283,12 +283,14 @@ impl Vmm {
                 if is_deleted {
                     drop((remains, held));
                     events::emit("vm", "deleted", &[]);
+                    // A signal that came before may have asked for it.
+                    self.go_on_ending()
                 } else {
                     let kept = Box::new(Kept { _remains: remains, _held: held });
                     self.vm = Vm::HandedOver { reason, _kept: kept };
                     self.stay_for_the_pages();
+                    Next::Continue
                 }
-                Next::Continue
             }
         };
         cancel::refuse_all(&mut resumers, &cancel::at_destination());
@@ -394,7 +396,7 @@ impl Vmm {
             Err(paused) => {
                 debug_assert_eq!(paused.error.guest, GuestIs::PostcopyPaused);
                 let reason = ApiError::from_error(ApiErrorKind::Failed, &paused.error).to_string();
-                events::emit("vm", "postcopy-migration-paused", &[("error", &reason)]);
+                // The phase that it ended in has told the event.
                 log::error!("{reason}; {} pages are missing", paused.missing_pages());
                 Pages::Lost(paused)
             }

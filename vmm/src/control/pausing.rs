@@ -376,7 +376,9 @@ impl Vmm {
         let is_paused = match &self.vm {
             Vm::Live(live) => live.is_paused(),
             // Saved or sent, as it was.
-            _ => true,
+            Vm::Busy(_) | Vm::Leaving { .. } => true,
+            // It goes on, or has ended.
+            _ => false,
         };
         if is_paused && machine == self.machine_number {
             events::emit("vm", "paused", &[]);

@@ -170,8 +170,10 @@ fn serve(
         {
             return Ok(reason);
         }
-        if vmm.at_latest.is_some_and(|at_latest| at_latest <= Instant::now()) {
-            return Ok(vmm.end_at_once());
+        match vmm.end_if_too_late() {
+            Next::Continue => {}
+            Next::Exit(reason) => return Ok(reason),
+            Next::Fail(error) => return Err(error),
         }
     }
 }

@@ -190,7 +190,8 @@ impl Vmm {
                 emit("shutdown");
                 match responder {
                     Some(responder) => responder.answer(Ok(ApiReply::Empty)),
-                    None if self.no_shutdown => {}
+                    // What asked for the end of the process is answered as it ends.
+                    None if self.no_shutdown || self.ending.is_some() => {}
                     None => next = Next::Exit(ExitReason::GuestShutdown),
                 }
             }

@@ -86,7 +86,8 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
         let what = format!("image of disk {:?}", disk.id.as_deref().unwrap_or_default());
         all.extend(disk.path.iter().map(|image| path(what.clone(), GrantKind::Disk, image)));
     }
-    for net in config.net.iter().flatten() {
+    // One that was given descriptors names nothing of this host.
+    for net in config.net.iter().flatten().filter(|net| net.fds.is_none()) {
         let what = format!("tap of network device {:?}", net.id.as_deref().unwrap_or_default());
         let name = Name::Tap(net.tap.as_deref().unwrap_or(UNNAMED_TAP));
         all.push(Named { what, name });

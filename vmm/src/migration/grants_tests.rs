@@ -100,6 +100,8 @@ fn taps_and_the_terminal_have_rules_of_their_own() {
         assert!(error.contains("tap of network device \"n\""), "{error}");
     }
     assert!(verdict(&["/:disk+console"], net(Value::Null)).is_err());
+    // Its descriptors came with the request, and no name of this host is used.
+    verdict(&["/:disk"], json!({"net": [{"id": "n", "fds": [7]}]})).unwrap();
     let tty = json!({"serial": {"mode": "Tty"}});
     verdict(&["tty:console"], tty.clone()).unwrap();
     assert!(verdict(&["/:console"], tty).unwrap_err().contains("the terminal"));
