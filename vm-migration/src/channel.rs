@@ -6,18 +6,19 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::cancel::Cancel;
 use crate::error::Cause;
 use crate::protocol::capabilities::TOKEN_BYTES;
-use crate::protocol::codec::{HEADER_BYTES, Header};
+use crate::protocol::codec::{HEADER_BYTES, Header, REASON_BYTES_MAX};
 use crate::protocol::message::{Answer, Command, Message, Role};
 use crate::session::ALIVE_EVERY;
 use crate::transport::{Connection, Reader, TransportError};
 
-/// After a failed send, how long to look for the refusal that explains it.
-const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(500);
+/// After a failed send, how long to look for the refusal that explains it, in all: the guest may
+/// stand still meanwhile.
+const LAST_WORDS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long last words may be stuck behind what a stalled peer does not read.
 const LAST_SEND_TIMEOUT: Duration = Duration::from_millis(500);
@@ -174,24 +175,35 @@ impl Channel {
         }
     }
 
-    /// Why the peer stopped listening, when it said so before it did.
+    /// Why the peer stopped listening, when it said so before it did. The connection is of no further
+    /// use.
     pub(crate) fn explain(&mut self, error: TransportError) -> Cause {
         if matches!(error, TransportError::Cancelled) {
             return error.into();
         }
+        let deadline = Instant::now() + LAST_WORDS_TIMEOUT;
         loop {
-            if !self.reader.has_buffered()
-                && self.connection.wait_for_data(Some(LAST_WORDS_TIMEOUT)).is_err()
-            {
-                return error.into();
-            }
-            match Answer::read(&mut self.reader) {
-                // An answer to an earlier message.
-                Ok(Answer::Ok { .. }) => {}
-                Ok(Answer::Error { reason }) => return refused(reason),
-                Err(_) => return error.into(),
+            // An answer to an earlier message comes first.
+            match self.last_word(deadline) {
+                Some(Answer::Ok { .. }) => {}
+                Some(Answer::Error { reason }) => return refused(reason),
+                None => return error.into(),
             }
         }
+    }
+
+    /// The next answer, if it comes in time and is no longer than a reason.
+    fn last_word(&mut self, deadline: Instant) -> Option<Answer> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return None;
+        }
+        self.connection.set_stall_timeout(left);
+        let header = self.timed(Header::read).ok()?;
+        if header.len_bytes > REASON_BYTES_MAX {
+            return None;
+        }
+        self.timed(|reader| Answer::read_behind(&header, reader)).ok()
     }
 
     /// Answers yes.
@@ -229,4 +241,60 @@ fn refused(reason: String) -> Cause {
         return Cause::Refused("it gave no reason, see its log".to_string());
     }
     Cause::Refused(reason)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// Far longer than last words may take, and how long a peer goes on sending at most.
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// Explains a failed send to a peer that says `first` and then `more` again and again. Gives the
+    /// cause and how long that took.
+    fn explain(first: &[u8], more: &[u8], pause: Duration) -> (Cause, Duration) {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let never = Cancel::new().unwrap();
+        let mut channel = Channel::new(Connection::over(ours, &never, LONG).unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let began = Instant::now();
+                let mut sent = theirs.write_all(first);
+                while sent.is_ok() && began.elapsed() < LONG {
+                    sent = theirs.write_all(more);
+                    std::thread::sleep(pause);
+                }
+            });
+            let began = Instant::now();
+            let cause = channel.explain(TransportError::Closed);
+            let took = began.elapsed();
+            channel.connection.shut_down();
+            (cause, took)
+        })
+    }
+
+    #[test]
+    fn last_words_have_a_total_time_however_they_come() {
+        let said_yes = Answer::ok().encode();
+        let drip = Duration::from_millis(5);
+        let endless = Header::new(2, REASON_BYTES_MAX).encode();
+        for (first, more) in [(&[][..], &said_yes[..]), (&endless, b"x")] {
+            let (cause, took) = explain(first, more, drip);
+            assert!(took < LONG / 2, "{took:?} for {first:?} and {more:?}");
+            assert!(matches!(cause, Cause::Transport(TransportError::Closed)), "{cause:?}");
+        }
+    }
+
+    #[test]
+    fn last_words_behind_earlier_answers_are_heard() {
+        let reason = "it is full".to_string();
+        let refusal = Answer::Error { reason: reason.clone() }.encode();
+        let first = [Answer::ok().encode(), Answer::ok().encode(), refusal].concat();
+        let (cause, _) = explain(&first, &[0], Duration::from_millis(5));
+        assert!(matches!(&cause, Cause::Refused(why) if *why == reason), "{cause:?}");
+    }
 }

@@ -56,6 +56,7 @@
 //! }
 //! ```
 
+mod beside;
 pub mod bitmap;
 pub mod cancel;
 mod channel;

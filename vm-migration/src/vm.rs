@@ -244,7 +244,8 @@ pub trait MappedMachine: Send + 'static {
 
     /// Builds the rest: vCPUs created, back ends opened as far as that is possible while the
     /// source still holds them. Runs on a thread of its own while memory arrives, so it must not
-    /// touch guest memory.
+    /// touch guest memory. A machine that is built too long after the end of its migration is dropped
+    /// on that thread.
     ///
     /// # Errors
     /// Say what is missing here; the person at the source reads it.

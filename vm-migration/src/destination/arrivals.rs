@@ -213,11 +213,19 @@ impl Pending {
     /// How long the hello is, as far as that can be known from what was said.
     fn len(&self, expect: Expect) -> usize {
         match expect {
+            Expect::RoleAndToken if self.begins() => HEADER_BYTES,
             Expect::RoleAndToken if Role::read(&mut &self.said[..]).is_ok() => 2 + TOKEN_BYTES,
             Expect::RoleAndToken if self.comes_back() => HEADER_BYTES + self.payload_len(),
             Expect::Role | Expect::RoleAndToken => 2,
             Expect::Message => HEADER_BYTES + self.payload_len(),
         }
+    }
+
+    /// Whether it is the beginning of another migration, which has a number that is also a role's: a
+    /// token is random, and none has all of these bytes.
+    fn begins(&self) -> bool {
+        self.said.len() == HEADER_BYTES
+            && matches!(Message::read(&mut &self.said[..]), Ok(Message::Start { version: 0, .. }))
     }
 
     /// Whether a source that has lost its connections says so, as far as the first bytes tell.
@@ -258,11 +266,14 @@ impl Pending {
     }
 
     fn hello(self, expect: Expect) -> Hello {
+        let may_be_extra = match expect {
+            Expect::Message => false,
+            Expect::Role => true,
+            Expect::RoleAndToken => !self.begins(),
+        };
         let channel = Channel::new(self.connection);
         let said = &mut &self.said[..];
-        if expect != Expect::Message
-            && let Ok(role) = Role::read(&mut &self.said[..])
-        {
+        if may_be_extra && let Ok(role) = Role::read(&mut &self.said[..]) {
             return Hello::Extra(role, said[2..].to_vec(), channel);
         }
         match Message::read(said) {
@@ -341,6 +352,26 @@ mod tests {
     }
 
     #[test]
+    fn a_role_and_a_token_may_come_in_parts() {
+        let (listener, at) = listen();
+        let mut arrivals = Arrivals::new(Expect::RoleAndToken, Duration::from_secs(20));
+        let mut extra = TcpStream::connect(&at).unwrap();
+        extra.write_all(&[1, 0]).unwrap();
+        extra.write_all(&[9; HEADER_BYTES - 2]).unwrap();
+        let cancel = Cancel::new().unwrap();
+        let deadline = Instant::now() + Duration::from_mins(1);
+        while arrivals.pending.first().is_none_or(|pending| pending.said.len() < HEADER_BYTES) {
+            assert!(arrivals.take(&listener, &cancel).is_empty());
+            assert!(Instant::now() < deadline);
+        }
+        extra.write_all(&[9; 2]).unwrap();
+        match &next(&mut arrivals, &listener)[..] {
+            [Hello::Extra(Role::Memory, token, _)] => assert_eq!(token[..], [9; TOKEN_BYTES]),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
     fn roles_come_with_tokens_and_strangers_hear_why_they_go() {
         let (listener, at) = listen();
         let mut arrivals = Arrivals::new(Expect::RoleAndToken, Duration::from_secs(20));
@@ -355,6 +386,16 @@ mod tests {
         stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         let mut hellos = next(&mut arrivals, &listener);
         let Some(Hello::Other(channel)) = hellos.pop() else { panic!("{hellos:?}") };
+        for offer in [false, true] {
+            let mut second_source = TcpStream::connect(&at).unwrap();
+            second_source.write_all(&Message::Start { version: 0, offer }.encode()).unwrap();
+            match &next(&mut arrivals, &listener)[..] {
+                [Hello::Message(Message::Start { version: 0, offer: heard }, _)] => {
+                    assert_eq!(*heard, offer);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
         arrivals.refuse(channel, "not here");
         assert!(arrivals.is_empty());
         let heard = std::thread::spawn(move || {

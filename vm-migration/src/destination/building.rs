@@ -3,18 +3,24 @@
 //! The machine while it is being built, on a thread of its own, and memory arrives.
 //!
 //! Owns that thread. Whoever receives waits for its failure together with everything else, so that
-//! the source learns of a missing back end while its guest still runs. Dropping it waits for the
-//! thread: what was built (taps, sockets, KVM) is gone before the next migration may begin.
+//! the source learns of a missing back end while its guest still runs. Dropping it waits a little for
+//! the thread, so that what was built (taps, sockets, KVM) is gone before the next migration may begin.
+//! A thread that does not come to its end then, because a file of this host does not answer, is left
+//! behind: what it has built is dropped there as soon as it does.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure, Step};
 use crate::transport::{TransportError, WaitEnd, wait_readable};
-use crate::vm::{MappedMachine, VmError};
+use crate::vm::MappedMachine;
 
 const STEP: &str = "building the machine at the destination";
+
+/// How long the end of a migration waits for a machine that is still being built.
+const END_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A machine that will be there.
 pub(crate) struct Building<V> {
@@ -95,14 +101,18 @@ impl<V: Send + 'static> Building<V> {
 
 impl<V> Drop for Building<V> {
     fn drop(&mut self) {
-        if let Work::Thread(thread) = std::mem::replace(&mut self.work, Work::Taken) {
+        let Work::Thread(thread) = std::mem::replace(&mut self.work, Work::Taken) else { return };
+        // Nothing else ends this wait: whoever ends the migration has done so.
+        let waited = Cancel::new()
+            .and_then(|never| wait_readable(&[self.ended.fd()], &never, Some(END_TIMEOUT)));
+        if let Ok(WaitEnd::Ready(_)) = waited {
             // What went wrong there has been told, or matters to nobody any more.
             let _ = thread.join();
+        } else {
+            log::warn!(
+                "a machine that is not needed any more is still being built, and ends when that does: \
+                 what it has opened stays open until then"
+            );
         }
     }
-}
-
-/// Builds here and now, for those who need the whole machine first.
-pub(crate) fn build_now<M: MappedMachine>(mapped: M) -> Result<M::Vm, Failure> {
-    mapped.build().map_err(|error: VmError| Cause::Vm(error)).step(STEP)
 }

@@ -14,6 +14,7 @@ use super::desk::Desk;
 use super::engine::{Engine, Via};
 use super::negotiate::unexpected;
 use super::rejoin::{Connections, Rejoin, Returned};
+use crate::beside::look_beside;
 use crate::bitmap::change_then_look;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -189,8 +190,15 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
             engine.begin_again()?;
             Ok(runs::encode(engine.missing()))
         };
-        let Connections { control, bulk, urgent } =
-            self.rejoin.connect(returned, missing, cancel)?;
+        let (steering, connection) = (self.rejoin.steering.clone(), returned.connection());
+        let look = || {
+            if steering.gives_up() {
+                connection.shut_down();
+            }
+        };
+        let connected = look_beside(look, || self.rejoin.connect(returned, missing, cancel));
+        let connected = connected.map_err(Cause::Resource).step("taking over connections")?;
+        let Connections { control, bulk, urgent } = connected?;
         self.reconnect(bulk, urgent)?;
         Ok(control)
     }
@@ -198,6 +206,11 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
     /// Every page is here: see [`Rejoin::linger`].
     pub(super) fn linger(&self, knows: bool) {
         self.rejoin.linger(knows);
+    }
+
+    /// Nothing is received any more: see [`Rejoin::linger_for_others`].
+    pub(super) fn linger_for_others(&self) {
+        self.rejoin.linger_for_others();
     }
 
     /// The machine is about to be thrown away without having run: nothing of it waits for a page any

@@ -111,6 +111,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 Ok(progress.snapshot())
             }
             Err(Failure { step, cause }) => {
+                self.threads.linger_for_others();
                 let error = MigrationError {
                     side: Side::Destination,
                     phase: Phase::Fault,
@@ -218,7 +219,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
 
     /// Takes the answer to a question on the first connection.
     fn take_answer(&mut self) -> Result<Vec<u8>, Failure> {
-        match Answer::read(&mut self.control.reader).step(STEP)? {
+        match self.control.timed(Answer::read).step(STEP)? {
             Answer::Ok { payload, .. } => {
                 self.unanswered = self.unanswered.saturating_sub(1);
                 Ok(payload)

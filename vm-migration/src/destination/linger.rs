@@ -201,6 +201,11 @@ impl Rejoin {
         }
         self.lingering.go_on(&self.listener, pasts);
     }
+
+    /// Pages of this migration come no more. The sources of earlier ones may still ask.
+    pub(crate) fn linger_for_others(&self) {
+        self.lingering.go_on(&self.listener, self.pasts.clone());
+    }
 }
 
 /// Answers at an address for a migration that is over; where, and for which.

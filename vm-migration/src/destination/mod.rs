@@ -224,12 +224,21 @@ fn drive<B: DestinationBuilder>(
     Ok(received)
 }
 
+impl Failure {
+    /// Tells the peer why it is over, if that could still arrive.
+    fn tell(&self, peer: &Channel) {
+        if self.peer_listens() {
+            peer.refuse(&self.for_peer());
+        }
+    }
+}
+
 /// The one exit for failures: tells the peer and says where the guest is.
 fn give_up<V: DestinationVm>(context: Context<'_>, setback: Setback<V>) -> ReceiveFailure<V> {
     let Setback { peer, failure, guest, vm, faults } = setback;
     let phase = context.progress.phase();
-    if let Some(peer) = peer.filter(|_| failure.peer_listens()) {
-        peer.refuse(&failure.for_peer());
+    if let Some(peer) = peer {
+        failure.tell(&peer);
     }
     let Failure { step, cause } = failure;
     let error = MigrationError { side: Side::Destination, phase, step, guest, cause };

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
-use super::building::{Building, build_now};
+use super::building::Building;
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
 use super::{Context, Setback, linger};
@@ -135,15 +135,16 @@ impl Connected {
             payload = Prepared { regions: memory.layout().regions().to_vec() }.to_json();
             first_machine = (offer.memory_mode == MemoryMode::Postcopy).then_some(offer);
         }
-        let (building, fault_source) = if let Some(offer) = first_machine {
+        let mut building = Building::start(mapped)?;
+        let mut fault_source = None;
+        if let Some(offer) = first_machine {
             // The source stops its guest next, so the machine has to be there first; and it may
             // know the best way to catch accesses.
-            let mut vm = build_now(mapped)?;
-            let source = watch(&mut vm, &memory, offer, context)?;
-            (Building::done(vm)?, Some(source))
-        } else {
-            (Building::start(mapped)?, None)
-        };
+            building.wait(context.cancel)?;
+            let mut vm = building.finish()?;
+            fault_source = Some(watch(&mut vm, &memory, offer, context)?);
+            building = Building::done(vm)?;
+        }
         let answer = Answer::Ok { offer_taken: false, payload };
         control.connection.send(&answer.encode()).step("answering the configuration")?;
         Ok(Parts { building, memory, terms, fault_source })

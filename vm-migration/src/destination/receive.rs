@@ -130,7 +130,11 @@ impl<V: DestinationVm> Mapped<V> {
                 agreed: self.parts.terms.agreed(),
                 faults,
             }),
-            Err(failure) => Err(Setback::early(Some(self.control), failure)),
+            Err(failure) => {
+                // Before what is being built ends, which may take its time.
+                failure.tell(&self.control);
+                Err(Setback::early(None, failure))
+            }
         }
     }
 
@@ -403,6 +407,10 @@ fn greet(
     let stranger = |channel| Err((ProtocolError::Token.to_string(), channel));
     let (role, shown, channel) = match hello {
         Hello::Extra(role, shown, channel) => (role, shown, channel),
+        Hello::Message(Message::Start { .. }, channel) => {
+            let why = "another VM is on its way to here; nothing else is received meanwhile";
+            return Err((why.to_string(), channel));
+        }
         Hello::Message(_, channel) | Hello::Other(channel) => return stranger(channel),
     };
     if let Terms::Negotiated { token, .. } = terms {

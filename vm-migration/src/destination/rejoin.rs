@@ -22,7 +22,7 @@ use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::{Answer, Message, Recover, Role};
 use crate::session::ALIVE_EVERY;
 use crate::steering::{self, LOOK_EVERY, Steering};
-use crate::transport::{Listener, TransportError, WaitEnd, wait_readable};
+use crate::transport::{Connection, Listener, TransportError, WaitEnd, wait_readable};
 
 /// How long a peer that has connected may take to say what it is.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -50,6 +50,13 @@ pub(crate) struct Rejoin {
 pub(crate) struct Returned {
     control: Channel,
     recover: Recover,
+}
+
+impl Returned {
+    /// The first connection.
+    pub(super) fn connection(&self) -> Arc<Connection> {
+        Arc::clone(&self.control.connection)
+    }
 }
 
 /// A new set of connections; what is missing has been told.

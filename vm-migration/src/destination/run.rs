@@ -16,6 +16,7 @@ use super::faulting::Faulting;
 use super::negotiate::{read, unexpected};
 use super::receive::{Agreed, HasState};
 use super::{Context, Received, Setback};
+use crate::beside::look_beside;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::commit::clock;
@@ -93,8 +94,7 @@ impl<V: DestinationVm> HasState<V> {
         context: Context<'_>,
     ) -> Result<(bool, Option<(Promised, Cancel)>), Failure> {
         const STEP: &str = "acknowledging the handover";
-        let state = std::mem::take(&mut self.state);
-        self.vm.apply_state(&state).map_err(Cause::Vm).step("restoring the guest's state")?;
+        self.apply_state(context)?;
         self.control.yes().step("acknowledging the guest's state")?;
         let resume = match read(&mut self.control, "waiting for the handover")? {
             Message::Complete => true,
@@ -118,6 +118,43 @@ impl<V: DestinationVm> HasState<V> {
 }
 
 impl<V: DestinationVm> HasState<V> {
+    /// Puts state in. That may touch missing pages, and a thread that waits for one, perhaps in the
+    /// kernel, looks at nothing: a cancel, or a page that takes too long, ends the engine, which lets it
+    /// go on with a machine that is thrown away.
+    fn apply_state(&mut self, context: Context<'_>) -> Result<(), Failure> {
+        const STEP: &str = "restoring the guest's state";
+        let state = std::mem::take(&mut self.state);
+        let Some(faults) = &self.faults else {
+            return self.vm.apply_state(&state).map_err(Cause::Vm).step(STEP);
+        };
+        let (engine, after) = (&faults.engine, faults.rejoin.stall);
+        let mut ended = None;
+        let look = || {
+            if ended.is_some() {
+                return;
+            }
+            let cause = || -> Option<Cause> {
+                if context.cancel.is_cancelled() {
+                    return Some(Cause::Cancelled);
+                }
+                let what = "waiting for a requested page";
+                let stalls = engine.longest_wait() > after;
+                stalls.then(|| TransportError::Timeout { what, after }.into())
+            };
+            ended = cause().map(|cause| Failure::new(STEP, cause));
+            if ended.is_some() {
+                // Without a reason of its own: it is this one's.
+                engine.fail(Failure::new(STEP, Cause::Cancelled));
+            }
+        };
+        let vm = &mut self.vm;
+        let applied = look_beside(look, || vm.apply_state(&state));
+        match ended {
+            Some(failure) => Err(failure),
+            None => applied.map_err(Cause::Resource).step(STEP)?.map_err(Cause::Vm).step(STEP),
+        }
+    }
+
     /// From the acknowledgement on the source may give the guest away at any moment, so a cancel
     /// here would lose it: the last one that counts is one that was asked for before.
     fn end_of_cancel(&self, context: Context<'_>) -> Result<Cancel, Failure> {

@@ -497,6 +497,50 @@ fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
 }
 
 #[test]
+fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
+    if !have_uffd() {
+        return;
+    }
+    let (address, lingering, id) = ended_without_a_word();
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 6);
+    guest.fill(&from, 60);
+    let listener = Listener::bind_over(&address, &lingering).unwrap();
+    let steering = Steering::new();
+    let receiver = {
+        let (builder, steering) = (Builder::new(&to, &guest), steering.clone());
+        let lingering = lingering.clone();
+        std::thread::spawn(move || {
+            let options =
+                ReceiveOptions { limits: LIMITS, steering, lingering, ..Default::default() };
+            let progress = Arc::new(Progress::new(Side::Destination));
+            listener.receive(builder, &options, &progress, &Cancel::new().unwrap())
+        })
+    };
+    let options = SendOptions {
+        memory_mode: MemoryMode::Postcopy,
+        bandwidth_bytes_per_s: 1 << 16,
+        recover_timeout: Duration::ZERO,
+        ..options(&address)
+    };
+    let send_steering = options.steering.clone();
+    let vm = FakeVm::new(&from, &guest);
+    let sender = std::thread::spawn(move || super::send(vm, &options));
+    // Its guest is paused, so nothing waits for a page.
+    let received = receiver.join().unwrap().unwrap();
+    let waiting = std::thread::spawn(|| received.faults.unwrap().wait());
+    hears_the_end(&address, id);
+    steering.give_up();
+    let paused = waiting.join().unwrap().unwrap_err();
+    assert!(paused.missing_pages() > 0);
+    hears_the_end(&address, id);
+    drop(paused);
+    hears_the_end(&address, id);
+    send_steering.give_up();
+    sender.join().unwrap().unwrap_err();
+}
+
+#[test]
 fn a_new_migration_takes_the_place_of_one_that_is_answered_for() {
     let (address, lingering, id) = ended_without_a_word();
     assert!(Listener::bind(&address).is_err(), "it listens there");

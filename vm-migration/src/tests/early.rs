@@ -7,11 +7,13 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use super::{Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, options};
+use super::{
+    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, options,
+};
 use crate::progress::Phase;
 use crate::source::{SendFailure, migrate};
 use crate::testing::Inject;
-use crate::{Cancel, Convergence, Progress, Side};
+use crate::{Cancel, Cause, Convergence, MemoryMode, Progress, Side};
 
 /// Waits until a condition holds; a test that waits in vain fails.
 pub(super) fn wait_for(what: &str, condition: impl Fn() -> bool) {
@@ -117,4 +119,42 @@ fn a_cancel_does_not_wait_for_a_machine_that_is_not_needed_any_more() {
     assert!(matches!(failure.error().cause, crate::Cause::Cancelled), "{failure:?}");
     drop(open);
     target.join().unwrap_err();
+}
+
+/// Storage of the destination that does not answer, or not for long.
+#[test]
+fn a_cancel_does_not_wait_for_a_machine_that_cannot_be_built_to_its_end() {
+    for mode in [MemoryMode::Precopy, MemoryMode::Postcopy] {
+        if mode.may_postcopy() && !have_uffd() {
+            continue;
+        }
+        let (from, to) = (memory(), memory());
+        let guest = Guest::new(&from, 54);
+        let (open, gate) = channel();
+        let builder = Builder::new(&to, &guest).gate(gate);
+        let calls = builder.calls();
+        let target = Target::start(&loopback(), builder, LIMITS);
+        let sender = {
+            let mut options = options(&target.address);
+            options.memory_mode = mode;
+            let (vm, progress) = (FakeVm::new(&from, &guest), Progress::new(Side::Source));
+            let progress = Arc::new(progress);
+            std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
+        };
+        let mapped = || calls.lock().unwrap().contains(&"map");
+        wait_for("the machine's memory", mapped);
+        target.cancel.cancel();
+        let failure = *sender.join().unwrap().unwrap_err();
+        let told = error_text::chain(failure.error());
+        assert!(matches!(failure.error().cause, Cause::Refused(_)), "{told}");
+        assert!(told.contains("cancelled"), "{told}");
+        wait_for("the end at the destination", || target.is_over());
+        let error = target.join().unwrap_err().error;
+        assert!(matches!(error.cause, Cause::Cancelled), "{error:?}");
+        // What is built is let go of when it is built.
+        assert!(Arc::strong_count(&to) > 1, "{mode:?}");
+        open.send(()).unwrap();
+        wait_for("the end of the machine", || Arc::strong_count(&to) == 1);
+        assert!(calls.lock().unwrap().contains(&"prepare"));
+    }
 }

@@ -5,10 +5,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::recovery::wait_until;
 use super::{Builder, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory};
 use crate::channel::Channel;
 use crate::layout::{GpaRange, PAGE_BYTES};
 use crate::options::{CONNECTIONS_MAX, Limits, MemoryMode};
+use crate::progress::Phase;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{Accepted, Offer, features};
 use crate::protocol::codec::Header;
@@ -350,6 +352,94 @@ fn a_stranger_with_the_wrong_token_is_turned_away_and_the_migration_goes_on() {
     enemy.target.join().unwrap();
     let word = enemy.to.word(0, 0, 0).load(std::sync::atomic::Ordering::Relaxed);
     assert_eq!(word, u64::from_le_bytes([9; 8]));
+}
+
+#[test]
+fn a_second_source_hears_at_once_that_another_vm_arrives() {
+    let enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let address = &enemy.target.address;
+    let connection =
+        Connection::connect(address, &enemy.cancel, LIMITS.connect, LIMITS.answer).unwrap();
+    let began = Instant::now();
+    let told = Channel::new(connection)
+        .ask(&Message::Start { version: VERSION, offer: true }, LIMITS.answer)
+        .unwrap_err();
+    assert!(matches!(&told, Cause::Refused(why) if why.contains("another VM")), "{told:?}");
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    drop(enemy.control);
+    enemy.target.join().unwrap_err();
+}
+
+/// A postcopy up to the state, which touches page 0. The source has that and never sends it.
+fn touches_what_never_comes(stall: Duration) -> (Enemy, [Channel; 2]) {
+    let to = memory();
+    let builder = Builder::new(&to, &Guest::new(&to, 1)).touch(vec![(0, 0)]);
+    let limits = Limits { stall, ..LIMITS };
+    let target = Target::start(&loopback(), builder, limits);
+    let mut enemy = Enemy::negotiated_with(target, to, MemoryMode::Postcopy);
+    let mut links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
+    enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    enemy.control.tell(&Message::State(b"{}".to_vec())).unwrap();
+    let request = links[1].timed(Message::read).unwrap();
+    assert!(matches!(request, Message::PageFault(_)), "{request:?}");
+    (enemy, links)
+}
+
+#[test]
+fn a_cancel_reaches_a_destination_that_waits_for_a_page_before_the_guest_runs() {
+    if !have_uffd() {
+        return;
+    }
+    let (enemy, _links) = touches_what_never_comes(Duration::from_mins(10));
+    enemy.target.cancel.cancel();
+    wait_until("the end", || enemy.target.is_over());
+    let failure = *enemy.target.join().unwrap_err();
+    assert!(matches!(failure.error.cause, Cause::Cancelled), "{:?}", failure.error);
+    assert_eq!(failure.error.phase, Phase::Prepare);
+}
+
+#[test]
+fn a_page_that_never_comes_ends_the_wait_for_it_before_the_guest_runs() {
+    if !have_uffd() {
+        return;
+    }
+    let (mut enemy, _links) = touches_what_never_comes(Duration::from_millis(300));
+    let told = enemy.control.answer(LIMITS.answer).unwrap_err();
+    assert!(matches!(&told, Cause::Refused(why) if why.contains("requested page")), "{told:?}");
+    drop(enemy.control);
+    let failure = *enemy.target.join().unwrap_err();
+    assert_eq!(failure.error.phase, Phase::Prepare);
+}
+
+#[test]
+fn an_answer_that_trickles_is_a_loss_while_pages_arrive() {
+    if !have_uffd() {
+        return;
+    }
+    let (to, steering) = (memory(), crate::Steering::new());
+    let builder = Builder::new(&to, &Guest::new(&to, 1));
+    let limits = Limits { stall: Duration::from_secs(3), ..LIMITS };
+    let target = Target::steered(&loopback(), builder, limits, steering.clone());
+    let mut enemy = Enemy::negotiated_with(target, to, MemoryMode::Postcopy);
+    let _links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
+    enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    enemy.control.ask(&Message::State(b"{}".to_vec()), LIMITS.answer).unwrap();
+    enemy.control.ask(&Message::CompletePaused, LIMITS.answer).unwrap();
+    enemy.control.ask(&Message::Confirm(Vec::new()), LIMITS.answer).unwrap();
+    let connection = &enemy.control.connection;
+    // Whatever is asked, this is the answer.
+    connection.send(&Header::new(1, 1 << 20).encode()).unwrap();
+    let progress = Arc::clone(&enemy.target.progress);
+    let faults = enemy.target.join().unwrap().faults.unwrap();
+    let waiting = std::thread::spawn(move || faults.wait().map(drop).map_err(drop));
+    wait_until("the loss", || {
+        let _ = connection.send(b" ");
+        progress.snapshot().recovery.losses == 1
+    });
+    let reason = progress.snapshot().recovery.reason.unwrap();
+    assert!(reason.contains("has to travel"), "{reason}");
+    steering.give_up();
+    waiting.join().unwrap().unwrap_err();
 }
 
 #[test]

@@ -141,6 +141,11 @@ impl Target {
         Self { address, cancel, progress, thread }
     }
 
+    /// The reception has ended, well or not.
+    pub(super) fn is_over(&self) -> bool {
+        self.thread.is_finished()
+    }
+
     pub(super) fn join(self) -> ReceiveResult {
         self.thread.join().unwrap()
     }

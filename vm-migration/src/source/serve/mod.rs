@@ -23,6 +23,8 @@ mod answers;
 mod pages;
 mod reconnect;
 mod relay;
+#[cfg(all(test, not(loom)))]
+mod tests;
 mod threads;
 
 use std::os::fd::AsRawFd;
@@ -353,7 +355,7 @@ impl<M: GuestMemoryMap> Server<M> {
                 WaitEnd::TimedOut => {}
                 WaitEnd::Ready(_) => {
                     heard = Instant::now();
-                    match Message::read(&mut control.reader).step(STEP)? {
+                    match control.timed(Message::read).step(STEP)? {
                         Message::Alive => control.yes().step(STEP)?,
                         Message::PostcopyDone(figures) => {
                             // Before it hears that and listens no more.

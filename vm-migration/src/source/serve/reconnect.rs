@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Server;
+use crate::beside::look_beside;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -148,15 +149,34 @@ impl Reconnect {
     }
 
     /// Tries once; `None` when the destination turns out to have every page.
+    ///
+    /// # Errors
+    /// It did not work, or a person gives up.
     pub(super) fn connect<M: GuestMemoryMap>(
         &mut self,
         server: &Arc<Server<M>>,
     ) -> Result<Option<Connections>, Failure> {
         const STEP: &str = "connecting again";
-        let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
+        let given_up = Cancel::new().map_err(Cause::Resource).step(STEP)?;
+        let steering = self.steering.clone();
+        let look = || {
+            if steering.gives_up() {
+                given_up.cancel();
+            }
+        };
+        let connected = look_beside(look, || self.connect_until(&given_up, server));
+        connected.map_err(Cause::Resource).step(STEP)?
+    }
+
+    fn connect_until<M: GuestMemoryMap>(
+        &mut self,
+        given_up: &Cancel,
+        server: &Arc<Server<M>>,
+    ) -> Result<Option<Connections>, Failure> {
+        const STEP: &str = "connecting again";
         let limits = &self.limits;
         let connection =
-            Connection::connect(&self.to, &never, limits.connect, limits.answer).step(STEP)?;
+            Connection::connect(&self.to, given_up, limits.connect, limits.answer).step(STEP)?;
         let mut control = Channel::new(connection);
         self.attempt += 1;
         let Self { id, attempt, bulk, urgent, .. } = *self;
@@ -173,7 +193,8 @@ impl Reconnect {
             .map_err(|_| ProtocolError::Malformed { what: "token", why: "it has another length" })
             .step("asking to go on")?;
         let beside = &*control.connection;
-        let opening = Opening { to: &self.to, beside, token: Some(&token), cancel: &never, limits };
+        let opening =
+            Opening { to: &self.to, beside, token: Some(&token), cancel: given_up, limits };
         let mut roles = vec![Role::Memory; bulk.into()];
         roles.resize(usize::from(bulk) + usize::from(urgent), Role::Fault);
         let mut bulk_channels = opening.all(&roles).step("opening further connections")?;
@@ -186,14 +207,15 @@ impl Reconnect {
     }
 }
 
-/// Waits for what the destination lacks, for as long as it says that it is there.
+/// Waits for what the destination lacks, for as long as it says that it is there: a person who gives
+/// up ends that.
 fn hear_missing(control: &mut Channel, limit: Duration) -> Result<Vec<u8>, Failure> {
     const STEP: &str = "hearing what is missing";
     loop {
         if !control.reader.has_buffered() {
             control.connection.wait_for_data(Some(limit)).step(STEP)?;
         }
-        match Message::read(&mut control.reader).step(STEP)? {
+        match control.timed(Message::read).step(STEP)? {
             Message::Pending(missing) => return Ok(missing),
             Message::Alive => {}
             other => {

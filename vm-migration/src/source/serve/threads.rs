@@ -185,7 +185,7 @@ fn take_request<M: GuestMemoryMap>(
     answers: &mut Answers<'_, M>,
 ) -> Result<(), Failure> {
     const STEP: &str = "taking page requests";
-    match Message::read(&mut channel.reader).step(STEP)? {
+    match channel.timed(Message::read).step(STEP)? {
         Message::PageFault(ranges) => answers.wait_for(&ranges).step(STEP),
         Message::Ahead(ranges) => answers.bring_along(&ranges).step(STEP),
         other => {

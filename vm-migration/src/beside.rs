@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A look at something else while a thread cannot look itself.
+//!
+//! Owns the thread that looks. It decides nothing: what a look finds is for its caller to act on.
+
+use std::io;
+use std::sync::mpsc;
+
+use crate::steering::LOOK_EVERY;
+
+/// Does `work`, and meanwhile looks now and then, on a thread of its own that ends with it.
+///
+/// # Errors
+/// There is no thread; nothing has been done.
+pub(crate) fn look_beside<T>(
+    mut look: impl FnMut() + Send,
+    work: impl FnOnce() -> T,
+) -> io::Result<T> {
+    let (working, ended) = mpsc::channel::<()>();
+    let looks = move || {
+        while ended.recv_timeout(LOOK_EVERY) == Err(mpsc::RecvTimeoutError::Timeout) {
+            look();
+        }
+    };
+    std::thread::scope(|scope| {
+        std::thread::Builder::new().name("mig-look".into()).spawn_scoped(scope, looks)?;
+        let done = work();
+        drop(working);
+        Ok(done)
+    })
+}
