@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 /// The names of all events: source, event, and what it means.
 pub const NAMES: &[(&str, &str, &str)] = &[
     ("vmm", "starting", "the VMM begins to start"),
+    ("vmm", "started", "the VMM takes requests"),
     ("vmm", "shutdown", "the VMM ends"),
     ("vmm", "panic", "a thread has met a defect, and the VMM ends (place, error: why)"),
     ("vm", "created", "the VM has a configuration"),
