@@ -17,7 +17,7 @@ use hyper::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue
 use hyper::{Request, Response, StatusCode};
 
 use super::endpoints::{self, Endpoint, Route};
-use super::request::{ApiError, ApiHandle};
+use super::request::{ApiError, ApiHandle, VmmRequest};
 use super::rights::{self, Received};
 use super::roster::Seat;
 use super::server::Limits;
@@ -55,8 +55,9 @@ async fn answer(
     // Whatever the request is: what came with it is not for the next one.
     let fds = match received.take() {
         Ok(fds) => fds,
-        Err(error) => return refuse(StatusCode::BAD_REQUEST, &error.to_string()),
+        Err(error) => return closing(refuse(StatusCode::BAD_REQUEST, &error.to_string())),
     };
+    let with_fds = !fds.is_empty();
     let endpoint = match endpoints::route(head.method.as_str(), head.uri.path()) {
         Route::Found(endpoint) => endpoint,
         Route::WrongMethod(endpoint) => {
@@ -78,21 +79,26 @@ async fn answer(
             return refuse(StatusCode::NOT_FOUND, &message);
         }
     };
-    match carry_out(endpoint, &body, fds, &handle, &seat).await {
-        Ok(response) => response,
-        Err(error) => failure(&error),
-    }
+    let request = match understand(endpoint, &body, fds) {
+        Ok(request) => request,
+        // They may have been those of a request that followed at once, which must not go on without.
+        Err(error) if with_fds => return closing(failure(&error)),
+        Err(error) => return failure(&error),
+    };
+    carry_out(request, &handle, &seat).await.unwrap_or_else(|error| failure(&error))
+}
+
+fn understand(endpoint: &Endpoint, body: &[u8], fds: Vec<OwnedFd>) -> Result<VmmRequest, ApiError> {
+    let mut request = (endpoint.decode)(body)?;
+    rights::attach(&mut request, fds)?;
+    Ok(request)
 }
 
 async fn carry_out(
-    endpoint: &Endpoint,
-    body: &[u8],
-    fds: Vec<OwnedFd>,
+    request: VmmRequest,
     handle: &ApiHandle,
     seat: &Seat,
 ) -> Result<HttpResponse, ApiError> {
-    let mut request = (endpoint.decode)(body)?;
-    rights::attach(&mut request, fds)?;
     let _busy = seat.work();
     let reply = handle.ask(request).await?;
     Ok(match endpoints::encode(&reply)? {

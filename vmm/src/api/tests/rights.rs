@@ -122,6 +122,24 @@ fn the_next_request_of_a_connection_does_not_get_them() {
     assert_eq!(said(others), ["", ""], "closed with the request that they came with");
 }
 
+/// Whose they were is not known then, and the request behind would be carried out without its own.
+#[test]
+fn a_request_behind_one_that_is_refused_for_them_is_not_carried_out() {
+    let fixture = Fixture::new();
+    let mut stream = fixture.connect();
+    let (fds, others) = pairs(1);
+    let both = "PUT /api/v1/vm.pause HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n\
+                PUT /api/v1/vm.add-net HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}";
+    let sent = rights::send(&stream, both.as_bytes(), &[fds[0].as_fd()]).unwrap();
+    assert_eq!(sent, both.len());
+    drop(fds);
+    let mut answers = String::new();
+    stream.read_to_string(&mut answers).unwrap();
+    assert!(answers.starts_with("HTTP/1.1 400") && answers.contains("vm.pause takes"), "{answers}");
+    assert_eq!(answers.matches("HTTP/1.1").count(), 1, "{answers}");
+    assert_eq!(said(others), [""], "and closes them");
+}
+
 #[test]
 fn a_request_that_takes_none_says_so() {
     for (name, body) in [("vm.boot", ""), ("vm.add-disk", "{}"), ("vm.pause", "")] {
