@@ -183,6 +183,17 @@ fn an_event_fits_into_a_pipe_and_its_longest_property_is_cut() {
         let kept = error.strip_suffix("...").unwrap();
         assert!(!kept.is_empty() && long.starts_with(kept), "{error}");
     }
+    // Wherever characters begin: a peer or a path may have chosen them.
+    for character in ["\u{e9}", "\u{20ac}", "\u{1f600}"] {
+        for ahead in 0..character.len() {
+            let long = "a".repeat(ahead) + &character.repeat(5000);
+            let text = event(&[("error", long.clone())]).into_text();
+            assert!(text.len() <= text::EVENT_MAX_BYTES, "{}", text.len());
+            let found = by_braces(&text);
+            let error = found[0]["properties"]["error"].as_str().unwrap();
+            assert!(long.starts_with(error.strip_suffix("...").unwrap()), "{error}");
+        }
+    }
     let fits = "y".repeat(3000);
     let text = event(&[("error", fits.clone())]).into_text();
     assert_eq!(by_braces(&text)[0]["properties"]["error"], fits);

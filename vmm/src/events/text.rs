@@ -89,8 +89,8 @@ impl Event {
         let Some((_, value)) = longest.filter(|(_, value)| value.len() > CUT.len()) else {
             return false;
         };
-        let half = value.floor_char_boundary(value.len() / 2);
-        value.truncate(half.saturating_sub(CUT.len()));
+        let kept_bytes = (value.len() / 2).saturating_sub(CUT.len());
+        value.truncate(value.floor_char_boundary(kept_bytes));
         value.push_str(CUT);
         true
     }
