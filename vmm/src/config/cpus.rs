@@ -132,6 +132,18 @@ impl CpusConfig {
         Ok(config)
     }
 
+    /// Checks that interrupts reach every vCPU.
+    ///
+    /// # Errors
+    /// One has an id that they do not carry.
+    pub fn check_apic_ids(&self) -> Result<(), ConfigError> {
+        let highest = self.topology.as_ref().and_then(CpuTopology::highest_apic_id);
+        match highest.filter(|id| *id > MAX_APIC_ID) {
+            Some(apic_id) => Err(ConfigError::TopologyApicId { apic_id, max: MAX_APIC_ID }),
+            None => Ok(()),
+        }
+    }
+
     /// Checks the rules within the family.
     ///
     /// # Errors
@@ -147,9 +159,6 @@ impl CpusConfig {
             let product = topology.product();
             if product != u64::from(self.max_vcpus) {
                 return Err(ConfigError::TopologyProduct { product, max: self.max_vcpus });
-            }
-            if let Some(apic_id) = topology.highest_apic_id().filter(|id| *id > MAX_APIC_ID) {
-                return Err(ConfigError::TopologyApicId { apic_id, max: MAX_APIC_ID });
             }
         }
         if self.core_scheduling == CoreSchedulingMode::Vcpu {

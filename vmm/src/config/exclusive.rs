@@ -23,10 +23,23 @@ impl VmConfig {
     /// Checks that no two devices, which have names by now, have what only one can have.
     ///
     /// # Errors
-    /// Naming both, or the name or address that cannot be.
+    /// Naming both.
     pub(super) fn check_exclusive(&self) -> Result<(), ConfigError> {
         self.check_images()?;
-        self.check_interfaces()?;
+        self.check_interfaces()
+    }
+
+    /// Checks that names and addresses are not those that have a meaning of their own.
+    ///
+    /// # Errors
+    /// Naming the first.
+    pub(super) fn check_reserved(&self) -> Result<(), ConfigError> {
+        let mut nets = self.net.iter().flatten();
+        if let Some(net) = nets.find(|net| net.mac.is_some_and(MacAddr::is_zero)) {
+            let problem =
+                "a MAC address of zeros is none; leave mac out for a random one".to_owned();
+            return Err(ConfigError::Device { what: "net", id: id(net.id.as_ref()), problem });
+        }
         let mut zones = self.memory.zones.iter().flatten();
         match zones.find(|zone| zone.id.starts_with(RESERVED_PREFIX)) {
             Some(zone) => Err(ConfigError::ReservedId { id: zone.id.clone() }),
@@ -57,11 +70,6 @@ impl VmConfig {
         let mut users: BTreeMap<&str, String> = BTreeMap::new();
         for net in self.net.iter().flatten() {
             let second = id(net.id.as_ref());
-            if net.mac.is_some_and(MacAddr::is_zero) {
-                let problem = "a MAC address of zeros is none; leave mac out for a random one";
-                let problem = problem.to_owned();
-                return Err(ConfigError::Device { what: "net", id: second, problem });
-            }
             let Some(tap) = &net.tap else { continue };
             if let Some(first) = users.insert(tap, second.clone()) {
                 let what = format!("the tap {tap}");

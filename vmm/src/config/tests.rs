@@ -258,10 +258,17 @@ fn rules_of_cpus() {
         ConfigError::TopologyProduct { product: 2, max: 4 }
     );
     // 33 cores take six bits.
-    let gaps = "boot=165,topology=1:33:1:5";
-    assert_eq!(error(gaps), ConfigError::TopologyApicId { apic_id: 288, max: 254 });
+    let gaps = CpusConfig::parse_cpus("boot=165,topology=1:33:1:5").unwrap();
+    let refusal = ConfigError::TopologyApicId { apic_id: 288, max: 254 };
+    assert_eq!(gaps.check_apic_ids().unwrap_err(), refusal);
     let fits = CpusConfig::parse_cpus("boot=254,topology=1:127:1:2").unwrap();
     fits.validate().unwrap();
+    fits.check_apic_ids().unwrap();
+    // A guest that runs already has them.
+    let json = serde_json::json!({ "payload": { "kernel": "/k" }, "cpus": gaps });
+    let config: VmConfig = serde_json::from_value(json).unwrap();
+    assert_eq!(config.clone().complete().unwrap_err(), refusal);
+    config.complete_begun().unwrap();
     assert_eq!(error("boot=1,affinity=[1@[0]]"), ConfigError::AffinityVcpu { vcpu: 1, max: 1 });
     assert_eq!(error("boot=1,affinity=[0@[0],0@[1]]"), ConfigError::AffinityEntry { vcpu: 0 });
     assert!(CpusConfig::parse_cpus("boot=1,topology=0:1:1:1").is_err());

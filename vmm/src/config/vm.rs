@@ -105,7 +105,18 @@ impl VmConfig {
     ///
     /// # Errors
     /// Everything unsupported at once, or the first rule that is broken.
-    pub fn complete(mut self) -> Result<Self, ConfigError> {
+    pub fn complete(self) -> Result<Self, ConfigError> {
+        self.cpus.check_apic_ids()?;
+        self.check_reserved()?;
+        self.complete_begun()
+    }
+
+    /// The same for a guest that has begun to run elsewhere, or in a snapshot. Names and numbers that it
+    /// could begin with in an earlier version do it no harm, and are its own.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn complete_begun(mut self) -> Result<Self, ConfigError> {
         super::refuse_unsupported(&self)?;
         self.validate_families()?;
         if self.console.mode == ConsoleMode::Tty && self.serial.mode == ConsoleMode::Tty {

@@ -105,7 +105,7 @@ impl DestinationBuilder for ArrivingBuilder {
         let MachineDocument { mut vm_config, common_cpuid, feature_msrs } =
             MachineDocument::read(config_json)?;
         self.fds.place(&mut vm_config)?;
-        let config = vm_config.complete()?;
+        let config = vm_config.complete_begun()?;
         grants::check(self.rules.as_deref(), &config)?;
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =

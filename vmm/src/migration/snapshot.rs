@@ -173,7 +173,7 @@ fn restore_from(
     // Under the names that the devices had, so before any is changed.
     wishes.arriving_fds().place(&mut config)?;
     updates::change_config(&mut config, wishes)?;
-    let mut config = config.complete()?;
+    let mut config = config.complete_begun()?;
     let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
     if has_devices && wishes.memory_restore_mode == MemoryRestoreMode::OnDemand {
         return Err(DmaToMissingPages.into());
