@@ -13,7 +13,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 use std::time::Instant;
 
 use devices::{LogLimit, log_limited};
@@ -214,6 +214,17 @@ impl VfioPciDevice {
     /// The host refuses.
     pub fn report_to(&self, notices: &Notices) -> Result<(), VfioError> {
         notices.watch(&self.id, self.host.as_ref())
+    }
+
+    /// Its BARs and what their registers say, or nothing while an access to its configuration space goes
+    /// on: that waits for hardware, a reset of the function among it, which a description must not.
+    pub fn bars_if_idle(&self) -> Option<(Vec<BarDescription>, BarDecode)> {
+        let config = match self.config.try_lock() {
+            Ok(config) => config,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some((config.bars(), config.bar_decode()))
     }
 
     /// Whether it is gone for the guest.

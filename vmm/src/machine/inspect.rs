@@ -10,9 +10,9 @@ use std::time::Instant;
 use devices::virtio::balloon::BalloonHandle;
 use hypervisor::VcpuThrottle;
 use memory::Collapse;
-use pci::vfio::PinProgress;
 use pci::vfio::migration::DmaLog;
-use pci::{BarDescription, BarKind, Bdf, PciDevice};
+use pci::vfio::{PinProgress, VfioPciDevice};
+use pci::{BarDecode, BarDescription, BarKind, Bdf, PciDevice};
 
 use super::prefault::{Background, PrefaultStatus};
 use super::ram;
@@ -26,19 +26,29 @@ pub struct FunctionInfo {
     pub bdf: Bdf,
     /// Whether it is the transport of a virtio device.
     pub is_virtio: bool,
-    /// Its BARs, and where their registers point now.
+    /// Its BARs, and where their registers point now. None of a passed-through function whose configuration
+    /// space is being accessed.
     pub bars: Vec<(BarDescription, u64)>,
 }
 
 impl FunctionInfo {
-    fn of(bdf: Bdf, device: &dyn PciDevice, is_virtio: bool) -> Self {
-        let gpas = device.bar_decode().gpas;
-        let gpa_of = |bar: &BarDescription| {
-            gpas.iter().find(|(index, _)| *index == bar.index).map_or(0, |(_, gpa)| *gpa)
-        };
-        let bars = device.bars().into_iter().map(|bar| (bar, gpa_of(&bar))).collect();
-        Self { id: device.id().to_owned(), bdf, is_virtio, bars }
+    fn of_virtio(bdf: Bdf, device: &dyn PciDevice) -> Self {
+        let bars = placed(device.bars(), &device.bar_decode());
+        Self { id: device.id().to_owned(), bdf, is_virtio: true, bars }
     }
+
+    fn of_passed_through(bdf: Bdf, device: &VfioPciDevice) -> Self {
+        let bars = device.bars_if_idle().map(|(bars, decode)| placed(bars, &decode));
+        let bars = bars.unwrap_or_default();
+        Self { id: device.id().to_owned(), bdf, is_virtio: false, bars }
+    }
+}
+
+fn placed(bars: Vec<BarDescription>, decode: &BarDecode) -> Vec<(BarDescription, u64)> {
+    let gpa_of = |bar: &BarDescription| {
+        decode.gpas.iter().find(|(index, _)| *index == bar.index).map_or(0, |(_, gpa)| *gpa)
+    };
+    bars.into_iter().map(|bar| (bar, gpa_of(&bar))).collect()
 }
 
 /// Work on guest memory that has ended before it was done, as the guest was to go elsewhere.
@@ -194,9 +204,9 @@ impl Machine {
     /// The PCI functions.
     pub fn functions(&self) -> Vec<FunctionInfo> {
         let virtio = self.devices.functions().iter();
-        let virtio = virtio.map(|(bdf, device)| FunctionInfo::of(*bdf, device.as_ref(), true));
+        let virtio = virtio.map(|(bdf, device)| FunctionInfo::of_virtio(*bdf, device.as_ref()));
         let passed = self.passthrough.devices().iter();
-        let passed = passed.map(|(bdf, device)| FunctionInfo::of(*bdf, device.as_ref(), false));
+        let passed = passed.map(|(bdf, device)| FunctionInfo::of_passed_through(*bdf, device));
         virtio.chain(passed).collect()
     }
 }
