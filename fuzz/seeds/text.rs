@@ -74,7 +74,7 @@ const BODIES: [(&str, &str); 11] = [
         r#"{"payload":{"kernel":"/k"},"memory":{"size":536870912,"hugepages":true,"hugepage_size":2097152,"thp":false}}"#,
     ),
     (
-        "refused-affinity",
+        "queue-affinity",
         r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/e","queue_affinity":[{"queue_index":0,"host_cpus":[1]}]}]}"#,
     ),
     (
