@@ -20,6 +20,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("starting::a_boot_waits_and_all_are_answered", boot);
     suite.add("starting::a_boot_is_given_up", given_up);
     suite.add("starting::a_signal_ends_a_boot_that_waits", signal);
+    suite.add("starting::requests_wait_for_the_vm_of_the_command_line", at_launch);
     suite.add("starting::a_disk_is_added_and_all_are_answered", add_disk);
     suite.add("starting::pipes_are_refused_by_name", pipes);
     for state in ["", "Created", "Running", "Paused"] {
@@ -212,6 +213,31 @@ fn signal() {
         assert!(began.elapsed() < SIGNAL_END, "{:?}", began.elapsed());
         assert!(!vmm.socket().exists());
     }
+}
+
+/// The first request of a script waits for the VM, however long that takes, and the end of the process
+/// for neither.
+fn at_launch() {
+    let mut slow = Slow::new();
+    let option = format!("path={},image_type=raw", slow.path().display());
+    let vmm = VmmBuilder::guest(1, "size=64M", "workload=idle")
+        .with(&["--disk", &option])
+        .start_at_once();
+    let api = vmm.api();
+    wait_until_doing(&vmm, "booted");
+    std::thread::scope(|scope| {
+        let began = Instant::now();
+        let pausing = scope.spawn(|| api.put("vm.pause", ""));
+        // Longer than requests wait for anything else.
+        wait_for("some time", || (began.elapsed() > PROMPT).then_some(()));
+        assert!(!pausing.is_finished(), "{:?}", pausing.join());
+        prompt(&api, &("GET", "vmm.ping", String::new())).ok();
+        assert_eq!(api.state(), "Created");
+        slow.open();
+        pausing.join().expect("an answer").ok();
+    });
+    assert_eq!(api.state(), "Paused");
+    vmm.shut_down();
 }
 
 fn add_disk() {

@@ -233,9 +233,19 @@ pub struct ApiCall {
 }
 
 impl ApiCall {
+    /// One that was taken apart.
+    pub fn new(request: VmmRequest, responder: Responder) -> Self {
+        Self { request, responder }
+    }
+
     /// What is asked.
     pub fn request(&self) -> &VmmRequest {
         &self.request
+    }
+
+    /// Whether the client has left before it was answered.
+    pub fn is_given_up(&self) -> bool {
+        self.responder.reply.as_ref().is_some_and(oneshot::Sender::is_closed)
     }
 
     /// Takes the call apart; the responder may outlive the request, so that a long one is

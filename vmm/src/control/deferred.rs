@@ -9,58 +9,94 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::pausing::Turn;
-use super::{Next, Vm, Vmm};
+use super::{Busy, Next, Vm, Vmm};
 use crate::api::{ApiCall, VmmRequest};
 
 /// How long a request waits. A client is to be answered within a second.
 const WAIT_MAX: Duration = Duration::from_millis(500);
+
+/// How many wait at most; the API has seats for twice as many clients, and what ends the process has to
+/// find one.
+const CALLS_MAX: usize = 64;
+
+/// Whether the VM of the command line is being made. Nobody was told yet that it is not there, so
+/// requests wait for it however long that takes: it is the first command that a script runs.
+fn is_launching(vm: &Vm) -> bool {
+    match vm {
+        Vm::Starting(starting) => starting.at_launch,
+        Vm::Busy(busy) => busy.at_launch,
+        _ => false,
+    }
+}
 
 /// Whether a request waits for another state of the VM. One that is about the state between does not.
 pub fn waits(vm: &Vm, request: &VmmRequest) -> bool {
     let is_between = match vm {
         Vm::Down(_) => true,
         Vm::Starting(_) => !matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. }),
-        Vm::Turning(turning) => {
-            !(turning.turn == Turn::Pause && matches!(request, VmmRequest::Resume))
-        }
+        Vm::Turning(turning) => match request {
+            VmmRequest::Resume => turning.turn != Turn::Pause,
+            VmmRequest::MigrationRecover(_) => false,
+            _ => true,
+        },
+        Vm::Busy(busy) => busy.at_launch,
         _ => false,
     };
+    let has_info = !matches!(vm, Vm::Busy(Busy { info: None, .. }));
     is_between
-        && !matches!(
-            request,
+        && match request {
+            VmmRequest::Info => !has_info,
             VmmRequest::Ping
-                | VmmRequest::Info
-                | VmmRequest::VmmShutdown { .. }
-                | VmmRequest::MigrationProgress
-                | VmmRequest::MigrationReport
-                | VmmRequest::MigrationCancel
-        )
+            | VmmRequest::VmmShutdown { .. }
+            | VmmRequest::MigrationProgress
+            | VmmRequest::MigrationReport
+            | VmmRequest::MigrationCancel => false,
+            _ => true,
+        }
+}
+
+struct Waiting {
+    /// When it is answered, whatever the VM is then; None: when the VM is there.
+    until: Option<Instant>,
+    call: ApiCall,
 }
 
 /// Those that wait, in the order in which they came.
 #[derive(Default)]
 pub struct Deferred {
-    calls: VecDeque<(Instant, ApiCall)>,
+    calls: VecDeque<Waiting>,
 }
 
 impl Deferred {
     /// Puts one behind the others.
-    pub fn push(&mut self, call: ApiCall) {
-        self.calls.push_back((Instant::now() + WAIT_MAX, call));
+    pub fn push(&mut self, vm: &Vm, call: ApiCall) {
+        let until = match is_launching(vm) {
+            _ if self.calls.len() >= CALLS_MAX => Some(Instant::now()),
+            true => None,
+            false => Some(Instant::now() + WAIT_MAX),
+        };
+        self.calls.push_back(Waiting { until, call });
     }
 
-    /// When the first is answered, whatever the VM is then.
+    /// When the next is answered, whatever the VM is then.
     pub fn until(&self) -> Option<Instant> {
-        self.calls.front().map(|(until, _)| *until)
+        self.calls.iter().filter_map(|waiting| waiting.until).min()
     }
 
-    /// The next whose time has come, in this state of the VM.
+    /// The first that need not wait in this state of the VM, or whose time is over. What a client no
+    /// longer waits for is not carried out.
     fn next(&mut self, vm: &Vm, now: Instant) -> Option<ApiCall> {
-        let (until, call) = self.calls.front()?;
-        if waits(vm, call.request()) && *until > now {
-            return None;
+        self.calls.retain(|waiting| !waiting.call.is_given_up());
+        if !is_launching(vm) {
+            for waiting in &mut self.calls {
+                waiting.until.get_or_insert(now + WAIT_MAX);
+            }
         }
-        self.calls.pop_front().map(|(_, call)| call)
+        let is_due = |waiting: &Waiting| {
+            waiting.until.is_some_and(|until| until <= now) || !waits(vm, waiting.call.request())
+        };
+        let first = self.calls.iter().position(is_due)?;
+        self.calls.remove(first).map(|waiting| waiting.call)
     }
 }
 

@@ -21,7 +21,7 @@ use crate::options::ExitReason;
 /// What ends in order within this time does so in a process that is to end at once.
 const AT_ONCE: Duration = Duration::from_millis(300);
 
-/// A start that is given up has this long after a signal: there is no guest yet that could lose anything.
+/// A start that is given up has this long after a signal.
 const START_END: Duration = Duration::from_secs(2);
 
 /// The process is to end when the migration is over, or the machine has ended.
@@ -98,11 +98,20 @@ impl Vmm {
         ending.responders.extend(responder);
     }
 
+    /// When the process ends, whatever it still waits for.
+    pub(super) fn ends_at_latest(&self) -> Option<Instant> {
+        let start = match &self.vm {
+            Vm::Starting(starting) => starting.until,
+            _ => None,
+        };
+        self.at_latest.into_iter().chain(start).min()
+    }
+
     /// It is later than what is still waited for may take. A guest that arrives is waited for all the same
     /// once its source may have been told that it can be given away: before that nothing is lost, as a
     /// cancel that came first is seen in the step that tells it.
     pub(super) fn end_if_too_late(&mut self) -> Next {
-        if self.at_latest.is_none_or(|at_latest| at_latest > Instant::now()) {
+        if self.ends_at_latest().is_none_or(|at_latest| at_latest > Instant::now()) {
             return Next::Continue;
         }
         let may_be_told = || {
@@ -207,8 +216,8 @@ impl Vmm {
             }
             _ => {
                 self.told_by_signal = true;
-                if matches!(self.vm, Vm::Starting(_)) {
-                    self.at_latest = Some(Instant::now() + START_END);
+                if let Vm::Starting(starting) = &mut self.vm {
+                    starting.until = Some(Instant::now() + START_END);
                 }
                 if matches!(self.vm, Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) | Vm::Live(_)) {
                     log::info!("told to end: when the devices have finished; once more, at once");
@@ -256,6 +265,8 @@ impl Vmm {
             Vm::Starting(starting) => starting.give_up(),
             Vm::None | Vm::Idle(_) | Vm::Turning(_) | Vm::Down(_) | Vm::HandedOver { .. } => {}
         }
+        // Threads that wait for pages which do not come must not see others in their place.
+        std::mem::forget(std::mem::replace(&mut self.pages, Pages::Here));
     }
 
     /// The guest is elsewhere and may need pages from here: that counts more than an earlier

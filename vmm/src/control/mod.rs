@@ -240,7 +240,7 @@ impl Vmm {
     /// VM between two states waits a little: in a moment it is in one, unless a disk does not answer.
     fn call(&mut self, call: ApiCall) -> Next {
         if deferred::waits(&self.vm, call.request()) {
-            self.deferred.push(call);
+            self.deferred.push(&self.vm, call);
             return Next::Continue;
         }
         self.call_now(call)
@@ -344,10 +344,14 @@ impl Vmm {
             Vm::Live(machine) => {
                 VmInfo { postcopy_paused: self.postcopy_paused(), ..describe::of_machine(machine) }
             }
+            Vm::Turning(Turning { info, .. }) => VmInfo {
+                doing: self.vm.doing(),
+                postcopy_paused: self.postcopy_paused(),
+                ..info.as_ref().clone()
+            },
             Vm::Leaving { info, .. }
             | Vm::Busy(Busy { info: Some(info), .. })
             | Vm::Starting(Starting { info, .. })
-            | Vm::Turning(Turning { info, .. })
             | Vm::Down(Down { info, .. }) => {
                 VmInfo { doing: self.vm.doing(), ..info.as_ref().clone() }
             }

@@ -15,7 +15,7 @@ use vm_migration::vm::DestinationVm as _;
 use super::inbox::Message;
 use super::{Next, Pages, RunError, Vm, Vmm};
 use crate::api::request::Responder;
-use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo};
+use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmState};
 use crate::control::describe;
 use crate::events;
 use crate::machine::{
@@ -377,6 +377,10 @@ impl Vmm {
             Vm::Live(live) => live.is_paused(),
             // Saved or sent, as it was.
             Vm::Busy(_) | Vm::Leaving { .. } => true,
+            // It stays as it was, too.
+            Vm::Turning(turning) if matches!(turning.turn, Turn::Add | Turn::Eject) => {
+                turning.info.state == VmState::Paused
+            }
             // It goes on, or has ended.
             _ => false,
         };

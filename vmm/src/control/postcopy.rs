@@ -41,8 +41,11 @@ impl Vmm {
         let steering: &Steering = match (&self.vm, &self.pages) {
             (Vm::Serving(sending), _) => &sending.steering,
             (Vm::Awaited(receiving), _) if receiving.doubtful().is_some() => &receiving.steering,
-            (Vm::Live(_) | Vm::Standing { .. }, Pages::Arriving { steering, .. }) => steering,
-            (Vm::Live(_), Pages::Lost(paused)) => {
+            (
+                Vm::Live(_) | Vm::Standing { .. } | Vm::Turning(_),
+                Pages::Arriving { steering, .. },
+            ) => steering,
+            (Vm::Live(_) | Vm::Turning(_), Pages::Lost(paused)) => {
                 return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
                     .context("this migration cannot be recovered"));
             }

@@ -182,7 +182,7 @@ fn serve(
 /// waited for any more.
 fn timeout_ms(vmm: &Vmm) -> i32 {
     let farewell = vmm.farewell.map(|(until, _)| until);
-    farewell.into_iter().chain(vmm.at_latest).chain(vmm.deferred.until()).min().map_or(
+    farewell.into_iter().chain(vmm.ends_at_latest()).chain(vmm.deferred.until()).min().map_or(
         -1,
         |until| {
             let left = until.saturating_duration_since(Instant::now());

@@ -36,6 +36,8 @@ pub struct Busy {
     pub what: &'static str,
     /// The VM, if it can be described.
     pub info: Option<Box<VmInfo>>,
+    /// The command line asked for it.
+    pub at_launch: bool,
     cancel: Cancel,
 }
 
@@ -167,7 +169,7 @@ impl Vmm {
         match thread {
             Ok(_detached) => {
                 let what = "saved";
-                self.vm = Vm::Busy(Busy { what, info, cancel });
+                self.vm = Vm::Busy(Busy { what, info, at_launch: false, cancel });
                 Ok(())
             }
             Err(((machine, responder), error)) => {
@@ -213,6 +215,7 @@ impl Vmm {
         };
         emit("restoring");
         self.prefault_stage2 = config.prefault_stage2;
+        let at_launch = responder.is_none();
         let (host, sink) = (Arc::clone(&self.host), self.new_sink());
         let (mailer, own_cancel) = (self.mailer.clone(), cancel.clone());
         let thread = spawn_with("restore", responder, move |responder| {
@@ -228,7 +231,7 @@ impl Vmm {
             Ok(_detached) => {
                 self.farewell = None;
                 let what = "restored";
-                self.vm = Vm::Busy(Busy { what, info: None, cancel });
+                self.vm = Vm::Busy(Busy { what, info: None, at_launch, cancel });
                 Next::Continue
             }
             Err((responder, error)) => {

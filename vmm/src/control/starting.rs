@@ -7,10 +7,12 @@
 //! The VMM thread answers other requests meanwhile; the start is given up when the VM or the process is
 //! to end.
 
+use std::time::Instant;
+
 use super::inbox::Message;
 use super::{Next, RunError, Vm, Vmm, describe};
 use crate::api::request::Responder;
-use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
+use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmInfo, VmmRequest};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{
@@ -37,8 +39,13 @@ pub struct Starting {
     /// What it is asked to be.
     config: Box<VmConfig>,
     is_reboot: bool,
+    /// The command line asked for it.
+    pub at_launch: bool,
     give_up: GiveUp,
     enders: Vec<Ender>,
+    /// When the process ends although the machine is not made: there is no guest yet that could lose
+    /// anything.
+    pub until: Option<Instant>,
 }
 
 /// A request that has ended the start, and is answered when that is over.
@@ -139,6 +146,7 @@ impl Vmm {
         responder: Option<Responder>,
     ) -> Next {
         let is_reboot = matches!(start, Start::Reboot { .. });
+        let at_launch = responder.is_none() && !is_reboot;
         let (give_up, sink) = (GiveUp::default(), self.new_sink());
         let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), give_up.clone());
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
@@ -147,7 +155,9 @@ impl Vmm {
             let result = start.machine(*config, &host, sink, &own).map(Box::new);
             mailer.send(Message::Started(Box::new(StartEnd { result, responder })));
         });
-        self.vm = Vm::Starting(Starting { info, config, is_reboot, give_up, enders: Vec::new() });
+        let (enders, until) = (Vec::new(), None);
+        let starting = Starting { info, config, is_reboot, at_launch, give_up, enders, until };
+        self.vm = Vm::Starting(starting);
         match spawned {
             Ok(_detached) => Next::Continue,
             Err(((start, _, responder), error)) => {
@@ -218,6 +228,13 @@ impl Vmm {
             (Ender::Shutdown(responder), Vm::Idle(_)) => {
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Continue
+            }
+            // An earlier one ends the machine that came up.
+            (Ender::Shutdown(responder), Vm::Down(_)) => {
+                self.call(ApiCall::new(VmmRequest::Shutdown, responder))
+            }
+            (Ender::Delete(responder), Vm::Down(_)) => {
+                self.call(ApiCall::new(VmmRequest::Delete { force: false }, responder))
             }
             (Ender::Shutdown(responder), _) => self.shutdown_for(Some(responder)),
             (Ender::Delete(responder), _) => self.delete_for(false, responder),

@@ -202,6 +202,7 @@ impl Vmm {
             }
             After::Reboot { kept, responder, .. } if self.ending.is_some() => {
                 let why = "the VMM has been told to end";
+                events::emit("vm", "reboot-failed", &[("error", why)]);
                 if let Some(responder) = responder {
                     responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, why)));
                 }
