@@ -75,6 +75,18 @@ pub(crate) fn make_fifo(path: &std::path::Path) -> io::Result<()> {
     check(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }).map(drop)
 }
 
+/// Takes from the calling thread what a superuser may beyond others, for good.
+#[cfg(test)]
+pub(crate) fn drop_capabilities() -> io::Result<()> {
+    /// Of linux/capability.h: version 3, whose sets have two words each.
+    const VERSION: u32 = 0x2008_0522;
+    let (header, sets) = ([VERSION, 0], [0_u32; 6]);
+    // SAFETY: capset reads a header of two words, in which 0 is the calling thread, and three sets of two
+    // words each, which live during the call.
+    let done = unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// Whether the descriptor is a terminal.
 pub(crate) fn is_terminal(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: the descriptor is open and nothing else is passed.
@@ -160,18 +172,43 @@ pub(crate) fn bind_thread(cpus: &[usize]) -> io::Result<()> {
     Ok(())
 }
 
+/// A set of CPUs as the kernel has it: a bit for each, in words.
+type CpuWords = Vec<libc::c_ulong>;
+
+/// Words of a set for 1024 CPUs, and of the largest that is tried, for 65536: Linux is not built for more.
+const CPU_WORDS: usize = 1024 / libc::c_ulong::BITS as usize;
+const CPU_WORDS_MAX: usize = 64 * CPU_WORDS;
+
+/// Has a set of CPUs filled by `get`, which refuses one that is smaller than the kernel's by `EINVAL`.
+fn get_cpus(get: impl Fn(&mut CpuWords) -> io::Result<()>) -> io::Result<CpuWords> {
+    let mut cpus = vec![0; CPU_WORDS];
+    loop {
+        match get(&mut cpus) {
+            Ok(()) => return Ok(cpus),
+            Err(error)
+                if error.raw_os_error() == Some(libc::EINVAL) && cpus.len() < CPU_WORDS_MAX =>
+            {
+                cpus.resize(cpus.len() * 2, 0);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 /// Lets the calling thread run wherever the process may, which is where its first thread may: a thread
 /// begins with what the one that started it was bound to.
 pub(crate) fn unbind_thread() -> io::Result<()> {
-    // SAFETY: cpu_set_t is a plain bit set for which all zeros is the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    let len_bytes = size_of::<libc::cpu_set_t>();
     // SAFETY: takes nothing and cannot fail.
     let process = unsafe { libc::getpid() };
-    // SAFETY: `set` is a valid cpu_set_t of the size given, to be filled.
-    check(unsafe { libc::sched_getaffinity(process, len_bytes, &raw mut set) })?;
-    // SAFETY: pid 0 is the calling thread; `set` is a valid cpu_set_t of the size given.
-    check(unsafe { libc::sched_setaffinity(0, len_bytes, &raw const set) })?;
+    let cpus = get_cpus(|cpus| {
+        let len_bytes = size_of_val(cpus.as_slice());
+        // SAFETY: the kernel writes words of a set of any size, at most `len_bytes`, which are there.
+        check(unsafe { libc::sched_getaffinity(process, len_bytes, cpus.as_mut_ptr().cast()) })
+            .map(drop)
+    })?;
+    let len_bytes = size_of_val(cpus.as_slice());
+    // SAFETY: pid 0 is the calling thread; the kernel reads at most `len_bytes`, which are there.
+    check(unsafe { libc::sched_setaffinity(0, len_bytes, cpus.as_ptr().cast()) })?;
     Ok(())
 }
 
@@ -197,4 +234,29 @@ pub(crate) fn memory_file(len_bytes: u64) -> io::Result<std::fs::File> {
     let file = std::fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(len_bytes)?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use super::*;
+
+    #[test]
+    fn sets_of_cpus_grow_to_what_the_host_has() {
+        let of_host = |words: usize| {
+            get_cpus(|cpus| match cpus.get_mut(words - 1) {
+                Some(last) => {
+                    *last = 1;
+                    Ok(())
+                }
+                None => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+            })
+        };
+        for words in [1, CPU_WORDS, CPU_WORDS + 1, CPU_WORDS_MAX] {
+            assert_eq!(of_host(words).unwrap()[words - 1], 1);
+        }
+        assert_eq!(of_host(CPU_WORDS_MAX + 1).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+        unbind_thread().unwrap();
+    }
 }

@@ -199,10 +199,14 @@ fn given_up() {
 fn signal() {
     let slow = Slow::new();
     let option = format!("path={},image_type=raw", slow.path().display());
-    let builder = VmmBuilder::guest(1, "size=64M", "workload=idle").with(&["--disk", &option]);
+    let console = slow.folder.path().join("console");
+    let serial = format!("socket={}", console.display());
+    let builder = VmmBuilder::new(&["--console", "off", "--kernel", image()])
+        .with(&["--memory", "size=64M", "--disk", &option, "--serial", &serial]);
     for by_request in [false, true] {
         let mut vmm = builder.start_at_once();
         wait_until_doing(&vmm, "booted");
+        wait_for("its console", || console.exists().then_some(()));
         let began = Instant::now();
         if by_request {
             vmm.api().put("vmm.shutdown", r#"{"force":true}"#).ok();
@@ -211,7 +215,7 @@ fn signal() {
         }
         assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
         assert!(began.elapsed() < SIGNAL_END, "{:?}", began.elapsed());
-        assert!(!vmm.socket().exists());
+        assert!(!vmm.socket().exists() && !console.exists());
     }
 }
 

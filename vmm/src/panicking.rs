@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The end of a process in which a thread panics.
+//! The end of a process in which a thread panics, or that ends beside threads that own something.
 //!
-//! Owns what is put back then, as no destructor runs any more: terminals, and the paths of sockets. It
-//! must never go on with the VM: whatever panicked has left its state half changed.
+//! Owns what is put back then, as no destructor runs any more: terminals, and the paths of sockets. After
+//! a panic it must never go on with the VM, whatever else waits: what panicked has left its state half
+//! changed.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -20,6 +21,9 @@ pub const PANICKED: u8 = 101;
 
 /// Longest time that putting things back may take: what panicked may hold what it needs.
 const PUT_BACK_TIME: Duration = Duration::from_millis(500);
+
+/// Longest time from a panic to the end of the process: to put things back, and to tell the reason.
+const END_TIME: Duration = Duration::from_secs(2);
 
 /// What this process has changed outside of itself.
 struct Outside {
@@ -50,16 +54,53 @@ pub fn note_socket(path: &Path) {
 }
 
 fn put_back() {
-    let consoles: Vec<_> = outside().consoles.iter().filter_map(Weak::upgrade).collect();
-    for console in consoles {
-        console.close();
-    }
-    if let Some((path, device, inode)) = outside().socket.take()
+    // The socket first: a console may be in use by the thread that has panicked.
+    let socket = outside().socket.take();
+    if let Some((path, device, inode)) = socket
         && std::fs::symlink_metadata(&path)
             .is_ok_and(|there| (there.dev(), there.ino()) == (device, inode))
     {
         // There is nobody left to be told.
         let _ = std::fs::remove_file(path);
+    }
+    let consoles: Vec<_> = outside().consoles.iter().filter_map(Weak::upgrade).collect();
+    for console in consoles {
+        console.close();
+    }
+}
+
+/// Begins to put things back; the channel ends when that is done, or could not be begun.
+fn begin_to_put_back() -> Receiver<()> {
+    let (done, is_done) = channel();
+    // Without a thread `done` is dropped here.
+    let _ = std::thread::Builder::new().name("put-back".to_owned()).spawn(move || {
+        put_back();
+        drop(done);
+    });
+    is_done
+}
+
+/// Puts back what has been noted, for a process that ends beside threads that do not: theirs are
+/// terminals and sockets that no destructor puts back. It waits no longer than half a second.
+pub fn put_back_at_end() {
+    // An error is what ends the channel.
+    let _ = begin_to_put_back().recv_timeout(PUT_BACK_TIME);
+}
+
+fn end_now() -> ! {
+    // SAFETY: ends the process without running anything else of it.
+    unsafe { libc::_exit(PANICKED.into()) }
+}
+
+/// Ends the process after a while, whatever the calling thread waits for until then.
+fn end_soon() {
+    let end = || {
+        std::thread::sleep(END_TIME);
+        end_now();
+    };
+    if std::thread::Builder::new().name("end".to_owned()).spawn(end).is_err() {
+        // Nothing else could end a process in which what follows waits for ever.
+        end_now();
     }
 }
 
@@ -68,22 +109,17 @@ fn put_back() {
 pub fn end_with_process() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        usual(panic);
+        end_soon();
+        let is_back = begin_to_put_back();
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
         let what = panic.payload_as_str().unwrap_or("no reason");
-        log::error!("a thread has panicked at {place}, and the process ends: {what}");
         events::emit("vmm", "panic", &[("place", &place), ("error", what)]);
-        let (done, is_done) = channel();
-        let spawned = std::thread::Builder::new().name("put-back".to_owned()).spawn(move || {
-            put_back();
-            events::flush();
-            let _ = done.send(());
-        });
-        if spawned.is_ok() {
-            let _ = is_done.recv_timeout(PUT_BACK_TIME);
-        }
-        // SAFETY: ends the process without running anything else of it.
-        unsafe { libc::_exit(PANICKED.into()) };
+        // From here on it may wait: for a reader of stderr, or for a thread that waits for one.
+        usual(panic);
+        log::error!("a thread has panicked at {place}, and the process ends: {what}");
+        let _ = is_back.recv_timeout(PUT_BACK_TIME);
+        events::flush();
+        end_now();
     }));
 }
 
@@ -91,12 +127,15 @@ pub fn end_with_process() {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
+    use std::io::{Read as _, Write as _};
+    use std::os::fd::AsRawFd as _;
     use std::os::unix::net::UnixListener;
-    use std::process::Command;
+    use std::process::{Command, Output, Stdio};
 
     use super::*;
 
     const FOLDER: &str = "GODWIT_TEST_PANIC_FOLDER";
+    const PATIENCE: Duration = Duration::from_secs(60);
 
     /// What the process that is to panic does.
     fn panic_in(folder: &Path) {
@@ -111,23 +150,63 @@ mod tests {
         unreachable!("the process has ended");
     }
 
+    /// Runs the test of this name in a process of its own, which does what [`panic_in`] says.
+    fn run(test: &str, folder: &Path, stderr: Stdio) -> Output {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--nocapture", "--exact", &format!("panicking::tests::{test}")])
+            .env(FOLDER, folder)
+            .stdout(Stdio::piped())
+            .stderr(stderr)
+            .spawn()
+            .unwrap();
+        // Its output ends with it.
+        let mut stdout = child.stdout.take().unwrap();
+        let (ended, has_ended) = channel();
+        let reading = std::thread::spawn(move || {
+            let mut text = Vec::new();
+            let _ = ended.send(stdout.read_to_end(&mut text));
+            text
+        });
+        let in_time = has_ended.recv_timeout(PATIENCE);
+        if in_time.is_err() {
+            child.kill().unwrap();
+        }
+        let stdout = reading.join().unwrap();
+        in_time.expect("the process ends").unwrap();
+        Output { stdout, ..child.wait_with_output().unwrap() }
+    }
+
+    #[track_caller]
+    fn assert_ended(ended: &Output, folder: &Path) {
+        assert_eq!(ended.status.code(), Some(PANICKED.into()), "{ended:?}");
+        assert!(!folder.join("api").exists() && !folder.join("console").exists());
+        let events = std::fs::read_to_string(folder.join("events")).unwrap();
+        assert!(events.contains("\"panic\"") && events.contains("as a test wants it"), "{events}");
+    }
+
     #[test]
     fn a_panic_ends_the_process_and_leaves_nothing_behind() {
         if let Some(folder) = std::env::var_os(FOLDER) {
             return panic_in(Path::new(&folder));
         }
         let folder = tempfile::tempdir().unwrap();
-        let ended = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "panicking::tests::a_panic_ends_the_process_and_leaves_nothing_behind",
-            ])
-            .env(FOLDER, folder.path())
-            .output()
-            .unwrap();
-        assert_eq!(ended.status.code(), Some(PANICKED.into()), "{ended:?}");
-        assert!(!folder.path().join("api").exists() && !folder.path().join("console").exists());
-        let events = std::fs::read_to_string(folder.path().join("events")).unwrap();
-        assert!(events.contains("\"panic\"") && events.contains("as a test wants it"), "{events}");
+        let test = "a_panic_ends_the_process_and_leaves_nothing_behind";
+        let ended = run(test, folder.path(), Stdio::piped());
+        assert_ended(&ended, folder.path());
+        assert!(String::from_utf8_lossy(&ended.stderr).contains("as a test wants it"), "{ended:?}");
+    }
+
+    #[test]
+    fn a_panic_ends_the_process_although_stderr_is_a_full_pipe() {
+        if let Some(folder) = std::env::var_os(FOLDER) {
+            return panic_in(Path::new(&folder));
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let (_unread, mut pipe) = std::io::pipe().unwrap();
+        // SAFETY: only numbers are passed, and the descriptor is open.
+        let room_bytes = unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_GETPIPE_SZ) };
+        pipe.write_all(&vec![b'.'; usize::try_from(room_bytes).unwrap()]).unwrap();
+        let test = "a_panic_ends_the_process_although_stderr_is_a_full_pipe";
+        assert_ended(&run(test, folder.path(), pipe.into()), folder.path());
     }
 }

@@ -38,14 +38,15 @@ impl PathListener {
     pub(super) fn bind(path: &Path) -> io::Result<Self> {
         // Between the look at a stale socket and its removal nobody else may put another one there.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = fs::File::open(folder.unwrap_or(Path::new(".")))?;
-        // A stranger can hold this lock for ever: it is not waited for longer than any VMM has it.
-        for _ in 0..LOCK_TRIES {
-            match folder.try_lock() {
-                Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
-                _ => break,
+        // One that cannot be read can be bound in all the same, without the lock.
+        let _folder = match fs::File::open(folder.unwrap_or(Path::new("."))) {
+            Ok(folder) => {
+                lock(&folder);
+                Some(folder)
             }
-        }
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => None,
+            Err(error) => return Err(error),
+        };
         remove_stale(path)?;
         let listener = UnixListener::bind(path)?;
         listener.set_nonblocking(true)?;
@@ -74,6 +75,17 @@ impl Drop for PathListener {
             && let Err(error) = fs::remove_file(&self.path)
         {
             warn!("the console socket {} cannot be removed: {error}", self.path.display());
+        }
+    }
+}
+
+/// Until the folder is closed. A stranger can hold this lock for ever: it is not waited for longer than any
+/// VMM has it.
+fn lock(folder: &fs::File) {
+    for _ in 0..LOCK_TRIES {
+        match folder.try_lock() {
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
+            _ => break,
         }
     }
 }

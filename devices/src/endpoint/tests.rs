@@ -182,3 +182,26 @@ fn a_socket_that_was_left_behind_is_replaced_and_another_ones_is_not_removed() {
     drop(second);
     assert!(!path.exists());
 }
+
+#[test]
+fn a_socket_needs_no_right_to_read_its_folder() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let folder = tempfile::tempdir().unwrap();
+    let set_mode = |mode| {
+        std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    set_mode(0o300);
+    let path = folder.path().join("console");
+    // Another thread, as root's right to read everything does not come back.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            syscalls::drop_capabilities().unwrap();
+            drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+            let endpoint = ConsoleEndpoint::socket(&path).unwrap();
+            UnixStream::connect(&path).unwrap();
+            drop(endpoint);
+            assert!(!path.exists());
+        });
+    });
+    set_mode(0o700);
+}

@@ -70,7 +70,8 @@ impl VmConfig {
         let mut users: BTreeMap<&str, String> = BTreeMap::new();
         for net in self.net.iter().flatten() {
             let second = id(net.id.as_ref());
-            let Some(tap) = &net.tap else { continue };
+            // The kernel makes another interface each time it is given a pattern, such as `vmtap%d`.
+            let Some(tap) = net.tap.as_ref().filter(|tap| !tap.contains('%')) else { continue };
             if let Some(first) = users.insert(tap, second.clone()) {
                 let what = format!("the tap {tap}");
                 return Err(ConfigError::InUse { what, first, second });
@@ -109,6 +110,7 @@ mod tests {
         let error = complete(nets).unwrap_err();
         assert_eq!(error, "'x' and '_net0' are both to have the tap t, which only one can");
         complete(json!({ "net": [{ "tap": "t" }, { "tap": "u" }, {}, {}] })).unwrap();
+        complete(json!({ "net": [{ "tap": "vmtap%d" }, { "tap": "vmtap%d" }] })).unwrap();
     }
 
     #[test]

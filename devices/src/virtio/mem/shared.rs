@@ -35,6 +35,8 @@ pub(crate) struct Shared {
     /// Asked for since it began with the first one.
     retry_asked: AtomicBool,
     log: LogLimit,
+    /// Of lines that tell of every request: they must not use up those of `log`.
+    debug_log: LogLimit,
 }
 
 /// What is given to the host at a time: a request, or a pause, waits until that is done.
@@ -61,6 +63,7 @@ impl Shared {
             retry_asked,
             growth: OnceLock::new(),
             log: LogLimit::default(),
+            debug_log: LogLimit::default(),
         }))
     }
 
@@ -131,7 +134,7 @@ impl Shared {
 
     /// Carries out a request of the driver.
     pub(super) fn serve(&self, request: Request) -> Answer {
-        log_limited!(self.log, Debug, "{request:?}");
+        log_limited!(self.debug_log, Debug, "{request:?}");
         match request {
             Request::Plug(blocks) => self.plug(blocks),
             Request::Unplug(blocks) => match self.range(blocks) {
@@ -199,7 +202,7 @@ impl Shared {
         match error {
             PlugError::NotBlocks { .. } => Answer::Error,
             PlugError::Busy { .. } => {
-                log_limited!(self.log, Debug, "{error}");
+                log_limited!(self.debug_log, Debug, "{error}");
                 Answer::Busy
             }
             PlugError::NoPages(_) | PlugError::NotCleared { .. } | PlugError::NotMapped { .. } => {
