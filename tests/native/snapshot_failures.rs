@@ -127,6 +127,7 @@ fn damage_on_demand() {
     let wish = format!("source_url={url},memory_restore_mode=ondemand,resume=on");
     vmm.remote(&["restore", &wish]);
     assert_eq!(vmm.wait_for_exit(), 1, "{}", vmm.output());
+    assert!(!vmm.socket().exists());
     let event = vmm.wait_for_event("restore-failed");
     let text = event["properties"]["error"].as_str().unwrap_or_default().to_owned();
     assert!(text.contains("memory-ranges") && text.contains("checksum"), "{text}");

@@ -70,6 +70,13 @@ fn watch(epoll: &Epoll, fd: i32, token: u64) -> Result<(), RunError> {
 /// # Errors
 /// [`RunError`]; the VM, if there was one, is gone.
 pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
+    let result = run_to_end(options);
+    // What a thread owns that is not waited for.
+    panicking::put_back_at_end();
+    result
+}
+
+fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
     events::emit("vmm", "starting", &[]);
     let signals = Signals::new().map_err(RunError::Loop)?;
     let host = Host::open()?;

@@ -26,6 +26,7 @@ use crate::events;
 use crate::machine::Machine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::snapshot::{self, Restored, prefault_ram};
+use crate::panicking;
 
 /// Exit code of a process whose guest lost its memory.
 const MEMORY_LOST: i32 = 1;
@@ -364,6 +365,7 @@ fn wait_for_memory(
             log::error!("{error}");
             events::emit("vm", "restore-failed", &[("error", &error)]);
             events::flush();
+            panicking::put_back_at_end();
             // What is stuck is not dropped: nobody sees a page without its contents.
             std::process::exit(MEMORY_LOST);
         }
