@@ -5,7 +5,7 @@
 //! The disk is a file on which the test holds a lease: whoever opens it waits until the lease is given up.
 
 use std::fs::File;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -81,6 +81,42 @@ impl Slow {
         let mut config: Value = serde_json::from_str(&config(128)).expect("JSON");
         config["disks"] = json!([self.disk()]);
         config.to_string()
+    }
+}
+
+/// A terminal at which nobody sits.
+struct Terminal {
+    _master: OwnedFd,
+    slave: OwnedFd,
+}
+
+impl Terminal {
+    fn new() -> Self {
+        let (mut master, mut slave) = (-1, -1);
+        let name = std::ptr::null_mut();
+        // SAFETY: two numbers are written, which live during the call, and nothing else is passed.
+        let made = unsafe {
+            libc::openpty(&raw mut master, &raw mut slave, name, std::ptr::null(), std::ptr::null())
+        };
+        assert_eq!(made, 0, "{}", std::io::Error::last_os_error());
+        // SAFETY: both have just been opened, and nothing else owns them.
+        let own = |fd| unsafe { OwnedFd::from_raw_fd(fd) };
+        Self { _master: own(master), slave: own(slave) }
+    }
+
+    /// For another process, as long as this is there.
+    fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.slave.as_raw_fd())
+    }
+
+    /// Whether it collects lines, echoes and makes signals of keys.
+    fn modes(&self) -> libc::tcflag_t {
+        // SAFETY: termios is a plain C struct for which all zeros is a valid value.
+        let mut settings: libc::termios = unsafe { std::mem::zeroed() };
+        // SAFETY: one termios is filled, which lives during the call; the descriptor is open.
+        let done = unsafe { libc::tcgetattr(self.slave.as_raw_fd(), &raw mut settings) };
+        assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+        settings.c_lflag
     }
 }
 
@@ -199,14 +235,15 @@ fn given_up() {
 fn signal() {
     let slow = Slow::new();
     let option = format!("path={},image_type=raw", slow.path().display());
-    let console = slow.folder.path().join("console");
-    let serial = format!("socket={}", console.display());
+    let terminal = Terminal::new();
+    let before = terminal.modes();
     let builder = VmmBuilder::new(&["--console", "off", "--kernel", image()])
-        .with(&["--memory", "size=64M", "--disk", &option, "--serial", &serial]);
+        .with(&["--memory", "size=64M", "--disk", &option, "--serial", "tty"])
+        .wrapped(&["sh", "-c", "exec \"$@\" <\"$0\"", &terminal.path()]);
     for by_request in [false, true] {
         let mut vmm = builder.start_at_once();
         wait_until_doing(&vmm, "booted");
-        wait_for("its console", || console.exists().then_some(()));
+        wait_for("its console", || (terminal.modes() != before).then_some(()));
         let began = Instant::now();
         if by_request {
             vmm.api().put("vmm.shutdown", r#"{"force":true}"#).ok();
@@ -215,7 +252,8 @@ fn signal() {
         }
         assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
         assert!(began.elapsed() < SIGNAL_END, "{:?}", began.elapsed());
-        assert!(!vmm.socket().exists() && !console.exists());
+        assert!(!vmm.socket().exists());
+        assert_eq!(terminal.modes(), before);
     }
 }
 

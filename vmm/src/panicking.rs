@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     const FOLDER: &str = "GODWIT_TEST_PANIC_FOLDER";
-    const PATIENCE: Duration = Duration::from_mins(1);
+    const PATIENCE: Duration = Duration::from_secs(30);
 
     /// What the process that is to panic does.
     fn panic_in(folder: &Path) {
