@@ -361,8 +361,9 @@ impl<V: DestinationVm> Mapped<V> {
             self.bulk.extend(helpers.give_back()?);
             self.parts.building.wait(context.cancel)?;
             let mut vm = self.parts.building.finish()?;
-            self.parts.fault_source = Some(watch(&mut vm, &self.parts.memory, offer, context)?);
+            let watched = watch(&mut vm, &self.parts.memory, offer, context);
             self.parts.building = Building::done(vm)?;
+            self.parts.fault_source = Some(watched?);
         }
         let Some(source) = &self.parts.fault_source else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));

@@ -83,8 +83,10 @@ impl<V: DestinationVm> HasState<V> {
             }
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
+                // Before the machine ends, which may take its time while the guest stands still.
+                failure.tell(&self.control);
                 self.faults.iter().for_each(FaultThreads::let_go);
-                Err(Setback::early(Some(self.control), failure))
+                Err(Setback::early(None, failure))
             }
         }
     }
