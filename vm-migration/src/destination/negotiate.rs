@@ -147,7 +147,7 @@ impl Connected {
         if let Some(offer) = first_machine {
             // The source stops its guest next, so the machine has to be there first; and it may
             // know the best way to catch accesses.
-            building.wait(context.cancel)?;
+            building.wait(control, context.cancel)?;
             let mut vm = building.finish()?;
             let watched = watch(&mut vm, &memory, offer, context);
             *building = Building::done(vm)?;
