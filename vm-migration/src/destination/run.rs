@@ -131,7 +131,12 @@ impl<V: DestinationVm> HasState<V> {
         };
         let (engine, after) = (&faults.engine, faults.rejoin.stall);
         let mut ended = None;
+        let mut lets_go = false;
         let look = || {
+            // Ended here or elsewhere. The host may have refused to let everybody go at the time.
+            if engine.failed().is_cancelled() && !lets_go {
+                lets_go = engine.source().release().is_ok();
+            }
             if ended.is_some() {
                 return;
             }
