@@ -148,9 +148,10 @@ pub trait FaultSource: Send + Sync {
     /// What the host reports.
     fn wake(&self, run: PageRun) -> Result<(), UffdError>;
 
-    /// All memory is complete: stop watching it and wake everybody.
+    /// All memory is complete, or about to go: stop watching it and wake everybody.
     ///
     /// # Errors
-    /// What the host reports.
+    /// What the host reports, of the first part of memory that stays watched. As many of the others as
+    /// can be are not any more; to be called again for the rest.
     fn release(&self) -> Result<(), UffdError>;
 }

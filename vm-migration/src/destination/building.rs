@@ -8,13 +8,16 @@
 //! A thread that does not come to its end then, because a file of this host does not answer, is left
 //! behind: what it has built is dropped there as soon as it does.
 
+use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use super::negotiate::read;
 use crate::cancel::Cancel;
+use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::transport::{TransportError, WaitEnd, wait_readable};
+use crate::transport::{TransportError, WaitEnd, wait_readable, wait_readable_or_left};
 use crate::vm::MappedMachine;
 
 const STEP: &str = "building the machine at the destination";
@@ -79,10 +82,14 @@ impl<V: Send + 'static> Building<V> {
         &self.failed
     }
 
-    /// Waits until the machine is there or cannot be, or somebody cancels.
-    pub(crate) fn wait(&self, cancel: &Cancel) -> Result<(), Failure> {
-        match wait_readable(&[self.ended.fd()], cancel, None) {
+    /// Waits until the machine is there or cannot be, or somebody cancels, or the source, which waits
+    /// for an answer on `control`, is gone: storage that does not answer may never do so, and the source
+    /// does not wait for that.
+    pub(crate) fn wait(&self, control: &mut Channel, cancel: &Cancel) -> Result<(), Failure> {
+        let connection = control.connection.as_raw_fd();
+        match wait_readable_or_left(self.ended.fd(), connection, cancel) {
             Ok(WaitEnd::Cancelled) => Err(Cause::Cancelled).step(STEP),
+            Ok(WaitEnd::Ready(1)) => Err(last_word(control)),
             Ok(_) => Ok(()),
             Err(error) => Err(TransportError::io("waiting")(error)).step(STEP),
         }
@@ -96,6 +103,15 @@ impl<V: Send + 'static> Building<V> {
             Work::Taken => Err(Cause::Panicked),
         }
         .step(STEP)
+    }
+}
+
+/// Why a source is gone: in its own words, if it left any.
+fn last_word(control: &mut Channel) -> Failure {
+    // Nothing comes any more, so this ends.
+    match read(control, STEP) {
+        Err(failure) => failure,
+        Ok(_) => Failure::new(STEP, TransportError::Closed),
     }
 }
 

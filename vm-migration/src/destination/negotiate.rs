@@ -103,15 +103,22 @@ impl Connected {
         builder: B,
         context: Context<'_>,
     ) -> Result<Mapped<B::Vm>, Setback<B::Vm>> {
-        match self.try_negotiate(builder, context) {
+        let mut building = None;
+        match self.try_negotiate(builder, &mut building, context) {
             Ok(parts) => Ok(Mapped::new(parts, self.control)),
-            Err(failure) => Err(Setback::early(Some(self.control), failure)),
+            Err(failure) => {
+                // Before what is being built ends, which may take its time.
+                failure.tell(&self.control);
+                Err(Setback::early(None, failure))
+            }
         }
     }
 
+    /// What is being built when this fails is left in `begun`.
     fn try_negotiate<B: DestinationBuilder>(
         &mut self,
         builder: B,
+        begun: &mut Option<Building<B::Vm>>,
         context: Context<'_>,
     ) -> Result<Parts<B::Vm>, Failure> {
         const STEP: &str = "mapping the guest's memory at the destination";
@@ -135,18 +142,20 @@ impl Connected {
             payload = Prepared { regions: memory.layout().regions().to_vec() }.to_json();
             first_machine = (offer.memory_mode == MemoryMode::Postcopy).then_some(offer);
         }
-        let mut building = Building::start(mapped)?;
+        let building = begun.insert(Building::start(mapped)?);
         let mut fault_source = None;
         if let Some(offer) = first_machine {
             // The source stops its guest next, so the machine has to be there first; and it may
             // know the best way to catch accesses.
-            building.wait(context.cancel)?;
+            building.wait(control, context.cancel)?;
             let mut vm = building.finish()?;
-            fault_source = Some(watch(&mut vm, &memory, offer, context)?);
-            building = Building::done(vm)?;
+            let watched = watch(&mut vm, &memory, offer, context);
+            *building = Building::done(vm)?;
+            fault_source = Some(watched?);
         }
         let answer = Answer::Ok { offer_taken: false, payload };
         control.connection.send(&answer.encode()).step("answering the configuration")?;
+        let Some(building) = begun.take() else { return Err(Cause::Panicked).step(STEP) };
         Ok(Parts { building, memory, terms, fault_source })
     }
 }

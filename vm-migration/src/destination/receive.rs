@@ -187,7 +187,7 @@ impl<V: DestinationVm> Mapped<V> {
                     }
                 }
                 Message::AwaitMachine if self.parts.terms.negotiated() => {
-                    self.parts.building.wait(context.cancel)?;
+                    self.parts.building.wait(&mut self.control, context.cancel)?;
                     if self.parts.building.failed().is_cancelled() {
                         return Err(self.failure_to_build());
                     }
@@ -208,7 +208,7 @@ impl<V: DestinationVm> Mapped<V> {
                         return Err(unexpected(&Message::State(Vec::new()), "Pending"));
                     }
                     helpers.finish()?;
-                    self.parts.building.wait(context.cancel)?;
+                    self.parts.building.wait(&mut self.control, context.cancel)?;
                     let vm = self.parts.building.finish()?;
                     if self.mode().may_postcopy() && faults.is_none() {
                         // All memory is here: it may have its huge pages again.
@@ -359,10 +359,11 @@ impl<V: DestinationVm> Mapped<V> {
         };
         if offer.memory_mode == MemoryMode::Auto {
             self.bulk.extend(helpers.give_back()?);
-            self.parts.building.wait(context.cancel)?;
+            self.parts.building.wait(&mut self.control, context.cancel)?;
             let mut vm = self.parts.building.finish()?;
-            self.parts.fault_source = Some(watch(&mut vm, &self.parts.memory, offer, context)?);
+            let watched = watch(&mut vm, &self.parts.memory, offer, context);
             self.parts.building = Building::done(vm)?;
+            self.parts.fault_source = Some(watched?);
         }
         let Some(source) = &self.parts.fault_source else {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));

@@ -83,8 +83,10 @@ impl<V: DestinationVm> HasState<V> {
             }
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
+                // Before the machine ends, which may take its time while the guest stands still.
+                failure.tell(&self.control);
                 self.faults.iter().for_each(FaultThreads::let_go);
-                Err(Setback::early(Some(self.control), failure))
+                Err(Setback::early(None, failure))
             }
         }
     }
@@ -129,7 +131,12 @@ impl<V: DestinationVm> HasState<V> {
         };
         let (engine, after) = (&faults.engine, faults.rejoin.stall);
         let mut ended = None;
+        let mut lets_go = false;
         let look = || {
+            // Ended here or elsewhere. The host may have refused to let everybody go at the time.
+            if engine.failed().is_cancelled() && !lets_go {
+                lets_go = engine.source().release().is_ok();
+            }
             if ended.is_some() {
                 return;
             }

@@ -7,12 +7,16 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use super::hostile::agree;
 use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, options,
 };
+use crate::channel::Channel;
 use crate::progress::Phase;
+use crate::protocol::message::Message;
 use crate::source::{SendFailure, migrate};
 use crate::testing::Inject;
+use crate::transport::{Connection, TransportError};
 use crate::{Cancel, Cause, Convergence, MemoryMode, Progress, Side};
 
 /// Waits until a condition holds; a test that waits in vain fails.
@@ -117,8 +121,51 @@ fn a_cancel_does_not_wait_for_a_machine_that_is_not_needed_any_more() {
     cancel.cancel();
     let failure = *sender.join().unwrap().unwrap_err();
     assert!(matches!(failure.error().cause, crate::Cause::Cancelled), "{failure:?}");
+    wait_for("the end at the destination", || target.is_over());
+    let error = target.join().unwrap_err().error;
+    assert!(matches!(error.cause, Cause::Abandoned(_)), "{error:?}");
     drop(open);
-    target.join().unwrap_err();
+}
+
+/// A source that says nothing before it goes, and one that sends something instead.
+#[test]
+fn a_machine_that_is_being_built_is_not_waited_for_when_the_source_is_gone() {
+    let terms = [(MemoryMode::Precopy, false), (MemoryMode::Precopy, true)];
+    for (mode, sends_more) in terms.into_iter().chain([(MemoryMode::Postcopy, false)]) {
+        if mode.may_postcopy() && !have_uffd() {
+            continue;
+        }
+        let to = memory();
+        let guest = Guest::new(&to, 56);
+        let (open, gate) = channel();
+        let builder = Builder::new(&to, &guest).gate(gate);
+        let calls = builder.calls();
+        let target = Target::start(&loopback(), builder, LIMITS);
+        let never = Cancel::new().unwrap();
+        let limits = (LIMITS.connect, LIMITS.answer);
+        let connection = Connection::connect(&target.address, &never, limits.0, limits.1);
+        let mut source = Channel::new(connection.unwrap());
+        agree(&mut source, &to, mode);
+        source.tell(&Message::Config(b"{}".to_vec())).unwrap();
+        if mode == MemoryMode::Precopy {
+            source.answer(LIMITS.answer).unwrap();
+            source.tell(&Message::AwaitMachine).unwrap();
+        }
+        wait_for("the machine's memory", || calls.lock().unwrap().contains(&"map"));
+        if sends_more {
+            // Ends nothing by itself.
+            source.tell(&Message::ZeroPages(Vec::new())).unwrap();
+            let early = source.answer(Duration::from_millis(300)).unwrap_err();
+            let waits = matches!(early, Cause::Transport(TransportError::Timeout { .. }));
+            assert!(waits && !target.is_over(), "{early:?}");
+        }
+        drop(source);
+        wait_for("the end at the destination", || target.is_over());
+        let error = target.join().unwrap_err().error;
+        let closed = matches!(error.cause, Cause::Transport(TransportError::Closed));
+        assert!(closed, "{mode:?} {sends_more}: {error:?}");
+        drop(open);
+    }
 }
 
 /// Storage of the destination that does not answer, or not for long.

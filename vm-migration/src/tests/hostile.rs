@@ -59,22 +59,8 @@ impl Enemy {
 
     fn negotiate(self, mode: MemoryMode) -> Self {
         let mut enemy = self;
-        let limit = LIMITS.answer;
-        enemy.control.ask(&Message::Start { version: VERSION, offer: true }, limit).unwrap();
-        let offer = Offer {
-            recover_timeout_ms: None,
-            formats: crate::protocol::formats::Formats::default(),
-            software: "enemy".into(),
-            features: features(),
-            memory_mode: mode,
-            bulk_connections: 1,
-            urgent_connections: 1,
-            local: false,
-            regions: enemy.to.layout().regions().to_vec(),
-        };
-        let answer = enemy.control.ask(&Message::Capabilities(offer.to_json()), limit).unwrap();
-        enemy.token = Accepted::parse(&answer.payload).unwrap().token;
-        enemy.control.ask(&Message::Config(b"{}".to_vec()), limit).unwrap();
+        enemy.token = agree(&mut enemy.control, &enemy.to, mode);
+        enemy.control.ask(&Message::Config(b"{}".to_vec()), LIMITS.answer).unwrap();
         enemy
     }
 
@@ -95,6 +81,25 @@ impl Enemy {
         }
         failure.error.cause
     }
+}
+
+/// Negotiates, up to where the configuration may come, and gives the migration's token.
+pub(super) fn agree(control: &mut Channel, to: &FakeMemory, mode: MemoryMode) -> [u8; 16] {
+    let limit = LIMITS.answer;
+    control.ask(&Message::Start { version: VERSION, offer: true }, limit).unwrap();
+    let offer = Offer {
+        recover_timeout_ms: None,
+        formats: crate::protocol::formats::Formats::default(),
+        software: "enemy".into(),
+        features: features(),
+        memory_mode: mode,
+        bulk_connections: 1,
+        urgent_connections: 1,
+        local: false,
+        regions: to.layout().regions().to_vec(),
+    };
+    let answer = control.ask(&Message::Capabilities(offer.to_json()), limit).unwrap();
+    Accepted::parse(&answer.payload).unwrap().token
 }
 
 fn memory_of(ranges: &[(u64, u64)]) -> Vec<u8> {

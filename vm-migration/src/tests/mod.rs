@@ -8,6 +8,7 @@
 //! | `auto` | precopy that becomes postcopy |
 //! | `moves` | migrations that go well |
 //! | `early` | the machine that is built while memory travels |
+//! | `endings` | machines that take long to end |
 //! | `sharing` | connections of different speed |
 //! | `converging` | guests that write too fast, and what is done about them |
 //! | `compressed` | memory that travels compressed |
@@ -35,6 +36,7 @@ mod compressed;
 mod converging;
 mod cuts;
 mod early;
+mod endings;
 mod failures;
 mod figures;
 mod formats;

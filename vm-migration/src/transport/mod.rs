@@ -30,7 +30,7 @@ pub use address::{Address, AddressError};
 pub use listener::Listener;
 pub use reader::Reader;
 pub use socket::{Connection, Part};
-pub(crate) use wait::{WaitEnd, wait_readable};
+pub(crate) use wait::{WaitEnd, wait_readable, wait_readable_or_left};
 
 use std::io;
 use std::time::Duration;

@@ -30,6 +30,17 @@ pub(crate) fn wait_readable(
     wait(fds, libc::POLLIN, cancel, timeout)
 }
 
+/// Waits until a descriptor can be read (0), or the peer of a socket has ended its connection, or its
+/// sending half of it (1). What a peer has sent before, and what it goes on to send, ends no wait.
+pub(crate) fn wait_readable_or_left(
+    fd: RawFd,
+    socket: RawFd,
+    cancel: &Cancel,
+) -> io::Result<WaitEnd> {
+    // The other ways in which a connection ends are always reported.
+    wait_for(&[(fd, libc::POLLIN), (socket, libc::POLLRDHUP)], cancel, None)
+}
+
 /// Waits until one of the descriptors is ready for `events`. The cancel wins over readiness.
 pub(crate) fn wait(
     fds: &[RawFd],
@@ -37,10 +48,24 @@ pub(crate) fn wait(
     cancel: &Cancel,
     timeout: Option<Duration>,
 ) -> io::Result<WaitEnd> {
+    let fds: Vec<_> = fds.iter().map(|fd| (*fd, events)).collect();
+    wait_for(&fds, cancel, timeout)
+}
+
+/// The same, each descriptor with its own events.
+fn wait_for(
+    fds: &[(RawFd, i16)],
+    cancel: &Cancel,
+    timeout: Option<Duration>,
+) -> io::Result<WaitEnd> {
     let deadline = timeout.map(|timeout| Instant::now() + timeout);
     let mut polled: Vec<libc::pollfd> = Vec::with_capacity(fds.len() + 1);
     polled.push(libc::pollfd { fd: cancel.fd(), events: libc::POLLIN, revents: 0 });
-    polled.extend(fds.iter().map(|fd| libc::pollfd { fd: *fd, events, revents: 0 }));
+    polled.extend(fds.iter().map(|(fd, events)| libc::pollfd {
+        fd: *fd,
+        events: *events,
+        revents: 0,
+    }));
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         // Rounded up, so that the last millisecond is not spent in a busy loop.

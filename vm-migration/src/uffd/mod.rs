@@ -17,8 +17,8 @@ mod tests;
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::cancel::Cancel;
@@ -158,6 +158,8 @@ pub struct Uffd<M: GuestMemoryMap> {
     descriptors: Vec<Descriptor>,
     /// Sorted by region and page.
     parts: Vec<Part>,
+    /// Those of them that are to be let go of. Held while that is done.
+    watched: Mutex<Vec<Part>>,
     /// Shared memory is received in place.
     in_place: bool,
     stop: Cancel,
@@ -212,7 +214,8 @@ impl<M: GuestMemoryMap> Uffd<M> {
         let count = parts.iter().map(|part| part.descriptor + 1).max().unwrap_or(1);
         let descriptors = (0..count).map(|_| open(features)).collect::<Result<Vec<_>, _>>()?;
         let released = AtomicBool::new(false);
-        let uffd = Self { memory, descriptors, parts, in_place, stop, released };
+        let watched = Mutex::new(parts.clone());
+        let uffd = Self { memory, descriptors, parts, watched, in_place, stop, released };
         for part in &uffd.parts {
             let mode = if part.in_place {
                 sys::REGISTER_MISSING | sys::REGISTER_MINOR
@@ -519,11 +522,17 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
 
     fn release(&self) -> Result<(), UffdError> {
         self.released.store(true, Ordering::SeqCst);
-        for part in &self.parts {
-            self.descriptors[part.descriptor]
+        let mut result = Ok(());
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner).retain(|part| {
+            let gone = self.descriptors[part.descriptor]
                 .unregister(part.address, part.pages * PAGE_BYTES)
-                .map_err(|source| pages_error("stop watching", part.run(), source))?;
-        }
-        Ok(())
+                .map_err(|source| pages_error("stop watching", part.run(), source));
+            let stays = gone.is_err();
+            if result.is_ok() {
+                result = gone;
+            }
+            stays
+        });
+        result
     }
 }

@@ -108,6 +108,34 @@ fn release_lets_everybody_go_and_later_operations_do_nothing() {
 }
 
 #[test]
+fn what_the_host_refuses_to_let_go_of_keeps_nothing_else_and_is_tried_again() {
+    let memory =
+        FakeMemory::new(&[(0, PAGES), (1 << 32, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
+    if check(memory.layout().regions()).is_err() {
+        return;
+    }
+    let mut uffd = Uffd::register(Arc::clone(&memory), 1).unwrap();
+    let reads = |region| {
+        let (memory, (done, read)) = (Arc::clone(&memory), std::sync::mpsc::channel());
+        std::thread::spawn(move || done.send(memory.word(region, 1, 0).load(Ordering::Relaxed)));
+        read
+    };
+    let patience = std::time::Duration::from_mins(1);
+    // No range of pages: refused.
+    let first = uffd.watched.get_mut().unwrap().first_mut().unwrap();
+    first.address += 1;
+    let refused = uffd.release();
+    assert!(matches!(refused, Err(UffdError::Pages { region: 0, .. })), "{refused:?}");
+    assert_eq!(reads(1).recv_timeout(patience), Ok(0), "it is watched still");
+    let waits = reads(0);
+    let mut faults = Vec::new();
+    assert_eq!(uffd.next_faults(0, &mut faults).unwrap(), FaultWait::Faults);
+    uffd.watched.get_mut().unwrap()[0].address -= 1;
+    uffd.release().unwrap();
+    assert_eq!(waits.recv_timeout(patience), Ok(0), "it was not tried again");
+}
+
+#[test]
 fn readers_stop_when_asked() {
     let Some((_memory, uffd)) = watched(Backing::Shared) else { return };
     let reader = {

@@ -6,13 +6,16 @@
 //! it is given back, and read anew when another host may have had it meanwhile. A guest runs only with
 //! all of them.
 
+use std::path::PathBuf;
+use std::time::Duration;
+
 use devices::virtio::block::{BlockConfig, DiskError, DiskLock};
 use devices::virtio::net::TapError;
 use memory::HeldFile;
 use thiserror::Error;
 
 use super::virtio::VirtioDevices;
-use super::write_back::{WriteBack, complain};
+use super::write_back::{WriteBack, WriteBackError, complain};
 use super::{Machine, MachineError};
 use crate::config::VmConfig;
 
@@ -45,6 +48,16 @@ pub enum ExclusiveError {
         /// Why.
         #[source]
         source: DiskError,
+    },
+    /// The same, because its storage does not answer.
+    #[error("disk '{id}' ({path}) was not ready to be read anew within {} ms", .within.as_millis())]
+    Slow {
+        /// The device.
+        id: String,
+        /// Its image.
+        path: PathBuf,
+        /// How long it was waited for.
+        within: Duration,
     },
     /// A tap.
     #[error("the tap of '{id}' is not ours")]
@@ -210,6 +223,14 @@ impl VirtioDevices {
         Ok(())
     }
 
+    /// The same for so long at most; what has not ended by then goes on.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn drop_caches_within(&self, within: Duration) -> Result<(), ExclusiveError> {
+        drop_caches_of(self.locks.iter().cloned(), within, DiskLock::drop_cache)
+    }
+
     /// Whether no flush of a disk has failed.
     ///
     /// # Errors
@@ -221,6 +242,19 @@ impl VirtioDevices {
         }
         Ok(())
     }
+}
+
+/// Has disks read anew by `drop_cache`, each on a thread of its own.
+fn drop_caches_of(
+    disks: impl Iterator<Item = (String, DiskLock)>,
+    within: Duration,
+    drop_cache: impl Fn(&DiskLock) -> Result<(), DiskError> + Clone + Send + 'static,
+) -> Result<(), ExclusiveError> {
+    let writable = disks.filter(|(_, lock)| lock.is_writable());
+    WriteBack::each(writable, drop_cache).wait_within(within).map_err(|error| match error {
+        WriteBackError::Disk { id, source } => ExclusiveError::Stale { id, source },
+        WriteBackError::Slow { id, path, within } => ExclusiveError::Slow { id, path, within },
+    })
 }
 
 fn release(id: &str, lock: &DiskLock) -> Result<(), ExclusiveError> {
@@ -294,6 +328,14 @@ impl Machine {
         Ok(self.devices.drop_caches()?)
     }
 
+    /// The same for so long at most, for a moment at which the guest stands still.
+    ///
+    /// # Errors
+    /// Naming the device, also one whose storage has not answered by then.
+    pub fn drop_disk_caches_within(&self, within: Duration) -> Result<(), MachineError> {
+        Ok(self.devices.drop_caches_within(within)?)
+    }
+
     /// Begins to put on stable storage what the guest has written to its disks up to now.
     pub fn write_back(&self) -> WriteBack {
         WriteBack::start(self.devices.writable_disks())
@@ -327,5 +369,70 @@ impl Machine {
         }
         // Logged; the end of the descriptors ends the locks.
         let _ = self.devices.release_exclusive();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::sync::mpsc::channel;
+    use std::sync::{Arc, Mutex};
+
+    use devices::virtio::block::Block;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_mins(1);
+
+    fn disks(images: &[(&str, &tempfile::NamedTempFile)]) -> Vec<(String, DiskLock)> {
+        let open = |(id, image): &(&str, &tempfile::NamedTempFile)| {
+            let path = image.path().to_owned();
+            let block = Block::new(BlockConfig { path, ..BlockConfig::default() }).unwrap();
+            ((*id).to_owned(), block.lock())
+        };
+        images.iter().map(open).collect()
+    }
+
+    #[test]
+    fn storage_that_does_not_answer_is_named_in_time_and_keeps_no_other_disk() {
+        let images = [(); 2].map(|()| tempfile::NamedTempFile::new().unwrap());
+        for image in &images {
+            image.as_file().set_len(1 << 20).unwrap();
+        }
+        let disks = disks(&[("a", &images[0]), ("b", &images[1])]);
+        let stalled = images[0].path().to_owned();
+        let (answer, storage) = channel::<()>();
+        let (storage, (done, others)) = (Arc::new(Mutex::new(storage)), channel());
+        let drop_cache = move |lock: &DiskLock| {
+            if lock.path() == stalled {
+                let _ = storage.lock().unwrap().recv_timeout(LONG);
+            }
+            let dropped = lock.drop_cache();
+            let _ = done.send(lock.path().to_owned());
+            dropped
+        };
+        let within = Duration::from_millis(20);
+        let slow = drop_caches_of(disks.clone().into_iter(), within, drop_cache).unwrap_err();
+        let told = slow.to_string();
+        assert!(matches!(&slow, ExclusiveError::Slow { id, .. } if id == "a"), "{told}");
+        assert!(told.contains("'a'") && told.contains("20 ms"), "{told}");
+        assert_eq!(others.recv_timeout(LONG).unwrap(), images[1].path());
+        // It goes on, and ends when its storage answers.
+        drop(answer);
+        assert_eq!(others.recv_timeout(LONG).unwrap(), images[0].path());
+        drop_caches_of(disks.into_iter(), LONG, DiskLock::drop_cache).unwrap();
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_read_anew_is_named() {
+        let image = tempfile::NamedTempFile::new().unwrap();
+        image.as_file().set_len(1 << 20).unwrap();
+        let failing = |lock: &DiskLock| {
+            let source = std::io::Error::from_raw_os_error(libc::EIO);
+            Err(DiskError::Cache { path: lock.path().to_owned(), source })
+        };
+        let failed = drop_caches_of(disks(&[("root", &image)]).into_iter(), LONG, failing);
+        assert!(matches!(&failed, Err(ExclusiveError::Stale { id, .. }) if id == "root"));
     }
 }

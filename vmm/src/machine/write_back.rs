@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Disks being written back to stable storage, so that another host, or whoever copies an image, finds
-//! what the guest counts as written.
+//! what the guest counts as written; and whatever else of the same kind the host is asked to do to them.
 //!
 //! Owns the threads that do it, one a disk: a disk takes as long as it takes, and whoever waits may
 //! give up waiting. Must never touch guest memory or the devices.
@@ -80,18 +80,27 @@ pub struct WriteBack {
 impl WriteBack {
     /// Begins with what was written to these disks up to now.
     pub fn start(disks: impl IntoIterator<Item = (String, DiskLock)>) -> Self {
+        Self::each(disks, DiskLock::write_back)
+    }
+
+    /// Begins with other work on each of these disks, which may take as long.
+    pub(super) fn each(
+        disks: impl IntoIterator<Item = (String, DiskLock)>,
+        work: impl Fn(&DiskLock) -> Result<(), DiskError> + Clone + Send + 'static,
+    ) -> Self {
         let shared = Arc::new(Shared::default());
         let began = Instant::now();
         for (id, disk) in disks {
             shared.lock().left.insert(id.clone(), disk.path().to_owned());
             let (for_thread, own_id, own_disk) = (Arc::clone(&shared), id.clone(), disk.clone());
+            let own_work = work.clone();
             let spawned =
                 std::thread::Builder::new().name("write-back".to_owned()).spawn(move || {
-                    for_thread.done(&own_id, own_disk.write_back());
+                    for_thread.done(&own_id, own_work(&own_disk));
                 });
             if let Err(error) = spawned {
                 log::debug!("disk '{id}' is written back without a thread of its own: {error}");
-                shared.done(&id, disk.write_back());
+                shared.done(&id, work(&disk));
             }
         }
         Self { shared, began }

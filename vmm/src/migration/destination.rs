@@ -6,6 +6,7 @@
 //! configuration and the state come from a peer: both are checked as if a stranger had sent them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use hypervisor::ClockPolicy;
 use vm_migration::VmError;
@@ -21,6 +22,10 @@ use super::memory::MigratingRam;
 use super::resident::{self, Weakness};
 use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
+
+/// How long storage may take to let what this host has cached of the disks go, while the guest stands
+/// still: as long as the source waits for what the guest wrote, and less than it waits for an answer.
+const DROP_CACHES_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// Builds the machine that arrives.
 pub struct ArrivingBuilder {
@@ -154,8 +159,8 @@ impl DestinationVm for ArrivingMachine {
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
         // The source sends the state when all that the guest wrote is on its disks, and nothing is written
         // until the guest runs: a disk that cannot be read anew fails here, where the source can still take
-        // the guest back.
-        self.machine.drop_disk_caches()?;
+        // the guest back; and so does one whose storage does not answer, before the source's time is over.
+        self.machine.drop_disk_caches_within(DROP_CACHES_TIME_MAX)?;
         let mut state = MachineState::from_json(state_json)?;
         if let Some(weakness) = self.weakness {
             resident::bring_in(self.memory.ram(), &state.vcpus, weakness)?;
