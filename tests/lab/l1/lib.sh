@@ -63,10 +63,14 @@ start_guest() {
     --cpus boot=$vcpus${CPUS:-} --memory ${MEMORY:-size=256M,shared=on} --disk path=$ROOT_DISK${DISK_OPTIONS:-} --rng src=/dev/urandom \
     --serial off --console pty "$@" && open_console $vm
 }
+# has_terminal NAME: the VM is there, and $pty is its terminal.
+has_terminal() {
+  pty=$(remote "$1" info | sed -n 's/.*"file": *"\(\/dev\/pts\/[0-9]*\)".*/\1/p' | head -n 1)
+  [ -n "$pty" ]
+}
 # open_console NAME: collects what the guest prints in $T/NAME.console from now on.
 open_console() {
-  pty=$(remote "$1" info | sed -n 's/.*"file": *"\(\/dev\/pts\/[0-9]*\)".*/\1/p' | head -n 1)
-  [ -n "$pty" ] || return 1
+  wait_until 60 has_terminal "$1" || return 1
   echo "$pty" >$T/$1.pty
   stty -F "$pty" raw -echo
   cat "$pty" >>$T/$1.console 2>/dev/null &

@@ -9,11 +9,15 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::pausing::Turn;
-use super::{Busy, Next, Vm, Vmm};
+use super::{Next, Vm, Vmm};
 use crate::api::{ApiCall, VmmRequest};
 
 /// How long a request waits. A client is to be answered within a second.
 const WAIT_MAX: Duration = Duration::from_millis(500);
+
+/// How long `vm.info` waits for the VM of the command line: a script reads its terminals and addresses
+/// from it, which are not there before, and a person why it does not come.
+const LAUNCH_INFO_WAIT: Duration = Duration::from_secs(10);
 
 /// How many wait at most; the API has seats for twice as many clients, and what ends the process has to
 /// find one.
@@ -42,10 +46,9 @@ pub fn waits(vm: &Vm, request: &VmmRequest) -> bool {
         Vm::Busy(busy) => busy.at_launch,
         _ => false,
     };
-    let has_info = !matches!(vm, Vm::Busy(Busy { info: None, .. }));
     is_between
         && match request {
-            VmmRequest::Info => !has_info,
+            VmmRequest::Info => is_launching(vm),
             VmmRequest::Ping
             | VmmRequest::VmmShutdown { .. }
             | VmmRequest::MigrationProgress
@@ -70,11 +73,13 @@ pub struct Deferred {
 impl Deferred {
     /// Puts one behind the others.
     pub fn push(&mut self, vm: &Vm, call: ApiCall) {
-        let until = match is_launching(vm) {
-            _ if self.calls.len() >= CALLS_MAX => Some(Instant::now()),
-            true => None,
-            false => Some(Instant::now() + WAIT_MAX),
+        let is_info = matches!(call.request(), VmmRequest::Info);
+        let wait = match is_launching(vm) {
+            _ if self.calls.len() >= CALLS_MAX => Some(Duration::ZERO),
+            true => is_info.then_some(LAUNCH_INFO_WAIT),
+            false => Some(WAIT_MAX),
         };
+        let until = wait.map(|wait| Instant::now() + wait);
         self.calls.push_back(Waiting { until, call });
     }
 
