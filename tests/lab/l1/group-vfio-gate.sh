@@ -65,7 +65,7 @@ MEMORY=size=1G,shared=on
 EARLY="workload=idle prefill=0 bus_master=9"
 start_early() {
   start_vmm $1 --kernel /lab/test-guest --cmdline "$EARLY" --cpus boot=1 --memory $MEMORY --serial off --console off \
-    --device path=$disk,id=disk,pci_device_id=9
+    --device path=$disk,id=disk,pci_device_id=9 && wait_until 60 happened $1 booted
 }
 read_guest() { guest-reader --json --timeout-ms 60000 --pid "$(cat $T/$1.pid)" wait-for --heartbeat >$T/guest; }
 # said NAME: what the guest says of the device.
@@ -96,7 +96,7 @@ LAUNCH=
 MEMORY=size=512M,shared=on
 strict() {
   start_vmm c --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --cmdline "$CMDLINE" --cpus boot=1 \
-    --memory $MEMORY --disk path=$ROOT_DISK --serial off --console null --device path=$disk,pin=strict || return 1
+    --memory $MEMORY --disk path=$ROOT_DISK --serial off --console null --device path=$disk,pin=strict && wait_until 60 happened c booted || return 1
   cat $T/c.events
   [ "$(event c passthrough-pinned)" -lt "$(event c booted)" ]
 }
