@@ -38,11 +38,11 @@
 //! the port or memory access in the kernel first, so the state that is then read is whole.
 
 mod errands;
+mod runner;
 
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::thread::JoinHandle;
@@ -50,11 +50,13 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use crate::exits::{ExitHandler, Pass, StopReason, run_once};
+use crate::exits::ExitHandler;
 use crate::kick::{install_kick_handler, kick, set_signal_mask};
 use crate::run_page::RunPage;
 use crate::throttle::{Held, VcpuThrottle};
 use crate::vcpu::Vcpu;
+
+use runner::Runner;
 
 /// After this long, a wait for a vCPU is worth a line in the log.
 const SLOW_PAUSE: Duration = Duration::from_secs(5);
@@ -518,85 +520,6 @@ impl Drop for VcpuThreads {
         if self.stop_all().is_err() {
             // The last owner is a handler: its own thread ends by itself, nobody waits for it.
             self.threads.iter().for_each(|thread| thread.request(Want::Exit));
-        }
-    }
-}
-
-/// A vCPU's thread from the inside.
-struct Runner<'a> {
-    shared: &'a Shared,
-    vcpu: Vcpu,
-    handler: Arc<dyn ExitHandler>,
-    first_run: Arc<OnceLock<Instant>>,
-}
-
-impl Runner<'_> {
-    fn work(&mut self) {
-        loop {
-            match self.shared.next() {
-                Next::Exit => return,
-                Next::Job(job) => self.do_job(job),
-                Next::Run => {
-                    self.first_run.get_or_init(Instant::now);
-                    match catch_unwind(AssertUnwindSafe(|| self.run())) {
-                        Ok(Ok(())) => self.park(),
-                        Ok(Err(reason)) => self.end(reason),
-                        Err(_) => self.end(StopReason::HandlerPanicked),
-                    }
-                }
-            }
-        }
-    }
-
-    fn do_job(&mut self, job: Job) {
-        let vcpu = &mut self.vcpu;
-        if catch_unwind(AssertUnwindSafe(|| job(vcpu))).is_err() {
-            log::error!("vcpu{}: a task on the vCPU panicked", self.shared.index);
-        }
-    }
-
-    /// Runs the guest until the vCPU is to leave it.
-    fn run(&mut self) -> Result<(), StopReason> {
-        let Shared { run_page, leave, hold, errands, .. } = self.shared;
-        let is = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
-        loop {
-            run_page.set_immediate_exit(false);
-            if is(leave) || is(hold) || is(errands) {
-                run_page.set_immediate_exit(true);
-            }
-            match run_once(&mut self.vcpu, &*self.handler) {
-                Pass::Interrupted if is(leave) => return Ok(()),
-                Pass::Interrupted if is(hold) => self.shared.stand_by(),
-                Pass::Interrupted if is(errands) => self.do_errands(),
-                // Interrupted without being asked to leave: by a signal that came late.
-                Pass::Handled | Pass::Interrupted => {}
-                Pass::Leave => self.leave_by_itself(),
-                Pass::Stopped(reason) => return Err(reason),
-            }
-        }
-    }
-
-    /// As if somebody had paused this vCPU.
-    fn leave_by_itself(&self) {
-        let mut control = self.shared.lock();
-        if control.want == Want::Run {
-            control.want = Want::Park;
-        }
-        self.shared.leave.store(true, Ordering::SeqCst);
-    }
-
-    fn park(&self) {
-        self.vcpu.tell_paused();
-        self.shared.set_phase(Phase::Parked);
-    }
-
-    fn end(&self, reason: StopReason) {
-        // Before the report, so that the reader of the report can pause the VM.
-        self.shared.set_phase(Phase::Ended);
-        let index = self.shared.index;
-        let report = AssertUnwindSafe(|| self.handler.stopped(index, reason));
-        if catch_unwind(report).is_err() {
-            log::error!("vcpu{index}: the report of its end panicked");
         }
     }
 }

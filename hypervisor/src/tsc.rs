@@ -2,7 +2,7 @@
 
 //! The time-stamp counter of a vCPU across a move.
 //!
-//! Owns the arithmetic that makes a vCPU's TSC go on with the clock (see `clock`). Must never set a
+//! May contain `unsafe`: reading the counter. Owns the arithmetic that makes a vCPU's TSC go on with the clock (see `clock`). Must never set a
 //! frequency that the host can only pretend: KVM then trails the guest's TSC by hand or lets it run
 //! at the wrong speed.
 
@@ -13,7 +13,8 @@ use crate::clock::TimeBase;
 
 /// Group and number of the TSC offset among a vCPU's attributes.
 pub const OFFSET_ATTRIBUTE: (u32, u32) = (KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET);
-/// Frequencies that differ by less are the same one: KVM's own default tolerance.
+/// Frequencies that differ by no more are the same one where a host does not say what it tolerates: KVM's own
+/// default, half of what NTP can put right. KVM neither scales nor trails such a counter.
 const TOLERANCE_PPM: u64 = 250;
 
 /// A vCPU's TSC; untrusted.
@@ -24,7 +25,7 @@ pub struct TscState {
     pub khz: Option<u32>,
     /// Counter at some moment of the save.
     pub value: u64,
-    /// Difference to the host's counter, if the host can tell.
+    /// Difference to the host's counter, if the host can tell and does not scale it.
     pub offset: Option<u64>,
 }
 
@@ -37,14 +38,50 @@ pub enum TscTarget {
     Value(u64),
 }
 
-/// Whether two frequencies are the same for KVM.
-pub fn same_frequency(a_khz: u32, b_khz: u32) -> bool {
-    is_within(a_khz, b_khz, TOLERANCE_PPM)
+/// What becomes of the frequency of a vCPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Frequency {
+    /// It is the host's.
+    Keep,
+    /// KVM is told. Also where it changes nothing: KVM says the guest's frequency from then on and not the
+    /// host's, so that a guest does not stray by the tolerance of each host that it comes to.
+    Set(u32),
+    /// The counter would run at the wrong speed.
+    Refuse,
 }
 
-fn is_within(a_khz: u32, b_khz: u32, tolerance_ppm: u64) -> bool {
-    let limit = u64::from(a_khz) * tolerance_ppm / 1_000_000;
-    u64::from(a_khz.abs_diff(b_khz)) <= limit
+/// What to do on a host of `host_khz` for a guest that knows `wanted_khz`, as KVM decides in
+/// `kvm_set_tsc_khz`: within `tolerance_ppm` of the host's frequency it does nothing, and beyond it scales, if
+/// the host can. If not, it would trail the counter by hand.
+pub fn frequency(wanted_khz: u32, host_khz: u32, scales: bool, tolerance_ppm: u64) -> Frequency {
+    match wanted_khz {
+        _ if wanted_khz == host_khz => Frequency::Keep,
+        _ if scales || is_within(host_khz, wanted_khz, tolerance_ppm) => Frequency::Set(wanted_khz),
+        _ => Frequency::Refuse,
+    }
+}
+
+/// The tolerance counts from the host's frequency, and KVM rounds the limits down.
+fn is_within(host_khz: u32, khz: u32, tolerance_ppm: u64) -> bool {
+    let limit = u64::from(host_khz).saturating_mul(tolerance_ppm) / 1_000_000;
+    u64::from(host_khz.abs_diff(khz)) <= limit
+}
+
+/// The host's counter now.
+pub fn of_host() -> u64 {
+    // SAFETY: every x86-64 processor has both instructions; neither touches memory.
+    unsafe {
+        // Or the processor may read it before what comes before.
+        std::arch::x86_64::_mm_lfence();
+        std::arch::x86_64::_rdtsc()
+    }
+}
+
+/// Whether a vCPU's counter was `value` at some moment between two readings of the host's, if it is `offset`
+/// ahead of that: one that the host scales was not, unless by less than lies between the readings.
+pub fn is_unscaled(value: u64, offset: u64, host: (u64, u64)) -> bool {
+    let (before, after) = host;
+    value.wrapping_sub(offset).wrapping_sub(before) <= after.wrapping_sub(before)
 }
 
 /// How far a vCPU's frequency may be from this host's before its counter is scaled, in millionths.
@@ -70,17 +107,16 @@ pub fn target(
     let unscaled = |host_khz: Option<u32>, vcpu_khz: Option<u32>, ppm| {
         host_khz.zip(vcpu_khz).is_some_and(|(host, vcpu)| is_within(host, vcpu, ppm))
     };
-    // With an unscaled counter the guest's value at the moment of the clock reading is known: it is
-    // that of the counter, which was read within a second. (What the source tolerates is not known.)
+    // With an unscaled counter the guest's value at the moment of the clock reading is known. A source that
+    // scales it gives no offset; an older one may have been told to tolerate less than others, and scale
+    // by less than that: its counter is near what the offset says all the same while its host has not run for
+    // long. The counter was read after the clock, within a second, so one that is behind is scaled.
     let exact = match (time.source.host_tsc, state.offset) {
         (Some(host), Some(offset)) => Some(host.wrapping_add(offset)),
         _ => None,
     };
     let second = state.khz.map_or(0, |khz| u64::from(khz) * 1000);
-    let is_near = |exact: &u64| {
-        let ahead = state.value.wrapping_sub(*exact);
-        ahead.min(ahead.wrapping_neg()) < second
-    };
+    let is_near = |exact: &u64| state.value.wrapping_sub(*exact) < second;
     let source_khz = time.source.host_tsc_khz;
     let exact = exact
         .filter(|_| unscaled(source_khz, state.khz, TOLERANCE_PPM))
@@ -139,6 +175,22 @@ mod tests {
         let state = TscState { value: 9_000_000_000, ..STATE };
         let expected = TscTarget::Value(9_002_000_000);
         assert_eq!(target(&state, &time, Some(2_000_000), 250), expected);
+        // Or behind it: the counter was read after the clock.
+        let state = TscState { value: 99, ..STATE };
+        let expected = TscTarget::Value(2_000_099);
+        assert_eq!(target(&state, &time, Some(2_000_000), 250), expected);
+    }
+
+    #[test]
+    fn a_counter_that_the_host_scales_is_told_from_one_that_it_does_not() {
+        let offset = 0_u64.wrapping_sub(900);
+        assert!(is_unscaled(100, offset, (1_000, 1_000)));
+        assert!(is_unscaled(100, offset, (990, 1_010)));
+        // By three millionths, on a host that has run for half an hour.
+        let (host, scaled) = (3_600_000_000_000, 3_600_010_800_000);
+        assert!(is_unscaled(host, 0, (host, host + 1_000)));
+        assert!(!is_unscaled(scaled, 0, (host, host + 1_000)));
+        assert!(!is_unscaled(host, 0, (scaled, scaled + 1_000)));
     }
 
     #[test]
@@ -157,10 +209,23 @@ mod tests {
     }
 
     #[test]
-    fn frequencies_within_the_tolerance_are_the_same() {
-        assert!(same_frequency(2_000_000, 2_000_500));
-        assert!(!same_frequency(2_000_000, 2_000_501));
-        assert!(!same_frequency(2_000_000, 0));
+    fn a_frequency_within_the_tolerance_of_the_host_is_told_and_any_other_needs_scaling() {
+        let on_host = |wanted, scales, ppm| frequency(wanted, 2_000_000, scales, ppm);
+        for scales in [false, true] {
+            assert_eq!(on_host(2_000_000, scales, 250), Frequency::Keep);
+            for near in [2_000_500, 1_999_500] {
+                assert_eq!(on_host(near, scales, 250), Frequency::Set(near));
+            }
+        }
+        for far in [2_000_501, 1_999_499, 0] {
+            assert_eq!(on_host(far, true, 250), Frequency::Set(far));
+            assert_eq!(on_host(far, false, 250), Frequency::Refuse);
+        }
+        // What this host was told to tolerate.
+        assert_eq!(on_host(2_000_002, false, 0), Frequency::Refuse);
+        assert_eq!(on_host(2_000_600, false, 300), Frequency::Set(2_000_600));
+        // Of the host's frequency and not of the guest's.
+        assert_eq!(frequency(4_000_000, 3_999_000, false, 250), Frequency::Refuse);
     }
 
     #[test]

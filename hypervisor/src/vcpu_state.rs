@@ -37,7 +37,7 @@ use crate::error::{Asked, KvmError};
 use crate::ioctl::{self, NestedBuffer, XsaveArea};
 use crate::msr::{self, MsrValue};
 use crate::shadow_stack;
-use crate::tsc::{self, TscState, TscTarget};
+use crate::tsc::{self, Frequency, TscState, TscTarget};
 use crate::vcpu::Vcpu;
 
 /// Newest version of [`VcpuState`] that this program reads. Version 2 has `ssp` and a pending triple
@@ -510,7 +510,9 @@ impl Vcpu {
 
     fn read_tsc(&self) -> Result<TscState, KvmError> {
         let get = |chunk: &mut Msrs| self.fd.get_msrs(chunk);
+        let before = tsc::of_host();
         let value = msr::read_all(&[msr::IA32_TSC], get).asked("read a vCPU's TSC")?;
+        let host = (before, tsc::of_host());
         let (group, attribute) = tsc::OFFSET_ATTRIBUTE;
         let offset = if self.vm().capabilities.vcpu_attributes {
             ioctl::get_vcpu_attribute(&self.fd, group, attribute).ok()
@@ -518,27 +520,31 @@ impl Vcpu {
             None
         };
         let value = value.values.first().map_or(0, |tsc| tsc.value);
+        let offset = offset.filter(|offset| tsc::is_unscaled(value, *offset, host));
         Ok(TscState { khz: self.tsc_khz(), value, offset })
     }
 
     fn write_tsc(&self, state: &TscState, time: &TimeBase) -> Result<(), VcpuStateError> {
-        if let (Some(wanted_khz), Some(host_khz)) = (state.khz, self.tsc_khz())
-            && wanted_khz != host_khz
-        {
-            if self.vm().capabilities.tsc_control {
-                self.fd.set_tsc_khz(wanted_khz).asked("set a vCPU's TSC frequency")?;
-            } else if !tsc::same_frequency(wanted_khz, host_khz) {
-                return Err(VcpuStateError::TscFrequency { wanted_khz, host_khz });
+        let tolerance_ppm = tsc::tolerance_ppm();
+        if let (Some(wanted_khz), Some(host_khz)) = (state.khz, self.tsc_khz()) {
+            let scales = self.vm().capabilities.tsc_control;
+            match tsc::frequency(wanted_khz, host_khz, scales, tolerance_ppm) {
+                Frequency::Keep => {}
+                Frequency::Set(khz) => {
+                    self.fd.set_tsc_khz(khz).asked("set a vCPU's TSC frequency")?;
+                }
+                Frequency::Refuse => {
+                    return Err(VcpuStateError::TscFrequency { wanted_khz, host_khz });
+                }
             }
         }
-        match tsc::target(state, time, self.tsc_khz(), tsc::tolerance_ppm()) {
+        match tsc::target(state, time, self.tsc_khz(), tolerance_ppm) {
             TscTarget::Offset(offset) if self.vm().capabilities.vcpu_attributes => {
                 let (group, attribute) = tsc::OFFSET_ATTRIBUTE;
                 ioctl::set_vcpu_attribute(&self.fd, group, attribute, offset)
                     .asked("set a vCPU's TSC offset")?;
-                // Guests that run without virtualisation hardware see the host's counter.
                 if self.read_tsc()?.offset != Some(offset) {
-                    log::debug!("vcpu{}: this host cannot move a guest's TSC", self.index());
+                    self.say_that_the_tsc_stays();
                 }
             }
             TscTarget::Offset(offset) => {
@@ -551,7 +557,18 @@ impl Vcpu {
 
     fn write_tsc_value(&self, value: u64) -> Result<(), VcpuStateError> {
         let refused = self.write_msrs(&[MsrValue { index: msr::IA32_TSC, value }])?;
-        if refused.is_empty() { Ok(()) } else { Err(VcpuStateError::MsrsRefused(refused)) }
+        if !refused.is_empty() {
+            return Err(VcpuStateError::MsrsRefused(refused));
+        }
+        if self.read_tsc()?.value < value {
+            self.say_that_the_tsc_stays();
+        }
+        Ok(())
+    }
+
+    /// Guests that run without virtualisation hardware see the host's counter.
+    fn say_that_the_tsc_stays(&self) {
+        log::info!("vcpu{}: this host cannot move a guest's TSC", self.index());
     }
 
     fn read_nested(&self) -> Result<Option<Blob>, KvmError> {

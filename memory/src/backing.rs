@@ -42,6 +42,16 @@ pub enum FirstContents {
     /// Nothing, for all contents are to arrive: files are emptied, but for those of another process that
     /// were handed over, and those that are not to be written, which are left out of it.
     Nothing,
+    /// The same, and no file that holds anything is emptied: it is refused, because only what sends the
+    /// contents has named it.
+    NothingToLose,
+}
+
+impl FirstContents {
+    /// Whether all contents are to arrive.
+    pub fn is_to_arrive(self) -> bool {
+        self != Self::AsFound
+    }
 }
 
 /// What is in a file that is handed over.
@@ -114,6 +124,13 @@ pub enum BackingError {
         path.display()
     )]
     Replaced { zone: String, path: PathBuf },
+    #[error(
+        "memory zone '{zone}': {} holds data, which memory that arrives would replace, and only the arriving \
+         configuration names it: allow it (receive-migration allow=[{}:memory,...], with all else that \
+         may be named), remove the file, or use another",
+        path.display(), path.display()
+    )]
+    HoldsData { zone: String, path: PathBuf },
     #[error(
         "memory zone '{zone}': could not throw away what {} holds, which is to be replaced by the \
          memory that arrives",
@@ -226,13 +243,16 @@ impl ZoneBacking {
         held: Option<&HeldFile>,
     ) -> Result<Self, BackingError> {
         let found = ZoneFile::open(zone, path, held)?;
-        if start == FirstContents::Nothing && found.kind() == ZoneKind::PrivateFile {
+        if start.is_to_arrive() && found.kind() == ZoneKind::PrivateFile {
             // The file is to stay as it is, and all of its data would be hidden: memory that begins
             // with nothing, of the same pages, is what a private mapping of it would come to.
             return match found.hugetlb_page_bytes() {
                 Some(page_bytes) => Self::hugetlb_of(zone, page_bytes, host),
                 None => Ok(Self::anonymous()),
             };
+        }
+        if start == FirstContents::NothingToLose && found.holds_data() {
+            return Err(BackingError::HoldsData { zone: zone.id.clone(), path: path.to_owned() });
         }
         found.size(zone)?;
         let hugetlb = found.hugetlb_page_bytes();

@@ -88,6 +88,7 @@ impl GuestRam {
         let region = self.region(index)?;
         region.check_pages(range)?;
         for piece in pieces(region, range) {
+            let _leaving = region.leave(&piece);
             self.discards().decide(|decision| match decision {
                 Ok(permit) => region.discard(&piece, &permit),
                 Err(reason) => Err(region.banned(&piece, reason)),
@@ -107,6 +108,7 @@ impl GuestRam {
         let region = self.region(index)?;
         region.check_pages(range)?;
         for piece in pieces(region, range) {
+            let _leaving = region.leave(&piece);
             self.discards().decide(|decision| match decision {
                 Ok(permit) => region.discard(&piece, &permit),
                 Err(_reason) => region.zero_pages(&piece),
@@ -192,6 +194,8 @@ impl GuestRam {
         given: &mut GivenBack,
     ) {
         given.deferred_bytes += piece.end - piece.start;
+        // Before the lock of the decision, which a ban waits for.
+        let _leaving = region.leave(&piece);
         self.discards().release(region, &piece, asks, |parts, permit| {
             for part in parts {
                 given.deferred_bytes -= part.end - part.start;
@@ -291,6 +295,34 @@ mod tests {
         assert_eq!(given.deferred_bytes, 2 * PAGE_BYTES);
         assert_eq!(byte(&ram, 2 * PAGE_BYTES), 7);
         assert!(!given.covers(&(0..3 * PAGE_BYTES)) && given.covers(&(0..2 * PAGE_BYTES)));
+    }
+
+    #[test]
+    fn what_is_read_is_given_back_when_it_has_been() {
+        use std::sync::mpsc::{RecvTimeoutError, channel};
+        let ram = ram(&Backing::Memfd);
+        fill(&ram);
+        let ways: [fn(&GuestRam); 3] = [
+            |ram| assert!(ram.give_back(0..MIB).covers(&(0..MIB))),
+            |ram| ram.discard(0, &(0..MIB)).unwrap(),
+            |ram| ram.make_zero(0, &(0..MIB)).unwrap(),
+        ];
+        for give in ways {
+            let held = ram.regions()[0].hold(MIB - PAGE_BYTES..2 * MIB);
+            let (given, is_given) = channel();
+            std::thread::scope(|scope| {
+                let ram = &ram;
+                scope.spawn(move || {
+                    give(ram);
+                    let _ = given.send(());
+                });
+                let soon = is_given.recv_timeout(std::time::Duration::from_millis(100));
+                assert_eq!(soon, Err(RecvTimeoutError::Timeout));
+                drop(held);
+                assert_eq!(is_given.recv(), Ok(()));
+            });
+        }
+        assert!(super::tests::ram(&Backing::Anonymous).regions()[0].hold(0..MIB).is_none());
     }
 
     #[test]

@@ -366,7 +366,7 @@ impl Engine {
         }
     }
 
-    /// Whether nobody works on it any more, now or after at most so long.
+    /// Whether no thread works on it any more, now or after at most so long.
     fn ends_within(&self, within: Duration) -> bool {
         let working = lock(&self.working);
         let waited = self.idle.wait_timeout_while(working, within, |working| *working > 0);

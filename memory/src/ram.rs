@@ -255,7 +255,7 @@ impl GuestRam {
         let mut zones = Vec::new();
         for (spec, mut backing) in backings {
             let given = files.iter().find(|given| given.zone == spec.id);
-            if given.is_none() && origin.contents == FirstContents::Nothing {
+            if given.is_none() && origin.contents.is_to_arrive() {
                 // Every file is known to be this VM's, and nothing of it is mapped yet.
                 backing.empty(spec)?;
             }

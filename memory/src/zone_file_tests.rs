@@ -184,6 +184,28 @@ fn a_held_file_that_is_not_at_its_path_any_more_is_let_be() {
 }
 
 #[test]
+fn a_file_that_only_an_arriving_configuration_names_is_not_emptied() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = old_file(dir.path(), MIB);
+    let contents = FirstContents::NothingToLose;
+    let origin = Origin { contents, ..Origin::default() };
+    let error = made(vec![zone(&path, true)], &origin).unwrap_err();
+    assert!(matches!(error, RamError::Backing(BackingError::HoldsData { .. })), "{error}");
+    let data = fs::read(&path).unwrap();
+    assert_eq!(data.len() as u64, MIB, "not even its length is changed");
+    assert!(data.chunks(DATA.len()).all(|page| page == DATA));
+    // One that holds nothing, and one that is not there yet.
+    File::create(&path).unwrap().set_len(4096).unwrap();
+    assert!(all_is_zero(&made(vec![zone(&path, true)], &origin).unwrap()));
+    fs::remove_file(&path).unwrap();
+    assert!(all_is_zero(&made(vec![zone(&path, true)], &origin).unwrap()));
+    // What the zone does not write stays as it is, and is not what the guest gets.
+    let path = old_file(dir.path(), 2 * MIB);
+    assert!(all_is_zero(&made(vec![zone(&path, false)], &origin).unwrap()));
+    assert!(fs::read(&path).unwrap().chunks(DATA.len()).all(|page| page == DATA));
+}
+
+#[test]
 fn a_file_that_is_handed_over_stays_locked() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("ram");

@@ -10,7 +10,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Phase, Runner, Shared, Thread, VcpuThreads, Want};
+use super::runner::Runner;
+use super::{Phase, Shared, Thread, VcpuThreads, Want};
 use crate::stage2::{Errand, RunsErrands, Stage2Fill, Stage2Filled};
 use crate::vcpu::Vcpu;
 

@@ -25,6 +25,7 @@ use vm_memory::VolatileSlice;
 use crate::backing::ZoneBacking;
 use crate::config::{Backing, ZoneSpec};
 use crate::dirty::DeviceDirtyLog;
+use crate::holds::Holds;
 use crate::layout::Placement;
 use crate::mapping::{Advice, MapRequest, Mapping};
 use crate::maps::{ResidentMap, ZeroMap};
@@ -203,6 +204,8 @@ pub struct RamRegion {
     resident: ResidentMap,
     zero: ZeroMap,
     device_dirty: DeviceDirtyLog,
+    /// What is read and what leaves, where reading a hole would fill it.
+    holds: Holds,
     /// Which blocks the guest has, where it gets them one by one.
     plugged: Option<Plugged>,
 }
@@ -236,6 +239,7 @@ impl RamRegion {
                 .map(|bytes| Plugged::new(bytes, len_bytes))
                 .transpose()?,
             device_dirty: DeviceDirtyLog::keeping_mapped(len_bytes, Arc::clone(&main))?,
+            holds: Holds::default(),
             main,
             zone,
         };

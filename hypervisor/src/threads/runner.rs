@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A vCPU's thread from the inside: jobs, and rounds in the guest.
+//!
+//! Owns what the thread does between two looks at what it is asked for. Must never wait for another vCPU.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use super::{Job, Next, Phase, Shared, Want};
+use crate::exits::{ExitHandler, Pass, StopReason, run_once};
+use crate::vcpu::Vcpu;
+
+/// A vCPU's thread from the inside.
+pub(super) struct Runner<'a> {
+    pub(super) shared: &'a Shared,
+    pub(super) vcpu: Vcpu,
+    pub(super) handler: Arc<dyn ExitHandler>,
+    pub(super) first_run: Arc<OnceLock<Instant>>,
+}
+
+impl Runner<'_> {
+    /// Does what the thread is asked to until it is to end.
+    pub(super) fn work(&mut self) {
+        loop {
+            match self.shared.next() {
+                Next::Exit => return,
+                Next::Job(job) => self.do_job(job),
+                Next::Run => {
+                    self.first_run.get_or_init(Instant::now);
+                    match catch_unwind(AssertUnwindSafe(|| self.run())) {
+                        Ok(Ok(())) => self.park(),
+                        Ok(Err(reason)) => self.end(reason),
+                        Err(_) => self.end(StopReason::HandlerPanicked),
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn do_job(&mut self, job: Job) {
+        let vcpu = &mut self.vcpu;
+        if catch_unwind(AssertUnwindSafe(|| job(vcpu))).is_err() {
+            log::error!("vcpu{}: a task on the vCPU panicked", self.shared.index);
+        }
+    }
+
+    /// Runs the guest until the vCPU is to leave it.
+    fn run(&mut self) -> Result<(), StopReason> {
+        let Shared { run_page, leave, hold, errands, .. } = self.shared;
+        let is = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
+        loop {
+            run_page.set_immediate_exit(false);
+            if is(leave) || is(hold) || is(errands) {
+                run_page.set_immediate_exit(true);
+            }
+            match run_once(&mut self.vcpu, &*self.handler) {
+                Pass::Interrupted if is(leave) => return Ok(()),
+                Pass::Interrupted if is(hold) => self.shared.stand_by(),
+                Pass::Interrupted if is(errands) => self.do_errands(),
+                // Interrupted without being asked to leave: by a signal that came late.
+                Pass::Handled | Pass::Interrupted => {}
+                Pass::Leave => self.leave_by_itself(),
+                Pass::Stopped(reason) => return Err(reason),
+            }
+        }
+    }
+
+    /// As if this vCPU had been paused.
+    fn leave_by_itself(&self) {
+        let mut control = self.shared.lock();
+        if control.want == Want::Run {
+            control.want = Want::Park;
+        }
+        self.shared.leave.store(true, Ordering::SeqCst);
+    }
+
+    fn park(&self) {
+        self.vcpu.tell_paused();
+        self.shared.set_phase(Phase::Parked);
+    }
+
+    fn end(&self, reason: StopReason) {
+        // Before the report, so that the reader of the report can pause the VM.
+        self.shared.set_phase(Phase::Ended);
+        let index = self.shared.index;
+        let report = AssertUnwindSafe(|| self.handler.stopped(index, reason));
+        if catch_unwind(report).is_err() {
+            log::error!("vcpu{index}: the report of its end panicked");
+        }
+    }
+}

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Pages that are being read, and are not given back to the host meanwhile.
+//!
+//! A migration looks which pages are populated and reads those, which takes as long as its connection
+//! does. If one of them is given back in between, the read makes a new page in shared memory: the host
+//! gets it back when the VM ends, and where no huge page is free the access fails. So a range is held from
+//! the look until it has been read, and what is to be given back waits until it is not held.
+//!
+//! Owns the ranges of one region that are held, and those that are being given back. Neither side
+//! excludes its like, and what waits to be given back comes before what is held later. Must never keep the
+//! guest's balloon for longer than [`WAIT_MAX`] in each [`WINDOW`], over all ranges together: a connection may stand
+//! still, and a vCPU that resets the balloon waits for what that works on.
+
+use std::ops::Range;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long giving back waits for a range that is held. A migration reads what it holds within some tens of
+/// milliseconds, unless its connection stands still.
+const WAIT_MAX: Duration = Duration::from_secs(1);
+/// The time in which all that is given back waits for no more than that.
+const WINDOW: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Default)]
+struct Ranges {
+    /// Those of a round are as many as its messages have parts, so each is found by its place.
+    held: Vec<Option<Range<u64>>>,
+    /// Free places there.
+    free: Vec<usize>,
+    /// They wait until they are not held.
+    waiting: Vec<Range<u64>>,
+    leaving: Vec<Range<u64>>,
+    /// When the window began.
+    window: Option<Instant>,
+    /// What has been waited in it.
+    spent: Duration,
+}
+
+impl Ranges {
+    fn is_held(&self, range: &Range<u64>) -> bool {
+        self.held.iter().flatten().any(|held| meet(held, range))
+    }
+
+    /// What is left of `wait_max` in the window that `now` is in.
+    fn left(&mut self, wait_max: Duration, now: Instant) -> Duration {
+        let is_over = |began: Instant| now.saturating_duration_since(began) >= WINDOW;
+        if self.window.is_none_or(is_over) {
+            (self.window, self.spent) = (Some(now), Duration::ZERO);
+        }
+        wait_max.saturating_sub(self.spent)
+    }
+}
+
+/// The ranges of one region, in bytes from its start.
+#[derive(Debug, Default)]
+pub struct Holds {
+    ranges: Mutex<Ranges>,
+    changed: Condvar,
+}
+
+fn meet(one: &Range<u64>, other: &Range<u64>) -> bool {
+    other.start < one.end && one.start < other.end
+}
+
+fn overlap(ranges: &[Range<u64>], range: &Range<u64>) -> bool {
+    ranges.iter().any(|other| meet(other, range))
+}
+
+/// Equal ranges stand for each other.
+fn remove(ranges: &mut Vec<Range<u64>>, range: &Range<u64>) {
+    if let Some(at) = ranges.iter().position(|other| other == range) {
+        ranges.swap_remove(at);
+    }
+}
+
+impl Holds {
+    fn ranges(&self) -> MutexGuard<'_, Ranges> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Holds `range` until the answer is dropped. What is being given back of it has been when this returns.
+    pub fn hold(&self, range: Range<u64>) -> Held<'_> {
+        let mut ranges = self.ranges();
+        while overlap(&ranges.leaving, &range) || overlap(&ranges.waiting, &range) {
+            ranges = self.changed.wait(ranges).unwrap_or_else(PoisonError::into_inner);
+        }
+        let place = ranges.free.pop().unwrap_or(ranges.held.len());
+        match ranges.held.get_mut(place) {
+            Some(free) => *free = Some(range),
+            None => ranges.held.push(Some(range)),
+        }
+        Held { holds: self, place }
+    }
+
+    /// Says that `range` is given back until the answer is dropped. Waits while it is held, for
+    /// [`WAIT_MAX`] at most.
+    pub fn leave(&self, range: Range<u64>) -> Leaving<'_> {
+        self.leave_within(range, WAIT_MAX)
+    }
+
+    fn leave_within(&self, range: Range<u64>, wait_max: Duration) -> Leaving<'_> {
+        let mut ranges = self.ranges();
+        if ranges.is_held(&range) {
+            let began = Instant::now();
+            let until = began + ranges.left(wait_max, began);
+            ranges.waiting.push(range.clone());
+            while ranges.is_held(&range) {
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    log::debug!("memory is given back while a migration still reads it");
+                    break;
+                }
+                let waited = self.changed.wait_timeout(ranges, left);
+                ranges = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
+            remove(&mut ranges.waiting, &range);
+            ranges.spent = ranges.spent.saturating_add(began.elapsed());
+        }
+        ranges.leaving.push(range.clone());
+        Leaving { holds: self, range }
+    }
+}
+
+/// A range that is being read.
+#[derive(Debug)]
+pub struct Held<'a> {
+    holds: &'a Holds,
+    place: usize,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let mut ranges = self.holds.ranges();
+        if let Some(held) = ranges.held.get_mut(self.place) {
+            *held = None;
+            ranges.free.push(self.place);
+        }
+        // Only what is to be given back waits for that.
+        let is_awaited = !ranges.waiting.is_empty();
+        drop(ranges);
+        if is_awaited {
+            self.holds.changed.notify_all();
+        }
+    }
+}
+
+/// A range that is being given back.
+#[derive(Debug)]
+pub struct Leaving<'a> {
+    holds: &'a Holds,
+    range: Range<u64>,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        remove(&mut self.holds.ranges().leaving, &self.range);
+        self.holds.changed.notify_all();
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::mpsc::{RecvTimeoutError, channel};
+
+    use super::*;
+
+    /// What does not wait has happened by then, on all but the busiest hosts.
+    const A_WHILE: Duration = Duration::from_millis(100);
+
+    #[test]
+    fn all_that_is_given_back_waits_for_so_long_together() {
+        let holds = Holds::default();
+        let _held = holds.hold(0..1 << 20);
+        let began = Instant::now();
+        for page in 0..100 {
+            drop(holds.leave_within(page * 4096..(page + 1) * 4096, A_WHILE));
+        }
+        assert!(began.elapsed() >= A_WHILE);
+        assert!(began.elapsed() < A_WHILE * 20, "{:?}", began.elapsed());
+        // Later it waits again.
+        let mut ranges = holds.ranges();
+        assert_eq!(ranges.left(A_WHILE, began), Duration::ZERO);
+        assert_eq!(ranges.left(A_WHILE, began + A_WHILE + WINDOW), A_WHILE);
+    }
+
+    #[test]
+    fn what_waits_to_be_given_back_comes_before_what_is_held_later() {
+        let holds = Holds::default();
+        let first = holds.hold(0..10);
+        let (held, is_held) = channel();
+        std::thread::scope(|scope| {
+            let leaving = scope.spawn(|| holds.leave_within(5..15, Duration::from_mins(1)));
+            while holds.ranges().waiting.is_empty() {
+                std::thread::yield_now();
+            }
+            scope.spawn(|| {
+                let _second = holds.hold(8..9);
+                let _ = held.send(());
+            });
+            assert_eq!(is_held.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
+            drop(first);
+            // It leaves, and only then the other is held.
+            let leaving = leaving.join().expect("it leaves");
+            assert_eq!(is_held.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
+            drop(leaving);
+            is_held.recv_timeout(Duration::from_mins(1)).expect("it is held");
+        });
+    }
+
+    #[test]
+    fn what_is_held_leaves_when_it_is_not_and_other_ranges_at_once() {
+        let holds = Holds::default();
+        let (first, second) = (holds.hold(10..20), holds.hold(10..20));
+        drop(holds.leave(0..10));
+        drop(holds.leave(20..30));
+        let (left, is_left) = channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _leaving = holds.leave_within(19..21, Duration::from_mins(1));
+                let _ = left.send(());
+            });
+            drop(first);
+            assert_eq!(is_left.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
+            drop(second);
+            assert_eq!(is_left.recv(), Ok(()));
+        });
+        let ranges = holds.ranges();
+        assert!(ranges.held.iter().all(Option::is_none) && ranges.leaving.is_empty());
+        assert_eq!(ranges.held.len(), ranges.free.len());
+    }
+
+    #[test]
+    fn a_hold_begins_when_what_leaves_has_left() {
+        let holds = Holds::default();
+        let (first, second) = (holds.leave(0..8), holds.leave(4..12));
+        let (held, is_held) = channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _held = holds.hold(11..12);
+                let _ = held.send(());
+            });
+            drop(first);
+            assert_eq!(is_held.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
+            drop(second);
+            assert_eq!(is_held.recv(), Ok(()));
+        });
+    }
+
+    #[test]
+    fn a_connection_that_stands_still_keeps_no_page_from_the_host() {
+        let holds = Holds::default();
+        let _held = holds.hold(0..8);
+        let began = Instant::now();
+        drop(holds.leave_within(7..8, A_WHILE));
+        assert!(began.elapsed() >= A_WHILE);
+    }
+}
