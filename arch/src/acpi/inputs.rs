@@ -66,11 +66,22 @@ pub struct GedInputs {
     pub port: u16,
 }
 
+/// Guest memory at an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AcpiMemory {
+    /// Where it is.
+    pub range: GpaRange,
+    /// It is not there at first, and may come and go while the guest runs.
+    pub hotplug: bool,
+}
+
 /// Everything that the tables depend on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AcpiInputs {
     /// All vCPUs in the order of their indexes; an index is the processor's UID.
     pub cpus: Vec<AcpiCpu>,
+    /// All memory that there is or may ever be, if some of it may come later.
+    pub memory: Vec<AcpiMemory>,
     /// All PCI segments.
     pub segments: Vec<PciSegment>,
     /// Interrupt of COM1 if there is one.
@@ -95,6 +106,7 @@ impl AcpiInputs {
     pub fn new(apic_ids: impl IntoIterator<Item = u32>, segments: Vec<PciSegment>) -> Self {
         Self {
             cpus: apic_ids.into_iter().map(|apic_id| AcpiCpu { apic_id, enabled: true }).collect(),
+            memory: Vec::new(),
             segments,
             serial_gsi: Some(layout::SERIAL_GSI),
             pm_timer_port: Some(layout::ACPI_PM_TIMER_PORT),

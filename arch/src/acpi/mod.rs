@@ -2,7 +2,7 @@
 
 //! ACPI tables: how a guest learns what the machine has.
 //!
-//! Owns RSDP, XSDT, FADT, MADT, MCFG and DSDT, their contents and their place in guest memory.
+//! Owns RSDP, XSDT, FADT, MADT, MCFG, SRAT and DSDT, their contents and their place in guest memory.
 //! The machine is hardware-reduced, as cloud-hypervisor's is: no SCI, no fixed registers but power
 //! and reset. Must never know a device: everything comes in as numbers in [`AcpiInputs`].
 
@@ -20,7 +20,7 @@ use acpi_tables::xsdt::XSDT;
 use memory::GuestMemory;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
-pub use inputs::{AcpiCpu, AcpiInputs, GedInputs, IntxRoute, PciSegment};
+pub use inputs::{AcpiCpu, AcpiInputs, AcpiMemory, GedInputs, IntxRoute, PciSegment};
 
 use crate::layout;
 
@@ -85,7 +85,8 @@ pub fn build_tables(inputs: &AcpiInputs) -> Result<Vec<u8>, AcpiError> {
     let mut area = vec![0; Rsdp::len()];
     let dsdt_gpa = place(&mut area, &dsdt::dsdt(inputs));
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
-    for table in [tables::fadt(inputs, dsdt_gpa), tables::madt(inputs), tables::mcfg(inputs)] {
+    let fixed = [tables::fadt(inputs, dsdt_gpa), tables::madt(inputs), tables::mcfg(inputs)];
+    for table in fixed.into_iter().chain(tables::srat(inputs)) {
         xsdt.add_entry(place(&mut area, &table));
     }
     let xsdt_gpa = place(&mut area, &to_bytes(&xsdt));

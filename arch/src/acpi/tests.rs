@@ -129,6 +129,56 @@ fn madt_lists_every_vcpu_once() {
     assert_eq!(cpus, expected);
 }
 
+/// 1 GiB at boot, 8 GiB that may come.
+fn memory() -> Vec<AcpiMemory> {
+    vec![
+        AcpiMemory { range: GpaRange { gpa: 0, len_bytes: 1 << 30 }, hotplug: false },
+        AcpiMemory { range: GpaRange { gpa: 4 << 30, len_bytes: 8 << 30 }, hotplug: true },
+    ]
+}
+
+#[test]
+fn memory_that_may_come_is_named_with_all_other() {
+    let with = AcpiInputs { memory: memory(), ..inputs(300) };
+    let area = build_tables(&with).unwrap();
+    let srat = table(&area, *b"SRAT");
+    assert_eq!((sum(srat), srat[8], u32_at(srat, 36)), (0, 3, 1));
+    let (mut cpus, mut ranges) = (Vec::new(), Vec::new());
+    let mut at = 48;
+    while at < srat.len() {
+        match srat[at] {
+            0 => {
+                assert_eq!((srat[at + 1], srat[at + 2], u32_at(srat, at + 8)), (16, 0, 0));
+                cpus.push((u32::from(srat[at + 3]), u32_at(srat, at + 4)));
+            }
+            1 => {
+                assert_eq!((srat[at + 1], u32_at(srat, at + 2)), (40, 0));
+                let flags = u32_at(srat, at + 28);
+                ranges.push((u64_at(srat, at + 8), u64_at(srat, at + 16), flags));
+            }
+            2 => {
+                assert_eq!((srat[at + 1], u32_at(srat, at + 4)), (24, 0));
+                cpus.push((u32_at(srat, at + 8), u32_at(srat, at + 12)));
+            }
+            other => panic!("an entry of type {other}"),
+        }
+        at += usize::from(srat[at + 1]);
+    }
+    assert_eq!(at, srat.len());
+    assert_eq!(cpus, (0..300).map(|apic_id| (apic_id, 1)).collect::<Vec<_>>());
+    assert_eq!(ranges, [(0, 1 << 30, 1), (4 << 30, 8 << 30, 3)]);
+}
+
+#[test]
+fn memory_that_stays_needs_no_table() {
+    let mut fixed = AcpiInputs { memory: memory(), ..inputs(2) };
+    fixed.memory.iter_mut().for_each(|memory| memory.hotplug = false);
+    for inputs in [fixed, inputs(2)] {
+        let area = build_tables(&inputs).unwrap();
+        assert!(tables(&area).iter().all(|table| table[..4] != *b"SRAT"));
+    }
+}
+
 #[test]
 fn mcfg_has_each_segment() {
     let inputs = AcpiInputs::new(0..1, vec![segment(0), segment(3)]);
@@ -186,10 +236,15 @@ fn check_with_iasl(dir: &Path, inputs: &AcpiInputs) -> Option<String> {
     let text = String::from_utf8_lossy(&compiled.stdout).into_owned()
         + &String::from_utf8_lossy(&compiled.stderr);
     assert!(compiled.status.success(), "{text}\n{source}");
-    for (name, signature) in
-        [("facp.aml", *b"FACP"), ("apic.aml", *b"APIC"), ("mcfg.aml", *b"MCFG")]
-    {
-        std::fs::write(dir.join(name), table(&area, signature)).unwrap();
+    for (name, signature) in [
+        ("facp.aml", *b"FACP"),
+        ("apic.aml", *b"APIC"),
+        ("mcfg.aml", *b"MCFG"),
+        ("srat.aml", *b"SRAT"),
+    ] {
+        let found = tables(&area).into_iter().find(|table| table[..4] == signature);
+        let Some(bytes) = found else { continue };
+        std::fs::write(dir.join(name), bytes).unwrap();
         let output = Command::new("iasl").current_dir(dir).args(["-d", name]).output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success() && !text.contains("Error"), "{name}: {text}");
@@ -205,6 +260,7 @@ fn aml_is_what_acpica_understands() {
     let mut full = AcpiInputs::new(0..3, vec![segment(0), segment(1)]);
     full.segments[0].intx = vec![IntxRoute { device: 3, pin: 1, gsi: 16 }];
     full.cpus[2].enabled = false;
+    full.memory = memory();
     let Some(source) = check_with_iasl(dir.path(), &full) else { return };
     for expected in [
         "Device (PC00)",

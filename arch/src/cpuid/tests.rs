@@ -180,7 +180,7 @@ fn hz_of_dpdk(leaf: &kvm_cpuid_entry2) -> Option<u64> {
 }
 
 #[test]
-fn nobody_computes_a_wrong_tsc_frequency() {
+fn no_reader_computes_a_wrong_tsc_frequency() {
     // The host's own crystal does not clock the guest's APIC timer.
     let mut with_crystal = host(INTEL);
     for entry in with_crystal.as_mut_slice().iter_mut().filter(|entry| entry.function == 0x15) {

@@ -11,7 +11,8 @@ use memory::{GuestMemory, GuestMemoryHandle};
 use vm_memory::GuestAddress;
 
 use super::*;
-use crate::bar::MmioRange;
+use crate::bar::{BarDecode, BarDescription, MmioRange};
+use crate::device::{PciDeviceState, PciStateError};
 use crate::fakes::{FakeDevice, FakeIoEvents, FakeMapper, FakeMsiSource};
 use crate::virtio::{BarWidth, VirtioPciDevice};
 
@@ -22,6 +23,10 @@ const WINDOWS: MmioWindows = MmioWindows {
 };
 
 fn device(id: &str) -> Arc<dyn PciDevice> {
+    device_of(id, BarWidth::Bits64)
+}
+
+fn device_of(id: &str, width: BarWidth) -> Arc<dyn PciDevice> {
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
     let memory = GuestMemoryHandle::new(memory);
     let events = Arc::new(FakeIoEvents::default());
@@ -29,7 +34,7 @@ fn device(id: &str) -> Arc<dyn PciDevice> {
     let device = VirtioPciDevice::new(
         id.to_owned(),
         FakeDevice::with_record().0,
-        BarWidth::Bits64,
+        width,
         memory,
         &interrupts,
         events,
@@ -314,4 +319,63 @@ fn what_cannot_be_delivered_is_waited_for_until_its_number_is_given_back() {
     }
     segment.release(number);
     assert_eq!([&seen, &seen_late].map(|seen| seen.recv_timeout(LONG)), [Ok(0xffff); 2]);
+}
+
+/// A function whose one BAR has 32 bits, and takes the whole window of those.
+struct Greedy(Arc<dyn PciDevice>);
+
+impl PciDevice for Greedy {
+    fn id(&self) -> &'static str {
+        "greedy"
+    }
+
+    fn kind(&self) -> &'static str {
+        "greedy"
+    }
+
+    fn read_config(&self, offset: u16, data: &mut [u8]) {
+        self.0.read_config(offset, data);
+    }
+
+    fn write_config(&self, _offset: u16, _data: &[u8]) {}
+
+    fn bars(&self) -> Vec<BarDescription> {
+        let len_bytes = WINDOWS.below_4g.len_bytes;
+        vec![BarDescription { len_bytes, ..self.0.bars()[0] }]
+    }
+
+    fn bar_decode(&self) -> BarDecode {
+        self.0.bar_decode()
+    }
+
+    fn place_bar(&self, index: u8, gpa: u64) {
+        self.0.place_bar(index, gpa);
+    }
+
+    fn bar_moved(&self, _index: u8, _gpa: Option<u64>) {}
+
+    fn read_bar(&self, _index: u8, _offset: u64, _data: &mut [u8]) {}
+
+    fn write_bar(&self, _index: u8, _offset: u64, _data: &[u8]) {}
+
+    fn save(&self) -> Result<PciDeviceState, PciStateError> {
+        self.0.save()
+    }
+
+    fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError> {
+        self.0.restore(state)
+    }
+}
+
+/// The order of machines with passed-through devices: those have no other place for such a BAR.
+#[test]
+fn a_device_that_can_do_with_another_place_is_delivered_after_one_that_cannot() {
+    let (segment, _) = segment(0);
+    let disk = device_of("disk", BarWidth::Bits32);
+    let disk_number = segment.expect(None, "disk").unwrap();
+    let greedy: Arc<dyn PciDevice> = Arc::new(Greedy(device_of("model", BarWidth::Bits32)));
+    let bdf = segment.add_device(&greedy, None).unwrap();
+    assert_eq!(bdf.device(), 2, "numbers are as if the disk had come first");
+    assert_eq!(segment.deliver(&disk, disk_number).unwrap().device(), 1);
+    assert_eq!(disk.bar_decode().gpas[0].1, HIGH, "above 4 GiB");
 }

@@ -3,8 +3,8 @@
 //! What a guest sees of a host function's configuration space.
 //!
 //! Owns, bit by bit, which part of it is the host's and which is made up here: the BARs, their
-//! decoding, the interrupt line and pin, MSI and the control word of MSI-X, and what speaks of more
-//! than this one function. Has no side effects: a write gives back what has to go to the host.
+//! decoding, the interrupt line and pin, MSI and the control word of MSI-X, the link that is not there in the
+//! guest, and what speaks of more than this one function. Has no side effects: a write gives back what has to go to the host.
 //!
 //! The host's function decodes memory all the time, whatever the guest's bit says: the guest's
 //! mappings come and go with its bit, and a mapping of a function that does not decode would end the
@@ -14,6 +14,7 @@ use hypervisor::irq::MsiMessage;
 
 use super::capabilities::{self, HIDDEN_EXTENDED, double_word, word};
 use super::error::VfioError;
+use super::express::{Express, Port};
 use crate::bar::{BarDecode, BarDescription};
 use crate::config_space::{
     CONFIG_SPACE_LEN_BYTES, ConfigSpace, ConfigSpaceState, ConfigStateError, Identity, register,
@@ -123,6 +124,9 @@ pub struct ShadowConfig {
     emulated: Box<[u8; LEN]>,
     msi: Option<MsiLayout>,
     msix: Option<MsixLayout>,
+    express: Option<Express>,
+    /// What is made up for it alone: offsets, and bits of the byte there.
+    express_bits: Vec<(u16, u8)>,
     len_bytes: u16,
 }
 
@@ -157,6 +161,8 @@ impl ShadowConfig {
             emulated: Box::new([0; LEN]),
             msi,
             msix,
+            express: Express::find(config),
+            express_bits: Vec::new(),
             len_bytes,
         };
         shadow.emulate(register::COMMAND, &[COMMAND_IO | COMMAND_MEMORY]);
@@ -175,6 +181,7 @@ impl ShadowConfig {
             })?;
         }
         shadow.lay_out_interrupts(config);
+        shadow.lay_out_express();
         for (offset, id) in capabilities::extended(config) {
             if HIDDEN_EXTENDED.contains(&id) {
                 // ID and version zero: a capability without meaning, whose link still leads on.
@@ -205,6 +212,19 @@ impl ShadowConfig {
             }
         } else if let Some(offset) = capabilities::find(config, capabilities::MSI) {
             self.emulate(offset, &[0xff]);
+        }
+    }
+
+    /// The guest has all functions on its root bus, where none has a link.
+    fn lay_out_express(&mut self) {
+        let Some(express) = self.express else { return };
+        for (offset, masks, values) in express.made_up() {
+            for (at, mask) in (offset..).zip(masks) {
+                let before = self.emulated.get(usize::from(at)).copied().unwrap_or(0xff);
+                self.express_bits.push((at, mask & !before));
+            }
+            self.emulate(offset, masks);
+            self.space.put(offset, values);
         }
     }
 
@@ -282,17 +302,36 @@ impl ShadowConfig {
     /// # Errors
     /// Naming the register.
     pub fn restored(&self, state: &ConfigSpaceState) -> Result<ConfigSpace, ConfigStateError> {
-        self.space.restored(state)
+        match self.express {
+            // The guest has been shown the host's registers, and must go on seeing them.
+            Some(express) if express.is_of_host(state) => {
+                let mut earlier = self.space.clone();
+                express.show_port_of_host(&mut earlier);
+                earlier.restored(state)
+            }
+            _ => self.space.restored(state),
+        }
     }
 
     /// Takes what was saved.
     pub fn take(&mut self, restored: ConfigSpace) {
         self.space = restored;
+        let Some(express) = self.express else { return };
+        let is_ours = express.port(&self.space) == Port::RootComplex;
+        for (at, mask) in &self.express_bits {
+            let Some(current) = self.emulated.get_mut(usize::from(*at)) else { continue };
+            *current = if is_ours { *current | mask } else { *current & !mask };
+        }
     }
 
     /// The BARs.
     pub fn bars(&self) -> Vec<BarDescription> {
         self.space.bars().collect()
+    }
+
+    /// Whether an endpoint of the host is shown as an integrated one.
+    pub fn is_integrated_endpoint(&self) -> bool {
+        self.express.is_some_and(|express| express.is_shown_integrated(&self.space))
     }
 
     /// What the guest's BAR registers and its decode bits say.

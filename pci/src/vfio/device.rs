@@ -27,7 +27,7 @@ use super::gate::DmaGate;
 use super::host::{HostFunction, InterruptKind};
 use super::interrupts::{Interrupts, IntxLine};
 use super::mapping::BarMapping;
-use super::migration::{Migration, MigrationPort, VFIO_STATE_VERSION};
+use super::migration::{INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, VFIO_STATE_VERSION};
 use super::notices::Notices;
 use super::peers::{Peer, PeerBars};
 use crate::bar::{BarDecode, BarDescription, BarKind, MapError};
@@ -35,7 +35,8 @@ use crate::config_space::register;
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
 use crate::locks::lock;
 
-const KIND: &str = "vfio-pci";
+/// Kind of a passed-through function, as it stands in saved state.
+pub const VFIO_PCI_KIND: &str = "vfio-pci";
 
 /// The guest's memory slots, as far as BARs are concerned.
 ///
@@ -227,6 +228,11 @@ impl VfioPciDevice {
         Some((config.bars(), config.bar_decode()))
     }
 
+    /// Whether the guest has been shown it as an integrated endpoint, which it is not on the host.
+    pub fn is_integrated_endpoint(&self) -> bool {
+        lock(&self.config).is_integrated_endpoint()
+    }
+
     /// Whether it is gone for the guest.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)
@@ -360,7 +366,7 @@ impl PciDevice for VfioPciDevice {
     }
 
     fn kind(&self) -> &'static str {
-        KIND
+        VFIO_PCI_KIND
     }
 
     fn read_config(&self, offset: u16, data: &mut [u8]) {
@@ -443,7 +449,12 @@ impl PciDevice for VfioPciDevice {
 
     fn save(&self) -> Result<PciDeviceState, PciStateError> {
         let state = self.saved().map_err(|error| self.state_error(error))?;
-        PciDeviceState::encode(self, VFIO_STATE_VERSION, &state)
+        let is_integrated = self.is_integrated_endpoint();
+        PciDeviceState::encode(
+            self,
+            if is_integrated { INTEGRATED_ENDPOINT_VERSION } else { 1 },
+            &state,
+        )
     }
 
     fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError> {

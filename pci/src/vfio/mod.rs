@@ -26,6 +26,7 @@ mod container;
 mod device;
 mod dma;
 mod error;
+mod express;
 #[doc(hidden)]
 pub mod fakes;
 mod function;
@@ -43,6 +44,8 @@ mod notices;
 mod peers;
 mod pieces;
 mod pinning;
+#[cfg(test)]
+mod pinning_tests;
 mod prepinned;
 mod space;
 mod sysfs;
@@ -51,7 +54,7 @@ mod tests;
 mod unmasking;
 
 pub use container::Type1Container;
-pub use device::{BarSlots, VfioPciDevice, VfioWiring};
+pub use device::{BarSlots, VFIO_PCI_KIND, VfioPciDevice, VfioWiring};
 pub use dma::{DmaTarget, GuestRamPopulator, Help, Populating, Populator};
 pub use error::{PinError, VfioError};
 pub use function::VfioFunction;
@@ -61,6 +64,7 @@ pub use interrupts::IntxLine;
 pub use iommufd::IommufdSpace;
 pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
+pub use migration::INTEGRATED_ENDPOINT_VERSION;
 pub use notices::{Notices, OnNotice};
 pub use peers::{Peer, PeerBars, PeerTarget};
 pub use pieces::{OnLost, Pieces};

@@ -4,22 +4,17 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::fs::File;
-use std::io;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use devices::bus::BusDevice as _;
-use memory::{GuestRam, PrefaultError, RamConfig, RamLayout, RamRegion, ZoneSpec};
 
 use super::fakes::{
-    FakeFunction, FakeLine, FakeSlots, FakeTarget, MSI_OFFSET, MSIX_COUNT, MSIX_OFFSET,
-    PENDING_OFFSET, SRIOV_OFFSET, TABLE_OFFSET,
+    FakeFunction, FakeLine, FakeSlots, MSI_OFFSET, MSIX_COUNT, MSIX_OFFSET, PENDING_OFFSET,
+    SRIOV_OFFSET, TABLE_OFFSET,
 };
-use super::limits::LockedMemory;
 use super::*;
 use crate::address::DeviceNumber;
 use crate::bar::{MmioRange, MmioWindows, PortWindow};
@@ -138,6 +133,53 @@ fn the_guest_sees_the_function_and_its_own_bars() {
     assert_eq!(rig.read::<4>(0x30), [0; 4], "no ROM");
     assert_eq!(rig.read::<4>(SRIOV_OFFSET), 0x1800_0000_u32.to_le_bytes(), "hidden, list intact");
     assert_eq!(rig.read::<4>(0x180), 0x0001_0003_u32.to_le_bytes());
+    rig.check();
+}
+
+/// A function with these flags of PCI Express, whose other registers of that capability are ones.
+fn express(flags: [u8; 2]) -> Vec<u8> {
+    let mut config = FakeFunction::config();
+    config[0x82..0x84].copy_from_slice(&flags);
+    config[0x84..0xbc].fill(0xff);
+    config
+}
+
+#[test]
+fn on_the_root_bus_is_an_integrated_endpoint_without_a_link() {
+    let rig = Rig::with(express([0x02, 0x02]), Vec::new(), false);
+    assert_eq!(rig.read::<4>(0x80), [0x10, 0, 0x92, 0x02], "an endpoint on the host");
+    assert_eq!(rig.read::<8>(0x84), [0xff; 8], "device registers are the host's");
+    assert_eq!((rig.read::<8>(0x8c), rig.read::<8>(0xac)), ([0; 8], [0; 8]), "no link");
+    assert_eq!((rig.read::<8>(0xa4), rig.read::<8>(0xb4)), ([0xff; 8], [0xff; 8]));
+    // Device control is the host's, link control is not there.
+    rig.write(0x88, &[0x10, 0x20]);
+    rig.write(0x90, &[0x03, 0]);
+    let writes = rig.host.config_writes.lock().unwrap().clone();
+    assert_eq!(writes[1..], [(0x88, vec![0x10, 0x20])]);
+    rig.check();
+}
+
+#[test]
+fn the_first_version_of_express_has_one_set_of_link_registers() {
+    let rig = Rig::with(express([0x01, 0]), Vec::new(), false);
+    assert_eq!((rig.read::<1>(0x82), rig.read::<8>(0x8c)), ([0x91], [0; 8]));
+    assert_eq!(rig.read::<8>(0xac), [0xff; 8], "something else's");
+    rig.check();
+}
+
+#[test]
+fn a_legacy_endpoint_has_no_express_capability() {
+    let mut config = express([0x12, 0]);
+    config[0x81] = 0xc0;
+    let rig = Rig::with(config, Vec::new(), false);
+    assert_eq!(rig.read::<2>(0x80), [0, 0xc0], "hidden, list intact");
+    rig.check();
+}
+
+#[test]
+fn an_integrated_endpoint_of_the_host_stays_what_it_is() {
+    let rig = Rig::with(express([0x92, 0]), Vec::new(), false);
+    assert_eq!((rig.read::<1>(0x82), rig.read::<8>(0x8c)), ([0x92], [0xff; 8]));
     rig.check();
 }
 
@@ -380,243 +422,4 @@ fn nothing_is_left_when_the_device_goes() {
     assert_eq!(slots.shown(), []);
     assert_eq!(host.connected(), None);
     assert_eq!(host.violations(), Vec::<String>::new());
-}
-
-fn ram(len_bytes: u64) -> Arc<GuestRam> {
-    let layout = RamLayout { hole_start: 64 * MIB, hole_end: 4096 * MIB, end: 1 << 40 };
-    let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", len_bytes) }];
-    Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
-}
-
-fn pieces(target: Arc<FakeTarget>, populator: &GuestRamPopulator) -> Arc<Pieces> {
-    Pieces::plan(target, populator, false, Box::new(|reason| panic!("{reason}")))
-}
-
-fn start(
-    target: FakeTarget,
-    ram: &Arc<GuestRam>,
-    gate: &Arc<DmaGate>,
-) -> Result<Pinning, PinError> {
-    let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
-    let pieces = pieces(Arc::new(target), &populator);
-    Pinning::start(pieces, populator, Arc::clone(gate), true, Box::new(|_| {}))
-}
-
-/// Ranges that follow each other as one.
-fn joined(ranges: &Mutex<Vec<Range<u64>>>) -> Vec<Range<u64>> {
-    let mut ranges = ranges.lock().unwrap().clone();
-    ranges.sort_by_key(|range| range.start);
-    let mut joined: Vec<Range<u64>> = Vec::new();
-    for range in ranges {
-        match joined.last_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
-            _ => joined.push(range),
-        }
-    }
-    joined
-}
-
-#[test]
-fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
-    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
-    let target = Arc::new(FakeTarget {
-        before: Some({
-            let gate = Arc::clone(&gate);
-            Box::new(move |_| {
-                assert!(!gate.is_open(), "the gate is open before the last piece");
-                Ok(())
-            })
-        }),
-        ..FakeTarget::default()
-    });
-    let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
-    let (told, end) = mpsc::channel();
-    let on_end = Box::new(move |state: &PinState| told.send(state.clone()).unwrap());
-    let pieces = pieces(target.clone(), &populator);
-    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), false, on_end).unwrap();
-    gate.wait().unwrap();
-    assert!(matches!(end.recv_timeout(PATIENCE), Ok(PinState::Pinned(_))));
-    pinning.wait().unwrap();
-    let of_region = |region: &Arc<RamRegion>| region.gpa()..region.gpa() + region.len_bytes();
-    let expected: Vec<_> = ram.regions().iter().map(of_region).collect();
-    assert_eq!(joined(&target.mapped), expected);
-    assert_eq!(joined(&target.prepared), expected);
-    let progress = pinning.progress();
-    assert_eq!((progress.pinned_bytes, progress.total_bytes), (192 * MIB, 192 * MIB));
-}
-
-/// Says when all is populated, and may do nothing before somebody helps.
-struct Watched {
-    inner: GuestRamPopulator,
-    needs_help: bool,
-    is_populated: AtomicBool,
-}
-
-impl Watched {
-    fn new(ram: &Arc<GuestRam>, needs_help: bool) -> Arc<Self> {
-        let inner = GuestRamPopulator(Arc::clone(ram));
-        Arc::new(Self { inner, needs_help, is_populated: AtomicBool::new(false) })
-    }
-}
-
-impl Populator for Watched {
-    fn total_bytes(&self) -> (u64, u64) {
-        self.inner.total_bytes()
-    }
-
-    fn regions(&self) -> &[Arc<RamRegion>] {
-        self.inner.regions()
-    }
-
-    fn chunks(&self, chunk_bytes: u64) -> u64 {
-        self.inner.chunks(chunk_bytes)
-    }
-
-    fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
-        assert_eq!(how.gives_way, self.needs_help, "whether the guest goes first");
-        if self.needs_help {
-            let (help, helped) = mpsc::channel();
-            (how.begun)(Arc::new(move || help.send(()).unwrap()));
-            helped.recv_timeout(PATIENCE).unwrap();
-        }
-        self.inner.populate(Populating { begun: &|_| {}, ..how })?;
-        self.is_populated.store(true, Ordering::SeqCst);
-        Ok(())
-    }
-}
-
-#[test]
-fn who_waits_at_the_gate_helps() {
-    let (ram, gate) = (ram(4 * MIB), Arc::new(DmaGate::default()));
-    let populator = Watched::new(&ram, true);
-    let pieces = pieces(Arc::default(), &populator.inner);
-    let on_end = Box::new(|_: &PinState| {});
-    let _pinning = Pinning::start(pieces, populator, Arc::clone(&gate), true, on_end).unwrap();
-    gate.wait().unwrap();
-    assert!(gate.is_open());
-}
-
-#[test]
-fn what_is_mapped_last_waits_for_all_memory() {
-    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
-    let populator = Watched::new(&ram, false);
-    let watched = Arc::clone(&populator);
-    let before = Box::new(move |_| {
-        let is_populated = watched.is_populated.load(Ordering::SeqCst);
-        assert!(is_populated, "a piece is mapped while memory is populated");
-        Ok(())
-    });
-    let target =
-        Arc::new(FakeTarget { maps_last: true, before: Some(before), ..FakeTarget::default() });
-    let pieces = pieces(target.clone(), &populator.inner);
-    let on_end = Box::new(|_: &PinState| {});
-    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), false, on_end).unwrap();
-    pinning.wait().unwrap();
-    assert!(gate.is_open());
-    let of_region = |region: &Arc<RamRegion>| region.gpa()..region.gpa() + region.len_bytes();
-    assert_eq!(joined(&target.mapped), ram.regions().iter().map(of_region).collect::<Vec<_>>());
-}
-
-#[test]
-fn a_failure_in_the_middle_turns_everybody_away() {
-    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
-    let count = Mutex::new(0);
-    let target = FakeTarget {
-        before: Some(Box::new(move |_| {
-            let mut count = count.lock().unwrap();
-            *count += 1;
-            if *count == 2 { Err(io::Error::from_raw_os_error(libc::ENOMEM)) } else { Ok(()) }
-        })),
-        ..FakeTarget::default()
-    };
-    let mut pinning = start(target, &ram, &gate).unwrap();
-    let reason = gate.wait().unwrap_err().reason;
-    assert!(reason.contains("ulimit -l") && reason.contains("mem0"), "{reason}");
-    assert!(pinning.wait().is_err());
-    let progress = pinning.progress();
-    assert!(progress.pinned_bytes < progress.total_bytes);
-    assert_eq!(progress.state, PinState::Failed(reason));
-}
-
-#[test]
-fn memory_that_no_function_needs_is_unmapped_and_nobody_waits_for_it() {
-    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
-    let (arrived, at_map) = mpsc::channel();
-    let (arrived, hold) = (Mutex::new(arrived), Arc::new(DmaGate::default()));
-    let target = Arc::new(FakeTarget {
-        before: Some({
-            let hold = Arc::clone(&hold);
-            Box::new(move |_| {
-                let _ = arrived.lock().unwrap().send(());
-                hold.wait().map_err(io::Error::other)
-            })
-        }),
-        ..FakeTarget::default()
-    });
-    let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
-    let pieces = pieces(target.clone(), &populator);
-    let on_end = Box::new(|_: &PinState| panic!("the end of it is known already"));
-    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), true, on_end).unwrap();
-    at_map.recv_timeout(PATIENCE).unwrap();
-    let guest = {
-        let gate = Arc::clone(&gate);
-        std::thread::spawn(move || gate.wait())
-    };
-    let reason: Arc<str> = "the device has failed".into();
-    let abandonment = pinning.abandonment();
-    abandonment.begin(&reason);
-    assert_eq!(guest.join().unwrap().unwrap_err().reason, reason, "while a piece is being mapped");
-    // Not before the kernel is done with that piece.
-    let unmaps = std::thread::spawn(move || abandonment.unmap());
-    hold.open();
-    unmaps.join().unwrap();
-    assert!(pinning.wait().is_err());
-    assert_eq!(joined(&target.mapped), []);
-    let progress = pinning.progress();
-    assert_eq!((progress.pinned_bytes, progress.state), (0, PinState::Failed(reason)));
-}
-
-#[test]
-fn a_machine_that_goes_waits_for_nobody() {
-    let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
-    let (arrived, at_map) = mpsc::channel();
-    let (arrived, hold) = (Mutex::new(arrived), Arc::new(DmaGate::default()));
-    let target = FakeTarget {
-        before: Some({
-            let hold = Arc::clone(&hold);
-            Box::new(move |_| {
-                let _ = arrived.lock().unwrap().send(());
-                hold.wait().map_err(io::Error::other)
-            })
-        }),
-        ..FakeTarget::default()
-    };
-    let pinning = start(target, &ram, &gate).unwrap();
-    at_map.recv_timeout(PATIENCE).unwrap();
-    let guest = {
-        let gate = Arc::clone(&gate);
-        std::thread::spawn(move || gate.wait())
-    };
-    pinning.cancel();
-    assert!(guest.join().unwrap().is_err());
-    hold.open();
-    drop(pinning);
-}
-
-#[test]
-fn limits_are_checked_before_anything_happens() {
-    let gate = Arc::new(DmaGate::default());
-    let ram = ram(192 * MIB);
-    let with = |limits: DmaLimits| {
-        start(FakeTarget { limits, ..FakeTarget::default() }, &ram, &gate).err()
-    };
-    let few = DmaLimits { entries: Some(1), ..DmaLimits::default() };
-    assert!(matches!(with(few), Some(PinError::Entries { limit: 1, .. })));
-    let locked = LockedMemory { limit_bytes: Some(191 * MIB), used_bytes: 0 };
-    let locked = DmaLimits { locked, ..DmaLimits::default() };
-    assert!(matches!(with(locked), Some(PinError::LockedMemory { .. })));
-    assert!(!gate.is_open());
-    // Room enough for larger pieces only.
-    let four = DmaLimits { entries: Some(6), ..DmaLimits::default() };
-    assert!(with(four).is_none());
 }

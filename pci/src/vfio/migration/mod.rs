@@ -20,5 +20,7 @@ mod tests;
 pub use dma_log::DmaLog;
 pub use error::{Immovable, MigrationError};
 pub use port::{DeviceState, LOG_PAGE_BYTES, MigrationPort, MigrationSupport};
-pub use saved::{Hardware, HardwareState, VFIO_STATE_VERSION, VfioState};
+pub use saved::{
+    Hardware, HardwareState, INTEGRATED_ENDPOINT_VERSION, VFIO_STATE_VERSION, VfioState,
+};
 pub use session::{Migration, STATE_LEN_BYTES_MAX};

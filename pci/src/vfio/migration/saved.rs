@@ -21,8 +21,11 @@ use crate::config_space::{ConfigSpaceState, register};
 use crate::msix::MsixState;
 use crate::vfio::capabilities::{self, HIDDEN_EXTENDED, double_word};
 
-/// Version of [`VfioState`] that this program writes, and the newest that it reads.
-pub const VFIO_STATE_VERSION: u32 = 1;
+/// Version of [`VfioState`] of a function that the guest has been shown as an integrated endpoint, which it is not
+/// on the host.
+pub const INTEGRATED_ENDPOINT_VERSION: u32 = 2;
+/// The newest version of [`VfioState`] that is read. What is written has the lowest that can say it.
+pub const VFIO_STATE_VERSION: u32 = INTEGRATED_ENDPOINT_VERSION;
 
 /// The bytes that the driver on the host gave. In JSON they are base64, with their number beside them.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]

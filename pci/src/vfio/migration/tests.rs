@@ -303,7 +303,7 @@ fn a_state_that_does_not_fit_is_refused_before_the_hardware_hears_of_it() {
     }
     let mut newer = saved(&rig(true));
     newer.version += 1;
-    assert!(refusal_of(&newer).1.contains("version 2"));
+    assert!(refusal_of(&newer).1.contains("version 3"));
 }
 
 #[test]
