@@ -20,14 +20,27 @@ pub(crate) fn check_len(value: libc::ssize_t) -> io::Result<usize> {
 
 /// Which of `events` (`POLLIN`, `POLLOUT`) `fd` is ready for now, and error conditions.
 pub(crate) fn poll_now(fd: BorrowedFd<'_>, events: libc::c_short) -> io::Result<libc::c_short> {
+    poll(fd, events, 0)
+}
+
+/// The same, once it is ready for one of them, however long that takes.
+pub(crate) fn poll_for(fd: BorrowedFd<'_>, events: libc::c_short) -> io::Result<libc::c_short> {
+    poll(fd, events, -1)
+}
+
+fn poll(
+    fd: BorrowedFd<'_>,
+    events: libc::c_short,
+    timeout_ms: libc::c_int,
+) -> io::Result<libc::c_short> {
     let mut entry = libc::pollfd { fd: fd.as_raw_fd(), events, revents: 0 };
     // SAFETY: `entry` is one valid pollfd, lives during the call, and the descriptor is open.
-    check(unsafe { libc::poll(&raw mut entry, 1, 0) })?;
+    check(unsafe { libc::poll(&raw mut entry, 1, timeout_ms) })?;
     Ok(entry.revents)
 }
 
-/// Connects to the Unix socket at a path without waiting for whoever listens there: one that has no room
-/// for another peer is `WouldBlock`, one at which nobody listens `ConnectionRefused`.
+/// Connects to the Unix socket at a path without waiting for its listener: one that has no room
+/// for another peer is `WouldBlock`, one without a listener `ConnectionRefused`.
 pub(crate) fn connect_now(path: &std::path::Path) -> io::Result<OwnedFd> {
     use std::os::unix::ffi::OsStrExt as _;
     // SAFETY: all zero is a valid sockaddr_un.
@@ -58,6 +71,17 @@ pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: F_SETFL takes an int; the descriptor is open.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) })?;
     Ok(())
+}
+
+/// Opens what a descriptor is connected to once more, with `access` (`O_RDONLY`, `O_WRONLY`): reads and
+/// writes of the new open file description do not wait, whatever those of the other do.
+pub(crate) fn open_again(fd: BorrowedFd<'_>, access: libc::c_int) -> io::Result<OwnedFd> {
+    let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    let flags = access | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_CLOEXEC;
+    // SAFETY: the path is a C string that lives during the call; the result is checked before use.
+    let again = check(unsafe { libc::open(path.as_ptr(), flags) })?;
+    // SAFETY: it was just opened and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(again) })
 }
 
 /// The user as which this process opens files.

@@ -5,19 +5,53 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use log::{info, warn};
 
 use super::WRITE_CHUNK_BYTES;
 use super::listener::PathListener;
+use super::standard::{self, Carrier};
 use crate::syscalls;
 
-/// Puts a terminal into raw mode, and back when it is dropped.
+/// Puts a terminal into raw mode, and back when it is dropped, unless another has it by then.
+///
+/// A machine may end late, when the next one uses the same terminal already. So each terminal has one
+/// owner in this process, which is the last that asked for it, and only that one puts it back, as it was
+/// before the first.
 pub struct RawTerminal {
     fd: OwnedFd,
+    number: u64,
+}
+
+/// Device and inode of a terminal, and which device it is.
+type TerminalId = (u64, u64, u64);
+
+/// A terminal in raw mode.
+struct Owned {
+    terminal: TerminalId,
+    owner: u64,
     before: libc::termios,
+}
+
+struct Owners {
+    terminals: Vec<Owned>,
+    last: u64,
+}
+
+/// Locked while a terminal is set, which no reader of it can hold up.
+static OWNERS: Mutex<Owners> = Mutex::new(Owners { terminals: Vec::new(), last: 0 });
+
+fn owners() -> MutexGuard<'static, Owners> {
+    OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn terminal_id(fd: BorrowedFd<'_>) -> io::Result<TerminalId> {
+    let there = File::from(fd.try_clone_to_owned()?).metadata()?;
+    Ok((there.dev(), there.ino(), there.rdev()))
 }
 
 impl RawTerminal {
@@ -26,15 +60,30 @@ impl RawTerminal {
         if !syscalls::is_terminal(fd) {
             return Ok(None);
         }
-        let before = syscalls::terminal_settings(fd)?;
-        let guard = Self { fd: fd.try_clone_to_owned()?, before };
-        syscalls::set_terminal_settings(fd, &syscalls::raw_settings(before))?;
-        Ok(Some(guard))
+        let (now, terminal) = (syscalls::terminal_settings(fd)?, terminal_id(fd)?);
+        let mut owners = owners();
+        owners.last += 1;
+        let guard = Self { fd: fd.try_clone_to_owned()?, number: owners.last };
+        let owned = owners.terminals.iter_mut().find(|owned| owned.terminal == terminal);
+        let before = if let Some(owned) = owned {
+            owned.owner = guard.number;
+            owned.before
+        } else {
+            owners.terminals.push(Owned { terminal, owner: guard.number, before: now });
+            now
+        };
+        let set = syscalls::set_terminal_settings(fd, &syscalls::raw_settings(before));
+        // What puts it back if that fails takes the lock.
+        drop(owners);
+        set.map(|()| Some(guard))
     }
 
-    /// Puts the terminal back as it was; safe to be called more than once.
+    /// Puts the terminal back as it was, if no other has it by now; safe to be called more than once.
     pub fn restore(&self) {
-        if let Err(error) = syscalls::set_terminal_settings(self.fd.as_fd(), &self.before) {
+        let mut owners = owners();
+        let owned = owners.terminals.iter().position(|owned| owned.owner == self.number);
+        let Some(owned) = owned.map(|at| owners.terminals.swap_remove(at)) else { return };
+        if let Err(error) = syscalls::set_terminal_settings(self.fd.as_fd(), &owned.before) {
             warn!("cannot restore the terminal: {error}");
         }
     }
@@ -112,8 +161,10 @@ impl Channel {
 /// What keeps the channel open or makes new ones.
 enum Keeper {
     Nothing,
-    /// The terminal's guard: dropped with the endpoint.
-    Terminal {
+    /// Standard output as it was given, and what is dropped with the endpoint.
+    Standard {
+        output: OwnedFd,
+        _carrier: Option<Carrier>,
         _raw: Option<RawTerminal>,
     },
     /// As long as a slave is open somewhere, the master neither hangs up nor fails.
@@ -138,14 +189,17 @@ impl Backend {
         Ok(Self { channel: Channel { input: None, output: Some(output) }, keeper: Keeper::Nothing })
     }
 
-    pub(super) fn stdio() -> io::Result<Self> {
-        let stdin = io::stdin().as_fd().try_clone_to_owned()?;
-        let stdout = io::stdout().as_fd().try_clone_to_owned()?;
-        let raw = RawTerminal::enter(stdin.as_fd())?;
-        Ok(Self {
-            channel: Channel { input: Some(stdin.into()), output: Some(stdout.into()) },
-            keeper: Keeper::Terminal { _raw: raw },
-        })
+    /// What `input` and `output` are connected to; a terminal at the input is in raw mode as long as this
+    /// lives.
+    pub(super) fn standard(input: BorrowedFd<'_>, output: BorrowedFd<'_>) -> io::Result<Self> {
+        let standard::Output { file, carrier } = standard::output(output)?;
+        let keeper = Keeper::Standard {
+            output: output.try_clone_to_owned()?,
+            _carrier: carrier,
+            _raw: RawTerminal::enter(input)?,
+        };
+        let channel = Channel { input: Some(standard::input(input)?), output: Some(file) };
+        Ok(Self { channel, keeper })
     }
 
     pub(super) fn pty() -> io::Result<(Self, PathBuf)> {
@@ -170,6 +224,14 @@ impl Backend {
     /// Whether output can never be read by anybody.
     pub(super) fn discards(&self) -> bool {
         self.channel.output.is_none() && !matches!(self.keeper, Keeper::Listener(_))
+    }
+
+    /// The terminal whose size is the console's, if it is one.
+    pub(super) fn screen(&self) -> Option<BorrowedFd<'_>> {
+        match &self.keeper {
+            Keeper::Standard { output, .. } => Some(output.as_fd()),
+            _ => self.channel.output.as_ref().map(AsFd::as_fd),
+        }
     }
 
     /// The listener's descriptor while there is no peer.

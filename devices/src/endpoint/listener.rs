@@ -3,7 +3,7 @@
 //! The socket of a console and its path.
 //!
 //! Owns the path from binding to removal: a socket that a process has left behind is replaced, one that
-//! somebody listens at is not, and only what was made here is removed.
+//! another process listens at is not, and only what was made here is removed.
 
 use std::fs::{self, TryLockError};
 use std::io;
@@ -36,7 +36,7 @@ fn file_at(path: &Path) -> io::Result<(u64, u64)> {
 impl PathListener {
     /// Listens at `path`, also if a process that is gone did before.
     pub(super) fn bind(path: &Path) -> io::Result<Self> {
-        // Between the look at a stale socket and its removal nobody else may put another one there.
+        // Between the look at a stale socket and its removal no other process may put another one there.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         // One that cannot be read can be bound in all the same, without the lock.
         let _folder = match fs::File::open(folder.unwrap_or(Path::new("."))) {

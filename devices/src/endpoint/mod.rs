@@ -13,14 +13,16 @@
 mod backend;
 mod listener;
 mod output;
+mod standard;
 #[cfg(test)]
 mod tests;
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
 use log::warn;
 use thiserror::Error;
@@ -32,9 +34,11 @@ pub use output::open_output;
 
 /// Output that is kept for a reader that is slow or not there yet.
 const PENDING_BYTES_MAX: usize = 64 << 10;
-/// Written at a time after the descriptor said that it is ready: pipes and terminals that are
-/// ready take that much without waiting.
+/// Written at a time after the descriptor said that it is ready.
 const WRITE_CHUNK_BYTES: usize = 512;
+
+/// Between two looks whether another thread still has the endpoint.
+const TRY_EVERY: Duration = Duration::from_millis(1);
 
 /// Why an endpoint could not be opened.
 #[derive(Debug, Error)]
@@ -107,7 +111,15 @@ impl ConsoleEndpoint {
 
     /// Standard input and output. A terminal is put into raw mode until the endpoint is dropped.
     pub fn tty() -> Result<Self, EndpointError> {
-        Self::new(Backend::stdio().map_err(EndpointError::Terminal)?, None)
+        Self::standard(io::stdin().as_fd(), io::stdout().as_fd())
+    }
+
+    /// The same with other descriptors.
+    pub(crate) fn standard(
+        input: BorrowedFd<'_>,
+        output: BorrowedFd<'_>,
+    ) -> Result<Self, EndpointError> {
+        Self::new(Backend::standard(input, output).map_err(EndpointError::Terminal)?, None)
     }
 
     /// A new pseudo terminal; [`Self::pty_path`] tells its path.
@@ -145,8 +157,8 @@ impl ConsoleEndpoint {
     /// Columns and rows of the terminal, if it is one.
     pub fn size(&self) -> Option<(u16, u16)> {
         self.with(|inner, _| {
-            let fd = inner.backend.channel.output.as_ref()?;
-            crate::syscalls::terminal_size(fd.as_fd()).ok()
+            let screen = inner.backend.screen()?;
+            crate::syscalls::terminal_size(screen).ok()
         })
     }
 
@@ -186,10 +198,29 @@ impl ConsoleEndpoint {
     /// Has what it is connected to as it was before: a terminal is put back, a socket removed. Output is
     /// dropped from now on.
     pub fn close(&self) {
-        self.with(|inner, epoll| {
-            inner.backend = Backend::null();
-            inner.update_watches(epoll);
-        });
+        self.with(Inner::close);
+    }
+
+    /// The same, unless another thread has the endpoint for longer than `within`: one that has panicked, for
+    /// example, or waits. False then.
+    pub fn try_close(&self, within: Duration) -> bool {
+        let until = Instant::now() + within;
+        loop {
+            match self.inner.try_lock() {
+                Ok(mut inner) => {
+                    inner.close(&self.epoll);
+                    return true;
+                }
+                Err(TryLockError::Poisoned(poisoned)) => {
+                    poisoned.into_inner().close(&self.epoll);
+                    return true;
+                }
+                Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                    std::thread::sleep(TRY_EVERY);
+                }
+                Err(TryLockError::WouldBlock) => return false,
+            }
+        }
     }
 
     /// Bytes of output that were lost because nobody took them.
@@ -204,6 +235,11 @@ impl ConsoleEndpoint {
 }
 
 impl Inner {
+    fn close(&mut self, epoll: &Epoll) {
+        self.backend = Backend::null();
+        self.update_watches(epoll);
+    }
+
     fn write(&mut self, bytes: &[u8]) {
         if self.backend.discards() {
             return;

@@ -117,6 +117,22 @@ fn a_socket_serves_one_peer_after_the_other() {
 }
 
 #[test]
+fn an_endpoint_that_another_thread_has_is_not_waited_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.sock");
+    let endpoint = ConsoleEndpoint::socket(&path).unwrap();
+    endpoint.with(|_, _| {
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| endpoint.try_close(std::time::Duration::from_millis(20)));
+            assert!(!other.join().unwrap());
+        });
+    });
+    assert!(path.exists());
+    assert!(endpoint.try_close(std::time::Duration::ZERO));
+    assert!(!path.exists());
+}
+
+#[test]
 fn a_socket_peer_that_does_not_read_blocks_nobody() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("console.sock");
@@ -151,6 +167,86 @@ fn a_file_gets_everything_and_null_nothing() {
     assert!(error.to_string().contains("no/such/directory"), "{error}");
 }
 
+/// Has this much written in lines, which must not wait for whatever does not read them.
+#[track_caller]
+fn flood(endpoint: &std::sync::Arc<ConsoleEndpoint>) {
+    let (done, is_done) = std::sync::mpsc::channel();
+    let written = std::sync::Arc::clone(endpoint);
+    std::thread::spawn(move || {
+        let lines = b"a line of the guest's\n".repeat(200);
+        for _ in 0..100 {
+            written.write(&lines);
+            written.service(&mut []);
+        }
+        done.send(()).unwrap();
+    });
+    is_done.recv_timeout(std::time::Duration::from_secs(20)).expect("a write that does not wait");
+    assert!(endpoint.lost_bytes() > 0);
+}
+
+#[test]
+fn an_unread_terminal_blocks_nothing_whatever_its_mode() {
+    let nothing = std::fs::File::open("/dev/null").unwrap();
+    for is_raw in [false, true] {
+        let (master, terminal, _path) = syscalls::open_pty().unwrap();
+        // Raw if the input is the same terminal; else as a shell has it, with two bytes for a newline.
+        let input = if is_raw { terminal.as_fd() } else { nothing.as_fd() };
+        let endpoint = ConsoleEndpoint::standard(input, terminal.as_fd()).unwrap();
+        let endpoint = std::sync::Arc::new(endpoint);
+        flood(&endpoint);
+        // The others who have the terminal open wait as before.
+        // SAFETY: F_GETFL takes no third argument; the descriptor is open.
+        let flags = unsafe { libc::fcntl(terminal.as_raw_fd(), libc::F_GETFL) };
+        assert_eq!(flags & libc::O_NONBLOCK, 0);
+        assert_eq!(endpoint.size(), syscalls::terminal_size(terminal.as_fd()).ok());
+        endpoint.write(b"the end");
+        let mut reader = std::fs::File::from(master);
+        let mut received = Vec::new();
+        let mut buffer = [0; 4096];
+        while !received.ends_with(b"the end") {
+            endpoint.service(&mut []);
+            if let Ok(len_bytes) = reader.read(&mut buffer) {
+                received.extend_from_slice(&buffer[..len_bytes]);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_opened_again_is_waited_for_elsewhere() {
+    let nothing = std::fs::File::open("/dev/null").unwrap();
+    let (mut reader, output) = UnixStream::pair().unwrap();
+    let endpoint = ConsoleEndpoint::standard(nothing.as_fd(), output.as_fd()).unwrap();
+    drop(output);
+    endpoint.write(b"the last words");
+    // They are there when it is gone, and so is every descriptor of it.
+    drop(endpoint);
+    let mut text = String::new();
+    reader.read_to_string(&mut text).unwrap();
+    assert_eq!(text, "the last words");
+
+    let (_unread, output) = UnixStream::pair().unwrap();
+    let endpoint = ConsoleEndpoint::standard(nothing.as_fd(), output.as_fd()).unwrap();
+    flood(&std::sync::Arc::new(endpoint));
+    // The outer end of a pseudo terminal, whose inner end does not read.
+    let (master, _terminal, _path) = syscalls::open_pty().unwrap();
+    let endpoint = ConsoleEndpoint::standard(nothing.as_fd(), master.as_fd()).unwrap();
+    flood(&std::sync::Arc::new(endpoint));
+}
+
+#[test]
+fn an_unread_pipe_blocks_nothing_and_a_file_gets_everything() {
+    let nothing = std::fs::File::open("/dev/null").unwrap();
+    let (_unread, pipe) = io::pipe().unwrap();
+    let endpoint = ConsoleEndpoint::standard(nothing.as_fd(), pipe.as_fd()).unwrap();
+    flood(&std::sync::Arc::new(endpoint));
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(b"before ").unwrap();
+    let endpoint = ConsoleEndpoint::standard(nothing.as_fd(), file.as_file().as_fd()).unwrap();
+    endpoint.write(b"behind");
+    assert_eq!(std::fs::read(file.path()).unwrap(), b"before behind");
+}
+
 #[test]
 fn raw_mode_ends_with_its_guard() {
     let (_master, terminal, _path) = syscalls::open_pty().unwrap();
@@ -163,6 +259,25 @@ fn raw_mode_ends_with_its_guard() {
     assert_eq!(modes(), before);
     let (file, _) = UnixStream::pair().unwrap();
     assert!(RawTerminal::enter(file.as_fd()).unwrap().is_none(), "not a terminal");
+}
+
+#[test]
+fn a_machine_that_ends_late_leaves_the_terminal_to_the_next() {
+    let (_master, terminal, _path) = syscalls::open_pty().unwrap();
+    let modes = || syscalls::terminal_settings(terminal.as_fd()).unwrap().c_lflag;
+    let before = modes();
+    let late = RawTerminal::enter(terminal.as_fd()).unwrap().unwrap();
+    let next = RawTerminal::enter(terminal.as_fd()).unwrap().unwrap();
+    drop(late);
+    assert_eq!(modes() & libc::ICANON, 0, "the next one uses it");
+    drop(next);
+    assert_eq!(modes(), before, "as it was before the first");
+    let late = RawTerminal::enter(terminal.as_fd()).unwrap().unwrap();
+    let next = RawTerminal::enter(terminal.as_fd()).unwrap().unwrap();
+    drop(next);
+    assert_eq!(modes(), before);
+    late.restore();
+    assert_eq!(modes(), before);
 }
 
 #[test]

@@ -2,15 +2,16 @@
 
 //! The CMOS memory and its real-time clock (MC146818).
 //!
-//! Owns 128 bytes behind an index and a data port. Time registers follow the host's clock, in UTC;
-//! what the guest writes to them is dropped, as its clock is kept by other means. There is no
-//! alarm and no interrupt.
+//! Owns 128 bytes behind an index and a data port. Time registers follow the host's clock, in UTC, at the
+//! distance that the guest has put between them by setting its own, which it keeps as long as the machine is
+//! there. There is no alarm and no interrupt, as the ACPI tables say: nothing here sleeps.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use super::calendar::Calendar;
 use crate::Snapshot;
 use crate::bus::BusDevice;
 use crate::state::StateFormat;
@@ -46,6 +47,10 @@ const STATUS_A_DEFAULT: u8 = 0x26;
 const UPDATE_IN_PROGRESS: u8 = 0x80;
 const STATUS_B_24_HOURS: u8 = 0x02;
 const STATUS_B_BINARY: u8 = 0x04;
+/// Time stands still, to be set.
+const STATUS_B_SET: u8 = 0x80;
+/// The hour is one after noon, in the format of 12 hours.
+const AFTERNOON: u8 = 0x80;
 /// Power and memory are good.
 const STATUS_D_VALID: u8 = 0x80;
 /// The chip shows an update 244 us before it comes.
@@ -80,6 +85,10 @@ struct Inner {
     index: u8,
     bytes: [u8; REGISTERS],
     clock: Box<dyn Clock>,
+    /// How far the guest's clock is ahead of the host's, in seconds: what it has been set to.
+    ahead_s: i64,
+    /// The time while it stands still.
+    held: Option<Calendar>,
 }
 
 impl Cmos {
@@ -92,14 +101,25 @@ impl Cmos {
         let high = (high_bytes / UNIT_BYTES).min(0xff_ffff).to_le_bytes();
         bytes[HIGH_MEMORY..HIGH_MEMORY + 3].copy_from_slice(&high[..3]);
         bytes[usize::from(STATUS_B)] = STATUS_B_24_HOURS;
-        Self { inner: Mutex::new(Inner { index: 0, bytes, clock }) }
+        let inner = Inner { index: 0, bytes, clock, ahead_s: 0, held: None };
+        Self { inner: Mutex::new(inner) }
     }
 }
 
 impl Inner {
+    /// Seconds of the host's clock.
+    fn host_seconds(&self) -> i64 {
+        i64::try_from(self.clock.since_epoch().as_secs()).unwrap_or(i64::MAX)
+    }
+
+    fn time(&self) -> Calendar {
+        let running =
+            || Calendar::from_epoch_seconds(self.host_seconds().saturating_add(self.ahead_s));
+        self.held.unwrap_or_else(running)
+    }
+
     fn read(&self) -> u8 {
-        let now = self.clock.since_epoch();
-        let time = Calendar::from_epoch_seconds(now.as_secs());
+        let time = self.time();
         match self.index {
             SECONDS => self.number(time.second),
             MINUTES => self.number(time.minute),
@@ -110,8 +130,10 @@ impl Inner {
             YEAR => self.number(time.year_of_century),
             CENTURY => self.number(time.century),
             STATUS_A => {
-                let is_close = now.subsec_nanos() >= NANOS_PER_SECOND - UPDATE_WARNING_NS;
-                let busy = if is_close { UPDATE_IN_PROGRESS } else { 0 };
+                let now_ns = self.clock.since_epoch().subsec_nanos();
+                let is_close = now_ns >= NANOS_PER_SECOND - UPDATE_WARNING_NS;
+                let is_busy = is_close && self.held.is_none();
+                let busy = if is_busy { UPDATE_IN_PROGRESS } else { 0 };
                 STATUS_A_DEFAULT | busy
             }
             STATUS_C => 0,
@@ -122,18 +144,55 @@ impl Inner {
 
     fn write(&mut self, value: u8) {
         match self.index {
-            SECONDS | MINUTES | HOURS | WEEKDAY | DAY | MONTH | YEAR | CENTURY | STATUS_A
-            | STATUS_C | STATUS_D => {}
+            SECONDS | MINUTES | HOURS | DAY | MONTH | YEAR | CENTURY => self.set_time(value),
+            // The day of the week follows from the date.
+            WEEKDAY | STATUS_A | STATUS_C | STATUS_D => {}
             STATUS_B => {
-                // No interrupts: only the format of the numbers can be chosen.
-                let format = value & (STATUS_B_24_HOURS | STATUS_B_BINARY);
-                self.bytes[usize::from(STATUS_B)] = format;
+                // No interrupts: only the format of the numbers can be chosen, and time be held.
+                let kept = value & (STATUS_B_24_HOURS | STATUS_B_BINARY | STATUS_B_SET);
+                self.hold(kept & STATUS_B_SET != 0);
+                self.bytes[usize::from(STATUS_B)] = kept;
             }
             other => {
                 if let Some(byte) = self.bytes.get_mut(usize::from(other)) {
                     *byte = value;
                 }
             }
+        }
+    }
+
+    /// Lets time stand still, or go on from what it has been set to.
+    fn hold(&mut self, on: bool) {
+        match (on, self.held.take()) {
+            (true, held) => self.held = Some(held.unwrap_or_else(|| self.time())),
+            (false, Some(held)) => self.go_on_from(held),
+            (false, None) => {}
+        }
+    }
+
+    fn go_on_from(&mut self, time: Calendar) {
+        self.ahead_s = time.epoch_seconds().saturating_sub(self.host_seconds());
+    }
+
+    /// Sets one of the numbers that make up the time; one that cannot be is left as it was.
+    fn set_time(&mut self, value: u8) {
+        let mut time = self.time();
+        let number = self.number_of(value);
+        let in_range = |first, last| number.filter(|number| (first..=last).contains(number));
+        let (place, number) = match self.index {
+            SECONDS => (&mut time.second, in_range(0, 59)),
+            MINUTES => (&mut time.minute, in_range(0, 59)),
+            HOURS => (&mut time.hour, self.hour_of(value)),
+            DAY => (&mut time.day, in_range(1, 31)),
+            MONTH => (&mut time.month, in_range(1, 12)),
+            YEAR => (&mut time.year_of_century, in_range(0, 99)),
+            _ => (&mut time.century, in_range(0, 99)),
+        };
+        let Some(number) = number else { return };
+        *place = number;
+        match &mut self.held {
+            Some(held) => *held = time,
+            None => self.go_on_from(time),
         }
     }
 
@@ -149,12 +208,30 @@ impl Inner {
         }
     }
 
+    /// What [`Self::number`] would show so.
+    fn number_of(&self, value: u8) -> Option<u8> {
+        if self.status_b() & STATUS_B_BINARY != 0 {
+            return Some(value);
+        }
+        let (tens, ones) = (value >> 4, value & 0xf);
+        (tens < 10 && ones < 10).then_some(tens * 10 + ones)
+    }
+
     fn hour(&self, hour: u8) -> u8 {
         if self.status_b() & STATUS_B_24_HOURS != 0 {
             return self.number(hour);
         }
-        let afternoon = if hour >= 12 { 0x80 } else { 0 };
+        let afternoon = if hour >= 12 { AFTERNOON } else { 0 };
         self.number(if hour.is_multiple_of(12) { 12 } else { hour % 12 }) | afternoon
+    }
+
+    /// What [`Self::hour`] would show so.
+    fn hour_of(&self, value: u8) -> Option<u8> {
+        if self.status_b() & STATUS_B_24_HOURS != 0 {
+            return self.number_of(value).filter(|hour| *hour < 24);
+        }
+        let hour = self.number_of(value & !AFTERNOON).filter(|hour| (1..=12).contains(hour))?;
+        Some(hour % 12 + if value & AFTERNOON != 0 { 12 } else { 0 })
     }
 }
 
@@ -178,84 +255,76 @@ impl BusDevice for Cmos {
     }
 }
 
-const CMOS_STATE: StateFormat = StateFormat { kind: "cmos", newest: 1 };
+/// Version 1 has no clock of the guest's own, and is written as long as there is none.
+const CMOS_STATE: StateFormat = StateFormat { kind: "cmos", newest: 2 };
+/// The version that has one.
+pub const CMOS_CLOCK_VERSION: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CmosState {
     index: u8,
     bytes: Vec<u8>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    clock: Option<ClockState>,
+}
+
+/// A clock that the guest has set, or is about to.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClockState {
+    ahead_s: i64,
+    /// The time at which it stands still, in seconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    held_s: Option<i64>,
+}
+
+impl Cmos {
+    /// The state for a reader that knows no clock of the guest's own: there it shows the host's again. Whether
+    /// there was one.
+    pub fn forget_clock(state: &mut DeviceSnapshot) -> bool {
+        let Some(data) = state.data.as_object_mut() else { return false };
+        let had_one = data.remove("clock").is_some();
+        if had_one {
+            state.version = 1;
+        }
+        had_one
+    }
 }
 
 impl Snapshot for Cmos {
     fn save(&self) -> DeviceSnapshot {
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        CMOS_STATE.encode(&CmosState { index: inner.index, bytes: inner.bytes.to_vec() })
+        let held_s = inner.held.map(Calendar::epoch_seconds);
+        let is_set = inner.ahead_s != 0 || held_s.is_some();
+        let clock = is_set.then_some(ClockState { ahead_s: inner.ahead_s, held_s });
+        let state = CmosState { index: inner.index, bytes: inner.bytes.to_vec(), clock };
+        let version = if is_set { CMOS_CLOCK_VERSION } else { 1 };
+        DeviceSnapshot { version, ..CMOS_STATE.encode(&state) }
     }
 
     fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        let version = state.version;
         let state: CmosState = CMOS_STATE.decode(state)?;
-        let bytes: [u8; REGISTERS] = state.bytes.try_into().map_err(|bytes: Vec<u8>| {
+        let mut bytes: [u8; REGISTERS] = state.bytes.try_into().map_err(|bytes: Vec<u8>| {
             CMOS_STATE.invalid(format!("{} registers instead of {REGISTERS}", bytes.len()))
         })?;
         if state.index > INDEX_MASK {
             return Err(CMOS_STATE.invalid(format!("index {:#x} is too large", state.index)));
         }
+        if state.clock.is_some() && version < CMOS_CLOCK_VERSION {
+            return Err(CMOS_STATE.invalid(format!("version {version} has no clock of its own")));
+        }
+        let held = state.clock.and_then(|clock| clock.held_s).map(Calendar::from_epoch_seconds);
+        // The register says what is so, whatever comes in.
+        let held_bit = if held.is_some() { STATUS_B_SET } else { 0 };
+        let status = &mut bytes[usize::from(STATUS_B)];
+        *status = *status & !STATUS_B_SET | held_bit;
         let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.index = state.index;
         inner.bytes = bytes;
+        inner.ahead_s = state.clock.map_or(0, |clock| clock.ahead_s);
+        inner.held = held;
         Ok(())
     }
-}
-
-/// A date and a time of day as the chip has them.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Calendar {
-    pub(super) second: u8,
-    pub(super) minute: u8,
-    pub(super) hour: u8,
-    /// Sunday is 1.
-    pub(super) weekday: u8,
-    pub(super) day: u8,
-    pub(super) month: u8,
-    pub(super) year_of_century: u8,
-    pub(super) century: u8,
-}
-
-impl Calendar {
-    /// The proleptic Gregorian date of a number of seconds since 1970.
-    ///
-    /// Days are counted from 1 March of the year 0, so that a leap day is the last of its year.
-    pub(super) fn from_epoch_seconds(seconds: u64) -> Self {
-        const DAYS_BEFORE_1970: u64 = 719_468;
-        const DAYS_OF_400_YEARS: u64 = 146_097;
-        let days = seconds / 86_400;
-        let second_of_day = seconds % 86_400;
-        let shifted = days + DAYS_BEFORE_1970;
-        let era = shifted / DAYS_OF_400_YEARS;
-        let day_of_era = shifted % DAYS_OF_400_YEARS;
-        let year_of_era =
-            (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-        let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-        // March is 0. A month takes 30.6 days on the average of five.
-        let month_index = (5 * day_of_year + 2) / 153;
-        let day = day_of_year - (153 * month_index + 2) / 5 + 1;
-        let month = if month_index < 10 { month_index + 3 } else { month_index - 9 };
-        let year = era * 400 + year_of_era + u64::from(month <= 2);
-        Self {
-            second: small(second_of_day % 60),
-            minute: small(second_of_day / 60 % 60),
-            hour: small(second_of_day / 3_600),
-            // 1 January 1970 was a Thursday.
-            weekday: small((days + 4) % 7 + 1),
-            day: small(day),
-            month: small(month),
-            year_of_century: small(year % 100),
-            century: small(year / 100 % 100),
-        }
-    }
-}
-
-fn small(value: u64) -> u8 {
-    u8::try_from(value).unwrap_or(u8::MAX)
 }

@@ -7,7 +7,10 @@
 //! through [`PowerEvents`]; interrupts leave through an `EventFd`.
 
 mod acpi;
+mod calendar;
 mod cmos;
+#[cfg(test)]
+mod cmos_tests;
 mod debug;
 mod generation_id;
 mod i8042;
@@ -22,7 +25,7 @@ pub use acpi::{
     PM_TIMER_FREQUENCY_HZ, PM_TIMER_LEN_BYTES, PM_TIMER_PORT, POWER_CONTROL_LEN_BYTES,
     POWER_CONTROL_PORT, PmTimer, PowerControl, RESET_VALUE, SLEEP_S5_VALUE,
 };
-pub use cmos::{CMOS_LEN_BYTES, CMOS_PORT, Clock, Cmos, HostClock};
+pub use cmos::{CMOS_CLOCK_VERSION, CMOS_LEN_BYTES, CMOS_PORT, Clock, Cmos, HostClock};
 pub use debug::{
     DEBUG_CONSOLE_LEN_BYTES, DEBUG_CONSOLE_PORT, DEBUG_PORT, DEBUG_PORT_LEN_BYTES, DebugConsole,
     DebugPort,

@@ -17,8 +17,9 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::RING_FEATURES;
 use super::balloon;
-use super::block::Disk;
-use super::block::worker::{BlockWorker, CacheMode, Shared};
+use super::block::perform::{CacheMode, Engine};
+use super::block::worker::{BlockWorker, Shared};
+use super::block::{Disk, OnFull};
 use super::console::ConsoleResizer;
 use super::console::worker::ConsoleWorker;
 use super::device::{ActiveQueue, VirtioInterrupt};
@@ -158,17 +159,18 @@ fn run_block(data: &[u8]) -> Setup<()> {
     let file = syscalls::memory_file(DISK_BYTES)?;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let disk = Disk::open(Path::new(&path), choice & 2 != 0, false)?;
-    let shared = Shared {
+    let engine = Engine {
         disk: Arc::new(disk),
         serial: [b'x'; 20],
-        counters: Arc::default(),
         cache: CacheMode {
             flush_negotiated: choice & 4 != 0,
             writeback: Arc::new(AtomicBool::new(true)),
         },
         sparse: choice & 8 != 0,
-        log: Arc::default(),
+        on_full: OnFull::default(),
     };
+    let shared =
+        Shared { engine, counters: Arc::default(), full: Arc::default(), log: Arc::default() };
     let guest = Guest::new(data, features_of(data))?;
     run(BlockWorker::new(guest.queue(0)?, shared, choice & 16 != 0))
 }

@@ -78,6 +78,11 @@ impl WorkQueue {
         }
     }
 
+    /// Its number among the queues of the device.
+    pub(crate) fn index(&self) -> u16 {
+        self.index
+    }
+
     pub(crate) fn size(&self) -> u16 {
         self.queue.size()
     }
@@ -97,6 +102,11 @@ impl WorkQueue {
     /// Guest memory as it is now.
     pub(crate) fn memory(&self) -> GuestMemoryLoadGuard<GuestMemory> {
         self.memory.memory()
+    }
+
+    /// Guest memory, as it will be when it is asked for.
+    pub(crate) fn memory_handle(&self) -> &GuestMemoryHandle {
+        &self.memory
     }
 
     /// Takes note of a notification.

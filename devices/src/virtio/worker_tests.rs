@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc;
 use std::time::Duration;
 
 use super::*;
@@ -94,12 +95,19 @@ fn own_cpus() -> Vec<usize> {
         .collect()
 }
 
-/// Tells where it runs.
-struct Where(std::sync::mpsc::Sender<Vec<usize>>);
+/// Work that tells what it finds when it starts, and breaks then if it is to.
+struct Probe {
+    /// Gets the CPUs on which its thread may run.
+    tell: mpsc::Sender<Vec<usize>>,
+    breaks: bool,
+}
 
-impl Work for Where {
+impl Work for Probe {
     fn start(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
-        self.0.send(own_cpus()).unwrap();
+        if self.breaks {
+            return Err(Broken::Device("always"));
+        }
+        self.tell.send(own_cpus()).unwrap();
         Ok(())
     }
 
@@ -115,7 +123,10 @@ impl Work for Where {
         Vec::new()
     }
 
-    fn report_broken(&self) {}
+    /// After the line in the log.
+    fn report_broken(&self) {
+        self.tell.send(own_cpus()).unwrap();
+    }
 }
 
 #[test]
@@ -125,11 +136,11 @@ fn a_thread_that_a_bound_vcpu_starts_runs_where_it_was_told_or_anywhere() {
     // What a vCPU's thread does, from its affinity to DRIVER_OK.
     let vcpu = std::thread::spawn(move || {
         syscalls::bind_thread(&[last]).unwrap();
-        let (sender, receiver) = std::sync::mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let mut workers = Workers::default();
-        workers.spawn("free", &[], Where(sender.clone())).unwrap();
+        workers.spawn("free", &[], Probe { tell: sender.clone(), breaks: false }).unwrap();
         let free = receiver.recv().unwrap();
-        workers.spawn("told", &[last], Where(sender)).unwrap();
+        workers.spawn("told", &[last], Probe { tell: sender, breaks: false }).unwrap();
         (free, receiver.recv().unwrap(), own_cpus())
     });
     let (free, told, own) = vcpu.join().unwrap();
@@ -155,39 +166,14 @@ impl log::Log for CountingLog {
     fn flush(&self) {}
 }
 
-/// A driver that breaks a rule with its first request.
-struct Clumsy(std::sync::mpsc::Sender<()>);
-
-impl Work for Clumsy {
-    fn start(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
-        Err(Broken::Device("always"))
-    }
-
-    fn ready(&mut self, _token: u64, _watch: &mut Watch) -> Result<(), Broken> {
-        Ok(())
-    }
-
-    fn drain(&mut self) -> Result<(), Broken> {
-        Ok(())
-    }
-
-    fn queue_states(&self) -> Vec<(u16, QueueState)> {
-        Vec::new()
-    }
-
-    fn report_broken(&self) {
-        self.0.send(()).unwrap();
-    }
-}
-
 #[test]
 fn a_driver_that_resets_and_breaks_its_device_again_and_again_does_not_fill_the_log() {
     log::set_logger(&CountingLog).unwrap();
     log::set_max_level(log::LevelFilter::Info);
-    let (sender, receiver) = std::sync::mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let mut workers = Workers::default();
     for _ in 0..200 {
-        workers.spawn("flood_q0", &[], Clumsy(sender.clone())).unwrap();
+        workers.spawn("flood_q0", &[], Probe { tell: sender.clone(), breaks: true }).unwrap();
         receiver.recv().unwrap();
         workers.stop();
     }

@@ -11,12 +11,15 @@ use virtio_queue::QueueState;
 
 use super::config::{self, ConfigInput};
 use super::counters::BlockCounters;
+use super::full::{Full, FullDisk, OnFull};
 use super::image::{Disk, DiskError};
 use super::lock::{DiskLock, LockGranularity};
+use super::perform::{CacheMode, Engine};
 use super::request::SERIAL_BYTES;
 use super::ring::Ring;
 use super::state;
-use super::worker::{BlockWorker, CacheMode, Shared};
+use super::worker::{BlockWorker, Shared};
+use crate::log_limited;
 use crate::virtio::buffers::RANGES_MAX;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
@@ -53,6 +56,8 @@ pub struct BlockConfig {
     pub lock_granularity: LockGranularity,
     /// CPUs of the host for each queue's thread; none means all.
     pub queue_affinity: Vec<Vec<usize>>,
+    /// What becomes of a request that the host has no room for.
+    pub on_full: OnFull,
 }
 
 impl Default for BlockConfig {
@@ -69,6 +74,7 @@ impl Default for BlockConfig {
             disable_io_uring: false,
             lock_granularity: LockGranularity::default(),
             queue_affinity: Vec::new(),
+            on_full: OnFull::default(),
         }
     }
 }
@@ -82,6 +88,7 @@ pub struct Block {
     acknowledged: u64,
     writeback: Arc<AtomicBool>,
     counters: Arc<BlockCounters>,
+    full: Arc<Full>,
     workers: Workers,
 }
 
@@ -113,6 +120,7 @@ impl Block {
             acknowledged: 0,
             writeback: Arc::new(AtomicBool::new(true)),
             counters: Arc::default(),
+            full: Arc::default(),
             workers: Workers::default(),
         }
     }
@@ -121,6 +129,12 @@ impl Block {
     /// VMM takes the guest over.
     pub fn lock(&self) -> DiskLock {
         DiskLock { disk: Arc::clone(&self.disk), granularity: self.config.lock_granularity }
+    }
+
+    /// The requests that the host has no room for, of a device that keeps them.
+    pub fn full_disk(&self) -> Option<FullDisk> {
+        let keeps = self.config.on_full == OnFull::Pause;
+        keeps.then(|| FullDisk::new(&self.full, &self.disk))
     }
 
     /// The device's counters.
@@ -148,16 +162,21 @@ impl Block {
         if queues.first().is_none_or(|queue| queue.index != 0) {
             return Err(ActivateError::MissingQueue { index: 0 });
         }
-        let shared = Shared {
+        let engine = Engine {
             disk: Arc::clone(&self.disk),
             serial: self.serial(),
-            counters: Arc::clone(&self.counters),
             cache: CacheMode {
                 flush_negotiated: has(features, abi::VIRTIO_BLK_F_FLUSH)
                     || has(features, abi::VIRTIO_BLK_F_CONFIG_WCE),
                 writeback: Arc::clone(&self.writeback),
             },
             sparse: self.config.sparse,
+            on_full: self.config.on_full,
+        };
+        let shared = Shared {
+            engine,
+            counters: Arc::clone(&self.counters),
+            full: Arc::clone(&self.full),
             log: self.workers.log_limit(),
         };
         let with_ring = !self.config.disable_io_uring && Ring::is_available();
@@ -256,12 +275,22 @@ impl VirtioDevice for Block {
         let started = self.start(activation);
         if started.is_err() {
             self.workers.stop();
+            self.full.forget();
         }
         started
     }
 
     fn reset(&mut self) {
         self.workers.stop();
+        let kept = self.full.forget();
+        if kept > 0 {
+            let path = self.disk.path().display();
+            log_limited!(
+                self.workers.log_limit(),
+                Warn,
+                "disk {path}: {kept} requests that there was no room for are not carried out, as the                  device is reset"
+            );
+        }
         self.acknowledged = 0;
         self.writeback.store(true, Ordering::Release);
     }

@@ -138,6 +138,8 @@ pub(crate) struct Disk {
     offset_align_bytes: u64,
     /// Held while a block is read, changed in part and written.
     pub(super) partial_write: Mutex<()>,
+    #[cfg(test)]
+    pub(super) refusal: super::tests::Refusal,
 }
 
 impl Disk {
@@ -212,6 +214,8 @@ impl Disk {
             address_align_bytes: usize::try_from(address_align).unwrap_or(4096),
             offset_align_bytes: offset_align,
             partial_write: Mutex::new(()),
+            #[cfg(test)]
+            refusal: super::tests::Refusal::default(),
         })
     }
 
@@ -221,6 +225,23 @@ impl Disk {
 
     pub(super) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// The file for a write that the kernel carries out by itself: of a test, one that refuses it.
+    pub(super) fn file_to_change(&self) -> &File {
+        #[cfg(test)]
+        if let Some(full) = self.refusal.file() {
+            return full;
+        }
+        &self.file
+    }
+
+    /// Whether the image may be changed by a call that follows: always, but in tests.
+    #[cfg_attr(not(test), expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "tests"))]
+    pub(super) fn may_change(&self) -> io::Result<()> {
+        #[cfg(test)]
+        self.refusal.check()?;
+        Ok(())
     }
 
     pub(super) fn readonly(&self) -> bool {

@@ -8,6 +8,8 @@
 //!                       io_uring  <----------+----------> synchronous calls
 //!                 (read, write, flush)              (discard, write zeroes, unaligned direct I/O,
 //!                                                    and everything where io_uring is not to be had)
+//!                           |                         |
+//!                           +-- no room on the host --+--> kept, if the VM is to be paused then
 //! ```
 //!
 //! Owns the image and its lock. Never reads an image format other than raw: of the others it knows
@@ -17,8 +19,11 @@ mod config;
 mod counters;
 mod device;
 mod format;
+mod full;
 mod image;
 mod lock;
+mod long;
+pub(super) mod perform;
 mod request;
 mod ring;
 mod stable;
@@ -31,6 +36,7 @@ pub(super) mod worker;
 pub use counters::BlockCounters;
 pub use device::{Block, BlockConfig};
 pub use format::ImageFormat;
+pub use full::{FullDisk, OnFull};
 pub(super) use image::Disk;
 pub use image::DiskError;
 pub use lock::{DiskLock, LockGranularity};

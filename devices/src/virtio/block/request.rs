@@ -50,7 +50,7 @@ pub(super) struct Range {
 }
 
 /// What is to be done.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     /// Transfer from the disk at `offset` to guest memory.
     Read { offset: u64, data: Segments },
@@ -66,6 +66,25 @@ pub(super) enum Operation {
     WriteZeroes(Vec<Range>),
     /// Nothing: this is the answer.
     Refused(Status),
+}
+
+impl Operation {
+    /// For people.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "read",
+            Self::Write { .. } => "write",
+            Self::Flush => "flush",
+            Self::Discard(_) => "discard",
+            Self::WriteZeroes(_) => "write of zeroes",
+            Self::GetId { .. } | Self::Refused(_) => "request",
+        }
+    }
+
+    /// Whether it takes room, so that it may be carried out when there is more.
+    pub(super) fn takes_room(&self) -> bool {
+        matches!(self, Self::Write { .. } | Self::Discard(_) | Self::WriteZeroes(_))
+    }
 }
 
 /// A request and where its answer goes.

@@ -16,6 +16,7 @@ use memory::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::image::Disk;
+use super::long::UNDER_WAY_BYTES;
 use super::request::Request;
 use crate::virtio::buffers::HostRanges;
 
@@ -60,6 +61,8 @@ pub(super) struct Ring {
     /// Operations in flight; the index is what the kernel gives back.
     slots: Vec<Option<Box<Job>>>,
     free: Vec<usize>,
+    /// What the operations in flight transfer together, when they are begun.
+    in_flight_bytes: u64,
 }
 
 impl Ring {
@@ -83,7 +86,8 @@ impl Ring {
         let completed = EventFd::new(EFD_NONBLOCK)?;
         ring.submitter().register_eventfd(completed.as_raw_fd())?;
         let slots = (0..depth).map(|_| None).collect();
-        Ok(Self { uring: ring, completed, disk, slots, free: (0..depth.into()).rev().collect() })
+        let free = (0..depth.into()).rev().collect();
+        Ok(Self { uring: ring, completed, disk, slots, free, in_flight_bytes: 0 })
     }
 
     /// Signalled when operations completed.
@@ -92,7 +96,7 @@ impl Ring {
     }
 
     pub(super) fn has_room(&self) -> bool {
-        !self.free.is_empty()
+        !self.free.is_empty() && self.in_flight_bytes < UNDER_WAY_BYTES
     }
 
     pub(super) fn is_idle(&self) -> bool {
@@ -102,12 +106,14 @@ impl Ring {
     /// Takes an operation, to be given to the kernel by [`Self::submit`]. Without room it comes
     /// back.
     pub(super) fn push(&mut self, job: Box<Job>) -> Result<(), Box<Job>> {
+        let len_bytes = job.request.operation.transfer_bytes();
         let Some(slot) = self.free.pop() else { return Err(job) };
         match self.slots.get_mut(slot) {
             Some(place) => *place = Some(job),
             None => return Err(job),
         }
         if self.queue_entry(slot) {
+            self.in_flight_bytes = self.in_flight_bytes.saturating_add(len_bytes);
             return Ok(());
         }
         // The submission queue is as long as there are slots, and is emptied by `submit`.
@@ -165,6 +171,7 @@ impl Ring {
             let Some(mut job) = place.take() else { continue };
             if let Some(result) = advance(&mut job, result) {
                 self.free.push(slot);
+                self.has_completed(&job);
                 done.push(Done { job, result });
                 continue;
             }
@@ -173,6 +180,7 @@ impl Ring {
                 resubmitted = true;
             } else if let Some(job) = self.slots.get_mut(slot).and_then(Option::take) {
                 self.free.push(slot);
+                self.has_completed(&job);
                 done.push(Done { job, result: Err(io::ErrorKind::ResourceBusy.into()) });
             }
         }
@@ -180,6 +188,13 @@ impl Ring {
             self.submit();
         }
         done
+    }
+}
+
+impl Ring {
+    fn has_completed(&mut self, job: &Job) {
+        let len_bytes = job.request.operation.transfer_bytes();
+        self.in_flight_bytes = self.in_flight_bytes.saturating_sub(len_bytes);
     }
 }
 
@@ -199,6 +214,7 @@ fn entry(disk: &Disk, job: &Job) -> squeue::Entry {
         Action::Read => opcode::Readv::new(fd, ranges, count).offset(job.offset).build(),
         Action::Write { through } => {
             let flags = if through { libc::RWF_DSYNC } else { 0 };
+            let fd = types::Fd(disk.file_to_change().as_raw_fd());
             opcode::Writev::new(fd, ranges, count).offset(job.offset).rw_flags(flags).build()
         }
         Action::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),

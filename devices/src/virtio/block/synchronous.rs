@@ -59,18 +59,20 @@ pub(super) fn read(
     result
 }
 
-/// Writes `data.len_bytes()` bytes at `offset`; with `through`, onto stable storage.
+/// Writes `data.len_bytes()` bytes at `offset`; with `through`, onto stable storage where one call can do
+/// both. Says whether they are there.
 pub(super) fn write(
     disk: &Disk,
     memory: &GuestMemory,
     offset: u64,
     data: &Segments,
     through: bool,
-) -> io::Result<()> {
+) -> io::Result<bool> {
+    disk.may_change()?;
     let mut ranges = data.host_ranges(memory).map_err(not_ram)?;
     if !is_direct_ready(disk, offset, &ranges) {
         write_bounced(disk, memory, offset, data)?;
-        return if through { flush(disk) } else { Ok(()) };
+        return Ok(false);
     }
     let flags = if through { libc::RWF_DSYNC } else { 0 };
     let mut done = 0;
@@ -82,7 +84,7 @@ pub(super) fn write(
     if let (true, Err(error)) = (through, &written) {
         disk.note_failed_through(error);
     }
-    written
+    written.map(|()| through)
 }
 
 fn transfer<M>(
@@ -180,11 +182,6 @@ fn not_ram(error: vm_memory::GuestMemoryError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, error)
 }
 
-/// Puts on stable storage what was written before.
-pub(super) fn flush(disk: &Disk) -> io::Result<()> {
-    disk.flush()
-}
-
 /// Writes the serial string, padded with zeros; the driver's buffer must have room for it.
 pub(super) fn get_id(
     memory: &GuestMemory,
@@ -198,31 +195,26 @@ pub(super) fn get_id(
     Ok(u64::try_from(len_bytes).unwrap_or(0))
 }
 
-/// Frees the space behind ranges, where the host can.
-pub(super) fn discard(disk: &Disk, ranges: &[Range]) -> Result<(), Status> {
+/// Frees the space behind ranges; `false` if the host cannot do it at all.
+pub(super) fn discard(disk: &Disk, ranges: &[Range]) -> io::Result<bool> {
+    disk.may_change()?;
     for range in ranges {
         let done = if disk.is_device() && range.len_bytes > 0 {
             disk.discard_on_device(range.offset, range.len_bytes)
         } else {
             fallocate(disk.file(), libc::FALLOC_FL_PUNCH_HOLE, *range)
         };
-        match done {
-            Ok(()) => {}
-            Err(error) if is_unsupported(&error) => return Err(Status::Unsupported),
-            Err(_) => return Err(Status::IoError),
+        if !accepted(done)? {
+            return Ok(false);
         }
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Makes ranges read as zeros: by freeing the space if both the driver and `unmap` allow it, by
 /// telling the file system, or else by writing.
-pub(super) fn write_zeroes(
-    disk: &Disk,
-    ranges: &[Range],
-    unmap: bool,
-    through: bool,
-) -> io::Result<()> {
+pub(super) fn write_zeroes(disk: &Disk, ranges: &[Range], unmap: bool) -> io::Result<()> {
+    disk.may_change()?;
     for range in ranges {
         let punched = unmap
             && range.unmap
@@ -233,7 +225,7 @@ pub(super) fn write_zeroes(
             write_zero_bytes(disk, *range)?;
         }
     }
-    if through { flush(disk) } else { Ok(()) }
+    Ok(())
 }
 
 /// `false` if the host cannot do it at all.

@@ -4,6 +4,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod full;
+mod long;
 mod specification;
 mod stable;
 
@@ -15,6 +17,7 @@ use proptest::prelude::*;
 use tempfile::NamedTempFile;
 use virtio_bindings::virtio_blk as abi;
 
+pub(super) use self::full::Refusal;
 use super::image::Disk;
 use super::ring::Ring;
 use super::{Block, BlockConfig, DiskError, LockGranularity};

@@ -2,18 +2,21 @@
 
 //! The thread of one queue of a block device.
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use memory::GuestMemory;
 use virtio_queue::QueueState;
 
 use super::counters::BlockCounters;
+use super::full::{self, Full, OnFull};
 use super::image::Disk;
-use super::request::{Limits, Operation, Request, SERIAL_BYTES, Status};
+use super::long::{Long, Progress, UNDER_WAY_BYTES};
+use super::perform::{Engine, Failure, Stability};
+use super::request::{Limits, Operation, Request, Status};
 use super::ring::{Action, Done, Job, Ring};
 use super::synchronous;
 use crate::virtio::buffers::Segments;
@@ -26,30 +29,13 @@ const RING_TOKEN: u64 = 1;
 /// Chains taken before other events are looked at.
 const BUDGET: u32 = 128;
 
-/// Whether written data may stay in a cache until a flush.
-#[derive(Clone)]
-pub(crate) struct CacheMode {
-    /// The driver knows how to flush.
-    pub(crate) flush_negotiated: bool,
-    /// The configuration field, which the driver may change.
-    pub(crate) writeback: Arc<AtomicBool>,
-}
-
-impl CacheMode {
-    fn through(&self) -> bool {
-        !(self.flush_negotiated && self.writeback.load(Ordering::Acquire))
-    }
-}
-
 /// What a queue's worker shares with the others of the device.
 #[derive(Clone)]
 pub(crate) struct Shared {
-    pub(crate) disk: Arc<Disk>,
-    pub(crate) serial: [u8; SERIAL_BYTES],
+    pub(crate) engine: Engine,
     pub(crate) counters: Arc<BlockCounters>,
-    pub(crate) cache: CacheMode,
-    /// Space may be freed.
-    pub(crate) sparse: bool,
+    /// The requests that the host had no room for.
+    pub(crate) full: Arc<Full>,
     /// Failed requests are logged by it; the counter has them all.
     pub(crate) log: Arc<LogLimit>,
 }
@@ -59,16 +45,24 @@ pub(crate) struct BlockWorker {
     queue: WorkQueue,
     shared: Shared,
     ring: Option<Ring>,
+    /// The request that was taken last, if it is long; then no other one is under way.
+    long: Option<Long>,
+    /// Requests of the queue are kept, and no other is begun before they are.
+    is_full: bool,
+    /// Those that were kept have been begun again, and are to be done before any other is begun.
+    is_retrying: bool,
+    /// The driver broke a rule, and is answered no more.
+    is_broken: Cell<bool>,
 }
 
 impl BlockWorker {
     pub(crate) fn new(queue: WorkQueue, shared: Shared, with_ring: bool) -> Self {
         let mut ring = None;
         if with_ring {
-            match Ring::new(Arc::clone(&shared.disk), queue.size()) {
+            match Ring::new(Arc::clone(&shared.engine.disk), queue.size()) {
                 Ok(made) => ring = Some(made),
                 Err(error) => {
-                    let path = shared.disk.path().display();
+                    let path = shared.engine.disk.path().display();
                     log_limited!(
                         shared.log,
                         Info,
@@ -77,14 +71,24 @@ impl BlockWorker {
                 }
             }
         }
-        Self { queue, shared, ring }
+        Self {
+            queue,
+            shared,
+            ring,
+            long: None,
+            is_full: false,
+            is_retrying: false,
+            is_broken: Cell::new(false),
+        }
     }
 
     fn limits(&self) -> Limits {
-        Limits {
-            capacity_sectors: self.shared.disk.capacity_sectors(),
-            readonly: self.shared.disk.readonly(),
-        }
+        let disk = self.disk();
+        Limits { capacity_sectors: disk.capacity_sectors(), readonly: disk.readonly() }
+    }
+
+    fn disk(&self) -> &Disk {
+        &self.shared.engine.disk
     }
 
     /// Takes and starts, or does, all that the driver made available.
@@ -101,7 +105,7 @@ impl BlockWorker {
             self.queue.notify(&memory)?;
             match taken? {
                 Taken::All => {}
-                // Whatever completes will come back here.
+                // Whatever completes, or the start after a pause, will come back here.
                 Taken::NoRoom => return Ok(()),
                 Taken::Budget => {
                     self.queue.kick_self();
@@ -115,33 +119,112 @@ impl BlockWorker {
     }
 
     fn take_all(&mut self, memory: &Arc<GuestMemory>) -> Result<Taken, Broken> {
+        let mut done_bytes = 0_u64;
         for _ in 0..BUDGET {
-            if self.ring.as_ref().is_some_and(|ring| !ring.has_room()) {
+            if let Some(long) = self.long.take() {
+                self.go_on(long, memory)?;
+                // Other events are looked at between two pieces, a pause among them.
+                return Ok(Taken::Budget);
+            }
+            if !self.may_take() {
                 return Ok(Taken::NoRoom);
             }
             let Some(chain) = self.queue.pop(memory)? else { return Ok(Taken::All) };
             let head = chain.head;
             let request = Request::parse(chain, memory, self.limits())
                 .map_err(|why| self.queue.bad_chain(head, why))?;
-            let Some(request) = self.start_in_ring(request, memory) else { continue };
-            let started = Instant::now();
-            let outcome = self.perform(&request.operation, memory);
-            self.finish(memory, &request, outcome, started)?;
+            let request = match Long::begin(request) {
+                Ok(_) if self.ring.as_ref().is_some_and(|ring| !ring.is_idle()) => {
+                    // Whatever completes will come back here, and it is taken when all have.
+                    self.queue.undo_pop();
+                    return Ok(Taken::NoRoom);
+                }
+                Ok(long) => {
+                    self.long = Some(long);
+                    continue;
+                }
+                Err(request) => request,
+            };
+            done_bytes = done_bytes.saturating_add(self.begin(request, memory)?);
+            if done_bytes >= UNDER_WAY_BYTES {
+                break;
+            }
         }
         Ok(Taken::Budget)
+    }
+
+    /// Does a piece of a long request.
+    fn go_on(&mut self, long: Long, memory: &Arc<GuestMemory>) -> Result<(), Broken> {
+        match long.go_on(|operation| self.shared.engine.perform(operation, memory)) {
+            Progress::Unfinished(long) => {
+                self.long = Some(long);
+                Ok(())
+            }
+            Progress::Finished { request, started, outcome } => {
+                self.finish(memory, request, outcome, started)
+            }
+        }
+    }
+
+    /// Gives a long request back to the driver's ring: it is begun anew when the queue goes on.
+    fn put_back(&mut self) {
+        if self.long.take().is_some() {
+            self.queue.undo_pop();
+        }
+    }
+
+    /// Whether another request may be begun now.
+    fn may_take(&mut self) -> bool {
+        let Some(ring) = &self.ring else { return !self.is_full };
+        self.is_retrying &= !ring.is_idle();
+        !self.is_full && !self.is_retrying && ring.has_room()
+    }
+
+    /// Starts a request, or does it; how many bytes were transferred here and now.
+    fn begin(&mut self, request: Request, memory: &Arc<GuestMemory>) -> Result<u64, Broken> {
+        let Some(request) = self.start_in_ring(request, memory) else { return Ok(0) };
+        let (started, len_bytes) = (Instant::now(), request.operation.transfer_bytes());
+        let outcome = self.shared.engine.perform(&request.operation, memory);
+        self.finish(memory, request, outcome, started)?;
+        Ok(len_bytes)
+    }
+
+    /// Begins what was kept again. A long request was alone in its queue, so it is the only one that was, and the
+    /// one that was taken last.
+    fn begin_kept(&mut self) -> Result<(), Broken> {
+        self.is_full = false;
+        let kept = self.shared.full.take(self.queue.index());
+        self.is_retrying = !kept.is_empty();
+        let memory = self.queue.memory().into_inner();
+        for request in kept {
+            match Long::begin(request) {
+                Ok(long) => self.long = Some(long),
+                Err(request) => {
+                    self.begin(request, &memory)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Gives the request back if it has to be done here and now.
     fn start_in_ring(&mut self, request: Request, memory: &Arc<GuestMemory>) -> Option<Request> {
         let Some(ring) = &mut self.ring else { return Some(request) };
         let nothing = Segments::default();
-        let through = self.shared.cache.through();
+        let Engine { disk, .. } = &self.shared.engine;
         let (action, offset, data) = match &request.operation {
             Operation::Read { offset, data } => (Action::Read, *offset, data),
-            Operation::Write { offset, data } => (Action::Write { through }, *offset, data),
-            Operation::Flush if !self.shared.disk.readonly() => {
+            Operation::Write { offset, data } => {
+                let through = match self.shared.engine.stability() {
+                    Stability::Later => false,
+                    Stability::AtOnce => true,
+                    Stability::Behind => return Some(request),
+                };
+                (Action::Write { through }, *offset, data)
+            }
+            Operation::Flush if !disk.readonly() => {
                 // The answer to a flush after one that failed is known.
-                if self.shared.disk.check_stable().is_err() {
+                if disk.check_stable().is_err() {
                     return Some(request);
                 }
                 (Action::Flush, 0, &nothing)
@@ -151,8 +234,7 @@ impl BlockWorker {
         let Ok(ranges) = data.host_ranges(Arc::clone(memory)) else { return Some(request) };
         let is_transfer = action != Action::Flush;
         if is_transfer
-            && (ranges.len_bytes() == 0
-                || !synchronous::is_direct_ready(&self.shared.disk, offset, &ranges))
+            && (ranges.len_bytes() == 0 || !synchronous::is_direct_ready(disk, offset, &ranges))
         {
             return Some(request);
         }
@@ -161,64 +243,29 @@ impl BlockWorker {
         ring.push(job).err().map(|job| job.request)
     }
 
-    /// Does an operation; gives the number of bytes written to guest memory.
-    fn perform(&self, operation: &Operation, memory: &GuestMemory) -> Result<u64, Failure> {
-        let disk = &self.shared.disk;
-        let through = self.shared.cache.through();
-        match operation {
-            Operation::Read { offset, data } => {
-                synchronous::read(disk, memory, *offset, data)?;
-                Ok(data.len_bytes())
-            }
-            Operation::Write { offset, data } => {
-                synchronous::write(disk, memory, *offset, data, through)?;
-                Ok(0)
-            }
-            Operation::Flush => {
-                synchronous::flush(disk)?;
-                Ok(0)
-            }
-            Operation::GetId { data } => {
-                Ok(synchronous::get_id(memory, data, &self.shared.serial)?)
-            }
-            // Offered only where space may be freed.
-            Operation::Discard(_) if !self.shared.sparse => {
-                Err(Failure::Status(Status::Unsupported))
-            }
-            Operation::Discard(ranges) => {
-                synchronous::discard(disk, ranges)?;
-                Ok(0)
-            }
-            Operation::WriteZeroes(ranges) => {
-                let unmap = self.shared.sparse;
-                synchronous::write_zeroes(disk, ranges, unmap, through)?;
-                Ok(0)
-            }
-            Operation::Refused(status) => Err(Failure::Status(*status)),
-        }
-    }
-
     fn reap(&mut self) -> Result<(), Broken> {
         let Some(ring) = &mut self.ring else { return Ok(()) };
         let mut result = Ok(());
         for Done { job, result: done } in ring.take_completed() {
-            let memory = Arc::clone(job.ranges.memory_arc());
+            let Job { request, action, ranges, started, done_bytes, .. } = *job;
+            let memory = Arc::clone(ranges.memory_arc());
             let mut written = 0;
-            if let Operation::Read { data, .. } = &job.request.operation {
+            if let Operation::Read { data, .. } = &request.operation {
                 // Also after an error: a part may have been transferred before it.
-                data.mark_written(&memory, job.done_bytes);
-                written = job.done_bytes;
+                data.mark_written(&memory, done_bytes);
+                written = done_bytes;
             }
-            let done = match job.action {
-                Action::Flush => self.shared.disk.note_flush(done),
+            let disk = &self.shared.engine.disk;
+            let done = match action {
+                Action::Flush => disk.note_flush(done).map_err(Failure::Flush),
                 Action::Write { through: true } => {
-                    done.inspect_err(|error| self.shared.disk.note_failed_through(error))
+                    done.inspect_err(|error| disk.note_failed_through(error)).map_err(Failure::Host)
                 }
-                _ => done,
+                _ => done.map_err(Failure::Host),
             };
-            let outcome = done.map(|()| written).map_err(Failure::Host);
+            let outcome = done.map(|()| written);
             // Each is finished, whatever became of those before.
-            result = self.finish(&memory, &job.request, outcome, job.started).and(result);
+            result = self.finish(&memory, request, outcome, started).and(result);
         }
         result
     }
@@ -226,12 +273,16 @@ impl BlockWorker {
     fn finish(
         &mut self,
         memory: &GuestMemory,
-        request: &Request,
+        request: Request,
         outcome: Result<u64, Failure>,
         started: Instant,
     ) -> Result<(), Broken> {
         let (status, written) = match outcome {
             Ok(written) => (Status::Ok, written),
+            Err(Failure::Host(error)) if self.is_to_be_kept(&request, &error) => {
+                self.keep(request, &error);
+                return Ok(());
+            }
             Err(failure) => (self.note_failure(&request.operation, failure), 0),
         };
         if status == Status::Ok {
@@ -250,19 +301,31 @@ impl BlockWorker {
         self.queue.add_used(memory, request.head, request.used_bytes(written))
     }
 
+    fn is_to_be_kept(&self, request: &Request, error: &io::Error) -> bool {
+        self.shared.engine.on_full == OnFull::Pause
+            && request.operation.takes_room()
+            && !self.is_broken.get()
+            && full::is_full(error)
+    }
+
+    fn keep(&mut self, request: Request, error: &io::Error) {
+        let Shared { engine, full, log, .. } = &self.shared;
+        let (what, path) = (request.operation.name(), engine.disk.path().display());
+        log_limited!(log, Warn, "{what} on disk {path} is kept until there is room: {error}");
+        let memory = self.queue.memory_handle().clone();
+        full.keep(self.queue.index(), request, engine.clone(), memory);
+        if !std::mem::replace(&mut self.is_full, true) {
+            full.tell();
+        }
+    }
+
     fn note_failure(&self, operation: &Operation, failure: Failure) -> Status {
         self.shared.counters.errors.add(1);
         let error = match failure {
             Failure::Status(status) => return status,
-            Failure::Host(error) => error,
+            Failure::Host(error) | Failure::Flush(error) => error,
         };
-        let what = match operation {
-            Operation::Read { .. } => "read",
-            Operation::Write { .. } => "write",
-            Operation::Flush => "flush",
-            _ => "request",
-        };
-        let path = self.shared.disk.path().display();
+        let (what, path) = (operation.name(), self.disk().path().display());
         log_limited!(self.shared.log, Warn, "{what} on disk {path} failed: {error}");
         Status::IoError
     }
@@ -274,32 +337,13 @@ enum Taken {
     Budget,
 }
 
-/// Why a request failed.
-enum Failure {
-    /// The driver asked for something impossible.
-    Status(Status),
-    /// The host refused.
-    Host(io::Error),
-}
-
-impl From<io::Error> for Failure {
-    fn from(error: io::Error) -> Self {
-        Self::Host(error)
-    }
-}
-
-impl From<Status> for Failure {
-    fn from(status: Status) -> Self {
-        Self::Status(status)
-    }
-}
-
 impl Work for BlockWorker {
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         watch.on(KICK_TOKEN, self.queue.kick().as_raw_fd())?;
         if let Some(ring) = &self.ring {
             watch.on(RING_TOKEN, ring.completed().as_raw_fd())?;
         }
+        self.begin_kept()?;
         self.serve()
     }
 
@@ -313,6 +357,7 @@ impl Work for BlockWorker {
     }
 
     fn drain(&mut self) -> Result<(), Broken> {
+        self.put_back();
         let mut result = Ok(());
         while let Some(ring) = &self.ring
             && !ring.is_idle()
@@ -326,6 +371,7 @@ impl Work for BlockWorker {
     }
 
     fn try_drain(&mut self, watch: &mut Watch) -> Result<bool, Broken> {
+        self.put_back();
         let reaped = self.reap();
         watch.off(KICK_TOKEN);
         // The kernel may not have had room for all of it.
@@ -344,6 +390,8 @@ impl Work for BlockWorker {
     }
 
     fn report_broken(&self) {
+        self.is_broken.set(true);
+        drop(self.shared.full.take(self.queue.index()));
         self.queue.interrupt().needs_reset();
     }
 }

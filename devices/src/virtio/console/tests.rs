@@ -27,7 +27,11 @@ struct Fixture {
 
 impl Fixture {
     fn new() -> Self {
-        let endpoint = Arc::new(ConsoleEndpoint::pty().unwrap());
+        Self::over(ConsoleEndpoint::pty().unwrap())
+    }
+
+    fn over(endpoint: ConsoleEndpoint) -> Self {
+        let endpoint = Arc::new(endpoint);
         let config = ConsoleConfig { id: "console".to_owned(), endpoint: Arc::clone(&endpoint) };
         let mut device = Console::new(config);
         let driver = Driver::new(2, 16);
@@ -90,6 +94,25 @@ fn a_paused_console_takes_no_input() {
     assert_eq!(states[0].1.next_avail, 0, "the buffer is still the driver's");
     fixture.device.resume();
     assert_eq!(fixture.driver.wait_used(RECEIVE).1, 1);
+}
+
+#[test]
+fn a_console_whose_terminal_is_not_read_pauses_all_the_same() {
+    let (_master, terminal, _path) = syscalls::open_pty().unwrap();
+    let nothing = File::open("/dev/null").unwrap();
+    let endpoint = ConsoleEndpoint::standard(nothing.as_fd(), terminal.as_fd()).unwrap();
+    let mut fixture = Fixture::over(endpoint);
+    fixture.driver.write(DATA, &b"a line\n".repeat(500));
+    // More than the kernel keeps for a terminal and the endpoint together.
+    for _ in 0..100 {
+        fixture.driver.queues[TRANSMIT].add(&[readable(DATA, 3500)]);
+        fixture.driver.queues[TRANSMIT].kick();
+        fixture.driver.wait_used(TRANSMIT);
+    }
+    assert!(fixture.endpoint.lost_bytes() > 0);
+    fixture.device.pause();
+    fixture.device.resume();
+    fixture.device.reset();
 }
 
 #[test]

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Transfers that are so long that a pause must not wait for all of one.
+//!
+//! Owns how far one is. It is done piece by piece while no other request of its queue is under way. So its
+//! chain is the one that was taken last, and between two pieces the queue can give it back to the available
+//! ring as if it had never been taken: a driver may not touch the buffers of a request that has no answer,
+//! so it is begun anew when the queue goes on, here or wherever the guest is then. No other state has to
+//! be kept for that.
+
+use std::time::Instant;
+
+use super::perform::Failure;
+use super::request::{Operation, Request};
+use crate::virtio::buffers::Segments;
+
+/// Longest transfer that is done at once, and of a longer one a piece. Drivers stay far below: those of Linux
+/// ask for 1.25 MiB at a time, and for at most 32 MiB when they are told to.
+pub(super) const PIECE_BYTES: u64 = 16 << 20;
+
+/// Transfers of a queue that are under way at a time take no more than this and one of them: a pause waits
+/// for that much.
+pub(super) const UNDER_WAY_BYTES: u64 = 64 << 20;
+
+/// A long transfer that is under way.
+pub(super) struct Long {
+    request: Request,
+    started: Instant,
+    done_bytes: u64,
+    rest: Segments,
+}
+
+/// What a piece has come to.
+pub(super) enum Progress {
+    /// There are more.
+    Unfinished(Long),
+    /// The request is to be answered.
+    Finished { request: Request, started: Instant, outcome: Result<u64, Failure> },
+}
+
+impl Operation {
+    /// Bytes that it transfers.
+    pub(super) fn transfer_bytes(&self) -> u64 {
+        match self {
+            Self::Read { data, .. } | Self::Write { data, .. } => data.len_bytes(),
+            _ => 0,
+        }
+    }
+}
+
+impl Long {
+    /// Begins with a request if it is one of these; otherwise it comes back.
+    pub(super) fn begin(request: Request) -> Result<Self, Request> {
+        match &request.operation {
+            Operation::Read { data, .. } | Operation::Write { data, .. }
+                if data.len_bytes() > PIECE_BYTES =>
+            {
+                let rest = data.clone();
+                Ok(Self { request, started: Instant::now(), done_bytes: 0, rest })
+            }
+            _ => Err(request),
+        }
+    }
+
+    /// Has the next piece done by `perform`.
+    pub(super) fn go_on(
+        mut self,
+        perform: impl FnOnce(&Operation) -> Result<u64, Failure>,
+    ) -> Progress {
+        let len_bytes = self.rest.len_bytes().min(PIECE_BYTES);
+        let data = self.rest.split_front(len_bytes).unwrap_or_default();
+        let at = |offset: u64| offset.saturating_add(self.done_bytes);
+        let done = match &self.request.operation {
+            Operation::Read { offset, .. } => {
+                perform(&Operation::Read { offset: at(*offset), data })
+            }
+            Operation::Write { offset, .. } => {
+                perform(&Operation::Write { offset: at(*offset), data })
+            }
+            other => perform(other),
+        };
+        self.done_bytes = self.done_bytes.saturating_add(len_bytes);
+        if done.is_ok() && self.rest.len_bytes() > 0 {
+            return Progress::Unfinished(self);
+        }
+        let is_read = matches!(self.request.operation, Operation::Read { .. });
+        let written = if is_read { self.done_bytes } else { 0 };
+        let Self { request, started, .. } = self;
+        Progress::Finished { request, started, outcome: done.map(|_| written) }
+    }
+}

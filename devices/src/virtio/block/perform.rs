@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Carrying out a request here and now.
+//!
+//! Owns the choice of the call for each operation, and the distinction by which a request may be carried
+//! out again: whether the host refused it, or has lost what it had taken before.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use memory::GuestMemory;
+
+use super::full::OnFull;
+use super::image::Disk;
+use super::request::{Operation, SERIAL_BYTES, Status};
+use super::synchronous;
+
+/// Whether written data may stay in a cache until a flush.
+#[derive(Clone)]
+pub(crate) struct CacheMode {
+    /// The driver knows how to flush.
+    pub(crate) flush_negotiated: bool,
+    /// The configuration field, which the driver may change.
+    pub(crate) writeback: Arc<AtomicBool>,
+}
+
+impl CacheMode {
+    fn through(&self) -> bool {
+        !(self.flush_negotiated && self.writeback.load(Ordering::Acquire))
+    }
+}
+
+/// How a write gets onto stable storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stability {
+    /// By a flush of the driver.
+    Later,
+    /// By the write itself.
+    AtOnce,
+    /// By a flush behind it.
+    Behind,
+}
+
+/// Why a request failed.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The driver asked for something impossible.
+    Status(Status),
+    /// The host refused.
+    Host(io::Error),
+    /// The host has not put on stable storage what it had taken.
+    Flush(io::Error),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Host(error)
+    }
+}
+
+impl From<Status> for Failure {
+    fn from(status: Status) -> Self {
+        Self::Status(status)
+    }
+}
+
+/// What requests are carried out with; cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Engine {
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) serial: [u8; SERIAL_BYTES],
+    pub(crate) cache: CacheMode,
+    /// Space may be freed.
+    pub(crate) sparse: bool,
+    pub(crate) on_full: OnFull,
+}
+
+impl Engine {
+    /// How a write that is begun now is to get onto stable storage.
+    pub(super) fn stability(&self) -> Stability {
+        if !self.cache.through() {
+            return Stability::Later;
+        }
+        // The answer to a write through the page cache that is to be stable at once does not tell a full disk,
+        // for which the write may be kept, from earlier data that could not be written back and are lost.
+        let is_ambiguous = self.on_full == OnFull::Pause && !self.disk.direct();
+        if is_ambiguous { Stability::Behind } else { Stability::AtOnce }
+    }
+
+    /// Does an operation; gives the number of bytes written to guest memory.
+    pub(super) fn perform(
+        &self,
+        operation: &Operation,
+        memory: &GuestMemory,
+    ) -> Result<u64, Failure> {
+        let disk = &self.disk;
+        let flush = || disk.flush().map_err(Failure::Flush);
+        let stability = self.stability();
+        match operation {
+            Operation::Read { offset, data } => {
+                synchronous::read(disk, memory, *offset, data)?;
+                Ok(data.len_bytes())
+            }
+            Operation::Write { offset, data } => {
+                let at_once = stability == Stability::AtOnce;
+                let is_stable = synchronous::write(disk, memory, *offset, data, at_once)?;
+                if stability != Stability::Later && !is_stable {
+                    flush()?;
+                }
+                Ok(0)
+            }
+            Operation::Flush => {
+                flush()?;
+                Ok(0)
+            }
+            Operation::GetId { data } => Ok(synchronous::get_id(memory, data, &self.serial)?),
+            // Offered only where space may be freed.
+            Operation::Discard(_) if !self.sparse => Err(Failure::Status(Status::Unsupported)),
+            Operation::Discard(ranges) => {
+                let is_done = synchronous::discard(disk, ranges)?;
+                if is_done { Ok(0) } else { Err(Failure::Status(Status::Unsupported)) }
+            }
+            Operation::WriteZeroes(ranges) => {
+                synchronous::write_zeroes(disk, ranges, self.sparse)?;
+                if stability != Stability::Later {
+                    flush()?;
+                }
+                Ok(0)
+            }
+            Operation::Refused(status) => Err(Failure::Status(*status)),
+        }
+    }
+}
