@@ -160,7 +160,8 @@ impl Channel {
         let sent = self
             .connection
             .send(header)
-            .and_then(|()| self.connection.send_with_descriptor(payload, descriptor));
+            .and_then(|()| self.connection.send_with_descriptor(payload, descriptor))
+            .inspect_err(|_| self.connection.cut_short());
         sent.map_err(|error| self.explain(error))
     }
 
@@ -226,6 +227,11 @@ impl Channel {
 
     /// Tells the peer that this side gives up, as best one can, and ends the connection.
     pub(crate) fn abandon(&self, reason: &str) {
+        if !self.connection.is_between_messages() {
+            // It would be taken for contents of memory. The peer finds the connection lost.
+            self.connection.shut_down();
+            return;
+        }
         if let Ok(never) = Cancel::new() {
             self.connection.set_cancel(&never);
             self.connection.set_stall_timeout(LAST_SEND_TIMEOUT);
@@ -275,6 +281,30 @@ mod tests {
             channel.connection.shut_down();
             (cause, took)
         })
+    }
+
+    #[test]
+    fn last_words_are_not_written_into_a_message() {
+        use std::io::Read as _;
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let cancelled = Cancel::new().unwrap();
+        let channel = Channel::new(Connection::over(ours, &cancelled, LONG).unwrap());
+        channel.connection.send(&Message::Alive.encode()).unwrap();
+        assert!(channel.connection.is_between_messages());
+        cancelled.cancel();
+        // More than fits on the way, so part of it goes.
+        let sent = channel.connection.send(&vec![7; 64 << 20]);
+        assert!(matches!(sent, Err(TransportError::Cancelled)), "{sent:?}");
+        let reader = std::thread::spawn(move || {
+            let mut heard = Vec::new();
+            theirs.read_to_end(&mut heard).unwrap();
+            heard
+        });
+        channel.abandon("a cancel has come");
+        drop(channel);
+        let heard = reader.join().unwrap();
+        let contents = &heard[Message::Alive.encode().len()..];
+        assert!(!contents.is_empty() && contents.iter().all(|byte| *byte == 7));
     }
 
     #[test]

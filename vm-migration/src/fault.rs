@@ -108,7 +108,8 @@ pub trait FaultSource: Send + Sync {
     /// What the host reports.
     fn next_faults(&self, reader: usize, faults: &mut Vec<Fault>) -> Result<FaultWait, UffdError>;
 
-    /// Makes every [`next_faults`](Self::next_faults) return [`FaultWait::Stopped`], for good.
+    /// Makes every [`next_faults`](Self::next_faults) return [`FaultWait::Stopped`], for good, and ends
+    /// every wait for memory of the host with an error.
     fn stop_readers(&self);
 
     /// True when pages are received in place (through the alias) and then made visible with

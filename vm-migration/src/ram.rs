@@ -10,7 +10,7 @@
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
@@ -61,6 +61,14 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     /// What the host's query reports.
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>>;
 
+    /// Keeps `pages` from being given back to the host until the answer is dropped, so that what
+    /// [`populated_runs`](Self::populated_runs) finds can be read: a hole of shared memory that is read is
+    /// one no more. Memory that is only read, or of which nothing is given back, needs do nothing.
+    fn hold(&self, region: usize, pages: Range<u64>) -> Hold<'_> {
+        let _ = (region, pages);
+        Hold::default()
+    }
+
     /// The pages have been discarded or are known to be zeros.
     fn mark_zero(&self, run: PageRun);
 
@@ -110,6 +118,23 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     /// What the host reports.
     fn make_zero(&self, run: PageRun) -> io::Result<()> {
         self.discard(run)
+    }
+}
+
+/// Pages are not given back to the host until this is dropped.
+#[derive(Default)]
+pub struct Hold<'m>(Option<Box<dyn Send + 'm>>);
+
+impl std::fmt::Debug for Hold<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Hold").field(&self.0.is_some()).finish()
+    }
+}
+
+impl<'m> Hold<'m> {
+    /// The pages are held until `held` is dropped.
+    pub fn until_dropped(held: impl Send + 'm) -> Self {
+        Self(Some(Box::new(held)))
     }
 }
 
@@ -217,6 +242,41 @@ fn slice_of<M: GuestMemoryMap>(memory: &M, base: *mut u8, run: PageRun) -> Guest
 /// populated pages.
 pub(crate) fn is_zero<M: GuestMemoryMap>(memory: &M, run: PageRun) -> bool {
     slice(memory, run).is_zero()
+}
+
+/// Which pages of a run hold nothing but zeros, in order. Holes of shared memory stay holes: only pages that
+/// the host has in memory are read through a mapping, the others from their file.
+pub(crate) fn zero_pages<M: GuestMemoryMap>(memory: &M, run: PageRun) -> Vec<bool> {
+    let page = |first| PageRun { region: run.region, first, count: 1 };
+    let Some(file) = memory.file(run.region) else {
+        return (run.first..run.end()).map(|first| is_zero(memory, page(first))).collect();
+    };
+    let whole = slice(memory, run);
+    let mut residence = vec![0_u8; to_usize(run.count)];
+    // SAFETY: mincore reads page tables only, of a slice that is mapped, and writes one byte for each page of
+    // it into `residence`, which has as many.
+    let asked =
+        unsafe { libc::mincore(whole.as_ptr().cast(), whole.len(), residence.as_mut_ptr()) };
+    let is_hole = |first: u64| {
+        let at = memory.file_offset(run.region) + first * PAGE_BYTES;
+        reads_as_zero(file, at).unwrap_or(false)
+    };
+    let is_zero = |(first, residence): (u64, u8)| {
+        asked == 0 && residence & 1 == 0 && is_hole(first) || is_zero(memory, page(first))
+    };
+    (run.first..).zip(residence).map(is_zero).collect()
+}
+
+/// Whether a page of a file is all zeros, found by reading it, which makes no page of a hole.
+fn reads_as_zero(file: BorrowedFd<'_>, at: u64) -> io::Result<bool> {
+    let mut page = [0_u8; 4096];
+    let at = libc::off_t::try_from(at).map_err(io::Error::other)?;
+    // SAFETY: `page` has as many bytes as are asked for, and the descriptor is open.
+    let read = unsafe { libc::pread(file.as_raw_fd(), page.as_mut_ptr().cast(), page.len(), at) };
+    match usize::try_from(read) {
+        Ok(len) => Ok(len == page.len() && page.iter().all(|byte| *byte == 0)),
+        Err(_) => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Makes pages read as zeros before a guest runs on this memory. They are discarded where that may be;

@@ -93,6 +93,8 @@ struct Pending {
     deadline: Instant,
     /// It was told why it is of no use; what it still sends is thrown away.
     refused: bool,
+    /// It is seen to begin another migration, where a role is expected.
+    begins: bool,
 }
 
 /// The connections.
@@ -171,7 +173,8 @@ impl Arrivals {
                     }
                     let deadline = now + self.limit;
                     let said = Vec::with_capacity(HELLO_BYTES_MAX);
-                    self.pending.push(Pending { connection, said, deadline, refused: false });
+                    let (refused, begins) = (false, false);
+                    self.pending.push(Pending { connection, said, deadline, refused, begins });
                 }
                 Ok(None) => return,
                 Err(error) => {
@@ -198,9 +201,17 @@ impl Arrivals {
         if connection.send(&answer.encode()).is_ok() {
             connection.shut_down_sending();
             let deadline = Instant::now() + REFUSED_TIME;
-            self.pending.push(Pending { connection, said: Vec::new(), deadline, refused: true });
+            let (said, refused, begins) = (Vec::new(), true, false);
+            self.pending.push(Pending { connection, said, deadline, refused, begins });
         }
     }
+}
+
+/// Whether it is the beginning of another migration, which has a number that is also a role's: a token
+/// is random, and none has all of these bytes.
+fn begins(said: &[u8]) -> bool {
+    said.len() == HEADER_BYTES
+        && matches!(Message::read(&mut &*said), Ok(Message::Start { version: 0, .. }))
 }
 
 enum Said {
@@ -213,19 +224,13 @@ impl Pending {
     /// How long the hello is, as far as that can be known from what was said.
     fn len(&self, expect: Expect) -> usize {
         match expect {
-            Expect::RoleAndToken if self.begins() => HEADER_BYTES,
+            Expect::Role if self.begins => HEADER_BYTES,
+            Expect::RoleAndToken if begins(&self.said) => HEADER_BYTES,
             Expect::RoleAndToken if Role::read(&mut &self.said[..]).is_ok() => 2 + TOKEN_BYTES,
             Expect::RoleAndToken if self.comes_back() => HEADER_BYTES + self.payload_len(),
             Expect::Role | Expect::RoleAndToken => 2,
             Expect::Message => HEADER_BYTES + self.payload_len(),
         }
-    }
-
-    /// Whether it is the beginning of another migration, which has a number that is also a role's: a
-    /// token is random, and none has all of these bytes.
-    fn begins(&self) -> bool {
-        self.said.len() == HEADER_BYTES
-            && matches!(Message::read(&mut &self.said[..]), Ok(Message::Start { version: 0, .. }))
     }
 
     /// Whether a source that has lost its connections says so, as far as the first bytes tell.
@@ -244,6 +249,12 @@ impl Pending {
     }
 
     fn read(&mut self, expect: Expect) -> Said {
+        if expect == Expect::Role && self.said.is_empty() {
+            // Without a token only what follows tells: contents of memory, or nothing yet.
+            let mut ahead = [0; HEADER_BYTES];
+            let there = self.connection.peek_now(&mut ahead);
+            self.begins = begins(&ahead[..there]);
+        }
         loop {
             let len = self.len(expect);
             if self.said.len() >= len {
@@ -268,8 +279,8 @@ impl Pending {
     fn hello(self, expect: Expect) -> Hello {
         let may_be_extra = match expect {
             Expect::Message => false,
-            Expect::Role => true,
-            Expect::RoleAndToken => !self.begins(),
+            Expect::Role => !self.begins,
+            Expect::RoleAndToken => !begins(&self.said),
         };
         let channel = Channel::new(self.connection);
         let said = &mut &self.said[..];
@@ -368,6 +379,31 @@ mod tests {
         match &next(&mut arrivals, &listener)[..] {
             [Hello::Extra(Role::Memory, token, _)] => assert_eq!(token[..], [9; TOKEN_BYTES]),
             other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn another_source_is_not_taken_for_a_connection_of_this_one() {
+        let (listener, at) = listen();
+        let mut arrivals = Arrivals::new(Expect::Role, Duration::from_secs(20));
+        let mut second_source = TcpStream::connect(&at).unwrap();
+        second_source.write_all(&Message::Start { version: 0, offer: true }.encode()).unwrap();
+        match &next(&mut arrivals, &listener)[..] {
+            [Hello::Message(Message::Start { version: 0, offer: true }, _)] => {}
+            other => panic!("{other:?}"),
+        }
+        for follows in [&[][..], &Message::Memory(Vec::new()).encode()] {
+            let mut extra = TcpStream::connect(&at).unwrap();
+            extra.write_all(&[&[1, 0], follows].concat()).unwrap();
+            let mut hellos = next(&mut arrivals, &listener);
+            let Some(Hello::Extra(Role::Memory, token, mut channel)) = hellos.pop() else {
+                panic!("{hellos:?}")
+            };
+            assert!(token.is_empty());
+            if !follows.is_empty() {
+                let message = Message::read(&mut channel.reader).unwrap();
+                assert_eq!(message, Message::Memory(Vec::new()));
+            }
         }
     }
 

@@ -82,7 +82,7 @@ impl<V: Send + 'static> Building<V> {
         &self.failed
     }
 
-    /// Waits until the machine is there or cannot be, or somebody cancels, or the source, which waits
+    /// Waits until the machine is there or cannot be, or a cancel comes, or the source, which waits
     /// for an answer on `control`, is gone: storage that does not answer may never do so, and the source
     /// does not wait for that.
     pub(crate) fn wait(&self, control: &mut Channel, cancel: &Cancel) -> Result<(), Failure> {
@@ -108,17 +108,18 @@ impl<V: Send + 'static> Building<V> {
 
 /// Why a source is gone: in its own words, if it left any.
 fn last_word(control: &mut Channel) -> Failure {
-    // Nothing comes any more, so this ends.
-    match read(control, STEP) {
-        Err(failure) => failure,
-        Ok(_) => Failure::new(STEP, TransportError::Closed),
+    // Nothing comes any more, so this ends: with its word behind what it had sent before, or without.
+    loop {
+        if let Err(failure) = read(control, STEP) {
+            return failure;
+        }
     }
 }
 
 impl<V> Drop for Building<V> {
     fn drop(&mut self) {
         let Work::Thread(thread) = std::mem::replace(&mut self.work, Work::Taken) else { return };
-        // Nothing else ends this wait: whoever ends the migration has done so.
+        // Nothing else ends this wait: what ends the migration has done so.
         let waited = Cancel::new()
             .and_then(|never| wait_readable(&[self.ended.fd()], &never, Some(END_TIMEOUT)));
         if let Ok(WaitEnd::Ready(_)) = waited {
@@ -130,5 +131,35 @@ impl<V> Drop for Building<V> {
                  what it has opened stays open until then"
             );
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::protocol::message::Message;
+    use crate::transport::Connection;
+
+    #[test]
+    fn the_word_of_a_source_that_is_gone_is_heard_behind_other_messages() {
+        let word = |said: &[Message]| {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let never = Cancel::new().unwrap();
+            let mut control = Channel::new(Connection::over(ours, &never, END_TIMEOUT).unwrap());
+            let said = said.iter().flat_map(Message::encode).collect::<Vec<_>>();
+            theirs.write_all(&said).unwrap();
+            drop(theirs);
+            last_word(&mut control).cause
+        };
+        let why = "a cancel has come".to_string();
+        let before = [Message::State(b"{}".to_vec()), Message::Complete];
+        let cause = word(&[&before[..], &[Message::Abandon(why.clone())]].concat());
+        assert!(matches!(&cause, Cause::Abandoned(heard) if *heard == why), "{cause:?}");
+        let cause = word(&before);
+        assert!(!matches!(cause, Cause::Abandoned(_)), "{cause:?}");
     }
 }

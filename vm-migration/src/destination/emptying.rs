@@ -192,7 +192,7 @@ mod tests {
             let protection = libc::PROT_READ | libc::PROT_WRITE;
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
             // SAFETY: new mappings at addresses of the kernel's choice, the second over the first one,
-            // which is ours; populating and collapsing change nothing that anybody reads.
+            // which is ours; populating and collapsing change no contents.
             unsafe {
                 let room =
                     libc::mmap(std::ptr::null_mut(), 2 * Self::LEN, protection, flags, -1, 0);

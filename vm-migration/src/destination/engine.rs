@@ -26,7 +26,9 @@ use crate::progress::Progress;
 use crate::protocol::codec::ByteSource;
 use crate::protocol::{ProtocolError, runs};
 use crate::ram::{self, GuestMemoryMap};
+use crate::steering::LOOK_EVERY;
 use crate::stride::Strides;
+use crate::uffd::UffdError;
 
 /// Contents of at most this length are copied in through a buffer, which is faster than receiving
 /// them in place: pages are neither cleared before nor mapped twice, and there is one call of the
@@ -222,6 +224,27 @@ impl<M: GuestMemoryMap> Engine<M> {
                 fate.committed = true;
                 Ok(())
             }
+        }
+    }
+
+    /// Accesses are not caught any more. While the host lacks something for that it is tried again, until
+    /// `gives_up` says that it is not worth it any longer.
+    ///
+    /// # Errors
+    /// What the host said last.
+    pub(crate) fn release(&self, gives_up: impl Fn() -> bool) -> Result<(), UffdError> {
+        let mut warned = false;
+        loop {
+            match self.source.release() {
+                Ok(()) => return Ok(()),
+                Err(error) if gives_up() => return Err(error),
+                Err(error) if !warned => {
+                    warned = true;
+                    log::warn!("accesses are still watched: {}", error_text::chain(&error));
+                }
+                Err(_) => {}
+            }
+            std::thread::sleep(LOOK_EVERY);
         }
     }
 

@@ -9,6 +9,7 @@
 //! wishes, so that one of the two asks.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use super::desk::Desk;
 use super::engine::{Engine, Via};
@@ -30,6 +31,9 @@ use crate::transport::Connection;
 
 /// Ranges in one request after connections have been made again.
 const WISHES_AT_ONCE: usize = 512;
+
+/// How long the host may lack what it needs to let a machine go that is thrown away.
+const LET_GO_MAX: Duration = Duration::from_mins(1);
 
 /// The sending end of a connection for requests; several readers may share one.
 pub(super) struct Asker {
@@ -160,10 +164,22 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         Ok(())
     }
 
-    /// Ends the set of connections; readers go on.
+    /// Ends the set of connections; readers go on. What a receiver has begun to put in it finishes, and
+    /// waits while the host has no memory for that: giving up ends that wait, and the engine.
     pub(super) fn disconnect(&mut self) {
         self.askers.set(&[]);
-        self.session.end();
+        let (engine, steering) = (&self.engine, &self.rejoin.steering);
+        let look = || {
+            if steering.gives_up() {
+                engine.failed().cancel();
+                engine.source().stop_readers();
+            }
+        };
+        let session = &mut self.session;
+        if let Err(error) = look_beside(look, || session.end()) {
+            log::warn!("nothing ends the wait for pages of the host: {error}");
+            self.session.end();
+        }
     }
 
     /// Goes on with another set of connections, over which nothing has been sent yet but what is
@@ -216,8 +232,9 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
     /// The machine is about to be thrown away without having run: nothing of it waits for a page any
     /// more, or it would not end.
     pub(crate) fn let_go(&self) {
-        if let Err(error) = self.engine.source().release() {
-            log::warn!("{}", error_text::chain(&error));
+        let since = Instant::now();
+        if let Err(error) = self.engine.release(|| since.elapsed() > LET_GO_MAX) {
+            log::warn!("the machine may not end: {}", error_text::chain(&error));
         }
     }
 
@@ -234,8 +251,9 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
 impl<M: GuestMemoryMap> Drop for FaultThreads<M> {
     fn drop(&mut self) {
         self.engine.failed().cancel();
-        self.session.end();
+        // Receivers look at it, too, while the host has no memory.
         self.engine.source().stop_readers();
+        self.session.end();
         self.readers.end();
     }
 }
@@ -306,3 +324,7 @@ fn read_faults<M: GuestMemoryMap>(
         }
     }
 }
+
+#[cfg(all(test, not(loom)))]
+#[path = "fault_tests.rs"]
+mod tests;

@@ -141,24 +141,11 @@ impl<M: GuestMemoryMap> Faulting<M> {
     /// Every page is here: accesses are not caught any more. When the host lacks something for that
     /// the guest goes on as it did, and it is tried again.
     fn release(&self) -> Result<(), Failure> {
-        let mut warned = false;
-        loop {
-            match self.threads.engine.source().release() {
-                Ok(()) => {
-                    self.threads.engine.memory.use_small_pages(false);
-                    return Ok(());
-                }
-                Err(error) if self.threads.rejoin.steering.gives_up() => {
-                    return Err(error).step("leaving postcopy");
-                }
-                Err(error) if !warned => {
-                    warned = true;
-                    log::warn!("accesses are still watched: {}", error_text::chain(&error));
-                }
-                Err(_) => {}
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
+        let engine = &self.threads.engine;
+        let steering = &self.threads.rejoin.steering;
+        engine.release(|| steering.gives_up()).step("leaving postcopy")?;
+        engine.memory.use_small_pages(false);
+        Ok(())
     }
 
     /// Watches a set of connections until all is here, or it is lost.

@@ -57,12 +57,23 @@ impl Helpers {
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
         let body = move || {
             let stops = [&quit, &cancel];
-            match take_rounds(&*memory, &fresh, &mut channel, negotiated, &progress, &stops) {
+            let mut taken = 0;
+            let part = (&mut channel, &mut taken);
+            let rounds = take_rounds(&*memory, &fresh, part, negotiated, &progress, &stops);
+            match rounds.map_err(|error| (taken, error)) {
                 Ok(Rounds::Ended) => None,
                 Ok(Rounds::Stopped) => Some(channel),
-                Err(error) => {
+                Err((taken, error)) => {
                     // The peer hears it on this connection, and we on the first one.
                     channel.refuse(&error.for_peer());
+                    let of_the_peer =
+                        matches!(error.cause, Cause::Protocol(_) | Cause::Transport(_));
+                    if taken == 0 && !negotiated && of_the_peer {
+                        // Nothing proves that it is the source's. That notices the end of its own.
+                        let why = error.for_peer();
+                        log::warn!("an extra connection brought nothing: {why}");
+                        return None;
+                    }
                     failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                     failed.cancel();
                     None
@@ -136,11 +147,11 @@ enum Rounds {
     Stopped,
 }
 
-/// Takes memory from an extra connection until it ends between two messages.
+/// Takes memory from an extra connection until it ends between two messages; counts those.
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
     fresh: &Fresh,
-    channel: &mut Channel,
+    (channel, taken): (&mut Channel, &mut u64),
     negotiated: bool,
     progress: &Progress,
     stops: &[&Cancel],
@@ -177,6 +188,7 @@ fn take_rounds<M: GuestMemoryMap>(
             }
             other => return Err(unexpected(&other, "Memory")),
         }
+        *taken += 1;
         channel.yes().step(STEP)?;
     }
 }

@@ -59,10 +59,11 @@ impl Lingering {
     /// Listens on an address, in place of those that answer there now for migrations that are over.
     ///
     /// # Errors
-    /// As [`Listener::bind`].
+    /// As [`Listener::bind_unless`].
     pub(super) fn bind(
         &self,
         address: &Address,
+        cancel: &Cancel,
     ) -> Result<(Arc<Listener>, Vec<Past>), TransportError> {
         let (mut listener, mut pasts, mut elsewhere) = (None, Vec::new(), Vec::new());
         for Entry { pasts: more, listener: there, stop, thread } in self.take(address) {
@@ -76,7 +77,8 @@ impl Lingering {
             }
             pasts.extend(more.into_iter().filter(Past::lasts));
         }
-        let bound = listener.map_or_else(|| Listener::bind(address).map(Arc::new), Ok);
+        let bind = || Listener::bind_unless(address, cancel).map(Arc::new);
+        let bound = listener.map_or_else(bind, Ok);
         if bound.is_err() {
             for (address, pasts) in elsewhere {
                 match Listener::bind(&address) {
@@ -214,21 +216,24 @@ pub(crate) fn linger_for_tests(
     at: &Address,
     lingering: &Lingering,
 ) -> (Address, [u8; TOKEN_BYTES]) {
+    let rejoin = rejoin_for_tests(at, lingering);
+    rejoin.linger(false);
+    (rejoin.listener.address().clone(), rejoin.id)
+}
+
+/// Where a source may come back to an address.
+#[cfg(test)]
+pub(super) fn rejoin_for_tests(at: &Address, lingering: &Lingering) -> Rejoin {
     #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
     use std::time::Duration;
-    let listener = Arc::new(Listener::bind(at).unwrap());
-    let address = listener.address().clone();
-    let id = [7; TOKEN_BYTES];
-    let rejoin = Rejoin {
-        listener,
-        id,
+    Rejoin {
+        listener: Arc::new(Listener::bind(at).unwrap()),
+        id: [7; TOKEN_BYTES],
         attempt: 0,
         stall: Duration::from_secs(5),
         steering: crate::Steering::new(),
         linger: Duration::from_mins(1),
         lingering: lingering.clone(),
         pasts: Vec::new(),
-    };
-    rejoin.linger(false);
-    (address, id)
+    }
 }

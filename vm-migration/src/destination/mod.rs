@@ -152,12 +152,17 @@ impl Listener {
     }
 
     /// The same, in place of listeners of this process that are there only to answer sources of
-    /// migrations that are over: this one answers those, too.
+    /// migrations that are over: this one answers those, too. `cancel` ends the wait for the resolver of
+    /// names.
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
-    pub fn bind_over(address: &Address, lingering: &Lingering) -> Result<Self, TransportError> {
-        let (socket, pasts) = lingering.bind(address)?;
+    pub fn bind_over(
+        address: &Address,
+        lingering: &Lingering,
+        cancel: &Cancel,
+    ) -> Result<Self, TransportError> {
+        let (socket, pasts) = lingering.bind(address, cancel)?;
         Ok(Self { socket, pasts, lingering: lingering.clone() })
     }
 

@@ -152,7 +152,7 @@ impl Rejoin {
                 return Err(Cause::Cancelled);
             }
             if let Some(steering::Recover::At(address)) = self.steering.take_recover() {
-                match Listener::bind(&address) {
+                match Listener::bind_unless(&address, ended) {
                     Ok(listener) => self.listener = Arc::new(listener),
                     Err(error) => log::error!("{}", error_text::chain(&error)),
                 }

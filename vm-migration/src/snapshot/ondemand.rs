@@ -115,6 +115,8 @@ impl<M: GuestMemoryMap> Filling<M> {
     pub fn start(snapshot: Opened, memory: &Arc<M>, stop: Cancel) -> Result<Self, SnapshotError> {
         let began = Instant::now();
         let (geometry, index) = snapshot.index_for(memory.layout())?;
+        // Each page is to come by itself: a huge one around the first would be there already, as zeros.
+        memory.use_small_pages(true);
         let source =
             Uffd::register(Arc::clone(memory), FAULT_READERS).map_err(SnapshotError::OnDemand)?;
         let source: Arc<dyn FaultSource> = Arc::new(source);
@@ -195,8 +197,12 @@ impl<M: GuestMemoryMap> Filling<M> {
         let fds = [engine.complete().fd(), engine.failed().fd()];
         let error = match wait_readable(&fds, &self.stop, None) {
             Ok(WaitEnd::Cancelled | WaitEnd::TimedOut) => return Ok(FillEnd::Cancelled),
-            Ok(WaitEnd::Ready(0)) => match engine.source().release() {
-                Ok(()) => return Ok(FillEnd::Complete(Box::new(self.report()))),
+            Ok(WaitEnd::Ready(0)) => match engine.release(|| self.stop.is_cancelled()) {
+                Ok(()) => {
+                    self.shared.memory.use_small_pages(false);
+                    return Ok(FillEnd::Complete(Box::new(self.report())));
+                }
+                Err(_) if self.stop.is_cancelled() => return Ok(FillEnd::Cancelled),
                 Err(error) => SnapshotError::OnDemand(error),
             },
             Ok(WaitEnd::Ready(_)) => self.take_failure().unwrap_or(SnapshotError::Panicked),

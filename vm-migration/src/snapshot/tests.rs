@@ -152,6 +152,78 @@ fn on_demand_shows_what_was_saved_to_whoever_touches_it() {
     }
 }
 
+/// A file of memory that gets huge pages wherever a mapping does not refuse them, whatever the host's
+/// settings are; `None`, loudly, where this process may not make one.
+fn huge_file(len_bytes: u64) -> Option<fs::File> {
+    use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+    const SET_STRING: libc::c_uint = 1;
+    const CREATE: libc::c_uint = 6;
+    let owned = |fd: libc::c_long| {
+        let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0);
+        // SAFETY: the kernel has just made this descriptor for us.
+        fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
+    };
+    // SAFETY: the strings are C strings that live during the calls, and the descriptors are open. The mount
+    // is in no directory and goes with its last descriptor.
+    let file = unsafe {
+        let fs = owned(libc::syscall(libc::SYS_fsopen, c"tmpfs".as_ptr(), 0)).filter(|fs| {
+            let fd = fs.as_raw_fd();
+            let (key, value) = (c"huge".as_ptr(), c"always".as_ptr());
+            let none = std::ptr::null::<libc::c_char>();
+            libc::syscall(libc::SYS_fsconfig, fd, SET_STRING, key, value, 0) == 0
+                && libc::syscall(libc::SYS_fsconfig, fd, CREATE, none, none, 0) == 0
+        });
+        let mount = fs.and_then(|fs| owned(libc::syscall(libc::SYS_fsmount, fs.as_raw_fd(), 0, 0)));
+        mount.and_then(|mount| {
+            let flags = libc::O_TMPFILE | libc::O_RDWR | libc::O_CLOEXEC;
+            owned(libc::openat(mount.as_raw_fd(), c".".as_ptr(), flags, 0o600).into())
+        })
+    };
+    let Some(file) = file.map(fs::File::from) else {
+        eprintln!("SKIPPED: no file system with huge pages may be mounted here");
+        return None;
+    };
+    file.set_len(len_bytes).unwrap();
+    Some(file)
+}
+
+#[test]
+fn on_demand_brings_each_page_where_the_host_makes_huge_ones() {
+    let folder = taken(&filled(Backing::Shared));
+    let layout = memory(Backing::Shared).layout().clone();
+    if let Err(error) = uffd::check(layout.regions()) {
+        eprintln!("SKIPPED: {error}");
+        return;
+    }
+    let files = layout.regions().iter().map(|info| huge_file(info.len_bytes));
+    let Some(files) = files.collect::<Option<Vec<_>>>() else { return };
+    let memory = FakeMemory::over(&layout, files).unwrap();
+    let snapshot = Opened::open(folder.path()).unwrap();
+    let filling = Filling::start(snapshot, &memory, Cancel::new().unwrap()).unwrap();
+    filling.commit().unwrap();
+    assert!(memory.wants_small_pages());
+    let FillEnd::Complete(_) = filling.wait().unwrap() else { panic!("not complete") };
+    assert_same(&memory);
+    assert!(!memory.wants_small_pages(), "the zone gets its huge pages back");
+}
+
+#[test]
+fn on_demand_ends_when_the_host_has_what_it_needs_to_stop_watching() {
+    let folder = taken(&filled(Backing::Shared));
+    let memory = memory(Backing::Shared);
+    if uffd::check(memory.layout().regions()).is_err() {
+        eprintln!("SKIPPED: no userfaultfd");
+        return;
+    }
+    let snapshot = Opened::open(folder.path()).unwrap();
+    let filling = Filling::start(snapshot, &memory, Cancel::new().unwrap()).unwrap();
+    filling.commit().unwrap();
+    uffd::SHORT_OF_MEMORY.set(3);
+    assert!(matches!(filling.wait(), Ok(FillEnd::Complete(_))));
+    assert_eq!(uffd::SHORT_OF_MEMORY.get(), 0);
+    assert_same(&memory);
+}
+
 #[test]
 fn on_demand_can_be_ended_early() {
     let folder = taken(&filled(Backing::Shared));

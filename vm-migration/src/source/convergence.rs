@@ -41,6 +41,9 @@ const ROUND_TRIPS: u32 = 3;
 /// scattered than those it was measured with.
 const RATE_PERCENT: u64 = 80;
 
+/// Least that must be sent for a low rate to mean anything.
+const RATE_BYTES_MIN: u64 = 1 << 20;
+
 /// What to do after looking at the dirty pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
@@ -72,6 +75,8 @@ pub(crate) struct Forecast {
     pub round_trip: Duration,
     /// Reading the dirty log of all memory.
     pub scan: Duration,
+    /// Going through all of it in a round that finds next to nothing; the shortest so far, 0 before one.
+    pub sweep: Duration,
     /// Bytes per second of the last round; 0 before.
     pub link_rate: u64,
 }
@@ -99,9 +104,24 @@ impl Expected {
 }
 
 impl Forecast {
+    /// A round sent so much in so long.
+    pub(crate) fn measured(&mut self, sent: u64, took: Duration) {
+        let (now, before) = (rate(sent, took), self.link_rate);
+        if sent >= RATE_BYTES_MIN {
+            // What a round costs by itself is counted apart. No link is taken for twice as fast by that.
+            self.link_rate = rate(sent, took.saturating_sub(self.sweep).max(took / 2));
+            return;
+        }
+        // A short round says less than the link can do, and more of what a round costs by itself.
+        let bytes = if before == 0 { Duration::ZERO } else { time_for(sent, before) };
+        let sweep = took.saturating_sub(bytes.saturating_add(self.round_trip));
+        self.sweep = if self.sweep.is_zero() { sweep } else { self.sweep.min(sweep) };
+        self.link_rate = before.max(now);
+    }
+
     /// How long the guest would stand still with so much left.
     pub(crate) fn downtime(&self, remaining_bytes: u64) -> Expected {
-        let fixed = self.switch_over + self.scan + ROUND_TRIPS * self.round_trip;
+        let fixed = self.switch_over + self.scan + self.sweep + ROUND_TRIPS * self.round_trip;
         let rate = u128::from(self.link_rate) * u128::from(RATE_PERCENT) / 100;
         let pages = time_for(remaining_bytes, u64::try_from(rate).unwrap_or(u64::MAX));
         Expected { fixed, pages }
@@ -272,6 +292,19 @@ mod tests {
         Policy::new(&options(strategy))
     }
 
+    #[test]
+    fn what_a_round_costs_by_itself_is_part_of_a_stop() {
+        let mut forecast = Forecast { round_trip: MS, ..Forecast::default() };
+        forecast.measured(100 << 20, 1000 * MS);
+        assert_eq!((forecast.link_rate, forecast.sweep), (100 << 20, Duration::ZERO));
+        // Nothing but all the slices, one after the other.
+        forecast.measured(0, 300 * MS);
+        forecast.measured(4096, 251 * MS + time_for(4096, 100 << 20));
+        forecast.measured(0, 400 * MS);
+        assert_eq!((forecast.link_rate, forecast.sweep), (100 << 20, 250 * MS));
+        assert_eq!(forecast.downtime(0).fixed, 250 * MS + ROUND_TRIPS * MS);
+    }
+
     const ROUND: (Decision, Option<Measure>) = (Decision::Round, None);
     const STOP: (Decision, Option<Measure>) = (Decision::Stop, None);
 
@@ -349,6 +382,7 @@ mod tests {
         let forecast = Forecast {
             switch_over: 7 * MS,
             round_trip: 10 * MS,
+            sweep: Duration::ZERO,
             scan: 2 * MS,
             link_rate: 1_000_000,
         };

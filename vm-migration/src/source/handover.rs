@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::negotiate::{Links, Terms};
 use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
 use super::stop::Stopped;
-use super::verdict::{Retraction, Teller};
+use super::verdict::{Retraction, Teller, note_standing};
 use super::{Context, Remains, Setback, check_cancel};
 use crate::channel::Channel;
 use crate::commit::clock;
@@ -76,13 +76,13 @@ impl<V: SourceVm> HandedOver<V> {
         self,
         context: Context<'_>,
     ) -> Result<(Remains<V>, Phase), Setback<V>> {
-        let Self { remains, unconfirmed, log: _log, .. } = self;
+        let Self { remains, control, unconfirmed, log: _log, .. } = self;
         let Some(Doubt { failure, state, teller: Some(teller) }) = unconfirmed else {
             return Ok((remains, Phase::Done));
         };
         log::warn!("the destination may not know that it has the guest: {}", failure.for_peer());
         context.progress.cannot_recover(failure.for_peer());
-        match teller.confirm(state, context) {
+        match teller.confirm(state, control, context) {
             Ok(()) => Ok((remains, Phase::Done)),
             // Its own words say more than the loss.
             Err(told) if matches!(told.cause, Cause::Refused(_) | Cause::Cancelled) => {
@@ -308,9 +308,6 @@ fn confirm(control: &mut Channel, figures: Vec<u8>, context: Context<'_>) -> Res
     control.connection.set_cancel(&never);
     let answer =
         control.ask(&Message::Confirm(figures), context.options.limits.answer).step(STEP)?;
-    if !answer.payload.is_empty() {
-        let why = String::from_utf8_lossy(&answer.payload);
-        log::warn!("the guest is at the destination and was not started there: {why}");
-    }
+    note_standing(&answer.payload);
     Ok(())
 }

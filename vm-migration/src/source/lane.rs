@@ -13,7 +13,7 @@ use super::round::ranges;
 use super::squeeze::{self, Squeeze, Way};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{PAGE_BYTES, PageRun};
+use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::options::Compression;
 use crate::progress::Progress;
 use crate::protocol::message::Message;
@@ -229,6 +229,26 @@ impl<'a> Lane<'a> {
         parts.push(Part::Bytes(&head));
         parts.extend(data.iter().map(|run| Part::Guest(ram::slice(memory, *run))));
         self.send_parts(&parts, data.iter().map(PageRun::len_bytes).sum())
+    }
+
+    /// Sends zeros as the contents of pages, of which nothing is read.
+    pub(crate) fn send_blank<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        blank: &[PageRun],
+    ) -> Result<(), Failure> {
+        const ZEROS: &[u8] = &[0; 64 << 10];
+        let head = Message::Memory(ranges(memory, blank)).encode();
+        let mut parts = vec![Part::Bytes(&head)];
+        for run in blank {
+            let mut left = to_usize(run.len_bytes());
+            while left > 0 {
+                let part = left.min(ZEROS.len());
+                parts.push(Part::Bytes(&ZEROS[..part]));
+                left -= part;
+            }
+        }
+        self.send_parts(&parts, blank.iter().map(PageRun::len_bytes).sum())
     }
 
     fn send_squeezed<M: GuestMemoryMap>(

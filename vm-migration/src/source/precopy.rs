@@ -27,9 +27,6 @@ use crate::ram::GuestMemoryMap;
 use crate::steering::Steering;
 use crate::vm::{DirtyLog, FreePageHints, SourceVm, Throttle};
 
-/// Least that must be sent for a low rate to mean anything.
-const RATE_BYTES_MIN: u64 = 1 << 20;
-
 /// How long the first round waits for the guest to name more free pages. Linux names some GiB in a
 /// tenth of a second; what comes later still counts for memory that was not sent by then.
 const HINTS_PAUSE: Duration = Duration::from_secs(2);
@@ -368,10 +365,7 @@ impl<'a> Pilot<'a> {
 
     /// Notes what a round has shown.
     fn measured(&mut self, sent: u64, took: Duration, remaining_bytes: u64, scan: Duration) {
-        // A short round says less than the link can do.
-        let now = rate(sent, took);
-        let before = self.forecast.link_rate;
-        self.forecast.link_rate = if sent >= RATE_BYTES_MIN { now } else { before.max(now) };
+        self.forecast.measured(sent, took);
         self.forecast.scan = scan;
         // Where bits are cleared slice by slice, a page was watched for half of the round.
         let watched = match self.context.options.dirty_clear {

@@ -7,7 +7,7 @@
 //! **just before** that slice is copied: a page that is dirtied while it waits for its turn goes
 //! out once, and one dirtied after its copy goes out again in the next round. (With
 //! [`DirtyClear::Round`] all bits are cleared at the beginning, for comparison.) Holes are never
-//! read, so they stay holes.
+//! read, so they stay holes: what is found to be populated is held until it has been sent.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +27,7 @@ use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::DirtyClear;
 use crate::pace::Pace;
 use crate::protocol::message::Message;
-use crate::ram::{self, GuestMemoryMap};
+use crate::ram::{self, GuestMemoryMap, Hold};
 use crate::vm::{DirtyLog, FreePageHints};
 
 /// What is claimed at once under a limit on bytes per second takes about so long.
@@ -38,6 +38,10 @@ const PACED_LOOK: Duration = Duration::from_millis(20);
 
 /// Most runs of pages in one message.
 const MESSAGE_RUNS_MAX: usize = 512;
+
+/// So much that became zero goes in one message, and up to a slice more: the peer throws it away before it
+/// answers or reads on, which takes it about a tenth of a second.
+const MESSAGE_ZERO_BYTES: u64 = 1 << 30;
 
 /// Which pages of a slice go out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -167,7 +171,7 @@ struct Round<'a, M, L> {
     context: Context<'a>,
 }
 
-impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
+impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     /// The first of the lanes makes the announcements.
     fn send_on(
         &self,
@@ -226,7 +230,11 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
             if let Some(announcer) = &mut announcer {
                 self.announce(announcer, lane)?;
             }
-            // Before the claim: whoever can send now takes the next slice.
+            if !content.held.is_empty() && !self.pace.reserve(0).is_zero() {
+                // What it holds is not given back before it is sent.
+                sent += self.flush(lane, &mut content)?;
+            }
+            // Before the claim: the lane that can send now takes the next slice.
             lane.make_room()?;
             self.wait_for_turn()?;
             if self.switch.is_due() {
@@ -238,9 +246,8 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
             // A fast link never waits, and only waits look at the cancel.
             check_cancel(self.context.cancel, "sending memory")?;
             self.add_content(slice, &mut words, &mut content)?;
-            let is_full = content.data.len() + content.zero.len() >= MESSAGE_RUNS_MAX;
             let enough = lane.message_bytes().min(self.units_at_once() * UNIT_BYTES);
-            if is_full || content.data_bytes() >= enough {
+            if content.is_full() || content.data_bytes() >= enough {
                 sent += self.flush(lane, &mut content)?;
             }
         }
@@ -275,8 +282,10 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         while let Some(units) = announcer.due(self.cursor.reached(), self.line.units) {
             let mut coming = Vec::new();
             for slice in self.line.slices_of(units) {
+                let Slice { region, first, pages } = slice;
+                let _held = self.memory.hold(region, first..first + pages);
                 for run in self.wanted(slice)?.0 {
-                    for block in full_blocks(self.memory, slice.region, run) {
+                    for block in full_blocks(self.memory, region, run) {
                         push(&mut coming, block);
                     }
                 }
@@ -292,10 +301,23 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
     /// that is populated, of others what was cleared before.
     fn unsent(&self) -> Result<Option<Vec<ClaimMap>>, Failure> {
         let mut unsent: Option<Vec<ClaimMap>> = None;
+        let mut words = vec![0; to_usize(UNITS_MAX * UNIT_PAGES / 64)];
         while let Some(slice) = self.line.claim(&self.cursor, |_| UNITS_MAX) {
+            check_cancel(self.context.cancel, "looking for what is not sent")?;
             let Slice { region, first, pages } = slice;
             let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
-                (RoundKind::First, _) => self.wanted(slice)?.0,
+                (RoundKind::First, cleared) => {
+                    if matches!(cleared, Cleared::BySlice) {
+                        // The log began with everything, holes as well. What is populated from here on is
+                        // found dirty later.
+                        let words = &mut words[..to_usize(pages.div_ceil(64))];
+                        self.log
+                            .collect_and_clear(region, first..first + pages, words)
+                            .map_err(Cause::Vm)
+                            .step("reading the dirty log")?;
+                    }
+                    self.wanted(slice)?.0
+                }
                 (RoundKind::Dirty, Cleared::BySlice | Cleared::Before) => Vec::new(),
                 (RoundKind::Dirty, Cleared::AtOnce(all)) => {
                     let start = to_usize(first / 64);
@@ -358,9 +380,12 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         &self,
         slice: Slice,
         words: &mut [u64],
-        content: &mut Content,
+        content: &mut Content<'a>,
     ) -> Result<(), Failure> {
         let Slice { region, first, pages } = slice;
+        let memory: &'a M = self.memory;
+        // Until what is found below has been sent.
+        let held;
         let words = &mut words[..to_usize(pages.div_ceil(64))];
         match &self.cleared {
             Cleared::Before => {}
@@ -377,6 +402,7 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
         }
         let runs: Vec<(u64, u64)> = match self.kind {
             RoundKind::First => {
+                held = memory.hold(region, first..first + pages);
                 let (runs, free) = self.wanted(slice)?;
                 let counters = &self.context.progress.counters;
                 counters.free_pages.fetch_add(free, Ordering::Relaxed);
@@ -387,38 +413,50 @@ impl<M: GuestMemoryMap, L: DirtyLog> Round<'_, M, L> {
                 mask_tail(words, pages);
                 let dirty = word_runs(words, first);
                 content.done_pages += dirty.iter().map(|(_, count)| count).sum::<u64>();
+                held = match (dirty.first(), dirty.last()) {
+                    (Some((start, _)), Some((last, count))) => {
+                        memory.hold(region, *start..last + count)
+                    }
+                    _ => Hold::default(),
+                };
                 let (populated, holes) = self.without_holes(region, dirty)?;
                 for (first, count) in holes {
-                    let run = PageRun { region, first, count };
-                    // What such a peer is sent is read, and becomes a page here.
-                    push(if self.zero_flags { &mut content.zero } else { &mut content.data }, run);
+                    content.add_zero(PageRun { region, first, count }, self.zero_flags);
                 }
                 populated
             }
         };
+        let mut is_sent = false;
         for (first, count) in runs {
             for page in first..first + count {
                 let run = PageRun { region, first: page, count: 1 };
-                if !ram::is_zero(self.memory, run) {
+                if !ram::is_zero(memory, run) {
                     push(&mut content.data, run);
+                    is_sent = true;
                 } else if self.kind == RoundKind::First {
                     content.skipped_zero_pages += 1;
-                } else if self.zero_flags {
-                    push(&mut content.zero, run);
                 } else {
-                    push(&mut content.data, run);
+                    content.add_zero(run, self.zero_flags);
                 }
             }
+        }
+        if is_sent {
+            content.held.push(held);
         }
         Ok(())
     }
 
     /// Sends what has come together; returns the bytes of contents.
-    fn flush(&self, lane: &mut Lane<'_>, content: &mut Content) -> Result<u64, Failure> {
+    fn flush(&self, lane: &mut Lane<'_>, content: &mut Content<'a>) -> Result<u64, Failure> {
         let content = std::mem::take(content);
-        if !content.data.is_empty() {
+        if content.data_bytes() > 0 {
             self.pace.reserve(content.data_bytes());
+        }
+        if !content.data.is_empty() {
             lane.send_memory(self.memory, &content.data)?;
+        }
+        if !content.blank.is_empty() {
+            lane.send_blank(self.memory, &content.blank)?;
         }
         if !content.zero.is_empty() {
             lane.send(&Message::ZeroPages(ranges(self.memory, &content.zero)))?;
@@ -479,17 +517,37 @@ pub(crate) fn push(runs: &mut Vec<PageRun>, run: PageRun) {
 
 /// What some slices have to say.
 #[derive(Default)]
-struct Content {
+struct Content<'m> {
     data: Vec<PageRun>,
     zero: Vec<PageRun>,
+    /// Zeros for a peer that has to be sent them as contents.
+    blank: Vec<PageRun>,
+    /// What `data` is part of stays populated.
+    held: Vec<Hold<'m>>,
     skipped_zero_pages: u64,
     /// Pages that the round need not look at again.
     done_pages: u64,
 }
 
-impl Content {
+impl Content<'_> {
+    /// Bytes that travel as contents.
     fn data_bytes(&self) -> u64 {
-        self.data.iter().map(PageRun::len_bytes).sum()
+        self.data.iter().chain(&self.blank).map(PageRun::len_bytes).sum()
+    }
+
+    fn runs(&self) -> usize {
+        self.data.len() + self.zero.len() + self.blank.len()
+    }
+
+    /// More would keep the peer busy for long, whatever it weighs on the way.
+    fn is_full(&self) -> bool {
+        let zero_bytes: u64 = self.zero.iter().map(PageRun::len_bytes).sum();
+        self.runs() >= MESSAGE_RUNS_MAX || zero_bytes >= MESSAGE_ZERO_BYTES
+    }
+
+    /// Adds pages that have to become zero at the peer; nothing of them is read again.
+    fn add_zero(&mut self, run: PageRun, has_flags: bool) {
+        push(if has_flags { &mut self.zero } else { &mut self.blank }, run);
     }
 }
 
@@ -503,6 +561,20 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn zeros_of_one_message_are_thrown_away_in_a_moment() {
+        let slice_pages = UNITS_MAX * UNIT_PAGES;
+        let mut content = Content::default();
+        let mut slices = 0;
+        while !content.is_full() {
+            assert!(slices * slice_pages * PAGE_BYTES <= MESSAGE_ZERO_BYTES, "it goes on and on");
+            let run = PageRun { region: 0, first: slices * slice_pages, count: slice_pages };
+            content.add_zero(run, true);
+            slices += 1;
+        }
+        assert_eq!(content.zero.len(), 1, "a run however long");
+    }
 
     proptest! {
         #[test]

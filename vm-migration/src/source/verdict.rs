@@ -59,7 +59,7 @@ impl Retraction {
                 Ok(never) => never,
                 Err(error) => return log::warn!("the destination is not told: {error}"),
             };
-            match teller.tell(withheld.says(), &never) {
+            match teller.tell(withheld.says(), Late(None), &never) {
                 Ok(()) => log::info!("the destination knows that the guest is here"),
                 Err(failure) => log::info!("the destination is not told: {}", failure.for_peer()),
             }
@@ -67,6 +67,46 @@ impl Retraction {
         if let Err(error) = std::thread::Builder::new().name("mig-verdict".into()).spawn(body) {
             log::warn!("the destination is not told that the guest is here: {error}");
         }
+    }
+}
+
+/// The connection of the handover, where the answer to the last message may come late: the destination
+/// says it as soon as its guest runs, and then listens no more.
+struct Late(Option<Channel>);
+
+impl Late {
+    /// The answer, if it is there.
+    fn answer(&mut self) -> Option<Result<(), Cause>> {
+        let control = self.0.as_mut()?;
+        if !control.reader.has_buffered() {
+            match control.connection.wait_for_data(Some(Duration::ZERO)) {
+                Ok(()) => {}
+                Err(TransportError::Timeout { .. }) => return None,
+                Err(_) => {
+                    self.0 = None;
+                    return None;
+                }
+            }
+        }
+        match control.answer(LOOK_EVERY) {
+            Ok(answer) => {
+                note_standing(&answer.payload);
+                Some(Ok(()))
+            }
+            Err(refused @ Cause::Refused(_)) => Some(Err(refused)),
+            Err(_) => {
+                self.0 = None;
+                None
+            }
+        }
+    }
+}
+
+/// Tells the log what a destination says that has not started its guest.
+pub(super) fn note_standing(said: &[u8]) {
+    if !said.is_empty() {
+        let why = String::from_utf8_lossy(said);
+        log::warn!("the guest is at the destination and was not started there: {why}");
     }
 }
 
@@ -102,22 +142,40 @@ impl Teller {
     pub(crate) fn confirm(
         self,
         unconfirmed: Unconfirmed,
+        control: Channel,
         context: Context<'_>,
     ) -> Result<(), Failure> {
         let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
-        let told = self.tell(unconfirmed.says(), &never);
+        let told = self.tell(unconfirmed.says(), Late(Some(control)), &never);
         if let Err(failure) = &told {
             context.progress.cannot_recover(failure.for_peer());
         }
         told
     }
 
-    fn tell(mut self, verdict: Verdict, never: &Cancel) -> Result<(), Failure> {
+    fn tell(self, verdict: Verdict, mut late: Late, never: &Cancel) -> Result<(), Failure> {
+        let told = self.tell_anew(verdict, &mut late, never);
+        match told {
+            // It may have come meanwhile, and that is why nothing listens there any more.
+            Err(failure) => late.answer().unwrap_or(Err(failure.cause)).step(STEP),
+            Ok(()) => Ok(()),
+        }
+    }
+
+    fn tell_anew(
+        mut self,
+        verdict: Verdict,
+        late: &mut Late,
+        never: &Cancel,
+    ) -> Result<(), Failure> {
         let since = Instant::now();
         let (mut pause, mut refused) = (PAUSE_FIRST, 0);
         let mut last = Cause::Transport(TransportError::Closed);
         while self.wait(since, pause)? {
             pause = (pause * 2).min(PAUSE_MAX);
+            if let Some(answer) = late.answer() {
+                return answer.step(STEP);
+            }
             last = match self.attempt(verdict, never) {
                 Attempt::Heard => return Ok(()),
                 Attempt::Answered(cause) => return Err(cause).step(STEP),

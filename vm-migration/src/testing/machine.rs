@@ -416,6 +416,7 @@ pub struct Builder {
     common: Common,
     touch: Vec<(usize, u64)>,
     gate: Option<Receiver<()>>,
+    start_gate: Option<Receiver<()>>,
 }
 
 /// A machine on the destination.
@@ -423,6 +424,7 @@ pub struct FakeDestination {
     common: Common,
     touch: Vec<(usize, u64)>,
     device: Device,
+    start_gate: Option<Receiver<()>>,
 }
 
 /// A thread of a machine, which waits for it when it ends.
@@ -440,7 +442,8 @@ impl Drop for Device {
 impl Builder {
     /// A destination for `guest`, in `memory`.
     pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
-        Self { common: FakeVm::new(memory, guest).common, touch: Vec::new(), gate: None }
+        let common = FakeVm::new(memory, guest).common;
+        Self { common, touch: Vec::new(), gate: None, start_gate: None }
     }
 
     /// Number of vCPUs, share of memory they write, and how fast.
@@ -482,6 +485,13 @@ impl Builder {
     #[must_use]
     pub fn gate(mut self, gate: Receiver<()>) -> Self {
         self.gate = Some(gate);
+        self
+    }
+
+    /// The same for the start of its guest.
+    #[must_use]
+    pub fn start_gate(mut self, gate: Receiver<()>) -> Self {
+        self.start_gate = Some(gate);
         self
     }
 
@@ -532,13 +542,13 @@ impl MappedMachine for FakeMapped {
     }
 
     fn build(self) -> Result<FakeDestination, VmError> {
-        let Builder { common, touch, gate } = self.0;
+        let Builder { common, touch, gate, start_gate } = self.0;
         if let Some(gate) = gate {
             // Ends when the test says so, or has gone.
             let _ = gate.recv();
         }
         common.call(Inject::Prepare, "prepare")?;
-        Ok(FakeDestination { common, touch, device: Device::default() })
+        Ok(FakeDestination { common, touch, device: Device::default(), start_gate })
     }
 }
 
@@ -578,6 +588,10 @@ impl DestinationVm for FakeDestination {
     }
 
     fn run(mut self, resume: bool) -> Result<FakeVm, (Self, VmError)> {
+        if let Some(gate) = self.start_gate.take() {
+            // Dropped is open.
+            let _ = gate.recv();
+        }
         if self.common.inject == Inject::RunOnce {
             self.common.inject = Inject::Nothing;
             let _ = self.common.call(Inject::Nothing, "run");

@@ -11,10 +11,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
+use super::leaving::Leaving;
 use super::machine::Calls;
 use crate::fault::VcpuBarrier;
 use crate::layout::{Backing, Layout, PAGE_BYTES, PageRun, RegionInfo, to_usize};
-use crate::ram::GuestMemoryMap;
+use crate::ram::{GuestMemoryMap, Hold};
 use crate::uffd::{OwnFaults, UffdError};
 use crate::vm::{DirtyLog, VmError};
 
@@ -44,6 +45,10 @@ pub struct FakeMemory {
     kept: AtomicU64,
     /// Devices have it mapped: its pages stay.
     pinned: AtomicBool,
+    /// Only small pages are wanted.
+    small: AtomicBool,
+    /// What the guest gives back at a look.
+    leaving: Leaving,
     /// What refuses vCPUs, while it does.
     refusing: OnceLock<Weak<OwnFaults<FakeMemory>>>,
 }
@@ -97,6 +102,8 @@ impl FakeMemory {
             looks: AtomicU64::new(0),
             kept: AtomicU64::new(0),
             pinned: AtomicBool::new(false),
+            small: AtomicBool::new(false),
+            leaving: Leaving::default(),
             refusing: OnceLock::new(),
         }
     }
@@ -201,6 +208,10 @@ impl FakeMemory {
         self.calm.store(calm, Ordering::SeqCst);
     }
 
+    pub(super) fn leaving(&self) -> &Leaving {
+        &self.leaving
+    }
+
     /// How many calls discarded pages, and how many pages those were.
     pub fn discards(&self) -> (u64, u64) {
         let (calls, pages) = &self.discards;
@@ -216,6 +227,11 @@ impl FakeMemory {
     /// a huge page does that the kernel cannot split: it reads as zeros and is there.
     pub fn keep_discarded(&self, page: u64) {
         self.kept.store(page + 1, Ordering::SeqCst);
+    }
+
+    /// Whether the host was last asked for small pages only.
+    pub fn wants_small_pages(&self) -> bool {
+        self.small.load(Ordering::SeqCst)
     }
 
     /// Bytes of memory that the host has given to a region.
@@ -327,9 +343,14 @@ unsafe impl GuestMemoryMap for FakeMemory {
         self.regions[region].file.as_ref().map(File::as_fd)
     }
 
+    fn hold(&self, region: usize, pages: Range<u64>) -> Hold<'_> {
+        self.hold_pages(region, pages)
+    }
+
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
         self.looks.fetch_add(1, Ordering::SeqCst);
-        let region = &self.regions[region];
+        let index = region;
+        let region = &self.regions[index];
         if region.file.is_none() {
             return Ok(vec![pages]);
         }
@@ -355,6 +376,7 @@ unsafe impl GuestMemoryMap for FakeMemory {
                 _ => runs.push(page..page + 1),
             }
         }
+        self.looked_at(index, &runs);
         Ok(runs)
     }
 
@@ -367,12 +389,23 @@ unsafe impl GuestMemoryMap for FakeMemory {
     fn populate(&self, run: PageRun) -> io::Result<()> {
         let region = &self.regions[run.region];
         let start = region.alias.unwrap_or(region.main);
-        // SAFETY: a range of our own mapping; populating changes nothing that anybody reads.
+        // SAFETY: a range of our own mapping; populating changes no contents.
         let result = unsafe {
             let start = start.add(to_usize(run.first * PAGE_BYTES));
             libc::madvise(start.cast(), to_usize(run.len_bytes()), libc::MADV_POPULATE_WRITE)
         };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    fn use_small_pages(&self, small: bool) {
+        self.small.store(small, Ordering::SeqCst);
+        let advice = if small { libc::MADV_NOHUGEPAGE } else { libc::MADV_HUGEPAGE };
+        for region in self.regions.iter().filter(|region| region.file.is_some()) {
+            for start in [Some(region.main), region.alias, region.vcpus].into_iter().flatten() {
+                // SAFETY: our own mapping; the advice changes no contents.
+                unsafe { libc::madvise(start.cast(), region.len, advice) };
+            }
+        }
     }
 
     fn make_zero(&self, run: PageRun) -> io::Result<()> {

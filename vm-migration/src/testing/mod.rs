@@ -8,6 +8,7 @@
 
 mod deputy;
 mod guest;
+mod leaving;
 mod machine;
 mod memory;
 

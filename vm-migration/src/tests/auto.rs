@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use super::moves::Case;
 use super::relay::{Relay, Rule};
-use super::{LIMITS, Target, assert_whole, have_uffd, loopback, memory, options};
+use super::{LIMITS, Target, assert_whole, have_uffd, loopback, memory, options, send};
 use crate::layout::{Backing, PAGE_BYTES};
 use crate::progress::{Event, Observer, Phase};
 use crate::protocol::capabilities::FEATURE_STALE;
 use crate::source::migrate;
-use crate::testing::{Builder, FakeMemory, FakeVm, Guest, Inject};
+use crate::testing::{Builder, FakeMemory, FakeVm, Guest, Inject, Pace};
 use crate::{Cancel, Convergence, DirtyClear, MemoryMode, Progress, SendOptions, Side, Steering};
 
 /// No guest can be moved with so little downtime.
@@ -94,6 +94,42 @@ fn the_clock_and_a_person_end_a_round_in_its_middle() {
             options.steering.start_postcopy();
         });
         assert_eq!(source.round, Some(1));
+    }
+}
+
+#[test]
+fn holes_that_no_round_has_come_to_stay_holes() {
+    if !have_uffd() {
+        return;
+    }
+    for (clear, filled) in [(DirtyClear::Slice, 0..100), (DirtyClear::Round, 50..60)] {
+        let (from, to) = (memory(), memory());
+        let guest = Guest::new(&from, 3);
+        guest.fill_all(&from, 0, filled);
+        let populated = |memory: &FakeMemory| {
+            memory.populated_bytes(0).unwrap() + memory.populated_bytes(1).unwrap()
+        };
+        let before = populated(&from);
+        let idle = Pace::Full;
+        let builder = Builder::new(&to, &guest).load(0, 0, idle);
+        let target = Target::start(&loopback(), builder, LIMITS);
+        let mut options = options(&target.address);
+        out_of_reach(&mut options);
+        options.dirty_clear = clear;
+        options.steering.start_postcopy();
+        let progress = Arc::clone(&target.progress);
+        let receiver = std::thread::spawn(move || {
+            let received = target.join().unwrap();
+            received.faults.unwrap().wait().unwrap();
+            received.vm
+        });
+        send(FakeVm::new(&from, &guest).load(0, 0, idle).running(), &options).unwrap();
+        receiver.join().unwrap().stop();
+        assert_eq!(populated(&from), before, "{clear:?}: holes at the source have become pages");
+        let moved = progress.snapshot().faults;
+        let pages = moved.bulk_pages + moved.urgent_pages + moved.prefetched_pages;
+        assert_eq!(pages * PAGE_BYTES, before, "{clear:?}: more is sent than there was");
+        assert_whole(&guest, &to);
     }
 }
 

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use super::recovery::wait_until;
 use super::relay::{Act, Cut, Point, Relay, Rule};
 use super::{
-    Builder, FakeVm, Guest, LIMITS, SendResult, assert_whole, have_uffd, loopback, memory, options,
+    Builder, FakeVm, Guest, LIMITS, SendResult, Target, assert_whole, have_uffd, loopback, memory,
+    options,
 };
 use crate::channel::Channel;
 use crate::commit::Verdict;
@@ -28,6 +29,31 @@ use crate::{
     Address, Cancel, Cause, Convergence, GuestIs, Limits, MemoryMode, Progress, ReceiveOptions,
     SendOptions, Side, steering,
 };
+
+#[test]
+fn a_guest_that_starts_late_is_known_to_run() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 43);
+    guest.fill(&from, 30);
+    let (start, starts) = channel();
+    let builder = Builder::new(&to, &guest).start_gate(starts);
+    let target = Target::start(&loopback(), builder, LIMITS);
+    let mut options = options(&target.address);
+    options.limits.answer = Duration::from_secs(4);
+    let progress = Arc::new(Progress::new(Side::Source));
+    let sender = {
+        let (vm, progress) = (FakeVm::new(&from, &guest).running(), Arc::clone(&progress));
+        std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
+    };
+    wait_until("the source's doubt", || progress.phase() == Phase::InDoubt);
+    drop(start);
+    let mut vm = target.join().unwrap().vm;
+    assert!(vm.runs());
+    let sent = sender.join().unwrap().unwrap();
+    assert_eq!(sent.report.phase, Phase::Done);
+    vm.stop();
+    assert_whole(&guest, &to);
+}
 
 /// What the destination has in the end.
 enum Arrived {
@@ -453,6 +479,7 @@ fn hears_the_end(address: &Address, id: [u8; 16]) {
 
 #[test]
 fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
+    let never = Cancel::new().unwrap();
     let (address, lingering, id) = ended_without_a_word();
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 6);
@@ -460,13 +487,13 @@ fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
     // A port that is taken over and cannot be used.
     let Address::Tcp { port, .. } = address else { panic!() };
     let elsewhere: Address = format!("tcp:192.0.2.1:{port}").parse().unwrap();
-    Listener::bind_over(&elsewhere, &lingering).unwrap_err();
+    Listener::bind_over(&elsewhere, &lingering, &never).unwrap_err();
     hears_the_end(&address, id);
     // No reception begins.
-    drop(Listener::bind_over(&address, &lingering).unwrap());
+    drop(Listener::bind_over(&address, &lingering, &never).unwrap());
     hears_the_end(&address, id);
     for fails in [true, false] {
-        let listener = Listener::bind_over(&address, &lingering).unwrap();
+        let listener = Listener::bind_over(&address, &lingering, &never).unwrap();
         let builder = Builder::new(&to, &guest);
         let (cancel, progress) = (Cancel::new().unwrap(), Progress::new(Side::Destination));
         let progress = Arc::new(progress);
@@ -498,6 +525,7 @@ fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
 
 #[test]
 fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
+    let never = Cancel::new().unwrap();
     if !have_uffd() {
         return;
     }
@@ -505,7 +533,7 @@ fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 6);
     guest.fill(&from, 60);
-    let listener = Listener::bind_over(&address, &lingering).unwrap();
+    let listener = Listener::bind_over(&address, &lingering, &never).unwrap();
     let steering = Steering::new();
     let receiver = {
         let (builder, steering) = (Builder::new(&to, &guest), steering.clone());
@@ -542,12 +570,13 @@ fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
 
 #[test]
 fn a_new_migration_takes_the_place_of_one_that_is_answered_for() {
+    let never = Cancel::new().unwrap();
     let (address, lingering, id) = ended_without_a_word();
     assert!(Listener::bind(&address).is_err(), "it listens there");
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 5);
     guest.fill(&from, 20);
-    let listener = Listener::bind_over(&address, &lingering).unwrap();
+    let listener = Listener::bind_over(&address, &lingering, &never).unwrap();
     assert_eq!(*listener.address(), address);
     let builder = Builder::new(&to, &guest);
     let progress = Arc::new(Progress::new(Side::Destination));

@@ -28,7 +28,7 @@ fn header(code: u16, len: u64) -> [u8; 16] {
 
 /// A destination of the old kind: knows commands 1 to 8, ignores spare header bytes, answers an
 /// unknown command with an error and leaves. Extra connections carry memory. Returns the commands.
-fn old_destination(listener: &TcpListener, memory: &Arc<FakeMemory>) -> Vec<u16> {
+pub(super) fn old_destination(listener: &TcpListener, memory: &Arc<FakeMemory>) -> Vec<u16> {
     let (mut control, _) = listener.accept().unwrap();
     let mut commands = Vec::new();
     loop {
@@ -70,7 +70,7 @@ fn take_contents(from: &mut TcpStream, table: &[u8], memory: &FakeMemory) {
     }
 }
 
-fn tcp(listener: &TcpListener) -> Address {
+pub(super) fn tcp(listener: &TcpListener) -> Address {
     format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap()
 }
 
@@ -138,6 +138,16 @@ fn an_old_source_is_served_over_several_connections() {
     };
     ask(&mut control, &header(1, 0));
     ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
+    // Of another source, and of none.
+    let mut second_source = connect();
+    second_source.write_all(&header(1, 0)).unwrap();
+    let mut stranger = connect();
+    stranger.write_all(&[&1u16.to_le_bytes()[..], &header(99, 0)].concat()).unwrap();
+    for mut other in [second_source, stranger] {
+        let mut told = Vec::new();
+        other.read_to_end(&mut told).unwrap();
+        assert_eq!(u16::from_le_bytes([told[0], told[1]]), 2, "it is refused");
+    }
     let mut extra = connect();
     extra.write_all(&1u16.to_le_bytes()).unwrap();
     for (region, info) in from.layout().regions().iter().enumerate() {

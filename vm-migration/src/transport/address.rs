@@ -29,6 +29,13 @@ pub enum Address {
     Unix(PathBuf),
 }
 
+impl Address {
+    /// Whether a resolver has to be asked where it is, which may take long.
+    pub fn has_name(&self) -> bool {
+        matches!(self, Self::Tcp { host, .. } if host.parse::<IpAddr>().is_err())
+    }
+}
+
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -6,7 +6,8 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use socket2::{Domain, SockAddr, Socket, Type};
@@ -25,19 +26,32 @@ const BACKLOG: i32 = 257;
 pub struct Listener {
     socket: Socket,
     address: Address,
-    unlink: Option<PathBuf>,
+    /// A socket file that was made here: path, device, inode.
+    made: Option<(PathBuf, u64, u64)>,
+}
+
+fn file_at(path: &Path) -> io::Result<(u64, u64)> {
+    std::fs::symlink_metadata(path).map(|there| (there.dev(), there.ino()))
 }
 
 impl Listener {
-    /// Listens. A stale socket file is replaced; one that somebody listens on is not.
+    /// Listens. A stale socket file is replaced; one that has a listener is not.
     ///
     /// # Errors
     /// When the address is taken or not ours.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
         let failed = |source| TransportError::Listen { address: address.clone(), source };
+        Self::bind_unless(address, &Cancel::new().map_err(failed)?)
+    }
+
+    /// The same, and a cancel ends the wait for the resolver of names.
+    ///
+    /// # Errors
+    /// As [`Self::bind`].
+    pub fn bind_unless(address: &Address, cancel: &Cancel) -> Result<Self, TransportError> {
+        let failed = |source| TransportError::Listen { address: address.clone(), source };
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
-        let cancel = Cancel::new().map_err(failed)?;
-        for candidate in resolve(address, &cancel, crate::options::CONNECT_TIMEOUT)? {
+        for candidate in resolve(address, cancel, crate::options::CONNECT_TIMEOUT)? {
             if let Address::Unix(path) = address {
                 remove_stale(path, &candidate).map_err(|error| match error.kind() {
                     io::ErrorKind::AddrInUse => TransportError::InUse(address.clone()),
@@ -62,11 +76,14 @@ impl Listener {
             socket.set_reuse_address(true)?;
         }
         socket.bind(candidate)?;
-        let unlink = match address {
-            Address::Unix(path) => Some(path.clone()),
+        let made = match address {
+            Address::Unix(path) => {
+                let (device, inode) = file_at(path)?;
+                Some((path.clone(), device, inode))
+            }
             Address::Tcp { .. } => None,
         };
-        let mut listener = Self { socket, address: address.clone(), unlink };
+        let mut listener = Self { socket, address: address.clone(), made };
         listener.socket.listen(BACKLOG)?;
         if let (Address::Tcp { port, .. }, Some(bound)) =
             (&mut listener.address, listener.socket.local_addr()?.as_socket())
@@ -145,13 +162,15 @@ impl AsRawFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(path) = &self.unlink {
+        let Some((path, device, inode)) = &self.made else { return };
+        // Another listener may have its own there by now.
+        if file_at(path).is_ok_and(|there| there == (*device, *inode)) {
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
-/// Removes a socket file that nobody listens on; an error of kind `AddrInUse` if somebody does.
+/// Removes a socket file without a listener; an error of kind `AddrInUse` if it has one.
 fn remove_stale(path: &std::path::Path, address: &SockAddr) -> io::Result<()> {
     use std::os::unix::fs::FileTypeExt;
     let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };

@@ -114,9 +114,18 @@ pub enum TransportError {
         /// In how long.
         after: Duration,
     },
-    /// Somebody asked to stop.
+    /// A cancel has come.
     #[error("the wait was cancelled")]
     Cancelled,
+    /// Memory that has no page, and gets none.
+    #[error(
+        "the host has no page for guest memory while this side is {what}; give its pool of huge pages \
+         (hugetlb, nr_hugepages) as many as the VM has memory"
+    )]
+    NoPage {
+        /// What was being done.
+        what: &'static str,
+    },
     /// The system's own error.
     #[error("the connection failed while {what}")]
     Io {

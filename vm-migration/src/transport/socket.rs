@@ -10,7 +10,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -49,6 +49,8 @@ pub struct Connection {
     reading_since: Mutex<Option<Instant>>,
     /// What has come of it.
     read_bytes: AtomicU64,
+    /// A message has gone out in part.
+    is_cut_short: AtomicBool,
 }
 
 impl Connection {
@@ -137,6 +139,7 @@ impl Connection {
             stall_timeout_us: AtomicU64::new(micros(stall_timeout)),
             reading_since: Mutex::new(None),
             read_bytes: AtomicU64::new(0),
+            is_cut_short: AtomicBool::new(false),
         })
     }
 
@@ -197,10 +200,28 @@ impl Connection {
     /// # Errors
     /// As [`send`](Self::send).
     pub fn send_parts(&self, parts: &[Part<'_>]) -> Result<(), TransportError> {
+        let mut sent_bytes = 0;
+        let sent = self.send_pieces(parts, &mut sent_bytes);
+        if sent.is_err() && sent_bytes > 0 {
+            self.cut_short();
+        }
+        sent
+    }
+
+    /// A message did not go out whole: what is sent now the peer takes for the rest of it.
+    pub(crate) fn cut_short(&self) {
+        self.is_cut_short.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the peer takes what is sent now for a message.
+    pub(crate) fn is_between_messages(&self) -> bool {
+        !self.is_cut_short.load(Ordering::Relaxed)
+    }
+
+    fn send_pieces(&self, parts: &[Part<'_>], sent_bytes: &mut u64) -> Result<(), TransportError> {
         let mut pieces: Vec<libc::iovec> = parts.iter().map(part_iovec).collect();
         let mut at = 0;
         let mut total = None;
-        let mut sent_bytes = 0;
         loop {
             while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
                 at += 1;
@@ -215,12 +236,12 @@ impl Connection {
             match unsafe { transfer(self.socket.as_raw_fd(), &mut now[..now_len], true) } {
                 Ok(0) => return Err(TransportError::Closed),
                 Ok(sent) => {
-                    sent_bytes += sent as u64;
+                    *sent_bytes += sent as u64;
                     advance(now, sent);
                 }
                 Err(error) => {
                     let since = *total.get_or_insert_with(Instant::now);
-                    self.wait_after(error, libc::POLLOUT, "sending", Some((since, sent_bytes)))?;
+                    self.wait_after(error, libc::POLLOUT, "sending", Some((since, *sent_bytes)))?;
                 }
             }
         }
@@ -342,6 +363,7 @@ impl Connection {
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
                 Err(TransportError::Closed)
             }
+            _ if error.raw_os_error() == Some(libc::EFAULT) => Err(TransportError::NoPage { what }),
             _ => Err(TransportError::Io { what, source: error }),
         }
     }
@@ -369,6 +391,13 @@ impl Connection {
     /// As for reading.
     pub(crate) fn wait_for_data(&self, timeout: Option<Duration>) -> Result<(), TransportError> {
         self.wait(libc::POLLIN, timeout, "waiting for an answer")
+    }
+
+    /// What is there now, up to the length of `buf`, which stays there.
+    pub(crate) fn peek_now(&self, buf: &mut [u8]) -> usize {
+        // SAFETY: as in `receive_now`.
+        let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
+        self.socket.peek(uninit).unwrap_or(0)
     }
 
     /// Receives what is there now; `None` when that is nothing.

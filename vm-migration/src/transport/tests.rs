@@ -119,7 +119,12 @@ fn a_port_and_a_socket_file_in_use_are_refused_and_a_stale_file_is_replaced() {
     let listener = Listener::bind(&address).unwrap();
     let again = Listener::bind(&address);
     assert!(matches!(again, Err(TransportError::InUse(_))), "{again:?}");
+    // What another has put there meanwhile is not this one's to remove.
+    std::fs::remove_file(&path).unwrap();
+    let next = Listener::bind(&address).unwrap();
     drop(listener);
+    std::os::unix::net::UnixStream::connect(&path).unwrap();
+    drop(next);
     assert!(!path.exists());
     std::fs::write(&path, "precious").unwrap();
     assert!(Listener::bind(&address).is_err());
@@ -253,4 +258,15 @@ fn who_takes_a_little_now_and_then_has_a_total_time() {
     assert!(matches!(error, TransportError::TooSlow { bytes: 1.., .. }), "{error:?}");
     ours.shut_down();
     end.join().unwrap();
+}
+
+#[test]
+fn memory_without_a_page_is_told_from_a_lost_connection() {
+    let (ours, theirs, _cancel) = pair(Duration::from_secs(20));
+    theirs.send(&[1; 16]).unwrap();
+    let page = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 16 };
+    // SAFETY: nothing is there that could be written to: the kernel says so.
+    let received = unsafe { ours.receive(&mut [page]) };
+    assert!(matches!(received, Err(TransportError::NoPage { .. })), "{received:?}");
+    assert!(received.unwrap_err().to_string().contains("hugetlb"));
 }

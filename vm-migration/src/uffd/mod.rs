@@ -303,6 +303,20 @@ impl<M: GuestMemoryMap> Uffd<M> {
     }
 }
 
+#[cfg(test)]
+thread_local! {
+    /// So many times the host has no memory when the calling thread stops watching.
+    pub(crate) static SHORT_OF_MEMORY: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+}
+
+#[cfg(test)]
+fn test_short_of_memory(part: &Part) -> Result<(), UffdError> {
+    let left = SHORT_OF_MEMORY.get();
+    SHORT_OF_MEMORY.set(left.saturating_sub(1));
+    let error = io::Error::from_raw_os_error(libc::ENOMEM);
+    if left > 0 { Err(pages_error("stop watching", part.run(), error)) } else { Ok(()) }
+}
+
 impl Part {
     fn run(&self) -> PageRun {
         PageRun { region: self.region, first: self.first, count: self.pages }
@@ -521,6 +535,8 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     }
 
     fn release(&self) -> Result<(), UffdError> {
+        #[cfg(test)]
+        test_short_of_memory(&self.parts[0])?;
         self.released.store(true, Ordering::SeqCst);
         let mut result = Ok(());
         self.watched.lock().unwrap_or_else(PoisonError::into_inner).retain(|part| {

@@ -149,6 +149,7 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
     }
 
     fn stop_readers(&self) {
+        self.refusing.iter().for_each(Uffd::stop_readers);
         self.others.stop_readers();
     }
 

@@ -205,6 +205,27 @@ mod tests {
     }
 
     #[test]
+    fn what_the_guest_has_given_back_stays_a_hole() {
+        let server = server();
+        let given = PageRun { region: 0, first: 3, count: 20 };
+        crate::ram::GuestMemoryMap::discard(&*server.memory, given).unwrap();
+        let before = server.memory.blocks(0);
+        let (mut at, mut zero) = ((0, 0), Vec::new());
+        for _ in 0..2 {
+            zero.extend(pages(&server.next_chunk(&mut at).unwrap().zero));
+        }
+        let gone = PageRun { region: 1, first: 7, count: 1 };
+        crate::ram::GuestMemoryMap::discard(&*server.memory, gone).unwrap();
+        let small_before = server.memory.blocks(1);
+        let mut answers = Answers::new(&server);
+        answers.wait_for(&[small(7)]).unwrap();
+        zero.extend(pages(&answers.next_piece().unwrap().0.zero));
+        let expected = (3..23).map(|page| (0, page)).chain([(1, 7)]).collect::<Vec<_>>();
+        assert_eq!(zero, expected);
+        assert_eq!((server.memory.blocks(0), server.memory.blocks(1)), (before, small_before));
+    }
+
+    #[test]
     fn a_small_page_never_waits_for_the_rest_of_a_large_one() {
         let server = server();
         let mut answers = Answers::new(&server);

@@ -28,8 +28,8 @@ mod tests;
 mod threads;
 
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::handover::{HandedOver, Pages};
@@ -98,6 +98,9 @@ impl Grain {
     }
 }
 
+/// Pieces of the background that come in the time after which nothing has come for too long.
+const PIECES_IN_STALL: u64 = 4;
+
 /// What bulk pushers and urgent servers share. It outlives connections.
 pub(crate) struct Server<M> {
     memory: Arc<M>,
@@ -116,7 +119,18 @@ pub(crate) struct Server<M> {
     is_done: AtomicBool,
     /// Limit of the pushers.
     pace: Pace,
+    /// With a limit: one pusher at a time looks whether it is free and claims, or all would find it free at the
+    /// same moment.
+    turn: Mutex<()>,
     progress: Arc<Progress>,
+}
+
+impl<M> Server<M> {
+    /// A pusher's turn to claim what the limit lets through; nothing without a limit.
+    fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+        let is_limited = self.pace.bytes_per_s() > 0;
+        is_limited.then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner))
+    }
 }
 
 impl<M: GuestMemoryMap> Server<M> {
@@ -136,6 +150,8 @@ impl<M: GuestMemoryMap> Server<M> {
             grain.set_pieces(&pieces, &units);
             pieces
         });
+        let largest = grains.iter().map(|grain| grain.piece_pages).max().unwrap_or(1);
+        let pace = Pace::new(background_pace(options, largest * PAGE_BYTES));
         let server = Self {
             memory,
             pending: pending.collect(),
@@ -144,7 +160,8 @@ impl<M: GuestMemoryMap> Server<M> {
             hint: AtomicU64::new(HINT_NONE),
             in_service: AtomicU32::new(0),
             is_done: AtomicBool::new(false),
-            pace: Pace::new(options.bandwidth_bytes_per_s),
+            pace,
+            turn: Mutex::new(()),
             progress,
         };
         server.count_remaining();
@@ -210,6 +227,22 @@ impl<M: GuestMemoryMap> Server<M> {
         self.count_remaining();
         Ok(())
     }
+}
+
+/// Bytes per second of the background, with pieces of so many bytes: of a limit so low that a destination
+/// would hear nothing for as long as a connection lives that is lost, as much as keeps it alive.
+fn background_pace(options: &SendOptions, piece_bytes: u64) -> u64 {
+    let wanted = options.bandwidth_bytes_per_s;
+    let stall_ms = u64::try_from(options.limits.stall.as_millis()).unwrap_or(u64::MAX).max(1);
+    let least = (PIECES_IN_STALL * piece_bytes).saturating_mul(1000) / stall_ms;
+    if wanted == 0 || wanted >= least {
+        return wanted;
+    }
+    log::warn!(
+        "memory goes at {least} bytes per second, not at the {wanted} of the option bandwidth: the \
+         destination takes it in pieces of {piece_bytes} bytes, and would take the connection for lost"
+    );
+    least
 }
 
 /// Pages that a destination may still need after a failure in Serve.

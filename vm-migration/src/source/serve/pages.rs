@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use super::{Grain, Server};
 use crate::bitmap::Claimed;
 use crate::error::Cause;
-use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
+use crate::layout::{GpaRange, PAGE_BYTES, PageRun, to_usize};
 use crate::protocol::ProtocolError;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap};
@@ -61,8 +61,13 @@ impl Reply {
 
     /// True when more would let others wait for too long.
     pub(super) fn is_large(&self) -> bool {
+        self.room_bytes() == 0
+    }
+
+    /// How much more keeps no request waiting for too long.
+    fn room_bytes(&self) -> u64 {
         let pages: u64 = self.data.iter().chain(&self.zero).map(|run| run.count).sum();
-        pages * PAGE_BYTES >= CHUNK_BYTES
+        CHUNK_BYTES.saturating_sub(pages * PAGE_BYTES)
     }
 
     /// Bytes of contents.
@@ -149,14 +154,24 @@ impl<M: GuestMemoryMap> Server<M> {
     /// Claims from the begin of a stretch until a reply is large enough; returns how many pieces
     /// that were.
     pub(super) fn claim_from(&self, stretch: &mut Stretch, reply: &mut Reply) -> u64 {
+        let Stretch { region, end, .. } = *stretch;
+        let piece_bytes = self.grains[region].piece_pages * PAGE_BYTES;
+        let room = reply.room_bytes().div_ceil(piece_bytes);
+        let mut runs: Vec<(u64, u64)> = Vec::new();
         let mut claimed = 0;
-        while stretch.next < stretch.end && !reply.is_large() {
+        while stretch.next < end && claimed < room {
             let piece = stretch.next;
             stretch.next += 1;
-            if self.pending[stretch.region].claim(piece) {
-                self.add(reply, stretch.region, piece, 1);
+            if self.pending[region].claim(piece) {
                 claimed += 1;
+                match runs.last_mut() {
+                    Some((first, count)) if *first + *count == piece => *count += 1,
+                    _ => runs.push((piece, 1)),
+                }
             }
+        }
+        for (first, count) in runs {
+            self.add(reply, region, first, count);
         }
         claimed
     }
@@ -173,11 +188,14 @@ impl<M: GuestMemoryMap> Server<M> {
         PageRun { region, first: first * piece, count: count * piece }
     }
 
-    /// Adds claimed pieces, as data or as zeros.
+    /// Adds claimed pieces, as data or as zeros. What the guest has given back since it was found to be
+    /// populated stays a hole here.
     fn add(&self, reply: &mut Reply, region: usize, first: u64, count: u64) {
-        for index in first..first + count {
+        let zero = ram::zero_pages(&*self.memory, self.pages_of(region, first, count));
+        let pieces = zero.chunks(to_usize(self.grains[region].piece_pages));
+        for (index, zero) in (first..).zip(pieces) {
+            let is_zero = zero.iter().all(|is_zero| *is_zero);
             let run = self.pages_of(region, index, 1);
-            let is_zero = ram::is_zero(&*self.memory, run);
             push(if is_zero { &mut reply.zero } else { &mut reply.data }, run);
         }
     }

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::cancel::Cancel;
 use crate::layout::Backing;
+use crate::layout::GpaRange;
 use crate::options::Limits;
+use crate::protocol::codec::ByteSource as _;
 use crate::protocol::codec::{FIGURES_BYTES_MAX, Header, PENDING_BYTES_MAX, TABLE_BYTES_MAX};
 use crate::protocol::message::Command;
 use crate::testing::FakeMemory;
@@ -140,6 +142,54 @@ fn the_last_message_has_a_total_time() {
         let Err(failure) = server.watch(control, &session, context) else { panic!("it is done") };
         assert_too_slow(&failure.cause);
     });
+}
+
+#[test]
+fn what_waits_for_its_turn_in_the_background_can_be_asked_for() {
+    let options = SendOptions {
+        bandwidth_bytes_per_s: 1,
+        limits: Limits { stall: Duration::from_secs(1 << 20), ..Limits::default() },
+        ..SendOptions::new("unix:nowhere".parse().unwrap())
+    };
+    let memory = FakeMemory::new(&[(0, 2)], Backing::Shared, PAGE_BYTES).unwrap();
+    for page in 0..2 {
+        memory.word(0, page, 0).store(page + 1, Ordering::Relaxed);
+    }
+    let missing = ClaimMap::new(2);
+    missing.set_run(0, 2);
+    let progress = Arc::new(Progress::new(Side::Source));
+    let grains = vec![Grain::new(1, 1)];
+    let server = Arc::new(Server::new(memory, vec![missing], grains, &options, progress));
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let over = |stream| Connection::over(stream, &Cancel::new().unwrap(), LONG).unwrap();
+    let (ours, mut theirs) = (Channel::new(over(ours)), Channel::new(over(theirs)));
+    let mut session = Session::new().unwrap();
+    serve_bulk(&server, &mut session, vec![ours]).unwrap();
+    let mut take = |gpa| {
+        theirs.connection.wait_for_data(Some(LONG)).unwrap();
+        let range = GpaRange { gpa, len_bytes: PAGE_BYTES };
+        assert_eq!(Message::read(&mut theirs.reader).unwrap(), Message::Memory(vec![range]));
+        let mut page = [0; 4096];
+        theirs.reader.read_exact(&mut page).unwrap();
+        let next = GpaRange { gpa: gpa + PAGE_BYTES, len_bytes: PAGE_BYTES };
+        theirs.connection.send(&Message::PageFault(vec![next]).encode()).unwrap();
+    };
+    take(0);
+    take(PAGE_BYTES);
+    session.end();
+}
+
+#[test]
+fn a_limit_leaves_enough_to_keep_a_connection_alive() {
+    let pace = |bandwidth_bytes_per_s, piece_bytes| {
+        let limits = Limits { stall: Duration::from_secs(10), ..Limits::default() };
+        let to = "unix:nowhere".parse().unwrap();
+        let options = SendOptions { bandwidth_bytes_per_s, limits, ..SendOptions::new(to) };
+        background_pace(&options, piece_bytes)
+    };
+    assert_eq!((pace(0, 4096), pace(64 << 10, 4096)), (0, 64 << 10));
+    assert_eq!(pace(64 << 10, 2 << 20), 4 * (2 << 20) / 10);
+    assert_eq!(pace(100, 4096), 4 * 4096 / 10);
 }
 
 #[test]

@@ -94,10 +94,18 @@ fn push_bulk<M: GuestMemoryMap>(
         while channel.reader.has_buffered() || has_data(&channel.connection, stop).step(STEP)? {
             answer(&mut answers, server, channel, stop)?;
         }
+        // Before the claim: what is claimed cannot be asked for until it has come.
         give_way(server);
+        let turn = server.turn();
+        let pause = server.pace.reserve(0);
+        if !pause.is_zero() {
+            drop(turn);
+            sleep(pause, &channel.connection, stop).step(STEP)?;
+            continue;
+        }
         let Some(chunk) = server.next_chunk(&mut at) else { return Ok(()) };
-        let pause = server.pace.reserve(chunk.data_bytes());
-        sleep(pause, stop).step(STEP)?;
+        server.pace.reserve(chunk.data_bytes());
+        drop(turn);
         let pages = server.send(&channel.connection, &chunk).step(STEP)?;
         server.progress.counters.bulk_pages.fetch_add(pages, Ordering::Relaxed);
     }
@@ -123,8 +131,8 @@ fn give_way<M>(server: &Server<M>) {
     }
 }
 
-/// Sleeps, shortly or until it is told to stop.
-fn sleep(pause: Duration, stop: &Cancel) -> Result<(), Cause> {
+/// Sleeps, shortly or until something is asked for or it is told to stop.
+fn sleep(pause: Duration, connection: &Connection, stop: &Cancel) -> Result<(), Cause> {
     const SHORT: Duration = Duration::from_millis(2);
     if pause < SHORT {
         if !pause.is_zero() {
@@ -132,7 +140,7 @@ fn sleep(pause: Duration, stop: &Cancel) -> Result<(), Cause> {
         }
         return Ok(());
     }
-    wait_readable(&[], stop, Some(pause)).map(drop).map_err(Cause::Resource)
+    wait_readable(&[connection.as_raw_fd()], stop, Some(pause)).map(drop).map_err(Cause::Resource)
 }
 
 /// Answers requests until the connection ends.

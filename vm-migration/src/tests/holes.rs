@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Memory that the guest gives back in the middle of a migration stays given back at the source.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::plain::{old_destination, tcp};
+use super::{Builder, FakeMemory, FakeVm, Guest, LIMITS, Target, loopback, memory, options, send};
+use crate::layout::{PAGE_BYTES, PageRun};
+use crate::testing::Pace;
+use crate::{Compression, DirtyClear};
+
+const GIVEN: PageRun = PageRun { region: 0, first: 100, count: 24 };
+
+/// The guest's pages are as they were, but for those that it has given back, which are empty.
+fn assert_given_back(guest: &Guest, to: &FakeMemory) {
+    let given: Vec<_> = (GIVEN.first..GIVEN.end()).map(|page| (GIVEN.region, page)).collect();
+    assert_eq!(guest.wrong_pages(to), given);
+    for (region, page) in given {
+        let is_zero = |word| to.word(region, page, word).load(Ordering::Relaxed) == 0;
+        assert!((0..512).all(is_zero), "page {page} holds something");
+    }
+}
+
+/// What the host had for the source's memory and has no more.
+fn left(from: &FakeMemory, before: i64) -> u64 {
+    u64::try_from(before - from.blocks(GIVEN.region)).unwrap() * 512
+}
+
+/// A guest of which nothing writes but the test.
+fn idle(from: &Arc<FakeMemory>, guest: &Arc<Guest>) -> FakeVm {
+    FakeVm::new(from, guest).load(0, 0, Pace::Full).running()
+}
+
+#[test]
+fn pages_given_back_between_look_and_sending_stay_given_back() {
+    for (look, clear, connections, compression) in [
+        (1, DirtyClear::Slice, 1, Compression::None),
+        (2, DirtyClear::Slice, 1, Compression::None),
+        (2, DirtyClear::Round, 3, Compression::None),
+        (1, DirtyClear::Slice, 2, Compression::Zstd),
+        (2, DirtyClear::Slice, 1, Compression::Zstd),
+    ] {
+        let (from, to) = (memory(), memory());
+        let guest = Guest::new(&from, 94);
+        guest.fill(&from, 100);
+        let before = from.blocks(GIVEN.region);
+        from.give_back_at_look(GIVEN, look);
+        let builder = Builder::new(&to, &guest).load(0, 0, Pace::Full);
+        let target = Target::start(&loopback(), builder, LIMITS);
+        let mut options = options(&target.address);
+        (options.dirty_clear, options.connections) = (clear, connections);
+        options.compression = compression;
+        send(idle(&from, &guest), &options).unwrap();
+        target.join().unwrap().vm.stop();
+        assert_eq!(
+            left(&from, before),
+            GIVEN.count * PAGE_BYTES,
+            "{look} {clear:?} {compression:?}"
+        );
+        assert_given_back(&guest, &to);
+    }
+}
+
+#[test]
+fn what_an_old_destination_is_sent_of_holes_makes_no_pages() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 95);
+    guest.fill(&from, 100);
+    let before = from.blocks(GIVEN.region);
+    from.give_back_at_look(GIVEN, 1);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let options = options(&tcp(&listener));
+    let peer = {
+        let to = Arc::clone(&to);
+        std::thread::spawn(move || old_destination(&listener, &to))
+    };
+    send(idle(&from, &guest), &options).unwrap();
+    peer.join().unwrap();
+    assert_eq!(left(&from, before), GIVEN.count * PAGE_BYTES);
+    assert_given_back(&guest, &to);
+}
