@@ -12,10 +12,13 @@ pub mod events;
 pub mod machine;
 pub mod migration;
 pub mod options;
+pub mod outlet;
 pub mod page_server;
 pub mod panicking;
 
 mod json_text;
+#[cfg(test)]
+mod testing;
 
 pub use control::{RunError, run};
 pub use options::{ExitReason, VmmOptions};

@@ -6,6 +6,9 @@
 //! a panic it must never go on with the VM, whatever else waits: what panicked has left its state half
 //! changed.
 
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, channel};
@@ -22,6 +25,9 @@ pub const PANICKED: u8 = 101;
 /// Longest time that putting things back may take: what panicked may hold what it needs.
 const PUT_BACK_TIME: Duration = Duration::from_millis(500);
 
+/// Longest wait for a console that another thread writes to.
+const LOCK_TIME: Duration = Duration::from_millis(50);
+
 /// Longest time from a panic to the end of the process: to put things back, and to tell the reason.
 const END_TIME: Duration = Duration::from_secs(2);
 
@@ -32,7 +38,7 @@ struct Outside {
     socket: Option<(PathBuf, u64, u64)>,
 }
 
-/// Locked for an instant, by whoever opens something and at the end.
+/// Locked for an instant, by each open and at the end.
 static OUTSIDE: Mutex<Outside> = Mutex::new(Outside { consoles: Vec::new(), socket: None });
 
 fn outside() -> MutexGuard<'static, Outside> {
@@ -53,6 +59,12 @@ pub fn note_socket(path: &Path) {
     }
 }
 
+/// The API's socket file has been removed. What is at its path from now on is another's, also if the
+/// file system gives it the same number.
+pub fn forget_socket() {
+    outside().socket = None;
+}
+
 fn put_back() {
     // The socket first: a console may be in use by the thread that has panicked.
     let socket = outside().socket.take();
@@ -60,12 +72,14 @@ fn put_back() {
         && std::fs::symlink_metadata(&path)
             .is_ok_and(|there| (there.dev(), there.ino()) == (device, inode))
     {
-        // There is nobody left to be told.
+        // No client is left to be told.
         let _ = std::fs::remove_file(path);
     }
     let consoles: Vec<_> = outside().consoles.iter().filter_map(Weak::upgrade).collect();
     for console in consoles {
-        console.close();
+        // Another thread has one only for a write that does not wait, but for the thread that has panicked: that
+        // would be waited for in vain, and the consoles behind it stay as they are.
+        let _ = console.try_close(LOCK_TIME);
     }
 }
 
@@ -93,14 +107,32 @@ fn end_now() -> ! {
 }
 
 /// Ends the process after a while, whatever the calling thread waits for until then.
-fn end_soon() {
+///
+/// # Errors
+/// The host gives no thread.
+fn end_soon() -> io::Result<()> {
     let end = || {
         std::thread::sleep(END_TIME);
         end_now();
     };
-    if std::thread::Builder::new().name("end".to_owned()).spawn(end).is_err() {
-        // Nothing else could end a process in which what follows waits for ever.
-        end_now();
+    std::thread::Builder::new().name("end".to_owned()).spawn(end).map(drop)
+}
+
+/// Writes on stderr what that takes at once, for a process that is about to end: a pager that shows a full
+/// page does not read on.
+pub fn say_at_once(text: &str) {
+    let mut poll = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: one pollfd is written, which lives during the call.
+    let is_ready = unsafe { libc::poll(&raw mut poll, 1, 0) } == 1;
+    // A pipe that is ready takes so much without waiting.
+    let begin = text.as_bytes().get(..libc::PIPE_BUF).unwrap_or(text.as_bytes());
+    // Not through the standard library's handle: a thread that waits for a reader may have that.
+    if is_ready
+        && poll.revents & libc::POLLOUT != 0
+        && let Ok(stderr) = io::stderr().as_fd().try_clone_to_owned()
+    {
+        // The end of the process tells as well.
+        let _ = File::from(stderr).write_all(begin);
     }
 }
 
@@ -109,14 +141,22 @@ fn end_soon() {
 pub fn end_with_process() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        end_soon();
+        let ends = end_soon();
         let is_back = begin_to_put_back();
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
         let what = panic.payload_as_str().unwrap_or("no reason");
+        let line = format!("a thread has panicked at {place}, and the process ends: {what}");
         events::emit("vmm", "panic", &[("place", &place), ("error", what)]);
+        if ends.is_err() {
+            // Nothing would end a process in which what follows waits for ever: only what has a limit is done.
+            say_at_once(&format!("{line}\n"));
+            events::flush();
+            end_now();
+        }
         // From here on it may wait: for a reader of stderr, or for a thread that waits for one.
         usual(panic);
-        log::error!("a thread has panicked at {place}, and the process ends: {what}");
+        log::error!("{line}");
+        log::logger().flush();
         let _ = is_back.recv_timeout(PUT_BACK_TIME);
         events::flush();
         end_now();
@@ -127,18 +167,19 @@ pub fn end_with_process() {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
-    use std::io::{Read as _, Write as _};
+    use std::io::Read as _;
     use std::os::fd::AsRawFd as _;
     use std::os::unix::net::UnixListener;
-    use std::process::{Command, Output, Stdio};
+    use std::process::{Output, Stdio};
 
     use super::*;
+    use crate::testing::{again, no_more_threads};
 
     const FOLDER: &str = "GODWIT_TEST_PANIC_FOLDER";
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    /// What the process that is to panic does.
-    fn panic_in(folder: &Path) {
+    /// What the process that is to panic does, in a thread that `before` is done ahead of.
+    fn panic_in(folder: &Path, before: impl FnOnce()) {
         let _api = UnixListener::bind(folder.join("api")).unwrap();
         note_socket(&folder.join("api"));
         let console = Arc::new(ConsoleEndpoint::socket(&folder.join("console")).unwrap());
@@ -146,14 +187,20 @@ mod tests {
         let target = format!("path={}", folder.join("events").display());
         events::start(events::EventTarget::parse(&target).unwrap()).unwrap();
         end_with_process();
-        let _ = std::thread::spawn(|| panic!("as a test wants it")).join();
+        let (go, gone) = channel::<()>();
+        let panics = std::thread::spawn(move || {
+            let _ = gone.recv();
+            panic!("as a test wants it");
+        });
+        before();
+        drop(go);
+        let _ = panics.join();
         unreachable!("the process has ended");
     }
 
     /// Runs the test of this name in a process of its own, which does what [`panic_in`] says.
     fn run(test: &str, folder: &Path, stderr: Stdio) -> Output {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--nocapture", "--exact", &format!("panicking::tests::{test}")])
+        let mut child = again(&format!("panicking::tests::{test}"))
             .env(FOLDER, folder)
             .stdout(Stdio::piped())
             .stderr(stderr)
@@ -187,7 +234,7 @@ mod tests {
     #[test]
     fn a_panic_ends_the_process_and_leaves_nothing_behind() {
         if let Some(folder) = std::env::var_os(FOLDER) {
-            return panic_in(Path::new(&folder));
+            return panic_in(Path::new(&folder), || {});
         }
         let folder = tempfile::tempdir().unwrap();
         let test = "a_panic_ends_the_process_and_leaves_nothing_behind";
@@ -199,7 +246,7 @@ mod tests {
     #[test]
     fn a_panic_ends_the_process_although_stderr_is_a_full_pipe() {
         if let Some(folder) = std::env::var_os(FOLDER) {
-            return panic_in(Path::new(&folder));
+            return panic_in(Path::new(&folder), || {});
         }
         let folder = tempfile::tempdir().unwrap();
         let (_unread, mut pipe) = std::io::pipe().unwrap();
@@ -208,5 +255,19 @@ mod tests {
         pipe.write_all(&vec![b'.'; usize::try_from(room_bytes).unwrap()]).unwrap();
         let test = "a_panic_ends_the_process_although_stderr_is_a_full_pipe";
         assert_ended(&run(test, folder.path(), pipe.into()), folder.path());
+    }
+
+    #[test]
+    fn a_panic_is_told_although_the_host_gives_no_thread() {
+        if let Some(folder) = std::env::var_os(FOLDER) {
+            return panic_in(Path::new(&folder), no_more_threads);
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let test = "a_panic_is_told_although_the_host_gives_no_thread";
+        let ended = run(test, folder.path(), Stdio::piped());
+        assert_eq!(ended.status.code(), Some(PANICKED.into()), "{ended:?}");
+        let events = std::fs::read_to_string(folder.path().join("events")).unwrap();
+        assert!(events.contains("\"panic\"") && events.contains("as a test wants it"), "{events}");
+        assert!(String::from_utf8_lossy(&ended.stderr).contains("as a test wants it"), "{ended:?}");
     }
 }

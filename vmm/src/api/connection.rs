@@ -7,8 +7,11 @@
 //! JSON list of sentences, outermost first. It must never block the thread.
 
 use std::convert::Infallible;
+use std::future::{Future as _, poll_fn};
 use std::os::fd::OwnedFd;
+use std::pin::pin;
 use std::rc::Rc;
+use std::task::Poll;
 
 use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Bytes, Incoming};
@@ -17,7 +20,8 @@ use hyper::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue
 use hyper::{Request, Response, StatusCode};
 
 use super::endpoints::{self, Endpoint, Route};
-use super::request::{ApiError, ApiHandle, VmmRequest};
+use super::hangup::Hangup;
+use super::request::{ApiError, ApiErrorKind, ApiHandle, VmmRequest};
 use super::rights::{self, Received};
 use super::roster::Seat;
 use super::server::Limits;
@@ -25,15 +29,24 @@ use crate::json_text;
 
 type HttpResponse = Response<Full<Bytes>>;
 
+/// The client of a request.
+pub struct Peer {
+    /// Its seat.
+    pub seat: Rc<Seat>,
+    /// Descriptors that it has sent.
+    pub received: Received,
+    /// Whether it is gone.
+    pub hangup: Rc<Hangup>,
+}
+
 /// Answers one request.
 pub async fn serve(
     request: Request<Incoming>,
     handle: ApiHandle,
     limits: Limits,
-    seat: Rc<Seat>,
-    received: Received,
+    client: Peer,
 ) -> Result<HttpResponse, Infallible> {
-    let mut response = answer(request, handle, limits, seat, received).await;
+    let mut response = answer(request, handle, limits, client).await;
     response.extensions_mut().insert(ReasonPhrase::from_static(b""));
     Ok(response)
 }
@@ -44,8 +57,7 @@ async fn answer(
     request: Request<Incoming>,
     handle: ApiHandle,
     limits: Limits,
-    seat: Rc<Seat>,
-    received: Received,
+    client: Peer,
 ) -> HttpResponse {
     let (head, body) = request.into_parts();
     let body = match read_body(body, limits).await {
@@ -53,7 +65,7 @@ async fn answer(
         Err(refusal) => return refusal,
     };
     // Whatever the request is: what came with it is not for the next one.
-    let fds = match received.take() {
+    let fds = match client.received.take() {
         Ok(fds) => fds,
         Err(error) => return closing(refuse(StatusCode::BAD_REQUEST, &error.to_string())),
     };
@@ -85,7 +97,7 @@ async fn answer(
         Err(error) if with_fds => return closing(failure(&error)),
         Err(error) => return failure(&error),
     };
-    carry_out(request, &handle, &seat).await.unwrap_or_else(|error| failure(&error))
+    carry_out(request, &handle, &client).await.unwrap_or_else(|error| failure(&error))
 }
 
 fn understand(endpoint: &Endpoint, body: &[u8], fds: Vec<OwnedFd>) -> Result<VmmRequest, ApiError> {
@@ -97,14 +109,25 @@ fn understand(endpoint: &Endpoint, body: &[u8], fds: Vec<OwnedFd>) -> Result<Vmm
 async fn carry_out(
     request: VmmRequest,
     handle: &ApiHandle,
-    seat: &Seat,
+    client: &Peer,
 ) -> Result<HttpResponse, ApiError> {
-    let _busy = seat.work();
-    let reply = handle.ask(request).await?;
+    let _busy = client.seat.work();
+    let (mut asked, mut gone) = (pin!(handle.ask(request)), pin!(client.hangup.wait()));
+    let reply = poll_fn(|cx| match asked.as_mut().poll(cx) {
+        // Asked at least once: what a client has sent before it went is carried out if nothing is in its way.
+        Poll::Pending => gone.as_mut().poll(cx).map(|()| Err(client_is_gone())),
+        answered @ Poll::Ready(_) => answered,
+    })
+    .await?;
     Ok(match endpoints::encode(&reply)? {
         None => empty(StatusCode::NO_CONTENT),
         Some(json) => with_json(StatusCode::OK, json),
     })
+}
+
+/// An answer without a reader.
+fn client_is_gone() -> ApiError {
+    ApiError::new(ApiErrorKind::Failed, "the client has hung up")
 }
 
 /// Reads a body within its limits of size and time.

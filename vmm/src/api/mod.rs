@@ -22,6 +22,7 @@ pub mod types;
 
 mod connection;
 mod guarded;
+mod hangup;
 mod rights;
 mod roster;
 
@@ -34,6 +35,6 @@ pub use request::{
 pub use server::ApiServer;
 pub use socket::{ApiListener, ApiSocket, SocketError};
 pub use types::{
-    DeviceNode, MigrationCancelled, PassthroughInfo, PciDeviceInfo, PinningState, PrefaultInfo,
-    PrefaultState, VmCounters, VmInfo, VmState, VmmPingResponse,
+    DeviceNode, FullDiskInfo, MigrationCancelled, PassthroughInfo, PciDeviceInfo, PinningState,
+    PrefaultInfo, PrefaultState, VmCounters, VmInfo, VmState, VmmPingResponse,
 };

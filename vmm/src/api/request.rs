@@ -245,7 +245,7 @@ impl ApiCall {
 
     /// Whether the client has left before it was answered.
     pub fn is_given_up(&self) -> bool {
-        self.responder.reply.as_ref().is_some_and(oneshot::Sender::is_closed)
+        self.responder.is_given_up()
     }
 
     /// Takes the call apart; the responder may outlive the request, so that a long one is
@@ -263,6 +263,11 @@ pub struct Responder {
 }
 
 impl Responder {
+    /// Whether the client has left.
+    pub fn is_given_up(&self) -> bool {
+        self.reply.as_ref().is_some_and(oneshot::Sender::is_closed)
+    }
+
     /// Answers. Whoever asked may be gone; that is no failure.
     pub fn answer(mut self, result: ApiResult) {
         if let Err(error) = &result {

@@ -23,6 +23,7 @@ use tokio::sync::{oneshot, watch};
 
 use super::connection;
 use super::guarded::{Guarded, HeadClock, Times};
+use super::hangup::Hangup;
 use super::request::ApiHandle;
 use super::rights::Received;
 use super::roster::{Roster, Seat};
@@ -207,6 +208,8 @@ fn http(limits: Limits) -> http1::Builder {
         .max_headers(limits.headers)
         .max_header_size(limits.head_bytes)
         .max_buf_size(limits.head_bytes.max(8192))
+        // A client that has nothing more to say waits for its answer; see `hangup` for one that is gone.
+        .half_close(true)
         // The limit of a head is the stream's, see `guarded`: this one would count the time between
         // two requests as well.
         .header_read_timeout(None);
@@ -233,12 +236,14 @@ async fn client(
     let clock = HeadClock::new();
     let times = Times { head: limits.head_time, write: limits.write_time };
     let received = Received::default();
+    let hangup = Rc::new(Hangup::of(&stream));
     let io = TokioIo::new(Guarded::new(stream, times, clock.clone(), received.clone()));
     let service = service_fn(|request| {
         let (in_request, handle, seat) = (clock.request(), handle.clone(), Rc::clone(&seat));
-        let received = received.clone();
+        let client =
+            connection::Peer { seat, received: received.clone(), hangup: Rc::clone(&hangup) };
         async move {
-            let answer = connection::serve(request, handle, limits, seat, received).await;
+            let answer = connection::serve(request, handle, limits, client).await;
             drop(in_request);
             answer
         }

@@ -135,6 +135,18 @@ option_family! {
 }
 
 option_family! {
+    /// A disk that the host has no room for (on_full=pause).
+    FullDiskInfo "full-disk-info" {
+        /// Name of the device.
+        id: String = String::new(), "" as JsonOnly, answer(), required_json();
+        /// Its image.
+        path: String = String::new(), "" as JsonOnly, answer(), required_json();
+        /// Requests of the guest that wait for room.
+        requests: u64 = 0, "" as JsonOnly, answer(), required_json();
+    }
+}
+
+option_family! {
     /// A VM: its configuration and what has become of it.
     VmInfo "info" {
         /// Configuration, with everything that was filled in.
@@ -157,6 +169,8 @@ option_family! {
         /// Of a VM that has arrived in postcopy and has lost the connections over which its pages come
         /// (its state is Running, and what touches a missing page waits): why.
         postcopy_paused: Option<String> = None, "" as JsonOnly, answer();
+        /// Disks that the host has no room for; the VM is paused until there is.
+        full_disks: Option<Vec<FullDiskInfo>> = None, "" as JsonOnly, answer();
         /// How far memory is populated in the background.
         prefault: Option<PrefaultInfo> = None, "" as JsonOnly, answer();
         /// How much memory is ready for passed-through devices, if it has any.

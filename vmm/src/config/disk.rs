@@ -45,6 +45,16 @@ option_enum! {
     }
 }
 
+option_enum! {
+    /// What becomes of a request of the guest that the host has no room for.
+    OnFull = "report|pause", default Report {
+        /// The guest gets an I/O error.
+        Report = "report",
+        /// The VM is paused until there is room.
+        Pause = "pause",
+    }
+}
+
 option_family! {
     /// Host CPUs on which a queue is served.
     VirtQueueAffinity "queue-affinity" {
@@ -98,6 +108,9 @@ option_family! {
         /// What is locked while the image is in use.
         lock_granularity: LockGranularity = LockGranularity::ByteRange,
             "lock_granularity" as One<Choice>;
+        /// What becomes of a write that the host has no room for (ENOSPC, EDQUOT): the guest gets an I/O
+        /// error, or the VM is paused until there is room.
+        on_full: OnFull = OnFull::Report, "on_full" as One<Choice>;
         /// Do not use io_uring.
         disable_io_uring: bool = false, "_disable_io_uring" as One<Toggle>, hidden();
         /// Do not use Linux AIO (never used here, accepted for old scripts).

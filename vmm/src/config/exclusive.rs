@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use super::VmConfig;
 use super::error::ConfigError;
+use super::net::NetConfig;
 use super::value::MacAddr;
 
 /// Of names that the VMM gives.
@@ -17,6 +18,18 @@ pub const RESERVED_PREFIX: &str = "__";
 
 fn id(id: Option<&String>) -> String {
     id.cloned().unwrap_or_default()
+}
+
+/// Checks that the address of a network device, which has a name by now, is one.
+///
+/// # Errors
+/// Naming the device.
+pub(super) fn check_mac(net: &NetConfig) -> Result<(), ConfigError> {
+    if !net.mac.is_some_and(MacAddr::is_zero) {
+        return Ok(());
+    }
+    let problem = "a MAC address of zeros is none; leave mac out for a random one".to_owned();
+    Err(ConfigError::Device { what: "net", id: id(net.id.as_ref()), problem })
 }
 
 impl VmConfig {
@@ -34,12 +47,7 @@ impl VmConfig {
     /// # Errors
     /// Naming the first.
     pub(super) fn check_reserved(&self) -> Result<(), ConfigError> {
-        let mut nets = self.net.iter().flatten();
-        if let Some(net) = nets.find(|net| net.mac.is_some_and(MacAddr::is_zero)) {
-            let problem =
-                "a MAC address of zeros is none; leave mac out for a random one".to_owned();
-            return Err(ConfigError::Device { what: "net", id: id(net.id.as_ref()), problem });
-        }
+        self.net.iter().flatten().try_for_each(check_mac)?;
         let mut zones = self.memory.zones.iter().flatten();
         match zones.find(|zone| zone.id.starts_with(RESERVED_PREFIX)) {
             Some(zone) => Err(ConfigError::ReservedId { id: zone.id.clone() }),
@@ -117,6 +125,8 @@ mod tests {
     fn addresses_and_names_that_cannot_be() {
         let error = complete(json!({ "net": [{ "mac": "00:00:00:00:00:00", "id": "x" }] }));
         assert!(error.unwrap_err().contains("'x'"));
+        let error = complete(json!({ "net": [{ "mac": "00:00:00:00:00:00" }] }));
+        assert!(error.unwrap_err().contains("'_net0'"));
         complete(json!({ "net": [{ "mac": "02:00:00:00:00:00" }] })).unwrap();
         let zone = |id: &str| {
             complete(json!({ "memory": { "size": 0, "zones": [{ "id": id, "size": 1 << 30 }] } }))

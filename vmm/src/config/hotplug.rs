@@ -7,6 +7,7 @@
 
 use super::codec::JsonOnly;
 use super::error::ConfigError;
+use super::exclusive::check_mac;
 use super::family::option_family;
 use super::{DeviceConfig, DiskConfig, NetConfig, VmConfig};
 
@@ -40,7 +41,8 @@ impl NewDevice {
         id.as_deref().unwrap_or_default()
     }
 
-    /// `config` with the device, and the device with everything that was filled in.
+    /// `config` with the device, and the device with everything that was filled in. What is there was let
+    /// in before, and may have begun with what is refused now; rules of the begin are for the device alone.
     ///
     /// # Errors
     /// A rule that it breaks, by itself or beside what is there.
@@ -51,7 +53,10 @@ impl NewDevice {
             Self::Disk(disk) => config.disks.get_or_insert_default().push(disk.clone()),
             Self::Net(net) => config.net.get_or_insert_default().push(net.clone()),
         }
-        let config = config.complete()?;
+        let config = config.complete_with(|config| match &self {
+            Self::Net(_) => config.net.iter().flatten().last().map_or(Ok(()), check_mac),
+            Self::Host(_) | Self::Disk(_) => Ok(()),
+        })?;
         let last = match &self {
             Self::Host(_) => config.devices.iter().flatten().last().cloned().map(Self::Host),
             Self::Disk(_) => config.disks.iter().flatten().last().cloned().map(Self::Disk),
@@ -166,6 +171,29 @@ mod tests {
         let error = refused(host(serde_json::json!({"path": "/sys/d"})));
         assert_eq!(error, ConfigError::DuplicatePath { path: "/sys/d".into() });
         assert!(matches!(refused(host(serde_json::json!({}))), ConfigError::Device { .. }));
+    }
+
+    /// What an earlier version let a guest begin with.
+    #[test]
+    fn a_guest_that_has_begun_with_what_is_refused_now_is_given_devices() {
+        let json = serde_json::json!({
+            "payload": {"kernel": "/k"},
+            "memory": {"size": 0, "zones": [{"id": "__x", "size": 1 << 30}]},
+            "net": [{"mac": "00:00:00:00:00:00"}],
+        });
+        let json = serde_json::from_value::<VmConfig>(json).unwrap();
+        assert!(json.clone().complete().is_err());
+        let begun = json.complete_begun().unwrap();
+        let (config, _) = disk(serde_json::json!({"path": "/c"})).add_to(&begun).unwrap();
+        let net = |mac: &str| {
+            let net = serde_json::json!({"mac": mac, "id": "new"});
+            NewDevice::Net(serde_json::from_value(net).unwrap())
+        };
+        net("02:00:00:00:00:01").add_to(&config).unwrap();
+        let error = net("00:00:00:00:00:00").add_to(&config).unwrap_err();
+        assert!(error.to_string().contains("'new'"), "{error}");
+        let error = disk(serde_json::json!({"path": "/d", "id": "__d"})).add_to(&config);
+        assert_eq!(error.unwrap_err(), ConfigError::ReservedId { id: "__d".into() });
     }
 
     #[test]

@@ -429,7 +429,7 @@ impl SendMigrationData {
                 "convergence has no effect with memory_mode=postcopy, which has no rounds",
             );
         }
-        if (1..BANDWIDTH_MIN).contains(&self.bandwidth) && !postcopy {
+        if (1..BANDWIDTH_MIN).contains(&self.bandwidth) {
             return refuse(
                 "bandwidth is less than 64K bytes per second, at which nothing gets done",
             );
@@ -551,6 +551,7 @@ mod tests {
             "convergence=throttle,downtime_max_ms=900",
             "memory_mode=postcopy,convergence=throttle",
             "bandwidth=1000",
+            "memory_mode=postcopy,bandwidth=1000",
             "local=on,bandwidth=10M",
             "local=on,connections=2",
         ] {
@@ -561,7 +562,7 @@ mod tests {
             "bandwidth=10M",
             "memory_mode=auto,preempt=2,postcopy_after_s=3,bandwidth=10M",
             "convergence=postcopy,preempt=2,postcopy_after_s=3",
-            "memory_mode=postcopy,preempt=0,bandwidth=1000",
+            "memory_mode=postcopy,preempt=0,bandwidth=64K",
             "memory_mode=auto,convergence=raise-downtime,downtime_max_ms=900",
         ] {
             assert_eq!(problem(keys), "", "{keys}");

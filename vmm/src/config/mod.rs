@@ -50,7 +50,7 @@ pub use console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
 pub use cpus::{CpuAffinity, CpuTopology, CpusConfig};
 pub use descriptor::{ArrivingFds, ConfigFd, ConfigFds};
 pub use device::{DeviceConfig, PinMode};
-pub use disk::{DiskConfig, ImageType, LockGranularity};
+pub use disk::{DiskConfig, ImageType, LockGranularity, OnFull};
 pub use error::ConfigError;
 pub use family::Family;
 pub use grant::Grant;

@@ -106,9 +106,10 @@ impl VmConfig {
     /// # Errors
     /// Everything unsupported at once, or the first rule that is broken.
     pub fn complete(self) -> Result<Self, ConfigError> {
-        self.cpus.check_apic_ids()?;
-        self.check_reserved()?;
-        self.complete_begun()
+        self.complete_with(|config| {
+            config.cpus.check_apic_ids()?;
+            config.check_reserved()
+        })
     }
 
     /// The same for a guest that has begun to run elsewhere, or in a snapshot. Names and numbers that it
@@ -116,13 +117,25 @@ impl VmConfig {
     ///
     /// # Errors
     /// As above.
-    pub fn complete_begun(mut self) -> Result<Self, ConfigError> {
+    pub fn complete_begun(self) -> Result<Self, ConfigError> {
+        self.complete_with(|_| Ok(()))
+    }
+
+    /// The same with rules of the caller, by which devices have names.
+    ///
+    /// # Errors
+    /// As above.
+    pub(super) fn complete_with(
+        mut self,
+        check: impl FnOnce(&Self) -> Result<(), ConfigError>,
+    ) -> Result<Self, ConfigError> {
         super::refuse_unsupported(&self)?;
         self.validate_families()?;
         if self.console.mode == ConsoleMode::Tty && self.serial.mode == ConsoleMode::Tty {
             return Err(ConfigError::DoubleTty);
         }
         self.assign_ids()?;
+        check(&self)?;
         self.check_slots()?;
         self.check_host_devices()?;
         self.check_exclusive()?;

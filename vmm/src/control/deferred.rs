@@ -3,7 +3,8 @@
 //! Requests that meet a VM between two states: a guest reboots as it is to be paused, say.
 //!
 //! Owns them for as long as that takes on a host that works, so that such a request is carried out and
-//! not refused for bad luck. If it takes longer they are answered by what the VM is in the middle of.
+//! not refused for bad luck. If it takes longer they are answered by what the VM is in the middle of; but
+//! for the VM of the command line they wait however long it takes.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -23,7 +24,7 @@ const LAUNCH_INFO_WAIT: Duration = Duration::from_secs(10);
 /// find one.
 const CALLS_MAX: usize = 64;
 
-/// Whether the VM of the command line is being made. Nobody was told yet that it is not there, so
+/// Whether the VM of the command line is being made. No client has been told yet that it is not there, so
 /// requests wait for it however long that takes: it is the first command that a script runs.
 fn is_launching(vm: &Vm) -> bool {
     match vm {
@@ -35,15 +36,17 @@ fn is_launching(vm: &Vm) -> bool {
 
 /// Whether a request waits for another state of the VM. One that is about the state between does not.
 pub fn waits(vm: &Vm, request: &VmmRequest) -> bool {
+    let gives_up = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
     let is_between = match vm {
         Vm::Down(_) => true,
-        Vm::Starting(_) => !matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. }),
+        Vm::Starting(_) => !gives_up,
         Vm::Turning(turning) => match request {
             VmmRequest::Resume => turning.turn != Turn::Pause,
             VmmRequest::MigrationRecover(_) => false,
+            VmmRequest::RemoveDevice(data) => !turning.is_adding(&data.id),
             _ => true,
         },
-        Vm::Busy(busy) => busy.at_launch,
+        Vm::Busy(busy) => busy.at_launch && !gives_up,
         _ => false,
     };
     is_between

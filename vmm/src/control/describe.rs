@@ -9,10 +9,11 @@ use pci::vfio::{PinProgress, PinState};
 
 use super::device_tree;
 use crate::api::{
-    PassthroughInfo, PinningState, PrefaultInfo, PrefaultState, VmCounters, VmInfo, VmState,
+    FullDiskInfo, PassthroughInfo, PinningState, PrefaultInfo, PrefaultState, VmCounters, VmInfo,
+    VmState,
 };
 use crate::config::VmConfig;
-use crate::machine::{Machine, PrefaultEnd, PrefaultStatus};
+use crate::machine::{FullDiskStatus, Machine, PrefaultEnd, PrefaultStatus};
 
 /// Name under which the VMM's own figures stand among the counters.
 const OWN_COUNTERS: &str = "__vmm";
@@ -28,6 +29,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
         doing: None,
         in_doubt: None,
         postcopy_paused: None,
+        full_disks: None,
         prefault: None,
         passthrough: None,
     }
@@ -54,9 +56,20 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
         doing: None,
         in_doubt: None,
         postcopy_paused: None,
+        full_disks: full_disks(machine),
         prefault: machine.prefault_status().map(prefault_info),
         passthrough: machine.pin_progress().map(pinning),
     }
+}
+
+fn full_disks(machine: &Machine) -> Option<Vec<FullDiskInfo>> {
+    let info = |FullDiskStatus { id, path, requests }: FullDiskStatus| FullDiskInfo {
+        id,
+        path: path.display().to_string(),
+        requests: u64::try_from(requests).unwrap_or(u64::MAX),
+    };
+    let full: Vec<_> = machine.full_disks().into_iter().map(info).collect();
+    (!full.is_empty()).then_some(full)
 }
 
 fn pinning(progress: PinProgress) -> PassthroughInfo {

@@ -12,16 +12,18 @@ use std::time::{Duration, Instant};
 
 use vm_migration::Phase;
 
-use super::{Next, Pages, Vm, Vmm};
+use super::snapshot::tell_failed_restore;
+use super::starting::given_up;
+use super::{Next, Pages, Vm, Vmm, emit};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
-use crate::events;
 use crate::options::ExitReason;
 
 /// What ends in order within this time does so in a process that is to end at once.
 const AT_ONCE: Duration = Duration::from_millis(300);
 
-/// A start that is given up has this long after a signal.
+/// A start or a restore that is given up has this long after a signal, but for a guest that runs already: its
+/// passed-through devices are still being opened, and it ends in order.
 const START_END: Duration = Duration::from_secs(2);
 
 /// The process is to end when the migration is over, or the machine has ended.
@@ -99,9 +101,10 @@ impl Vmm {
     }
 
     /// When the process ends, whatever it still waits for.
-    pub(super) fn ends_at_latest(&self) -> Option<Instant> {
+    pub(super) fn ends_at_latest(&self, now: Instant) -> Option<Instant> {
         let start = match &self.vm {
-            Vm::Starting(starting) => starting.until,
+            Vm::Starting(starting) => starting.until(now),
+            Vm::Busy(busy) => busy.until,
             _ => None,
         };
         self.at_latest.into_iter().chain(start).min()
@@ -111,7 +114,8 @@ impl Vmm {
     /// once its source may have been told that it can be given away: before that nothing is lost, as a
     /// cancel that came first is seen in the step that tells it.
     pub(super) fn end_if_too_late(&mut self) -> Next {
-        if self.ends_at_latest().is_none_or(|at_latest| at_latest > Instant::now()) {
+        let now = Instant::now();
+        if self.ends_at_latest(now).is_none_or(|at_latest| at_latest > now) {
             return Next::Continue;
         }
         let may_be_told = || {
@@ -168,14 +172,34 @@ impl Vmm {
     /// Nothing is waited for any more: what is not over ends with the process.
     fn end_at_once(&mut self) -> ExitReason {
         log::warn!("ending without what has not ended: {}", self.vm.why_not_live());
-        match &self.vm {
-            Vm::Turning(turning) => turning.consoles.close(),
-            Vm::Down(down) => down.consoles.close(),
-            // There never was one.
-            Vm::Awaited(_) => return self.exit_reason(),
-            _ => {}
+        let has_machine = match &self.vm {
+            Vm::Turning(turning) => {
+                turning.consoles.close();
+                true
+            }
+            Vm::Down(down) => {
+                down.consoles.close();
+                down.tell_failed();
+                true
+            }
+            Vm::Starting(starting) => {
+                starting.tell_failed(&given_up());
+                starting.has_begun()
+            }
+            Vm::Busy(busy) if busy.is_restore => {
+                tell_failed_restore(&given_up());
+                false
+            }
+            Vm::Live(_)
+            | Vm::Busy(_)
+            | Vm::Leaving { .. }
+            | Vm::Serving(_)
+            | Vm::Standing { .. } => true,
+            Vm::None | Vm::Idle(_) | Vm::Awaited(_) | Vm::HandedOver { .. } => false,
+        };
+        if has_machine {
+            emit("shutdown");
         }
-        events::emit("vm", "shutdown", &[]);
         self.exit_reason()
     }
 
@@ -216,10 +240,16 @@ impl Vmm {
             }
             _ => {
                 self.told_by_signal = true;
-                if let Vm::Starting(starting) = &mut self.vm {
-                    starting.until = Some(Instant::now() + START_END);
+                let start_end = Instant::now() + START_END;
+                match &mut self.vm {
+                    Vm::Starting(starting) => starting.end_until(start_end),
+                    Vm::Busy(busy) if busy.is_restore => busy.until = Some(start_end),
+                    _ => {}
                 }
-                if matches!(self.vm, Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) | Vm::Live(_)) {
+                let runs = matches!(&self.vm, Vm::Starting(starting) if starting.has_begun());
+                if runs
+                    || matches!(self.vm, Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) | Vm::Live(_))
+                {
                     log::info!("told to end: when the devices have finished; once more, at once");
                 }
                 return self.end_here(ExitReason::Signal, None);
@@ -253,7 +283,7 @@ impl Vmm {
                 machine.consoles().close();
                 let waiting = std::mem::replace(&mut self.pages, Pages::Here);
                 std::mem::forget((machine, waiting));
-                events::emit("vm", "shutdown", &[]);
+                emit("shutdown");
             }
             Vm::Standing { machine, .. } => match std::mem::replace(&mut self.pages, Pages::Here) {
                 Pages::Here => drop(machine),
@@ -263,7 +293,9 @@ impl Vmm {
             Vm::Awaited(receiving) => receiving.cancel.cancel(),
             Vm::Busy(busy) => busy.cancel(),
             Vm::Starting(starting) => starting.give_up(),
-            Vm::None | Vm::Idle(_) | Vm::Turning(_) | Vm::Down(_) | Vm::HandedOver { .. } => {}
+            // What it keeps for the machine after it waits for its disks when it is given back.
+            Vm::Down(down) => std::mem::forget(down),
+            Vm::None | Vm::Idle(_) | Vm::Turning(_) | Vm::HandedOver { .. } => {}
         }
         // Threads that wait for pages which do not come must not see others in their place.
         std::mem::forget(std::mem::replace(&mut self.pages, Pages::Here));

@@ -16,10 +16,12 @@
 //!  VcpuStopped   waits               waits             ends the process   ends the process
 //!  Ejected       waits               taken apart       waits              taken apart
 //!  DeviceWanted  waits               guest is asked    guest is asked     guest is asked
+//!  DiskFull      waits               told              waits              told, pauses it
 //! ```
 //!
 //! A paused VM changes only when it is asked to. A reset that was on its way when the pause was
-//! answered is therefore carried out after `vm.resume`, not before.
+//! answered is therefore carried out after `vm.resume`, not before. A VM that was paused for a full disk, and
+//! goes on by itself, is none of these: its guest ends and reboots as if it ran.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -46,10 +48,10 @@ enum MachineIs {
 }
 
 /// Events that have not been acted on, in the order in which they came, with the numbers of their
-/// machines.
+/// machines and the moments at which they were told.
 #[derive(Debug, Default)]
 pub struct GuestEvents {
-    waiting: VecDeque<(u64, GuestEvent)>,
+    waiting: VecDeque<(u64, GuestEvent, Instant)>,
 }
 
 /// After it there is no guest, or another.
@@ -59,7 +61,9 @@ fn ends_the_guest(event: &GuestEvent) -> bool {
         | GuestEvent::TripleFault { .. }
         | GuestEvent::Shutdown
         | GuestEvent::VcpuStopped { .. } => true,
-        GuestEvent::Ejected | GuestEvent::DeviceWanted { .. } => false,
+        GuestEvent::Ejected | GuestEvent::DeviceWanted { .. } | GuestEvent::DiskFull { .. } => {
+            false
+        }
     }
 }
 
@@ -77,16 +81,26 @@ impl MachineIs {
 }
 
 impl GuestEvents {
-    fn note(&mut self, number: u64, event: GuestEvent) {
-        self.waiting.push_back((number, event));
+    fn note(&mut self, number: u64, event: GuestEvent, at: Instant) {
+        if let GuestEvent::DiskFull { id } = &event {
+            // One that waits for long, while the guest is migrated, may be told of many times.
+            let is_same = |(of, waiting, _): &(u64, GuestEvent, Instant)| {
+                *of == number
+                    && matches!(waiting, GuestEvent::DiskFull { id: other } if other == id)
+            };
+            if self.waiting.iter().any(is_same) {
+                return;
+            }
+        }
+        self.waiting.push_back((number, event, at));
     }
 
     /// The next event of machine `number` whose time has come. Those of other machines are
     /// forgotten. What ends the guest is never overtaken by a later event that does so too.
-    fn next(&mut self, number: u64, machine: MachineIs) -> Option<GuestEvent> {
-        self.waiting.retain(|(of, _)| *of == number && machine != MachineIs::Gone);
+    fn next(&mut self, number: u64, machine: MachineIs) -> Option<(GuestEvent, Instant)> {
+        self.waiting.retain(|(of, ..)| *of == number && machine != MachineIs::Gone);
         let mut end_waits = false;
-        let is_next = |(_, event): &(u64, GuestEvent)| {
+        let is_next = |(_, event, _): &(u64, GuestEvent, Instant)| {
             let ends = ends_the_guest(event);
             if machine.may_act_on(event) && !(ends && end_waits) {
                 return true;
@@ -95,7 +109,7 @@ impl GuestEvents {
             false
         };
         let at = self.waiting.iter().position(is_next)?;
-        self.waiting.remove(at).map(|(_, event)| event)
+        self.waiting.remove(at).map(|(_, event, told)| (event, told))
     }
 }
 
@@ -104,7 +118,9 @@ impl Vmm {
         match (&self.vm, &self.pages) {
             (Vm::Live(_), Pages::Arriving { .. }) => MachineIs::AwaitingPages,
             (Vm::Live(_), Pages::Lost(_)) => MachineIs::LackingPages,
-            (Vm::Live(machine), Pages::Here) if machine.is_paused() => MachineIs::Paused,
+            (Vm::Live(machine), Pages::Here) if machine.is_paused() && !self.waits_for_room() => {
+                MachineIs::Paused
+            }
             (Vm::Live(_), Pages::Here) => MachineIs::Running,
             (
                 Vm::Leaving { .. }
@@ -122,7 +138,7 @@ impl Vmm {
     }
 
     /// Takes note of what the guest of machine `number` did. [`Self::act_on_guest`] does the rest.
-    pub(super) fn note_guest_event(&mut self, number: u64, event: GuestEvent) {
+    pub(super) fn note_guest_event(&mut self, number: u64, event: GuestEvent, at: Instant) {
         if number != self.machine_number {
             return;
         }
@@ -133,6 +149,9 @@ impl Vmm {
                 "the guest ends or reboots while it is migrated: the migration is cancelled"
             );
             sending.cancel.cancel();
+        }
+        if let GuestEvent::DiskFull { id } = &event {
+            self.tell_of_full_disk(id);
         }
         let machine = self.machine_is();
         if !machine.may_act_on(&event) {
@@ -149,7 +168,7 @@ impl Vmm {
                 MachineIs::Running | MachineIs::Elsewhere | MachineIs::Gone => {}
             }
         }
-        self.guest_events.note(number, event);
+        self.guest_events.note(number, event, at);
     }
 
     /// Acts on all that the guest did whose time has come.
@@ -157,37 +176,41 @@ impl Vmm {
         loop {
             // Asked anew each time: what was done may have made another machine.
             let (number, machine) = (self.machine_number, self.machine_is());
-            let Some(event) = self.guest_events.next(number, machine) else {
+            let Some((event, told)) = self.guest_events.next(number, machine) else {
                 return Next::Continue;
             };
-            match self.act_on(event) {
+            match self.act_on(event, told) {
                 Next::Continue => {}
                 other => return other,
             }
         }
     }
 
-    fn tell_of_triple_fault(&mut self, vcpu: u32) {
-        let first_run = match &self.vm {
-            Vm::Live(machine) => machine.first_run(),
+    fn tell_of_triple_fault(&mut self, vcpu: u32, at: Instant) {
+        let ran = match &self.vm {
+            // Of a guest from elsewhere it is not known how long it has run.
+            Vm::Live(machine) if self.started_number == self.machine_number => {
+                let first_run = machine.first_run();
+                Some(first_run.map_or(Duration::ZERO, |first| at.saturating_duration_since(first)))
+            }
             _ => None,
         };
-        let ran = first_run.map_or(Duration::ZERO, |at| at.elapsed());
         let noted = self.triple_faults.note(self.machine_number, vcpu, ran, Instant::now());
         if let Some(text) = noted.text {
             log::warn!("{text}");
         }
-        let (in_a_row, ran_ms) = (noted.in_a_row.to_string(), ran.as_millis().to_string());
-        let properties =
-            [("vcpu", &*vcpu.to_string()), ("in_a_row", &in_a_row), ("ran_ms", &ran_ms)];
+        let (vcpu, in_a_row) = (vcpu.to_string(), noted.in_a_row.to_string());
+        let ran_ms = ran.map(|ran| ran.as_millis().to_string());
+        let mut properties = vec![("vcpu", vcpu.as_str()), ("in_a_row", &in_a_row)];
+        properties.extend(ran_ms.as_deref().map(|ran_ms| ("ran_ms", ran_ms)));
         events::emit("guest", "triple-fault", &properties);
     }
 
-    fn act_on(&mut self, event: GuestEvent) -> Next {
+    fn act_on(&mut self, event: GuestEvent, told: Instant) -> Next {
         match event {
             GuestEvent::Reset => self.reboot_for(None),
             GuestEvent::TripleFault { index } => {
-                self.tell_of_triple_fault(index);
+                self.tell_of_triple_fault(index, told);
                 self.reboot_for(None)
             }
             GuestEvent::Shutdown => {
@@ -202,6 +225,10 @@ impl Vmm {
                 if let Err(error) = self.remove_device(&id) {
                     log::warn!("the guest cannot be asked to let go of '{id}': {error}");
                 }
+                Next::Continue
+            }
+            GuestEvent::DiskFull { .. } => {
+                self.disk_is_full();
                 Next::Continue
             }
             GuestEvent::VcpuStopped { index, reason } => {
@@ -229,11 +256,13 @@ mod tests {
 
     /// All events that machine 7 may be done with now, as they would be acted on.
     fn all(events: &mut GuestEvents, machine: MachineIs) -> Vec<String> {
-        std::iter::from_fn(|| events.next(7, machine)).map(|event| format!("{event:?}")).collect()
+        let next = || events.next(7, machine);
+        std::iter::from_fn(next).map(|(event, _)| format!("{event:?}")).collect()
     }
 
     fn of_seven(events: impl IntoIterator<Item = GuestEvent>) -> GuestEvents {
-        GuestEvents { waiting: events.into_iter().map(|event| (7, event)).collect() }
+        let now = Instant::now();
+        GuestEvents { waiting: events.into_iter().map(|event| (7, event, now)).collect() }
     }
 
     #[test]
@@ -250,9 +279,9 @@ mod tests {
         // A reboot made machine 7 out of machine 6: what 6 still said means nothing for 7.
         for late in [GuestEvent::Reset, stopped(), GuestEvent::Shutdown, wanted()] {
             let mut events = GuestEvents::default();
-            events.note(6, GuestEvent::Reset);
-            events.note(6, late);
-            assert!(matches!(events.next(6, MachineIs::Running), Some(GuestEvent::Reset)));
+            events.note(6, GuestEvent::Reset, Instant::now());
+            events.note(6, late, Instant::now());
+            assert!(matches!(events.next(6, MachineIs::Running), Some((GuestEvent::Reset, _))));
             assert_eq!(all(&mut events, MachineIs::Running), [""; 0]);
             assert!(events.waiting.is_empty());
         }
@@ -273,11 +302,27 @@ mod tests {
     }
 
     #[test]
+    fn a_full_disk_waits_for_the_machine_and_is_told_once() {
+        let full = |id: &str| GuestEvent::DiskFull { id: id.to_owned() };
+        let mut events = GuestEvents::default();
+        for id in ["a", "b", "a", "a"] {
+            events.note(7, full(id), Instant::now());
+        }
+        for machine in [MachineIs::Elsewhere, MachineIs::AwaitingPages, MachineIs::LackingPages] {
+            assert_eq!(all(&mut events, machine), [""; 0]);
+        }
+        let told = all(&mut events, MachineIs::Paused);
+        assert_eq!(told, ["DiskFull { id: \"a\" }", "DiskFull { id: \"b\" }"]);
+        events.note(7, full("a"), Instant::now());
+        assert_eq!(all(&mut events, MachineIs::Running).len(), 1, "it is full again");
+    }
+
+    #[test]
     fn while_pages_arrive_the_first_end_is_the_one_that_counts() {
         let mut events = of_seven([GuestEvent::Reset, stopped(), wanted(), GuestEvent::Ejected]);
         let now = all(&mut events, MachineIs::AwaitingPages);
         assert_eq!(now, ["DeviceWanted { id: \"nic\" }"]);
-        assert!(matches!(events.next(7, MachineIs::Running), Some(GuestEvent::Reset)));
+        assert!(matches!(events.next(7, MachineIs::Running), Some((GuestEvent::Reset, _))));
         let mut events = of_seven([GuestEvent::Ejected, stopped()]);
         let now = all(&mut events, MachineIs::AwaitingPages);
         assert_eq!(now.len(), 1, "a vCPU that cannot go on waits for no page: {now:?}");

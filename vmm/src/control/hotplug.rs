@@ -34,11 +34,13 @@ impl Vmm {
             Ok(None) => return responder.answer(Ok(ApiReply::Empty)),
             Err(error) => return responder.answer(Err(error)),
         };
-        self.turn_with(Turn::Add, Some(responder), move |machine, _| {
-            let bdf = machine.add_device(&device, config)?;
+        let id = device.id().to_owned();
+        self.turn_with(Turn::Add, Some(responder), move |machine, give_up| {
+            let bdf = machine.add_device(&device, config, give_up)?;
             let (id, bdf) = (device.id().to_owned(), bdf.to_string());
             Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
         });
+        self.note_adding(id);
     }
 
     /// The configuration of the live machine with a device. A VM without a machine has it already then.
@@ -55,7 +57,14 @@ impl Vmm {
         with(device, self.machine_mut()?.config()).map(Some)
     }
 
-    /// `vm.remove-device`.
+    /// `vm.remove-device`, also of a device that is being added.
+    pub(super) fn remove_device_for(&mut self, id: &str, responder: Responder) {
+        if let Some(responder) = self.give_up_adding(id, responder) {
+            responder.answer(self.remove_device(id).map(|()| ApiReply::Empty));
+        }
+    }
+
+    /// Takes a device from the configuration, or asks the guest to let go of it.
     pub(super) fn remove_device(&mut self, id: &str) -> Result<(), ApiError> {
         let refused = |error: &RemoveError| {
             let kind = match error {

@@ -7,6 +7,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
 
 use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -22,8 +23,8 @@ use crate::migration::memory::MigratingRam;
 
 /// A message to the VMM thread.
 pub enum Message {
-    /// From the machine with this number: those of machines that are gone are ignored.
-    Guest(u64, GuestEvent),
+    /// From the machine with this number, at this moment: those of machines that are gone are ignored.
+    Guest(u64, GuestEvent, Instant),
     /// A migration from here is over.
     Departed(Box<Departure>),
     /// A migration to here is over, or its guest runs.

@@ -7,20 +7,13 @@
 use vm_migration::commit::destination::Asked;
 use vm_migration::progress::Phase;
 
+use super::snapshot::Busy;
 use super::taking_down::After;
-use super::{Next, Pages, Vm, Vmm};
+use super::{Next, Pages, Vm, Vmm, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmState};
 use crate::config::VmConfig;
 use crate::events;
-
-fn failed(error: &dyn std::error::Error) -> ApiError {
-    ApiError::from_error(ApiErrorKind::Failed, error)
-}
-
-fn emit(event: &'static str) {
-    events::emit("vm", event, &[]);
-}
 
 impl Vmm {
     pub(super) fn create(&mut self, config: Box<VmConfig>) -> Result<(), ApiError> {
@@ -73,6 +66,7 @@ impl Vmm {
             events::emit("vm", "resume-failed", &[("error", &error.to_string())]);
         };
         resumed.inspect_err(tell)?;
+        self.found_room();
         emit("resumed");
         Ok(())
     }
@@ -89,7 +83,9 @@ impl Vmm {
             Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {
                 self.give_up_standing(responder);
             }
-            Vm::Starting(_) => drop(self.end_starting(true, responder)),
+            Vm::Starting(_) | Vm::Busy(Busy { is_restore: true, .. }) => {
+                drop(self.end_starting(true, responder));
+            }
             Vm::Live(_) => match self.refuse_without_all_pages() {
                 Ok(()) => return self.take_down(After::Deleted(responder)),
                 Err(error) => responder.answer(Err(error)),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vm_migration::destination::PostcopyPaused;
-use vm_migration::{GuestIs, Phase, Snapshot, Steering};
+use vm_migration::{Cancel, GuestIs, Phase, Snapshot, Steering};
 
 use super::receiving::{self, Arrival, Outcome, Reception};
 use super::sending::{self, Departure};
@@ -190,8 +190,14 @@ impl Vmm {
                 return responder.answer(Err(error));
             }
         };
-        let listener = match receiving::bind(&data.receiver_url, &self.lingering) {
-            Ok(listener) => listener,
+        let bound = Cancel::new()
+            .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
+            .and_then(|cancel| {
+                let place = receiving::bind(&data.receiver_url, &self.lingering, &cancel)?;
+                Ok((place, cancel))
+            });
+        let (place, cancel) = match bound {
+            Ok(bound) => bound,
             Err(error) => return responder.answer(Err(error)),
         };
         let reception = Reception {
@@ -204,7 +210,7 @@ impl Vmm {
             mailer: self.mailer.clone(),
         };
         self.prefault_stage2 = data.prefault_stage2;
-        match receiving::start(listener, reception, responder) {
+        match receiving::start(place, reception, responder, cancel) {
             Ok(receiving) => {
                 self.farewell = None;
                 self.progress = Some(Arc::clone(&receiving.progress));

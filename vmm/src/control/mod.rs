@@ -20,6 +20,7 @@
 //!
 //!   Idle > Starting > Live, Idle: boot          Live > Down > None, Idle, Starting: delete, shutdown, reboot
 //!   Live > Turning > Live: pause, resume, a device comes or goes       Standing > Turning > Live: resume
+//!   Live > Turning > Live: a disk is full, or has room again
 //! ```
 
 mod cancel;
@@ -28,6 +29,7 @@ mod describe;
 mod device_tree;
 mod doubt;
 mod ending;
+mod full_disks;
 mod guest_events;
 mod hotplug;
 mod inbox;
@@ -44,6 +46,7 @@ mod signals;
 mod snapshot;
 mod starting;
 mod taking_down;
+mod threads;
 mod triple_faults;
 
 use std::path::PathBuf;
@@ -58,6 +61,7 @@ use vm_migration::{Phase, Progress, Steering};
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;
+use crate::events;
 use crate::machine::{EventSink, Host, LeftOff, Machine};
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
@@ -68,10 +72,12 @@ pub(crate) use migrating::WATCHER_TIME;
 pub(crate) use observer::{announce, tell_end};
 pub(crate) use postcopy::recover_wish;
 pub use run::{RunError, run};
+pub use signals::is_ignored;
 pub(crate) use signals::{Signal, Signals};
 
 use deferred::Deferred;
 use ending::Ending;
+use full_disks::FullDisks;
 use guest_events::GuestEvents;
 use inbox::{Mailer, Message};
 use pausing::Turning;
@@ -151,6 +157,16 @@ impl Next {
     }
 }
 
+/// Tells an event of the VM that says it all.
+fn emit(event: &'static str) {
+    events::emit("vm", event, &[]);
+}
+
+/// What was tried and failed.
+fn failed(error: &dyn std::error::Error) -> ApiError {
+    ApiError::from_error(ApiErrorKind::Failed, error)
+}
+
 /// The VMM.
 struct Vmm {
     host: Arc<Host>,
@@ -158,10 +174,16 @@ struct Vmm {
     vm: Vm,
     /// Number of the machine that is live; each has its own.
     machine_number: u64,
+    /// Number of the last machine whose guest was started here, and has not come from elsewhere.
+    started_number: u64,
+    /// The terminal has a size that the guest may not know.
+    tell_size: bool,
     /// What guests did that has not been acted on.
     guest_events: GuestEvents,
     /// Resets of guests by triple faults.
     triple_faults: TripleFaults,
+    /// Disks that the host has no room for.
+    full: FullDisks,
     pages: Pages,
     /// Memory of the live machine that is being brought in from a snapshot.
     filling: Option<Fill>,
@@ -177,7 +199,7 @@ struct Vmm {
     end_seen_at: Option<Instant>,
     /// Asked for the progress of a migration that has failed, before this thread was told.
     progress_askers: Vec<Responder>,
-    /// The process is to end when the migration is over.
+    /// The process is to end when what is here has: a machine, a start, a migration.
     ending: Option<Ending>,
     no_shutdown: bool,
     /// Path of the API's socket, if it has one.
@@ -206,8 +228,11 @@ impl Vmm {
             mailer,
             vm: Vm::None,
             machine_number: 0,
+            started_number: 0,
+            tell_size: false,
             guest_events: GuestEvents::default(),
             triple_faults: TripleFaults::default(),
+            full: FullDisks::default(),
             pages: Pages::Here,
             filling: None,
             prefault_stage2: false,
@@ -233,7 +258,7 @@ impl Vmm {
     fn new_sink(&mut self) -> EventSink {
         self.machine_number += 1;
         let (number, mailer) = (self.machine_number, self.mailer.clone());
-        Arc::new(move |event| mailer.send(Message::Guest(number, event)))
+        Arc::new(move |event| mailer.send(Message::Guest(number, event, Instant::now())))
     }
 
     /// Carries out a request and answers it, or sees to it that it is answered later. One that meets a
@@ -302,6 +327,10 @@ impl Vmm {
                 self.add_device_for(*device, responder);
                 return None;
             }
+            VmmRequest::RemoveDevice(data) => {
+                self.remove_device_for(&data.id, responder);
+                return None;
+            }
             VmmRequest::Ping => Ok(ApiReply::Ping(crate::api::VmmPingResponse::default())),
             VmmRequest::Create(config) => empty(self.create(config)),
             VmmRequest::Info => self.info(),
@@ -311,7 +340,6 @@ impl Vmm {
             VmmRequest::PowerButton => empty(self.machine_mut().map(|machine| {
                 machine.press_power_button();
             })),
-            VmmRequest::RemoveDevice(data) => empty(self.remove_device(&data.id)),
             VmmRequest::Resize(data) => empty(self.resize(&data)),
             VmmRequest::ResizeZone(data) => empty(self.resize_zone(&data)),
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
@@ -331,10 +359,18 @@ impl Vmm {
         }
     }
 
-    /// The terminal has another size. A machine that is on its way learns of it when it goes on.
+    /// The terminal has another size, of which a machine that another thread has is told when it is back.
     fn terminal_resized(&mut self) {
-        if let Ok(machine) = self.machine_mut() {
+        self.tell_size = true;
+        self.tell_of_size();
+    }
+
+    fn tell_of_size(&mut self) {
+        if self.tell_size
+            && let Vm::Live(machine) = &self.vm
+        {
             machine.follow_terminal();
+            self.tell_size = false;
         }
     }
 
@@ -372,15 +408,18 @@ impl Vmm {
     /// waiting for it.
     fn message(&mut self, message: Message) -> Next {
         match self.take_message(message) {
-            Next::Continue => self.act_on_guest(),
+            Next::Continue => {
+                self.tell_of_size();
+                self.act_on_guest()
+            }
             other => other,
         }
     }
 
     fn take_message(&mut self, message: Message) -> Next {
         match message {
-            Message::Guest(number, event) => {
-                self.note_guest_event(number, event);
+            Message::Guest(number, event, at) => {
+                self.note_guest_event(number, event, at);
                 Next::Continue
             }
             Message::InDoubt(doubtful) => {
@@ -420,8 +459,8 @@ impl Vm {
     fn doing(&self) -> Option<String> {
         let doing = match self {
             Self::Starting(starting) => starting.doing(),
-            Self::Busy(busy) => busy.what,
-            Self::Turning(turning) => turning.turn.doing(),
+            Self::Busy(busy) => busy.name(),
+            Self::Turning(turning) => turning.turn.doing()?,
             Self::Down(_) => "ended",
             Self::Leaving { .. } => "migrated",
             _ => return None,
@@ -451,7 +490,11 @@ impl Vm {
             ),
             Self::Busy(busy) => ApiError::new(
                 ApiErrorKind::Conflict,
-                format!("the VM is being {}; wait until that is over", busy.what),
+                format!(
+                    "the VM is being {}; wait until that is over{}",
+                    busy.name(),
+                    if busy.is_restore { ", or give it up with vm.delete" } else { "" }
+                ),
             ),
             Self::Starting(starting) => ApiError::new(
                 ApiErrorKind::Conflict,

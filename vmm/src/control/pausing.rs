@@ -6,14 +6,18 @@
 //! Owns the machine while it stops, goes on or changes, on a thread of its own: a device finishes what it
 //! works on, an image is opened, locked and read anew, and each takes as long as the storage behind it takes. The
 //! VMM thread answers other requests meanwhile, and takes a pause back when it is told so. A pause is
-//! answered when what the guest has written is on its disks.
+//! answered when what the guest has written is on its disks. A VM that stops for a full disk, and goes on when there
+//! is room ([`super::full_disks`]), does so in the same way.
 
+use std::io;
 use std::time::Duration;
 
+use thiserror::Error;
 use vm_migration::vm::DestinationVm as _;
 
 use super::inbox::Message;
-use super::{Next, Pages, RunError, Vm, Vmm};
+use super::threads::spawn_with;
+use super::{Next, Pages, RunError, Vm, Vmm, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmState};
 use crate::control::describe;
@@ -27,6 +31,8 @@ use crate::migration::destination::ArrivingMachine;
 /// goes on. Its requests are not answered before they are done, but no new ones are taken: more than
 /// this looks to a guest as if its disk were broken.
 const PAUSE_TIME_MAX: Duration = Duration::from_mins(1);
+/// The same if no client has asked for the pause, but a disk is full.
+const FULL_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// The disks of a VM that was paused are written back, or not.
 pub struct PauseEnd {
@@ -41,6 +47,10 @@ pub struct PauseEnd {
 pub enum Turn {
     /// It stops.
     Pause,
+    /// It stops, as the host has no room for what its guest writes.
+    Full,
+    /// It starts if there is room again.
+    Retry,
     /// It starts.
     Resume,
     /// It starts for the first time, after a restore.
@@ -61,18 +71,49 @@ pub struct Turning {
     pub consoles: Consoles,
     /// What it does.
     pub turn: Turn,
-    /// Has it stop stopping.
+    /// Has it stop stopping, or opening what is added.
     pub give_up: GiveUp,
     /// Requests to resume, which take a pause back.
     resumers: Vec<Responder>,
+    /// The device that is being opened to be added.
+    adding: Option<Adding>,
+}
+
+/// A device that is being opened to be added.
+struct Adding {
+    id: String,
+    /// Requests to remove it, which give it up.
+    removers: Vec<Responder>,
+}
+
+impl Turning {
+    fn new(turn: Turn, info: Box<VmInfo>, consoles: Consoles, give_up: GiveUp) -> Self {
+        Self { info, consoles, turn, give_up, resumers: Vec::new(), adding: None }
+    }
+
+    /// Whether this device is being opened to be added.
+    pub fn is_adding(&self, id: &str) -> bool {
+        self.adding.as_ref().is_some_and(|adding| adding.id == id)
+    }
 }
 
 /// A machine has stopped or started, or not.
 pub struct TurnEnd {
     machine: Box<Machine>,
     turn: Turn,
-    result: Result<ApiReply, MachineError>,
+    result: Result<ApiReply, TurnError>,
     responder: Option<Responder>,
+}
+
+/// Why a machine has not stopped or started.
+#[derive(Debug, Error)]
+pub enum TurnError {
+    /// It cannot.
+    #[error(transparent)]
+    Machine(#[from] MachineError),
+    /// There is no thread for it.
+    #[error("the host gives no thread for it")]
+    Thread(#[source] io::Error),
 }
 
 /// A machine that has arrived and was not started has been, or not.
@@ -88,7 +129,15 @@ impl Turn {
     pub fn name(self) -> &'static str {
         match self {
             Self::Pause => "paused, which waits until its devices have finished their requests",
-            Self::Add => "given a device, which waits until that is open",
+            Self::Full => {
+                "paused for a disk that is full, which waits until its devices have finished their \
+                 requests"
+            }
+            Self::Retry => "resumed if a full disk has room again, which waits for that disk",
+            Self::Add => {
+                "given a device, which waits until that is open; vm.remove-device gives a disk or \
+                 network device up"
+            }
             Self::Eject => "relieved of a device, which waits until that has finished its requests",
             Self::Resume | Self::StartRestored | Self::StartArrived => {
                 "resumed, which waits for its disks and network devices"
@@ -96,19 +145,21 @@ impl Turn {
         }
     }
 
-    /// As `vm.info` has it.
-    pub fn doing(self) -> &'static str {
+    /// As `vm.info` has it; nothing as long as nothing may come of it.
+    pub fn doing(self) -> Option<&'static str> {
         match self {
-            Self::Pause => "paused",
-            Self::Resume | Self::StartRestored | Self::StartArrived => "resumed",
-            Self::Add | Self::Eject => "changed",
+            Self::Pause | Self::Full => Some("paused"),
+            Self::Retry => None,
+            Self::Resume | Self::StartRestored | Self::StartArrived => Some("resumed"),
+            Self::Add | Self::Eject => Some("changed"),
         }
     }
 
     /// Name of the thread that does it.
     fn thread_name(self) -> &'static str {
         match self {
-            Self::Pause => "pause",
+            Self::Pause | Self::Full => "pause",
+            Self::Retry => "retry",
             Self::Resume | Self::StartRestored | Self::StartArrived => "resume",
             Self::Add => "add-device",
             Self::Eject => "eject",
@@ -132,10 +183,16 @@ fn answer(responder: Option<Responder>, result: ApiResult) {
 impl Vmm {
     /// Pauses the VM, and answers when that is done and its disks are written back.
     pub(super) fn pause_for(&mut self, responder: Responder) {
+        if self.waits_for_room() {
+            // From now on it is paused because a client wants it.
+            self.look_for_no_room();
+            emit("pausing");
+            return self.write_back_for(responder);
+        }
         if let Err(error) = self.may_pause() {
             return responder.answer(Err(error));
         }
-        events::emit("vm", "pausing", &[]);
+        emit("pausing");
         self.turn(Turn::Pause, Some(responder));
     }
 
@@ -148,14 +205,17 @@ impl Vmm {
         self.refuse_without_all_pages()
     }
 
-    /// Resumes the live machine, in whatever time it takes to get back what it has given away.
+    /// Resumes the live machine, in whatever time it takes to get back what it has given away and to find out
+    /// that its disks have room.
     pub(super) fn resume_live_for(&mut self, responder: Responder) {
         let may_wait = match self.machine_mut() {
-            Ok(machine) => machine.is_paused() && machine.lacks_exclusive(),
+            Ok(machine) => {
+                machine.is_paused() && (machine.lacks_exclusive() || machine.check_room().is_err())
+            }
             Err(error) => return responder.answer(Err(error)),
         };
         if may_wait && matches!(self.pages, Pages::Here) {
-            events::emit("vm", "resuming", &[]);
+            emit("resuming");
             self.turn(Turn::Resume, Some(responder));
         } else {
             responder.answer(self.resume().map(|()| ApiReply::Empty));
@@ -174,6 +234,25 @@ impl Vmm {
         }
     }
 
+    /// Notes which device the machine is being given.
+    pub(super) fn note_adding(&mut self, id: String) {
+        if let Vm::Turning(turning) = &mut self.vm {
+            turning.adding = Some(Adding { id, removers: Vec::new() });
+        }
+    }
+
+    /// `vm.remove-device` of a device that is being opened; gives the responder back if it is not.
+    pub(super) fn give_up_adding(&mut self, id: &str, responder: Responder) -> Option<Responder> {
+        match &mut self.vm {
+            Vm::Turning(Turning { adding: Some(adding), give_up, .. }) if adding.id == id => {
+                give_up.now();
+                adding.removers.push(responder);
+                None
+            }
+            _ => Some(responder),
+        }
+    }
+
     /// Starts a machine that has arrived and was not started.
     pub(super) fn start_arrived_for(&mut self, responder: Responder) {
         let (machine, reason) = match std::mem::replace(&mut self.vm, Vm::None) {
@@ -184,33 +263,25 @@ impl Vmm {
                 return;
             }
         };
-        events::emit("vm", "resuming", &[]);
+        emit("resuming");
         let turn = Turn::StartArrived;
         let info = Box::new(describe::of_machine(machine.machine()));
         let (consoles, give_up) = (machine.machine().consoles().clone(), GiveUp::default());
         let mailer = self.mailer.clone();
         let load = (machine, reason, responder);
-        let spawned = super::snapshot::spawn_with(
-            turn.thread_name(),
-            load,
-            move |(machine, reason, responder)| {
-                let result = machine.run(true).map(Box::new).map_err(|(machine, error)| {
-                    let error = ApiError::from_error(ApiErrorKind::Failed, error.as_ref());
-                    (Box::new(machine), error)
-                });
-                let end = ArrivedEnd { result, reason, responder };
-                mailer.send(Message::ArrivedStarted(Box::new(end)));
-            },
-        );
-        match spawned {
-            Ok(_detached) => {
-                let resumers = Vec::new();
-                self.vm = Vm::Turning(Turning { info, consoles, turn, give_up, resumers });
-            }
-            Err(((machine, reason, responder), error)) => {
-                self.vm = Vm::Standing { machine, reason };
-                responder.answer(Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
-            }
+        let spawned = spawn_with(turn.thread_name(), load, move |(machine, reason, responder)| {
+            let result = machine.run(true).map(Box::new).map_err(|(machine, error)| {
+                let error = ApiError::from_error(ApiErrorKind::Failed, error.as_ref());
+                (Box::new(machine), error)
+            });
+            let end = ArrivedEnd { result, reason, responder };
+            mailer.send(Message::ArrivedStarted(Box::new(end)));
+        });
+        self.vm = Vm::Turning(Turning::new(turn, info, consoles, give_up));
+        if let Err(((machine, reason, responder), error)) = spawned {
+            let result = Err((machine, failed(&TurnError::Thread(error))));
+            let end = ArrivedEnd { result, reason, responder };
+            self.mailer.send(Message::ArrivedStarted(Box::new(end)));
         }
     }
 
@@ -220,7 +291,7 @@ impl Vmm {
         match result {
             Ok(machine) => {
                 self.vm = Vm::Live(machine);
-                events::emit("vm", "resumed", &[]);
+                emit("resumed");
                 if matches!(self.pages, Pages::Here) {
                     self.whole();
                 }
@@ -240,7 +311,10 @@ impl Vmm {
         self.turn_with(turn, responder, move |machine, give_up| {
             match turn {
                 Turn::Pause => machine.pause(PAUSE_TIME_MAX, &|| give_up.is_told())?,
-                Turn::Resume | Turn::StartRestored | Turn::StartArrived => machine.resume()?,
+                Turn::Full => machine.pause(FULL_TIME_MAX, &|| give_up.is_told())?,
+                Turn::Retry | Turn::Resume | Turn::StartRestored | Turn::StartArrived => {
+                    machine.resume_with_room()?;
+                }
                 Turn::Add => {}
                 Turn::Eject => machine.take_ejected(),
             }
@@ -266,36 +340,35 @@ impl Vmm {
         let info = Box::new(describe::of_machine(&machine));
         let (consoles, give_up) = (machine.consoles().clone(), GiveUp::default());
         let (mailer, own) = (self.mailer.clone(), give_up.clone());
-        let spawned = super::snapshot::spawn_with(
+        let spawned = spawn_with(
             turn.thread_name(),
             (machine, responder),
             move |(mut machine, responder): (Box<Machine>, _)| {
-                let result = work(&mut machine, &own);
+                let result = work(&mut machine, &own).map_err(TurnError::from);
                 let end = TurnEnd { machine, turn, result, responder };
                 mailer.send(Message::Turned(Box::new(end)));
             },
         );
-        match spawned {
-            Ok(_detached) => {
-                let resumers = Vec::new();
-                self.vm = Vm::Turning(Turning { info, consoles, turn, give_up, resumers });
-            }
-            Err(((mut machine, responder), error)) => {
-                if turn == Turn::Eject {
-                    machine.take_ejected();
-                }
-                self.vm = Vm::Live(machine);
-                answer(responder, Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
-            }
+        self.vm = Vm::Turning(Turning::new(turn, info, consoles, give_up));
+        if let Err(((mut machine, responder), error)) = spawned {
+            let result = if turn == Turn::Eject {
+                machine.take_ejected();
+                Ok(ApiReply::Empty)
+            } else {
+                Err(TurnError::Thread(error))
+            };
+            // The same follows as if a thread had tried: events, answers, the end of the process.
+            let end = TurnEnd { machine, turn, result, responder };
+            self.mailer.send(Message::Turned(Box::new(end)));
         }
     }
 
     /// The machine has stopped or started, or not.
     pub(super) fn turned(&mut self, end: TurnEnd) -> Next {
         let TurnEnd { machine, turn, result, responder } = end;
-        let resumers = match std::mem::replace(&mut self.vm, Vm::Live(machine)) {
-            Vm::Turning(turning) => turning.resumers,
-            _ => Vec::new(),
+        let (resumers, adding) = match std::mem::replace(&mut self.vm, Vm::Live(machine)) {
+            Vm::Turning(turning) => (turning.resumers, turning.adding),
+            _ => (Vec::new(), None),
         };
         if std::mem::take(&mut self.memory_came) {
             self.memory_has_come();
@@ -303,13 +376,18 @@ impl Vmm {
         let mut next = Next::Continue;
         match (turn, result) {
             (Turn::Pause, Ok(_)) => {
+                self.look_for_no_room();
                 if let Some(responder) = responder {
                     self.write_back_for(responder);
                 }
             }
-            (Turn::Pause, Err(error)) => {
+            (Turn::Full, Ok(_)) => self.stopped_for_room(),
+            (Turn::Pause | Turn::Full, Err(error)) => {
+                if turn == Turn::Full {
+                    self.cannot_stop_for_room();
+                }
                 let kind = match error {
-                    MachineError::PauseWithdrawn => ApiErrorKind::Conflict,
+                    TurnError::Machine(MachineError::PauseWithdrawn) => ApiErrorKind::Conflict,
                     _ => ApiErrorKind::Failed,
                 };
                 let error = ApiError::from_error(kind, &error).context("the VM runs on");
@@ -318,13 +396,48 @@ impl Vmm {
                 answer(responder, Err(error));
             }
             (Turn::Add | Turn::Eject, result) => {
-                let failed = |error| ApiError::from_error(ApiErrorKind::Failed, &error);
-                answer(responder, result.map_err(failed));
+                let is_given_up =
+                    matches!(result, Err(TurnError::Machine(MachineError::AddWithdrawn { .. })));
+                let kind = if is_given_up { ApiErrorKind::Conflict } else { ApiErrorKind::Failed };
+                answer(responder, result.map_err(|error| ApiError::from_error(kind, &error)));
+                if let Some(Adding { id, removers }) = adding {
+                    for remover in removers {
+                        // It may have been there before it was given up.
+                        let gone = if is_given_up { Ok(()) } else { self.remove_device(&id) };
+                        remover.answer(gone.map(|()| ApiReply::Empty));
+                    }
+                }
+            }
+            (Turn::Retry, Ok(_)) => {
+                self.found_room();
+                emit("resuming");
+                emit("resumed");
+            }
+            // Without a thread it is not known, and looked for again.
+            (
+                Turn::Retry,
+                Err(TurnError::Machine(MachineError::DisksFull(_)) | TurnError::Thread(_)),
+            ) => self.found_no_room(),
+            (Turn::Retry, Err(error)) => {
+                self.look_for_no_room();
+                let error = failed(&error);
+                log::error!("the VM stays paused: {error}");
+                tell_failed_resume(turn, &error);
             }
             (turn, result) => {
+                if result.is_ok() {
+                    self.found_room();
+                }
+                let why = |error: TurnError| {
+                    let kind = match error {
+                        TurnError::Machine(MachineError::DisksFull(_)) => ApiErrorKind::Conflict,
+                        _ => ApiErrorKind::Failed,
+                    };
+                    ApiError::from_error(kind, &error)
+                };
                 let result = result
-                    .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
-                    .inspect(|_| events::emit("vm", "resumed", &[]))
+                    .map_err(why)
+                    .inspect(|_| emit("resumed"))
                     .inspect_err(|error| tell_failed_resume(turn, error));
                 match (result, responder) {
                     (Err(error), None) if self.ending.is_none() => {
@@ -358,13 +471,13 @@ impl Vmm {
         }
         let mailer = self.mailer.clone();
         let load = (write_back, responder);
-        let spawned = super::snapshot::spawn_with("pause", load, move |(write_back, responder)| {
+        let spawned = spawn_with("pause", load, move |(write_back, responder)| {
             let result = WriteBack::wait(write_back);
             mailer.send(Message::PauseEnd(Box::new(PauseEnd { machine, result, responder })));
         });
         if let Err(((_left_to_it, responder), error)) = spawned {
-            let error = ApiError::from_error(ApiErrorKind::Failed, &error);
-            responder.answer(Err(error.context(
+            emit("paused");
+            responder.answer(Err(failed(&error).context(
                 "the VM is paused, and that its disks are written back is not waited for",
             )));
         }
@@ -385,7 +498,7 @@ impl Vmm {
             _ => false,
         };
         if is_paused && machine == self.machine_number {
-            events::emit("vm", "paused", &[]);
+            emit("paused");
         }
         responder.answer(match result {
             Ok(()) => Ok(ApiReply::Empty),

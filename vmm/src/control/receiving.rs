@@ -5,15 +5,19 @@
 //! Owns the listening end while it waits. In postcopy the thread stays until the last page is here,
 //! or the source is lost.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use vm_migration::destination::{Faulting, Lingering, Listener, ReceiveFailure};
-use vm_migration::{Address, Cancel, Cause, GuestIs, Progress, ReceiveOptions, Side, Steering};
+use vm_migration::transport::TransportError;
+use vm_migration::{
+    Address, Cancel, Cause, FailureReport, GuestIs, Phase, Progress, ReceiveOptions, Side, Steering,
+};
 
 use super::describe;
 use super::doubt::{self, Decider, Doubtful};
 use super::inbox::{Mailer, Message};
 use super::observer::Herald;
+use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
 use crate::config::{ArrivingFds, Grant};
@@ -94,15 +98,62 @@ pub struct Reception {
     pub mailer: Mailer,
 }
 
-/// Binds the address, so that a wrong one is told at once.
+/// Where a migration is awaited.
+pub enum Place {
+    /// There it is listened already.
+    Bound(Listener),
+    /// A resolver has to be asked where that is, which may take long.
+    Named(Address),
+}
+
+/// Binds the address, so that a wrong one is told at once, unless a resolver has to be asked.
 ///
 /// # Errors
 /// When it is taken, not ours, or not an address.
-pub fn bind(url: &str, lingering: &Lingering) -> Result<Listener, ApiError> {
+pub fn bind(url: &str, lingering: &Lingering, cancel: &Cancel) -> Result<Place, ApiError> {
     let address: Address =
         url.parse().map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
-    Listener::bind_over(&address, lingering)
+    if address.has_name() {
+        return Ok(Place::Named(address));
+    }
+    Listener::bind_over(&address, lingering, cancel)
+        .map(Place::Bound)
         .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
+}
+
+/// Says that a source can come.
+fn tell_ready(listener: &Listener) {
+    let address = listener.address().to_string();
+    log::info!("waiting for a migration at {address}");
+    events::emit("vm", "migration-receive-ready", &[("address", &address)]);
+}
+
+impl Place {
+    /// Listens there.
+    fn listen(
+        self,
+        lingering: &Lingering,
+        progress: &Progress,
+        cancel: &Cancel,
+    ) -> Result<Listener, Outcome> {
+        let address = match self {
+            Self::Bound(listener) => {
+                tell_ready(&listener);
+                return Ok(listener);
+            }
+            Self::Named(address) => address,
+        };
+        log::info!("asking where {address} is");
+        let bound = Listener::bind_over(&address, lingering, cancel).inspect(tell_ready);
+        bound.map_err(|error| {
+            let is_cancelled = matches!(error, TransportError::Cancelled);
+            let report = FailureReport::before_the_begin(Side::Destination, "listening", &error);
+            let guest = report.guest;
+            progress.fail(Phase::Failed, FailureReport { cancelled: is_cancelled, ..report });
+            let error = ApiError::from_error(ApiErrorKind::Failed, &error);
+            Outcome::Failed { error, is_cancelled, guest }
+        })
+    }
 }
 
 fn failed(failure: ReceiveFailure<ArrivingMachine>) -> (Outcome, Option<Faulting<MigratingRam>>) {
@@ -119,84 +170,68 @@ fn failed(failure: ReceiveFailure<ArrivingMachine>) -> (Outcome, Option<Faulting
     (outcome, faults)
 }
 
+fn take(slot: &Mutex<Option<Responder>>) -> Option<Responder> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
 /// Tells the VMM thread of a machine in doubt. The request that awaits the machine is answered when
 /// the doubt lasts.
-fn tell_doubts(slot: Arc<std::sync::Mutex<Option<Responder>>>, mailer: Mailer) -> Doubts {
+fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, mailer: Mailer) -> Doubts {
     Box::new(move |machine, state, lasts| {
         let info = Box::new(describe::of_machine(machine));
         mailer.send(Message::InDoubt(Doubtful { state, info }));
-        if lasts {
-            let waits = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-            if let Some(responder) = waits {
-                responder.answer(Err(doubt::in_doubt()));
-            }
+        if lasts && let Some(responder) = take(&slot) {
+            responder.answer(Err(doubt::in_doubt()));
         }
     })
 }
 
-/// Starts to wait for a machine.
+/// Starts to wait for a machine, until the cancel.
 ///
 /// # Errors
-/// The host gives no thread or descriptor; the responder comes back.
+/// The host gives no thread; the responder comes back.
 pub fn start(
-    listener: Listener,
+    place: Place,
     reception: Reception,
     responder: Responder,
+    cancel: Cancel,
 ) -> Result<Receiving, (Responder, std::io::Error)> {
-    let cancel = match Cancel::new() {
-        Ok(cancel) => cancel,
-        Err(error) => return Err((responder, error)),
-    };
     let herald = Box::new(Herald { mailer: reception.mailer.clone() });
     let progress = Arc::new(Progress::observed(Side::Destination, herald));
-    let address = listener.address().to_string();
-    log::info!("waiting for a migration at {address}");
     let options =
         ReceiveOptions { lingering: reception.lingering.clone(), ..ReceiveOptions::default() };
     let steering = options.steering.clone();
-    let slot = Arc::new(std::sync::Mutex::new(Some(responder)));
-    let spawned = {
-        let (slot, progress, cancel) = (Arc::clone(&slot), Arc::clone(&progress), cancel.clone());
-        let Reception { host, sink, faults, fds, rules, mailer, .. } = reception;
-        std::thread::Builder::new().name("migration-recv".to_owned()).spawn(move || {
-            let doubts = tell_doubts(Arc::clone(&slot), mailer.clone());
-            let builder = ArrivingBuilder::new(host, sink, faults, doubts);
-            let builder = builder.within(rules).with_descriptors(fds);
-            let received = listener.receive(builder, &options, &progress, &cancel);
-            let (outcome, faults) = match received {
-                Ok(received) => {
-                    let pages_missing = received.faults.is_some();
-                    let machine = Box::new(received.vm);
-                    (Outcome::Runs { machine, pages_missing }, received.faults)
-                }
-                Err(failure) => failed(*failure),
-            };
-            let responder = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-            mailer.send(Message::Arrived(Box::new(Arrival { outcome, responder })));
-            if let Some(faults) = faults {
-                mailer.send(Message::PagesComplete(faults.wait().map(drop)));
+    let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
+    let spawned = spawn_with("migration-recv", responder, move |responder| {
+        let Reception { host, sink, faults, fds, rules, lingering, mailer } = reception;
+        let slot = Arc::new(Mutex::new(Some(responder)));
+        let doubts = tell_doubts(Arc::clone(&slot), mailer.clone());
+        let builder = ArrivingBuilder::new(host, sink, faults, doubts);
+        let builder = builder.within(rules).with_descriptors(fds);
+        let received = place
+            .listen(&lingering, &own_progress, &own_cancel)
+            .map(|listener| listener.receive(builder, &options, &own_progress, &own_cancel));
+        let (outcome, faults) = match received {
+            Ok(Ok(received)) => {
+                let pages_missing = received.faults.is_some();
+                let machine = Box::new(received.vm);
+                (Outcome::Runs { machine, pages_missing }, received.faults)
             }
-        })
-    };
-    match spawned {
-        Ok(_detached) => {
-            events::emit("vm", "migration-receive-ready", &[("address", &address)]);
-            Ok(Receiving {
-                progress,
-                cancel,
-                steering,
-                cancellers: Vec::new(),
-                doubt: None,
-                deciders: Vec::new(),
-            })
+            Ok(Err(failure)) => failed(*failure),
+            Err(outcome) => (outcome, None),
+        };
+        let responder = take(&slot);
+        mailer.send(Message::Arrived(Box::new(Arrival { outcome, responder })));
+        if let Some(faults) = faults {
+            mailer.send(Message::PagesComplete(faults.wait().map(drop)));
         }
-        Err(error) => {
-            let back = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-            match back {
-                Some(responder) => Err((responder, error)),
-                // Only the thread takes it, and there is none.
-                None => unreachable!("no thread was made"),
-            }
-        }
-    }
+    });
+    spawned.map(|_detached| Receiving {
+        progress,
+        cancel,
+        steering,
+        cancellers: Vec::new(),
+        doubt: None,
+        deciders: Vec::new(),
+    })
 }

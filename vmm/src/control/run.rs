@@ -107,6 +107,8 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
     drop(vmm);
     if let Some(server) = server {
         server.stop();
+        // Another VMM may have the path from now on.
+        panicking::forget_socket();
     }
     events::emit("vmm", "shutdown", &[]);
     events::flush();
@@ -172,6 +174,7 @@ fn serve(
                 Next::Fail(error) => return Err(error),
             }
         }
+        vmm.look_for_room();
         if let Some((until, reason)) = vmm.farewell
             && until <= Instant::now()
         {
@@ -185,15 +188,14 @@ fn serve(
     }
 }
 
-/// How long the loop may sleep: for ever, until the last watcher has had its time, or until nothing is
-/// waited for any more.
+/// How long the loop may sleep: for ever, until the last watcher has had its time, until it is looked for
+/// room on a disk, or until nothing is waited for any more.
 fn timeout_ms(vmm: &Vmm) -> i32 {
     let farewell = vmm.farewell.map(|(until, _)| until);
-    farewell.into_iter().chain(vmm.ends_at_latest()).chain(vmm.deferred.until()).min().map_or(
-        -1,
-        |until| {
-            let left = until.saturating_duration_since(Instant::now());
-            i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
-        },
-    )
+    let ends = farewell.into_iter().chain(vmm.ends_at_latest(Instant::now()));
+    let until = ends.chain(vmm.deferred.until()).chain(vmm.looks_for_room_at()).min();
+    until.map_or(-1, |until| {
+        let left = until.saturating_duration_since(Instant::now());
+        i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
+    })
 }

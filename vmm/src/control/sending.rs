@@ -17,6 +17,7 @@ use vm_migration::{
 
 use super::inbox::{Mailer, Message};
 use super::observer::Herald;
+use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
 use crate::config::{
@@ -231,30 +232,15 @@ pub fn start(
     let progress =
         Arc::new(Progress::observed(Side::Source, Box::new(Herald { mailer: mailer.clone() })));
     let (steering, mode) = (options.steering.clone(), options.mode());
-    // The machine goes through a slot, so that it is not lost when there is no thread for it.
-    let slot = Arc::new(std::sync::Mutex::new(Some(machine)));
-    let spawned = {
-        let (slot, progress, cancel) = (Arc::clone(&slot), Arc::clone(&progress), cancel.clone());
-        std::thread::Builder::new().name("migration-send".to_owned()).spawn(move || {
-            let taken = slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-            if let Some(machine) = taken {
-                let departure = carry(machine, page_server, &options, &progress, &cancel);
-                mailer.send(Message::Departed(Box::new(departure)));
-            }
-        })
-    };
-    let back = || slot.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-    match spawned {
-        Ok(_detached) => {
-            let (cancellers, deleters, resumers) = (Vec::new(), Vec::new(), Vec::new());
-            Ok(Sending { progress, cancel, steering, mode, cancellers, deleters, resumers })
-        }
-        Err(error) => match back() {
-            Some(machine) => Err((machine, error)),
-            // Only the thread takes it, and there is none.
-            None => unreachable!("no thread was made"),
-        },
-    }
+    let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
+    let spawned = spawn_with("migration-send", machine, move |machine| {
+        let departure = carry(machine, page_server, &options, &own_progress, &own_cancel);
+        mailer.send(Message::Departed(Box::new(departure)));
+    });
+    spawned.map(|_detached| {
+        let (cancellers, deleters, resumers) = (Vec::new(), Vec::new(), Vec::new());
+        Sending { progress, cancel, steering, mode, cancellers, deleters, resumers }
+    })
 }
 
 #[cfg(test)]

@@ -20,7 +20,9 @@ pub enum Signal {
     Resized,
 }
 
-/// Signals that ask the process to end. What they end waits for a migration, see `ending`.
+/// Signals that ask the process to end. What they end waits for a migration, see `ending`. One that was
+/// ignored when the process was started stays so: nohup(1) does that with SIGHUP, so that a VM outlives
+/// its terminal, and a shell with SIGINT and SIGQUIT of what a script ends with `&`.
 const ENDING: [libc::c_int; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
 
 /// Signals that would end the process and mean nothing to it. SIGXFSZ among them: a file that grows
@@ -41,13 +43,23 @@ const WITHOUT_MEANING: [libc::c_int; 11] = [
     libc::SIGSTKFLT,
 ];
 
+/// Whether a signal is ignored, as it was when this process was started unless that has changed it.
+pub fn is_ignored(signal: libc::c_int) -> bool {
+    let mut action = std::mem::MaybeUninit::<libc::sigaction>::uninit();
+    // SAFETY: changes nothing and writes one sigaction, which lives during the call.
+    let done = unsafe { libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) };
+    // SAFETY: the call that succeeded has filled it.
+    done == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
+}
+
 /// Reads signals.
 pub struct Signals {
     file: File,
 }
 
 impl Signals {
-    /// Signals that are blocked in all threads from now on are read here.
+    /// Signals that are blocked in all threads from now on are read here; not those that are ignored, as
+    /// a blocked signal reaches the descriptor also then.
     ///
     /// # Errors
     /// The host gives no descriptor.
@@ -61,7 +73,8 @@ impl Signals {
         let fd = unsafe {
             let mut set: libc::sigset_t = std::mem::zeroed();
             libc::sigemptyset(&raw mut set);
-            for signal in ENDING.into_iter().chain([libc::SIGWINCH]) {
+            let ending = ENDING.into_iter().filter(|signal| !is_ignored(*signal));
+            for signal in ending.chain([libc::SIGWINCH]) {
                 libc::sigaddset(&raw mut set, signal);
             }
             libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());

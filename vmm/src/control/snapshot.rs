@@ -8,8 +8,9 @@
 //! contents that nobody has, and any other way to end it would show them zeros.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use memory::GuestRam;
 use vm_migration::Cancel;
@@ -17,8 +18,9 @@ use vm_migration::snapshot::{FillEnd, Filling};
 
 use super::inbox::Message;
 use super::pausing::Turn;
-use super::starting::refuse;
-use super::{Next, Pages, RunError, Vm, Vmm, describe};
+use super::starting::{Ender, given_up, refuse};
+use super::threads::spawn_with;
+use super::{Next, Pages, RunError, Vm, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::{RestoreConfig, VmSnapshotConfig};
@@ -33,19 +35,40 @@ const MEMORY_LOST: i32 = 1;
 
 /// The VM is being saved or restored.
 pub struct Busy {
-    /// What goes on, for people.
-    pub what: &'static str,
-    /// The VM, if it can be described.
+    /// The VM, if there is one that can be described.
     pub info: Option<Box<VmInfo>>,
+    /// It is being restored.
+    pub is_restore: bool,
     /// The command line asked for it.
     pub at_launch: bool,
+    /// When the process ends although a restore is not over: there is no guest yet that could lose
+    /// anything.
+    pub until: Option<Instant>,
     cancel: Cancel,
+    /// Requests that have ended a restore.
+    enders: Vec<Ender>,
 }
 
 impl Busy {
+    fn new(info: Option<Box<VmInfo>>, cancel: Cancel) -> Self {
+        let is_restore = info.is_none();
+        Self { info, is_restore, at_launch: false, until: None, cancel, enders: Vec::new() }
+    }
+
+    /// What goes on, for people.
+    pub fn name(&self) -> &'static str {
+        if self.is_restore { "restored" } else { "saved" }
+    }
+
     /// Has it end; what it holds comes back through the inbox.
     pub fn cancel(&self) {
         self.cancel.cancel();
+    }
+
+    /// Has it end for a request, which is answered then.
+    pub fn end_for(&mut self, ender: Ender) {
+        self.cancel();
+        self.enders.push(ender);
     }
 }
 
@@ -76,35 +99,6 @@ impl Fill {
         self.stop.cancel();
         let _ = self.thread.join();
     }
-}
-
-fn failed(error: &dyn std::error::Error) -> ApiError {
-    ApiError::from_error(ApiErrorKind::Failed, error)
-}
-
-fn emit(event: &'static str) {
-    events::emit("vm", event, &[]);
-}
-
-/// Starts a thread that owns `load`, or gives it back.
-pub(super) fn spawn_with<T: Send + 'static>(
-    name: &str,
-    load: T,
-    work: impl FnOnce(T) + Send + 'static,
-) -> Result<JoinHandle<()>, (T, std::io::Error)> {
-    let slot = Arc::new(Mutex::new(Some(load)));
-    let take = |slot: &Mutex<Option<T>>| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let inner = Arc::clone(&slot);
-    let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-        if let Some(load) = take(&inner) {
-            work(load);
-        }
-    });
-    spawned.map_err(|error| match take(&slot) {
-        Some(load) => (load, error),
-        // Only the thread takes it, and there is none.
-        None => unreachable!("no thread was made"),
-    })
 }
 
 fn save_on_thread(
@@ -160,7 +154,7 @@ impl Vmm {
         let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
             return Err((ApiError::not_booted(), responder));
         };
-        let info = Some(Box::new(describe::of_machine(&machine)));
+        let info = Box::new(describe::of_machine(&machine));
         emit("snapshotting");
         let (mailer, own_cancel) = (self.mailer.clone(), cancel.clone());
         let thread = spawn_with("snapshot", (machine, responder), move |(machine, responder)| {
@@ -169,8 +163,7 @@ impl Vmm {
         });
         match thread {
             Ok(_detached) => {
-                let what = "saved";
-                self.vm = Vm::Busy(Busy { what, info, at_launch: false, cancel });
+                self.vm = Vm::Busy(Busy::new(Some(info), cancel));
                 Ok(())
             }
             Err(((machine, responder), error)) => {
@@ -231,8 +224,7 @@ impl Vmm {
         match thread {
             Ok(_detached) => {
                 self.farewell = None;
-                let what = "restored";
-                self.vm = Vm::Busy(Busy { what, info: None, at_launch, cancel });
+                self.vm = Vm::Busy(Busy { at_launch, ..Busy::new(None, cancel) });
                 Next::Continue
             }
             Err((responder, error)) => {
@@ -245,19 +237,34 @@ impl Vmm {
 
     pub(super) fn restored(&mut self, end: RestoreEnd) -> Next {
         let RestoreEnd { restored, resume, prefault, responder } = end;
-        self.vm = Vm::None;
-        // A process that ends has no use for one that runs.
-        let is_ending = self.ending.is_some();
+        let enders = match std::mem::replace(&mut self.vm, Vm::None) {
+            Vm::Busy(busy) => busy.enders,
+            _ => Vec::new(),
+        };
+        // What ends has no use for one that runs.
+        let is_given_up = !enders.is_empty();
+        let is_ending = is_given_up || self.ending.is_some();
         match (self.settle(restored, prefault), responder) {
+            (_, Some(responder)) if is_given_up => responder.answer(Err(given_up())),
             (Ok(()), responder) if resume && !is_ending => {
-                events::emit("vm", "resuming", &[]);
+                emit("resuming");
                 self.turn(Turn::StartRestored, responder);
             }
             (result, Some(responder)) => responder.answer(result.map(|()| ApiReply::Empty)),
             (Err(error), None) if !is_ending => return Next::Fail(RunError::Restore(error)),
             (_, None) => {}
         }
-        self.go_on_ending()
+        let is_there = matches!(self.vm, Vm::Live(_));
+        let mut next = Next::Continue;
+        for ender in enders {
+            if is_there {
+                next = next.and_then(|| self.end_for(ender));
+            } else {
+                // It is not there, which is what was asked for.
+                ender.answer();
+            }
+        }
+        next.and_then(|| self.go_on_ending())
     }
 
     /// Makes a restored machine the live one.
@@ -368,8 +375,9 @@ fn wait_for_memory(
             log::error!("{error}");
             events::emit("vm", "restore-failed", &[("error", &error)]);
             events::flush();
+            log::logger().flush();
             panicking::put_back_at_end();
-            // What is stuck is not dropped: nobody sees a page without its contents.
+            // What is stuck is not dropped: no thread sees a page without its contents.
             std::process::exit(MEMORY_LOST);
         }
     }

@@ -7,10 +7,13 @@
 //! The VMM thread answers other requests meanwhile; the start is given up when the VM or the process is
 //! to end.
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use super::inbox::Message;
-use super::{Next, RunError, Vm, Vmm, describe};
+use super::threads::spawn_with;
+use super::{Next, RunError, Vm, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmInfo, VmmRequest};
 use crate::config::VmConfig;
@@ -32,6 +35,9 @@ pub enum Start {
     },
 }
 
+/// How often it is looked whether a guest that runs while its devices are opened has ended in order.
+const BEGUN_LOOK: Duration = Duration::from_millis(100);
+
 /// A machine that is being made.
 pub struct Starting {
     /// Its description.
@@ -43,15 +49,51 @@ pub struct Starting {
     pub at_launch: bool,
     give_up: GiveUp,
     enders: Vec<Ender>,
-    /// When the process ends although the machine is not made: there is no guest yet that could lose
-    /// anything.
-    pub until: Option<Instant>,
+    begun: Begun,
+    /// When the process ends although the machine is not made, as long as there is no guest that could
+    /// lose anything.
+    until: Option<Instant>,
 }
 
-/// A request that has ended the start, and is answered when that is over.
-enum Ender {
+/// Whether the guest may have begun to run. It does so before its start is over: passed-through devices may
+/// still be waited for.
+#[derive(Clone, Default)]
+struct Begun(Arc<AtomicBool>);
+
+impl Begun {
+    /// From now on it may; false if the start has been given up, and it must not.
+    fn begin(&self, give_up: &GiveUp) -> bool {
+        // In this order: what is given up later is ended as a guest that runs.
+        self.0.store(true, Ordering::SeqCst);
+        let is_wanted = !give_up.is_told();
+        self.0.store(is_wanted, Ordering::SeqCst);
+        is_wanted
+    }
+
+    /// It has ended in order.
+    fn is_over(&self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+
+    fn has_begun(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+/// A request that has ended a start or a restore, and is answered when that is over.
+pub enum Ender {
+    /// `vm.shutdown`.
     Shutdown(Responder),
+    /// `vm.delete`.
     Delete(Responder),
+}
+
+impl Ender {
+    /// Answers that the VM is not there.
+    pub fn answer(self) {
+        let (Self::Shutdown(responder) | Self::Delete(responder)) = self;
+        responder.answer(Ok(ApiReply::Empty));
+    }
 }
 
 /// A machine has been made and runs, or not.
@@ -61,15 +103,8 @@ pub struct StartEnd {
     responder: Option<Responder>,
 }
 
-fn emit(event: &'static str) {
-    events::emit("vm", event, &[]);
-}
-
-fn failed(error: &dyn std::error::Error) -> ApiError {
-    ApiError::from_error(ApiErrorKind::Failed, error)
-}
-
-fn given_up() -> ApiError {
+/// To a request for a VM that another one has given up.
+pub(super) fn given_up() -> ApiError {
     ApiError::new(ApiErrorKind::Conflict, "the VM was to end before it ran")
 }
 
@@ -89,6 +124,28 @@ impl Starting {
         self.give_up.now();
     }
 
+    /// The process is to end then, unless the guest has begun to run.
+    pub fn end_until(&mut self, until: Instant) {
+        self.until = Some(until);
+    }
+
+    /// When the process ends although the machine is not made. Later than `now` while there is a guest.
+    pub fn until(&self, now: Instant) -> Option<Instant> {
+        let until = self.until?;
+        Some(if self.has_begun() { until.max(now + BEGUN_LOOK) } else { until })
+    }
+
+    /// Whether there may be a guest.
+    pub fn has_begun(&self) -> bool {
+        self.begun.has_begun()
+    }
+
+    /// Tells that there will be no guest.
+    pub fn tell_failed(&self, error: &ApiError) {
+        let event = if self.is_reboot { "reboot-failed" } else { "boot-failed" };
+        events::emit("vm", event, &[("error", &error.to_string())]);
+    }
+
     fn fatal(&self) -> fn(ApiError) -> RunError {
         if self.is_reboot { RunError::Reboot } else { RunError::Start }
     }
@@ -102,6 +159,7 @@ impl Start {
         host: &Host,
         sink: EventSink,
         give_up: &GiveUp,
+        begun: &Begun,
     ) -> Result<Machine, ApiError> {
         let console = |error: ConsoleError| failed(&error);
         let made = |error: MachineError| failed(&error);
@@ -111,11 +169,15 @@ impl Start {
         };
         let mut machine =
             Machine::boot(config, consoles, host, sink, &mut kept, give_up).map_err(made)?;
-        if give_up.is_told() {
+        if !begun.begin(give_up) {
             return Err(given_up());
         }
-        machine.resume().map_err(made)?;
-        machine.settle().map_err(made)?;
+        if let Err(error) = machine.resume().and_then(|()| machine.settle(give_up)) {
+            machine.end();
+            // From here on nothing is lost if a device takes longer to be opened than the process lives.
+            begun.is_over();
+            return Err(made(error));
+        }
         std::mem::take(&mut kept.disks).passed_on();
         Ok(machine)
     }
@@ -149,36 +211,44 @@ impl Vmm {
         let at_launch = responder.is_none() && !is_reboot;
         let (give_up, sink) = (GiveUp::default(), self.new_sink());
         let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), give_up.clone());
+        let begun = Begun::default();
+        let own_begun = begun.clone();
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
         let load = (start, config.clone(), responder);
-        let spawned = super::snapshot::spawn_with(name, load, move |(start, config, responder)| {
-            let result = start.machine(*config, &host, sink, &own).map(Box::new);
+        let spawned = spawn_with(name, load, move |(start, config, responder)| {
+            let result = start.machine(*config, &host, sink, &own, &own_begun).map(Box::new);
             mailer.send(Message::Started(Box::new(StartEnd { result, responder })));
         });
         let (enders, until) = (Vec::new(), None);
-        let starting = Starting { info, config, is_reboot, at_launch, give_up, enders, until };
+        let starting =
+            Starting { info, config, is_reboot, at_launch, give_up, enders, begun, until };
         self.vm = Vm::Starting(starting);
         match spawned {
             Ok(_detached) => Next::Continue,
             Err(((start, _, responder), error)) => {
                 // What was kept waits for its disks; the end of the process does that, too.
-                drop(super::snapshot::spawn_with("give-back", start, drop));
+                drop(spawn_with("give-back", start, drop));
                 self.started(StartEnd { result: Err(failed(&error)), responder })
             }
         }
     }
 
-    /// `vm.shutdown` or `vm.delete` of a VM that is being started: its start is given up. Gives the
+    /// `vm.shutdown` or `vm.delete` of a VM that is being started or restored: that is given up. Gives the
     /// responder back if it is not.
     pub(super) fn end_starting(
         &mut self,
         is_delete: bool,
         responder: Responder,
     ) -> Option<Responder> {
-        let Vm::Starting(starting) = &mut self.vm else { return Some(responder) };
-        starting.give_up();
         let ender = if is_delete { Ender::Delete } else { Ender::Shutdown };
-        starting.enders.push(ender(responder));
+        match &mut self.vm {
+            Vm::Starting(starting) => {
+                starting.give_up();
+                starting.enders.push(ender(responder));
+            }
+            Vm::Busy(busy) if busy.is_restore => busy.end_for(ender(responder)),
+            _ => return Some(responder),
+        }
         None
     }
 
@@ -198,15 +268,15 @@ impl Vmm {
         match result {
             Ok(machine) => {
                 self.vm = Vm::Live(machine);
+                self.started_number = self.machine_number;
                 emit(name);
                 if let Some(responder) = responder {
                     responder.answer(Ok(ApiReply::Empty));
                 }
             }
             Err(error) => {
+                starting.tell_failed(&error);
                 self.vm = Vm::Idle(starting.config);
-                let event = if starting.is_reboot { "reboot-failed" } else { "boot-failed" };
-                events::emit("vm", event, &[("error", &error.to_string())]);
                 if is_given_up {
                     if let Some(responder) = responder {
                         responder.answer(Err(given_up()));
@@ -222,7 +292,7 @@ impl Vmm {
         next.and_then(|| self.go_on_ending())
     }
 
-    fn end_for(&mut self, ender: Ender) -> Next {
+    pub(super) fn end_for(&mut self, ender: Ender) -> Next {
         match (ender, &self.vm) {
             // It has not come to run, which is what was asked for.
             (Ender::Shutdown(responder), Vm::Idle(_)) => {
@@ -254,5 +324,38 @@ pub(super) fn refuse(
             Next::Continue
         }
         None => Next::Fail(fatal(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_may_run_is_not_cut_off() {
+        let config = Box::<VmConfig>::default();
+        let until = Instant::now();
+        let mut starting = Starting {
+            info: Box::new(describe::of_config(&config)),
+            config,
+            is_reboot: false,
+            at_launch: true,
+            give_up: GiveUp::default(),
+            begun: Begun::default(),
+            enders: Vec::new(),
+            until: None,
+        };
+        let thread = starting.begun.clone();
+        starting.end_until(until);
+        assert_eq!(starting.until(until), Some(until), "there is no guest");
+        assert!(thread.begin(&starting.give_up));
+        let later = until + Duration::from_hours(1);
+        assert!(starting.until(later).is_some_and(|at| at > later), "the guest runs");
+        thread.is_over();
+        assert_eq!(starting.until(later), Some(until));
+        // A start that was given up in time has none.
+        starting.give_up();
+        assert!(!thread.begin(&starting.give_up));
+        assert_eq!(starting.until(later), Some(until));
     }
 }

@@ -9,7 +9,8 @@
 use super::inbox::Message;
 use super::snapshot::Fill;
 use super::starting::{Start, refuse};
-use super::{Next, Pages, RunError, Vm, Vmm};
+use super::threads::spawn_with;
+use super::{Next, Pages, RunError, Vm, Vmm, emit};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::VmConfig;
@@ -53,10 +54,6 @@ pub struct Down {
     after: After,
 }
 
-fn emit(event: &'static str) {
-    events::emit("vm", event, &[]);
-}
-
 impl After {
     fn name(&self) -> &'static str {
         match self {
@@ -65,6 +62,22 @@ impl After {
             Self::Reboot { .. } => "vm-reboot",
         }
     }
+}
+
+impl Down {
+    /// Tells that the VM does not come back, if it was to.
+    pub fn tell_failed(&self) {
+        if matches!(self.after, After::Reboot { .. }) {
+            tell_failed_reboot();
+        }
+    }
+}
+
+/// Of a VM that was to come back, in a process that ends.
+const TOLD_TO_END: &str = "the VMM has been told to end";
+
+fn tell_failed_reboot() {
+    events::emit("vm", "reboot-failed", &[("error", TOLD_TO_END)]);
 }
 
 impl Vmm {
@@ -139,7 +152,7 @@ impl Vmm {
             }
             drop(going);
         };
-        let spawned = super::snapshot::spawn_with(name, load, move |load| {
+        let spawned = spawn_with(name, load, move |load| {
             end(load);
             mailer.send(Message::IsDown);
         });
@@ -161,7 +174,7 @@ impl Vmm {
     ) -> Next {
         self.vm = Vm::Down(Down { info, consoles, after: After::End(None) });
         let mailer = self.mailer.clone();
-        let spawned = super::snapshot::spawn_with("vm-shutdown", kept, move |kept| {
+        let spawned = spawn_with("vm-shutdown", kept, move |kept| {
             drop(kept);
             mailer.send(Message::IsDown);
         });
@@ -201,10 +214,9 @@ impl Vmm {
                 responder.answer(Ok(ApiReply::Empty));
             }
             After::Reboot { kept, responder, .. } if self.ending.is_some() => {
-                let why = "the VMM has been told to end";
-                events::emit("vm", "reboot-failed", &[("error", why)]);
+                tell_failed_reboot();
                 if let Some(responder) = responder {
-                    responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, why)));
+                    responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, TOLD_TO_END)));
                 }
                 return self.give_back(*kept, (down.info, down.consoles));
             }

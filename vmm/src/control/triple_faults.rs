@@ -36,14 +36,15 @@ pub struct Noted {
 }
 
 impl TripleFaults {
-    /// Takes note of one on machine `number`, `ran` after the guest's first instruction. Machines are
-    /// numbered in their order, so one that was ended in any other way is missing in between.
-    pub fn note(&mut self, number: u64, vcpu: u32, ran: Duration, now: Instant) -> Noted {
-        if ran >= START {
+    /// Takes note of one on machine `number`, `ran` after the guest's first instruction, or in a guest that
+    /// was started elsewhere. Machines are numbered in their order, so one that was ended in any other way
+    /// is missing in between.
+    pub fn note(&mut self, number: u64, vcpu: u32, ran: Option<Duration>, now: Instant) -> Noted {
+        let Some(ran) = ran.filter(|ran| *ran < START) else {
             *self = Self { machine_number: number, ..Self::default() };
             let text = format!("a triple fault of vCPU {vcpu} resets the guest");
             return Noted { in_a_row: 0, text: Some(text) };
-        }
+        };
         if self.machine_number.checked_add(1) != Some(number) {
             *self = Self::default();
         }
@@ -82,7 +83,7 @@ mod tests {
     fn texts(faults: &mut TripleFaults, machines: &[(u64, Duration)]) -> Vec<(u64, bool)> {
         let now = Instant::now();
         let note = |&(number, ran): &(u64, Duration)| {
-            let noted = faults.note(number, 0, ran, now);
+            let noted = faults.note(number, 0, Some(ran), now);
             (noted.in_a_row, noted.text.is_some_and(|text| text.contains("in a loop")))
         };
         machines.iter().map(note).collect()
@@ -95,7 +96,7 @@ mod tests {
         for number in 1..=1000 {
             // Ten a second.
             let now = begin + Duration::from_millis(100) * u32::try_from(number).unwrap_or(0);
-            let noted = faults.note(number, 1, SOON, now);
+            let noted = faults.note(number, 1, Some(SOON), now);
             assert_eq!(noted.in_a_row, number);
             said.extend(noted.text.map(|text| (number, text)));
         }
@@ -112,6 +113,15 @@ mod tests {
         let row = [(1, SOON), (2, SOON), (3, START), (4, SOON), (5, SOON), (6, START)];
         let expected = [1, 2, 0, 1, 2, 0].map(|count| (count, false));
         assert_eq!(texts(&mut faults, &row), expected);
+    }
+
+    #[test]
+    fn a_guest_from_elsewhere_had_started() {
+        let (mut faults, now) = (TripleFaults::default(), Instant::now());
+        let noted = faults.note(1, 0, None, now);
+        let text = noted.text.unwrap_or_default();
+        assert!(noted.in_a_row == 0 && !text.contains("after it was started"), "{text}");
+        assert_eq!(faults.note(2, 0, Some(SOON), now).in_a_row, 1);
     }
 
     #[test]

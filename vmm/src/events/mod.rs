@@ -4,20 +4,20 @@
 //! programs that watch.
 //!
 //! Owns the clocks of the time stamps (one that never jumps, since the process was started, and that of
-//! the host), the names of the events ([`NAMES`]), and the thread that writes. Telling
-//! an event never blocks: it is put into a queue, and if the reader of the file does not read, the
-//! event is lost and counted, and the next one that gets through says how many were lost.
+//! the host), and the names of the events ([`NAMES`]). Telling an event never blocks: it is put into an
+//! [`Outlet`], and if the reader of the file does not read for long, or is gone, the event is lost and counted,
+//! and the next one that is told says how many were lost. A reader may end and another one come, a file system
+//! may get room again.
 
 mod names;
 mod text;
 
 use std::fs::File;
-use std::io::{self, Write};
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::io;
+use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use thiserror::Error;
@@ -25,10 +25,12 @@ use thiserror::Error;
 pub use names::{NAMES, page};
 use text::Event;
 
+use crate::outlet::{Outlet, Piece};
+
 /// Events that wait to be written.
 const QUEUE_EVENTS: usize = 1024;
 
-/// Longest wait at the end for a reader that has stopped reading.
+/// Longest wait at the end for a slow reader.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
 
 /// Where the events go.
@@ -125,16 +127,16 @@ pub fn utc(at: SystemTime) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
 }
 
-enum Message {
-    Event(Event),
-    Flush(SyncSender<()>),
+impl Piece for Event {
+    fn into_text(self) -> Vec<u8> {
+        Event::into_text(self)
+    }
 }
 
 /// A queue with a thread that writes what is in it.
 #[derive(Debug)]
 pub struct EventMonitor {
-    queue: SyncSender<Message>,
-    lost: AtomicU64,
+    outlet: Outlet<Event>,
     /// The file once more, for a process that goes on writing to it.
     lent: File,
 }
@@ -147,16 +149,11 @@ impl EventMonitor {
     pub fn start(target: EventTarget) -> Result<Self, EventError> {
         let file = target.open()?;
         let lent = file.try_clone().map_err(EventError::Thread)?;
-        let (queue, events) = sync_channel(QUEUE_EVENTS);
-        std::thread::Builder::new()
-            .name("event-monitor".to_owned())
-            .stack_size(128 << 10)
-            .spawn(move || {
-                block_signals();
-                write_all(&events, file);
-            })
+        let failed =
+            |error: &io::Error| log::error!("events are lost, as they cannot be written: {error}");
+        let outlet = Outlet::start("event-monitor", file, QUEUE_EVENTS, failed)
             .map_err(EventError::Thread)?;
-        Ok(Self { queue, lost: AtomicU64::new(0), lent })
+        Ok(Self { outlet, lent })
     }
 
     /// Tells an event; never blocks.
@@ -166,56 +163,21 @@ impl EventMonitor {
         event: &'static str,
         properties: &[(&'static str, &str)],
     ) {
-        let mut properties: Vec<_> =
-            properties.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
-        let lost = self.lost.swap(0, Relaxed);
-        if lost > 0 {
-            properties.push(("lost_events_before", lost.to_string()));
-        }
-        let (time, wallclock) = (uptime(), SystemTime::now());
-        let event = Event { time, wallclock, source, name: event, properties };
-        if let Err(TrySendError::Full(_)) = self.queue.try_send(Message::Event(event)) {
-            self.lost.fetch_add(lost + 1, Relaxed);
-        }
+        self.outlet.put(|lost| {
+            let mut properties: Vec<_> =
+                properties.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
+            if lost > 0 {
+                properties.push(("lost_events_before", lost.to_string()));
+            }
+            let (time, wallclock) = (uptime(), SystemTime::now());
+            Event { time, wallclock, source, name: event, properties }
+        });
     }
 
     /// Waits until everything told so far is written, or `limit` has passed. True if it is.
     pub fn flush(&self, limit: Duration) -> bool {
-        let (done, wait) = sync_channel(1);
-        let deadline = Instant::now() + limit;
-        let mut message = Message::Flush(done);
-        loop {
-            match self.queue.try_send(message) {
-                Ok(()) => break,
-                Err(TrySendError::Full(back)) if Instant::now() < deadline => {
-                    message = back;
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                Err(_) => return false,
-            }
-        }
-        let left = deadline.saturating_duration_since(Instant::now());
-        !matches!(wait.recv_timeout(left), Err(RecvTimeoutError::Timeout))
+        self.outlet.flush(limit)
     }
-}
-
-fn write_all(events: &Receiver<Message>, mut file: File) {
-    let mut broken = false;
-    while let Ok(message) = events.recv() {
-        match message {
-            Message::Event(event) if !broken => {
-                if let Err(error) = file.write_all(&event.into_text()) {
-                    log::error!("events are not written any more: {error}");
-                    broken = true;
-                }
-            }
-            Message::Event(_) => {}
-            Message::Flush(done) => {
-                let _ = done.send(());
-            }
-        }
-    }
-    log::debug!("event monitor on descriptor {} ends", file.as_raw_fd());
 }
 
 static START: OnceLock<Instant> = OnceLock::new();

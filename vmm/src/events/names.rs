@@ -91,7 +91,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
         "the VM runs at the destination, with all its memory (final figures)",
     ),
     ("vm", "migration-failed", "the VM could not be sent (error: why)"),
-    ("vm", "migration-cancelling", "somebody asked to stop the migration (side: which)"),
+    ("vm", "migration-cancelling", "a request to stop the migration has come (side: which)"),
     ("vm", "migration-cancelled", "the migration was stopped (side, guest: where it is now)"),
     (
         "vm",
@@ -113,6 +113,17 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "page-server-failed", "it has not taken over, and the VMM goes on by itself"),
     ("vm", "page-server-serving", "the page server says so itself, in the VMM's place from now on"),
     ("vm", "disk-write-back-failed", "a disk could not be written back (id: which, error: why)"),
+    (
+        "vm",
+        "disk-full",
+        "the host has no room for what the guest writes to a disk with on_full=pause, and the VM is \
+         paused (id, path)",
+    ),
+    (
+        "vm",
+        "disk-has-room",
+        "a disk that was full has taken what it kept, and the VM goes on (id, path)",
+    ),
     ("vm", "migration-receive-ready", "the destination listens"),
     ("vm", "migration-receive-started", "the source was accepted"),
     ("vm", "migration-receive-finished", "the VM runs here (figures, in precopy the final ones)"),
@@ -126,7 +137,8 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     (
         "guest",
         "triple-fault",
-        "a triple fault resets the guest (vcpu, ran_ms, in_a_row: starts that ended so)",
+        "a triple fault resets the guest (vcpu, in_a_row: starts that ended so, ran_ms: if it was \
+         started here)",
     ),
     ("guest", "panic", "a vCPU cannot go on, and the VM ends (vcpu: which)"),
 ];

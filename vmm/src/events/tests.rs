@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
 use std::io::Read as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::net::UnixStream;
 
 use super::*;
@@ -44,7 +45,7 @@ fn a_reader_that_does_not_read_never_blocks_and_losses_are_counted() {
     for _ in 0..QUEUE_EVENTS * 2 {
         monitor.tell("vm", "migration-failed", &[("error", &long)]);
     }
-    assert!(monitor.lost.load(Relaxed) > 0);
+    assert!(monitor.outlet.lost() > 0);
     assert!(!monitor.flush(Duration::from_millis(1)));
     // Once it reads, what is left arrives and says how much is missing.
     let reader = std::thread::spawn(move || {
@@ -70,6 +71,76 @@ fn a_reader_that_is_gone_does_no_harm() {
     monitor.tell("vm", "booted", &[]);
     monitor.tell("vm", "deleted", &[]);
     assert!(monitor.flush(Duration::from_secs(10)));
+}
+
+/// A named pipe.
+fn pipe(folder: &std::path::Path) -> PathBuf {
+    let path = folder.join("events");
+    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    path
+}
+
+/// A reader of it, which may be there before a writer.
+fn reader_of(path: &std::path::Path) -> File {
+    std::fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
+}
+
+/// Reads until there are so many events, which is soon.
+fn read_events(reader: &mut File, count: usize) -> Vec<serde_json::Value> {
+    let (mut text, began) = (Vec::new(), Instant::now());
+    let mut chunk = vec![0_u8; 1 << 16];
+    loop {
+        let found = by_braces(&text);
+        if found.len() >= count {
+            return found;
+        }
+        assert!(began.elapsed() < Duration::from_secs(30), "{} of {count} events", found.len());
+        match reader.read(&mut chunk) {
+            Ok(read) => text.extend_from_slice(&chunk[..read]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => panic!("{error}"),
+        }
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_reader_of_a_pipe_that_stops_for_a_while_misses_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = pipe(folder.path());
+    let mut reader = reader_of(&path);
+    let monitor = EventMonitor::start(EventTarget::Path(path)).unwrap();
+    let long = "x".repeat(1000);
+    // More than a pipe holds.
+    for _ in 0..200 {
+        monitor.tell("vm", "migration-phase", &[("phase", &long)]);
+    }
+    assert!(!monitor.flush(Duration::from_millis(100)), "it waits for the reader");
+    let events = read_events(&mut reader, 200);
+    assert!(events.iter().all(|event| event["properties"].get("lost_events_before").is_none()));
+    assert!(monitor.flush(Duration::from_secs(30)));
+}
+
+#[test]
+fn a_pipe_that_has_a_reader_again_has_events_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = pipe(folder.path());
+    let mut first = reader_of(&path);
+    let monitor = EventMonitor::start(EventTarget::Path(path.clone())).unwrap();
+    monitor.tell("vm", "booting", &[]);
+    read_events(&mut first, 1);
+    drop(first);
+    for _ in 0..3 {
+        monitor.tell("vm", "booted", &[]);
+    }
+    assert!(monitor.flush(Duration::from_secs(30)), "it does not wait without a reader");
+    let mut second = reader_of(&path);
+    monitor.tell("vm", "pausing", &[]);
+    monitor.tell("vm", "paused", &[]);
+    let events = read_events(&mut second, 2);
+    assert_eq!(events[0]["event"], "pausing");
+    assert_eq!(events[0]["properties"]["lost_events_before"], "3");
+    assert_eq!(events[1]["properties"], serde_json::Value::Null);
 }
 
 /// Every `emit("source", "event"` in a file.
@@ -210,6 +281,7 @@ const PAIRS: &[(&str, &[&str])] = &[
     ("restoring", &["restored", "restore-failed"]),
     ("rebooting", &["rebooted", "reboot-failed"]),
     ("device-removing", &["device-removed"]),
+    ("disk-full", &["disk-has-room", "rebooted", "shutdown"]),
     ("migration-starting", &["migration-finished", "migration-handed-on", "migration-failed"]),
     ("migration-cancelling", &["migration-cancelled"]),
     ("migration-receive-ready", &["migration-receive-finished", "migration-receive-failed"]),

@@ -19,6 +19,7 @@ pub const EVENT_MAX_BYTES: usize = libc::PIPE_BUF - 1;
 const CUT: &str = "...";
 
 /// One thing that happened.
+#[derive(Debug)]
 pub struct Event {
     /// Time since the process was started.
     pub time: Duration,

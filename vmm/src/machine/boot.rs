@@ -8,7 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use arch::acpi::{self, AcpiError, AcpiInputs, IntxRoute};
+use arch::acpi::{self, AcpiError, AcpiInputs, AcpiMemory, IntxRoute};
 use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, VmCpuid};
 use arch::layout::{self, GpaRange};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
@@ -230,6 +230,7 @@ pub fn load(
     if !has_serial {
         inputs.serial_gsi = None;
     }
+    inputs.memory = described(ram);
     let memory = ram.guest_memory();
     let memory = &*memory.memory();
     if !ram.starts_zero() {
@@ -250,6 +251,16 @@ pub fn load(
     };
     arch::load_kernel(memory, &mut kernel, initramfs.as_mut(), &spec)
         .map_err(|source| MachineBootError::Load { files: payload.files(), source })
+}
+
+/// Guest memory as the tables name it.
+fn described(ram: &GuestRam) -> Vec<AcpiMemory> {
+    let regions = ram.regions().iter();
+    let memory = regions.map(|region| AcpiMemory {
+        range: GpaRange { gpa: region.gpa(), len_bytes: region.len_bytes() },
+        hotplug: region.block_bytes().is_some(),
+    });
+    memory.collect()
 }
 
 /// What a vCPU begins with; without `registers` it waits for its start by the guest.

@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 
 use devices::virtio::block::{
-    Block, BlockConfig, DiskError, DiskLock, ImageFormat, LockGranularity,
+    Block, BlockConfig, DiskError, DiskLock, ImageFormat, LockGranularity, OnFull,
 };
 use thiserror::Error;
 
@@ -113,6 +113,10 @@ pub fn make(
             config::LockGranularity::Full => LockGranularity::Full,
         },
         queue_affinity: affinity(config),
+        on_full: match config.on_full {
+            config::OnFull::Report => OnFull::Report,
+            config::OnFull::Pause => OnFull::Pause,
+        },
     };
     let block = match kept.take(&config) {
         Some(lock) => Block::over(config, &lock),

@@ -30,6 +30,11 @@ pub enum GuestEvent {
         /// The device.
         id: String,
     },
+    /// It waits for a request to a disk that the host has no room for.
+    DiskFull {
+        /// The disk.
+        id: String,
+    },
     /// One of its vCPUs cannot go on.
     VcpuStopped {
         /// Number of the vCPU.

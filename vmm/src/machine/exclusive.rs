@@ -49,6 +49,15 @@ pub enum ExclusiveError {
         #[source]
         source: DiskError,
     },
+    /// The same, because there is no time to do it without a thread.
+    #[error("disk '{id}' cannot be read anew, as the host gives no thread for it")]
+    Thread {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
     /// The same, because its storage does not answer.
     #[error("disk '{id}' ({path}) was not ready to be read anew within {} ms", .within.as_millis())]
     Slow {
@@ -250,9 +259,10 @@ fn drop_caches_of(
     within: Duration,
     drop_cache: impl Fn(&DiskLock) -> Result<(), DiskError> + Clone + Send + 'static,
 ) -> Result<(), ExclusiveError> {
-    let writable = disks.filter(|(_, lock)| lock.is_writable());
-    WriteBack::each(writable, drop_cache).wait_within(within).map_err(|error| match error {
+    let reading = WriteBack::start_other("drop-cache", disks, drop_cache);
+    reading.wait_within(within).map_err(|error| match error {
         WriteBackError::Disk { id, source } => ExclusiveError::Stale { id, source },
+        WriteBackError::Thread { id, source } => ExclusiveError::Thread { id, source },
         WriteBackError::Slow { id, path, within } => ExclusiveError::Slow { id, path, within },
     })
 }
@@ -382,6 +392,7 @@ mod tests {
     use devices::virtio::block::Block;
 
     use super::*;
+    use crate::testing::{again, no_more_threads};
 
     const LONG: Duration = Duration::from_mins(1);
 
@@ -434,5 +445,26 @@ mod tests {
         };
         let failed = drop_caches_of(disks(&[("root", &image)]).into_iter(), LONG, failing);
         assert!(matches!(&failed, Err(ExclusiveError::Stale { id, .. }) if id == "root"));
+    }
+
+    const NO_THREADS: &str = "GODWIT_TEST_NO_THREADS";
+
+    #[test]
+    fn without_a_thread_a_disk_is_not_waited_for_by_what_has_no_time() {
+        if std::env::var_os(NO_THREADS).is_some() {
+            let image = tempfile::NamedTempFile::new().unwrap();
+            image.as_file().set_len(1 << 20).unwrap();
+            let disks = disks(&[("root", &image)]);
+            no_more_threads();
+            let work = |_: &DiskLock| -> Result<(), DiskError> { panic!("it may take for ever") };
+            let refused = drop_caches_of(disks.clone().into_iter(), LONG, work).unwrap_err();
+            assert!(matches!(&refused, ExclusiveError::Thread { id, .. } if id == "root"));
+            // What may wait does it by itself.
+            return WriteBack::start(disks).wait().unwrap();
+        }
+        let test = "without_a_thread_a_disk_is_not_waited_for_by_what_has_no_time";
+        let test = format!("machine::exclusive::tests::{test}");
+        let ended = again(&test).env(NO_THREADS, "1").output().unwrap();
+        assert!(ended.status.success(), "{ended:?}");
     }
 }

@@ -18,9 +18,10 @@ use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciSegment};
 use thiserror::Error;
 
 use super::events::{EventSink, GuestEvent};
+use super::opening::{self, Opened};
 use super::space::AddressSpace;
-use super::virtio::{Sockets, VirtioError};
-use super::{Machine, MachineError, disks};
+use super::virtio::{HotAddError, Sockets};
+use super::{GiveUp, Machine, MachineError};
 use crate::config::{NewDevice, VmConfig};
 use crate::events;
 
@@ -91,22 +92,30 @@ impl Machine {
     /// Adds a device and tells the guest. `config` is the machine's configuration with it.
     ///
     /// # Errors
-    /// Naming the device; everything is as before.
+    /// Naming the device, also when it is given up while what is behind it is opened; everything is as
+    /// before.
     pub fn add_device(
         &mut self,
         device: &NewDevice,
-        mut config: VmConfig,
+        config: VmConfig,
+        give_up: &GiveUp,
     ) -> Result<Bdf, MachineError> {
-        disks::settle_formats(&mut config).map_err(VirtioError::from)?;
+        let (opened, config) = opening::open(device, config, give_up)?;
         let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
-        let bdf = match device {
-            NewDevice::Host(device) => {
-                let bdf = self.passthrough.add(device, &sockets, self.devices.borrowers())?;
+        let bdf = match opened {
+            Opened::Host(device) => {
+                let bdf = self.passthrough.add(&device, &sockets, self.devices.borrowers())?;
                 self.stop_added();
                 bdf
             }
-            NewDevice::Disk(disk) => self.devices.add_disk(disk, &sockets, self.paused)?,
-            NewDevice::Net(net) => self.devices.add_net(net, &sockets, self.paused)?,
+            Opened::Disk(disk, made) => self
+                .devices
+                .add_disk(&disk, made, &sockets, self.paused)
+                .map_err(HotAddError::from)?,
+            Opened::Net(net, made) => self
+                .devices
+                .add_net(&net, made, &sockets, self.paused)
+                .map_err(HotAddError::from)?,
         };
         self.config = config;
         self.settle_numbers();

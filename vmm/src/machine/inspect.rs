@@ -115,6 +115,12 @@ impl Machine {
         bars.any(|bar| bar.kind == BarKind::Memory32)
     }
 
+    /// Whether the guest has been shown a passed-through device as an integrated endpoint, which not every version
+    /// of the state can say.
+    pub fn has_integrated_endpoints(&self) -> bool {
+        self.passthrough.devices().iter().any(|(_, device)| device.is_integrated_endpoint())
+    }
+
     /// When the guest's first instruction ran here.
     pub fn first_run(&self) -> Option<Instant> {
         self.vcpus.first_run()

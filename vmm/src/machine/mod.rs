@@ -21,6 +21,7 @@ mod events;
 mod exclusive;
 mod faults;
 pub mod features;
+mod full_disks;
 mod generation;
 mod host;
 mod hotplug;
@@ -28,6 +29,7 @@ mod inspect;
 mod legacy;
 mod mems;
 mod nets;
+mod opening;
 mod passthrough;
 mod pausing;
 mod prefault;
@@ -68,6 +70,7 @@ pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
 pub use exclusive::{ExclusiveError, KeptDisks, KeptOverReboot, WriteBackFailed};
 pub use faults::MissingPages;
+pub use full_disks::{DisksFull, FullDiskStatus};
 pub use generation::GenerationError;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
@@ -79,8 +82,8 @@ pub use pausing::GiveUp;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{
-    MACHINE_STATE_VERSION, MachineState, MachineStateError, NARROW_BARS_VERSION, PciFunctionState,
-    StateJsonError,
+    INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
+    NARROW_BARS_VERSION, PciFunctionState, StateJsonError,
 };
 pub use virtio::{HotAddError, VirtioError};
 pub use write_back::{WriteBack, WriteBackError, complain as complain_of_write_back};
@@ -133,6 +136,21 @@ pub enum MachineError {
     /// A pause was taken back before it was done.
     #[error("the pause was taken back before all devices had finished their requests")]
     PauseWithdrawn,
+    /// A device was given up before it was there.
+    #[error("'{id}' was given up before it could be opened")]
+    AddWithdrawn {
+        /// The device.
+        id: String,
+    },
+    /// A device that is to be added.
+    #[error("cannot start a thread that opens '{id}'")]
+    OpenThread {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
     /// The threads of vCPUs.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),
@@ -166,6 +184,9 @@ pub enum MachineError {
     /// A disk.
     #[error(transparent)]
     WriteBack(#[from] WriteBackError),
+    /// The host has no room for what the guest has written.
+    #[error(transparent)]
+    DisksFull(#[from] DisksFull),
     /// State of a version that is not known.
     #[error(
         "the machine state has version {0}, and the newest known here is {MACHINE_STATE_VERSION}"
@@ -201,6 +222,8 @@ pub struct Machine {
     stage2: Option<Stage2Fill>,
     vcpus: VcpuThreads,
     paused: bool,
+    /// See [`Machine::end`].
+    has_ended: bool,
     /// Another host may have written to the disks since they were opened or given back.
     disks_are_stale: bool,
     /// The guest has run elsewhere, or before, and not yet here.
@@ -296,8 +319,11 @@ impl Chassis {
         let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
         let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
-        let devices = VirtioDevices::wire(config, consoles, &sockets, kept)?;
+        let mut devices = VirtioDevices::wire(config, consoles, &sockets, kept, Arc::clone(&sink))?;
         let passthrough = Passthrough::wire(config, &sockets, ban, sink, opening, slot)?;
+        if !passthrough.is_to_settle() {
+            devices.place_later(&segment)?;
+        }
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
             devices,
@@ -344,6 +370,7 @@ impl Chassis {
             paused: true,
             disks_are_stale: false,
             has_arrived: false,
+            has_ended: false,
             prefault: None,
             collapse: None,
             devices: self.devices,
@@ -423,30 +450,51 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Gives the guest the passed-through devices that have been opened while it began to run.
+    /// Gives the guest the passed-through devices that have been opened while it began to run. A device that
+    /// is still being opened is not waited for when that is to be given up.
     ///
     /// # Errors
-    /// Naming the device; the machine is of no use then.
-    pub fn settle(&mut self) -> Result<(), MachineError> {
+    /// Naming the device, or that it was given up; the machine is of no use then, and its guest has run:
+    /// [`Machine::end`] has to follow.
+    pub fn settle(&mut self, give_up: &GiveUp) -> Result<(), MachineError> {
         let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
-        Ok(self.passthrough.settle(&sockets, self.devices.borrowers())?)
+        self.passthrough.settle(&sockets, self.devices.borrowers(), give_up)?;
+        Ok(self.devices.place_later(&self.segment)?)
+    }
+
+    /// Ends the guest: what it has written is on its disks, and their locks are given back, when this
+    /// returns. What waits for passed-through devices that are still being opened is left to the end of
+    /// the value. Does nothing the second time.
+    pub fn end(&mut self) {
+        if std::mem::replace(&mut self.has_ended, true) {
+            return;
+        }
+        // A vCPU may be waiting for a device, or for memory that one is to reach.
+        self.passthrough.forsake(&self.segment);
+        self.devices.forsake(&self.segment);
+        self.passthrough.cancel();
+        if let Err(error) = self.vcpus.stop_all() {
+            log::warn!("vCPU threads did not end well: {error}");
+        }
+        self.end_devices();
     }
 
     /// Memory for a machine that is still to come, not populated. The zones that are named in
     /// `given` consist of these files, as they are; all others hold nothing: what was in their files is
-    /// thrown away here, before a page arrives and before any is pinned.
+    /// thrown away here, before a page arrives and before any is pinned, if `contents` allows that.
     ///
     /// # Errors
-    /// Naming the zone and what is missing here, or which other process has its file.
+    /// Naming the zone and what is missing here, or which other process has its file, or that it holds
+    /// something.
     pub fn arriving_ram(
         config: &VmConfig,
         host: &Host,
         given: &[(String, Arc<File>)],
+        contents: FirstContents,
     ) -> Result<Arc<GuestRam>, MachineError> {
         passthrough::check_config(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file)));
-        let contents = FirstContents::Nothing;
         let origin = Origin { given: given.collect(), held: Vec::new(), contents };
         Ok(ram::make(&config.memory, bits, origin, &GiveUp::default())?)
     }
@@ -520,9 +568,10 @@ impl Machine {
     /// Whether it could run elsewhere, or later.
     ///
     /// # Errors
-    /// Naming the devices that cannot be moved, or the disk of which a flush has failed.
+    /// Naming the devices that cannot be moved, or the disk of which a flush has failed or that is full.
     pub fn check_movable(&self) -> Result<(), MachineError> {
         self.devices.check_disks()?;
+        self.check_room()?;
         Ok(self.passthrough.check_movable(&self.config)?)
     }
 
@@ -552,12 +601,6 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A vCPU may be waiting for a device, or for memory that one is to reach.
-        self.passthrough.forsake(&self.segment);
-        self.passthrough.cancel();
-        if let Err(error) = self.vcpus.stop_all() {
-            log::warn!("vCPU threads did not end well: {error}");
-        }
-        self.end_devices();
+        self.end();
     }
 }

@@ -17,14 +17,14 @@ use hypervisor::ThreadsError;
 use super::virtio::VirtioDevices;
 use super::{Machine, MachineError};
 
-/// How often it is looked whether a pause is still wanted.
-const LOOK: Duration = Duration::from_millis(20);
+/// How often it is looked whether what is waited for is still wanted.
+pub(super) const LOOK: Duration = Duration::from_millis(20);
 
 /// vCPUs have this long at least to leave the guest: on a busy host a thread may not run for a while,
 /// however short the pause is to be.
 const VCPUS_TIME_MIN: Duration = Duration::from_secs(1);
 
-/// Says that a pause is not wanted any more; cheap to clone.
+/// Says that what goes on is not wanted any more, a pause for example; cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct GiveUp(Arc<AtomicBool>);
 

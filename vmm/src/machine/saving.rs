@@ -20,8 +20,9 @@ impl Machine {
     /// The state of everything but memory. The machine must be paused.
     ///
     /// # Errors
-    /// Naming the vCPU or device.
+    /// Naming the vCPU or device, or the disk that is full: what it keeps is not part of any state.
     pub fn save(&self) -> Result<MachineState, MachineError> {
+        self.check_room()?;
         // One that was added since the pause works.
         self.passthrough.stop()?;
         let clock = self.vm.clock()?;

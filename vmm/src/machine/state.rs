@@ -6,8 +6,10 @@
 
 use std::collections::BTreeMap;
 
+use devices::legacy::{CMOS_CLOCK_VERSION, Cmos};
 use devices::virtio::DeviceSnapshot;
 use hypervisor::{ClockState, CpuidEntry, IrqchipState, VCPU_STATE_VERSION, VcpuState};
+use pci::vfio::{INTEGRATED_ENDPOINT_VERSION, VFIO_PCI_KIND};
 use pci::{NARROW_BAR_VERSION, PciDeviceState, VIRTIO_PCI_KIND};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -22,10 +24,20 @@ use crate::migration::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 /// | 1 | `pci_hotplug`, or nothing of it: programs of that version wrote both; no other part may be new |
 /// | 2 | version 2 of vCPUs; a generation ID among the legacy devices |
 /// | 3 | version 2 of virtio devices, which have a 32-bit BAR |
-pub const MACHINE_STATE_VERSION: u32 = 3;
+/// | 4 | version 2 of the CMOS, which has a clock that the guest has set; version 2 of passed-through devices, which are integrated endpoints |
+pub const MACHINE_STATE_VERSION: u32 = 4;
 
 /// Version of the state of a machine that has virtio devices with 32-bit BARs.
 pub const NARROW_BARS_VERSION: u32 = 3;
+
+/// Version of the state of a machine that shows passed-through endpoints as integrated ones.
+pub const INTEGRATED_ENDPOINTS_VERSION: u32 = 4;
+
+/// Version of the state of a machine whose CMOS has a clock of its own.
+const CMOS_CLOCK_STATE_VERSION: u32 = 4;
+
+/// Name of the CMOS among the legacy devices.
+const CMOS: &str = "cmos";
 
 /// Name of the generation ID among the legacy devices.
 pub const GENERATION_ID: &str = "vmgenid";
@@ -196,7 +208,19 @@ impl MachineState {
             let state = &function.state;
             state.kind == VIRTIO_PCI_KIND && state.version >= NARROW_BAR_VERSION
         };
-        if self.pci.values().any(is_narrow) {
+        let is_integrated = |function: &PciFunctionState| {
+            let state = &function.state;
+            state.kind == VFIO_PCI_KIND && state.version >= INTEGRATED_ENDPOINT_VERSION
+        };
+        let has_clock = |cmos: &DeviceSnapshot| cmos.version >= CMOS_CLOCK_VERSION;
+        if self.legacy.get(CMOS).is_some_and(has_clock) {
+            Some((CMOS_CLOCK_STATE_VERSION, "a CMOS clock that the guest has set"))
+        } else if self.pci.values().any(is_integrated) {
+            Some((
+                INTEGRATED_ENDPOINTS_VERSION,
+                "a passed-through device as an integrated endpoint",
+            ))
+        } else if self.pci.values().any(is_narrow) {
             Some((NARROW_BARS_VERSION, "a virtio device with a 32-bit BAR"))
         } else if self.vcpus.iter().any(|vcpu| vcpu.version > 1) {
             Some((2, "a vCPU of version 2"))
@@ -213,7 +237,8 @@ impl MachineState {
     }
 
     /// The state for a reader that knows versions up to `newest`. What such a reader does without is left
-    /// out: the generation ID keeps its place in guest memory, and is not renewed where it is not known.
+    /// out: the generation ID keeps its place in guest memory, and is not renewed where it is not known; the
+    /// CMOS clock is the host's again.
     ///
     /// # Errors
     /// There is something that a guest does not go on without.
@@ -222,6 +247,14 @@ impl MachineState {
             log::warn!(
                 "the destination is an older version: the guest's generation ID will not be renewed \
                  when a snapshot made there is restored"
+            );
+        }
+        if newest < CMOS_CLOCK_STATE_VERSION
+            && self.legacy.get_mut(CMOS).is_some_and(Cmos::forget_clock)
+        {
+            log::warn!(
+                "the destination is an older version: the guest's CMOS clock will show the host's time \
+                 there, and not what the guest has set it to"
             );
         }
         self.version = self.needed_version();

@@ -222,6 +222,34 @@ fn a_guest_with_32_bit_bars_goes_to_no_program_that_knows_none() {
 }
 
 #[test]
+fn a_guest_with_integrated_endpoints_goes_to_no_program_that_knows_none() {
+    let mut state = recorded("v1-generic");
+    let function = &mut state["pci"]["_disk0"]["state"];
+    function["kind"] = json!("vfio-pci");
+    function["version"] = json!(2);
+    let refused = read(&state).unwrap_err().to_string();
+    assert!(refused.contains("version 1 and a passed-through device"), "{refused}");
+    state["version"] = json!(4);
+    assert!(read(&state).unwrap().for_reader(3).is_err());
+    assert_eq!(read(&state).unwrap().for_reader(4).unwrap().version, 4);
+}
+
+#[test]
+fn a_cmos_clock_that_the_guest_has_set_is_left_out_for_a_program_that_knows_none() {
+    let mut state = recorded("v1-generic");
+    let untouched = state["legacy"]["cmos"].clone();
+    state["legacy"]["cmos"]["version"] = json!(2);
+    state["legacy"]["cmos"]["data"]["clock"] = json!({"ahead_s": -3600});
+    let refused = read(&state).unwrap_err().to_string();
+    assert!(refused.contains("version 1 and a CMOS clock"), "{refused}");
+    state["version"] = json!(4);
+    assert_eq!(read(&state).unwrap().for_reader(4).unwrap().version, 4);
+    let older = read(&state).unwrap().for_reader(1).unwrap();
+    let cmos = serde_json::to_value(&older.legacy["cmos"]).unwrap();
+    assert_eq!((older.version, cmos), (1, untouched));
+}
+
+#[test]
 fn a_32_bit_bar_is_refused_in_versions_before_it() {
     for version in [1, 2] {
         let mut state = with_narrow_bar();

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use devices::virtio::balloon::{BalloonError, BalloonHandle};
-use devices::virtio::block::{Block, DiskLock};
+use devices::virtio::block::{Block, DiskLock, FullDisk};
 use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
@@ -31,6 +31,7 @@ use thiserror::Error;
 use super::balloons;
 use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
+use super::events::{EventSink, GuestEvent};
 use super::exclusive::{self, ExclusiveError, KeptDisks};
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
@@ -100,11 +101,17 @@ pub enum HotAddError {
 pub struct VirtioDevices {
     functions: Vec<(Bdf, Arc<VirtioPciDevice>)>,
     pub(super) locks: Vec<(String, DiskLock)>,
+    /// Those that keep what the host has no room for.
+    pub(super) full_disks: Vec<(String, FullDisk)>,
     pub(super) nets: Vec<(String, NetHandle)>,
     balloon: Option<BalloonHandle>,
     console: Option<ConsoleResizer>,
     mems: Vec<(String, MemHandle)>,
     counters: Vec<(String, Arc<dyn Counters>)>,
+    /// Those whose numbers are kept, and whose BARs are to be placed after those of passed-through devices.
+    later: Vec<(DeviceNumber, Arc<VirtioPciDevice>)>,
+    /// Hears of disks that are full.
+    sink: Option<EventSink>,
 }
 
 /// Where devices are plugged into.
@@ -119,7 +126,7 @@ pub struct Sockets<'a> {
 
 impl VirtioDevices {
     /// Makes all devices of the configuration. Locks and taps are not taken yet, but those of `kept`
-    /// that fit a disk.
+    /// that fit a disk. What the guest does is told to `sink`.
     ///
     /// # Errors
     /// Naming the device.
@@ -128,8 +135,10 @@ impl VirtioDevices {
         consoles: &Consoles,
         sockets: &Sockets<'_>,
         kept: &mut KeptDisks,
+        sink: EventSink,
     ) -> Result<Self, VirtioError> {
-        let mut devices = Self::default();
+        let mut devices = Self { sink: Some(sink), ..Self::default() };
+        let width = disk_width(config);
         let mut taken = BTreeSet::new();
         for (id, number) in wishes(config) {
             taken.insert(number.get());
@@ -146,7 +155,7 @@ impl VirtioDevices {
             devices.plug(sockets, &id, Box::new(console), config.console.pci_device_id)?;
         }
         for disk in config.disks.iter().flatten() {
-            devices.plug_disk(disk, disks::make(disk, kept)?, sockets, BarWidth::Bits32)?;
+            devices.plug_disk(disk, disks::make(disk, kept)?, sockets, width)?;
         }
         for net in config.net.iter().flatten() {
             devices.plug_net(net, nets::make(net)?, sockets)?;
@@ -181,12 +190,20 @@ impl VirtioDevices {
         disk: &DiskConfig,
         (block, lock): (Block, DiskLock),
         sockets: &Sockets<'_>,
-        width: BarWidth,
+        width: Width,
     ) -> Result<Bdf, VirtioError> {
         let id = disk.id.clone().unwrap_or_default();
         let counters = block.counters();
+        let full_disk = block.full_disk();
         let bdf = self.plug_with(sockets, &id, Box::new(block), disk.pci_device_id, width)?;
         self.locks.push((id.clone(), lock));
+        if let Some(full_disk) = full_disk {
+            if let Some(sink) = self.sink.clone() {
+                let id = id.clone();
+                full_disk.on_full(move || sink(GuestEvent::DiskFull { id: id.clone() }));
+            }
+            self.full_disks.push((id.clone(), full_disk));
+        }
         self.counters.push((id, counters));
         Ok(bdf)
     }
@@ -211,7 +228,7 @@ impl VirtioDevices {
         device: Box<dyn VirtioDevice>,
         wish: Option<u8>,
     ) -> Result<Bdf, VirtioError> {
-        self.plug_with(sockets, id, device, wish, BarWidth::Bits64)
+        self.plug_with(sockets, id, device, wish, Width::Wide)
     }
 
     fn plug_with(
@@ -220,27 +237,54 @@ impl VirtioDevices {
         id: &str,
         device: Box<dyn VirtioDevice>,
         wish: Option<u8>,
-        width: BarWidth,
+        width: Width,
     ) -> Result<Bdf, VirtioError> {
         let number = wish.map(|number| device_number(id, number)).transpose()?;
         let events: Arc<dyn IoEvents> = Arc::new(sockets.vm.clone());
         let function = VirtioPciDevice::new(
             id.to_owned(),
             device,
-            width,
+            width.of_bar(),
             sockets.ram.guest_memory(),
             sockets.vm,
             events,
         )
         .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
         let function = Arc::new(function);
-        let as_pci: Arc<dyn PciDevice> = function.clone();
-        let bdf = sockets
-            .segment
-            .add_device(&as_pci, number)
-            .map_err(|source| VirtioError::Bus { id: id.to_owned(), source })?;
+        let bus = |source| VirtioError::Bus { id: id.to_owned(), source };
+        let bdf = if width == Width::NarrowLater {
+            let number = sockets.segment.expect(number, id).map_err(bus)?;
+            self.later.push((number, Arc::clone(&function)));
+            Bdf::on_root_bus(sockets.segment.segment(), number)
+        } else {
+            let as_pci: Arc<dyn PciDevice> = function.clone();
+            sockets.segment.add_device(&as_pci, number).map_err(bus)?
+        };
         self.functions.push((bdf, function));
         Ok(bdf)
+    }
+
+    /// Gives those devices their addresses that were kept back for the sake of passed-through ones, which are
+    /// on the bus now: their 32-bit BARs have no other place, while those of virtio devices become 64-bit ones
+    /// where there is no room. Does nothing if there are none.
+    ///
+    /// # Errors
+    /// Naming the device.
+    pub fn place_later(&mut self, segment: &PciSegment) -> Result<(), VirtioError> {
+        // One that fails, and those behind it, are left to `forsake`.
+        while let Some((number, function)) = self.later.first() {
+            let as_pci: Arc<dyn PciDevice> = function.clone();
+            segment
+                .deliver(&as_pci, *number)
+                .map_err(|source| VirtioError::Bus { id: as_pci.id().to_owned(), source })?;
+            self.later.remove(0);
+        }
+        Ok(())
+    }
+
+    /// Lets those vCPUs go on that wait for a device that will not be placed.
+    pub fn forsake(&self, segment: &PciSegment) {
+        self.later.iter().for_each(|(number, _)| segment.release(*number));
     }
 
     /// Takes the device at `bdf` off the bus and apart, writes its image back, and gives its lock or
@@ -260,6 +304,7 @@ impl VirtioDevices {
         // Its threads end here; then nobody writes to the image, or takes frames.
         function.reset();
         self.counters.retain(|(other, _)| *other != id);
+        self.full_disks.retain(|(other, _)| *other != id);
         if let Some((id, lock)) = lock.map(|at| self.locks.remove(at)) {
             exclusive::give_back(&id, &lock);
         }
@@ -293,38 +338,33 @@ impl VirtioDevices {
         self.functions.iter().for_each(|(_, function)| function.resume());
     }
 
-    /// Adds a disk to a machine that is there, with its lock.
+    /// Adds a disk to a machine that is there; its image is locked.
     ///
     /// # Errors
-    /// Naming the disk; everything is as before.
+    /// Naming the disk; everything is as before. Its lock ends with the open file.
     pub fn add_disk(
         &mut self,
         disk: &DiskConfig,
+        made: (Block, DiskLock),
         sockets: &Sockets<'_>,
         is_paused: bool,
-    ) -> Result<Bdf, HotAddError> {
-        let made = disks::make(disk, &mut KeptDisks::default()).map_err(VirtioError::from)?;
-        // Before the guest can find it. Without a device it ends with the open file.
-        let id = || disk.id.clone().unwrap_or_default();
-        made.1.lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
-        let bdf = self.plug_disk(disk, made, sockets, BarWidth::Bits64)?;
+    ) -> Result<Bdf, VirtioError> {
+        let bdf = self.plug_disk(disk, made, sockets, Width::Wide)?;
         self.hold_still(is_paused);
         Ok(bdf)
     }
 
-    /// Adds a network device to a machine that is there, with its tap.
+    /// Adds a network device to a machine that is there; its tap is open.
     ///
     /// # Errors
     /// Naming the device; everything is as before.
     pub fn add_net(
         &mut self,
         net: &NetConfig,
+        made: (Net, NetHandle),
         sockets: &Sockets<'_>,
         is_paused: bool,
-    ) -> Result<Bdf, HotAddError> {
-        let made = nets::make(net).map_err(VirtioError::from)?;
-        let id = || net.id.clone().unwrap_or_default();
-        made.1.attach().map_err(|source| ExclusiveError::Tap { id: id(), source })?;
+    ) -> Result<Bdf, VirtioError> {
         let bdf = self.plug_net(net, made, sockets)?;
         self.hold_still(is_paused);
         Ok(bdf)
@@ -375,6 +415,32 @@ impl VirtioDevices {
     }
 }
 
+/// How wide the BAR of a device is, and when it is placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Width {
+    /// 64 bits, at once.
+    Wide,
+    /// 32 bits if there is room, at once.
+    Narrow,
+    /// 32 bits if there is room when passed-through devices have theirs.
+    NarrowLater,
+}
+
+impl Width {
+    fn of_bar(self) -> BarWidth {
+        match self {
+            Self::Wide => BarWidth::Bits64,
+            Self::Narrow | Self::NarrowLater => BarWidth::Bits32,
+        }
+    }
+}
+
+/// The disks' that are there at boot.
+fn disk_width(config: &VmConfig) -> Width {
+    let passes_through = config.devices.iter().flatten().next().is_some();
+    if passes_through { Width::NarrowLater } else { Width::Narrow }
+}
+
 fn device_number(id: &str, number: u8) -> Result<DeviceNumber, VirtioError> {
     DeviceNumber::new(number).map_err(|source| VirtioError::Number { id: id.to_owned(), source })
 }
@@ -399,4 +465,23 @@ fn wishes(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
             Some((id.clone().unwrap_or_default(), number))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    /// Passed-through devices have no other place for their 32-bit BARs.
+    #[test]
+    fn disks_come_after_passed_through_devices() {
+        let mut config: VmConfig =
+            serde_json::from_str(r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/d"}]}"#).unwrap();
+        assert_eq!(disk_width(&config), Width::Narrow);
+        config.devices = Some(Vec::new());
+        assert_eq!(disk_width(&config), Width::Narrow);
+        let device = r#"{"path":"/sys/bus/pci/devices/0000:01:00.0"}"#;
+        config.devices = Some(vec![serde_json::from_str(device).unwrap()]);
+        assert_eq!(disk_width(&config), Width::NarrowLater);
+    }
 }

@@ -7,6 +7,7 @@
 //! give up waiting. Must never touch guest memory or the devices.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -28,6 +29,15 @@ pub enum WriteBackError {
         #[source]
         source: DiskError,
     },
+    /// There is no thread for it, and a caller with a limit cannot do it itself.
+    #[error("the host gives no thread for disk '{id}'")]
+    Thread {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// It takes too long.
     #[error("disk '{id}' ({path}) was not written back within {} ms", .within.as_millis())]
     Slow {
@@ -38,6 +48,14 @@ pub enum WriteBackError {
         /// How long it was waited for.
         within: Duration,
     },
+}
+
+impl WriteBackError {
+    /// The disk.
+    pub fn id(&self) -> &str {
+        let (Self::Disk { id, .. } | Self::Thread { id, .. } | Self::Slow { id, .. }) = self;
+        id
+    }
 }
 
 #[derive(Default)]
@@ -59,15 +77,32 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn done(&self, id: &str, result: Result<(), DiskError>) {
+    fn done(&self, id: &str, result: Result<(), WriteBackError>) {
         let mut state = self.lock();
         state.left.remove(id);
-        if let Err(source) = result {
-            let id = id.to_owned();
-            state.failure.get_or_insert(WriteBackError::Disk { id, source });
+        if let Err(error) = result {
+            state.failure.get_or_insert(error);
         }
         drop(state);
         self.changed.notify_all();
+    }
+}
+
+fn failed(id: &str, source: DiskError) -> WriteBackError {
+    WriteBackError::Disk { id: id.to_owned(), source }
+}
+
+/// How threads are made, and what if they cannot be.
+#[derive(Clone, Copy)]
+struct Spawn {
+    name: &'static str,
+    /// The caller may be kept for as long as it takes.
+    may_wait: bool,
+}
+
+impl Spawn {
+    fn thread(self, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        std::thread::Builder::new().name(self.name.to_owned()).spawn(work).map(drop)
     }
 }
 
@@ -78,15 +113,26 @@ pub struct WriteBack {
 }
 
 impl WriteBack {
-    /// Begins with what was written to these disks up to now.
+    /// Begins with what was written to these disks up to now. Without a thread for one it is waited for
+    /// here.
     pub fn start(disks: impl IntoIterator<Item = (String, DiskLock)>) -> Self {
-        Self::each(disks, DiskLock::write_back)
+        Self::each(disks, DiskLock::write_back, Spawn { name: "write-back", may_wait: true })
     }
 
-    /// Begins with other work on each of these disks, which may take as long.
-    pub(super) fn each(
+    /// Begins with other work on each of these disks, which may take as long, on threads of this name. It
+    /// never waits: without a thread for one that is an error.
+    pub(super) fn start_other(
+        name: &'static str,
         disks: impl IntoIterator<Item = (String, DiskLock)>,
         work: impl Fn(&DiskLock) -> Result<(), DiskError> + Clone + Send + 'static,
+    ) -> Self {
+        Self::each(disks, work, Spawn { name, may_wait: false })
+    }
+
+    fn each(
+        disks: impl IntoIterator<Item = (String, DiskLock)>,
+        work: impl Fn(&DiskLock) -> Result<(), DiskError> + Clone + Send + 'static,
+        spawn: Spawn,
     ) -> Self {
         let shared = Arc::new(Shared::default());
         let began = Instant::now();
@@ -94,14 +140,19 @@ impl WriteBack {
             shared.lock().left.insert(id.clone(), disk.path().to_owned());
             let (for_thread, own_id, own_disk) = (Arc::clone(&shared), id.clone(), disk.clone());
             let own_work = work.clone();
-            let spawned =
-                std::thread::Builder::new().name("write-back".to_owned()).spawn(move || {
-                    for_thread.done(&own_id, own_work(&own_disk));
-                });
-            if let Err(error) = spawned {
-                log::debug!("disk '{id}' is written back without a thread of its own: {error}");
-                shared.done(&id, work(&disk));
-            }
+            let spawned = spawn.thread(move || {
+                let result = own_work(&own_disk);
+                for_thread.done(&own_id, result.map_err(|source| failed(&own_id, source)));
+            });
+            let result = match spawned {
+                Ok(()) => continue,
+                Err(error) if spawn.may_wait => {
+                    log::debug!("disk '{id}' has no thread for {}: {error}", spawn.name);
+                    work(&disk).map_err(|source| failed(&id, source))
+                }
+                Err(source) => Err(WriteBackError::Thread { id: id.clone(), source }),
+            };
+            shared.done(&id, result);
         }
         Self { shared, began }
     }
@@ -155,5 +206,5 @@ impl WriteBack {
 pub fn complain(error: &WriteBackError) {
     let reason = error_text::chain(error);
     log::error!("{reason}");
-    events::emit("vm", "disk-write-back-failed", &[("error", &reason)]);
+    events::emit("vm", "disk-write-back-failed", &[("id", error.id()), ("error", &reason)]);
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hypervisor::ClockPolicy;
+use memory::FirstContents;
 use vm_migration::VmError;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
@@ -115,7 +116,10 @@ impl DestinationBuilder for ArrivingBuilder {
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
-        let ram = Machine::arriving_ram(&config, &self.host, &given)?;
+        // Without rules only the source has named the files: one that holds something is not its to empty.
+        let ruled = self.rules.is_some();
+        let contents = if ruled { FirstContents::Nothing } else { FirstContents::NothingToLose };
+        let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
         self.faults.prepare(&ram, &common_cpuid)?;
         let memory = Arc::new(MigratingRam::new(ram)?);
         Ok(MappedArrival { builder: self, config, memory })

@@ -94,10 +94,17 @@ impl DirtyLog for MachineDirtyLog {
             let count = u32::try_from(pages.end - pages.start)?;
             self.vm.clear_dirty_log(slot_of(region), pages.start, count, words)?;
         }
-        let mut device = vec![0; words.len()];
-        self.ram.regions()[region].device_dirty().take(pages, &mut device);
-        for (word, bits) in words.iter_mut().zip(device) {
-            *word |= bits;
+        // The last round asks for all of memory so, slice by slice, while the guest stands still.
+        let mut buffer = [0; 64];
+        let mut first = pages.start;
+        for words in words.chunks_mut(buffer.len()) {
+            let end = pages.end.min(first + 64 * words.len() as u64);
+            let device = &mut buffer[..words.len()];
+            self.ram.regions()[region].device_dirty().take(first..end, device);
+            for (word, bits) in words.iter_mut().zip(device) {
+                *word |= *bits;
+            }
+            first = end;
         }
         Ok(())
     }

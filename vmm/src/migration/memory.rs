@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use memory::{AccessError, GuestRam, RamRegion, ZoneKind};
 use vm_migration::layout::{Backing, Layout, LayoutError, PAGE_BYTES, PageRun, RegionInfo};
-use vm_migration::ram::GuestMemoryMap;
+use vm_migration::ram::{GuestMemoryMap, Hold};
 
 /// Guest RAM and its layout.
 pub struct MigratingRam {
@@ -110,6 +110,10 @@ unsafe impl GuestMemoryMap for MigratingRam {
             .into_iter()
             .map(|run| run.start / PAGE_BYTES..run.end.div_ceil(PAGE_BYTES))
             .collect())
+    }
+
+    fn hold(&self, region: usize, pages: Range<u64>) -> Hold<'_> {
+        self.region(region).hold(bytes(&pages)).map(Hold::until_dropped).unwrap_or_default()
     }
 
     fn mark_zero(&self, run: PageRun) {

@@ -21,7 +21,8 @@ use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::BalloonConfig;
 use crate::machine::{
-    Machine, MachineError, NARROW_BARS_VERSION, WriteBack, WriteBackError, features,
+    INTEGRATED_ENDPOINTS_VERSION, Machine, MachineError, NARROW_BARS_VERSION, WriteBack,
+    WriteBackError, features,
 };
 use crate::page_server::{PageServerPlan, PageServerProcess};
 
@@ -198,7 +199,9 @@ impl SourceVm for LeavingMachine {
 
     fn formats(&self) -> Formats {
         // Nothing else of a later version is needed: see `MachineState::for_reader`.
-        let state = if self.machine.has_narrow_bars() {
+        let state = if self.machine.has_integrated_endpoints() {
+            INTEGRATED_ENDPOINTS_VERSION
+        } else if self.machine.has_narrow_bars() {
             NARROW_BARS_VERSION
         } else if features::has_shadow_stacks(self.machine.shown()) {
             // A vCPU with shadow stacks has a pointer, which came with this version.
@@ -255,6 +258,8 @@ impl SourceVm for LeavingMachine {
     fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
         // First: a disk that answers no request writes nothing back either.
         self.settle_devices(is_cancelled)?;
+        // Its guest waits for room, and so would the stop.
+        self.machine.check_room()?;
         match &self.disk_writer {
             Some(writer) => Ok(writer.settle(is_cancelled)?),
             None => Ok(()),
@@ -273,6 +278,13 @@ impl SourceVm for LeavingMachine {
                 return Err((leaving, error.into()));
             }
             return Err((leaving, GuestIsEnding.into()));
+        }
+        if let Err(full) = leaving.machine.check_room() {
+            // What is kept is in no state. It goes on here, and is paused for the disk by its owner.
+            if ran_before && let Err(error) = leaving.machine.resume() {
+                return Err((leaving, error.into()));
+            }
+            return Err((leaving, full.into()));
         }
         let Self { machine, memory, reader, limits, .. } = leaving;
         // Beside the last pages and the state.

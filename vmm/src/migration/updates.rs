@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use thiserror::Error;
 
-use crate::config::{RestoreConfig, VmConfig};
+use crate::config::{MacAddr, RestoreConfig, VmConfig};
 use crate::machine::MachineState;
 
 /// Why a change cannot be made.
@@ -31,6 +31,9 @@ pub enum UpdateError {
         /// The name in it.
         id: String,
     },
+    /// No network has such an address.
+    #[error("net_updates gives '{0}' a MAC address of zeros, which is none")]
+    ZeroMac(String),
     /// The state has no such device, or none whose address can be changed.
     #[error("the saved state has no MAC address of '{0}'")]
     NoMac(String),
@@ -62,6 +65,9 @@ pub fn change_config(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<()
         let id = Some(&update.id);
         let net = config.net.iter_mut().flatten().find(|net| net.id.as_ref() == id);
         let net = net.ok_or_else(|| unknown("net_updates", &update.id))?;
+        if update.mac.is_some_and(MacAddr::is_zero) {
+            return Err(UpdateError::ZeroMac(update.id.clone()));
+        }
         net.mac = update.mac.or(net.mac);
         net.tap = update.tap.clone().or_else(|| net.tap.take());
     }

@@ -87,3 +87,10 @@ fn what_is_not_there_or_named_twice_is_refused() {
     change_config(&mut config, &same).unwrap();
     assert!(config.complete().is_err());
 }
+
+#[test]
+fn an_address_of_zeros_is_none() {
+    let wishes = wishes(json!({"net_updates": [{"id": "lan", "mac": "00:00:00:00:00:00"}]}));
+    let refused = change_config(&mut config(), &wishes);
+    assert_eq!(refused, Err(UpdateError::ZeroMac("lan".to_owned())));
+}

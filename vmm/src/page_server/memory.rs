@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -104,6 +105,14 @@ unsafe impl GuestMemoryMap for ServedRam {
 
     fn alias(&self, _: usize) -> Option<*mut u8> {
         None
+    }
+
+    fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
+        self.regions[region].file_offset().map(|place| place.file().as_fd())
+    }
+
+    fn file_offset(&self, region: usize) -> u64 {
+        self.regions[region].file_offset().map_or(0, FileOffset::start)
     }
 
     fn populated_runs(&self, _: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {

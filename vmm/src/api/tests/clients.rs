@@ -335,6 +335,47 @@ fn a_client_that_leaves_during_a_long_request_does_no_harm() {
 }
 
 #[test]
+fn a_client_that_has_said_all_still_waits_for_the_answer() {
+    let fixture = Fixture::new();
+    let mut stream = fixture.connect();
+    let body = r#"{"receiver_url":"unix:/x"}"#;
+    let length = format!("Content-Length: {}\r\n", body.len());
+    stream.write_all((head("vm.receive-migration", &length) + body).as_bytes()).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let responder = fixture.held.recv_timeout(Duration::from_secs(20)).unwrap();
+    // All that the server makes of the end comes before this.
+    for _ in 0..20 {
+        fixture.ping();
+    }
+    assert!(!responder.is_given_up());
+    responder.answer(Ok(ApiReply::Empty));
+    let text = read_to_end(&mut stream);
+    assert!(text.starts_with("HTTP/1.1 204"), "{text}");
+}
+
+#[test]
+fn what_a_client_that_has_left_wanted_is_given_up() {
+    let fixture = Fixture::new();
+    for with_half_close in [false, true] {
+        let mut stream = fixture.connect();
+        let body = r#"{"receiver_url":"unix:/x"}"#;
+        let length = format!("Content-Length: {}\r\n", body.len());
+        stream.write_all((head("vm.receive-migration", &length) + body).as_bytes()).unwrap();
+        let responder = fixture.held.recv().unwrap();
+        if with_half_close {
+            stream.shutdown(std::net::Shutdown::Write).unwrap();
+            fixture.ping();
+        }
+        drop(stream);
+        let begun = Instant::now();
+        while !responder.is_given_up() {
+            assert!(begun.elapsed() < Duration::from_secs(20), "the request still waits");
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
 fn the_last_answer_goes_out_when_the_server_ends() {
     let mut fixture =
         Fixture::with(Limits { end_time: Duration::from_secs(20), ..Limits::default() });

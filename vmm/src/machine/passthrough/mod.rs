@@ -96,6 +96,9 @@ pub enum PassthroughError {
          them first"
     )]
     NotMovable(String),
+    /// The VM is to end.
+    #[error("the VM was to end before its passed-through devices were open")]
+    GivenUp,
     /// A device does not stop.
     #[error("cannot stop passed-through device '{id}'")]
     Stop {

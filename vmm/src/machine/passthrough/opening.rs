@@ -11,6 +11,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
@@ -24,6 +25,7 @@ use super::backend::place_of;
 use super::{Borrowers, Passthrough, PassthroughError, PrepinnedSlot, no_device};
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
+use crate::machine::pausing::{GiveUp, LOOK};
 use crate::machine::virtio::Sockets;
 
 /// When the devices of a configuration are opened.
@@ -50,6 +52,8 @@ pub struct ComingDevice {
     id: String,
     number: DeviceNumber,
     thread: Option<JoinHandle<Result<Opened, VfioError>>>,
+    /// Ends when the thread has nothing more to do.
+    ended: Receiver<()>,
 }
 
 /// An open function.
@@ -61,6 +65,33 @@ pub struct Opened {
 }
 
 impl ComingDevice {
+    /// Begins to open a device.
+    fn begin(
+        config: DeviceConfig,
+        id: String,
+        number: DeviceNumber,
+        open: Opener,
+    ) -> io::Result<Self> {
+        let (end, ended) = channel();
+        let work = move || {
+            let opened = open();
+            drop::<std::sync::mpsc::Sender<()>>(end);
+            opened
+        };
+        let thread = thread::Builder::new().name("vfio-open".to_owned()).spawn(work)?;
+        Ok(Self { config, id, number, thread: Some(thread), ended })
+    }
+
+    /// Waits until it is open, or not wanted any more.
+    fn is_there(&self, give_up: &GiveUp) -> bool {
+        while self.ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+            if give_up.is_told() {
+                return false;
+            }
+        }
+        true
+    }
+
     fn wait(&mut self) -> Result<Opened, VfioError> {
         let failed = |why| VfioError::Io { what: "open it", source: io::Error::other(why) };
         let thread = self.thread.take().ok_or_else(|| failed("it has been opened already"))?;
@@ -152,14 +183,13 @@ impl Passthrough {
         let wish = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
         let number = sockets.segment.expect(wish, &id);
         let number = number.map_err(|source| PassthroughError::Bus { id: id.clone(), source })?;
-        let thread = thread::Builder::new().name("vfio-open".to_owned()).spawn(open);
-        let thread = thread.map_err(|source| {
+        let coming = ComingDevice::begin(config.clone(), id.clone(), number, open);
+        let coming = coming.map_err(|source| {
             sockets.segment.release(number);
             let what = "start the thread that opens it";
             no_device(config, &id, VfioError::Io { what, source })
         })?;
-        let config = config.clone();
-        self.coming.push(ComingDevice { config, id, number, thread: Some(thread) });
+        self.coming.push(coming);
         Ok(())
     }
 
@@ -185,23 +215,31 @@ impl Passthrough {
         Ok(Pinning::check(&pieces, &populator)?)
     }
 
+    /// Whether devices are being opened, so that [`Passthrough::settle`] has something to do.
+    pub fn is_to_settle(&self) -> bool {
+        !self.coming.is_empty()
+    }
+
     /// Waits until the devices that are being opened are there, gives them to the guest, and begins to
     /// map memory. Does nothing if there are none.
     ///
     /// # Errors
-    /// Naming the device. The machine is of no use then.
+    /// Naming the device; or it is to be given up while one is being opened. The machine is of no use then.
     pub fn settle(
         &mut self,
         sockets: &Sockets<'_>,
         borrowers: Borrowers,
+        give_up: &GiveUp,
     ) -> Result<(), PassthroughError> {
         if self.coming.is_empty() {
             return Ok(());
         }
         for at in 0..self.coming.len() {
+            // One after the other: what is known of a device that has failed does not wait for those behind it.
+            self.await_device(at, give_up)?;
             self.receive(at, sockets)?;
         }
-        // A vCPU that reaches a device finds somebody at work who will open the gate.
+        // A vCPU that reaches a device finds a thread at work that will open the gate.
         self.map_memory(sockets.ram, borrowers)?;
         for (coming, (_, device)) in self.coming.iter().zip(&self.devices) {
             let on_bus: Arc<dyn PciDevice> = device.clone();
@@ -212,6 +250,14 @@ impl Passthrough {
         }
         self.coming.clear();
         Ok(())
+    }
+
+    /// Waits until a device is open, or opening it has failed.
+    fn await_device(&self, at: usize, give_up: &GiveUp) -> Result<(), PassthroughError> {
+        if self.coming.get(at).is_none_or(|device| device.is_there(give_up)) {
+            return Ok(());
+        }
+        Err(PassthroughError::GivenUp)
     }
 
     fn receive(&mut self, at: usize, sockets: &Sockets<'_>) -> Result<(), PassthroughError> {
@@ -225,8 +271,51 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Lets those go on who wait for a device that will not come.
+    /// Lets those vCPUs go on that wait for a device that will not come.
     pub fn forsake(&self, segment: &PciSegment) {
         self.coming.iter().for_each(|coming| segment.release(coming.number));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::time::Duration;
+
+    use super::super::moving::tests::two_devices;
+    use super::*;
+
+    /// A device that takes until it is told to fail.
+    fn slow(number: u8) -> (ComingDevice, std::sync::mpsc::Sender<()>) {
+        let (go_on, told) = channel::<()>();
+        let open = Box::new(move || {
+            let _ = told.recv();
+            Err(VfioError::Io { what: "open it", source: io::Error::other("a test") })
+        });
+        let number = DeviceNumber::new(number).unwrap();
+        let config = DeviceConfig::default();
+        (ComingDevice::begin(config, "slow".to_owned(), number, open).unwrap(), go_on)
+    }
+
+    #[test]
+    fn a_start_that_is_given_up_waits_for_no_device() {
+        let (mut passthrough, _hosts) = two_devices();
+        let (first, go_on) = slow(7);
+        let (second, never) = slow(8);
+        passthrough.coming = vec![first, second];
+        let give_up = GiveUp::default();
+        drop(go_on);
+        give_up.now();
+        let (waited, is_over) = channel();
+        std::thread::spawn(move || {
+            let result = (0..2).try_for_each(|at| passthrough.await_device(at, &give_up));
+            let _ = waited.send((passthrough, result));
+        });
+        let (passthrough, given_up) = is_over.recv_timeout(Duration::from_mins(1)).unwrap();
+        assert!(matches!(given_up, Err(PassthroughError::GivenUp)), "{given_up:?}");
+        drop(never);
+        // What has come of each is found out when it is received.
+        (0..2).try_for_each(|at| passthrough.await_device(at, &GiveUp::default())).unwrap();
     }
 }

@@ -28,6 +28,8 @@ use crate::machine::virtio::Sockets;
 pub struct PrepinnedSlot {
     given: Given,
     iommufd: Option<OwnedFd>,
+    /// Of the device.
+    address: DeviceAddress,
     /// The device, and where it is.
     device: Option<(PathBuf, OwnedFd)>,
     grant: PinnedGrant,
@@ -89,6 +91,7 @@ impl PrepinnedSlot {
         Ok(Some(Self {
             given: Given::prezeroed(&zone.id, Arc::new(memory.file), Arc::new(pool)),
             iommufd: Some(memory.iommufd.into()),
+            address: device,
             device: Some((path, memory.device.into())),
             grant: memory.grant,
             mapped: BTreeMap::new(),
@@ -129,11 +132,12 @@ impl PrepinnedSlot {
 
     /// Says why the machine does without. The device is free when this returns.
     pub(super) fn refuse(self, error: &PassthroughError) {
+        let device = self.address.to_string();
         // Iommufd and device go here, if they have not gone with what could not use them.
         drop(self);
         let why = error_text::chain(error);
         log::warn!("what the pool has mapped is not used, memory is mapped anew: {why}");
-        events::emit("vm", "prepinned-unavailable", &[("error", &why)]);
+        events::emit("vm", "prepinned-unavailable", &[("device", &device), ("error", &why)]);
     }
 }
 

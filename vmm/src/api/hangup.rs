@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Whether a client is gone, while its request is carried out.
+//!
+//! Owns a second descriptor of the connection, as the first has to stay ready for the answer. A client that
+//! has shut down its sending side alone (`nc -N`, socat) still waits for the answer: of a Unix socket that is
+//! told apart, as only the end of both sides is a hang-up.
+
+use std::future::pending;
+use std::io;
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream as StdStream;
+
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+/// Tells when the peer of a connection has closed it.
+#[derive(Debug)]
+pub struct Hangup(Option<UnixStream>);
+
+impl Hangup {
+    /// Watches the peer of `stream`. If the host gives no descriptor it is there until the answer cannot
+    /// be written.
+    pub fn of(stream: &UnixStream) -> Self {
+        let again = stream.as_fd().try_clone_to_owned().map(StdStream::from);
+        let again = again.and_then(UnixStream::from_std);
+        if let Err(error) = &again {
+            log::debug!("whether a client of the API is gone is not seen: {error}");
+        }
+        Self(again.ok())
+    }
+
+    /// Waits until it is gone.
+    pub async fn wait(&self) {
+        let Some(stream) = &self.0 else { return pending().await };
+        loop {
+            // Of what is written to: the end of what is read is that of a peer that may still wait.
+            match stream.ready(Interest::WRITABLE).await {
+                Ok(ready) if ready.is_write_closed() => return,
+                Ok(_) => {
+                    // There is room in the socket, which says nothing: as if a write had found none, the next
+                    // change is waited for.
+                    let full = || Err::<(), _>(io::ErrorKind::WouldBlock.into());
+                    let _ = stream.try_io(Interest::WRITABLE, full);
+                }
+                // The runtime ends.
+                Err(_) => return pending().await,
+            }
+        }
+    }
+}

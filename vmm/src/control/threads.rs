@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Threads to which the VMM thread gives what it owns.
+//!
+//! Owns a load on its way to such a thread: on a host that gives no thread it comes back. Must never know
+//! what the load is.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+/// Starts a thread that owns `load`, or gives it back.
+pub fn spawn_with<T: Send + 'static>(
+    name: &str,
+    load: T,
+    work: impl FnOnce(T) + Send + 'static,
+) -> Result<JoinHandle<()>, (T, io::Error)> {
+    let slot = Arc::new(Mutex::new(Some(load)));
+    let take = |slot: &Mutex<Option<T>>| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let inner = Arc::clone(&slot);
+    let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        if let Some(load) = take(&inner) {
+            work(load);
+        }
+    });
+    spawned.map_err(|error| match take(&slot) {
+        Some(load) => (load, error),
+        // Only the thread takes it, and there is none.
+        None => unreachable!("no thread was made"),
+    })
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Disks whose images the host has no room for, as the owner of a machine sees them.
+//!
+//! Owns what is said of them, and the rule that a machine with such a disk is neither saved nor moved: the
+//! requests that it keeps are in no state. Must never answer a request of the guest.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use devices::virtio::block::FullDisk;
+use thiserror::Error;
+
+use super::{Machine, MachineError};
+
+/// A disk that keeps requests of the guest until there is room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FullDiskStatus {
+    /// The device.
+    pub id: String,
+    /// Its image.
+    pub path: PathBuf,
+    /// Requests that are kept.
+    pub requests: usize,
+}
+
+/// There is no room for what the guest has written.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub struct DisksFull(Vec<FullDiskStatus>);
+
+impl fmt::Display for DisksFull {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(disks) = self;
+        for (index, FullDiskStatus { id, path, .. }) in disks.iter().enumerate() {
+            let comma = if index > 0 { ", " } else { "" };
+            write!(f, "{comma}disk '{id}' ({}) is full", path.display())?;
+        }
+        f.write_str(
+            ": requests of the guest wait until the host has room for them; free room, or raise the quota, \
+             and the VM goes on",
+        )
+    }
+}
+
+impl Machine {
+    /// The disks that keep requests for which there was no room. While the machine runs, a request that is
+    /// just being tried again does not count.
+    pub fn full_disks(&self) -> Vec<FullDiskStatus> {
+        let status = |(id, disk): &(String, FullDisk)| {
+            let requests = disk.kept();
+            let path = disk.path().to_owned();
+            (requests > 0).then(|| FullDiskStatus { id: id.clone(), path, requests })
+        };
+        self.devices.full_disks.iter().filter_map(status).collect()
+    }
+
+    /// Whether no request is kept.
+    ///
+    /// # Errors
+    /// Naming the disks.
+    pub fn check_room(&self) -> Result<(), DisksFull> {
+        let full = self.full_disks();
+        if full.is_empty() { Ok(()) } else { Err(DisksFull(full)) }
+    }
+
+    /// Lets the guest run if there is room now for all that is kept, which is found out by carrying it out.
+    /// The machine must be paused. Takes as long as the storage takes.
+    ///
+    /// # Errors
+    /// [`MachineError::DisksFull`], and as [`Machine::resume`]; the machine stays paused.
+    pub fn resume_with_room(&mut self) -> Result<(), MachineError> {
+        let mut full = self.full_disks();
+        if self.paused {
+            full.retain(|status| {
+                let disk = self.devices.full_disks.iter().find(|(id, _)| *id == status.id);
+                disk.is_some_and(|(_, disk)| disk.try_again().is_err())
+            });
+        }
+        if !full.is_empty() {
+            return Err(DisksFull(full).into());
+        }
+        self.resume()
+    }
+}

@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Text for a reader that may be slow, or not read at all: that of the log, that of the events.
+//!
+//! Owns a queue, and the thread that writes what is in it. Putting a piece into it never waits: one that
+//! finds no room is lost and counted, and so is one that cannot be written. It must never know what the text
+//! is about, and never give up: one reader may end and another begin, a file system may be full for a while.
+
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::time::{Duration, Instant};
+
+use crate::events::block_signals;
+
+/// Written at once: what a pipe or a terminal that is ready takes without waiting.
+const WRITE_BYTES: usize = libc::PIPE_BUF;
+
+/// How often it is looked whether the reader reads, at the end.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// One that has not read anything for so many looks does not read.
+const LOOKS: u32 = 10;
+
+const STACK_BYTES: usize = 128 << 10;
+
+/// What is put into an outlet.
+pub trait Piece: Send + 'static {
+    /// Its text. Called on the outlet's thread.
+    fn into_text(self) -> Vec<u8>;
+}
+
+impl Piece for String {
+    fn into_text(self) -> Vec<u8> {
+        self.into_bytes()
+    }
+}
+
+enum Message<T> {
+    /// A piece, and how many were lost before it.
+    Piece(T, u64),
+    Flush(SyncSender<()>),
+}
+
+/// A queue with a thread that writes what is in it.
+#[derive(Debug)]
+pub struct Outlet<T> {
+    queue: SyncSender<Message<T>>,
+    lost: Arc<AtomicU64>,
+    /// The thread waits for the reader.
+    waits: Arc<AtomicBool>,
+}
+
+impl<T: Piece> Outlet<T> {
+    /// Starts a thread of this name that writes to `file`; `room` pieces may wait for it. When the file
+    /// cannot be written to `failed` is called, once until it can; what comes meanwhile is lost.
+    ///
+    /// # Errors
+    /// The host gives no thread.
+    pub fn start(
+        name: &str,
+        file: File,
+        room: usize,
+        failed: impl Fn(&io::Error) + Send + 'static,
+    ) -> io::Result<Self> {
+        let (queue, pieces) = sync_channel(room);
+        let (waits, lost) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let target = Target { file, rest: Vec::new(), waits: Arc::clone(&waits) };
+        let missed = Arc::clone(&lost);
+        std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(
+            move || {
+                block_signals();
+                write_all(&pieces, target, &missed, failed);
+            },
+        )?;
+        Ok(Self { queue, lost, waits })
+    }
+
+    /// Puts in a piece that is made with the number of those that were lost before it.
+    pub fn put(&self, piece: impl FnOnce(u64) -> T) {
+        let lost = self.lost.swap(0, Relaxed);
+        if let Err(TrySendError::Full(_)) = self.queue.try_send(Message::Piece(piece(lost), lost)) {
+            self.lost.fetch_add(lost.saturating_add(1), Relaxed);
+        }
+    }
+
+    /// Pieces that were lost, and of which none has told yet.
+    pub fn lost(&self) -> u64 {
+        self.lost.load(Relaxed)
+    }
+
+    /// Waits until everything is written, but not for a reader that does not read, and never longer than
+    /// `limit`. True if it is.
+    pub fn flush(&self, limit: Duration) -> bool {
+        let (done, wait) = sync_channel(1);
+        let deadline = Instant::now() + limit;
+        let (mut message, mut looks) = (Message::Flush(done), 0);
+        let mut goes_on = || {
+            looks = if self.waits.load(Relaxed) { looks + 1 } else { 0 };
+            looks < LOOKS && Instant::now() < deadline
+        };
+        loop {
+            match self.queue.try_send(message) {
+                Ok(()) => break,
+                Err(TrySendError::Full(back)) if goes_on() => {
+                    message = back;
+                    std::thread::sleep(LOOK);
+                }
+                Err(_) => return false,
+            }
+        }
+        loop {
+            match wait.recv_timeout(LOOK) {
+                Ok(()) => return true,
+                Err(RecvTimeoutError::Timeout) if goes_on() => {}
+                Err(_) => return false,
+            }
+        }
+    }
+}
+
+fn write_all<T: Piece>(
+    pieces: &Receiver<Message<T>>,
+    mut target: Target,
+    lost: &AtomicU64,
+    failed: impl Fn(&io::Error),
+) {
+    let mut fails = false;
+    while let Ok(message) = pieces.recv() {
+        match message {
+            Message::Piece(piece, lost_before) => match target.write(piece.into_text()) {
+                Ok(()) => fails = false,
+                Err(error) => {
+                    // What it would have told is told by a later one.
+                    lost.fetch_add(lost_before.saturating_add(1), Relaxed);
+                    if !std::mem::replace(&mut fails, true) {
+                        failed(&error);
+                    }
+                }
+            },
+            Message::Flush(done) => {
+                if target.write_rest().is_ok() {
+                    // The other end may have given the wait up.
+                    let _ = done.send(());
+                }
+            }
+        }
+    }
+}
+
+/// Where it is written to.
+struct Target {
+    file: File,
+    /// What is left of a piece of which some is written: it comes first, so that no other is glued to a part of
+    /// one.
+    rest: Vec<u8>,
+    waits: Arc<AtomicBool>,
+}
+
+impl Target {
+    /// Writes a piece, after what is left of the one before it. One of which some is written counts as written:
+    /// the rest follows.
+    fn write(&mut self, text: Vec<u8>) -> io::Result<()> {
+        self.write_rest()?;
+        let len_bytes = text.len();
+        self.rest = text;
+        match self.write_rest() {
+            Err(error) if self.rest.is_empty() || self.rest.len() == len_bytes => {
+                self.rest.clear();
+                Err(error)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn write_rest(&mut self) -> io::Result<()> {
+        let mut written = 0;
+        let result = loop {
+            let left = self.rest.get(written..).unwrap_or_default();
+            if left.is_empty() {
+                break Ok(());
+            }
+            if let Err(error) = self.wait_for_room() {
+                break Err(error);
+            }
+            match self.file.write(left.get(..left.len().min(WRITE_BYTES)).unwrap_or_default()) {
+                Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
+                Ok(len_bytes) => written += len_bytes,
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
+                Err(error) => break Err(error),
+            }
+        };
+        self.rest.drain(..written);
+        if result.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::BrokenPipe) {
+            // Its reader is gone, and the next one has no use for half of a piece.
+            self.rest.clear();
+        }
+        result
+    }
+
+    /// Waits until the reader has made room, or is gone. A file always has it.
+    fn wait_for_room(&self) -> io::Result<()> {
+        self.waits.store(true, Relaxed);
+        let mut entry =
+            libc::pollfd { fd: self.file.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+        // SAFETY: `entry` is one valid pollfd that lives during the call, and the descriptor is open.
+        let polled = unsafe { libc::poll(&raw mut entry, 1, -1) };
+        self.waits.store(false, Relaxed);
+        if polled < 0 {
+            let error = io::Error::last_os_error();
+            return if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) };
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::io::Read as _;
+    use std::os::fd::OwnedFd;
+    use std::os::unix::fs::OpenOptionsExt as _;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    fn outlet(file: File) -> Outlet<String> {
+        Outlet::start("outlet", file, 8, |_| ()).unwrap()
+    }
+
+    /// More than a pipe takes and may wait.
+    fn overflow(outlet: &Outlet<String>) {
+        let mut taken = 0;
+        while taken < 16 || outlet.lost() == 0 {
+            outlet.put(|_| "x".repeat(5000));
+            taken += u32::from(outlet.lost() == 0);
+        }
+    }
+
+    #[test]
+    fn a_reader_that_does_not_read_is_not_waited_for_at_the_end() {
+        let (mut reader, pipe) = io::pipe().unwrap();
+        let outlet = outlet(File::from(OwnedFd::from(pipe)));
+        overflow(&outlet);
+        let began = Instant::now();
+        assert!(!outlet.flush(LONG));
+        assert!(began.elapsed() < LONG / 4, "{:?}", began.elapsed());
+        // Once it reads it gets whole pieces, and is told how many are missing.
+        let text = std::thread::spawn(move || {
+            let mut text = String::new();
+            reader.read_to_string(&mut text).unwrap();
+            text
+        });
+        while !outlet.flush(LONG) {}
+        outlet.put(|lost| format!("{} lost", lost.min(1)));
+        assert!(outlet.flush(LONG));
+        drop(outlet);
+        let text = text.join().unwrap();
+        let rest = text.trim_start_matches('x');
+        assert_eq!((rest, (text.len() - rest.len()) % 5000), ("1 lost", 0));
+    }
+
+    #[test]
+    fn a_pipe_that_has_been_full_is_written_to_when_it_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        // Without a reader, and so that writes do not wait.
+        let file = devices::endpoint::open_output(&path).unwrap();
+        let outlet = outlet(file);
+        overflow(&outlet);
+        let mut options = File::options();
+        let mut reader = options.read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
+        let (mut text, mut chunk) = (Vec::new(), [0; 4096]);
+        let began = Instant::now();
+        while !text.ends_with(b"the end") {
+            outlet.put(|_| "the end".to_owned());
+            if let Ok(len_bytes) = reader.read(&mut chunk) {
+                text.extend_from_slice(&chunk[..len_bytes]);
+            }
+            assert!(began.elapsed() < LONG, "{} bytes", text.len());
+        }
+    }
+
+    #[test]
+    fn half_of_a_piece_goes_with_its_reader() {
+        let (reader, pipe) = io::pipe().unwrap();
+        drop(reader);
+        let file = File::from(OwnedFd::from(pipe));
+        let waits = Arc::new(AtomicBool::new(false));
+        let mut target = Target { file, rest: b" half".to_vec(), waits };
+        let error = target.write(b", one more".to_vec()).unwrap_err();
+        assert_eq!((error.kind(), &*target.rest), (io::ErrorKind::BrokenPipe, &b""[..]));
+    }
+
+    #[test]
+    fn what_a_lost_piece_would_have_told_is_told_by_a_later_one() {
+        let (reader, pipe) = io::pipe().unwrap();
+        drop(reader);
+        let outlet = outlet(File::from(OwnedFd::from(pipe)));
+        for lost in 0..5 {
+            outlet.put(|lost_before| {
+                assert_eq!(lost_before, lost);
+                "one".to_owned()
+            });
+            assert!(outlet.flush(LONG));
+        }
+        assert_eq!(outlet.lost(), 5);
+    }
+
+    #[test]
+    fn half_of_a_piece_is_followed_by_its_other_half() {
+        let (mut reader, pipe) = io::pipe().unwrap();
+        let file = File::from(OwnedFd::from(pipe));
+        // As if the file system had become full in the middle.
+        let waits = Arc::new(AtomicBool::new(false));
+        let mut target = Target { file, rest: b" half".to_vec(), waits };
+        target.write(b", one more".to_vec()).unwrap();
+        drop(target);
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        assert_eq!(text, " half, one more");
+    }
+
+    #[test]
+    fn a_reader_that_is_gone_is_told_once() {
+        let (reader, pipe) = io::pipe().unwrap();
+        drop(reader);
+        let (told, tells) = std::sync::mpsc::channel();
+        let failed = move |error: &io::Error| told.send(error.kind()).unwrap();
+        let outlet = Outlet::start("outlet", File::from(OwnedFd::from(pipe)), 8, failed).unwrap();
+        outlet.put(|_| "one".to_owned());
+        outlet.put(|_| "two".to_owned());
+        assert!(outlet.flush(LONG));
+        assert_eq!(outlet.lost(), 2);
+        // With its thread what tells goes.
+        drop(outlet);
+        assert_eq!(tells.iter().collect::<Vec<_>>(), [io::ErrorKind::BrokenPipe]);
+    }
+}
