@@ -11,7 +11,9 @@ demo_pid() { DEMO_PIDS+=("$1"); }
 
 demo_end() {
   local code=$? pid
-  trap - EXIT INT TERM
+  trap - EXIT
+  trap '' INT TERM HUP
+  end_started
   for pid in "${DEMO_PIDS[@]:-}"; do
     [ -n "$pid" ] && kill "$pid" 2>/dev/null || true
   done
@@ -33,7 +35,7 @@ demo_end() {
   exit "$code"
 }
 trap demo_end EXIT
-trap 'DEMO_REASON="interrupted"; exit 130' INT TERM
+trap 'DEMO_REASON="interrupted"; exit 130' INT TERM HUP
 
 demo_logs() {
   local log

@@ -33,7 +33,10 @@ fn main() -> ExitCode {
         Err(error) => Err(usage(&error)),
     };
     match result {
-        Ok(()) => ExitCode::from(exit::OK),
+        Ok(()) => {
+            log::logger().flush();
+            ExitCode::from(exit::OK)
+        }
         Err(failure) => failure.report(),
     }
 }

@@ -17,6 +17,7 @@ fn main() -> ExitCode {
         .and_then(|_| call.carry_out().map_err(|error| Failure::failed(&error)));
     match result {
         Ok(text) => {
+            log::logger().flush();
             print_line(text.trim_end());
             ExitCode::from(exit::OK)
         }

@@ -14,7 +14,13 @@
 //! A process that a signal kills has no code of ours (the shell shows 128 plus the signal).
 
 use std::error::Error;
+use std::io::Write as _;
 use std::process::ExitCode;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+/// Longest wait for a reader of the reason of the end.
+const PRINT_TIME: Duration = Duration::from_secs(1);
 
 /// Done.
 pub const OK: u8 = 0;
@@ -66,9 +72,19 @@ impl Failure {
         self
     }
 
-    /// Prints it once, on stderr, and gives the exit code.
+    /// Prints it once, on stderr, and gives the exit code. Where nothing reads that, it is not waited for.
     pub fn report(&self) -> ExitCode {
-        eprintln!("{}", self.text());
+        log::logger().flush();
+        let text = self.text();
+        let (printed, is_printed) = channel();
+        let print = move || {
+            // Nothing is left that could be told of a failure.
+            let _ = writeln!(std::io::stderr(), "{text}");
+            let _ = printed.send(());
+        };
+        if std::thread::Builder::new().spawn(print).is_ok() {
+            let _ = is_printed.recv_timeout(PRINT_TIME);
+        }
         ExitCode::from(self.code)
     }
 

@@ -4,20 +4,14 @@
 //!
 //! Owns SIGINT from the first call on. It must never keep the signal from ending the process.
 
-/// Whether this process was started with SIGINT ignored, as a shell starts what a script ends with `&`.
-fn is_ignored() -> bool {
-    let mut action = std::mem::MaybeUninit::<libc::sigaction>::uninit();
-    // SAFETY: changes nothing and writes one sigaction, which lives during the call.
-    let done = unsafe { libc::sigaction(libc::SIGINT, std::ptr::null(), action.as_mut_ptr()) };
-    // SAFETY: the call that succeeded has filled it.
-    done == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
-}
+use vmm::control::is_ignored;
+use vmm::panicking;
 
 /// Prints `words` on stderr when SIGINT comes, which then ends the process as it always does. One that is
 /// ignored stays so.
 pub fn explain(words: String) {
     // A signal that is blocked comes to `sigwait` also if it is ignored.
-    if is_ignored() {
+    if is_ignored(libc::SIGINT) {
         return;
     }
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
@@ -33,14 +27,15 @@ pub fn explain(words: String) {
         let mut signal = 0;
         // SAFETY: reads the set and writes one number, which both live during the call.
         while unsafe { libc::sigwait(&raw const set, &raw mut signal) } != 0 {}
-        eprintln!("\n{words}");
-        // SAFETY: restores what a process begins with and lets the signal end it, as the mask of
-        // this thread no longer holds it.
+        // SAFETY: restores what a process begins with: another signal ends it from here on, whatever this
+        // thread does, as its mask no longer holds it.
         unsafe {
             libc::signal(libc::SIGINT, libc::SIG_DFL);
             libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut());
-            libc::raise(libc::SIGINT);
         }
+        panicking::say_at_once(&format!("\n{words}\n"));
+        // SAFETY: sends a signal to this thread, which ends the process.
+        unsafe { libc::raise(libc::SIGINT) };
     };
     if std::thread::Builder::new().name("interrupt".to_owned()).spawn(wait).is_err() {
         // SAFETY: as above.
@@ -52,7 +47,10 @@ pub fn explain(words: String) {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-    use std::process::Command;
+    use std::io::{Read as _, Write as _};
+    use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+    use std::process::{Command, Stdio};
+    use std::time::{Duration, Instant};
 
     use super::*;
 
@@ -90,5 +88,64 @@ mod tests {
                 .unwrap();
             assert!(ended.status.success(), "{disposition}: {ended:?}");
         }
+    }
+
+    const FULL_PIPE: &str = "GODWIT_TEST_SIGINT_FULL_PIPE";
+
+    #[test]
+    fn a_full_pipe_keeps_no_signal_from_ending_the_process() {
+        if std::env::var_os(FULL_PIPE).is_some() {
+            explain("it goes on".to_owned());
+            // From here on the signal may come.
+            println!("ready");
+            loop {
+                std::thread::park();
+            }
+        }
+        let (_unread, mut pipe) = std::io::pipe().unwrap();
+        // SAFETY: only numbers are passed, and the descriptor is open.
+        let room_bytes =
+            unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&pipe), libc::F_GETPIPE_SZ) };
+        pipe.write_all(&vec![b'.'; usize::try_from(room_bytes).unwrap()]).unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--nocapture", "--exact"])
+            .arg("cli::interrupt::tests::a_full_pipe_keeps_no_signal_from_ending_the_process")
+            .env(FULL_PIPE, "1")
+            .stdout(Stdio::piped())
+            .stderr(pipe);
+        // SAFETY: between fork and exec only the mask is changed, which takes no memory. The signal is blocked
+        // in all threads, as in a program that calls `explain` first: that of the tests has others.
+        unsafe {
+            command.pre_exec(|| {
+                let mut set = std::mem::zeroed();
+                libc::sigaddset(&raw mut set, libc::SIGINT);
+                libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+                Ok(())
+            });
+        }
+        let mut child = command.spawn().unwrap();
+        let (mut stdout, mut said) = (child.stdout.take().unwrap(), Vec::new());
+        while !said.ends_with(b"ready\n") {
+            let mut byte = [0];
+            stdout.read_exact(&mut byte).unwrap();
+            said.push(byte[0]);
+        }
+        let pid = libc::pid_t::try_from(child.id()).unwrap();
+        // SAFETY: only numbers are passed; the child has not been waited for, so the number is its own.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+        let began = Instant::now();
+        let ended = loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                break status;
+            }
+            if began.elapsed() > Duration::from_secs(30) {
+                child.kill().unwrap();
+                child.wait().unwrap();
+                panic!("the signal does not end it");
+            }
+            std::thread::yield_now();
+        };
+        assert_eq!(ended.signal(), Some(libc::SIGINT));
     }
 }

@@ -2,16 +2,22 @@
 
 //! Where log messages go: stderr or a file, a line each, with the time since the start.
 //!
-//! Owns where lines go. Lines of different threads never mix: each is one write. What is in a line
-//! says [`super::log_format`].
+//! Owns where lines go. Lines of different threads never mix: each is one write. A reader that does not
+//! read (a terminal that was stopped, a pipe) keeps no thread waiting that has something to log: lines that
+//! find no room are left out, and the next one says how many. What is in a line says
+//! [`super::log_format`].
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, IsTerminal as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use log::{LevelFilter, Log, Metadata, Record};
 use thiserror::Error;
+use vmm::outlet::Outlet;
 
 use super::log_format::LogFormat;
 
@@ -27,14 +33,35 @@ pub enum LogError {
         #[source]
         source: io::Error,
     },
+    /// The host gives no descriptor or thread for it.
+    #[error("logging cannot be started")]
+    Start(#[source] io::Error),
     /// There is one already.
     #[error("there is a logger already")]
     Twice,
 }
 
+/// Lines that wait for their reader.
+const QUEUE_LINES: usize = 1024;
+
+/// Longest wait at the end for a slow reader.
+const FLUSH_TIME: Duration = Duration::from_secs(1);
+
 enum Output {
-    Stderr,
+    /// A file, which has no reader that a write could wait for.
     File(Arc<File>),
+    /// A terminal, a pipe or a socket.
+    Reader(Outlet<String>),
+}
+
+impl Output {
+    fn to(file: Arc<File>) -> io::Result<Self> {
+        if file.metadata()?.is_file() {
+            return Ok(Self::File(file));
+        }
+        let nothing_to_tell = |_: &io::Error| ();
+        Outlet::start("log", file.try_clone()?, QUEUE_LINES, nothing_to_tell).map(Self::Reader)
+    }
 }
 
 struct Logger {
@@ -50,14 +77,38 @@ impl Log for Logger {
 
     fn log(&self, record: &Record<'_>) {
         let line = self.format.line(record) + self.line_end;
-        // Nobody can be told that telling failed.
-        let _ = match &self.output {
-            Output::Stderr => io::stderr().write_all(line.as_bytes()),
-            Output::File(file) => (&**file).write_all(line.as_bytes()),
-        };
+        match &self.output {
+            // No one is left to be told that telling failed.
+            Output::File(file) => drop((&**file).write_all(line.as_bytes())),
+            Output::Reader(outlet) => outlet.put(|lost| match lost {
+                0 => line,
+                lost => format!("({lost} lines are missing here){}{line}", self.line_end),
+            }),
+        }
     }
 
-    fn flush(&self) {}
+    fn flush(&self) {
+        if let Output::Reader(outlet) = &self.output {
+            outlet.flush(FLUSH_TIME);
+        }
+    }
+}
+
+/// Makes or empties a file. What has a reader, a named pipe for example, is neither emptied nor waited for.
+fn create(path: &Path) -> io::Result<File> {
+    if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+        let open = |with_read: bool| {
+            let mut options = File::options();
+            options.append(true).read(with_read);
+            options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
+        };
+        return match open(false) {
+            // A pipe that has no reader yet.
+            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => open(true),
+            opened => opened,
+        };
+    }
+    File::create(path)
 }
 
 /// Starts logging. Gives the file, for processes that log to it as well.
@@ -69,14 +120,19 @@ pub fn start(
     verbosity: u8,
     file: Option<&Path>,
 ) -> Result<Option<Arc<File>>, LogError> {
-    let create = |path: &Path| {
-        let failed = |source| LogError::Create { path: path.display().to_string(), source };
-        File::create(path).map(Arc::new).map_err(failed)
-    };
-    let file = file.map(create).transpose()?;
-    let output = file.clone().map_or(Output::Stderr, Output::File);
+    let file = file
+        .map(|path| {
+            let failed = |source| LogError::Create { path: path.display().to_string(), source };
+            create(path).map(Arc::new).map_err(failed)
+        })
+        .transpose()?;
     // A terminal may be in raw mode while the guest uses it.
-    let raw = matches!(output, Output::Stderr) && io::stderr().is_terminal();
+    let raw = file.is_none() && io::stderr().is_terminal();
+    let output = match &file {
+        Some(file) => Ok(Arc::clone(file)),
+        None => io::stderr().as_fd().try_clone_to_owned().map(|fd| Arc::new(File::from(fd))),
+    };
+    let output = output.and_then(Output::to).map_err(LogError::Start)?;
     let logger = Logger { format, output, line_end: if raw { "\r\n" } else { "\n" } };
     log::set_boxed_logger(Box::new(logger)).map_err(|_| LogError::Twice)?;
     log::set_max_level(match verbosity {

@@ -194,7 +194,7 @@ fn pretty(command: &str, text: &str) -> Result<String, RemoteError> {
         .map_err(|source| RemoteError::Answer { command: command.to_owned(), source })
 }
 
-/// Writes an answer to stdout. Whoever reads it may have left; the exit code still tells.
+/// Writes an answer to stdout. Its reader may have left; the exit code still tells.
 ///
 /// # Errors
 /// There is a reader, or a file, and it does not take all.
