@@ -2,16 +2,13 @@
 //! Taps that a client opened and sends with its request, as libvirt does: the guest's device uses that
 //! tap and no other, for as long as the VM has the device and no longer.
 
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd};
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::json;
 
 use crate::harness::api::{Answer, read_answer};
 use crate::harness::migrate::{Reception, send_option};
-use crate::harness::taps::{Tap, inherited, interface_exists, taps_of};
+use crate::harness::taps::{Tap, inherited, interface_exists, send_with, taps_of};
 use crate::harness::{Mode, Suite, Transport, Vmm, wait_for};
 use crate::lifecycle::config;
 use crate::snapshot::place;
@@ -32,12 +29,7 @@ fn put_with(vmm: &Vmm, name: &str, body: &str, fds: &[BorrowedFd<'_>]) -> Answer
          Content-Length: {}\r\n\r\n{body}",
         body.len()
     );
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is room");
-    let pieces = [IoSlice::new(text.as_bytes())];
-    let sent = rustix::net::sendmsg(&stream, &pieces, &mut control, SendFlags::NOSIGNAL);
-    assert_eq!(sent.expect("sent"), text.len());
+    send_with(&stream, &text, fds);
     read_answer(&mut stream).expect("an answer")
 }
 

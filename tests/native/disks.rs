@@ -103,43 +103,51 @@ impl Disk {
     /// Checks that the file has every block that was acknowledged.
     #[track_caller]
     fn holds(&self, acknowledged: u64) {
-        let file = File::open(&self.file).expect("the file");
-        let mut block = [0; BLOCK];
-        let oldest = acknowledged.saturating_sub(BLOCKS);
-        let mut lost = Vec::new();
-        for number in oldest..acknowledged {
-            file.read_exact_at(&mut block, number % BLOCKS * PAGE_BYTES).expect("a block");
-            // The one after the last may have been written and not be counted yet.
-            let next = (number + BLOCKS == acknowledged).then_some(number + BLOCKS);
-            let is = |number: u64| block.chunks(8).all(|word| word == (number + 1).to_le_bytes());
-            if !is(number) && !next.is_some_and(is) {
-                lost.push(number);
-            }
-        }
-        assert!(lost.is_empty(), "of {acknowledged} blocks the file lacks {lost:?}");
+        holds(&self.file, acknowledged);
     }
 }
 
-fn word(vmm: &Vmm, field: u64) -> u64 {
+/// Checks that an image has every block that was acknowledged.
+#[track_caller]
+pub fn holds(file: &Path, acknowledged: u64) {
+    let file = File::open(file).expect("the file");
+    let mut block = [0; BLOCK];
+    let oldest = acknowledged.saturating_sub(BLOCKS);
+    let mut lost = Vec::new();
+    for number in oldest..acknowledged {
+        file.read_exact_at(&mut block, number % BLOCKS * PAGE_BYTES).expect("a block");
+        // The one after the last may have been written and not be counted yet.
+        let next = (number + BLOCKS == acknowledged).then_some(number + BLOCKS);
+        let is = |number: u64| block.chunks(8).all(|word| word == (number + 1).to_le_bytes());
+        if !is(number) && !next.is_some_and(is) {
+            lost.push(number);
+        }
+    }
+    assert!(lost.is_empty(), "of {acknowledged} blocks the file lacks {lost:?}");
+}
+
+/// A figure of the guest's first vCPU.
+pub fn word(vmm: &Vmm, field: u64) -> u64 {
     let guest = vmm.guest();
     guest.memory().word(abi::vcpu_gpa(0) + field).expect("the guest's memory")
 }
 
 /// Blocks that the guest counts as written; it has seen nothing wrong.
 #[track_caller]
-fn written(vmm: &Vmm) -> u64 {
+pub fn written(vmm: &Vmm) -> u64 {
     assert_eq!(word(vmm, vcpu::DISK_FAILURE), 0, "what the guest read is not what it wrote");
     word(vmm, vcpu::DISK_WRITES)
 }
 
+/// Waits until the guest has written so many more.
 #[track_caller]
-fn write_more(vmm: &Vmm, blocks: u64) {
+pub fn write_more(vmm: &Vmm, blocks: u64) {
     let target = written(vmm) + blocks;
     wait_for("blocks written by the guest", || (written(vmm) >= target).then_some(()));
 }
 
 /// Whether another open file could not lock it.
-fn is_locked(path: &Path) -> bool {
+pub fn is_locked(path: &Path) -> bool {
     let file = File::options().read(true).write(true).open(path).expect("the disk");
     let mut range = libc::flock {
         l_type: libc::c_short::try_from(libc::F_WRLCK).expect("a constant"),
@@ -262,10 +270,10 @@ fn ejected() {
     let (_, place) = places.iter().find(|(id, _)| id == "data").expect("its place");
     let number = place.split(['/', ':', '.']).rev().nth(1).expect("a device number");
     let number = u32::from_str_radix(number, 16).expect("a device number");
+    // What was written before the request is written back at once. What comes later is what this is about.
+    let asked = written(&vmm);
     api.put("vm.remove-device", &json!({"id": "data"}).to_string()).ok();
     vmm.wait_for_event("device-removing");
-    // What was written up to then is written back at once. What comes later is what this is about.
-    let asked = written(&vmm);
     let file = File::open(&disk.file).expect("the file");
     wait_for("the first writing back", || {
         let newest = |block: u64| {

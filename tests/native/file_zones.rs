@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tempfile::TempDir;
 
 use crate::harness::faults::Stopped;
-use crate::harness::migrate::{Reception, failure_of, migrate, send_option};
+use crate::harness::migrate::{ANYTHING, Reception, failure_of, migrate, migrate_to, send_option};
 use crate::harness::vmm::RAM_FILE;
 use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, image, skip, wait_for};
 use crate::postcopy::progress;
@@ -30,6 +30,7 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("file_zones::restored_over_an_old_file_{mode}"), test);
     }
     suite.add("file_zones::a_private_file_is_left_as_it_is_by_what_arrives", private);
+    suite.add("file_zones::a_source_empties_no_file_that_no_rule_allows", not_emptied);
     suite.add("file_zones::both_vmms_on_one_path_are_refused_by_name", both_on_one);
     suite.add("file_zones::a_boot_and_a_restore_over_a_running_guest_are_refused", over_a_guest);
     suite.add("file_zones::what_a_page_server_reads_is_refused", page_server);
@@ -157,17 +158,24 @@ fn check(folders: &Folders, name: &str, vmm: &Vmm) {
     vmm.api().put("vm.resume", "").ok();
 }
 
+/// Moves a guest to where its file may be emptied.
+#[track_caller]
+fn move_over(source: Vmm, destination: &Vmm, mode: Mode) {
+    let reception = Reception::start_with(destination, Transport::Tcp, mode, ANYTHING);
+    migrate_to(reception, source, destination, |url| send_option(url, mode));
+}
+
 #[track_caller]
 fn move_about(folders: &Folders, mode: Mode) {
     let here = folders.boot("a", LOAD);
     here.wait_for_work(5_000);
     folders.make_old("b");
     let there = folders.empty("b");
-    migrate(here, &there, Transport::Tcp, mode);
+    move_over(here, &there, mode);
     check(folders, "b", &there);
     folders.make_old("a");
     let back = folders.empty("a");
-    migrate(there, &back, Transport::Tcp, mode);
+    move_over(there, &back, mode);
     check(folders, "a", &back);
     back.shut_down();
 }
@@ -223,6 +231,30 @@ fn private() {
 fn is_refusal(text: &str, pid: u32, name: &str) {
     assert!(text.contains("'z'") && text.contains(RAM_FILE), "{text}");
     assert!(text.contains(&format!("locked by process {pid} ({name})")), "{text}");
+}
+
+fn not_emptied() {
+    let folders = Folders::small("on");
+    let source = folders.boot("a", LOAD);
+    source.wait_for_work(5_000);
+    folders.make_old("b");
+    let whole = folders.old_pages("b");
+    let destination = folders.empty("b");
+    for mode in [Mode::Precopy, Mode::Postcopy] {
+        let reception = Reception::start(&destination, Transport::Tcp, mode);
+        source.remote_ok(&["send-migration", &send_option(&reception.url, mode)]);
+        let told = reception.finish();
+        assert!(!told.status.success());
+        for text in [failure_of(&source), String::from_utf8_lossy(&told.stderr).into_owned()] {
+            assert!(text.contains("holds data") && text.contains(RAM_FILE), "{text}");
+        }
+        assert_eq!(folders.old_pages("b"), whole, "the file was emptied");
+        wait_for("the guest at the source", || (source.api().state() == "Running").then_some(()));
+        source.wait_for_work(5_000);
+    }
+    move_over(source, &destination, Mode::Precopy);
+    check(&folders, "b", &destination);
+    destination.shut_down();
 }
 
 fn both_on_one() {

@@ -106,7 +106,7 @@ fn oversized() {
 }
 
 /// Clients that stay silent, for whom the server has no time limit before their first byte, and others that
-/// stop in the middle of a head: a server that waited for one of them would answer nobody.
+/// stop in the middle of a head: a server that waited for one of them would answer no other client.
 fn slow() {
     let vmm = Vmm::empty();
     let mut silent: Vec<_> = (0..20).map(|_| vmm.api().connect().expect("a connection")).collect();

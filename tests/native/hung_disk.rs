@@ -32,15 +32,21 @@ const DISK_BYTES: usize = 8 << 20;
 const PROMPT: Duration = Duration::from_secs(2);
 
 /// A VM whose disk can be made to hang.
-struct Hung {
-    vmm: Vmm,
+pub struct Hung {
+    pub vmm: Vmm,
+    /// Where its disk is.
+    pub rest: Storage,
+}
+
+/// The storage of a disk that can be made to hang.
+pub struct Storage {
     _device: Option<Loop>,
     mounted: Mounted,
     _folder: TempDir,
 }
 
 impl Hung {
-    fn new(on_a_loop: bool) -> Self {
+    pub fn new(on_a_loop: bool) -> Self {
         let folder = TempDir::with_prefix("godwit-hung-").expect("a folder");
         let system = folder.path().join("system");
         File::create(&system).and_then(|file| file.set_len(64 << 20)).expect("a file");
@@ -54,12 +60,12 @@ impl Hung {
         let device = on_a_loop.then(|| Loop::over(&file));
         let path: PathBuf = device.as_ref().map_or(file, |device| device.path().to_owned());
         let vmm = guest(&path, if on_a_loop { ",direct=on" } else { "" });
-        Self { vmm, _device: device, mounted, _folder: folder }
+        Self { vmm, rest: Storage { _device: device, mounted, _folder: folder } }
     }
 
     /// From now on the guest waits for a write that waits.
-    fn hang(&self) -> Frozen {
-        let frozen = self.mounted.freeze();
+    pub fn hang(&self) -> Frozen {
+        let frozen = self.rest.mounted.freeze();
         let mut before = (u64::MAX, Instant::now());
         wait_for("a write that waits", || {
             let now = written(&self.vmm);

@@ -24,6 +24,7 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("lifecycle::sig{name}_ends_with_0"), move || ends_on_signal(signal));
     }
     suite.add("lifecycle::signals_without_meaning_end_nothing", stray_signals);
+    suite.add("lifecycle::ignored_signals_stay_so", ignored_signals);
     suite.add("lifecycle::triple_fault_is_a_reset", triple_fault);
 }
 
@@ -52,6 +53,25 @@ fn stray_signals() {
     vmm.wait_for_work(1_000);
     vmm.verify();
     vmm.shut_down();
+}
+
+/// As after nohup(1), or in the background of a script.
+fn ignored_signals() {
+    let mut vmm =
+        VmmBuilder::guest(1, "size=128M,shared=on", "workload=random-write mem=32M prefill=0")
+            .wrapped(&["sh", "-c", "trap '' HUP INT QUIT; exec \"$0\" \"$@\""])
+            .start();
+    for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT] {
+        vmm.signal(signal);
+        // What the signal ends would have begun to before the second of these is answered.
+        for _ in 0..2 {
+            vmm.api().get("vmm.ping").ok();
+        }
+        assert_eq!(vmm.api().state(), "Running", "after signal {signal}");
+        assert_eq!(vmm.api().get("vm.info").ok().json().get("doing"), None);
+    }
+    vmm.signal(libc::SIGTERM);
+    assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
 }
 
 fn whole_life() {

@@ -13,9 +13,9 @@ use crate::harness::vmm::{finish, write_file};
 use crate::harness::{
     Api, HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, ch_remote, is_root, skip, wait_for,
 };
-use crate::postcopy::{Cutter, phase, progress, wait_for_phase};
+use crate::postcopy::{Cutter, SPARING, phase, progress, wait_for_phase};
 
-/// Bytes per second with which 96 MiB take some 12 s.
+/// Bytes per second with which 96 MiB of a sparing guest take some 12 s.
 const SLOW: &str = "bandwidth=8M";
 
 /// For a test that only waits for the end.
@@ -113,7 +113,7 @@ struct Middle {
 impl Middle {
     /// `options` of the source begin with a comma.
     fn start(options: &str) -> Self {
-        let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=96M");
+        let source = Vmm::boot(2, "size=192M,shared=on", SPARING);
         Self::leave(source, Mode::Postcopy, options)
     }
 
@@ -199,7 +199,7 @@ fn source_ends() {
 }
 
 fn source_is_killed() {
-    let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=96M");
+    let source = Vmm::boot(2, "size=192M,shared=on", SPARING);
     // Somebody who watches makes it stay after its work is done.
     let _ = source.remote(&["migration-progress"]);
     let mut run = Middle::leave(source, Mode::Postcopy, &format!(",{SLOW}"));
@@ -213,7 +213,7 @@ fn source_is_killed() {
 fn clean() {
     let folder = tempfile::TempDir::with_prefix("godwit-disk-").expect("a folder");
     let disk = write_file(&folder.path().join("disk"), &vec![0; 1 << 20]);
-    let source = VmmBuilder::guest(2, "size=192M,shared=on", "workload=random-write mem=96M")
+    let source = VmmBuilder::guest(2, "size=192M,shared=on", SPARING)
         .with(&["--disk", &format!("path={disk}")])
         // A descriptor that every process it starts would have.
         .wrapped(&["bash", "-c", "exec 9<\"$0\"; exec \"$@\"", &disk])
@@ -326,7 +326,7 @@ fn followed() {
 }
 
 fn zones() {
-    let source = VmmBuilder::guest(4, "size=0", "workload=random-write mem=96M")
+    let source = VmmBuilder::guest(4, "size=0", SPARING)
         .with(&["--memory-zone", "id=zone0,size=128M,shared=on", "id=zone1,size=64M,shared=on"])
         .start();
     source.guest();
@@ -340,7 +340,7 @@ fn huge_pages() {
     // One guest here and one there.
     let _pool = HugePages::borrow(2 * 80);
     let memory = "size=160M,hugepages=on,hugepage_size=2M";
-    let source = Vmm::boot(2, memory, "workload=random-write mem=96M");
+    let source = Vmm::boot(2, memory, SPARING);
     let mut run = Middle::leave(source, Mode::Postcopy, &format!(",{SLOW}"));
     run.source_has_ended();
     run.finish();
@@ -350,7 +350,7 @@ fn own_faults() {
     if !is_root() {
         skip("fault_source=sigbus needs CAP_BPF and CAP_PERFMON");
     }
-    let source = Vmm::boot(2, "size=192M,shared=on", "workload=random-write mem=96M");
+    let source = Vmm::boot(2, "size=192M,shared=on", SPARING);
     let options = format!(",{SLOW}");
     let more = ",fault_source=sigbus";
     let mut run = Middle::leave_to(source, Mode::Postcopy, &options, more);

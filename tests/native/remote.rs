@@ -9,7 +9,7 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-use crate::harness::vmm::{CH_REMOTE, finish, write_file};
+use crate::harness::vmm::{CH_REMOTE, VMM, finish, write_file};
 use crate::harness::{Suite, Vmm, ch_remote};
 use crate::lifecycle::config;
 
@@ -41,6 +41,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("remote::an_answer_may_take_so_long_and_no_longer", timeout);
     suite.add("remote::an_answer_that_goes_nowhere_is_a_failure", full);
     suite.add("remote::what_cannot_be_read_is_a_failure", unreadable);
+    suite.add("remote::nobody_has_to_read_the_reason", nobody_has_to_read_the_reason);
     suite.add("remote::interrupted_it_says_that_the_migration_goes_on", interrupted);
 }
 
@@ -115,6 +116,19 @@ fn errors() {
     let error = String::from_utf8_lossy(&nowhere.stderr).into_owned();
     assert!(!nowhere.status.success() && error.contains("/nonexistent/api"), "{error}");
     vmm.shut_down();
+}
+
+/// The exit code tells as well.
+fn nobody_has_to_read_the_reason() {
+    for (program, words) in [
+        (CH_REMOTE, ["--api-socket", "/nonexistent/api", "ping"]),
+        (VMM, ["--kernel", "/nonexistent", "-v"]),
+    ] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let output = Command::new(program).args(words).stderr(writer).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(1), "{program}: {output:?}");
+    }
 }
 
 fn nobody_has_to_read_the_answer() {

@@ -11,9 +11,11 @@ use serde_json::Value;
 
 use crate::harness::{Suite, Vmm, VmmBuilder, image, is_root, skip, wait_for};
 use crate::snapshot;
+use crate::starting::{Slow, wait_until_doing};
 
 pub fn add(suite: &mut Suite) {
     suite.add("seen::a_signal_tells_the_size_of_the_terminal", terminal);
+    suite.add("seen::the_size_of_the_terminal_changes_meanwhile", terminal_meanwhile);
     suite.add("seen::time_that_passed_in_a_snapshot_and_time_that_did_not", clock);
     suite.add("seen::a_guest_is_announced_when_it_first_runs_where_it_has_arrived", announced);
     suite.add("seen::threads_of_devices_run_where_they_were_told", affinity);
@@ -43,12 +45,19 @@ fn state(vmm: &Vmm) -> Value {
     serde_json::from_slice(&state).expect("JSON")
 }
 
-fn terminal() {
-    let mut vmm = builder("pty", LOAD).start();
+/// A VM whose console is a terminal, with the terminal and the name of the console.
+fn with_terminal() -> (Vmm, File, String) {
+    let vmm = builder("pty", LOAD).start();
     vmm.wait_for_heartbeat();
     let info: Value = vmm.api().get("vm.info").ok().json();
-    let path = info["config"]["console"]["file"].as_str().expect("a path").to_owned();
+    let console = &info["config"]["console"];
+    let path = console["file"].as_str().expect("a path").to_owned();
     let terminal = File::options().read(true).write(true).open(path).expect("the terminal");
+    let id = console["id"].as_str().expect("an id").to_owned();
+    (vmm, terminal, id)
+}
+
+fn resize_terminal(vmm: &mut Vmm, terminal: &File) {
     let size = libc::winsize { ws_row: 43, ws_col: 132, ws_xpixel: 0, ws_ypixel: 0 };
     // SAFETY: TIOCSWINSZ reads one winsize, which is what it gets; the descriptor is open.
     let result = unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
@@ -56,11 +65,37 @@ fn terminal() {
     vmm.signal(libc::SIGWINCH);
     // The signal is taken before a request that comes after the answer to another one.
     vmm.remote_ok(&["ping"]);
+}
+
+#[track_caller]
+fn assert_size_is_seen(vmm: &Vmm, console: &str) {
     vmm.remote_ok(&["pause"]);
-    let state = state(&vmm);
-    let console = info["config"]["console"]["id"].as_str().expect("an id");
+    let state = state(vmm);
     let data = &state["pci"][console]["state"]["data"]["device"]["data"];
     assert_eq!((&data["columns"], &data["rows"]), (&132.into(), &43.into()), "{data}");
+}
+
+fn terminal() {
+    let (mut vmm, terminal, console) = with_terminal();
+    resize_terminal(&mut vmm, &terminal);
+    assert_size_is_seen(&vmm, &console);
+    vmm.shut_down();
+}
+
+/// The machine is with another thread as the signal comes.
+fn terminal_meanwhile() {
+    let (mut vmm, terminal, console) = with_terminal();
+    let mut slow = Slow::new();
+    let (api, disk) = (vmm.api(), slow.disk().to_string());
+    std::thread::scope(|scope| {
+        let adding = scope.spawn(move || api.put("vm.add-disk", &disk));
+        wait_until_doing(&vmm, "changed");
+        resize_terminal(&mut vmm, &terminal);
+        vmm.remote_ok(&["ping"]);
+        slow.open();
+        adding.join().expect("an answer").ok();
+    });
+    assert_size_is_seen(&vmm, &console);
     vmm.shut_down();
 }
 

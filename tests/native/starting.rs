@@ -2,48 +2,55 @@
 //! A path that does not open keeps no request from being answered: a VM that boots, and one that is given a
 //! disk, wait for it, and the VMM is asked for everything meanwhile.
 //!
-//! The disk is a file on which the test holds a lease: whoever opens it waits until the lease is given up.
+//! The disk is a file on which the test holds a lease: an open waits until the lease is given up.
 
 use std::fs::File;
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::io::Write as _;
+use std::net::Shutdown;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::harness::api::{Answer, Api};
+use crate::harness::api::{Api, read_answer};
+use crate::harness::faults::Faults;
+use crate::harness::terminal::Terminal;
+use crate::harness::vmm::finish;
 use crate::harness::{Suite, Vmm, VmmBuilder, image, process, wait_for};
 use crate::lifecycle::config;
+use crate::requests::{Held, PROMPT, prompt_put, requests_but, wave};
+use crate::snapshot::{place, save};
 
 pub fn add(suite: &mut Suite) {
     suite.add("starting::a_boot_waits_and_all_are_answered", boot);
     suite.add("starting::a_boot_is_given_up", given_up);
     suite.add("starting::a_signal_ends_a_boot_that_waits", signal);
     suite.add("starting::requests_wait_for_the_vm_of_the_command_line", at_launch);
+    suite.add("starting::a_restore_is_given_up", restore_given_up);
+    suite.add("starting::a_signal_ends_a_restore_that_waits", restore_signal);
+    suite.add("starting::who_has_said_all_is_answered", half_closed);
+    suite.add("starting::a_pause_without_a_thread_is_told", no_thread);
     suite.add("starting::a_disk_is_added_and_all_are_answered", add_disk);
+    suite.add("starting::a_disk_that_does_not_open_is_given_up", give_up_disk);
     suite.add("starting::pipes_are_refused_by_name", pipes);
-    for state in ["", "Created", "Running", "Paused"] {
-        let name = if state.is_empty() { "none".to_owned() } else { state.to_lowercase() };
-        suite.add(&format!("starting::requests_in_pairs_{name}"), move || pairs(state));
-    }
 }
 
-/// Nothing that the VMM thread does by itself takes this long.
-const PROMPT: Duration = Duration::from_secs(2);
 /// In which a first signal ends a VMM whose VM has not started.
 const SIGNAL_END: Duration = Duration::from_secs(5);
 /// `F_SETSIG`, which libc has not for this target everywhere.
 const SET_SIGNAL: libc::c_int = 10;
 
 /// A disk that does not open.
-struct Slow {
+pub struct Slow {
     folder: TempDir,
     lease: Option<File>,
 }
 
 impl Slow {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let folder = TempDir::with_prefix("godwit-slow-").expect("a folder");
         let mut slow = Self { folder, lease: None };
         File::create(slow.path()).and_then(|file| file.set_len(8 << 20)).expect("a file");
@@ -51,12 +58,12 @@ impl Slow {
         slow
     }
 
-    fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         self.folder.path().join("disk")
     }
 
     /// From now on it does not open.
-    fn close(&mut self) {
+    pub fn close(&mut self) {
         let file = File::options().write(true).open(self.path()).expect("the file");
         // SAFETY: only numbers are passed, and the descriptor is open. The signal that would tell of an
         // opener is one that does nothing.
@@ -68,119 +75,48 @@ impl Slow {
         self.lease = Some(file);
     }
 
-    /// Whoever waits goes on.
-    fn open(&mut self) {
+    /// Waits until it is being opened: what comes before that is over.
+    #[track_caller]
+    pub fn wait_until_asked(&self) {
+        let lease = self.lease.as_ref().expect("it does not open");
+        // SAFETY: only numbers are passed, and the descriptor is open.
+        let held = || unsafe { libc::fcntl(lease.as_raw_fd(), libc::F_GETLEASE) };
+        // While an open waits, it is what the lease is to become.
+        wait_for("the open", || (held() != libc::F_WRLCK).then_some(()));
+    }
+
+    /// Opens that wait go on.
+    pub fn open(&mut self) {
         self.lease = None;
     }
 
-    fn disk(&self) -> Value {
+    /// A configuration of it.
+    pub fn disk(&self) -> Value {
         json!({ "path": self.path(), "id": "slow", "image_type": "Raw" })
     }
 
-    fn config(&self) -> String {
+    pub fn config(&self) -> String {
         let mut config: Value = serde_json::from_str(&config(128)).expect("JSON");
         config["disks"] = json!([self.disk()]);
         config.to_string()
     }
 }
 
-/// A terminal at which nobody sits.
-struct Terminal {
-    _master: OwnedFd,
-    slave: OwnedFd,
-}
-
-impl Terminal {
-    fn new() -> Self {
-        let (mut master, mut slave) = (-1, -1);
-        let name = std::ptr::null_mut();
-        // SAFETY: two numbers are written, which live during the call, and nothing else is passed.
-        let made = unsafe {
-            libc::openpty(&raw mut master, &raw mut slave, name, std::ptr::null(), std::ptr::null())
-        };
-        assert_eq!(made, 0, "{}", std::io::Error::last_os_error());
-        // SAFETY: both have just been opened, and nothing else owns them.
-        let own = |fd| unsafe { OwnedFd::from_raw_fd(fd) };
-        Self { _master: own(master), slave: own(slave) }
-    }
-
-    /// For another process, as long as this is there.
-    fn path(&self) -> String {
-        format!("/proc/{}/fd/{}", std::process::id(), self.slave.as_raw_fd())
-    }
-
-    /// Whether it collects lines, echoes and makes signals of keys.
-    fn modes(&self) -> libc::tcflag_t {
-        // SAFETY: termios is a plain C struct for which all zeros is a valid value.
-        let mut settings: libc::termios = unsafe { std::mem::zeroed() };
-        // SAFETY: one termios is filled, which lives during the call; the descriptor is open.
-        let done = unsafe { libc::tcgetattr(self.slave.as_raw_fd(), &raw mut settings) };
-        assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
-        settings.c_lflag
-    }
-}
-
-/// Requests of the API with bodies; those that end or leave the process are not among them.
-fn requests() -> Vec<(&'static str, &'static str, String)> {
-    let put = |name, body: &str| ("PUT", name, body.to_owned());
-    vec![
-        ("GET", "vmm.ping", String::new()),
-        ("GET", "vm.info", String::new()),
-        ("GET", "vm.counters", String::new()),
-        ("GET", "vm.migration-progress", String::new()),
-        put("vm.create", &config(64)),
-        put("vm.boot", ""),
-        put("vm.pause", ""),
-        put("vm.resume", ""),
-        put("vm.reboot", ""),
-        put("vm.shutdown", ""),
-        put("vm.delete", ""),
-        put("vm.power-button", ""),
-        put("vm.resize", r#"{"desired_balloon":1048576}"#),
-        put("vm.resize-zone", r#"{"id":"mem0","desired_ram":1}"#),
-        put("vm.add-disk", r#"{"path":"/nonexistent"}"#),
-        put("vm.add-net", r#"{"tap":"no/tap"}"#),
-        put("vm.add-device", r#"{"path":"/nonexistent"}"#),
-        put("vm.remove-device", r#"{"id":"nothing"}"#),
-        put("vm.snapshot", r#"{"destination_url":"file:///nonexistent"}"#),
-        put("vm.restore", r#"{"source_url":"file:///nonexistent"}"#),
-        put("vm.send-migration", r#"{"destination_url":"tcp:127.0.0.1:1"}"#),
-        put("vm.receive-migration", r#"{"receiver_url":"nowhere"}"#),
-        put("vm.migration-cancel", ""),
-        put("vm.migration-start-postcopy", ""),
-        put("vm.migration-recover", "{}"),
-    ]
-}
-
-/// Sends one, which has to be answered in time, whatever the answer is.
-#[track_caller]
-fn prompt(api: &Api, (method, name, body): &(&str, &str, String)) -> Answer {
-    let began = Instant::now();
-    let body = (!body.is_empty()).then_some(body.as_str());
-    let answer = api.request(method, name, body);
-    let answer = answer.unwrap_or_else(|error| panic!("{name}: {error}"));
-    assert!(began.elapsed() < PROMPT, "{name} took {:?}: {answer:?}", began.elapsed());
-    answer
-}
-
 /// Everything is answered while something goes on, and changes nothing.
 #[track_caller]
 fn answers(vmm: &Vmm, doing: &str) {
-    let api = vmm.api();
-    for request in requests().into_iter().filter(|(_, name, _)| {
-        // These give up what goes on.
-        !["vm.shutdown", "vm.delete"].contains(name)
-    }) {
-        let answer = prompt(&api, &request);
-        let is_read = ["vmm.ping", "vm.info"].contains(&request.1);
-        assert_eq!(answer.status == 200, is_read, "{}: {answer:?}", request.1);
-        let info = api.get("vm.info").ok().json();
-        assert_eq!(info["doing"], doing, "after {}: {info}", request.1);
+    let held = Held::by(vmm);
+    // Those two give up what goes on.
+    for (name, answer) in wave(&vmm.api(), &requests_but(&["vm.shutdown", "vm.delete"])) {
+        let is_read = ["vmm.ping", "vm.info"].contains(&name);
+        assert_eq!(answer.status == 200, is_read, "{name}: {answer:?}");
     }
+    held.assert_still(vmm, doing);
+    assert_eq!(vmm.api().get("vm.info").ok().json()["doing"], doing);
 }
 
 #[track_caller]
-fn wait_until_doing(vmm: &Vmm, doing: &str) {
+pub fn wait_until_doing(vmm: &Vmm, doing: &str) {
     wait_for("what goes on", || {
         let answer = vmm.api().get("vm.info");
         (answer.status == 200 && answer.json()["doing"] == doing).then_some(())
@@ -196,6 +132,7 @@ fn boot() {
         let booting = scope.spawn(|| api.put("vm.boot", ""));
         wait_until_doing(&vmm, "booted");
         assert_eq!(api.state(), "Created");
+        slow.wait_until_asked();
         answers(&vmm, "booted");
         slow.open();
         booting.join().expect("an answer").ok();
@@ -254,7 +191,120 @@ fn signal() {
         assert!(began.elapsed() < SIGNAL_END, "{:?}", began.elapsed());
         assert!(!vmm.socket().exists());
         assert_eq!(terminal.modes(), before);
+        assert_failed(&vmm, "boot-failed");
     }
+}
+
+/// A VM that there was not is told to have failed, and not to have been shut down.
+#[track_caller]
+fn assert_failed(vmm: &Vmm, event: &str) {
+    vmm.wait_for_event(event);
+    let events = vmm.events();
+    let is_of_vm = |it: &&Value, name: &str| it["source"] == "vm" && it["event"] == name;
+    let count = |name: &str| events.iter().filter(|it| is_of_vm(it, name)).count();
+    assert_eq!((count(event), count("shutdown")), (1, 0), "{events:?}");
+}
+
+/// A snapshot of a VM whose disk does not open.
+fn slow_snapshot() -> (Slow, TempDir, String) {
+    let (folder, url) = place();
+    let mut slow = Slow::new();
+    slow.open();
+    let disk = format!("path={},image_type=raw", slow.path().display());
+    let builder = VmmBuilder::guest(1, "size=64M,shared=on", "workload=idle");
+    let mut source = builder.with(&["--disk", &disk]).start();
+    save(&source, &url);
+    source.signal(libc::SIGKILL);
+    source.wait_for_exit();
+    slow.close();
+    (slow, folder, format!("source_url={url},resume=on"))
+}
+
+/// The bytes of a request without a body.
+fn request(name: &str) -> String {
+    format!("PUT /api/v1/{name} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+}
+
+/// Sends one that is answered later; that it has come is seen by answers to later ones.
+fn send(api: &Api, name: &str) -> UnixStream {
+    let mut stream = api.connect().expect("a connection");
+    stream.write_all(request(name).as_bytes()).expect("sent");
+    for _ in 0..2 {
+        api.get("vmm.ping").ok();
+    }
+    stream
+}
+
+fn restore_given_up() {
+    for name in ["vm.shutdown", "vm.delete"] {
+        for at_launch in [true, false] {
+            let (mut slow, _folder, option) = slow_snapshot();
+            let arguments: &[&str] = if at_launch { &["--restore", &option] } else { &[] };
+            let vmm = VmmBuilder::new(arguments).start_at_once();
+            let api = vmm.api();
+            let restoring = (!at_launch).then(|| vmm.remote_spawn(&["restore", &option]));
+            vmm.wait_for_event("restoring");
+            let mut ending = send(&api, name);
+            slow.open();
+            read_answer(&mut ending).expect("an answer").ok();
+            assert_eq!(api.state(), "", "{name}");
+            assert_failed(&vmm, "restore-failed");
+            assert!(!vmm.event_names().iter().any(|event| event == "restored"), "{name}");
+            if let Some(restoring) = restoring {
+                let refused = finish(restoring);
+                let error = String::from_utf8_lossy(&refused.stderr);
+                assert!(!refused.status.success() && error.contains("was to end"), "{error}");
+            }
+            vmm.shut_down();
+        }
+    }
+}
+
+fn restore_signal() {
+    let (_slow, _folder, option) = slow_snapshot();
+    let mut vmm = VmmBuilder::new(&["--restore", &option]).start_at_once();
+    vmm.wait_for_event("restoring");
+    let began = Instant::now();
+    vmm.signal(libc::SIGTERM);
+    assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
+    assert!(began.elapsed() < SIGNAL_END, "{:?}", began.elapsed());
+    assert!(!vmm.socket().exists());
+    assert_failed(&vmm, "restore-failed");
+}
+
+/// As `nc -N` and socat do: nothing more is sent, and the answer is waited for.
+fn half_closed() {
+    let mut slow = Slow::new();
+    let option = format!("path={},image_type=raw", slow.path().display());
+    let vmm = VmmBuilder::guest(1, "size=64M", "workload=idle")
+        .with(&["--disk", &option])
+        .start_at_once();
+    let api = vmm.api();
+    wait_until_doing(&vmm, "booted");
+    let mut pausing = send(&api, "vm.pause");
+    pausing.shutdown(Shutdown::Write).expect("one side can be closed");
+    // What the VMM makes of that comes before these answers.
+    for _ in 0..2 {
+        api.get("vmm.ping").ok();
+    }
+    slow.open();
+    read_answer(&mut pausing).expect("an answer").ok();
+    assert_eq!(api.state(), "Paused");
+    vmm.shut_down();
+}
+
+fn no_thread() {
+    let vmm = Vmm::boot(1, "size=96M,shared=on", "workload=random-write mem=16M");
+    let api = vmm.api();
+    let faults = Faults::inject_all(&vmm, "clone,clone3:error=EAGAIN");
+    let refused = api.put("vm.pause", "");
+    assert!(refused.status == 500 && refused.body.contains("no thread"), "{refused:?}");
+    drop(faults);
+    let failed = vmm.wait_for_event("pause-failed");
+    assert!(failed["properties"]["error"].as_str().is_some_and(|why| why.contains("no thread")));
+    assert_eq!(api.state(), "Running");
+    vmm.verify();
+    vmm.shut_down();
 }
 
 /// The first request of a script waits for the VM, however long that takes, and the end of the process
@@ -273,7 +323,9 @@ fn at_launch() {
         // Longer than requests wait for anything else.
         wait_for("some time", || (began.elapsed() > PROMPT).then_some(()));
         assert!(!pausing.is_finished(), "{:?}", pausing.join());
-        prompt(&api, &("GET", "vmm.ping", String::new())).ok();
+        let began = Instant::now();
+        api.get("vmm.ping").ok();
+        assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
         assert_eq!(api.state(), "Created");
         slow.open();
         pausing.join().expect("an answer").ok();
@@ -291,12 +343,42 @@ fn add_disk() {
         let adding = scope.spawn(|| api.put("vm.add-disk", &disk));
         wait_until_doing(&vmm, "changed");
         assert_eq!(api.state(), "Running");
+        slow.wait_until_asked();
         answers(&vmm, "changed");
         vmm.wait_for_heartbeat();
         slow.open();
         assert_eq!(adding.join().expect("an answer").ok().json()["id"], "slow");
     });
     assert!(vmm.event_names().iter().any(|name| name == "device-added"));
+    vmm.verify();
+    vmm.shut_down();
+}
+
+/// A disk that does not open is given up by its removal, and the VM has its time back.
+fn give_up_disk() {
+    let mut slow = Slow::new();
+    let vmm = Vmm::boot(1, "size=96M,shared=on", "workload=random-write mem=16M");
+    let api = vmm.api();
+    let (disk, remove) = (slow.disk().to_string(), json!({ "id": "slow" }).to_string());
+    let held = Held::by(&vmm);
+    std::thread::scope(|scope| {
+        let adding = scope.spawn(|| api.put("vm.add-disk", &disk));
+        wait_until_doing(&vmm, "changed");
+        let began = Instant::now();
+        api.put("vm.remove-device", &remove).ok();
+        let added = adding.join().expect("an answer");
+        assert!(added.status == 409 && added.body.contains("'slow' was given up"), "{added:?}");
+        assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
+    });
+    assert_eq!(api.put("vm.remove-device", &remove).status, 404);
+    // Whatever else is asked of the VM is done while the path still does not open.
+    api.put("vm.pause", "").ok();
+    api.put("vm.resume", "").ok();
+    vmm.wait_for_heartbeat();
+    slow.open();
+    held.assert_still(&vmm, "a disk that was given up");
+    // Nothing is left of it that would keep another one from being added.
+    assert_eq!(api.put("vm.add-disk", &disk).ok().json()["id"], "slow");
     vmm.verify();
     vmm.shut_down();
 }
@@ -310,7 +392,7 @@ fn with(config: &str, change: impl FnOnce(&mut Value)) -> String {
 /// Puts a path into a configuration.
 type Change = fn(&mut Value, &Path);
 
-/// One at whose other end nobody is.
+/// One without another end.
 fn pipes() {
     let folder = TempDir::with_prefix("godwit-pipe-").expect("a folder");
     let pipe = folder.path().join("pipe");
@@ -329,68 +411,16 @@ fn pipes() {
     ];
     for (what, change) in rows {
         api.put("vm.create", &with(&config(64), |config| change(config, &pipe))).ok();
-        let answer = prompt(&api, &("PUT", "vm.boot", String::new()));
+        let answer = prompt_put(&api, "vm.boot");
         assert!(answer.status >= 400 && is_named(&answer.body, &pipe), "{what}: {answer:?}");
         api.put("vm.delete", "").ok();
     }
-    // Output goes there when somebody reads, and is dropped until then.
+    // Output goes there when it has a reader, and is dropped until then.
     let console = |config: &mut Value| {
         config["console"] = json!({ "mode": "File", "file": &pipe });
     };
     api.put("vm.create", &with(&config(64), console)).ok();
-    prompt(&api, &("PUT", "vm.boot", String::new()));
-    prompt(&api, &("PUT", "vm.delete", String::new()));
+    prompt_put(&api, "vm.boot");
+    prompt_put(&api, "vm.delete");
     vmm.shut_down();
-}
-
-/// Every pair of requests at once, in a VM that is there, runs or is paused: all are answered, and the VMM
-/// is in one state afterwards from which it goes on.
-fn pairs(state: &str) {
-    let vmm = VmmBuilder::new(&["--no-shutdown"]).start();
-    let api = vmm.api();
-    let kernel = image();
-    let body = with(&config(64), |config| {
-        config["payload"]["kernel"] = json!(kernel);
-        config["balloon"] = json!({ "size": 0 });
-    });
-    let requests = requests();
-    bring(&api, &body, "Running");
-    bring(&api, &body, "");
-    let before = process::descriptors(vmm.pid()).len();
-    for (at, first) in requests.iter().enumerate() {
-        for second in &requests[at..] {
-            if api.state() != state {
-                bring(&api, &body, state);
-            }
-            std::thread::scope(|scope| {
-                let other = scope.spawn(|| prompt(&api, second));
-                prompt(&api, first);
-                other.join().expect("an answer");
-            });
-            // A migration that was begun fails, as nobody is there.
-            wait_for("what was begun to end", || {
-                let info = api.get("vm.info");
-                (info.status != 200 || info.json().get("doing").is_none()).then_some(())
-            });
-        }
-    }
-    bring(&api, &body, "");
-    wait_for("the descriptors", || (process::descriptors(vmm.pid()).len() <= before).then_some(()));
-    vmm.shut_down();
-}
-
-/// From any state into this one.
-fn bring(api: &Api, body: &str, state: &str) {
-    api.put("vm.delete", "");
-    assert_eq!(api.state(), "");
-    let steps: &[(&str, &str)] = match state {
-        "Created" => &[("vm.create", body)],
-        "Running" => &[("vm.create", body), ("vm.boot", "")],
-        "Paused" => &[("vm.create", body), ("vm.boot", ""), ("vm.pause", "")],
-        _ => &[],
-    };
-    for (name, body) in steps {
-        api.put(name, body).ok();
-    }
-    assert_eq!(api.state(), state);
 }

@@ -79,7 +79,8 @@ fn tracefs() -> io::Result<(PathBuf, Option<PathBuf>)> {
         return Ok((usual.to_owned(), None));
     }
     let path = std::env::temp_dir().join(format!("godwit-tracefs-{}", std::process::id()));
-    fs::create_dir_all(&path)?;
+    // Another user may have made something of that name: this fails then.
+    fs::create_dir(&path)?;
     let done = Command::new("mount").args(["-t", "tracefs", "none"]).arg(&path).output()?;
     if done.status.success() {
         Ok((path.clone(), Some(path)))

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! The first instructions of every vCPU: PVH entry or real mode, to 64-bit code at CPL 3.
 //!
-//! Owns the PVH note, the GDT, the identity page tables of the first 4 GiB and the code that runs
+//! Owns the GDT, the identity page tables of the first 4 GiB and the code that runs
 //! at CPL 0. That code may be emulated at a microsecond or two an instruction, so it must never do
 //! work that CPL 3 can do: tables are prebuilt in the image, the `iretq` frames are prebuilt in
 //! memory, and the local APIC is driven from CPL 3, where its page is mapped.
@@ -47,13 +47,8 @@ unsafe extern "C" {
 }
 
 global_asm!(
+    include_str!("pvh_note.S"),
     r#"
-    .section .note.pvh,"a",@note
-    .align 4
-    .long 4, 4, 18                  # name size, descriptor size, XEN_ELFNOTE_PHYS32_ENTRY
-    .asciz "Xen"
-    .long start32
-
     .section .text.boot,"ax",@progbits
     .code32
     .globl start32

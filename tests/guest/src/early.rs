@@ -10,13 +10,8 @@
 use core::arch::global_asm;
 
 global_asm!(
+    include_str!("pvh_note.S"),
     r#"
-    .section .note.pvh,"a",@note
-    .align 4
-    .long 4, 4, 18                  # name size, descriptor size, XEN_ELFNOTE_PHYS32_ENTRY
-    .asciz "Xen"
-    .long start32
-
     .section .text.boot,"ax",@progbits
     .code32
     .globl start32

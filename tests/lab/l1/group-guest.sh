@@ -19,6 +19,13 @@ clock_has_a_driver() {
   grep -q "^rtc_cmos" $T/out && [ $(($(sed -n 3p $T/out) - $(sed -n 2p $T/out))) -le 2 ]
 }
 check clock_has_a_driver clock_has_a_driver
+# By a day, as the guest's driver does it; the system's own time goes back at once.
+clock_can_be_set() {
+  guest a 'busybox date -s @$(($(date +%s) + 86400)) && busybox hwclock -w -u -f /dev/rtc0; busybox date -s @$(($(date +%s) - 86400)); echo AHEAD $(($(cat /sys/class/rtc/rtc0/since_epoch) - $(date +%s)))' || return 1
+  ahead=$(sed -n 's/^AHEAD //p' $T/out)
+  [ "$ahead" -ge 86397 ] && [ "$ahead" -le 86403 ] || { cat $T/out; return 1; }
+}
+check clock_can_be_set clock_can_be_set
 disk_keeps_content() {
   guest a "head -c 8388608 /dev/urandom >/root/f; sha256sum </root/f; sync; echo 3 >/proc/sys/vm/drop_caches; sha256sum </root/f" &&
     [ "$(sed -n 1p $T/out)" = "$(sed -n 2p $T/out)" ]

@@ -7,8 +7,8 @@
 . ./passthrough.sh
 # The guest reads and writes hundreds of MiB.
 GUEST_S=300
-# What the guest adds it keeps free of what cannot be moved away.
-CMDLINE="$CMDLINE memhp_default_state=online_movable"
+# What the guest adds it keeps free of what cannot be moved away. Bounce buffers of 1 MiB, for 64.
+CMDLINE="$CMDLINE memhp_default_state=online_movable swiotlb=512"
 MEMORY=size=256M,shared=on,hotplug_method=virtio-mem,hotplug_size=512M
 MIB=1048576
 
@@ -45,6 +45,9 @@ start_guest a 1 || { failed start "the VMM did not start"; exit 1; }
 check boots_with_what_it_booted_with wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
 guest a 'busybox mount -o remount,size=600M /tmp'
 check knows_nothing_of_what_may_come total a 256
+# In ACPI's table of what is near to what: else it has no bounce buffers for devices that do not reach it.
+hears_where() { guest a 'dmesg | grep "SRAT: Node 0 PXM 0 .* hotplug" && dmesg | grep "software IO TLB: mapped"' || { guest a 'dmesg | grep -iE "srat|io tlb"'; cat $T/out; return 1; }; }
+check hears_where_memory_may_come hears_where
 check grows becomes a 576
 
 # More than there was at boot, in one file.

@@ -7,19 +7,17 @@
 //! of JSON.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead as _, BufReader, IoSlice, Read as _, Write as _};
-use std::mem::MaybeUninit;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
 use super::typed::{May::BeNull, Member, Type, read};
 use super::{Place, ends, kata_slot, kata_vcpus, reasons, start, without};
-use crate::harness::taps::{Tap, taps_of};
+use crate::harness::taps::{Tap, send_with, taps_of};
 use crate::harness::{Suite, Vmm, image, wait_for};
 
 pub fn add(suite: &mut Suite) {
@@ -328,12 +326,7 @@ fn add_net(socket: &Path, mac: &str, fds: &[BorrowedFd<'_>]) -> Response {
         body.len()
     );
     let stream = UnixStream::connect(socket).expect("a connection");
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is room");
-    let pieces = [IoSlice::new(request.as_bytes())];
-    let sent = rustix::net::sendmsg(&stream, &pieces, &mut control, SendFlags::NOSIGNAL);
-    assert_eq!(sent.expect("sent"), request.len());
+    send_with(&stream, &request, fds);
     read_response(&mut BufReader::new(stream))
 }
 

@@ -8,7 +8,6 @@
 
 use std::fs::{self, File};
 use std::io::{Read as _, Write as _};
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -17,13 +16,12 @@ use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
 use super::{Place, start, thread_names, wait_for_socket};
 use crate::harness::api::{Answer, read_answer};
 use crate::harness::programs::VMM;
-use crate::harness::taps::{Tap, inherited, taps_of};
+use crate::harness::taps::{Tap, inherited, send_with, taps_of};
 use crate::harness::{Suite, Vmm, image, wait_for};
 
 pub fn add(suite: &mut Suite) {
@@ -215,12 +213,7 @@ fn by_hand(
          Content-Length: {}\r\n\r\n{body}",
         body.len()
     );
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is room");
-    let pieces = [std::io::IoSlice::new(request.as_bytes())];
-    let sent = rustix::net::sendmsg(&*stream, &pieces, &mut control, SendFlags::NOSIGNAL);
-    assert_eq!(sent.expect("sent"), request.len());
+    send_with(&*stream, &request, fds);
     stream.set_read_timeout(limit).expect("a limit");
     let mut piece = [0; 1023];
     let count = stream.read(&mut piece).expect("an answer in time");

@@ -5,18 +5,16 @@
 //! of which must be whole characters; what stands between `HTTP/1.1 ` and the end of that line is a number; a
 //! body is there if there is a `Content-Length`, spelled so.
 
-use std::io::{IoSlice, Read as _, Write as _};
-use std::mem::MaybeUninit;
+use std::io::{Read as _, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
 use super::{Place, ends, reasons};
-use crate::harness::taps::{Tap, interface_exists, taps_of};
+use crate::harness::taps::{Tap, interface_exists, send_with, taps_of};
 use crate::harness::{Suite, Vmm, VmmBuilder, image};
 
 pub fn add(suite: &mut Suite) {
@@ -50,14 +48,7 @@ impl Connection {
     ) -> Outcome {
         let head =
             format!("{method} /api/v1/{name} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n");
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() {
-            assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is room");
-        }
-        let pieces = [IoSlice::new(head.as_bytes())];
-        let sent = rustix::net::sendmsg(&self.0, &pieces, &mut control, SendFlags::NOSIGNAL);
-        assert_eq!(sent.expect("sent"), head.len());
+        send_with(&self.0, &head, fds);
         if let Some(body) = body {
             let length = format!("Content-Length: {}\r\n", body.len());
             self.0.write_all(length.as_bytes()).expect("sent");

@@ -19,10 +19,20 @@ impl Faults {
     /// strace(1) takes it for its `inject`. The test is SKIPPED where processes cannot be traced.
     #[track_caller]
     pub fn inject(vmm: &Vmm, path: &Path, fault: &str) -> Self {
-        let spawned = Command::new("strace")
-            .args(["--follow-forks", "--attach", &vmm.pid().to_string()])
-            .arg("--trace-path")
-            .arg(path)
+        Self::start(vmm, fault, |strace| strace.arg("--trace-path").arg(path))
+    }
+
+    /// All calls of this kind of `vmm` meet `fault`.
+    #[track_caller]
+    pub fn inject_all(vmm: &Vmm, fault: &str) -> Self {
+        Self::start(vmm, fault, |strace| strace)
+    }
+
+    #[track_caller]
+    fn start(vmm: &Vmm, fault: &str, limit: impl FnOnce(&mut Command) -> &mut Command) -> Self {
+        let mut strace = Command::new("strace");
+        strace.args(["--follow-forks", "--attach", &vmm.pid().to_string()]);
+        let spawned = limit(&mut strace)
             .args(["-e", &format!("inject={fault}")])
             .stdin(Stdio::null())
             .stdout(Stdio::null())

@@ -49,6 +49,10 @@ pub struct Reception {
     pub url: String,
 }
 
+/// Rules of `receive-migration` for a source that may name anything, as a file that holds something.
+pub const ANYTHING: &str =
+    ",allow=[/:disk+memory+console+payload+rng+pool+device,*:tap,tty:console]";
+
 impl Reception {
     /// Makes `destination` listen.
     #[track_caller]
@@ -106,13 +110,24 @@ pub fn migrate(source: Vmm, destination: &Vmm, transport: Transport, mode: Mode)
 /// The same with options of its own, for an address.
 #[track_caller]
 pub fn migrate_by(
-    mut source: Vmm,
+    source: Vmm,
     destination: &Vmm,
     transport: Transport,
     mode: Mode,
     option: impl FnOnce(&str) -> String,
 ) {
     let reception = Reception::start(destination, transport, mode);
+    migrate_to(reception, source, destination, option);
+}
+
+/// The same where the destination listens already.
+#[track_caller]
+pub fn migrate_to(
+    reception: Reception,
+    mut source: Vmm,
+    destination: &Vmm,
+    option: impl FnOnce(&str) -> String,
+) {
     let before = source.events().len();
     source.remote_ok(&["send-migration", &option(&reception.url)]);
     // The end of an earlier one may be written only now; it is before the begin of this one.

@@ -9,12 +9,14 @@ pub mod faults;
 pub mod huge_pages;
 pub mod loops;
 pub mod migrate;
+pub mod payload;
 pub mod pool;
 pub mod process;
 pub mod programs;
 pub mod relay;
 pub mod runner;
 pub mod taps;
+pub mod terminal;
 pub mod vmm;
 
 use std::time::{Duration, Instant};

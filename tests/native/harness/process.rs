@@ -21,6 +21,17 @@ pub fn threads(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/task")).expect("the process is there").count()
 }
 
+/// Their names, sorted.
+pub fn thread_names(pid: u32) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(format!("/proc/{pid}/task"))
+        .expect("the process is there")
+        .filter_map(|entry| fs::read_to_string(entry.ok()?.path().join("comm")).ok())
+        .map(|name| name.trim_end().to_owned())
+        .collect();
+    names.sort();
+    names
+}
+
 /// A field of `/proc/PID/status` in KiB.
 pub fn status_kib(pid: u32, field: &str) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).expect("the process is there");

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Taps that a test opens itself, as management programs do, and descriptors that a process inherits.
+//! Taps that a test opens itself, as management programs do, and descriptors that a process inherits or is
+//! sent.
 //!
 //! Owns no interface: that of a tap goes with its last descriptor.
 
 use std::fs;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 use super::{Vmm, is_root, skip};
 
@@ -53,6 +58,19 @@ impl Tap {
     pub fn close(self) -> String {
         self.name
     }
+}
+
+/// Sends a text in one message, and descriptors with it if there are any.
+#[track_caller]
+pub fn send_with(socket: impl AsFd, text: &str, fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is room");
+    }
+    let pieces = [IoSlice::new(text.as_bytes())];
+    let sent = rustix::net::sendmsg(socket, &pieces, &mut control, SendFlags::NOSIGNAL);
+    assert_eq!(sent.expect("sent"), text.len());
 }
 
 /// Whether the host has an interface of this name.

@@ -15,7 +15,7 @@ use super::life::{Holdings, Running, assert_holds_no_more, assert_no_files, asse
 use super::link::{Link, Stop};
 use super::plan::{Plan, Trouble};
 use crate::harness::Vmm;
-use crate::harness::migrate::{Reception, text};
+use crate::harness::migrate::{ANYTHING, Reception, text};
 
 /// For both sides to settle: a lost connection is noticed within 11 s, and made again within 5 s
 /// more, several times over.
@@ -78,7 +78,9 @@ pub fn migrate(running: &mut Running, plan: &Plan, dice: Dice) -> (Place, u128) 
     running.start_destination(plan.is_local || plan.troubles.contains(&Trouble::SameFile));
     let destination = running.there.as_ref().expect("a destination");
     let before_destination = Holdings::of(destination);
-    let reception = Reception::start_with(destination, plan.transport, plan.mode, &plan.receiving);
+    // Files of memory hold what earlier tries have left in them.
+    let receiving = format!("{}{ANYTHING}", plan.receiving);
+    let reception = Reception::start_with(destination, plan.transport, plan.mode, &receiving);
     let folder = TempDir::with_prefix("godwit-link-").expect("a folder");
     let is_relayed = !plan.is_local && (plan.delay_ms.is_some() || !plan.troubles.is_empty());
     let link = is_relayed.then(|| {
