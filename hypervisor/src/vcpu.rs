@@ -229,6 +229,11 @@ impl Vcpu {
         }
     }
 
+    /// Makes a non-maskable interrupt pending (`KVM_NMI`).
+    pub(crate) fn send_nmi(&self) -> Result<(), KvmError> {
+        self.fd.nmi().asked("send a non-maskable interrupt")
+    }
+
     /// Fills second-stage tables for guest memory that is there already; returns bytes done.
     ///
     /// Fails with ENOTTY or EOPNOTSUPP where [`crate::Capabilities::pre_fault_memory`] is false.

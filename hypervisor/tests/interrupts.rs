@@ -199,3 +199,34 @@ fn a_write_signals_an_eventfd_without_an_exit() {
     vm.unregister(&port, IoEventAddress::Pio(0x50)).unwrap();
     assert!(vm.unregister(&port, IoEventAddress::Pio(0x50)).is_err());
 }
+
+/// A guest without maskable interrupts that reports each non-maskable one on port 0x70.
+#[test]
+fn a_non_maskable_interrupt_reaches_a_guest_that_runs_and_one_that_is_paused() {
+    let Some(kvm) = kvm() else { return };
+    #[rustfmt::skip]
+    let guest = Guest::new(&kvm, &[
+        0xe6, 0x71, // out 0x71, al: ready
+        0xf4,       // hlt
+        0xeb, 0xfd, // jmp to the hlt
+    ]);
+    #[rustfmt::skip]
+    guest.memory.write(0x2000, &[
+        0xe6, 0x70, // out 0x70, al
+        0xcf,       // iret, which lets the next one in
+    ]);
+    guest.memory.write(2 * 4, &[0x00, 0x20, 0x00, 0x00]);
+    guest.threads.resume_all();
+    assert!(matches!(guest.next(), Event::Out(0x71, _)));
+    for _ in 0..3 {
+        guest.threads.send_nmi();
+        expect_interrupt(&guest);
+    }
+    guest.threads.pause_all().unwrap();
+    guest.threads.send_nmi();
+    // A job that comes behind it: nothing is reported while the guest is paused.
+    guest.threads.on_one(0, |_| ()).unwrap();
+    assert!(guest.events.try_recv().is_err());
+    guest.threads.resume_all();
+    expect_interrupt(&guest);
+}

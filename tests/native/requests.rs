@@ -50,6 +50,7 @@ pub fn requests() -> Vec<Request> {
         put("vm.shutdown", ""),
         put("vm.delete", ""),
         put("vm.power-button", ""),
+        put("vm.nmi", ""),
         put("vm.resize", r#"{"desired_balloon":1048576}"#),
         put("vm.resize-zone", r#"{"id":"mem0","desired_ram":1}"#),
         put("vm.add-disk", r#"{"path":"/nonexistent"}"#),

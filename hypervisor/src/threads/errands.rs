@@ -11,17 +11,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::runner::Runner;
-use super::{Phase, Shared, Thread, VcpuThreads, Want};
+use super::{Job, Phase, Shared, Thread, VcpuThreads, Want};
 use crate::stage2::{Errand, RunsErrands, Stage2Fill, Stage2Filled};
 use crate::vcpu::Vcpu;
 
-impl RunsErrands for Shared {
-    fn run_errand(&self, errand: Errand) -> bool {
+impl Shared {
+    /// Has a job done on the vCPU's thread, while the guest runs or not; false when the thread ends.
+    fn begin_job(&self, job: Job) -> bool {
         let mut control = self.lock();
         if control.phase == Phase::Gone || control.want == Want::Exit {
             return false;
         }
-        control.jobs.push_back(Box::new(move |vcpu: &mut Vcpu| errand(vcpu)));
+        control.jobs.push_back(job);
         if control.phase == Phase::Running {
             self.errands.store(true, Ordering::SeqCst);
             self.run_page.set_immediate_exit(true);
@@ -30,6 +31,12 @@ impl RunsErrands for Shared {
         drop(control);
         self.changed.notify_all();
         true
+    }
+}
+
+impl RunsErrands for Shared {
+    fn run_errand(&self, errand: Errand) -> bool {
+        self.begin_job(Box::new(move |vcpu: &mut Vcpu| errand(vcpu)))
     }
 }
 
@@ -47,6 +54,19 @@ impl VcpuThreads {
     ) -> io::Result<Stage2Fill> {
         let vcpu = |thread: &Thread| -> Arc<dyn RunsErrands> { thread.shared.clone() };
         Stage2Fill::start(self.threads.iter().map(vcpu).collect(), runs, done)
+    }
+
+    /// Sends each vCPU a non-maskable interrupt, as a button on a server's front does. One that is
+    /// paused takes it when it runs again. Does not wait: the interrupt is pending when the vCPU's thread
+    /// has come out of the guest.
+    pub fn send_nmi(&self) {
+        for Thread { shared } in &self.threads {
+            shared.begin_job(Box::new(|vcpu| {
+                if let Err(error) = vcpu.send_nmi() {
+                    log::warn!("vcpu{} got no non-maskable interrupt: {error}", vcpu.index());
+                }
+            }));
+        }
     }
 }
 

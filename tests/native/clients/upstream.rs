@@ -303,7 +303,6 @@ fn refusals() {
     vmm.wait_for_heartbeat();
     let socket = &json!({"socket": "/s", "pci_segment": 0});
     let cases = [
-        ("vm.nmi", None),
         ("vm.coredump", Some(json!({"destination_url": "file:///core"}))),
         ("vm.resize-disk", Some(json!({"id": "a", "desired_size": 1 << 20}))),
         ("vm.add-fs", Some(socket.clone())),

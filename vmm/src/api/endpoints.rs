@@ -198,6 +198,16 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |_| Ok(VmmRequest::PowerButton),
     },
     Endpoint {
+        path: "vm.nmi",
+        method: Put,
+        summary: "Sends a non-maskable interrupt to each vCPU.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: |_| Ok(VmmRequest::Nmi),
+    },
+    Endpoint {
         path: "vm.add-device",
         method: Put,
         summary: "Passes a device of the host through to the VM. While the VM runs, the answer says \
@@ -357,7 +367,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints that clients may know and that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 9] = [
+pub const UNSUPPORTED: [&str; 8] = [
     "vm.add-fs",
     "vm.add-generic-vhost-user",
     "vm.add-pmem",
@@ -365,7 +375,6 @@ pub const UNSUPPORTED: [&str; 9] = [
     "vm.add-vdpa",
     "vm.add-vsock",
     "vm.coredump",
-    "vm.nmi",
     "vm.resize-disk",
 ];
 

@@ -42,6 +42,8 @@ pub enum VmmRequest {
     Reboot,
     /// Press the power button.
     PowerButton,
+    /// Send a non-maskable interrupt to each vCPU.
+    Nmi,
     /// Forget the VM.
     Delete {
         /// Even if a VM elsewhere needs pages from here.
@@ -94,6 +96,7 @@ impl VmmRequest {
             Self::Shutdown => "vm.shutdown",
             Self::Reboot => "vm.reboot",
             Self::PowerButton => "vm.power-button",
+            Self::Nmi => "vm.nmi",
             Self::Delete { .. } => "vm.delete",
             Self::AddDevice(device) => match device.as_ref() {
                 NewDevice::Host(_) => "vm.add-device",

@@ -340,6 +340,7 @@ impl Vmm {
             VmmRequest::PowerButton => empty(self.machine_mut().map(|machine| {
                 machine.press_power_button();
             })),
+            VmmRequest::Nmi => empty(self.machine_mut().map(|machine| machine.send_nmi())),
             VmmRequest::Resize(data) => empty(self.resize(&data)),
             VmmRequest::ResizeZone(data) => empty(self.resize_zone(&data)),
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),

@@ -167,6 +167,13 @@ impl Machine {
         self.legacy.press_power_button();
     }
 
+    /// Sends a non-maskable interrupt to each vCPU; see [`VcpuThreads::send_nmi`].
+    ///
+    /// [`VcpuThreads::send_nmi`]: hypervisor::threads::VcpuThreads::send_nmi
+    pub fn send_nmi(&self) {
+        self.vcpus.send_nmi();
+    }
+
     /// The balloon, if there is one.
     pub fn balloon(&self) -> Option<&BalloonHandle> {
         self.devices.balloon()
