@@ -72,8 +72,12 @@ fn both_sides(mode: Mode) {
     assert!(document["elapsed_ms"].as_u64().is_some_and(|ms| ms <= took_ms), "{document}");
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
     let source_log = std::fs::read_to_string(kept).expect("the source's log");
-    for log in [source_log, destination.output()] {
-        let line = log.lines().find(|line| line.contains("the migration is over"));
+    let is_over = |log: &str| log.contains("the migration is over");
+    let destination_log = wait_for("the last line of the log", || {
+        Some(destination.output()).filter(|log| is_over(log))
+    });
+    for log in [source_log, destination_log] {
+        let line = log.lines().find(|line| is_over(line));
         let line = line.unwrap_or_else(|| panic!("nothing is said of the end: {log}"));
         assert!(line.contains(" in all, downtime ") && !line.contains("unknown"), "{line}");
     }

@@ -232,6 +232,7 @@ fn paused_by_client() {
     };
     assert_eq!(allocated(&small), acknowledged * 8, "nothing is written in a pause");
     vmm.api().put("vm.resume", "").ok();
+    vmm.wait_for_later_events(before, &["resumed"]);
     assert_eq!(told(&vmm, before), ["pausing", "paused", "resuming", "disk-has-room", "resumed"]);
     write_more(&vmm, 2 * BLOCKS);
     vmm.api().put("vm.pause", "").ok();

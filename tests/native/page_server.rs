@@ -176,12 +176,14 @@ fn held_still_us(destination: &Vmm) -> i64 {
         let at = &event["timestamp"];
         at["secs"].as_i64().unwrap_or(0) * 1_000_000 + at["nanos"].as_i64().unwrap_or(0) / 1000
     };
-    let events = destination.events();
     let phase = |event: &&Value, name: &str| event["properties"]["phase"] == name;
-    let paused = events.iter().find(|event| phase(event, "postcopy-paused")).expect("a loss");
-    let after = events.iter().skip_while(|event| !phase(event, "postcopy-paused"));
-    let on = after.clone().find(|event| phase(event, "fault")).expect("a recovery");
-    time(on) - time(paused)
+    // Events are written a little after the progress document has changed.
+    wait_for("a loss and a recovery", || {
+        let events = destination.events();
+        let mut after = events.iter().skip_while(|event| !phase(event, "postcopy-paused"));
+        let paused = after.next()?;
+        Some(time(after.find(|event| phase(event, "fault"))?) - time(paused))
+    })
 }
 
 fn source_ends() {

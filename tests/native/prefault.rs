@@ -37,6 +37,7 @@ fn before_boot() {
     let memory = "size=512M,shared=on,prefault=on,prefault_threads=2";
     let vmm = VmmBuilder::guest(1, memory, "workload=idle prefill=0").start();
     vmm.guest();
+    vmm.wait_for_event("booted");
     let names = vmm.event_names();
     let at = |event: &str| names.iter().position(|name| name == event);
     assert!(at("prefault-completed") < at("booted") && at("prefault-completed").is_some());

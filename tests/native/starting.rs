@@ -349,7 +349,7 @@ fn add_disk() {
         slow.open();
         assert_eq!(adding.join().expect("an answer").ok().json()["id"], "slow");
     });
-    assert!(vmm.event_names().iter().any(|name| name == "device-added"));
+    vmm.wait_for_event("device-added");
     vmm.verify();
     vmm.shut_down();
 }
