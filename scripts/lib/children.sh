@@ -11,8 +11,11 @@ END_TENTHS=$((150 / (1 + ${IN_BACKGROUND:-0})))
 # start_group COMMAND...: runs a command, or a function, in a process group of its own, whose number is in
 # $started then. `wait` gives its exit code. It must not read the terminal, which would stop it.
 start_group() {
+  forget_ended
   set -m
-  { export IN_BACKGROUND=1; "$@"; } </dev/null &
+  # A program leads its group itself: `timeout`, which makes a group of its own unless it leads one, would
+  # leave this one.
+  { export IN_BACKGROUND=1; [ "$(type -t "$1")" != file ] || exec "$@"; "$@"; } </dev/null &
   set +m
   started=$!
   STARTED+=("$started")
@@ -24,15 +27,15 @@ wait_group() {
   local started code=0
   start_group "$@"
   wait "$started" || code=$?
-  # Another group may get its number. One that still has members keeps it.
-  kill -0 -- "-$started" 2>/dev/null || forget_group "$started"
+  forget_ended
   return "$code"
 }
 
-# forget_group LEADER: that group has ended.
-forget_group() {
+# forget_ended: groups that have ended are not those of this script any more; others may get their numbers. One
+# that still has members keeps its own. To be called after each `wait` for groups.
+forget_ended() {
   local left=() leader
-  for leader in "${STARTED[@]}"; do [ "$leader" = "$1" ] || left+=("$leader"); done
+  for leader in "${STARTED[@]}"; do ! kill -0 -- "-$leader" 2>/dev/null || left+=("$leader"); done
   STARTED=("${left[@]}")
 }
 

@@ -40,14 +40,15 @@ have_package() {
   [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null || true)" != installed ] || return 0
   case $1 in
     acpica-tools) command -v iasl ;;
-    busybox-static) [ -x /bin/busybox ] && ! ldd /bin/busybox ;;
     ca-certificates) [ -s /etc/ssl/certs/ca-certificates.crt ] || [ -s /etc/pki/tls/certs/ca-bundle.crt ] ;;
     debian-archive-keyring) [ -s /usr/share/keyrings/debian-archive-keyring.gpg ] ;;
     dwarves) command -v pahole ;;
     e2fsprogs) command -v mke2fs ;;
     kmod) command -v modprobe ;;
     libc6-dev) echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - ;;
-    libelf-dev | libssl-dev | libelf1) return 1 ;;
+    libelf-dev | libssl-dev) return 1 ;;
+    libelf1) ldconfig -p | grep -q 'libelf\.so\.1 ' ;;
+    uidmap) command -v newuidmap ;;
     util-linux) command -v setpriv ;;
     xz-utils) command -v xz ;;
     # The others have the name of their program.
@@ -75,10 +76,10 @@ want_packages() {
 # need_packages NAME...: the same, for what a script cannot do without.
 need_packages() { want_packages "$@" || die "$lacking; install them by hand"; }
 
-# apt_install ARGUMENT...: with the options that all installations have.
+# apt_install ARGUMENT...: with the options that all installations have. Nothing that is there is removed for it.
 apt_install() {
   say "installing on this machine: $* (GODWIT_NO_INSTALL=1 forbids that)"
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends --no-remove \
     -o Dpkg::Use-Pty=0 -o DPkg::Lock::Timeout=300 "$@" >/dev/null
 }
 
@@ -143,8 +144,20 @@ need_rust() {
   need_packages gcc libc6-dev
   case :$PATH: in *":${CARGO_HOME:-${HOME:-}/.cargo}/bin:"*) ;; *) PATH="${CARGO_HOME:-${HOME:-}/.cargo}/bin:$PATH" ;; esac
   command -v cargo >/dev/null || install_rust
+  need_toolchain
   why=$(cd "$ROOT" && cargo --version 2>&1) ||
     die "cargo does not run: $why; rust-toolchain.toml says which version of Rust is needed"
+}
+
+# need_toolchain: says so when rustup is about to bring in a version of Rust. One that knows nothing of
+# RUSTUP_AUTO_INSTALL would do it although it is forbidden.
+need_toolchain() {
+  local version
+  command -v rustup >/dev/null && [ -z "${RUSTUP_TOOLCHAIN:-}" ] || return 0
+  version=$(sed -n 's/^channel = "\(.*\)"/\1/p' "$ROOT/rust-toolchain.toml")
+  ! rustup toolchain list 2>/dev/null | grep -q "^$version-" || return 0
+  [ -z "${GODWIT_NO_INSTALL:-}" ] || die "Rust $version is missing, and GODWIT_NO_INSTALL is set"
+  say "rustup installs Rust $version (GODWIT_NO_INSTALL=1 forbids that)"
 }
 
 # install_rust: rustup, of a version and with a checksum that are written down above, without the profile.
