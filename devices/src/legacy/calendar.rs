@@ -4,6 +4,8 @@
 //!
 //! Owns the arithmetic between them and seconds. Knows no register and no clock.
 
+use serde::{Deserialize, Serialize};
+
 /// From 1 March of the year 0.
 const DAYS_BEFORE_1970: i64 = 719_468;
 const DAYS_OF_400_YEARS: i64 = 146_097;
@@ -13,7 +15,8 @@ const FIRST_SECOND: i64 = -62_135_596_800;
 const LAST_SECOND: i64 = 253_402_300_799;
 
 /// A date and a time of day as the chip has them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Calendar {
     pub(super) second: u8,
     pub(super) minute: u8,
@@ -56,6 +59,18 @@ impl Calendar {
             year_of_century: small(year % 100),
             century: small(year / 100 % 100),
         }
+    }
+
+    /// Whether each number is one that its register can have. It may be the 31st of any month.
+    pub(super) fn can_be_shown(self) -> bool {
+        self.second < 60
+            && self.minute < 60
+            && self.hour < 24
+            && (1..=7).contains(&self.weekday)
+            && (1..=31).contains(&self.day)
+            && (1..=12).contains(&self.month)
+            && self.year_of_century < 100
+            && self.century < 100
     }
 
     /// The other way round; the day of the week has no part in it. A day that its month does not have is one of

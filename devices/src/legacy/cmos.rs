@@ -274,9 +274,9 @@ struct CmosState {
 #[serde(deny_unknown_fields)]
 struct ClockState {
     ahead_s: i64,
-    /// The time at which it stands still, in seconds since 1970.
+    /// The time at which it stands still. Not in seconds: while it is being set it may be no date that there is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    held_s: Option<i64>,
+    held: Option<Calendar>,
 }
 
 impl Cmos {
@@ -295,9 +295,8 @@ impl Cmos {
 impl Snapshot for Cmos {
     fn save(&self) -> DeviceSnapshot {
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let held_s = inner.held.map(Calendar::epoch_seconds);
-        let is_set = inner.ahead_s != 0 || held_s.is_some();
-        let clock = is_set.then_some(ClockState { ahead_s: inner.ahead_s, held_s });
+        let is_set = inner.ahead_s != 0 || inner.held.is_some();
+        let clock = is_set.then_some(ClockState { ahead_s: inner.ahead_s, held: inner.held });
         let state = CmosState { index: inner.index, bytes: inner.bytes.to_vec(), clock };
         let version = if is_set { CMOS_CLOCK_VERSION } else { 1 };
         DeviceSnapshot { version, ..CMOS_STATE.encode(&state) }
@@ -315,7 +314,10 @@ impl Snapshot for Cmos {
         if state.clock.is_some() && version < CMOS_CLOCK_VERSION {
             return Err(CMOS_STATE.invalid(format!("version {version} has no clock of its own")));
         }
-        let held = state.clock.and_then(|clock| clock.held_s).map(Calendar::from_epoch_seconds);
+        let held = state.clock.and_then(|clock| clock.held);
+        if held.is_some_and(|held| !held.can_be_shown()) {
+            return Err(CMOS_STATE.invalid(format!("no clock shows {held:?}")));
+        }
         // The register says what is so, whatever comes in.
         let held_bit = if held.is_some() { STATUS_B_SET } else { 0 };
         let status = &mut bytes[usize::from(STATUS_B)];

@@ -229,6 +229,14 @@ fn a_set_clock_is_saved_and_one_that_is_not_leaves_the_state_as_it_was() {
     set_register(&other, 0x0b, 0x02);
     there.go_on(1);
     assert_eq!(register(&other, 0x00), 0x12);
+    // 31 February, on the way from 31 January to 15 February.
+    set_time(&cmos, [0x20, 0x26, 0x01, 0x31, 0x04, 0x23, 0x11]);
+    set_register(&cmos, 0x0b, 0x82);
+    set_register(&cmos, 0x08, 0x02);
+    other.restore(&cmos.save()).unwrap();
+    set_register(&other, 0x07, 0x15);
+    set_register(&other, 0x0b, 0x02);
+    assert_eq!(shown(&other), [0x20, 0x26, 0x02, 0x15, 0x04, 0x23, 0x11]);
     // For a program that knows no such thing.
     let mut older = saved.clone();
     assert!(Cmos::forget_clock(&mut older) && !Cmos::forget_clock(&mut older));
@@ -256,13 +264,17 @@ proptest! {
 
     #[test]
     fn any_clock_that_is_restored_or_set_can_be_read(
-        ahead: i64, held: Option<i64>, writes in proptest::collection::vec(any::<(u8, u8)>(), 0..20),
+        ahead: i64, held: Option<[u8; 8]>, writes in proptest::collection::vec(any::<(u8, u8)>(), 0..20),
     ) {
         let cmos = cmos_at(1_795_234_991, 0);
         let mut state = cmos.save();
         state.version = CMOS_CLOCK_VERSION;
-        state.data["clock"] = serde_json::json!({"ahead_s": ahead, "held_s": held});
-        cmos.restore(&state).unwrap();
+        let held = held.map(|[second, minute, hour, weekday, day, month, year_of_century, century]| {
+            Calendar { second, minute, hour, weekday, day, month, year_of_century, century }
+        });
+        state.data["clock"] = serde_json::json!({"ahead_s": ahead, "held": held});
+        let is_refused = cmos.restore(&state).is_err();
+        prop_assert_eq!(is_refused, held.is_some_and(|held| !held.can_be_shown()));
         for (index, value) in writes {
             set_register(&cmos, index, value);
             shown(&cmos);

@@ -288,7 +288,7 @@ impl VirtioDevice for Block {
             log_limited!(
                 self.workers.log_limit(),
                 Warn,
-                "disk {path}: {kept} requests that there was no room for are not carried out, as the                  device is reset"
+                "disk {path}: {kept} requests that there was no room for are not carried out, as the device is reset"
             );
         }
         self.acknowledged = 0;
