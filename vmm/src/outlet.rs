@@ -291,11 +291,21 @@ mod tests {
         }
     }
 
-    #[test]
-    fn half_of_a_piece_goes_with_its_reader() {
+    /// A pipe that nothing reads: its reader is closed, also in programs that other tests have started at
+    /// this moment and that have all descriptors of this process for an instant.
+    fn unread_pipe() -> File {
         let (reader, pipe) = io::pipe().unwrap();
         drop(reader);
-        let file = File::from(OwnedFd::from(pipe));
+        let mut entry = libc::pollfd { fd: pipe.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: `entry` is one valid pollfd that lives during the call, and the descriptor is open.
+        assert_eq!(unsafe { libc::poll(&raw mut entry, 1, -1) }, 1);
+        assert_eq!(entry.revents, libc::POLLERR);
+        File::from(OwnedFd::from(pipe))
+    }
+
+    #[test]
+    fn half_of_a_piece_goes_with_its_reader() {
+        let file = unread_pipe();
         let waits = Arc::new(AtomicBool::new(false));
         let mut target = Target { file, rest: b" half".to_vec(), waits };
         let error = target.write(b", one more".to_vec()).unwrap_err();
@@ -304,9 +314,7 @@ mod tests {
 
     #[test]
     fn what_a_lost_piece_would_have_told_is_told_by_a_later_one() {
-        let (reader, pipe) = io::pipe().unwrap();
-        drop(reader);
-        let outlet = outlet(File::from(OwnedFd::from(pipe)));
+        let outlet = outlet(unread_pipe());
         for lost in 0..5 {
             outlet.put(|lost_before| {
                 assert_eq!(lost_before, lost);
@@ -333,11 +341,9 @@ mod tests {
 
     #[test]
     fn a_reader_that_is_gone_is_told_once() {
-        let (reader, pipe) = io::pipe().unwrap();
-        drop(reader);
         let (told, tells) = std::sync::mpsc::channel();
         let failed = move |error: &io::Error| told.send(error.kind()).unwrap();
-        let outlet = Outlet::start("outlet", File::from(OwnedFd::from(pipe)), 8, failed).unwrap();
+        let outlet = Outlet::start("outlet", unread_pipe(), 8, failed).unwrap();
         outlet.put(|_| "one".to_owned());
         outlet.put(|_| "two".to_owned());
         assert!(outlet.flush(LONG));

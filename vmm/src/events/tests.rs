@@ -80,6 +80,16 @@ fn pipe(folder: &std::path::Path) -> PathBuf {
     path
 }
 
+/// Waits until nothing has it open to read: a program that another test starts at this moment has all
+/// descriptors of this process for an instant.
+fn wait_for_no_reader(path: &std::path::Path) {
+    let mut options = std::fs::OpenOptions::new();
+    options.write(true).custom_flags(libc::O_NONBLOCK);
+    while options.open(path).is_ok() {
+        std::thread::yield_now();
+    }
+}
+
 /// A reader of it, which may be there before a writer.
 fn reader_of(path: &std::path::Path) -> File {
     std::fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
@@ -130,6 +140,7 @@ fn a_pipe_that_has_a_reader_again_has_events_again() {
     monitor.tell("vm", "booting", &[]);
     read_events(&mut first, 1);
     drop(first);
+    wait_for_no_reader(&path);
     for _ in 0..3 {
         monitor.tell("vm", "booted", &[]);
     }
