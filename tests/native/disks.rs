@@ -23,6 +23,7 @@ use crate::harness::loops::{Loop, Mounted, format};
 use crate::harness::migrate::{Reception, failure_of, migrate, send_option, text};
 use crate::harness::relay::{Link, Point, Relay, Row, Setting};
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
+use crate::hung_disk::wait_until_it_hangs;
 
 pub fn add(suite: &mut Suite) {
     for mode in [Mode::Precopy, Mode::Postcopy] {
@@ -146,16 +147,16 @@ pub fn write_more(vmm: &Vmm, blocks: u64) {
     wait_for("blocks written by the guest", || (written(vmm) >= target).then_some(()));
 }
 
+/// The lock that a VM takes.
+fn whole() -> libc::flock {
+    let l_type = libc::c_short::try_from(libc::F_WRLCK).expect("a constant");
+    libc::flock { l_type, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 }
+}
+
 /// Whether another open file could not lock it.
 pub fn is_locked(path: &Path) -> bool {
     let file = File::options().read(true).write(true).open(path).expect("the disk");
-    let mut range = libc::flock {
-        l_type: libc::c_short::try_from(libc::F_WRLCK).expect("a constant"),
-        l_whence: 0,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    };
+    let mut range = whole();
     // SAFETY: F_OFD_GETLK reads and writes one flock, which lives during the call.
     let answer = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut range) };
     assert_eq!(answer, 0, "{}", std::io::Error::last_os_error());
@@ -165,13 +166,7 @@ pub fn is_locked(path: &Path) -> bool {
 /// Takes the lock that a VM would as soon as it is free, until the answer is dropped.
 fn lock(path: &Path) -> File {
     let file = File::options().read(true).write(true).open(path).expect("the disk");
-    let range = libc::flock {
-        l_type: libc::c_short::try_from(libc::F_WRLCK).expect("a constant"),
-        l_whence: 0,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    };
+    let range = whole();
     // SAFETY: F_OFD_SETLKW reads one flock, which lives during the call.
     let answer = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLKW, &raw const range) };
     assert_eq!(answer, 0, "{}", std::io::Error::last_os_error());
@@ -378,13 +373,7 @@ fn slow_disk() {
     let mut vmm = VmmBuilder::guest(1, MEMORY, GUEST).with(&["--disk", &option]).start();
     write_more(&vmm, BLOCKS);
     let frozen = mounted.freeze();
-    // The guest waits for a write that waits.
-    let mut before = u64::MAX;
-    wait_for("a write that waits", || {
-        std::thread::sleep(Duration::from_millis(100));
-        let now = written(&vmm);
-        (std::mem::replace(&mut before, now) == now).then_some(())
-    });
+    wait_until_it_hangs(&vmm);
     vmm.signal(libc::SIGTERM);
     let tasks = format!("/proc/{}/task", vmm.pid());
     let has_vcpus = || {
@@ -558,6 +547,8 @@ fn cannot_be_read_anew_late() {
     assert!(event.contains("cannot be read anew"), "{event}");
     assert_eq!(held.destination.api().state(), "Paused");
     assert!(!is_locked(held.there.path()), "no VM can go on with the disk");
+    // The source hears of it on its own connection, and gives up what is left of the guest no earlier.
+    failure_of(&held.source);
     held.source.api().put("vm.delete", "").ok();
     held.source.shut_down();
     // A person who knows what was lost starts it; flushes go on failing.

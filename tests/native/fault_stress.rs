@@ -181,10 +181,10 @@ fn round(mut source: Vmm, dice: &mut Dice) -> Round {
         match dice.below(7) {
             0 | 1 => kick(&destination, dice),
             2 => pause_or_resume(&destination, &mut resumed),
-            3 if source.exited().is_none() => {
-                source.signal(libc::SIGSTOP);
+            // It ends at any moment from the last page on.
+            3 if source.signal_if_there(libc::SIGSTOP) => {
                 dice.nap(30);
-                source.signal(libc::SIGCONT);
+                source.signal_if_there(libc::SIGCONT);
             }
             4 => drop(destination.remote(&["migration-cancel"])),
             5 => snapshot_meanwhile(&destination, resumed),

@@ -13,7 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tempfile::TempDir;
 
 use crate::harness::faults::Stopped;
-use crate::harness::migrate::{ANYTHING, Reception, failure_of, migrate, migrate_to, send_option};
+use crate::harness::migrate::{
+    ANYTHING, Reception, failure_after, failure_of, migrate, migrate_to, send_option,
+};
 use crate::harness::vmm::RAM_FILE;
 use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, image, skip, wait_for};
 use crate::postcopy::progress;
@@ -242,10 +244,12 @@ fn not_emptied() {
     let destination = folders.empty("b");
     for mode in [Mode::Precopy, Mode::Postcopy] {
         let reception = Reception::start(&destination, Transport::Tcp, mode);
+        let before = source.events().len();
         source.remote_ok(&["send-migration", &send_option(&reception.url, mode)]);
         let told = reception.finish();
         assert!(!told.status.success());
-        for text in [failure_of(&source), String::from_utf8_lossy(&told.stderr).into_owned()] {
+        let failure = failure_after(&source, before);
+        for text in [failure, String::from_utf8_lossy(&told.stderr).into_owned()] {
             assert!(text.contains("holds data") && text.contains(RAM_FILE), "{text}");
         }
         assert_eq!(folders.old_pages("b"), whole, "the file was emptied");

@@ -165,6 +165,8 @@ fn goes_on(system: System, more: &str) {
     small.is_named(&refused.body);
     assert_eq!(vmm.api().state(), "Paused");
     assert_eq!(written(&vmm), first, "no block is acknowledged without room");
+    // What is told of that does not come behind the next mark.
+    vmm.wait_for_event("resume-failed");
 
     // By itself, as far as there is room.
     let before = vmm.events().len();
@@ -189,6 +191,8 @@ fn goes_on(system: System, more: &str) {
     vmm.api().put("vm.pause", "").ok();
     holds(&small.file, written(&vmm));
     vmm.verify_paused();
+    // Whatever was told before this pause is written then.
+    vmm.wait_for_later_events(before, &["paused"]);
     assert!(!told(&vmm, before).contains(&"disk-full".to_owned()));
     vmm.shut_down();
 }
@@ -197,7 +201,7 @@ fn reported() {
     for more in ["", ",on_full=report"] {
         let mut small = Small::new(System::Tmpfs);
         small.make_some_room();
-        let vmm = small.guest(more);
+        let mut vmm = small.guest(more);
         let failure = wait_for("an error", || match word(&vmm, vcpu::DISK_FAILURE) {
             0 => None,
             failure => Some(failure),
@@ -206,8 +210,8 @@ fn reported() {
         holds(&small.file, word(&vmm, vcpu::DISK_WRITES));
         let info = vmm.api().get("vm.info").ok().json();
         assert_eq!((&info["state"], &info["full_disks"]), (&json!("Running"), &Value::Null));
+        vmm.end();
         assert_eq!(told(&vmm, 0), [""; 0]);
-        vmm.shut_down();
     }
 }
 

@@ -66,14 +66,7 @@ impl Hung {
     /// From now on the guest waits for a write that waits.
     pub fn hang(&self) -> Frozen {
         let frozen = self.rest.mounted.freeze();
-        let mut before = (u64::MAX, Instant::now());
-        wait_for("a write that waits", || {
-            let now = written(&self.vmm);
-            if before.0 != now {
-                before = (now, Instant::now());
-            }
-            (before.1.elapsed() > Duration::from_millis(300)).then_some(())
-        });
+        wait_until_it_hangs(&self.vmm);
         frozen
     }
 
@@ -117,6 +110,21 @@ fn written(vmm: &Vmm) -> u64 {
     let word = |field| guest.memory().word(abi::vcpu_gpa(0) + field).expect("the guest's memory");
     assert_eq!(word(vcpu::DISK_FAILURE), 0, "what the guest read is not what it wrote");
     word(vcpu::DISK_WRITES)
+}
+
+/// Waits until the guest waits for a write that waits.
+#[track_caller]
+pub fn wait_until_it_hangs(vmm: &Vmm) {
+    let mut before = (u64::MAX, Instant::now());
+    wait_for("a write that waits", || {
+        let now = written(vmm);
+        if before.0 != now {
+            before = (now, Instant::now());
+        }
+        // It gets no further although its vCPU has a processor: its heart beats while it waits for a disk.
+        vmm.wait_for_heartbeat();
+        (before.1.elapsed() > Duration::from_millis(300)).then_some(())
+    });
 }
 
 #[track_caller]

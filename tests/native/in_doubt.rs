@@ -118,6 +118,8 @@ fn insists(mode: Mode) {
     }
     assert_eq!(there.wait_for_exit(), 0, "{}", there.output());
     assert_eq!(reception.finish().status.code(), Some(1));
+    // What has given it away is a thread, which may be ahead of the one that answers.
+    wait_for("the source to know", || (source.api().get("vm.info").status != 200).then_some(()));
     source.api().put("vm.delete", r#"{"force":true}"#).ok();
     source.shut_down();
 }

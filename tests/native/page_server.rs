@@ -147,6 +147,8 @@ impl Middle {
     /// The source has ended well, and pages are still to come.
     fn source_has_ended(&mut self) {
         assert_eq!(self.source.wait_for_exit(), 0, "{}", self.source.output());
+        // It may be about to go on after the loss that was planned.
+        wait_for_phase(&self.destination, "fault");
         let now = progress(&self.destination);
         assert_eq!(now["phase"], "fault", "{now}");
         assert!(now["remaining_bytes"].as_u64() > Some(0), "{now}");
@@ -207,7 +209,7 @@ fn source_is_killed() {
     let mut run = Middle::leave(source, Mode::Postcopy, &format!(",{SLOW}"));
     run.source.signal(libc::SIGKILL);
     assert_eq!(run.source.wait_for_exit(), -libc::SIGKILL);
-    assert_eq!(phase(&run.destination), "fault");
+    wait_for_phase(&run.destination, "fault");
     assert!(run.server.lives(), "{}", run.source.output());
     run.finish();
 }
@@ -251,7 +253,9 @@ fn cuts() {
         run.cutter.cut(None, usize::MAX);
         wait_for("the recovery", || {
             let now = progress(&run.destination);
-            (now["recovery"]["recoveries"].as_u64() >= Some(cut)).then_some(())
+            let is_over = now["recovery"]["recoveries"].as_u64() >= Some(cut);
+            // A cut in the middle of a recovery is no loss of its own.
+            (is_over && run.server.progress()["phase"] == "serve").then_some(())
         });
     }
     let losses = run.server.progress()["recovery"]["losses"].clone();
@@ -427,9 +431,8 @@ fn dies_early() {
     source.remote_ok(&["send-migration", &option]);
     let server = wait_for("the page server", || {
         let server = progress(&source)["page_server"].clone();
-        server["pid"].is_u64().then(|| PageServer::new(&server))
+        (server["state"] == "ready").then(|| PageServer::new(&server))
     });
-    assert_eq!(progress(&source)["page_server"]["state"], "ready");
     server.kill();
     source.remote_ok(&["migration-start-postcopy"]);
     source.wait_for_event("page-server-failed");

@@ -195,6 +195,8 @@ fn soak(cuts: u32, receiving: &str) {
 
 fn recover() {
     let run = Middle::start(&format!("{SLOW},recover_timeout_s=0"));
+    // The destination may be ahead of it.
+    wait_for_phase(&run.source, "serve");
     let refused = run.source.remote(&["migration-recover"]);
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(text.contains("nothing is to recover"), "{text}");

@@ -108,7 +108,9 @@ fn zones() {
     vmm.wait_for_work(20_000);
     vmm.verify();
     assert_eq!(pool.slots("lent"), 2);
-    // All of it was there before, so there was nothing to populate.
+    // All of it was there before, so there was nothing to populate. That would have been told before the end of
+    // the pause in which pages were compared.
+    vmm.wait_for_event("resumed");
     let names = vmm.event_names();
     assert!(!names.iter().any(|name| name.starts_with("prefault")), "{names:?}");
     // After a reboot the slot that has come back may not be ready; the guest runs either way.

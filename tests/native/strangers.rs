@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::harness::migrate::{Reception, send_option};
+use crate::harness::migrate::{Reception, failure_after, send_option};
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, wait_for};
 use crate::postcopy::Middle;
 
@@ -166,14 +166,19 @@ fn ruled() {
     ] {
         let more = format!(",allow=[{rules}]");
         let reception = Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, &more);
+        let before = source.events().len();
         source.remote_ok(&["send-migration", &send_option(&reception.url, Mode::Precopy)]);
         let output = reception.finish();
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{error}");
-        wait_for("the VM", || (source.api().state() == "Running").then_some(()));
+        // The source hears of it on its own connection, later perhaps than the client there; a VM that is being
+        // sent runs, too.
+        let reason = failure_after(&source, before);
+        assert_eq!(source.api().state(), "Running");
         for word in words {
             assert!(error.contains(word), "no {word:?} in {error}");
-            assert!(source.output().contains(word), "{}", source.output());
+            assert!(reason.contains(word), "no {word:?} in {reason}");
+            wait_for("its log", || source.output().contains(word).then_some(()));
         }
         assert_eq!(fs::read(at("secret")).expect("the console's file"), said, "it was opened");
     }

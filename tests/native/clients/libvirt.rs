@@ -222,7 +222,11 @@ fn by_hand(
     let status = status.map(|(_, rest)| rest.chars().take_while(char::is_ascii_digit).collect());
     let status: String = status.unwrap_or_default();
     assert!(matches!(status.as_str(), "200" | "204"), "{name}: {text}");
-    // What is left would be taken for the answer to the next request.
+    // What is left would be taken for the answer to the next request; it may come at any time later.
+    let (head, rest) = text.split_once("\r\n\r\n").expect("a whole head");
+    let length = head.lines().find_map(|line| line.strip_prefix("Content-Length: "));
+    let length: usize = length.map_or(0, |length| length.parse().expect("a length"));
+    assert_eq!(rest.len(), length, "{name}: the answer came in several pieces");
     stream.set_nonblocking(true).expect("a flag");
     assert!(stream.read(&mut piece).is_err(), "{name}: the answer came in several pieces");
     stream.set_nonblocking(false).expect("a flag");

@@ -160,7 +160,13 @@ pub fn migrate_to(
 /// The reason that the source gave for a migration that failed.
 #[track_caller]
 pub fn failure_of(source: &Vmm) -> String {
-    let event = source.wait_for_events(&["migration-failed", "migration-finished"]);
+    failure_after(source, 0)
+}
+
+/// The same for one that has failed before: behind the first `before` events.
+#[track_caller]
+pub fn failure_after(source: &Vmm, before: usize) -> String {
+    let event = source.wait_for_later_events(before, &["migration-failed", "migration-finished"]);
     assert_eq!(event["event"], "migration-failed", "{event}");
     text(&event)
 }

@@ -315,11 +315,20 @@ impl Vmm {
     }
 
     /// Sends it a signal.
+    #[track_caller]
     pub fn signal(&mut self, signal: i32) {
-        assert!(self.exited().is_none(), "it has ended");
+        assert!(self.signal_if_there(signal), "it has ended");
+    }
+
+    /// The same to one that may end at any moment. False if it has ended.
+    pub fn signal_if_there(&mut self, signal: i32) -> bool {
+        if self.exited().is_some() {
+            return false;
+        }
         let pid = libc::pid_t::try_from(self.pid()).expect("a process id");
         // SAFETY: the child has not been waited for, so the id is still its own.
         assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+        true
     }
 
     /// Everything it printed, and its log.
@@ -410,12 +419,19 @@ impl Vmm {
             .expect("ch-remote can be started")
     }
 
-    /// Ends it through its API, and expects exit code 0.
+    /// Ends it through its API, and expects exit code 0. All of its events are written then, so that one that
+    /// is not there was not told.
     #[track_caller]
-    pub fn shut_down(mut self) {
+    pub fn end(&mut self) {
         self.api().put("vmm.shutdown", "").ok();
         let code = self.wait_for_exit();
         assert_eq!(code, 0, "{}", self.output());
+    }
+
+    /// The same of one at which nothing is looked any more.
+    #[track_caller]
+    pub fn shut_down(mut self) {
+        self.end();
     }
 }
 
