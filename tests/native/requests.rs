@@ -136,13 +136,15 @@ impl Held {
         let json = if info.status == 200 { info.json() } else { Value::Null };
         let field = |name: &str| json.get(name).cloned().unwrap_or_default();
         let look = || (process::descriptors(vmm.pid()), process::thread_names(vmm.pid()));
-        // Connections are closed a moment after their last answer, that of the last request too: what is noted
-        // with one of them would never be there again.
+        // Connections are closed a moment after their last answer, that of the last request too, and a new
+        // thread names itself when it gets a processor: what is noted with one of these would never be there
+        // again.
         let mut last = look();
-        for _ in 0..20 {
+        for _ in 0..400 {
             std::thread::sleep(Duration::from_millis(5));
             let before = std::mem::replace(&mut last, look());
-            if before == last {
+            let nameless = last.1.iter().filter(|name| *name == "cloud-hyperviso").count();
+            if before == last && nameless <= 1 {
                 break;
             }
         }

@@ -39,7 +39,7 @@ pub fn add(suite: &mut Suite) {
 }
 
 /// In which a first signal ends a VMM whose VM has not started.
-const SIGNAL_END: Duration = Duration::from_secs(5);
+const SIGNAL_END: Duration = Duration::from_secs(8);
 /// `F_SETSIG`, which libc has not for this target everywhere.
 const SET_SIGNAL: libc::c_int = 10;
 

@@ -44,9 +44,9 @@ pub fn add(suite: &mut Suite) {
     suite.add("states::a_wait_for_a_name_is_cancelled", cancel_resolution);
 }
 
-/// In which a first signal ends a VMM that waits for nothing that a guest could lose: two seconds, and as
-/// many again for a busy host.
-const SIGNAL_END: Duration = Duration::from_secs(4);
+/// In which a first signal ends a VMM that waits for nothing that a guest could lose: two seconds, and
+/// three times as many for a busy host.
+const SIGNAL_END: Duration = Duration::from_secs(8);
 
 /// Makes a scene.
 type Make = fn() -> Scene;

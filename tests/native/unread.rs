@@ -27,7 +27,7 @@ pub fn add(suite: &mut Suite) {
 }
 
 /// In which a first signal ends a VMM whose guest has no disk that it waits for.
-const SIGNAL_END: Duration = Duration::from_secs(4);
+const SIGNAL_END: Duration = Duration::from_secs(8);
 /// Newlines of a guest in each of its lives: a few of them fill any terminal.
 const NEWLINES: u32 = 20_000;
 
