@@ -43,18 +43,11 @@ fn farewell_time(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
 }
 
 impl Vmm {
-    /// Answers with the progress, unless the migration has just failed and this thread has not
-    /// been told: the answer waits for that, so that whoever is told of a failure may count on
-    /// what it says of the guest, and ask for the next thing at once.
+    /// Answers with the progress, unless the migration has just ended and this thread has not been
+    /// told: the answer waits for that, so that a client that sees the end may count on what it says of
+    /// the guest, and ask for the next thing at once.
     pub(super) fn progress_for(&mut self, responder: Responder) {
-        let is_settled = match &self.vm {
-            Vm::Leaving { sending, .. } | Vm::Serving(sending) => {
-                sending.progress.phase() != Phase::Failed
-            }
-            Vm::Awaited(receiving) => receiving.progress.phase() != Phase::Failed,
-            _ => true,
-        };
-        if is_settled {
+        if self.is_settled() {
             let answer = self.migration_progress();
             responder.answer(answer);
         } else {
@@ -63,7 +56,19 @@ impl Vmm {
         }
     }
 
-    /// Answers whoever asked while a failure was being settled.
+    /// Nothing of the migration has ended that this thread has not been told of.
+    fn is_settled(&self) -> bool {
+        let phase = self.progress.as_ref().map(|progress| progress.phase());
+        match (&self.vm, &self.pages) {
+            // A source that is done ends with its process: what it is asked is answered at its farewell.
+            (Vm::Leaving { .. } | Vm::Serving(_), _) => phase != Some(Phase::Failed),
+            (Vm::Awaited(_), _) => !matches!(phase, Some(Phase::Failed | Phase::Done)),
+            (_, Pages::Arriving { .. }) => phase != Some(Phase::Done),
+            _ => true,
+        }
+    }
+
+    /// Answers whoever asked while an end was being settled.
     fn answer_progress_askers(&mut self) {
         for responder in std::mem::take(&mut self.progress_askers) {
             self.progress_for(responder);
@@ -385,6 +390,12 @@ impl Vmm {
         &mut self,
         result: Result<(), Box<PostcopyPaused<MigratingRam>>>,
     ) -> Next {
+        let next = self.settle_pages(result);
+        self.answer_progress_askers();
+        next
+    }
+
+    fn settle_pages(&mut self, result: Result<(), Box<PostcopyPaused<MigratingRam>>>) -> Next {
         if self.is_given_up() {
             // The threads that bring its pages go before the machine, which has never run: a device that
             // waits for one would keep it, and this thread.
