@@ -25,6 +25,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("hung_disk::a_reboot_waits_and_all_are_answered", reboot);
     suite.add("hung_disk::a_forced_shutdown_ends_at_once", forced);
     suite.add("hung_disk::a_second_signal_ends_at_once", signals);
+    suite.add("hung_disk::a_snapshot_is_cancelled", snapshot);
 }
 
 const DISK_BYTES: usize = 8 << 20;
@@ -280,4 +281,57 @@ fn signals() {
     let began = Instant::now();
     hung.vmm.signal(libc::SIGTERM);
     ends_at_once(hung, frozen, began);
+}
+
+/// Whether a thread of that name is in a system call that no signal ends.
+fn is_stuck(vmm: &Vmm, thread: &str) -> bool {
+    let tasks = fs::read_dir(format!("/proc/{}/task", vmm.pid())).expect("the threads");
+    tasks.flatten().any(|task| {
+        let stat = fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        stat.contains(&format!("({thread}) D "))
+    })
+}
+
+fn snapshot() {
+    let hung = Hung::new(false);
+    let (vmm, api) = (&hung.vmm, hung.vmm.api());
+    let path = hung.rest.mounted.path().join("snapshot");
+    fs::create_dir(&path).expect("a folder");
+    let body = json!({"destination_url": format!("file://{}", path.display())}).to_string();
+    let refused = api.put("vm.snapshot-cancel", "");
+    assert!(refused.status == 404 && refused.body.contains("no snapshot"), "{refused:?}");
+    api.put("vm.pause", "").ok();
+    // Freezing writes all of it back, so the disk, which is on that file system, has nothing to wait for.
+    let frozen = hung.rest.mounted.freeze();
+    std::thread::scope(|scope| {
+        let snapshot = scope.spawn(|| api.put("vm.snapshot", &body));
+        wait_for("a thread that the storage keeps", || {
+            is_stuck(vmm, "snapshot-write").then_some(())
+        });
+        assert!(!snapshot.is_finished(), "the storage has not answered");
+        let refused = api.put("vm.resume", "");
+        assert!(
+            refused.status == 409 && refused.body.contains("vm.snapshot-cancel"),
+            "{refused:?}"
+        );
+        let began = Instant::now();
+        api.put("vm.snapshot-cancel", "").ok();
+        assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
+        let failed = snapshot.join().expect("an answer");
+        assert!(failed.status == 500 && failed.body.contains("does not answer"), "{failed:?}");
+    });
+    vmm.wait_for_event("snapshot-failed");
+    vmm.verify_paused();
+    api.put("vm.resume", "").ok();
+    vmm.wait_for_heartbeat();
+    assert!(is_stuck(vmm, "snapshot-write"), "the storage has answered meanwhile");
+    drop(frozen);
+    let files = || fs::read_dir(&path).expect("the folder").count();
+    wait_for("the hidden files to go", || (files() == 0).then_some(()));
+    write_more(vmm);
+    api.put("vm.pause", "").ok();
+    wait_for("the lock", || (api.put("vm.snapshot", &body).status == 204).then_some(()));
+    vmm.verify_paused();
+    let Hung { vmm, .. } = hung;
+    vmm.shut_down();
 }

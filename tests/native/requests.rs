@@ -51,6 +51,7 @@ pub fn requests() -> Vec<Request> {
         put("vm.delete", ""),
         put("vm.power-button", ""),
         put("vm.nmi", ""),
+        put("vm.snapshot-cancel", ""),
         put("vm.resize", r#"{"desired_balloon":1048576}"#),
         put("vm.resize-zone", r#"{"id":"mem0","desired_ram":1}"#),
         put("vm.add-disk", r#"{"path":"/nonexistent"}"#),

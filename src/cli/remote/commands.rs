@@ -19,7 +19,7 @@ use vmm::config::{
 use crate::cli::manual;
 
 /// A subcommand without arguments.
-pub(super) const SIMPLE: [(&str, Method, &str, &str); 12] = [
+pub(super) const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ("boot", Method::Put, "vm.boot", "Boot a created VM"),
     ("counters", Method::Get, "vm.counters", "Counters from the VM"),
     ("info", Method::Get, "vm.info", "Info on the VM"),
@@ -42,6 +42,12 @@ pub(super) const SIMPLE: [(&str, Method, &str, &str); 12] = [
     ("reboot", Method::Put, "vm.reboot", "Reboot the VM"),
     ("resume", Method::Put, "vm.resume", "Resume the VM"),
     ("shutdown", Method::Put, "vm.shutdown", "Shutdown the VM"),
+    (
+        "snapshot-cancel",
+        Method::Put,
+        "vm.snapshot-cancel",
+        "Cancel the snapshot that is being written; returns when the VM is paused as before",
+    ),
 ];
 
 /// A subcommand that takes the keys of a family.

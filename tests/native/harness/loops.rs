@@ -60,6 +60,11 @@ impl Mounted {
         }
     }
 
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// Makes every write to it wait, until the answer is dropped.
     pub fn freeze(&self) -> Frozen {
         run(&["fsfreeze", "--freeze", text(&self.0)]).expect("it can be frozen");

@@ -95,8 +95,13 @@ impl Draft {
         create(&self.partial(name), bytes)
     }
 
-    /// Makes it a snapshot: all files are written and synced.
-    pub(crate) fn publish(mut self, manifest: &[u8]) -> Result<(), SnapshotError> {
+    /// Makes it a snapshot: all files are written and synced. `proceed` is asked before that and when it is
+    /// on the disk; with an error it is none.
+    pub(crate) fn publish(
+        mut self,
+        manifest: &[u8],
+        proceed: &dyn Fn() -> Result<(), SnapshotError>,
+    ) -> Result<(), SnapshotError> {
         let marker = self.partial(MANIFEST_FILE);
         let written = OpenOptions::new().write(true).truncate(true).open(&marker);
         written
@@ -106,8 +111,10 @@ impl Draft {
             self.name(name)?;
         }
         self.sync()?;
+        proceed()?;
         self.name(MANIFEST_FILE)?;
         self.sync()?;
+        proceed()?;
         self.whole = true;
         Ok(())
     }

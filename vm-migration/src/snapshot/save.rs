@@ -46,7 +46,8 @@ pub struct SaveReport {
 }
 
 /// Writes a snapshot into an existing directory that has none. The guest must not run, and nothing
-/// else may write its memory.
+/// else may write its memory, until this returns or 1 s has passed since a cancel: what is still being
+/// written then is not used, and memory is only read by system calls.
 ///
 /// # Errors
 /// What failed and with which file; nothing is left in the directory then.
@@ -65,6 +66,9 @@ pub fn save<M: GuestMemoryMap>(
     let geometry = Geometry::new(memory.layout());
     let file = MemoryFile::create(&draft.partial(MEMORY_FILE), geometry.len_bytes())?;
     let index = write_memory(memory, &geometry, &file, threads, cancel)?;
+    let not_cancelled = || {
+        if cancel.is_cancelled() { Err(SnapshotError::Cancelled) } else { Ok(()) }
+    };
     draft.write(CONFIG_FILE, saved.config_json)?;
     draft.write(STATE_FILE, saved.state_json)?;
     let index_bytes = index.encode();
@@ -81,10 +85,7 @@ pub fn save<M: GuestMemoryMap>(
         path: directory.join(super::MANIFEST_FILE),
         why: error.to_string(),
     })?;
-    if cancel.is_cancelled() {
-        return Err(SnapshotError::Cancelled);
-    }
-    draft.publish(&manifest)?;
+    draft.publish(&manifest, &not_cancelled)?;
     Ok(SaveReport {
         data_bytes: index.present_pages() * PAGE_BYTES,
         memory_bytes: geometry.len_bytes(),
@@ -110,7 +111,7 @@ fn write_memory<M: GuestMemoryMap>(
 ) -> Result<Index, SnapshotError> {
     let entries: Vec<AtomicU64> = (0..geometry.chunks()).map(|_| AtomicU64::new(0)).collect();
     for_each_block(geometry, threads, cancel, |block| {
-        write_block(memory, geometry, file, &entries, block)
+        write_block(memory, geometry, file, &entries, block, cancel)
     })?;
     let entries = entries.into_iter().map(|word| Entry::unpack(word.into_inner()));
     Ok(Index::new(entries.collect()))
@@ -122,7 +123,10 @@ fn write_block<M: GuestMemoryMap>(
     file: &MemoryFile,
     entries: &[AtomicU64],
     block: PageRun,
+    cancel: &Cancel,
 ) -> Result<(), SnapshotError> {
+    // Held while this process reads it, and not while the storage lets it wait.
+    let hold = memory.hold(block.region, block.first..block.end());
     let populated = memory.populated_runs(block.region, block.first..block.end());
     let populated = populated.map_err(SnapshotError::Memory)?;
     if populated.is_empty() {
@@ -141,8 +145,13 @@ fn write_block<M: GuestMemoryMap>(
             entries[number].store(inspect(memory, chunk, mask).pack(), Ordering::Relaxed);
         }
     }
+    drop(hold);
     let present = |chunk: usize| Entry::unpack(entries[chunk].load(Ordering::Relaxed)).present;
     for span in spans(geometry, block, present) {
+        // After a write that took long the guest may run again.
+        if cancel.is_cancelled() {
+            return Err(SnapshotError::Cancelled);
+        }
         file.write(&span.pieces(memory), geometry.offset_of(block.region, span.first()))?;
     }
     Ok(())

@@ -355,6 +355,17 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: decode_snapshot,
     },
     Endpoint {
+        path: "vm.snapshot-cancel",
+        method: Put,
+        summary: "Cancels the snapshot that is being written, and answers when the VM is paused as \
+                  before. Storage that does not answer is not waited for.",
+        operation: None,
+        takes: Body::Empty,
+        gives: Body::Empty,
+        errors: &[NotCreated, Conflict],
+        decode: |_| Ok(VmmRequest::SnapshotCancel),
+    },
+    Endpoint {
         path: "vm.restore",
         method: Put,
         summary: "Restores a VM from a directory.",

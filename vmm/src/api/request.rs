@@ -73,6 +73,8 @@ pub enum VmmRequest {
     MigrationRecover(Box<MigrationRecoverData>),
     /// Save the paused VM; answered when that is done.
     Snapshot(Box<VmSnapshotConfig>),
+    /// End the snapshot that is being written; answered when the machine is back.
+    SnapshotCancel,
     /// Restore a VM; answered when that is done.
     Restore(Box<RestoreConfig>),
     /// End the process.
@@ -115,6 +117,7 @@ impl VmmRequest {
             Self::MigrationRecover(_) => "vm.migration-recover",
             Self::VmmShutdown { .. } => "vmm.shutdown",
             Self::Snapshot(_) => "vm.snapshot",
+            Self::SnapshotCancel => "vm.snapshot-cancel",
             Self::Restore(_) => "vm.restore",
         }
     }

@@ -56,7 +56,8 @@ pub fn waits(vm: &Vm, request: &VmmRequest) -> bool {
             | VmmRequest::VmmShutdown { .. }
             | VmmRequest::MigrationProgress
             | VmmRequest::MigrationReport
-            | VmmRequest::MigrationCancel => false,
+            | VmmRequest::MigrationCancel
+            | VmmRequest::SnapshotCancel => false,
             _ => true,
         }
 }

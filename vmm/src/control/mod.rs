@@ -320,6 +320,10 @@ impl Vmm {
                 self.snapshot(&config, responder);
                 return None;
             }
+            VmmRequest::SnapshotCancel => {
+                self.cancel_snapshot(responder);
+                return None;
+            }
             VmmRequest::Restore(config) => {
                 return self.restore_for(*config, Some(responder)).unless_continue();
             }
@@ -494,7 +498,11 @@ impl Vm {
                 format!(
                     "the VM is being {}; wait until that is over{}",
                     busy.name(),
-                    if busy.is_restore { ", or give it up with vm.delete" } else { "" }
+                    if busy.is_restore {
+                        ", or give it up with vm.delete"
+                    } else {
+                        ", or end it with vm.snapshot-cancel"
+                    }
                 ),
             ),
             Self::Starting(starting) => ApiError::new(

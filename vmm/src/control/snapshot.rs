@@ -47,12 +47,15 @@ pub struct Busy {
     cancel: Cancel,
     /// Requests that have ended a restore.
     enders: Vec<Ender>,
+    /// Requests that have ended a snapshot.
+    cancellers: Vec<Responder>,
 }
 
 impl Busy {
     fn new(info: Option<Box<VmInfo>>, cancel: Cancel) -> Self {
         let is_restore = info.is_none();
-        Self { info, is_restore, at_launch: false, until: None, cancel, enders: Vec::new() }
+        let (enders, cancellers) = (Vec::new(), Vec::new());
+        Self { info, is_restore, at_launch: false, until: None, cancel, enders, cancellers }
     }
 
     /// What goes on, for people.
@@ -175,7 +178,16 @@ impl Vmm {
 
     pub(super) fn saved(&mut self, end: SaveEnd) {
         let SaveEnd { machine, result, responder } = end;
-        self.vm = Vm::Live(machine);
+        let cancellers = match std::mem::replace(&mut self.vm, Vm::Live(machine)) {
+            Vm::Busy(busy) => busy.cancellers,
+            _ => Vec::new(),
+        };
+        for canceller in cancellers {
+            canceller.answer(match &result {
+                Ok(()) => Err(too_late()),
+                Err(_) => Ok(ApiReply::Empty),
+            });
+        }
         match &result {
             Ok(()) => emit("snapshotted"),
             Err(error) => {
@@ -184,6 +196,17 @@ impl Vmm {
             }
         }
         responder.answer(result.map(|()| ApiReply::Empty));
+    }
+
+    /// Ends the snapshot that is being written.
+    pub(super) fn cancel_snapshot(&mut self, responder: Responder) {
+        match &mut self.vm {
+            Vm::Busy(busy) if !busy.is_restore => {
+                busy.cancel();
+                busy.cancellers.push(responder);
+            }
+            _ => responder.answer(Err(no_snapshot())),
+        }
     }
 
     fn refuse_restore(&self) -> Result<(), ApiError> {
@@ -335,6 +358,16 @@ impl Vmm {
         }
         Ok(())
     }
+}
+
+fn too_late() -> ApiError {
+    let why = "the snapshot was whole before it could be cancelled";
+    ApiError::new(ApiErrorKind::Conflict, why)
+}
+
+fn no_snapshot() -> ApiError {
+    let why = "no snapshot is being written here that could be cancelled";
+    ApiError::new(ApiErrorKind::NotCreated, why)
 }
 
 /// A VM could not be restored, or not be started then.

@@ -6,9 +6,11 @@
 //! before memory is read, memory before state (setting state reads memory). Configuration and state
 //! come from files of a user and are checked as if a stranger had sent them.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
 
 use hypervisor::ClockPolicy;
 use memory::{FirstContents, Prefault, PrefaultError, PrefaultOptions};
@@ -29,8 +31,12 @@ use crate::machine::{
     MachineStateError, StateJsonError, WriteBackError, features,
 };
 
-/// How often it is looked whether a snapshot that waits for disks is cancelled.
+/// How often a snapshot that waits for disks or storage looks whether it is cancelled.
 const CANCEL_LOOK: Duration = Duration::from_millis(50);
+
+/// How long the storage of a cancelled snapshot has to finish its writes. Longer than a healthy one takes
+/// for those in flight, a block of memory a thread.
+const STORAGE_TIME: Duration = Duration::from_secs(1);
 
 /// Why there is no snapshot.
 #[derive(Debug, Error)]
@@ -57,6 +63,13 @@ enum TakeCause {
     State(#[from] StateJsonError),
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+    #[error("a thread for it cannot be started")]
+    Thread(#[source] io::Error),
+    #[error(
+        "it was cancelled while the storage does not answer; the hidden files there are removed when it \
+         does, and no other snapshot can be written there before"
+    )]
+    LeftBehind,
 }
 
 /// Why a VM was not restored.
@@ -108,7 +121,7 @@ pub struct Restored {
 /// Writes a paused machine into a directory. It stays as it is.
 ///
 /// # Errors
-/// Naming the file; nothing is left in the directory.
+/// Naming the file; nothing is left in the directory, or will be when storage that hangs answers.
 pub fn take(machine: &Machine, directory: &Path, cancel: &Cancel) -> Result<SaveReport, TakeError> {
     take_into(machine, directory, cancel)
         .map_err(|source| TakeError { directory: directory.display().to_string(), source })
@@ -126,8 +139,44 @@ fn take_into(
     let config_json = serde_json::to_vec_pretty(&sparse_config(machine.config())?)?;
     let state_json = machine.save()?.to_json()?;
     let memory = MigratingRam::new(Arc::clone(machine.ram()))?;
-    let saved = Saved { config_json: &config_json, state_json: &state_json };
-    Ok(save(directory, saved, &memory, default_threads(), cancel)?)
+    write(directory, config_json, state_json, memory, cancel)
+}
+
+/// Writes all of it on a thread that needs the memory alone: storage that hangs keeps that thread, and not
+/// the machine.
+fn write(
+    directory: &Path,
+    config_json: Vec<u8>,
+    state_json: Vec<u8>,
+    memory: MigratingRam,
+    cancel: &Cancel,
+) -> Result<SaveReport, TakeCause> {
+    let (directory, own_cancel) = (directory.to_owned(), cancel.clone());
+    let (end, has_ended) = channel();
+    std::thread::Builder::new()
+        .name("snapshot-write".to_owned())
+        .spawn(move || {
+            let saved = Saved { config_json: &config_json, state_json: &state_json };
+            let result = save(&directory, saved, &memory, default_threads(), &own_cancel);
+            // The memory is let go of before the machine's owner goes on.
+            drop(memory);
+            // Without a receiver the snapshot was cancelled, and is none.
+            drop(end.send(result));
+        })
+        .map_err(TakeCause::Thread)?;
+    let mut cancelled_at = None;
+    loop {
+        match has_ended.recv_timeout(CANCEL_LOOK) {
+            Ok(result) => return Ok(result?),
+            Err(RecvTimeoutError::Disconnected) => return Err(SnapshotError::Panicked.into()),
+            Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => {
+                if cancelled_at.get_or_insert_with(Instant::now).elapsed() >= STORAGE_TIME {
+                    return Err(TakeCause::LeftBehind);
+                }
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
 }
 
 /// Has what the guest wrote on its disks, which are copied beside the snapshot; however long that
