@@ -195,7 +195,7 @@ impl Vcpu {
     ///
     /// # Errors
     /// The kernel refuses the register.
-    pub fn give_back(&self, msr: MsrValue) -> Result<(), KvmError> {
+    pub fn restore_msr(&self, msr: MsrValue) -> Result<(), KvmError> {
         let read = msr::read_all(&[msr.index], |chunk: &mut Msrs| self.fd.get_msrs(chunk))
             .asked("read a vCPU's model-specific registers")?;
         if read.values.iter().any(|now| now.value == msr.value & !1) {

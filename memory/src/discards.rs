@@ -106,7 +106,7 @@ impl Discards {
         let bans = self.write();
         let parts = match &bans[..] {
             [] => vec![piece.clone()],
-            [Ban { pins: Some(pins), .. }] => pins.let_go(region, piece),
+            [Ban { pins: Some(pins), .. }] => pins.unpin(region, piece),
             _ => Vec::new(),
         };
         act(parts, &permit)
@@ -139,8 +139,8 @@ pub struct DiscardBan {
 }
 
 impl DiscardBan {
-    /// From here on this ban does not hold for memory that `pins` lets go of.
-    pub fn except_what_is_let_go(&self, pins: Arc<dyn Pins>) {
+    /// From here on this ban does not hold for memory that `pins` unpins.
+    pub fn except_unpinned(&self, pins: Arc<dyn Pins>) {
         let mut bans = self.discards.write();
         if let Some(ban) = bans.iter_mut().find(|ban| ban.number == self.number) {
             ban.pins = Some(pins);

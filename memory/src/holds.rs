@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Pages that are being read, and are not given back to the host meanwhile.
+//! Pages that are being read, and are not discarded meanwhile.
 //!
 //! A migration looks which pages are populated and reads those, which takes as long as its connection
-//! does. If one of them is given back in between, the read makes a new page in shared memory: the host
+//! does. If one of them is discarded in between, the read makes a new page in shared memory: the host
 //! gets it back when the VM ends, and where no huge page is free the access fails. So a range is held from
-//! the look until it has been read, and what is to be given back waits until it is not held.
+//! the look until it has been read, and what is to be discarded waits until it is not held.
 //!
-//! Owns the ranges of one region that are held, and those that are being given back. Neither side
-//! excludes its like, and what waits to be given back comes before what is held later. Must never keep the
+//! Owns the ranges of one region that are held, and those that are being discarded. Neither side
+//! excludes its like, and what waits to be discarded comes before what is held later. Must never keep the
 //! guest's balloon for longer than [`WAIT_MAX`] in each [`WINDOW`], over all ranges together: a connection may stand
 //! still, and a vCPU that resets the balloon waits for what that works on.
 
@@ -16,10 +16,10 @@ use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long giving back waits for a range that is held. A migration reads what it holds within some tens of
+/// How long discarding waits for a range that is held. A migration reads what it holds within some tens of
 /// milliseconds, unless its connection stands still.
 const WAIT_MAX: Duration = Duration::from_secs(1);
-/// The time in which all that is given back waits for no more than that.
+/// The time in which all that is discarded waits for no more than that.
 const WINDOW: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
@@ -79,7 +79,7 @@ impl Holds {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds `range` until the answer is dropped. What is being given back of it has been when this returns.
+    /// Holds `range` until the answer is dropped. What is being discarded of it has been when this returns.
     pub fn hold(&self, range: Range<u64>) -> Held<'_> {
         let mut ranges = self.ranges();
         while overlap(&ranges.leaving, &range) || overlap(&ranges.waiting, &range) {
@@ -93,7 +93,7 @@ impl Holds {
         Held { holds: self, place }
     }
 
-    /// Says that `range` is given back until the answer is dropped. Waits while it is held, for
+    /// Says that `range` is discarded until the answer is dropped. Waits while it is held, for
     /// [`WAIT_MAX`] at most.
     pub fn leave(&self, range: Range<u64>) -> Leaving<'_> {
         self.leave_within(range, WAIT_MAX)
@@ -136,7 +136,7 @@ impl Drop for Held<'_> {
             *held = None;
             ranges.free.push(self.place);
         }
-        // Only what is to be given back waits for that.
+        // Only what is to be discarded waits for that.
         let is_awaited = !ranges.waiting.is_empty();
         drop(ranges);
         if is_awaited {
@@ -145,7 +145,7 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A range that is being given back.
+/// A range that is being discarded.
 #[derive(Debug)]
 pub struct Leaving<'a> {
     holds: &'a Holds,

@@ -83,14 +83,14 @@ pub enum AccessError {
         #[source]
         source: io::Error,
     },
-    /// Memory could not be given back.
+    /// Memory could not be discarded.
     #[error("memory zone '{zone}' could not give back bytes {start:#x}..{end:#x}")]
     Discard {
         /// The zone.
         zone: String,
-        /// What was to be given back.
+        /// What was to be discarded.
         start: u64,
-        /// What was to be given back.
+        /// What was to be discarded.
         end: u64,
         /// What the kernel said.
         #[source]
@@ -528,7 +528,7 @@ impl RamRegion {
         Ok(unsafe { is_zero_volatile(guard.as_ptr().cast(), guard.len()) })
     }
 
-    /// The parts of `range` that ever held data and were not given back, found without populating
+    /// The parts of `range` that ever held data and were not discarded, found without populating
     /// anything. May name too much, never too little; sorted, apart, whole pages.
     ///
     /// # Errors

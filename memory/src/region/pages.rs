@@ -45,14 +45,14 @@ impl RamRegion {
         self.main.advise(range, Advice::PopulateRead)
     }
 
-    /// Keeps `range` from being given back to the host until the answer is dropped, or for a second, so
+    /// Keeps `range` from being discarded until the answer is dropped, or for a second, so
     /// that what is found to be populated can be read: a hole of shared memory that is read is one no more.
     /// None where that costs nothing: what is read of private memory without a page is the page of zeros.
     pub fn hold(&self, range: Range<u64>) -> Option<Held<'_>> {
         (self.kind() == ZoneKind::Shared).then(|| self.holds.hold(range))
     }
 
-    /// Says that `range` is given back until the answer is dropped, when it is not held.
+    /// Says that `range` is discarded until the answer is dropped, when it is not held.
     pub(crate) fn leave(&self, range: &Range<u64>) -> Option<Leaving<'_>> {
         (self.kind() == ZoneKind::Shared).then(|| self.holds.leave(range.clone()))
     }

@@ -14,13 +14,13 @@ use crate::virtio::counters::Counter;
 pub(super) struct Done {
     pub(super) inflated_pages: Counter,
     pub(super) deflated_pages: Counter,
-    /// Bytes of the balloon that were given back to the host.
+    /// Bytes of the balloon that were discarded.
     pub(super) inflated_given_back_bytes: Counter,
     pub(super) reported_bytes: Counter,
     pub(super) reported_given_back_bytes: Counter,
     /// Calls that gave memory back, to be compared with the bytes.
     pub(super) runs: Counter,
-    /// Bytes that could not be given back when they were offered.
+    /// Bytes that could not be discarded when they were offered.
     pub(super) deferred_bytes: Counter,
     pub(super) hinted_bytes: Counter,
     /// Pages that are no RAM, or not in one piece.

@@ -127,7 +127,7 @@ impl BalloonHandle {
         self.shared.statistics()
     }
 
-    /// Memory that is in the balloon and could not be given back before may be given back now.
+    /// Memory that is in the balloon and could not be discarded before may be discarded now.
     pub fn retry(&self) {
         // A full counter also means that the thread will look.
         let _ = self.shared.retry().write(1);
@@ -256,7 +256,7 @@ impl VirtioDevice for Balloon {
         self.workers.stop();
         self.shared.hinting.end(End::Reset);
         // The driver has forgotten what it had in the balloon, and asks for nothing before it uses it.
-        self.shared.ram.take_back(&(0..u64::MAX));
+        self.shared.ram.repin(&(0..u64::MAX));
         self.shared.change_config(|config| {
             config.actual_pages = 0;
             config.poison = 0;

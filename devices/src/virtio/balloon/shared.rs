@@ -44,7 +44,7 @@ pub(crate) struct Shared {
     config: Mutex<Held>,
     statistics: Mutex<Statistics>,
     driver: Mutex<Option<Driver>>,
-    /// Signalled when memory may be given back that could not be before.
+    /// Signalled when memory may be discarded that could not be discarded before.
     retry: EventFd,
 }
 

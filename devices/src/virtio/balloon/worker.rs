@@ -2,7 +2,7 @@
 
 //! The thread of a balloon: all of its queues.
 //!
-//! Owns reading requests and answering them. Memory is given back here, off the vCPUs. What a
+//! Owns reading requests and answering them. Memory is discarded here, off the vCPUs. What a
 //! request names is bounded, so that a pause does not wait long.
 
 use std::io;
@@ -115,7 +115,7 @@ impl BalloonWorker {
         let Self { queues, shared, pages, features, .. } = self;
         queues.inflate.serve_by_cost(PAGES_BUDGET, |memory, chain| {
             let pfns = pfns(memory, chain)?;
-            let given = pages.inflate(&pfns, &shared.done);
+            let discarded = pages.inflate(&pfns, &shared.done);
             if *features & F_DEVICE_INIT_ON_INFLATE == 0 || shared.config().poison != 0 {
                 return Ok((0, cost(&pfns)));
             }
@@ -123,7 +123,7 @@ impl BalloonWorker {
             for (bits, pfns) in zeroed.iter_mut().zip(pfns.chunks(8)) {
                 for (bit, pfn) in pfns.iter().enumerate() {
                     let gpa = u64::from(*pfn) * PAGE_BYTES;
-                    if given.covers(&(gpa..gpa + PAGE_BYTES)) {
+                    if discarded.covers(&(gpa..gpa + PAGE_BYTES)) {
                         *bits |= 1 << bit;
                     }
                 }
@@ -151,9 +151,9 @@ impl BalloonWorker {
             if shared.config().poison != 0 {
                 return Ok(0);
             }
-            let given = pages.report(ranges.clone(), &shared.done);
+            let discarded = pages.report(ranges.clone(), &shared.done);
             // The used length counts from the front of the buffer.
-            let whole = ranges.iter().take_while(|range| given.covers(range));
+            let whole = ranges.iter().take_while(|range| discarded.covers(range));
             Ok(whole.map(|range| range.end - range.start).sum())
         })
     }
