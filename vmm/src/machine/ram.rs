@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use arch::layout;
-use hypervisor::{KvmError, SlotConfig, SlotError, Vm};
+use hypervisor::{KvmError, MemslotConfig, MemslotError, Vm};
 use memory::{
     Backing, BackingError, FirstContents, GuestRam, HugePageSize, Origin, PrefaultError, RamConfig,
     RamError, RamLayout, RamRegion, ZoneSpec,
@@ -35,7 +35,7 @@ pub enum MachineRamError {
     Prefault(#[source] PrefaultError),
     /// KVM does not take it.
     #[error("KVM does not take guest memory")]
-    Slot(#[source] SlotError),
+    Slot(#[source] MemslotError),
     /// KVM would wait for pages that it was refused.
     #[error("KVM cannot be kept from asynchronous page faults, as fault_source=sigbus needs")]
     AsyncFaults(#[source] KvmError),
@@ -235,7 +235,7 @@ pub fn attach(vm: &Vm, ram: &Arc<GuestRam>) -> Result<(), MachineRamError> {
         vm.keep_halted_vcpus_in_guest().map_err(MachineRamError::AsyncFaults)?;
     }
     for (slot, region) in (0_u32..).zip(ram.regions()) {
-        let config = SlotConfig {
+        let config = MemslotConfig {
             slot,
             gpa: region.gpa(),
             hva: region.slot_addr(),
