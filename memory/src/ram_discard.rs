@@ -88,7 +88,7 @@ impl GuestRam {
         let region = self.region(index)?;
         region.check_pages(range)?;
         for piece in pieces(region, range) {
-            let _leaving = region.leave(&piece);
+            let _discarding = region.begin_discard(&piece);
             self.discards().decide(|decision| match decision {
                 Ok(permit) => region.discard(&piece, &permit),
                 Err(reason) => Err(region.banned(&piece, reason)),
@@ -108,7 +108,7 @@ impl GuestRam {
         let region = self.region(index)?;
         region.check_pages(range)?;
         for piece in pieces(region, range) {
-            let _leaving = region.leave(&piece);
+            let _discarding = region.begin_discard(&piece);
             self.discards().decide(|decision| match decision {
                 Ok(permit) => region.discard(&piece, &permit),
                 Err(_reason) => region.zero_pages(&piece),
@@ -196,7 +196,7 @@ impl GuestRam {
     ) {
         discarded.deferred_bytes += piece.end - piece.start;
         // Before the lock of the decision, which a ban waits for.
-        let _leaving = region.leave(&piece);
+        let _discarding = region.begin_discard(&piece);
         self.discards().release(region, &piece, asks, |parts, permit| {
             for part in parts {
                 discarded.deferred_bytes -= part.end - part.start;

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use ioas::{Ioas, MapFileError, Mapped};
 use iommufd_ioctls::{IommuFd, IommufdError};
 use memory::pool::{DeviceAddress, PinnedGrant, PinnedRegion, pieces};
-use memory::{Given, GuestRam, RamConfig, RamError, RamLayout};
+use memory::{GuestRam, ProvidedFile, RamConfig, RamError, RamLayout};
 use thiserror::Error;
 use vfio_ioctls::{VfioDevice, VfioError, VfioIommufd};
 
@@ -91,9 +91,9 @@ fn regions(
 ) -> Result<(Arc<File>, Vec<PinnedRegion>, u64), PinError> {
     let file = Arc::new(memory.lend().map_err(PinError::File)?);
     let config = RamConfig { zones: vec![zone_of(class)] };
-    let given = [Given::file(ZONE, Arc::clone(&file))];
+    let given = [ProvidedFile::file(ZONE, Arc::clone(&file))];
     let ram =
-        GuestRam::with_given(&config, RamLayout::default(), &given).map_err(PinError::Layout)?;
+        GuestRam::with_provided(&config, RamLayout::default(), &given).map_err(PinError::Layout)?;
     let page_bytes = ram.regions().first().map_or(0, |region| region.page_bytes());
     let of_region = |region: &Arc<memory::RamRegion>| PinnedRegion {
         gpa: region.gpa(),

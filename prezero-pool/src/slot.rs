@@ -11,10 +11,10 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 
+use memory::available::InsufficientMemory;
 use memory::pool::SlotPages;
-use memory::room::NoRoom;
 use memory::{
-    AccessError, Backing, Given, GuestRam, HugePageSize, PrefaultError, RamConfig, RamError,
+    AccessError, Backing, GuestRam, HugePageSize, PrefaultError, ProvidedFile, RamConfig, RamError,
     RamLayout, RamRegion, ZoneSpec,
 };
 use thiserror::Error;
@@ -51,7 +51,7 @@ pub enum SlotError {
     },
     /// All of it would be more than there is.
     #[error(transparent)]
-    NoRoom(#[from] NoRoom),
+    InsufficientMemory(#[from] InsufficientMemory),
     /// The host needs its memory.
     #[error(
         "the host (or the cgroup or NUMA node, if that has less) has {available_bytes} bytes of memory \
@@ -127,7 +127,7 @@ impl SlotMemory {
         let ram = GuestRam::new(&config, LAYOUT)
             .map_err(|source| SlotError::Make { size_bytes, source })?;
         // Before the first page, so that no memory is reclaimed for a slot that is given up again.
-        memory::check_room(ram.regions())?;
+        memory::check_available(ram.regions())?;
         let own = ram.regions().first().and_then(|region| region.file());
         let own = own.ok_or_else(|| SlotError::Open(io::Error::other("it has no file")))?;
         // The pool's user may open it again, others may not, whatever descriptor they have.
@@ -159,8 +159,8 @@ impl SlotMemory {
     pub fn scrub(&self, class: &Class, means: &Means) -> Result<(), SlotError> {
         let size_bytes = class.size_bytes;
         let config = RamConfig { zones: vec![zone_of(class)] };
-        let given = [Given::file(ZONE, Arc::clone(&self.file))];
-        let ram = GuestRam::with_given(&config, LAYOUT, &given)
+        let given = [ProvidedFile::file(ZONE, Arc::clone(&self.file))];
+        let ram = GuestRam::with_provided(&config, LAYOUT, &given)
             .map_err(|source| SlotError::Make { size_bytes, source })?;
         work(&ram, class, means, Work::Scrub)
     }
@@ -197,7 +197,7 @@ fn work_on(
     let keep_free_bytes = means.keep_free_bytes;
     // Huge pages were set aside before; what is cleared in place takes nothing.
     if what == Work::Build && !region.is_hugetlb() {
-        let available_bytes = memory::room::left_bytes(class.node);
+        let available_bytes = memory::available::available_bytes(class.node);
         if available_bytes < keep_free_bytes.saturating_add(bytes) {
             return Err(SlotError::HostFull { available_bytes, keep_free_bytes });
         }
@@ -263,8 +263,8 @@ mod tests {
         drop(user);
         assert_eq!(memory.users(), Users::Others, "a duplicate was overlooked");
         let config = RamConfig { zones: vec![zone_of(&class())] };
-        let given = [Given::file(ZONE, Arc::new(copy))];
-        let mapped = GuestRam::with_given(&config, LAYOUT, &given).unwrap();
+        let given = [ProvidedFile::file(ZONE, Arc::new(copy))];
+        let mapped = GuestRam::with_provided(&config, LAYOUT, &given).unwrap();
         let handle = mapped.guest_memory();
         drop((mapped, given));
         assert_eq!(memory.users(), Users::Others, "a mapping was overlooked");

@@ -34,7 +34,7 @@ use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
 use crate::populated::{View, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
-use crate::zone_file::HeldFile;
+use crate::zone_file::LockedFile;
 use crate::{PAGE_BYTES, to_usize};
 
 /// What kind of memory a zone is.
@@ -164,10 +164,10 @@ impl Zone {
     }
 
     /// Its file, where that has a lock to be kept.
-    pub fn held_file(&self) -> Option<HeldFile> {
+    pub fn locked_file(&self) -> Option<LockedFile> {
         let file = self.backing.file.as_ref().filter(|_| self.backing.locked)?;
         let (zone, kind) = (self.spec.id.clone(), self.backing.kind);
-        Some(HeldFile { zone, file: Arc::clone(file), kind })
+        Some(LockedFile { zone, file: Arc::clone(file), kind })
     }
 
     fn add_view(&self, mapping: &Arc<Mapping>, file_offset: u64) {
@@ -197,7 +197,7 @@ pub struct RamRegion {
     alias: OnceLock<Arc<Mapping>>,
     /// What vCPUs use instead of `main`, where they do.
     vcpus: OnceLock<Arc<Mapping>>,
-    /// Held while a further mapping is made, so that it is made once.
+    /// PageHold while a further mapping is made, so that it is made once.
     making_mapping: Mutex<()>,
     /// This process's page map, for private memory; opened early, because a sandbox closes `/proc`.
     pagemap: Option<Arc<File>>,

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::{AccessError, RamRegion, ZoneKind};
 use crate::PAGE_BYTES;
-use crate::holds::{Held, Leaving};
+use crate::holds::{DiscardGuard, PageHold};
 use crate::mapping::{Advice, Mapping};
 use crate::populate::{PopulateError, Target};
 
@@ -48,13 +48,13 @@ impl RamRegion {
     /// Keeps `range` from being discarded until the answer is dropped, or for a second, so
     /// that what is found to be populated can be read: a hole of shared memory that is read is one no more.
     /// None where that costs nothing: what is read of private memory without a page is the page of zeros.
-    pub fn hold(&self, range: Range<u64>) -> Option<Held<'_>> {
+    pub fn hold(&self, range: Range<u64>) -> Option<PageHold<'_>> {
         (self.kind() == ZoneKind::Shared).then(|| self.holds.hold(range))
     }
 
     /// Says that `range` is discarded until the answer is dropped, when it is not held.
-    pub(crate) fn leave(&self, range: &Range<u64>) -> Option<Leaving<'_>> {
-        (self.kind() == ZoneKind::Shared).then(|| self.holds.leave(range.clone()))
+    pub(crate) fn begin_discard(&self, range: &Range<u64>) -> Option<DiscardGuard<'_>> {
+        (self.kind() == ZoneKind::Shared).then(|| self.holds.begin_discard(range.clone()))
     }
 
     fn get_pages(
