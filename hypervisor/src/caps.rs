@@ -244,7 +244,7 @@ impl Hypervisor {
             Capabilities { userfault: UserfaultSupport::probe(&kvm), ..Capabilities::probe(ask) };
         let list = kvm
             .get_msr_index_list()
-            .kvm_context("list the model-specific registers")
+            .context("list the model-specific registers")
             .map_err(OpenError::Probe)?;
         let msr_indices = msr::indices_to_save(list.as_slice()).into();
         Ok(Self { kvm, capabilities, msr_indices })
@@ -269,7 +269,7 @@ impl Hypervisor {
         let mut cpuid = self
             .kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .kvm_context("list the supported CPUID leaves")?;
+            .context("list the supported CPUID leaves")?;
         shadow_stack::hide_unsaved(&mut cpuid, self.capabilities.one_reg, &self.msr_indices);
         Ok(cpuid)
     }
@@ -292,10 +292,9 @@ impl Hypervisor {
     ///
     /// Registers that the host does not have are left out.
     pub fn feature_msrs(&self) -> Result<Vec<msr::MsrValue>, KvmError> {
-        let list =
-            self.kvm.get_msr_feature_index_list().kvm_context("list the feature registers")?;
+        let list = self.kvm.get_msr_feature_index_list().context("list the feature registers")?;
         Ok(msr::read_all(list.as_slice(), |chunk: &mut Msrs| self.kvm.get_msrs(chunk))
-            .kvm_context("read the feature registers")?
+            .context("read the feature registers")?
             .values)
     }
 

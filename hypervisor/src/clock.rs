@@ -61,7 +61,7 @@ impl Vm {
     /// Reads the guest's clock.
     pub fn clock(&self) -> Result<ClockState, KvmError> {
         let shared = self.shared();
-        let data = shared.fd.get_clock().kvm_context("read the guest's clock")?;
+        let data = shared.fd.get_clock().context("read the guest's clock")?;
         let realtime_ns =
             if data.flags & KVM_CLOCK_REALTIME != 0 { data.realtime } else { now_ns() };
         Ok(ClockState {
@@ -75,7 +75,7 @@ impl Vm {
     /// Sets the guest's clock to `clock_ns`, from which it goes on at once.
     pub fn set_clock(&self, clock_ns: u64) -> Result<(), KvmError> {
         let data = kvm_clock_data { clock: clock_ns, ..Default::default() };
-        self.shared().fd.set_clock(&data).kvm_context("set the guest's clock")
+        self.shared().fd.set_clock(&data).context("set the guest's clock")
     }
 
     /// Lets guest time go on from `state`. All vCPUs must exist, and none may have its state yet.
@@ -93,7 +93,7 @@ impl Vm {
                     realtime: state.realtime_ns,
                     ..Default::default()
                 };
-                self.shared().fd.set_clock(&data).kvm_context("set the guest's clock")?;
+                self.shared().fd.set_clock(&data).context("set the guest's clock")?;
             }
             ClockPolicy::CatchUp => {
                 let passed_ns = now_ns().saturating_sub(state.realtime_ns);

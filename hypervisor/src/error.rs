@@ -30,11 +30,11 @@ impl KvmError {
 /// Names the request of a failed ioctl.
 pub(crate) trait KvmContext<T> {
     /// `what` is an infinitive clause.
-    fn kvm_context(self, what: &'static str) -> Result<T, KvmError>;
+    fn context(self, what: &'static str) -> Result<T, KvmError>;
 }
 
 impl<T, E: Into<io::Error>> KvmContext<T> for Result<T, E> {
-    fn kvm_context(self, what: &'static str) -> Result<T, KvmError> {
+    fn context(self, what: &'static str) -> Result<T, KvmError> {
         self.map_err(|error| KvmError { what, source: error.into() })
     }
 }

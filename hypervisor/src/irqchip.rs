@@ -55,7 +55,7 @@ impl Vm {
             self.shared()
                 .fd
                 .get_irqchip(&mut chip)
-                .kvm_context("read an interrupt controller's state")?;
+                .context("read an interrupt controller's state")?;
             Ok(Blob::new(chip.as_bytes()))
         };
         Ok(IrqchipState {
@@ -85,7 +85,7 @@ impl Vm {
             self.shared()
                 .fd
                 .set_irqchip(&chip)
-                .kvm_context("set an interrupt controller's state")
+                .context("set an interrupt controller's state")
                 .map_err(IrqchipStateError::Kernel)?;
         }
         Ok(())

@@ -56,8 +56,8 @@ impl VfioFiles {
     /// It is no such file, or KVM knows it already.
     pub fn tell(&self, file: BorrowedFd<'_>) -> Result<AttachedFile, KvmError> {
         let what = "take note of a passed-through device";
-        let file = file.try_clone_to_owned().kvm_context(what)?;
-        self.set(KVM_DEV_VFIO_FILE_ADD, &file).kvm_context(what)?;
+        let file = file.try_clone_to_owned().context(what)?;
+        self.set(KVM_DEV_VFIO_FILE_ADD, &file).context(what)?;
         Ok(AttachedFile { files: self.clone(), file })
     }
 
@@ -100,7 +100,7 @@ impl Vm {
     pub fn create_vfio_device(&self) -> Result<DeviceFd, KvmError> {
         let mut request =
             kvm_create_device { type_: kvm_device_type_KVM_DEV_TYPE_VFIO, fd: 0, flags: 0 };
-        self.shared().fd.create_device(&mut request).kvm_context("make KVM's VFIO device")
+        self.shared().fd.create_device(&mut request).context("make KVM's VFIO device")
     }
 
     /// The same, for devices that are opened one by one.

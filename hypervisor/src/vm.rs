@@ -69,21 +69,21 @@ impl Vm {
     ) -> Result<Self, E> {
         let vm = Self::create_bare(hypervisor, config)?;
         add_memory(&vm)?;
-        vm.0.fd.create_irq_chip().kvm_context("create the interrupt controllers")?;
+        vm.0.fd.create_irq_chip().context("create the interrupt controllers")?;
         Ok(vm)
     }
 
     fn create_bare(hypervisor: &Hypervisor, config: &VmConfig) -> Result<Self, KvmError> {
-        let fd = create_fd(hypervisor).kvm_context("create a virtual machine")?;
+        let fd = create_fd(hypervisor).context("create a virtual machine")?;
         let tss = usize::try_from(config.tss_gpa)
             .map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
-            .kvm_context("set the TSS address")?;
+            .context("set the TSS address")?;
         fd.set_identity_map_address(config.identity_map_gpa)
-            .kvm_context("set the identity map address")?;
-        fd.set_tss_address(tss).kvm_context("set the TSS address")?;
+            .context("set the identity map address")?;
+        fd.set_tss_address(tss).context("set the TSS address")?;
         let x2apic =
             kvm::KVM_X2APIC_API_USE_32BIT_IDS | kvm::KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK;
-        enable(&fd, kvm::KVM_CAP_X2APIC_API, x2apic).kvm_context("use 32-bit APIC numbers")?;
+        enable(&fd, kvm::KVM_CAP_X2APIC_API, x2apic).context("use 32-bit APIC numbers")?;
         let capabilities = hypervisor.capabilities().clone();
         let manual = match capabilities.manual_dirty_log {
             ManualDirtyLog::None => 0,
@@ -94,11 +94,11 @@ impl Vm {
         };
         if manual != 0 {
             enable(&fd, kvm::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, manual)
-                .kvm_context("separate reading and clearing of the dirty log")?;
+                .context("separate reading and clearing of the dirty log")?;
         }
         if capabilities.triple_fault_event {
             enable(&fd, kvm::KVM_CAP_X86_TRIPLE_FAULT_EVENT, 1)
-                .kvm_context("have pending triple faults among the events")?;
+                .context("have pending triple faults among the events")?;
         }
         let routes = Routes::new(capabilities.irq_routes_max);
         Ok(Self(Arc::new(VmShared {
@@ -128,12 +128,12 @@ impl Vm {
     /// KVM cannot, or there are vCPUs.
     pub fn keep_halted_vcpus_in_guest(&self) -> Result<(), KvmError> {
         enable(&self.0.fd, kvm::KVM_CAP_X86_DISABLE_EXITS, kvm::KVM_X86_DISABLE_EXITS_HLT)
-            .kvm_context("keep halted vCPUs in the guest")
+            .context("keep halted vCPUs in the guest")
     }
 
     /// Sets the level of a line of the interrupt controllers.
     pub fn set_interrupt_level(&self, gsi: u32, high: bool) -> Result<(), KvmError> {
-        self.0.fd.set_irq_line(gsi, high).kvm_context("set the level of an interrupt line")
+        self.0.fd.set_irq_line(gsi, high).context("set the level of an interrupt line")
     }
 
     pub(crate) fn shared(&self) -> &Arc<VmShared> {

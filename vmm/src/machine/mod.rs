@@ -412,10 +412,9 @@ impl Machine {
         disks::settle_formats(&mut config).map_err(VirtioError::from)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
-        let given = slot.iter().map(PrepinnedSlot::memory).collect();
-        let held = std::mem::take(&mut kept.files);
-        let origin =
-            RamSources { provided: given, locked: held, contents: InitialContents::AsFound };
+        let provided = slot.iter().map(PrepinnedSlot::memory).collect();
+        let locked = std::mem::take(&mut kept.files);
+        let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
         let ram = ram::make(&config.memory, bits, origin, give_up)?;
         let basis = Basis { ram, opening: Opening::Meanwhile, slot, kept: &mut kept.disks };
         let supported = host.supported(&config.cpus)?;

@@ -12,18 +12,18 @@ use std::sync::Arc;
 
 use memory::{Discarded, GuestRam, PageBitmap};
 
-use super::counters::Done;
+use super::counters::OperationCounters;
 use super::shared::Shared;
 use super::{PAGE_BYTES, hinting};
 use crate::{LogLimit, log_limited};
 
 /// The balloon's pages; belongs to the device's thread.
-pub(super) struct Pages {
+pub(super) struct BalloonPages {
     ram: Arc<GuestRam>,
     /// By region.
     inflated: Vec<PageBitmap>,
     /// The guest tells before it uses pages of the balloon again.
-    tells: bool,
+    must_tell_host: bool,
     /// Something in the balloon could not be discarded when it came.
     deferred: bool,
     /// Whether pinned memory could be discarded when it was last looked at.
@@ -49,13 +49,13 @@ fn runs_of(pfns: &[u32]) -> Vec<Range<u64>> {
     merge(pfns.iter().map(|pfn| page(pfn)..page(pfn) + PAGE_BYTES).collect())
 }
 
-impl Pages {
-    pub(super) fn new(shared: &Shared, tells: bool) -> io::Result<Self> {
+impl BalloonPages {
+    pub(super) fn new(shared: &Shared, must_tell_host: bool) -> io::Result<Self> {
         let ram = &shared.ram;
         Ok(Self {
             ram: Arc::clone(ram),
             inflated: hinting::maps(ram)?,
-            tells,
+            must_tell_host,
             deferred: false,
             was_pinned: ram.can_unpin(),
             log: Arc::clone(&shared.log),
@@ -77,7 +77,7 @@ impl Pages {
     }
 
     /// Pages have entered the balloon; says which memory was discarded, in order.
-    pub(super) fn inflate(&mut self, pfns: &[u32], done: &Done) -> Discarded {
+    pub(super) fn inflate(&mut self, pfns: &[u32], counters: &OperationCounters) -> Discarded {
         let mut discarded = Discarded::default();
         let mut pages = 0;
         for run in runs_of(pfns) {
@@ -90,11 +90,11 @@ impl Pages {
             }
         }
         let named = u64::try_from(pfns.len()).unwrap_or(u64::MAX);
-        done.inflated_pages.add(pages);
-        done.rejected_pages.add(named.saturating_sub(pages));
-        done.inflated_given_back_bytes.add(discarded.len_bytes());
+        counters.inflated_pages.add(pages);
+        counters.rejected_pages.add(named.saturating_sub(pages));
+        counters.inflated_given_back_bytes.add(discarded.len_bytes());
         self.deferred |= discarded.deferred_bytes > 0;
-        self.account(&discarded, done);
+        self.account(&discarded, counters);
         discarded
     }
 
@@ -117,7 +117,11 @@ impl Pages {
                 let ram = &self.ram;
                 join(
                     discarded,
-                    if self.tells { ram.discard_unpinned(range) } else { ram.discard(range) },
+                    if self.must_tell_host {
+                        ram.discard_unpinned(range)
+                    } else {
+                        ram.discard(range)
+                    },
                 );
             }
             // Behind the unit that is not complete.
@@ -127,11 +131,11 @@ impl Pages {
 
     /// Pages are about to leave the balloon. They come back as zeros when they are touched; devices
     /// reach them when this returns.
-    pub(super) fn deflate(&mut self, pfns: &[u32], done: &Done) {
+    pub(super) fn deflate(&mut self, pfns: &[u32], counters: &OperationCounters) {
         for run in runs_of(pfns) {
             self.ram.repin(&run);
             for (index, part) in self.parts(&run) {
-                done.deflated_pages.add(part.end - part.start);
+                counters.deflated_pages.add(part.end - part.start);
                 if let Some(map) = self.inflated.get(index) {
                     map.clear_range(part);
                 }
@@ -141,7 +145,7 @@ impl Pages {
 
     /// Discards what is in the balloon and could not be discarded when it came, or has come back
     /// for a device since.
-    pub(super) fn retry(&mut self, done: &Done) {
+    pub(super) fn retry(&mut self, counters: &OperationCounters) {
         let is_pinned = self.ram.can_unpin();
         let newly_pinned = is_pinned && !std::mem::replace(&mut self.was_pinned, is_pinned);
         if !std::mem::take(&mut self.deferred) && !newly_pinned {
@@ -153,28 +157,32 @@ impl Pages {
                 self.discard_whole_units(index, run, &mut discarded);
             }
         }
-        done.inflated_given_back_bytes.add(discarded.len_bytes());
+        counters.inflated_given_back_bytes.add(discarded.len_bytes());
         self.deferred = discarded.deferred_bytes > 0;
-        self.account(&discarded, done);
+        self.account(&discarded, counters);
     }
 
     /// Discards free memory that the guest may use again as soon as it has the answer.
-    pub(super) fn report(&mut self, ranges: Vec<Range<u64>>, done: &Done) -> Discarded {
+    pub(super) fn report(
+        &mut self,
+        ranges: Vec<Range<u64>>,
+        counters: &OperationCounters,
+    ) -> Discarded {
         let mut discarded = Discarded::default();
         for range in merge(ranges) {
-            done.reported_bytes.add(range.end.saturating_sub(range.start));
+            counters.reported_bytes.add(range.end.saturating_sub(range.start));
             join(&mut discarded, self.ram.discard(range));
         }
-        done.reported_given_back_bytes.add(discarded.len_bytes());
-        self.account(&discarded, done);
+        counters.reported_given_back_bytes.add(discarded.len_bytes());
+        self.account(&discarded, counters);
         discarded
     }
 
-    fn account(&self, discarded: &Discarded, done: &Done) {
-        done.runs.add(u64::try_from(discarded.ranges.len()).unwrap_or(u64::MAX));
-        done.deferred_bytes.add(discarded.deferred_bytes);
+    fn account(&self, discarded: &Discarded, counters: &OperationCounters) {
+        counters.runs.add(u64::try_from(discarded.ranges.len()).unwrap_or(u64::MAX));
+        counters.deferred_bytes.add(discarded.deferred_bytes);
         if let Some(error) = &discarded.error {
-            done.failures.add(1);
+            counters.failures.add(1);
             log_limited!(self.log, Warn, "memory that the guest gave up stays with it: {error}");
         }
     }
