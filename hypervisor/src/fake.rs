@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Stand-ins for KVM in tests of the rooms above.
+//! Stand-ins for KVM in tests of the crates above.
 //!
 //! Owns a dirty log in plain memory with the rules of the real one. Must never be more lenient
 //! than KVM.

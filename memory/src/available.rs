@@ -73,7 +73,7 @@ pub struct MemoryDemand {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Available {
+struct MemoryBudget {
     limit: MemoryLimit,
     available_bytes: u64,
     margin_bytes: u64,
@@ -92,12 +92,12 @@ pub(crate) fn check_at(needs: &[MemoryDemand], host: &Host) -> Result<(), Insuff
         let counted = needs.iter().filter(|need| of(need));
         counted.fold(0_u64, |sum, need| sum.saturating_add(need.bytes))
     };
-    for entry in available(host, needs) {
-        let needed_bytes = match entry.limit {
+    for budget in available(host, needs) {
+        let needed_bytes = match budget.limit {
             MemoryLimit::Node(node) => sum(&|need| need.node == Some(node)),
             MemoryLimit::Host | MemoryLimit::Cgroup(_) => sum(&|_| true),
         };
-        let Available { limit, available_bytes, margin_bytes } = entry;
+        let MemoryBudget { limit, available_bytes, margin_bytes } = budget;
         if needed_bytes > available_bytes.saturating_sub(margin_bytes) && needed_bytes > 0 {
             return Err(InsufficientMemory { needed_bytes, limit, available_bytes, margin_bytes });
         }
@@ -108,18 +108,18 @@ pub(crate) fn check_at(needs: &[MemoryDemand], host: &Host) -> Result<(), Insuff
 /// The least that any of them has to give, without a margin; all of it where no limit is set.
 pub fn available_bytes(node: Option<u32>) -> u64 {
     let available = available(&Host::real(), &[MemoryDemand { bytes: 0, node }]);
-    available.iter().map(|entry| entry.available_bytes).min().unwrap_or(u64::MAX)
+    available.iter().map(|budget| budget.available_bytes).min().unwrap_or(u64::MAX)
 }
 
-fn available(host: &Host, needs: &[MemoryDemand]) -> Vec<Available> {
+fn available(host: &Host, needs: &[MemoryDemand]) -> Vec<MemoryBudget> {
     let mut available = Vec::new();
     if let Some((available_bytes, total_bytes)) = host.available_bytes() {
         let margin_bytes = (total_bytes / HOST_MARGIN_DIVISOR).min(HOST_MARGIN_MAX_BYTES);
-        available.push(Available { limit: MemoryLimit::Host, available_bytes, margin_bytes });
+        available.push(MemoryBudget { limit: MemoryLimit::Host, available_bytes, margin_bytes });
     }
     let groups = host.cgroup_available().into_iter().map(|(file, available_bytes)| {
         let (limit, margin_bytes) = (MemoryLimit::Cgroup(file), CGROUP_MARGIN_BYTES);
-        Available { limit, available_bytes, margin_bytes }
+        MemoryBudget { limit, available_bytes, margin_bytes }
     });
     available.extend(groups);
     let mut nodes: Vec<u32> = needs.iter().filter_map(|need| need.node).collect();
@@ -128,7 +128,7 @@ fn available(host: &Host, needs: &[MemoryDemand]) -> Vec<Available> {
     for node in nodes {
         if let Some((available_bytes, total_bytes)) = host.available_on_node(node) {
             let margin_bytes = (total_bytes / NODE_MARGIN_DIVISOR).min(NODE_MARGIN_MAX_BYTES);
-            available.push(Available {
+            available.push(MemoryBudget {
                 limit: MemoryLimit::Node(node),
                 available_bytes,
                 margin_bytes,

@@ -83,13 +83,13 @@ impl Discards {
         })
     }
 
-    /// Does `act` with the parts of `piece` that may be discarded. `asks`: the guest asks before it uses
+    /// Does `act` with the parts of `piece` that may be discarded. `may_unpin`: the guest may_unpin before it uses
     /// the memory again, so what is pinned may be unpinned for it.
     pub(crate) fn release<R>(
         &self,
         region: &RamRegion,
         piece: &Range<u64>,
-        asks: bool,
+        may_unpin: bool,
         act: impl FnOnce(Vec<Range<u64>>, &Permit<'_>) -> R,
     ) -> R {
         let permit = Permit(PhantomData);
@@ -97,7 +97,7 @@ impl Discards {
         if bans.is_empty() {
             return act(vec![piece.clone()], &permit);
         }
-        if !asks {
+        if !may_unpin {
             return act(Vec::new(), &permit);
         }
         drop(bans);

@@ -3,7 +3,7 @@
 //! Guest RAM.
 //!
 //! Owns the zones of guest memory: their backings, their two mappings, prefault, and the per-page
-//! residency and zero maps that every other room reads. Knows nothing of KVM, of devices or of the
+//! residency and zero maps that every other crate reads. Knows nothing of KVM, of devices or of the
 //! migration protocol.
 //!
 //! # One zone, one backing

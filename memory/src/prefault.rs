@@ -319,15 +319,15 @@ impl PrefaultHelper {
         }
         *working += 1;
         drop(working);
-        let _working = Working(&self.0);
+        let _working = WorkerGuard(&self.0);
         self.0.queues.iter().for_each(|queue| self.0.work(queue));
     }
 }
 
 /// One of those who work, until it is dropped, in whatever way that comes.
-struct Working<'a>(&'a Engine);
+struct WorkerGuard<'a>(&'a Engine);
 
-impl Drop for Working<'_> {
+impl Drop for WorkerGuard<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
@@ -345,7 +345,7 @@ impl Engine {
 
     /// The life of a thread.
     fn serve(&self, queue: usize) {
-        let _working = Working(self);
+        let _working = WorkerGuard(self);
         let Some(queue) = self.queues.get(queue) else { return };
         if self.gives_way {
             give_way();

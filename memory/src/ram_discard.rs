@@ -136,8 +136,8 @@ impl GuestRam {
         self.discard_range(range, false)
     }
 
-    /// `asks`: the guest asks before it uses the memory again.
-    pub(crate) fn discard_range(&self, range: Range<u64>, asks: bool) -> Discarded {
+    /// `may_unpin`: the guest may_unpin before it uses the memory again.
+    pub(crate) fn discard_range(&self, range: Range<u64>, may_unpin: bool) -> Discarded {
         let mut discarded = Discarded::default();
         for region in self.regions() {
             let start = range.start.max(region.gpa());
@@ -149,7 +149,7 @@ impl GuestRam {
             let start = (start - region.gpa()).next_multiple_of(page);
             let end = (end - region.gpa()) / page * page;
             if start < end {
-                self.discard_resident(region, start..end, asks, &mut discarded);
+                self.discard_resident(region, start..end, may_unpin, &mut discarded);
             }
         }
         discarded
@@ -160,11 +160,11 @@ impl GuestRam {
         &self,
         region: &RamRegion,
         range: Range<u64>,
-        asks: bool,
+        may_unpin: bool,
         discarded: &mut Discarded,
     ) {
         let page = region.page_bytes();
-        let unit = if asks { self.discard_unit_bytes(region) } else { page };
+        let unit = if may_unpin { self.discard_unit_bytes(region) } else { page };
         let step = PIECE_BYTES.next_multiple_of(unit);
         let mut at = range.start;
         while at < range.end {
@@ -178,7 +178,7 @@ impl GuestRam {
             while piece < here.end {
                 // Units are counted from the begin of the region.
                 let end = here.end.min((piece + step) / unit * unit);
-                self.discard_piece(region, piece..end, asks, discarded);
+                self.discard_piece(region, piece..end, may_unpin, discarded);
                 piece = end;
             }
             let behind = absent.end.max(here.end).min(range.end);
@@ -191,13 +191,13 @@ impl GuestRam {
         &self,
         region: &RamRegion,
         piece: Range<u64>,
-        asks: bool,
+        may_unpin: bool,
         discarded: &mut Discarded,
     ) {
         discarded.deferred_bytes += piece.end - piece.start;
         // Before the lock of the decision, which a ban waits for.
         let _discarding = region.begin_discard(&piece);
-        self.discards().release(region, &piece, asks, |parts, permit| {
+        self.discards().release(region, &piece, may_unpin, |parts, permit| {
             for part in parts {
                 discarded.deferred_bytes -= part.end - part.start;
                 match region.discard(&part, permit) {

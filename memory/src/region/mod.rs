@@ -32,7 +32,7 @@ use crate::maps::{ResidentMap, ZeroMap};
 use crate::plugging::Plugged;
 use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
-use crate::populated::{View, hugetlb_runs, mapped_data_runs, private_runs};
+use crate::populated::{HugetlbMapping, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
 use crate::zone_file::LockedFile;
 use crate::{PAGE_BYTES, to_usize};
@@ -177,10 +177,10 @@ impl Zone {
         }
     }
 
-    fn views(&self) -> Vec<View> {
+    fn hugetlb_mappings(&self) -> Vec<HugetlbMapping> {
         let views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
         let live = |(mapping, at): &(Weak<Mapping>, u64)| {
-            mapping.upgrade().map(|mapping| View { mapping, file_offset: *at })
+            mapping.upgrade().map(|mapping| HugetlbMapping { mapping, file_offset: *at })
         };
         views.iter().filter_map(live).collect()
     }
@@ -548,7 +548,7 @@ impl RamRegion {
         let runs = match (self.kind(), &self.zone.backing.file, &self.pagemap) {
             (ZoneKind::Shared, Some(file), _) if self.is_hugetlb() => {
                 let size = self.zone.spec.size_bytes;
-                hugetlb_runs(file, size, self.page_bytes(), &self.zone.views(), in_file)?
+                hugetlb_runs(file, size, self.page_bytes(), &self.zone.hugetlb_mappings(), in_file)?
             }
             (ZoneKind::Shared, Some(file), _) => {
                 // SAFETY: the region maps its part of the file from `host_addr` on, and `range`

@@ -12,7 +12,7 @@ use super::{AccessError, RamRegion, ZoneKind};
 use crate::PAGE_BYTES;
 use crate::holds::{DiscardGuard, PageHold};
 use crate::mapping::{Advice, Mapping};
-use crate::populate::{PopulateError, Target};
+use crate::populate::{PopulateError, PopulateTarget};
 
 impl RamRegion {
     /// Gets pages from the host for a `range` that is about to be filled through
@@ -23,7 +23,7 @@ impl RamRegion {
     /// # Errors
     /// The range is not whole pages of the region, or the host has no memory left.
     pub fn populate_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
-        self.get_pages(range, |mapping| Target::populate_small(mapping, range))
+        self.get_pages(range, |mapping| PopulateTarget::populate_small(mapping, range))
     }
 
     /// The same for a longer range, some time before it is filled: huge pages where those are
@@ -78,8 +78,8 @@ impl RamRegion {
         }
     }
 
-    fn target<'a>(&'a self, mapping: &'a Mapping) -> Target<'a> {
-        Target {
+    fn target<'a>(&'a self, mapping: &'a Mapping) -> PopulateTarget<'a> {
+        PopulateTarget {
             zone: self.zone_id(),
             mapping,
             file: self.file().map(|file| (&**file, self.file_offset)),
