@@ -18,7 +18,7 @@ use serde::Serialize;
 use thiserror::Error;
 
 use crate::amx::{self, AmxError};
-use crate::error::{Asked, KvmError};
+use crate::error::{KvmContext, KvmError};
 use crate::msr;
 use crate::shadow_stack;
 use crate::userfault::UserfaultSupport;
@@ -244,7 +244,7 @@ impl Hypervisor {
             Capabilities { userfault: UserfaultSupport::probe(&kvm), ..Capabilities::probe(ask) };
         let list = kvm
             .get_msr_index_list()
-            .asked("list the model-specific registers")
+            .context("list the model-specific registers")
             .map_err(OpenError::Probe)?;
         let msr_indices = msr::indices_to_save(list.as_slice()).into();
         Ok(Self { kvm, capabilities, msr_indices })
@@ -269,7 +269,7 @@ impl Hypervisor {
         let mut cpuid = self
             .kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .asked("list the supported CPUID leaves")?;
+            .context("list the supported CPUID leaves")?;
         shadow_stack::hide_unsaved(&mut cpuid, self.capabilities.one_reg, &self.msr_indices);
         Ok(cpuid)
     }
@@ -292,9 +292,9 @@ impl Hypervisor {
     ///
     /// Registers that the host does not have are left out.
     pub fn feature_msrs(&self) -> Result<Vec<msr::MsrValue>, KvmError> {
-        let list = self.kvm.get_msr_feature_index_list().asked("list the feature registers")?;
+        let list = self.kvm.get_msr_feature_index_list().context("list the feature registers")?;
         Ok(msr::read_all(list.as_slice(), |chunk: &mut Msrs| self.kvm.get_msrs(chunk))
-            .asked("read the feature registers")?
+            .context("read the feature registers")?
             .values)
     }
 

@@ -17,7 +17,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use kvm_bindings::{KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, kvm_clock_data};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Asked, KvmError};
+use crate::error::{KvmContext, KvmError};
 use crate::vm::Vm;
 
 /// What happens to guest time between save and restore.
@@ -61,7 +61,7 @@ impl Vm {
     /// Reads the guest's clock.
     pub fn clock(&self) -> Result<ClockState, KvmError> {
         let shared = self.shared();
-        let data = shared.fd.get_clock().asked("read the guest's clock")?;
+        let data = shared.fd.get_clock().context("read the guest's clock")?;
         let realtime_ns =
             if data.flags & KVM_CLOCK_REALTIME != 0 { data.realtime } else { now_ns() };
         Ok(ClockState {
@@ -75,7 +75,7 @@ impl Vm {
     /// Sets the guest's clock to `clock_ns`, from which it goes on at once.
     pub fn set_clock(&self, clock_ns: u64) -> Result<(), KvmError> {
         let data = kvm_clock_data { clock: clock_ns, ..Default::default() };
-        self.shared().fd.set_clock(&data).asked("set the guest's clock")
+        self.shared().fd.set_clock(&data).context("set the guest's clock")
     }
 
     /// Lets guest time go on from `state`. All vCPUs must exist, and none may have its state yet.
@@ -93,7 +93,7 @@ impl Vm {
                     realtime: state.realtime_ns,
                     ..Default::default()
                 };
-                self.shared().fd.set_clock(&data).asked("set the guest's clock")?;
+                self.shared().fd.set_clock(&data).context("set the guest's clock")?;
             }
             ClockPolicy::CatchUp => {
                 let passed_ns = now_ns().saturating_sub(state.realtime_ns);

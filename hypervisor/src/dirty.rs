@@ -4,7 +4,7 @@
 //!
 //! Owns the trait between the VM and whoever copies its memory. Must never know who that is.
 
-use crate::slots::SlotError;
+use crate::memslots::MemslotError;
 
 /// Tells which pages of a memory slot the guest wrote. A page is 4 KiB, also on huge pages.
 pub trait DirtyLogSource: Send + Sync {
@@ -12,12 +12,12 @@ pub trait DirtyLogSource: Send + Sync {
     ///
     /// Bits stay set until [`DirtyLogSource::clear_dirty_log`], unless the host has no manual
     /// dirty log ([`crate::ManualDirtyLog::None`]): then reading clears the whole log.
-    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError>;
+    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), MemslotError>;
 
     /// Adds the log of `slot` to the bits that are in `bitmap` already, which grows to the length of
     /// the log. A reader that keeps pages noted between two readings needs this: where reading clears
     /// the log, what an earlier reading found is nowhere else.
-    fn add_dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError> {
+    fn add_dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), MemslotError> {
         if bitmap.is_empty() {
             return self.dirty_log(slot, bitmap);
         }
@@ -42,5 +42,5 @@ pub trait DirtyLogSource: Send + Sync {
         first_page: u64,
         pages: u32,
         bitmap: &[u64],
-    ) -> Result<(), SlotError>;
+    ) -> Result<(), MemslotError>;
 }

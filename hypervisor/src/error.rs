@@ -28,13 +28,13 @@ impl KvmError {
 }
 
 /// Names the request of a failed ioctl.
-pub(crate) trait Asked<T> {
+pub(crate) trait KvmContext<T> {
     /// `what` is an infinitive clause.
-    fn asked(self, what: &'static str) -> Result<T, KvmError>;
+    fn context(self, what: &'static str) -> Result<T, KvmError>;
 }
 
-impl<T, E: Into<io::Error>> Asked<T> for Result<T, E> {
-    fn asked(self, what: &'static str) -> Result<T, KvmError> {
+impl<T, E: Into<io::Error>> KvmContext<T> for Result<T, E> {
+    fn context(self, what: &'static str) -> Result<T, KvmError> {
         self.map_err(|error| KvmError { what, source: error.into() })
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Stand-ins for KVM in tests of the rooms above.
+//! Stand-ins for KVM in tests of the crates above.
 //!
 //! Owns a dirty log in plain memory with the rules of the real one. Must never be more lenient
 //! than KVM.
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 use crate::dirty::DirtyLogSource;
-use crate::slots::{SlotError, check_clear};
+use crate::memslots::{MemslotError, check_clear};
 
 /// A dirty log that tests write to.
 #[derive(Debug, Default)]
@@ -52,9 +52,9 @@ impl FakeDirtyLog {
 }
 
 impl DirtyLogSource for FakeDirtyLog {
-    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError> {
+    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), MemslotError> {
         let mut slots = self.lock();
-        let (_, bits) = slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?;
+        let (_, bits) = slots.get_mut(&slot).ok_or(MemslotError::Unknown { slot })?;
         bitmap.clone_from(bits);
         if self.reading_clears {
             bits.fill(0);
@@ -68,9 +68,9 @@ impl DirtyLogSource for FakeDirtyLog {
         first_page: u64,
         pages: u32,
         bitmap: &[u64],
-    ) -> Result<(), SlotError> {
+    ) -> Result<(), MemslotError> {
         let mut slots = self.lock();
-        let (slot_pages, bits) = slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?;
+        let (slot_pages, bits) = slots.get_mut(&slot).ok_or(MemslotError::Unknown { slot })?;
         check_clear(slot, *slot_pages, first_page, pages, bitmap.len())?;
         let first_word = usize::try_from(first_page / 64).unwrap_or(usize::MAX);
         let words = usize::try_from(pages.div_ceil(64)).unwrap_or(usize::MAX);

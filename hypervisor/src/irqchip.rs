@@ -13,7 +13,7 @@ use thiserror::Error;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::blob::{Blob, BlobError};
-use crate::error::{Asked, KvmError};
+use crate::error::{KvmContext, KvmError};
 use crate::vm::Vm;
 
 /// Version of [`IrqchipState`] that this program writes, and the only one that it reads.
@@ -55,7 +55,7 @@ impl Vm {
             self.shared()
                 .fd
                 .get_irqchip(&mut chip)
-                .asked("read an interrupt controller's state")?;
+                .context("read an interrupt controller's state")?;
             Ok(Blob::new(chip.as_bytes()))
         };
         Ok(IrqchipState {
@@ -85,7 +85,7 @@ impl Vm {
             self.shared()
                 .fd
                 .set_irqchip(&chip)
-                .asked("set an interrupt controller's state")
+                .context("set an interrupt controller's state")
                 .map_err(IrqchipStateError::Kernel)?;
         }
         Ok(())

@@ -20,7 +20,7 @@ use crate::error::KvmError;
 use crate::vcpu::Vcpu;
 
 /// How long a vCPU works at a time, unless one piece takes longer.
-const TURN: Duration = Duration::from_millis(1);
+const TIME_SLICE: Duration = Duration::from_millis(1);
 
 /// What is filled between two looks at the time: 512 small pages, or one large.
 const PIECE_BYTES: u64 = 2 << 20;
@@ -40,14 +40,14 @@ impl FillsTables for Vcpu {
     }
 }
 
-/// What a vCPU is asked to do.
-pub(crate) type Errand = Box<dyn FnOnce(&dyn FillsTables) + Send>;
+/// Work on a vCPU's thread.
+pub(crate) type VcpuTask = Box<dyn FnOnce(&dyn FillsTables) + Send>;
 
-/// Who does it.
-pub(crate) trait RunsErrands: Send + Sync {
+/// A vCPU whose thread takes such work.
+pub(crate) trait RunOnVcpu: Send + Sync {
     /// Has it done on the vCPU's thread, soon, wherever the vCPU is; false if there is no thread any
     /// more. Does not wait.
-    fn run_errand(&self, errand: Errand) -> bool;
+    fn run_on_vcpu(&self, task: VcpuTask) -> bool;
 }
 
 /// How filling ended.
@@ -74,7 +74,7 @@ impl Stage2Fill {
     /// Begins. `runs` gives the guest physical addresses that have memory; it and `done` are called
     /// on a thread of their own.
     pub(crate) fn start(
-        vcpus: Vec<Arc<dyn RunsErrands>>,
+        vcpus: Vec<Arc<dyn RunOnVcpu>>,
         runs: impl FnOnce() -> Vec<Range<u64>> + Send + 'static,
         done: impl FnOnce(Stage2Filled) + Send + 'static,
     ) -> io::Result<Self> {
@@ -142,13 +142,13 @@ impl Work {
     }
 
     /// All vCPUs, turn by turn.
-    fn fill_with(self: &Arc<Self>, vcpus: &[Arc<dyn RunsErrands>]) {
+    fn fill_with(self: &Arc<Self>, vcpus: &[Arc<dyn RunOnVcpu>]) {
         while !self.is_over() {
             let begin = Instant::now();
             let (answer, answers) = mpsc::channel::<()>();
             let sent = vcpus.iter().filter(|vcpu| {
                 let (work, answer) = (Arc::clone(self), answer.clone());
-                vcpu.run_errand(Box::new(move |vcpu| {
+                vcpu.run_on_vcpu(Box::new(move |vcpu| {
                     work.turn(vcpu);
                     drop(answer);
                 }))
@@ -170,7 +170,7 @@ impl Work {
     /// One vCPU works for its time.
     fn turn(&self, vcpu: &dyn FillsTables) {
         let begin = Instant::now();
-        while begin.elapsed() < TURN && !self.is_over() {
+        while begin.elapsed() < TIME_SLICE && !self.is_over() {
             let Some(piece) = self.take() else { return };
             let mut at = piece.start;
             while at < piece.end {
@@ -239,9 +239,9 @@ mod tests {
         }
     }
 
-    impl RunsErrands for Fake {
-        fn run_errand(&self, errand: Errand) -> bool {
-            errand(self);
+    impl RunOnVcpu for Fake {
+        fn run_on_vcpu(&self, task: VcpuTask) -> bool {
+            task(self);
             true
         }
     }
@@ -249,13 +249,13 @@ mod tests {
     /// A vCPU whose thread has gone.
     struct Gone;
 
-    impl RunsErrands for Gone {
-        fn run_errand(&self, _errand: Errand) -> bool {
+    impl RunOnVcpu for Gone {
+        fn run_on_vcpu(&self, _task: VcpuTask) -> bool {
             false
         }
     }
 
-    fn fill(vcpus: Vec<Arc<dyn RunsErrands>>, runs: Vec<Range<u64>>) -> Stage2Filled {
+    fn fill(vcpus: Vec<Arc<dyn RunOnVcpu>>, runs: Vec<Range<u64>>) -> Stage2Filled {
         let (tell, told) = mpsc::channel();
         let filling = Stage2Fill::start(vcpus, || runs, move |end| tell.send(end).unwrap());
         let _filling = filling.unwrap();
@@ -309,12 +309,12 @@ mod tests {
         assert!(end.is_stopped && end.filled_bytes == 0, "{end:?}");
     }
 
-    /// Takes errands and never does them.
-    struct Deaf(Mutex<Vec<Errand>>);
+    /// Takes tasks and never does them.
+    struct Deaf(Mutex<Vec<VcpuTask>>);
 
-    impl RunsErrands for Deaf {
-        fn run_errand(&self, errand: Errand) -> bool {
-            self.0.lock().unwrap().push(errand);
+    impl RunOnVcpu for Deaf {
+        fn run_on_vcpu(&self, task: VcpuTask) -> bool {
+            self.0.lock().unwrap().push(task);
             true
         }
     }
@@ -322,7 +322,7 @@ mod tests {
     #[test]
     fn dropping_it_waits_for_no_vcpu() {
         let (tell, told) = mpsc::channel();
-        let deaf: Arc<dyn RunsErrands> = Arc::new(Deaf(Mutex::default()));
+        let deaf: Arc<dyn RunOnVcpu> = Arc::new(Deaf(Mutex::default()));
         let filling = Stage2Fill::start(
             vec![deaf],
             || vec![0..MIB, 2 * MIB..3 * MIB],

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!            resume_all               KVM_RUN fails, triple fault ...
-//!   Parked ─────────────▶ Running ────────────────────────────────▶ Ended
+//!   Parked ─────────────▶ Running ────────────────────────────────▶ Stopped
 //!     ▲                      │                                        │
 //!     └──────────────────────┘                                        │
 //!      pause_all, or a handler says Leave          stop_all: thread gone from any phase
@@ -32,12 +32,12 @@
 //! `leave` before it enters the guest.
 //!
 //! `hold`, which keeps a throttled vCPU out of the guest for a while, goes the same way as `leave`; so
-//! does `errands`, for which a running vCPU comes out of the guest, does them and goes back.
+//! does `tasks_pending`, for which a running vCPU comes out of the guest, does them and goes back.
 //!
 //! A vCPU parks only when KVM_RUN returned EINTR. With an exit behind it, that pass has finished
 //! the port or memory access in the kernel first, so the state that is then read is whole.
 
-mod errands;
+mod run_on_vcpu;
 mod runner;
 
 use std::cell::Cell;
@@ -53,7 +53,7 @@ use thiserror::Error;
 use crate::exits::ExitHandler;
 use crate::kick::{install_kick_handler, kick, set_signal_mask};
 use crate::run_page::RunPage;
-use crate::throttle::{Held, VcpuThrottle};
+use crate::throttle::{Throttled, VcpuThrottle};
 use crate::vcpu::Vcpu;
 
 use runner::Runner;
@@ -116,13 +116,13 @@ pub enum ThreadsError {
     },
     /// The thread is gone, or the closure panicked.
     #[error("the thread of vCPU {index} has ended")]
-    Gone {
+    Exited {
         /// Number of the vCPU.
         index: u32,
     },
     /// A vCPU takes too long to leave.
     #[error("vCPU {index} has not left the guest or its device within {} ms", .within.as_millis())]
-    Slow {
+    Timeout {
         /// Number of the vCPU.
         index: u32,
         /// How long it was waited for.
@@ -149,9 +149,9 @@ enum Phase {
     /// In the guest or in the handler.
     Running,
     /// Waits outside of the guest and will never enter it again.
-    Ended,
+    Stopped,
     /// There is no thread any more.
-    Gone,
+    Exited,
 }
 
 type Job = Box<dyn FnOnce(&mut Vcpu) + Send>;
@@ -174,13 +174,13 @@ struct Shared {
     hold: AtomicBool,
     /// Whether there are jobs that a running vCPU comes out of the guest for; written under the lock
     /// of `control`, and cleared by the vCPU's thread before it looks for them.
-    errands: AtomicBool,
+    tasks_pending: AtomicBool,
     run_page: Arc<RunPage>,
     /// The thread, until somebody joins it. Held for one signal, or to take it.
     handle: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Held for Shared {
+impl Throttled for Shared {
     fn hold(&self, on: bool) {
         let control = self.lock();
         self.hold.store(on, Ordering::SeqCst);
@@ -257,7 +257,7 @@ impl Thread {
     /// Asks the thread to leave the guest; does not wait.
     fn request(&self, want: Want) {
         let mut control = self.shared.lock();
-        if control.want == Want::Exit || control.phase == Phase::Gone {
+        if control.want == Want::Exit || control.phase == Phase::Exited {
             return;
         }
         control.want = want;
@@ -348,7 +348,7 @@ impl VcpuThreads {
             changed: Condvar::new(),
             leave: AtomicBool::new(false),
             hold: AtomicBool::new(false),
-            errands: AtomicBool::new(false),
+            tasks_pending: AtomicBool::new(false),
             handle: Mutex::new(None),
             run_page: Arc::clone(&vcpu.run_page),
         });
@@ -366,7 +366,7 @@ impl VcpuThreads {
                 if !failed {
                     Runner { shared: &shared, vcpu, handler, first_run }.work();
                 }
-                shared.set_phase(Phase::Gone);
+                shared.set_phase(Phase::Exited);
             }
         };
         let handle = std::thread::Builder::new()
@@ -383,7 +383,7 @@ impl VcpuThreads {
             }
             Err(_) => {
                 thread.join();
-                Err(ThreadsError::Gone { index })
+                Err(ThreadsError::Exited { index })
             }
         }
     }
@@ -411,7 +411,7 @@ impl VcpuThreads {
     /// The same, for so long at most: then those that ran run on.
     ///
     /// # Errors
-    /// [`ThreadsError::Slow`] names one that did not leave.
+    /// [`ThreadsError::Timeout`] names one that did not leave.
     pub fn pause_all_within(&self, within: Duration) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
         let until = Instant::now() + within;
@@ -423,7 +423,7 @@ impl VcpuThreads {
         };
         let ran = self.threads.iter().zip(before).filter(|(_, before)| *before == Want::Run);
         ran.for_each(|(thread, _)| thread.request(Want::Run));
-        Err(ThreadsError::Slow { index: slow.shared.index, within })
+        Err(ThreadsError::Timeout { index: slow.shared.index, within })
     }
 
     /// Lets every vCPU run that has not stopped for good. Returns at once.
@@ -444,8 +444,8 @@ impl VcpuThreads {
     /// # Errors
     /// The host gives no thread.
     pub fn throttle(&self) -> io::Result<VcpuThrottle> {
-        let held = |thread: &Thread| -> Arc<dyn Held> { thread.shared.clone() };
-        VcpuThrottle::start(self.threads.iter().map(held).collect())
+        let throttled = |thread: &Thread| -> Arc<dyn Throttled> { thread.shared.clone() };
+        VcpuThrottle::start(self.threads.iter().map(throttled).collect())
     }
 
     /// Whether every vCPU is out of the guest.
@@ -465,7 +465,7 @@ impl VcpuThreads {
             .iter()
             .find(|thread| thread.shared.index == index)
             .ok_or(ThreadsError::Unknown { index })?;
-        thread.submit(f)?.recv().map_err(|_| ThreadsError::Gone { index })
+        thread.submit(f)?.recv().map_err(|_| ThreadsError::Exited { index })
     }
 
     /// Runs `f` on every parked vCPU, on their own threads at the same time.
@@ -485,7 +485,7 @@ impl VcpuThreads {
         }
         answers
             .into_iter()
-            .map(|(index, answer)| answer.recv().map_err(|_| ThreadsError::Gone { index }))
+            .map(|(index, answer)| answer.recv().map_err(|_| ThreadsError::Exited { index }))
             .collect()
     }
 }
@@ -500,11 +500,11 @@ impl Thread {
         let (done, answer) = mpsc::sync_channel(1);
         let mut control = self.shared.lock();
         match (control.phase, control.want) {
-            (Phase::Gone, _) | (_, Want::Exit) => return Err(ThreadsError::Gone { index }),
+            (Phase::Exited, _) | (_, Want::Exit) => return Err(ThreadsError::Exited { index }),
             (Phase::Running, _) | (Phase::Parked, Want::Run) => {
                 return Err(ThreadsError::NotParked { index });
             }
-            (Phase::Parked, Want::Park) | (Phase::Ended, _) => {}
+            (Phase::Parked, Want::Park) | (Phase::Stopped, _) => {}
         }
         control.jobs.push_back(Box::new(move |vcpu: &mut Vcpu| {
             let _ = done.send(f(vcpu));

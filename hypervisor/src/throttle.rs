@@ -2,7 +2,7 @@
 
 //! Keeping vCPUs out of the guest for a share of the time.
 //!
-//! Owns the thread that keeps the time and the lengths of the turns. How a vCPU is got out of the
+//! Owns the thread that keeps the time and the duty cycle. How a vCPU is got out of the
 //! guest and kept out is `threads`' business. A throttled vCPU is still a running one: it can be
 //! paused, stopped and resumed as ever, and none of that waits for its turn.
 
@@ -11,9 +11,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Length of one turn inside and one outside of the guest together, where that leaves the guest
+/// Length of one stay inside and one outside of the guest together, where that leaves the guest
 /// enough time.
-const TURN: Duration = Duration::from_millis(20);
+const PERIOD: Duration = Duration::from_millis(20);
 
 /// Shortest stay inside: less would be spent on coming and going.
 const INSIDE_MIN: Duration = Duration::from_millis(1);
@@ -21,8 +21,8 @@ const INSIDE_MIN: Duration = Duration::from_millis(1);
 /// Greatest share of the time outside.
 pub const THROTTLE_PERCENT_MAX: u8 = 99;
 
-/// What is kept out.
-pub(crate) trait Held: Send + Sync {
+/// A vCPU that can be kept out of the guest.
+pub(crate) trait Throttled: Send + Sync {
     /// From now on stays out of the guest, or may enter it again. Does not wait.
     fn hold(&self, on: bool);
 }
@@ -70,20 +70,20 @@ impl Shared {
 }
 
 /// Times outside and inside of the guest for a share of 1 to 99 percent outside.
-fn turns(percent: u8) -> (Duration, Duration) {
+fn duty_cycle(percent: u8) -> (Duration, Duration) {
     let outside = u32::from(percent.min(THROTTLE_PERCENT_MAX));
-    let inside = (TURN * (100 - outside) / 100).max(INSIDE_MIN);
+    let inside = (PERIOD * (100 - outside) / 100).max(INSIDE_MIN);
     (inside * outside / (100 - outside), inside)
 }
 
 impl VcpuThrottle {
     /// Starts with a share of 0.
-    pub(crate) fn start(held: Vec<Arc<dyn Held>>) -> io::Result<Self> {
+    pub(crate) fn start(vcpus: Vec<Arc<dyn Throttled>>) -> io::Result<Self> {
         let shared =
             Arc::new(Shared { order: Mutex::new(Order::Percent(0)), changed: Condvar::new() });
         let body = {
             let shared = Arc::clone(&shared);
-            move || keep_time(&shared, &held)
+            move || run_duty_cycle(&shared, &vcpus)
         };
         // Managers look for the threads of vCPUs by names that begin with `vcpu`, and give up at
         // one that no number follows.
@@ -106,10 +106,10 @@ impl Drop for VcpuThrottle {
     }
 }
 
-fn keep_time(shared: &Shared, held: &[Arc<dyn Held>]) {
+fn run_duty_cycle(shared: &Shared, vcpus: &[Arc<dyn Throttled>]) {
     let hold = |on| {
-        for held in held {
-            held.hold(on);
+        for vcpu in vcpus {
+            vcpu.hold(on);
         }
     };
     let mut order = *shared.lock();
@@ -118,7 +118,7 @@ fn keep_time(shared: &Shared, held: &[Arc<dyn Held>]) {
             Order::End => return,
             Order::Percent(0) => shared.wait(order, None),
             Order::Percent(percent) => {
-                let (outside, inside) = turns(percent);
+                let (outside, inside) = duty_cycle(percent);
                 hold(true);
                 let after = shared.wait(order, Some(outside));
                 hold(false);
@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn turns_have_the_share_and_leave_the_guest_alive() {
         for percent in 1..=THROTTLE_PERCENT_MAX {
-            let (outside, inside) = turns(percent);
+            let (outside, inside) = duty_cycle(percent);
             let share = outside.as_secs_f64() / (outside + inside).as_secs_f64();
             assert!((share - f64::from(percent) / 100.0).abs() < 0.001, "{percent}: {share}");
             assert!(inside >= INSIDE_MIN && outside <= Duration::from_millis(100), "{percent}");
@@ -150,7 +150,7 @@ mod tests {
         times: AtomicU32,
     }
 
-    impl Held for Fake {
+    impl Throttled for Fake {
         fn hold(&self, on: bool) {
             self.held.store(on, Ordering::SeqCst);
             self.times.fetch_add(u32::from(on), Ordering::SeqCst);

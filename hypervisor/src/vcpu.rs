@@ -13,7 +13,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VcpuFd;
 
-use crate::error::{Asked, KvmError};
+use crate::error::{KvmContext, KvmError};
 use crate::fault_trace::FaultedAt;
 use crate::ioctl;
 use crate::msr::{self, MsrValue};
@@ -89,8 +89,8 @@ pub struct Vcpu {
 
 impl Vcpu {
     pub(crate) fn create(vm: Arc<VmShared>, index: u32) -> Result<Self, KvmError> {
-        let fd = vm.fd.create_vcpu(u64::from(index)).asked("create a vCPU")?;
-        let run_page = Arc::new(RunPage::map(&fd).asked("map a vCPU's run page")?);
+        let fd = vm.fd.create_vcpu(u64::from(index)).context("create a vCPU")?;
+        let run_page = Arc::new(RunPage::map(&fd).context("map a vCPU's run page")?);
         if let Ok(khz) = fd.get_tsc_khz() {
             vm.host_tsc_khz.get_or_init(|| khz);
         }
@@ -120,29 +120,29 @@ impl Vcpu {
 
     /// General registers.
     pub fn regs(&self) -> Result<kvm_regs, KvmError> {
-        self.fd.get_regs().asked("read a vCPU's general registers")
+        self.fd.get_regs().context("read a vCPU's general registers")
     }
 
     /// Special registers.
     pub fn sregs(&self) -> Result<kvm_sregs, KvmError> {
-        self.fd.get_sregs().asked("read a vCPU's special registers")
+        self.fd.get_sregs().context("read a vCPU's special registers")
     }
 
     /// Gives the vCPU the state that it boots with.
     pub fn init(&self, init: &VcpuInit) -> Result<(), VcpuStateError> {
         let kernel = VcpuStateError::Kernel;
-        self.fd.set_cpuid2(&init.cpuid).asked("set a vCPU's features").map_err(kernel)?;
+        self.fd.set_cpuid2(&init.cpuid).context("set a vCPU's features").map_err(kernel)?;
         self.connect_local_pins().map_err(kernel)?;
         self.init_msrs(init)?;
         let mp_state = if let Some(registers) = &init.registers {
-            self.fd.set_regs(&registers.regs).asked("set a vCPU's registers").map_err(kernel)?;
+            self.fd.set_regs(&registers.regs).context("set a vCPU's registers").map_err(kernel)?;
             self.fd
                 .set_sregs(&registers.sregs)
-                .asked("set a vCPU's special registers")
+                .context("set a vCPU's special registers")
                 .map_err(kernel)?;
             self.fd
                 .set_fpu(&registers.fpu)
-                .asked("set a vCPU's floating point registers")
+                .context("set a vCPU's floating point registers")
                 .map_err(kernel)?;
             KVM_MP_STATE_RUNNABLE
         } else {
@@ -150,7 +150,7 @@ impl Vcpu {
         };
         self.fd
             .set_mp_state(kvm_mp_state { mp_state })
-            .asked("set whether a vCPU runs")
+            .context("set whether a vCPU runs")
             .map_err(kernel)
     }
 
@@ -168,16 +168,16 @@ impl Vcpu {
 
     /// Connects the local APIC's pins as on a PC: LINT0 to the PIC, LINT1 to NMI.
     fn connect_local_pins(&self) -> Result<(), KvmError> {
-        let mut apic = self.fd.get_lapic().asked("read a local APIC")?;
+        let mut apic = self.fd.get_lapic().context("read a local APIC")?;
         set_apic_register(&mut apic, APIC_LVT_LINT0, APIC_MODE_EXT_INT);
         set_apic_register(&mut apic, APIC_LVT_LINT1, APIC_MODE_NMI);
-        self.fd.set_lapic(&apic).asked("set a local APIC")
+        self.fd.set_lapic(&apic).context("set a local APIC")
     }
 
     /// Writes registers; returns those that the kernel refused.
     pub(crate) fn write_msrs(&self, values: &[MsrValue]) -> Result<Vec<MsrValue>, KvmError> {
         msr::write_all(values, |chunk: &Msrs| self.fd.set_msrs(chunk))
-            .asked("set a vCPU's model-specific registers")
+            .context("set a vCPU's model-specific registers")
     }
 
     /// Reads registers; those that the kernel refuses are left out.
@@ -186,7 +186,7 @@ impl Vcpu {
     /// Those of the kernel.
     pub fn read_registers(&self, indices: &[u32]) -> Result<Vec<MsrValue>, KvmError> {
         let read = msr::read_all(indices, |chunk: &mut Msrs| self.fd.get_msrs(chunk))
-            .asked("read a vCPU's model-specific registers")?;
+            .context("read a vCPU's model-specific registers")?;
         Ok(read.values)
     }
 
@@ -195,9 +195,9 @@ impl Vcpu {
     ///
     /// # Errors
     /// The kernel refuses the register.
-    pub fn give_back(&self, msr: MsrValue) -> Result<(), KvmError> {
+    pub fn restore_msr(&self, msr: MsrValue) -> Result<(), KvmError> {
         let read = msr::read_all(&[msr.index], |chunk: &mut Msrs| self.fd.get_msrs(chunk))
-            .asked("read a vCPU's model-specific registers")?;
+            .context("read a vCPU's model-specific registers")?;
         if read.values.iter().any(|now| now.value == msr.value & !1) {
             let refused = self.write_msrs(&[msr])?;
             if !refused.is_empty() {
@@ -231,14 +231,14 @@ impl Vcpu {
 
     /// Makes a non-maskable interrupt pending (`KVM_NMI`).
     pub(crate) fn send_nmi(&self) -> Result<(), KvmError> {
-        self.fd.nmi().asked("send a non-maskable interrupt")
+        self.fd.nmi().context("send a non-maskable interrupt")
     }
 
     /// Fills second-stage tables for guest memory that is there already; returns bytes done.
     ///
     /// Fails with ENOTTY or EOPNOTSUPP where [`crate::Capabilities::pre_fault_memory`] is false.
     pub fn pre_fault_memory(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
-        ioctl::pre_fault_memory(&self.fd, gpa, len_bytes).asked("fill second-stage tables")
+        ioctl::pre_fault_memory(&self.fd, gpa, len_bytes).context("fill second-stage tables")
     }
 }
 

@@ -33,7 +33,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::blob::{Blob, BlobError};
 use crate::clock::TimeBase;
-use crate::error::{Asked, KvmError};
+use crate::error::{KvmContext, KvmError};
 use crate::ioctl::{self, NestedBuffer, XsaveArea};
 use crate::msr::{self, MsrValue};
 use crate::shadow_stack;
@@ -368,11 +368,11 @@ fn join_sregs(old: &kvm_sregs, pdptrs: Option<[u64; 4]>) -> kvm_sregs2 {
 impl Vcpu {
     /// Reads the complete state. The vCPU must be parked; see the module's head for the order.
     pub fn state(&self) -> Result<VcpuState, VcpuStateError> {
-        let mp_state = self.fd.get_mp_state().asked("read whether a vCPU runs")?.mp_state;
-        let events = plain_events(self.fd.get_vcpu_events().asked("read a vCPU's events")?);
+        let mp_state = self.fd.get_mp_state().context("read whether a vCPU runs")?.mp_state;
+        let events = plain_events(self.fd.get_vcpu_events().context("read a vCPU's events")?);
         let regs = self.regs()?;
         let (mut sregs, pdptrs) = if self.vm().capabilities.sregs2 {
-            let new = ioctl::get_sregs2(&self.fd).asked("read a vCPU's special registers")?;
+            let new = ioctl::get_sregs2(&self.fd).context("read a vCPU's special registers")?;
             split_sregs(&new)
         } else {
             (self.sregs()?, None)
@@ -380,15 +380,15 @@ impl Vcpu {
         // A pending interrupt is among the events already.
         sregs.interrupt_bitmap = [0; 4];
         let xsave = self.read_xsave()?;
-        let xcrs = self.fd.get_xcrs().asked("read a vCPU's extended control registers")?;
-        let debugregs = self.fd.get_debug_regs().asked("read a vCPU's debug registers")?;
-        let lapic = self.fd.get_lapic().asked("read a local APIC")?;
+        let xcrs = self.fd.get_xcrs().context("read a vCPU's extended control registers")?;
+        let debugregs = self.fd.get_debug_regs().context("read a vCPU's debug registers")?;
+        let lapic = self.fd.get_lapic().context("read a local APIC")?;
         let nested = self.read_nested()?;
         let msrs = self.read_msrs()?;
         let tsc = self.read_tsc()?;
-        let cpuid = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).asked("read a vCPU's features")?;
+        let cpuid = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).context("read a vCPU's features")?;
         let ssp = shadow_stack::save(&self.fd, cpuid.as_slice())
-            .asked("read a vCPU's shadow-stack pointer")?;
+            .context("read a vCPU's shadow-stack pointer")?;
         let cpuid = cpuid
             .as_slice()
             .iter()
@@ -432,27 +432,27 @@ impl Vcpu {
         if has_triple_fault(&events) && !self.vm().capabilities.triple_fault_event {
             return Err(VcpuStateError::TripleFault);
         }
-        self.fd.set_cpuid2(&state.kernel_cpuid()?).asked("set a vCPU's features")?;
+        self.fd.set_cpuid2(&state.kernel_cpuid()?).context("set a vCPU's features")?;
         let mp_state = kvm_mp_state { mp_state: state.mp_state };
-        self.fd.set_mp_state(mp_state).asked("set whether a vCPU runs")?;
-        self.fd.set_regs(&state.regs).asked("set a vCPU's general registers")?;
+        self.fd.set_mp_state(mp_state).context("set whether a vCPU runs")?;
+        self.fd.set_regs(&state.regs).context("set a vCPU's general registers")?;
         if self.vm().capabilities.sregs2 {
             ioctl::set_sregs2(&self.fd, &join_sregs(&state.sregs, state.pdptrs))
-                .asked("set a vCPU's special registers")?;
+                .context("set a vCPU's special registers")?;
         } else {
-            self.fd.set_sregs(&state.sregs).asked("set a vCPU's special registers")?;
+            self.fd.set_sregs(&state.sregs).context("set a vCPU's special registers")?;
         }
-        self.fd.set_xcrs(&state.xcrs).asked("set a vCPU's extended control registers")?;
+        self.fd.set_xcrs(&state.xcrs).context("set a vCPU's extended control registers")?;
         self.write_xsave(&state.xsave)?;
-        self.fd.set_debug_regs(&state.debugregs).asked("set a vCPU's debug registers")?;
-        self.fd.set_lapic(&state.lapic_state()?).asked("set a local APIC")?;
+        self.fd.set_debug_regs(&state.debugregs).context("set a vCPU's debug registers")?;
+        self.fd.set_lapic(&state.lapic_state()?).context("set a local APIC")?;
         self.write_tsc(&state.tsc, time)?;
         self.restore_msrs(&state.msrs)?;
         if state.ssp.is_some() && !self.vm().capabilities.one_reg {
             return Err(VcpuStateError::ShadowStack);
         }
-        shadow_stack::restore(&self.fd, state.ssp).asked("set a vCPU's shadow-stack pointer")?;
-        self.fd.set_vcpu_events(&events).asked("set a vCPU's events")?;
+        shadow_stack::restore(&self.fd, state.ssp).context("set a vCPU's shadow-stack pointer")?;
+        self.fd.set_vcpu_events(&events).context("set a vCPU's events")?;
         self.write_nested(state)?;
         // The source's note to the guest does not travel with the state.
         self.tell_paused();
@@ -463,7 +463,7 @@ impl Vcpu {
         let mut area = XsaveArea::new(self.xsave_len_bytes());
         // SAFETY: the area has the length that KVM_CAP_XSAVE2 reports for this vCPU's VM.
         unsafe { ioctl::get_xsave(&self.fd, &mut area, self.vm().capabilities.xsave2) }
-            .asked("read a vCPU's XSAVE area")?;
+            .context("read a vCPU's XSAVE area")?;
         Ok(Blob::new(area.bytes()))
     }
 
@@ -472,7 +472,7 @@ impl Vcpu {
         blob.fill(area.bytes_mut())
             .map_err(|source| VcpuStateError::Blob { what: "XSAVE area", source })?;
         // SAFETY: the area has the length that KVM_CAP_XSAVE2 reports for this vCPU's VM.
-        Ok(unsafe { ioctl::set_xsave(&self.fd, &area) }.asked("set a vCPU's XSAVE area")?)
+        Ok(unsafe { ioctl::set_xsave(&self.fd, &area) }.context("set a vCPU's XSAVE area")?)
     }
 
     /// Reads what is there of the host's list. Machine check banks that are zero are left out: that
@@ -480,7 +480,7 @@ impl Vcpu {
     fn read_msrs(&self) -> Result<Vec<MsrValue>, KvmError> {
         let get = |chunk: &mut Msrs| self.fd.get_msrs(chunk);
         let mut read = msr::read_all(&self.vm().msr_indices, get)
-            .asked("read a vCPU's model-specific registers")?;
+            .context("read a vCPU's model-specific registers")?;
         if !read.refused.is_empty() {
             log::debug!("vcpu{}: registers without a value: {:x?}", self.index(), read.refused);
         }
@@ -493,8 +493,8 @@ impl Vcpu {
         let mut lost = Vec::new();
         for msr in refused {
             let get = |chunk: &mut Msrs| self.fd.get_msrs(chunk);
-            let read =
-                msr::read_all(&[msr.index], get).asked("read a vCPU's model-specific registers")?;
+            let read = msr::read_all(&[msr.index], get)
+                .context("read a vCPU's model-specific registers")?;
             let here = read.values.first().map(|here| here.value);
             let vcpu = self.index();
             if here.unwrap_or(0) == msr.value {
@@ -511,7 +511,7 @@ impl Vcpu {
     fn read_tsc(&self) -> Result<TscState, KvmError> {
         let get = |chunk: &mut Msrs| self.fd.get_msrs(chunk);
         let before = tsc::of_host();
-        let value = msr::read_all(&[msr::IA32_TSC], get).asked("read a vCPU's TSC")?;
+        let value = msr::read_all(&[msr::IA32_TSC], get).context("read a vCPU's TSC")?;
         let host = (before, tsc::of_host());
         let (group, attribute) = tsc::OFFSET_ATTRIBUTE;
         let offset = if self.vm().capabilities.vcpu_attributes {
@@ -531,7 +531,7 @@ impl Vcpu {
             match tsc::frequency(wanted_khz, host_khz, scales, tolerance_ppm) {
                 Frequency::Keep => {}
                 Frequency::Set(khz) => {
-                    self.fd.set_tsc_khz(khz).asked("set a vCPU's TSC frequency")?;
+                    self.fd.set_tsc_khz(khz).context("set a vCPU's TSC frequency")?;
                 }
                 Frequency::Refuse => {
                     return Err(VcpuStateError::TscFrequency { wanted_khz, host_khz });
@@ -542,7 +542,7 @@ impl Vcpu {
             TscTarget::Offset(offset) if self.vm().capabilities.vcpu_attributes => {
                 let (group, attribute) = tsc::OFFSET_ATTRIBUTE;
                 ioctl::set_vcpu_attribute(&self.fd, group, attribute, offset)
-                    .asked("set a vCPU's TSC offset")?;
+                    .context("set a vCPU's TSC offset")?;
                 if self.read_tsc()?.offset != Some(offset) {
                     self.say_that_the_tsc_stays();
                 }
@@ -583,7 +583,7 @@ impl Vcpu {
             }
             // Some hosts announce nested state and have none.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(None),
-            Err(error) => Err(error).asked("read a vCPU's nested state"),
+            Err(error) => Err(error).context("read a vCPU's nested state"),
         }
     }
 
@@ -595,7 +595,7 @@ impl Vcpu {
         }
         match ioctl::set_nested_state(&self.fd, &buffer) {
             Err(error) if idle && error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
-            answer => Ok(answer.asked("set a vCPU's nested state")?),
+            answer => Ok(answer.context("set a vCPU's nested state")?),
         }
     }
 }

@@ -15,7 +15,7 @@ use kvm_bindings::{
 use kvm_ioctls::DeviceFd;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::error::{Asked, KvmError};
+use crate::error::{KvmContext, KvmError};
 use crate::irq::IrqError;
 use crate::msi::{kernel, new_event};
 use crate::routing::IOAPIC_LINES;
@@ -54,11 +54,11 @@ impl VfioFiles {
     ///
     /// # Errors
     /// It is no such file, or KVM knows it already.
-    pub fn tell(&self, file: BorrowedFd<'_>) -> Result<ToldFile, KvmError> {
+    pub fn tell(&self, file: BorrowedFd<'_>) -> Result<AttachedFile, KvmError> {
         let what = "take note of a passed-through device";
-        let file = file.try_clone_to_owned().asked(what)?;
-        self.set(KVM_DEV_VFIO_FILE_ADD, &file).asked(what)?;
-        Ok(ToldFile { files: self.clone(), file })
+        let file = file.try_clone_to_owned().context(what)?;
+        self.set(KVM_DEV_VFIO_FILE_ADD, &file).context(what)?;
+        Ok(AttachedFile { files: self.clone(), file })
     }
 
     fn set(&self, attribute: u32, file: &OwnedFd) -> Result<(), kvm_ioctls::Error> {
@@ -71,12 +71,12 @@ impl VfioFiles {
 }
 
 /// A file that KVM was told of. It holds the file open, and so does KVM, until this is dropped.
-pub struct ToldFile {
+pub struct AttachedFile {
     files: VfioFiles,
     file: OwnedFd,
 }
 
-impl Drop for ToldFile {
+impl Drop for AttachedFile {
     fn drop(&mut self) {
         if let Err(error) = self.files.set(KVM_DEV_VFIO_FILE_DEL, &self.file) {
             log::warn!("KVM does not let go of a passed-through device: {error}");
@@ -100,7 +100,7 @@ impl Vm {
     pub fn create_vfio_device(&self) -> Result<DeviceFd, KvmError> {
         let mut request =
             kvm_create_device { type_: kvm_device_type_KVM_DEV_TYPE_VFIO, fd: 0, flags: 0 };
-        self.shared().fd.create_device(&mut request).asked("make KVM's VFIO device")
+        self.shared().fd.create_device(&mut request).context("make KVM's VFIO device")
     }
 
     /// The same, for devices that are opened one by one.

@@ -13,9 +13,9 @@ use kvm_bindings::kvm_enable_cap;
 use kvm_ioctls::{Cap, VmFd};
 
 use crate::caps::{Capabilities, Hypervisor, ManualDirtyLog};
-use crate::error::{Asked, KvmError};
+use crate::error::{KvmContext, KvmError};
+use crate::memslots::Memslots;
 use crate::msi::Routes;
-use crate::slots::Slots;
 use crate::vcpu::Vcpu;
 
 /// Addresses that a VM needs below 4 GiB on processors that cannot run real mode directly.
@@ -43,7 +43,7 @@ pub(crate) struct VmShared {
     /// Frequency that a vCPU has before anybody sets it; unknown until there is a vCPU.
     pub(crate) host_tsc_khz: OnceLock<u32>,
     /// Last, so that the mappings outlive the VM's file descriptor.
-    pub(crate) slots: Slots,
+    pub(crate) slots: Memslots,
 }
 
 /// A virtual machine; clones are the same one.
@@ -69,21 +69,21 @@ impl Vm {
     ) -> Result<Self, E> {
         let vm = Self::create_bare(hypervisor, config)?;
         add_memory(&vm)?;
-        vm.0.fd.create_irq_chip().asked("create the interrupt controllers")?;
+        vm.0.fd.create_irq_chip().context("create the interrupt controllers")?;
         Ok(vm)
     }
 
     fn create_bare(hypervisor: &Hypervisor, config: &VmConfig) -> Result<Self, KvmError> {
-        let fd = create_fd(hypervisor).asked("create a virtual machine")?;
+        let fd = create_fd(hypervisor).context("create a virtual machine")?;
         let tss = usize::try_from(config.tss_gpa)
             .map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
-            .asked("set the TSS address")?;
+            .context("set the TSS address")?;
         fd.set_identity_map_address(config.identity_map_gpa)
-            .asked("set the identity map address")?;
-        fd.set_tss_address(tss).asked("set the TSS address")?;
+            .context("set the identity map address")?;
+        fd.set_tss_address(tss).context("set the TSS address")?;
         let x2apic =
             kvm::KVM_X2APIC_API_USE_32BIT_IDS | kvm::KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK;
-        enable(&fd, kvm::KVM_CAP_X2APIC_API, x2apic).asked("use 32-bit APIC numbers")?;
+        enable(&fd, kvm::KVM_CAP_X2APIC_API, x2apic).context("use 32-bit APIC numbers")?;
         let capabilities = hypervisor.capabilities().clone();
         let manual = match capabilities.manual_dirty_log {
             ManualDirtyLog::None => 0,
@@ -94,11 +94,11 @@ impl Vm {
         };
         if manual != 0 {
             enable(&fd, kvm::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, manual)
-                .asked("separate reading and clearing of the dirty log")?;
+                .context("separate reading and clearing of the dirty log")?;
         }
         if capabilities.triple_fault_event {
             enable(&fd, kvm::KVM_CAP_X86_TRIPLE_FAULT_EVENT, 1)
-                .asked("have pending triple faults among the events")?;
+                .context("have pending triple faults among the events")?;
         }
         let routes = Routes::new(capabilities.irq_routes_max);
         Ok(Self(Arc::new(VmShared {
@@ -107,7 +107,7 @@ impl Vm {
             msr_indices: hypervisor.shared_msr_indices(),
             routes,
             host_tsc_khz: OnceLock::new(),
-            slots: Slots::default(),
+            slots: Memslots::default(),
         })))
     }
 
@@ -128,12 +128,12 @@ impl Vm {
     /// KVM cannot, or there are vCPUs.
     pub fn keep_halted_vcpus_in_guest(&self) -> Result<(), KvmError> {
         enable(&self.0.fd, kvm::KVM_CAP_X86_DISABLE_EXITS, kvm::KVM_X86_DISABLE_EXITS_HLT)
-            .asked("keep halted vCPUs in the guest")
+            .context("keep halted vCPUs in the guest")
     }
 
     /// Sets the level of a line of the interrupt controllers.
     pub fn set_interrupt_level(&self, gsi: u32, high: bool) -> Result<(), KvmError> {
-        self.0.fd.set_irq_line(gsi, high).asked("set the level of an interrupt line")
+        self.0.fd.set_irq_line(gsi, high).context("set the level of an interrupt line")
     }
 
     pub(crate) fn shared(&self) -> &Arc<VmShared> {

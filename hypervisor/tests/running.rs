@@ -261,10 +261,10 @@ fn only_parked_vcpus_take_closures_and_each_runs_on_its_own_thread() {
     assert!(matches!(running, ThreadsError::NotParked { index: 0 }));
     guest.threads.pause_all().unwrap();
     let panicked = guest.threads.on_one(0, |_| panic!("as the test wished")).unwrap_err();
-    assert!(matches!(panicked, ThreadsError::Gone { index: 0 }));
+    assert!(matches!(panicked, ThreadsError::Exited { index: 0 }));
     guest.rip();
     guest.threads.stop_all().unwrap();
-    assert!(matches!(guest.threads.on_one(0, |_| ()), Err(ThreadsError::Gone { .. })));
+    assert!(matches!(guest.threads.on_one(0, |_| ()), Err(ThreadsError::Exited { .. })));
 }
 
 #[test]
@@ -373,7 +373,7 @@ fn a_vcpu_fills_its_tables_and_goes_back_to_the_guest() {
             guest.threads.pause_all().unwrap();
             guest.threads.resume_all();
         }
-        let end = told.recv_timeout(PATIENCE).expect("the vCPU does not come for its errand");
+        let end = told.recv_timeout(PATIENCE).expect("the vCPU does not come for its task");
         drop(filling);
         assert!(!end.is_stopped, "{end:?}");
         if kvm.capabilities().pre_fault_memory {

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use common::{CODE, Event, Guest, MEMORY_LEN_BYTES, Memory, Recorder, boot, kvm, start, vm};
 use hypervisor::{
-    ClockPolicy, ClockState, DirtyLogSource, Hypervisor, IrqchipState, ManualDirtyLog, SlotConfig,
-    SlotError, TimeBase, VcpuState, VcpuStateError, Vm, VmConfig,
+    ClockPolicy, ClockState, DirtyLogSource, Hypervisor, IrqchipState, ManualDirtyLog,
+    MemslotConfig, MemslotError, TimeBase, VcpuState, VcpuStateError, Vm, VmConfig,
 };
 
 /// Counts in EBX and in memory at 0x2000, for ever, and says when it has begun.
@@ -230,11 +230,11 @@ fn the_dirty_log_has_the_pages_that_the_guest_wrote() {
         guest.wait_for_leave();
         assert_eq!(read(&mut bits), (1 << 3) | (1 << 5));
         let bad = guest.vm.clear_dirty_log(0, 0, 63, &[0]);
-        assert!(matches!(bad, Err(SlotError::BadRange { .. })));
+        assert!(matches!(bad, Err(MemslotError::BadRange { .. })));
     }
     guest.vm.set_dirty_logging(0, false).unwrap();
     let off = guest.vm.dirty_log(0, &mut bits);
-    assert!(matches!(off, Err(SlotError::NotLogged { slot: 0 })));
+    assert!(matches!(off, Err(MemslotError::NotLogged { slot: 0 })));
 }
 
 /// A migration reads the log after a round and again at the stop, with nothing sent in between.
@@ -271,18 +271,18 @@ fn pages_of_two_readings_are_all_noted_where_reading_clears_the_log() {
 fn slots_keep_their_mapping_and_give_it_back() {
     let Some(kvm) = kvm() else { return };
     let (vm, memory) = vm(&kvm, false);
-    let slot: SlotConfig = vm.memory_slots()[0];
+    let slot: MemslotConfig = vm.memory_slots()[0];
     // SAFETY: the same mapping, which `memory` keeps; the call is refused.
     let again = unsafe { vm.set_memory_slot(slot, memory.clone()) };
-    assert!(matches!(again, Err(SlotError::Taken { slot: 0 })));
-    let overlapping = SlotConfig { slot: 1, gpa: 0x1000, len_bytes: 0x1000, ..slot };
+    assert!(matches!(again, Err(MemslotError::Taken { slot: 0 })));
+    let overlapping = MemslotConfig { slot: 1, gpa: 0x1000, len_bytes: 0x1000, ..slot };
     // SAFETY: within the same mapping; the kernel refuses the overlap.
     let overlapping = unsafe { vm.set_memory_slot(overlapping, memory.clone()) };
-    assert!(matches!(overlapping, Err(SlotError::Kernel { slot: 1, .. })), "{overlapping:?}");
+    assert!(matches!(overlapping, Err(MemslotError::Kernel { slot: 1, .. })), "{overlapping:?}");
     assert_eq!(Arc::strong_count(&memory), 2);
     vm.remove_memory_slot(0).unwrap();
     assert_eq!(Arc::strong_count(&memory), 1);
-    assert!(matches!(vm.remove_memory_slot(0), Err(SlotError::Unknown { slot: 0 })));
+    assert!(matches!(vm.remove_memory_slot(0), Err(MemslotError::Unknown { slot: 0 })));
 }
 
 #[test]

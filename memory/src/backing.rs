@@ -15,7 +15,7 @@ use std::sync::Arc;
 use crate::config::{Backing, ConfigError, HugePageSize, ZoneSpec};
 use crate::file_lock::FileUse;
 use crate::host::{Host, HugePagePolicy};
-use crate::zone_file::{self, HeldFile, ZoneFile, holds_data, hugetlbfs_page_bytes};
+use crate::zone_file::{self, LockedFile, ZoneFile, holds_data, hugetlbfs_page_bytes};
 use crate::{PAGE_BYTES, ZoneKind};
 
 /// The pages of a zone, not yet mapped.
@@ -35,7 +35,7 @@ pub struct ZoneBacking {
 
 /// What memory holds when it has just been made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum FirstContents {
+pub enum InitialContents {
     /// Files keep what they hold.
     #[default]
     AsFound,
@@ -47,7 +47,7 @@ pub enum FirstContents {
     NothingToLose,
 }
 
-impl FirstContents {
+impl InitialContents {
     /// Whether all contents are to arrive.
     pub fn is_to_arrive(self) -> bool {
         self != Self::AsFound
@@ -56,7 +56,7 @@ impl FirstContents {
 
 /// What is in a file that is handed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GivenContent {
+pub enum ProvidedContent {
     /// Anything.
     Unknown,
     /// Every page is there, and zero.
@@ -166,9 +166,9 @@ pub enum BackingError {
     )]
     FileSystemFull { zone: String, path: PathBuf, missing_bytes: u64, free_bytes: u64 },
     #[error("memory zone '{zone}': the file handed over for it is not usable: {what}")]
-    GivenFile { zone: String, what: &'static str },
+    ProvidedFile { zone: String, what: &'static str },
     #[error("memory zone '{zone}': the file handed over for it could not be examined")]
-    ExamineGivenFile {
+    ExamineProvidedFile {
         zone: String,
         #[source]
         source: io::Error,
@@ -183,15 +183,15 @@ impl ZoneBacking {
         zone: &ZoneSpec,
         host: &Host,
         policy: HugePagePolicy,
-        start: FirstContents,
-        held: Option<&HeldFile>,
+        start: InitialContents,
+        locked: Option<&LockedFile>,
     ) -> Result<Self, BackingError> {
         match &zone.backing {
             Backing::Anonymous => Ok(Self::anonymous()),
             Backing::Auto if prefers_private(zone, policy) => Ok(Self::anonymous()),
             Backing::Auto | Backing::Memfd => Self::memfd(zone),
             Backing::Hugetlb { page_size } => Self::hugetlb(zone, *page_size, host),
-            Backing::File(path) => Self::path(zone, path, host, start, held),
+            Backing::File(path) => Self::path(zone, path, host, start, locked),
         }
     }
 
@@ -239,10 +239,10 @@ impl ZoneBacking {
         zone: &ZoneSpec,
         path: &Path,
         host: &Host,
-        start: FirstContents,
-        held: Option<&HeldFile>,
+        start: InitialContents,
+        locked: Option<&LockedFile>,
     ) -> Result<Self, BackingError> {
-        let found = ZoneFile::open(zone, path, held)?;
+        let found = ZoneFile::open(zone, path, locked)?;
         if start.is_to_arrive() && found.kind() == ZoneKind::PrivateFile {
             // The file is to stay as it is, and all of its data would be hidden: memory that begins
             // with nothing, of the same pages, is what a private mapping of it would come to.
@@ -251,7 +251,7 @@ impl ZoneBacking {
                 None => Ok(Self::anonymous()),
             };
         }
-        if start == FirstContents::NothingToLose && found.holds_data() {
+        if start == InitialContents::NothingToLose && found.holds_data() {
             return Err(BackingError::HoldsData { zone: zone.id.clone(), path: path.to_owned() });
         }
         found.size(zone)?;
@@ -288,13 +288,13 @@ impl ZoneBacking {
     ///
     /// Where its content is known to be zero it is not looked for, which would take time that grows
     /// with the size.
-    pub fn given(
+    pub fn from_provided(
         zone: &ZoneSpec,
         file: Arc<File>,
-        content: GivenContent,
+        content: ProvidedContent,
     ) -> Result<Self, BackingError> {
-        let examine = |source| BackingError::ExamineGivenFile { zone: zone.id.clone(), source };
-        let refuse = |what| Err(BackingError::GivenFile { zone: zone.id.clone(), what });
+        let examine = |source| BackingError::ExamineProvidedFile { zone: zone.id.clone(), source };
+        let refuse = |what| Err(BackingError::ProvidedFile { zone: zone.id.clone(), what });
         let metadata = file.metadata().map_err(examine)?;
         if !metadata.is_file() {
             return refuse("not a memfd or regular file");
@@ -349,7 +349,7 @@ impl ZoneBacking {
             }
             _ => false,
         };
-        let prezeroed = content == GivenContent::PopulatedZeroes;
+        let prezeroed = content == ProvidedContent::PopulatedZeroes;
         let holds_data =
             !prezeroed && holds_data(&file, zone.size_bytes, hugetlb).map_err(examine)?;
         let file = Some(file);

@@ -21,11 +21,11 @@ fn zone(change: impl FnOnce(&mut ZoneSpec)) -> ZoneSpec {
 }
 
 fn create(zone: &ZoneSpec) -> Result<ZoneBacking, BackingError> {
-    ZoneBacking::create(zone, &Host::real(), SMALL_SHMEM, FirstContents::AsFound, None)
+    ZoneBacking::create(zone, &Host::real(), SMALL_SHMEM, InitialContents::AsFound, None)
 }
 
 fn kind(policy: HugePagePolicy, change: impl FnOnce(&mut ZoneSpec)) -> ZoneKind {
-    let (host, start) = (Host::real(), FirstContents::AsFound);
+    let (host, start) = (Host::real(), InitialContents::AsFound);
     ZoneBacking::create(&zone(change), &host, policy, start, None).unwrap().kind
 }
 
@@ -135,18 +135,18 @@ fn a_file_that_was_made_in_vain_is_removed() {
 fn files_handed_over_are_examined() {
     let named = tempfile::NamedTempFile::new().unwrap();
     let of_file = zone(|z| z.backing = Backing::File(named.path().to_owned()));
-    let given = |spec: &ZoneSpec, file: File| {
-        ZoneBacking::given(spec, Arc::new(file), GivenContent::Unknown)
+    let provided = |spec: &ZoneSpec, file: File| {
+        ZoneBacking::from_provided(spec, Arc::new(file), ProvidedContent::Unknown)
     };
     let refused = |spec: &ZoneSpec, file: File, why: &str| {
-        let error = given(spec, file).unwrap_err();
+        let error = provided(spec, file).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     };
     let file = named.reopen().unwrap();
     file.set_len(4 * MIB - 4096).unwrap();
     refused(&of_file, file.try_clone().unwrap(), "shorter");
     file.set_len(4 * MIB).unwrap();
-    assert_eq!(given(&of_file, file.try_clone().unwrap()).unwrap().kind, ZoneKind::Shared);
+    assert_eq!(provided(&of_file, file.try_clone().unwrap()).unwrap().kind, ZoneKind::Shared);
     // That the zone has a file exempts that file and no other.
     let memfd = super::memfd("given", 0).unwrap();
     memfd.set_len(4 * MIB).unwrap();
@@ -156,7 +156,7 @@ fn files_handed_over_are_examined() {
     refused(&of_file, elsewhere.try_clone().unwrap(), "shrinking");
     // A zone with a directory has a file without a name in it.
     let dir = std::env::temp_dir();
-    given(&zone(|z| z.backing = Backing::File(dir.clone())), elsewhere).unwrap();
+    provided(&zone(|z| z.backing = Backing::File(dir.clone())), elsewhere).unwrap();
     // One that can still be made shorter is not measured.
     let cut = super::memfd("given", 0).unwrap();
     refused(&zone(|_| {}), cut, "shrinking");
@@ -177,18 +177,18 @@ fn memfds_handed_over_must_keep_their_size_and_be_writable() {
         file.set_len(4 * MIB).unwrap();
         // SAFETY: takes and returns numbers; the descriptor is open.
         assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) }, 0);
-        ZoneBacking::given(&zone(|_| {}), Arc::new(file), GivenContent::Unknown)
+        ZoneBacking::from_provided(&zone(|_| {}), Arc::new(file), ProvidedContent::Unknown)
     };
     let ours = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     assert_eq!(sealed(ours).unwrap().kind, ZoneKind::Shared);
     for seals in [0, libc::F_SEAL_GROW, libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE] {
-        assert!(matches!(sealed(seals), Err(BackingError::GivenFile { .. })), "{seals:#x}");
+        assert!(matches!(sealed(seals), Err(BackingError::ProvidedFile { .. })), "{seals:#x}");
     }
     // And what we make ourselves can be handed on.
     let host = Host::real();
     let memfd = zone(|z| z.backing = Backing::Memfd);
-    let own = ZoneBacking::create(&memfd, &host, NO_HUGE, FirstContents::AsFound, None).unwrap();
-    ZoneBacking::given(&zone(|_| {}), own.file.unwrap(), GivenContent::Unknown).unwrap();
+    let own = ZoneBacking::create(&memfd, &host, NO_HUGE, InitialContents::AsFound, None).unwrap();
+    ZoneBacking::from_provided(&zone(|_| {}), own.file.unwrap(), ProvidedContent::Unknown).unwrap();
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn huge_pages_of_an_odd_or_missing_size_are_refused_by_name() {
         })
     };
     let create_on =
-        |spec: &ZoneSpec| ZoneBacking::create(spec, &host, NO_HUGE, FirstContents::AsFound, None);
+        |spec: &ZoneSpec| ZoneBacking::create(spec, &host, NO_HUGE, InitialContents::AsFound, None);
     let missing = create_on(&spec(4 * MIB)).unwrap_err();
     assert!(matches!(missing, BackingError::NoSuchHugePages { .. }), "{missing}");
     fs::create_dir_all(root.path().join("proc")).unwrap();

@@ -83,13 +83,13 @@ impl Discards {
         })
     }
 
-    /// Does `act` with the parts of `piece` that may be discarded. `asks`: the guest asks before it uses
+    /// Does `act` with the parts of `piece` that may be discarded. `may_unpin`: the guest may_unpin before it uses
     /// the memory again, so what is pinned may be unpinned for it.
     pub(crate) fn release<R>(
         &self,
         region: &RamRegion,
         piece: &Range<u64>,
-        asks: bool,
+        may_unpin: bool,
         act: impl FnOnce(Vec<Range<u64>>, &Permit<'_>) -> R,
     ) -> R {
         let permit = Permit(PhantomData);
@@ -97,7 +97,7 @@ impl Discards {
         if bans.is_empty() {
             return act(vec![piece.clone()], &permit);
         }
-        if !asks {
+        if !may_unpin {
             return act(Vec::new(), &permit);
         }
         drop(bans);
@@ -106,7 +106,7 @@ impl Discards {
         let bans = self.write();
         let parts = match &bans[..] {
             [] => vec![piece.clone()],
-            [Ban { pins: Some(pins), .. }] => pins.let_go(region, piece),
+            [Ban { pins: Some(pins), .. }] => pins.unpin(region, piece),
             _ => Vec::new(),
         };
         act(parts, &permit)
@@ -139,8 +139,8 @@ pub struct DiscardBan {
 }
 
 impl DiscardBan {
-    /// From here on this ban does not hold for memory that `pins` lets go of.
-    pub fn except_what_is_let_go(&self, pins: Arc<dyn Pins>) {
+    /// From here on this ban does not hold for memory that `pins` unpins.
+    pub fn except_unpinned(&self, pins: Arc<dyn Pins>) {
         let mut bans = self.discards.write();
         if let Some(ban) = bans.iter_mut().find(|ban| ban.number == self.number) {
             ban.pins = Some(pins);

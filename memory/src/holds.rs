@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Pages that are being read, and are not given back to the host meanwhile.
+//! Pages that are being read, and are not discarded meanwhile.
 //!
 //! A migration looks which pages are populated and reads those, which takes as long as its connection
-//! does. If one of them is given back in between, the read makes a new page in shared memory: the host
+//! does. If one of them is discarded in between, the read makes a new page in shared memory: the host
 //! gets it back when the VM ends, and where no huge page is free the access fails. So a range is held from
-//! the look until it has been read, and what is to be given back waits until it is not held.
+//! the look until it has been read, and what is to be discarded waits until it is not held.
 //!
-//! Owns the ranges of one region that are held, and those that are being given back. Neither side
-//! excludes its like, and what waits to be given back comes before what is held later. Must never keep the
+//! Owns the ranges of one region that are held, and those that are being discarded. Neither side
+//! excludes its like, and what waits to be discarded comes before what is held later. Must never keep the
 //! guest's balloon for longer than [`WAIT_MAX`] in each [`WINDOW`], over all ranges together: a connection may stand
 //! still, and a vCPU that resets the balloon waits for what that works on.
 
@@ -16,10 +16,10 @@ use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long giving back waits for a range that is held. A migration reads what it holds within some tens of
+/// How long discarding waits for a range that is held. A migration reads what it holds within some tens of
 /// milliseconds, unless its connection stands still.
 const WAIT_MAX: Duration = Duration::from_secs(1);
-/// The time in which all that is given back waits for no more than that.
+/// The time in which all that is discarded waits for no more than that.
 const WINDOW: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
@@ -30,7 +30,7 @@ struct Ranges {
     free: Vec<usize>,
     /// They wait until they are not held.
     waiting: Vec<Range<u64>>,
-    leaving: Vec<Range<u64>>,
+    discarding: Vec<Range<u64>>,
     /// When the window began.
     window: Option<Instant>,
     /// What has been waited in it.
@@ -79,10 +79,10 @@ impl Holds {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds `range` until the answer is dropped. What is being given back of it has been when this returns.
-    pub fn hold(&self, range: Range<u64>) -> Held<'_> {
+    /// Holds `range` until the answer is dropped. What is being discarded of it has been when this returns.
+    pub fn hold(&self, range: Range<u64>) -> PageHold<'_> {
         let mut ranges = self.ranges();
-        while overlap(&ranges.leaving, &range) || overlap(&ranges.waiting, &range) {
+        while overlap(&ranges.discarding, &range) || overlap(&ranges.waiting, &range) {
             ranges = self.changed.wait(ranges).unwrap_or_else(PoisonError::into_inner);
         }
         let place = ranges.free.pop().unwrap_or(ranges.held.len());
@@ -90,16 +90,16 @@ impl Holds {
             Some(free) => *free = Some(range),
             None => ranges.held.push(Some(range)),
         }
-        Held { holds: self, place }
+        PageHold { holds: self, place }
     }
 
-    /// Says that `range` is given back until the answer is dropped. Waits while it is held, for
+    /// Says that `range` is discarded until the answer is dropped. Waits while it is held, for
     /// [`WAIT_MAX`] at most.
-    pub fn leave(&self, range: Range<u64>) -> Leaving<'_> {
-        self.leave_within(range, WAIT_MAX)
+    pub fn begin_discard(&self, range: Range<u64>) -> DiscardGuard<'_> {
+        self.begin_discard_within(range, WAIT_MAX)
     }
 
-    fn leave_within(&self, range: Range<u64>, wait_max: Duration) -> Leaving<'_> {
+    fn begin_discard_within(&self, range: Range<u64>, wait_max: Duration) -> DiscardGuard<'_> {
         let mut ranges = self.ranges();
         if ranges.is_held(&range) {
             let began = Instant::now();
@@ -117,26 +117,26 @@ impl Holds {
             remove(&mut ranges.waiting, &range);
             ranges.spent = ranges.spent.saturating_add(began.elapsed());
         }
-        ranges.leaving.push(range.clone());
-        Leaving { holds: self, range }
+        ranges.discarding.push(range.clone());
+        DiscardGuard { holds: self, range }
     }
 }
 
 /// A range that is being read.
 #[derive(Debug)]
-pub struct Held<'a> {
+pub struct PageHold<'a> {
     holds: &'a Holds,
     place: usize,
 }
 
-impl Drop for Held<'_> {
+impl Drop for PageHold<'_> {
     fn drop(&mut self) {
         let mut ranges = self.holds.ranges();
         if let Some(held) = ranges.held.get_mut(self.place) {
             *held = None;
             ranges.free.push(self.place);
         }
-        // Only what is to be given back waits for that.
+        // Only what is to be discarded waits for that.
         let is_awaited = !ranges.waiting.is_empty();
         drop(ranges);
         if is_awaited {
@@ -145,16 +145,16 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A range that is being given back.
+/// A range that is being discarded.
 #[derive(Debug)]
-pub struct Leaving<'a> {
+pub struct DiscardGuard<'a> {
     holds: &'a Holds,
     range: Range<u64>,
 }
 
-impl Drop for Leaving<'_> {
+impl Drop for DiscardGuard<'_> {
     fn drop(&mut self) {
-        remove(&mut self.holds.ranges().leaving, &self.range);
+        remove(&mut self.holds.ranges().discarding, &self.range);
         self.holds.changed.notify_all();
     }
 }
@@ -174,7 +174,7 @@ mod tests {
         let _held = holds.hold(0..1 << 20);
         let began = Instant::now();
         for page in 0..100 {
-            drop(holds.leave_within(page * 4096..(page + 1) * 4096, A_WHILE));
+            drop(holds.begin_discard_within(page * 4096..(page + 1) * 4096, A_WHILE));
         }
         assert!(began.elapsed() >= A_WHILE);
         assert!(began.elapsed() < A_WHILE * 20, "{:?}", began.elapsed());
@@ -190,7 +190,8 @@ mod tests {
         let first = holds.hold(0..10);
         let (held, is_held) = channel();
         std::thread::scope(|scope| {
-            let leaving = scope.spawn(|| holds.leave_within(5..15, Duration::from_mins(1)));
+            let discarding =
+                scope.spawn(|| holds.begin_discard_within(5..15, Duration::from_mins(1)));
             while holds.ranges().waiting.is_empty() {
                 std::thread::yield_now();
             }
@@ -201,9 +202,9 @@ mod tests {
             assert_eq!(is_held.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
             drop(first);
             // It leaves, and only then the other is held.
-            let leaving = leaving.join().expect("it leaves");
+            let discarding = discarding.join().expect("it leaves");
             assert_eq!(is_held.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
-            drop(leaving);
+            drop(discarding);
             is_held.recv_timeout(Duration::from_mins(1)).expect("it is held");
         });
     }
@@ -212,12 +213,12 @@ mod tests {
     fn what_is_held_leaves_when_it_is_not_and_other_ranges_at_once() {
         let holds = Holds::default();
         let (first, second) = (holds.hold(10..20), holds.hold(10..20));
-        drop(holds.leave(0..10));
-        drop(holds.leave(20..30));
+        drop(holds.begin_discard(0..10));
+        drop(holds.begin_discard(20..30));
         let (left, is_left) = channel();
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let _leaving = holds.leave_within(19..21, Duration::from_mins(1));
+                let _discarding = holds.begin_discard_within(19..21, Duration::from_mins(1));
                 let _ = left.send(());
             });
             drop(first);
@@ -226,14 +227,14 @@ mod tests {
             assert_eq!(is_left.recv(), Ok(()));
         });
         let ranges = holds.ranges();
-        assert!(ranges.held.iter().all(Option::is_none) && ranges.leaving.is_empty());
+        assert!(ranges.held.iter().all(Option::is_none) && ranges.discarding.is_empty());
         assert_eq!(ranges.held.len(), ranges.free.len());
     }
 
     #[test]
     fn a_hold_begins_when_what_leaves_has_left() {
         let holds = Holds::default();
-        let (first, second) = (holds.leave(0..8), holds.leave(4..12));
+        let (first, second) = (holds.begin_discard(0..8), holds.begin_discard(4..12));
         let (held, is_held) = channel();
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -252,7 +253,7 @@ mod tests {
         let holds = Holds::default();
         let _held = holds.hold(0..8);
         let began = Instant::now();
-        drop(holds.leave_within(7..8, A_WHILE));
+        drop(holds.begin_discard_within(7..8, A_WHILE));
         assert!(began.elapsed() >= A_WHILE);
     }
 }

@@ -3,7 +3,7 @@
 //! Guest RAM.
 //!
 //! Owns the zones of guest memory: their backings, their two mappings, prefault, and the per-page
-//! residency and zero maps that every other room reads. Knows nothing of KVM, of devices or of the
+//! residency and zero maps that every other crate reads. Knows nothing of KVM, of devices or of the
 //! migration protocol.
 //!
 //! # One zone, one backing
@@ -39,7 +39,7 @@
 //! where privately. A second VM, migration, restore or page server is refused by name before it has
 //! changed anything. The lock belongs to the open file description and so goes with it to a page server
 //! or, in a migration with `local=on`, to another VMM; over a reboot it is kept with
-//! [`GuestRam::held_files`]. Memory whose contents are all to arrive ([`FirstContents::Nothing`]) begins
+//! [`GuestRam::locked_files`]. Memory whose contents are all to arrive ([`InitialContents::Nothing`]) begins
 //! empty, whatever the file held; memory of a guest that boots does not, and
 //! [`GuestRam::starts_zero`] says so. A file without a name, in a directory, needs none of this.
 //!
@@ -58,6 +58,7 @@
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("guest RAM needs a 64-bit host");
 
+pub mod available;
 mod backing;
 mod bitmap;
 mod collapse;
@@ -65,7 +66,6 @@ mod config;
 mod dirty;
 mod discards;
 mod file_lock;
-mod give_back;
 mod holds;
 mod host;
 mod layout;
@@ -78,31 +78,32 @@ mod populate;
 mod populated;
 mod prefault;
 mod ram;
+mod ram_discard;
 mod region;
-pub mod room;
+
 mod zero;
 mod zone_file;
 
-pub use backing::{BackingError, FirstContents};
+pub use backing::{BackingError, InitialContents};
 pub use bitmap::{PageBitmap, Runs};
 pub use collapse::{Collapse, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;
 pub use discards::DiscardBan;
-pub use give_back::GivenBack;
-pub use holds::Held;
+pub use holds::PageHold;
 pub use layout::{LayoutError, RamLayout};
 pub use maps::{ResidentMap, ZeroMap};
 pub use pins::Pins;
 pub use populate::PopulateError;
 pub use prefault::{
-    ChunkHook, HookError, Notice, Populate, Prefault, PrefaultError, PrefaultHelper,
-    PrefaultOptions, Progress, Watcher, check_room, run_on_node,
+    ChunkHook, HookError, Populate, Prefault, PrefaultError, PrefaultEvent, PrefaultHelper,
+    PrefaultObserver, PrefaultOptions, PrefaultProgress, check_available, run_on_node,
 };
-pub use ram::{Given, GuestRam, Origin, RamError};
+pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};
+pub use ram_discard::Discarded;
 pub use region::{AccessError, RamRegion, ZoneKind};
 pub use zero::is_zero;
-pub use zone_file::HeldFile;
+pub use zone_file::LockedFile;
 
 /// The grain of every per-page map, and the smallest guest page, in bytes.
 pub const PAGE_BYTES: u64 = 4096;

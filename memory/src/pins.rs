@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that is pinned for passed-through devices, and how it can be given back all the same.
+//! Memory that is pinned for passed-through devices, and how it can be discarded all the same.
 //!
 //! Owns the contract between who gives memory back and who has pinned it. A device knows nothing of
 //! what the guest does with its pages, so pinned memory may go only if the guest promises to ask
@@ -11,27 +11,27 @@ use std::fmt;
 use std::ops::Range;
 
 use crate::PAGE_BYTES;
-use crate::give_back::GivenBack;
 use crate::ram::GuestRam;
+use crate::ram_discard::Discarded;
 use crate::region::RamRegion;
 
 /// Who keeps guest memory pinned for devices. Ranges are bytes of a region.
 pub trait Pins: Send + Sync {
-    /// The least of a region that it lets go of: what it has pinned as a whole stays so or goes as a
+    /// The least of a region that it unpins: what it has pinned as a whole stays so or goes as a
     /// whole, and begins at multiples of this.
     fn grain_bytes(&self, region: &RamRegion) -> u64;
     /// Unpins what it can of `range`; returns the parts, in order. No device reaches them any more when
     /// this returns.
-    fn let_go(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>>;
-    /// Pins everything again that it let go of and that has a part in `range`. When this returns,
+    fn unpin(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>>;
+    /// Pins everything again that it unpinned and that has a part in `range`. When this returns,
     /// devices reach it, or reach nothing at all for good.
-    fn take_back(&self, region: &RamRegion, range: &Range<u64>);
+    fn repin(&self, region: &RamRegion, range: &Range<u64>);
     /// Pins `range`, which is populated and of which nothing is pinned. Devices reach it when this
     /// returns.
     ///
     /// # Errors
     /// Why it cannot; then nothing of it is pinned.
-    fn take_on(
+    fn pin(
         &self,
         region: &RamRegion,
         range: &Range<u64>,
@@ -45,33 +45,33 @@ impl fmt::Debug for dyn Pins {
 }
 
 impl GuestRam {
-    /// As [`give_back`](Self::give_back), for a guest that promises to ask with
-    /// [`take_back`](Self::take_back) before it uses the memory again. So what is pinned may go, too,
-    /// in units of [`give_up_bytes`](Self::give_up_bytes); the rest is left to be tried again.
-    pub fn give_up(&self, range: Range<u64>) -> GivenBack {
-        self.give_back_if(range, true)
+    /// As [`discard`](Self::discard), but unpins what is pinned first: for a guest that promises to ask
+    /// with [`repin`](Self::repin) before it uses the memory again. What is pinned goes in
+    /// units of [`discard_unit_bytes`](Self::discard_unit_bytes); the rest is left to be tried again.
+    pub fn discard_unpinned(&self, range: Range<u64>) -> Discarded {
+        self.discard_range(range, true)
     }
 
-    /// Whether memory is pinned for devices and may be given up all the same.
-    pub fn gives_up_pinned(&self) -> bool {
+    /// Whether memory is pinned for devices and may be discarded all the same.
+    pub fn can_unpin(&self) -> bool {
         self.pins().is_some()
     }
 
-    /// The unit in which memory of the region is given up, in bytes from the region's begin.
-    pub fn give_up_bytes(&self, region: &RamRegion) -> u64 {
+    /// The unit in which memory of the region is discarded, in bytes from the region's begin.
+    pub fn discard_unit_bytes(&self, region: &RamRegion) -> u64 {
         let grain = self.pins().map_or(PAGE_BYTES, |pins| pins.grain_bytes(region));
         grain.max(region.page_bytes())
     }
 
     /// The guest is about to use memory of the guest physical `range` again. Devices reach it when
     /// this returns.
-    pub fn take_back(&self, range: &Range<u64>) {
+    pub fn repin(&self, range: &Range<u64>) {
         let Some(pins) = self.pins() else { return };
         for region in self.regions() {
             let start = range.start.max(region.gpa());
             let end = range.end.min(region.gpa().saturating_add(region.len_bytes()));
             if start < end {
-                pins.take_back(region, &(start - region.gpa()..end - region.gpa()));
+                pins.repin(region, &(start - region.gpa()..end - region.gpa()));
             }
         }
     }
@@ -88,7 +88,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Lets go of whole MiB.
+    /// Unpins whole MiB.
     #[derive(Default)]
     struct Fake {
         gone: Mutex<Vec<Range<u64>>>,
@@ -100,18 +100,18 @@ mod tests {
             MIB
         }
 
-        fn let_go(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+        fn unpin(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
             let whole = range.start.next_multiple_of(MIB)..range.end / MIB * MIB;
             let parts: Vec<_> = Some(whole).filter(|whole| !whole.is_empty()).into_iter().collect();
             self.gone.lock().unwrap().extend(parts.clone());
             parts
         }
 
-        fn take_back(&self, _region: &RamRegion, range: &Range<u64>) {
+        fn repin(&self, _region: &RamRegion, range: &Range<u64>) {
             self.back.lock().unwrap().push(range.clone());
         }
 
-        fn take_on(
+        fn pin(
             &self,
             _region: &RamRegion,
             _range: &Range<u64>,
@@ -129,19 +129,23 @@ mod tests {
     fn pinned_memory_goes_in_whole_units_and_only_for_a_guest_that_will_ask() {
         let (ram, pins) = (ram(), Arc::new(Fake::default()));
         let region = Arc::clone(&ram.regions()[0]);
-        assert_eq!(ram.give_up_bytes(&region), PAGE_BYTES);
+        assert_eq!(ram.discard_unit_bytes(&region), PAGE_BYTES);
         let ban = ram.ban_discards("a test");
-        assert_eq!(ram.give_up(0..2 * MIB).deferred_bytes, 2 * MIB);
-        ban.except_what_is_let_go(pins.clone());
-        assert_eq!(ram.give_up_bytes(&region), MIB);
-        let given = ram.give_back(0..2 * MIB);
-        assert_eq!((given.len_bytes(), given.deferred_bytes), (0, 2 * MIB), "it need not ask");
-        let given = ram.give_up(MIB / 2..3 * MIB - PAGE_BYTES);
-        assert_eq!(given.ranges, [Range { start: MIB, end: 2 * MIB }]);
-        assert_eq!(given.deferred_bytes, 3 * MIB / 2 - PAGE_BYTES);
-        assert_eq!(*pins.gone.lock().unwrap(), given.ranges);
-        ram.take_back(&(MIB..MIB + PAGE_BYTES));
-        ram.take_back(&(4 * MIB..u64::MAX));
+        assert_eq!(ram.discard_unpinned(0..2 * MIB).deferred_bytes, 2 * MIB);
+        ban.except_unpinned(pins.clone());
+        assert_eq!(ram.discard_unit_bytes(&region), MIB);
+        let discarded = ram.discard(0..2 * MIB);
+        assert_eq!(
+            (discarded.len_bytes(), discarded.deferred_bytes),
+            (0, 2 * MIB),
+            "it need not ask"
+        );
+        let discarded = ram.discard_unpinned(MIB / 2..3 * MIB - PAGE_BYTES);
+        assert_eq!(discarded.ranges, [Range { start: MIB, end: 2 * MIB }]);
+        assert_eq!(discarded.deferred_bytes, 3 * MIB / 2 - PAGE_BYTES);
+        assert_eq!(*pins.gone.lock().unwrap(), discarded.ranges);
+        ram.repin(&(MIB..MIB + PAGE_BYTES));
+        ram.repin(&(4 * MIB..u64::MAX));
         assert_eq!(*pins.back.lock().unwrap(), [Range { start: MIB, end: MIB + PAGE_BYTES }]);
     }
 
@@ -149,13 +153,13 @@ mod tests {
     fn another_ban_keeps_all_of_it() {
         let (ram, pins) = (ram(), Arc::new(Fake::default()));
         let first = ram.ban_discards("a test");
-        first.except_what_is_let_go(pins.clone());
+        first.except_unpinned(pins.clone());
         let second = ram.ban_discards("a test");
-        assert_eq!(ram.give_up(0..MIB).deferred_bytes, MIB);
+        assert_eq!(ram.discard_unpinned(0..MIB).deferred_bytes, MIB);
         drop(second);
-        assert_eq!(ram.give_up(0..MIB).len_bytes(), MIB);
+        assert_eq!(ram.discard_unpinned(0..MIB).len_bytes(), MIB);
         drop(first);
-        assert_eq!(ram.give_back(MIB..2 * MIB).len_bytes(), MIB);
+        assert_eq!(ram.discard(MIB..2 * MIB).len_bytes(), MIB);
         assert_eq!(pins.gone.lock().unwrap().len(), 1, "nobody is asked without a ban");
     }
 }

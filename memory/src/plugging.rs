@@ -173,7 +173,7 @@ impl GuestRam {
         if region.is_hugetlb() || region.spec().reserve || pins.is_some() {
             // Later it would be a SIGBUS for the guest, or for nobody.
             let populated = region.populate(&bytes, |_| Ok(()));
-            populated.inspect_err(|_: &PopulateError| drop(self.give_up(gpa.clone())))?;
+            populated.inspect_err(|_: &PopulateError| drop(self.discard_unpinned(gpa.clone())))?;
         }
         // Whoever forbids it now maps all memory that the guest has afterwards.
         let noted = self.discards().unless_banned(pins.is_some(), || {
@@ -181,14 +181,14 @@ impl GuestRam {
             plugged.blocks.set_range(blocks.clone());
         });
         if let Err(reason) = noted {
-            self.give_up(gpa.clone());
+            self.discard_unpinned(gpa.clone());
             return Err(PlugError::Busy { reason });
         }
         if let Some(pins) = pins
-            && let Err(source) = pins.take_on(region, &bytes)
+            && let Err(source) = pins.pin(region, &bytes)
         {
             plugged.blocks.clear_range(blocks);
-            self.give_up(gpa.clone());
+            self.discard_unpinned(gpa.clone());
             return Err(PlugError::NotMapped { gpa: gpa.start, source });
         }
         Ok(())
@@ -198,7 +198,7 @@ impl GuestRam {
     /// their pages to the host. No passed-through device reaches them when this returns.
     ///
     /// # Errors
-    /// They are not such blocks, or devices cannot let go of them now; then nothing has changed.
+    /// They are not such blocks, or devices cannot be unmapped from them now; then nothing has changed.
     pub fn unplug(&self, gpa: &Range<u64>) -> Result<(), PlugError> {
         let (_, plugged, blocks) = self.blocks_at(gpa, "unplugged")?;
         if plugged.blocks.count_range(blocks.clone()) != blocks.end - blocks.start {
@@ -216,10 +216,10 @@ impl GuestRam {
 
     /// Gives the host the pages of blocks that the guest does not have.
     fn return_pages(&self, plugged: &Plugged, gpa: &Range<u64>, blocks: Range<u64>) {
-        let given = self.give_up(gpa.clone());
-        if given.covers(gpa) {
+        let discarded = self.discard_unpinned(gpa.clone());
+        if discarded.covers(gpa) {
             plugged.unreturned.clear_range(blocks);
-        } else if let Some(error) = given.error {
+        } else if let Some(error) = discarded.error {
             // The guest has no use for it; the host will miss it.
             log::warn!("unplugged memory stays with the guest: {error}");
         }
@@ -338,10 +338,10 @@ mod tests {
     fn a_block_is_zero_whatever_was_left_in_it() {
         let ram = ram();
         let region = &ram.regions()[1];
-        // By a guest that does not have it, and where nothing may be given back.
+        // By a guest that does not have it, and where nothing may be discarded.
         region.write_range(BLOCK + 4096, &[7; 4096]).unwrap();
         let ban = ram.ban_discards("a test");
-        ban.except_what_is_let_go(Arc::new(Fake::default()));
+        ban.except_unpinned(Arc::new(Fake::default()));
         ram.track_device_writes(true);
         ram.plug(&blocks(1, 1)).unwrap();
         assert!((0..512).all(|page| region.page_is_zero(512 + page).unwrap()));
@@ -386,14 +386,14 @@ mod tests {
             BLOCK
         }
 
-        fn let_go(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
-            self.0.lock().unwrap().push(("let go", range.clone()));
+        fn unpin(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+            self.0.lock().unwrap().push(("unpin", range.clone()));
             vec![range.clone()]
         }
 
-        fn take_back(&self, _region: &RamRegion, _range: &Range<u64>) {}
+        fn repin(&self, _region: &RamRegion, _range: &Range<u64>) {}
 
-        fn take_on(
+        fn pin(
             &self,
             _region: &RamRegion,
             range: &Range<u64>,
@@ -401,7 +401,7 @@ mod tests {
             if range.contains(&(5 * BLOCK)) {
                 return Err("the limit".into());
             }
-            self.0.lock().unwrap().push(("take on", range.clone()));
+            self.0.lock().unwrap().push(("pin", range.clone()));
             Ok(())
         }
     }
@@ -412,7 +412,7 @@ mod tests {
         let ban = ram.ban_discards("a test");
         assert!(matches!(ram.plug(&blocks(0, 1)), Err(PlugError::Busy { .. })));
         let pins = Arc::new(Fake::default());
-        ban.except_what_is_let_go(Arc::<Fake>::clone(&pins));
+        ban.except_unpinned(Arc::<Fake>::clone(&pins));
         ram.plug(&blocks(0, 1)).unwrap();
         let region = &ram.regions()[1];
         assert!(region.populated_runs(&(0..4 * BLOCK)).unwrap().iter().eq([&(0..BLOCK)]));
@@ -422,7 +422,7 @@ mod tests {
         assert!(region.populated_runs(&(0..8 * BLOCK)).unwrap().is_empty());
         let asked = pins.0.lock().unwrap().clone();
         let failed = 5 * BLOCK..6 * BLOCK;
-        assert_eq!(asked, [("take on", 0..BLOCK), ("let go", failed), ("let go", 0..BLOCK)]);
+        assert_eq!(asked, [("pin", 0..BLOCK), ("unpin", failed), ("unpin", 0..BLOCK)]);
     }
 
     proptest! {

@@ -70,7 +70,7 @@ pub enum PopulateError {
 
 /// What populating has to know of a region.
 #[derive(Debug)]
-pub struct Target<'a> {
+pub struct PopulateTarget<'a> {
     pub zone: &'a str,
     pub mapping: &'a Mapping,
     pub file: Option<(&'a File, u64)>,
@@ -88,7 +88,7 @@ pub enum Method {
     Touch,
 }
 
-impl Target<'_> {
+impl PopulateTarget<'_> {
     /// Populates `range`, offsets into the mapping.
     pub fn populate(&self, range: Range<u64>) -> Result<(), PopulateError> {
         self.populate_by(Method::Advise, range)
@@ -213,8 +213,8 @@ mod tests {
 
     const LEN_BYTES: u64 = 1 << 20;
 
-    fn target<'a>(mapping: &'a Mapping, file: Option<&'a File>) -> Target<'a> {
-        Target {
+    fn target<'a>(mapping: &'a Mapping, file: Option<&'a File>) -> PopulateTarget<'a> {
+        PopulateTarget {
             zone: "z",
             mapping,
             file: file.map(|file| (file, 0)),
@@ -275,7 +275,8 @@ mod tests {
     fn errors_say_what_to_do() {
         let mapping = map(None);
         let explain = |hugetlb, errno| {
-            let target = Target { hugetlb, page_bytes: THP_BYTES, ..target(&mapping, None) };
+            let target =
+                PopulateTarget { hugetlb, page_bytes: THP_BYTES, ..target(&mapping, None) };
             target.explain(0, io::Error::from_raw_os_error(errno)).to_string()
         };
         let pool = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";

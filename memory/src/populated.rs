@@ -256,7 +256,7 @@ fn read_pagemap(pagemap: &File, base: *const u8, range: Range<u64>) -> io::Resul
 
 /// One mapping of a hugetlb file and the file offset at which it begins.
 #[derive(Debug)]
-pub struct View {
+pub struct HugetlbMapping {
     pub mapping: Arc<Mapping>,
     pub file_offset: u64,
 }
@@ -271,7 +271,7 @@ pub fn hugetlb_runs(
     file: &File,
     file_bytes: u64,
     page_bytes: u64,
-    views: &[View],
+    mappings: &[HugetlbMapping],
     range: Range<u64>,
 ) -> io::Result<Vec<Range<u64>>> {
     let allocated_bytes = file.metadata()?.blocks().saturating_mul(512);
@@ -280,8 +280,8 @@ pub fn hugetlb_runs(
     }
     let pages = range.start / page_bytes..range.end.div_ceil(page_bytes);
     let mut seen = vec![false; to_usize(pages.end - pages.start)];
-    for view in views {
-        mark_present(view, page_bytes, &pages, &mut seen)?;
+    for mapped in mappings {
+        mark_present(mapped, page_bytes, &pages, &mut seen)?;
     }
     let seen_pages = seen.iter().filter(|seen| **seen).count() as u64;
     let is_whole = range == (0..file_bytes);
@@ -317,20 +317,20 @@ fn reads_as_zero(file: &File, range: &Range<u64>, buffer: &mut Vec<u8>) -> io::R
 
 /// Notes which of `pages` (huge pages of the file) a mapping shows.
 fn mark_present(
-    view: &View,
+    mapped: &HugetlbMapping,
     page_bytes: u64,
     pages: &Range<u64>,
     seen: &mut [bool],
 ) -> io::Result<()> {
     /// Divided by 4 KiB the answer of one call; a multiple of every huge page but 1 GiB.
     const STEP_BYTES: u64 = 256 << 20;
-    let (start, len_bytes) = (view.file_offset, view.mapping.len_bytes());
+    let (start, len_bytes) = (mapped.file_offset, mapped.mapping.len_bytes());
     let mut at = (pages.start * page_bytes).saturating_sub(start);
     let end = (pages.end * page_bytes).saturating_sub(start).min(len_bytes);
     let mut answer = vec![0; to_usize(STEP_BYTES.min(end.saturating_sub(at)) / PAGE_BYTES)];
     while at < end {
         let step_end = end.min(at + STEP_BYTES);
-        view.mapping.mincore(&(at..step_end), &mut answer)?;
+        mapped.mapping.mincore(&(at..step_end), &mut answer)?;
         // Base pages of one huge page agree, so one of each is enough.
         for offset in (at..step_end).step_by(to_usize(page_bytes.min(STEP_BYTES))) {
             let present =

@@ -20,10 +20,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use crate::available::{self, InsufficientMemory, MemoryDemand};
 use crate::host::Host;
 use crate::populate::{PopulateError, THP_BYTES};
 use crate::region::{AccessError, RamRegion};
-use crate::room::{self, Need, NoRoom};
 
 /// Large enough that a queue is no bottleneck, small enough to stop and to show progress: 10 to
 /// 30 ms of work.
@@ -47,20 +47,20 @@ pub type ChunkHook = Arc<dyn Fn(&RamRegion, Range<u64>) -> Result<(), HookError>
 
 /// What an engine has to tell.
 #[derive(Debug)]
-pub enum Notice<'a> {
+pub enum PrefaultEvent<'a> {
     /// Another chunk is done; told by the thread that did it.
-    Progress(Progress),
+    Progress(PrefaultProgress),
     /// All of it is done.
-    Completed(Progress),
+    Completed(PrefaultProgress),
     /// It was told to stop.
-    Cancelled(Progress),
+    Cancelled(PrefaultProgress),
     /// It has failed.
     Failed(&'a PrefaultError),
 }
 
 /// Told, on engine threads, how far populating is and how it ended. The end is told once, after
 /// everything else.
-pub type Watcher = Arc<dyn Fn(Notice<'_>) + Send + Sync>;
+pub type PrefaultObserver = Arc<dyn Fn(PrefaultEvent<'_>) + Send + Sync>;
 
 /// How to populate.
 #[derive(Clone)]
@@ -73,7 +73,7 @@ pub struct PrefaultOptions {
     /// Called for whatever is populated.
     pub on_chunk: Option<ChunkHook>,
     /// Told of progress and of the end.
-    pub watcher: Option<Watcher>,
+    pub observer: Option<PrefaultObserver>,
     /// The threads let everybody else in the process go first. Where they get next to nothing so, whoever
     /// comes to wait for them should [help](Prefault::helper).
     pub gives_way: bool,
@@ -85,7 +85,7 @@ impl Default for PrefaultOptions {
             threads: None,
             chunk_bytes: CHUNK_BYTES,
             on_chunk: None,
-            watcher: None,
+            observer: None,
             gives_way: false,
         }
     }
@@ -97,7 +97,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("threads", &self.threads)
             .field("chunk_bytes", &self.chunk_bytes)
             .field("on_chunk", &self.on_chunk.is_some())
-            .field("watcher", &self.watcher.is_some())
+            .field("observer", &self.observer.is_some())
             .field("gives_way", &self.gives_way)
             .finish()
     }
@@ -105,7 +105,7 @@ impl fmt::Debug for PrefaultOptions {
 
 /// How far populating has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
+pub struct PrefaultProgress {
     /// Bytes dealt with; parts that were still to arrive and were left alone count.
     pub done_bytes: u64,
     /// Bytes in all.
@@ -134,7 +134,7 @@ pub enum PrefaultError {
     },
     /// The host would run out of memory.
     #[error(transparent)]
-    NoRoom(#[from] NoRoom),
+    InsufficientMemory(#[from] InsufficientMemory),
     /// No threads.
     #[error("could not start a thread to populate guest memory")]
     Spawn(#[source] std::io::Error),
@@ -177,7 +177,7 @@ struct Engine {
     total_bytes: u64,
     stop: AtomicBool,
     on_chunk: Option<ChunkHook>,
-    watcher: Option<Watcher>,
+    observer: Option<PrefaultObserver>,
     gives_way: bool,
     /// Threads that have not ended, and helpers; the last one tells the end. Locked for an instant.
     working: Mutex<usize>,
@@ -208,7 +208,7 @@ impl Prefault {
         regions: &[Arc<RamRegion>],
         options: &PrefaultOptions,
     ) -> Result<Self, PrefaultError> {
-        check_room(regions)?;
+        check_available(regions)?;
         let queues = cut(regions, options.chunk_bytes);
         let total_bytes = queues.iter().flat_map(|queue| &queue.chunks).map(Chunk::len_bytes).sum();
         let counts = share_threads(&queues, options.threads);
@@ -218,7 +218,7 @@ impl Prefault {
             total_bytes,
             stop: AtomicBool::new(false),
             on_chunk: options.on_chunk.clone(),
-            watcher: options.watcher.clone(),
+            observer: options.observer.clone(),
             gives_way: options.gives_way,
             working: Mutex::new(counts.iter().sum()),
             idle: Condvar::new(),
@@ -239,7 +239,7 @@ impl Prefault {
     }
 
     /// How far it is.
-    pub fn progress(&self) -> Progress {
+    pub fn progress(&self) -> PrefaultProgress {
         self.engine.progress()
     }
 
@@ -283,7 +283,7 @@ impl Prefault {
         }
         self.engine.wait_for_helpers();
         let failure = lock(&self.engine.failure).take();
-        let Progress { done_bytes, total_bytes } = self.progress();
+        let PrefaultProgress { done_bytes, total_bytes } = self.progress();
         match failure {
             Some(failure) => Err(failure),
             None if done_bytes < total_bytes => {
@@ -319,15 +319,15 @@ impl PrefaultHelper {
         }
         *working += 1;
         drop(working);
-        let _working = Working(&self.0);
+        let _working = WorkerGuard(&self.0);
         self.0.queues.iter().for_each(|queue| self.0.work(queue));
     }
 }
 
 /// One of those who work, until it is dropped, in whatever way that comes.
-struct Working<'a>(&'a Engine);
+struct WorkerGuard<'a>(&'a Engine);
 
-impl Drop for Working<'_> {
+impl Drop for WorkerGuard<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
@@ -338,14 +338,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Engine {
-    fn progress(&self) -> Progress {
+    fn progress(&self) -> PrefaultProgress {
         let done_bytes = self.done_bytes.load(Ordering::Relaxed);
-        Progress { done_bytes, total_bytes: self.total_bytes }
+        PrefaultProgress { done_bytes, total_bytes: self.total_bytes }
     }
 
     /// The life of a thread.
     fn serve(&self, queue: usize) {
-        let _working = Working(self);
+        let _working = WorkerGuard(self);
         let Some(queue) = self.queues.get(queue) else { return };
         if self.gives_way {
             give_way();
@@ -381,14 +381,16 @@ impl Engine {
     }
 
     fn tell_end(&self) {
-        let Some(watcher) = &self.watcher else { return };
+        let Some(observer) = &self.observer else { return };
         let progress = self.progress();
         // Nobody else is left that could want the lock for long.
         let failure = lock(&self.failure);
-        watcher(match &*failure {
-            Some(error) => Notice::Failed(error),
-            None if progress.done_bytes < progress.total_bytes => Notice::Cancelled(progress),
-            None => Notice::Completed(progress),
+        observer(match &*failure {
+            Some(error) => PrefaultEvent::Failed(error),
+            None if progress.done_bytes < progress.total_bytes => {
+                PrefaultEvent::Cancelled(progress)
+            }
+            None => PrefaultEvent::Completed(progress),
         });
     }
 
@@ -404,8 +406,8 @@ impl Engine {
             }
             let len_bytes = chunk.bytes.end - chunk.bytes.start;
             self.done_bytes.fetch_add(len_bytes, Ordering::Relaxed);
-            if let Some(watcher) = &self.watcher {
-                watcher(Notice::Progress(self.progress()));
+            if let Some(observer) = &self.observer {
+                observer(PrefaultEvent::Progress(self.progress()));
             }
         }
     }
@@ -462,22 +464,21 @@ impl Populate for RamRegion {
     }
 }
 
-/// Cuts `regions` into chunks that begin and end at huge pages wherever they can.
-/// Asks for room for what is not there yet. What is there is looked for only if that decides: it takes
-/// time on a large guest.
+/// Checks that the host has memory for what is not there yet. What is there is looked for only if that
+/// decides: it takes time on a large guest.
 ///
 /// # Errors
 /// Who has too little, and how much that is.
-pub fn check_room(regions: &[Arc<RamRegion>]) -> Result<(), NoRoom> {
-    let needs = |missing: &dyn Fn(&RamRegion, Range<u64>) -> u64| -> Vec<Need> {
+pub fn check_available(regions: &[Arc<RamRegion>]) -> Result<(), InsufficientMemory> {
+    let needs = |missing: &dyn Fn(&RamRegion, Range<u64>) -> u64| -> Vec<MemoryDemand> {
         let counted = regions.iter().filter(|region| region.takes_host_memory());
-        let need = |region: &Arc<RamRegion>| Need {
+        let need = |region: &Arc<RamRegion>| MemoryDemand {
             bytes: region.usable_runs().into_iter().map(|run| missing(region, run)).sum(),
             node: region.spec().host_numa_node,
         };
         counted.map(need).collect()
     };
-    if room::check(&needs(&|_, run| run.end - run.start)).is_ok() {
+    if available::check(&needs(&|_, run| run.end - run.start)).is_ok() {
         return Ok(());
     }
     let missing = |region: &RamRegion, run: Range<u64>| {
@@ -485,9 +486,10 @@ pub fn check_room(regions: &[Arc<RamRegion>]) -> Result<(), NoRoom> {
         let there_bytes: u64 = there.iter().map(|run| run.end - run.start).sum();
         (run.end - run.start).saturating_sub(there_bytes)
     };
-    room::check(&needs(&missing))
+    available::check(&needs(&missing))
 }
 
+/// Cuts `regions` into chunks that begin and end at huge pages wherever they can.
 fn cut(regions: &[Arc<RamRegion>], chunk_bytes: u64) -> Vec<Queue> {
     let mut queues: Vec<Queue> = Vec::new();
     for region in regions {

@@ -142,7 +142,7 @@ fn a_cancelled_run_says_how_far_it_came() {
     };
     let prefault = ram.prefault(&options).unwrap();
     gate.wait();
-    assert_eq!(prefault.progress(), Progress { done_bytes: 0, total_bytes: 16 * MIB });
+    assert_eq!(prefault.progress(), PrefaultProgress { done_bytes: 0, total_bytes: 16 * MIB });
     assert!(!prefault.is_finished());
     prefault.cancel();
     gate.wait();
@@ -156,11 +156,11 @@ fn more_than_the_host_has_is_refused_before_a_page_is_touched() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let ram = ram("p", 1 << 44, backing, false);
         let error = ram.prefault(&small_chunks()).unwrap_err();
-        let PrefaultError::NoRoom(refused) = error else { panic!("{error}") };
+        let PrefaultError::InsufficientMemory(refused) = error else { panic!("{error}") };
         assert_eq!(refused.needed_bytes, 1 << 44);
         let region = &ram.regions()[0];
         assert!(!is_mapped(region.as_ptr()), "the first page is there");
-        check_room(&[]).unwrap();
+        check_available(&[]).unwrap();
     }
 }
 
@@ -248,18 +248,18 @@ fn the_watcher_hears_of_every_chunk_and_once_of_the_end() {
     let ram = ram("w", 16 * MIB, Backing::Memfd, false);
     let heard = Arc::new(Mutex::new(Vec::new()));
     let listener = Arc::clone(&heard);
-    let watcher: Watcher = Arc::new(move |notice| {
+    let observer: PrefaultObserver = Arc::new(move |notice| {
         let word = match notice {
-            Notice::Progress(_) => "progress",
-            Notice::Completed(_) => "completed",
-            Notice::Cancelled(_) => "cancelled",
-            Notice::Failed(_) => "failed",
+            PrefaultEvent::Progress(_) => "progress",
+            PrefaultEvent::Completed(_) => "completed",
+            PrefaultEvent::Cancelled(_) => "cancelled",
+            PrefaultEvent::Failed(_) => "failed",
         };
         listener.lock().unwrap().push(word);
     });
     let with = |on_chunk| PrefaultOptions {
         on_chunk,
-        watcher: Some(Arc::clone(&watcher)),
+        observer: Some(Arc::clone(&observer)),
         ..small_chunks()
     };
     ram.prefault(&with(None)).unwrap().wait().unwrap();
@@ -311,8 +311,8 @@ fn pages_of_a_file_are_put_into_the_page_tables() {
     first.regions()[0].populate(&(0..2 * MIB), |_| Ok::<_, PopulateError>(())).unwrap();
     let config =
         RamConfig { zones: vec![ZoneSpec { shared: true, ..ZoneSpec::new("p", 4 * MIB) }] };
-    let given = [crate::Given::file("p", file)];
-    let second = GuestRam::with_given(&config, RamLayout::default(), &given).unwrap();
+    let provided = [crate::ProvidedFile::file("p", file)];
+    let second = GuestRam::with_provided(&config, RamLayout::default(), &provided).unwrap();
     let region = &second.regions()[0];
     let page = |number: usize| region.as_ptr().wrapping_add(number * 4096);
     assert!(!is_mapped(page(5)));

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuilder};
 
-use crate::backing::{BackingError, FirstContents, GivenContent, ZoneBacking};
+use crate::backing::{BackingError, InitialContents, ProvidedContent, ZoneBacking};
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
 use crate::discards::Discards;
 use crate::host::{Host, HugePagePolicy};
@@ -22,7 +22,7 @@ use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
 use crate::region::{AccessError, RamRegion, Zone, ZoneKind};
-use crate::zone_file::HeldFile;
+use crate::zone_file::LockedFile;
 use crate::{GuestMemory, GuestMemoryHandle, to_usize};
 
 /// Guest RAM that could not be made. Nothing is left behind.
@@ -111,7 +111,7 @@ pub enum RamError {
 
 /// A file that a zone is to consist of.
 #[derive(Debug, Clone)]
-pub struct Given {
+pub struct ProvidedFile {
     /// Which zone.
     zone: String,
     file: Arc<File>,
@@ -119,7 +119,7 @@ pub struct Given {
     lease: Option<Arc<PoolConnection>>,
 }
 
-impl Given {
+impl ProvidedFile {
     /// A file of any content, such as memory that another VMM hands over.
     pub fn file(zone: &str, file: Arc<File>) -> Self {
         Self { zone: zone.to_owned(), file, lease: None }
@@ -141,20 +141,24 @@ impl Given {
         self.lease.is_some()
     }
 
-    fn content(&self) -> GivenContent {
-        if self.is_prezeroed() { GivenContent::PopulatedZeroes } else { GivenContent::Unknown }
+    fn content(&self) -> ProvidedContent {
+        if self.is_prezeroed() {
+            ProvidedContent::PopulatedZeroes
+        } else {
+            ProvidedContent::Unknown
+        }
     }
 }
 
 /// What guest RAM is made from, beside its configuration.
 #[derive(Debug, Clone, Default)]
-pub struct Origin {
+pub struct RamSources {
     /// Files that zones are to consist of, in place of their own.
-    pub given: Vec<Given>,
-    /// Locked files of a machine that the same VM had before: see [`GuestRam::held_files`].
-    pub held: Vec<HeldFile>,
+    pub provided: Vec<ProvidedFile>,
+    /// Locked files of a machine that the same VM had before: see [`GuestRam::locked_files`].
+    pub locked: Vec<LockedFile>,
     /// What the memory holds at first.
-    pub contents: FirstContents,
+    pub contents: InitialContents,
 }
 
 /// A guest's RAM: regions in order of guest address, and the view of them that devices use.
@@ -163,7 +167,7 @@ pub struct GuestRam {
     regions: Vec<Arc<RamRegion>>,
     memory: GuestMemoryHandle,
     warnings: Vec<String>,
-    held: Vec<HeldFile>,
+    locked: Vec<LockedFile>,
     starts_zero: bool,
     discards: Arc<Discards>,
 }
@@ -187,66 +191,66 @@ impl GuestRam {
         layout: RamLayout,
         files: &[(String, Arc<File>)],
     ) -> Result<Self, RamError> {
-        let given: Vec<_> =
-            files.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file))).collect();
-        Self::with_given(config, layout, &given)
+        let provided: Vec<_> =
+            files.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file))).collect();
+        Self::with_provided(config, layout, &provided)
     }
 
     /// As [`with_files`](Self::with_files), where some of the memory may come from a pool.
     ///
     /// # Errors
     /// As [`with_files`](Self::with_files).
-    pub fn with_given(
+    pub fn with_provided(
         config: &RamConfig,
         layout: RamLayout,
-        given: &[Given],
+        provided: &[ProvidedFile],
     ) -> Result<Self, RamError> {
-        let origin = Origin { given: given.to_vec(), ..Origin::default() };
-        Self::with_origin(config, layout, &origin)
+        let sources = RamSources { provided: provided.to_vec(), ..RamSources::default() };
+        Self::with_sources(config, layout, &sources)
     }
 
-    /// Makes guest RAM of what `origin` has for it. Where contents are to arrive, files are emptied, which
+    /// Makes guest RAM of what `sources` has for it. Where contents are to arrive, files are emptied, which
     /// takes time that grows with what they hold; nothing else does.
     ///
     /// # Errors
     /// As [`with_files`](Self::with_files); a file that another process uses, or that cannot be emptied.
-    pub fn with_origin(
+    pub fn with_sources(
         config: &RamConfig,
         layout: RamLayout,
-        origin: &Origin,
+        sources: &RamSources,
     ) -> Result<Self, RamError> {
-        Self::on_host(config, layout, origin, &Host::real())
+        Self::on_host(config, layout, sources, &Host::real())
     }
 
     fn on_host(
         config: &RamConfig,
         layout: RamLayout,
-        origin: &Origin,
+        sources: &RamSources,
         host: &Host,
     ) -> Result<Self, RamError> {
-        let files = &origin.given;
+        let files = &sources.provided;
         config.validate()?;
         let known = |id: &String| config.zones.iter().any(|zone| zone.id == *id);
-        if let Some(given) = files.iter().find(|given| !known(&given.zone)) {
-            return Err(RamError::UnknownZone { zone: given.zone.clone() });
+        if let Some(provided) = files.iter().find(|provided| !known(&provided.zone)) {
+            return Err(RamError::UnknownZone { zone: provided.zone.clone() });
         }
         // Once before anything is created, so that a guest that is too large leaves no file.
         layout.place(&extents(&config.zones, |_| crate::PAGE_BYTES))?;
         check_nodes(&config.zones, host)?;
         // What is handed over exists already and is counted where it was made.
-        let is_given = |id: &str| files.iter().any(|given| given.zone == id);
+        let is_provided = |id: &str| files.iter().any(|provided| provided.zone == id);
         let made: Vec<_> =
-            config.zones.iter().filter(|zone| !is_given(&zone.id)).cloned().collect();
+            config.zones.iter().filter(|zone| !is_provided(&zone.id)).cloned().collect();
         check_reservation(&made, host)?;
         let policy = host.huge_page_policy();
         let mut backings: Vec<(&ZoneSpec, ZoneBacking)> = Vec::new();
         for spec in &config.zones {
-            let given = files.iter().find(|given| given.zone == spec.id);
-            let backing = if let Some(given) = given {
-                ZoneBacking::given(spec, Arc::clone(&given.file), given.content())?
+            let provided = files.iter().find(|provided| provided.zone == spec.id);
+            let backing = if let Some(provided) = provided {
+                ZoneBacking::from_provided(spec, Arc::clone(&provided.file), provided.content())?
             } else {
-                let held = origin.held.iter().find(|held| held.zone == spec.id);
-                ZoneBacking::create(spec, host, policy, origin.contents, held)
+                let locked = sources.locked.iter().find(|locked| locked.zone == spec.id);
+                ZoneBacking::create(spec, host, policy, sources.contents, locked)
                     .map_err(|error| same_file(&backings, error))?
             };
             backings.push((spec, backing));
@@ -254,17 +258,18 @@ impl GuestRam {
         check_same_files(&backings)?;
         let mut zones = Vec::new();
         for (spec, mut backing) in backings {
-            let given = files.iter().find(|given| given.zone == spec.id);
-            if given.is_none() && origin.contents.is_to_arrive() {
+            let provided = files.iter().find(|provided| provided.zone == spec.id);
+            if provided.is_none() && sources.contents.is_to_arrive() {
                 // Every file is known to be this VM's, and nothing of it is mapped yet.
                 backing.empty(spec)?;
             }
             let shared = backing.kind == ZoneKind::Shared && !backing.hugetlb;
             let collapse = shared && spec.thp && !policy.shared;
-            let lease = given.and_then(|given| given.lease.clone());
+            let lease = provided.and_then(|provided| provided.lease.clone());
             zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, lease)));
         }
-        let made: Vec<_> = zones.iter().filter(|zone| !is_given(&zone.spec.id)).cloned().collect();
+        let made: Vec<_> =
+            zones.iter().filter(|zone| !is_provided(&zone.spec.id)).cloned().collect();
         check_hugetlb(&made, host)?;
         let page_bytes =
             |index: usize| zones.get(index).map_or(crate::PAGE_BYTES, |z| z.backing.page_bytes);
@@ -283,9 +288,9 @@ impl GuestRam {
         let memory = GuestMemoryHandle::new(assemble(&regions)?);
         let mut warnings = warnings(&regions, policy);
         warnings.extend(merge_pages(&regions));
-        let held = zones.iter().filter_map(|zone| zone.held_file()).collect();
+        let locked = zones.iter().filter_map(|zone| zone.locked_file()).collect();
         let starts_zero = zones.iter().all(|zone| !zone.backing.holds_data);
-        Ok(Self { regions, memory, warnings, held, starts_zero, discards: Arc::default() })
+        Ok(Self { regions, memory, warnings, locked, starts_zero, discards: Arc::default() })
     }
 
     /// Guest memory as devices see it; clones of the handle stay current and keep it mapped.
@@ -314,9 +319,9 @@ impl GuestRam {
     }
 
     /// The locked files of its zones. As long as they are kept no other VM gets them; the next machine of
-    /// the same VM takes them over with [`Origin::held`].
-    pub fn held_files(&self) -> Vec<HeldFile> {
-        self.held.clone()
+    /// the same VM takes them over with [`RamSources::locked`].
+    pub fn locked_files(&self) -> Vec<LockedFile> {
+        self.locked.clone()
     }
 
     /// What the user asked for and does not quite get, a sentence each.

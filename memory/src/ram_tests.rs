@@ -44,7 +44,7 @@ fn pretend(files: &[(&str, &str)]) -> (tempfile::TempDir, Host) {
 }
 
 fn make_on(host: &Host, zones: Vec<ZoneSpec>) -> Result<GuestRam, RamError> {
-    GuestRam::on_host(&RamConfig { zones }, RamLayout::default(), &Origin::default(), host)
+    GuestRam::on_host(&RamConfig { zones }, RamLayout::default(), &RamSources::default(), host)
 }
 
 #[test]
@@ -314,10 +314,10 @@ fn what_is_handed_over_is_not_counted_a_second_time() {
     let refused = make_on(&host, vec![reserving.clone()]).unwrap_err();
     assert!(matches!(refused, RamError::HostTooSmall { .. }), "{refused}");
     let source = make(vec![zone("a", 2 * GIB, |z| z.backing = Backing::Memfd)]).unwrap();
-    let given = vec![Given::file("a", Arc::clone(source.regions()[0].file().unwrap()))];
+    let provided = vec![ProvidedFile::file("a", Arc::clone(source.regions()[0].file().unwrap()))];
     let config = RamConfig { zones: vec![reserving] };
-    let origin = Origin { given, ..Origin::default() };
-    GuestRam::on_host(&config, RamLayout::default(), &origin, &host).unwrap();
+    let sources = RamSources { provided, ..RamSources::default() };
+    GuestRam::on_host(&config, RamLayout::default(), &sources, &host).unwrap();
     // Huge pages that nobody has touched yet are promised to their file already.
     let huge =
         || zone("a", 4 * MIB, |z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 });
@@ -325,10 +325,10 @@ fn what_is_handed_over_is_not_counted_a_second_time() {
     let source = make(vec![huge()]).unwrap();
     let refused = make_on(&host, vec![huge()]).unwrap_err();
     assert!(matches!(refused, RamError::HugetlbPool { .. }), "{refused}");
-    let given = vec![Given::file("a", Arc::clone(source.regions()[0].file().unwrap()))];
+    let provided = vec![ProvidedFile::file("a", Arc::clone(source.regions()[0].file().unwrap()))];
     let config = RamConfig { zones: vec![huge()] };
-    let origin = Origin { given, ..Origin::default() };
-    GuestRam::on_host(&config, RamLayout::default(), &origin, &host).unwrap();
+    let sources = RamSources { provided, ..RamSources::default() };
+    GuestRam::on_host(&config, RamLayout::default(), &sources, &host).unwrap();
 }
 
 #[test]

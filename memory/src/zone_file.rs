@@ -32,7 +32,7 @@ const EMPTY_STEP_BYTES: u64 = 1 << 30;
 
 /// A file of guest memory that stays locked while its zone does not exist, as in a reboot.
 #[derive(Debug, Clone)]
-pub struct HeldFile {
+pub struct LockedFile {
     pub(crate) zone: String,
     pub(crate) file: Arc<File>,
     pub(crate) kind: ZoneKind,
@@ -60,7 +60,7 @@ impl ZoneFile {
     pub fn open(
         zone: &ZoneSpec,
         path: &Path,
-        held: Option<&HeldFile>,
+        locked: Option<&LockedFile>,
     ) -> Result<Self, BackingError> {
         let error = |source| open_error(zone, path, source);
         if let Ok(data) = fs::metadata(path) {
@@ -73,16 +73,17 @@ impl ZoneFile {
             }
         }
         for _ in 0..OPENINGS_MAX {
-            let held = held.filter(|held| is_at(path, &held.file));
-            let (file, created) = match held {
-                Some(held) => (Arc::clone(&held.file), false),
+            let locked = locked.filter(|locked| is_at(path, &locked.file));
+            let (file, created) = match locked {
+                Some(locked) => (Arc::clone(&locked.file), false),
                 None => open_or_create(path).map_err(error).map(|(f, new)| (Arc::new(f), new))?,
             };
             if !file.metadata().map_err(error)?.is_file() {
                 return Err(not_a_file(zone, path));
             }
             // What a VM has written itself is not to be kept from it.
-            let may_write = zone.shared || held.is_some_and(|held| held.kind == ZoneKind::Shared);
+            let may_write =
+                zone.shared || locked.is_some_and(|locked| locked.kind == ZoneKind::Shared);
             let kind = match lock_as_needed(zone, path, &file, may_write) {
                 Ok(kind) => kind,
                 Err(error) => {

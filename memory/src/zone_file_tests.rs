@@ -8,7 +8,8 @@ use std::os::unix::fs::FileExt as _;
 
 use super::*;
 use crate::{
-    Backing, FirstContents, GuestRam, Origin, RamConfig, RamError, RamLayout, ZoneKind, ZoneSpec,
+    Backing, GuestRam, InitialContents, RamConfig, RamError, RamLayout, RamSources, ZoneKind,
+    ZoneSpec,
 };
 
 const MIB: u64 = 1 << 20;
@@ -18,18 +19,18 @@ fn zone(path: &Path, shared: bool) -> ZoneSpec {
     ZoneSpec { backing: Backing::File(path.to_owned()), shared, ..ZoneSpec::new("z", 4 * MIB) }
 }
 
-fn made(zones: Vec<ZoneSpec>, origin: &Origin) -> Result<GuestRam, RamError> {
-    GuestRam::with_origin(&RamConfig { zones }, RamLayout::default(), origin)
+fn made(zones: Vec<ZoneSpec>, sources: &RamSources) -> Result<GuestRam, RamError> {
+    GuestRam::with_sources(&RamConfig { zones }, RamLayout::default(), sources)
 }
 
 fn ram(path: &Path, shared: bool) -> Result<GuestRam, RamError> {
-    made(vec![zone(path, shared)], &Origin::default())
+    made(vec![zone(path, shared)], &RamSources::default())
 }
 
 /// For contents that are to arrive.
 fn arriving(path: &Path, shared: bool) -> Result<GuestRam, RamError> {
-    let origin = Origin { contents: FirstContents::Nothing, ..Origin::default() };
-    made(vec![zone(path, shared)], &origin)
+    let sources = RamSources { contents: InitialContents::Nothing, ..RamSources::default() };
+    made(vec![zone(path, shared)], &sources)
 }
 
 /// A file with data in each of its pages, `len_bytes` long.
@@ -66,7 +67,7 @@ fn a_file_that_a_vm_writes_is_refused_to_others_by_name() {
         assert!(text.contains(&format!("process {} (", std::process::id())), "{text}");
     }
     let longer = ZoneSpec { size_bytes: 8 * MIB, ..zone(&path, true) };
-    refused(made(vec![longer], &Origin::default()));
+    refused(made(vec![longer], &RamSources::default()));
     assert!(fs::read(&path).unwrap() == before, "neither emptied nor made longer");
     let handle = first.guest_memory();
     drop(first);
@@ -156,14 +157,14 @@ fn a_held_file_goes_to_the_next_machine_and_to_no_other() {
     for shared in [true, false] {
         let first = ram(&path, shared).unwrap();
         first.regions()[0].write_range(0, &DATA).unwrap();
-        let held = first.held_files();
+        let locked = first.locked_files();
         drop(first);
         refused(ram(&path, shared));
-        let origin = Origin { held, ..Origin::default() };
-        let next = made(vec![zone(&path, shared)], &origin).unwrap();
+        let sources = RamSources { locked, ..RamSources::default() };
+        let next = made(vec![zone(&path, shared)], &sources).unwrap();
         // What is in it is its own, so that it need not be kept from it.
         assert_eq!((next.regions()[0].kind(), next.starts_zero()), (ZoneKind::Shared, false));
-        drop(origin);
+        drop(sources);
         refused(ram(&path, shared));
         drop(next);
         fs::remove_file(&path).unwrap();
@@ -175,33 +176,33 @@ fn a_held_file_that_is_not_at_its_path_any_more_is_let_be() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("ram");
     let first = ram(&path, true).unwrap();
-    let origin = Origin { held: first.held_files(), ..Origin::default() };
+    let sources = RamSources { locked: first.locked_files(), ..RamSources::default() };
     drop(first);
     fs::rename(&path, dir.path().join("elsewhere")).unwrap();
-    let next = made(vec![zone(&path, true)], &origin).unwrap();
+    let next = made(vec![zone(&path, true)], &sources).unwrap();
     refused(ram(&path, true));
-    drop((next, origin));
+    drop((next, sources));
 }
 
 #[test]
 fn a_file_that_only_an_arriving_configuration_names_is_not_emptied() {
     let dir = tempfile::tempdir().unwrap();
     let path = old_file(dir.path(), MIB);
-    let contents = FirstContents::NothingToLose;
-    let origin = Origin { contents, ..Origin::default() };
-    let error = made(vec![zone(&path, true)], &origin).unwrap_err();
+    let contents = InitialContents::NothingToLose;
+    let sources = RamSources { contents, ..RamSources::default() };
+    let error = made(vec![zone(&path, true)], &sources).unwrap_err();
     assert!(matches!(error, RamError::Backing(BackingError::HoldsData { .. })), "{error}");
     let data = fs::read(&path).unwrap();
     assert_eq!(data.len() as u64, MIB, "not even its length is changed");
     assert!(data.chunks(DATA.len()).all(|page| page == DATA));
     // One that holds nothing, and one that is not there yet.
     File::create(&path).unwrap().set_len(4096).unwrap();
-    assert!(all_is_zero(&made(vec![zone(&path, true)], &origin).unwrap()));
+    assert!(all_is_zero(&made(vec![zone(&path, true)], &sources).unwrap()));
     fs::remove_file(&path).unwrap();
-    assert!(all_is_zero(&made(vec![zone(&path, true)], &origin).unwrap()));
+    assert!(all_is_zero(&made(vec![zone(&path, true)], &sources).unwrap()));
     // What the zone does not write stays as it is, and is not what the guest gets.
     let path = old_file(dir.path(), 2 * MIB);
-    assert!(all_is_zero(&made(vec![zone(&path, false)], &origin).unwrap()));
+    assert!(all_is_zero(&made(vec![zone(&path, false)], &sources).unwrap()));
     assert!(fs::read(&path).unwrap().chunks(DATA.len()).all(|page| page == DATA));
 }
 
@@ -212,18 +213,19 @@ fn a_file_that_is_handed_over_stays_locked() {
     let source = ram(&path, true).unwrap();
     let file = Arc::new(source.regions()[0].file().unwrap().try_clone().unwrap());
     file.write_all_at(&DATA, 0).unwrap();
-    let given = vec![crate::Given::file("z", file)];
-    let origin = Origin { given, contents: FirstContents::Nothing, ..Origin::default() };
-    let destination = made(vec![zone(&path, true)], &origin).unwrap();
-    drop((source, origin));
+    let provided = vec![crate::ProvidedFile::file("z", file)];
+    let sources =
+        RamSources { provided, contents: InitialContents::Nothing, ..RamSources::default() };
+    let destination = made(vec![zone(&path, true)], &sources).unwrap();
+    drop((source, sources));
     refused(ram(&path, true));
     assert!(!all_is_zero(&destination), "it is the source's memory as it is");
     drop(destination);
     let other = ram(&path, true).unwrap();
     let theirs = File::options().read(true).write(true).open(&path).unwrap();
-    let given = vec![crate::Given::file("z", Arc::new(theirs))];
-    let origin = Origin { given, ..Origin::default() };
-    refused(made(vec![zone(&path, true)], &origin));
+    let provided = vec![crate::ProvidedFile::file("z", Arc::new(theirs))];
+    let sources = RamSources { provided, ..RamSources::default() };
+    refused(made(vec![zone(&path, true)], &sources));
     drop(other);
 }
 
@@ -232,7 +234,7 @@ fn two_zones_of_one_vm_in_one_file_are_no_matter_of_others() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("ram");
     let second = ZoneSpec { id: "y".to_owned(), ..zone(&path, true) };
-    let error = made(vec![zone(&path, true), second], &Origin::default()).unwrap_err();
+    let error = made(vec![zone(&path, true), second], &RamSources::default()).unwrap_err();
     assert!(matches!(error, RamError::SameFile { .. }), "{error}");
     ram(&path, true).unwrap();
 }

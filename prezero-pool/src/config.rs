@@ -78,14 +78,14 @@ pub struct SlotDevice {
 
 /// How much each user may have.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Limits {
+pub struct UserLimits {
     /// Bytes for users that are not named.
     pub default_bytes: u64,
     /// Bytes by user id.
     pub users: BTreeMap<u32, u64>,
 }
 
-impl Limits {
+impl UserLimits {
     /// Bytes that `uid` may have at the same time. Root and the pool's own user (`own_uid`) could
     /// take the host's memory anyway.
     pub fn of(&self, uid: u32, own_uid: u32) -> u64 {
@@ -115,7 +115,7 @@ pub struct Config {
     /// How much larger than asked for a slot may be, in hundredths.
     pub max_waste_percent: u32,
     /// Who may have how much.
-    pub limits: Limits,
+    pub limits: UserLimits,
     /// What is kept.
     pub classes: Vec<Class>,
 }
@@ -297,7 +297,7 @@ impl Config {
             bandwidth: (bandwidth > 0).then_some(bandwidth),
             keep_free_bytes,
             max_waste_percent: raw.max_waste_percent.unwrap_or(WASTE_PERCENT_DEFAULT),
-            limits: Limits { default_bytes, users },
+            limits: UserLimits { default_bytes, users },
             classes,
         })
     }

@@ -23,7 +23,7 @@
 //! a write lease on one only if no other open file of that inode exists. So the pool keeps an open
 //! file of its own, hands out another one, made for this user, and asks for the lease when the user
 //! is gone; while it is refused, somebody still has the memory (another process of a VM that
-//! moved, say) and it stays lent. The memfd's mode keeps users from opening it a third time.
+//! moved, say) and it stays `lent`. The memfd's mode keeps users from opening it a third time.
 //!
 //! # Slots with a device
 //!
@@ -43,13 +43,13 @@
 
 mod broker;
 mod config;
-mod pace;
 mod prepinned;
+mod rate_limit;
 mod server;
 mod slot;
 mod stats;
 mod sys;
 mod worker;
 
-pub use config::{Class, Config, ConfigError, Limits};
+pub use config::{Class, Config, ConfigError, UserLimits};
 pub use server::{ServeError, read_stats, serve};

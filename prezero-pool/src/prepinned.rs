@@ -15,12 +15,12 @@ use std::sync::Arc;
 use ioas::{Ioas, MapFileError, Mapped};
 use iommufd_ioctls::{IommuFd, IommufdError};
 use memory::pool::{DeviceAddress, PinnedGrant, PinnedRegion, pieces};
-use memory::{Given, GuestRam, RamConfig, RamError, RamLayout};
+use memory::{GuestRam, ProvidedFile, RamConfig, RamError, RamLayout};
 use thiserror::Error;
 use vfio_ioctls::{VfioDevice, VfioError, VfioIommufd};
 
 use crate::config::Class;
-use crate::slot::{SlotError, SlotMemory, ZONE, zone_of};
+use crate::slot::{PoolSlotError, SlotMemory, ZONE, zone_of};
 
 const IOMMUFD: &str = "/dev/iommu";
 const DEVICES: &str = "/sys/bus/pci/devices";
@@ -67,7 +67,7 @@ pub enum PinError {
     Layout(#[source] RamError),
     /// An own open file of the memory.
     #[error("cannot map memory")]
-    File(#[source] SlotError),
+    File(#[source] PoolSlotError),
     /// Descriptors.
     #[error("cannot duplicate a descriptor")]
     Duplicate(#[source] io::Error),
@@ -89,11 +89,11 @@ fn regions(
     class: &Class,
     memory: &SlotMemory,
 ) -> Result<(Arc<File>, Vec<PinnedRegion>, u64), PinError> {
-    let file = Arc::new(memory.lend().map_err(PinError::File)?);
+    let file = Arc::new(memory.lease().map_err(PinError::File)?);
     let config = RamConfig { zones: vec![zone_of(class)] };
-    let given = [Given::file(ZONE, Arc::clone(&file))];
+    let given = [ProvidedFile::file(ZONE, Arc::clone(&file))];
     let ram =
-        GuestRam::with_given(&config, RamLayout::default(), &given).map_err(PinError::Layout)?;
+        GuestRam::with_provided(&config, RamLayout::default(), &given).map_err(PinError::Layout)?;
     let page_bytes = ram.regions().first().map_or(0, |region| region.page_bytes());
     let of_region = |region: &Arc<memory::RamRegion>| PinnedRegion {
         gpa: region.gpa(),
@@ -159,8 +159,8 @@ mod tests {
 
     use super::*;
     use crate::config::SlotDevice;
-    use crate::pace::Pace;
-    use crate::slot::Means;
+    use crate::rate_limit::RateLimit;
+    use crate::slot::ZeroingOptions;
     use crate::sys::Users;
 
     const MIB: u64 = 1 << 20;
@@ -171,8 +171,12 @@ mod tests {
         let device = Some(SlotDevice { address, users: Vec::new() });
         let (pages, node) = (SlotPages::Small, None);
         let class = Class { size_bytes: 4 * MIB, pages, node, count: 1, device };
-        let means = Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false };
-        let memory = SlotMemory::build(&class, &means).unwrap();
+        let options = ZeroingOptions {
+            rate_limit: RateLimit::new(None),
+            keep_free_bytes: 0,
+            idle_only: false,
+        };
+        let memory = SlotMemory::build(&class, &options).unwrap();
         let (file, regions, page_bytes) = regions(&class, &memory).unwrap();
         assert_eq!(regions, [PinnedRegion { gpa: 0, len_bytes: 4 * MIB, offset: 0 }]);
         assert_eq!(page_bytes, 4096);

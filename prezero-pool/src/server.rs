@@ -22,8 +22,8 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 use crate::broker::{Broker, PinnedAnswer};
 use crate::config::Config;
-use crate::pace::Pace;
-use crate::slot::Means;
+use crate::rate_limit::RateLimit;
+use crate::slot::ZeroingOptions;
 use crate::stats;
 use crate::sys;
 use crate::worker::Workers;
@@ -91,10 +91,10 @@ struct Server {
 }
 
 /// What came of a connection that had something to say.
-enum Talk {
-    GoesOn,
-    Over,
-    Bad(String),
+enum ConnectionStatus {
+    Open,
+    Closed,
+    Violation(String),
 }
 
 fn listen(path: &Path, mode: u32) -> Result<UnixListener, ServeError> {
@@ -121,13 +121,13 @@ pub fn serve(config: Config) -> Result<std::convert::Infallible, ServeError> {
     let clients = listen(&config.socket, config.socket_mode)?;
     let stats = config.stats_socket.as_deref().map(|path| listen(path, 0o660)).transpose()?;
     let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(ServeError::Start)?;
-    let means = Means {
-        pace: Pace::new(config.bandwidth),
+    let options = ZeroingOptions {
+        rate_limit: RateLimit::new(config.bandwidth),
         keep_free_bytes: config.keep_free_bytes,
         idle_only: config.idle_only,
     };
-    let workers =
-        Workers::start(&config.classes, config.threads, means, &wake).map_err(ServeError::Start)?;
+    let workers = Workers::start(&config.classes, config.threads, options, &wake)
+        .map_err(ServeError::Start)?;
     let own_uid = sys::own_uid();
     let mut server = Server {
         epoll: Epoll::new().map_err(ServeError::Start)?,
@@ -255,9 +255,9 @@ impl Server {
     fn talk(&mut self, number: u64) {
         let Some(connection) = self.connections.get_mut(&number) else { return };
         match connection.hear(number, &mut self.broker) {
-            Talk::GoesOn => {}
-            Talk::Over => self.cut(number, "it was closed"),
-            Talk::Bad(why) => {
+            ConnectionStatus::Open => {}
+            ConnectionStatus::Closed => self.cut(number, "it was closed"),
+            ConnectionStatus::Violation(why) => {
                 self.broker.counters.bad_requests += 1;
                 self.cut(number, &why);
             }
@@ -284,23 +284,29 @@ impl Server {
 }
 
 impl Connection {
-    fn hear(&mut self, number: u64, broker: &mut Broker) -> Talk {
+    fn hear(&mut self, number: u64, broker: &mut Broker) -> ConnectionStatus {
         let mut buffer = [0; MESSAGE_BYTES_MAX];
         // One read each time: nobody keeps the others waiting. Descriptors that a client sends go
         // nowhere, as this is no recvmsg.
         match self.stream.read(&mut buffer) {
-            Ok(0) => return Talk::Over,
+            Ok(0) => return ConnectionStatus::Closed,
             Ok(len) => self.received.extend(buffer.iter().take(len)),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Talk::GoesOn,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Talk::GoesOn,
-            Err(_) => return Talk::Over,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return ConnectionStatus::Open;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+                return ConnectionStatus::Open;
+            }
+            Err(_) => return ConnectionStatus::Closed,
         }
         loop {
             let request = match Request::decode(&self.received) {
-                Ok(None) => return Talk::GoesOn,
-                Err(error) => return Talk::Bad(error.to_string()),
+                Ok(None) => return ConnectionStatus::Open,
+                Err(error) => return ConnectionStatus::Violation(error.to_string()),
                 Ok(Some(_)) if self.waits_for.is_some() => {
-                    return Talk::Bad("it asks again before it was answered".to_owned());
+                    return ConnectionStatus::Violation(
+                        "it asks again before it was answered".to_owned(),
+                    );
                 }
                 Ok(Some((request, len))) => {
                     self.received.drain(..len);
@@ -312,7 +318,7 @@ impl Connection {
                 Request::TakePinned(take) => self.answer_pinned(number, take, false, broker),
             };
             if let Err(error) = answered {
-                return Talk::Bad(format!("it takes no answer: {error}"));
+                return ConnectionStatus::Violation(format!("it takes no answer: {error}"));
             }
         }
     }

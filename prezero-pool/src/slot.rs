@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The memory of one slot: made, lent, proved free, cleared.
+//! The memory of one slot: made, leased, proved free, cleared.
 //!
 //! Owns the pool's own open file of the memfd. Must never call memory zero that was not looked at
 //! byte by byte, and never clear memory that somebody else may have.
@@ -11,26 +11,26 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 
+use memory::available::InsufficientMemory;
 use memory::pool::SlotPages;
-use memory::room::NoRoom;
 use memory::{
-    AccessError, Backing, Given, GuestRam, HugePageSize, PrefaultError, RamConfig, RamError,
+    AccessError, Backing, GuestRam, HugePageSize, PrefaultError, ProvidedFile, RamConfig, RamError,
     RamLayout, RamRegion, ZoneSpec,
 };
 use thiserror::Error;
 
 use crate::config::Class;
-use crate::pace::Pace;
+use crate::rate_limit::RateLimit;
 use crate::sys::{self, Users};
 
-/// The unit in which memory is touched: small enough that the pace is even.
+/// The unit in which memory is touched: small enough that the rate is even.
 const CHUNK_BYTES: u64 = 16 << 20;
 /// Names the memory in errors.
 pub const ZONE: &str = "pool";
 
 /// Memory that could not be made or cleared.
 #[derive(Debug, Error)]
-pub enum SlotError {
+pub enum PoolSlotError {
     /// It cannot be had.
     #[error("cannot make a slot of {size_bytes} bytes")]
     Make {
@@ -51,7 +51,7 @@ pub enum SlotError {
     },
     /// All of it would be more than there is.
     #[error(transparent)]
-    NoRoom(#[from] NoRoom),
+    InsufficientMemory(#[from] InsufficientMemory),
     /// The host needs its memory.
     #[error(
         "the host (or the cgroup or NUMA node, if that has less) has {available_bytes} bytes of memory \
@@ -79,8 +79,8 @@ pub enum SlotError {
 
 /// How memory is worked on.
 #[derive(Debug)]
-pub struct Means {
-    pub pace: Pace,
+pub struct ZeroingOptions {
+    pub rate_limit: RateLimit,
     pub keep_free_bytes: u64,
     pub idle_only: bool,
 }
@@ -121,19 +121,19 @@ impl SlotMemory {
     ///
     /// # Errors
     /// There is none to be had; nothing is left behind.
-    pub fn build(class: &Class, means: &Means) -> Result<Self, SlotError> {
+    pub fn build(class: &Class, options: &ZeroingOptions) -> Result<Self, PoolSlotError> {
         let size_bytes = class.size_bytes;
         let config = RamConfig { zones: vec![zone_of(class)] };
         let ram = GuestRam::new(&config, LAYOUT)
-            .map_err(|source| SlotError::Make { size_bytes, source })?;
+            .map_err(|source| PoolSlotError::Make { size_bytes, source })?;
         // Before the first page, so that no memory is reclaimed for a slot that is given up again.
-        memory::check_room(ram.regions())?;
+        memory::check_available(ram.regions())?;
         let own = ram.regions().first().and_then(|region| region.file());
-        let own = own.ok_or_else(|| SlotError::Open(io::Error::other("it has no file")))?;
+        let own = own.ok_or_else(|| PoolSlotError::Open(io::Error::other("it has no file")))?;
         // The pool's user may open it again, others may not, whatever descriptor they have.
-        own.set_permissions(Permissions::from_mode(0o600)).map_err(SlotError::Open)?;
-        let file = Arc::new(open_anew(own).map_err(SlotError::Open)?);
-        work(&ram, class, means, Work::Build)?;
+        own.set_permissions(Permissions::from_mode(0o600)).map_err(PoolSlotError::Open)?;
+        let file = Arc::new(open_anew(own).map_err(PoolSlotError::Open)?);
+        work(&ram, class, options, Work::Build)?;
         // With it goes the open file that made the memfd, which the kernel does not count.
         drop(ram);
         Ok(Self { file })
@@ -143,8 +143,8 @@ impl SlotMemory {
     ///
     /// # Errors
     /// The process has no descriptor left.
-    pub fn lend(&self) -> Result<File, SlotError> {
-        open_anew(&self.file).map_err(SlotError::Open)
+    pub fn lease(&self) -> Result<File, PoolSlotError> {
+        open_anew(&self.file).map_err(PoolSlotError::Open)
     }
 
     /// Who can reach the memory.
@@ -156,13 +156,13 @@ impl SlotMemory {
     ///
     /// # Errors
     /// There is no memory for the holes, or it does not stay zero.
-    pub fn scrub(&self, class: &Class, means: &Means) -> Result<(), SlotError> {
+    pub fn scrub(&self, class: &Class, options: &ZeroingOptions) -> Result<(), PoolSlotError> {
         let size_bytes = class.size_bytes;
         let config = RamConfig { zones: vec![zone_of(class)] };
-        let given = [Given::file(ZONE, Arc::clone(&self.file))];
-        let ram = GuestRam::with_given(&config, LAYOUT, &given)
-            .map_err(|source| SlotError::Make { size_bytes, source })?;
-        work(&ram, class, means, Work::Scrub)
+        let given = [ProvidedFile::file(ZONE, Arc::clone(&self.file))];
+        let ram = GuestRam::with_provided(&config, LAYOUT, &given)
+            .map_err(|source| PoolSlotError::Make { size_bytes, source })?;
+        work(&ram, class, options, Work::Scrub)
     }
 }
 
@@ -172,14 +172,19 @@ enum Work {
     Scrub,
 }
 
-fn work(ram: &GuestRam, class: &Class, means: &Means, what: Work) -> Result<(), SlotError> {
+fn work(
+    ram: &GuestRam,
+    class: &Class,
+    options: &ZeroingOptions,
+    what: Work,
+) -> Result<(), PoolSlotError> {
     for region in ram.regions() {
         let len = region.len_bytes();
         let step = CHUNK_BYTES.max(region.page_bytes());
         let mut at = 0;
         while at < len {
             let chunk = at..len.min(at + step);
-            work_on(region, &chunk, class, means, what)?;
+            work_on(region, &chunk, class, options, what)?;
             at = chunk.end;
         }
     }
@@ -190,28 +195,28 @@ fn work_on(
     region: &RamRegion,
     chunk: &std::ops::Range<u64>,
     class: &Class,
-    means: &Means,
+    options: &ZeroingOptions,
     what: Work,
-) -> Result<(), SlotError> {
+) -> Result<(), PoolSlotError> {
     let bytes = chunk.end - chunk.start;
-    let keep_free_bytes = means.keep_free_bytes;
+    let keep_free_bytes = options.keep_free_bytes;
     // Huge pages were set aside before; what is cleared in place takes nothing.
     if what == Work::Build && !region.is_hugetlb() {
-        let available_bytes = memory::room::left_bytes(class.node);
+        let available_bytes = memory::available::available_bytes(class.node);
         if available_bytes < keep_free_bytes.saturating_add(bytes) {
-            return Err(SlotError::HostFull { available_bytes, keep_free_bytes });
+            return Err(PoolSlotError::HostFull { available_bytes, keep_free_bytes });
         }
     }
-    means.pace.wait(bytes);
+    options.rate_limit.wait(bytes);
     region
         .fill(chunk)
-        .map_err(|source| SlotError::Populate { size_bytes: class.size_bytes, source })?;
+        .map_err(|source| PoolSlotError::Populate { size_bytes: class.size_bytes, source })?;
     if what == Work::Scrub {
         region.clear(chunk)?;
     }
-    means.pace.wait(bytes);
+    options.rate_limit.wait(bytes);
     if !region.is_clear(chunk)? {
-        return Err(SlotError::NotZero { at: chunk.start });
+        return Err(PoolSlotError::NotZero { at: chunk.start });
     }
     Ok(())
 }
@@ -230,48 +235,48 @@ mod tests {
         Class { size_bytes: SIZE, pages: SlotPages::Small, node: None, count: 1, device: None }
     }
 
-    fn means() -> Means {
-        Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false }
+    fn options() -> ZeroingOptions {
+        ZeroingOptions { rate_limit: RateLimit::new(None), keep_free_bytes: 0, idle_only: false }
     }
 
     #[test]
     fn memory_is_there_at_once_and_zero_again_after_use() {
-        let memory = SlotMemory::build(&class(), &means()).unwrap();
-        let user = memory.lend().unwrap();
+        let memory = SlotMemory::build(&class(), &options()).unwrap();
+        let user = memory.lease().unwrap();
         let blocks = std::os::unix::fs::MetadataExt::blocks(&user.metadata().unwrap());
         assert_eq!(blocks * 512, SIZE, "it is not populated");
         user.write_all_at(b"secret", SIZE - 6).unwrap();
         drop(user);
-        memory.scrub(&class(), &means()).unwrap();
+        memory.scrub(&class(), &options()).unwrap();
         let mut bytes = vec![1; usize::try_from(SIZE).unwrap()];
-        memory.lend().unwrap().read_exact_at(&mut bytes, 0).unwrap();
+        memory.lease().unwrap().read_exact_at(&mut bytes, 0).unwrap();
         assert!(memory::is_zero(&bytes));
     }
 
     #[test]
     fn a_descriptor_a_mapping_and_one_in_a_socket_are_seen() {
         use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
-        let memory = SlotMemory::build(&class(), &means()).unwrap();
+        let memory = SlotMemory::build(&class(), &options()).unwrap();
         if memory.users() == Users::Unknown {
             eprintln!("SKIPPED users of a memfd: this kernel gives no leases on them");
             return;
         }
         assert_eq!(memory.users(), Users::OnlyUs);
-        let user = memory.lend().unwrap();
+        let user = memory.lease().unwrap();
         let copy = user.try_clone().unwrap();
         assert_eq!(memory.users(), Users::Others);
         drop(user);
         assert_eq!(memory.users(), Users::Others, "a duplicate was overlooked");
         let config = RamConfig { zones: vec![zone_of(&class())] };
-        let given = [Given::file(ZONE, Arc::new(copy))];
-        let mapped = GuestRam::with_given(&config, LAYOUT, &given).unwrap();
+        let given = [ProvidedFile::file(ZONE, Arc::new(copy))];
+        let mapped = GuestRam::with_provided(&config, LAYOUT, &given).unwrap();
         let handle = mapped.guest_memory();
         drop((mapped, given));
         assert_eq!(memory.users(), Users::Others, "a mapping was overlooked");
         drop(handle);
         assert_eq!(memory.users(), Users::OnlyUs);
         let (one, other) = std::os::unix::net::UnixStream::pair().unwrap();
-        let user = memory.lend().unwrap();
+        let user = memory.lease().unwrap();
         one.send_with_fd(&b"x"[..], user.as_raw_fd()).unwrap();
         drop(user);
         assert_eq!(memory.users(), Users::Others, "one in a socket was overlooked");
@@ -281,8 +286,12 @@ mod tests {
 
     #[test]
     fn a_full_host_is_left_alone() {
-        let means = Means { pace: Pace::new(None), keep_free_bytes: u64::MAX, idle_only: false };
-        let error = SlotMemory::build(&class(), &means).unwrap_err();
-        assert!(matches!(error, SlotError::HostFull { .. }), "{error}");
+        let options = ZeroingOptions {
+            rate_limit: RateLimit::new(None),
+            keep_free_bytes: u64::MAX,
+            idle_only: false,
+        };
+        let error = SlotMemory::build(&class(), &options).unwrap_err();
+        assert!(matches!(error, PoolSlotError::HostFull { .. }), "{error}");
     }
 }

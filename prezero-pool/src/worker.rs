@@ -14,7 +14,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::config::Class;
 use crate::prepinned::{PinError, Prepinned};
-use crate::slot::{Means, SlotError, SlotMemory};
+use crate::slot::{PoolSlotError, SlotMemory, ZeroingOptions};
 use crate::sys;
 
 /// Something to do for a slot.
@@ -40,25 +40,25 @@ impl Job {
 
 /// What came of it.
 #[derive(Debug)]
-pub enum Outcome {
+pub enum JobOutcome {
     /// Memory, made or cleared.
-    Memory { scrubbed: bool, result: Result<SlotMemory, SlotError> },
+    Memory { scrubbed: bool, result: Result<SlotMemory, PoolSlotError> },
     /// The same memory, mapped for its device or not.
     Pinned { memory: SlotMemory, result: Result<Prepinned, PinError> },
 }
 
 /// What came of what.
 #[derive(Debug)]
-pub struct Done {
+pub struct JobResult {
     pub slot: usize,
-    pub outcome: Outcome,
+    pub outcome: JobOutcome,
 }
 
 /// The threads.
 #[derive(Debug)]
 pub struct Workers {
     queues: BTreeMap<Option<u32>, Sender<Job>>,
-    done: Receiver<Done>,
+    done: Receiver<JobResult>,
 }
 
 impl Workers {
@@ -70,10 +70,10 @@ impl Workers {
     pub fn start(
         classes: &[Class],
         threads: NonZeroUsize,
-        means: Means,
+        options: ZeroingOptions,
         wake: &EventFd,
     ) -> io::Result<Self> {
-        let means = Arc::new(means);
+        let options = Arc::new(options);
         let (report, done) = channel();
         let mut queues = BTreeMap::new();
         for class in classes {
@@ -89,7 +89,7 @@ impl Workers {
                     jobs: Arc::clone(&receiver),
                     report: report.clone(),
                     wake: wake.try_clone()?,
-                    means: Arc::clone(&means),
+                    options: Arc::clone(&options),
                 };
                 let builder = std::thread::Builder::new().name("zeroer".to_owned());
                 builder.spawn(move || worker.run())?;
@@ -107,7 +107,7 @@ impl Workers {
     }
 
     /// The next thing that is done.
-    pub fn next_done(&self) -> Option<Done> {
+    pub fn next_done(&self) -> Option<JobResult> {
         self.done.try_recv().ok()
     }
 }
@@ -116,14 +116,14 @@ struct Worker {
     node: Option<u32>,
     /// Locked while a thread waits for work; the others wait for the lock instead.
     jobs: Arc<Mutex<Receiver<Job>>>,
-    report: Sender<Done>,
+    report: Sender<JobResult>,
     wake: EventFd,
-    means: Arc<Means>,
+    options: Arc<ZeroingOptions>,
 }
 
 impl Worker {
     fn run(self) {
-        if self.means.idle_only
+        if self.options.idle_only
             && let Err(error) = sys::run_when_idle()
         {
             log::warn!("a thread cannot be made to wait for idle processors: {error}");
@@ -142,19 +142,19 @@ impl Worker {
         }
     }
 
-    fn carry_out(&self, job: Job) -> Done {
+    fn carry_out(&self, job: Job) -> JobResult {
         match job {
             Job::Build { slot, class } => {
-                let result = SlotMemory::build(&class, &self.means);
-                Done { slot, outcome: Outcome::Memory { scrubbed: false, result } }
+                let result = SlotMemory::build(&class, &self.options);
+                JobResult { slot, outcome: JobOutcome::Memory { scrubbed: false, result } }
             }
             Job::Scrub { slot, class, memory } => {
-                let result = memory.scrub(&class, &self.means).map(|()| memory);
-                Done { slot, outcome: Outcome::Memory { scrubbed: true, result } }
+                let result = memory.scrub(&class, &self.options).map(|()| memory);
+                JobResult { slot, outcome: JobOutcome::Memory { scrubbed: true, result } }
             }
             Job::Pin { slot, class, memory } => {
                 let result = Prepinned::new(&class, &memory);
-                Done { slot, outcome: Outcome::Pinned { memory, result } }
+                JobResult { slot, outcome: JobOutcome::Pinned { memory, result } }
             }
         }
     }

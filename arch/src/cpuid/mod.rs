@@ -20,7 +20,7 @@ use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 pub use compat::{MissingFeature, cpuid_compat};
 pub use table::Register;
 use table::{Table, Vendor};
-pub use topology::{CpuPlace, CpuTopology, TopologyError};
+pub use topology::{CpuTopology, CpuTopologyIds, TopologyError};
 
 // Leaf 1 ECX.
 const MONITOR: u32 = 1 << 3;
@@ -172,7 +172,7 @@ impl VmCpuid {
             table.edit_all(function, |leaf| leaf.edx = apic_id);
         }
         if self.vendor == Vendor::Amd {
-            self.set_amd_place(&mut table, vcpu_index, apic_id);
+            self.set_amd_topology(&mut table, vcpu_index, apic_id);
         }
         CpuId::from_entries(&table.0).map_err(|_| CpuidTooLong {
             entries: table.0.len(),
@@ -181,13 +181,13 @@ impl VmCpuid {
     }
 
     /// AMD's own topology leaf (APM volume 3, E.4.18).
-    fn set_amd_place(&self, table: &mut Table, vcpu_index: u32, apic_id: u32) {
+    fn set_amd_topology(&self, table: &mut Table, vcpu_index: u32, apic_id: u32) {
         let topology = &self.topology;
-        let place = topology.place(vcpu_index);
+        let ids = topology.topology_ids(vcpu_index);
         let core_id = (apic_id >> topology.core_shift())
             & ((1 << (topology.package_shift() - topology.core_shift())) - 1);
         let dies = topology.dies_per_package();
-        let node = place.package * dies + place.die;
+        let node = ids.package * dies + ids.die;
         table.edit(LEAF_AMD_TOPOLOGY, 0, |leaf| {
             leaf.eax = apic_id;
             leaf.ebx = (core_id & 0xff) | ((topology.threads_per_core() - 1) & 0xff) << 8;

@@ -99,18 +99,18 @@ impl CpuTopology {
     /// APIC id of the vCPU with this index. Indexes fill a core's threads first, then a die's
     /// cores, then a package's dies. One beyond [`Self::vcpus`] is taken modulo it.
     pub fn apic_id(&self, vcpu_index: u32) -> u32 {
-        let place = self.place(vcpu_index);
-        (place.package << self.package_shift())
-            | (place.die << self.die_shift())
-            | (place.core << self.core_shift())
-            | place.thread
+        let ids = self.topology_ids(vcpu_index);
+        (ids.package << self.package_shift())
+            | (ids.die << self.die_shift())
+            | (ids.core << self.core_shift())
+            | ids.thread
     }
 
-    /// Where the vCPU with this index is.
-    pub fn place(&self, vcpu_index: u32) -> CpuPlace {
+    /// The core, die and package of the vCPU with this index.
+    pub fn topology_ids(&self, vcpu_index: u32) -> CpuTopologyIds {
         let core = vcpu_index / self.threads_per_core;
         let die = core / self.cores_per_die;
-        CpuPlace {
+        CpuTopologyIds {
             thread: vcpu_index % self.threads_per_core,
             core: core % self.cores_per_die,
             die: die % self.dies_per_package,
@@ -122,7 +122,7 @@ impl CpuTopology {
 /// A vCPU's number at each level, counted within the level above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say it")]
-pub struct CpuPlace {
+pub struct CpuTopologyIds {
     pub thread: u32,
     pub core: u32,
     pub die: u32,
@@ -165,13 +165,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ids_are_distinct_and_name_their_place(t in 1_u16..4, c in 1_u16..9, d in 1_u16..4, p in 1_u16..4) {
+        fn ids_are_distinct_and_name_their_package(t in 1_u16..4, c in 1_u16..9, d in 1_u16..4, p in 1_u16..4) {
             let topology = CpuTopology::new(t, c, d, p).unwrap();
             let ids: HashSet<_> = (0..topology.vcpus()).map(|i| topology.apic_id(i)).collect();
             prop_assert_eq!(ids.len(), topology.vcpus() as usize);
             for index in 0..topology.vcpus() {
                 let id = topology.apic_id(index);
-                prop_assert_eq!(id >> topology.package_shift(), topology.place(index).package);
+                prop_assert_eq!(id >> topology.package_shift(), topology.topology_ids(index).package);
             }
         }
     }

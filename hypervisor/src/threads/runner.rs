@@ -49,17 +49,17 @@ impl Runner<'_> {
 
     /// Runs the guest until the vCPU is to leave it.
     fn run(&mut self) -> Result<(), StopReason> {
-        let Shared { run_page, leave, hold, errands, .. } = self.shared;
+        let Shared { run_page, leave, hold, tasks_pending, .. } = self.shared;
         let is = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
         loop {
             run_page.set_immediate_exit(false);
-            if is(leave) || is(hold) || is(errands) {
+            if is(leave) || is(hold) || is(tasks_pending) {
                 run_page.set_immediate_exit(true);
             }
             match run_once(&mut self.vcpu, &*self.handler) {
                 Pass::Interrupted if is(leave) => return Ok(()),
                 Pass::Interrupted if is(hold) => self.shared.stand_by(),
-                Pass::Interrupted if is(errands) => self.do_errands(),
+                Pass::Interrupted if is(tasks_pending) => self.run_pending_tasks(),
                 // Interrupted without being asked to leave: by a signal that came late.
                 Pass::Handled | Pass::Interrupted => {}
                 Pass::Leave => self.leave_by_itself(),
@@ -84,7 +84,7 @@ impl Runner<'_> {
 
     fn end(&self, reason: StopReason) {
         // Before the report, so that the reader of the report can pause the VM.
-        self.shared.set_phase(Phase::Ended);
+        self.shared.set_phase(Phase::Stopped);
         let index = self.shared.index;
         let report = AssertUnwindSafe(|| self.handler.stopped(index, reason));
         if catch_unwind(report).is_err() {

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hypervisor::{
-    AfterExit, BootRegisters, ExitHandler, FaultAction, FaultedAccess, Hypervisor, SlotConfig,
+    AfterExit, BootRegisters, ExitHandler, FaultAction, FaultedAccess, Hypervisor, MemslotConfig,
     StopReason, ThreadsConfig, Vcpu, VcpuInit, VcpuThreads, Vm, VmConfig,
 };
 
@@ -167,7 +167,7 @@ impl ExitHandler for Recorder {
 pub fn vm(kvm: &Hypervisor, log_dirty: bool) -> (Vm, Arc<Memory>) {
     let vm = Vm::create(kvm, &VmConfig::default()).unwrap();
     let memory = Memory::new();
-    let config = SlotConfig {
+    let config = MemslotConfig {
         slot: 0,
         gpa: 0,
         hva: memory.0.expose_provenance() as u64,

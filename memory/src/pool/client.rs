@@ -2,7 +2,7 @@
 
 //! The VMM's end of the connection to a pool.
 //!
-//! Owns the connection: the memory that came over it is lent for as long as the connection is open.
+//! Owns the connection: the memory that came over it is leased for as long as the connection is open.
 //! Must never wait longer than [`PATIENCE`] in all (for a device, [`PATIENCE_PINNED`]): a VM without
 //! prezeroed memory starts later, a VM whose pool hangs must start all the same.
 
@@ -44,7 +44,7 @@ pub enum PoolError {
     },
     /// It is there and says nothing, or has gone away.
     #[error("the pool of prezeroed memory at {} does not answer", path.display())]
-    Talk {
+    Io {
         /// Its socket.
         path: PathBuf,
         /// The host's answer.
@@ -127,21 +127,21 @@ impl PoolConnection {
     ///
     /// # Errors
     /// There is none, or the pool does not answer in time; nothing was taken.
-    pub fn take(&self, wish: &Take) -> Result<PoolMemory, PoolError> {
+    pub fn take(&self, request: &Take) -> Result<PoolMemory, PoolError> {
         let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let path = || self.path.clone();
-        let talk = |source| PoolError::Talk { path: path(), source };
+        let io_error = |source| PoolError::Io { path: path(), source };
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
-        io::Write::write_all(&mut &*stream, &wish.encode()).map_err(talk)?;
+        io::Write::write_all(&mut &*stream, &request.encode()).map_err(io_error)?;
         let (reply, mut files) = self.receive(&stream, PATIENCE)?;
         if files.len() > 1 {
             return Err(misbehaved("sent two descriptors for one"));
         }
         match (reply, files.pop()) {
-            (Reply::Granted { size_bytes, .. }, Some(_)) if size_bytes < wish.size_bytes => {
+            (Reply::Granted { size_bytes, .. }, Some(_)) if size_bytes < request.size_bytes => {
                 Err(misbehaved("gave less memory than it was asked for"))
             }
-            (Reply::Granted { pages, .. }, Some(_)) if !pages.suits(wish.pages) => {
+            (Reply::Granted { pages, .. }, Some(_)) if !pages.suits(request.pages) => {
                 Err(misbehaved("gave memory of another kind than it was asked for"))
             }
             (Reply::Granted { size_bytes, pages }, Some(file)) => {
@@ -160,15 +160,15 @@ impl PoolConnection {
     ///
     /// # Errors
     /// There is none, or the pool does not answer in time; nothing was taken.
-    pub fn take_pinned(&self, wish: &TakePinned) -> Result<PinnedMemory, PoolError> {
+    pub fn take_pinned(&self, request: &TakePinned) -> Result<PinnedMemory, PoolError> {
         let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         let path = || self.path.clone();
-        let talk = |source| PoolError::Talk { path: path(), source };
+        let io_error = |source| PoolError::Io { path: path(), source };
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
-        io::Write::write_all(&mut &*stream, &wish.encode()).map_err(talk)?;
-        stream.set_read_timeout(Some(PATIENCE_PINNED)).map_err(talk)?;
+        io::Write::write_all(&mut &*stream, &request.encode()).map_err(io_error)?;
+        stream.set_read_timeout(Some(PATIENCE_PINNED)).map_err(io_error)?;
         let received = self.receive(&stream, PATIENCE_PINNED);
-        stream.set_read_timeout(Some(PATIENCE)).map_err(talk)?;
+        stream.set_read_timeout(Some(PATIENCE)).map_err(io_error)?;
         let (reply, files) = received?;
         let grant = match reply {
             Reply::GrantedPinned(grant) => grant,
@@ -180,7 +180,7 @@ impl PoolConnection {
                 return Err(PoolError::Refused { path: path(), reason, text });
             }
         };
-        if grant.size_bytes != wish.size_bytes || !grant.pages.suits(wish.pages) {
+        if grant.size_bytes != request.size_bytes || !grant.pages.suits(request.pages) {
             return Err(misbehaved("gave other memory than it was asked for"));
         }
         let files = <[File; DESCRIPTORS_MAX]>::try_from(files);
@@ -195,7 +195,7 @@ impl PoolConnection {
         patience: Duration,
     ) -> Result<(Reply, Vec<File>), PoolError> {
         let path = || self.path.clone();
-        let talk = |source| PoolError::Talk { path: path(), source };
+        let io_error = |source| PoolError::Io { path: path(), source };
         let start = Instant::now();
         let mut buffer = [0; MESSAGE_BYTES_MAX];
         let (mut filled, mut files) = (0, Vec::new());
@@ -211,14 +211,14 @@ impl PoolConnection {
                 return Ok((reply, files));
             }
             if start.elapsed() > patience {
-                return Err(talk(io::Error::from(io::ErrorKind::TimedOut)));
+                return Err(io_error(io::Error::from(io::ErrorKind::TimedOut)));
             }
             let room = buffer.get_mut(filled..).unwrap_or_default();
             let (len, received) = stream
                 .recv_with_fd(room)
-                .map_err(|error| talk(io::Error::from_raw_os_error(error.errno())))?;
+                .map_err(|error| io_error(io::Error::from_raw_os_error(error.errno())))?;
             if len == 0 {
-                return Err(talk(io::Error::from(io::ErrorKind::UnexpectedEof)));
+                return Err(io_error(io::Error::from(io::ErrorKind::UnexpectedEof)));
             }
             if received.is_some() && files.len() == DESCRIPTORS_MAX {
                 let what = "sent too many descriptors";
@@ -254,7 +254,7 @@ mod tests {
     use super::super::protocol::PagesWanted;
     use super::*;
 
-    const WISH: Take = Take { size_bytes: 4096, pages: PagesWanted::Small, node: None };
+    const REQUEST: Take = Take { size_bytes: 4096, pages: PagesWanted::Small, node: None };
 
     /// A pool that answers one question like this.
     fn answered(
@@ -267,10 +267,10 @@ mod tests {
             let (mut stream, _) = listener.accept().unwrap();
             let mut request = [0; 32];
             stream.read_exact(&mut request).unwrap();
-            assert_eq!(Take::decode(&request), Ok(Some((WISH, 32))));
+            assert_eq!(Take::decode(&request), Ok(Some((REQUEST, 32))));
             answer(&mut stream);
         });
-        let result = PoolConnection::open(&path).and_then(|pool| pool.take(&WISH));
+        let result = PoolConnection::open(&path).and_then(|pool| pool.take(&REQUEST));
         pool.join().unwrap();
         result
     }
@@ -323,7 +323,7 @@ mod tests {
         let rubbish = answered(|stream| stream.write_all(b"hello").unwrap());
         assert!(matches!(rubbish, Err(PoolError::Protocol { .. })));
         let gone = answered(|_| ());
-        assert!(matches!(gone, Err(PoolError::Talk { .. })), "{gone:?}");
+        assert!(matches!(gone, Err(PoolError::Io { .. })), "{gone:?}");
     }
 
     /// The same for a device, answered with descriptors that come with the first bytes.
@@ -331,7 +331,7 @@ mod tests {
         answer: Vec<u8>,
         descriptors: usize,
     ) -> (TakePinned, Result<PinnedMemory, PoolError>) {
-        let wish = TakePinned {
+        let wanted = TakePinned {
             size_bytes: 8192,
             pages: PagesWanted::Small,
             node: None,
@@ -346,7 +346,7 @@ mod tests {
             let (mut stream, _) = listener.accept().unwrap();
             let mut request = [0; 56];
             stream.read_exact(&mut request).unwrap();
-            assert_eq!(TakePinned::decode(&request), Ok(Some((wish, 56))));
+            assert_eq!(TakePinned::decode(&request), Ok(Some((wanted, 56))));
             for (at, byte) in answer.iter().enumerate() {
                 let file = crate::backing::memfd("m", 0).unwrap();
                 file.set_len(4096 * (at as u64 + 1)).unwrap();
@@ -361,9 +361,9 @@ mod tests {
                 }
             }
         });
-        let result = PoolConnection::open(&path).and_then(|pool| pool.take_pinned(&wish));
+        let result = PoolConnection::open(&path).and_then(|pool| pool.take_pinned(&wanted));
         let _ = pool.join();
-        (wish, result)
+        (wanted, result)
     }
 
     #[test]

@@ -47,12 +47,12 @@ impl fmt::Display for DeviceAddress {
 /// Not of the form `0000:65:00.0`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected the address of a PCI device such as 0000:65:00.0")]
-pub struct NoAddress;
+pub struct InvalidDeviceAddress;
 
 impl FromStr for DeviceAddress {
-    type Err = NoAddress;
+    type Err = InvalidDeviceAddress;
 
-    fn from_str(text: &str) -> Result<Self, NoAddress> {
+    fn from_str(text: &str) -> Result<Self, InvalidDeviceAddress> {
         let parts = || {
             let (segment, rest) = text.split_once(':')?;
             let (bus, rest) = rest.split_once(':')?;
@@ -70,7 +70,7 @@ impl FromStr for DeviceAddress {
                 devfn: byte(devfn)?,
             })
         };
-        parts().ok_or(NoAddress)
+        parts().ok_or(InvalidDeviceAddress)
     }
 }
 
@@ -291,7 +291,7 @@ mod tests {
             assert_eq!(text.parse::<DeviceAddress>().unwrap().to_string(), text);
         }
         for text in ["", "65:00.0", "0000:65:20.0", "0000:65:00.8", "0000:065:00.0", "0:+5:00.0"] {
-            assert_eq!(text.parse::<DeviceAddress>(), Err(NoAddress), "{text}");
+            assert_eq!(text.parse::<DeviceAddress>(), Err(InvalidDeviceAddress), "{text}");
         }
     }
 

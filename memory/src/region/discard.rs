@@ -2,8 +2,8 @@
 
 //! Giving guest memory back to the host.
 //!
-//! Owns the ways in which each kind of memory is given back, or zeroed where it has to stay. Whatever
-//! the way, the range reads as zero afterwards; must never give back or zero a byte outside it, whole
+//! Owns the ways in which each kind of memory is discarded, or zeroed where it has to stay. Whatever
+//! the way, the range reads as zero afterwards; must never discard or zero a byte outside it, whole
 //! huge pages included. Whether memory may be discarded is decided in [`crate::discards`].
 
 use std::io;
@@ -22,7 +22,7 @@ impl RamRegion {
     /// shares it; it reads as zero from then on, and the zero map says so. Which pages have their content
     /// is not changed: one that is still to arrive is still to arrive.
     ///
-    /// What cannot be given back (parts of hugetlb pages, private mappings of files, file systems
+    /// What cannot be discarded (parts of hugetlb pages, private mappings of files, file systems
     /// without holes) is zeroed in place. The pages count as written, so that a migration that is going
     /// on does not leave what they held at its destination.
     ///
@@ -121,7 +121,7 @@ impl RamRegion {
         }
     }
 
-    /// Makes `range` read as zero with the pages that it has: nothing is given back, and no hole is filled.
+    /// Makes `range` read as zero with the pages that it has: nothing is discarded, and no hole is filled.
     /// What was not zero before counts as written. For memory that may be pinned, or is about to be used.
     ///
     /// # Errors

@@ -32,9 +32,9 @@ use crate::maps::{ResidentMap, ZeroMap};
 use crate::plugging::Plugged;
 use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
-use crate::populated::{View, hugetlb_runs, mapped_data_runs, private_runs};
+use crate::populated::{HugetlbMapping, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
-use crate::zone_file::HeldFile;
+use crate::zone_file::LockedFile;
 use crate::{PAGE_BYTES, to_usize};
 
 /// What kind of memory a zone is.
@@ -83,14 +83,14 @@ pub enum AccessError {
         #[source]
         source: io::Error,
     },
-    /// Memory could not be given back.
+    /// Memory could not be discarded.
     #[error("memory zone '{zone}' could not give back bytes {start:#x}..{end:#x}")]
     Discard {
         /// The zone.
         zone: String,
-        /// What was to be given back.
+        /// What was to be discarded.
         start: u64,
-        /// What was to be given back.
+        /// What was to be discarded.
         end: u64,
         /// What the kernel said.
         #[source]
@@ -164,10 +164,10 @@ impl Zone {
     }
 
     /// Its file, where that has a lock to be kept.
-    pub fn held_file(&self) -> Option<HeldFile> {
+    pub fn locked_file(&self) -> Option<LockedFile> {
         let file = self.backing.file.as_ref().filter(|_| self.backing.locked)?;
         let (zone, kind) = (self.spec.id.clone(), self.backing.kind);
-        Some(HeldFile { zone, file: Arc::clone(file), kind })
+        Some(LockedFile { zone, file: Arc::clone(file), kind })
     }
 
     fn add_view(&self, mapping: &Arc<Mapping>, file_offset: u64) {
@@ -177,10 +177,10 @@ impl Zone {
         }
     }
 
-    fn views(&self) -> Vec<View> {
+    fn hugetlb_mappings(&self) -> Vec<HugetlbMapping> {
         let views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
         let live = |(mapping, at): &(Weak<Mapping>, u64)| {
-            mapping.upgrade().map(|mapping| View { mapping, file_offset: *at })
+            mapping.upgrade().map(|mapping| HugetlbMapping { mapping, file_offset: *at })
         };
         views.iter().filter_map(live).collect()
     }
@@ -197,7 +197,7 @@ pub struct RamRegion {
     alias: OnceLock<Arc<Mapping>>,
     /// What vCPUs use instead of `main`, where they do.
     vcpus: OnceLock<Arc<Mapping>>,
-    /// Held while a further mapping is made, so that it is made once.
+    /// PageHold while a further mapping is made, so that it is made once.
     making_mapping: Mutex<()>,
     /// This process's page map, for private memory; opened early, because a sandbox closes `/proc`.
     pagemap: Option<Arc<File>>,
@@ -528,7 +528,7 @@ impl RamRegion {
         Ok(unsafe { is_zero_volatile(guard.as_ptr().cast(), guard.len()) })
     }
 
-    /// The parts of `range` that ever held data and were not given back, found without populating
+    /// The parts of `range` that ever held data and were not discarded, found without populating
     /// anything. May name too much, never too little; sorted, apart, whole pages.
     ///
     /// # Errors
@@ -548,7 +548,7 @@ impl RamRegion {
         let runs = match (self.kind(), &self.zone.backing.file, &self.pagemap) {
             (ZoneKind::Shared, Some(file), _) if self.is_hugetlb() => {
                 let size = self.zone.spec.size_bytes;
-                hugetlb_runs(file, size, self.page_bytes(), &self.zone.views(), in_file)?
+                hugetlb_runs(file, size, self.page_bytes(), &self.zone.hugetlb_mappings(), in_file)?
             }
             (ZoneKind::Shared, Some(file), _) => {
                 // SAFETY: the region maps its part of the file from `host_addr` on, and `range`

@@ -10,9 +10,9 @@ use std::ops::Range;
 
 use super::{AccessError, RamRegion, ZoneKind};
 use crate::PAGE_BYTES;
-use crate::holds::{Held, Leaving};
+use crate::holds::{DiscardGuard, PageHold};
 use crate::mapping::{Advice, Mapping};
-use crate::populate::{PopulateError, Target};
+use crate::populate::{PopulateError, PopulateTarget};
 
 impl RamRegion {
     /// Gets pages from the host for a `range` that is about to be filled through
@@ -23,7 +23,7 @@ impl RamRegion {
     /// # Errors
     /// The range is not whole pages of the region, or the host has no memory left.
     pub fn populate_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
-        self.get_pages(range, |mapping| Target::populate_small(mapping, range))
+        self.get_pages(range, |mapping| PopulateTarget::populate_small(mapping, range))
     }
 
     /// The same for a longer range, some time before it is filled: huge pages where those are
@@ -45,16 +45,16 @@ impl RamRegion {
         self.main.advise(range, Advice::PopulateRead)
     }
 
-    /// Keeps `range` from being given back to the host until the answer is dropped, or for a second, so
+    /// Keeps `range` from being discarded until the answer is dropped, or for a second, so
     /// that what is found to be populated can be read: a hole of shared memory that is read is one no more.
     /// None where that costs nothing: what is read of private memory without a page is the page of zeros.
-    pub fn hold(&self, range: Range<u64>) -> Option<Held<'_>> {
+    pub fn hold(&self, range: Range<u64>) -> Option<PageHold<'_>> {
         (self.kind() == ZoneKind::Shared).then(|| self.holds.hold(range))
     }
 
-    /// Says that `range` is given back until the answer is dropped, when it is not held.
-    pub(crate) fn leave(&self, range: &Range<u64>) -> Option<Leaving<'_>> {
-        (self.kind() == ZoneKind::Shared).then(|| self.holds.leave(range.clone()))
+    /// Says that `range` is discarded until the answer is dropped, when it is not held.
+    pub(crate) fn begin_discard(&self, range: &Range<u64>) -> Option<DiscardGuard<'_>> {
+        (self.kind() == ZoneKind::Shared).then(|| self.holds.begin_discard(range.clone()))
     }
 
     fn get_pages(
@@ -78,8 +78,8 @@ impl RamRegion {
         }
     }
 
-    fn target<'a>(&'a self, mapping: &'a Mapping) -> Target<'a> {
-        Target {
+    fn target<'a>(&'a self, mapping: &'a Mapping) -> PopulateTarget<'a> {
+        PopulateTarget {
             zone: self.zone_id(),
             mapping,
             file: self.file().map(|file| (&**file, self.file_offset)),

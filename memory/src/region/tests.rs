@@ -118,7 +118,7 @@ fn discarded_memory_is_zero_and_the_maps_know() {
         region.resident().set_absent(1000..1100);
         // Starts and ends inside huge pages.
         let gone = 3 * MIB..7 * MIB;
-        ram.discard(0, &gone).unwrap();
+        ram.discard_in_region(0, &gone).unwrap();
         let kind = (region.kind(), region.is_hugetlb());
         assert!(read_main(ram, 3 * MIB, 4 << 20).iter().all(|byte| *byte == 0), "{kind:?}");
         assert_eq!(read_main(ram, 3 * MIB - 1, 1), [7], "{kind:?}");
@@ -137,7 +137,7 @@ fn discard_gives_memory_back() {
         let region = &ram.regions()[0];
         write_main(&ram, 0, &vec![7; 4 << 20]);
         assert!(smaps_bytes(region.as_ptr(), "Rss") >= 4 * MIB);
-        ram.discard(0, &(0..8 * MIB)).unwrap();
+        ram.discard_in_region(0, &(0..8 * MIB)).unwrap();
         assert_eq!(smaps_bytes(region.as_ptr(), "Rss"), 0, "{:?}", region.kind());
         assert_eq!(region.populated_runs(&(0..8 * MIB)).unwrap(), []);
     }
@@ -241,7 +241,7 @@ fn a_file_keeps_what_the_guest_wrote_only_if_shared() {
         assert_eq!(read_main(&ram, 0, 1), [9]);
         assert!(!region.zero().is_zero(0), "what the file held is data");
         write_main(&ram, 0, &[1]);
-        ram.discard(0, &(PAGE..2 * PAGE)).unwrap();
+        ram.discard_in_region(0, &(PAGE..2 * PAGE)).unwrap();
         assert_eq!(read_main(&ram, 0, 1), [1]);
         assert_eq!(read_main(&ram, PAGE, 1), [0]);
         drop(ram);
@@ -265,12 +265,12 @@ fn accesses_outside_are_refused() {
     let backwards = 8192..4096;
     let error = region.alias_slice(&backwards).unwrap_err();
     assert!(error.to_string().contains("'t'"), "{error}");
-    assert!(ram.discard(0, &backwards).is_err());
-    assert!(ram.discard(0, &(0..end + PAGE)).is_err());
-    assert!(ram.discard(0, &(0..100)).is_err());
+    assert!(ram.discard_in_region(0, &backwards).is_err());
+    assert!(ram.discard_in_region(0, &(0..end + PAGE)).is_err());
+    assert!(ram.discard_in_region(0, &(0..100)).is_err());
     assert!(region.page_is_zero(u64::MAX).is_err());
     assert!(region.collapse(&(0..end + 1)).is_err());
-    assert!(ram.discard(0, &(PAGE..PAGE)).is_ok());
+    assert!(ram.discard_in_region(0, &(PAGE..PAGE)).is_ok());
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use devices::{LogLimit, log_limited};
-use hypervisor::ToldFile;
+use hypervisor::AttachedFile;
 use memory::GuestRam;
 use vfio_bindings::bindings::vfio::{
     VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ERR_IRQ_INDEX, VFIO_PCI_INTX_IRQ_INDEX,
@@ -37,7 +37,7 @@ pub struct VfioFunction {
     file: File,
     device: VfioDevice,
     /// Goes after the device: that leaves the IOMMU's address space first.
-    _told: Option<ToldFile>,
+    _told: Option<AttachedFile>,
     config_len_bytes: u16,
     /// Until the device is gone its address space may have guest memory mapped.
     _memory: Arc<GuestRam>,

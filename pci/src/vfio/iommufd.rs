@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use hypervisor::{ToldFile, VfioFiles, Vm};
+use hypervisor::{AttachedFile, VfioFiles, Vm};
 use ioas::{Ioas, MapFileError, Mapped, knows_device};
 use iommufd_ioctls::IommuFd;
 use memory::pool::PinnedGrant;
@@ -142,7 +142,7 @@ impl IommufdSpace {
     }
 
     /// Tells KVM of an open character device.
-    fn tell(&self, node: &File) -> Result<ToldFile, VfioError> {
+    fn tell(&self, node: &File) -> Result<AttachedFile, VfioError> {
         self.files.tell(node.as_fd()).map_err(|error| match error.errno() {
             libc::EINVAL => VfioError::NotANode(error),
             _ => VfioError::Kvm(error),

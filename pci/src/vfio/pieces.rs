@@ -7,7 +7,7 @@
 //! it, and comes back as a whole before the guest may use any of it.
 //!
 //! ```text
-//!   mapped -- the balloon has all of it --> unmapped, given back to the host
+//!   mapped -- the balloon has all of it --> unmapped, discarded
 //!     ^                                          |
 //!     +-- populated, mapped <-- the guest wants some of it back, and waits
 //! ```
@@ -259,7 +259,7 @@ impl Pins for Pieces {
         region.block_bytes().unwrap_or_else(|| self.piece_bytes.max(region.page_bytes()))
     }
 
-    fn let_go(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+    fn unpin(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
         let gpa = region.gpa();
         let range = gpa + range.start..gpa + range.end;
         let mut state = lock(&self.state);
@@ -292,7 +292,7 @@ impl Pins for Pieces {
         gone
     }
 
-    fn take_back(&self, region: &RamRegion, range: &Range<u64>) {
+    fn repin(&self, region: &RamRegion, range: &Range<u64>) {
         if let Err(error) = self.map_again(region, range) {
             let reason: Arc<str> = error_text::chain(&error).into();
             let mut phase = lock(&self.phase);
@@ -305,13 +305,13 @@ impl Pins for Pieces {
         }
     }
 
-    fn take_on(
+    fn pin(
         &self,
         region: &RamRegion,
         range: &Range<u64>,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         self.map(region, range).map_err(|error| {
-            self.let_go(region, range);
+            self.unpin(region, range);
             Box::new(error).into()
         })
     }
@@ -372,16 +372,13 @@ mod tests {
         let region = &ram.regions()[0];
         let target = Arc::new(FakeTarget::default());
         let pieces = pieces(&target, &ram, no_loss());
-        assert_eq!(
-            pieces.let_go(region, &(MIB..7 * MIB)),
-            [Range { start: 2 * MIB, end: 6 * MIB }]
-        );
+        assert_eq!(pieces.unpin(region, &(MIB..7 * MIB)), [Range { start: 2 * MIB, end: 6 * MIB }]);
         assert_eq!((pieces.mapped_bytes(), target.unmaps()), (4 * MIB, 1));
-        assert!(pieces.let_go(region, &(2 * MIB..6 * MIB)).is_empty(), "once");
-        ram.discard(0, &(2 * MIB..6 * MIB)).unwrap();
-        pieces.take_back(region, &(0..2 * MIB));
+        assert!(pieces.unpin(region, &(2 * MIB..6 * MIB)).is_empty(), "once");
+        ram.discard_in_region(0, &(2 * MIB..6 * MIB)).unwrap();
+        pieces.repin(region, &(0..2 * MIB));
         assert_eq!(pieces.mapped_bytes(), 4 * MIB);
-        pieces.take_back(region, &(4 * MIB - 1..4 * MIB));
+        pieces.repin(region, &(4 * MIB - 1..4 * MIB));
         assert_eq!(target.is_mapped(2 * MIB..4 * MIB), Some(1), "in one mapping");
         assert_eq!(target.is_mapped(4 * MIB..6 * MIB), None);
         let there = region.populated_runs(&(0..region.len_bytes())).unwrap();
@@ -412,12 +409,12 @@ mod tests {
             }
         });
         let pieces = pieces(&target, &ram, on_lost);
-        assert_eq!(pieces.let_go(region, &(0..4 * MIB)).len(), 1);
+        assert_eq!(pieces.unpin(region, &(0..4 * MIB)).len(), 1);
         full.store(true, Ordering::Relaxed);
-        pieces.take_back(region, &(0..MIB));
-        pieces.take_back(region, &(0..MIB));
+        pieces.repin(region, &(0..MIB));
+        pieces.repin(region, &(0..MIB));
         assert_eq!(told.load(Ordering::Relaxed), 1);
-        assert!(pieces.let_go(region, &(4 * MIB..8 * MIB)).is_empty(), "nothing goes any more");
+        assert!(pieces.unpin(region, &(4 * MIB..8 * MIB)).is_empty(), "nothing goes any more");
         assert!(pieces.lost().unwrap().contains("ulimit -l"));
     }
 
@@ -435,20 +432,20 @@ mod tests {
                     let end = (start + len).min(region.len_bytes()) / 4096 * 4096;
                     let range = (start / 4096 * 4096).min(end)..end;
                     if goes {
-                        for part in pieces.let_go(region, &range) {
+                        for part in pieces.unpin(region, &range) {
                             prop_assert!(range.start <= part.start && part.end <= range.end);
                             let gpa = region.gpa() + part.start..region.gpa() + part.end;
                             prop_assert_eq!(target.mapped_bytes_in(&gpa), 0);
                         }
                     } else {
-                        pieces.take_back(region, &range);
+                        pieces.repin(region, &range);
                         let gpa = region.gpa() + range.start..region.gpa() + range.end;
                         prop_assert_eq!(target.mapped_bytes_in(&gpa), range.end - range.start);
                     }
                 }
             }
             for region in ram.regions() {
-                pieces.take_back(region, &(0..region.len_bytes()));
+                pieces.repin(region, &(0..region.len_bytes()));
             }
             let mapped: Vec<_> = target.mapped.lock().unwrap().clone();
             prop_assert_eq!(mapped.len(), 10);

@@ -50,7 +50,7 @@ mod tests {
     use std::sync::Arc;
 
     use memory::pool::{PoolConnection, SlotPages};
-    use memory::{Given, RamConfig, RamLayout, ZoneSpec};
+    use memory::{ProvidedFile, RamConfig, RamLayout, ZoneSpec};
 
     use super::*;
     use crate::vfio::fakes::FakeTarget;
@@ -72,8 +72,8 @@ mod tests {
         let _pool = UnixListener::bind(&path).unwrap();
         let lease = Arc::new(PoolConnection::open(&path).unwrap());
         let file = Arc::clone(own.regions()[0].file().unwrap());
-        let given = [Given::prezeroed("mem0", file, lease)];
-        Arc::new(GuestRam::with_given(&config, LAYOUT, &given).unwrap())
+        let given = [ProvidedFile::prezeroed("mem0", file, lease)];
+        Arc::new(GuestRam::with_provided(&config, LAYOUT, &given).unwrap())
     }
 
     fn grant() -> PinnedGrant {

@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use hypervisor::ToldFile;
+use hypervisor::AttachedFile;
 use memory::{GuestRam, RamRegion};
 use vfio_ioctls::VfioDevice;
 
@@ -36,7 +36,7 @@ pub struct OpenedFunction {
     /// The function.
     pub device: VfioDevice,
     /// KVM's knowledge of it, which goes after it.
-    pub told: Option<ToldFile>,
+    pub told: Option<AttachedFile>,
 }
 
 /// A checked part of guest memory.

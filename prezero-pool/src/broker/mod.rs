@@ -15,10 +15,10 @@ use memory::pool::{Refusal, Reply, Take};
 
 use crate::config::{Class, Config};
 use crate::prepinned::Prepinned;
-use crate::slot::{SlotError, SlotMemory};
+use crate::slot::{PoolSlotError, SlotMemory};
 use crate::stats::{Counters, SlotCount};
 use crate::sys::Users;
-use crate::worker::{Done, Job, Outcome};
+use crate::worker::{Job, JobOutcome, JobResult};
 
 pub use pinned::PinnedAnswer;
 
@@ -43,10 +43,10 @@ enum State {
     Waiting { memory: SlotMemory, owner: Option<u32>, at: Instant, wait: Duration },
     /// A worker maps it for its device.
     Pinning { owner: Option<u32>, wait: Duration },
-    /// It can be lent: to `owner` alone, if somebody has had it.
+    /// It can be leased: to `owner` alone, if somebody has had it.
     Ready { memory: SlotMemory, owner: Option<u32>, prepinned: Option<Prepinned> },
     /// Somebody has it.
-    Lent { memory: SlotMemory, uid: u32, lessee: Lessee },
+    Leased { memory: SlotMemory, uid: u32, lessee: Lessee },
     /// Whoever had it has gone; whether others have it is looked at.
     Lingering { memory: SlotMemory, uid: u32, at: Instant, wait: Duration },
 }
@@ -59,7 +59,7 @@ impl State {
     /// The user who keeps the memory from others.
     fn holder(&self) -> Option<u32> {
         match self {
-            Self::Lent { uid, .. } | Self::Lingering { uid, .. } => Some(*uid),
+            Self::Leased { uid, .. } | Self::Lingering { uid, .. } => Some(*uid),
             _ => None,
         }
     }
@@ -71,14 +71,14 @@ impl State {
             Self::Waiting { .. } => "waiting",
             Self::Pinning { .. } => "pinning",
             Self::Ready { .. } => "ready",
-            Self::Lent { .. } => "lent",
+            Self::Leased { .. } => "lent",
             Self::Lingering { .. } => "lingering",
         }
     }
 }
 
 #[derive(Debug)]
-struct Slot {
+struct PoolSlot {
     class: usize,
     state: State,
     /// Its device is left alone until then, for somebody who was refused the slot.
@@ -92,7 +92,7 @@ struct Slot {
 pub struct Broker {
     config: Config,
     own_uid: u32,
-    slots: Vec<Slot>,
+    slots: Vec<PoolSlot>,
     jobs: VecDeque<Job>,
     pub counters: Counters,
 }
@@ -101,7 +101,8 @@ impl Broker {
     pub fn new(config: Config, own_uid: u32) -> Self {
         let mut slots = Vec::new();
         for (class, spec) in config.classes.iter().enumerate() {
-            let slot = |_| Slot { class, state: State::absent(), hold_off: None, problem: None };
+            let slot =
+                |_| PoolSlot { class, state: State::absent(), hold_off: None, problem: None };
             slots.extend((0..spec.count).map(slot));
         }
         Self { config, own_uid, slots, jobs: VecDeque::new(), counters: Counters::default() }
@@ -116,9 +117,9 @@ impl Broker {
         self.jobs.pop_front()
     }
 
-    /// Lends memory: the reply, and the file that goes with it.
-    pub fn take(&mut self, lessee: Lessee, uid: u32, wish: &Take) -> (Reply, Option<File>) {
-        match self.find(uid, wish).and_then(|slot| self.lend(slot, lessee, uid)) {
+    /// Leases memory: the reply, and the file that goes with it.
+    pub fn take(&mut self, lessee: Lessee, uid: u32, request: &Take) -> (Reply, Option<File>) {
+        match self.find(uid, request).and_then(|slot| self.lease(slot, lessee, uid)) {
             Ok((reply, file)) => {
                 self.counters.grants += 1;
                 (reply, Some(file))
@@ -130,14 +131,14 @@ impl Broker {
         }
     }
 
-    fn find(&mut self, uid: u32, wish: &Take) -> Result<usize, (Refusal, String)> {
+    fn find(&mut self, uid: u32, request: &Take) -> Result<usize, (Refusal, String)> {
         let fits = |class: &Class| {
-            let waste = u128::from(wish.size_bytes) * u128::from(self.config.max_waste_percent);
-            let most = u128::from(wish.size_bytes) + waste / 100;
+            let waste = u128::from(request.size_bytes) * u128::from(self.config.max_waste_percent);
+            let most = u128::from(request.size_bytes) + waste / 100;
             class.device.is_none()
-                && class.pages.suits(wish.pages)
-                && wish.node.is_none_or(|node| class.node == Some(node))
-                && class.size_bytes >= wish.size_bytes
+                && class.pages.suits(request.pages)
+                && request.node.is_none_or(|node| class.node == Some(node))
+                && class.size_bytes >= request.size_bytes
                 && u128::from(class.size_bytes) <= most
         };
         let fitting: Vec<usize> =
@@ -151,7 +152,7 @@ impl Broker {
             let text = format!(
                 "no slots of at least {} bytes (and at most {} % more) with these pages and on \
                  this node are configured",
-                wish.size_bytes, self.config.max_waste_percent
+                request.size_bytes, self.config.max_waste_percent
             );
             return Err((Refusal::NoSuchSlot, text));
         };
@@ -172,7 +173,7 @@ impl Broker {
             // The smallest, of the pages that are liked best, and what only this user can have.
             usable.then_some((
                 class.size_bytes,
-                !class.pages.is_preferred(wish.pages),
+                !class.pages.is_preferred(request.pages),
                 owner.is_none(),
             ))
         };
@@ -194,7 +195,7 @@ impl Broker {
         }
     }
 
-    fn lend(
+    fn lease(
         &mut self,
         slot: usize,
         lessee: Lessee,
@@ -205,16 +206,16 @@ impl Broker {
         let reply = Reply::Granted { size_bytes: class.size_bytes, pages: class.pages };
         let entry = self.slots.get_mut(slot).ok_or_else(gone)?;
         let State::Ready { memory, .. } = &entry.state else { return Err(gone()) };
-        let file = memory.lend().map_err(|error| (Refusal::Failed, error.to_string()))?;
+        let file = memory.lease().map_err(|error| (Refusal::Failed, error.to_string()))?;
         let before = std::mem::replace(&mut entry.state, State::absent());
         if let State::Ready { memory, .. } = before {
-            entry.state = State::Lent { memory, uid, lessee };
+            entry.state = State::Leased { memory, uid, lessee };
         }
         Ok((reply, file))
     }
 
     fn held_by(&self, uid: u32) -> u64 {
-        let held = |(index, slot): (usize, &Slot)| {
+        let held = |(index, slot): (usize, &PoolSlot)| {
             (slot.state.holder() == Some(uid)).then(|| self.class_of(index)).flatten()
         };
         self.slots.iter().enumerate().filter_map(held).map(|class| class.size_bytes).sum()
@@ -223,15 +224,15 @@ impl Broker {
     /// Whether a connection has memory.
     pub fn has_any(&self, lessee: Lessee) -> bool {
         self.slots.iter().any(
-            |slot| matches!(&slot.state, State::Lent { lessee: other, .. } if *other == lessee),
+            |slot| matches!(&slot.state, State::Leased { lessee: other, .. } if *other == lessee),
         )
     }
 
-    /// A connection is closed: what was lent over it comes back.
+    /// A connection is closed: what was leased over it comes back.
     pub fn closed(&mut self, lessee: Lessee, now: Instant) {
         for slot in &mut self.slots {
             match std::mem::replace(&mut slot.state, State::absent()) {
-                State::Lent { memory, uid, lessee: other } if other == lessee => {
+                State::Leased { memory, uid, lessee: other } if other == lessee => {
                     self.counters.returns += 1;
                     slot.state = State::Lingering { memory, uid, at: now, wait: RECHECK_MIN };
                 }
@@ -241,12 +242,12 @@ impl Broker {
     }
 
     /// A worker has done something.
-    pub fn done(&mut self, done: Done, now: Instant) {
+    pub fn done(&mut self, done: JobResult, now: Instant) {
         let Some(class) = self.class_of(done.slot) else { return };
         let (size_bytes, has_device) = (class.size_bytes, class.device.is_some());
         let (scrubbed, result) = match done.outcome {
-            Outcome::Memory { scrubbed, result } => (scrubbed, result),
-            Outcome::Pinned { memory, result } => {
+            JobOutcome::Memory { scrubbed, result } => (scrubbed, result),
+            JobOutcome::Pinned { memory, result } => {
                 return self.pinned(done.slot, memory, result, now);
             }
         };
@@ -276,7 +277,7 @@ impl Broker {
                     error_text::chain(&error)
                 );
                 self.counters.failures += 1;
-                if matches!(error, SlotError::NotZero { .. }) {
+                if matches!(error, PoolSlotError::NotZero { .. }) {
                     self.counters.not_zero += 1;
                 }
                 self.back_off(done.slot, now);
@@ -353,7 +354,7 @@ impl Broker {
             let with_device = ["waiting", "pinning"].into_iter().filter(|_| class.device.is_some());
             let all = ["absent", "in_work", "ready", "lent", "lingering"];
             for state in all.into_iter().chain(with_device) {
-                let of_it = |slot: &&Slot| slot.class == index && slot.state.name() == state;
+                let of_it = |slot: &&PoolSlot| slot.class == index && slot.state.name() == state;
                 let count = self.slots.iter().filter(of_it).count();
                 counts.push(SlotCount { class, state, count });
             }

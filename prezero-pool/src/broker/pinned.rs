@@ -43,21 +43,21 @@ pub enum PinnedAnswer {
 type Refused = (Refusal, String);
 
 impl Broker {
-    /// Lends a slot with its device.
+    /// Leases a slot with its device.
     pub fn take_pinned(
         &mut self,
         lessee: Lessee,
         uid: u32,
-        wish: &TakePinned,
+        request: &TakePinned,
         has_waited: bool,
         now: Instant,
     ) -> PinnedAnswer {
-        let lent = match self.find_pinned(uid, wish, has_waited, now) {
+        let leased = match self.find_pinned(uid, request, has_waited, now) {
             Ok(None) => return PinnedAnswer::Later,
-            Ok(Some(slot)) => self.lend_pinned(slot, lessee, uid),
+            Ok(Some(slot)) => self.lease_pinned(slot, lessee, uid),
             Err(refused) => Err(refused),
         };
-        match lent {
+        match leased {
             Ok((reply, files)) => {
                 self.counters.grants += 1;
                 PinnedAnswer::Now(reply, Some(files))
@@ -69,15 +69,15 @@ impl Broker {
         }
     }
 
-    /// The slot to lend; `None` if that is not known yet.
+    /// The slot to lease; `None` if that is not known yet.
     fn find_pinned(
         &mut self,
         uid: u32,
-        wish: &TakePinned,
+        request: &TakePinned,
         has_waited: bool,
         now: Instant,
     ) -> Result<Option<usize>, Refused> {
-        let address = wish.device;
+        let address = request.device;
         let has_device =
             |class: &Class| class.device.as_ref().is_some_and(|device| device.address == address);
         let slot = (0..self.slots.len()).find(|slot| self.class_of(*slot).is_some_and(has_device));
@@ -99,7 +99,7 @@ impl Broker {
         if matches!(state, Some(State::Pinning { .. })) {
             return Ok(None);
         }
-        if let Err(refused) = self.suits(uid, &class, wish) {
+        if let Err(refused) = self.suits(uid, &class, request) {
             self.leave_device(slot, now);
             return Err(refused);
         }
@@ -134,22 +134,22 @@ impl Broker {
         }
     }
 
-    fn suits(&self, uid: u32, class: &Class, wish: &TakePinned) -> Result<(), Refused> {
+    fn suits(&self, uid: u32, class: &Class, request: &TakePinned) -> Result<(), Refused> {
         let layout = RamLayout::default();
-        let fits = class.size_bytes == wish.size_bytes
-            && class.pages.suits(wish.pages)
-            && wish.node.is_none_or(|node| class.node == Some(node))
-            && (layout.hole_start, layout.hole_end) == (wish.hole_start, wish.hole_end);
+        let fits = class.size_bytes == request.size_bytes
+            && class.pages.suits(request.pages)
+            && request.node.is_none_or(|node| class.node == Some(node))
+            && (layout.hole_start, layout.hole_end) == (request.hole_start, request.hole_end);
         if !fits {
             let node =
                 class.node.map_or_else(|| "any node".to_owned(), |node| format!("node {node}"));
             let text = format!(
                 "the slot of device {} has {} bytes of pages '{}' of {node}, and the VM has {} bytes: \
                  it has to be all memory of the VM, of its pages, on its node",
-                wish.device,
+                request.device,
                 class.size_bytes,
                 class.pages.name(),
-                wish.size_bytes
+                request.size_bytes
             );
             return Err((Refusal::NoSuchSlot, text));
         }
@@ -177,7 +177,7 @@ impl Broker {
         };
     }
 
-    fn lend_pinned(
+    fn lease_pinned(
         &mut self,
         slot: usize,
         lessee: Lessee,
@@ -186,9 +186,9 @@ impl Broker {
         let gone = || (Refusal::Failed, "the slot is not there any more".to_owned());
         let entry = self.slots.get_mut(slot).ok_or_else(gone)?;
         match std::mem::replace(&mut entry.state, State::absent()) {
-            State::Ready { memory, owner, prepinned: Some(prepinned) } => match memory.lend() {
+            State::Ready { memory, owner, prepinned: Some(prepinned) } => match memory.lease() {
                 Ok(file) => {
-                    entry.state = State::Lent { memory, uid, lessee };
+                    entry.state = State::Leased { memory, uid, lessee };
                     let Prepinned { iommufd, device, grant } = prepinned;
                     let files = PinnedFiles { memory: file, iommufd, device };
                     Ok((Reply::GrantedPinned(grant), files))

@@ -14,9 +14,9 @@ use memory::pool::{DeviceAddress, PagesWanted, PinnedGrant, SlotPages};
 
 use super::*;
 use crate::config::{Config, SlotDevice};
-use crate::pace::Pace;
-use crate::slot::Means;
-use crate::worker::{Done, Outcome};
+use crate::rate_limit::RateLimit;
+use crate::slot::ZeroingOptions;
+use crate::worker::{JobOutcome, JobResult};
 
 const MIB: u64 = 1 << 20;
 const ALICE: u32 = 1000;
@@ -70,28 +70,32 @@ impl Pool {
         };
         let device = File::from(OwnedFd::from(theirs));
         // As iommufd has.
-        let iommufd = memory.lend().unwrap();
+        let iommufd = memory.lease().unwrap();
         Ok(Prepinned { iommufd, device, grant })
     }
 
     /// One job, as a worker would do it.
     fn work(&mut self) -> bool {
-        let means = Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false };
-        let memory = |scrubbed, result| Outcome::Memory { scrubbed, result };
+        let options = ZeroingOptions {
+            rate_limit: RateLimit::new(None),
+            keep_free_bytes: 0,
+            idle_only: false,
+        };
+        let memory = |scrubbed, result| JobOutcome::Memory { scrubbed, result };
         let (slot, outcome) = match self.broker.next_job() {
             None => return false,
             Some(Job::Build { slot, class }) => {
-                (slot, memory(false, SlotMemory::build(&class, &means)))
+                (slot, memory(false, SlotMemory::build(&class, &options)))
             }
             Some(Job::Scrub { slot, class, memory: old }) => {
-                (slot, memory(true, old.scrub(&class, &means).map(|()| old)))
+                (slot, memory(true, old.scrub(&class, &options).map(|()| old)))
             }
             Some(Job::Pin { slot, memory, .. }) => {
                 let result = self.pin(&memory);
-                (slot, Outcome::Pinned { memory, result })
+                (slot, JobOutcome::Pinned { memory, result })
             }
         };
-        self.broker.done(Done { slot, outcome }, self.now);
+        self.broker.done(JobResult { slot, outcome }, self.now);
         true
     }
 
@@ -104,11 +108,11 @@ impl Pool {
     }
 
     fn take(&mut self, uid: u32) -> PinnedAnswer {
-        self.ask(uid, &wish())
+        self.ask(uid, &request())
     }
 
-    fn ask(&mut self, uid: u32, wish: &TakePinned) -> PinnedAnswer {
-        self.broker.take_pinned(1, uid, wish, false, self.now)
+    fn ask(&mut self, uid: u32, request: &TakePinned) -> PinnedAnswer {
+        self.broker.take_pinned(1, uid, request, false, self.now)
     }
 
     fn state(&self) -> &'static str {
@@ -116,7 +120,7 @@ impl Pool {
     }
 }
 
-fn wish() -> TakePinned {
+fn request() -> TakePinned {
     let layout = RamLayout::default();
     TakePinned {
         size_bytes: 4 * MIB,
@@ -182,7 +186,7 @@ fn a_user_who_is_not_named_gets_nothing_and_disturbs_nobody() {
     pool.settle(0);
     assert_eq!(refusal(&pool.take(EVE)), Some(Refusal::NotAllowed));
     assert_eq!(pool.state(), "ready");
-    let elsewhere = TakePinned { device: "0000:66:00.0".parse().unwrap(), ..wish() };
+    let elsewhere = TakePinned { device: "0000:66:00.0".parse().unwrap(), ..request() };
     assert_eq!(refusal(&pool.ask(ALICE, &elsewhere)), Some(Refusal::NoSuchSlot));
     assert_eq!(pool.state(), "ready");
     // Nor does anybody get its memory alone.
@@ -194,14 +198,14 @@ fn a_user_who_is_not_named_gets_nothing_and_disturbs_nobody() {
 #[test]
 fn whoever_is_refused_finds_the_device_free() {
     for change in [
-        |wish: &mut TakePinned| wish.size_bytes += MIB,
-        |wish: &mut TakePinned| wish.hole_start -= 4096,
-        |wish: &mut TakePinned| wish.pages = PagesWanted::Huge2Mib,
-        |wish: &mut TakePinned| wish.node = Some(0),
+        |request: &mut TakePinned| request.size_bytes += MIB,
+        |request: &mut TakePinned| request.hole_start -= 4096,
+        |request: &mut TakePinned| request.pages = PagesWanted::Huge2Mib,
+        |request: &mut TakePinned| request.node = Some(0),
     ] {
         let mut pool = Pool::new();
         pool.settle(0);
-        let mut other = wish();
+        let mut other = request();
         change(&mut other);
         assert_eq!(refusal(&pool.ask(ALICE, &other)), Some(Refusal::NoSuchSlot));
         assert!(pool.is_device_free());
@@ -242,7 +246,7 @@ fn who_asks_while_the_pool_has_the_device_in_its_hands_waits() {
     assert!(matches!(pool.take(ALICE), PinnedAnswer::Later));
     assert!(matches!(pool.take(ALICE), PinnedAnswer::Later));
     pool.work();
-    let answer = pool.broker.take_pinned(1, ALICE, &wish(), true, pool.now);
+    let answer = pool.broker.take_pinned(1, ALICE, &request(), true, pool.now);
     drop(granted(answer));
 
     let mut pool = Pool::new();
@@ -250,7 +254,7 @@ fn who_asks_while_the_pool_has_the_device_in_its_hands_waits() {
     pool.settle(0);
     assert!(matches!(pool.take(ALICE), PinnedAnswer::Later));
     pool.work();
-    let answer = pool.broker.take_pinned(1, ALICE, &wish(), true, pool.now);
+    let answer = pool.broker.take_pinned(1, ALICE, &request(), true, pool.now);
     assert_eq!(refusal(&answer), Some(Refusal::Empty), "tried for ever");
 }
 

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use memory::pool::{PagesWanted, SlotPages};
 
 use super::*;
-use crate::pace::Pace;
-use crate::slot::Means;
+use crate::rate_limit::RateLimit;
+use crate::slot::ZeroingOptions;
 
 const MIB: u64 = 1 << 20;
 const OWN: u32 = 7;
@@ -32,8 +32,12 @@ fn config(slots: &[(u64, SlotPages, u32)], limit: u64) -> Config {
     config
 }
 
-fn memory_done(slot: usize, scrubbed: bool, result: Result<SlotMemory, SlotError>) -> Done {
-    Done { slot, outcome: Outcome::Memory { scrubbed, result } }
+fn memory_done(
+    slot: usize,
+    scrubbed: bool,
+    result: Result<SlotMemory, PoolSlotError>,
+) -> JobResult {
+    JobResult { slot, outcome: JobOutcome::Memory { scrubbed, result } }
 }
 
 /// Does all work that is due an hour after the last time, as workers would.
@@ -41,7 +45,8 @@ fn settle(broker: &mut Broker) {
     static HOUR: AtomicU64 = AtomicU64::new(0);
     let hour = HOUR.fetch_add(1, Ordering::Relaxed);
     let later = Instant::now() + Duration::from_secs(3600 * hour);
-    let means = Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false };
+    let options =
+        ZeroingOptions { rate_limit: RateLimit::new(None), keep_free_bytes: 0, idle_only: false };
     for _ in 0..100 {
         broker.tick(later);
         let mut idle = true;
@@ -49,10 +54,10 @@ fn settle(broker: &mut Broker) {
             idle = false;
             let done = match job {
                 Job::Build { slot, class } => {
-                    memory_done(slot, false, SlotMemory::build(&class, &means))
+                    memory_done(slot, false, SlotMemory::build(&class, &options))
                 }
                 Job::Scrub { slot, class, memory } => {
-                    memory_done(slot, true, memory.scrub(&class, &means).map(|()| memory))
+                    memory_done(slot, true, memory.scrub(&class, &options).map(|()| memory))
                 }
                 Job::Pin { .. } => panic!("no slot has a device"),
             };
@@ -71,7 +76,7 @@ fn broker(slots: &[(u64, SlotPages, u32)], limit: u64) -> Broker {
     broker
 }
 
-fn wish(mib: u64) -> Take {
+fn request(mib: u64) -> Take {
     Take { size_bytes: mib * MIB, pages: PagesWanted::Small, node: None }
 }
 
@@ -87,61 +92,61 @@ fn count(broker: &Broker, state: &str) -> usize {
 }
 
 #[test]
-fn the_smallest_slot_that_fits_is_lent() {
+fn the_smallest_slot_that_fits_is_leased() {
     let slots = [(6 * MIB, SlotPages::Small, 1), (4 * MIB, SlotPages::Small, 1)];
     let mut broker = broker(&slots, 64 * MIB);
-    let (reply, file) = broker.take(1, ALICE, &wish(4));
+    let (reply, file) = broker.take(1, ALICE, &request(4));
     assert_eq!(reply, Reply::Granted { size_bytes: 4 * MIB, pages: SlotPages::Small });
     assert_eq!(file.unwrap().metadata().unwrap().len(), 4 * MIB);
-    let (reply, _) = broker.take(1, ALICE, &wish(4));
+    let (reply, _) = broker.take(1, ALICE, &request(4));
     assert_eq!(reply, Reply::Granted { size_bytes: 6 * MIB, pages: SlotPages::Small });
-    assert_eq!(refusal(&broker.take(1, ALICE, &wish(4)).0), Some(Refusal::Empty));
+    assert_eq!(refusal(&broker.take(1, ALICE, &request(4)).0), Some(Refusal::Empty));
     // Half as much again is the most that may be wasted.
-    assert_eq!(refusal(&broker.take(1, ALICE, &wish(2)).0), Some(Refusal::NoSuchSlot));
-    assert_eq!(refusal(&broker.take(1, ALICE, &wish(8)).0), Some(Refusal::NoSuchSlot));
-    let huge = Take { pages: PagesWanted::Huge2Mib, ..wish(4) };
+    assert_eq!(refusal(&broker.take(1, ALICE, &request(2)).0), Some(Refusal::NoSuchSlot));
+    assert_eq!(refusal(&broker.take(1, ALICE, &request(8)).0), Some(Refusal::NoSuchSlot));
+    let huge = Take { pages: PagesWanted::Huge2Mib, ..request(4) };
     assert_eq!(refusal(&broker.take(1, ALICE, &huge).0), Some(Refusal::NoSuchSlot));
-    let elsewhere = Take { node: Some(3), ..wish(4) };
+    let elsewhere = Take { node: Some(3), ..request(4) };
     assert_eq!(refusal(&broker.take(1, ALICE, &elsewhere).0), Some(Refusal::NoSuchSlot));
 }
 
 #[test]
 fn a_user_has_no_more_than_the_limit_even_while_memory_lingers() {
     let mut broker = broker(&[(4 * MIB, SlotPages::Small, 3)], 4 * MIB);
-    let (reply, held) = broker.take(1, ALICE, &wish(4));
+    let (reply, held) = broker.take(1, ALICE, &request(4));
     assert_eq!(refusal(&reply), None);
-    assert_eq!(refusal(&broker.take(2, ALICE, &wish(4)).0), Some(Refusal::OverLimit));
-    assert_eq!(refusal(&broker.take(3, BOB, &wish(4)).0), None);
-    assert_eq!(refusal(&broker.take(4, OWN, &wish(4)).0), None);
+    assert_eq!(refusal(&broker.take(2, ALICE, &request(4)).0), Some(Refusal::OverLimit));
+    assert_eq!(refusal(&broker.take(3, BOB, &request(4)).0), None);
+    assert_eq!(refusal(&broker.take(4, OWN, &request(4)).0), None);
     // The connection is gone, and somebody still has the memory.
     broker.closed(1, Instant::now());
     settle(&mut broker);
     assert_eq!(count(&broker, "lingering"), 1);
-    assert_eq!(refusal(&broker.take(5, ALICE, &wish(4)).0), Some(Refusal::OverLimit));
+    assert_eq!(refusal(&broker.take(5, ALICE, &request(4)).0), Some(Refusal::OverLimit));
     drop(held);
     settle(&mut broker);
-    assert_eq!(refusal(&broker.take(6, ALICE, &wish(4)).0), None);
+    assert_eq!(refusal(&broker.take(6, ALICE, &request(4)).0), None);
 }
 
 #[test]
 fn what_comes_back_is_zero_again_and_only_for_the_same_user() {
     let mut broker = broker(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
     let mut bytes = vec![1; 4 << 20];
-    let (_, file) = broker.take(1, ALICE, &wish(4));
+    let (_, file) = broker.take(1, ALICE, &request(4));
     file.unwrap().write_all_at(&bytes, 0).unwrap();
     broker.closed(1, Instant::now());
     settle(&mut broker);
     assert_eq!((broker.counters.scrubbed_bytes, broker.counters.returns), (4 * MIB, 1));
     // Another user waits until the memory has gone back to the kernel.
-    assert_eq!(refusal(&broker.take(2, BOB, &wish(4)).0), Some(Refusal::Empty));
+    assert_eq!(refusal(&broker.take(2, BOB, &request(4)).0), Some(Refusal::Empty));
     settle(&mut broker);
     assert_eq!(broker.counters.built_bytes, 8 * MIB);
-    let (_, file) = broker.take(2, BOB, &wish(4));
+    let (_, file) = broker.take(2, BOB, &request(4));
     file.unwrap().read_exact_at(&mut bytes, 0).unwrap();
     assert!(memory::is_zero(&bytes));
     broker.closed(2, Instant::now());
     settle(&mut broker);
-    let (_, file) = broker.take(3, BOB, &wish(4));
+    let (_, file) = broker.take(3, BOB, &request(4));
     file.unwrap().read_exact_at(&mut bytes, 0).unwrap();
     assert!(memory::is_zero(&bytes));
 }
@@ -149,7 +154,7 @@ fn what_comes_back_is_zero_again_and_only_for_the_same_user() {
 #[test]
 fn memory_that_somebody_still_has_is_not_touched() {
     let mut broker = broker(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
-    let (_, file) = broker.take(1, ALICE, &wish(4));
+    let (_, file) = broker.take(1, ALICE, &request(4));
     let file = file.unwrap();
     file.write_all_at(b"alive", 4096).unwrap();
     // As after a local migration: the first user is gone, the second has the descriptor.
@@ -168,14 +173,15 @@ fn memory_that_somebody_still_has_is_not_touched() {
 #[test]
 fn memory_that_cannot_be_made_is_tried_again_later_and_later() {
     let mut broker = Broker::new(config(&[(1 << 45, SlotPages::Huge2Mib, 1)], 0), OWN);
-    let means = Means { pace: Pace::new(None), keep_free_bytes: 0, idle_only: false };
+    let options =
+        ZeroingOptions { rate_limit: RateLimit::new(None), keep_free_bytes: 0, idle_only: false };
     let mut waits = Vec::new();
     let mut now = Instant::now();
     for _ in 0..3 {
         let next = broker.tick(now);
         assert_eq!(next, None);
         let Some(Job::Build { slot, class }) = broker.next_job() else { panic!("no job") };
-        let result = SlotMemory::build(&class, &means);
+        let result = SlotMemory::build(&class, &options);
         assert!(result.is_err());
         broker.done(memory_done(slot, false, result), now);
         let at = broker.tick(now).unwrap();

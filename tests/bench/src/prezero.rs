@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use memory::pool::{PagesWanted, PoolConnection, PoolMemory, Take};
-use memory::{Given, GuestRam, RamConfig, RamLayout, ZoneSpec};
+use memory::{GuestRam, ProvidedFile, RamConfig, RamLayout, ZoneSpec};
 use tempfile::TempDir;
 
 use crate::child::Killed;
@@ -174,9 +174,9 @@ fn hand_over(pool: &Pool) -> Result<Samples, Box<dyn Error>> {
         let (connection, memory) = pool.take(mib)?;
         let handed = ms(start);
         let zone = ZoneSpec { shared: true, ..ZoneSpec::new("bench", mib << 20) };
-        let given = [Given::prezeroed("bench", Arc::new(memory.file), connection)];
+        let given = [ProvidedFile::prezeroed("bench", Arc::new(memory.file), connection)];
         let config = RamConfig { zones: vec![zone] };
-        let ram = GuestRam::with_given(&config, RamLayout::default(), &given)?;
+        let ram = GuestRam::with_provided(&config, RamLayout::default(), &given)?;
         let mapped = ms(start);
         drop(given);
         if let (Some(all), Some(with)) =

@@ -93,7 +93,7 @@ fn prefault_info(status: PrefaultStatus) -> PrefaultInfo {
         Some(PrefaultEnd::Cancelled) => (PrefaultState::Cancelled, None),
         Some(PrefaultEnd::Failed(why)) => (PrefaultState::Failed, Some(why)),
     };
-    let memory::Progress { done_bytes, total_bytes } = status.progress;
+    let memory::PrefaultProgress { done_bytes, total_bytes } = status.progress;
     PrefaultInfo { state, done_bytes, total_bytes, error }
 }
 

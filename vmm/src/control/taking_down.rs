@@ -105,7 +105,7 @@ impl Vmm {
         };
         emit("rebooting");
         let Vm::Live(machine) = &mut self.vm else { return Next::Continue };
-        let (consoles, files) = (machine.consoles().clone(), machine.ram().held_files());
+        let (consoles, files) = (machine.consoles().clone(), machine.ram().locked_files());
         let mut disks = machine.keep_disks();
         let going = disks.not_in(&config);
         let kept = Box::new(KeptOverReboot { disks, files });

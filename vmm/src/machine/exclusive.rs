@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use devices::virtio::block::{BlockConfig, DiskError, DiskLock};
 use devices::virtio::net::TapError;
-use memory::HeldFile;
+use memory::LockedFile;
 use thiserror::Error;
 
 use super::virtio::VirtioDevices;
@@ -103,7 +103,7 @@ pub struct KeptOverReboot {
     /// Images of its disks.
     pub disks: KeptDisks,
     /// Files of its memory.
-    pub files: Vec<HeldFile>,
+    pub files: Vec<LockedFile>,
 }
 
 /// Open images with their locks, on their way from one machine to the next one in the same process.

@@ -54,7 +54,7 @@ impl Machine {
         self.vcpus.pause_all()?;
         let given = held.into_iter().try_for_each(|(index, msr)| {
             let number = self.topology.apic_id(u32::try_from(index).unwrap_or(u32::MAX));
-            Ok(self.vcpus.on_one(number, move |vcpu| vcpu.give_back(msr))??)
+            Ok(self.vcpus.on_one(number, move |vcpu| vcpu.restore_msr(msr))??)
         });
         if !self.paused {
             self.vcpus.resume_all();

@@ -55,7 +55,7 @@ use hypervisor::{
     ThreadsError, Vcpu, VcpuStateError, VcpuThreads, Vm,
 };
 use kvm_bindings::CpuId;
-use memory::{Collapse, FirstContents, Given, GuestRam, Origin};
+use memory::{Collapse, GuestRam, InitialContents, ProvidedFile, RamSources};
 use pci::{
     ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciError, PciSegment, PciStateError,
 };
@@ -412,9 +412,9 @@ impl Machine {
         disks::settle_formats(&mut config).map_err(VirtioError::from)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
-        let given = slot.iter().map(PrepinnedSlot::memory).collect();
-        let held = std::mem::take(&mut kept.files);
-        let origin = Origin { given, held, contents: FirstContents::AsFound };
+        let provided = slot.iter().map(PrepinnedSlot::memory).collect();
+        let locked = std::mem::take(&mut kept.files);
+        let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
         let ram = ram::make(&config.memory, bits, origin, give_up)?;
         let basis = Basis { ram, opening: Opening::Meanwhile, slot, kept: &mut kept.disks };
         let supported = host.supported(&config.cpus)?;
@@ -490,12 +490,12 @@ impl Machine {
         config: &VmConfig,
         host: &Host,
         given: &[(String, Arc<File>)],
-        contents: FirstContents,
+        contents: InitialContents,
     ) -> Result<Arc<GuestRam>, MachineError> {
         passthrough::check_config(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        let given = given.iter().map(|(zone, file)| Given::file(zone, Arc::clone(file)));
-        let origin = Origin { given: given.collect(), held: Vec::new(), contents };
+        let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
+        let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
         Ok(ram::make(&config.memory, bits, origin, &GiveUp::default())?)
     }
 

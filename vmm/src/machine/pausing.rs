@@ -146,13 +146,13 @@ impl Machine {
             let left = until.saturating_duration_since(Instant::now());
             match self.vcpus.pause_all_within(left.min(VCPUS_TIME_MIN)) {
                 Ok(()) => return Ok(()),
-                Err(ThreadsError::Slow { .. }) if is_given_up() => {
+                Err(ThreadsError::Timeout { .. }) if is_given_up() => {
                     return Err(MachineError::PauseWithdrawn);
                 }
-                Err(ThreadsError::Slow { index, .. }) if left <= VCPUS_TIME_MIN => {
-                    return Err(ThreadsError::Slow { index, within }.into());
+                Err(ThreadsError::Timeout { index, .. }) if left <= VCPUS_TIME_MIN => {
+                    return Err(ThreadsError::Timeout { index, within }.into());
                 }
-                Err(ThreadsError::Slow { .. }) => {}
+                Err(ThreadsError::Timeout { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
         }

@@ -9,8 +9,8 @@ use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use memory::room::NoRoom;
-use memory::{GuestRam, Notice, PrefaultError, PrefaultOptions, Progress};
+use memory::available::InsufficientMemory;
+use memory::{GuestRam, PrefaultError, PrefaultEvent, PrefaultOptions, PrefaultProgress};
 
 use super::GiveUp;
 use crate::config::{MemoryConfig, Prefault};
@@ -34,7 +34,7 @@ pub enum PrefaultEnd {
 #[derive(Clone, Debug)]
 pub struct PrefaultStatus {
     /// In bytes.
-    pub progress: Progress,
+    pub progress: PrefaultProgress,
     /// Nothing while it goes on.
     pub end: Option<PrefaultEnd>,
 }
@@ -46,12 +46,12 @@ pub struct Background {
     end: Arc<Mutex<Option<PrefaultEnd>>>,
 }
 
-fn percent(progress: Progress) -> u64 {
-    let Progress { done_bytes, total_bytes } = progress;
+fn percent(progress: PrefaultProgress) -> u64 {
+    let PrefaultProgress { done_bytes, total_bytes } = progress;
     done_bytes.saturating_mul(100).checked_div(total_bytes).unwrap_or(100)
 }
 
-fn emit(event: &'static str, mode: &str, progress: Progress) {
+fn emit(event: &'static str, mode: &str, progress: PrefaultProgress) {
     let (percent, done) = (percent(progress).to_string(), progress.done_bytes.to_string());
     let total = progress.total_bytes.to_string();
     let properties: &[(&'static str, &str)] =
@@ -78,30 +78,30 @@ fn start(
     }
     let mode = if when == Prefault::Background { "background" } else { "boot" };
     let total_bytes = regions.iter().map(|region| region.len_bytes()).sum();
-    emit("prefault-started", mode, Progress { done_bytes: 0, total_bytes });
+    emit("prefault-started", mode, PrefaultProgress { done_bytes: 0, total_bytes });
     let end = Arc::new(Mutex::new(None));
     let told_percent = AtomicU64::new(0);
     let ended = Arc::clone(&end);
     let note = move |end| {
         *ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(end);
     };
-    let watcher = move |notice: Notice<'_>| match notice {
-        Notice::Progress(progress) => {
+    let watcher = move |notice: PrefaultEvent<'_>| match notice {
+        PrefaultEvent::Progress(progress) => {
             let step = percent(progress) / STEP_PERCENT * STEP_PERCENT;
             // The end has an event of its own.
             if step < 100 && told_percent.fetch_max(step, Ordering::Relaxed) < step {
                 emit("prefault-progress", mode, progress);
             }
         }
-        Notice::Completed(progress) => {
+        PrefaultEvent::Completed(progress) => {
             note(PrefaultEnd::Completed);
             emit("prefault-completed", mode, progress);
         }
-        Notice::Cancelled(progress) => {
+        PrefaultEvent::Cancelled(progress) => {
             note(PrefaultEnd::Cancelled);
             emit("prefault-cancelled", mode, progress);
         }
-        Notice::Failed(error) => {
+        PrefaultEvent::Failed(error) => {
             let why = error_text::chain(error);
             log::warn!("guest memory is not populated any further: {why}");
             events::emit("vm", "prefault-failed", &[("mode", mode), ("error", &why)]);
@@ -111,7 +111,7 @@ fn start(
     let threads = config.prefault_threads.and_then(|count| usize::try_from(count).ok());
     let options = PrefaultOptions {
         threads: threads.and_then(NonZeroUsize::new),
-        watcher: Some(Arc::new(watcher)),
+        observer: Some(Arc::new(watcher)),
         ..PrefaultOptions::default()
     };
     Ok(Some(Background { engine: memory::Prefault::start(&regions, &options)?, end }))
@@ -122,10 +122,10 @@ fn start(
 ///
 /// # Errors
 /// Who has too little.
-pub fn check_room(ram: &GuestRam, zones: &[(String, Prefault)]) -> Result<(), NoRoom> {
+pub fn check_room(ram: &GuestRam, zones: &[(String, Prefault)]) -> Result<(), InsufficientMemory> {
     let asks = |id: &str| zones.iter().any(|(zone, wish)| zone == id && *wish != Prefault::Off);
     let asking = ram.regions().iter().filter(|region| asks(region.zone_id()));
-    memory::check_room(&asking.cloned().collect::<Vec<_>>())
+    memory::check_available(&asking.cloned().collect::<Vec<_>>())
 }
 
 /// Populates what is to be there before the guest runs, and waits for it unless it is to be given up.

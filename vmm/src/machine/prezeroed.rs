@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use memory::pool::{PagesWanted, PoolConnection, PoolError, Take};
-use memory::{Backing, Given, HugePageSize, ZoneSpec};
+use memory::{Backing, HugePageSize, ProvidedFile, ZoneSpec};
 
 use crate::events;
 
@@ -53,7 +53,7 @@ pub fn warn(zone: &str, error: &dyn std::error::Error) {
 }
 
 /// Takes memory for the zones that name a pool. What cannot be had is said and left out.
-pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<Given> {
+pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
     let mut pools = Pools::default();
     let mut all = Vec::new();
     for (zone, socket) in zones {
@@ -70,7 +70,7 @@ pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<Given> {
                 let properties =
                     [("zone", zone.id.as_str()), ("bytes", &size), ("pages", memory.pages.name())];
                 events::emit("vm", "prezeroed-taken", &properties);
-                all.push(Given::prezeroed(&zone.id, Arc::new(memory.file), pool));
+                all.push(ProvidedFile::prezeroed(&zone.id, Arc::new(memory.file), pool));
             }
             // Said for the zone before.
             Ok(None) => {}

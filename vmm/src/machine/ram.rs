@@ -8,10 +8,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use arch::layout;
-use hypervisor::{KvmError, SlotConfig, SlotError, Vm};
+use hypervisor::{KvmError, MemslotConfig, MemslotError, Vm};
 use memory::{
-    Backing, BackingError, FirstContents, GuestRam, HugePageSize, Origin, PrefaultError, RamConfig,
-    RamError, RamLayout, RamRegion, ZoneSpec,
+    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PrefaultError, RamConfig,
+    RamError, RamLayout, RamRegion, RamSources, ZoneSpec,
 };
 use thiserror::Error;
 
@@ -35,7 +35,7 @@ pub enum MachineRamError {
     Prefault(#[source] PrefaultError),
     /// KVM does not take it.
     #[error("KVM does not take guest memory")]
-    Slot(#[source] SlotError),
+    Slot(#[source] MemslotError),
     /// KVM would wait for pages that it was refused.
     #[error("KVM cannot be kept from asynchronous page faults, as fault_source=sigbus needs")]
     AsyncFaults(#[source] KvmError),
@@ -164,10 +164,10 @@ pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, M
 pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
-    mut origin: Origin,
+    mut origin: RamSources,
     give_up: &GiveUp,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
-    let populate = origin.contents == FirstContents::AsFound;
+    let populate = origin.contents == InitialContents::AsFound;
     let zones = zones(config);
     let mut specs =
         zones.iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<Vec<_>, _>>()?;
@@ -179,11 +179,11 @@ pub fn make(
     if populate {
         // Contents that arrive want memory that is not there yet.
         let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
-        let is_there = |zone: &ZoneSpec| origin.given.iter().any(|file| file.zone() == zone.id);
+        let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
         let wishes: Vec<_> =
             specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
         let taken = prezeroed::take(&wishes);
-        origin.given.extend(taken);
+        origin.provided.extend(taken);
     }
     let ram = with_origin(&RamConfig { zones: specs }, layout, origin)?;
     for warning in ram.warnings() {
@@ -203,16 +203,16 @@ pub fn make(
 fn with_origin(
     config: &RamConfig,
     layout: RamLayout,
-    mut origin: Origin,
+    mut origin: RamSources,
 ) -> Result<GuestRam, MachineRamError> {
     loop {
-        let error = match GuestRam::with_origin(config, layout, &origin) {
+        let error = match GuestRam::with_sources(config, layout, &origin) {
             Ok(ram) => return Ok(ram),
             Err(error) => error,
         };
-        let files = &mut origin.given;
+        let files = &mut origin.provided;
         let unfit = match &error {
-            RamError::Backing(BackingError::GivenFile { zone, .. }) => {
+            RamError::Backing(BackingError::ProvidedFile { zone, .. }) => {
                 files.iter().position(|file| file.zone() == zone && file.is_prezeroed())
             }
             _ => None,
@@ -235,7 +235,7 @@ pub fn attach(vm: &Vm, ram: &Arc<GuestRam>) -> Result<(), MachineRamError> {
         vm.keep_halted_vcpus_in_guest().map_err(MachineRamError::AsyncFaults)?;
     }
     for (slot, region) in (0_u32..).zip(ram.regions()) {
-        let config = SlotConfig {
+        let config = MemslotConfig {
             slot,
             gpa: region.gpa(),
             hva: region.slot_addr(),

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hypervisor::ClockPolicy;
-use memory::FirstContents;
+use memory::InitialContents;
 use vm_migration::VmError;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
@@ -118,7 +118,8 @@ impl DestinationBuilder for ArrivingBuilder {
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         // Without rules only the source has named the files: one that holds something is not its to empty.
         let ruled = self.rules.is_some();
-        let contents = if ruled { FirstContents::Nothing } else { FirstContents::NothingToLose };
+        let contents =
+            if ruled { InitialContents::Nothing } else { InitialContents::NothingToLose };
         let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
         self.faults.prepare(&ram, &common_cpuid)?;
         let memory = Arc::new(MigratingRam::new(ram)?);

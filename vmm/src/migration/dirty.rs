@@ -9,7 +9,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use hypervisor::{DirtyLogSource, ManualDirtyLog, SlotError, Vm};
+use hypervisor::{DirtyLogSource, ManualDirtyLog, MemslotError, Vm};
 use memory::GuestRam;
 use pci::vfio::migration::DmaLog;
 use vm_migration::VmError;
@@ -39,7 +39,7 @@ impl MachineDirtyLog {
         vm: Vm,
         ram: Arc<GuestRam>,
         watch_dma: impl FnOnce() -> Vec<DmaLog>,
-    ) -> Result<Self, SlotError> {
+    ) -> Result<Self, MemslotError> {
         ram.track_device_writes(true);
         let noted = ram.regions().iter().map(|_| Mutex::new(Vec::new())).collect();
         let log = Self { vm, ram, noted, dma: watch_dma() };

@@ -12,7 +12,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use hypervisor::{
-    CpuidEntry, FaultAction, FaultTraceError, FaultTracer, FaultedAccess, FaultedAt, SlotError,
+    CpuidEntry, FaultAction, FaultTraceError, FaultTracer, FaultedAccess, FaultedAt, MemslotError,
     UserfaultBitmap, Vm,
 };
 use memory::{AccessError, GuestRam, ZoneKind};
@@ -68,7 +68,7 @@ pub enum FaultSetupError {
     Uffd(#[from] UffdError),
     /// KVM's bitmaps.
     #[error("pages cannot be marked as missing for KVM")]
-    Marks(#[from] SlotError),
+    Marks(#[from] MemslotError),
     /// Memory for them.
     #[error("there is no memory for the marks of missing pages")]
     Bitmap(#[source] io::Error),

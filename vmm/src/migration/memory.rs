@@ -147,7 +147,7 @@ unsafe impl GuestMemoryMap for MigratingRam {
     }
 
     fn discard(&self, run: PageRun) -> io::Result<()> {
-        self.ram.discard(run.region, &bytes(&(run.first..run.end()))).map_err(to_io)
+        self.ram.discard_in_region(run.region, &bytes(&(run.first..run.end()))).map_err(to_io)
     }
 
     fn make_zero(&self, run: PageRun) -> io::Result<()> {

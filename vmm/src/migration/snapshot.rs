@@ -13,7 +13,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use hypervisor::ClockPolicy;
-use memory::{FirstContents, Prefault, PrefaultError, PrefaultOptions};
+use memory::{InitialContents, Prefault, PrefaultError, PrefaultOptions};
 use thiserror::Error;
 use vm_migration::Cancel;
 use vm_migration::snapshot::{
@@ -235,11 +235,11 @@ fn restore_from(
     host.check_shown(&config, &state.shown, &first.unwrap_or_default())
         .map_err(RestoreCause::State)?;
     let consoles = Consoles::open(&mut config)?;
-    let ram = Machine::arriving_ram(&config, host, &[], FirstContents::Nothing)
+    let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing)
         .map_err(RestoreCause::Make)?;
     if wishes.prefault {
         // All of it is to be there at the end, so it is better to know at the begin that it cannot be.
-        memory::check_room(ram.regions()).map_err(PrefaultError::from)?;
+        memory::check_available(ram.regions()).map_err(PrefaultError::from)?;
     }
     let memory = Arc::new(MigratingRam::new(Arc::clone(&ram))?);
     let machine =

@@ -9,18 +9,18 @@ use super::shared::Shared;
 use crate::virtio::Counters;
 use crate::virtio::counters::Counter;
 
-/// What the device has done.
+/// What the device has operations.
 #[derive(Debug, Default)]
-pub(super) struct Done {
+pub(super) struct OperationCounters {
     pub(super) inflated_pages: Counter,
     pub(super) deflated_pages: Counter,
-    /// Bytes of the balloon that were given back to the host.
+    /// Bytes of the balloon that were discarded.
     pub(super) inflated_given_back_bytes: Counter,
     pub(super) reported_bytes: Counter,
     pub(super) reported_given_back_bytes: Counter,
     /// Calls that gave memory back, to be compared with the bytes.
     pub(super) runs: Counter,
-    /// Bytes that could not be given back when they were offered.
+    /// Bytes that could not be discarded when they were offered.
     pub(super) deferred_bytes: Counter,
     pub(super) hinted_bytes: Counter,
     /// Pages that are no RAM, or not in one piece.
@@ -34,20 +34,20 @@ pub struct BalloonCounters(pub(super) Weak<Shared>);
 impl Counters for BalloonCounters {
     fn counters(&self) -> BTreeMap<&'static str, u64> {
         let Some(shared): Option<Arc<Shared>> = self.0.upgrade() else { return BTreeMap::new() };
-        let done = &shared.done;
+        let operations = &shared.counters;
         let mut counters = BTreeMap::from([
             ("target_bytes", shared.target_bytes()),
             ("actual_bytes", shared.actual_bytes()),
-            ("inflated_pages", done.inflated_pages.get()),
-            ("deflated_pages", done.deflated_pages.get()),
-            ("inflated_given_back_bytes", done.inflated_given_back_bytes.get()),
-            ("reported_bytes", done.reported_bytes.get()),
-            ("reported_given_back_bytes", done.reported_given_back_bytes.get()),
-            ("give_back_calls", done.runs.get()),
-            ("deferred_bytes", done.deferred_bytes.get()),
-            ("hinted_bytes", done.hinted_bytes.get()),
-            ("rejected_pages", done.rejected_pages.get()),
-            ("give_back_failures", done.failures.get()),
+            ("inflated_pages", operations.inflated_pages.get()),
+            ("deflated_pages", operations.deflated_pages.get()),
+            ("inflated_given_back_bytes", operations.inflated_given_back_bytes.get()),
+            ("reported_bytes", operations.reported_bytes.get()),
+            ("reported_given_back_bytes", operations.reported_given_back_bytes.get()),
+            ("give_back_calls", operations.runs.get()),
+            ("deferred_bytes", operations.deferred_bytes.get()),
+            ("hinted_bytes", operations.hinted_bytes.get()),
+            ("rejected_pages", operations.rejected_pages.get()),
+            ("give_back_failures", operations.failures.get()),
         ]);
         counters.extend(shared.statistics().named());
         counters

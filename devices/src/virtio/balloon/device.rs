@@ -12,11 +12,11 @@ use thiserror::Error;
 use virtio_queue::QueueState;
 
 use super::counters::BalloonCounters;
-use super::hinting::{End, FreePageHints};
+use super::hinting::{FreePageHints, HintingEnd};
 use super::queues::Queues;
 use super::shared::{Driver, Shared};
 use super::statistics::Statistics;
-use super::target::Staged;
+use super::target::StagedTarget;
 use super::worker::BalloonWorker;
 use super::{
     F_DEFLATE_ON_OOM, F_DEVICE_INIT_ON_INFLATE, F_DEVICE_INIT_REPORTED, F_FREE_PAGE_HINT,
@@ -127,7 +127,7 @@ impl BalloonHandle {
         self.shared.statistics()
     }
 
-    /// Memory that is in the balloon and could not be given back before may be given back now.
+    /// Memory that is in the balloon and could not be discarded before may be discarded now.
     pub fn retry(&self) {
         // A full counter also means that the thread will look.
         let _ = self.shared.retry().write(1);
@@ -174,7 +174,7 @@ impl Balloon {
         let full_bytes = ram.total_bytes().saturating_add(config.coming_bytes);
         let features = offered(&config, &ram);
         let shared = Arc::new(Shared::new(ram).map_err(BalloonError::Resource)?);
-        shared.stage(Staged::new(wanted_pages, full_bytes));
+        shared.stage(StagedTarget::new(wanted_pages, full_bytes));
         Ok(Self { config, features, shared, workers: Workers::default() })
     }
 
@@ -254,9 +254,9 @@ impl VirtioDevice for Balloon {
     fn reset(&mut self) {
         self.shared.set_driver(None);
         self.workers.stop();
-        self.shared.hinting.end(End::Reset);
+        self.shared.hinting.end(HintingEnd::Reset);
         // The driver has forgotten what it had in the balloon, and asks for nothing before it uses it.
-        self.shared.ram.take_back(&(0..u64::MAX));
+        self.shared.ram.repin(&(0..u64::MAX));
         self.shared.change_config(|config| {
             config.actual_pages = 0;
             config.poison = 0;

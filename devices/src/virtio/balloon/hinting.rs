@@ -8,9 +8,9 @@
 //! has logged writes since before the command.
 //!
 //! ```text
-//!   Idle -- ask --> Asked -- id from the driver --> Telling -- stop from the driver --> Told
-//!    ^                |                                |                                  |
-//!    +---- done, reset+--------------------------------+----------------------------------+
+//!   Idle -- ask --> Requested -- id from the driver --> Receiving -- stop from the driver --> Complete
+//!    ^                  |                                   |                                    |
+//!    +---- done, reset--+-----------------------------------+------------------------------------+
 //! ```
 
 use std::io;
@@ -33,9 +33,9 @@ const FIRST: u32 = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Idle,
-    Asked,
-    Telling,
-    Told,
+    Requested,
+    Receiving,
+    Complete,
 }
 
 struct State {
@@ -93,7 +93,7 @@ impl Hinting {
         let maps = Arc::new(maps);
         state.last = state.last.checked_add(1).unwrap_or(FIRST);
         state.command = state.last;
-        state.stage = Stage::Asked;
+        state.stage = Stage::Requested;
         state.maps = Some(Arc::clone(&maps));
         Some(maps)
     }
@@ -103,8 +103,8 @@ impl Hinting {
         let mut state = self.lock();
         let current = command == state.command;
         state.stage = match state.stage {
-            Stage::Asked if current => Stage::Telling,
-            Stage::Telling if command == STOP => Stage::Told,
+            Stage::Requested if current => Stage::Receiving,
+            Stage::Receiving if command == STOP => Stage::Complete,
             // A late answer to an earlier command; or one that says nothing new.
             stage => stage,
         };
@@ -115,17 +115,17 @@ impl Hinting {
     /// The maps that take hints now.
     pub(super) fn taking(&self) -> Option<Arc<Vec<PageBitmap>>> {
         let state = self.lock();
-        state.maps.clone().filter(|_| state.stage == Stage::Telling)
+        state.maps.clone().filter(|_| state.stage == Stage::Receiving)
     }
 
     /// Nobody wants hints any more.
-    pub(super) fn end(&self, command_is: End) {
+    pub(super) fn end(&self, command_is: HintingEnd) {
         let mut state = self.lock();
         state.stage = Stage::Idle;
         state.maps = None;
         state.command = match command_is {
-            End::Done => DONE,
-            End::Reset => STOP,
+            HintingEnd::Done => DONE,
+            HintingEnd::Reset => STOP,
         };
         drop(state);
         self.changed.notify_all();
@@ -133,16 +133,17 @@ impl Hinting {
 
     /// Waits until the driver has told all that it has to tell; false if that takes longer.
     fn wait_told(&self, limit: Duration) -> bool {
-        let going_on = |state: &mut State| matches!(state.stage, Stage::Asked | Stage::Telling);
+        let going_on =
+            |state: &mut State| matches!(state.stage, Stage::Requested | Stage::Receiving);
         let waited = self.changed.wait_timeout_while(self.lock(), limit, going_on);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        state.stage == Stage::Told
+        state.stage == Stage::Complete
     }
 }
 
 /// What a driver finds when nobody wants hints any more.
 #[derive(Clone, Copy)]
-pub(super) enum End {
+pub(super) enum HintingEnd {
     /// It may use what it named.
     Done,
     /// It has forgotten everything itself.
@@ -199,7 +200,7 @@ impl FreePageHints {
 
     /// Bytes that the guest has named since it was made; some of them more than once.
     pub fn named_bytes(&self) -> u64 {
-        self.shared.done.hinted_bytes.get()
+        self.shared.counters.hinted_bytes.get()
     }
 
     /// The free pages of each region of guest RAM, as far as they are known.
@@ -210,7 +211,7 @@ impl FreePageHints {
 
 impl Drop for FreePageHints {
     fn drop(&mut self) {
-        self.shared.hinting.end(End::Done);
+        self.shared.hinting.end(HintingEnd::Done);
         if let Some(interrupt) = self.shared.hints_interrupt() {
             interrupt.config_changed();
         }

@@ -4,13 +4,13 @@
 //!
 //! | queue | what comes over it | what becomes of it |
 //! | --- | --- | --- |
-//! | inflate, deflate | pages that enter and leave the balloon | given back in merged runs |
+//! | inflate, deflate | pages that enter and leave the balloon | discarded in merged runs |
 //! | statistics | what the guest says of its memory | kept, to be asked for |
 //! | hinting | pages that are free while a migration asks | left out by its first round |
-//! | reporting | pages that are free now | given back in merged runs |
+//! | reporting | pages that are free now | discarded in merged runs |
 //!
-//! Owns what the guest has said of its pages. What may be given back is for the `memory` crate to
-//! know: see [`memory::GuestRam::give_back`]. All of it happens on the device's own thread, and a
+//! Owns what the guest has said of its pages. What may be discarded is for the `memory` crate to
+//! know: see [`memory::GuestRam::discard`]. All of it happens on the device's own thread, and a
 //! guest is answered when memory and maps are as the answer says. A pause waits for what is under
 //! way, so that a paused guest's memory does not change.
 

@@ -2,7 +2,7 @@
 
 //! The pages that are in the balloon, and how what a guest gives up goes back to the host.
 //!
-//! Owns the map of the balloon. A page of the host that is larger than 4 KiB is given back when all
+//! Owns the map of the balloon. A page of the host that is larger than 4 KiB is discarded when all
 //! of it is in the balloon; beside passed-through devices it is what is mapped for them as a whole.
 //! Numbers come from a guest: what is not RAM is counted and ignored.
 
@@ -10,23 +10,23 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use memory::{GivenBack, GuestRam, PageBitmap};
+use memory::{Discarded, GuestRam, PageBitmap};
 
-use super::counters::Done;
+use super::counters::OperationCounters;
 use super::shared::Shared;
 use super::{PAGE_BYTES, hinting};
 use crate::{LogLimit, log_limited};
 
 /// The balloon's pages; belongs to the device's thread.
-pub(super) struct Pages {
+pub(super) struct BalloonPages {
     ram: Arc<GuestRam>,
     /// By region.
     inflated: Vec<PageBitmap>,
     /// The guest tells before it uses pages of the balloon again.
-    tells: bool,
-    /// Something in the balloon could not be given back when it came.
+    must_tell_host: bool,
+    /// Something in the balloon could not be discarded when it came.
     deferred: bool,
-    /// Whether pinned memory could be given up when it was last looked at.
+    /// Whether pinned memory could be discarded when it was last looked at.
     was_pinned: bool,
     log: Arc<LogLimit>,
 }
@@ -49,15 +49,15 @@ fn runs_of(pfns: &[u32]) -> Vec<Range<u64>> {
     merge(pfns.iter().map(|pfn| page(pfn)..page(pfn) + PAGE_BYTES).collect())
 }
 
-impl Pages {
-    pub(super) fn new(shared: &Shared, tells: bool) -> io::Result<Self> {
+impl BalloonPages {
+    pub(super) fn new(shared: &Shared, must_tell_host: bool) -> io::Result<Self> {
         let ram = &shared.ram;
         Ok(Self {
             ram: Arc::clone(ram),
             inflated: hinting::maps(ram)?,
-            tells,
+            must_tell_host,
             deferred: false,
-            was_pinned: ram.gives_up_pinned(),
+            was_pinned: ram.can_unpin(),
             log: Arc::clone(&shared.log),
         })
     }
@@ -76,9 +76,9 @@ impl Pages {
         parts
     }
 
-    /// Pages have entered the balloon; says which memory was given back, in order.
-    pub(super) fn inflate(&mut self, pfns: &[u32], done: &Done) -> GivenBack {
-        let mut given = GivenBack::default();
+    /// Pages have entered the balloon; says which memory was discarded, in order.
+    pub(super) fn inflate(&mut self, pfns: &[u32], counters: &OperationCounters) -> Discarded {
+        let mut discarded = Discarded::default();
         let mut pages = 0;
         for run in runs_of(pfns) {
             for (index, part) in self.parts(&run) {
@@ -86,26 +86,26 @@ impl Pages {
                 if let Some(map) = self.inflated.get(index) {
                     map.set_range(part.clone());
                 }
-                self.give_back_whole(index, part, &mut given);
+                self.discard_whole_units(index, part, &mut discarded);
             }
         }
         let named = u64::try_from(pfns.len()).unwrap_or(u64::MAX);
-        done.inflated_pages.add(pages);
-        done.rejected_pages.add(named.saturating_sub(pages));
-        done.inflated_given_back_bytes.add(given.len_bytes());
-        self.deferred |= given.deferred_bytes > 0;
-        self.account(&given, done);
-        given
+        counters.inflated_pages.add(pages);
+        counters.rejected_pages.add(named.saturating_sub(pages));
+        counters.inflated_given_back_bytes.add(discarded.len_bytes());
+        self.deferred |= discarded.deferred_bytes > 0;
+        self.account(&discarded, counters);
+        discarded
     }
 
-    /// Gives back those units of memory that `pages` of the region have a part in, and that are in the
+    /// Discards those units of memory that `pages` of the region have a part in, and that are in the
     /// balloon as a whole.
-    fn give_back_whole(&self, index: usize, pages: Range<u64>, given: &mut GivenBack) {
+    fn discard_whole_units(&self, index: usize, pages: Range<u64>, discarded: &mut Discarded) {
         let (Some(region), Some(map)) = (self.ram.regions().get(index), self.inflated.get(index))
         else {
             return;
         };
-        let unit = (self.ram.give_up_bytes(region) / PAGE_BYTES).max(1);
+        let unit = (self.ram.discard_unit_bytes(region) / PAGE_BYTES).max(1);
         let mut at = pages.start / unit * unit;
         let behind = pages.end.next_multiple_of(unit).min(region.len_pages());
         while at < behind {
@@ -115,7 +115,14 @@ impl Pages {
                 let gpa = |page: u64| region.gpa() + page * PAGE_BYTES;
                 let range = gpa(at)..gpa(end);
                 let ram = &self.ram;
-                join(given, if self.tells { ram.give_up(range) } else { ram.give_back(range) });
+                join(
+                    discarded,
+                    if self.must_tell_host {
+                        ram.discard_unpinned(range)
+                    } else {
+                        ram.discard(range)
+                    },
+                );
             }
             // Behind the unit that is not complete.
             at = (end + unit).max(at + unit);
@@ -124,11 +131,11 @@ impl Pages {
 
     /// Pages are about to leave the balloon. They come back as zeros when they are touched; devices
     /// reach them when this returns.
-    pub(super) fn deflate(&mut self, pfns: &[u32], done: &Done) {
+    pub(super) fn deflate(&mut self, pfns: &[u32], counters: &OperationCounters) {
         for run in runs_of(pfns) {
-            self.ram.take_back(&run);
+            self.ram.repin(&run);
             for (index, part) in self.parts(&run) {
-                done.deflated_pages.add(part.end - part.start);
+                counters.deflated_pages.add(part.end - part.start);
                 if let Some(map) = self.inflated.get(index) {
                     map.clear_range(part);
                 }
@@ -136,48 +143,52 @@ impl Pages {
         }
     }
 
-    /// Gives back what is in the balloon and could not be given back when it came, or has come back
+    /// Discards what is in the balloon and could not be discarded when it came, or has come back
     /// for a device since.
-    pub(super) fn retry(&mut self, done: &Done) {
-        let is_pinned = self.ram.gives_up_pinned();
+    pub(super) fn retry(&mut self, counters: &OperationCounters) {
+        let is_pinned = self.ram.can_unpin();
         let newly_pinned = is_pinned && !std::mem::replace(&mut self.was_pinned, is_pinned);
         if !std::mem::take(&mut self.deferred) && !newly_pinned {
             return;
         }
-        let mut given = GivenBack::default();
+        let mut discarded = Discarded::default();
         for (index, map) in self.inflated.iter().enumerate() {
             for run in map.runs(0..map.len_pages()) {
-                self.give_back_whole(index, run, &mut given);
+                self.discard_whole_units(index, run, &mut discarded);
             }
         }
-        done.inflated_given_back_bytes.add(given.len_bytes());
-        self.deferred = given.deferred_bytes > 0;
-        self.account(&given, done);
+        counters.inflated_given_back_bytes.add(discarded.len_bytes());
+        self.deferred = discarded.deferred_bytes > 0;
+        self.account(&discarded, counters);
     }
 
-    /// Gives back free memory that the guest may use again as soon as it has the answer.
-    pub(super) fn report(&mut self, ranges: Vec<Range<u64>>, done: &Done) -> GivenBack {
-        let mut given = GivenBack::default();
+    /// Discards free memory that the guest may use again as soon as it has the answer.
+    pub(super) fn report(
+        &mut self,
+        ranges: Vec<Range<u64>>,
+        counters: &OperationCounters,
+    ) -> Discarded {
+        let mut discarded = Discarded::default();
         for range in merge(ranges) {
-            done.reported_bytes.add(range.end.saturating_sub(range.start));
-            join(&mut given, self.ram.give_back(range));
+            counters.reported_bytes.add(range.end.saturating_sub(range.start));
+            join(&mut discarded, self.ram.discard(range));
         }
-        done.reported_given_back_bytes.add(given.len_bytes());
-        self.account(&given, done);
-        given
+        counters.reported_given_back_bytes.add(discarded.len_bytes());
+        self.account(&discarded, counters);
+        discarded
     }
 
-    fn account(&self, given: &GivenBack, done: &Done) {
-        done.runs.add(u64::try_from(given.ranges.len()).unwrap_or(u64::MAX));
-        done.deferred_bytes.add(given.deferred_bytes);
-        if let Some(error) = &given.error {
-            done.failures.add(1);
+    fn account(&self, discarded: &Discarded, counters: &OperationCounters) {
+        counters.runs.add(u64::try_from(discarded.ranges.len()).unwrap_or(u64::MAX));
+        counters.deferred_bytes.add(discarded.deferred_bytes);
+        if let Some(error) = &discarded.error {
+            counters.failures.add(1);
             log_limited!(self.log, Warn, "memory that the guest gave up stays with it: {error}");
         }
     }
 }
 
-fn join(all: &mut GivenBack, more: GivenBack) {
+fn join(all: &mut Discarded, more: Discarded) {
     all.ranges.extend(more.ranges);
     all.deferred_bytes += more.deferred_bytes;
     all.error = all.error.take().or(more.error);

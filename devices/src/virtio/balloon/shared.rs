@@ -11,10 +11,10 @@ use memory::GuestRam;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::config::ConfigSpace;
-use super::counters::Done;
+use super::counters::OperationCounters;
 use super::hinting::Hinting;
 use super::statistics::Statistics;
-use super::target::Staged;
+use super::target::StagedTarget;
 use super::{F_FREE_PAGE_HINT, PAGE_BYTES};
 use crate::LogLimit;
 use crate::virtio::VirtioInterrupt;
@@ -31,20 +31,20 @@ pub(super) struct Driver {
 struct Held {
     space: ConfigSpace,
     /// While the guest is still to get some of its memory.
-    staged: Option<Staged>,
+    staged: Option<StagedTarget>,
 }
 
 /// See the module.
 pub(crate) struct Shared {
     pub(super) ram: Arc<GuestRam>,
-    pub(super) done: Done,
+    pub(super) counters: OperationCounters,
     pub(super) hinting: Hinting,
     /// For what goes wrong because of what the driver does.
     pub(super) log: Arc<LogLimit>,
     config: Mutex<Held>,
     statistics: Mutex<Statistics>,
     driver: Mutex<Option<Driver>>,
-    /// Signalled when memory may be given back that could not be before.
+    /// Signalled when memory may be discarded that could not be discarded before.
     retry: EventFd,
 }
 
@@ -56,7 +56,7 @@ impl Shared {
     pub(crate) fn new(ram: Arc<GuestRam>) -> io::Result<Self> {
         Ok(Self {
             ram,
-            done: Done::default(),
+            counters: OperationCounters::default(),
             hinting: Hinting::default(),
             log: Arc::default(),
             config: Mutex::default(),
@@ -75,7 +75,7 @@ impl Shared {
     }
 
     /// The balloon is to have what there is of `staged` now, and the rest as memory comes.
-    pub(super) fn stage(&self, staged: Staged) {
+    pub(super) fn stage(&self, staged: StagedTarget) {
         let target_pages = staged.pages_at(self.ram.total_bytes());
         let mut held = lock(&self.config);
         held.space.target_pages = target_pages;

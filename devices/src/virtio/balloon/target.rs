@@ -12,14 +12,14 @@ use super::PAGE_BYTES;
 
 /// A balloon that is smaller than it is to be until the guest has all of its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Staged {
+pub(super) struct StagedTarget {
     /// Pages that the balloon has in the end.
     wanted_pages: u32,
     /// Memory that the guest has then, what is in the balloon included.
     full_bytes: u64,
 }
 
-impl Staged {
+impl StagedTarget {
     /// A balloon that is to have `wanted_pages` when the guest has `full_bytes`; never more than
     /// those.
     pub(super) fn new(wanted_pages: u32, full_bytes: u64) -> Self {
@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn what_is_still_to_come_counts_as_if_it_were_in_the_balloon() {
         // 1 GiB at boot, 8 more to come, 4 in the balloon: 5 stay.
-        let staged = Staged::new(4 * GIB_PAGES, 9 * GIB);
+        let staged = StagedTarget::new(4 * GIB_PAGES, 9 * GIB);
         let expected = [(1, 0), (4, 0), (5, 0), (6, 1), (8, 3), (9, 4), (12, 4)];
         for (usable, target) in expected {
             assert_eq!(staged.pages_at(usable * GIB), target * GIB_PAGES, "{usable} GiB");
@@ -59,10 +59,10 @@ mod tests {
 
     #[test]
     fn a_guest_that_is_to_get_nothing_more_has_the_whole_balloon_at_once() {
-        let staged = Staged::new(GIB_PAGES, 4 * GIB);
+        let staged = StagedTarget::new(GIB_PAGES, 4 * GIB);
         assert_eq!(staged.pages_at(4 * GIB), GIB_PAGES);
         // More than all is all.
-        let staged = Staged::new(u32::MAX, 4 * GIB);
+        let staged = StagedTarget::new(u32::MAX, 4 * GIB);
         assert_eq!((staged.pages_at(4 * GIB), staged.pages_at(0)), (4 * GIB_PAGES, 0));
     }
 }

@@ -42,7 +42,7 @@ impl Guest {
     fn on(backing: &Backing, change: impl FnOnce(&mut BalloonConfig)) -> Self {
         let zone = |id: &str, size_bytes| ZoneSpec {
             backing: backing.clone(),
-            // Or khugepaged may fill what was given back.
+            // Or khugepaged may fill what was discarded.
             thp: false,
             ..ZoneSpec::new(id, size_bytes)
         };
@@ -331,7 +331,7 @@ fn beside_a_device_that_writes_memory_reports_are_not_offered_and_nothing_is_giv
     assert_ne!(other.features() & F_PAGE_REPORTING, 0);
 }
 
-/// Lets go of units of eight pages, and remembers what of the second region it let go of.
+/// Unpins units of eight pages, and remembers what of the second region it unpinned.
 #[derive(Default)]
 struct FakePins(Mutex<BTreeSet<u64>>);
 
@@ -342,18 +342,18 @@ impl Pins for FakePins {
         UNIT
     }
 
-    fn let_go(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+    fn unpin(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
         assert_eq!((range.start % UNIT, range.end % UNIT), (0, 0));
         self.0.lock().unwrap().extend(range.start / UNIT..range.end / UNIT);
         vec![range.clone()]
     }
 
-    fn take_back(&self, _region: &RamRegion, range: &Range<u64>) {
+    fn repin(&self, _region: &RamRegion, range: &Range<u64>) {
         let units = range.start / UNIT..range.end.div_ceil(UNIT);
         self.0.lock().unwrap().retain(|unit| !units.contains(unit));
     }
 
-    fn take_on(
+    fn pin(
         &self,
         _region: &RamRegion,
         _range: &Range<u64>,
@@ -378,7 +378,7 @@ fn what_is_pinned_goes_in_whole_units_and_is_back_before_the_guest_is_told() {
     let pins = Arc::new(pins);
     guest.driver.write(GIVEN_UP, &[7; 4096]);
     guest.send_pages(INFLATE, &[first + 8]);
-    ban.except_what_is_let_go(pins.clone());
+    ban.except_unpinned(pins.clone());
     guest.device.handle().retry();
     // Another request is behind the wake-up at the latest when the thread has started again.
     guest.device.pause();
@@ -400,7 +400,7 @@ fn what_is_pinned_stays_with_a_guest_that_does_not_ask() {
     let mut guest = Guest::new(|_| {}).with_features(RING_FEATURES);
     let (ban, pins) = (guest.ram.ban_discards("a device writes guest memory"), FakePins::default());
     let pins = Arc::new(pins);
-    ban.except_what_is_let_go(pins.clone());
+    ban.except_unpinned(pins.clone());
     let first = pfn(GIVEN_UP);
     guest.send_pages(INFLATE, &(first..first + 8).collect::<Vec<_>>());
     assert_eq!((pins.gone(), guest.byte(GIVEN_UP)), (Vec::new(), 7));

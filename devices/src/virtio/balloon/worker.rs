@@ -2,7 +2,7 @@
 
 //! The thread of a balloon: all of its queues.
 //!
-//! Owns reading requests and answering them. Memory is given back here, off the vCPUs. What a
+//! Owns reading requests and answering them. Memory is discarded here, off the vCPUs. What a
 //! request names is bounded, so that a pause does not wait long.
 
 use std::io;
@@ -15,7 +15,7 @@ use memory::GuestMemory;
 use virtio_queue::QueueState;
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::pages::Pages;
+use super::pages::BalloonPages;
 use super::queues::Queues;
 use super::shared::Shared;
 use super::statistics::STATISTICS_BYTES_MAX;
@@ -50,7 +50,7 @@ const PIECE_BYTES: u64 = 64 << 10;
 pub(crate) struct BalloonWorker {
     queues: Queues<WorkQueue>,
     shared: Arc<Shared>,
-    pages: Pages,
+    pages: BalloonPages,
     features: u64,
     /// The buffer of statistics that is kept, to ask for others with it.
     kept: Option<u16>,
@@ -107,7 +107,7 @@ impl BalloonWorker {
             Some(every) => Some((TimerFd::new().map_err(io::Error::from)?, every)),
             None => None,
         };
-        let pages = Pages::new(shared, features & F_MUST_TELL_HOST != 0)?;
+        let pages = BalloonPages::new(shared, features & F_MUST_TELL_HOST != 0)?;
         Ok(Self { queues, shared: Arc::clone(shared), pages, features, kept: None, timer })
     }
 
@@ -115,7 +115,7 @@ impl BalloonWorker {
         let Self { queues, shared, pages, features, .. } = self;
         queues.inflate.serve_by_cost(PAGES_BUDGET, |memory, chain| {
             let pfns = pfns(memory, chain)?;
-            let given = pages.inflate(&pfns, &shared.done);
+            let discarded = pages.inflate(&pfns, &shared.counters);
             if *features & F_DEVICE_INIT_ON_INFLATE == 0 || shared.config().poison != 0 {
                 return Ok((0, cost(&pfns)));
             }
@@ -123,7 +123,7 @@ impl BalloonWorker {
             for (bits, pfns) in zeroed.iter_mut().zip(pfns.chunks(8)) {
                 for (bit, pfn) in pfns.iter().enumerate() {
                     let gpa = u64::from(*pfn) * PAGE_BYTES;
-                    if given.covers(&(gpa..gpa + PAGE_BYTES)) {
+                    if discarded.covers(&(gpa..gpa + PAGE_BYTES)) {
                         *bits |= 1 << bit;
                     }
                 }
@@ -137,7 +137,7 @@ impl BalloonWorker {
         let Self { queues, shared, pages, .. } = self;
         queues.deflate.serve_by_cost(PAGES_BUDGET, |memory, chain| {
             let pfns = pfns(memory, chain)?;
-            pages.deflate(&pfns, &shared.done);
+            pages.deflate(&pfns, &shared.counters);
             Ok((0, cost(&pfns)))
         })
     }
@@ -151,9 +151,9 @@ impl BalloonWorker {
             if shared.config().poison != 0 {
                 return Ok(0);
             }
-            let given = pages.report(ranges.clone(), &shared.done);
+            let discarded = pages.report(ranges.clone(), &shared.counters);
             // The used length counts from the front of the buffer.
-            let whole = ranges.iter().take_while(|range| given.covers(range));
+            let whole = ranges.iter().take_while(|range| discarded.covers(range));
             Ok(whole.map(|range| range.end - range.start).sum())
         })
     }
@@ -169,7 +169,7 @@ impl BalloonWorker {
             }
             if let Some(maps) = shared.hinting.taking() {
                 for hint in ranges(&chain.writable) {
-                    shared.done.hinted_bytes.add(hinting::note(&shared.ram, &maps, &hint));
+                    shared.counters.hinted_bytes.add(hinting::note(&shared.ram, &maps, &hint));
                 }
             }
             Ok(0)
@@ -233,7 +233,7 @@ impl Work for BalloonWorker {
             }
             watch.on(TIMER_TOKEN, timer.as_raw_fd())?;
         }
-        self.pages.retry(&self.shared.done);
+        self.pages.retry(&self.shared.counters);
         self.inflate()?;
         self.deflate()?;
         self.statistics()?;
@@ -273,7 +273,7 @@ impl Work for BalloonWorker {
             _ => {
                 // Another wake-up may have taken it, which is as good.
                 let _ = self.shared.retry().read();
-                self.pages.retry(&self.shared.done);
+                self.pages.retry(&self.shared.counters);
                 Ok(())
             }
         }

@@ -6,8 +6,8 @@
 
 /// Bytes of a request.
 pub(super) const REQUEST_BYTES: usize = 24;
-/// Bytes of an answer.
-pub(super) const ANSWER_BYTES: usize = 10;
+/// Bytes of a response.
+pub(super) const RESPONSE_BYTES: usize = 10;
 
 /// What a driver asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub(super) struct Blocks {
 
 /// What the device says to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Answer {
+pub(super) enum Response {
     /// Done.
     Ack,
     /// More than the guest is to have now.
@@ -43,15 +43,15 @@ pub(super) enum Answer {
     /// Not a request that could be carried out.
     Error,
     /// Done, and the guest has all of these blocks, some, or none.
-    State(Have),
+    State(PlugState),
 }
 
 /// How many of some blocks a guest has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Have {
-    All,
-    None,
-    Some,
+pub(super) enum PlugState {
+    Plugged,
+    Unplugged,
+    Mixed,
 }
 
 fn u16_at(bytes: &[u8; REQUEST_BYTES], at: usize) -> u16 {
@@ -73,17 +73,17 @@ impl Request {
     }
 }
 
-impl Answer {
-    pub(super) fn bytes(self) -> [u8; ANSWER_BYTES] {
+impl Response {
+    pub(super) fn bytes(self) -> [u8; RESPONSE_BYTES] {
         let (kind, state): (u16, u16) = match self {
-            Self::Ack | Self::State(Have::All) => (0, 0),
+            Self::Ack | Self::State(PlugState::Plugged) => (0, 0),
             Self::Nack => (1, 0),
             Self::Busy => (2, 0),
             Self::Error => (3, 0),
-            Self::State(Have::None) => (0, 1),
-            Self::State(Have::Some) => (0, 2),
+            Self::State(PlugState::Unplugged) => (0, 1),
+            Self::State(PlugState::Mixed) => (0, 2),
         };
-        let mut bytes = [0; ANSWER_BYTES];
+        let mut bytes = [0; RESPONSE_BYTES];
         bytes[..2].copy_from_slice(&kind.to_le_bytes());
         bytes[8..].copy_from_slice(&state.to_le_bytes());
         bytes

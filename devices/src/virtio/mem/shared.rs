@@ -14,7 +14,7 @@ use memory::{GuestRam, RamRegion};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::config::ConfigSpace;
-use super::requests::{Answer, Blocks, Have, Request};
+use super::requests::{Blocks, PlugState, Request, Response};
 use crate::virtio::VirtioInterrupt;
 use crate::{LogLimit, log_limited};
 
@@ -133,31 +133,31 @@ impl Shared {
     }
 
     /// Carries out a request of the driver.
-    pub(super) fn serve(&self, request: Request) -> Answer {
+    pub(super) fn serve(&self, request: Request) -> Response {
         log_limited!(self.debug_log, Debug, "{request:?}");
         match request {
             Request::Plug(blocks) => self.plug(blocks),
             Request::Unplug(blocks) => match self.range(blocks) {
-                Some(range) => self.answer(&self.ram.unplug(&range)),
-                None => Answer::Error,
+                Some(range) => self.respond(&self.ram.unplug(&range)),
+                None => Response::Error,
             },
             Request::UnplugAll => self.unplug_all(),
             Request::State(blocks) => match self.range(blocks) {
-                Some(range) => Answer::State(self.have(&range)),
-                None => Answer::Error,
+                Some(range) => Response::State(self.plug_state(&range)),
+                None => Response::Error,
             },
-            Request::Unknown(_) => Answer::Error,
+            Request::Unknown(_) => Response::Error,
         }
     }
 
-    fn plug(&self, blocks: Blocks) -> Answer {
-        let Some(range) = self.range(blocks) else { return Answer::Error };
-        if self.have(&range) != Have::None {
-            return Answer::Error;
+    fn plug(&self, blocks: Blocks) -> Response {
+        let Some(range) = self.range(blocks) else { return Response::Error };
+        if self.plug_state(&range) != PlugState::Unplugged {
+            return Response::Error;
         }
         let wanted = self.region.usable_bytes().saturating_add(range.end - range.start);
         if wanted > self.requested_bytes() {
-            return Answer::Nack;
+            return Response::Nack;
         }
         let done = self.ram.plug(&range);
         if done.is_ok()
@@ -165,18 +165,18 @@ impl Shared {
         {
             listener();
         }
-        self.answer(&done)
+        self.respond(&done)
     }
 
-    fn unplug_all(&self) -> Answer {
+    fn unplug_all(&self) -> Response {
         let gpa = self.region.gpa();
         for run in self.region.usable_runs() {
-            let answer = self.answer(&self.ram.unplug(&(gpa + run.start..gpa + run.end)));
-            if answer != Answer::Ack {
-                return answer;
+            let response = self.respond(&self.ram.unplug(&(gpa + run.start..gpa + run.end)));
+            if response != Response::Ack {
+                return response;
             }
         }
-        Answer::Ack
+        Response::Ack
     }
 
     /// The guest addresses of blocks within the region.
@@ -188,22 +188,22 @@ impl Shared {
         (fits && blocks.count > 0).then(|| blocks.gpa..blocks.gpa + len_bytes)
     }
 
-    fn have(&self, range: &Range<u64>) -> Have {
+    fn plug_state(&self, range: &Range<u64>) -> PlugState {
         let gpa = self.region.gpa();
         match self.region.is_usable(&(range.start - gpa..range.end - gpa)) {
-            (_, true) => Have::All,
-            (false, _) => Have::None,
-            (true, false) => Have::Some,
+            (_, true) => PlugState::Plugged,
+            (false, _) => PlugState::Unplugged,
+            (true, false) => PlugState::Mixed,
         }
     }
 
-    fn answer(&self, done: &Result<(), PlugError>) -> Answer {
-        let Err(error) = done else { return Answer::Ack };
+    fn respond(&self, done: &Result<(), PlugError>) -> Response {
+        let Err(error) = done else { return Response::Ack };
         match error {
-            PlugError::NotBlocks { .. } => Answer::Error,
+            PlugError::NotBlocks { .. } => Response::Error,
             PlugError::Busy { .. } => {
                 log_limited!(self.debug_log, Debug, "{error}");
-                Answer::Busy
+                Response::Busy
             }
             PlugError::NoPages(_) | PlugError::NotCleared { .. } | PlugError::NotMapped { .. } => {
                 // Drivers try again after a while, and the limit may have been raised by then.
@@ -213,7 +213,7 @@ impl Shared {
                     Warn,
                     "a guest gets less memory than it is to have: {reason}"
                 );
-                Answer::Busy
+                Response::Busy
             }
         }
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
 
-use super::requests::{ANSWER_BYTES, REQUEST_BYTES};
+use super::requests::{REQUEST_BYTES, RESPONSE_BYTES};
 use super::{Mem, MemConfig, MemError, MemHandle};
 use crate::virtio::test_driver::{BORDER, DATA, Driver, readable, writable};
 use crate::virtio::{DeviceSnapshot, StateError, VirtioDevice};
@@ -54,13 +54,13 @@ impl Guest {
         request[8..16].copy_from_slice(&gpa.to_le_bytes());
         request[16..18].copy_from_slice(&count.to_le_bytes());
         self.driver.write(DATA, &request);
-        let answer = DATA + 64;
-        self.driver.write(answer, &[0xee; ANSWER_BYTES]);
-        let buffers = [readable(DATA, 24), writable(answer, 10)];
+        let response = DATA + 64;
+        self.driver.write(response, &[0xee; RESPONSE_BYTES]);
+        let buffers = [readable(DATA, 24), writable(response, 10)];
         self.driver.queues[0].add(&buffers);
         self.driver.queues[0].kick();
         assert_eq!(self.driver.wait_used(0).1, 10);
-        let bytes = self.driver.read(answer, ANSWER_BYTES);
+        let bytes = self.driver.read(response, RESPONSE_BYTES);
         let field = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         (field(0), field(8))
     }

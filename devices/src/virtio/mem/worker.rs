@@ -8,7 +8,7 @@ use memory::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Shared;
-use super::requests::{ANSWER_BYTES, REQUEST_BYTES, Request};
+use super::requests::{REQUEST_BYTES, RESPONSE_BYTES, Request};
 use crate::virtio::one_queue::OneQueue;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 
@@ -34,7 +34,7 @@ impl OneQueue for MemWorker {
 
     fn serve(&mut self) -> Result<(), Broken> {
         let Self { queue, shared } = self;
-        queue.serve(BUDGET, |memory, chain| answer(memory, chain, shared))
+        queue.serve(BUDGET, |memory, chain| respond(memory, chain, shared))
     }
 
     fn event(&self) -> Option<&EventFd> {
@@ -46,8 +46,8 @@ impl OneQueue for MemWorker {
     }
 }
 
-fn answer(memory: &GuestMemory, chain: &Chain, shared: &Shared) -> Result<u64, &'static str> {
-    if chain.writable.len_bytes() < ANSWER_BYTES as u64 {
+fn respond(memory: &GuestMemory, chain: &Chain, shared: &Shared) -> Result<u64, &'static str> {
+    if chain.writable.len_bytes() < RESPONSE_BYTES as u64 {
         return Err("has no room for an answer");
     }
     let mut bytes = [0; REQUEST_BYTES];
@@ -55,7 +55,7 @@ fn answer(memory: &GuestMemory, chain: &Chain, shared: &Shared) -> Result<u64, &
     if read < REQUEST_BYTES {
         return Err("is shorter than a request");
     }
-    let answer = shared.serve(Request::parse(&bytes)).bytes();
-    chain.writable.copy_in(memory, &answer).map_err(|_| NOT_RAM)?;
-    Ok(ANSWER_BYTES as u64)
+    let response = shared.serve(Request::parse(&bytes)).bytes();
+    chain.writable.copy_in(memory, &response).map_err(|_| NOT_RAM)?;
+    Ok(RESPONSE_BYTES as u64)
 }

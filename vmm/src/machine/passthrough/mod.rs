@@ -544,7 +544,7 @@ impl Lend {
 
     fn begin(self) {
         let piece_bytes = self.pieces.piece_bytes();
-        self.ban.except_what_is_let_go(self.pieces);
+        self.ban.except_unpinned(self.pieces);
         if let Some(balloon) = self.borrowers.balloon {
             log::info!(
                 "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \

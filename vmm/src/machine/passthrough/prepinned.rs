@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use memory::Given;
+use memory::ProvidedFile;
 use memory::pool::{DeviceAddress, PinnedGrant, PoolConnection, TakePinned};
 use pci::vfio::{
     DmaSpace, DmaTarget, HostPlace, IommufdSpace, OnLost, Pieces, VfioError, mapped_pieces,
@@ -26,7 +26,7 @@ use crate::machine::virtio::Sockets;
 
 /// What came from a pool.
 pub struct PrepinnedSlot {
-    given: Given,
+    given: ProvidedFile,
     iommufd: Option<OwnedFd>,
     /// Of the device.
     address: DeviceAddress,
@@ -89,7 +89,7 @@ impl PrepinnedSlot {
         let properties = [("zone", zone.id.as_str()), ("bytes", &bytes), ("device", &name)];
         events::emit("vm", "prepinned-taken", &properties);
         Ok(Some(Self {
-            given: Given::prezeroed(&zone.id, Arc::new(memory.file), Arc::new(pool)),
+            given: ProvidedFile::prezeroed(&zone.id, Arc::new(memory.file), Arc::new(pool)),
             iommufd: Some(memory.iommufd.into()),
             address: device,
             device: Some((path, memory.device.into())),
@@ -99,7 +99,7 @@ impl PrepinnedSlot {
     }
 
     /// The memory.
-    pub fn memory(&self) -> Given {
+    pub fn memory(&self) -> ProvidedFile {
         self.given.clone()
     }
 

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use hypervisor::{SlotConfig, Vm};
+use hypervisor::{MemslotConfig, Vm};
 use pci::MapError;
 use pci::vfio::{BarMapping, BarSlots};
 
@@ -43,7 +43,7 @@ impl KvmBarSlots {
 impl BarSlots for KvmBarSlots {
     fn map(&self, gpa: u64, memory: &Arc<BarMapping>) -> Result<u32, MapError> {
         let slot = self.take();
-        let config = SlotConfig {
+        let config = MemslotConfig {
             slot,
             gpa,
             hva: memory.host_addr(),

@@ -23,9 +23,9 @@ const NODE_MARGIN_MAX_BYTES: u64 = 512 << 20;
 /// has to fit.
 const CGROUP_MARGIN_BYTES: u64 = 32 << 20;
 
-/// What has memory to give.
+/// What limits how much memory can be had.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Giver {
+pub enum MemoryLimit {
     /// All of the host.
     Host,
     /// A NUMA node, by its number.
@@ -34,7 +34,7 @@ pub enum Giver {
     Cgroup(PathBuf),
 }
 
-impl fmt::Display for Giver {
+impl fmt::Display for MemoryLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => f.write_str("the host"),
@@ -47,25 +47,25 @@ impl fmt::Display for Giver {
 /// There is not enough.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "guest memory needs {} MiB that it has not got yet, and {giver} has {} MiB to give, of which {} MiB \
+    "guest memory needs {} MiB that it has not got yet, and {limit} has {} MiB to give, of which {} MiB \
      are kept free for others: make the guest smaller, make room, or leave memory to come when it is \
      touched (prefault=off)",
-    needed_bytes >> 20, left_bytes >> 20, margin_bytes >> 20
+    needed_bytes >> 20, available_bytes >> 20, margin_bytes >> 20
 )]
-pub struct NoRoom {
+pub struct InsufficientMemory {
     /// Bytes that are needed.
     pub needed_bytes: u64,
-    /// Who has too little.
-    pub giver: Giver,
+    /// What has too little.
+    pub limit: MemoryLimit,
     /// What it has.
-    pub left_bytes: u64,
+    pub available_bytes: u64,
     /// What of it is not to be taken.
     pub margin_bytes: u64,
 }
 
 /// Memory that is about to be populated: bytes, and the NUMA node that they have to come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Need {
+pub struct MemoryDemand {
     /// How much; hugetlb pages do not count, they were set aside before.
     pub bytes: u64,
     /// The node, if only one will do.
@@ -73,9 +73,9 @@ pub struct Need {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Room {
-    giver: Giver,
-    left_bytes: u64,
+struct MemoryBudget {
+    limit: MemoryLimit,
+    available_bytes: u64,
     margin_bytes: u64,
 }
 
@@ -83,55 +83,59 @@ struct Room {
 ///
 /// # Errors
 /// The first that has not.
-pub fn check(needs: &[Need]) -> Result<(), NoRoom> {
+pub fn check(needs: &[MemoryDemand]) -> Result<(), InsufficientMemory> {
     check_at(needs, &Host::real())
 }
 
-pub(crate) fn check_at(needs: &[Need], host: &Host) -> Result<(), NoRoom> {
-    let sum = |of: &dyn Fn(&Need) -> bool| {
+pub(crate) fn check_at(needs: &[MemoryDemand], host: &Host) -> Result<(), InsufficientMemory> {
+    let sum = |of: &dyn Fn(&MemoryDemand) -> bool| {
         let counted = needs.iter().filter(|need| of(need));
         counted.fold(0_u64, |sum, need| sum.saturating_add(need.bytes))
     };
-    for room in rooms(host, needs) {
-        let needed_bytes = match room.giver {
-            Giver::Node(node) => sum(&|need| need.node == Some(node)),
-            Giver::Host | Giver::Cgroup(_) => sum(&|_| true),
+    for budget in available(host, needs) {
+        let needed_bytes = match budget.limit {
+            MemoryLimit::Node(node) => sum(&|need| need.node == Some(node)),
+            MemoryLimit::Host | MemoryLimit::Cgroup(_) => sum(&|_| true),
         };
-        let Room { giver, left_bytes, margin_bytes } = room;
-        if needed_bytes > left_bytes.saturating_sub(margin_bytes) && needed_bytes > 0 {
-            return Err(NoRoom { needed_bytes, giver, left_bytes, margin_bytes });
+        let MemoryBudget { limit, available_bytes, margin_bytes } = budget;
+        if needed_bytes > available_bytes.saturating_sub(margin_bytes) && needed_bytes > 0 {
+            return Err(InsufficientMemory { needed_bytes, limit, available_bytes, margin_bytes });
         }
     }
     Ok(())
 }
 
 /// The least that any of them has to give, without a margin; all of it where no limit is set.
-pub fn left_bytes(node: Option<u32>) -> u64 {
-    let rooms = rooms(&Host::real(), &[Need { bytes: 0, node }]);
-    rooms.iter().map(|room| room.left_bytes).min().unwrap_or(u64::MAX)
+pub fn available_bytes(node: Option<u32>) -> u64 {
+    let available = available(&Host::real(), &[MemoryDemand { bytes: 0, node }]);
+    available.iter().map(|budget| budget.available_bytes).min().unwrap_or(u64::MAX)
 }
 
-fn rooms(host: &Host, needs: &[Need]) -> Vec<Room> {
-    let mut rooms = Vec::new();
-    if let Some((left_bytes, total_bytes)) = host.available_bytes() {
+fn available(host: &Host, needs: &[MemoryDemand]) -> Vec<MemoryBudget> {
+    let mut available = Vec::new();
+    if let Some((available_bytes, total_bytes)) = host.available_bytes() {
         let margin_bytes = (total_bytes / HOST_MARGIN_DIVISOR).min(HOST_MARGIN_MAX_BYTES);
-        rooms.push(Room { giver: Giver::Host, left_bytes, margin_bytes });
+        available.push(MemoryBudget { limit: MemoryLimit::Host, available_bytes, margin_bytes });
     }
-    let groups = host.cgroup_rooms().into_iter().map(|(file, left_bytes)| {
-        let (giver, margin_bytes) = (Giver::Cgroup(file), CGROUP_MARGIN_BYTES);
-        Room { giver, left_bytes, margin_bytes }
+    let groups = host.cgroup_available().into_iter().map(|(file, available_bytes)| {
+        let (limit, margin_bytes) = (MemoryLimit::Cgroup(file), CGROUP_MARGIN_BYTES);
+        MemoryBudget { limit, available_bytes, margin_bytes }
     });
-    rooms.extend(groups);
+    available.extend(groups);
     let mut nodes: Vec<u32> = needs.iter().filter_map(|need| need.node).collect();
     nodes.sort_unstable();
     nodes.dedup();
     for node in nodes {
-        if let Some((left_bytes, total_bytes)) = host.available_on_node(node) {
+        if let Some((available_bytes, total_bytes)) = host.available_on_node(node) {
             let margin_bytes = (total_bytes / NODE_MARGIN_DIVISOR).min(NODE_MARGIN_MAX_BYTES);
-            rooms.push(Room { giver: Giver::Node(node), left_bytes, margin_bytes });
+            available.push(MemoryBudget {
+                limit: MemoryLimit::Node(node),
+                available_bytes,
+                margin_bytes,
+            });
         }
     }
-    rooms
+    available
 }
 
 impl Host {
@@ -159,13 +163,13 @@ impl Host {
 
     /// The limits of this process's cgroups (version 2) and what each has left. Every group above
     /// counts what its children have.
-    fn cgroup_rooms(&self) -> Vec<(PathBuf, u64)> {
+    fn cgroup_available(&self) -> Vec<(PathBuf, u64)> {
         let root = self.sys.join("fs/cgroup");
         let membership = Self::read(&self.proc.join("self/cgroup")).unwrap_or_default();
         let Some(own) = membership.lines().find_map(|line| line.strip_prefix("0::/")) else {
             return Vec::new();
         };
-        let room = |relative: &Path| {
+        let of_group = |relative: &Path| {
             let group = root.join(relative);
             let file = group.join("memory.max");
             // "max" is no number, and no limit.
@@ -180,7 +184,7 @@ impl Host {
             let files = files.fold(0, u64::saturating_add);
             Some((file, limit.saturating_sub(used.saturating_sub(files))))
         };
-        Path::new(own).ancestors().filter_map(room).collect()
+        Path::new(own).ancestors().filter_map(of_group).collect()
     }
 }
 
@@ -208,8 +212,8 @@ mod tests {
         Host::pretended(root)
     }
 
-    fn need(gib: u64) -> Need {
-        Need { bytes: gib * GIB, node: None }
+    fn need(gib: u64) -> MemoryDemand {
+        MemoryDemand { bytes: gib * GIB, node: None }
     }
 
     #[test]
@@ -219,7 +223,7 @@ mod tests {
         check_at(&[need(38)], &host).unwrap();
         check_at(&[need(19), need(19)], &host).unwrap();
         let refused = check_at(&[need(20), need(19)], &host).unwrap_err();
-        assert_eq!(refused.giver, Giver::Host);
+        assert_eq!(refused.limit, MemoryLimit::Host);
         assert_eq!((refused.needed_bytes, refused.margin_bytes), (39 * GIB, 2 * GIB));
         let text = refused.to_string();
         assert!(text.contains("39936 MiB") && text.contains("the host has 40960 MiB"), "{text}");
@@ -241,7 +245,7 @@ mod tests {
         group("vms", &(8 * GIB).to_string(), 6 * GIB, "anon 1\ninactive_file 3221225472\n");
         check_at(&[need(4)], &host).unwrap();
         let refused = check_at(&[need(5)], &host).unwrap_err();
-        assert_eq!(refused.left_bytes, 5 * GIB);
+        assert_eq!(refused.available_bytes, 5 * GIB);
         let text = refused.to_string();
         assert!(text.contains("sys/fs/cgroup/vms/memory.max"), "{text}");
     }
@@ -253,13 +257,13 @@ mod tests {
         let text = "Node 1 MemTotal:  16777216 kB\nNode 1 MemFree: 4194304 kB\n\
                     Node 1 Active(file): 1048576 kB\nNode 1 Inactive(file): 1048576 kB\n";
         write(root.path(), "sys/devices/system/node/node1/meminfo", text);
-        let on = |gib: u64| Need { node: Some(1), ..need(gib) };
+        let on = |gib: u64| MemoryDemand { node: Some(1), ..need(gib) };
         check_at(&[on(5), need(20)], &host).unwrap();
         let refused = check_at(&[on(6), need(20)], &host).unwrap_err();
-        assert_eq!(refused.giver, Giver::Node(1));
-        assert_eq!((refused.needed_bytes, refused.left_bytes), (6 * GIB, 6 * GIB));
+        assert_eq!(refused.limit, MemoryLimit::Node(1));
+        assert_eq!((refused.needed_bytes, refused.available_bytes), (6 * GIB, 6 * GIB));
         // A node that says nothing is no limit.
-        check_at(&[Need { node: Some(7), ..need(20) }], &host).unwrap();
+        check_at(&[MemoryDemand { node: Some(7), ..need(20) }], &host).unwrap();
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 //! What running vCPUs come out of the guest for, do on their threads, and go back.
 //!
-//! Owns how such an errand reaches its thread; the protocol of the kick is the one of `threads`. Must
+//! Owns how such a task reaches its thread; the protocol of the kick is the one of `threads`. Must
 //! never wait for a vCPU.
 
 use std::io;
@@ -12,19 +12,19 @@ use std::sync::atomic::Ordering;
 
 use super::runner::Runner;
 use super::{Job, Phase, Shared, Thread, VcpuThreads, Want};
-use crate::stage2::{Errand, RunsErrands, Stage2Fill, Stage2Filled};
+use crate::stage2::{RunOnVcpu, Stage2Fill, Stage2Filled, VcpuTask};
 use crate::vcpu::Vcpu;
 
 impl Shared {
     /// Has a job done on the vCPU's thread, while the guest runs or not; false when the thread ends.
     fn begin_job(&self, job: Job) -> bool {
         let mut control = self.lock();
-        if control.phase == Phase::Gone || control.want == Want::Exit {
+        if control.phase == Phase::Exited || control.want == Want::Exit {
             return false;
         }
         control.jobs.push_back(job);
         if control.phase == Phase::Running {
-            self.errands.store(true, Ordering::SeqCst);
+            self.tasks_pending.store(true, Ordering::SeqCst);
             self.run_page.set_immediate_exit(true);
             self.signal();
         }
@@ -34,9 +34,9 @@ impl Shared {
     }
 }
 
-impl RunsErrands for Shared {
-    fn run_errand(&self, errand: Errand) -> bool {
-        self.begin_job(Box::new(move |vcpu: &mut Vcpu| errand(vcpu)))
+impl RunOnVcpu for Shared {
+    fn run_on_vcpu(&self, task: VcpuTask) -> bool {
+        self.begin_job(Box::new(move |vcpu: &mut Vcpu| task(vcpu)))
     }
 }
 
@@ -52,7 +52,7 @@ impl VcpuThreads {
         runs: impl FnOnce() -> Vec<Range<u64>> + Send + 'static,
         done: impl FnOnce(Stage2Filled) + Send + 'static,
     ) -> io::Result<Stage2Fill> {
-        let vcpu = |thread: &Thread| -> Arc<dyn RunsErrands> { thread.shared.clone() };
+        let vcpu = |thread: &Thread| -> Arc<dyn RunOnVcpu> { thread.shared.clone() };
         Stage2Fill::start(self.threads.iter().map(vcpu).collect(), runs, done)
     }
 
@@ -72,8 +72,8 @@ impl VcpuThreads {
 
 impl Runner<'_> {
     /// What the vCPU came out of the guest for, although it runs.
-    pub(super) fn do_errands(&mut self) {
-        self.shared.errands.store(false, Ordering::SeqCst);
+    pub(super) fn run_pending_tasks(&mut self) {
+        self.shared.tasks_pending.store(false, Ordering::SeqCst);
         let next = || self.shared.lock().jobs.pop_front();
         while let Some(job) = next() {
             self.do_job(job);

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How fast all threads together may go.
+//! A rate limit on the bytes that all threads together touch.
 //!
-//! Owns the appointment book: each piece of work is given a moment at which it may begin. Must never
-//! let a pause be made up for by a burst afterwards.
+//! Owns the time at which the next piece of work may begin. Must never let a pause be made up for by a
+//! burst afterwards.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A limit on bytes per second.
 #[derive(Debug)]
-pub struct Pace {
+pub struct RateLimit {
     bytes_per_s: Option<u64>,
     /// When the next piece may begin. Locked for a sum.
     next: Mutex<Instant>,
 }
 
-impl Pace {
+impl RateLimit {
     pub fn new(bytes_per_s: Option<u64>) -> Self {
         Self { bytes_per_s, next: Mutex::new(Instant::now()) }
     }
 
     /// How long to wait from `now` before `bytes` more are touched.
-    fn appoint(&self, bytes: u64, now: Instant) -> Duration {
+    fn delay_for(&self, bytes: u64, now: Instant) -> Duration {
         let Some(rate) = self.bytes_per_s.filter(|rate| *rate > 0) else { return Duration::ZERO };
         let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate);
         let took = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
@@ -34,7 +34,7 @@ impl Pace {
 
     /// Waits for the turn of `bytes` more.
     pub fn wait(&self, bytes: u64) {
-        let pause = self.appoint(bytes, Instant::now());
+        let pause = self.delay_for(bytes, Instant::now());
         if !pause.is_zero() {
             std::thread::sleep(pause);
         }
@@ -47,14 +47,14 @@ mod tests {
 
     #[test]
     fn the_rate_holds_over_all_and_pauses_are_not_made_up_for() {
-        let pace = Pace::new(Some(1000));
+        let rate_limit = RateLimit::new(Some(1000));
         let start = Instant::now();
-        assert_eq!(pace.appoint(500, start), Duration::ZERO);
-        let second = pace.appoint(500, start);
+        assert_eq!(rate_limit.delay_for(500, start), Duration::ZERO);
+        let second = rate_limit.delay_for(500, start);
         assert!(second <= Duration::from_millis(500) && second > Duration::from_millis(400));
         let later = start + Duration::from_secs(10);
-        assert_eq!(pace.appoint(500, later), Duration::ZERO);
-        assert_eq!(pace.appoint(500, later), Duration::from_millis(500));
-        assert_eq!(Pace::new(None).appoint(u64::MAX, start), Duration::ZERO);
+        assert_eq!(rate_limit.delay_for(500, later), Duration::ZERO);
+        assert_eq!(rate_limit.delay_for(500, later), Duration::from_millis(500));
+        assert_eq!(RateLimit::new(None).delay_for(u64::MAX, start), Duration::ZERO);
     }
 }

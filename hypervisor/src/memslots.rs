@@ -28,7 +28,7 @@ const PAGE_LEN_BYTES: u64 = 4096;
 
 /// Where a memory slot is and how it behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SlotConfig {
+pub struct MemslotConfig {
     /// Number of the slot, chosen by the caller.
     pub slot: u32,
     /// Guest physical address of its first byte; a multiple of 4 KiB.
@@ -45,7 +45,7 @@ pub struct SlotConfig {
 
 /// Why a memory slot or its dirty log could not be used.
 #[derive(Debug, Error)]
-pub enum SlotError {
+pub enum MemslotError {
     /// The addresses or the length cannot be those of a slot.
     #[error(
         "memory slot {slot} ({len_bytes:#x} bytes at guest address {gpa:#x}) is empty, not a \
@@ -123,15 +123,15 @@ pub enum SlotError {
     },
 }
 
-struct Slot {
-    config: SlotConfig,
+struct Memslot {
+    config: MemslotConfig,
     /// The bitmap that the kernel reads; dropped only after the kernel has been told.
     userfault: Option<Arc<UserfaultBitmap>>,
     /// Keeps the mapping at `config.hva` alive; never looked at.
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
-impl Slot {
+impl Memslot {
     fn pages(&self) -> u64 {
         self.config.len_bytes / PAGE_LEN_BYTES
     }
@@ -139,11 +139,11 @@ impl Slot {
 
 /// The memory slots of one VM.
 #[derive(Default)]
-pub(crate) struct Slots(Mutex<BTreeMap<u32, Slot>>);
+pub(crate) struct Memslots(Mutex<BTreeMap<u32, Memslot>>);
 
-impl Slots {
+impl Memslots {
     /// The lock is held across the kernel's call, so that the table and the kernel agree.
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Slot>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Memslot>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -156,7 +156,7 @@ impl Slots {
 /// The mapping at `config.hva` must be there for as long as the kernel has the slot.
 unsafe fn tell_kernel(
     fd: &VmFd,
-    config: &SlotConfig,
+    config: &MemslotConfig,
     len_bytes: u64,
     userfault: Option<(u32, &UserfaultBitmap)>,
 ) -> io::Result<()> {
@@ -197,7 +197,7 @@ pub(crate) fn check_clear(
     first_page: u64,
     pages: u32,
     bitmap_words: usize,
-) -> Result<(), SlotError> {
+) -> Result<(), MemslotError> {
     let count = u64::from(pages);
     let words = u64::try_from(bitmap_words).unwrap_or(u64::MAX);
     let fits = first_page
@@ -206,18 +206,18 @@ pub(crate) fn check_clear(
     if fits && first_page.is_multiple_of(64) && words >= count.div_ceil(64) {
         Ok(())
     } else {
-        Err(SlotError::BadRange { slot, slot_pages, first_page, pages })
+        Err(MemslotError::BadRange { slot, slot_pages, first_page, pages })
     }
 }
 
-fn check(config: &SlotConfig) -> Result<(), SlotError> {
-    let SlotConfig { slot, gpa, hva, len_bytes, .. } = *config;
+fn check(config: &MemslotConfig) -> Result<(), MemslotError> {
+    let MemslotConfig { slot, gpa, hva, len_bytes, .. } = *config;
     let aligned = [gpa, hva, len_bytes].iter().all(|value| value.is_multiple_of(PAGE_LEN_BYTES));
     let ends = gpa.checked_add(len_bytes).is_some() && hva.checked_add(len_bytes).is_some();
     if aligned && ends && len_bytes > 0 && hva > 0 {
         Ok(())
     } else {
-        Err(SlotError::Malformed { slot, gpa, len_bytes })
+        Err(MemslotError::Malformed { slot, gpa, len_bytes })
     }
 }
 
@@ -226,10 +226,10 @@ fn check_bitmap(
     slot: u32,
     slot_pages: u64,
     bitmap: Option<&UserfaultBitmap>,
-) -> Result<(), SlotError> {
+) -> Result<(), MemslotError> {
     match bitmap.map(UserfaultBitmap::pages) {
         Some(pages) if pages != slot_pages => {
-            Err(SlotError::BitmapLength { slot, slot_pages, pages })
+            Err(MemslotError::BitmapLength { slot, slot_pages, pages })
         }
         _ => Ok(()),
     }
@@ -247,30 +247,30 @@ impl Vm {
     /// unshared: the guest reads and writes them at any time.
     pub unsafe fn set_memory_slot(
         &self,
-        config: SlotConfig,
+        config: MemslotConfig,
         owner: Arc<dyn Any + Send + Sync>,
-    ) -> Result<(), SlotError> {
+    ) -> Result<(), MemslotError> {
         check(&config)?;
-        let SlotConfig { slot, .. } = config;
+        let MemslotConfig { slot, .. } = config;
         let mut slots = self.shared().slots.lock();
         if slots.contains_key(&slot) {
-            return Err(SlotError::Taken { slot });
+            return Err(MemslotError::Taken { slot });
         }
         // SAFETY: the caller promises that the mapping lives as long as `owner`, which is kept in
         // the table below until the kernel has dropped the slot.
         unsafe { tell_kernel(&self.shared().fd, &config, config.len_bytes, None) }
-            .map_err(|source| SlotError::Kernel { what: "make", slot, source })?;
-        slots.insert(slot, Slot { config, userfault: None, _owner: owner });
+            .map_err(|source| MemslotError::Kernel { what: "make", slot, source })?;
+        slots.insert(slot, Memslot { config, userfault: None, _owner: owner });
         Ok(())
     }
 
     /// Takes the slot's memory from the guest. Accesses to it are MMIO from now on.
-    pub fn remove_memory_slot(&self, slot: u32) -> Result<(), SlotError> {
+    pub fn remove_memory_slot(&self, slot: u32) -> Result<(), MemslotError> {
         let mut slots = self.shared().slots.lock();
-        let config = slots.get(&slot).ok_or(SlotError::Unknown { slot })?.config;
+        let config = slots.get(&slot).ok_or(MemslotError::Unknown { slot })?.config;
         // SAFETY: a length of zero removes the slot; no mapping is used.
         unsafe { tell_kernel(&self.shared().fd, &config, 0, None) }
-            .map_err(|source| SlotError::Kernel { what: "remove", slot, source })?;
+            .map_err(|source| MemslotError::Kernel { what: "remove", slot, source })?;
         slots.remove(&slot);
         Ok(())
     }
@@ -278,14 +278,14 @@ impl Vm {
     /// Begins or ends logging the guest's writes to a slot.
     ///
     /// With [`ManualDirtyLog::InitiallySet`] all pages are dirty at first.
-    pub fn set_dirty_logging(&self, slot: u32, on: bool) -> Result<(), SlotError> {
+    pub fn set_dirty_logging(&self, slot: u32, on: bool) -> Result<(), MemslotError> {
         let mut slots = self.shared().slots.lock();
-        let entry = slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?;
-        let changed = SlotConfig { log_dirty: on, ..entry.config };
+        let entry = slots.get_mut(&slot).ok_or(MemslotError::Unknown { slot })?;
+        let changed = MemslotConfig { log_dirty: on, ..entry.config };
         let userfault = self.userfault_flag().zip(entry.userfault.as_deref());
         // SAFETY: same addresses as before, and the table keeps the owner of the mapping.
         unsafe { tell_kernel(&self.shared().fd, &changed, changed.len_bytes, userfault) }.map_err(
-            |source| SlotError::Kernel { what: "change dirty logging of", slot, source },
+            |source| MemslotError::Kernel { what: "change dirty logging of", slot, source },
         )?;
         entry.config = changed;
         Ok(())
@@ -298,23 +298,23 @@ impl Vm {
     /// the bitmap, huge mappings come back. A vCPU may still report an exit of before.
     ///
     /// # Errors
-    /// [`SlotError::NoUserfault`] on a KVM without that; [`SlotError::BitmapLength`] if the bitmap
-    /// is not as long as the slot; [`SlotError::Kernel`] otherwise, e.g. for another bitmap while
+    /// [`MemslotError::NoUserfault`] on a KVM without that; [`MemslotError::BitmapLength`] if the bitmap
+    /// is not as long as the slot; [`MemslotError::Kernel`] otherwise, e.g. for another bitmap while
     /// one is in use.
     pub fn set_userfault(
         &self,
         slot: u32,
         bitmap: Option<Arc<UserfaultBitmap>>,
-    ) -> Result<(), SlotError> {
-        let flag = self.userfault_flag().ok_or(SlotError::NoUserfault)?;
+    ) -> Result<(), MemslotError> {
+        let flag = self.userfault_flag().ok_or(MemslotError::NoUserfault)?;
         let mut slots = self.shared().slots.lock();
-        let entry = slots.get_mut(&slot).ok_or(SlotError::Unknown { slot })?;
+        let entry = slots.get_mut(&slot).ok_or(MemslotError::Unknown { slot })?;
         check_bitmap(slot, entry.pages(), bitmap.as_deref())?;
         let userfault = bitmap.as_deref().map(|bitmap| (flag, bitmap));
         let config = entry.config;
         // SAFETY: same addresses as before, and the table keeps the owner of the mapping.
         unsafe { tell_kernel(&self.shared().fd, &config, config.len_bytes, userfault) }.map_err(
-            |source| SlotError::Kernel { what: "change userfault exits of", slot, source },
+            |source| MemslotError::Kernel { what: "change userfault exits of", slot, source },
         )?;
         entry.userfault = bitmap;
         Ok(())
@@ -325,22 +325,22 @@ impl Vm {
     }
 
     /// All slots, in order of their numbers.
-    pub fn memory_slots(&self) -> Vec<SlotConfig> {
+    pub fn memory_slots(&self) -> Vec<MemslotConfig> {
         self.shared().slots.lock().values().map(|slot| slot.config).collect()
     }
 }
 
 impl DirtyLogSource for Vm {
-    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), SlotError> {
+    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), MemslotError> {
         let slots = self.shared().slots.lock();
-        let entry = slots.get(&slot).ok_or(SlotError::Unknown { slot })?;
+        let entry = slots.get(&slot).ok_or(MemslotError::Unknown { slot })?;
         if !entry.config.log_dirty {
-            return Err(SlotError::NotLogged { slot });
+            return Err(MemslotError::NotLogged { slot });
         }
         let pages = usize::try_from(entry.pages()).unwrap_or(usize::MAX);
         // SAFETY: `pages` is what the kernel was told for this slot, and the lock keeps it so.
         unsafe { ioctl::get_dirty_log(&self.shared().fd, slot, pages, bitmap) }
-            .map_err(|source| SlotError::Kernel { what: "read the dirty log of", slot, source })
+            .map_err(|source| MemslotError::Kernel { what: "read the dirty log of", slot, source })
     }
 
     fn clear_dirty_log(
@@ -349,18 +349,18 @@ impl DirtyLogSource for Vm {
         first_page: u64,
         pages: u32,
         bitmap: &[u64],
-    ) -> Result<(), SlotError> {
+    ) -> Result<(), MemslotError> {
         let slots = self.shared().slots.lock();
-        let entry = slots.get(&slot).ok_or(SlotError::Unknown { slot })?;
+        let entry = slots.get(&slot).ok_or(MemslotError::Unknown { slot })?;
         if !entry.config.log_dirty {
-            return Err(SlotError::NotLogged { slot });
+            return Err(MemslotError::NotLogged { slot });
         }
         check_clear(slot, entry.pages(), first_page, pages, bitmap.len())?;
         if pages == 0 || self.shared().capabilities.manual_dirty_log == ManualDirtyLog::None {
             return Ok(());
         }
         ioctl::clear_dirty_log(&self.shared().fd, slot, first_page, pages, bitmap)
-            .map_err(|source| SlotError::Kernel { what: "clear the dirty log of", slot, source })
+            .map_err(|source| MemslotError::Kernel { what: "clear the dirty log of", slot, source })
     }
 }
 
@@ -370,7 +370,7 @@ mod tests {
 
     #[test]
     fn malformed_slots_are_refused_before_the_kernel_sees_them() {
-        let good = SlotConfig {
+        let good = MemslotConfig {
             slot: 1,
             gpa: 0x1000,
             hva: 0x10_0000,
@@ -380,15 +380,15 @@ mod tests {
         };
         assert!(check(&good).is_ok());
         for bad in [
-            SlotConfig { len_bytes: 0, ..good },
-            SlotConfig { len_bytes: 0x2001, ..good },
-            SlotConfig { gpa: 0x800, ..good },
-            SlotConfig { hva: 0x800, ..good },
-            SlotConfig { hva: 0, ..good },
-            SlotConfig { gpa: !0xfff, ..good },
-            SlotConfig { hva: !0xfff, ..good },
+            MemslotConfig { len_bytes: 0, ..good },
+            MemslotConfig { len_bytes: 0x2001, ..good },
+            MemslotConfig { gpa: 0x800, ..good },
+            MemslotConfig { hva: 0x800, ..good },
+            MemslotConfig { hva: 0, ..good },
+            MemslotConfig { gpa: !0xfff, ..good },
+            MemslotConfig { hva: !0xfff, ..good },
         ] {
-            assert!(matches!(check(&bad), Err(SlotError::Malformed { .. })), "{bad:?}");
+            assert!(matches!(check(&bad), Err(MemslotError::Malformed { .. })), "{bad:?}");
         }
     }
 
@@ -399,7 +399,7 @@ mod tests {
         assert!(check_bitmap(1, 64, None).is_ok());
         for slot_pages in [63, 65, 128] {
             let refused = check_bitmap(1, slot_pages, bitmap.as_ref());
-            assert!(matches!(refused, Err(SlotError::BitmapLength { pages: 64, .. })));
+            assert!(matches!(refused, Err(MemslotError::BitmapLength { pages: 64, .. })));
         }
     }
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Giving back what the guest does not use.
+//! Discarding memory that the guest does not use.
 //!
-//! Owns what of a range is given back: whole pages of the backing whose content is here. Whether they
+//! Owns what of a range is discarded: whole pages of the backing whose content is here. Whether they
 //! may be discarded is decided in [`crate::discards`]; what becomes of pinned memory that is let
 //! go of in time is in [`crate::pins`]. The map of resident pages keeps
-//! pages alone that are still to arrive: their content would come back after they were given up.
+//! pages alone that are still to arrive: their content would come back after they were discarded.
 //!
 //! Guest addresses come from a guest and are believed in nothing; what is not RAM is left out.
 
@@ -18,36 +18,36 @@ use crate::pins::Pins;
 use crate::ram::GuestRam;
 use crate::region::{AccessError, RamRegion, ZoneKind};
 
-/// Given back with one lock held and one system call: a pause or a ban waits no longer than this
+/// Discarded with one lock held and one system call: a pause or a ban waits no longer than this
 /// takes (64 MiB of 4 KiB pages in a memfd: some 10 ms).
 const PIECE_BYTES: u64 = 64 << 20;
 
-/// What became of a range that was to be given back.
+/// What became of a range that was to be discarded.
 #[derive(Debug, Default)]
-pub struct GivenBack {
-    /// Guest physical ranges that were given back and read as zero, in order.
+pub struct Discarded {
+    /// Guest physical ranges that were discarded and read as zero, in order.
     pub ranges: Vec<Range<u64>>,
-    /// Bytes that may be given back later: they are still to arrive, or there is a ban.
+    /// Bytes that may be discarded later: they are still to arrive, or there is a ban.
     pub deferred_bytes: u64,
     /// The first failure. The range that it names was left alone.
     pub error: Option<AccessError>,
 }
 
-impl GivenBack {
-    /// Bytes that were given back.
+impl Discarded {
+    /// Bytes that were discarded.
     pub fn len_bytes(&self) -> u64 {
         self.ranges.iter().map(|range| range.end - range.start).sum()
     }
 
-    /// Whether all of `range` was given back.
+    /// Whether all of `range` was discarded.
     pub fn covers(&self, range: &Range<u64>) -> bool {
         let mut at = range.start;
-        let first = self.ranges.partition_point(|given| given.end <= at);
-        for given in self.ranges.iter().skip(first) {
-            if at >= range.end || !given.contains(&at) {
+        let first = self.ranges.partition_point(|discarded| discarded.end <= at);
+        for discarded in self.ranges.iter().skip(first) {
+            if at >= range.end || !discarded.contains(&at) {
                 break;
             }
-            at = given.end;
+            at = discarded.end;
         }
         at >= range.end
     }
@@ -72,7 +72,7 @@ impl GuestRam {
         self.discards().banned()
     }
 
-    /// What lets go of pinned memory, if something does and no other ban holds.
+    /// What unpins pinned memory, if something does and no other ban holds.
     pub(crate) fn pins(&self) -> Option<Arc<dyn Pins>> {
         self.discards().pins()
     }
@@ -84,11 +84,11 @@ impl GuestRam {
     /// # Errors
     /// There is no such region, the range is not whole pages of it, the kernel refuses, or
     /// ([`AccessError::Banned`]) devices have memory mapped. What was discarded before stays so.
-    pub fn discard(&self, index: usize, range: &Range<u64>) -> Result<(), AccessError> {
+    pub fn discard_in_region(&self, index: usize, range: &Range<u64>) -> Result<(), AccessError> {
         let region = self.region(index)?;
         region.check_pages(range)?;
         for piece in pieces(region, range) {
-            let _leaving = region.leave(&piece);
+            let _discarding = region.begin_discard(&piece);
             self.discards().decide(|decision| match decision {
                 Ok(permit) => region.discard(&piece, &permit),
                 Err(reason) => Err(region.banned(&piece, reason)),
@@ -98,17 +98,17 @@ impl GuestRam {
     }
 
     /// Makes `range` of the region with this index read as zeros: discards it as
-    /// [`discard`](Self::discard) does, or, where devices have memory mapped, writes zeros into the pages
-    /// that they know.
+    /// [`discard_in_region`](Self::discard_in_region) does, or, where devices have memory mapped, writes
+    /// zeros into the pages that they know.
     ///
     /// # Errors
-    /// As [`discard`](Self::discard), but that a ban is none; the host has no memory for pages that are
-    /// to hold zeros.
+    /// As [`discard_in_region`](Self::discard_in_region), but that a ban is none; the host has no memory
+    /// for pages that are to hold zeros.
     pub fn make_zero(&self, index: usize, range: &Range<u64>) -> Result<(), AccessError> {
         let region = self.region(index)?;
         region.check_pages(range)?;
         for piece in pieces(region, range) {
-            let _leaving = region.leave(&piece);
+            let _discarding = region.begin_discard(&piece);
             self.discards().decide(|decision| match decision {
                 Ok(permit) => region.discard(&piece, &permit),
                 Err(_reason) => region.zero_pages(&piece),
@@ -125,19 +125,20 @@ impl GuestRam {
             .ok_or(AccessError::NoRegion { index, regions })
     }
 
-    /// Gives the memory of the guest physical `range` back to the host, in both mappings and for
-    /// all who share it; it reads as zero from then on, and counts as written for migrations. The
-    /// maps are up to date when this returns.
+    /// Discards the memory of the guest physical `range`, unless there is a ban, in both mappings and for
+    /// all who share it; it reads as zero from then on, and counts as written for migrations. The maps
+    /// are up to date when this returns. For memory that may be pinned for devices see
+    /// [`discard_unpinned`](Self::discard_unpinned).
     ///
-    /// What is no RAM, part of a page of the backing only, or cannot be given back (a private
+    /// What is no RAM, part of a page of the backing only, or cannot be discarded (a private
     /// mapping of a file) is left as it is.
-    pub fn give_back(&self, range: Range<u64>) -> GivenBack {
-        self.give_back_if(range, false)
+    pub fn discard(&self, range: Range<u64>) -> Discarded {
+        self.discard_range(range, false)
     }
 
-    /// `asks`: the guest asks before it uses the memory again.
-    pub(crate) fn give_back_if(&self, range: Range<u64>, asks: bool) -> GivenBack {
-        let mut given = GivenBack::default();
+    /// `may_unpin`: the guest may_unpin before it uses the memory again.
+    pub(crate) fn discard_range(&self, range: Range<u64>, may_unpin: bool) -> Discarded {
+        let mut discarded = Discarded::default();
         for region in self.regions() {
             let start = range.start.max(region.gpa());
             let end = range.end.min(region.gpa() + region.len_bytes());
@@ -148,22 +149,22 @@ impl GuestRam {
             let start = (start - region.gpa()).next_multiple_of(page);
             let end = (end - region.gpa()) / page * page;
             if start < end {
-                self.give_back_of(region, start..end, asks, &mut given);
+                self.discard_resident(region, start..end, may_unpin, &mut discarded);
             }
         }
-        given
+        discarded
     }
 
     /// `range` is bytes of the region, whole pages of its backing.
-    fn give_back_of(
+    fn discard_resident(
         &self,
         region: &RamRegion,
         range: Range<u64>,
-        asks: bool,
-        given: &mut GivenBack,
+        may_unpin: bool,
+        discarded: &mut Discarded,
     ) {
         let page = region.page_bytes();
-        let unit = if asks { self.give_up_bytes(region) } else { page };
+        let unit = if may_unpin { self.discard_unit_bytes(region) } else { page };
         let step = PIECE_BYTES.next_multiple_of(unit);
         let mut at = range.start;
         while at < range.end {
@@ -177,32 +178,32 @@ impl GuestRam {
             while piece < here.end {
                 // Units are counted from the begin of the region.
                 let end = here.end.min((piece + step) / unit * unit);
-                self.give_back_piece(region, piece..end, asks, given);
+                self.discard_piece(region, piece..end, may_unpin, discarded);
                 piece = end;
             }
             let behind = absent.end.max(here.end).min(range.end);
-            given.deferred_bytes += behind - here.end;
+            discarded.deferred_bytes += behind - here.end;
             at = behind;
         }
     }
 
-    fn give_back_piece(
+    fn discard_piece(
         &self,
         region: &RamRegion,
         piece: Range<u64>,
-        asks: bool,
-        given: &mut GivenBack,
+        may_unpin: bool,
+        discarded: &mut Discarded,
     ) {
-        given.deferred_bytes += piece.end - piece.start;
+        discarded.deferred_bytes += piece.end - piece.start;
         // Before the lock of the decision, which a ban waits for.
-        let _leaving = region.leave(&piece);
-        self.discards().release(region, &piece, asks, |parts, permit| {
+        let _discarding = region.begin_discard(&piece);
+        self.discards().release(region, &piece, may_unpin, |parts, permit| {
             for part in parts {
-                given.deferred_bytes -= part.end - part.start;
+                discarded.deferred_bytes -= part.end - part.start;
                 match region.discard(&part, permit) {
-                    Ok(()) => given.push(region.gpa() + part.start..region.gpa() + part.end),
+                    Ok(()) => discarded.push(region.gpa() + part.start..region.gpa() + part.end),
                     Err(error) => {
-                        given.error.get_or_insert(error);
+                        discarded.error.get_or_insert(error);
                     }
                 }
             }
@@ -264,9 +265,9 @@ mod tests {
             fill(&ram);
             ram.track_device_writes(true);
             // Over the border of two regions, and over the hole behind the second.
-            let given = ram.give_back(3 * MIB..7 * MIB);
-            assert!(given.covers(&(3 * MIB..6 * MIB)) && given.len_bytes() == 3 * MIB);
-            assert!(given.error.is_none() && given.deferred_bytes == 0);
+            let discarded = ram.discard(3 * MIB..7 * MIB);
+            assert!(discarded.covers(&(3 * MIB..6 * MIB)) && discarded.len_bytes() == 3 * MIB);
+            assert!(discarded.error.is_none() && discarded.deferred_bytes == 0);
             assert_eq!((byte(&ram, 3 * MIB), byte(&ram, 3 * MIB - 1)), (0, 7));
             assert_eq!((byte(&ram, 6 * MIB - 1), byte(&ram, 16 * MIB)), (0, 7));
             let words = ram.take_device_dirty(0, 4 * MIB).unwrap();
@@ -280,7 +281,7 @@ mod tests {
         let ram = ram(&Backing::Memfd);
         fill(&ram);
         let region = &ram.regions()[0];
-        ram.give_back(0..MIB);
+        ram.discard(0..MIB);
         let left = region.populated_runs(&(0..region.len_bytes())).unwrap();
         assert_eq!(left.first().map(|run| run.start), Some(MIB));
     }
@@ -290,11 +291,11 @@ mod tests {
         let ram = ram(&Backing::Memfd);
         fill(&ram);
         ram.regions()[0].resident().set_absent(2..4);
-        let given = ram.give_back(0..8 * PAGE_BYTES);
-        assert_eq!(given.ranges, [0..2 * PAGE_BYTES, 4 * PAGE_BYTES..8 * PAGE_BYTES]);
-        assert_eq!(given.deferred_bytes, 2 * PAGE_BYTES);
+        let discarded = ram.discard(0..8 * PAGE_BYTES);
+        assert_eq!(discarded.ranges, [0..2 * PAGE_BYTES, 4 * PAGE_BYTES..8 * PAGE_BYTES]);
+        assert_eq!(discarded.deferred_bytes, 2 * PAGE_BYTES);
         assert_eq!(byte(&ram, 2 * PAGE_BYTES), 7);
-        assert!(!given.covers(&(0..3 * PAGE_BYTES)) && given.covers(&(0..2 * PAGE_BYTES)));
+        assert!(!discarded.covers(&(0..3 * PAGE_BYTES)) && discarded.covers(&(0..2 * PAGE_BYTES)));
     }
 
     #[test]
@@ -303,18 +304,18 @@ mod tests {
         let ram = ram(&Backing::Memfd);
         fill(&ram);
         let ways: [fn(&GuestRam); 3] = [
-            |ram| assert!(ram.give_back(0..MIB).covers(&(0..MIB))),
-            |ram| ram.discard(0, &(0..MIB)).unwrap(),
+            |ram| assert!(ram.discard(0..MIB).covers(&(0..MIB))),
+            |ram| ram.discard_in_region(0, &(0..MIB)).unwrap(),
             |ram| ram.make_zero(0, &(0..MIB)).unwrap(),
         ];
         for give in ways {
             let held = ram.regions()[0].hold(MIB - PAGE_BYTES..2 * MIB);
-            let (given, is_given) = channel();
+            let (discarded, is_given) = channel();
             std::thread::scope(|scope| {
                 let ram = &ram;
                 scope.spawn(move || {
                     give(ram);
-                    let _ = given.send(());
+                    let _ = discarded.send(());
                 });
                 let soon = is_given.recv_timeout(std::time::Duration::from_millis(100));
                 assert_eq!(soon, Err(RecvTimeoutError::Timeout));
@@ -331,13 +332,13 @@ mod tests {
         fill(&ram);
         let (first, second) = (ram.ban_discards("a test"), ram.ban_discards("another"));
         drop(first);
-        let given = ram.give_back(0..MIB);
-        assert_eq!((given.len_bytes(), given.deferred_bytes), (0, MIB));
+        let discarded = ram.discard(0..MIB);
+        assert_eq!((discarded.len_bytes(), discarded.deferred_bytes), (0, MIB));
         assert_eq!(ram.discards_banned(), Some("another"));
         assert_eq!(byte(&ram, 0), 7);
         drop(second);
         assert_eq!(ram.discards_banned(), None);
-        assert_eq!(ram.give_back(0..MIB).len_bytes(), MIB);
+        assert_eq!(ram.discard(0..MIB).len_bytes(), MIB);
     }
 
     /// As a device sees it that has had the pages mapped since before: they are the same ones still.
@@ -375,33 +376,36 @@ mod tests {
         let ram = ram(&Backing::Memfd);
         fill(&ram);
         let ban = ram.ban_discards("a test");
-        let error = ram.discard(0, &(0..MIB)).unwrap_err();
+        let error = ram.discard_in_region(0, &(0..MIB)).unwrap_err();
         assert!(matches!(error, AccessError::Banned { reason: "a test", .. }), "{error}");
         assert_eq!(byte(&ram, 0), 7);
         // Whoever lets go of pages does so for guests that ask, and this one does not.
-        ban.except_what_is_let_go(Arc::new(LetsGo));
-        assert!(ram.discard(0, &(0..MIB)).is_err());
+        ban.except_unpinned(Arc::new(UnpinsAll));
+        assert!(ram.discard_in_region(0, &(0..MIB)).is_err());
         drop(ban);
-        ram.discard(0, &(0..MIB)).unwrap();
+        ram.discard_in_region(0, &(0..MIB)).unwrap();
         assert!(populated(&ram, 0..MIB).is_empty());
-        assert!(matches!(ram.discard(9, &(0..MIB)), Err(AccessError::NoRegion { index: 9, .. })));
+        assert!(matches!(
+            ram.discard_in_region(9, &(0..MIB)),
+            Err(AccessError::NoRegion { index: 9, .. })
+        ));
     }
 
     /// Of everything.
-    struct LetsGo;
+    struct UnpinsAll;
 
-    impl Pins for LetsGo {
+    impl Pins for UnpinsAll {
         fn grain_bytes(&self, _: &RamRegion) -> u64 {
             PAGE_BYTES
         }
 
-        fn let_go(&self, _: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
+        fn unpin(&self, _: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
             vec![range.clone()]
         }
 
-        fn take_back(&self, _: &RamRegion, _: &Range<u64>) {}
+        fn repin(&self, _: &RamRegion, _: &Range<u64>) {}
 
-        fn take_on(
+        fn pin(
             &self,
             _: &RamRegion,
             _: &Range<u64>,
@@ -456,8 +460,8 @@ mod tests {
         fn any_range_is_harmless(start: u64, end: u64) {
             let ram = ram(&Backing::Memfd);
             for range in [start..end, start % (20 * MIB)..end % (20 * MIB), start..u64::MAX] {
-                let given = ram.give_back(range.clone());
-                for piece in &given.ranges {
+                let discarded = ram.discard(range.clone());
+                for piece in &discarded.ranges {
                     prop_assert!(range.start <= piece.start && piece.end <= range.end);
                 }
             }
