@@ -83,7 +83,7 @@ impl Discards {
         })
     }
 
-    /// Does `act` with the parts of `piece` that may be discarded. `may_unpin`: the guest may_unpin before it uses
+    /// Does `act` with the parts of `piece` that may be discarded. `may_unpin`: the guest asks before it uses
     /// the memory again, so what is pinned may be unpinned for it.
     pub(crate) fn release<R>(
         &self,

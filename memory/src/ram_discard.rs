@@ -136,7 +136,7 @@ impl GuestRam {
         self.discard_range(range, false)
     }
 
-    /// `may_unpin`: the guest may_unpin before it uses the memory again.
+    /// `may_unpin`: the guest asks before it uses the memory again.
     pub(crate) fn discard_range(&self, range: Range<u64>, may_unpin: bool) -> Discarded {
         let mut discarded = Discarded::default();
         for region in self.regions() {

@@ -197,7 +197,7 @@ pub struct RamRegion {
     alias: OnceLock<Arc<Mapping>>,
     /// What vCPUs use instead of `main`, where they do.
     vcpus: OnceLock<Arc<Mapping>>,
-    /// PageHold while a further mapping is made, so that it is made once.
+    /// Locked while a further mapping is made, so that it is made once.
     making_mapping: Mutex<()>,
     /// This process's page map, for private memory; opened early, because a sandbox closes `/proc`.
     pagemap: Option<Arc<File>>,

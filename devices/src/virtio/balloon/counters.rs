@@ -9,7 +9,7 @@ use super::shared::Shared;
 use crate::virtio::Counters;
 use crate::virtio::counters::Counter;
 
-/// What the device has operations.
+/// Operations of the device so far.
 #[derive(Debug, Default)]
 pub(super) struct OperationCounters {
     pub(super) inflated_pages: Counter,
