@@ -296,7 +296,7 @@ fn saved() -> Scene {
     Scene {
         vmm,
         doing: Some("saved"),
-        without: &[],
+        without: &["vm.snapshot-cancel"],
         signal: Signal::WaitsInTheKernel,
         waiting,
         obstacle: Box::new((frozen, mounted, folder)),
