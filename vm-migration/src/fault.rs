@@ -45,7 +45,7 @@ pub enum FaultWait {
 }
 
 /// Where a thread that was refused a page gets it.
-pub trait PageDesk: Send + Sync {
+pub trait FaultResolver: Send + Sync {
     /// Asks for a page that the calling thread needs, unless somebody has, and returns when it is
     /// here, or as soon as somebody unparks the thread: then the caller sees to that, and comes
     /// again if it still needs the page. `seat` is the calling thread's own number.
@@ -98,8 +98,8 @@ pub trait FaultSource: Send + Sync {
     }
 
     /// Where those threads get their pages from now on, for as long as it exists.
-    fn open_desk(&self, desk: Weak<dyn PageDesk>) {
-        let _ = desk;
+    fn set_resolver(&self, resolver: Weak<dyn FaultResolver>) {
+        let _ = resolver;
     }
 
     /// Waits for faults of one queue and appends as many as one read gives.

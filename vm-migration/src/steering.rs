@@ -22,7 +22,7 @@ pub struct Steering(Arc<Wishes>);
 #[derive(Debug, Default)]
 struct Wishes {
     postcopy: AtomicBool,
-    give_up: AtomicBool,
+    abandoned: AtomicBool,
     /// Held for one look.
     recover: Mutex<Option<(Recover, Option<u16>)>>,
     /// Held for one look.
@@ -87,12 +87,12 @@ impl Steering {
 
     /// Asks a side of a postcopy to let the other one down: the guest is lost unless it has all of
     /// its pages already.
-    pub fn give_up(&self) {
-        self.0.give_up.store(true, Ordering::Release);
+    pub fn abandon(&self) {
+        self.0.abandoned.store(true, Ordering::Release);
     }
 
     pub(crate) fn gives_up(&self) -> bool {
-        self.0.give_up.load(Ordering::Acquire)
+        self.0.abandoned.load(Ordering::Acquire)
     }
 }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
-use crate::page_server::Successor;
+use crate::page_server::PageServerHandle;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap;
 
@@ -135,7 +135,7 @@ pub trait SourceVm: Sized + Send {
     ///
     /// # Errors
     /// Why there is none; the migration then fails and the guest goes on.
-    fn successor(&mut self) -> Result<Option<Box<dyn Successor>>, VmError> {
+    fn page_server(&mut self) -> Result<Option<Box<dyn PageServerHandle>>, VmError> {
         Ok(None)
     }
 

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use super::demand::{Demand, Look};
 use super::emptying::empty_units;
-use super::sleepers::Sleepers;
 use super::tables::locate;
+use super::waiters::Waiters;
 use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
@@ -74,7 +74,7 @@ pub(crate) struct Engine<M> {
     /// What failed first, and whether the guest may run on this memory. Held for one look.
     fate: Mutex<Fate>,
     /// Threads that bring their own pages.
-    sleepers: Sleepers,
+    waiters: Waiters,
     pub(super) progress: Arc<Progress>,
 }
 
@@ -142,7 +142,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         }
         progress.counters.remaining_bytes.set(missing_bytes);
         let engine = Self {
-            sleepers: Sleepers::new(source.seats()),
+            waiters: Waiters::new(source.seats()),
             source,
             demand: Demand::new(missing),
             pieces,
@@ -297,14 +297,14 @@ impl<M: GuestMemoryMap> Engine<M> {
         ask: impl FnOnce(Vec<GpaRange>),
     ) -> Result<(), Cause> {
         let index = fault.page / self.unit_pages[fault.region];
-        let Some(lying) = self.sleepers.lie_down(seat, fault.region, index) else {
+        let Some(waiter) = self.waiters.register(seat, fault.region, index) else {
             let what =
                 format!("thread {seat} brings pages, which only {} may", self.source.seats());
             return Err(Cause::Unsupported { what, remedy: "this is a defect, please report it" });
         };
         ask(self.take_faults(&[fault])?);
         if self.demand.is_missing(fault.region, index) {
-            lying.sleep();
+            waiter.park();
         }
         Ok(())
     }
@@ -538,7 +538,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         let (first, count) = (run.first / unit, run.count / unit);
         let here = |index| {
             wake(run.region, index)?;
-            self.sleepers.wake(run.region, index);
+            self.waiters.wake(run.region, index);
             Ok::<_, Cause>(())
         };
         let waited = |thread, took| self.progress.fault_took(thread, took);

@@ -11,10 +11,10 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::desk::Desk;
 use super::engine::{Engine, Via};
 use super::negotiate::unexpected;
 use super::rejoin::{Connections, Rejoin, Returned};
+use super::resolver::VcpuFaultResolver;
 use crate::beside::look_beside;
 use crate::bitmap::change_then_look;
 use crate::cancel::Cancel;
@@ -91,7 +91,7 @@ pub(crate) struct FaultThreads<M: GuestMemoryMap> {
     pub(super) rejoin: Rejoin,
     askers: Arc<Askers>,
     /// Keeps it open for threads that bring their own pages.
-    desk: Arc<Desk<M>>,
+    resolver: Arc<VcpuFaultResolver<M>>,
     /// Reads faults, from the begin to the end.
     readers: Session,
     /// Receives pages; ends when a connection is lost.
@@ -109,12 +109,12 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         let readers = engine.source().readers();
         let slots = (0..readers + engine.source().seats()).map(|_| Mutex::new(None)).collect();
         let askers = Arc::new(Askers(slots));
-        let desk = Arc::new(Desk::new(&engine, &askers));
+        let resolver = Arc::new(VcpuFaultResolver::new(&engine, &askers));
         let (readers_session, session) = (Session::new()?, Session::new()?);
-        let mut all = Self { engine, rejoin, askers, desk, readers: readers_session, session };
+        let mut all = Self { engine, rejoin, askers, resolver, readers: readers_session, session };
         all.receive_on(bulk, urgent)?;
-        let open: Weak<Desk<M>> = Arc::downgrade(&all.desk);
-        all.engine.source().open_desk(open);
+        let open: Weak<VcpuFaultResolver<M>> = Arc::downgrade(&all.resolver);
+        all.engine.source().set_resolver(open);
         for reader in 0..readers {
             let part = (Arc::clone(&all.engine), Arc::clone(&all.askers));
             let engine = Arc::clone(&all.engine);

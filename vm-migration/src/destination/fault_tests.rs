@@ -135,7 +135,7 @@ fn giving_up_ends_a_wait_for_memory_of_the_host_when_connections_are_lost() {
     let (mut threads, theirs) = starving(&Starved::new(0));
     let steering: Steering = threads.rejoin.steering.clone();
     drop(theirs);
-    steering.give_up();
+    steering.abandon();
     assert!(ends(move || {
         threads.disconnect();
         assert!(threads.engine.failed().is_cancelled());

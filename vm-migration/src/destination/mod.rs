@@ -17,8 +17,8 @@
 //! | `assembly` | large host pages in it, which come together from pieces |
 //! | `emptying` | throwing away what is to come again |
 //! | `fault` | the engine's threads |
-//! | `desk` | where threads that were refused a page get it |
-//! | `sleepers` | how they sleep until it is here |
+//! | `resolver` | faults that the vCPU threads resolve themselves |
+//! | `waiters` | where they park until the page is in place |
 //! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
 //! | `arrivals` | connections that have not said yet what they are |
 //! | `doubt` | waiting for the source's word, when the connection was lost at the commit |
@@ -32,7 +32,6 @@ mod arrivals;
 mod assembly;
 mod building;
 mod demand;
-mod desk;
 mod doubt;
 mod emptying;
 mod engine;
@@ -45,9 +44,10 @@ mod negotiate;
 mod preparing;
 mod receive;
 mod rejoin;
+mod resolver;
 mod run;
-mod sleepers;
 mod tables;
+mod waiters;
 
 use std::sync::Arc;
 
@@ -126,7 +126,7 @@ impl<V: DestinationVm> std::fmt::Debug for ReceiveFailure<V> {
 }
 
 /// How a phase failed.
-pub(crate) struct Setback<V: DestinationVm> {
+pub(crate) struct PhaseFailure<V: DestinationVm> {
     pub peer: Option<Channel>,
     pub failure: Failure,
     pub guest: GuestIs,
@@ -134,7 +134,7 @@ pub(crate) struct Setback<V: DestinationVm> {
     pub faults: Option<Box<Faulting<V::Memory>>>,
 }
 
-impl<V: DestinationVm> Setback<V> {
+impl<V: DestinationVm> PhaseFailure<V> {
     /// A failure before the handover.
     pub(crate) fn early(peer: Option<Channel>, failure: Failure) -> Self {
         Self { peer, failure, guest: GuestIs::NotHere, vm: None, faults: None }
@@ -198,8 +198,8 @@ impl Listener {
                 }
                 (Ok(received), pages_come)
             }
-            Err(setback) => {
-                let failure = give_up(context, setback);
+            Err(phase_failure) => {
+                let failure = fail_phase(context, phase_failure);
                 let pages_come = failure.faults.is_some();
                 (Err(Box::new(failure)), pages_come)
             }
@@ -216,7 +216,7 @@ impl Listener {
 fn drive<B: DestinationBuilder>(
     builder: B,
     context: Context<'_>,
-) -> Result<Received<B::Vm>, Setback<B::Vm>> {
+) -> Result<Received<B::Vm>, PhaseFailure<B::Vm>> {
     let run = context.progress;
     let connected = run.run(Phase::Listen, || negotiate::listen(context))?;
     let mapped = run.run(Phase::Negotiate, || connected.negotiate(builder, context))?;
@@ -239,8 +239,11 @@ impl Failure {
 }
 
 /// The one exit for failures: tells the peer and says where the guest is.
-fn give_up<V: DestinationVm>(context: Context<'_>, setback: Setback<V>) -> ReceiveFailure<V> {
-    let Setback { peer, failure, guest, vm, faults } = setback;
+fn fail_phase<V: DestinationVm>(
+    context: Context<'_>,
+    phase_failure: PhaseFailure<V>,
+) -> ReceiveFailure<V> {
+    let PhaseFailure { peer, failure, guest, vm, faults } = phase_failure;
     let phase = context.progress.phase();
     if let Some(peer) = peer {
         failure.tell(&peer);

@@ -14,7 +14,7 @@ use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
-use super::{Context, Setback, linger};
+use super::{Context, PhaseFailure, linger};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
@@ -51,9 +51,9 @@ pub(crate) struct Connected {
 /// how that ended is told.
 pub(crate) fn listen<V: crate::vm::DestinationVm>(
     context: Context<'_>,
-) -> Result<Connected, Setback<V>> {
+) -> Result<Connected, PhaseFailure<V>> {
     const STEP: &str = "waiting for the source";
-    let early = |cause: Cause| Setback::early(None, Failure::new(STEP, cause));
+    let early = |cause: Cause| PhaseFailure::early(None, Failure::new(STEP, cause));
     let deadline = context.options.accept_timeout.map(|limit| (Instant::now() + limit, limit));
     let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
     loop {
@@ -102,14 +102,14 @@ impl Connected {
         mut self,
         builder: B,
         context: Context<'_>,
-    ) -> Result<Mapped<B::Vm>, Setback<B::Vm>> {
+    ) -> Result<Mapped<B::Vm>, PhaseFailure<B::Vm>> {
         let mut building = None;
         match self.try_negotiate(builder, &mut building, context) {
             Ok(parts) => Ok(Mapped::new(parts, self.control)),
             Err(failure) => {
                 // Before what is being built ends, which may take its time.
                 failure.tell(&self.control);
-                Err(Setback::early(None, failure))
+                Err(PhaseFailure::early(None, failure))
             }
         }
     }

@@ -20,7 +20,7 @@ use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
 use super::rejoin::Rejoin;
 use super::tables::{locate, take_frame, take_memory, take_zeros};
-use super::{Context, Setback, linger};
+use super::{Context, PhaseFailure, linger};
 use crate::channel::Channel;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
@@ -121,7 +121,7 @@ impl<V: DestinationVm> Mapped<V> {
     }
 
     /// Takes memory until the state arrives.
-    pub(crate) fn receive(mut self, context: Context<'_>) -> Result<HasState<V>, Setback<V>> {
+    pub(crate) fn receive(mut self, context: Context<'_>) -> Result<HasState<V>, PhaseFailure<V>> {
         match self.try_receive(context) {
             Ok(Outcome { vm, state, faults }) => Ok(HasState {
                 vm,
@@ -133,7 +133,7 @@ impl<V: DestinationVm> Mapped<V> {
             Err(failure) => {
                 // Before what is being built ends, which may take its time.
                 failure.tell(&self.control);
-                Err(Setback::early(None, failure))
+                Err(PhaseFailure::early(None, failure))
             }
         }
     }

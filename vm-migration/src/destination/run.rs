@@ -15,7 +15,7 @@ use super::fault::FaultThreads;
 use super::faulting::Faulting;
 use super::negotiate::{read, unexpected};
 use super::receive::{Agreed, HasState};
-use super::{Context, Received, Setback};
+use super::{Context, PhaseFailure, Received};
 use crate::beside::look_beside;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -70,7 +70,7 @@ impl Teller {
 
 impl<V: DestinationVm> HasState<V> {
     /// Puts state in and acknowledges the handover.
-    pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, Setback<V>> {
+    pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, PhaseFailure<V>> {
         match self.try_prepare(context) {
             Ok((resume, promised)) => {
                 let commit = self.agreed.zip(promised).map(|(agreed, (promised, never))| Commit {
@@ -86,7 +86,7 @@ impl<V: DestinationVm> HasState<V> {
                 // Before the machine ends, which may take its time while the guest stands still.
                 failure.tell(&self.control);
                 self.faults.iter().for_each(FaultThreads::let_go);
-                Err(Setback::early(None, failure))
+                Err(PhaseFailure::early(None, failure))
             }
         }
     }
@@ -250,7 +250,7 @@ impl<V: DestinationVm> Ready<V> {
     }
 
     /// Starts the guest, once the source cannot run it any more.
-    pub(crate) fn run(mut self, context: Context<'_>) -> Result<Received<V>, Setback<V>> {
+    pub(crate) fn run(mut self, context: Context<'_>) -> Result<Received<V>, PhaseFailure<V>> {
         let Some(commit) = self.commit.take() else { return self.run_at_once() };
         let tells_figures = commit.agreed.tells_figures;
         let here = match self.wait_for_word(commit, context) {
@@ -258,7 +258,7 @@ impl<V: DestinationVm> Ready<V> {
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
                 self.faults.iter().for_each(FaultThreads::let_go);
-                return Err(Setback::early(None, failure));
+                return Err(PhaseFailure::early(None, failure));
             }
         };
         let Self { vm, control, faults, resume, .. } = self;
@@ -286,7 +286,7 @@ impl<V: DestinationVm> Ready<V> {
                         Teller::Verdict(channel) => Some(channel),
                         Teller::Silence => None,
                     };
-                    return Err(Setback { peer, failure, guest, vm: Some(vm), faults: None });
+                    return Err(PhaseFailure { peer, failure, guest, vm: Some(vm), faults: None });
                 };
                 // Its pages go on arriving, so to the source this is as if it ran.
                 let note = Answer::Ok {
@@ -297,13 +297,13 @@ impl<V: DestinationVm> Ready<V> {
                     log::warn!("the source could not be told that its pages are needed: {error}");
                 }
                 let faults = Some(Box::new(Faulting::new(threads, control, lost, tells_figures)));
-                Err(Setback { peer: None, failure, guest, vm: Some(vm), faults })
+                Err(PhaseFailure { peer: None, failure, guest, vm: Some(vm), faults })
             }
         }
     }
 
     /// Starts the guest of a plain version 0 source, which hears whether that went well.
-    fn run_at_once(self) -> Result<Received<V>, Setback<V>> {
+    fn run_at_once(self) -> Result<Received<V>, PhaseFailure<V>> {
         let Self { vm, control, resume, .. } = self;
         match vm.run(resume) {
             Ok(vm) => {
@@ -315,7 +315,7 @@ impl<V: DestinationVm> Ready<V> {
             }
             Err((_, reason)) => {
                 let failure = Failure::new("starting the guest", Cause::Vm(reason));
-                Err(Setback::early(Some(control), failure))
+                Err(PhaseFailure::early(Some(control), failure))
             }
         }
     }

@@ -4,7 +4,7 @@
 //!
 //! | file | owns |
 //! | --- | --- |
-//! | `charge` | what the other process is told: the memory, and how to go on |
+//! | `takeover` | what the other process is told: the memory, and how to go on |
 //! | `link` | the two ends of the socket between the processes |
 //!
 //! What it does with its connections is in `source::serve`. The process is there, and has the
@@ -17,14 +17,14 @@
 //!   Memory (JSON)                      ->    Ok
 //!   File (with a descriptor) ...       ->    Ok for each; mapped with the last, or Error + reason
 //!     ... the guest is handed over, its pages are served from here ...
-//!   Charge (JSON)                      ->    connects; Ok when it serves, or Error + reason
+//!   TakeoverRequest (JSON)                      ->    connects; Ok when it serves, or Error + reason
 //! ```
 //!
 //! Until that last Ok the source serves, and goes on if it does not come: then it has to end the
 //! page server first, because only one of the two may connect. From it on the source is not needed.
 
-mod charge;
 mod link;
+mod takeover;
 
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -35,9 +35,9 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-pub(crate) use charge::Terms;
-pub use charge::{Charge, ServedMemory, ServedRegion};
-pub use link::{Deputy, Principal, fuzz_orders};
+pub use link::{PageServerEnd, SourceEnd, fuzz_orders};
+pub(crate) use takeover::Terms;
+pub use takeover::{ServedMemory, ServedRegion, TakeoverRequest};
 
 use crate::latency::micros;
 use crate::options::Limits;
@@ -63,7 +63,7 @@ pub enum Taken {
 }
 
 /// A page server that is ready. It ends when it is dropped without having been told to take over.
-pub trait Successor: Send + fmt::Debug {
+pub trait PageServerHandle: Send + fmt::Debug {
     /// Who it is.
     fn identity(&self) -> Identity;
 
@@ -71,7 +71,7 @@ pub trait Successor: Send + fmt::Debug {
     ///
     /// # Errors
     /// Why it has not. It has ended by then, or it could disturb whoever goes on in its place.
-    fn take_over(self: Box<Self>, charge: &Charge) -> Result<Taken, VmError>;
+    fn take_over(self: Box<Self>, takeover: &TakeoverRequest) -> Result<Taken, VmError>;
 }
 
 /// How long a page server may take to take over: it connects, asks, and hears what is missing.

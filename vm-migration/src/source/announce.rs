@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use super::lane::UNIT_PAGES;
+use super::send_stream::UNIT_PAGES;
 use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::ram::{self, GuestMemoryMap};
 

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::lane::{UNIT_PAGES, UNITS_MAX};
+use super::send_stream::{UNIT_PAGES, UNITS_MAX};
 use crate::cursor::Cursor;
 use crate::layout::Layout;
 

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::negotiate::Links;
-use super::precopy::{Cargo, Copied, Switch};
+use super::precopy::{Copied, RemainingMemory, Switch};
 use super::round::{Pass, RoundKind, send_round};
 use super::serve::{Grain, Server};
-use super::{Context, Setback};
+use super::{Context, PhaseFailure};
 use crate::bitmap::{ClaimMap, word_runs};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -39,20 +39,20 @@ pub(crate) struct Stopped<V: SourceVm> {
 
 impl<V: SourceVm> Copied<V> {
     /// Pauses the guest and deals with what it dirtied last.
-    pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, Setback<V>> {
-        let Self { vm, memory, mut control, mut links, cargo } = self;
+    pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, PhaseFailure<V>> {
+        let Self { vm, memory, mut control, mut links, remaining } = self;
         let since = Instant::now();
         let vm = match vm.pause() {
             Ok(paused) => paused,
             Err((vm, reason)) => {
                 let failure = Failure::new("pausing the guest", Cause::Vm(reason));
-                return Err(Setback::Running(vm, Some(control), failure));
+                return Err(PhaseFailure::Running(vm, Some(control), failure));
             }
         };
-        let (log, goes) = match cargo {
-            Cargo::Shared => (None, Goes::Not),
-            Cargo::Rest(log, throttle) => (Some(log), Goes::Now(throttle)),
-            Cargo::Later(log, pages, told) => (Some(log), Goes::Later(pages, told)),
+        let (log, goes) = match remaining {
+            RemainingMemory::Shared => (None, Goes::Not),
+            RemainingMemory::Rest(log, throttle) => (Some(log), Goes::Now(throttle)),
+            RemainingMemory::Later(log, pages, told) => (Some(log), Goes::Later(pages, told)),
         };
         let rest = |log: Option<&V::Log>| -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
             let begin_round =
@@ -98,7 +98,7 @@ impl<V: SourceVm> Copied<V> {
         match rest(log.as_ref()) {
             Ok(later) => Ok(Stopped { vm, control, links, later, log, since }),
             Err(failure) => {
-                Err(Setback::Paused { vm, peer: control, failure, retraction: None, log })
+                Err(PhaseFailure::Paused { vm, peer: control, failure, retraction: None, log })
             }
         }
     }

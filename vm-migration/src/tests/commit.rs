@@ -326,7 +326,7 @@ fn a_person_decides_where_the_source_does_not_come_back() {
                 run.moves();
                 continue;
             }
-            run.send_steering.give_up();
+            run.send_steering.abandon();
             let (sent, arrived, guest, to) = run.arrives();
             assert!(matches!(*sent.unwrap_err(), SendFailure::HandedOver { .. }));
             match (decision, arrived) {
@@ -558,13 +558,13 @@ fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
     let received = receiver.join().unwrap().unwrap();
     let waiting = std::thread::spawn(|| received.faults.unwrap().wait());
     hears_the_end(&address, id);
-    steering.give_up();
+    steering.abandon();
     let paused = waiting.join().unwrap().unwrap_err();
     assert!(paused.missing_pages() > 0);
     hears_the_end(&address, id);
     drop(paused);
     hears_the_end(&address, id);
-    send_steering.give_up();
+    send_steering.abandon();
     sender.join().unwrap().unwrap_err();
 }
 

@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::{Uffd, UffdError, in_place_of};
 use crate::fault::{
-    Fault, FaultSource, FaultSourceKind, FaultWait, NotBrought, PageDesk, VcpuBarrier,
+    Fault, FaultResolver, FaultSource, FaultSourceKind, FaultWait, NotBrought, VcpuBarrier,
 };
 use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
@@ -43,7 +43,7 @@ pub struct OwnFaults<M: GuestMemoryMap> {
     refusing: Option<Uffd<M>>,
     barrier: Box<dyn VcpuBarrier>,
     seats: usize,
-    desk: OnceLock<Weak<dyn PageDesk>>,
+    resolver: OnceLock<Weak<dyn FaultResolver>>,
     released: AtomicBool,
 }
 
@@ -88,8 +88,8 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     }
 
     fn with(memory: Arc<M>, others: Uffd<M>, seats: usize, barrier: Box<dyn VcpuBarrier>) -> Self {
-        let (desk, released) = (OnceLock::new(), AtomicBool::new(false));
-        Self { others, memory, refusing: None, barrier, seats, desk, released }
+        let (resolver, released) = (OnceLock::new(), AtomicBool::new(false));
+        Self { others, memory, refusing: None, barrier, seats, resolver, released }
     }
 
     /// The calling thread, whose number is `seat`, was refused the page at `gpa`: brings it.
@@ -99,12 +99,12 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     pub fn refused(&self, seat: usize, gpa: u64) -> Result<Refused, NotBrought> {
         let page = GpaRange { gpa: gpa & !(PAGE_BYTES - 1), len_bytes: PAGE_BYTES };
         let Ok(run) = self.memory.layout().locate(page) else { return Ok(Refused::NotRam) };
-        let desk = self.desk.get().and_then(Weak::upgrade);
-        let Some(desk) = desk.filter(|_| !self.released.load(Ordering::SeqCst)) else {
+        let resolver = self.resolver.get().and_then(Weak::upgrade);
+        let Some(resolver) = resolver.filter(|_| !self.released.load(Ordering::SeqCst)) else {
             return Ok(Refused::NotByUs);
         };
         let fault = Fault { region: run.region, page: run.first, thread: Some(thread_id()) };
-        desk.bring(seat, fault).map(|()| Refused::TryAgain)
+        resolver.bring(seat, fault).map(|()| Refused::TryAgain)
     }
 
     /// The run's pages are here, and everybody else sees them: vCPUs do now.
@@ -139,9 +139,9 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         self.seats
     }
 
-    fn open_desk(&self, desk: Weak<dyn PageDesk>) {
+    fn set_resolver(&self, resolver: Weak<dyn FaultResolver>) {
         // There is one engine for a source.
-        let _ = self.desk.set(desk);
+        let _ = self.resolver.set(resolver);
     }
 
     fn next_faults(&self, reader: usize, faults: &mut Vec<Fault>) -> Result<FaultWait, UffdError> {

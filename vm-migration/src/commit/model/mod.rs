@@ -10,7 +10,7 @@
 //! | `world` | one state of everything |
 //! | `sides` | its next ones: the two sides and their first connection |
 //! | `calls` | connections that are made again, and pages |
-//! | `people` | requests, signals, people, deaths |
+//! | `operator` | requests, signals, people, deaths |
 //!
 //! What must hold in each state that can be reached:
 //!
@@ -22,7 +22,7 @@
 //!   their times are not over.
 
 mod calls;
-mod people;
+mod operator;
 mod sides;
 mod world;
 

@@ -288,7 +288,7 @@ impl World {
         self.on_wire(setup, &mut all);
         self.on_call(setup, &mut all);
         self.pages(setup, &mut all);
-        self.people(setup, &mut all);
+        self.operator(setup, &mut all);
         self.deaths(&mut all);
         all
     }

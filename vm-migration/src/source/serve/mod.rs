@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::handover::{HandedOver, Pages};
-use super::{Context, Remains, Setback};
+use super::{Context, PhaseFailure, Remains};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -280,11 +280,14 @@ enum End {
 impl<V: SourceVm> HandedOver<V> {
     /// Serves pages until the destination has every one, over as many sets of connections as that
     /// takes, or another process does so.
-    pub(crate) fn serve(self, context: Context<'_>) -> Result<(Remains<V>, Phase), Setback<V>> {
+    pub(crate) fn serve(
+        self,
+        context: Context<'_>,
+    ) -> Result<(Remains<V>, Phase), PhaseFailure<V>> {
         let Self { remains, control, pages, unconfirmed, log: _log } = self;
         let Some(pages) = pages else { return Ok((remains, Phase::Done)) };
-        let Pages { server, mut session, bulk, reconnect, successor } = pages;
-        let mut relay = Relay { reconnect, successor };
+        let Pages { server, mut session, bulk, reconnect, page_server } = pages;
+        let mut relay = Relay { reconnect, page_server };
         let result = match unconfirmed {
             Some(doubt) => Ok(End::Lost(doubt.failure)),
             None => serve_bulk(&server, &mut session, bulk)
@@ -292,7 +295,9 @@ impl<V: SourceVm> HandedOver<V> {
         };
         match server.serve_on(result, session, relay, context) {
             Ok(last) => Ok((remains, last)),
-            Err(failure) => Err(Setback::HandedOver(remains, Some(Held::new(server)), failure)),
+            Err(failure) => {
+                Err(PhaseFailure::HandedOver(remains, Some(Held::new(server)), failure))
+            }
         }
     }
 }

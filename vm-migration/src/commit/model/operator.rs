@@ -6,7 +6,7 @@ use super::world::{Destination, Kind, Next, Reply, Server, Setup, Source, ToSour
 use crate::commit::destination::{Asked, Decision, InDoubt, Known};
 
 impl World {
-    pub(super) fn people(&self, setup: &Setup, all: &mut Vec<Next>) {
+    pub(super) fn operator(&self, setup: &Setup, all: &mut Vec<Next>) {
         let person = |all: &mut Vec<Next>, name, change: &dyn Fn(&mut Self)| {
             all.push((Kind::Person, name, self.change(change)));
         };
