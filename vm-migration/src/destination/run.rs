@@ -10,20 +10,20 @@
 
 use std::time::Instant;
 
-use super::doubt::{Doubt, Word};
+use super::doubt::{Doubt, Resolution};
 use super::fault::FaultThreads;
 use super::faulting::Faulting;
 use super::negotiate::{read, unexpected};
 use super::receive::{Agreed, HasState};
 use super::{Context, PhaseFailure, Received};
-use crate::beside::look_beside;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::commit::clock;
-use crate::commit::destination::{Known, NotHere, Owned, Promised, Standing};
+use crate::commit::destination::{Known, NotHere, NotStarted, Owned, Promised};
 use crate::error::{Cause, Failure, GuestIs, Step};
 use crate::figures::Figures;
 use crate::latency::micros;
+use crate::poll_thread::poll_while;
 use crate::progress::Phase;
 use crate::protocol::message::{Answer, Message, bounded_reason};
 use crate::transport::TransportError;
@@ -155,7 +155,7 @@ impl<V: DestinationVm> HasState<V> {
             }
         };
         let vm = &mut self.vm;
-        let applied = look_beside(look, || vm.apply_state(&state));
+        let applied = poll_while(look, || vm.apply_state(&state));
         match ended {
             Some(failure) => Err(failure),
             None => applied.map_err(Cause::Resource).step(STEP)?.map_err(Cause::Vm).step(STEP),
@@ -176,13 +176,13 @@ impl<V: DestinationVm> HasState<V> {
 }
 
 /// The guest is here alone.
-struct Here {
+struct SoleOwner {
     owned: Owned,
     /// What waits to be told how it starts.
     teller: Teller,
     /// The connections that pages come over were lost.
     lost: Option<Failure>,
-    /// A person wants it to run, however it was at the source.
+    /// The operator wants it to run, however it was at the source.
     wanted: bool,
     /// Since when the guest has stood still, with all the ways of messages, where that is known.
     stopped: Option<Instant>,
@@ -192,8 +192,12 @@ impl<V: DestinationVm> Ready<V> {
     /// Waits for the word that the source cannot run the guest any more.
     ///
     /// # Errors
-    /// The guest is not here: the source's own word, or a person's.
-    fn wait_for_word(&mut self, commit: Commit, context: Context<'_>) -> Result<Here, Failure> {
+    /// The guest is not here: the source's own decision, or the operator's.
+    fn wait_for_word(
+        &mut self,
+        commit: Commit,
+        context: Context<'_>,
+    ) -> Result<SoleOwner, Failure> {
         const STEP: &str = "waiting for the source to confirm the handover";
         let Commit { agreed, mut promised, never } = commit;
         let lost = loop {
@@ -205,7 +209,7 @@ impl<V: DestinationVm> Ready<V> {
                     let owned = promised.confirmed();
                     let (teller, stopped) =
                         (Teller::Control, told.and_then(|told| told.stopped(at)));
-                    return Ok(Here { owned, teller, lost: None, wanted: false, stopped });
+                    return Ok(SoleOwner { owned, teller, lost: None, wanted: false, stopped });
                 }
                 Ok(Message::Renew) => {
                     promised = promised.renewed(clock::now(), context.options.limits.rejoin);
@@ -229,16 +233,16 @@ impl<V: DestinationVm> Ready<V> {
         match known {
             Known::Owned(owned) => {
                 context.progress.enter(Phase::Run);
-                let wanted = matches!(word, Word::Person);
+                let wanted = matches!(word, Resolution::Operator);
                 let (teller, lost) = match word {
-                    Word::Verdict(channel) => (Teller::Verdict(channel), Some(lost)),
-                    Word::Returned(control) => {
+                    Resolution::Verdict(channel) => (Teller::Verdict(channel), Some(lost)),
+                    Resolution::Returned(control) => {
                         self.control = control;
                         (Teller::Silence, None)
                     }
-                    Word::Lost | Word::Person => (Teller::Silence, Some(lost)),
+                    Resolution::Lost | Resolution::Operator => (Teller::Silence, Some(lost)),
                 };
-                Ok(Here { owned, teller, lost, wanted, stopped: None })
+                Ok(SoleOwner { owned, teller, lost, wanted, stopped: None })
             }
             Known::NotHere(NotHere) => {
                 let why = "it goes on with the guest, and the connection was lost before it could \
@@ -262,7 +266,7 @@ impl<V: DestinationVm> Ready<V> {
             }
         };
         let Self { vm, control, faults, resume, .. } = self;
-        let Here { owned, teller, lost, wanted, stopped } = here;
+        let SoleOwner { owned, teller, lost, wanted, stopped } = here;
         match (vm.run(resume || wanted), faults) {
             (Ok(vm), faults) => {
                 if let Some(stopped) = stopped.filter(|_| resume) {
@@ -277,7 +281,7 @@ impl<V: DestinationVm> Ready<V> {
                 Ok(Received { vm, faults })
             }
             (Err((vm, reason)), faults) => {
-                let Standing = owned.does_not_start();
+                let NotStarted = owned.does_not_start();
                 let failure = Failure::new("starting the guest", Cause::Vm(reason));
                 let guest = GuestIs::OnDestination;
                 let Some(threads) = faults else {

@@ -2,8 +2,8 @@
 
 //! The socket between a source and its page server.
 //!
-//! Owns the frames and who says what when. A source waits for no answer for longer than it says; a
-//! page server waits for its takeover request for as long as the source is there.
+//! Owns the frames and their order. A source waits for an answer no longer than the time limit that it
+//! names; a page server waits for its takeover request for as long as the source is there.
 
 use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};

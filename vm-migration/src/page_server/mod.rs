@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Another process that sends the last pages of a postcopy, so that the source itself can go.
+//! The page server: a second process that sends the last pages of a postcopy, so that the source can exit.
 //!
 //! | file | owns |
 //! | --- | --- |
-//! | `takeover` | what the other process is told: the memory, and how to go on |
+//! | `takeover` | the documents that the page server gets: the memory, and how to go on |
 //! | `link` | the two ends of the socket between the processes |
 //!
-//! What it does with its connections is in `source::serve`. The process is there, and has the
-//! memory, before the guest stops; what it has to know comes when the guest has gone. It then
-//! connects as a source does that has lost its connections. The destination takes that for a loss:
-//! what was on its way comes again, and nothing has to be known of the threads here.
+//! What it does with its connections is in `source::serve`. The process exists, and has mapped the memory,
+//! before the guest stops; the takeover request comes after the handover. It then connects as a source does
+//! after lost connections. To the destination the change is a lost connection: pages in flight are requested
+//! again, and the page server needs no state of the source's threads.
 //!
 //! ```text
 //! source                                   page server
 //!   Memory (JSON)                      ->    Ok
 //!   File (with a descriptor) ...       ->    Ok for each; mapped with the last, or Error + reason
 //!     ... the guest is handed over, its pages are served from here ...
-//!   TakeoverRequest (JSON)                      ->    connects; Ok when it serves, or Error + reason
+//!   TakeoverRequest (JSON)             ->    connects; Ok when it serves, or Error + reason
 //! ```
 //!
-//! Until that last Ok the source serves, and goes on if it does not come: then it has to end the
-//! page server first, because only one of the two may connect. From it on the source is not needed.
+//! Until that last Ok the source serves, and goes on if it does not come: then it has to end the page server
+//! first, because only one of the two may connect. After it the source is not needed.
 
 mod link;
 mod takeover;
@@ -44,7 +44,7 @@ use crate::options::Limits;
 use crate::progress::Progress;
 use crate::vm::VmError;
 
-/// Who a page server is, for people.
+/// Identity of a page server, for messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
     /// Where it takes requests.
@@ -70,7 +70,7 @@ pub trait PageServerHandle: Send + fmt::Debug {
     /// Tells it to take over and waits until it has.
     ///
     /// # Errors
-    /// Why it has not. It has ended by then, or it could disturb whoever goes on in its place.
+    /// Why it has not. It has ended by then, or it could disturb the process that goes on in its place.
     fn take_over(self: Box<Self>, takeover: &TakeoverRequest) -> Result<Taken, VmError>;
 }
 
@@ -108,12 +108,12 @@ pub struct PageServerSnapshot {
 
 /// How it stands with the page server of a migration, if it has one.
 #[derive(Debug, Default)]
-pub(crate) struct Standing {
+pub(crate) struct PageServerStatus {
     /// Held for one change or one copy.
     now: Mutex<Option<PageServerSnapshot>>,
 }
 
-impl Standing {
+impl PageServerStatus {
     fn lock(&self) -> MutexGuard<'_, Option<PageServerSnapshot>> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }

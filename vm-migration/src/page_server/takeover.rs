@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a page server is told: which memory it has, and how it goes on with the migration.
+//! The documents that a page server gets: the memory that it serves, and how it goes on with the migration.
 //!
-//! Owns the two documents and their checks. They come from a process of the same program, and are
-//! checked as if they did not: a number becomes an address, a page or a time here, or an error.
+//! Owns the two documents and their checks. The sender is a process of the same program, and its numbers are
+//! checked like a peer's: each becomes an address, a page or a time here, or an error.
 
 use std::collections::BTreeMap;
 use std::fmt;

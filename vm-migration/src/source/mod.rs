@@ -8,8 +8,8 @@
 //! | `negotiate` | Connect and Negotiate: what both sides can do, all connections |
 //! | `precopy` | Precopy: the loop around the rounds, and its end |
 //! | `round` | one round: what is sent, when its dirty bits are cleared |
-//! | `line` | all of memory as one line, of which connections claim slices |
-//! | `send_stream` | a connection in a round: how much it may take on |
+//! | `unit_space` | all memory as one index space of which connections claim slices |
+//! | `send_stream` | a connection in a round: how much it may claim |
 //! | `compression` | compression of bulk memory, and whether it pays |
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
 //! | `stop` | Stop: the guest is paused, what is left is sent or noted |
@@ -25,13 +25,13 @@ mod announce;
 mod compression;
 mod convergence;
 mod handover;
-mod line;
 mod negotiate;
 mod precopy;
 mod round;
 mod send_stream;
 mod serve;
 mod stop;
+mod unit_space;
 mod verdict;
 
 use std::sync::Arc;

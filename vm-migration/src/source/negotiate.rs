@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connect and Negotiate: one connection, what both sides can do, memory mapped at the other side,
+//! Connect and Negotiate: one connection, the capabilities of both sides, memory mapped at the other side,
 //! and then all further connections.
 //!
-//! Owns the decision between the negotiated protocol and plain version 0. A peer that does not
-//! negotiate gets plain version 0, or a clear refusal when the person asked for more than that.
+//! Owns the decision between the negotiated protocol and plain version 0. A peer that does not negotiate
+//! gets plain version 0, or is refused with a reason when the options ask for more than that.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -136,7 +136,7 @@ impl Terms {
     }
 }
 
-/// Connects. Options that cannot work fail here, before anybody is bothered.
+/// Connects. Options that cannot work fail here, before the peer is contacted.
 pub(crate) fn connect<V: SourceVm>(
     vm: V,
     context: Context<'_>,

@@ -10,10 +10,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
-use super::line::{Line, Slice};
 use super::negotiate::{Links, Terms};
 use super::round::{Pass, RoundKind, clear_all, send_round};
 use super::stop::{add_dirty, in_units};
+use super::unit_space::{Slice, UnitSpace};
 use super::{Context, PhaseFailure, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
@@ -40,7 +40,7 @@ const STALE_ROUNDS_MAX: u32 = 5;
 /// So few units are thrown away in a moment, guest or no guest: a millisecond or two.
 const STALE_UNITS_MIN: u64 = 1024;
 
-/// How often it is looked whether somebody cancels, and whether there are new ones.
+/// How often the cancel, and new connections, are polled.
 const HINTS_LOOK: Duration = Duration::from_millis(50);
 
 /// How often the end of precopy is put off because the machine took long to settle, and memory was
@@ -142,7 +142,7 @@ impl<V: SourceVm> Negotiated<V> {
                 number == 1 && links.terms.coming() && options.mode() == MemoryMode::Precopy;
             let pass = Pass { kind, switch: &switch, hints: hints.as_deref(), announce };
             let sent = send_round(memory, log, pass, control, links, context)?;
-            // The guest gets its free pages back as soon as nobody looks at them any more.
+            // The guest gets its free pages back as soon as no thread reads them any more.
             hints = None;
             if switch.is_due() {
                 return self.switch(log, sent.unsent, machine_is_built, context);
@@ -301,7 +301,7 @@ impl<V: SourceVm> Negotiated<V> {
     }
 }
 
-/// When a person, or the clock, ends precopy in favour of postcopy; looked at between slices.
+/// When the operator, or the clock, ends precopy in favour of postcopy; polled between slices.
 pub(crate) struct Switch<'a> {
     /// `None` where memory may not follow the guest.
     after: Option<(Option<Instant>, &'a Steering)>,
@@ -456,7 +456,7 @@ fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<ClaimM
     let layout = memory.layout();
     let maps = empty_maps(layout);
     let mut words = Vec::new();
-    for Slice { region, first, pages } in Line::new(layout).slices() {
+    for Slice { region, first, pages } in UnitSpace::new(layout).slices() {
         words.resize(to_usize(pages.div_ceil(64)), 0);
         log.collect_and_clear(region, first..first + pages, &mut words)
             .map_err(Cause::Vm)

@@ -14,18 +14,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::announce::{Announcer, full_blocks};
-use super::line::{Line, Slice};
 use super::negotiate::Links;
 use super::precopy::{Switch, empty_maps};
 use super::send_stream::{Record, SendStream, UNIT_BYTES, UNIT_PAGES, UNITS_MAX};
+use super::unit_space::{Slice, UnitSpace};
 use super::{Context, check_cancel};
+use crate::bandwidth_limit::BandwidthLimit;
 use crate::bitmap::{ClaimMap, word_runs};
 use crate::channel::Channel;
 use crate::cursor::Cursor;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::DirtyClear;
-use crate::pace::Pace;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap, Hold};
 use crate::vm::{DirtyLog, FreePageHints};
@@ -84,7 +84,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
     links: &mut Links,
     context: Context<'_>,
 ) -> Result<Sent, Failure> {
-    let line = Line::new(memory.layout());
+    let space = UnitSpace::new(memory.layout());
     let cleared = match context.options.dirty_clear {
         // Before the guest was asked for hints.
         _ if hints.is_some() => Cleared::Before,
@@ -96,13 +96,13 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         log,
         kind,
         zero_flags: links.terms.zero_pages(),
-        cursor: Cursor::new(line.units),
-        line,
+        cursor: Cursor::new(space.units),
+        space,
         cleared,
         failed: AtomicBool::new(false),
         switch,
         hints,
-        pace: Pace::new(context.options.bandwidth_bytes_per_s),
+        bandwidth_limit: BandwidthLimit::new(context.options.bandwidth_bytes_per_s),
         context,
     };
     let streams = 1 + links.memory.len();
@@ -139,10 +139,10 @@ enum Cleared {
 
 /// Clears the dirty bits of all memory at once; returns them by region.
 pub(crate) fn clear_all(log: &impl DirtyLog, layout: &Layout) -> Result<Vec<Vec<u64>>, Failure> {
-    let line = Line::new(layout);
+    let space = UnitSpace::new(layout);
     let words = |pages: u64| vec![0; to_usize(pages.div_ceil(64))];
     let mut all: Vec<_> = layout.regions().iter().map(|info| words(info.pages())).collect();
-    for Slice { region, first, pages } in line.slices() {
+    for Slice { region, first, pages } in space.slices() {
         let words = to_usize(first / 64)..to_usize((first + pages).div_ceil(64));
         log.collect_and_clear(region, first..first + pages, &mut all[region][words])
             .map_err(Cause::Vm)
@@ -157,8 +157,8 @@ struct Round<'a, M, L> {
     log: &'a L,
     kind: RoundKind,
     zero_flags: bool,
-    line: Line,
-    /// Up to where the line is claimed.
+    space: UnitSpace,
+    /// Up to where the unit space is claimed.
     cursor: Cursor,
     cleared: Cleared,
     /// Pages that are left out.
@@ -168,7 +168,7 @@ struct Round<'a, M, L> {
     /// Ends the round early.
     switch: &'a Switch<'a>,
     /// What all connections together may send.
-    pace: Pace,
+    bandwidth_limit: BandwidthLimit,
     context: Context<'a>,
 }
 
@@ -235,7 +235,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             if let Some(announcer) = &mut announcer {
                 self.announce(announcer, stream)?;
             }
-            if !content.held.is_empty() && !self.pace.reserve(0).is_zero() {
+            if !content.held.is_empty() && !self.bandwidth_limit.reserve(0).is_zero() {
                 // What it holds is not given back before it is sent.
                 sent += self.flush(stream, &mut content)?;
             }
@@ -246,7 +246,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
                 break;
             }
             let wanted = |left| stream.claim_units(left).min(self.units_at_once());
-            let slice = self.line.claim(&self.cursor, wanted);
+            let slice = self.space.claim(&self.cursor, wanted);
             let Some(slice) = slice.filter(|_| !self.failed.load(Ordering::Relaxed)) else { break };
             // A fast link never waits, and only waits look at the cancel.
             check_cancel(self.context.cancel, "sending memory")?;
@@ -264,7 +264,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     /// Units that a connection may claim at once: no more than the limit lets through in a short time,
     /// or the peer would hear nothing for long, and then much.
     fn units_at_once(&self) -> u64 {
-        let bytes = self.pace.bytes_in(PACED_TIME).unwrap_or(u64::MAX);
+        let bytes = self.bandwidth_limit.bytes_in(PACED_TIME).unwrap_or(u64::MAX);
         (bytes / UNIT_BYTES).clamp(1, UNITS_MAX)
     }
 
@@ -272,7 +272,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     /// that is written in this time goes twice.
     fn wait_for_turn(&self) -> Result<(), Failure> {
         loop {
-            let pause = self.pace.reserve(0);
+            let pause = self.bandwidth_limit.reserve(0);
             let over = self.switch.is_due() || self.failed.load(Ordering::Relaxed);
             if pause.is_zero() || over {
                 return Ok(());
@@ -288,9 +288,9 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         announcer: &mut Announcer,
         stream: &mut SendStream<'_>,
     ) -> Result<(), Failure> {
-        while let Some(units) = announcer.due(self.cursor.reached(), self.line.units) {
+        while let Some(units) = announcer.due(self.cursor.reached(), self.space.units) {
             let mut coming = Vec::new();
-            for slice in self.line.slices_of(units) {
+            for slice in self.space.slices_of(units) {
                 let Slice { region, first, pages } = slice;
                 let _held = self.memory.hold(region, first..first + pages);
                 for run in self.wanted(slice)?.0 {
@@ -306,12 +306,12 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         Ok(())
     }
 
-    /// What nobody has claimed, as far as it is not found dirty later: of a first round everything
+    /// What no connection has claimed, as far as it is not found dirty later: of a first round everything
     /// that is populated, of others what was cleared before.
     fn unsent(&self) -> Result<Option<Vec<ClaimMap>>, Failure> {
         let mut unsent: Option<Vec<ClaimMap>> = None;
         let mut words = vec![0; to_usize(UNITS_MAX * UNIT_PAGES / 64)];
-        while let Some(slice) = self.line.claim(&self.cursor, |_| UNITS_MAX) {
+        while let Some(slice) = self.space.claim(&self.cursor, |_| UNITS_MAX) {
             check_cancel(self.context.cancel, "looking for what is not sent")?;
             let Slice { region, first, pages } = slice;
             let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
@@ -463,7 +463,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     ) -> Result<u64, Failure> {
         let content = std::mem::take(content);
         if content.data_bytes() > 0 {
-            self.pace.reserve(content.data_bytes());
+            self.bandwidth_limit.reserve(content.data_bytes());
         }
         if !content.data.is_empty() {
             stream.send_memory(self.memory, &content.data)?;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A connection as a carrier of memory: how fast it has been, and so how much it may take on.
+//! A connection as a stream of memory: its measured rate, and how much it may claim.
 //!
-//! Owns the pace of each connection, from round to round, and the messages that wait for their
-//! answers. A connection is never given more than it carries in about [`HOLD`], so that one that
-//! is slow (another path, a lossy link) holds a round up by that and no more.
+//! Owns the rate of each connection, from round to round, and the messages whose answers are outstanding. A
+//! connection is never given more than it carries in about [`HOLD`], so that a slow one (another path, a
+//! lossy link) delays a round by no more than that.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -50,17 +50,21 @@ impl<V: SourceVm> Copied<V> {
             }
         };
         let (log, goes) = match remaining {
-            RemainingMemory::Shared => (None, Goes::Not),
-            RemainingMemory::Rest(log, throttle) => (Some(log), Goes::Now(throttle)),
-            RemainingMemory::Later(log, pages, told) => (Some(log), Goes::Later(pages, told)),
+            RemainingMemory::Shared => (None, StopTransfer::Nothing),
+            RemainingMemory::Rest(log, throttle) => {
+                (Some(log), StopTransfer::BeforeHandover(throttle))
+            }
+            RemainingMemory::Later(log, pages, told) => {
+                (Some(log), StopTransfer::AfterHandover(pages, told))
+            }
         };
         let rest = |log: Option<&V::Log>| -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
             let begin_round =
                 |log: &V::Log| log.begin_round().map_err(Cause::Vm).step("reading the dirty log");
             let Some(log) = log else { return Ok(None) };
             match goes {
-                Goes::Not => Ok(None),
-                Goes::Now(throttle) => {
+                StopTransfer::Nothing => Ok(None),
+                StopTransfer::BeforeHandover(throttle) => {
                     let dirty = begin_round(log)?;
                     drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
@@ -77,7 +81,7 @@ impl<V: SourceVm> Copied<V> {
                     links.memory.clear();
                     Ok(None)
                 }
-                Goes::Later(pages, told) => {
+                StopTransfer::AfterHandover(pages, told) => {
                     begin_round(log)?;
                     add_dirty(&*memory, log, &pages)?;
                     let pending = in_units(&pages, &links);
@@ -105,13 +109,13 @@ impl<V: SourceVm> Copied<V> {
 }
 
 /// What goes to the destination of memory, and when.
-enum Goes {
+enum StopTransfer {
     /// Nothing: it has it.
-    Not,
+    Nothing,
     /// What is dirty, now; the guest was slowed down for it.
-    Now(Option<Box<dyn Throttle>>),
+    BeforeHandover(Option<Box<dyn Throttle>>),
     /// These pages and what is dirty, after the guest; the destination knows of some.
-    Later(Vec<ClaimMap>, Option<Vec<ClaimMap>>),
+    AfterHandover(Vec<ClaimMap>, Option<Vec<ClaimMap>>),
 }
 
 /// Adds the pages that were dirtied since the scan.

@@ -31,7 +31,7 @@ pub enum Conduct {
     RefusesMemory,
     /// It ends when it is told to take over.
     Vanishes,
-    /// It connects where nobody listens.
+    /// It connects where there is no listener.
     FindsNobody,
     /// It ends when the destination has let go of the source for it.
     EndsHalfWay,
@@ -117,7 +117,7 @@ impl FakePageServer {
     }
 }
 
-/// The same request with an address where nobody listens.
+/// The same request with an address without a listener.
 fn elsewhere(takeover: &TakeoverRequest) -> Result<TakeoverRequest, String> {
     let text = |error: serde_json::Error| error.to_string();
     let mut document = serde_json::to_value(takeover).map_err(text)?;

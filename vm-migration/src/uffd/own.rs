@@ -27,9 +27,9 @@ use crate::ram::GuestMemoryMap;
 /// What became of an access that was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// It may be tried again: the page is here, or somebody woke the thread.
+    /// It may be tried again: the page is here, or the thread was unparked.
     TryAgain,
-    /// Nothing here refuses accesses any more: it was before, or by somebody else.
+    /// Nothing here refuses accesses any more: it was before, or by another thread.
     NotByUs,
     /// The address is not guest RAM.
     NotRam,
@@ -95,7 +95,7 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     /// The calling thread, whose number is `seat`, was refused the page at `gpa`: brings it.
     ///
     /// # Errors
-    /// The page cannot be brought; whoever waits for the last page hears why.
+    /// The page cannot be brought; the thread that waits for the last page gets the reason.
     pub fn refused(&self, seat: usize, gpa: u64) -> Result<Refused, NotBrought> {
         let page = GpaRange { gpa: gpa & !(PAGE_BYTES - 1), len_bytes: PAGE_BYTES };
         let Ok(run) = self.memory.layout().locate(page) else { return Ok(Refused::NotRam) };
@@ -184,7 +184,7 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         // All marks at once, before anything that takes time: a vCPU that touches a page which stayed
         // a hole must not be refused it again and again while other regions are dealt with.
         self.barrier.open();
-        // Whoever is refused until this is done still brings the page: the others' watch, by which it
+        // A thread that is refused until this is done still brings the page: the others' watch, by which it
         // is shown, goes last.
         if let Some(refusing) = &self.refusing {
             refusing.release()?;

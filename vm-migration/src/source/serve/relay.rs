@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Letting another process go on with serving, and going on in place of one.
+//! Takeover of serving by another process.
 //!
-//! Owns that only one of the two connects. The source serves while its page server takes over: that
-//! one connects as if connections had been lost, and with its word that it serves the source is
-//! done. Without that word the source goes on, with attempts of higher numbers.
+//! Owns that only one of the two processes connects. The source serves while its page server takes over: the
+//! page server connects as after lost connections, and the source ends when the page server reports that it
+//! serves. Without that report the source goes on, with attempts of higher numbers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -28,12 +28,12 @@ use crate::steering::Steering;
 /// How it goes on after a set of connections: who connects.
 pub(super) struct Relay {
     pub reconnect: Reconnect,
-    /// Whoever is to take over and has not yet been asked to.
+    /// The page server that has not yet been asked to take over.
     pub page_server: Option<Box<dyn PageServerHandle>>,
 }
 
 impl<M: GuestMemoryMap> Server<M> {
-    /// Watches a set of connections; while there is somebody to take over, lets them.
+    /// Watches a set of connections; while there is a page server, lets it take over.
     pub(super) fn attend(
         &self,
         control: Channel,
@@ -102,7 +102,7 @@ impl<M: GuestMemoryMap> Server<M> {
         let Reconnect { to, id, bulk, urgent, timeout, limits, .. } = reconnect;
         let units = self.grains.iter().map(Grain::pages).collect();
         let terms = Terms { id: *id, attempt, bulk: *bulk, urgent: *urgent, units };
-        TakeoverRequest::new(to, limits, *timeout, self.pace.bytes_per_s(), terms)
+        TakeoverRequest::new(to, limits, *timeout, self.bandwidth_limit.bytes_per_s(), terms)
     }
 }
 
@@ -110,7 +110,7 @@ impl<M: GuestMemoryMap> Server<M> {
 /// destination has every one. `taken` is called once, when it is known whether it does.
 ///
 /// # Errors
-/// When it could not take over, which `taken` was told; or a person has given up.
+/// When it could not take over, which `taken` was told; or the operator has given up.
 pub fn serve_for_another<M: GuestMemoryMap>(
     memory: Arc<M>,
     takeover: &TakeoverRequest,
