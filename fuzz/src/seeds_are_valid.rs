@@ -10,7 +10,7 @@ use arch::{BootError, BootSpec};
 use memory::GuestMemory;
 use memory::pool::{Reply, Request};
 use vm_memory::GuestAddress;
-use vm_migration::page_server::{Charge, ServedMemory};
+use vm_migration::page_server::{TakeoverRequest, ServedMemory};
 use vm_migration::protocol::message::{Answer, Message, Role};
 use vmm::config::{self, Family, VmConfig};
 
@@ -152,7 +152,7 @@ fn orders_to_a_page_server_are_understood() {
             match header[0] {
                 1 => layout = Some(ServedMemory::parse(payload).unwrap().layout().unwrap()),
                 2 => assert_eq!(len, 4, "{name}"),
-                _ => drop(Charge::parse(payload, layout.as_ref().unwrap()).unwrap()),
+                _ => drop(TakeoverRequest::parse(payload, layout.as_ref().unwrap()).unwrap()),
             }
             rest = next;
         }

@@ -2,10 +2,10 @@
 
 //! Page ownership as atomic bits.
 //!
-//! Owns [`ClaimMap`]: a set bit means "still to be sent" on the source and "still to arrive" on
-//! the destination. Whoever clears a bit with an atomic fetch-and owns the page from then on, and
-//! nobody else does: bulk pushers and urgent servers need no lock and no queue between them. It
-//! must never grow a lock. Checked by a loom model (`--cfg loom`).
+//! Owns [`ClaimMap`]: a set bit means "still to be sent" on the source and "still to arrive" on the
+//! destination. The thread that clears a bit with an atomic fetch-and owns the page from then on: bulk
+//! pushers and urgent servers share no lock and no queue. It must never grow a lock. Checked by a loom
+//! model (`--cfg loom`).
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
@@ -507,7 +507,7 @@ mod model {
             let pending = Arc::new(ClaimMap::new(2));
             pending.set_run(0, 2);
             assert!(pending.claim(0));
-            // The set is lost with page 0; nobody serves while pending is made anew.
+            // The set is lost with page 0; no thread serves while pending is made anew.
             pending.claim_run(0, 2);
             pending.set_run(0, 2);
             let urgent = {

@@ -24,7 +24,7 @@ struct Inner {
 }
 
 impl Cancel {
-    /// Makes a request that nobody has made yet.
+    /// Makes a cancel that has not been requested yet.
     ///
     /// # Errors
     /// When the process may not open another file descriptor.
@@ -41,12 +41,12 @@ impl Cancel {
         }
     }
 
-    /// True once anybody asked.
+    /// True once it was requested.
     pub fn is_cancelled(&self) -> bool {
         self.0.asked.load(Ordering::Acquire)
     }
 
-    /// Readable once anybody asked; for poll.
+    /// Readable once it was requested; for poll.
     pub(crate) fn fd(&self) -> RawFd {
         self.0.event.as_raw_fd()
     }

@@ -35,7 +35,7 @@ pub(crate) struct Channel {
 
 /// A positive answer.
 #[derive(Debug)]
-pub(crate) struct Yes {
+pub(crate) struct PositiveAnswer {
     pub offer_taken: bool,
     pub payload: Vec<u8>,
 }
@@ -120,7 +120,7 @@ impl Channel {
 
     /// As [`answer`](Self::answer), of a peer that says that it is there while it works on it: as long
     /// as it does, the time begins anew.
-    pub(crate) fn answer_of_busy(&mut self, timeout: Duration) -> Result<Yes, Cause> {
+    pub(crate) fn answer_of_busy(&mut self, timeout: Duration) -> Result<PositiveAnswer, Cause> {
         loop {
             if !self.reader.has_buffered() {
                 self.connection.wait_for_data(Some(timeout))?;
@@ -130,14 +130,18 @@ impl Channel {
                 continue;
             }
             return match self.timed(|reader| Answer::read_behind(&header, reader))? {
-                Answer::Ok { offer_taken, payload } => Ok(Yes { offer_taken, payload }),
+                Answer::Ok { offer_taken, payload } => Ok(PositiveAnswer { offer_taken, payload }),
                 Answer::Error { reason } => Err(refused(reason)),
             };
         }
     }
 
     /// Sends a message and waits for its answer.
-    pub(crate) fn ask(&mut self, message: &Message, timeout: Duration) -> Result<Yes, Cause> {
+    pub(crate) fn ask(
+        &mut self,
+        message: &Message,
+        timeout: Duration,
+    ) -> Result<PositiveAnswer, Cause> {
         self.tell(message)?;
         self.answer(timeout)
     }
@@ -166,12 +170,12 @@ impl Channel {
     }
 
     /// Waits for the answer to the oldest message that has none.
-    pub(crate) fn answer(&mut self, timeout: Duration) -> Result<Yes, Cause> {
+    pub(crate) fn answer(&mut self, timeout: Duration) -> Result<PositiveAnswer, Cause> {
         if !self.reader.has_buffered() {
             self.connection.wait_for_data(Some(timeout))?;
         }
         match self.timed(Answer::read)? {
-            Answer::Ok { offer_taken, payload } => Ok(Yes { offer_taken, payload }),
+            Answer::Ok { offer_taken, payload } => Ok(PositiveAnswer { offer_taken, payload }),
             Answer::Error { reason } => Err(refused(reason)),
         }
     }

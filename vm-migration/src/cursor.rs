@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Work that several threads share by claiming the next piece of a line.
+//! A shared cursor over a range of indices, which several threads claim part by part.
 //!
-//! Owns [`Cursor`]: the place up to which the line has been claimed. Each claimant decides how long
-//! a piece it takes after it has seen where the piece begins, so that slow ones take short pieces,
-//! and pieces get shorter towards the end. Every place belongs to exactly one claim. It must never
-//! grow a lock. Checked by a loom model (`--cfg loom`).
+//! Owns [`Cursor`]: the index up to which the range has been claimed. A claimant chooses the length of its
+//! part once it knows where the part begins, so that slow threads take short parts, and parts get shorter
+//! towards the end. Each index belongs to exactly one claim. It must never grow a lock. Checked by a loom
+//! model (`--cfg loom`).
 
 use std::ops::Range;
 

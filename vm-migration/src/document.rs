@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The progress document: what a migration shows to people and programs.
+//! The progress document: what `vm.migration-progress` and the report show of a migration.
 //!
 //! Owns its form, and the line that says how a migration ended. It must never measure anything.
 

@@ -2,8 +2,8 @@
 
 //! Errors of whole migrations: side, phase, step, cause, and where the guest is now.
 //!
-//! Owns the vocabulary in which failures reach a person. Each layer adds one sentence and never
-//! repeats its source; the chain is printed once, by whoever reports it.
+//! Owns the wording of failures. Each layer adds one sentence and never repeats its source; the chain is
+//! printed once, by the caller that reports it.
 
 use std::fmt;
 
@@ -74,7 +74,7 @@ impl fmt::Display for GuestIs {
 /// What went wrong, without where.
 #[derive(Debug, thiserror::Error)]
 pub enum Cause {
-    /// Somebody asked to stop.
+    /// A stop was requested.
     #[error("the migration was cancelled")]
     Cancelled,
     /// Options that cannot work.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How accesses to pages that have not arrived are caught, and let go on once they have.
+//! Fault sources: how accesses to pages that have not arrived are caught, and continued once they have.
 //!
-//! Owns the traits only. The implementations are in [`crate::uffd`]: faults wait in userfaultfd, or
-//! are refused, and the thread that faulted brings its page itself. A fault source never decides
-//! what a page contains: the engine in `destination::engine` does.
+//! Owns the traits only. The implementations are in [`crate::uffd`]: a fault waits in userfaultfd, or the
+//! access is refused and the faulting thread requests its page itself. A fault source never decides what a
+//! page contains: the engine in `destination::engine` does.
 
 use std::io;
 use std::sync::Weak;
@@ -40,14 +40,14 @@ pub struct Fault {
 pub enum FaultWait {
     /// Faults are there.
     Faults,
-    /// Somebody asked the readers to stop.
+    /// The readers were asked to stop.
     Stopped,
 }
 
 /// Where a thread that was refused a page gets it.
-pub trait PageDesk: Send + Sync {
-    /// Asks for a page that the calling thread needs, unless somebody has, and returns when it is
-    /// here, or as soon as somebody unparks the thread: then the caller sees to that, and comes
+pub trait FaultResolver: Send + Sync {
+    /// Requests a page that the calling thread needs, unless it was requested, and returns when it is
+    /// here, or as soon as the thread is unparked: then the caller sees to that, and comes
     /// again if it still needs the page. `seat` is the calling thread's own number.
     ///
     /// # Errors
@@ -55,7 +55,7 @@ pub trait PageDesk: Send + Sync {
     fn bring(&self, seat: usize, fault: Fault) -> Result<(), NotBrought>;
 }
 
-/// A page that could not be made visible to whoever needs it; the migration reports the cause.
+/// A page that could not be made visible to the thread that needs it; the migration reports the cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a missing page cannot be brought in")]
 pub struct NotBrought;
@@ -98,8 +98,8 @@ pub trait FaultSource: Send + Sync {
     }
 
     /// Where those threads get their pages from now on, for as long as it exists.
-    fn open_desk(&self, desk: Weak<dyn PageDesk>) {
-        let _ = desk;
+    fn set_resolver(&self, resolver: Weak<dyn FaultResolver>) {
+        let _ = resolver;
     }
 
     /// Waits for faults of one queue and appends as many as one read gives.

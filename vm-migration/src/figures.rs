@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the two sides of a migration tell each other of it at the end, so that the figures outlive
-//! the process that measured them.
+//! The figures that the two sides of a migration exchange at its end, so that they outlive the process that
+//! measured them.
 //!
-//! Owns the document that travels with the last messages, and figures that are unknown until they
-//! are measured. What comes from a peer is shown and nothing else: no decision depends on it.
+//! Owns the document that travels with the last messages, and figures that are unknown until they are
+//! measured. A peer's figures are only shown: no decision depends on them.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a migration leaves behind: its phases, its course in time, and how long faults waited.
+//! The history of a migration: its phases, samples over its duration, and how long faults waited.
 //!
-//! Owns the samples, a bounded number of them whatever the migration takes: when there is no room
-//! the distance between them doubles. It must never be waited for by anything that moves pages.
+//! Owns the samples, a bounded number however long the migration takes: when the table is full, every second
+//! sample is dropped and the interval doubles. A thread that moves pages must never wait for it.
 
 use serde::{Deserialize, Serialize};
 
@@ -36,7 +36,7 @@ pub struct Sample {
 
 /// A phase and when it began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Passage {
+pub struct PhaseEntry {
     /// Since the first phase began.
     pub at_ms: u64,
     /// The phase.
@@ -67,7 +67,7 @@ pub struct History {
     /// The progress document.
     pub progress: Snapshot,
     /// Phases in order.
-    pub phases: Vec<Passage>,
+    pub phases: Vec<PhaseEntry>,
     /// The course in time.
     pub timeline: Vec<Sample>,
     /// The last rounds of precopy; a destination is told of them at the end.
@@ -80,21 +80,21 @@ pub struct History {
 
 /// What is noted while it goes on.
 #[derive(Debug)]
-pub(crate) struct Course {
-    phases: Vec<Passage>,
+pub(crate) struct Timeline {
+    phases: Vec<PhaseEntry>,
     samples: Vec<Sample>,
     rounds: Vec<RoundBegin>,
     every_ms: u64,
 }
 
-impl Course {
+impl Timeline {
     pub(crate) const fn new() -> Self {
         Self { phases: Vec::new(), samples: Vec::new(), rounds: Vec::new(), every_ms: EVERY_MS }
     }
 
-    pub(crate) fn enter(&mut self, passage: Passage) {
+    pub(crate) fn enter(&mut self, entry: PhaseEntry) {
         if self.phases.len() < PHASES_MAX {
-            self.phases.push(passage);
+            self.phases.push(entry);
         }
     }
 
@@ -126,7 +126,7 @@ impl Course {
         self.rounds.clone()
     }
 
-    pub(crate) fn phases(&self) -> Vec<Passage> {
+    pub(crate) fn phases(&self) -> Vec<PhaseEntry> {
         self.phases.clone()
     }
 
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_long_migration_keeps_its_beginning_its_end_and_few_samples() {
-        let mut course = Course::new();
+        let mut course = Timeline::new();
         for at_ms in 0..2_000_000 {
             course.sample(Sample { at_ms, ..Sample::default() }, false);
         }
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn the_last_rounds_are_kept() {
-        let mut course = Course::new();
+        let mut course = Timeline::new();
         for round in 1..=200 {
             let (link_bytes_per_s, dirty_bytes_per_s) = (Some(u64::MAX - 1), Some(u64::MAX - 1));
             let at_ms = u64::from(u32::MAX);
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn samples_that_come_too_soon_are_left_out_but_the_last() {
-        let mut course = Course::new();
+        let mut course = Timeline::new();
         for (at_ms, is_last) in [(0, false), (10, false), (60, false), (70, true)] {
             course.sample(Sample { at_ms, ..Sample::default() }, is_last);
         }

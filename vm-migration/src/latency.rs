@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How long faults waited for the peer: all together, and for each thread that waited.
+//! How long faults waited for the peer: in total, and for each thread.
 //!
-//! Owns the histograms. A thread is known by its name, which the machine gives it (`vcpu0`), so that
-//! nothing here has to know what a vCPU is. It must never measure anything itself.
+//! Owns the histograms. A thread is identified by its name, which the machine gives it (`vcpu0`), so that
+//! this crate need not know what a vCPU is. It must never measure anything itself.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

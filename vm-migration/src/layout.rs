@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where guest RAM lies: the regions, and the checked way from a peer's numbers to pages.
+//! The layout of guest RAM: the regions, and the checked conversion of a peer's numbers to pages.
 //!
-//! Owns the arithmetic between guest physical addresses, pages of 4 KiB and the units in which a
-//! region's pages travel. Nothing here touches memory. A number that came from a peer must become
-//! a [`PageRun`] here, or an error, before anybody else sees it.
+//! Owns the arithmetic between guest physical addresses, pages of 4 KiB and the units in which a region's
+//! pages travel. Nothing here touches memory. A number that came from a peer must become a [`PageRun`] here,
+//! or an error, before any other code uses it.
 
 use serde::{Deserialize, Serialize};
 
@@ -34,7 +34,7 @@ pub enum Backing {
 /// One region of guest RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionInfo {
-    /// Name for messages to people (the zone or slot).
+    /// Name for messages (the zone or slot).
     pub name: String,
     /// First guest physical address, a multiple of 4 KiB.
     pub gpa: u64,

@@ -2,7 +2,7 @@
 
 //! Live migration: protocol, connections, precopy, postcopy, progress.
 //!
-//! This room owns how a guest moves and nothing of what a guest is. The monitor implements the
+//! Owns how a guest moves, and nothing of what a guest is. The monitor implements the
 //! traits in [`vm`] and [`ram`] and calls two functions; everything here runs, and is tested,
 //! without KVM, devices or HTTP. It must never know any of the three.
 //!
@@ -17,9 +17,9 @@
 //! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
-//! | [`options`], [`progress`], [`history`], [`error`], [`report`] | what a person chooses and sees |
+//! | [`options`], [`progress`], [`history`], [`error`], [`report`] | options of the user, and what they are shown |
 //! | `document`, `figures` | the progress document; what each side tells the other of it at the end |
-//! | [`cancel`], [`steering`] | what a person can stop and ask for |
+//! | [`cancel`], [`steering`] | cancel, and other requests to a running migration |
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -56,7 +56,7 @@
 //! }
 //! ```
 
-mod beside;
+mod bandwidth_limit;
 pub mod bitmap;
 pub mod cancel;
 mod channel;
@@ -72,9 +72,9 @@ mod latency;
 pub mod layout;
 mod opening;
 pub mod options;
-mod pace;
 pub mod page_server;
-mod pieces;
+mod partial_pages;
+mod poll_thread;
 pub mod progress;
 pub mod protocol;
 pub mod ram;

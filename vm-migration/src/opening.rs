@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Opening all further connections of a set at once.
+//! Opens all further connections of a set at once.
 //!
-//! Owns that the time does not grow with their number: each is made, and says what it is, on a thread
-//! of its own with a time limit of its own, so that a set takes some round trips however large it is.
-//! Of TCP addresses it takes the one that the first connection has reached: a name may stand for
-//! several hosts.
+//! Owns the concurrency: each connection is made, and sends its hello, on a thread of its own with a time
+//! limit of its own, so that a set takes a few round trips however large it is. Of a TCP name that stands for
+//! several hosts it uses the address that the first connection has reached.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};

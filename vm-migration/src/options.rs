@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a person may choose about a migration, and the limits in time that hold for each wait.
+//! Options of a migration, and the time limit of each wait.
 //!
-//! Owns resolved values only: parsing of option strings and API bodies is the monitor's. Checking
-//! that the values fit together is [`SendOptions::check`].
+//! Owns resolved values only: the monitor parses option strings and API bodies. [`SendOptions::check`]
+//! checks that the values are compatible.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::destination::Lingering;
+use crate::destination::LateReconnects;
 use crate::steering::Steering;
 use crate::transport::Address;
 
@@ -34,7 +34,7 @@ pub const PREPARE_TIMEOUT: Duration = Duration::from_mins(10);
 /// How long both sides of a postcopy try to connect again by themselves when nothing is said.
 pub const RECOVER_TIMEOUT_DEFAULT: Duration = Duration::from_mins(10);
 
-/// Connections for requested pages when neither a person nor the machine says how many.
+/// Connections for requested pages when neither the options nor the machine say how many.
 pub const URGENT_CONNECTIONS_DEFAULT: u16 = 2;
 
 /// Most connections for requested pages that a number of vCPUs makes.
@@ -45,15 +45,15 @@ pub fn urgent_connections_for(vcpus: u32) -> u16 {
     u16::try_from(vcpus).unwrap_or(u16::MAX).clamp(1, URGENT_CONNECTIONS_FOR_VCPUS_MAX)
 }
 
-/// How long the other side of a postcopy may be silent, or keep somebody waiting for a page, before
+/// How long the other side of a postcopy may be silent, or keep a thread waiting for a page, before
 /// its connections count as lost. TCP finds a machine that is gone in as much time
 /// ([`crate::transport`]).
 pub const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What a destination promises with its acknowledgement of the handover: for so long nothing but the
-/// source, or a person who insists, ends the machine there. The source uses an acknowledgement for
+/// source, or the operator with force, ends the machine there. The source uses an acknowledgement for
 /// half of that time ([`crate::commit`]), so a source that has not committed when it is over never
-/// will. After it the machine is kept all the same; what a person says counts without insisting.
+/// will. After it the machine is kept all the same; the operator's decision counts without force.
 pub const REJOIN_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// How memory travels.
@@ -65,7 +65,7 @@ pub enum MemoryMode {
     Precopy,
     /// The guest moves at once, pages follow on demand and in the background.
     Postcopy,
-    /// As in precopy, until that no longer helps or a person wants no more of it; what is then
+    /// As in precopy, until that no longer helps or the operator ends it; what is then
     /// left follows as in postcopy.
     Auto,
 }
@@ -177,7 +177,7 @@ pub struct SendOptions {
     pub bandwidth_bytes_per_s: u64,
     /// How long a postcopy that lost its connections tries to connect again by itself.
     pub recover_timeout: Duration,
-    /// What a person may ask of the migration while it runs.
+    /// Requests to the migration while it runs.
     pub steering: Steering,
     /// Downtime that precopy aims at.
     pub downtime: Duration,
@@ -317,8 +317,8 @@ pub struct ReceiveOptions {
     /// Threads that get pages for memory that is announced; `None` for as many as this host has to
     /// spare, none with fewer than four processors.
     pub prepare_threads: Option<usize>,
-    /// What a person may ask of the migration while it runs.
+    /// Requests to the migration while it runs.
     pub steering: Steering,
     /// The migrations to this process that are over, and whose sources may not know it.
-    pub lingering: Lingering,
+    pub lingering: LateReconnects,
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How a migration is seen from outside while it runs: one shared document, one stream of events.
+//! The progress of a migration: one shared document and one stream of events.
 //!
-//! Owns the counters that every thread of a migration adds to, what the peer has told of its own, and
-//! the only place that announces the begin and end of phases. Reading a snapshot never disturbs the
-//! migration. It must never decide anything.
+//! Owns the counters that every thread of a migration adds to, the peer's own figures, and the only place
+//! that announces the begin and end of phases. Reading a snapshot never blocks the migration. It must never
+//! decide anything.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -17,11 +17,11 @@ use crate::document::Mode;
 use crate::error::Side;
 use crate::fault::FaultSourceKind;
 use crate::figures::{Figures, Known};
-use crate::history::{Course, History, Passage, RoundBegin, Sample};
+use crate::history::{History, PhaseEntry, RoundBegin, Sample, Timeline};
 use crate::latency::{Latencies, micros};
 use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
-use crate::page_server::Standing;
+use crate::page_server::PageServerStatus;
 use crate::protocol::capabilities::millis;
 use crate::report::FailureReport;
 
@@ -227,11 +227,11 @@ pub struct Progress {
     /// Until when connections are made again by themselves. Held for one copy.
     reconnects_until: Mutex<Option<Instant>>,
     /// The process that sends the pages that are left.
-    pub(crate) page_server: Standing,
+    pub(crate) page_server: PageServerStatus,
     /// Latencies of faults that waited for the peer. Held for one addition or one copy.
     latency: Mutex<Latencies>,
     /// For the report. Held for one note or one copy.
-    course: Mutex<Course>,
+    course: Mutex<Timeline>,
 }
 
 impl fmt::Debug for Progress {
@@ -244,12 +244,12 @@ impl fmt::Debug for Progress {
 }
 
 impl Progress {
-    /// A migration that has not begun, seen by nobody but readers of snapshots.
+    /// A migration that has not begun, without an observer.
     pub fn new(side: Side) -> Self {
         Self::build(side, None)
     }
 
-    /// The same with somebody who gets each event.
+    /// The same with an observer that gets each event.
     pub fn observed(side: Side, observer: Box<dyn Observer>) -> Self {
         Self::build(side, Some(observer))
     }
@@ -270,9 +270,9 @@ impl Progress {
             postcopy: AtomicBool::new(false),
             lost: Mutex::new(None),
             reconnects_until: Mutex::new(None),
-            page_server: Standing::default(),
+            page_server: PageServerStatus::default(),
             latency: Mutex::new(Latencies::new()),
-            course: Mutex::new(Course::new()),
+            course: Mutex::new(Timeline::new()),
         }
     }
 
@@ -351,7 +351,7 @@ impl Progress {
         self.enter(phase);
     }
 
-    /// Enters a last phase with the reason, which whoever sees the phase sees as well.
+    /// Enters a last phase with the reason; both become visible together.
     pub fn fail(&self, phase: Phase, failure: FailureReport) {
         let _ = self.failure.set(failure);
         self.finish(phase);
@@ -367,8 +367,8 @@ impl Progress {
         if matches!(phase, Phase::Serve | Phase::Fault) {
             self.postcopy.store(true, Relaxed);
         }
-        let passage = Passage { at_ms: self.elapsed_ms(), phase };
-        self.course.lock().unwrap_or_else(PoisonError::into_inner).enter(passage);
+        let entry = PhaseEntry { at_ms: self.elapsed_ms(), phase };
+        self.course.lock().unwrap_or_else(PoisonError::into_inner).enter(entry);
         self.note_sample(false);
         log::info!("migration {}: {phase}", self.side);
         self.tell(Event::Begin(phase));

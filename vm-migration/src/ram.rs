@@ -192,7 +192,7 @@ impl GuestSlice<'_> {
         bytes.reserve(self.len_bytes);
         for offset in (0..self.len_bytes).step_by(size_of::<u64>()) {
             // SAFETY: pages are aligned and whole, so an aligned word lies inside the slice;
-            // atomic loads may race with anybody's writes.
+            // atomic loads may race with any writer.
             let word = unsafe { &*self.start.add(offset).cast::<AtomicU64>() };
             bytes.extend_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
         }
@@ -208,7 +208,7 @@ impl GuestSlice<'_> {
         let mut offset = 0;
         while offset < self.len_bytes {
             // SAFETY: pages are aligned to 4 KiB and whole, so eight aligned words lie inside the
-            // slice; atomic loads may race with anybody's writes.
+            // slice; atomic loads may race with any writer.
             let words: &[AtomicU64; WORDS] =
                 unsafe { &*self.start.add(offset).cast::<[AtomicU64; WORDS]>() };
             if words.iter().fold(0, |all, word| all | word.load(Ordering::Relaxed)) != 0 {

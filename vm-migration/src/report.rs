@@ -21,7 +21,7 @@ pub struct FailureReport {
     pub step: String,
     /// Where the guest is now, as far as this side can know.
     pub guest: GuestIs,
-    /// Somebody on this side asked to stop.
+    /// A stop was requested on this side.
     pub cancelled: bool,
     /// One sentence per layer, outermost first.
     pub chain: Vec<String>,

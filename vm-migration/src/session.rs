@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! One set of connections of a postcopy and the threads that work on them.
+//! One set of connections of a postcopy and its threads.
 //!
-//! Owns the first failure of a set and the end of all its threads. A set is never repaired: when
-//! one of its connections is lost all of them end, and recovery makes another set. What outlives a
-//! set (which pages are missing, who waits) is not here.
+//! Owns the first failure of a set and the end of all its threads. A set is never repaired: when one of its
+//! connections is lost all of them end, and recovery makes another set. State that outlives a set (which
+//! pages are missing, which threads wait) is not here.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -53,7 +53,7 @@ impl Fate {
 /// How urgently a thread has to run when there are more of them than processors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Urgency {
-    /// Somebody waits for what it does.
+    /// A thread waits for what it does.
     Now,
     /// It fills the background.
     Later,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a person may ask of a migration while it runs, beside stopping it.
+//! Requests to a running migration other than cancel.
 //!
-//! Owns the wishes only: the state machines look at them where they can be granted, at least twice
-//! a second, and take them. It must never block anybody.
+//! Owns the requests only: the state machines poll them where they can act on them, at least twice a second,
+//! and take them. It must never block.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,12 +17,12 @@ pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// A handle with which anyone may ask; clones are the same migration's.
 #[derive(Clone, Debug, Default)]
-pub struct Steering(Arc<Wishes>);
+pub struct Steering(Arc<SteeringRequests>);
 
 #[derive(Debug, Default)]
-struct Wishes {
+struct SteeringRequests {
     postcopy: AtomicBool,
-    give_up: AtomicBool,
+    abandoned: AtomicBool,
     /// Held for one look.
     recover: Mutex<Option<(Recover, Option<u16>)>>,
     /// Held for one look.
@@ -39,7 +39,7 @@ pub enum Recover {
 }
 
 impl Steering {
-    /// Nobody has asked for anything.
+    /// No request yet.
     pub fn new() -> Self {
         Self::default()
     }
@@ -87,12 +87,12 @@ impl Steering {
 
     /// Asks a side of a postcopy to let the other one down: the guest is lost unless it has all of
     /// its pages already.
-    pub fn give_up(&self) {
-        self.0.give_up.store(true, Ordering::Release);
+    pub fn abandon(&self) {
+        self.0.abandoned.store(true, Ordering::Release);
     }
 
     pub(crate) fn gives_up(&self) -> bool {
-        self.0.give_up.load(Ordering::Acquire)
+        self.0.abandoned.load(Ordering::Acquire)
     }
 }
 

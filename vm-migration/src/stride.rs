@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which pages a thread will touch next, guessed from where it faulted.
+//! Readahead for postcopy faults, from the stride of a thread's last faults.
 //!
-//! Owns a small state for each faulting thread: the distance between its last faults, and a window
-//! of pages to bring along. The window doubles each time the thread faults where the guess ended,
-//! and is halved when it does not. Pure arithmetic: it knows neither what is missing nor who asks.
+//! Owns a small state for each faulting thread: the distance between its last faults, and a window of pages
+//! to request along. The window doubles each time the thread faults where the prediction ended, and is
+//! halved when it does not. Pure arithmetic: it knows neither what is missing nor which thread asks.
 
 use std::collections::HashMap;
 

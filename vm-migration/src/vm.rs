@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
-use crate::page_server::Successor;
+use crate::page_server::PageServerHandle;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap;
 
@@ -28,7 +28,7 @@ pub use crate::protocol::codec::STATE_BYTES_MAX;
 /// [`SourceVm::switch_over_time`] of a machine that does not know.
 pub const SWITCH_OVER_DEFAULT: Duration = Duration::from_millis(5);
 
-/// The record of pages that anybody (vCPU, device, vhost-user process) wrote.
+/// The dirty log: pages that a vCPU, a device or a vhost-user process wrote.
 ///
 /// Tracking runs from [`SourceVm::start_dirty_log`] until the value is dropped. At the start every
 /// page may be reported dirty (KVM's initially-set mode) or none.
@@ -135,7 +135,7 @@ pub trait SourceVm: Sized + Send {
     ///
     /// # Errors
     /// Why there is none; the migration then fails and the guest goes on.
-    fn successor(&mut self) -> Result<Option<Box<dyn Successor>>, VmError> {
+    fn page_server(&mut self) -> Result<Option<Box<dyn PageServerHandle>>, VmError> {
         Ok(None)
     }
 
@@ -226,7 +226,7 @@ pub trait DestinationBuilder: Send {
     /// (a migration with `local=on`) the zones named there consist of these files.
     ///
     /// # Errors
-    /// Say what is missing here; the person at the source reads it.
+    /// Say what is missing here; the text is shown at the source.
     fn map_memory(
         self,
         config_json: &[u8],
@@ -248,7 +248,7 @@ pub trait MappedMachine: Send + 'static {
     /// on that thread.
     ///
     /// # Errors
-    /// Say what is missing here; the person at the source reads it.
+    /// Say what is missing here; the text is shown at the source.
     fn build(self) -> Result<Self::Vm, VmError>;
 }
 
@@ -285,6 +285,6 @@ pub trait DestinationVm: Sized + Send + 'static {
     /// guest, or leaves it paused with `resume` false. The source cannot run it any more.
     ///
     /// # Errors
-    /// The machine comes back with the reason, so that a person may try again.
+    /// The machine comes back with the reason, so that the operator may try again.
     fn run(self, resume: bool) -> Result<Self::Running, (Self, VmError)>;
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Since when pages are waited for.
+//! How long pages have been waited for.
 //!
-//! Owns a fixed table of waits, written by those who ask for pages and by those who receive them,
-//! without a lock: a slot is reserved with a compare-and-swap, filled, and then gets its key, so that
-//! what is read behind a key is of that wait. A thread has at most one wait, so the table is never
-//! nearly full; when all slots of a page's neighbourhood are taken the wait is not measured, and
-//! nothing else depends on it. It must never decide who is woken.
+//! Owns a fixed table of waits, written without a lock by the threads that request pages and by those that
+//! receive them: a slot is reserved with a compare-and-swap, filled, and then gets its key, so that what is
+//! read behind a key belongs to that wait. A thread has at most one wait, so the table is never nearly full;
+//! when all slots of a page's neighbourhood are taken the wait is not measured, and nothing else depends on
+//! it. It must never decide which thread is woken.
 
 use std::time::{Duration, Instant};
 

@@ -5,12 +5,12 @@
 //! ```text
 //! Promised --Confirm--> Owned --starts--> (runs)
 //!   |  |                  |
-//!   |  +--Abandon--> NotHere +--does not start--> Standing --a person: again--> Owned
+//!   |  +--Abandon--> NotHere +--does not start--> NotStarted --operator: again--> Owned
 //!   | connection lost     ^                          |
-//!   v                     | Withheld                 +--a person: gives it up--> GivenUp
+//!   v                     | Withheld                 +--operator: gives it up--> GivenUp
 //! InDoubt ----------------+
-//!   +--Committed, or a person: it runs here--> Owned
-//!   +--a person: it does not--> GivenUp
+//!   +--Committed, or operator: it runs here--> Owned
+//!   +--operator: it does not--> GivenUp
 //! ```
 //!
 //! Times are of the clock of the host, sleep included. There is no transition by time alone: the
@@ -53,9 +53,9 @@ pub enum Refusal {
 /// What becomes of a machine that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Decision {
-    /// A person says that it runs here and nowhere else.
+    /// The operator says that it runs here and nowhere else.
     RunsHere,
-    /// A person says that it does not.
+    /// The operator says that it does not.
     GivenUp,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Owned;
 
 /// The guest is this side's alone and could not be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Standing;
+pub(crate) struct NotStarted;
 
 /// The source has the guest; what was built here can go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,7 +90,7 @@ pub(crate) enum Known {
     Owned(Owned),
     /// The source has it.
     NotHere(NotHere),
-    /// A person has given it up here.
+    /// The operator has given it up here.
     GivenUp,
 }
 
@@ -139,7 +139,7 @@ impl InDoubt {
         }
     }
 
-    /// Whether a person may decide this now.
+    /// Whether the operator may decide this now.
     ///
     /// A source that has not committed does so no more when the promise is over; until then what a
     /// look at it shows may change a moment later, so giving the machine up has to be insisted on.
@@ -158,7 +158,7 @@ impl InDoubt {
         }
     }
 
-    /// A person has decided.
+    /// The operator has decided.
     pub(crate) fn decided(self, decision: Decision) -> Known {
         match decision {
             Decision::RunsHere => Known::Owned(Owned),
@@ -174,13 +174,13 @@ impl InDoubt {
 
 impl Owned {
     /// The machine says that it cannot run: a disk is locked, a tap busy.
-    pub(crate) fn does_not_start(self) -> Standing {
-        Standing
+    pub(crate) fn does_not_start(self) -> NotStarted {
+        NotStarted
     }
 }
 
-impl Standing {
-    /// A person tries again.
+impl NotStarted {
+    /// The operator tries again.
     #[cfg_attr(
         any(not(test), loom),
         expect(dead_code, reason = "the monitor has the machine by then; for the model")

@@ -7,7 +7,7 @@
 //! | `source` | from the last message before the acknowledgement to the word that ends all doubt |
 //! | `destination` | from the acknowledgement to a guest that runs, stands, or is not here |
 //! | `clock` | a clock that goes on while a host or a process sleeps |
-//! | `model` | every interleaving of both sides, a link that fails and people (tests) |
+//! | `model` | every interleaving of both sides, a link that fails, and operators (tests) |
 //!
 //! Owns the decisions and no input or output: an event goes into a phase and the next phase comes
 //! out. The threads of both sides hold these values beside the machine and do what they say, and the
@@ -18,7 +18,7 @@
 //! - The source gives the guest away by [`source::Acknowledged::commit`], and by nothing else. It
 //!   does so only with an acknowledgement that is younger than half of the destination's promise.
 //! - From its acknowledgement on the destination keeps the machine. Only the source's word ends
-//!   that, or a person who says which it is; before the promise is over, one who insists.
+//!   that, or an operator who says which it is; before the promise is over, only with force.
 //! - Having committed or withheld the guest, the source says so until the destination has heard it
 //!   or its time is over. A word can be said twice and is never taken back.
 

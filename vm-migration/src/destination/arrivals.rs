@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connections that have just been made, until each has said what it is.
+//! Accepted connections before their hello is complete.
 //!
-//! Owns them, the few bytes that each has said so far, and a deadline for each. Nothing here waits:
-//! what has arrived is taken, and the caller polls. So a peer that connects and says nothing, or a
-//! byte now and then, holds up neither the other connections nor what the caller does beside. It takes
-//! no byte beyond a hello, and believes none. Neither does the log grow with what strangers do.
+//! Owns these connections, the bytes that each has sent so far, and a deadline for each. Nothing here
+//! blocks: it reads what has arrived, and the caller polls. A peer that connects and sends nothing, or one
+//! byte now and then, delays neither the other connections nor the caller. It reads no byte beyond a hello
+//! and trusts none. Log lines about refused connections are rate-limited.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
@@ -65,14 +65,14 @@ pub(super) enum Hello {
 
 /// What the log says of connections that are turned away: the first one at once, the rest in numbers.
 #[derive(Debug, Default)]
-struct Complaints {
+struct RejectLog {
     /// When the log was told last.
     told: Option<Instant>,
     /// Those since then.
     kept_back: u64,
 }
 
-impl Complaints {
+impl RejectLog {
     fn about(&mut self, reason: &str) {
         let now = Instant::now();
         if self.told.is_some_and(|told| now.duration_since(told) < COMPLAIN_EVERY) {
@@ -105,13 +105,13 @@ pub(super) struct Arrivals {
     pending: Vec<Pending>,
     /// Nothing is accepted before.
     exhausted_until: Option<Instant>,
-    complaints: Complaints,
+    complaints: RejectLog,
 }
 
 impl Arrivals {
-    /// Nobody has connected. Each connection may take `limit` to say what it is.
+    /// No connection yet. Each may take `limit` to say what it is.
     pub(super) fn new(expect: Expect, limit: Duration) -> Self {
-        let complaints = Complaints::default();
+        let complaints = RejectLog::default();
         Self { expect, limit, pending: Vec::new(), exhausted_until: None, complaints }
     }
 
@@ -148,10 +148,12 @@ impl Arrivals {
                 continue;
             }
             match pending.read(self.expect) {
-                Said::All => hellos.push(pending.hello(self.expect)),
-                Said::Part if now < pending.deadline => self.pending.push(pending),
-                Said::Part => self.complaints.about("it did not say what it is for"),
-                Said::Ended => log::debug!("a connection ended before it said what it is for"),
+                HelloState::Complete => hellos.push(pending.hello(self.expect)),
+                HelloState::Partial if now < pending.deadline => self.pending.push(pending),
+                HelloState::Partial => self.complaints.about("it did not say what it is for"),
+                HelloState::Closed => {
+                    log::debug!("a connection ended before it said what it is for");
+                }
             }
         }
         hellos
@@ -214,10 +216,10 @@ fn begins(said: &[u8]) -> bool {
         && matches!(Message::read(&mut &*said), Ok(Message::Start { version: 0, .. }))
 }
 
-enum Said {
-    All,
-    Part,
-    Ended,
+enum HelloState {
+    Complete,
+    Partial,
+    Closed,
 }
 
 impl Pending {
@@ -248,7 +250,7 @@ impl Pending {
         len.filter(|_| known).unwrap_or(0)
     }
 
-    fn read(&mut self, expect: Expect) -> Said {
+    fn read(&mut self, expect: Expect) -> HelloState {
         if expect == Expect::Role && self.said.is_empty() {
             // Without a token only what follows tells: contents of memory, or nothing yet.
             let mut ahead = [0; HEADER_BYTES];
@@ -258,14 +260,14 @@ impl Pending {
         loop {
             let len = self.len(expect);
             if self.said.len() >= len {
-                return Said::All;
+                return HelloState::Complete;
             }
             let mut bytes = [0; HELLO_BYTES_MAX];
             let room = &mut bytes[..len - self.said.len()];
             match self.connection.receive_now(room) {
                 Ok(Some(received)) => self.said.extend_from_slice(&bytes[..received]),
-                Ok(None) => return Said::Part,
-                Err(_) => return Said::Ended,
+                Ok(None) => return HelloState::Partial,
+                Err(_) => return HelloState::Closed,
             }
         }
     }
@@ -310,7 +312,7 @@ mod tests {
         (listener, format!("{host}:{port}"))
     }
 
-    /// Polls until somebody has said all.
+    /// Polls until one hello is complete.
     fn next(arrivals: &mut Arrivals, listener: &Listener) -> Vec<Hello> {
         let cancel = Cancel::new().unwrap();
         let deadline = Instant::now() + Duration::from_mins(1);

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Large host pages arrive: each is received in place, piece by piece on any connections, and shown
-//! to the guest with its last piece.
+//! Assembly of large host pages: each is received in place, in pieces on any connections, and mapped for
+//! the guest with its last piece.
 //!
-//! Owns the order of that: a piece is claimed before a byte of it is written, so that nobody writes
-//! into a page that the guest sees already. Which pieces there are is in `pieces`, and what an
-//! arrival means in `destination::engine`.
+//! Owns that order: a piece is claimed before a byte of it is written, so that no thread writes into a page
+//! that the guest can already access. `partial_pages` tracks the pieces, and `destination::engine` decides
+//! what an arrival means.
 
 use std::sync::atomic::Ordering;
 
 use super::engine::{Engine, NOT_MISSING, Via};
 use crate::error::Cause;
 use crate::layout::PageRun;
-use crate::pieces::Pieces;
+use crate::partial_pages::PartialPages;
 use crate::protocol::codec::ByteSource;
 use crate::ram::{self, GuestMemoryMap};
 
 impl<M: GuestMemoryMap> Engine<M> {
-    fn pieces_of(&self, run: &PageRun) -> Option<&Pieces> {
+    fn pieces_of(&self, run: &PageRun) -> Option<&PartialPages> {
         self.pieces.get(run.region)?.as_ref()
     }
 
@@ -62,7 +62,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Claimed pieces are in place; the guest sees host pages that are complete with them. Those
-    /// that are all zeros stay holes unless somebody waits for them.
+    /// that are all zeros stay holes unless a thread waits for them.
     fn put(&self, run: PageRun, via: Via, contents: bool) -> Result<(), Cause> {
         let Some(pieces) = self.pieces_of(&run) else { return Ok(()) };
         pieces.put(run.first, run.count, contents, |unit, filled| {

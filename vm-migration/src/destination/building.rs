@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The machine while it is being built, on a thread of its own, and memory arrives.
+//! Builds the machine on a thread of its own while memory arrives.
 //!
-//! Owns that thread. Whoever receives waits for its failure together with everything else, so that
-//! the source learns of a missing back end while its guest still runs. Dropping it waits a little for
-//! the thread, so that what was built (taps, sockets, KVM) is gone before the next migration may begin.
-//! A thread that does not come to its end then, because a file of this host does not answer, is left
-//! behind: what it has built is dropped there as soon as it does.
+//! Owns that thread. The receive loop polls its result together with the connections, so that the source
+//! learns of a missing back end while its guest still runs. Dropping it waits a bounded time for the thread,
+//! so that taps, sockets and KVM are closed before the next migration begins. A thread that is blocked on a
+//! file of this host is detached after that; it drops what it has built as soon as it returns.
 
 use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -123,7 +122,7 @@ impl<V> Drop for Building<V> {
         let waited = Cancel::new()
             .and_then(|never| wait_readable(&[self.ended.fd()], &never, Some(END_TIMEOUT)));
         if let Ok(WaitEnd::Ready(_)) = waited {
-            // What went wrong there has been told, or matters to nobody any more.
+            // What went wrong there has been reported, or does not matter any more.
             let _ = thread.join();
         } else {
             log::warn!(

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which units of memory are missing, which of them are wanted, and since when.
+//! Which units of memory are missing, which of them have been requested, and since when.
 //!
-//! Owns the order in which a fault and the arrival of its page look at each other. A fault sets
-//! `wanted` and then looks at `missing`; an arrival clears `missing` and then looks at `wanted`. A
-//! fault that asks for its page begins a wait and then looks at `missing` once more: the arrival may
-//! have looked for a wait to end before there was one. Between each two steps a fence orders them, so
-//! that of a fault and an arrival one always sees the other. There is a loom model of it. It wakes no
-//! thread and asks no peer.
+//! Owns the memory ordering between a fault and the arrival of its page. A fault sets `wanted` and then
+//! reads `missing`; an arrival clears `missing` and then reads `wanted`. A fault that requests its page
+//! begins a wait and then reads `missing` once more, because the arrival may have looked for a wait before
+//! there was one. A fence separates the two steps of each, so that at least one of the two sees the other.
+//! Checked by a loom model. It wakes no thread and sends nothing.
 
 use std::time::Duration;
 
@@ -16,13 +15,13 @@ use crate::waits::Waits;
 
 /// What a fault found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Look {
+pub(super) enum FaultLookup {
     /// The unit is not missing: it is to be shown.
-    Here,
+    Present,
     /// It is missing and this is the first fault of it: the source is to be asked.
     First,
     /// It is missing and the source has been asked.
-    Again,
+    Repeated,
 }
 
 /// What an arrival found.
@@ -65,23 +64,23 @@ impl Demand {
     }
 
     /// A thread faulted in a unit.
-    pub(super) fn fault(&self, region: usize, unit: u64, thread: Option<u32>) -> Look {
+    pub(super) fn fault(&self, region: usize, unit: u64, thread: Option<u32>) -> FaultLookup {
         let first = self.wanted[region].set(unit);
         change_then_look();
         if !self.is_missing(region, unit) {
-            return Look::Here;
+            return FaultLookup::Present;
         }
         if !first {
-            return Look::Again;
+            return FaultLookup::Repeated;
         }
         self.waits.begin(region, unit, thread);
         change_then_look();
         if self.is_missing(region, unit) {
-            return Look::First;
+            return FaultLookup::First;
         }
         // It came between the two looks, and its arrival may have found no wait to end.
         let _ = self.waits.end(region, unit);
-        Look::Here
+        FaultLookup::Present
     }
 
     /// Units are in place. `wake` is called for each that is wanted, and after it `waited` with the
@@ -153,7 +152,7 @@ mod model {
         woken
     }
 
-    /// A page arrives at any moment of its fault: no wait goes on after both, and whoever waits for
+    /// A page arrives at any moment of its fault: no wait goes on after both, and a thread that waits for
     /// the page is woken by one of the two.
     #[test]
     fn no_wait_outlives_the_arrival_of_its_page() {
@@ -165,7 +164,7 @@ mod model {
             };
             let woken = arrive(&demand);
             let look = reader.join().unwrap();
-            assert!(woken || look == Look::Here);
+            assert!(woken || look == FaultLookup::Present);
             assert!(demand.waits.is_empty(), "a wait that nothing will end");
         });
     }
@@ -183,7 +182,7 @@ mod model {
             });
             arrive(&demand);
             let looks = readers.map(|reader| reader.join().unwrap());
-            assert!(looks != [Look::First, Look::First]);
+            assert!(looks != [FaultLookup::First, FaultLookup::First]);
             assert!(demand.waits.is_empty(), "a wait that nothing will end");
         });
     }

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! In doubt: the handover was acknowledged, and the connection was lost before the source's word.
+//! The state in doubt: the handover was acknowledged, and the connection was lost before the source
+//! confirmed it.
 //!
-//! Owns the wait for that word, however long it takes: from the source, on a connection of its own,
-//! or from a person. Nothing else ends it; what each word means is [`crate::commit::destination`]'s.
-//! The machine and its fault threads stay as they are meanwhile.
+//! Owns the wait for the source's decision, with no time limit: from the source, on a connection of its own,
+//! or from the operator. Nothing else ends it; [`crate::commit::destination`] says what each decision means.
+//! The machine and its fault threads are kept unchanged meanwhile.
 
 use std::sync::Arc;
 
 use super::Context;
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::fault::FaultThreads;
-use super::linger;
+use super::late_reconnects;
 use super::receive::Agreed;
 use super::rejoin::HELLO_TIMEOUT;
 use crate::cancel::Cancel;
@@ -27,15 +28,15 @@ use crate::transport::{Listener, wait_readable};
 use crate::vm::DestinationVm;
 
 /// Who gave the word, and waits for what comes of it.
-pub(super) enum Word {
+pub(super) enum Resolution {
     /// A source that said it on a connection for nothing else.
     Verdict(Channel),
     /// A source that has come back with all its connections; the first of them.
     Returned(Channel),
     /// A source that wanted to come back and was lost again: it will.
     Lost,
-    /// A person.
-    Person,
+    /// The operator.
+    Operator,
 }
 
 /// What a destination in doubt waits with.
@@ -55,7 +56,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         vm: &mut V,
         lost: &Failure,
         context: Context<'_>,
-    ) -> (Known, Word) {
+    ) -> (Known, Resolution) {
         log::warn!("which side has the guest is in doubt: {}", lost.for_peer());
         if let Some(faults) = &mut self.faults {
             faults.disconnect();
@@ -69,8 +70,8 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         let steering = &context.options.steering;
         loop {
             if let Some(decision) = steering.take_decision() {
-                log::warn!("a person has decided: {decision:?}");
-                return (self.state.decided(decision), Word::Person);
+                log::warn!("the operator has decided: {decision:?}");
+                return (self.state.decided(decision), Resolution::Operator);
             }
             if let Some(steering::Recover::At(address)) = steering.take_recover() {
                 self.listen_at(&address, &mut listener);
@@ -113,7 +114,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         &mut self,
         hello: Hello,
         context: Context<'_>,
-    ) -> Result<(Known, Word), (Option<&'static str>, Channel)> {
+    ) -> Result<(Known, Resolution), (Option<&'static str>, Channel)> {
         let refused = |reason, channel| Err((Some(reason), channel));
         match hello {
             Hello::Message(Message::Verdict { id, verdict }, control) if id == self.agreed.id => {
@@ -122,10 +123,10 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
                     // It goes on whether it hears this or not.
                     let _ = control.yes();
                 }
-                Ok((known, Word::Verdict(control)))
+                Ok((known, Resolution::Verdict(control)))
             }
             Hello::Message(Message::Recover(recover), control)
-                if linger::is_past(context.pasts, &recover.id) =>
+                if late_reconnects::is_past(context.pasts, &recover.id) =>
             {
                 Err((None, control))
             }
@@ -140,11 +141,11 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
                 // Only a source that has given the guest away comes back.
                 let known = self.state.hears(Verdict::Committed);
                 let word = match faults.take_over(returned, self.never) {
-                    Ok(control) => Word::Returned(control),
+                    Ok(control) => Resolution::Returned(control),
                     Err(failure) => {
                         faults.disconnect();
                         log::warn!("the source is lost again: {}", failure.for_peer());
-                        Word::Lost
+                        Resolution::Lost
                     }
                 };
                 Ok((known, word))

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Throwing away what the host holds of memory whose contents are to come (again).
+//! Discards what the host holds of memory whose contents are (again) to arrive.
 //!
-//! Owns the way from a set of units to few calls of the host: a stretch is asked once what it holds,
-//! and what is to go is discarded in runs that reach over gaps in which nothing is. And it owns the
-//! proof: shared memory is asked again, because a hole that is punched into a huge page which cannot
-//! be split at that moment leaves a page of zeros, and only pages that are not there make a guest
-//! wait. It must run before the guest does, and not while contents arrive.
+//! Owns the translation of a set of units into few system calls: residency is read for a stretch at once,
+//! and what is resident is discarded in runs that span gaps without resident pages. It also owns the check:
+//! residency of shared memory is read again, because a hole that is punched into a huge page which the
+//! kernel cannot split at that moment leaves a page of zeros, and only absent pages fault. It must run
+//! before the guest does, and not while contents arrive.
 
 use std::io;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::ram::GuestMemoryMap;
 const STRETCH_PAGES: u64 = 64 << 10;
 
 /// How often a page that is still there is discarded again. What keeps the kernel from splitting a
-/// huge page, a reference that somebody holds to it, is mostly gone in a moment.
+/// huge page, a reference to it, is mostly gone in a moment.
 const TRIES: u32 = 20;
 
 /// Time between two of them.
@@ -220,7 +220,7 @@ mod tests {
                 // SAFETY: our own descriptor, closed once.
                 unsafe { libc::close(end) };
             }
-            // SAFETY: our own mapping, which nobody uses any more.
+            // SAFETY: our own mapping, which no code uses any more.
             unsafe { libc::munmap(self.start, Self::LEN) };
         }
     }

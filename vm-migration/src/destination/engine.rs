@@ -1,27 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The page engine of postcopy: which pages are missing, which were asked for, what an arrival
-//! means.
+//! The page engine of postcopy: which pages are missing, which were requested, what an arrival means.
 //!
-//! Owns what an arrival of contents means for the guest, and when nothing is missing any more. Which
-//! units are missing and which are wanted, and the order in which a fault and an arrival look at
-//! that, is in `destination::demand`. A large host page is one unit; what comes of it in pieces
-//! arrives with the last (`destination::assembly`). It opens, waits on and writes to no connection.
+//! Owns what an arrival of contents means for the guest, and the point at which nothing is missing any
+//! more. The maps of missing and requested units, and their memory ordering, are in `destination::demand`.
+//! A large host page is one unit; the pieces of one are put together in `destination::assembly`. It opens,
+//! polls and writes no connection.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::demand::{Demand, Look};
+use super::demand::{Demand, FaultLookup};
 use super::emptying::empty_units;
-use super::sleepers::Sleepers;
 use super::tables::locate;
+use super::waiters::Waiters;
 use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
 use crate::fault::{Fault, FaultSource};
 use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun, to_usize};
-use crate::pieces::Pieces;
+use crate::partial_pages::PartialPages;
 use crate::progress::Progress;
 use crate::protocol::codec::ByteSource;
 use crate::protocol::{ProtocolError, runs};
@@ -59,7 +58,7 @@ pub(crate) struct Engine<M> {
     /// What is missing and what is wanted, in units.
     demand: Demand,
     /// Per region: how its units come together from pieces, where they may.
-    pub(super) pieces: Vec<Option<Pieces>>,
+    pub(super) pieces: Vec<Option<PartialPages>>,
     /// Per region: pages of 4 KiB in a unit.
     unit_pages: Vec<u64>,
     /// Whole units of which a part may be in place because a connection was lost in the middle of
@@ -74,7 +73,7 @@ pub(crate) struct Engine<M> {
     /// What failed first, and whether the guest may run on this memory. Held for one look.
     fate: Mutex<Fate>,
     /// Threads that bring their own pages.
-    sleepers: Sleepers,
+    waiters: Waiters,
     pub(super) progress: Arc<Progress>,
 }
 
@@ -87,7 +86,7 @@ struct Fate {
 
 impl<M: GuestMemoryMap> Engine<M> {
     /// Begins with what the source says is missing. Contents that are here in its place (an earlier
-    /// round, a machine that was built with populated memory) are thrown away: nobody may see them.
+    /// round, a machine that was built with populated memory) are discarded: nothing may read them.
     /// `stale` is missing, too, and has been thrown away before.
     pub(crate) fn new(
         memory: &Arc<M>,
@@ -132,7 +131,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         let mut missing_bytes = 0;
         let pieces = regions.iter().zip(&missing).map(|(region, missing)| {
             let together = region.backing == Backing::Shared && region.host_page_bytes > PAGE_BYTES;
-            together.then(|| Pieces::new(missing, region.host_page_bytes / PAGE_BYTES))
+            together.then(|| PartialPages::new(missing, region.host_page_bytes / PAGE_BYTES))
         });
         let pieces = pieces.collect();
         for (region, map) in missing.iter().enumerate() {
@@ -142,7 +141,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         }
         progress.counters.remaining_bytes.set(missing_bytes);
         let engine = Self {
-            sleepers: Sleepers::new(source.seats()),
+            waiters: Waiters::new(source.seats()),
             source,
             demand: Demand::new(missing),
             pieces,
@@ -190,9 +189,9 @@ impl<M: GuestMemoryMap> Engine<M> {
         None
     }
 
-    /// Notes a failure and stops everybody. Before the engine is committed, whoever waits for a
-    /// page is let go: the machine is about to be thrown away, and nobody may wait for ever. Once
-    /// every page is here nothing can fail any more, and nobody is stopped: the source has still
+    /// Notes a failure and stops all threads. Before the engine is committed, a thread that waits for a
+    /// page is released: the machine is about to be dropped, and no thread may wait for ever. Once
+    /// every page is here nothing can fail any more, and nothing is stopped: the source has still
     /// to hear of it.
     pub(crate) fn fail(&self, failure: Failure) {
         if self.complete.is_cancelled() {
@@ -268,16 +267,16 @@ impl<M: GuestMemoryMap> Engine<M> {
             let index = fault.page / self.unit_pages[region];
             let run = self.pages_of(region, index);
             match self.demand.fault(region, index, fault.thread) {
-                Look::Here => {
+                FaultLookup::Present => {
                     // It has just arrived, or was never sent because it is zero.
                     counters.faults_local.fetch_add(1, Ordering::Relaxed);
                     self.show(region, index)?;
                 }
-                Look::First => {
+                FaultLookup::First => {
                     counters.faults_requested.fetch_add(1, Ordering::Relaxed);
                     ask.push(self.memory.layout().range_of(run));
                 }
-                Look::Again => {
+                FaultLookup::Repeated => {
                     counters.faults_merged.fetch_add(1, Ordering::Relaxed);
                 }
             }
@@ -286,7 +285,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// A thread that brings its own pages needs one: lets `ask` send what is to be asked for, and
-    /// sleeps until the page is here or somebody wakes the thread.
+    /// sleeps until the page is here or the thread is unparked.
     ///
     /// # Errors
     /// As [`take_faults`](Self::take_faults).
@@ -297,14 +296,14 @@ impl<M: GuestMemoryMap> Engine<M> {
         ask: impl FnOnce(Vec<GpaRange>),
     ) -> Result<(), Cause> {
         let index = fault.page / self.unit_pages[fault.region];
-        let Some(lying) = self.sleepers.lie_down(seat, fault.region, index) else {
+        let Some(waiter) = self.waiters.register(seat, fault.region, index) else {
             let what =
                 format!("thread {seat} brings pages, which only {} may", self.source.seats());
             return Err(Cause::Unsupported { what, remedy: "this is a defect, please report it" });
         };
         ask(self.take_faults(&[fault])?);
         if self.demand.is_missing(fault.region, index) {
-            lying.sleep();
+            waiter.park();
         }
         Ok(())
     }
@@ -315,7 +314,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Guesses what the threads behind these faults will touch next; returns the ranges to ask for
-    /// without anybody waiting.
+    /// without a thread that waits.
     pub(crate) fn ahead_of(&self, faults: &[Fault], strides: &mut Strides) -> Vec<GpaRange> {
         let mut runs: Vec<PageRun> = Vec::new();
         for fault in faults {
@@ -475,7 +474,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Takes pages that are zero. They stay holes unless somebody waits for them.
+    /// Takes pages that are zero. They stay holes unless a thread waits for them.
     pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
         for run in self.check(ranges)? {
             self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
@@ -491,7 +490,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// The source says that requested pages are on another connection. If they have come
-    /// meanwhile, whoever waits looks again; else the arrival wakes them.
+    /// meanwhile, the waiting thread checks again; else the arrival wakes it.
     pub(crate) fn take_elsewhere(&self, ranges: &[GpaRange]) -> Result<(), Cause> {
         for run in locate(self.memory.layout(), ranges)? {
             let unit = self.unit_pages[run.region];
@@ -506,7 +505,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Whole units of guest memory that are missing, or pieces that nobody has begun to bring in;
+    /// Whole units of guest memory that are missing, or pieces that no thread has begun to receive;
     /// contents for anything else would overwrite what the guest has written here.
     fn check(&self, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
         let runs = locate(self.memory.layout(), ranges)?;
@@ -527,7 +526,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Pages are in place: they are not missing any more, and `wake` is called for each unit that
-    /// somebody waits for.
+    /// a thread waits for.
     pub(super) fn arrived(
         &self,
         run: PageRun,
@@ -538,7 +537,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         let (first, count) = (run.first / unit, run.count / unit);
         let here = |index| {
             wake(run.region, index)?;
-            self.sleepers.wake(run.region, index);
+            self.waiters.wake(run.region, index);
             Ok::<_, Cause>(())
         };
         let waited = |thread, took| self.progress.fault_took(thread, took);

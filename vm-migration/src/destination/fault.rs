@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The threads of Fault: one reader for each queue of faults, one receiver for each connection.
+//! The threads of the phase Fault: one reader for each queue of faults, one receiver for each connection.
 //!
-//! Owns how faults become requests. Requests are pipelined: a reader asks for all faults of one
-//! read in one message and never waits for an answer. Readers outlive connections: without any, a
-//! fault is noted as a wish, which the next set of connections begins with. A reader notes its wish
-//! and then looks for a connection; whoever installs connections does so and then looks for
-//! wishes, so that one of the two asks.
+//! Owns how faults become page requests. Requests are pipelined: a reader puts all faults of one read into
+//! one message and never waits for an answer. Readers outlive connections: without a connection a fault is
+//! only marked as wanted, and the next set of connections begins with a request for all that is. A reader
+//! marks the page and then looks for a connection; a new set of connections is installed before the marks
+//! are read, so that one of the two sends the request.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::desk::Desk;
 use super::engine::{Engine, Via};
 use super::negotiate::unexpected;
 use super::rejoin::{Connections, Rejoin, Returned};
-use crate::beside::look_beside;
+use super::resolver::VcpuFaultResolver;
 use crate::bitmap::change_then_look;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultWait;
 use crate::layout::GpaRange;
+use crate::poll_thread::poll_while;
 use crate::protocol::message::Message;
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
@@ -91,7 +91,7 @@ pub(crate) struct FaultThreads<M: GuestMemoryMap> {
     pub(super) rejoin: Rejoin,
     askers: Arc<Askers>,
     /// Keeps it open for threads that bring their own pages.
-    desk: Arc<Desk<M>>,
+    resolver: Arc<VcpuFaultResolver<M>>,
     /// Reads faults, from the begin to the end.
     readers: Session,
     /// Receives pages; ends when a connection is lost.
@@ -109,12 +109,12 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         let readers = engine.source().readers();
         let slots = (0..readers + engine.source().seats()).map(|_| Mutex::new(None)).collect();
         let askers = Arc::new(Askers(slots));
-        let desk = Arc::new(Desk::new(&engine, &askers));
+        let resolver = Arc::new(VcpuFaultResolver::new(&engine, &askers));
         let (readers_session, session) = (Session::new()?, Session::new()?);
-        let mut all = Self { engine, rejoin, askers, desk, readers: readers_session, session };
+        let mut all = Self { engine, rejoin, askers, resolver, readers: readers_session, session };
         all.receive_on(bulk, urgent)?;
-        let open: Weak<Desk<M>> = Arc::downgrade(&all.desk);
-        all.engine.source().open_desk(open);
+        let open: Weak<VcpuFaultResolver<M>> = Arc::downgrade(&all.resolver);
+        all.engine.source().set_resolver(open);
         for reader in 0..readers {
             let part = (Arc::clone(&all.engine), Arc::clone(&all.askers));
             let engine = Arc::clone(&all.engine);
@@ -176,7 +176,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
             }
         };
         let session = &mut self.session;
-        if let Err(error) = look_beside(look, || session.end()) {
+        if let Err(error) = poll_while(look, || session.end()) {
             log::warn!("nothing ends the wait for pages of the host: {error}");
             self.session.end();
         }
@@ -212,7 +212,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
                 connection.shut_down();
             }
         };
-        let connected = look_beside(look, || self.rejoin.connect(returned, missing, cancel));
+        let connected = poll_while(look, || self.rejoin.connect(returned, missing, cancel));
         let connected = connected.map_err(Cause::Resource).step("taking over connections")?;
         let Connections { control, bulk, urgent } = connected?;
         self.reconnect(bulk, urgent)?;
@@ -224,9 +224,9 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         self.rejoin.linger(knows);
     }
 
-    /// Nothing is received any more: see [`Rejoin::linger_for_others`].
-    pub(super) fn linger_for_others(&self) {
-        self.rejoin.linger_for_others();
+    /// Nothing is received any more: see [`Rejoin::answer_for_others`].
+    pub(super) fn answer_for_others(&self) {
+        self.rejoin.answer_for_others();
     }
 
     /// The machine is about to be thrown away without having run: nothing of it waits for a page any

@@ -11,7 +11,7 @@ use std::sync::mpsc::channel;
 
 use super::*;
 use crate::bitmap::ClaimMap;
-use crate::destination::linger::{Lingering, rejoin_for_tests};
+use crate::destination::late_reconnects::{LateReconnects, rejoin_for_tests};
 use crate::fault::{Fault, FaultSource, FaultSourceKind};
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
 use crate::progress::Progress;
@@ -103,7 +103,7 @@ fn starving(source: &Arc<Starved>) -> (FaultThreads<FakeMemory>, Connection) {
     let never = Cancel::new().unwrap();
     let (ours, theirs) = UnixStream::pair().unwrap();
     let [ours, theirs] = [ours, theirs].map(|end| Connection::over(end, &never, PATIENCE).unwrap());
-    let rejoin = rejoin_for_tests(&"tcp:127.0.0.1:0".parse().unwrap(), &Lingering::default());
+    let rejoin = rejoin_for_tests(&"tcp:127.0.0.1:0".parse().unwrap(), &LateReconnects::default());
     let bulk = vec![Channel::new(ours)];
     let threads = FaultThreads::start(Arc::new(engine), rejoin, bulk, Vec::new()).unwrap();
     let page = GpaRange { gpa: 0, len_bytes: PAGE_BYTES };
@@ -135,7 +135,7 @@ fn giving_up_ends_a_wait_for_memory_of_the_host_when_connections_are_lost() {
     let (mut threads, theirs) = starving(&Starved::new(0));
     let steering: Steering = threads.rejoin.steering.clone();
     drop(theirs);
-    steering.give_up();
+    steering.abandon();
     assert!(ends(move || {
         threads.disconnect();
         assert!(threads.engine.failed().is_cancelled());

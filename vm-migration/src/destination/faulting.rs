@@ -92,7 +92,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
     /// the source: until then the guest waits where it needs a missing page.
     ///
     /// # Errors
-    /// When this host cannot go on, or a person has given up: both sides keep what they have.
+    /// When this host cannot go on, or the operator has given up: both sides keep what they have.
     pub fn wait(mut self) -> Result<Snapshot, Box<PostcopyPaused<M>>> {
         let engine = Arc::clone(&self.threads.engine);
         let result = self.wait_until_complete();
@@ -111,7 +111,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 Ok(progress.snapshot())
             }
             Err(Failure { step, cause }) => {
-                self.threads.linger_for_others();
+                self.threads.answer_for_others();
                 let error = MigrationError {
                     side: Side::Destination,
                     phase: Phase::Fault,

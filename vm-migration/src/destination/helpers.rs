@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use super::Context;
-use super::fresh::Fresh;
 use super::negotiate::unexpected;
 use super::tables::{take_frame, take_memory, take_zeros};
+use super::unpopulated::Unpopulated;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -45,7 +45,7 @@ impl Helpers {
 
     pub(super) fn start<M: GuestMemoryMap>(
         &mut self,
-        (memory, fresh): (Arc<M>, Arc<Fresh>),
+        (memory, fresh): (Arc<M>, Arc<Unpopulated>),
         mut channel: Channel,
         negotiated: bool,
         context: Context<'_>,
@@ -150,7 +150,7 @@ enum Rounds {
 /// Takes memory from an extra connection until it ends between two messages; counts those.
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
-    fresh: &Fresh,
+    fresh: &Unpopulated,
     (channel, taken): (&mut Channel, &mut u64),
     negotiated: bool,
     progress: &Progress,

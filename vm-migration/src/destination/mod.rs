@@ -10,20 +10,20 @@
 //! | `receive` | Receive: memory arrives, extra connections join |
 //! | `helpers` | the threads that take memory from those |
 //! | `tables` | ranges that a peer names: found, bounded, filled or made zero |
-//! | `fresh` | memory into which nothing has arrived yet |
+//! | `unpopulated` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what an arrival means |
-//! | `demand` | what is missing and what is asked for, and since when |
+//! | `demand` | what is missing and what is requested, and since when |
 //! | `assembly` | large host pages in it, which come together from pieces |
-//! | `emptying` | throwing away what is to come again |
+//! | `emptying` | discards what is to arrive again |
 //! | `fault` | the engine's threads |
-//! | `desk` | where threads that were refused a page get it |
-//! | `sleepers` | how they sleep until it is here |
+//! | `resolver` | faults that the vCPU threads resolve themselves |
+//! | `waiters` | where they park until the page is in place |
 //! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
-//! | `arrivals` | connections that have not said yet what they are |
-//! | `doubt` | waiting for the source's word, when the connection was lost at the commit |
-//! | `linger` | the last message of a postcopy, for a source that may not have heard it |
-//! | `rejoin` | how a source that lost its connections comes back |
+//! | `arrivals` | accepted connections before their hello is complete |
+//! | `doubt` | in doubt: the connection was lost at the commit, and the source has not said which side has the guest |
+//! | `late_reconnects` | answers to a source that reconnects after the end |
+//! | `rejoin` | reconnection of a source that lost its connections |
 //!
 //! Nothing that the peer says is believed before it is checked against the machine that was built
 //! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
@@ -32,22 +32,22 @@ mod arrivals;
 mod assembly;
 mod building;
 mod demand;
-mod desk;
 mod doubt;
 mod emptying;
 mod engine;
 mod fault;
 mod faulting;
-mod fresh;
 mod helpers;
-mod linger;
+mod late_reconnects;
 mod negotiate;
 mod preparing;
 mod receive;
 mod rejoin;
+mod resolver;
 mod run;
-mod sleepers;
 mod tables;
+mod unpopulated;
+mod waiters;
 
 use std::sync::Arc;
 
@@ -62,10 +62,10 @@ use crate::vm::{DestinationBuilder, DestinationVm};
 
 pub(crate) use engine::{Engine, Via};
 pub use faulting::{Faulting, PostcopyPaused};
-pub use linger::Lingering;
-use linger::Past;
+pub use late_reconnects::LateReconnects;
+use late_reconnects::Past;
 #[cfg(test)]
-pub(crate) use linger::linger_for_tests;
+pub(crate) use late_reconnects::late_reconnects_for_tests;
 
 /// What every phase of one migration uses.
 #[derive(Clone, Copy)]
@@ -83,7 +83,7 @@ pub(crate) struct Context<'a> {
 pub struct Listener {
     socket: Arc<transport::Listener>,
     pasts: Vec<Past>,
-    lingering: Lingering,
+    lingering: LateReconnects,
 }
 
 impl Drop for Listener {
@@ -126,7 +126,7 @@ impl<V: DestinationVm> std::fmt::Debug for ReceiveFailure<V> {
 }
 
 /// How a phase failed.
-pub(crate) struct Setback<V: DestinationVm> {
+pub(crate) struct PhaseFailure<V: DestinationVm> {
     pub peer: Option<Channel>,
     pub failure: Failure,
     pub guest: GuestIs,
@@ -134,7 +134,7 @@ pub(crate) struct Setback<V: DestinationVm> {
     pub faults: Option<Box<Faulting<V::Memory>>>,
 }
 
-impl<V: DestinationVm> Setback<V> {
+impl<V: DestinationVm> PhaseFailure<V> {
     /// A failure before the handover.
     pub(crate) fn early(peer: Option<Channel>, failure: Failure) -> Self {
         Self { peer, failure, guest: GuestIs::NotHere, vm: None, faults: None }
@@ -148,7 +148,7 @@ impl Listener {
     /// When the address is taken, not ours, or does not resolve.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
         let socket = Arc::new(transport::Listener::bind(address)?);
-        Ok(Self { socket, pasts: Vec::new(), lingering: Lingering::default() })
+        Ok(Self { socket, pasts: Vec::new(), lingering: LateReconnects::default() })
     }
 
     /// The same, in place of listeners of this process that are there only to answer sources of
@@ -159,7 +159,7 @@ impl Listener {
     /// As [`bind`](Self::bind).
     pub fn bind_over(
         address: &Address,
-        lingering: &Lingering,
+        lingering: &LateReconnects,
         cancel: &Cancel,
     ) -> Result<Self, TransportError> {
         let (socket, pasts) = lingering.bind(address, cancel)?;
@@ -175,7 +175,7 @@ impl Listener {
     ///
     /// Blocks until the guest runs here, or the migration has failed. After a postcopy handover
     /// pages still arrive: see [`Received::faults`]. `cancel` works until the handover has been
-    /// acknowledged; from then on only the source's word counts, or a person's
+    /// acknowledged; from then on only the source's decision counts, or the operator's
     /// ([`Steering::decide`](crate::Steering::decide)).
     ///
     /// # Errors
@@ -198,8 +198,8 @@ impl Listener {
                 }
                 (Ok(received), pages_come)
             }
-            Err(setback) => {
-                let failure = give_up(context, setback);
+            Err(phase_failure) => {
+                let failure = fail_phase(context, phase_failure);
                 let pages_come = failure.faults.is_some();
                 (Err(Box::new(failure)), pages_come)
             }
@@ -216,7 +216,7 @@ impl Listener {
 fn drive<B: DestinationBuilder>(
     builder: B,
     context: Context<'_>,
-) -> Result<Received<B::Vm>, Setback<B::Vm>> {
+) -> Result<Received<B::Vm>, PhaseFailure<B::Vm>> {
     let run = context.progress;
     let connected = run.run(Phase::Listen, || negotiate::listen(context))?;
     let mapped = run.run(Phase::Negotiate, || connected.negotiate(builder, context))?;
@@ -239,8 +239,11 @@ impl Failure {
 }
 
 /// The one exit for failures: tells the peer and says where the guest is.
-fn give_up<V: DestinationVm>(context: Context<'_>, setback: Setback<V>) -> ReceiveFailure<V> {
-    let Setback { peer, failure, guest, vm, faults } = setback;
+fn fail_phase<V: DestinationVm>(
+    context: Context<'_>,
+    phase_failure: PhaseFailure<V>,
+) -> ReceiveFailure<V> {
+    let PhaseFailure { peer, failure, guest, vm, faults } = phase_failure;
     let phase = context.progress.phase();
     if let Some(peer) = peer {
         failure.tell(&peer);

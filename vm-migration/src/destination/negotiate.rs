@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Listen and Negotiate: the source among all who connect, what both sides can do, memory mapped here.
+//! Listen and Negotiate: finds the source among all connections, agrees on versions and capabilities, and
+//! maps memory.
 //!
 //! Owns the checks that must fail before anything starts: versions, capabilities, the right to use
 //! userfaultfd, the memory layout.
@@ -14,7 +15,7 @@ use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
 use super::preparing::spare_threads;
 use super::receive::{Mapped, Parts, Terms};
-use super::{Context, Setback, linger};
+use super::{Context, PhaseFailure, late_reconnects};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
@@ -51,9 +52,9 @@ pub(crate) struct Connected {
 /// how that ended is told.
 pub(crate) fn listen<V: crate::vm::DestinationVm>(
     context: Context<'_>,
-) -> Result<Connected, Setback<V>> {
+) -> Result<Connected, PhaseFailure<V>> {
     const STEP: &str = "waiting for the source";
-    let early = |cause: Cause| Setback::early(None, Failure::new(STEP, cause));
+    let early = |cause: Cause| PhaseFailure::early(None, Failure::new(STEP, cause));
     let deadline = context.options.accept_timeout.map(|limit| (Instant::now() + limit, limit));
     let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
     loop {
@@ -75,7 +76,7 @@ pub(crate) fn listen<V: crate::vm::DestinationVm>(
                 Hello::Message(
                     message @ (Message::Recover(_) | Message::Verdict { .. }),
                     other,
-                ) => match linger::reply(&message, context.pasts) {
+                ) => match late_reconnects::reply(&message, context.pasts) {
                     Ok(()) => arrivals.dismiss(other, &Answer::ok()),
                     Err(reason) => arrivals.refuse(other, reason),
                 },
@@ -102,14 +103,14 @@ impl Connected {
         mut self,
         builder: B,
         context: Context<'_>,
-    ) -> Result<Mapped<B::Vm>, Setback<B::Vm>> {
+    ) -> Result<Mapped<B::Vm>, PhaseFailure<B::Vm>> {
         let mut building = None;
         match self.try_negotiate(builder, &mut building, context) {
             Ok(parts) => Ok(Mapped::new(parts, self.control)),
             Err(failure) => {
                 // Before what is being built ends, which may take its time.
                 failure.tell(&self.control);
-                Err(Setback::early(None, failure))
+                Err(PhaseFailure::early(None, failure))
             }
         }
     }
@@ -211,7 +212,7 @@ fn agree(
         return Err(ProtocolError::Malformed { what: "capability offer", why }).step(STEP);
     }
     if offer.memory_mode.may_postcopy() {
-        // Here, before anything is built, so that nobody waits for a refusal.
+        // Here, before anything is built, so that a refusal comes at once.
         uffd::check(layout.regions()).step("checking for userfaultfd")?;
     }
     let token = random_token().map_err(Cause::Resource).step(STEP)?;

@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Pages for memory that has been announced and not arrived.
+//! Populates memory that has been announced and has not arrived.
 //!
-//! Owns the threads that get them from the host, so that whoever receives memory finds pages (and
-//! huge ones, where those are wanted) and only copies. Huge pages cost far less than small ones on a
-//! host that has them at hand, and far more on one that has to look for them or is itself a guest; so
-//! both are tried, and what has cost less is used. What has begun to arrive is left alone: then this
-//! is too late to help. A failure is none of the migration's: if there is no memory, its arrival will
-//! say so. Nothing may be prepared any more once the guest may run.
+//! Owns the threads that populate it, so that receiving threads find pages (huge ones, where these are
+//! wanted) and only copy. Huge pages cost far less than small ones on a host that has free ones, and far more
+//! on one that has to compact memory or is itself a guest; so both are tried, and the cheaper is used.
+//! Memory that has begun to arrive is left alone. A failure does not fail the migration: if there is no
+//! memory, receiving will report it. It must stop before the guest may run.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::fresh::Fresh;
+use super::unpopulated::Unpopulated;
 use crate::layout::PageRun;
 use crate::ram::GuestMemoryMap;
 
@@ -75,7 +74,7 @@ impl Costs {
 }
 
 #[derive(Debug, Default)]
-struct Todo {
+struct QueueState {
     chunks: VecDeque<PageRun>,
     ended: bool,
 }
@@ -83,12 +82,12 @@ struct Todo {
 #[derive(Debug, Default)]
 struct Queue {
     /// Locked for an instant, once a chunk.
-    todo: Mutex<Todo>,
+    todo: Mutex<QueueState>,
     changed: Condvar,
 }
 
 impl Queue {
-    fn change(&self, change: impl FnOnce(&mut Todo)) {
+    fn change(&self, change: impl FnOnce(&mut QueueState)) {
         change(&mut self.todo.lock().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_all();
     }
@@ -96,7 +95,7 @@ impl Queue {
     /// The next chunk, as soon as there is one; `None` at the end.
     fn next(&self) -> Option<PageRun> {
         let todo = self.todo.lock().unwrap_or_else(PoisonError::into_inner);
-        let idle = |todo: &mut Todo| todo.chunks.is_empty() && !todo.ended;
+        let idle = |todo: &mut QueueState| todo.chunks.is_empty() && !todo.ended;
         let mut todo = self.changed.wait_while(todo, idle).unwrap_or_else(PoisonError::into_inner);
         if todo.ended { None } else { todo.chunks.pop_front() }
     }
@@ -121,7 +120,7 @@ impl Preparing {
     pub(super) fn add<M: GuestMemoryMap>(
         &mut self,
         memory: &Arc<M>,
-        fresh: &Arc<Fresh>,
+        fresh: &Arc<Unpopulated>,
         runs: &[PageRun],
     ) {
         if self.threads_max == 0 {
@@ -163,7 +162,7 @@ pub(super) fn spare_threads() -> usize {
     (processors / PROCESSORS_PER_THREAD).min(THREADS_MAX)
 }
 
-fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Fresh) {
+fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Unpopulated) {
     let mut costs = Costs::default();
     while let Some(run) = queue.next() {
         if !fresh.take(run) {
@@ -223,7 +222,7 @@ mod tests {
     fn what_was_announced_gets_pages_unless_it_has_begun_to_arrive() {
         let pages = 4 * CHUNK_PAGES;
         let memory = FakeMemory::new(&[(0, pages)], Backing::Shared, PAGE_BYTES).unwrap();
-        let fresh = Arc::new(Fresh::new(memory.layout()));
+        let fresh = Arc::new(Unpopulated::new(memory.layout()));
         fresh.populate(&*memory, run(0, 64)).unwrap();
         let populated = || memory.populated_bytes(0).unwrap() / PAGE_BYTES;
         assert_eq!(populated(), 64);
@@ -266,7 +265,7 @@ mod tests {
     #[test]
     fn it_ends_before_all_is_prepared() {
         let memory = FakeMemory::new(&[(0, 64)], Backing::Shared, PAGE_BYTES).unwrap();
-        let fresh = Arc::new(Fresh::new(memory.layout()));
+        let fresh = Arc::new(Unpopulated::new(memory.layout()));
         let mut preparing = Preparing::new(Some(1));
         preparing.queue.change(|todo| todo.ended = true);
         preparing.add(&memory, &fresh, &[run(0, 64)]);

@@ -14,13 +14,13 @@ use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
 use super::engine::{Engine, Stale};
 use super::fault::FaultThreads;
-use super::fresh::Fresh;
 use super::helpers::Helpers;
 use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
 use super::rejoin::Rejoin;
 use super::tables::{locate, take_frame, take_memory, take_zeros};
-use super::{Context, Setback, linger};
+use super::unpopulated::Unpopulated;
+use super::{Context, PhaseFailure, late_reconnects};
 use crate::channel::Channel;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
@@ -121,7 +121,7 @@ impl<V: DestinationVm> Mapped<V> {
     }
 
     /// Takes memory until the state arrives.
-    pub(crate) fn receive(mut self, context: Context<'_>) -> Result<HasState<V>, Setback<V>> {
+    pub(crate) fn receive(mut self, context: Context<'_>) -> Result<HasState<V>, PhaseFailure<V>> {
         match self.try_receive(context) {
             Ok(Outcome { vm, state, faults }) => Ok(HasState {
                 vm,
@@ -133,7 +133,7 @@ impl<V: DestinationVm> Mapped<V> {
             Err(failure) => {
                 // Before what is being built ends, which may take its time.
                 failure.tell(&self.control);
-                Err(Setback::early(None, failure))
+                Err(PhaseFailure::early(None, failure))
             }
         }
     }
@@ -144,7 +144,7 @@ impl<V: DestinationVm> Mapped<V> {
         let mut faults = None;
         let mut stale: Option<Stale> = None;
         let mut inflater = Inflater::default();
-        let fresh = Arc::new(Fresh::new(self.parts.memory.layout()));
+        let fresh = Arc::new(Unpopulated::new(self.parts.memory.layout()));
         let mut preparing = Preparing::new(context.options.prepare_threads);
         let expect =
             if self.parts.terms.negotiated() { Expect::RoleAndToken } else { Expect::Role };
@@ -241,7 +241,7 @@ impl<V: DestinationVm> Mapped<V> {
         &mut self,
         helpers: &mut Helpers,
         arrivals: &mut Arrivals,
-        fresh: &Arc<Fresh>,
+        fresh: &Arc<Unpopulated>,
         context: Context<'_>,
     ) -> Result<Message, Failure> {
         // The source's time, whatever else connects.
@@ -253,7 +253,7 @@ impl<V: DestinationVm> Mapped<V> {
             for hello in arrivals.take(context.listener, context.cancel) {
                 let hello = match hello {
                     Hello::Message(Message::Recover(recover), channel)
-                        if linger::is_past(context.pasts, &recover.id) =>
+                        if late_reconnects::is_past(context.pasts, &recover.id) =>
                     {
                         arrivals.dismiss(channel, &Answer::ok());
                         continue;
@@ -310,7 +310,7 @@ impl<V: DestinationVm> Mapped<V> {
         &mut self,
         (role, channel): (Role, Channel),
         helpers: &mut Helpers,
-        fresh: &Arc<Fresh>,
+        fresh: &Arc<Unpopulated>,
         context: Context<'_>,
     ) -> Result<(), Failure> {
         let mode = self.mode();

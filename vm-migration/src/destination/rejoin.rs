@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How the source of a postcopy comes back after its connections were lost.
+//! Reconnection of the source of a postcopy after its connections were lost.
 //!
-//! Owns the place where it connects, and the proof that it is the same migration: the token that
-//! was agreed upon at the start, and a number that grows with each attempt. Anybody else is turned
-//! away with a reason. It changes nothing about pages before all connections are there.
+//! Owns the listening address, and the proof that it is the same migration: the token that was agreed at the
+//! start, and an attempt number that grows. Other peers are refused with a reason. It changes no page state
+//! before all connections are there.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
-use super::linger::{Lingering, Past, is_past};
+use super::late_reconnects::{LateReconnects, Past, is_past};
 use super::negotiate::random_token;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -41,7 +41,7 @@ pub(crate) struct Rejoin {
     pub steering: Steering,
     /// How long a source that has not heard the end may come back and be told.
     pub linger: Duration,
-    pub lingering: Lingering,
+    pub lingering: LateReconnects,
     /// Migrations that are over here, whose sources may still ask.
     pub pasts: Vec<Past>,
 }
@@ -72,7 +72,7 @@ impl Rejoin {
         Arrivals::new(Expect::Message, self.stall)
     }
 
-    /// Looks at who has connected, without waiting for anybody. Of those that say that they are the
+    /// Looks at the connections that were made, without blocking. Of those that say that they are the
     /// source the last that proves it is taken: it has given up the attempts before.
     pub(super) fn meet(&mut self, arrivals: &mut Arrivals, cancel: &Cancel) -> Option<Returned> {
         let mut returned = None;
@@ -140,7 +140,7 @@ impl Rejoin {
     /// Waits for the source to come back, until a deadline or for as long as it takes.
     ///
     /// # Errors
-    /// When a person gives up, it is too late, or the engine has ended.
+    /// When the operator gives up, it is too late, or the engine has ended.
     pub(crate) fn wait(
         &mut self,
         ended: &Cancel,

@@ -10,20 +10,20 @@
 
 use std::time::Instant;
 
-use super::doubt::{Doubt, Word};
+use super::doubt::{Doubt, Resolution};
 use super::fault::FaultThreads;
 use super::faulting::Faulting;
 use super::negotiate::{read, unexpected};
 use super::receive::{Agreed, HasState};
-use super::{Context, Received, Setback};
-use crate::beside::look_beside;
+use super::{Context, PhaseFailure, Received};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::commit::clock;
-use crate::commit::destination::{Known, NotHere, Owned, Promised, Standing};
+use crate::commit::destination::{Known, NotHere, NotStarted, Owned, Promised};
 use crate::error::{Cause, Failure, GuestIs, Step};
 use crate::figures::Figures;
 use crate::latency::micros;
+use crate::poll_thread::poll_while;
 use crate::progress::Phase;
 use crate::protocol::message::{Answer, Message, bounded_reason};
 use crate::transport::TransportError;
@@ -70,7 +70,7 @@ impl Teller {
 
 impl<V: DestinationVm> HasState<V> {
     /// Puts state in and acknowledges the handover.
-    pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, Setback<V>> {
+    pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, PhaseFailure<V>> {
         match self.try_prepare(context) {
             Ok((resume, promised)) => {
                 let commit = self.agreed.zip(promised).map(|(agreed, (promised, never))| Commit {
@@ -86,7 +86,7 @@ impl<V: DestinationVm> HasState<V> {
                 // Before the machine ends, which may take its time while the guest stands still.
                 failure.tell(&self.control);
                 self.faults.iter().for_each(FaultThreads::let_go);
-                Err(Setback::early(None, failure))
+                Err(PhaseFailure::early(None, failure))
             }
         }
     }
@@ -155,7 +155,7 @@ impl<V: DestinationVm> HasState<V> {
             }
         };
         let vm = &mut self.vm;
-        let applied = look_beside(look, || vm.apply_state(&state));
+        let applied = poll_while(look, || vm.apply_state(&state));
         match ended {
             Some(failure) => Err(failure),
             None => applied.map_err(Cause::Resource).step(STEP)?.map_err(Cause::Vm).step(STEP),
@@ -176,13 +176,13 @@ impl<V: DestinationVm> HasState<V> {
 }
 
 /// The guest is here alone.
-struct Here {
+struct SoleOwner {
     owned: Owned,
     /// What waits to be told how it starts.
     teller: Teller,
     /// The connections that pages come over were lost.
     lost: Option<Failure>,
-    /// A person wants it to run, however it was at the source.
+    /// The operator wants it to run, however it was at the source.
     wanted: bool,
     /// Since when the guest has stood still, with all the ways of messages, where that is known.
     stopped: Option<Instant>,
@@ -192,8 +192,12 @@ impl<V: DestinationVm> Ready<V> {
     /// Waits for the word that the source cannot run the guest any more.
     ///
     /// # Errors
-    /// The guest is not here: the source's own word, or a person's.
-    fn wait_for_word(&mut self, commit: Commit, context: Context<'_>) -> Result<Here, Failure> {
+    /// The guest is not here: the source's own decision, or the operator's.
+    fn wait_for_word(
+        &mut self,
+        commit: Commit,
+        context: Context<'_>,
+    ) -> Result<SoleOwner, Failure> {
         const STEP: &str = "waiting for the source to confirm the handover";
         let Commit { agreed, mut promised, never } = commit;
         let lost = loop {
@@ -205,7 +209,7 @@ impl<V: DestinationVm> Ready<V> {
                     let owned = promised.confirmed();
                     let (teller, stopped) =
                         (Teller::Control, told.and_then(|told| told.stopped(at)));
-                    return Ok(Here { owned, teller, lost: None, wanted: false, stopped });
+                    return Ok(SoleOwner { owned, teller, lost: None, wanted: false, stopped });
                 }
                 Ok(Message::Renew) => {
                     promised = promised.renewed(clock::now(), context.options.limits.rejoin);
@@ -229,16 +233,16 @@ impl<V: DestinationVm> Ready<V> {
         match known {
             Known::Owned(owned) => {
                 context.progress.enter(Phase::Run);
-                let wanted = matches!(word, Word::Person);
+                let wanted = matches!(word, Resolution::Operator);
                 let (teller, lost) = match word {
-                    Word::Verdict(channel) => (Teller::Verdict(channel), Some(lost)),
-                    Word::Returned(control) => {
+                    Resolution::Verdict(channel) => (Teller::Verdict(channel), Some(lost)),
+                    Resolution::Returned(control) => {
                         self.control = control;
                         (Teller::Silence, None)
                     }
-                    Word::Lost | Word::Person => (Teller::Silence, Some(lost)),
+                    Resolution::Lost | Resolution::Operator => (Teller::Silence, Some(lost)),
                 };
-                Ok(Here { owned, teller, lost, wanted, stopped: None })
+                Ok(SoleOwner { owned, teller, lost, wanted, stopped: None })
             }
             Known::NotHere(NotHere) => {
                 let why = "it goes on with the guest, and the connection was lost before it could \
@@ -250,7 +254,7 @@ impl<V: DestinationVm> Ready<V> {
     }
 
     /// Starts the guest, once the source cannot run it any more.
-    pub(crate) fn run(mut self, context: Context<'_>) -> Result<Received<V>, Setback<V>> {
+    pub(crate) fn run(mut self, context: Context<'_>) -> Result<Received<V>, PhaseFailure<V>> {
         let Some(commit) = self.commit.take() else { return self.run_at_once() };
         let tells_figures = commit.agreed.tells_figures;
         let here = match self.wait_for_word(commit, context) {
@@ -258,11 +262,11 @@ impl<V: DestinationVm> Ready<V> {
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
                 self.faults.iter().for_each(FaultThreads::let_go);
-                return Err(Setback::early(None, failure));
+                return Err(PhaseFailure::early(None, failure));
             }
         };
         let Self { vm, control, faults, resume, .. } = self;
-        let Here { owned, teller, lost, wanted, stopped } = here;
+        let SoleOwner { owned, teller, lost, wanted, stopped } = here;
         match (vm.run(resume || wanted), faults) {
             (Ok(vm), faults) => {
                 if let Some(stopped) = stopped.filter(|_| resume) {
@@ -277,7 +281,7 @@ impl<V: DestinationVm> Ready<V> {
                 Ok(Received { vm, faults })
             }
             (Err((vm, reason)), faults) => {
-                let Standing = owned.does_not_start();
+                let NotStarted = owned.does_not_start();
                 let failure = Failure::new("starting the guest", Cause::Vm(reason));
                 let guest = GuestIs::OnDestination;
                 let Some(threads) = faults else {
@@ -286,7 +290,7 @@ impl<V: DestinationVm> Ready<V> {
                         Teller::Verdict(channel) => Some(channel),
                         Teller::Silence => None,
                     };
-                    return Err(Setback { peer, failure, guest, vm: Some(vm), faults: None });
+                    return Err(PhaseFailure { peer, failure, guest, vm: Some(vm), faults: None });
                 };
                 // Its pages go on arriving, so to the source this is as if it ran.
                 let note = Answer::Ok {
@@ -297,13 +301,13 @@ impl<V: DestinationVm> Ready<V> {
                     log::warn!("the source could not be told that its pages are needed: {error}");
                 }
                 let faults = Some(Box::new(Faulting::new(threads, control, lost, tells_figures)));
-                Err(Setback { peer: None, failure, guest, vm: Some(vm), faults })
+                Err(PhaseFailure { peer: None, failure, guest, vm: Some(vm), faults })
             }
         }
     }
 
     /// Starts the guest of a plain version 0 source, which hears whether that went well.
-    fn run_at_once(self) -> Result<Received<V>, Setback<V>> {
+    fn run_at_once(self) -> Result<Received<V>, PhaseFailure<V>> {
         let Self { vm, control, resume, .. } = self;
         match vm.run(resume) {
             Ok(vm) => {
@@ -315,7 +319,7 @@ impl<V: DestinationVm> Ready<V> {
             }
             Err((_, reason)) => {
                 let failure = Failure::new("starting the guest", Cause::Vm(reason));
-                Err(Setback::early(Some(control), failure))
+                Err(PhaseFailure::early(Some(control), failure))
             }
         }
     }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Tables of ranges that a peer sends: found in the machine's memory, and what is done about them.
+//! Range tables from a peer: each range is looked up in the machine's memory, then received or made zero.
 //!
-//! Owns the bound on the work of a message: the guest's memory, once.
+//! Owns the bound on the work of one message: no more than the guest's memory, once.
 
 use std::sync::atomic::Ordering;
 
-use super::fresh::Fresh;
+use super::unpopulated::Unpopulated;
 use crate::cancel::Cancel;
 use crate::error::Cause;
 use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun};
@@ -101,7 +101,7 @@ mod tests {
 /// Takes the contents that follow a table.
 pub(super) fn take_memory<M: GuestMemoryMap>(
     memory: &M,
-    fresh: &Fresh,
+    fresh: &Unpopulated,
     from: &mut impl ByteSource,
     ranges: &[GpaRange],
     progress: &Progress,

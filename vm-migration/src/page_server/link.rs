@@ -2,15 +2,15 @@
 
 //! The socket between a source and its page server.
 //!
-//! Owns the frames and who says what when. A source waits for no answer for longer than it says; a
-//! page server waits for its charge for as long as the source is there.
+//! Owns the frames and their order. A source waits for an answer no longer than the time limit that it
+//! names; a page server waits for its takeover request for as long as the source is there.
 
 use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use super::charge::{Charge, ServedMemory};
+use super::takeover::{ServedMemory, TakeoverRequest};
 use super::{Taken, take_over_limit};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -25,12 +25,12 @@ use crate::transport::{Connection, TransportError};
 
 const MEMORY: u16 = 1;
 const FILE: u16 = 2;
-const CHARGE: u16 = 3;
+const TAKEOVER: u16 = 3;
 
 /// Longest description of memory: 4096 regions with names of 128 bytes, doubled.
 const MEMORY_BYTES_MAX: u64 = 4 << 20;
 
-/// Longest charge: 4096 pairs of numbers, doubled.
+/// Longest takeover request: 4096 pairs of numbers, doubled.
 const CHARGE_BYTES_MAX: u64 = 512 << 10;
 
 /// How long a page server may take to start and to map what it is given: a busy host, many regions.
@@ -42,7 +42,7 @@ enum Order {
     Memory(Vec<u8>),
     /// Number of a file, which comes along as a descriptor.
     File(u32),
-    Charge(Vec<u8>),
+    TakeoverRequest(Vec<u8>),
 }
 
 impl Order {
@@ -50,7 +50,7 @@ impl Order {
         match self {
             Self::Memory(_) => "a description of memory",
             Self::File(_) => "a file",
-            Self::Charge(_) => "a charge",
+            Self::TakeoverRequest(_) => "a takeover request",
         }
     }
 
@@ -59,7 +59,7 @@ impl Order {
         let (code, payload) = match self {
             Self::Memory(json) => (MEMORY, json.clone()),
             Self::File(number) => (FILE, number.to_le_bytes().to_vec()),
-            Self::Charge(json) => (CHARGE, json.clone()),
+            Self::TakeoverRequest(json) => (TAKEOVER, json.clone()),
         };
         (Header::new(code, payload.len() as u64).encode().to_vec(), payload)
     }
@@ -69,7 +69,9 @@ impl Order {
         let what = "an order to a page server";
         match code {
             MEMORY => Ok(Self::Memory(read_payload(from, what, len_bytes, MEMORY_BYTES_MAX)?)),
-            CHARGE => Ok(Self::Charge(read_payload(from, what, len_bytes, CHARGE_BYTES_MAX)?)),
+            TAKEOVER => {
+                Ok(Self::TakeoverRequest(read_payload(from, what, len_bytes, CHARGE_BYTES_MAX)?))
+            }
             FILE if len_bytes == 4 => {
                 let mut number = [0; 4];
                 from.read_exact(&mut number)?;
@@ -88,12 +90,12 @@ fn channel(socket: UnixStream, stall: Duration) -> Result<Channel, Cause> {
 
 /// The source's end.
 #[derive(Debug)]
-pub struct Principal {
+pub struct SourceEnd {
     channel: Channel,
     limits: Limits,
 }
 
-impl Principal {
+impl SourceEnd {
     /// Over one end of a pair of sockets.
     ///
     /// # Errors
@@ -130,9 +132,9 @@ impl Principal {
     /// Lets the page server take over.
     ///
     /// # Errors
-    /// When it cannot, or does not answer in time: see [`super::Successor::take_over`].
-    pub fn charge(&mut self, charge: &Charge) -> Result<Taken, Cause> {
-        self.order(&Order::Charge(charge.to_json()), None)?;
+    /// When it cannot, or does not answer in time: see [`super::PageServerHandle::take_over`].
+    pub fn takeover(&mut self, takeover: &TakeoverRequest) -> Result<Taken, Cause> {
+        self.order(&Order::TakeoverRequest(takeover.to_json()), None)?;
         let answer = self.channel.answer(take_over_limit(&self.limits))?;
         match answer.payload.as_slice() {
             [] => Ok(Taken::Serving),
@@ -143,11 +145,11 @@ impl Principal {
 
 /// The page server's end.
 #[derive(Debug)]
-pub struct Deputy {
+pub struct PageServerEnd {
     channel: Channel,
 }
 
-impl Deputy {
+impl PageServerEnd {
     /// Over the other end of the pair.
     ///
     /// # Errors
@@ -202,11 +204,11 @@ impl Deputy {
         Ok((memory, made))
     }
 
-    /// Waits for the charge; `None` when the source ends without having one.
+    /// Waits for the takeover request; `None` when the source ends without having one.
     ///
     /// # Errors
     /// When something else comes; the source has been told.
-    pub fn wait_for_charge(&mut self, layout: &Layout) -> Result<Option<Charge>, Cause> {
+    pub fn wait_for_takeover(&mut self, layout: &Layout) -> Result<Option<TakeoverRequest>, Cause> {
         if !self.channel.reader.has_buffered() {
             match self.channel.connection.wait_for_data(None) {
                 Ok(()) => {}
@@ -214,19 +216,21 @@ impl Deputy {
                 Err(error) => return Err(error.into()),
             }
         }
-        let charge = match self.next() {
-            Ok(Order::Charge(json)) => Charge::parse(&json, layout).map_err(Cause::from),
+        let takeover = match self.next() {
+            Ok(Order::TakeoverRequest(json)) => {
+                TakeoverRequest::parse(&json, layout).map_err(Cause::from)
+            }
             Ok(other) => {
-                let (got, expected) = (other.name(), "a charge");
+                let (got, expected) = (other.name(), "a takeover request");
                 Err(ProtocolError::Unexpected { got, expected }.into())
             }
             Err(Cause::Transport(TransportError::Closed)) => return Ok(None),
             Err(error) => Err(error),
         };
-        if let Err(cause) = &charge {
+        if let Err(cause) = &takeover {
             self.tell(Err(cause));
         }
-        charge.map(Some)
+        takeover.map(Some)
     }
 
     /// Answers. A source that is gone needs no answer: what was taken over stays so.
@@ -260,12 +264,12 @@ pub fn fuzz_orders(data: &[u8]) {
                 assert!(layout.is_some());
             }
             Order::File(_) => {}
-            Order::Charge(json) => {
+            Order::TakeoverRequest(json) => {
                 let Some(layout) = &layout else { continue };
-                let Ok(charge) = Charge::parse(&json, layout) else { continue };
-                assert!(charge.options().is_ok());
-                let again = Charge::parse(&charge.to_json(), layout).ok();
-                assert_eq!(again.as_ref(), Some(&charge));
+                let Ok(takeover) = TakeoverRequest::parse(&json, layout) else { continue };
+                assert!(takeover.options().is_ok());
+                let again = TakeoverRequest::parse(&takeover.to_json(), layout).ok();
+                assert_eq!(again.as_ref(), Some(&takeover));
             }
         }
     }

@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Another process that sends the last pages of a postcopy, so that the source itself can go.
+//! The page server: a second process that sends the last pages of a postcopy, so that the source can exit.
 //!
 //! | file | owns |
 //! | --- | --- |
-//! | `charge` | what the other process is told: the memory, and how to go on |
+//! | `takeover` | the documents that the page server gets: the memory, and how to go on |
 //! | `link` | the two ends of the socket between the processes |
 //!
-//! What it does with its connections is in `source::serve`. The process is there, and has the
-//! memory, before the guest stops; what it has to know comes when the guest has gone. It then
-//! connects as a source does that has lost its connections. The destination takes that for a loss:
-//! what was on its way comes again, and nothing has to be known of the threads here.
+//! What it does with its connections is in `source::serve`. The process exists, and has mapped the memory,
+//! before the guest stops; the takeover request comes after the handover. It then connects as a source does
+//! after lost connections. To the destination the change is a lost connection: pages in flight are requested
+//! again, and the page server needs no state of the source's threads.
 //!
 //! ```text
 //! source                                   page server
 //!   Memory (JSON)                      ->    Ok
 //!   File (with a descriptor) ...       ->    Ok for each; mapped with the last, or Error + reason
 //!     ... the guest is handed over, its pages are served from here ...
-//!   Charge (JSON)                      ->    connects; Ok when it serves, or Error + reason
+//!   TakeoverRequest (JSON)             ->    connects; Ok when it serves, or Error + reason
 //! ```
 //!
-//! Until that last Ok the source serves, and goes on if it does not come: then it has to end the
-//! page server first, because only one of the two may connect. From it on the source is not needed.
+//! Until that last Ok the source serves, and goes on if it does not come: then it has to end the page server
+//! first, because only one of the two may connect. After it the source is not needed.
 
-mod charge;
 mod link;
+mod takeover;
 
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -35,16 +35,16 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-pub(crate) use charge::Terms;
-pub use charge::{Charge, ServedMemory, ServedRegion};
-pub use link::{Deputy, Principal, fuzz_orders};
+pub use link::{PageServerEnd, SourceEnd, fuzz_orders};
+pub(crate) use takeover::Terms;
+pub use takeover::{ServedMemory, ServedRegion, TakeoverRequest};
 
 use crate::latency::micros;
 use crate::options::Limits;
 use crate::progress::Progress;
 use crate::vm::VmError;
 
-/// Who a page server is, for people.
+/// Identity of a page server, for messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
     /// Where it takes requests.
@@ -63,15 +63,15 @@ pub enum Taken {
 }
 
 /// A page server that is ready. It ends when it is dropped without having been told to take over.
-pub trait Successor: Send + fmt::Debug {
+pub trait PageServerHandle: Send + fmt::Debug {
     /// Who it is.
     fn identity(&self) -> Identity;
 
     /// Tells it to take over and waits until it has.
     ///
     /// # Errors
-    /// Why it has not. It has ended by then, or it could disturb whoever goes on in its place.
-    fn take_over(self: Box<Self>, charge: &Charge) -> Result<Taken, VmError>;
+    /// Why it has not. It has ended by then, or it could disturb the process that goes on in its place.
+    fn take_over(self: Box<Self>, takeover: &TakeoverRequest) -> Result<Taken, VmError>;
 }
 
 /// How long a page server may take to take over: it connects, asks, and hears what is missing.
@@ -108,12 +108,12 @@ pub struct PageServerSnapshot {
 
 /// How it stands with the page server of a migration, if it has one.
 #[derive(Debug, Default)]
-pub(crate) struct Standing {
+pub(crate) struct PageServerStatus {
     /// Held for one change or one copy.
     now: Mutex<Option<PageServerSnapshot>>,
 }
 
-impl Standing {
+impl PageServerStatus {
     fn lock(&self) -> MutexGuard<'_, Option<PageServerSnapshot>> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -25,10 +25,10 @@ fn layout() -> Layout {
     memory.layout().clone()
 }
 
-fn charge(units: [(u64, u64); 2]) -> Charge {
+fn takeover(units: [(u64, u64); 2]) -> TakeoverRequest {
     let terms = Terms { id: [7; 16], attempt: 3, bulk: 2, urgent: 0, units: units.into() };
     let to = "tcp:host-b:6000".parse().unwrap();
-    Charge::new(&to, &Limits::default(), Duration::from_mins(1), 1 << 20, terms)
+    TakeoverRequest::new(&to, &Limits::default(), Duration::from_mins(1), 1 << 20, terms)
 }
 
 fn description() -> Vec<u8> {
@@ -51,16 +51,16 @@ fn what_is_written_is_read() {
     let memory = ServedMemory::parse(&description()).unwrap();
     assert_eq!(memory.to_json(), description());
     assert_eq!(memory.layout().unwrap(), layout());
-    let charge = charge([(1, 512), (1, 1)]);
-    assert_eq!(Charge::parse(&charge.to_json(), &layout()).unwrap(), charge);
-    let options = charge.options().unwrap();
+    let takeover = takeover([(1, 512), (1, 1)]);
+    assert_eq!(TakeoverRequest::parse(&takeover.to_json(), &layout()).unwrap(), takeover);
+    let options = takeover.options().unwrap();
     assert_eq!(options.recover_timeout, Duration::from_mins(1));
     assert_eq!(
         (options.limits.stall, options.limits.connect),
         (Limits::default().stall, Limits::default().connect)
     );
     assert_eq!(options.bandwidth_bytes_per_s, 1 << 20);
-    assert!(!format!("{charge:?}").contains('7'), "the proof must not be in a log");
+    assert!(!format!("{takeover:?}").contains('7'), "the proof must not be in a log");
 }
 
 #[test]
@@ -90,8 +90,8 @@ fn descriptions_that_make_no_sense_are_refused() {
 
 #[test]
 fn charges_that_make_no_sense_are_refused() {
-    let whole = charge([(1, 512), (1, 1)]).to_json();
-    assert!(Charge::parse(&whole, &layout()).is_ok());
+    let whole = takeover([(1, 512), (1, 1)]).to_json();
+    assert!(TakeoverRequest::parse(&whole, &layout()).is_ok());
     for (path, value) in [
         ("/version", json!(0)),
         ("/to", json!("host-b")),
@@ -112,7 +112,7 @@ fn charges_that_make_no_sense_are_refused() {
         ("/units/1", json!([1, 3])),
     ] {
         let bytes = changed(&whole, path, &value);
-        assert!(Charge::parse(&bytes, &layout()).is_err(), "{path} {value}");
+        assert!(TakeoverRequest::parse(&bytes, &layout()).is_err(), "{path} {value}");
     }
 }
 
@@ -123,70 +123,70 @@ fn memory_without_a_file_is_refused_by_name() {
     assert!(error.to_string().contains("'ram0', which is private"), "{error}");
 }
 
-/// What a deputy came to.
-type Told = std::thread::JoinHandle<Result<Option<Charge>, Cause>>;
+/// What a page server came to.
+type Told = std::thread::JoinHandle<Result<Option<TakeoverRequest>, Cause>>;
 
-/// Both ends, with a deputy that waits for its charge.
-fn linked(made: Result<(), &'static str>) -> (Result<Principal, Cause>, Told) {
+/// Both ends, with a page server that waits for its takeover request.
+fn linked(made: Result<(), &'static str>) -> (Result<SourceEnd, Cause>, Told) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let deputy = std::thread::spawn(move || {
-        let mut deputy = Deputy::new(theirs)?;
-        let (_, files) = deputy.take_memory(|description, files| {
+    let page_server = std::thread::spawn(move || {
+        let mut page_server = PageServerEnd::new(theirs)?;
+        let (_, files) = page_server.take_memory(|description, files| {
             assert_eq!((description.regions().len(), files.len()), (2, 2));
             made.map(|()| files).map_err(|why| Cause::Vm(why.into()))
         })?;
         assert_eq!(files[1].metadata().unwrap().len(), 64 * PAGE_BYTES);
-        let charge = deputy.wait_for_charge(&layout())?;
-        deputy.tell(Ok(Taken::Complete));
-        Ok(charge)
+        let takeover = page_server.wait_for_takeover(&layout())?;
+        page_server.tell(Ok(Taken::Complete));
+        Ok(takeover)
     });
     let memory = FakeMemory::new(&REGIONS, Backing::Shared, PAGE_BYTES).unwrap();
-    let mut principal = Principal::new(ours, Limits::default()).unwrap();
-    let given = principal.give_memory(&*memory);
-    (given.map(|()| principal), deputy)
+    let mut source_end = SourceEnd::new(ours, Limits::default()).unwrap();
+    let given = source_end.give_memory(&*memory);
+    (given.map(|()| source_end), page_server)
 }
 
 #[test]
 fn memory_and_charge_arrive() {
-    let (principal, deputy) = linked(Ok(()));
-    let charge = charge([(1, 512), (1, 1)]);
-    assert_eq!(principal.unwrap().charge(&charge).unwrap(), Taken::Complete);
-    assert_eq!(deputy.join().unwrap().unwrap(), Some(charge));
+    let (source_end, page_server) = linked(Ok(()));
+    let takeover = takeover([(1, 512), (1, 1)]);
+    assert_eq!(source_end.unwrap().takeover(&takeover).unwrap(), Taken::Complete);
+    assert_eq!(page_server.join().unwrap().unwrap(), Some(takeover));
 }
 
 #[test]
 fn a_charge_for_other_memory_is_refused_on_both_sides() {
-    let (principal, deputy) = linked(Ok(()));
-    let error = principal.unwrap().charge(&charge([(1, 2048), (1, 1)])).unwrap_err();
+    let (source_end, page_server) = linked(Ok(()));
+    let error = source_end.unwrap().takeover(&takeover([(1, 2048), (1, 1)])).unwrap_err();
     assert!(matches!(&error, Cause::Refused(why) if why.contains("do not fit")), "{error}");
-    assert!(deputy.join().unwrap().is_err());
+    assert!(page_server.join().unwrap().is_err());
 }
 
 #[test]
 fn memory_that_cannot_be_mapped_is_refused_with_the_reason() {
-    let (principal, deputy) = linked(Err("no room for it"));
-    let error = principal.unwrap_err();
+    let (source_end, page_server) = linked(Err("no room for it"));
+    let error = source_end.unwrap_err();
     assert!(matches!(&error, Cause::Refused(why) if why.contains("no room for it")), "{error}");
-    assert!(deputy.join().unwrap().is_err());
+    assert!(page_server.join().unwrap().is_err());
 }
 
 #[test]
 fn a_source_that_ends_has_no_charge() {
-    let (principal, deputy) = linked(Ok(()));
-    drop(principal);
-    assert_eq!(deputy.join().unwrap().unwrap(), None);
+    let (source_end, page_server) = linked(Ok(()));
+    drop(source_end);
+    assert_eq!(page_server.join().unwrap().unwrap(), None);
 }
 
 #[test]
 fn a_file_without_its_descriptor_is_refused() {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let deputy = std::thread::spawn(move || {
-        Deputy::new(theirs)?.take_memory(|_, files| Ok(files.len())).map(|(_, count)| count)
+    let page_server = std::thread::spawn(move || {
+        PageServerEnd::new(theirs)?.take_memory(|_, files| Ok(files.len())).map(|(_, count)| count)
     });
     let mut ours = ours;
     std::io::Write::write_all(&mut ours, &frame(1, &description())).unwrap();
     std::io::Write::write_all(&mut ours, &frame(2, &[0; 4])).unwrap();
-    let error = deputy.join().unwrap().unwrap_err();
+    let error = page_server.join().unwrap().unwrap_err();
     let malformed = matches!(error, Cause::Protocol(ProtocolError::Malformed { what: "file", .. }));
     assert!(malformed, "{error}");
 }
@@ -204,9 +204,9 @@ proptest! {
         let numbers = [json!(value), json!(value % 4096), json!(value % 8)];
         for number in numbers {
             let memory = changed(&description(), &field, &number);
-            let charge = changed(&charge([(1, 512), (1, 1)]).to_json(), &other, &number);
+            let takeover = changed(&takeover([(1, 512), (1, 1)]).to_json(), &other, &number);
             let mut stream = [frame(1, &memory), frame(1, &description()), frame(2, &[1; 4])].concat();
-            stream.extend(frame(3, &charge));
+            stream.extend(frame(3, &takeover));
             fuzz_orders(&stream);
             stream.truncate(cut);
             fuzz_orders(&stream);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Answers to messages: what a peer says to one, and why not.
+//! Answers to messages: Ok, or an error with a reason.
 //!
-//! Owns their numbers and limits. Which message an answer belongs to is the caller's to know: they come in
+//! Owns their numbers and limits. The caller knows which message an answer belongs to: answers come in
 //! order.
 
 use super::ProtocolError;

@@ -158,7 +158,7 @@ impl Offer {
     }
 }
 
-/// Longest time that a peer may name: a year, as a person may for recovery.
+/// Longest time that a peer may name: a year, the same as the option's for recovery.
 const TIME_MAX: Duration = Duration::from_hours(366 * 24);
 
 impl Offer {

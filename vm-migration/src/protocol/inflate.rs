@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Compressed contents of memory, unpacked within bounds.
+//! Decompression of memory contents, within bounds.
 //!
-//! Owns the limits and the buffers. A frame comes from a peer: neither its length nor what it says
-//! about its contents is believed; it unpacks to exactly the pages that it was announced for, or it
-//! is an error. What it unpacks to never grows beyond [`RAW_BYTES_MAX`].
+//! Owns the limits and the buffers. A frame comes from a peer, and neither its length nor its header is
+//! trusted: it unpacks to exactly the pages that it was announced for, or it is an error. The output never
+//! exceeds [`RAW_BYTES_MAX`].
 
 use std::io;
 

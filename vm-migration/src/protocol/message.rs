@@ -62,7 +62,7 @@ pub enum Command {
     MemoryZstd = 0x4708,
     /// The source connects again after postcopy has lost a connection.
     Recover = 0x4710,
-    /// Pages that nobody waits for yet, to be sent along behind requested ones.
+    /// Pages to be read ahead, sent behind requested ones.
     Ahead = 0x4711,
     /// The destination of a postcopy is there and asks whether the source is.
     Alive = 0x4712,
@@ -122,7 +122,7 @@ impl Command {
             .ok_or(ProtocolError::UnknownCommand(code))
     }
 
-    /// Its name in messages to people.
+    /// Its name in logs and errors.
     pub fn name(self) -> &'static str {
         match self {
             Self::Start => "Start",
@@ -167,7 +167,7 @@ pub enum Message {
     Config(Vec<u8>),
     /// See [`Command::State`].
     State(Vec<u8>),
-    /// See [`Command::Memory`]; the contents follow and are read by whoever checked the table.
+    /// See [`Command::Memory`]; the contents follow and are read by the caller, once it has checked the table.
     Memory(Vec<GpaRange>),
     /// See [`Command::Complete`].
     Complete,

@@ -65,7 +65,7 @@ pub enum ProtocolError {
     /// The connection, not the message.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// A command number that nobody knows.
+    /// An unknown command number.
     #[error("the peer sent the unknown command {0:#x}; is it a migration peer at all?")]
     UnknownCommand(u16),
     /// An answer that is neither Ok nor Error.

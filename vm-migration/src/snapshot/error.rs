@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Why a snapshot cannot be written or read.
+//! Errors of writing and reading snapshots.
 //!
-//! Owns the vocabulary: every error names the file.
+//! Owns their wording: every error names the file.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ pub enum SnapshotError {
         super::MANIFEST_FILE
     )]
     NotASnapshot(PathBuf),
-    /// Somebody else's file.
+    /// A file of another program.
     #[error("{} is not a file of this program's snapshots", .0.display())]
     Foreign(PathBuf),
     /// Written by a later version.
@@ -107,7 +107,7 @@ pub enum SnapshotError {
     /// A thread ended by itself.
     #[error("a snapshot thread panicked; this is a defect, please report it")]
     Panicked,
-    /// Somebody asked to stop.
+    /// A stop was requested.
     #[error("it was cancelled")]
     Cancelled,
 }

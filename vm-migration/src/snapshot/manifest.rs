@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The manifest: what makes a snapshot of some files.
+//! The manifest: the file that makes a directory a snapshot.
 //!
-//! A JSON document of two members: the snapshot, and the CRC-32C of exactly the bytes in which it
-//! stands there. The format and its version are looked at first, so that a later version is named
-//! as such even when everything else has changed. Owns the form; files are looked at elsewhere.
+//! A JSON document of two members: the snapshot, and the CRC-32C of exactly the bytes of the first. The
+//! format and its version are read first, so that a later version is named as such even when everything else
+//! has changed. Owns the form; the other files are checked elsewhere.
 
 use std::path::Path;
 
@@ -44,7 +44,7 @@ impl Sealed {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SavedRegion {
-    /// The zone, for people.
+    /// The zone, for messages.
     pub name: String,
     /// First guest physical address.
     pub gpa: u64,
@@ -60,9 +60,9 @@ pub(crate) struct SavedRegion {
 pub(crate) struct Manifest {
     pub format: String,
     pub version: u32,
-    /// The program, for people.
+    /// The program, for messages.
     pub program: String,
-    /// Seconds since 1970, for people.
+    /// Seconds since 1970, for messages.
     pub created_s: u64,
     pub config: Sealed,
     pub state: Sealed,

@@ -60,7 +60,7 @@ pub const INDEX_FILE: &str = "memory-index";
 /// What makes a snapshot of the others.
 pub const MANIFEST_FILE: &str = "manifest.json";
 
-/// Threads that read or write memory, unless somebody asks for another number: enough to keep a
+/// Threads that read or write memory, unless the options say another number: enough to keep a
 /// fast disk busy while others compute checksums.
 pub fn default_threads() -> usize {
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

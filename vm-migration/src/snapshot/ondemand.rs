@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Restoring memory while the guest runs: what it touches first, all else in the background.
+//! Restores memory while the guest runs: faulting pages first, all others in the background.
 //!
-//! Owns the readers of the memory file and who reads what: a set bit of `unread` is a unit that
-//! nobody has read yet, and whoever clears it reads it, once. The page engine of postcopy does the
-//! rest: who waits, what an arrival means, when all is here. Nothing becomes visible to the guest
-//! before its checksum was found right; what cannot be read never becomes visible, and whoever
-//! needs it waits until the process ends.
+//! Owns the threads that read the memory file, and the claims: a set bit of `unread` is a unit that has not
+//! been read yet, and the thread that clears it reads it, once. The page engine of postcopy does the rest:
+//! which threads wait, what an arrival means, when all is here. Nothing becomes visible to the guest before
+//! its checksum was verified; a page that cannot be read never becomes visible, and a thread that needs it
+//! waits until the process ends.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -40,7 +40,7 @@ const FILLERS: usize = 2;
 /// Units that the background reads at once, at most: 512 KiB of 4 KiB pages.
 const FILL_UNITS: u32 = 8;
 
-/// How long the background stands back while somebody waits for a page.
+/// How long the background pauses while a thread waits for a page.
 const STAND_BACK: Duration = Duration::from_micros(100);
 
 /// What the threads share.
@@ -50,7 +50,7 @@ struct Shared<M: GuestMemoryMap> {
     file: MemoryFile,
     geometry: Geometry,
     index: Index,
-    /// Per region: units that nobody has read.
+    /// Per region: units that have not been read.
     unread: Vec<ClaimMap>,
     /// Per region: chunks that become visible together, as a host page does.
     unit_chunks: Vec<u64>,
@@ -67,7 +67,7 @@ struct Shared<M: GuestMemoryMap> {
 pub enum FillEnd {
     /// All of it is here.
     Complete(Box<FillReport>),
-    /// Somebody asked to stop; the guest must be gone.
+    /// A stop was requested; the guest must be gone.
     Cancelled,
 }
 
@@ -107,7 +107,7 @@ pub struct Filling<M: GuestMemoryMap> {
 
 impl<M: GuestMemoryMap> Filling<M> {
     /// Watches the memory of a machine that has not run: from now on any access gets what the
-    /// snapshot holds. What nobody asks for is left to [`wait`](Self::wait), so that it costs the
+    /// snapshot holds. What no fault requests is left to [`wait`](Self::wait), so that it costs the
     /// start of the guest nothing. `stop` ends it, once the guest is gone. The memory must hold nothing yet.
     ///
     /// # Errors
@@ -183,10 +183,10 @@ impl<M: GuestMemoryMap> Filling<M> {
         self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Brings in what nobody has asked for, and waits until all is here or somebody asks to stop.
+    /// Brings in what no fault has requested, and waits until all is here or a stop is requested.
     ///
     /// # Errors
-    /// When contents cannot be read or are damaged: whoever needs them waits.
+    /// When contents cannot be read or are damaged: threads that need them wait.
     pub fn wait(mut self) -> Result<FillEnd, Box<Stuck<M>>> {
         for _ in 0..FILLERS {
             if let Err(error) = self.spawn("restore-fill", Shared::fill) {
@@ -287,7 +287,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         PageRun { region, first, count: left.min(count * unit_pages) }
     }
 
-    /// Answers the faults of one queue until nobody needs it any more.
+    /// Answers the faults of one queue until all is here.
     fn answer_faults(&self, reader: usize) -> Result<(), SnapshotError> {
         let pages = |cause: &Cause| SnapshotError::Pages(error_text::chain(cause));
         let mut faults = Vec::new();
@@ -307,7 +307,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         }
     }
 
-    /// Brings in what was asked for, unless somebody else is at it.
+    /// Brings in what was requested, unless another thread is reading it.
     fn answer(&self, range: GpaRange, buffer: &mut AlignedBuffer) -> Result<(), SnapshotError> {
         let run = self.memory.layout().locate(range).map_err(SnapshotError::Layout)?;
         let unit = run.first / CHUNK_PAGES / self.unit_chunks[run.region];

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Opening a snapshot: everything but memory and its index is read and verified.
+//! Opens a snapshot: everything but memory and its index is read and verified.
 //!
-//! Owns the order: manifest, lengths, checksums, and only then contents. Files of a snapshot come
-//! from a user and may be anything.
+//! Owns the order: manifest, lengths, checksums, and only then contents. A snapshot's files are untrusted
+//! input.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
@@ -40,7 +40,7 @@ impl Opened {
     /// Opens the snapshot in a directory.
     ///
     /// # Errors
-    /// Naming the file that is missing, cut off, damaged, somebody else's or too new.
+    /// Naming the file that is missing, cut off, damaged, of another program or too new.
     pub fn open(directory: &Path) -> Result<Self, SnapshotError> {
         let path = directory.join(MANIFEST_FILE);
         let bytes = match Unread::open(&path, None).and_then(|file| file.read(MANIFEST_BYTES_MAX)) {

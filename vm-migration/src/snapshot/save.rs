@@ -178,7 +178,7 @@ pub(crate) fn for_each_block(
                 work(geometry.block(block))
             };
             if done.is_err() {
-                // Nobody finds another one.
+                // No other thread finds another one.
                 next.store(blocks, Ordering::Relaxed);
                 return done;
             }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Tells the destination what will come, so that it has pages for it in time.
+//! Announces to the destination which memory will come, so that it can populate it in time.
 //!
-//! Owns how far ahead of the first round it looks, and which memory is worth a word: whole blocks of
-//! the size of a huge page that are populated here and hold something. It is advice: what is not
-//! announced arrives as well, and what is announced need not come. It must never announce so much
-//! that the destination has more pages than this host.
+//! Owns how far ahead of the first round it looks, and which memory is announced: whole blocks of the size
+//! of a huge page that are populated here and hold something. An announcement is advice: what is not
+//! announced arrives as well, and what is announced need not come. It must never announce more than fits
+//! beside what the destination has populated already.
 
 use std::ops::Range;
 
-use super::lane::UNIT_PAGES;
+use super::send_stream::UNIT_PAGES;
 use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::ram::{self, GuestMemoryMap};
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! When precopy stops, and what is done when it does not get there: a pure decision over measured
-//! rates.
+//! The convergence policy: when precopy stops, and which measure is taken when it does not converge. A pure
+//! function of measured rates.
 //!
-//! Owns the policy, its constants, and the forecast of what a stop would cost; it measures nothing
-//! and touches nothing. A guest that writes faster than the link carries is noticed by rounds that
-//! do not help; what then happens is what the person chose ([`Convergence`]).
+//! Owns the policy, its constants, and the estimate of the downtime of a stop; it measures nothing and has
+//! no side effects. Rounds that leave no less behind than the one before show that the guest writes faster
+//! than the link carries; what is done then is the option [`Convergence`].
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ pub(crate) enum Decision {
     Round,
     /// Stop the guest now.
     Stop,
-    /// The downtime will not be reached and nobody allowed to exceed it.
+    /// The downtime will not be reached and the options do not allow to exceed it.
     GiveUp,
     /// It will not be reached; let the rest of memory follow the guest.
     Postcopy,

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Handover: state goes over, and with one acknowledgement the guest belongs to the destination.
+//! Handover: sends the state; with one acknowledgement the guest belongs to the destination.
 //!
-//! Owns the point of no return. With the negotiated protocol it is the moment before Confirm is
-//! sent ([`crate::commit`] has the rules): until then the destination does not run the guest
-//! whatever it has received, from then on no value exists here that could run it. With plain version 0 the destination runs the guest on
-//! Complete, so exclusive resources are let go before, and taken back if the answer is not Ok.
+//! Owns the point of no return. With the negotiated protocol it is the moment before Confirm is sent
+//! ([`crate::commit`] has the rules): until then the destination does not run the guest whatever it has
+//! received, and after that no value exists here that could run it. With plain version 0 the destination
+//! runs the guest on Complete, so exclusive resources are released before, and acquired again if the answer
+//! is not Ok.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,14 +15,14 @@ use super::negotiate::{Links, Terms};
 use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
 use super::stop::Stopped;
 use super::verdict::{Retraction, Teller, note_standing};
-use super::{Context, Remains, Setback, check_cancel};
+use super::{Context, PhaseFailure, Remains, check_cancel};
 use crate::channel::Channel;
 use crate::commit::clock;
 use crate::commit::source::{Acknowledged, Committed, Offered, Outdated, Unconfirmed, Withheld};
 use crate::error::{Cause, Failure, Step};
 use crate::figures::Figures;
 use crate::latency::micros;
-use crate::page_server::Successor;
+use crate::page_server::PageServerHandle;
 use crate::progress::Phase;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
@@ -58,7 +59,7 @@ pub(crate) struct Pages<V: SourceVm> {
     pub session: Session,
     pub bulk: Vec<Channel>,
     pub reconnect: Reconnect,
-    pub successor: Option<Box<dyn Successor>>,
+    pub page_server: Option<Box<dyn PageServerHandle>>,
 }
 
 impl<V: SourceVm> HandedOver<V> {
@@ -75,7 +76,7 @@ impl<V: SourceVm> HandedOver<V> {
     pub(crate) fn confirm_again(
         self,
         context: Context<'_>,
-    ) -> Result<(Remains<V>, Phase), Setback<V>> {
+    ) -> Result<(Remains<V>, Phase), PhaseFailure<V>> {
         let Self { remains, control, unconfirmed, log: _log, .. } = self;
         let Some(Doubt { failure, state, teller: Some(teller) }) = unconfirmed else {
             return Ok((remains, Phase::Done));
@@ -86,16 +87,16 @@ impl<V: SourceVm> HandedOver<V> {
             Ok(()) => Ok((remains, Phase::Done)),
             // Its own words say more than the loss.
             Err(told) if matches!(told.cause, Cause::Refused(_) | Cause::Cancelled) => {
-                Err(Setback::HandedOver(remains, None, told))
+                Err(PhaseFailure::HandedOver(remains, None, told))
             }
-            Err(_) => Err(Setback::HandedOver(remains, None, failure)),
+            Err(_) => Err(PhaseFailure::HandedOver(remains, None, failure)),
         }
     }
 }
 
 impl<V: SourceVm> Stopped<V> {
     /// Sends state, and gives the guest away.
-    pub(crate) fn hand_over(self, context: Context<'_>) -> Result<HandedOver<V>, Setback<V>> {
+    pub(crate) fn hand_over(self, context: Context<'_>) -> Result<HandedOver<V>, PhaseFailure<V>> {
         let Self { mut vm, mut control, mut links, later, log, since } = self;
         let (bulk, urgent) = (links.memory.len(), links.urgent.len());
         let mut session = None;
@@ -127,7 +128,7 @@ impl<V: SourceVm> Stopped<V> {
                 let retraction = withheld.zip(links.teller(context));
                 let retraction =
                     retraction.map(|(withheld, teller)| Retraction { withheld, teller });
-                return Err(Setback::Paused { vm, peer: control, failure, retraction, log });
+                return Err(PhaseFailure::Paused { vm, peer: control, failure, retraction, log });
             }
         };
         // The point of no return. A cancel from here on comes too late.
@@ -147,8 +148,8 @@ impl<V: SourceVm> Stopped<V> {
         let teller = links.teller(context);
         let pages = later.zip(session).zip(links.token).map(|((server, session), id)| {
             let reconnect = Reconnect::new(context.options, id, bulk, urgent);
-            let successor = links.successor;
-            Pages { server, session, bulk: links.memory, reconnect, successor }
+            let page_server = links.page_server;
+            Pages { server, session, bulk: links.memory, reconnect, page_server }
         });
         match confirmed {
             Ok(()) => Ok(HandedOver { remains, control, pages, unconfirmed: None, log }),
@@ -163,7 +164,7 @@ impl<V: SourceVm> Stopped<V> {
             }
             Err((failure, _)) => {
                 let held = pages.map(|pages| Held::new(pages.server));
-                Err(Setback::HandedOver(remains, held, failure))
+                Err(PhaseFailure::HandedOver(remains, held, failure))
             }
         }
     }

@@ -8,9 +8,9 @@
 //! | `negotiate` | Connect and Negotiate: what both sides can do, all connections |
 //! | `precopy` | Precopy: the loop around the rounds, and its end |
 //! | `round` | one round: what is sent, when its dirty bits are cleared |
-//! | `line` | all of memory as one line, of which connections claim slices |
-//! | `lane` | a connection in a round: how much it may take on |
-//! | `squeeze` | compression of bulk memory, and whether it pays |
+//! | `unit_space` | all memory as one index space of which connections claim slices |
+//! | `send_stream` | a connection in a round: how much it may claim |
+//! | `compression` | compression of bulk memory, and whether it pays |
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
 //! | `stop` | Stop: the guest is paused, what is left is sent or noted |
 //! | `handover` | Handover: the exchange after which the guest belongs to the destination |
@@ -22,16 +22,16 @@
 //! return in Handover, and only its remains exist after that.
 
 mod announce;
+mod compression;
 mod convergence;
 mod handover;
-mod lane;
-mod line;
 mod negotiate;
 mod precopy;
 mod round;
+mod send_stream;
 mod serve;
-mod squeeze;
 mod stop;
+mod unit_space;
 mod verdict;
 
 use std::sync::Arc;
@@ -116,7 +116,7 @@ impl<V: SourceVm> std::fmt::Debug for SendFailure<V> {
 }
 
 /// How a phase failed, with whatever then owns the guest.
-pub(crate) enum Setback<V: SourceVm> {
+pub(crate) enum PhaseFailure<V: SourceVm> {
     Running(V, Option<Channel>, Failure),
     Paused {
         vm: V::Paused,
@@ -152,12 +152,12 @@ pub fn migrate<V: SourceVm>(
             progress.finish(last);
             Ok(Finished { remains, report: progress.snapshot() })
         }
-        Err(setback) => Err(Box::new(give_up(context, setback))),
+        Err(phase_failure) => Err(Box::new(fail_phase(context, phase_failure))),
     }
 }
 
 /// The phases, in order; the last one comes back.
-fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<(Remains<V>, Phase), Setback<V>> {
+fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<(Remains<V>, Phase), PhaseFailure<V>> {
     let run = context.progress;
     let connected = run.run(Phase::Connect, || negotiate::connect(vm, context))?;
     let negotiated = run.run(Phase::Negotiate, || connected.negotiate(context))?;
@@ -174,7 +174,7 @@ fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<(Remains<V>, Phase)
 }
 
 /// The one exit for failures: tells the peer, resumes the guest where it is still ours.
-fn give_up<V: SourceVm>(context: Context<'_>, setback: Setback<V>) -> SendFailure<V> {
+fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>) -> SendFailure<V> {
     let phase = context.progress.phase();
     let fail = |last, guest, failure: Failure| {
         let Failure { step, cause } = failure;
@@ -182,13 +182,13 @@ fn give_up<V: SourceVm>(context: Context<'_>, setback: Setback<V>) -> SendFailur
         context.progress.fail(last, FailureReport::new(&error));
         error
     };
-    match setback {
-        Setback::Running(vm, peer, failure) => {
+    match phase_failure {
+        PhaseFailure::Running(vm, peer, failure) => {
             tell_peer(peer, &failure);
             let error = fail(Phase::Failed, GuestIs::OnSource, failure);
             SendFailure::Resumed { vm, error }
         }
-        Setback::Paused { vm, peer, failure, retraction, log } => {
+        PhaseFailure::Paused { vm, peer, failure, retraction, log } => {
             // The guest first; the peer does not run it without a Confirm.
             let resumed = vm.resume();
             drop(log);
@@ -208,7 +208,7 @@ fn give_up<V: SourceVm>(context: Context<'_>, setback: Setback<V>) -> SendFailur
                 }
             }
         }
-        Setback::HandedOver(remains, held, failure) => {
+        PhaseFailure::HandedOver(remains, held, failure) => {
             let (last, guest) = match held {
                 Some(_) => (Phase::PostcopyPaused, GuestIs::PostcopyPaused),
                 None => (Phase::Failed, GuestIs::OnDestination),
@@ -233,13 +233,16 @@ pub(crate) struct Connected<V> {
 
 impl<V: SourceVm> Connected<V> {
     /// Agrees on the protocol and gets memory mapped at the other side.
-    fn negotiate(mut self, context: Context<'_>) -> Result<precopy::Negotiated<V>, Setback<V>> {
+    fn negotiate(
+        mut self,
+        context: Context<'_>,
+    ) -> Result<precopy::Negotiated<V>, PhaseFailure<V>> {
         let memory = self.vm.memory();
         match negotiate::agree(&mut self.vm, &memory, &mut self.control, context) {
             Ok(links) => {
                 Ok(precopy::Negotiated { vm: self.vm, memory, control: self.control, links })
             }
-            Err(failure) => Err(Setback::Running(self.vm, Some(self.control), failure)),
+            Err(failure) => Err(PhaseFailure::Running(self.vm, Some(self.control), failure)),
         }
     }
 }

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connect and Negotiate: one connection, what both sides can do, memory mapped at the other side,
+//! Connect and Negotiate: one connection, the capabilities of both sides, memory mapped at the other side,
 //! and then all further connections.
 //!
-//! Owns the decision between the negotiated protocol and plain version 0. A peer that does not
-//! negotiate gets plain version 0, or a clear refusal when the person asked for more than that.
+//! Owns the decision between the negotiated protocol and plain version 0. A peer that does not negotiate
+//! gets plain version 0, or is refused with a reason when the options ask for more than that.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::lane::Record;
+use super::send_stream::Record;
 use super::verdict::Teller;
-use super::{Connected, Context, Setback};
+use super::{Connected, Context, PhaseFailure};
 use crate::channel::Channel;
 use crate::commit::usable;
 use crate::document::Mode;
@@ -20,7 +20,7 @@ use crate::error::{Cause, Failure, Step};
 use crate::layout::Layout;
 use crate::opening::Opening;
 use crate::options::{Compression, MemoryMode};
-use crate::page_server::Successor;
+use crate::page_server::PageServerHandle;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_FIGURES,
@@ -51,7 +51,7 @@ pub(crate) struct Links {
     /// The fastest that an answer came.
     pub round_trip: Duration,
     /// Who sends the pages that are left in postcopy, if not this process.
-    pub successor: Option<Box<dyn Successor>>,
+    pub page_server: Option<Box<dyn PageServerHandle>>,
 }
 
 impl Links {
@@ -136,11 +136,11 @@ impl Terms {
     }
 }
 
-/// Connects. Options that cannot work fail here, before anybody is bothered.
+/// Connects. Options that cannot work fail here, before the peer is contacted.
 pub(crate) fn connect<V: SourceVm>(
     vm: V,
     context: Context<'_>,
-) -> Result<Connected<V>, Setback<V>> {
+) -> Result<Connected<V>, PhaseFailure<V>> {
     let options = context.options;
     let limits = &options.limits;
     let connect = || {
@@ -150,7 +150,7 @@ pub(crate) fn connect<V: SourceVm>(
     };
     match connect() {
         Ok(connection) => Ok(Connected { vm, control: Channel::new(connection) }),
-        Err(failure) => Err(Setback::Running(vm, None, failure)),
+        Err(failure) => Err(PhaseFailure::Running(vm, None, failure)),
     }
 }
 
@@ -228,12 +228,12 @@ pub(crate) fn agree<V: SourceVm>(
     roles.resize(usize::from(bulk_count) + usize::from(urgent_count), Role::Fault);
     let mut memory_links = opening.all(&roles).step("opening further connections")?;
     let urgent = memory_links.split_off(bulk_count.into());
-    let successor = vm.successor().map_err(Cause::Vm).step("starting the page server")?;
-    if let Some(successor) = &successor {
-        context.progress.has_page_server(successor.identity());
+    let page_server = vm.page_server().map_err(Cause::Vm).step("starting the page server")?;
+    if let Some(page_server) = &page_server {
+        context.progress.has_page_server(page_server.identity());
     }
     let records = Vec::new();
-    Ok(Links { memory: memory_links, urgent, terms, token, records, round_trip, successor })
+    Ok(Links { memory: memory_links, urgent, terms, token, records, round_trip, page_server })
 }
 
 /// Refuses memory that has no file to be handed over.

@@ -10,11 +10,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
-use super::line::{Line, Slice};
 use super::negotiate::{Links, Terms};
 use super::round::{Pass, RoundKind, clear_all, send_round};
 use super::stop::{add_dirty, in_units};
-use super::{Context, Setback, check_cancel};
+use super::unit_space::{Slice, UnitSpace};
+use super::{Context, PhaseFailure, check_cancel};
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -40,7 +40,7 @@ const STALE_ROUNDS_MAX: u32 = 5;
 /// So few units are thrown away in a moment, guest or no guest: a millisecond or two.
 const STALE_UNITS_MIN: u64 = 1024;
 
-/// How often it is looked whether somebody cancels, and whether there are new ones.
+/// How often the cancel, and new connections, are polled.
 const HINTS_LOOK: Duration = Duration::from_millis(50);
 
 /// How often the end of precopy is put off because the machine took long to settle, and memory was
@@ -61,11 +61,11 @@ pub(crate) struct Copied<V: SourceVm> {
     pub memory: Arc<V::Memory>,
     pub control: Channel,
     pub links: Links,
-    pub cargo: Cargo<V::Log>,
+    pub remaining: RemainingMemory<V::Log>,
 }
 
 /// How the rest of memory goes.
-pub(crate) enum Cargo<L> {
+pub(crate) enum RemainingMemory<L> {
     /// What is still dirty is sent with the guest stopped. Up to then its vCPUs stay slowed down,
     /// or they would dirty it all again.
     Rest(L, Option<Box<dyn Throttle>>),
@@ -88,31 +88,31 @@ enum Rounds {
 impl<V: SourceVm> Negotiated<V> {
     /// Sends memory until stopping costs little enough; in postcopy, only finds out which pages
     /// there are.
-    pub(crate) fn precopy(mut self, context: Context<'_>) -> Result<Copied<V>, Setback<V>> {
-        let result = self.cargo(context);
+    pub(crate) fn precopy(mut self, context: Context<'_>) -> Result<Copied<V>, PhaseFailure<V>> {
+        let result = self.remaining(context);
         let Self { vm, memory, control, links } = self;
         match result {
-            Ok(cargo) => Ok(Copied { vm, memory, control, links, cargo }),
-            Err(failure) => Err(Setback::Running(vm, Some(control), failure)),
+            Ok(remaining) => Ok(Copied { vm, memory, control, links, remaining }),
+            Err(failure) => Err(PhaseFailure::Running(vm, Some(control), failure)),
         }
     }
 
-    fn cargo(&mut self, context: Context<'_>) -> Result<Cargo<V::Log>, Failure> {
+    fn remaining(&mut self, context: Context<'_>) -> Result<RemainingMemory<V::Log>, Failure> {
         if self.links.terms.local() {
             self.await_machine(context.options.limits.prepare)?;
             self.settle(context)?;
-            return Ok(Cargo::Shared);
+            return Ok(RemainingMemory::Shared);
         }
         let log = self.start_log()?;
         match context.options.mode() {
             MemoryMode::Precopy | MemoryMode::Auto => match self.rounds(&log, context)? {
-                Rounds::Enough(throttle) => Ok(Cargo::Rest(log, throttle)),
-                Rounds::Switched(pages, told) => Ok(Cargo::Later(log, pages, told)),
+                Rounds::Enough(throttle) => Ok(RemainingMemory::Rest(log, throttle)),
+                Rounds::Switched(pages, told) => Ok(RemainingMemory::Later(log, pages, told)),
             },
             MemoryMode::Postcopy => {
                 self.settle(context)?;
                 let pages = scan(&*self.memory, &log)?;
-                Ok(Cargo::Later(log, pages, None))
+                Ok(RemainingMemory::Later(log, pages, None))
             }
         }
     }
@@ -124,7 +124,7 @@ impl<V: SourceVm> Negotiated<V> {
     fn rounds(&mut self, log: &V::Log, context: Context<'_>) -> Result<Rounds, Failure> {
         let options = context.options;
         let switch = Switch::new(context);
-        let mut pilot = Pilot::new(&self.vm, &self.links, context)?;
+        let mut controller = ConvergenceController::new(&self.vm, &self.links, context)?;
         let mut remaining_bytes = self.memory.layout().pages() * PAGE_BYTES;
         let mut machine_is_built = !self.links.terms.early_memory();
         let mut settles = 0;
@@ -142,7 +142,7 @@ impl<V: SourceVm> Negotiated<V> {
                 number == 1 && links.terms.coming() && options.mode() == MemoryMode::Precopy;
             let pass = Pass { kind, switch: &switch, hints: hints.as_deref(), announce };
             let sent = send_round(memory, log, pass, control, links, context)?;
-            // The guest gets its free pages back as soon as nobody looks at them any more.
+            // The guest gets its free pages back as soon as no thread reads them any more.
             hints = None;
             if switch.is_due() {
                 return self.switch(log, sent.unsent, machine_is_built, context);
@@ -153,13 +153,13 @@ impl<V: SourceVm> Negotiated<V> {
             let scan = Instant::now();
             let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
             remaining_bytes = dirty * PAGE_BYTES;
-            pilot.measured(sent, took, remaining_bytes, scan.elapsed());
-            pilot.round_trip(self.links.fastest_answer());
+            controller.measured(sent, took, remaining_bytes, scan.elapsed());
+            controller.round_trip(self.links.fastest_answer());
             if self.links.terms.zero_pages() {
-                pilot.round_trip(self.ping(options.limits.answer)?);
+                controller.round_trip(self.ping(options.limits.answer)?);
             }
-            pilot.forecast.switch_over = self.vm.switch_over_time();
-            match pilot.decide(number, remaining_bytes) {
+            controller.forecast.switch_over = self.vm.switch_over_time();
+            match controller.decide(number, remaining_bytes) {
                 Decision::Round => {}
                 Decision::Stop => {
                     let waited = if machine_is_built {
@@ -171,7 +171,7 @@ impl<V: SourceVm> Negotiated<V> {
                     let settled = self.settle(context)?;
                     let counts = settles < SETTLES_MAX;
                     settles += 1;
-                    if pilot.may_stop_after(if counts { waited + settled } else { waited }) {
+                    if controller.may_stop_after(if counts { waited + settled } else { waited }) {
                         break;
                     }
                 }
@@ -179,12 +179,12 @@ impl<V: SourceVm> Negotiated<V> {
                     return self.switch(log, None, machine_is_built, context);
                 }
                 Decision::GiveUp => {
-                    return Err(pilot.not_converging(number, remaining_bytes))
+                    return Err(controller.not_converging(number, remaining_bytes))
                         .step("waiting for the guest to converge");
                 }
             }
         }
-        Ok(Rounds::Enough(pilot.throttle))
+        Ok(Rounds::Enough(controller.throttle))
     }
 
     /// Asks the guest which pages it does not use. All dirty bits are cleared first: a guest may use
@@ -301,7 +301,7 @@ impl<V: SourceVm> Negotiated<V> {
     }
 }
 
-/// When a person, or the clock, ends precopy in favour of postcopy; looked at between slices.
+/// When the operator, or the clock, ends precopy in favour of postcopy; polled between slices.
 pub(crate) struct Switch<'a> {
     /// `None` where memory may not follow the guest.
     after: Option<(Option<Instant>, &'a Steering)>,
@@ -330,7 +330,7 @@ impl<'a> Switch<'a> {
 }
 
 /// Who decides after each round, and carries out what is decided.
-struct Pilot<'a> {
+struct ConvergenceController<'a> {
     policy: Policy,
     forecast: Forecast,
     throttle: Option<Box<dyn Throttle>>,
@@ -338,7 +338,7 @@ struct Pilot<'a> {
     context: Context<'a>,
 }
 
-impl<'a> Pilot<'a> {
+impl<'a> ConvergenceController<'a> {
     fn new<V: SourceVm>(vm: &V, links: &Links, context: Context<'a>) -> Result<Self, Failure> {
         let options = context.options;
         let throttle = match options.convergence {
@@ -357,10 +357,10 @@ impl<'a> Pilot<'a> {
             round_trip: links.round_trip,
             ..Forecast::default()
         };
-        let pilot = Self { policy, forecast, throttle, began: Instant::now(), context };
+        let controller = Self { policy, forecast, throttle, began: Instant::now(), context };
         let allowed = &context.progress.counters.allowed_downtime_us;
-        allowed.set(micros(pilot.policy.allowed()));
-        Ok(pilot)
+        allowed.set(micros(controller.policy.allowed()));
+        Ok(controller)
     }
 
     /// Notes what a round has shown.
@@ -456,7 +456,7 @@ fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<ClaimM
     let layout = memory.layout();
     let maps = empty_maps(layout);
     let mut words = Vec::new();
-    for Slice { region, first, pages } in Line::new(layout).slices() {
+    for Slice { region, first, pages } in UnitSpace::new(layout).slices() {
         words.resize(to_usize(pages.div_ceil(64)), 0);
         log.collect_and_clear(region, first..first + pages, &mut words)
             .map_err(Cause::Vm)

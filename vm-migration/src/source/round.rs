@@ -14,18 +14,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::announce::{Announcer, full_blocks};
-use super::lane::{Lane, Record, UNIT_BYTES, UNIT_PAGES, UNITS_MAX};
-use super::line::{Line, Slice};
 use super::negotiate::Links;
 use super::precopy::{Switch, empty_maps};
+use super::send_stream::{Record, SendStream, UNIT_BYTES, UNIT_PAGES, UNITS_MAX};
+use super::unit_space::{Slice, UnitSpace};
 use super::{Context, check_cancel};
+use crate::bandwidth_limit::BandwidthLimit;
 use crate::bitmap::{ClaimMap, word_runs};
 use crate::channel::Channel;
 use crate::cursor::Cursor;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::DirtyClear;
-use crate::pace::Pace;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap, Hold};
 use crate::vm::{DirtyLog, FreePageHints};
@@ -84,7 +84,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
     links: &mut Links,
     context: Context<'_>,
 ) -> Result<Sent, Failure> {
-    let line = Line::new(memory.layout());
+    let space = UnitSpace::new(memory.layout());
     let cleared = match context.options.dirty_clear {
         // Before the guest was asked for hints.
         _ if hints.is_some() => Cleared::Before,
@@ -96,25 +96,26 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         log,
         kind,
         zero_flags: links.terms.zero_pages(),
-        cursor: Cursor::new(line.units),
-        line,
+        cursor: Cursor::new(space.units),
+        space,
         cleared,
         failed: AtomicBool::new(false),
         switch,
         hints,
-        pace: Pace::new(context.options.bandwidth_bytes_per_s),
+        bandwidth_limit: BandwidthLimit::new(context.options.bandwidth_bytes_per_s),
         context,
     };
-    let lanes = 1 + links.memory.len();
-    while links.records.len() < lanes {
+    let streams = 1 + links.memory.len();
+    while links.records.len() < streams {
         links.records.push(Record::new(context.options.compression)?);
     }
     let (round_trip, records, progress) = (links.round_trip, &mut links.records, context.progress);
-    let lane = |(channel, record)| Lane::new(channel, record, round_trip, lanes as u64, progress);
+    let stream =
+        |(channel, record)| SendStream::new(channel, record, round_trip, streams as u64, progress);
     let sent = {
         let channels = std::iter::once(&mut *control).chain(&mut links.memory);
         let announcer = announce.then(Announcer::default);
-        round.send_on(channels.zip(records).map(lane).collect(), announcer)
+        round.send_on(channels.zip(records).map(stream).collect(), announcer)
     };
     let unsent = |bytes| Ok(Sent { bytes, unsent: round.unsent()? });
     sent.and_then(unsent).map_err(|failure| match failure.cause {
@@ -138,10 +139,10 @@ enum Cleared {
 
 /// Clears the dirty bits of all memory at once; returns them by region.
 pub(crate) fn clear_all(log: &impl DirtyLog, layout: &Layout) -> Result<Vec<Vec<u64>>, Failure> {
-    let line = Line::new(layout);
+    let space = UnitSpace::new(layout);
     let words = |pages: u64| vec![0; to_usize(pages.div_ceil(64))];
     let mut all: Vec<_> = layout.regions().iter().map(|info| words(info.pages())).collect();
-    for Slice { region, first, pages } in line.slices() {
+    for Slice { region, first, pages } in space.slices() {
         let words = to_usize(first / 64)..to_usize((first + pages).div_ceil(64));
         log.collect_and_clear(region, first..first + pages, &mut all[region][words])
             .map_err(Cause::Vm)
@@ -156,8 +157,8 @@ struct Round<'a, M, L> {
     log: &'a L,
     kind: RoundKind,
     zero_flags: bool,
-    line: Line,
-    /// Up to where the line is claimed.
+    space: UnitSpace,
+    /// Up to where the unit space is claimed.
     cursor: Cursor,
     cleared: Cleared,
     /// Pages that are left out.
@@ -167,27 +168,27 @@ struct Round<'a, M, L> {
     /// Ends the round early.
     switch: &'a Switch<'a>,
     /// What all connections together may send.
-    pace: Pace,
+    bandwidth_limit: BandwidthLimit,
     context: Context<'a>,
 }
 
 impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
-    /// The first of the lanes makes the announcements.
+    /// The first of the streams makes the announcements.
     fn send_on(
         &self,
-        mut lanes: Vec<Lane<'_>>,
+        mut streams: Vec<SendStream<'_>>,
         mut announcer: Option<Announcer>,
     ) -> Result<u64, Failure> {
-        if let [lane] = &mut lanes[..] {
-            return self.work(lane, announcer);
+        if let [stream] = &mut streams[..] {
+            return self.work(stream, announcer);
         }
         std::thread::scope(|scope| {
             let mut workers = Vec::new();
-            for lane in &mut lanes {
+            for stream in &mut streams {
                 let announcer = announcer.take();
                 let spawned = std::thread::Builder::new()
                     .name("mig-send".into())
-                    .spawn_scoped(scope, move || self.work(lane, announcer));
+                    .spawn_scoped(scope, move || self.work(stream, announcer));
                 match spawned {
                     Ok(worker) => workers.push(worker),
                     Err(error) => {
@@ -210,8 +211,12 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     }
 
     /// Claims and sends slices until none is left.
-    fn work(&self, lane: &mut Lane<'_>, announcer: Option<Announcer>) -> Result<u64, Failure> {
-        let result = self.send_slices(lane, announcer);
+    fn work(
+        &self,
+        stream: &mut SendStream<'_>,
+        announcer: Option<Announcer>,
+    ) -> Result<u64, Failure> {
+        let result = self.send_slices(stream, announcer);
         if result.is_err() {
             self.failed.store(true, Ordering::Relaxed);
         }
@@ -220,7 +225,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
 
     fn send_slices(
         &self,
-        lane: &mut Lane<'_>,
+        stream: &mut SendStream<'_>,
         mut announcer: Option<Announcer>,
     ) -> Result<u64, Failure> {
         let mut sent = 0;
@@ -228,38 +233,38 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         let mut content = Content::default();
         loop {
             if let Some(announcer) = &mut announcer {
-                self.announce(announcer, lane)?;
+                self.announce(announcer, stream)?;
             }
-            if !content.held.is_empty() && !self.pace.reserve(0).is_zero() {
+            if !content.held.is_empty() && !self.bandwidth_limit.reserve(0).is_zero() {
                 // What it holds is not given back before it is sent.
-                sent += self.flush(lane, &mut content)?;
+                sent += self.flush(stream, &mut content)?;
             }
-            // Before the claim: the lane that can send now takes the next slice.
-            lane.make_room()?;
+            // Before the claim: the stream that can send now takes the next slice.
+            stream.make_room()?;
             self.wait_for_turn()?;
             if self.switch.is_due() {
                 break;
             }
-            let wanted = |left| lane.claim_units(left).min(self.units_at_once());
-            let slice = self.line.claim(&self.cursor, wanted);
+            let wanted = |left| stream.claim_units(left).min(self.units_at_once());
+            let slice = self.space.claim(&self.cursor, wanted);
             let Some(slice) = slice.filter(|_| !self.failed.load(Ordering::Relaxed)) else { break };
             // A fast link never waits, and only waits look at the cancel.
             check_cancel(self.context.cancel, "sending memory")?;
             self.add_content(slice, &mut words, &mut content)?;
-            let enough = lane.message_bytes().min(self.units_at_once() * UNIT_BYTES);
+            let enough = stream.message_bytes().min(self.units_at_once() * UNIT_BYTES);
             if content.is_full() || content.data_bytes() >= enough {
-                sent += self.flush(lane, &mut content)?;
+                sent += self.flush(stream, &mut content)?;
             }
         }
-        sent += self.flush(lane, &mut content)?;
-        lane.settle()?;
+        sent += self.flush(stream, &mut content)?;
+        stream.settle()?;
         Ok(sent)
     }
 
     /// Units that a connection may claim at once: no more than the limit lets through in a short time,
     /// or the peer would hear nothing for long, and then much.
     fn units_at_once(&self) -> u64 {
-        let bytes = self.pace.bytes_in(PACED_TIME).unwrap_or(u64::MAX);
+        let bytes = self.bandwidth_limit.bytes_in(PACED_TIME).unwrap_or(u64::MAX);
         (bytes / UNIT_BYTES).clamp(1, UNITS_MAX)
     }
 
@@ -267,7 +272,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     /// that is written in this time goes twice.
     fn wait_for_turn(&self) -> Result<(), Failure> {
         loop {
-            let pause = self.pace.reserve(0);
+            let pause = self.bandwidth_limit.reserve(0);
             let over = self.switch.is_due() || self.failed.load(Ordering::Relaxed);
             if pause.is_zero() || over {
                 return Ok(());
@@ -278,10 +283,14 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     }
 
     /// Tells the destination what will come next, if it is time to.
-    fn announce(&self, announcer: &mut Announcer, lane: &mut Lane<'_>) -> Result<(), Failure> {
-        while let Some(units) = announcer.due(self.cursor.reached(), self.line.units) {
+    fn announce(
+        &self,
+        announcer: &mut Announcer,
+        stream: &mut SendStream<'_>,
+    ) -> Result<(), Failure> {
+        while let Some(units) = announcer.due(self.cursor.reached(), self.space.units) {
             let mut coming = Vec::new();
-            for slice in self.line.slices_of(units) {
+            for slice in self.space.slices_of(units) {
                 let Slice { region, first, pages } = slice;
                 let _held = self.memory.hold(region, first..first + pages);
                 for run in self.wanted(slice)?.0 {
@@ -291,18 +300,18 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
                 }
             }
             if !coming.is_empty() {
-                lane.send(&Message::Coming(ranges(self.memory, &coming)))?;
+                stream.send(&Message::Coming(ranges(self.memory, &coming)))?;
             }
         }
         Ok(())
     }
 
-    /// What nobody has claimed, as far as it is not found dirty later: of a first round everything
+    /// What no connection has claimed, as far as it is not found dirty later: of a first round everything
     /// that is populated, of others what was cleared before.
     fn unsent(&self) -> Result<Option<Vec<ClaimMap>>, Failure> {
         let mut unsent: Option<Vec<ClaimMap>> = None;
         let mut words = vec![0; to_usize(UNITS_MAX * UNIT_PAGES / 64)];
-        while let Some(slice) = self.line.claim(&self.cursor, |_| UNITS_MAX) {
+        while let Some(slice) = self.space.claim(&self.cursor, |_| UNITS_MAX) {
             check_cancel(self.context.cancel, "looking for what is not sent")?;
             let Slice { region, first, pages } = slice;
             let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
@@ -447,19 +456,23 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     }
 
     /// Sends what has come together; returns the bytes of contents.
-    fn flush(&self, lane: &mut Lane<'_>, content: &mut Content<'a>) -> Result<u64, Failure> {
+    fn flush(
+        &self,
+        stream: &mut SendStream<'_>,
+        content: &mut Content<'a>,
+    ) -> Result<u64, Failure> {
         let content = std::mem::take(content);
         if content.data_bytes() > 0 {
-            self.pace.reserve(content.data_bytes());
+            self.bandwidth_limit.reserve(content.data_bytes());
         }
         if !content.data.is_empty() {
-            lane.send_memory(self.memory, &content.data)?;
+            stream.send_memory(self.memory, &content.data)?;
         }
         if !content.blank.is_empty() {
-            lane.send_blank(self.memory, &content.blank)?;
+            stream.send_blank(self.memory, &content.blank)?;
         }
         if !content.zero.is_empty() {
-            lane.send(&Message::ZeroPages(ranges(self.memory, &content.zero)))?;
+            stream.send(&Message::ZeroPages(ranges(self.memory, &content.zero)))?;
         }
         let counters = &self.context.progress.counters;
         let data_bytes = content.data_bytes();

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::negotiate::Links;
-use super::precopy::{Cargo, Copied, Switch};
+use super::precopy::{Copied, RemainingMemory, Switch};
 use super::round::{Pass, RoundKind, send_round};
 use super::serve::{Grain, Server};
-use super::{Context, Setback};
+use super::{Context, PhaseFailure};
 use crate::bitmap::{ClaimMap, word_runs};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -39,28 +39,32 @@ pub(crate) struct Stopped<V: SourceVm> {
 
 impl<V: SourceVm> Copied<V> {
     /// Pauses the guest and deals with what it dirtied last.
-    pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, Setback<V>> {
-        let Self { vm, memory, mut control, mut links, cargo } = self;
+    pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, PhaseFailure<V>> {
+        let Self { vm, memory, mut control, mut links, remaining } = self;
         let since = Instant::now();
         let vm = match vm.pause() {
             Ok(paused) => paused,
             Err((vm, reason)) => {
                 let failure = Failure::new("pausing the guest", Cause::Vm(reason));
-                return Err(Setback::Running(vm, Some(control), failure));
+                return Err(PhaseFailure::Running(vm, Some(control), failure));
             }
         };
-        let (log, goes) = match cargo {
-            Cargo::Shared => (None, Goes::Not),
-            Cargo::Rest(log, throttle) => (Some(log), Goes::Now(throttle)),
-            Cargo::Later(log, pages, told) => (Some(log), Goes::Later(pages, told)),
+        let (log, goes) = match remaining {
+            RemainingMemory::Shared => (None, StopTransfer::Nothing),
+            RemainingMemory::Rest(log, throttle) => {
+                (Some(log), StopTransfer::BeforeHandover(throttle))
+            }
+            RemainingMemory::Later(log, pages, told) => {
+                (Some(log), StopTransfer::AfterHandover(pages, told))
+            }
         };
         let rest = |log: Option<&V::Log>| -> Result<Option<Arc<Server<V::Memory>>>, Failure> {
             let begin_round =
                 |log: &V::Log| log.begin_round().map_err(Cause::Vm).step("reading the dirty log");
             let Some(log) = log else { return Ok(None) };
             match goes {
-                Goes::Not => Ok(None),
-                Goes::Now(throttle) => {
+                StopTransfer::Nothing => Ok(None),
+                StopTransfer::BeforeHandover(throttle) => {
                     let dirty = begin_round(log)?;
                     drop(throttle);
                     let remaining = &context.progress.counters.remaining_bytes;
@@ -77,7 +81,7 @@ impl<V: SourceVm> Copied<V> {
                     links.memory.clear();
                     Ok(None)
                 }
-                Goes::Later(pages, told) => {
+                StopTransfer::AfterHandover(pages, told) => {
                     begin_round(log)?;
                     add_dirty(&*memory, log, &pages)?;
                     let pending = in_units(&pages, &links);
@@ -98,20 +102,20 @@ impl<V: SourceVm> Copied<V> {
         match rest(log.as_ref()) {
             Ok(later) => Ok(Stopped { vm, control, links, later, log, since }),
             Err(failure) => {
-                Err(Setback::Paused { vm, peer: control, failure, retraction: None, log })
+                Err(PhaseFailure::Paused { vm, peer: control, failure, retraction: None, log })
             }
         }
     }
 }
 
 /// What goes to the destination of memory, and when.
-enum Goes {
+enum StopTransfer {
     /// Nothing: it has it.
-    Not,
+    Nothing,
     /// What is dirty, now; the guest was slowed down for it.
-    Now(Option<Box<dyn Throttle>>),
+    BeforeHandover(Option<Box<dyn Throttle>>),
     /// These pages and what is dirty, after the guest; the destination knows of some.
-    Later(Vec<ClaimMap>, Option<Vec<ClaimMap>>),
+    AfterHandover(Vec<ClaimMap>, Option<Vec<ClaimMap>>),
 }
 
 /// Adds the pages that were dirtied since the scan.

@@ -8,13 +8,13 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::deputy::FakeDeputy;
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
+use super::page_server::FakePageServer;
 use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
 use crate::layout::to_usize;
-use crate::page_server::Successor;
+use crate::page_server::PageServerHandle;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap;
 use crate::vm::{
@@ -79,7 +79,7 @@ struct Common {
     /// vCPUs bring their own pages at the destination.
     own_faults: bool,
     /// Who sends the pages that are left.
-    deputy: Option<Arc<FakeDeputy>>,
+    page_server: Option<Arc<FakePageServer>>,
     /// What its documents need, or what it reads.
     formats: Formats,
     met: Met,
@@ -188,7 +188,7 @@ impl FakeVm {
             free_from: None,
             hint_looks: 0,
             own_faults: false,
-            deputy: None,
+            page_server: None,
             formats: Formats::default(),
             met: Met::default(),
         };
@@ -219,8 +219,8 @@ impl FakeVm {
 
     /// Its last pages are sent by this one.
     #[must_use]
-    pub fn deputy(mut self, deputy: &Arc<FakeDeputy>) -> Self {
-        self.common.deputy = Some(Arc::clone(deputy));
+    pub fn page_server(mut self, page_server: &Arc<FakePageServer>) -> Self {
+        self.common.page_server = Some(Arc::clone(page_server));
         self
     }
 
@@ -340,9 +340,9 @@ impl SourceVm for FakeVm {
         Some(Box::new(FakeHints { first, looks_left, calls: Arc::clone(&self.common.calls) }))
     }
 
-    fn successor(&mut self) -> Result<Option<Box<dyn Successor>>, VmError> {
-        let Common { deputy, memory, .. } = &self.common;
-        deputy.as_ref().map(|deputy| deputy.start(memory)).transpose()
+    fn page_server(&mut self) -> Result<Option<Box<dyn PageServerHandle>>, VmError> {
+        let Common { page_server, memory, .. } = &self.common;
+        page_server.as_ref().map(|page_server| page_server.start(memory)).transpose()
     }
 
     fn switch_over_time(&self) -> Duration {

@@ -160,7 +160,7 @@ impl FakeMemory {
     /// From now on `vcpus` vCPUs are refused missing pages and bring them themselves.
     ///
     /// # Errors
-    /// When the host does not let anybody watch this memory.
+    /// When the host does not allow to watch this memory.
     pub fn refuse_vcpus(self: &Arc<Self>, vcpus: usize) -> Result<Arc<OwnFaults<Self>>, UffdError> {
         let faults = OwnFaults::refusing(Arc::clone(self), 1, vcpus, Box::new(NoBarrier))?;
         let faults = Arc::new(faults);
@@ -287,7 +287,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         for start in [Some(self.main), self.alias, self.vcpus].into_iter().flatten() {
-            // SAFETY: our own mapping, unmapped once; nobody can use it without the region.
+            // SAFETY: our own mapping, unmapped once; no code can use it without the region.
             unsafe { libc::munmap(start.cast(), self.len) };
         }
     }

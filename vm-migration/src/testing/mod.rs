@@ -6,15 +6,15 @@
 //! that only its one writer raises, and a shadow table outside guest memory knows each counter, so
 //! a stale, torn or misplaced page shows at the next visit.
 
-mod deputy;
 mod guest;
 mod leaving;
 mod machine;
 mod memory;
+mod page_server;
 
-pub use deputy::{Conduct, FakeDeputy, Served};
 pub use guest::{Guest, Pace, Writers};
 pub use machine::{
     Builder, Calls, FakeDestination, FakeMapped, FakePaused, FakeVm, Inject, Throttled,
 };
 pub use memory::{FakeLog, FakeMemory, FakeMemoryError};
+pub use page_server::{Conduct, FakePageServer, Served};

@@ -17,7 +17,7 @@ use super::{
 use crate::channel::Channel;
 use crate::commit::Verdict;
 use crate::commit::destination::Decision;
-use crate::destination::{Lingering, Listener};
+use crate::destination::{LateReconnects, Listener};
 use crate::progress::{Event, Observer, Phase};
 use crate::protocol::message::{Command, Message, Recover};
 use crate::source::{SendFailure, migrate};
@@ -60,7 +60,7 @@ enum Arrived {
     /// The guest, with all its pages.
     Whole(FakeVm),
     /// The guest, which did not start; all pages.
-    Standing(FakeDestination, GuestIs),
+    NotStarted(FakeDestination, GuestIs),
     /// Nothing.
     Failed(GuestIs, String),
 }
@@ -162,7 +162,7 @@ impl Run {
                         let guest = failure.error.guest;
                         let text = error_text::chain(&failure.error);
                         match failure.vm {
-                            Some(vm) => (Arrived::Standing(vm, guest), failure.faults),
+                            Some(vm) => (Arrived::NotStarted(vm, guest), failure.faults),
                             None => (Arrived::Failed(guest, text), failure.faults),
                         }
                     }
@@ -326,7 +326,7 @@ fn a_person_decides_where_the_source_does_not_come_back() {
                 run.moves();
                 continue;
             }
-            run.send_steering.give_up();
+            run.send_steering.abandon();
             let (sent, arrived, guest, to) = run.arrives();
             assert!(matches!(*sent.unwrap_err(), SendFailure::HandedOver { .. }));
             match (decision, arrived) {
@@ -396,7 +396,7 @@ fn a_guest_that_does_not_start_in_postcopy_stays_and_gets_its_pages() {
         let (sent, arrived, guest, to) = run.arrives();
         // The source has served every page, and is free.
         sent.unwrap();
-        let Arrived::Standing(vm, at) = arrived else { panic!("it was dropped") };
+        let Arrived::NotStarted(vm, at) = arrived else { panic!("it was dropped") };
         assert_eq!(at, GuestIs::OnDestination);
         let mut vm = vm.run(true).map_err(|(_, error)| error).unwrap();
         vm.stop();
@@ -441,9 +441,9 @@ fn a_precopy_that_is_told_to_stop_telling_says_where_the_guest_is() {
 }
 
 /// A postcopy of which the last message is lost, and what is left at the destination.
-fn ended_without_a_word() -> (Address, Lingering, [u8; 16]) {
-    let lingering = Lingering::default();
-    let (address, id) = crate::destination::linger_for_tests(&loopback(), &lingering);
+fn ended_without_a_word() -> (Address, LateReconnects, [u8; 16]) {
+    let lingering = LateReconnects::default();
+    let (address, id) = crate::destination::late_reconnects_for_tests(&loopback(), &lingering);
     (address, lingering, id)
 }
 
@@ -558,13 +558,13 @@ fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
     let received = receiver.join().unwrap().unwrap();
     let waiting = std::thread::spawn(|| received.faults.unwrap().wait());
     hears_the_end(&address, id);
-    steering.give_up();
+    steering.abandon();
     let paused = waiting.join().unwrap().unwrap_err();
     assert!(paused.missing_pages() > 0);
     hears_the_end(&address, id);
     drop(paused);
     hears_the_end(&address, id);
-    send_steering.give_up();
+    send_steering.abandon();
     sender.join().unwrap().unwrap_err();
 }
 

@@ -13,7 +13,7 @@ use crate::layout::Backing;
 use crate::page_server::PageServerState;
 use crate::progress::{Phase, Snapshot};
 use crate::source::SendFailure;
-use crate::testing::{Conduct, FakeDeputy, FakeMemory};
+use crate::testing::{Conduct, FakeMemory, FakePageServer};
 use crate::{MemoryMode, SendOptions};
 
 /// A migration with a page server.
@@ -21,11 +21,11 @@ fn run(
     conduct: Conduct,
     limits: Limits,
     adjust: impl FnOnce(&mut SendOptions),
-) -> (Run, Arc<FakeDeputy>) {
-    let deputy = FakeDeputy::new(conduct, limits);
-    let equip = |vm: FakeVm| vm.deputy(&deputy);
+) -> (Run, Arc<FakePageServer>) {
+    let page_server = FakePageServer::new(conduct, limits);
+    let equip = |vm: FakeVm| vm.page_server(&page_server);
     let run = Run::of(&memory(), memory(), 2, limits, adjust, equip);
-    (run, deputy)
+    (run, page_server)
 }
 
 fn state(snapshot: &Snapshot) -> Option<PageServerState> {
@@ -37,7 +37,7 @@ fn the_source_is_done_when_the_page_server_serves() {
     if !have_uffd() {
         return;
     }
-    let (run, deputy) =
+    let (run, page_server) =
         run(Conduct::Serves, LIMITS, |options| options.bandwidth_bytes_per_s = SLOW / 2);
     wait_until("the end of the source", || run.source_is_over());
     let now = run.destination.snapshot();
@@ -46,7 +46,7 @@ fn the_source_is_done_when_the_page_server_serves() {
     assert_eq!((source.phase, state(&source)), (Phase::HandedOn, Some(PageServerState::Serving)));
     assert!(source.page_server.unwrap().took_over_us.is_some());
     assert_eq!((source.recovery.losses, destination.recovery.recoveries), (0, 1));
-    let served = deputy.join().unwrap().unwrap();
+    let served = page_server.join().unwrap().unwrap();
     assert_eq!((served.phase, served.remaining_bytes), (Phase::Done, Some(0)));
     assert!(served.faults.bulk_pages > 0, "{served:?}");
 }
@@ -56,29 +56,31 @@ fn what_a_page_server_loses_heals() {
     if !have_uffd() {
         return;
     }
-    let (run, deputy) =
+    let (run, page_server) =
         run(Conduct::Serves, LIMITS, |options| options.bandwidth_bytes_per_s = SLOW / 4);
     wait_until("the end of the source", || run.source_is_over());
     for cuts in 1..=3 {
         run.proxy.cut_all();
         wait_until("the recovery", || run.destination.snapshot().recovery.recoveries > cuts);
-        wait_until("the page server", || deputy.progress.snapshot().recovery.recoveries >= cuts);
+        wait_until("the page server", || {
+            page_server.progress.snapshot().recovery.recoveries >= cuts
+        });
     }
     let (_, destination) = run.finish();
     assert_eq!((destination.recovery.losses, destination.recovery.recoveries), (4, 4));
-    assert_eq!(deputy.join().unwrap().unwrap().recovery.losses, 3);
+    assert_eq!(page_server.join().unwrap().unwrap().recovery.losses, 3);
 }
 
 #[test]
 fn large_host_pages_that_came_in_part_come_again_from_the_page_server() {
     let Some((from, to, _pool)) = super::pieces::onto_large_pages() else { return };
-    let deputy = FakeDeputy::new(Conduct::Serves, LIMITS);
-    let equip = |vm: FakeVm| vm.deputy(&deputy);
+    let page_server = FakePageServer::new(Conduct::Serves, LIMITS);
+    let equip = |vm: FakeVm| vm.page_server(&page_server);
     let slow = |options: &mut SendOptions| options.bandwidth_bytes_per_s = SLOW / 2;
     let run = Run::of(&from, to, 0, LIMITS, slow, equip);
     wait_until("the end of the source", || run.source_is_over());
     run.finish();
-    assert!(deputy.join().unwrap().is_some());
+    assert!(page_server.join().unwrap().is_some());
 }
 
 #[test]
@@ -86,9 +88,9 @@ fn without_connections_of_their_own_requests_are_served_too() {
     if !have_uffd() {
         return;
     }
-    let (run, deputy) = run(Conduct::Serves, LIMITS, |options| options.urgent_connections = 0);
+    let (run, page_server) = run(Conduct::Serves, LIMITS, |options| options.urgent_connections = 0);
     run.finish();
-    assert!(deputy.join().unwrap().is_some());
+    assert!(page_server.join().unwrap().is_some());
 }
 
 #[test]
@@ -96,12 +98,12 @@ fn a_source_whose_page_server_vanishes_serves_by_itself() {
     if !have_uffd() {
         return;
     }
-    let (run, deputy) = run(Conduct::Vanishes, LIMITS, |_| {});
+    let (run, page_server) = run(Conduct::Vanishes, LIMITS, |_| {});
     let (source, destination) = run.finish();
     assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Failed)));
     assert!(source.page_server.unwrap().reason.is_some());
     assert_eq!(destination.recovery.losses, 0, "nothing was disturbed");
-    assert!(deputy.join().unwrap().is_none());
+    assert!(page_server.join().unwrap().is_none());
 }
 
 #[test]
@@ -109,13 +111,13 @@ fn a_source_whose_page_server_cannot_connect_serves_by_itself() {
     if !have_uffd() {
         return;
     }
-    let (run, deputy) = run(Conduct::FindsNobody, LIMITS, |_| {});
+    let (run, page_server) = run(Conduct::FindsNobody, LIMITS, |_| {});
     let (source, destination) = run.finish();
     assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Failed)));
     let reason = source.page_server.unwrap().reason.unwrap();
     assert!(reason.contains("cannot connect"), "{reason}");
     assert_eq!(destination.recovery.losses, 0, "nothing was disturbed");
-    assert!(deputy.join().is_err());
+    assert!(page_server.join().is_err());
 }
 
 #[test]
@@ -123,13 +125,13 @@ fn a_page_server_that_comes_after_the_last_page_has_not_failed() {
     if !have_uffd() {
         return;
     }
-    let (run, deputy) = run(Conduct::ComesLate, LIMITS, |_| {});
+    let (run, page_server) = run(Conduct::ComesLate, LIMITS, |_| {});
     wait_until("the last page", || run.destination.phase() == Phase::Done);
-    deputy.steering.recover(crate::steering::Recover::There);
+    page_server.steering.recover(crate::steering::Recover::There);
     let (source, _) = run.finish();
     assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Ready)));
     assert!(source.page_server.unwrap().reason.is_none());
-    deputy.join().unwrap_err();
+    page_server.join().unwrap_err();
 }
 
 #[test]
@@ -137,12 +139,12 @@ fn a_page_server_that_ends_half_way_leaves_the_source_to_go_on() {
     if !have_uffd() {
         return;
     }
-    let (run, deputy) = run(Conduct::EndsHalfWay, LIMITS, |_| {});
+    let (run, page_server) = run(Conduct::EndsHalfWay, LIMITS, |_| {});
     let (source, destination) = run.finish();
     assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Failed)));
     assert_eq!((source.recovery.losses, source.recovery.recoveries), (1, 1));
     assert_eq!((destination.recovery.losses, destination.recovery.recoveries), (1, 1));
-    assert!(deputy.join().unwrap().is_none());
+    assert!(page_server.join().unwrap().is_none());
 }
 
 #[test]
@@ -151,10 +153,10 @@ fn without_a_page_server_that_was_asked_for_the_guest_stays() {
     let guest = Guest::new(&from, 5);
     let to = memory();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    let deputy = FakeDeputy::new(Conduct::RefusesMemory, LIMITS);
+    let page_server = FakePageServer::new(Conduct::RefusesMemory, LIMITS);
     let mut options = options(&target.address);
     options.memory_mode = MemoryMode::Postcopy;
-    let vm = FakeVm::new(&from, &guest).deputy(&deputy).running();
+    let vm = FakeVm::new(&from, &guest).page_server(&page_server).running();
     match *send(vm, &options).unwrap_err() {
         SendFailure::Resumed { vm, error } => {
             assert_eq!((error.step, error.guest), ("starting the page server", GuestIs::OnSource));
@@ -172,10 +174,10 @@ fn private_memory_has_no_page_server() {
     let guest = Guest::new(&from, 5);
     let to = memory();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    let deputy = FakeDeputy::new(Conduct::Serves, LIMITS);
+    let page_server = FakePageServer::new(Conduct::Serves, LIMITS);
     let mut options = options(&target.address);
     options.memory_mode = MemoryMode::Postcopy;
-    let failure = send(FakeVm::new(&from, &guest).deputy(&deputy), &options).unwrap_err();
+    let failure = send(FakeVm::new(&from, &guest).page_server(&page_server), &options).unwrap_err();
     let text = error_text::chain(failure.error());
     assert!(text.contains("'ram0', which is private memory"), "{text}");
     target.join().unwrap_err();
@@ -188,13 +190,13 @@ fn a_migration_that_ends_in_precopy_needs_no_page_server() {
     guest.fill(&from, 60);
     let to = memory();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    let deputy = FakeDeputy::new(Conduct::Serves, LIMITS);
+    let page_server = FakePageServer::new(Conduct::Serves, LIMITS);
     let mut options = options(&target.address);
     options.memory_mode = MemoryMode::Auto;
-    let vm = FakeVm::new(&from, &guest).deputy(&deputy);
+    let vm = FakeVm::new(&from, &guest).page_server(&page_server);
     let report = send(vm, &options).unwrap().report;
     assert_eq!(report.phase, Phase::Done);
     target.join().unwrap();
-    assert!(deputy.join().unwrap().is_none(), "it was never told to take over");
+    assert!(page_server.join().unwrap().is_none(), "it was never told to take over");
     super::assert_whole(&guest, &to);
 }

@@ -443,7 +443,7 @@ fn an_answer_that_trickles_is_a_loss_while_pages_arrive() {
     });
     let reason = progress.snapshot().recovery.reason.unwrap();
     assert!(reason.contains("has to travel"), "{reason}");
-    steering.give_up();
+    steering.abandon();
     waiting.join().unwrap().unwrap_err();
 }
 

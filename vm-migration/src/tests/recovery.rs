@@ -488,7 +488,7 @@ fn a_person_who_gives_up_gets_what_is_left() {
     run.proxy.closed.store(true, Ordering::SeqCst);
     run.proxy.cut_all();
     wait_until("the pause", || run.source.phase() == Phase::PostcopyPaused);
-    run.send_steering.give_up();
+    run.send_steering.abandon();
     let error = run.sender.join().unwrap().unwrap_err();
     assert!(error.contains("postcopy is paused"), "{error}");
     // The guest at the destination waits for pages that never come: its threads are left behind.

@@ -67,7 +67,7 @@ pub enum TransportError {
         #[source]
         source: io::Error,
     },
-    /// Nobody there.
+    /// No listener there.
     #[error("cannot connect to {address}; is a VM waiting there in receive-migration?")]
     Connect {
         /// The address.
@@ -85,7 +85,7 @@ pub enum TransportError {
         #[source]
         source: io::Error,
     },
-    /// Somebody else listens there.
+    /// Another process listens there.
     #[error("cannot listen on {0}: another process already listens there")]
     InUse(Address),
     /// The peer ended the connection.

@@ -32,7 +32,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Reads from a connection of which nobody else reads.
+    /// Reads from a connection that has no other reader.
     pub fn new(connection: Arc<Connection>) -> Self {
         Self {
             connection,

@@ -57,7 +57,7 @@ impl Connection {
     /// Connects.
     ///
     /// # Errors
-    /// When nobody is there, in time or at all.
+    /// When there is no listener, in time or at all.
     pub fn connect(
         to: &Address,
         cancel: &Cancel,
@@ -426,7 +426,7 @@ impl Connection {
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
     }
 
-    /// Ends both directions: whoever waits on this connection, here or there, goes on at once.
+    /// Shuts both directions down: threads that wait on this connection, on both sides, return at once.
     pub(crate) fn shut_down(&self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }

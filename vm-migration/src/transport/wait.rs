@@ -15,7 +15,7 @@ use crate::cancel::Cancel;
 pub(crate) enum WaitEnd {
     /// The descriptor with this index is ready (or has failed, which reading will tell).
     Ready(usize),
-    /// Somebody asked to stop.
+    /// A stop was requested.
     Cancelled,
     /// The time is over.
     TimedOut,

@@ -184,7 +184,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
 
     /// The same for memory most of which is there: what is there is not caught, and what is missing
     /// is copied in. Large host pages of shared memory are the exception: they come in pieces, which
-    /// nobody may see before the last, and there are few of them to be caught.
+    /// must not be visible before the last, and there are few of them to be caught.
     ///
     /// # Errors
     /// See [`UffdError`].

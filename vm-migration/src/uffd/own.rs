@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::{Uffd, UffdError, in_place_of};
 use crate::fault::{
-    Fault, FaultSource, FaultSourceKind, FaultWait, NotBrought, PageDesk, VcpuBarrier,
+    Fault, FaultResolver, FaultSource, FaultSourceKind, FaultWait, NotBrought, VcpuBarrier,
 };
 use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
@@ -27,9 +27,9 @@ use crate::ram::GuestMemoryMap;
 /// What became of an access that was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// It may be tried again: the page is here, or somebody woke the thread.
+    /// It may be tried again: the page is here, or the thread was unparked.
     TryAgain,
-    /// Nothing here refuses accesses any more: it was before, or by somebody else.
+    /// Nothing here refuses accesses any more: it was before, or by another thread.
     NotByUs,
     /// The address is not guest RAM.
     NotRam,
@@ -43,7 +43,7 @@ pub struct OwnFaults<M: GuestMemoryMap> {
     refusing: Option<Uffd<M>>,
     barrier: Box<dyn VcpuBarrier>,
     seats: usize,
-    desk: OnceLock<Weak<dyn PageDesk>>,
+    resolver: OnceLock<Weak<dyn FaultResolver>>,
     released: AtomicBool,
 }
 
@@ -88,23 +88,23 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     }
 
     fn with(memory: Arc<M>, others: Uffd<M>, seats: usize, barrier: Box<dyn VcpuBarrier>) -> Self {
-        let (desk, released) = (OnceLock::new(), AtomicBool::new(false));
-        Self { others, memory, refusing: None, barrier, seats, desk, released }
+        let (resolver, released) = (OnceLock::new(), AtomicBool::new(false));
+        Self { others, memory, refusing: None, barrier, seats, resolver, released }
     }
 
     /// The calling thread, whose number is `seat`, was refused the page at `gpa`: brings it.
     ///
     /// # Errors
-    /// The page cannot be brought; whoever waits for the last page hears why.
+    /// The page cannot be brought; the thread that waits for the last page gets the reason.
     pub fn refused(&self, seat: usize, gpa: u64) -> Result<Refused, NotBrought> {
         let page = GpaRange { gpa: gpa & !(PAGE_BYTES - 1), len_bytes: PAGE_BYTES };
         let Ok(run) = self.memory.layout().locate(page) else { return Ok(Refused::NotRam) };
-        let desk = self.desk.get().and_then(Weak::upgrade);
-        let Some(desk) = desk.filter(|_| !self.released.load(Ordering::SeqCst)) else {
+        let resolver = self.resolver.get().and_then(Weak::upgrade);
+        let Some(resolver) = resolver.filter(|_| !self.released.load(Ordering::SeqCst)) else {
             return Ok(Refused::NotByUs);
         };
         let fault = Fault { region: run.region, page: run.first, thread: Some(thread_id()) };
-        desk.bring(seat, fault).map(|()| Refused::TryAgain)
+        resolver.bring(seat, fault).map(|()| Refused::TryAgain)
     }
 
     /// The run's pages are here, and everybody else sees them: vCPUs do now.
@@ -139,9 +139,9 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         self.seats
     }
 
-    fn open_desk(&self, desk: Weak<dyn PageDesk>) {
+    fn set_resolver(&self, resolver: Weak<dyn FaultResolver>) {
         // There is one engine for a source.
-        let _ = self.desk.set(desk);
+        let _ = self.resolver.set(resolver);
     }
 
     fn next_faults(&self, reader: usize, faults: &mut Vec<Fault>) -> Result<FaultWait, UffdError> {
@@ -184,7 +184,7 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         // All marks at once, before anything that takes time: a vCPU that touches a page which stayed
         // a hole must not be refused it again and again while other regions are dealt with.
         self.barrier.open();
-        // Whoever is refused until this is done still brings the page: the others' watch, by which it
+        // A thread that is refused until this is done still brings the page: the others' watch, by which it
         // is shown, goes last.
         if let Some(refusing) = &self.refusing {
             refusing.release()?;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::{OwnFaults, Refused};
-use crate::fault::{Fault, FaultSource, FaultSourceKind, NotBrought, PageDesk, VcpuBarrier};
+use crate::fault::{Fault, FaultResolver, FaultSource, FaultSourceKind, NotBrought, VcpuBarrier};
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
 use crate::testing::FakeMemory;
@@ -48,7 +48,7 @@ fn watched() -> Option<(Arc<FakeMemory>, Arc<OwnFaults<FakeMemory>>)> {
 /// Brings pages full of nines, and counts how often it was asked.
 struct Nines(Arc<OwnFaults<FakeMemory>>, AtomicUsize);
 
-impl PageDesk for Nines {
+impl FaultResolver for Nines {
     fn bring(&self, seat: usize, fault: Fault) -> Result<(), NotBrought> {
         assert_eq!((seat, fault.region), (1, 0));
         assert!(fault.thread.is_some_and(|thread| thread > 0));
@@ -89,18 +89,18 @@ fn devices_wait_on_the_other_mapping_of_the_same_page() {
 #[test]
 fn who_is_refused_brings_the_page_at_the_desk() {
     let Some((memory, sigbus)) = watched() else { return };
-    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NotByUs, "there is no desk yet");
-    let desk = Arc::new(Nines(Arc::clone(&sigbus), AtomicUsize::new(0)));
-    let weak: Weak<Nines> = Arc::downgrade(&desk);
-    sigbus.open_desk(weak);
+    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NotByUs, "there is no resolver yet");
+    let resolver = Arc::new(Nines(Arc::clone(&sigbus), AtomicUsize::new(0)));
+    let weak: Weak<Nines> = Arc::downgrade(&resolver);
+    sigbus.set_resolver(weak);
     assert_eq!(sigbus.refused(1, GPA + 7 * PAGE_BYTES + 123).unwrap(), Refused::TryAgain);
     assert_eq!(vcpu_reads(&memory, 7).unwrap(), 9);
     for outside in [0, GPA - 1, GPA + PAGES * PAGE_BYTES, u64::MAX] {
         assert_eq!(sigbus.refused(1, outside).unwrap(), Refused::NotRam, "{outside:#x}");
     }
-    assert_eq!(desk.1.load(Ordering::SeqCst), 1);
-    drop(desk);
-    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NotByUs, "the desk is closed");
+    assert_eq!(resolver.1.load(Ordering::SeqCst), 1);
+    drop(resolver);
+    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NotByUs, "the resolver is closed");
 }
 
 #[test]
@@ -187,7 +187,7 @@ impl VcpuBarrier for Slow {
 /// Shows pages that have stayed holes, as the engine does when all is here.
 struct Holes(Weak<OwnFaults<FakeMemory>>);
 
-impl PageDesk for Holes {
+impl FaultResolver for Holes {
     fn bring(&self, _: usize, fault: Fault) -> Result<(), NotBrought> {
         let run = PageRun { region: fault.region, first: fault.page, count: 1 };
         self.0.upgrade().unwrap().make_zero(run).map_err(|_| NotBrought)
@@ -204,9 +204,9 @@ fn no_vcpu_is_refused_a_page_that_is_here_while_marks_are_taken_away() {
     let slow = Slow::default();
     let faults = Arc::new(OwnFaults::marked(memory, 1, 2, Box::new(slow.clone())).unwrap());
     let _ = slow.faults.set(Arc::clone(&faults));
-    let desk = Arc::new(Holes(Arc::downgrade(&faults)));
-    let weak: Weak<Holes> = Arc::downgrade(&desk);
-    faults.open_desk(weak);
+    let resolver = Arc::new(Holes(Arc::downgrade(&faults)));
+    let weak: Weak<Holes> = Arc::downgrade(&resolver);
+    faults.set_resolver(weak);
     faults.release().expect("marks that stay do no harm once they are clear");
     assert_eq!(*slow.removed.lock().unwrap(), [0, 1]);
     assert_eq!(faults.refused(1, SECOND).unwrap(), Refused::NotByUs);

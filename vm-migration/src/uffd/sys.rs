@@ -108,7 +108,7 @@ impl Descriptor {
             return Err(io::Error::last_os_error());
         }
         let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
-        // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+        // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
         Ok(Self { file: unsafe { File::from_raw_fd(fd) } })
     }
 

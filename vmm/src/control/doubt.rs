@@ -121,7 +121,7 @@ impl Vmm {
     /// receives them has to end first.
     pub(super) fn give_up_standing(&mut self, responder: Responder) {
         if let Pages::Arriving { steering, .. } = &self.pages {
-            steering.give_up();
+            steering.abandon();
         }
         self.deleters.push(responder);
     }

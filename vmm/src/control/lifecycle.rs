@@ -77,7 +77,7 @@ impl Vmm {
             Vm::Serving(sending) if force => {
                 log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
                 sending.deleters.push(responder);
-                sending.steering.give_up();
+                sending.steering.abandon();
             }
             Vm::Awaited(_) => drop(self.decide_for(Asked::Delete { force }, responder)),
             Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {

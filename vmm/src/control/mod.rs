@@ -53,7 +53,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use vm_migration::destination::Lingering;
+use vm_migration::destination::LateReconnects;
 use vm_migration::destination::PostcopyPaused;
 use vm_migration::source::Held;
 use vm_migration::{Phase, Progress, Steering};
@@ -209,7 +209,7 @@ struct Vmm {
     /// Requests to give up a machine that was not started and still gets pages.
     deleters: Vec<Responder>,
     /// Migrations to here that are over, and whose sources may not know it.
-    lingering: Lingering,
+    lingering: LateReconnects,
     /// Set when the VM has moved but a watcher may still want to see how that went. It ends when
     /// another VM is made here: the process stays for that one.
     farewell: Option<(Instant, ExitReason)>,
@@ -246,7 +246,7 @@ impl Vmm {
             api_path: None,
             lent,
             deleters: Vec::new(),
-            lingering: Lingering::default(),
+            lingering: LateReconnects::default(),
             farewell: None,
             at_latest: None,
             told_by_signal: false,

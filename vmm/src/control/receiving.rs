@@ -7,7 +7,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vm_migration::destination::{Faulting, Lingering, Listener, ReceiveFailure};
+use vm_migration::destination::{Faulting, LateReconnects, Listener, ReceiveFailure};
 use vm_migration::transport::TransportError;
 use vm_migration::{
     Address, Cancel, Cause, FailureReport, GuestIs, Phase, Progress, ReceiveOptions, Side, Steering,
@@ -93,7 +93,7 @@ pub struct Reception {
     /// What the configuration may name on this host; anything if there are none.
     pub rules: Option<Vec<Grant>>,
     /// Migrations to this process that are over, and whose sources may not know it.
-    pub lingering: Lingering,
+    pub lingering: LateReconnects,
     /// The way back.
     pub mailer: Mailer,
 }
@@ -110,7 +110,7 @@ pub enum Place {
 ///
 /// # Errors
 /// When it is taken, not ours, or not an address.
-pub fn bind(url: &str, lingering: &Lingering, cancel: &Cancel) -> Result<Place, ApiError> {
+pub fn bind(url: &str, lingering: &LateReconnects, cancel: &Cancel) -> Result<Place, ApiError> {
     let address: Address =
         url.parse().map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
     if address.has_name() {
@@ -132,7 +132,7 @@ impl Place {
     /// Listens there.
     fn listen(
         self,
-        lingering: &Lingering,
+        lingering: &LateReconnects,
         progress: &Progress,
         cancel: &Cancel,
     ) -> Result<Listener, Outcome> {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
-use vm_migration::page_server::Successor;
+use vm_migration::page_server::PageServerHandle;
 use vm_migration::protocol::formats::Formats;
 use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
 
@@ -240,7 +240,7 @@ impl SourceVm for LeavingMachine {
         Some(Box::new(MachineHints(hints)))
     }
 
-    fn successor(&mut self) -> Result<Option<Box<dyn Successor>>, VmError> {
+    fn page_server(&mut self) -> Result<Option<Box<dyn PageServerHandle>>, VmError> {
         let Some(plan) = &self.page_server else { return Ok(None) };
         Ok(Some(Box::new(PageServerProcess::start(plan, &self.memory)?)))
     }

@@ -6,14 +6,14 @@
 //! | --- | --- |
 //! | `mod` | the process from its begin to its end |
 //! | `memory` | the guest's memory, mapped once more |
-//! | `desk` | the requests that it answers |
+//! | `api` | the requests that it answers |
 //! | `process` | the VMM's side: starting it, and ending it if it is not needed |
 //!
 //! It is this program in another role, started by a VMM whose guest is to leave in postcopy. It has
 //! the guest's memory, a socket for requests, what its VMM lends it for log and events, and nothing
 //! else: no disk, no tap, no KVM. It must never write to the memory.
 
-mod desk;
+mod api;
 mod memory;
 mod process;
 
@@ -26,17 +26,17 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
 use thiserror::Error;
-use vm_migration::page_server::{Deputy, Identity, Taken};
+use vm_migration::page_server::{Identity, PageServerEnd, Taken};
 use vm_migration::source::serve_for_another;
 use vm_migration::{Cause, Event, MigrationError, Observer, Progress, Side, Steering};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::api::{self, ApiListener, ApiQueue, ApiServer, ApiSocket, SocketError};
+use crate::api::{ApiListener, ApiQueue, ApiServer, ApiSocket, SocketError};
 use crate::control::{Signal, Signals, announce, tell_end};
 use crate::events;
 
-use desk::{Desk, Next};
+use api::{Next, PageServerApi};
 use memory::ServedRam;
 
 pub use process::{PageServerPlan, PageServerProcess, ProcessError};
@@ -62,7 +62,7 @@ pub enum PageServerError {
     Api(#[source] SocketError),
     /// What it was to do made no sense.
     #[error("the page server was told what it cannot do")]
-    Charge(#[source] Cause),
+    TakeoverRequest(#[source] Cause),
     /// It could not take over, or was told to give up.
     #[error("the page server does not serve")]
     Serve(#[source] Box<MigrationError>),
@@ -108,12 +108,13 @@ pub fn begin() {
 pub fn run(options: PageServerOptions) -> Result<(), PageServerError> {
     let signals = Signals::new().map_err(PageServerError::SetUp)?;
     let link = io::stdin().as_fd().try_clone_to_owned().map_err(PageServerError::SetUp)?;
-    let mut deputy = Deputy::new(UnixStream::from(link)).map_err(PageServerError::Memory)?;
+    let mut page_server =
+        PageServerEnd::new(UnixStream::from(link)).map_err(PageServerError::Memory)?;
     let progress = Arc::new(Progress::observed(Side::Source, Box::new(Crier)));
     let socket = options.socket.display().to_string();
     progress.has_page_server(Identity { socket, pid: std::process::id() });
     let shared = Arc::new(Shared { progress, steering: Steering::new() });
-    let (_, (ram, listener)) = deputy
+    let (_, (ram, listener)) = page_server
         .take_memory(|description, files| {
             let ram = ServedRam::map(description, files).map_err(|e| Cause::Vm(e.into()))?;
             let socket = ApiSocket::Path(options.socket);
@@ -122,11 +123,11 @@ pub fn run(options: PageServerOptions) -> Result<(), PageServerError> {
         })
         .map_err(PageServerError::Memory)?;
     log::info!("the page server is ready with {} of guest memory", Mib(ram.len_bytes()));
-    let (handle, queue) = api::channel().map_err(PageServerError::SetUp)?;
+    let (handle, queue) = crate::api::channel().map_err(PageServerError::SetUp)?;
     let server = ApiServer::start(listener, handle).map_err(PageServerError::Api)?;
-    let ended = start(deputy, ram, &shared).map_err(PageServerError::SetUp)?;
-    let mut desk = Desk::new(Arc::clone(&shared.progress), shared.steering.clone());
-    let result = attend(&mut desk, &queue, signals, &ended);
+    let ended = start(page_server, ram, &shared).map_err(PageServerError::SetUp)?;
+    let mut api = PageServerApi::new(Arc::clone(&shared.progress), shared.steering.clone());
+    let result = attend(&mut api, &queue, signals, &ended);
     drop(queue);
     server.stop();
     events::flush();
@@ -148,12 +149,12 @@ struct Ended {
 }
 
 /// Starts the thread that serves.
-fn start(deputy: Deputy, ram: ServedRam, shared: &Arc<Shared>) -> io::Result<Ended> {
+fn start(page_server: PageServerEnd, ram: ServedRam, shared: &Arc<Shared>) -> io::Result<Ended> {
     let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
     let (wake, (sender, end)) = (event.try_clone()?, channel());
     let shared = Arc::clone(shared);
     std::thread::Builder::new().name("serve".to_owned()).spawn(move || {
-        let result = serve(deputy, ram, &shared);
+        let result = serve(page_server, ram, &shared);
         if sender.send(result).is_ok() {
             // A full counter wakes as well.
             let _ = wake.write(1);
@@ -162,10 +163,15 @@ fn start(deputy: Deputy, ram: ServedRam, shared: &Arc<Shared>) -> io::Result<End
     Ok(Ended { event, end })
 }
 
-fn serve(mut deputy: Deputy, ram: ServedRam, shared: &Shared) -> Result<End, PageServerError> {
+fn serve(
+    mut page_server: PageServerEnd,
+    ram: ServedRam,
+    shared: &Shared,
+) -> Result<End, PageServerError> {
     let layout = vm_migration::ram::GuestMemoryMap::layout(&ram).clone();
-    let charge = deputy.wait_for_charge(&layout).map_err(PageServerError::Charge)?;
-    let Some(charge) = charge else { return Ok(End::Unneeded) };
+    let takeover =
+        page_server.wait_for_takeover(&layout).map_err(PageServerError::TakeoverRequest)?;
+    let Some(takeover) = takeover else { return Ok(End::Unneeded) };
     let Shared { progress, steering } = shared;
     let mut end = End::Unneeded;
     let taken = |taken: Result<Taken, &Cause>| {
@@ -174,9 +180,9 @@ fn serve(mut deputy: Deputy, ram: ServedRam, shared: &Shared) -> Result<End, Pag
             log::info!("the page server has taken over");
             end = End::Served;
         }
-        deputy.tell(taken);
+        page_server.tell(taken);
     };
-    serve_for_another(Arc::new(ram), &charge, steering, progress, taken)
+    serve_for_another(Arc::new(ram), &takeover, steering, progress, taken)
         .map_err(PageServerError::Serve)?;
     Ok(end)
 }
@@ -187,7 +193,7 @@ const ENDED: u64 = 2;
 
 /// Answers requests until serving has ended, and whoever watches has seen that.
 fn attend(
-    desk: &mut Desk,
+    api: &mut PageServerApi,
     queue: &ApiQueue,
     mut signals: Signals,
     ended: &Ended,
@@ -205,7 +211,7 @@ fn attend(
     }
     let mut ready = [EpollEvent::default(); 3];
     loop {
-        match epoll.wait(desk.timeout_ms(), &mut ready) {
+        match epoll.wait(api.timeout_ms(), &mut ready) {
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(PageServerError::SetUp(error)),
@@ -224,17 +230,17 @@ fn attend(
                 return Ok(());
             }
             Ok(Ok(End::Served)) => {
-                tell_end("migration-finished", Some(&desk.snapshot()));
-                desk.served(Instant::now());
+                tell_end("migration-finished", Some(&api.snapshot()));
+                api.served(Instant::now());
             }
-            Ok(Err(error)) => return desk.given_up(error),
+            Ok(Err(error)) => return api.given_up(error),
             Err(_) => {}
         }
         queue.clear();
         while let Some(call) = queue.take() {
-            desk.call(call);
+            api.call(call);
         }
-        if desk.next(Instant::now()) == Next::End {
+        if api.next(Instant::now()) == Next::End {
             return Ok(());
         }
     }

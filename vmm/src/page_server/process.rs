@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use thiserror::Error;
-use vm_migration::page_server::{Charge, Identity, Principal, Successor, Taken};
+use vm_migration::page_server::{Identity, PageServerHandle, SourceEnd, Taken, TakeoverRequest};
 use vm_migration::{Cause, Limits, VmError};
 
 use crate::events;
@@ -58,7 +58,7 @@ pub enum ProcessError {
 pub struct PageServerProcess {
     /// `None` once it has been left behind.
     child: Option<Child>,
-    principal: Principal,
+    source_end: SourceEnd,
     socket: PathBuf,
     /// The socket is its own; another process may have been there before it.
     has_socket: bool,
@@ -74,12 +74,12 @@ impl PageServerProcess {
         let (ours, theirs) = UnixStream::pair().map_err(ProcessError::Start)?;
         let socket = std::path::absolute(&plan.socket).map_err(ProcessError::Start)?;
         let failed = |source| ProcessError::Memory { socket: socket.clone(), source };
-        let principal = Principal::new(ours, Limits::default()).map_err(failed)?;
+        let source_end = SourceEnd::new(ours, Limits::default()).map_err(failed)?;
         let child = spawn(theirs, &socket, &plan.lent).map_err(ProcessError::Start)?;
         let pid = child.id();
         let (child, has_socket) = (Some(child), false);
-        let mut process = Self { child, principal, socket: socket.clone(), has_socket, pid };
-        process.principal.give_memory(memory).map_err(failed)?;
+        let mut process = Self { child, source_end, socket: socket.clone(), has_socket, pid };
+        process.source_end.give_memory(memory).map_err(failed)?;
         process.has_socket = true;
         log::info!("a page server waits at {} (process {pid})", socket.display());
         Ok(process)
@@ -113,13 +113,13 @@ fn spawn(link: UnixStream, socket: &Path, lent: &Lent) -> io::Result<Child> {
     command.stdin(OwnedFd::from(link)).spawn()
 }
 
-impl Successor for PageServerProcess {
+impl PageServerHandle for PageServerProcess {
     fn identity(&self) -> Identity {
         Identity { socket: self.socket.display().to_string(), pid: self.pid }
     }
 
-    fn take_over(mut self: Box<Self>, charge: &Charge) -> Result<Taken, VmError> {
-        let taken = self.principal.charge(charge).map_err(ProcessError::TakeOver)?;
+    fn take_over(mut self: Box<Self>, takeover: &TakeoverRequest) -> Result<Taken, VmError> {
+        let taken = self.source_end.takeover(takeover).map_err(ProcessError::TakeOver)?;
         // It goes on without this process, and ends by itself.
         self.child = None;
         Ok(taken)

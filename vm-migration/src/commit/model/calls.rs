@@ -32,7 +32,7 @@ impl World {
             | Destination::Promised(_)
             | Destination::InDoubt(_)
             | Destination::Owned(..) => true,
-            Destination::Running | Destination::Standing(_) => {
+            Destination::Running | Destination::NotStarted(_) => {
                 setup.postcopy && self.end != End::Over
             }
             Destination::Gone | Destination::Dead => false,
@@ -111,13 +111,13 @@ impl World {
                     }
                 });
             }
-            (Destination::Running | Destination::Standing(_), Word::Recover)
+            (Destination::Running | Destination::NotStarted(_), Word::Recover)
                 if setup.postcopy && self.end == End::NotYet =>
             {
                 self.step(all, "the destination takes new connections", linked);
             }
-            (Destination::Running | Destination::Standing(_), Word::Recover)
-                if self.end == End::Lingering =>
+            (Destination::Running | Destination::NotStarted(_), Word::Recover)
+                if self.end == End::LateReconnects =>
             {
                 self.step(all, "the destination says that all is there", |next| {
                     answered(next, Answer::Complete);
@@ -126,7 +126,7 @@ impl World {
                     }
                 });
             }
-            (Destination::Running | Destination::Standing(_), Word::Verdict(_)) => {
+            (Destination::Running | Destination::NotStarted(_), Word::Verdict(_)) => {
                 self.step(all, "the destination is in no doubt", |next| {
                     answered(next, Answer::Refused);
                 });
@@ -171,7 +171,7 @@ impl World {
         if !setup.postcopy {
             return;
         }
-        let here = matches!(self.destination, Destination::Running | Destination::Standing(_));
+        let here = matches!(self.destination, Destination::Running | Destination::NotStarted(_));
         let carries = self.is_served() && !self.link_broken;
         if here && carries && self.missing {
             self.step(all, "the last page arrives", |next| {
@@ -203,7 +203,7 @@ impl World {
             self.step(all, "the destination finds its pages' connections lost", |next| {
                 (next.link, next.link_broken, next.last) = (None, false, (false, false));
                 if next.end == End::Saying {
-                    next.end = End::Lingering;
+                    next.end = End::LateReconnects;
                 }
             });
         }

@@ -10,19 +10,19 @@
 //! | `world` | one state of everything |
 //! | `sides` | its next ones: the two sides and their first connection |
 //! | `calls` | connections that are made again, and pages |
-//! | `people` | requests, signals, people, deaths |
+//! | `operator` | requests, signals, operators, deaths |
 //!
 //! What must hold in each state that can be reached:
 //!
 //! - The guest is never at two sides: while the source could run it, the destination does not own it.
-//! - It is never at none, unless a host has died or a person has insisted on it; and while pages are
+//! - It is never at none, unless a host has died or the operator has forced it; and while pages are
 //!   missing there is a process that has them.
 //! - From each state there is a way to a settled one by steps that happen by themselves, and by what
-//!   the document tells people to do; without people, as long as source and destination live and
+//!   the documentation tells operators to do; without an operator, as long as source and destination live and
 //!   their times are not over.
 
 mod calls;
-mod people;
+mod operator;
 mod sides;
 mod world;
 
@@ -117,21 +117,22 @@ impl Explored {
             return Err(violation(what, self.worlds.len() - 1));
         }
         let alone = self.can_settle(&[Kind::Step], |world| {
-            // One that did not start waits for a person, when everything else is done.
+            // One that did not start waits for the operator, when everything else is done.
             world.is_settled()
-                || (matches!(world.destination, Destination::Standing(_)) && world.end == End::Over)
-                || (matches!(world.destination, Destination::Standing(_)) && !world.missing)
+                || (matches!(world.destination, Destination::NotStarted(_))
+                    && world.end == End::Over)
+                || (matches!(world.destination, Destination::NotStarted(_)) && !world.missing)
         });
-        let helped = self.can_settle(&[Kind::Step, Kind::Person], World::is_settled);
+        let helped = self.can_settle(&[Kind::Step, Kind::Operator], World::is_settled);
         for (number, world) in self.worlds.iter().enumerate() {
             if world.died || world.insisted {
                 continue;
             }
             if !helped[number] && !world.time_over {
-                return Err(violation("no way on, whatever a person does", number));
+                return Err(violation("no way on, whatever the operator does", number));
             }
             if !alone[number] && !world.time_over {
-                return Err(violation("no way on without a person", number));
+                return Err(violation("no way on without an operator", number));
             }
         }
         Ok(())
@@ -234,14 +235,14 @@ fn a_last_message_that_is_said_once_is_noticed() {
     }
 }
 
-/// Peers of which one is older keep the guest as well; a person has more to decide.
+/// Peers of which one is older keep the guest as well; the operator has more to decide.
 #[test]
 fn without_verdicts_there_is_one_guest_too() {
     for setup in [PRECOPY, POSTCOPY] {
         let explored = explore(&Setup { verdicts: false, faults_max: 2, ..setup });
         let wrong = explored.worlds.last().and_then(look);
         assert_eq!(wrong, None);
-        let helped = explored.can_settle(&[Kind::Step, Kind::Person], World::is_settled);
+        let helped = explored.can_settle(&[Kind::Step, Kind::Operator], World::is_settled);
         for (world, helped) in explored.worlds.iter().zip(helped) {
             assert!(helped || world.died || world.insisted || world.time_over, "{world:#?}");
         }

@@ -90,7 +90,7 @@ impl World {
                     if setup.broken.unstartable_is_dropped && setup.postcopy {
                         return next.close_destination(Destination::Gone);
                     }
-                    next.destination = Destination::Standing(owned.does_not_start());
+                    next.destination = Destination::NotStarted(owned.does_not_start());
                     next.reply(setup, reply, false);
                 });
             }

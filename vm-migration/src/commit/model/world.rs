@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Both sides, the link, a page server and people, as one value that takes one step at a time.
+//! Both sides, the link, a page server and operators, as one value that takes one step at a time.
 //!
 //! Owns nothing of the rules: what a phase makes of an event is asked of the product's own types. Here
 //! is what surrounds them: messages that are on their way, which direction works, who has noticed.
@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use crate::commit::Verdict;
-use crate::commit::destination::{InDoubt, Owned, Promised, Standing};
+use crate::commit::destination::{InDoubt, NotStarted, Owned, Promised};
 use crate::commit::source::{Acknowledged, Committed, Offered, Unconfirmed, Withheld};
 
 /// What the clock goes on by in one step: a third of the promise.
@@ -59,8 +59,8 @@ pub enum Kind {
     Death,
     /// A request or a signal that knows nothing of the state.
     Request,
-    /// A person who has looked at both sides does what the document says.
-    Person,
+    /// An operator who has looked at both sides does what the documentation says.
+    Operator,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -87,7 +87,7 @@ pub enum Destination {
     InDoubt(InDoubt),
     Owned(Owned, Reply),
     Running,
-    Standing(Standing),
+    NotStarted(NotStarted),
     /// Nothing is here.
     Gone,
     Dead,
@@ -108,7 +108,7 @@ pub enum End {
     /// The last message is on its way, or its answer.
     Saying,
     /// It is not known whether it was heard: it is said to a server that comes back.
-    Lingering,
+    LateReconnects,
     /// It was heard, or nothing listens any more.
     Over,
 }
@@ -208,7 +208,7 @@ pub struct World {
     pub(super) last: (bool, bool),
     /// A host has died.
     pub died: bool,
-    /// A person has insisted on what loses a guest.
+    /// The operator has forced what loses a guest.
     pub insisted: bool,
     /// The source has stopped telling, or the destination answering, because the time was over.
     pub time_over: bool,
@@ -256,8 +256,8 @@ impl World {
 
     /// The destination runs the guest, or may start it at any moment.
     pub fn destination_owns(&self) -> bool {
-        use Destination::{Owned, Running, Standing};
-        matches!(self.destination, Owned(..) | Running | Standing(_))
+        use Destination::{NotStarted, Owned, Running};
+        matches!(self.destination, Owned(..) | Running | NotStarted(_))
     }
 
     /// A process has the pages that are missing.
@@ -288,7 +288,7 @@ impl World {
         self.on_wire(setup, &mut all);
         self.on_call(setup, &mut all);
         self.pages(setup, &mut all);
-        self.people(setup, &mut all);
+        self.operator(setup, &mut all);
         self.deaths(&mut all);
         all
     }
@@ -334,13 +334,13 @@ impl World {
         {
             self.step(all, "the doubt times out", |next| next.destination = Destination::Gone);
         }
-        if self.end == End::Lingering && self.ticks == TICKS_MAX {
+        if self.end == End::LateReconnects && self.ticks == TICKS_MAX {
             self.step(all, "the destination stops answering", |next| {
                 next.end = End::Over;
                 next.time_over = true;
             });
         }
-        // A source may stop telling at any moment: its time is the person's choice.
+        // A source may stop telling at any moment: its time is the operator's choice.
         let stops = match self.source {
             Source::Unconfirmed(_) if !setup.postcopy => Some(Source::Left),
             Source::Running(Some(_)) => Some(Source::Running(None)),

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The requests of one connection, answered piece by piece.
+//! The page requests of one connection, and the order in which they are answered.
 //!
-//! Owns the order. Of what somebody waits for, the unit goes first of which least is left to send:
-//! a small page never waits for the rest of a large one, and a large one that has come nearly whole
-//! in the background does not either. What may come along goes when nobody waits. It reads and
-//! sends nothing itself.
+//! Owns that order. Of the requested units, the one with the fewest pieces left goes first: a small page
+//! never waits for the rest of a large one, and a large one that has nearly arrived in the background does
+//! not either. Readahead goes when no request is left. It reads and sends nothing itself.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::Server;
-use super::pages::{REQUEST_UNITS_MAX, Reply, Stretch};
+use super::pages::{REQUEST_UNITS_MAX, Reply, UnitRange};
 use crate::layout::{GpaRange, to_usize};
 use crate::protocol::ProtocolError;
 use crate::ram::GuestMemoryMap;
@@ -20,24 +19,24 @@ use crate::ram::GuestMemoryMap;
 /// Units that are kept to come along; older guesses are dropped for newer ones.
 const AHEAD_MAX: usize = 512;
 
-/// A unit that somebody waits for. Ordered by what is left, then by when it was asked for.
+/// A requested unit. Ordered by what is left, then by when it was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Wish {
+struct PageRequest {
     /// Pieces of it that were pending when it was asked for and have not been sent from here.
     left: u64,
     number: u64,
     /// Something of it has been sent from here.
     sent: bool,
-    stretch: Stretch,
+    stretch: UnitRange,
 }
 
 /// Why pages go out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Why {
-    /// Somebody waits for them.
-    Waited,
+pub(super) enum SendReason {
+    /// They were requested.
+    Requested,
     /// They come along.
-    Ahead,
+    Readahead,
 }
 
 /// While it lives, pushers let answers go first.
@@ -59,9 +58,9 @@ impl Drop for InService<'_> {
 /// What has been asked for on a connection and not been answered.
 pub(super) struct Answers<'s, M> {
     server: &'s Server<M>,
-    waited: BinaryHeap<Reverse<Wish>>,
-    ahead: VecDeque<Stretch>,
-    /// Wishes so far.
+    waited: BinaryHeap<Reverse<PageRequest>>,
+    ahead: VecDeque<UnitRange>,
+    /// Requests so far.
     noted: u64,
     in_service: Option<InService<'s>>,
 }
@@ -72,11 +71,16 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
         Self { server, waited, ahead, noted: 0, in_service: None }
     }
 
-    /// Somebody waits for these.
+    /// These were requested.
     pub(super) fn wait_for(&mut self, ranges: &[GpaRange]) -> Result<(), ProtocolError> {
         for stretch in self.server.stretches(ranges)? {
             let left = self.server.pending_of(stretch);
-            self.waited.push(Reverse(Wish { left, number: self.noted, sent: false, stretch }));
+            self.waited.push(Reverse(PageRequest {
+                left,
+                number: self.noted,
+                sent: false,
+                stretch,
+            }));
             self.noted += 1;
         }
         if !self.waited.is_empty() && self.in_service.is_none() {
@@ -104,7 +108,7 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
     }
 
     /// The next piece of an answer; it may be empty. `None` when everything is answered.
-    pub(super) fn next_piece(&mut self) -> Option<(Reply, Why)> {
+    pub(super) fn next_piece(&mut self) -> Option<(Reply, SendReason)> {
         if self.is_done() {
             return None;
         }
@@ -118,12 +122,12 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
                     self.ahead.push_front(stretch);
                 }
             }
-            return Some((reply, Why::Ahead));
+            return Some((reply, SendReason::Readahead));
         }
         while !reply.is_large()
             && let Some(Reverse(mut wish)) = self.waited.pop()
         {
-            // What is not pending stays so: with nothing left, nobody need look at the rest.
+            // What is not pending stays so: with nothing left, the rest need not be examined.
             if wish.left > 0 {
                 let claimed = self.server.claim_from(&mut wish.stretch, &mut reply);
                 wish.sent |= claimed > 0;
@@ -135,7 +139,7 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
                 self.server.add_elsewhere(&mut reply, wish.stretch);
             }
         }
-        Some((reply, Why::Waited))
+        Some((reply, SendReason::Requested))
     }
 
     /// What [`next_piece`](Self::next_piece) gave has been sent.
@@ -270,7 +274,7 @@ mod tests {
         let mut answers = Answers::new(&server);
         answers.wait_for(&[unit(2)]).unwrap();
         let (reply, why) = answers.next_piece().unwrap();
-        assert_eq!((pages(&reply.data).len(), why), (0, Why::Waited));
+        assert_eq!((pages(&reply.data).len(), why), (0, SendReason::Requested));
         assert_eq!(reply.elsewhere, [PageRun { region: 0, first: 2 * UNIT, count: UNIT }]);
         assert!(answers.next_piece().is_none());
     }
@@ -281,14 +285,14 @@ mod tests {
         let mut answers = Answers::new(&server);
         answers.bring_along(&[unit(3)]).unwrap();
         let (reply, why) = answers.next_piece().unwrap();
-        assert_eq!((pages(&reply.data).len(), why), (16, Why::Ahead));
+        assert_eq!((pages(&reply.data).len(), why), (16, SendReason::Readahead));
         answers.wait_for(&[small(1)]).unwrap();
         assert_eq!(server.in_service.load(Ordering::Relaxed), 1, "pushers have to give way");
         let (reply, why) = answers.next_piece().unwrap();
-        assert_eq!((pages(&reply.data), why), (vec![(1, 1)], Why::Waited));
+        assert_eq!((pages(&reply.data), why), (vec![(1, 1)], SendReason::Requested));
         answers.sent();
         assert_eq!(server.in_service.load(Ordering::Relaxed), 0, "nobody waits");
-        assert!(matches!(answers.next_piece(), Some((_, Why::Ahead))));
+        assert!(matches!(answers.next_piece(), Some((_, SendReason::Readahead))));
     }
 
     #[test]

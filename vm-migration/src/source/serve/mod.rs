@@ -11,7 +11,7 @@
 //! | `reconnect` | how lost connections are made again |
 //! | `relay` | letting another process go on, and going on in place of one |
 //!
-//! Whoever clears a pending bit sends the page, once. Bulk pushers claim small chunks and send them
+//! The thread that clears a pending bit sends the page, once. Bulk pushers claim small chunks and send them
 //! on connections whose queues are kept short; urgent servers, each a thread with a connection of
 //! its own, claim what was asked for. No lock and no queue is between them. What the destination
 //! shows as one large host page goes out in pieces of 4 KiB where it can put them together, so that
@@ -33,13 +33,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::handover::{HandedOver, Pages};
-use super::{Context, Remains, Setback};
+use super::{Context, PhaseFailure, Remains};
+use crate::bandwidth_limit::BandwidthLimit;
 use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::PAGE_BYTES;
 use crate::options::SendOptions;
-use crate::pace::Pace;
 use crate::progress::{Phase, Progress};
 use crate::protocol::message::{Answer, Message};
 use crate::protocol::{ProtocolError, runs};
@@ -118,7 +118,7 @@ pub(crate) struct Server<M> {
     /// The destination has said that it has every page.
     is_done: AtomicBool,
     /// Limit of the pushers.
-    pace: Pace,
+    bandwidth_limit: BandwidthLimit,
     /// With a limit: one pusher at a time looks whether it is free and claims, or all would find it free at the
     /// same moment.
     turn: Mutex<()>,
@@ -128,7 +128,7 @@ pub(crate) struct Server<M> {
 impl<M> Server<M> {
     /// A pusher's turn to claim what the limit lets through; nothing without a limit.
     fn turn(&self) -> Option<MutexGuard<'_, ()>> {
-        let is_limited = self.pace.bytes_per_s() > 0;
+        let is_limited = self.bandwidth_limit.bytes_per_s() > 0;
         is_limited.then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -151,7 +151,7 @@ impl<M: GuestMemoryMap> Server<M> {
             pieces
         });
         let largest = grains.iter().map(|grain| grain.piece_pages).max().unwrap_or(1);
-        let pace = Pace::new(background_pace(options, largest * PAGE_BYTES));
+        let bandwidth_limit = BandwidthLimit::new(background_pace(options, largest * PAGE_BYTES));
         let server = Self {
             memory,
             pending: pending.collect(),
@@ -160,7 +160,7 @@ impl<M: GuestMemoryMap> Server<M> {
             hint: AtomicU64::new(HINT_NONE),
             in_service: AtomicU32::new(0),
             is_done: AtomicBool::new(false),
-            pace,
+            bandwidth_limit,
             turn: Mutex::new(()),
             progress,
         };
@@ -195,7 +195,7 @@ impl<M: GuestMemoryMap> Server<M> {
         self.grains.iter().any(|grain| grain.unit_pieces > 1)
     }
 
-    /// Pages of 4 KiB that nobody has claimed.
+    /// Pages of 4 KiB that are not claimed.
     fn pending_pages(&self) -> u64 {
         let counts = self.pending.iter().map(ClaimMap::count);
         counts.zip(&self.grains).map(|(pieces, grain)| pieces * grain.piece_pages).sum()
@@ -206,7 +206,7 @@ impl<M: GuestMemoryMap> Server<M> {
         self.progress.counters.remaining_bytes.set(bytes);
     }
 
-    /// What the destination lacks is pending, and nothing else. Nobody may serve meanwhile. When it
+    /// What the destination lacks is pending, and nothing else. No thread may serve meanwhile. When it
     /// fails nothing is said about what is pending: it has to be done again.
     fn pend(&self, missing: &[u8]) -> Result<(), ProtocolError> {
         for map in &self.pending {
@@ -280,11 +280,14 @@ enum End {
 impl<V: SourceVm> HandedOver<V> {
     /// Serves pages until the destination has every one, over as many sets of connections as that
     /// takes, or another process does so.
-    pub(crate) fn serve(self, context: Context<'_>) -> Result<(Remains<V>, Phase), Setback<V>> {
+    pub(crate) fn serve(
+        self,
+        context: Context<'_>,
+    ) -> Result<(Remains<V>, Phase), PhaseFailure<V>> {
         let Self { remains, control, pages, unconfirmed, log: _log } = self;
         let Some(pages) = pages else { return Ok((remains, Phase::Done)) };
-        let Pages { server, mut session, bulk, reconnect, successor } = pages;
-        let mut relay = Relay { reconnect, successor };
+        let Pages { server, mut session, bulk, reconnect, page_server } = pages;
+        let mut relay = Relay { reconnect, page_server };
         let result = match unconfirmed {
             Some(doubt) => Ok(End::Lost(doubt.failure)),
             None => serve_bulk(&server, &mut session, bulk)
@@ -292,7 +295,9 @@ impl<V: SourceVm> HandedOver<V> {
         };
         match server.serve_on(result, session, relay, context) {
             Ok(last) => Ok((remains, last)),
-            Err(failure) => Err(Setback::HandedOver(remains, Some(Held::new(server)), failure)),
+            Err(failure) => {
+                Err(PhaseFailure::HandedOver(remains, Some(Held::new(server)), failure))
+            }
         }
     }
 }
@@ -312,7 +317,7 @@ impl<M: GuestMemoryMap> Server<M> {
             let lost = match result {
                 Ok(End::Done) => return Ok(Phase::Done),
                 Ok(End::HandedOn) => return Ok(Phase::HandedOn),
-                // Whoever waits is also stopped by the end of another connection of its set.
+                // A waiting thread is also stopped by the end of another connection of its set.
                 Err(failure) if context.options.steering.gives_up() => return Err(failure),
                 Ok(End::Lost(failure)) | Err(failure) => failure,
             };

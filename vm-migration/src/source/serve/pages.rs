@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which pages go out, and in what order.
+//! Which pages are sent in postcopy, and in which order.
 //!
-//! Owns the claims: a chunk of the background at a time, beginning where the guest faulted last,
-//! and pieces of what was asked for. It sends on a connection that it is given and waits for nobody.
+//! Owns the claims: a chunk of the background at a time, beginning where the guest faulted last, and pieces
+//! of requested units. It sends on a connection that it is given and never blocks on another thread.
 
 use std::sync::atomic::Ordering;
 
@@ -34,13 +34,13 @@ pub(super) const HINT_NONE: u64 = u64::MAX;
 
 /// Pieces of one unit that are still to be looked at for an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Stretch {
+pub(super) struct UnitRange {
     region: usize,
     next: u64,
     end: u64,
 }
 
-impl Stretch {
+impl UnitRange {
     pub(super) fn is_done(&self) -> bool {
         self.next == self.end
     }
@@ -97,7 +97,7 @@ impl<M: GuestMemoryMap> Server<M> {
                 *at = (region, hint & ((1 << HINT_PIECE_BITS) - 1));
             }
         }
-        let paced = self.pace.bytes_in(BULK_CHUNK_TIME).unwrap_or(u64::MAX);
+        let paced = self.bandwidth_limit.bytes_in(BULK_CHUNK_TIME).unwrap_or(u64::MAX);
         let chunk_bytes = CHUNK_BYTES.min(paced);
         let regions = self.pending.len();
         // One step more than there are regions: the first one again, from its start.
@@ -123,7 +123,7 @@ impl<M: GuestMemoryMap> Server<M> {
     }
 
     /// What a request names, a stretch for each unit; pushers go on behind it.
-    pub(super) fn stretches(&self, ranges: &[GpaRange]) -> Result<Vec<Stretch>, ProtocolError> {
+    pub(super) fn stretches(&self, ranges: &[GpaRange]) -> Result<Vec<UnitRange>, ProtocolError> {
         let mut stretches = Vec::new();
         for range in ranges {
             let run = self.memory.layout().locate(*range)?;
@@ -136,7 +136,7 @@ impl<M: GuestMemoryMap> Server<M> {
             }
             let packed = (run.region as u64) << HINT_PIECE_BITS | (units.end * unit_pieces);
             self.hint.store(packed, Ordering::Relaxed);
-            stretches.extend(units.map(|unit| Stretch {
+            stretches.extend(units.map(|unit| UnitRange {
                 region: run.region,
                 next: unit * unit_pieces,
                 end: (unit + 1) * unit_pieces,
@@ -145,16 +145,16 @@ impl<M: GuestMemoryMap> Server<M> {
         Ok(stretches)
     }
 
-    /// Pieces of a stretch that nobody has claimed.
-    pub(super) fn pending_of(&self, stretch: Stretch) -> u64 {
-        let Stretch { region, next, end } = stretch;
+    /// Pieces of a stretch that are not claimed.
+    pub(super) fn pending_of(&self, stretch: UnitRange) -> u64 {
+        let UnitRange { region, next, end } = stretch;
         self.pending[region].count_run(next, end - next)
     }
 
     /// Claims from the begin of a stretch until a reply is large enough; returns how many pieces
     /// that were.
-    pub(super) fn claim_from(&self, stretch: &mut Stretch, reply: &mut Reply) -> u64 {
-        let Stretch { region, end, .. } = *stretch;
+    pub(super) fn claim_from(&self, stretch: &mut UnitRange, reply: &mut Reply) -> u64 {
+        let UnitRange { region, end, .. } = *stretch;
         let piece_bytes = self.grains[region].piece_pages * PAGE_BYTES;
         let room = reply.room_bytes().div_ceil(piece_bytes);
         let mut runs: Vec<(u64, u64)> = Vec::new();
@@ -177,8 +177,8 @@ impl<M: GuestMemoryMap> Server<M> {
     }
 
     /// Says that a unit comes on another connection.
-    pub(super) fn add_elsewhere(&self, reply: &mut Reply, stretch: Stretch) {
-        let Stretch { region, end, .. } = stretch;
+    pub(super) fn add_elsewhere(&self, reply: &mut Reply, stretch: UnitRange) {
+        let UnitRange { region, end, .. } = stretch;
         let unit = self.grains[region].unit_pieces;
         push(&mut reply.elsewhere, self.pages_of(region, end - unit, unit));
     }

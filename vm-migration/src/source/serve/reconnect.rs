@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How the source of a postcopy makes its connections again.
+//! Reconnection by the source of a postcopy.
 //!
-//! Owns the attempts: soon at first, then ever less often, by itself for a stated time and on a
-//! person's word after that. It holds no guest and cannot run one.
+//! Owns the attempts: soon at first, then at growing intervals; automatic for a stated time, and at the
+//! operator's request after that. It holds no guest and cannot run one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Server;
-use crate::beside::look_beside;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::opening::Opening;
 use crate::options::{Limits, SendOptions};
+use crate::poll_thread::poll_while;
 use crate::progress::Phase;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::TOKEN_BYTES;
@@ -79,7 +79,7 @@ impl Reconnect {
     /// pending; `None` when the destination turns out to have every page.
     ///
     /// # Errors
-    /// When a person gives up.
+    /// When the operator gives up.
     pub(super) fn until_connected<M: GuestMemoryMap>(
         &mut self,
         server: &Arc<Server<M>>,
@@ -137,7 +137,7 @@ impl Reconnect {
         }
     }
 
-    /// The number of the next attempt, which is then somebody else's.
+    /// The number of the next attempt, which is then another process's.
     pub(super) fn give_attempt(&mut self) -> u32 {
         self.attempt += 1;
         self.attempt
@@ -151,7 +151,7 @@ impl Reconnect {
     /// Tries once; `None` when the destination turns out to have every page.
     ///
     /// # Errors
-    /// It did not work, or a person gives up.
+    /// It did not work, or the operator gives up.
     pub(super) fn connect<M: GuestMemoryMap>(
         &mut self,
         server: &Arc<Server<M>>,
@@ -164,7 +164,7 @@ impl Reconnect {
                 given_up.cancel();
             }
         };
-        let connected = look_beside(look, || self.connect_until(&given_up, server));
+        let connected = poll_while(look, || self.connect_until(&given_up, server));
         connected.map_err(Cause::Resource).step(STEP)?
     }
 
@@ -207,7 +207,7 @@ impl Reconnect {
     }
 }
 
-/// Waits for what the destination lacks, for as long as it says that it is there: a person who gives
+/// Waits for what the destination lacks, for as long as it says that it is there: an operator who gives
 /// up ends that.
 fn hear_missing(control: &mut Channel, limit: Duration) -> Result<Vec<u8>, Failure> {
     const STEP: &str = "hearing what is missing";

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Letting another process go on with serving, and going on in place of one.
+//! Takeover of serving by another process.
 //!
-//! Owns that only one of the two connects. The source serves while its successor takes over: that
-//! one connects as if connections had been lost, and with its word that it serves the source is
-//! done. Without that word the source goes on, with attempts of higher numbers.
+//! Owns that only one of the two processes connects. The source serves while its page server takes over: the
+//! page server connects as after lost connections, and the source ends when the page server reports that it
+//! serves. Without that report the source goes on, with attempts of higher numbers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step};
 use crate::options::SendOptions;
-use crate::page_server::{Charge, Successor, Taken, Terms};
+use crate::page_server::{PageServerHandle, Taken, TakeoverRequest, Terms};
 use crate::progress::{Event as ProgressEvent, Phase, Progress, Snapshot};
 use crate::ram::GuestMemoryMap;
 use crate::report::FailureReport;
@@ -28,12 +28,12 @@ use crate::steering::Steering;
 /// How it goes on after a set of connections: who connects.
 pub(super) struct Relay {
     pub reconnect: Reconnect,
-    /// Whoever is to take over and has not yet been asked to.
-    pub successor: Option<Box<dyn Successor>>,
+    /// The page server that has not yet been asked to take over.
+    pub page_server: Option<Box<dyn PageServerHandle>>,
 }
 
 impl<M: GuestMemoryMap> Server<M> {
-    /// Watches a set of connections; while there is somebody to take over, lets them.
+    /// Watches a set of connections; while there is a page server, lets it take over.
     pub(super) fn attend(
         &self,
         control: Channel,
@@ -41,12 +41,12 @@ impl<M: GuestMemoryMap> Server<M> {
         relay: &mut Relay,
         context: Context<'_>,
     ) -> Result<End, Failure> {
-        let Some(successor) = relay.successor.take() else {
+        let Some(page_server) = relay.page_server.take() else {
             return self.watch(control, session, context);
         };
-        let charge = self.charge(&mut relay.reconnect);
+        let takeover = self.takeover(&mut relay.reconnect);
         std::thread::scope(|scope| {
-            let hand_on = || self.hand_on(successor, &charge, session);
+            let hand_on = || self.hand_on(page_server, &takeover, session);
             let thread = std::thread::Builder::new().name("mig-hand-on".into());
             let handing = thread.spawn_scoped(scope, hand_on);
             let end = self.watch(control, session, context);
@@ -64,15 +64,15 @@ impl<M: GuestMemoryMap> Server<M> {
         })
     }
 
-    /// Lets the successor take over; the set of connections ends when it has.
+    /// Lets the page server take over; the set of connections ends when it has.
     fn hand_on(
         &self,
-        successor: Box<dyn Successor>,
-        charge: &Charge,
+        page_server: Box<dyn PageServerHandle>,
+        takeover: &TakeoverRequest,
         session: &Session,
     ) -> Option<Taken> {
         let began = Instant::now();
-        match successor.take_over(charge) {
+        match page_server.take_over(takeover) {
             Ok(taken) => {
                 self.progress.page_server.serves(began.elapsed());
                 session.fate().stop().cancel();
@@ -96,13 +96,13 @@ impl<M: GuestMemoryMap> Server<M> {
         self.progress.tell(ProgressEvent::PageServerFailed);
     }
 
-    /// What a successor has to know; it has the next attempt.
-    fn charge(&self, reconnect: &mut Reconnect) -> Charge {
+    /// What a page server has to know; it has the next attempt.
+    fn takeover(&self, reconnect: &mut Reconnect) -> TakeoverRequest {
         let attempt = reconnect.give_attempt();
         let Reconnect { to, id, bulk, urgent, timeout, limits, .. } = reconnect;
         let units = self.grains.iter().map(Grain::pages).collect();
         let terms = Terms { id: *id, attempt, bulk: *bulk, urgent: *urgent, units };
-        Charge::new(to, limits, *timeout, self.pace.bytes_per_s(), terms)
+        TakeoverRequest::new(to, limits, *timeout, self.bandwidth_limit.bytes_per_s(), terms)
     }
 }
 
@@ -110,10 +110,10 @@ impl<M: GuestMemoryMap> Server<M> {
 /// destination has every one. `taken` is called once, when it is known whether it does.
 ///
 /// # Errors
-/// When it could not take over, which `taken` was told; or a person has given up.
+/// When it could not take over, which `taken` was told; or the operator has given up.
 pub fn serve_for_another<M: GuestMemoryMap>(
     memory: Arc<M>,
-    charge: &Charge,
+    takeover: &TakeoverRequest,
     steering: &Steering,
     progress: &Arc<Progress>,
     taken: impl FnOnce(Result<Taken, &Cause>),
@@ -132,13 +132,13 @@ pub fn serve_for_another<M: GuestMemoryMap>(
     progress.counters.total_bytes.set(total_bytes);
     let serve = || -> Result<(), Failure> {
         const STEP: &str = "taking over from the VMM";
-        let options = SendOptions { steering: steering.clone(), ..charge.options().step(STEP)? };
+        let options = SendOptions { steering: steering.clone(), ..takeover.options().step(STEP)? };
         let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
         let context = Context { options: &options, progress, cancel: &never };
-        let server = Arc::new(empty_server(memory, charge, &options, progress));
-        let counts = (usize::from(charge.bulk), usize::from(charge.urgent));
-        let mut reconnect = Reconnect::new(&options, charge.id, counts.0, counts.1);
-        reconnect.next_attempt_is(charge.attempt);
+        let server = Arc::new(empty_server(memory, takeover, &options, progress));
+        let counts = (usize::from(takeover.bulk), usize::from(takeover.urgent));
+        let mut reconnect = Reconnect::new(&options, takeover.id, counts.0, counts.1);
+        reconnect.next_attempt_is(takeover.attempt);
         let connected = progress.run(Phase::Connect, || reconnect.connect(&server))?;
         let Some(connections) = connected else {
             answer(Ok(Taken::Complete));
@@ -148,7 +148,7 @@ pub fn serve_for_another<M: GuestMemoryMap>(
             let mut session = Session::new()?;
             let control = server.serve_on_set(&mut session, connections)?;
             answer(Ok(Taken::Serving));
-            let relay = Relay { reconnect, successor: None };
+            let relay = Relay { reconnect, page_server: None };
             let result = server.watch(control, &session, context);
             server.serve_on(result, session, relay, context).map(drop)
         })
@@ -172,12 +172,12 @@ pub fn serve_for_another<M: GuestMemoryMap>(
 /// A server that learns from the destination what is missing.
 fn empty_server<M: GuestMemoryMap>(
     memory: Arc<M>,
-    charge: &Charge,
+    takeover: &TakeoverRequest,
     options: &SendOptions,
     progress: &Arc<Progress>,
 ) -> Server<M> {
-    let regions = memory.layout().regions().iter().zip(&charge.units);
+    let regions = memory.layout().regions().iter().zip(&takeover.units);
     let missing = regions.map(|(region, (_, unit))| ClaimMap::new(region.pages() / unit)).collect();
-    let grains = charge.units.iter().map(|(piece, unit)| Grain::new(*piece, *unit)).collect();
+    let grains = takeover.units.iter().map(|(piece, unit)| Grain::new(*piece, *unit)).collect();
     Server::new(memory, missing, grains, options, Arc::clone(progress))
 }

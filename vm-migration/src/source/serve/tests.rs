@@ -77,7 +77,7 @@ fn come_back(first: &[u8], more: &[u8], gives_up: bool) -> (Failure, Duration) {
         scope.spawn(move || {
             begins.recv().unwrap();
             if gives_up {
-                steering.give_up();
+                steering.abandon();
             }
         });
         let began = Instant::now();

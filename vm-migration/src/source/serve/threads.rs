@@ -2,10 +2,10 @@
 
 //! The threads of Serve: each owns a connection.
 //!
-//! Owns how pushers give way. A pusher looks between two chunks whether requests are being answered
-//! and lets them go first, keeps to the limit of the background, and answers what is asked on its
-//! own connection: without urgent connections that is where requests come. Whoever answers looks
-//! between two pieces whether more is asked for.
+//! Owns the priority of requests over the background. A pusher checks between two chunks whether requests
+//! are being answered and yields to them, keeps to the bandwidth limit of the background, and answers the
+//! requests that arrive on its own connection: without urgent connections all requests arrive there. A
+//! thread that answers checks between two pieces for further requests.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Server;
-use super::answers::{Answers, Why};
+use super::answers::{Answers, SendReason};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
@@ -97,14 +97,14 @@ fn push_bulk<M: GuestMemoryMap>(
         // Before the claim: what is claimed cannot be asked for until it has come.
         give_way(server);
         let turn = server.turn();
-        let pause = server.pace.reserve(0);
+        let pause = server.bandwidth_limit.reserve(0);
         if !pause.is_zero() {
             drop(turn);
             sleep(pause, &channel.connection, stop).step(STEP)?;
             continue;
         }
         let Some(chunk) = server.next_chunk(&mut at) else { return Ok(()) };
-        server.pace.reserve(chunk.data_bytes());
+        server.bandwidth_limit.reserve(chunk.data_bytes());
         drop(turn);
         let pages = server.send(&channel.connection, &chunk).step(STEP)?;
         server.progress.counters.bulk_pages.fetch_add(pages, Ordering::Relaxed);
@@ -172,8 +172,8 @@ fn answer<M: GuestMemoryMap>(
         if !reply.is_empty() {
             let pages = server.send(&channel.connection, &reply).step(STEP)?;
             let sent = match why {
-                Why::Waited => &counters.urgent_pages,
-                Why::Ahead => &counters.prefetched_pages,
+                SendReason::Requested => &counters.urgent_pages,
+                SendReason::Readahead => &counters.prefetched_pages,
             };
             sent.fetch_add(pages, Ordering::Relaxed);
         }

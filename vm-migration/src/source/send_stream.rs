@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A connection as a carrier of memory: how fast it has been, and so how much it may take on.
+//! A connection as a stream of memory: its measured rate, and how much it may claim.
 //!
-//! Owns the pace of each connection, from round to round, and the messages that wait for their
-//! answers. A connection is never given more than it carries in about [`HOLD`], so that one that
-//! is slow (another path, a lossy link) holds a round up by that and no more.
+//! Owns the rate of each connection, from round to round, and the messages whose answers are outstanding. A
+//! connection is never given more than it carries in about [`HOLD`], so that a slow one (another path, a
+//! lossy link) delays a round by no more than that.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::compression::{self, Encoding, PageCompressor};
 use super::round::ranges;
-use super::squeeze::{self, Squeeze, Way};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{PAGE_BYTES, PageRun, to_usize};
@@ -46,12 +46,12 @@ const SAMPLE_BYTES_MIN: u64 = 64 << 10;
 
 /// How fast a connection has been.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Pace {
+pub(crate) struct PeerRate {
     /// 0 before anything was measured.
     bytes_per_s: u64,
 }
 
-impl Pace {
+impl PeerRate {
     /// Bytes that may be under way.
     fn budget_bytes(self, round_trip: Duration) -> u64 {
         let hold_us = (HOLD + 4 * round_trip).as_micros();
@@ -71,9 +71,9 @@ impl Pace {
 /// What is known of a connection from round to round.
 #[derive(Debug)]
 pub(crate) struct Record {
-    pace: Pace,
+    pace: PeerRate,
     /// Where compression is wanted.
-    squeeze: Option<Squeeze>,
+    page_compressor: Option<PageCompressor>,
     /// Compression was found to pay.
     on: bool,
     /// The fastest that a message was answered.
@@ -83,59 +83,64 @@ pub(crate) struct Record {
 impl Record {
     /// Nothing is known yet.
     pub(crate) fn new(compression: Compression) -> Result<Self, Failure> {
-        let squeeze = match compression {
+        let page_compressor = match compression {
             Compression::None => None,
             Compression::Zstd => {
-                let squeeze = Squeeze::new().map_err(Cause::Resource);
-                Some(squeeze.step("preparing to compress memory")?)
+                let page_compressor = PageCompressor::new().map_err(Cause::Resource);
+                Some(page_compressor.step("preparing to compress memory")?)
             }
         };
-        Ok(Self { pace: Pace::default(), squeeze, on: false, fastest_answer: Duration::MAX })
+        Ok(Self {
+            pace: PeerRate::default(),
+            page_compressor,
+            on: false,
+            fastest_answer: Duration::MAX,
+        })
     }
 }
 
 /// One connection in one round.
-pub(crate) struct Lane<'a> {
+pub(crate) struct SendStream<'a> {
     channel: &'a mut Channel,
     record: &'a mut Record,
     round_trip: Duration,
     /// Connections of this round.
-    lanes: u64,
+    streams: u64,
     /// Bytes and time of messages without an answer.
     waiting: VecDeque<(u64, Instant)>,
     answered: Option<Instant>,
-    /// When the trial of a way began.
+    /// When the trial of an encoding began.
     trial: Option<Instant>,
     progress: &'a Progress,
 }
 
-impl<'a> Lane<'a> {
+impl<'a> SendStream<'a> {
     pub(crate) fn new(
         channel: &'a mut Channel,
         record: &'a mut Record,
         round_trip: Duration,
-        lanes: u64,
+        streams: u64,
         progress: &'a Progress,
     ) -> Self {
-        if let Some(squeeze) = &mut record.squeeze {
-            squeeze.choice.interrupted();
+        if let Some(page_compressor) = &mut record.page_compressor {
+            page_compressor.choice.interrupted();
         }
         let (waiting, answered) = (VecDeque::with_capacity(UNANSWERED_MAX), None);
-        Self { channel, record, round_trip, lanes, progress, waiting, answered, trial: None }
+        Self { channel, record, round_trip, streams, progress, waiting, answered, trial: None }
     }
 
     /// How many units to claim when `left` are left for all: ever fewer towards the end.
     pub(crate) fn claim_units(&self, left: u64) -> u64 {
-        if self.lanes == 1 {
+        if self.streams == 1 {
             return UNITS_MAX;
         }
         let by_pace = self.record.pace.budget_bytes(self.round_trip) / 2 / UNIT_BYTES;
-        by_pace.min(left / (2 * self.lanes)).clamp(1, UNITS_MAX)
+        by_pace.min(left / (2 * self.streams)).clamp(1, UNITS_MAX)
     }
 
     /// How many bytes of several slices may come together in one message.
     pub(crate) fn message_bytes(&self) -> u64 {
-        if self.lanes == 1 {
+        if self.streams == 1 {
             return MESSAGE_BYTES;
         }
         (self.record.pace.budget_bytes(self.round_trip) / 2).clamp(UNIT_BYTES, MESSAGE_BYTES)
@@ -154,7 +159,7 @@ impl<'a> Lane<'a> {
             return true;
         }
         let under_way: u64 = self.waiting.iter().map(|(bytes, _)| bytes).sum();
-        self.lanes > 1 && under_way > self.record.pace.budget_bytes(self.round_trip)
+        self.streams > 1 && under_way > self.record.pace.budget_bytes(self.round_trip)
     }
 
     /// Waits for all answers.
@@ -190,29 +195,41 @@ impl<'a> Lane<'a> {
         memory: &M,
         data: &[PageRun],
     ) -> Result<(), Failure> {
-        let Some(choice) = self.record.squeeze.as_ref().map(|squeeze| &squeeze.choice) else {
+        let Some(choice) =
+            self.record.page_compressor.as_ref().map(|page_compressor| &page_compressor.choice)
+        else {
             return self.send_plain(memory, data);
         };
         if choice.begins_trial() {
             self.settle()?;
             self.trial = Some(Instant::now());
         }
-        let way = self.record.squeeze.as_ref().map(|squeeze| squeeze.choice.way());
-        if way == Some(Way::Zstd) {
-            for piece in squeeze::pieces(data) {
+        let encoding = self
+            .record
+            .page_compressor
+            .as_ref()
+            .map(|page_compressor| page_compressor.choice.encoding());
+        if encoding == Some(Encoding::Zstd) {
+            for piece in compression::pieces(data) {
                 self.send_squeezed(memory, &piece)?;
             }
         } else {
             self.send_plain(memory, data)?;
         }
         let bytes = data.iter().map(PageRun::len_bytes).sum();
-        let ends = self.record.squeeze.as_mut().is_some_and(|squeeze| squeeze.choice.sent(bytes));
+        let ends = self
+            .record
+            .page_compressor
+            .as_mut()
+            .is_some_and(|page_compressor| page_compressor.choice.sent(bytes));
         if ends {
             self.settle()?;
             let took = self.trial.take().map(|began| began.elapsed()).unwrap_or_default();
-            let squeeze = self.record.squeeze.as_mut();
-            if let Some(now) = squeeze.and_then(|squeeze| squeeze.choice.trial_took(took)) {
-                let on = now == Way::Zstd;
+            let page_compressor = self.record.page_compressor.as_mut();
+            if let Some(now) =
+                page_compressor.and_then(|page_compressor| page_compressor.choice.trial_took(took))
+            {
+                let on = now == Encoding::Zstd;
                 self.progress.compression_is(std::mem::replace(&mut self.record.on, on), on);
             }
         }
@@ -257,11 +274,11 @@ impl<'a> Lane<'a> {
         data: &[PageRun],
     ) -> Result<(), Failure> {
         const STEP: &str = "compressing memory";
-        // Taken out while it is used: sending needs all of the lane.
-        let Some(mut squeeze) = self.record.squeeze.take() else {
+        // Taken out while it is used: sending needs all of the stream.
+        let Some(mut page_compressor) = self.record.page_compressor.take() else {
             return self.send_plain(memory, data);
         };
-        let frame = squeeze.frame(memory, data).map_err(Cause::Resource).step(STEP);
+        let frame = page_compressor.frame(memory, data).map_err(Cause::Resource).step(STEP);
         let sent = match frame {
             Err(failure) => Err(failure),
             Ok(None) => self.send_plain(memory, data),
@@ -275,7 +292,7 @@ impl<'a> Lane<'a> {
                 self.send_parts(&[Part::Bytes(&head), Part::Bytes(frame)], raw_bytes)
             }
         };
-        self.record.squeeze = Some(squeeze);
+        self.record.page_compressor = Some(page_compressor);
         sent
     }
 
@@ -296,7 +313,7 @@ mod tests {
     #[test]
     fn what_is_under_way_takes_about_as_long_on_any_connection() {
         for bytes_per_s in [1_u64 << 20, 10 << 20, 100 << 20, 1 << 30] {
-            let mut pace = Pace::default();
+            let mut pace = PeerRate::default();
             pace.sample(bytes_per_s, 1000 * MS);
             let budget = pace.budget_bytes(Duration::ZERO);
             assert_eq!(budget, bytes_per_s / 50, "20 ms worth");
@@ -306,7 +323,7 @@ mod tests {
     #[test]
     fn a_long_way_does_not_look_like_a_slow_one_for_ever() {
         // A link of 1 GB/s with a round trip of 50 ms: each message takes 50 ms and its bytes.
-        let mut pace = Pace::default();
+        let mut pace = PeerRate::default();
         let mut claimed = UNIT_BYTES;
         for _ in 0..8 {
             pace.sample(claimed, 50 * MS + Duration::from_micros(claimed / 1000));
@@ -317,7 +334,7 @@ mod tests {
 
     #[test]
     fn short_messages_do_not_spoil_the_measure() {
-        let mut pace = Pace::default();
+        let mut pace = PeerRate::default();
         pace.sample(1 << 20, MS);
         let before = pace.bytes_per_s;
         pace.sample(4096, 50 * MS);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory as one line of units, which connections claim slice by slice.
+//! All guest memory as one index space of dirty-log units, which connections claim slice by slice.
 //!
-//! Owns where a region begins in it. A slice never leaves its region.
+//! Owns the first index of each region. A slice never spans two regions.
 
 use std::ops::Range;
 
-use super::lane::{UNIT_PAGES, UNITS_MAX};
+use super::send_stream::{UNIT_PAGES, UNITS_MAX};
 use crate::cursor::Cursor;
 use crate::layout::Layout;
 
@@ -20,13 +20,13 @@ pub(crate) struct Slice {
 
 /// All regions as one line of units, each region beginning with a unit of its own.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct UnitSpace {
     /// Per region: its first unit, and its pages.
     regions: Vec<(u64, u64)>,
     pub(super) units: u64,
 }
 
-impl Line {
+impl UnitSpace {
     pub(crate) fn new(layout: &Layout) -> Self {
         let mut units = 0;
         let mut place = |pages: u64| {
@@ -105,11 +105,11 @@ mod tests {
                 gpa += (pages + 7) * PAGE_BYTES;
                 info
             });
-            let line = Line::new(&Layout::new(regions.collect()).expect("a layout"));
-            let cursor = Cursor::new(line.units);
+            let space = UnitSpace::new(&Layout::new(regions.collect()).expect("a layout"));
+            let cursor = Cursor::new(space.units);
             let mut next = vec![0; sizes.len()];
             let mut turn = 0;
-            while let Some(slice) = line.claim(&cursor, |_| wants[turn % wants.len()]) {
+            while let Some(slice) = space.claim(&cursor, |_| wants[turn % wants.len()]) {
                 prop_assert_eq!(slice.first, next[slice.region]);
                 prop_assert!(slice.first.is_multiple_of(UNIT_PAGES) && slice.pages > 0);
                 prop_assert!(slice.pages <= wants[turn % wants.len()] * UNIT_PAGES);

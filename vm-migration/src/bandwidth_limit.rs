@@ -2,16 +2,16 @@
 
 //! A limit on bytes per second that several threads share.
 //!
-//! Owns one number: the moment from which on the link is free again. Whoever wants to send moves it
-//! on by the time that the bytes take and waits until its old value, so nobody holds a lock and
-//! nobody gets ahead of the rate by more than one piece.
+//! Owns one atomic: the time at which the link is free again. A thread advances it by the time that its
+//! bytes take, and then sleeps until the old value. No thread holds a lock, and none exceeds the rate by
+//! more than one reservation.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// The limit.
 #[derive(Debug)]
-pub(crate) struct Pace {
+pub(crate) struct BandwidthLimit {
     /// 0 for none.
     bytes_per_s: u64,
     start: Instant,
@@ -19,7 +19,7 @@ pub(crate) struct Pace {
     free_at: AtomicU64,
 }
 
-impl Pace {
+impl BandwidthLimit {
     pub(crate) fn new(bytes_per_s: u64) -> Self {
         Self { bytes_per_s, start: Instant::now(), free_at: AtomicU64::new(0) }
     }
@@ -74,13 +74,13 @@ mod tests {
 
     #[test]
     fn no_limit_never_waits() {
-        let pace = Pace::new(0);
+        let pace = BandwidthLimit::new(0);
         assert_eq!((pace.reserve(u64::MAX), pace.bytes_in(Duration::MAX)), (Duration::ZERO, None));
     }
 
     #[test]
     fn pieces_follow_each_other_at_the_rate_and_an_idle_link_saves_nothing_up() {
-        let pace = Pace::new(1000);
+        let pace = BandwidthLimit::new(1000);
         assert_eq!(pace.reserve_at(0, 500), 0);
         assert_eq!(pace.reserve_at(0, 500), 500_000_000);
         assert_eq!(pace.reserve_at(10_000_000_000, 1), 10_000_000_000);
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn threads_share_one_rate() {
-        let pace = Pace::new(1 << 30);
+        let pace = BandwidthLimit::new(1 << 30);
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| (0..1000).map(|_| pace.reserve_at(0, 1 << 20)).max());

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Large host pages that come together from pieces.
+//! Large host pages that are assembled from pieces of 4 KiB.
 //!
-//! Owns, for one region, which pages of 4 KiB nobody has begun to bring in, and how many of each
-//! host page are not in place yet. Whoever claims a page may write it; whoever puts the last page
-//! of a host page in place is told so, and nobody else, whichever connections the others came on.
-//! It knows no contents and shows nothing. There is a loom model.
+//! Owns, for one region, which pieces no thread has begun to receive, and how many of each host page are
+//! not in place yet. The thread that claims a piece may write it; the thread that puts the last piece of a
+//! host page in place is the only one that is told so, whichever connections the others arrived on. It
+//! touches no contents and maps nothing. Checked by a loom model.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU64, Ordering};
@@ -17,10 +17,10 @@ use crate::layout::to_usize;
 
 /// The pieces of a region.
 #[derive(Debug)]
-pub(crate) struct Pieces {
+pub(crate) struct PartialPages {
     /// Pages of 4 KiB in a host page.
     unit_pages: u64,
-    /// Per page: nobody has begun to bring it in.
+    /// Per page: no thread has begun to receive it.
     absent: ClaimMap,
     /// Per host page: pages that are not in place.
     open: Box<[AtomicU64]>,
@@ -28,7 +28,7 @@ pub(crate) struct Pieces {
     filled: ClaimMap,
 }
 
-impl Pieces {
+impl PartialPages {
     /// Everything of the host pages that `missing` names is still to come.
     pub(crate) fn new(missing: &ClaimMap, unit_pages: u64) -> Self {
         let units = missing.len();
@@ -47,7 +47,7 @@ impl Pieces {
     }
 
     /// All of the host pages that are still missing is to come again. `partly` is called for each of
-    /// which something may have come: that is to be thrown away. Nobody may bring anything in
+    /// which something may have come: that is to be thrown away. No thread may receive anything
     /// meanwhile.
     pub(crate) fn begin_again(&self, missing: &ClaimMap, mut partly: impl FnMut(u64)) {
         for unit in missing.runs().flat_map(|(first, count)| first..first + count) {
@@ -61,12 +61,12 @@ impl Pieces {
         }
     }
 
-    /// True when nobody has begun to bring in any of these pages.
+    /// True when no thread has begun to receive any of these pages.
     pub(crate) fn are_absent(&self, first: u64, count: u64) -> bool {
         self.absent.count_run(first, count) == count
     }
 
-    /// Takes pages, all or none for the caller's purposes: false means that somebody else brings
+    /// Takes pages, all or none for the caller's purposes: false means that another thread brings
     /// one of them in, and the caller must bring in none.
     pub(crate) fn claim(&self, first: u64, count: u64) -> bool {
         self.absent.claim_run(first, count) == count
@@ -108,16 +108,16 @@ mod tests {
 
     use super::*;
 
-    fn pieces(units: u64, missing: &[u64], unit_pages: u64) -> (ClaimMap, Pieces) {
+    fn pieces(units: u64, missing: &[u64], unit_pages: u64) -> (ClaimMap, PartialPages) {
         let map = ClaimMap::new(units);
         for unit in missing {
             map.set(*unit);
         }
-        let pieces = Pieces::new(&map, unit_pages);
+        let pieces = PartialPages::new(&map, unit_pages);
         (map, pieces)
     }
 
-    fn put(pieces: &Pieces, first: u64, count: u64, contents: bool) -> Vec<(u64, bool)> {
+    fn put(pieces: &PartialPages, first: u64, count: u64, contents: bool) -> Vec<(u64, bool)> {
         let mut complete = Vec::new();
         let note = |unit, filled| {
             complete.push((unit, filled));
@@ -193,7 +193,7 @@ mod model {
 
     use super::*;
 
-    fn bring(pieces: &Pieces, first: u64, contents: bool) -> u32 {
+    fn bring(pieces: &PartialPages, first: u64, contents: bool) -> u32 {
         if !pieces.claim(first, 1) {
             return 0;
         }
@@ -215,7 +215,7 @@ mod model {
         loom::model(|| {
             let missing = ClaimMap::new(1);
             missing.set(0);
-            let pieces = Arc::new(Pieces::new(&missing, 3));
+            let pieces = Arc::new(PartialPages::new(&missing, 3));
             let other = {
                 let pieces = Arc::clone(&pieces);
                 thread::spawn(move || bring(&pieces, 0, true) + bring(&pieces, 2, false))

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Threads that fetch their own pages, and sleep until they are here.
+//! vCPU threads that wait for a page which they have requested themselves.
 //!
-//! Owns a bed for each such thread: the page that it needs, and the thread. A thread first writes
-//! the page into its bed, then notes its wish and looks whether the page is missing; an arrival
-//! clears `missing`, then looks for wishes and goes through the beds. Each has a fence between its
-//! two steps, so that one of the two sees the other. A sleeper may also be woken by whoever wants
-//! something else of its thread (a kick of a vCPU): waking is an unpark, which is never lost, and
-//! who wakes looks again. It must never decide what is missing.
+//! Owns a slot for each such thread: the page that it waits for, and the thread. A thread stores the
+//! page in its slot, then marks the page as wanted and checks whether it is missing. An arrival
+//! clears `missing`, then checks `wanted` and scans the slots. A fence between the two steps of either
+//! side guarantees that one of them sees the other. A kick of the vCPU unparks the thread, too: an unpark
+//! is never lost, and the thread checks again. Must never decide what is missing.
 
 #[cfg(loom)]
 use loom::{
@@ -33,54 +32,59 @@ fn key(region: usize, unit: u64) -> u64 {
     ((region as u64) << UNIT_BITS | unit) + 1
 }
 
-struct Bed {
+struct Waiter {
     /// [`EMPTY`], or the key of the page.
     page: AtomicU64,
-    /// Who lies in it. Held for one look, by its thread and by whoever brings its page.
+    /// The thread. Locked for one access, by that thread and by the one that brings the page.
     thread: Mutex<Option<Thread>>,
 }
 
-/// The beds.
-pub(crate) struct Sleepers(Box<[Bed]>);
+/// One slot for each vCPU.
+pub(crate) struct Waiters(Box<[Waiter]>);
 
-/// A thread that lies in its bed; it gets up when this is dropped.
-pub(crate) struct Lying<'a>(&'a Bed);
+/// The registration of the calling thread, which ends when this is dropped.
+pub(crate) struct ParkedWaiter<'a>(&'a Waiter);
 
-impl Sleepers {
-    pub(crate) fn new(beds: usize) -> Self {
-        let bed = || Bed { page: AtomicU64::new(EMPTY), thread: Mutex::new(None) };
-        Self((0..beds).map(|_| bed()).collect())
+impl Waiters {
+    pub(crate) fn new(count: usize) -> Self {
+        let waiter = || Waiter { page: AtomicU64::new(EMPTY), thread: Mutex::new(None) };
+        Self((0..count).map(|_| waiter()).collect())
     }
 
     /// The calling thread needs this page; to be called before it looks whether that is missing.
-    /// `None` when there is no such bed.
-    pub(crate) fn lie_down(&self, bed: usize, region: usize, unit: u64) -> Option<Lying<'_>> {
-        let bed = self.0.get(bed)?;
-        *bed.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
-        bed.page.store(key(region, unit), Ordering::SeqCst);
-        Some(Lying(bed))
+    /// `None` when there is no such slot.
+    pub(crate) fn register(
+        &self,
+        slot: usize,
+        region: usize,
+        unit: u64,
+    ) -> Option<ParkedWaiter<'_>> {
+        let waiter = self.0.get(slot)?;
+        *waiter.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
+        waiter.page.store(key(region, unit), Ordering::SeqCst);
+        Some(ParkedWaiter(waiter))
     }
 
-    /// A page is here, and visible: to be called after it was found that somebody wants it.
+    /// Unparks the threads that wait for a page, which is in place; called for pages that are wanted.
     pub(crate) fn wake(&self, region: usize, unit: u64) {
         let page = key(region, unit);
-        for bed in self.0.iter().filter(|bed| bed.page.load(Ordering::SeqCst) == page) {
-            if let Some(thread) = &*bed.thread.lock().unwrap_or_else(PoisonError::into_inner) {
+        for waiter in self.0.iter().filter(|waiter| waiter.page.load(Ordering::SeqCst) == page) {
+            if let Some(thread) = &*waiter.thread.lock().unwrap_or_else(PoisonError::into_inner) {
                 thread.unpark();
             }
         }
     }
 }
 
-impl Lying<'_> {
-    /// Sleeps until the page has come, or somebody wants something else of this thread.
-    pub(crate) fn sleep(&self) {
+impl ParkedWaiter<'_> {
+    /// Parks until the page is in place or the vCPU is kicked; may return without either.
+    pub(crate) fn park(&self) {
         debug_assert_ne!(self.0.page.load(Ordering::Relaxed), EMPTY);
         thread::park();
     }
 }
 
-impl Drop for Lying<'_> {
+impl Drop for ParkedWaiter<'_> {
     fn drop(&mut self) {
         self.0.page.store(EMPTY, Ordering::SeqCst);
     }
@@ -97,31 +101,31 @@ mod tests {
 
     #[test]
     fn who_sleeps_for_another_page_is_left_alone() {
-        let sleepers = Arc::new(Sleepers::new(2));
+        let waiters = Arc::new(Waiters::new(2));
         let (lies, told) = mpsc::channel();
         let (up, got_up) = mpsc::channel();
         let mut threads = Vec::new();
-        for (bed, unit) in [(0, 7), (1, 8)] {
-            let (sleepers, lies, up) = (Arc::clone(&sleepers), lies.clone(), up.clone());
+        for (slot, unit) in [(0, 7), (1, 8)] {
+            let (waiters, lies, up) = (Arc::clone(&waiters), lies.clone(), up.clone());
             threads.push(std::thread::spawn(move || {
-                let lying = sleepers.lie_down(bed, 1, unit).unwrap();
+                let waiter = waiters.register(slot, 1, unit).unwrap();
                 lies.send(()).unwrap();
-                lying.sleep();
-                up.send(bed).unwrap();
+                waiter.park();
+                up.send(slot).unwrap();
             }));
         }
         let _ = (told.recv().unwrap(), told.recv().unwrap());
-        sleepers.wake(0, 7);
-        sleepers.wake(1, 8);
+        waiters.wake(0, 7);
+        waiters.wake(1, 8);
         assert_eq!(got_up.recv().unwrap(), 1);
         assert!(got_up.try_recv().is_err());
-        sleepers.wake(1, 7);
+        waiters.wake(1, 7);
         assert_eq!(got_up.recv().unwrap(), 0);
         for thread in threads {
             thread.join().unwrap();
         }
-        assert!(sleepers.0.iter().all(|bed| bed.page.load(Ordering::SeqCst) == EMPTY));
-        assert!(sleepers.lie_down(2, 0, 0).is_none());
+        assert!(waiters.0.iter().all(|waiter| waiter.page.load(Ordering::SeqCst) == EMPTY));
+        assert!(waiters.register(2, 0, 0).is_none());
     }
 }
 
@@ -137,32 +141,32 @@ mod model {
     struct Page {
         missing: ClaimMap,
         wanted: ClaimMap,
-        sleepers: Sleepers,
+        waiters: Waiters,
     }
 
     impl Page {
-        fn new(beds: usize) -> Arc<Self> {
+        fn new(count: usize) -> Arc<Self> {
             let (missing, wanted) = (ClaimMap::new(1), ClaimMap::new(1));
             missing.set(0);
-            Arc::new(Self { missing, wanted, sleepers: Sleepers::new(beds) })
+            Arc::new(Self { missing, wanted, waiters: Waiters::new(count) })
         }
 
         /// As the engine does; true for the one that asks. Enters the guest again and again until
         /// the page is there, or `leave` says that the vCPU is to stop.
-        fn fault(&self, bed: usize, leave: Option<&AtomicBool>) -> bool {
+        fn fault(&self, slot: usize, leave: Option<&AtomicBool>) -> bool {
             let mut asked = false;
             loop {
                 if leave.is_some_and(|leave| leave.load(Ordering::SeqCst)) {
                     return asked;
                 }
-                let lying = self.sleepers.lie_down(bed, 0, 0).unwrap();
+                let waiter = self.waiters.register(slot, 0, 0).unwrap();
                 let first = self.wanted.set(0);
                 change_then_look();
                 if !self.missing.get(0) {
                     return asked;
                 }
                 asked |= first;
-                lying.sleep();
+                waiter.park();
             }
         }
 
@@ -170,7 +174,7 @@ mod model {
             self.missing.claim(0);
             change_then_look();
             if self.wanted.get(0) {
-                self.sleepers.wake(0, 0);
+                self.waiters.wake(0, 0);
             }
         }
     }
@@ -197,9 +201,9 @@ mod model {
         bounded.preemption_bound = Some(3);
         bounded.check(|| {
             let page = Page::new(2);
-            let vcpus = [0, 1].map(|bed| {
+            let vcpus = [0, 1].map(|slot| {
                 let page = Arc::clone(&page);
-                thread::spawn(move || page.fault(bed, None))
+                thread::spawn(move || page.fault(slot, None))
             });
             page.arrive();
             let asked = vcpus.map(|vcpu| vcpu.join().unwrap());

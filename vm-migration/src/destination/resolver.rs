@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where threads that were refused a page get it.
+//! Resolves faults on the vCPU's own thread.
 //!
-//! Owns how such a thread's fault becomes a request: the thread itself sends it, on the connection
-//! of its seat, and sleeps until the page is here. There is no reader between the two, and no
-//! queue that it shares with others. Without a connection the wish is noted, and the next set of
-//! connections begins with it.
+//! Owns how a fault becomes a page request: the faulting thread sends it on the preempt channel of
+//! its vCPU and parks until the page is in place. No reader thread is in between, and no shared
+//! queue. Without a connection the page is marked as wanted, and the next set of connections begins
+//! with the request.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,12 +13,12 @@ use super::engine::Engine;
 use super::fault::{Askers, Requests};
 use crate::bitmap::change_then_look;
 use crate::error::Failure;
-use crate::fault::{Fault, NotBrought, PageDesk};
+use crate::fault::{Fault, FaultResolver, NotBrought};
 use crate::ram::GuestMemoryMap;
 use crate::stride::Strides;
 
-/// The desk of one engine.
-pub(super) struct Desk<M: GuestMemoryMap> {
+/// Resolves the faults of the vCPUs of one engine.
+pub(super) struct VcpuFaultResolver<M: GuestMemoryMap> {
     engine: Arc<Engine<M>>,
     askers: Arc<Askers>,
     /// Askers that belong to readers; those of seats are behind them.
@@ -27,7 +27,7 @@ pub(super) struct Desk<M: GuestMemoryMap> {
     strides: Vec<Mutex<Strides>>,
 }
 
-impl<M: GuestMemoryMap> Desk<M> {
+impl<M: GuestMemoryMap> VcpuFaultResolver<M> {
     pub(super) fn new(engine: &Arc<Engine<M>>, askers: &Arc<Askers>) -> Self {
         let (readers, seats) = (engine.source().readers(), engine.source().seats());
         Self {
@@ -39,7 +39,7 @@ impl<M: GuestMemoryMap> Desk<M> {
     }
 }
 
-impl<M: GuestMemoryMap> PageDesk for Desk<M> {
+impl<M: GuestMemoryMap> FaultResolver for VcpuFaultResolver<M> {
     fn bring(&self, seat: usize, fault: Fault) -> Result<(), NotBrought> {
         let brought = self.engine.bring(seat, fault, |waited_for| {
             let strides = self.strides.get(seat);

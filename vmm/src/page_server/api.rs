@@ -32,7 +32,7 @@ pub enum Next {
 }
 
 /// Answers requests.
-pub struct Desk {
+pub struct PageServerApi {
     progress: Arc<Progress>,
     steering: Steering,
     /// When somebody last asked how far it is.
@@ -53,7 +53,7 @@ fn document<T: Serialize>(value: T) -> ApiResult {
     Ok(ApiReply::Progress(document))
 }
 
-impl Desk {
+impl PageServerApi {
     /// Nobody has asked for anything yet.
     pub fn new(progress: Arc<Progress>, steering: Steering) -> Self {
         Self { progress, steering, watched_at: None, given_up_by: Vec::new(), farewell: None }
@@ -111,7 +111,7 @@ impl Desk {
             _ => {
                 log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
                 self.given_up_by.push(responder);
-                self.steering.give_up();
+                self.steering.abandon();
             }
         }
     }

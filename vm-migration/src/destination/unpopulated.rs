@@ -2,10 +2,10 @@
 
 //! Memory into which nothing has arrived yet.
 //!
-//! Owns one bit for each stretch of 64 pages that was never filled. Receiving into a page that the
-//! host has not given yet costs a fault in the middle of the copy; asking for a whole stretch before
-//! costs far less, and once is enough. Short runs are left to faults: what is scattered would take
-//! pages that the source never had.
+//! Owns one bit for each stretch of 64 pages that was never filled. Receiving into a page that the host has
+//! not populated costs a fault in the middle of the copy; populating a whole stretch before costs far less,
+//! and is needed once. Short runs are left to faults: populating around scattered pages would take pages
+//! that the source never had.
 
 use std::io;
 
@@ -18,9 +18,9 @@ const STRETCH_PAGES: u64 = 64;
 
 /// Which stretches are still to be filled, by region.
 #[derive(Debug)]
-pub(crate) struct Fresh(Vec<ClaimMap>);
+pub(crate) struct Unpopulated(Vec<ClaimMap>);
 
-impl Fresh {
+impl Unpopulated {
     /// All of them.
     pub(crate) fn new(layout: &Layout) -> Self {
         let map = |pages: u64| {
@@ -41,7 +41,7 @@ impl Fresh {
         Ok(())
     }
 
-    /// Claims a run for whoever will get pages for it; false when its first stretch is being filled
+    /// Claims a run for the thread that will populate it; false when its first stretch is being filled
     /// already, and then nothing is claimed.
     pub(crate) fn take(&self, run: PageRun) -> bool {
         let first = run.first.div_ceil(STRETCH_PAGES);
@@ -64,7 +64,7 @@ mod tests {
     #[test]
     fn whole_stretches_are_populated_once_and_nothing_beside_the_run() {
         let memory = FakeMemory::new(&[(0, 1000)], Backing::Shared, PAGE_BYTES).unwrap();
-        let fresh = Fresh::new(memory.layout());
+        let fresh = Unpopulated::new(memory.layout());
         let populated = || memory.populated_bytes(0).unwrap() / PAGE_BYTES;
         let fill = |first, count| {
             fresh.populate(&*memory, PageRun { region: 0, first, count }).unwrap();

@@ -11,7 +11,9 @@ use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Side};
 use crate::options::Limits;
-use crate::page_server::{Charge, Deputy, Identity, Principal, Successor, Taken};
+use crate::page_server::{
+    Identity, PageServerEnd, PageServerHandle, SourceEnd, Taken, TakeoverRequest,
+};
 use crate::progress::{Progress, Snapshot};
 use crate::protocol::message::{Message, Recover};
 use crate::source::serve_for_another;
@@ -29,7 +31,7 @@ pub enum Conduct {
     RefusesMemory,
     /// It ends when it is told to take over.
     Vanishes,
-    /// It connects where nobody listens.
+    /// It connects where there is no listener.
     FindsNobody,
     /// It ends when the destination has let go of the source for it.
     EndsHalfWay,
@@ -39,7 +41,7 @@ pub enum Conduct {
 
 /// A page server to be, and what becomes of it.
 #[derive(Debug)]
-pub struct FakeDeputy {
+pub struct FakePageServer {
     conduct: Conduct,
     limits: Limits,
     /// How far it is.
@@ -53,7 +55,7 @@ pub struct FakeDeputy {
 /// What a page server came to: nothing when it was never told to take over.
 pub type Served = Result<Option<Snapshot>, String>;
 
-impl FakeDeputy {
+impl FakePageServer {
     /// One that is not there yet.
     pub fn new(conduct: Conduct, limits: Limits) -> Arc<Self> {
         let progress = Arc::new(Progress::new(Side::Source));
@@ -65,41 +67,43 @@ impl FakeDeputy {
     pub(super) fn start(
         self: &Arc<Self>,
         memory: &FakeMemory,
-    ) -> Result<Box<dyn Successor>, VmError> {
+    ) -> Result<Box<dyn PageServerHandle>, VmError> {
         let (ours, theirs) = UnixStream::pair()?;
-        let deputy = Arc::clone(self);
-        let thread = std::thread::spawn(move || deputy.run(theirs));
+        let page_server = Arc::clone(self);
+        let thread = std::thread::spawn(move || page_server.run(theirs));
         *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
-        let mut principal = Principal::new(ours, self.limits)?;
-        principal.give_memory(memory)?;
-        Ok(Box::new(FakeSuccessor(principal)))
+        let mut source_end = SourceEnd::new(ours, self.limits)?;
+        source_end.give_memory(memory)?;
+        Ok(Box::new(FakePageServerHandle(source_end)))
     }
 
     fn run(&self, socket: UnixStream) -> Served {
         let said = |cause: Cause| error_text::chain(&cause);
-        let mut deputy = Deputy::new(socket).map_err(said)?;
-        let made = deputy.take_memory(|description, files| match self.conduct {
+        let mut page_server = PageServerEnd::new(socket).map_err(said)?;
+        let made = page_server.take_memory(|description, files| match self.conduct {
             Conduct::RefusesMemory => Err(Cause::Vm("there is no room".into())),
             _ => FakeMemory::over(&description.layout()?, files).map_err(Cause::Vm),
         });
         let (description, memory) = made.map_err(said)?;
         let layout = description.layout().map_err(|error| error_text::chain(&error))?;
-        let Some(charge) = deputy.wait_for_charge(&layout).map_err(said)? else { return Ok(None) };
+        let Some(takeover) = page_server.wait_for_takeover(&layout).map_err(said)? else {
+            return Ok(None);
+        };
         if self.conduct == Conduct::Vanishes {
             return Ok(None);
         }
         if self.conduct == Conduct::EndsHalfWay {
-            return half_way(&charge, &self.limits).map(|()| None).map_err(said);
+            return half_way(&takeover, &self.limits).map(|()| None).map_err(said);
         }
         while self.conduct == Conduct::ComesLate && self.steering.take_recover().is_none() {
             std::thread::yield_now();
         }
-        let charge = match self.conduct {
-            Conduct::FindsNobody => elsewhere(&charge)?,
-            _ => charge,
+        let takeover = match self.conduct {
+            Conduct::FindsNobody => elsewhere(&takeover)?,
+            _ => takeover,
         };
-        let taken = |taken: Result<Taken, &Cause>| deputy.tell(taken);
-        let served = serve_for_another(memory, &charge, &self.steering, &self.progress, taken);
+        let taken = |taken: Result<Taken, &Cause>| page_server.tell(taken);
+        let served = serve_for_another(memory, &takeover, &self.steering, &self.progress, taken);
         served.map(Some).map_err(|error| error_text::chain(&*error))
     }
 
@@ -113,33 +117,33 @@ impl FakeDeputy {
     }
 }
 
-/// The same charge with an address where nobody listens.
-fn elsewhere(charge: &Charge) -> Result<Charge, String> {
+/// The same request with an address without a listener.
+fn elsewhere(takeover: &TakeoverRequest) -> Result<TakeoverRequest, String> {
     let text = |error: serde_json::Error| error.to_string();
-    let mut document = serde_json::to_value(charge).map_err(text)?;
+    let mut document = serde_json::to_value(takeover).map_err(text)?;
     document["to"] = "unix:/nonexistent/socket".into();
     serde_json::from_value(document).map_err(text)
 }
 
 /// Asks to go on, and ends with the answer.
-fn half_way(charge: &Charge, limits: &Limits) -> Result<(), Cause> {
-    let to = charge.options()?.to;
+fn half_way(takeover: &TakeoverRequest, limits: &Limits) -> Result<(), Cause> {
+    let to = takeover.options()?.to;
     let never = Cancel::new().map_err(Cause::Resource)?;
     let connection = Connection::connect(&to, &never, limits.connect, limits.answer)?;
-    let Charge { id, attempt, bulk, urgent, .. } = *charge;
+    let TakeoverRequest { id, attempt, bulk, urgent, .. } = *takeover;
     let recover = Message::Recover(Recover { id, attempt, bulk, urgent, alive: false });
     Channel::new(connection).ask(&recover, limits.answer).map(drop)
 }
 
 #[derive(Debug)]
-struct FakeSuccessor(Principal);
+struct FakePageServerHandle(SourceEnd);
 
-impl Successor for FakeSuccessor {
+impl PageServerHandle for FakePageServerHandle {
     fn identity(&self) -> Identity {
         Identity { socket: "/page-server".to_owned(), pid: std::process::id() }
     }
 
-    fn take_over(mut self: Box<Self>, charge: &Charge) -> Result<Taken, VmError> {
-        Ok(self.0.charge(charge)?)
+    fn take_over(mut self: Box<Self>, takeover: &TakeoverRequest) -> Result<Taken, VmError> {
+        Ok(self.0.takeover(takeover)?)
     }
 }

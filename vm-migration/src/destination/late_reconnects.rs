@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The last message of a postcopy, for a source that may not have heard it.
+//! Answers sources that reconnect after a postcopy migration has ended here.
 //!
-//! Owns the listener of a migration that is over here, and the thread that answers a source which
-//! comes back: every page is here. It answers every time until the time is over, because any answer
-//! may be lost on its way: a source (or page server) that never hears it holds all memory of a guest
-//! that needs nothing any more. A new migration to the same address takes the listener over and goes
-//! on answering beside its own work; what time is left when that ends, however it ends, is waited here
-//! again. No connection holds up the answer to another.
+//! Owns the listener of an ended migration, and the thread that answers a reconnecting source: every page
+//! is here. It answers each time until a deadline, because any answer may be lost: a source (or page server)
+//! that never receives it keeps all memory of a guest that no longer needs it. A new migration to the same
+//! address takes over the listener and answers these sources beside its own; when it ends, the rest of the
+//! time is served here again. No connection delays the answer to another.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -45,17 +44,17 @@ struct Entry {
 
 /// The migrations of a process that are over and answered for; clones are the same.
 #[derive(Clone, Debug, Default)]
-pub struct Lingering(Arc<Mutex<Vec<Entry>>>);
+pub struct LateReconnects(Arc<Mutex<Vec<Entry>>>);
 
-impl PartialEq for Lingering {
+impl PartialEq for LateReconnects {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
-impl Eq for Lingering {}
+impl Eq for LateReconnects {}
 
-impl Lingering {
+impl LateReconnects {
     /// Listens on an address, in place of those that answer there now for migrations that are over.
     ///
     /// # Errors
@@ -205,16 +204,16 @@ impl Rejoin {
     }
 
     /// Pages of this migration come no more. The sources of earlier ones may still ask.
-    pub(crate) fn linger_for_others(&self) {
+    pub(crate) fn answer_for_others(&self) {
         self.lingering.go_on(&self.listener, self.pasts.clone());
     }
 }
 
 /// Answers at an address for a migration that is over; where, and for which.
 #[cfg(test)]
-pub(crate) fn linger_for_tests(
+pub(crate) fn late_reconnects_for_tests(
     at: &Address,
-    lingering: &Lingering,
+    lingering: &LateReconnects,
 ) -> (Address, [u8; TOKEN_BYTES]) {
     let rejoin = rejoin_for_tests(at, lingering);
     rejoin.linger(false);
@@ -223,7 +222,7 @@ pub(crate) fn linger_for_tests(
 
 /// Where a source may come back to an address.
 #[cfg(test)]
-pub(super) fn rejoin_for_tests(at: &Address, lingering: &Lingering) -> Rejoin {
+pub(super) fn rejoin_for_tests(at: &Address, lingering: &LateReconnects) -> Rejoin {
     #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
     use std::time::Duration;
     Rejoin {

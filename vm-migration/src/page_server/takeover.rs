@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a page server is told: which memory it has, and how it goes on with the migration.
+//! The documents that a page server gets: the memory that it serves, and how it goes on with the migration.
 //!
-//! Owns the two documents and their checks. They come from a process of the same program, and are
-//! checked as if they did not: a number becomes an address, a page or a time here, or an error.
+//! Owns the two documents and their checks. The sender is a process of the same program, and its numbers are
+//! checked like a peer's: each becomes an address, a page or a time here, or an error.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -52,7 +52,7 @@ pub struct ServedMemory {
 /// How a page server goes on with the migration.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Charge {
+pub struct TakeoverRequest {
     version: u32,
     /// Where the destination listens.
     to: String,
@@ -70,14 +70,14 @@ pub struct Charge {
     pub(crate) units: Vec<(u64, u64)>,
 }
 
-impl fmt::Debug for Charge {
+impl fmt::Debug for TakeoverRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Charge").field("to", &self.to).finish_non_exhaustive()
+        f.debug_struct("TakeoverRequest").field("to", &self.to).finish_non_exhaustive()
     }
 }
 
 const MEMORY: &str = "description of memory";
-const CHARGE: &str = "charge of a page server";
+const TAKEOVER: &str = "takeover request of a page server";
 
 fn wrong(what: &'static str, why: &'static str) -> ProtocolError {
     ProtocolError::Malformed { what, why }
@@ -172,7 +172,7 @@ impl ServedMemory {
     }
 }
 
-/// What a charge says beside what [`SendOptions`] have.
+/// What a takeover request says beside what [`SendOptions`] have.
 pub(crate) struct Terms {
     pub id: [u8; TOKEN_BYTES],
     pub attempt: u32,
@@ -185,7 +185,7 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX).min(TIME_MS_MAX)
 }
 
-impl Charge {
+impl TakeoverRequest {
     pub(crate) fn new(
         to: &Address,
         limits: &Limits,
@@ -212,11 +212,11 @@ impl Charge {
     /// Reads one, for this memory.
     ///
     /// # Errors
-    /// When it is no charge, or one for other memory.
+    /// When it is no takeover request, or one for other memory.
     pub fn parse(json: &[u8], layout: &Layout) -> Result<Self, ProtocolError> {
-        let charge: Self = read(CHARGE, json)?;
-        charge.check(layout)?;
-        Ok(charge)
+        let takeover: Self = read(TAKEOVER, json)?;
+        takeover.check(layout)?;
+        Ok(takeover)
     }
 
     pub(super) fn to_json(&self) -> Vec<u8> {
@@ -225,28 +225,28 @@ impl Charge {
     }
 
     fn address(&self) -> Result<Address, ProtocolError> {
-        self.to.parse().map_err(|_| wrong(CHARGE, "its address is none"))
+        self.to.parse().map_err(|_| wrong(TAKEOVER, "its address is none"))
     }
 
     fn check(&self, layout: &Layout) -> Result<(), ProtocolError> {
-        same_version(CHARGE, self.version)?;
+        same_version(TAKEOVER, self.version)?;
         self.address()?;
         if self.bulk == 0 || self.bulk.max(self.urgent) > CONNECTIONS_MAX {
-            return Err(wrong(CHARGE, "its numbers of connections make no sense"));
+            return Err(wrong(TAKEOVER, "its numbers of connections make no sense"));
         }
         // The attempts that follow count on from it.
         if self.attempt == 0 || self.attempt > u32::MAX / 2 {
-            return Err(wrong(CHARGE, "its number of an attempt makes no sense"));
+            return Err(wrong(TAKEOVER, "its number of an attempt makes no sense"));
         }
         let times = [self.connect_timeout_ms, self.stall_timeout_ms];
         if times.contains(&0) || times.iter().any(|ms| *ms > TIME_MS_MAX) {
-            return Err(wrong(CHARGE, "its limits in time make no sense"));
+            return Err(wrong(TAKEOVER, "its limits in time make no sense"));
         }
         if self.recover_timeout_ms > TIME_MS_MAX {
-            return Err(wrong(CHARGE, "its limits in time make no sense"));
+            return Err(wrong(TAKEOVER, "its limits in time make no sense"));
         }
         if self.units.len() != layout.regions().len() {
-            return Err(wrong(CHARGE, "it is for other memory"));
+            return Err(wrong(TAKEOVER, "it is for other memory"));
         }
         for ((piece, unit), region) in self.units.iter().zip(layout.regions()) {
             let fits = *piece > 0
@@ -256,7 +256,7 @@ impl Charge {
                 && *unit <= region.pages()
                 && *piece <= (1 << 30) / PAGE_BYTES;
             if !fits {
-                return Err(wrong(CHARGE, "its pages do not fit the memory"));
+                return Err(wrong(TAKEOVER, "its pages do not fit the memory"));
             }
         }
         Ok(())

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A look at something else while a thread cannot look itself.
+//! Polls a condition on a second thread while the calling thread is busy.
 //!
-//! Owns the thread that looks. It decides nothing: what a look finds is for its caller to act on.
+//! Owns the polling thread. It decides nothing: the caller acts on what a poll finds.
 
 use std::io;
 use std::sync::mpsc;
@@ -13,7 +13,7 @@ use crate::steering::LOOK_EVERY;
 ///
 /// # Errors
 /// There is no thread; nothing has been done.
-pub(crate) fn look_beside<T>(
+pub(crate) fn poll_while<T>(
     mut look: impl FnMut() + Send,
     work: impl FnOnce() -> T,
 ) -> io::Result<T> {

@@ -2,9 +2,9 @@
 
 //! Compression of bulk memory on one connection, where it pays.
 //!
-//! Owns the decision, and the buffers. Both ways are tried on a few megabytes each, from the first
+//! Owns the decision, and the buffers. Both encodings are tried on a few megabytes each, from the first
 //! byte to the last answer: what counts is how much memory arrives in a second, whatever limits it
-//! (the link, this processor, the peer's). The better way is kept, and now and then both are tried
+//! (the link, this processor, the peer's). The better encoding is kept, and now and then both are tried
 //! again. Guest memory is copied before it is compressed: the guest may write meanwhile, and the
 //! compressor must not see that.
 
@@ -23,10 +23,10 @@ pub(crate) const FRAME_RAW_BYTES: u64 = 1 << 20;
 /// Level of compression: the fastest of the ordinary ones.
 const LEVEL: i32 = 1;
 
-/// Bytes of memory that one way is tried on.
+/// Bytes of memory that one encoding is tried on.
 const TRIAL_BYTES: u64 = 4 << 20;
 
-/// Bytes of memory after which both ways are tried again, at first.
+/// Bytes of memory after which both encodings are tried again, at first.
 const AGAIN_BYTES_MIN: u64 = 128 << 20;
 
 /// The same, when the outcome was the same many times: it doubles each time.
@@ -38,42 +38,42 @@ const PAYS_PERCENT: u64 = 110;
 /// A frame longer than this share of what it holds goes uncompressed.
 const FRAME_PERCENT_MAX: usize = 90;
 
-/// A way for memory to go.
+/// Encoding of a message of guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Encoding {
     Plain,
     Zstd,
 }
 
-/// Which way is better, by trying.
+/// Which encoding is better, by trying.
 #[derive(Debug)]
-pub(crate) struct Choice {
+pub(crate) struct EncodingChoice {
     state: State,
     /// Bytes for which the last outcome holds.
     again_bytes: u64,
-    chosen: Option<Way>,
+    chosen: Option<Encoding>,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// Trying a way; memory sent in the trial so far.
-    Trial { way: Way, sent_bytes: u64, plain_rate: u64 },
-    /// Going the chosen way for so many more bytes.
+    /// Trying an encoding; memory sent in the trial so far.
+    Trial { encoding: Encoding, sent_bytes: u64, plain_rate: u64 },
+    /// Using the chosen encoding for so many more bytes.
     Settled { left_bytes: u64 },
 }
 
-const FIRST_TRIAL: State = State::Trial { way: Way::Plain, sent_bytes: 0, plain_rate: 0 };
+const FIRST_TRIAL: State = State::Trial { encoding: Encoding::Plain, sent_bytes: 0, plain_rate: 0 };
 
-impl Choice {
+impl EncodingChoice {
     pub(crate) fn new() -> Self {
         Self { state: FIRST_TRIAL, again_bytes: AGAIN_BYTES_MIN, chosen: None }
     }
 
-    /// The way for the next message.
-    pub(crate) fn way(&self) -> Way {
+    /// The encoding for the next message.
+    pub(crate) fn encoding(&self) -> Encoding {
         match self.state {
-            State::Trial { way, .. } => way,
-            State::Settled { .. } => self.chosen.unwrap_or(Way::Plain),
+            State::Trial { encoding, .. } => encoding,
+            State::Settled { .. } => self.chosen.unwrap_or(Encoding::Plain),
         }
     }
 
@@ -100,24 +100,24 @@ impl Choice {
         }
     }
 
-    /// Ends a trial. Returns the way that is chosen if that is decided now.
-    pub(crate) fn trial_took(&mut self, took: Duration) -> Option<Way> {
-        let State::Trial { way, sent_bytes, plain_rate } = self.state else { return None };
+    /// Ends a trial. Returns the encoding that is chosen if that is decided now.
+    pub(crate) fn trial_took(&mut self, took: Duration) -> Option<Encoding> {
+        let State::Trial { encoding, sent_bytes, plain_rate } = self.state else { return None };
         let now = rate(sent_bytes, took);
-        if way == Way::Plain {
-            self.state = State::Trial { way: Way::Zstd, sent_bytes: 0, plain_rate: now };
+        if encoding == Encoding::Plain {
+            self.state = State::Trial { encoding: Encoding::Zstd, sent_bytes: 0, plain_rate: now };
             return None;
         }
         let pays = u128::from(now) * 100 >= u128::from(plain_rate) * u128::from(PAYS_PERCENT);
-        let way = if pays { Way::Zstd } else { Way::Plain };
-        self.again_bytes = if self.chosen == Some(way) {
+        let encoding = if pays { Encoding::Zstd } else { Encoding::Plain };
+        self.again_bytes = if self.chosen == Some(encoding) {
             (self.again_bytes * 2).min(AGAIN_BYTES_MAX)
         } else {
             AGAIN_BYTES_MIN
         };
-        self.chosen = Some(way);
+        self.chosen = Some(encoding);
         self.state = State::Settled { left_bytes: self.again_bytes };
-        Some(way)
+        Some(encoding)
     }
 
     /// A round has ended in the middle of a trial, which says nothing now.
@@ -129,23 +129,23 @@ impl Choice {
 }
 
 /// The compressor of one connection.
-pub(crate) struct Squeeze {
-    pub choice: Choice,
+pub(crate) struct PageCompressor {
+    pub choice: EncodingChoice,
     compressor: Compressor<'static>,
     raw: Vec<u8>,
     frame: Vec<u8>,
 }
 
-impl std::fmt::Debug for Squeeze {
+impl std::fmt::Debug for PageCompressor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Squeeze").field("choice", &self.choice).finish_non_exhaustive()
+        f.debug_struct("PageCompressor").field("choice", &self.choice).finish_non_exhaustive()
     }
 }
 
-impl Squeeze {
+impl PageCompressor {
     pub(crate) fn new() -> io::Result<Self> {
         let compressor = Compressor::new(LEVEL)?;
-        Ok(Self { choice: Choice::new(), compressor, raw: Vec::new(), frame: Vec::new() })
+        Ok(Self { choice: EncodingChoice::new(), compressor, raw: Vec::new(), frame: Vec::new() })
     }
 
     /// Compresses what `runs` hold, at most [`FRAME_RAW_BYTES`]; `None` when that is not worth it.
@@ -201,42 +201,42 @@ mod tests {
 
     /// Sends until the next decision, with these times for the two trials; returns the decision
     /// and the bytes sent outside of trials before it.
-    fn decide(choice: &mut Choice, plain: Duration, zstd: Duration) -> (Way, u64) {
+    fn decide(choice: &mut EncodingChoice, plain: Duration, zstd: Duration) -> (Encoding, u64) {
         let mut settled = 0;
         loop {
             let trial = matches!(choice.state, State::Trial { .. });
-            let way = choice.way();
+            let encoding = choice.encoding();
             if !choice.sent(1 << 20) {
                 settled += if trial { 0 } else { 1 << 20 };
                 continue;
             }
-            let took = if way == Way::Plain { plain } else { zstd };
-            if let Some(way) = choice.trial_took(took) {
-                return (way, settled);
+            let took = if encoding == Encoding::Plain { plain } else { zstd };
+            if let Some(encoding) = choice.trial_took(took) {
+                return (encoding, settled);
             }
         }
     }
 
     #[test]
     fn the_way_that_carries_more_is_chosen_and_tried_again() {
-        let mut choice = Choice::new();
-        assert_eq!((choice.way(), choice.begins_trial()), (Way::Plain, true));
-        assert_eq!(decide(&mut choice, 100 * MS, 40 * MS), (Way::Zstd, 0));
-        assert_eq!(choice.way(), Way::Zstd);
+        let mut choice = EncodingChoice::new();
+        assert_eq!((choice.encoding(), choice.begins_trial()), (Encoding::Plain, true));
+        assert_eq!(decide(&mut choice, 100 * MS, 40 * MS), (Encoding::Zstd, 0));
+        assert_eq!(choice.encoding(), Encoding::Zstd);
         // The link has become faster meanwhile: compressing is switched off.
-        assert_eq!(decide(&mut choice, 10 * MS, 40 * MS), (Way::Plain, AGAIN_BYTES_MIN));
-        assert_eq!(choice.way(), Way::Plain);
+        assert_eq!(decide(&mut choice, 10 * MS, 40 * MS), (Encoding::Plain, AGAIN_BYTES_MIN));
+        assert_eq!(choice.encoding(), Encoding::Plain);
         // A little better does not count.
-        assert_eq!(decide(&mut choice, 44 * MS, 41 * MS), (Way::Plain, AGAIN_BYTES_MIN));
+        assert_eq!(decide(&mut choice, 44 * MS, 41 * MS), (Encoding::Plain, AGAIN_BYTES_MIN));
         // The same outcome lasts for longer each time.
-        assert_eq!(decide(&mut choice, 10 * MS, 40 * MS), (Way::Plain, 2 * AGAIN_BYTES_MIN));
-        assert_eq!(decide(&mut choice, 90 * MS, 40 * MS), (Way::Zstd, 4 * AGAIN_BYTES_MIN));
-        assert_eq!(decide(&mut choice, 90 * MS, 40 * MS), (Way::Zstd, AGAIN_BYTES_MIN));
+        assert_eq!(decide(&mut choice, 10 * MS, 40 * MS), (Encoding::Plain, 2 * AGAIN_BYTES_MIN));
+        assert_eq!(decide(&mut choice, 90 * MS, 40 * MS), (Encoding::Zstd, 4 * AGAIN_BYTES_MIN));
+        assert_eq!(decide(&mut choice, 90 * MS, 40 * MS), (Encoding::Zstd, AGAIN_BYTES_MIN));
     }
 
     #[test]
     fn a_trial_that_is_interrupted_begins_anew() {
-        let mut choice = Choice::new();
+        let mut choice = EncodingChoice::new();
         assert!(!choice.sent(TRIAL_BYTES - 1));
         assert!(!choice.begins_trial());
         choice.interrupted();

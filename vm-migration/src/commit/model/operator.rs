@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Requests, signals, people who have looked at both sides, and hosts that die.
+//! Requests, signals, operators who have looked at both sides, and hosts that die.
 
 use super::world::{Destination, Kind, Next, Reply, Server, Setup, Source, ToSource, Who, World};
 use crate::commit::destination::{Asked, Decision, InDoubt, Known};
 
 impl World {
-    pub(super) fn people(&self, setup: &Setup, all: &mut Vec<Next>) {
-        let person = |all: &mut Vec<Next>, name, change: &dyn Fn(&mut Self)| {
-            all.push((Kind::Person, name, self.change(change)));
+    pub(super) fn operator(&self, setup: &Setup, all: &mut Vec<Next>) {
+        let operator = |all: &mut Vec<Next>, name, change: &dyn Fn(&mut Self)| {
+            all.push((Kind::Operator, name, self.change(change)));
         };
         match self.destination {
             Destination::Preparing => {
@@ -28,11 +28,11 @@ impl World {
                 }
             }
             Destination::InDoubt(doubt) => self.ask_in_doubt(doubt, setup, all),
-            Destination::Standing(standing) => {
-                person(all, "vm.resume of a machine that did not start", &|next| {
+            Destination::NotStarted(standing) => {
+                operator(all, "vm.resume of a machine that did not start", &|next| {
                     next.destination = Destination::Owned(standing.again(), Reply::Nothing);
                 });
-                person(all, "vm.delete of a machine that did not start", &|next| {
+                operator(all, "vm.delete of a machine that did not start", &|next| {
                     (next.destination, next.insisted) = (Destination::Gone, true);
                 });
             }
@@ -61,14 +61,15 @@ impl World {
                 matches!(asked, Asked::End { force: true } | Asked::Delete { force: true });
             let insists = forces && !seen;
             let (kind, name) = match asked {
-                Asked::Delete { force: true } if seen => {
-                    (Kind::Person, "vm.delete in doubt, by force, of a guest that the source runs")
-                }
+                Asked::Delete { force: true } if seen => (
+                    Kind::Operator,
+                    "vm.delete in doubt, by force, of a guest that the source runs",
+                ),
                 Asked::Cancel => (Kind::Request, "a cancel in doubt"),
                 Asked::End { .. } => (Kind::Request, "SIGTERM in doubt"),
                 Asked::Delete { force: true } => (Kind::Request, "vm.delete in doubt, by force"),
-                Asked::Delete { force: false } => (Kind::Person, "vm.delete in doubt"),
-                Asked::Resume => (Kind::Person, "vm.resume in doubt"),
+                Asked::Delete { force: false } => (Kind::Operator, "vm.delete in doubt"),
+                Asked::Resume => (Kind::Operator, "vm.resume in doubt"),
             };
             if kind == Kind::Request && !insists && setup.broken.cancel_ends_doubt {
                 let next = self.change(|next| next.destination = Destination::Gone);
