@@ -17,15 +17,17 @@ use vmm::config::BalloonConfig;
 use vmm::config::console::{ConsoleConfig, DebugConsoleConfig, SerialConfig};
 use vmm::config::cpus::CpusConfig;
 use vmm::config::family::Family as _;
-use vmm::config::later::{
-    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
-};
 use vmm::config::memory::{MemoryConfig, MemoryZoneConfig};
 use vmm::config::migration::RestoreConfig;
+use vmm::config::numa::NumaConfig;
 use vmm::config::option_string::OptionError;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
-use vmm::config::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
+use vmm::config::rng::RngConfig;
+use vmm::config::unsupported::{
+    FsConfig, GenericVhostUserConfig, LandlockConfig, PmemConfig, RtcConfig, TpmConfig,
+    UserDeviceConfig, VdpaConfig, VsockConfig,
+};
 use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, VmParams};
 use vmm::events::{EventError, EventTarget};
 use vmm::options::{Lent, SeccompMode, VmmOptions};
