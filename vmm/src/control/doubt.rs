@@ -10,7 +10,7 @@
 use vm_migration::commit::destination::{Asked, Decision, InDoubt, Refusal};
 
 use super::receiving::Receiving;
-use super::{Pages, Vm, Vmm, cancel};
+use super::{GuestPages, VmLifecycle, Vmm, cancel};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::events;
@@ -84,7 +84,7 @@ impl Receiving {
 impl Vmm {
     /// The migration to here is in doubt (again, when that `lasts`).
     pub(super) fn doubt(&mut self, doubtful: Doubtful) {
-        let Vm::Awaited(receiving) = &mut self.vm else { return };
+        let VmLifecycle::Receiving(receiving) = &mut self.vm else { return };
         if receiving.doubt.replace(doubtful).is_some() {
             // Requests and signals since it began were made in its knowledge.
             return;
@@ -100,7 +100,7 @@ impl Vmm {
     /// `vm.resume` of a machine in doubt, or `vm.delete` of one that is awaited. Gives the responder
     /// back when there is neither.
     pub(super) fn decide_for(&mut self, asked: Asked, responder: Responder) -> Option<Responder> {
-        let Vm::Awaited(receiving) = &mut self.vm else { return Some(responder) };
+        let VmLifecycle::Receiving(receiving) = &mut self.vm else { return Some(responder) };
         let decision = match (receiving.doubtful().map(|doubtful| doubtful.state), asked) {
             (Some(state), _) => receiving.decide(state, asked),
             (None, Asked::Delete { .. }) => {
@@ -120,7 +120,7 @@ impl Vmm {
     /// `vm.delete` of a machine that has arrived, was not started, and gets pages: the thread that
     /// receives them has to end first.
     pub(super) fn give_up_standing(&mut self, responder: Responder) {
-        if let Pages::Arriving { steering, .. } = &self.pages {
+        if let GuestPages::Arriving { steering, .. } = &self.pages {
             steering.abandon();
         }
         self.deleters.push(responder);
@@ -133,8 +133,8 @@ impl Vmm {
 
     /// Its pages have ended, and nothing of it waits for one any more: it goes.
     pub(super) fn standing_is_gone(&mut self) {
-        self.pages = Pages::Here;
-        self.vm = Vm::None;
+        self.pages = GuestPages::Resident;
+        self.vm = VmLifecycle::None;
         events::emit("vm", "deleted", &[]);
         for responder in self.deleters.drain(..) {
             responder.answer(Ok(ApiReply::Empty));
@@ -146,7 +146,7 @@ impl Vmm {
     /// # Errors
     /// Why it does not: it is not to be lost by a request that did not know of it.
     pub(super) fn end_awaited(&self, force: bool) -> Result<(), ApiError> {
-        let Vm::Awaited(receiving) = &self.vm else { return Ok(()) };
+        let VmLifecycle::Receiving(receiving) = &self.vm else { return Ok(()) };
         let Some(doubtful) = receiving.doubtful() else {
             receiving.cancel.cancel();
             return Ok(());

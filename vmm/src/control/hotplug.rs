@@ -4,8 +4,8 @@
 //!
 //! Owns their answers: before the guest runs they change what it will have, afterwards what it has.
 
-use super::pausing::Turn;
-use super::{Vm, Vmm};
+use super::pausing::TransitionKind;
+use super::{VmLifecycle, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, PciDeviceInfo};
 use crate::config::{ConfigError, NewDevice, VmConfig};
@@ -35,11 +35,15 @@ impl Vmm {
             Err(error) => return responder.answer(Err(error)),
         };
         let id = device.id().to_owned();
-        self.turn_with(Turn::Add, Some(responder), move |machine, give_up| {
-            let bdf = machine.add_device(&device, config, give_up)?;
-            let (id, bdf) = (device.id().to_owned(), bdf.to_string());
-            Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
-        });
+        self.begin_transition_with(
+            TransitionKind::Add,
+            Some(responder),
+            move |machine, give_up| {
+                let bdf = machine.add_device(&device, config, give_up)?;
+                let (id, bdf) = (device.id().to_owned(), bdf.to_string());
+                Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
+            },
+        );
         self.note_adding(id);
     }
 
@@ -48,7 +52,7 @@ impl Vmm {
         &mut self,
         device: NewDevice,
     ) -> Result<Option<(VmConfig, NewDevice)>, ApiError> {
-        if let Vm::Idle(config) = &mut self.vm {
+        if let VmLifecycle::Created(config) = &mut self.vm {
             **config = with(device, config)?.0;
             return Ok(None);
         }
@@ -73,7 +77,7 @@ impl Vmm {
             };
             ApiError::from_error(kind, error)
         };
-        if let Vm::Idle(config) = &mut self.vm {
+        if let VmLifecycle::Created(config) = &mut self.vm {
             let without = config.without(id);
             let unknown = || refused(&RemoveError::Unknown(id.to_owned()));
             **config = without.ok_or_else(unknown)?;
@@ -84,8 +88,8 @@ impl Vmm {
 
     /// The guest has let go of devices. Whatever is in flight in them is waited for elsewhere.
     pub(super) fn devices_ejected(&mut self) {
-        if matches!(self.vm, Vm::Live(_)) {
-            self.turn(Turn::Eject, None);
+        if matches!(self.vm, VmLifecycle::Live(_)) {
+            self.begin_transition(TransitionKind::Eject, None);
         }
     }
 }

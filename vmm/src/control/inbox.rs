@@ -13,7 +13,7 @@ use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::doubt::Doubtful;
-use super::pausing::{ArrivedEnd, PauseEnd, TurnEnd};
+use super::pausing::{ArrivedEnd, PauseEnd, TransitionEnd};
 use super::receiving::Arrival;
 use super::sending::Departure;
 use super::snapshot::{RestoreEnd, SaveEnd};
@@ -38,11 +38,11 @@ pub enum Message {
     /// A machine has been made and runs, or not.
     Started(Box<StartEnd>),
     /// The machine has stopped or started, or not.
-    Turned(Box<TurnEnd>),
+    TransitionOver(Box<TransitionEnd>),
     /// A machine that has arrived and was not started has been, or not.
     ArrivedStarted(Box<ArrivedEnd>),
     /// The machine has ended.
-    IsDown,
+    TornDown,
     /// The VM was saved, or not.
     Saved(Box<SaveEnd>),
     /// The disks of a VM that was paused are written back, or not.

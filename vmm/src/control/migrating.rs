@@ -14,7 +14,7 @@ use vm_migration::{Cancel, GuestIs, Phase, Snapshot, Steering};
 
 use super::receiving::{self, Arrival, Outcome, Reception};
 use super::sending::{self, Departure};
-use super::{Kept, Next, Pages, Vm, Vmm, cancel, describe, observer};
+use super::{GuestPages, HandedOverMemory, Next, VmLifecycle, Vmm, cancel, describe, observer};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiQueue, ApiReply, ApiResult, VmmRequest};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
@@ -61,9 +61,11 @@ impl Vmm {
         let phase = self.progress.as_ref().map(|progress| progress.phase());
         match (&self.vm, &self.pages) {
             // A source that is done ends with its process: what it is asked is answered at its farewell.
-            (Vm::Leaving { .. } | Vm::Serving(_), _) => phase != Some(Phase::Failed),
-            (Vm::Awaited(_), _) => !matches!(phase, Some(Phase::Failed | Phase::Done)),
-            (_, Pages::Arriving { .. }) => phase != Some(Phase::Done),
+            (VmLifecycle::Migrating { .. } | VmLifecycle::Serving(_), _) => {
+                phase != Some(Phase::Failed)
+            }
+            (VmLifecycle::Receiving(_), _) => !matches!(phase, Some(Phase::Failed | Phase::Done)),
+            (_, GuestPages::Arriving { .. }) => phase != Some(Phase::Done),
             _ => true,
         }
     }
@@ -121,7 +123,8 @@ impl Vmm {
         }
         self.refuse_while_memory_arrives("migrated")?;
         let page_server = self.page_server(data)?;
-        let Vm::Live(mut machine) = std::mem::replace(&mut self.vm, Vm::None) else {
+        let VmLifecycle::Live(mut machine) = std::mem::replace(&mut self.vm, VmLifecycle::None)
+        else {
             return Err(ApiError::not_booted());
         };
         let left_off = machine.leave_memory();
@@ -131,12 +134,12 @@ impl Vmm {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.end_seen_at = None;
                 self.progress = Some(Arc::clone(&sending.progress));
-                self.vm = Vm::Leaving { info, sending, left_off };
+                self.vm = VmLifecycle::Migrating { info, sending, left_off };
                 Ok(())
             }
             Err((mut machine, error)) => {
                 machine.stay_with_memory(left_off);
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error))
             }
         }
@@ -174,12 +177,14 @@ impl Vmm {
 
     pub(super) fn receive(&mut self, data: &ReceiveMigrationData, responder: Responder) {
         let error = match &self.vm {
-            Vm::None => self.refuse_a_vm_at_the_end().err(),
-            Vm::Awaited(_) => Some(ApiError::new(
+            VmLifecycle::None => self.refuse_a_vm_at_the_end().err(),
+            VmLifecycle::Receiving(_) => Some(ApiError::new(
                 ApiErrorKind::Conflict,
                 "a migration is awaited here already; vm.migration-cancel ends that",
             )),
-            Vm::Serving(_) | Vm::HandedOver { .. } => Some(self.vm.why_not_live()),
+            VmLifecycle::Serving(_) | VmLifecycle::HandedOver { .. } => {
+                Some(self.vm.why_not_live())
+            }
             _ => Some(ApiError::new(
                 ApiErrorKind::AlreadyCreated,
                 "there is a VM already; a migration can only be received without one",
@@ -219,7 +224,7 @@ impl Vmm {
             Ok(receiving) => {
                 self.farewell = None;
                 self.progress = Some(Arc::clone(&receiving.progress));
-                self.vm = Vm::Awaited(receiving);
+                self.vm = VmLifecycle::Receiving(receiving);
             }
             Err((responder, error)) => {
                 responder.answer(Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
@@ -229,11 +234,11 @@ impl Vmm {
 
     /// The guest that leaves belongs to the destination.
     pub(super) fn handed_over(&mut self) {
-        match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { mut sending, .. } => {
+        match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Migrating { mut sending, .. } => {
                 events::emit("vm", "migration-handed-over", &[]);
                 cancel::refuse_all(&mut sending.cancellers, &cancel::at_destination());
-                self.vm = Vm::Serving(sending);
+                self.vm = VmLifecycle::Serving(sending);
             }
             other => self.vm = other,
         }
@@ -247,9 +252,9 @@ impl Vmm {
     }
 
     fn depart(&mut self, departure: Departure) -> Next {
-        let (sending, left_off) = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { sending, left_off, .. } => (Some(sending), left_off),
-            Vm::Serving(sending) => (Some(sending), LeftOff::default()),
+        let (sending, left_off) = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Migrating { sending, left_off, .. } => (Some(sending), left_off),
+            VmLifecycle::Serving(sending) => (Some(sending), LeftOff::default()),
             _ => (None, LeftOff::default()),
         };
         let (mut cancellers, deleters, mut resumers) = sending
@@ -281,7 +286,7 @@ impl Vmm {
                 events::emit("vm", "migration-failed", &[("error", &stay.reason)]);
                 log::error!("{}", stay.reason);
                 cancel::confirm_all(&mut cancellers, "source", stay.guest, &stay.reason);
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 for responder in resumers.drain(..) {
                     self.resume_live_for(responder);
                 }
@@ -297,8 +302,8 @@ impl Vmm {
                     // A signal that came before may have asked for it.
                     self.go_on_ending()
                 } else {
-                    let kept = Box::new(Kept { _remains: remains, _held: held });
-                    self.vm = Vm::HandedOver { reason, _kept: kept };
+                    let memory = Box::new(HandedOverMemory { _remains: remains, _held: held });
+                    self.vm = VmLifecycle::HandedOver { reason, _memory: memory };
                     self.stay_for_the_pages();
                     Next::Continue
                 }
@@ -322,8 +327,8 @@ impl Vmm {
     fn arrive(&mut self, arrival: Arrival) -> Next {
         let Arrival { outcome, responder } = arrival;
         let mut steering = Steering::new();
-        let mut cancellers = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Awaited(mut receiving) => {
+        let mut cancellers = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Receiving(mut receiving) => {
                 let runs = match &outcome {
                     Outcome::Runs { .. } => Some(Ok(())),
                     Outcome::Stands { error, .. } => Some(Err(error.clone())),
@@ -345,9 +350,9 @@ impl Vmm {
         };
         match outcome {
             Outcome::Runs { machine, pages_missing } => {
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 if pages_missing {
-                    self.pages = Pages::Arriving { steering };
+                    self.pages = GuestPages::Arriving { steering };
                 } else {
                     self.memory_has_come();
                 }
@@ -362,9 +367,9 @@ impl Vmm {
             }
             Outcome::Stands { machine, error, pages_missing } => {
                 failed(&error);
-                self.vm = Vm::Standing { machine, reason: error.to_string() };
+                self.vm = VmLifecycle::NotStarted { machine, reason: error.to_string() };
                 if pages_missing {
-                    self.pages = Pages::Arriving { steering };
+                    self.pages = GuestPages::Arriving { steering };
                 }
                 cancel::refuse_all(&mut cancellers, &self.vm.why_not_live());
                 answer(Err(error.context(
@@ -408,20 +413,20 @@ impl Vmm {
                 let last = self.progress.as_ref().map(|progress| progress.snapshot());
                 observer::tell_end("postcopy-migration-completed", last.as_ref());
                 self.whole();
-                Pages::Here
+                GuestPages::Resident
             }
             Err(paused) => {
                 debug_assert_eq!(paused.error.guest, GuestIs::PostcopyPaused);
                 let reason = ApiError::from_error(ApiErrorKind::Failed, &paused.error).to_string();
                 // The phase that it ended in has told the event.
                 log::error!("{reason}; {} pages are missing", paused.missing_pages());
-                Pages::Lost(paused)
+                GuestPages::Lost(paused)
             }
         };
         let before = std::mem::replace(&mut self.pages, next);
-        if !matches!(before, Pages::Arriving { .. }) {
+        if !matches!(before, GuestPages::Arriving { .. }) {
             // The machine has ended meanwhile, and nothing waits for its pages.
-            self.pages = Pages::Here;
+            self.pages = GuestPages::Resident;
         }
         Next::Continue
     }
@@ -430,7 +435,7 @@ impl Vmm {
 impl Vmm {
     /// All memory of the live machine is here, and the machine runs.
     pub(super) fn whole(&mut self) {
-        if let Vm::Live(machine) = &mut self.vm
+        if let VmLifecycle::Live(machine) = &mut self.vm
             && let Err(error) = machine.give_back()
         {
             let reason = ApiError::from_error(ApiErrorKind::Failed, &error);

@@ -16,7 +16,7 @@ use vm_migration::{
 use super::describe;
 use super::doubt::{self, Decider, Doubtful};
 use super::inbox::{Mailer, Message};
-use super::observer::Herald;
+use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
@@ -196,8 +196,8 @@ pub fn start(
     responder: Responder,
     cancel: Cancel,
 ) -> Result<Receiving, (Responder, std::io::Error)> {
-    let herald = Box::new(Herald { mailer: reception.mailer.clone() });
-    let progress = Arc::new(Progress::observed(Side::Destination, herald));
+    let observer = Box::new(EventObserver { mailer: reception.mailer.clone() });
+    let progress = Arc::new(Progress::observed(Side::Destination, observer));
     let options =
         ReceiveOptions { lingering: reception.lingering.clone(), ..ReceiveOptions::default() };
     let steering = options.steering.clone();

@@ -16,7 +16,7 @@ use vm_migration::{
 };
 
 use super::inbox::{Mailer, Message};
-use super::observer::Herald;
+use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
@@ -229,8 +229,10 @@ pub fn start(
         Ok(cancel) => cancel,
         Err(error) => return Err((machine, error)),
     };
-    let progress =
-        Arc::new(Progress::observed(Side::Source, Box::new(Herald { mailer: mailer.clone() })));
+    let progress = Arc::new(Progress::observed(
+        Side::Source,
+        Box::new(EventObserver { mailer: mailer.clone() }),
+    ));
     let (steering, mode) = (options.steering.clone(), options.mode());
     let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
     let spawned = spawn_with("migration-send", machine, move |machine| {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::inbox::Message;
 use super::threads::spawn_with;
-use super::{Next, RunError, Vm, Vmm, describe, emit, failed};
+use super::{Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmInfo, VmmRequest};
 use crate::config::VmConfig;
@@ -187,8 +187,8 @@ impl Vmm {
     /// `vm.boot`, or the command line.
     pub(super) fn boot_for(&mut self, responder: Option<Responder>) -> Next {
         let config = match &self.vm {
-            Vm::Idle(config) => config.clone(),
-            Vm::Live(_) => {
+            VmLifecycle::Created(config) => config.clone(),
+            VmLifecycle::Live(_) => {
                 let error = ApiError::new(ApiErrorKind::NotBooted, "the VM runs already");
                 return refuse(responder, error, RunError::Start);
             }
@@ -222,7 +222,7 @@ impl Vmm {
         let (enders, until) = (Vec::new(), None);
         let starting =
             Starting { info, config, is_reboot, at_launch, give_up, enders, begun, until };
-        self.vm = Vm::Starting(starting);
+        self.vm = VmLifecycle::Starting(starting);
         match spawned {
             Ok(_detached) => Next::Continue,
             Err(((start, _, responder), error)) => {
@@ -242,11 +242,11 @@ impl Vmm {
     ) -> Option<Responder> {
         let ender = if is_delete { Ender::Delete } else { Ender::Shutdown };
         match &mut self.vm {
-            Vm::Starting(starting) => {
+            VmLifecycle::Starting(starting) => {
                 starting.give_up();
                 starting.enders.push(ender(responder));
             }
-            Vm::Busy(busy) if busy.is_restore => busy.end_for(ender(responder)),
+            VmLifecycle::Busy(busy) if busy.is_restore => busy.end_for(ender(responder)),
             _ => return Some(responder),
         }
         None
@@ -255,8 +255,8 @@ impl Vmm {
     /// The machine has been made and runs, or not.
     pub(super) fn started(&mut self, end: StartEnd) -> Next {
         let StartEnd { result, responder } = end;
-        let starting = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Starting(starting) => starting,
+        let starting = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Starting(starting) => starting,
             other => {
                 self.vm = other;
                 return Next::Continue;
@@ -267,7 +267,7 @@ impl Vmm {
         let mut next = Next::Continue;
         match result {
             Ok(machine) => {
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 self.started_number = self.machine_number;
                 emit(name);
                 if let Some(responder) = responder {
@@ -276,7 +276,7 @@ impl Vmm {
             }
             Err(error) => {
                 starting.tell_failed(&error);
-                self.vm = Vm::Idle(starting.config);
+                self.vm = VmLifecycle::Created(starting.config);
                 if is_given_up {
                     if let Some(responder) = responder {
                         responder.answer(Err(given_up()));
@@ -295,15 +295,15 @@ impl Vmm {
     pub(super) fn end_for(&mut self, ender: Ender) -> Next {
         match (ender, &self.vm) {
             // It has not come to run, which is what was asked for.
-            (Ender::Shutdown(responder), Vm::Idle(_)) => {
+            (Ender::Shutdown(responder), VmLifecycle::Created(_)) => {
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Continue
             }
             // An earlier one ends the machine that came up.
-            (Ender::Shutdown(responder), Vm::Down(_)) => {
+            (Ender::Shutdown(responder), VmLifecycle::TearingDown(_)) => {
                 self.call(ApiCall::new(VmmRequest::Shutdown, responder))
             }
-            (Ender::Delete(responder), Vm::Down(_)) => {
+            (Ender::Delete(responder), VmLifecycle::TearingDown(_)) => {
                 self.call(ApiCall::new(VmmRequest::Delete { force: false }, responder))
             }
             (Ender::Shutdown(responder), _) => self.shutdown_for(Some(responder)),

@@ -3,7 +3,7 @@
 //! A machine that arrives.
 //!
 //! Owns the machine from the configuration that the source sent to the moment it runs. The
-//! configuration and the state come from a peer: both are checked as if a stranger had sent them.
+//! configuration and the state come from a peer: both are checked as data of an unrelated peer would be.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -4,7 +4,7 @@
 //!
 //! Owns the order in which a machine is restored: what can fail cheaply first, locks and taps
 //! before memory is read, memory before state (setting state reads memory). Configuration and state
-//! come from files of a user and are checked as if a stranger had sent them.
+//! come from files of a user and are trusted no more than those of an unrelated peer.
 
 use std::io;
 use std::path::Path;
