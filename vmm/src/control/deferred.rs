@@ -36,17 +36,17 @@ fn is_launching(vm: &VmLifecycle) -> bool {
 
 /// Whether a request waits for another state of the VM. One that is about the state between does not.
 pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
-    let gives_up = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
+    let cancels = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
     let is_between = match vm {
         VmLifecycle::TearingDown(_) => true,
-        VmLifecycle::Starting(_) => !gives_up,
+        VmLifecycle::Starting(_) => !cancels,
         VmLifecycle::Transitioning(transition) => match request {
             VmmRequest::Resume => transition.kind != TransitionKind::Pause,
             VmmRequest::MigrationRecover(_) => false,
             VmmRequest::RemoveDevice(data) => !transition.is_adding(&data.id),
             _ => true,
         },
-        VmLifecycle::Busy(busy) => busy.at_launch && !gives_up,
+        VmLifecycle::Busy(busy) => busy.at_launch && !cancels,
         _ => false,
     };
     is_between
@@ -95,7 +95,7 @@ impl Deferred {
     /// The first that need not wait in this state of the VM, or whose time is over. What a client no
     /// longer waits for is not carried out.
     fn next(&mut self, vm: &VmLifecycle, now: Instant) -> Option<ApiCall> {
-        self.calls.retain(|waiting| !waiting.call.is_given_up());
+        self.calls.retain(|waiting| !waiting.call.is_abandoned());
         if !is_launching(vm) {
             for waiting in &mut self.calls {
                 waiting.until.get_or_insert(now + WAIT_MAX);

@@ -119,7 +119,7 @@ impl Vmm {
 
     /// `vm.delete` of a machine that has arrived, was not started, and gets pages: the thread that
     /// receives them has to end first.
-    pub(super) fn give_up_standing(&mut self, responder: Responder) {
+    pub(super) fn abandon_not_started(&mut self, responder: Responder) {
         if let GuestPages::Arriving { steering, .. } = &self.pages {
             steering.abandon();
         }
@@ -127,12 +127,12 @@ impl Vmm {
     }
 
     /// Such a machine is on its way out.
-    pub(super) fn is_given_up(&self) -> bool {
+    pub(super) fn is_abandoned(&self) -> bool {
         !self.deleters.is_empty()
     }
 
     /// Its pages have ended, and nothing of it waits for one any more: it goes.
-    pub(super) fn standing_is_gone(&mut self) {
+    pub(super) fn not_started_is_gone(&mut self) {
         self.pages = GuestPages::Resident;
         self.vm = VmLifecycle::None;
         events::emit("vm", "deleted", &[]);

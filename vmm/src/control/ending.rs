@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use vm_migration::Phase;
 
 use super::snapshot::tell_failed_restore;
-use super::starting::given_up;
+use super::starting::start_cancelled;
 use super::{GuestPages, Next, VmLifecycle, Vmm, emit};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
@@ -161,8 +161,8 @@ impl Vmm {
         }
         match &self.vm {
             VmLifecycle::Live(_) => return self.end_with_machine(None),
-            VmLifecycle::Starting(starting) => starting.give_up(),
-            VmLifecycle::Transitioning(transition) => transition.give_up.now(),
+            VmLifecycle::Starting(starting) => starting.cancel(),
+            VmLifecycle::Transitioning(transition) => transition.cancel.cancel(),
             VmLifecycle::Busy(busy) => busy.cancel(),
             VmLifecycle::TearingDown(_)
             | VmLifecycle::Migrating { .. }
@@ -197,11 +197,11 @@ impl Vmm {
                 true
             }
             VmLifecycle::Starting(starting) => {
-                starting.tell_failed(&given_up());
+                starting.tell_failed(&start_cancelled());
                 starting.has_begun()
             }
             VmLifecycle::Busy(busy) if busy.is_restore => {
-                tell_failed_restore(&given_up());
+                tell_failed_restore(&start_cancelled());
                 false
             }
             VmLifecycle::Live(_)
@@ -320,7 +320,7 @@ impl Vmm {
             }
             VmLifecycle::Receiving(receiving) => receiving.cancel.cancel(),
             VmLifecycle::Busy(busy) => busy.cancel(),
-            VmLifecycle::Starting(starting) => starting.give_up(),
+            VmLifecycle::Starting(starting) => starting.cancel(),
             // What it keeps for the machine after it waits for its disks when it is given back.
             VmLifecycle::TearingDown(teardown) => std::mem::forget(teardown),
             VmLifecycle::None

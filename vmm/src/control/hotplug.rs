@@ -35,15 +35,11 @@ impl Vmm {
             Err(error) => return responder.answer(Err(error)),
         };
         let id = device.id().to_owned();
-        self.begin_transition_with(
-            TransitionKind::Add,
-            Some(responder),
-            move |machine, give_up| {
-                let bdf = machine.add_device(&device, config, give_up)?;
-                let (id, bdf) = (device.id().to_owned(), bdf.to_string());
-                Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
-            },
-        );
+        self.begin_transition_with(TransitionKind::Add, Some(responder), move |machine, cancel| {
+            let bdf = machine.add_device(&device, config, cancel)?;
+            let (id, bdf) = (device.id().to_owned(), bdf.to_string());
+            Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
+        });
         self.note_adding(id);
     }
 
@@ -63,7 +59,7 @@ impl Vmm {
 
     /// `vm.remove-device`, also of a device that is being added.
     pub(super) fn remove_device_for(&mut self, id: &str, responder: Responder) {
-        if let Some(responder) = self.give_up_adding(id, responder) {
+        if let Some(responder) = self.cancel_adding(id, responder) {
             responder.answer(self.remove_device(id).map(|()| ApiReply::Empty));
         }
     }

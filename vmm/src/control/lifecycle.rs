@@ -32,7 +32,7 @@ impl Vmm {
 
     /// `vm.resume`.
     pub(super) fn resume_for(&mut self, responder: Responder) {
-        if self.is_given_up() {
+        if self.is_abandoned() {
             return responder.answer(Err(ApiError::not_created()));
         }
         let Some(responder) = self.resume_in_transition(responder) else { return };
@@ -81,7 +81,7 @@ impl Vmm {
             }
             VmLifecycle::Receiving(_) => drop(self.decide_for(Asked::Delete { force }, responder)),
             VmLifecycle::NotStarted { .. } if matches!(self.pages, GuestPages::Arriving { .. }) => {
-                self.give_up_standing(responder);
+                self.abandon_not_started(responder);
             }
             VmLifecycle::Starting(_) | VmLifecycle::Busy(Busy { is_restore: true, .. }) => {
                 drop(self.end_starting(true, responder));
@@ -99,7 +99,7 @@ impl Vmm {
         match &self.vm {
             VmLifecycle::None => return Err(ApiError::not_created()),
             // What has arrived and was not started, or is kept for a guest elsewhere, is given up; its
-            // pages first, as in `standing_is_gone`.
+            // pages first, as in `not_started_is_gone`.
             VmLifecycle::NotStarted { .. } => self.pages = GuestPages::Resident,
             VmLifecycle::Created(_) | VmLifecycle::HandedOver { .. } => {}
             other => return Err(other.why_not_live()),

@@ -401,11 +401,11 @@ impl Vmm {
     }
 
     fn settle_pages(&mut self, result: Result<(), Box<PostcopyPaused<MigratingRam>>>) -> Next {
-        if self.is_given_up() {
+        if self.is_abandoned() {
             // The threads that bring its pages go before the machine, which has never run: a device that
             // waits for one would keep it, and this thread.
             drop(result);
-            self.standing_is_gone();
+            self.not_started_is_gone();
             return Next::Continue;
         }
         let next = match result {
@@ -436,7 +436,7 @@ impl Vmm {
     /// All memory of the live machine is here, and the machine runs.
     pub(super) fn whole(&mut self) {
         if let VmLifecycle::Live(machine) = &mut self.vm
-            && let Err(error) = machine.give_back()
+            && let Err(error) = machine.restore_held_msrs()
         {
             let reason = ApiError::from_error(ApiErrorKind::Failed, &error);
             log::error!("the guest goes on without asynchronous page faults: {reason}");

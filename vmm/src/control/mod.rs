@@ -71,7 +71,7 @@ use crate::options::{ExitReason, Lent};
 
 pub(crate) use migrating::WATCHER_TIME;
 pub(crate) use observer::{announce, tell_end};
-pub(crate) use postcopy::recover_wish;
+pub(crate) use postcopy::recover_request;
 pub use run::{RunError, run};
 pub use signals::is_ignored;
 pub(crate) use signals::{Signal, Signals};

@@ -23,7 +23,7 @@ use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmState};
 use crate::control::describe;
 use crate::events;
 use crate::machine::{
-    Consoles, GiveUp, Machine, MachineError, WriteBack, WriteBackError, complain_of_write_back,
+    CancelToken, Consoles, Machine, MachineError, WriteBack, WriteBackError, complain_of_write_back,
 };
 use crate::migration::destination::ArrivingMachine;
 
@@ -72,7 +72,7 @@ pub struct Transition {
     /// What it does.
     pub kind: TransitionKind,
     /// Has it stop stopping, or opening what is added.
-    pub give_up: GiveUp,
+    pub cancel: CancelToken,
     /// Requests to resume, which take a pause back.
     resumers: Vec<Responder>,
     /// The device that is being opened to be added.
@@ -87,8 +87,13 @@ struct Adding {
 }
 
 impl Transition {
-    fn new(kind: TransitionKind, info: Box<VmInfo>, consoles: Consoles, give_up: GiveUp) -> Self {
-        Self { info, consoles, kind, give_up, resumers: Vec::new(), adding: None }
+    fn new(
+        kind: TransitionKind,
+        info: Box<VmInfo>,
+        consoles: Consoles,
+        cancel: CancelToken,
+    ) -> Self {
+        Self { info, consoles, kind, cancel, resumers: Vec::new(), adding: None }
     }
 
     /// Whether this device is being opened to be added.
@@ -226,7 +231,7 @@ impl Vmm {
     pub(super) fn resume_in_transition(&mut self, responder: Responder) -> Option<Responder> {
         match &mut self.vm {
             VmLifecycle::Transitioning(transition) if transition.kind == TransitionKind::Pause => {
-                transition.give_up.now();
+                transition.cancel.cancel();
                 transition.resumers.push(responder);
                 None
             }
@@ -242,12 +247,12 @@ impl Vmm {
     }
 
     /// `vm.remove-device` of a device that is being opened; gives the responder back if it is not.
-    pub(super) fn give_up_adding(&mut self, id: &str, responder: Responder) -> Option<Responder> {
+    pub(super) fn cancel_adding(&mut self, id: &str, responder: Responder) -> Option<Responder> {
         match &mut self.vm {
-            VmLifecycle::Transitioning(Transition { adding: Some(adding), give_up, .. })
+            VmLifecycle::Transitioning(Transition { adding: Some(adding), cancel, .. })
                 if adding.id == id =>
             {
-                give_up.now();
+                cancel.cancel();
                 adding.removers.push(responder);
                 None
             }
@@ -268,7 +273,7 @@ impl Vmm {
         emit("resuming");
         let kind = TransitionKind::StartArrived;
         let info = Box::new(describe::of_machine(machine.machine()));
-        let (consoles, give_up) = (machine.machine().consoles().clone(), GiveUp::default());
+        let (consoles, cancel) = (machine.machine().consoles().clone(), CancelToken::default());
         let mailer = self.mailer.clone();
         let load = (machine, reason, responder);
         let spawned = spawn_with(kind.thread_name(), load, move |(machine, reason, responder)| {
@@ -279,7 +284,7 @@ impl Vmm {
             let end = ArrivedEnd { result, reason, responder };
             mailer.send(Message::ArrivedStarted(Box::new(end)));
         });
-        self.vm = VmLifecycle::Transitioning(Transition::new(kind, info, consoles, give_up));
+        self.vm = VmLifecycle::Transitioning(Transition::new(kind, info, consoles, cancel));
         if let Err(((machine, reason, responder), error)) = spawned {
             let result = Err((machine, failed(&TransitionError::Thread(error))));
             let end = ArrivedEnd { result, reason, responder };
@@ -310,10 +315,12 @@ impl Vmm {
 
     /// Has the live machine stop or go on, or what its guest has let go of taken apart.
     pub(super) fn begin_transition(&mut self, kind: TransitionKind, responder: Option<Responder>) {
-        self.begin_transition_with(kind, responder, move |machine, give_up| {
+        self.begin_transition_with(kind, responder, move |machine, cancel| {
             match kind {
-                TransitionKind::Pause => machine.pause(PAUSE_TIME_MAX, &|| give_up.is_told())?,
-                TransitionKind::Full => machine.pause(FULL_TIME_MAX, &|| give_up.is_told())?,
+                TransitionKind::Pause => {
+                    machine.pause(PAUSE_TIME_MAX, &|| cancel.is_cancelled())?
+                }
+                TransitionKind::Full => machine.pause(FULL_TIME_MAX, &|| cancel.is_cancelled())?,
                 TransitionKind::Retry
                 | TransitionKind::Resume
                 | TransitionKind::StartRestored
@@ -332,7 +339,7 @@ impl Vmm {
         &mut self,
         kind: TransitionKind,
         responder: Option<Responder>,
-        work: impl FnOnce(&mut Machine, &GiveUp) -> Result<ApiReply, MachineError> + Send + 'static,
+        work: impl FnOnce(&mut Machine, &CancelToken) -> Result<ApiReply, MachineError> + Send + 'static,
     ) {
         let machine = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Live(machine) => machine,
@@ -343,8 +350,8 @@ impl Vmm {
             }
         };
         let info = Box::new(describe::of_machine(&machine));
-        let (consoles, give_up) = (machine.consoles().clone(), GiveUp::default());
-        let (mailer, own) = (self.mailer.clone(), give_up.clone());
+        let (consoles, cancel) = (machine.consoles().clone(), CancelToken::default());
+        let (mailer, own) = (self.mailer.clone(), cancel.clone());
         let spawned = spawn_with(
             kind.thread_name(),
             (machine, responder),
@@ -354,7 +361,7 @@ impl Vmm {
                 mailer.send(Message::TransitionOver(Box::new(end)));
             },
         );
-        self.vm = VmLifecycle::Transitioning(Transition::new(kind, info, consoles, give_up));
+        self.vm = VmLifecycle::Transitioning(Transition::new(kind, info, consoles, cancel));
         if let Err(((mut machine, responder), error)) = spawned {
             let result = if kind == TransitionKind::Eject {
                 machine.take_ejected();
@@ -403,16 +410,16 @@ impl Vmm {
                 answer(responder, Err(error));
             }
             (TransitionKind::Add | TransitionKind::Eject, result) => {
-                let is_given_up = matches!(
+                let is_cancelled = matches!(
                     result,
                     Err(TransitionError::Machine(MachineError::AddWithdrawn { .. }))
                 );
-                let kind = if is_given_up { ApiErrorKind::Conflict } else { ApiErrorKind::Failed };
+                let kind = if is_cancelled { ApiErrorKind::Conflict } else { ApiErrorKind::Failed };
                 answer(responder, result.map_err(|error| ApiError::from_error(kind, &error)));
                 if let Some(Adding { id, removers }) = adding {
                     for remover in removers {
                         // It may have been there before it was given up.
-                        let gone = if is_given_up { Ok(()) } else { self.remove_device(&id) };
+                        let gone = if is_cancelled { Ok(()) } else { self.remove_device(&id) };
                         remover.answer(gone.map(|()| ApiReply::Empty));
                     }
                 }

@@ -63,7 +63,7 @@ impl Vmm {
             }
         };
         let phase = self.progress.as_ref().map_or(Phase::Idle, |progress| progress.phase());
-        let (recover, connections_max) = recover_wish(data, phase)?;
+        let (recover, connections_max) = recover_request(data, phase)?;
         steering.recover_over(recover, connections_max);
         Ok(())
     }
@@ -74,7 +74,7 @@ impl Vmm {
 ///
 /// # Errors
 /// It is in no phase in which it could, or the address is none.
-pub fn recover_wish(
+pub fn recover_request(
     data: &MigrationRecoverData,
     phase: Phase,
 ) -> Result<(Recover, Option<u16>), ApiError> {

@@ -18,7 +18,7 @@ use vm_migration::snapshot::{FillEnd, Filling};
 
 use super::inbox::Message;
 use super::pausing::TransitionKind;
-use super::starting::{Ender, given_up, refuse};
+use super::starting::{Ender, refuse, start_cancelled};
 use super::threads::spawn_with;
 use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
@@ -265,10 +265,10 @@ impl Vmm {
             _ => Vec::new(),
         };
         // What ends has no use for one that runs.
-        let is_given_up = !enders.is_empty();
-        let is_ending = is_given_up || self.ending.is_some();
+        let is_cancelled = !enders.is_empty();
+        let is_ending = is_cancelled || self.ending.is_some();
         match (self.settle(restored, prefault), responder) {
-            (_, Some(responder)) if is_given_up => responder.answer(Err(given_up())),
+            (_, Some(responder)) if is_cancelled => responder.answer(Err(start_cancelled())),
             (Ok(()), responder) if resume && !is_ending => {
                 emit("resuming");
                 self.begin_transition(TransitionKind::StartRestored, responder);

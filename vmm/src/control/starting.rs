@@ -19,7 +19,7 @@ use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmInfo, VmmRequest};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{
-    ConsoleError, Consoles, EventSink, GiveUp, Host, KeptOverReboot, Machine, MachineError,
+    CancelToken, ConsoleError, Consoles, EventSink, Host, Machine, MachineError, RebootLocks,
 };
 
 /// What a machine is made from, and after what.
@@ -31,7 +31,7 @@ pub enum Start {
         /// Clients that are attached to them stay so.
         consoles: Consoles,
         /// What no other VM can have in between.
-        kept: Box<KeptOverReboot>,
+        locks: Box<RebootLocks>,
     },
 }
 
@@ -47,7 +47,7 @@ pub struct Starting {
     is_reboot: bool,
     /// The command line asked for it.
     pub at_launch: bool,
-    give_up: GiveUp,
+    cancel: CancelToken,
     enders: Vec<Ender>,
     begun: Begun,
     /// When the process ends although the machine is not made, as long as there is no guest that could
@@ -62,10 +62,10 @@ struct Begun(Arc<AtomicBool>);
 
 impl Begun {
     /// From now on it may; false if the start has been given up, and it must not.
-    fn begin(&self, give_up: &GiveUp) -> bool {
+    fn begin(&self, cancel: &CancelToken) -> bool {
         // In this order: what is given up later is ended as a guest that runs.
         self.0.store(true, Ordering::SeqCst);
-        let is_wanted = !give_up.is_told();
+        let is_wanted = !cancel.is_cancelled();
         self.0.store(is_wanted, Ordering::SeqCst);
         is_wanted
     }
@@ -104,14 +104,14 @@ pub struct StartEnd {
 }
 
 /// To a request for a VM that another one has given up.
-pub(super) fn given_up() -> ApiError {
+pub(super) fn start_cancelled() -> ApiError {
     ApiError::new(ApiErrorKind::Conflict, "the VM was to end before it ran")
 }
 
 impl Starting {
     /// As `vm.info` has it.
     pub fn doing(&self) -> &'static str {
-        if self.give_up.is_told() { "ended" } else { self.name() }
+        if self.cancel.is_cancelled() { "ended" } else { self.name() }
     }
 
     /// For people.
@@ -120,8 +120,8 @@ impl Starting {
     }
 
     /// Has it end; what there is of the machine goes, and the thread tells so.
-    pub fn give_up(&self) {
-        self.give_up.now();
+    pub fn cancel(&self) {
+        self.cancel.cancel();
     }
 
     /// The process is to end then, unless the guest has begun to run.
@@ -158,27 +158,27 @@ impl Start {
         mut config: VmConfig,
         host: &Host,
         sink: EventSink,
-        give_up: &GiveUp,
+        cancel: &CancelToken,
         begun: &Begun,
     ) -> Result<Machine, ApiError> {
         let console = |error: ConsoleError| failed(&error);
         let made = |error: MachineError| failed(&error);
-        let (consoles, mut kept) = match self {
+        let (consoles, mut locks) = match self {
             Self::Boot => (Consoles::open(&mut config).map_err(console)?, Box::default()),
-            Self::Reboot { consoles, kept } => (consoles, kept),
+            Self::Reboot { consoles, locks } => (consoles, locks),
         };
         let mut machine =
-            Machine::boot(config, consoles, host, sink, &mut kept, give_up).map_err(made)?;
-        if !begun.begin(give_up) {
-            return Err(given_up());
+            Machine::boot(config, consoles, host, sink, &mut locks, cancel).map_err(made)?;
+        if !begun.begin(cancel) {
+            return Err(start_cancelled());
         }
-        if let Err(error) = machine.resume().and_then(|()| machine.settle(give_up)) {
+        if let Err(error) = machine.resume().and_then(|()| machine.settle(cancel)) {
             machine.end();
             // From here on nothing is lost if a device takes longer to be opened than the process lives.
             begun.is_over();
             return Err(made(error));
         }
-        std::mem::take(&mut kept.disks).passed_on();
+        std::mem::take(&mut locks.disks).passed_on();
         Ok(machine)
     }
 }
@@ -209,8 +209,8 @@ impl Vmm {
     ) -> Next {
         let is_reboot = matches!(start, Start::Reboot { .. });
         let at_launch = responder.is_none() && !is_reboot;
-        let (give_up, sink) = (GiveUp::default(), self.new_sink());
-        let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), give_up.clone());
+        let (cancel, sink) = (CancelToken::default(), self.new_sink());
+        let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), cancel.clone());
         let begun = Begun::default();
         let own_begun = begun.clone();
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
@@ -221,7 +221,7 @@ impl Vmm {
         });
         let (enders, until) = (Vec::new(), None);
         let starting =
-            Starting { info, config, is_reboot, at_launch, give_up, enders, begun, until };
+            Starting { info, config, is_reboot, at_launch, cancel, enders, begun, until };
         self.vm = VmLifecycle::Starting(starting);
         match spawned {
             Ok(_detached) => Next::Continue,
@@ -243,7 +243,7 @@ impl Vmm {
         let ender = if is_delete { Ender::Delete } else { Ender::Shutdown };
         match &mut self.vm {
             VmLifecycle::Starting(starting) => {
-                starting.give_up();
+                starting.cancel();
                 starting.enders.push(ender(responder));
             }
             VmLifecycle::Busy(busy) if busy.is_restore => busy.end_for(ender(responder)),
@@ -263,7 +263,7 @@ impl Vmm {
             }
         };
         let (name, fatal) = (starting.name(), starting.fatal());
-        let is_given_up = starting.give_up.is_told();
+        let is_cancelled = starting.cancel.is_cancelled();
         let mut next = Next::Continue;
         match result {
             Ok(machine) => {
@@ -277,9 +277,9 @@ impl Vmm {
             Err(error) => {
                 starting.tell_failed(&error);
                 self.vm = VmLifecycle::Created(starting.config);
-                if is_given_up {
+                if is_cancelled {
                     if let Some(responder) = responder {
-                        responder.answer(Err(given_up()));
+                        responder.answer(Err(start_cancelled()));
                     }
                 } else {
                     next = refuse(responder, error, fatal);
@@ -340,7 +340,7 @@ mod tests {
             config,
             is_reboot: false,
             at_launch: true,
-            give_up: GiveUp::default(),
+            cancel: CancelToken::default(),
             begun: Begun::default(),
             enders: Vec::new(),
             until: None,
@@ -348,14 +348,14 @@ mod tests {
         let thread = starting.begun.clone();
         starting.end_until(until);
         assert_eq!(starting.until(until), Some(until), "there is no guest");
-        assert!(thread.begin(&starting.give_up));
+        assert!(thread.begin(&starting.cancel));
         let later = until + Duration::from_hours(1);
         assert!(starting.until(later).is_some_and(|at| at > later), "the guest runs");
         thread.is_over();
         assert_eq!(starting.until(later), Some(until));
         // A start that was given up in time has none.
-        starting.give_up();
-        assert!(!thread.begin(&starting.give_up));
+        starting.cancel();
+        assert!(!thread.begin(&starting.cancel));
         assert_eq!(starting.until(later), Some(until));
     }
 }

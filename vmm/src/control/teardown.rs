@@ -16,7 +16,7 @@ use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::VmConfig;
 use crate::control::describe;
 use crate::events;
-use crate::machine::{Consoles, KeptDisks, KeptOverReboot, Machine};
+use crate::machine::{Consoles, LockedImages, Machine, RebootLocks};
 use crate::options::ExitReason;
 
 /// What becomes of the VM when its machine has ended.
@@ -37,7 +37,7 @@ pub enum After {
         /// Clients that are attached to them stay so.
         consoles: Consoles,
         /// What no other VM can have in between.
-        kept: Box<KeptOverReboot>,
+        locks: Box<RebootLocks>,
         /// The request; none if the guest did it by itself.
         responder: Option<Responder>,
     },
@@ -106,10 +106,10 @@ impl Vmm {
         emit("rebooting");
         let VmLifecycle::Live(machine) = &mut self.vm else { return Next::Continue };
         let (consoles, files) = (machine.consoles().clone(), machine.ram().locked_files());
-        let mut disks = machine.keep_disks();
+        let mut disks = machine.take_locked_images();
         let going = disks.not_in(&config);
-        let kept = Box::new(KeptOverReboot { disks, files });
-        self.tear_down_with(After::Reboot { config, consoles, kept, responder }, going)
+        let locks = Box::new(RebootLocks { disks, files });
+        self.tear_down_with(After::Reboot { config, consoles, locks, responder }, going)
     }
 
     fn lasting_config(&mut self) -> Result<Box<VmConfig>, ApiError> {
@@ -126,11 +126,11 @@ impl Vmm {
 
     /// Begins to end the live machine.
     pub(super) fn tear_down(&mut self, after: After) -> Next {
-        self.tear_down_with(after, KeptDisks::default())
+        self.tear_down_with(after, LockedImages::default())
     }
 
     /// The same, with what it has no more and no machine after it gets.
-    fn tear_down_with(&mut self, after: After, going: KeptDisks) -> Next {
+    fn tear_down_with(&mut self, after: After, going: LockedImages) -> Next {
         let machine = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Live(machine) => machine,
             other => {
@@ -144,7 +144,7 @@ impl Vmm {
         self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after });
         let mailer = self.mailer.clone();
         let load = (machine, self.filling.take(), going);
-        let end = |(machine, filling, going): (Box<Machine>, Option<Fill>, KeptDisks)| {
+        let end = |(machine, filling, going): (Box<Machine>, Option<Fill>, LockedImages)| {
             drop(machine);
             // What was brought in for it is not needed any more.
             if let Some(filling) = filling {
@@ -167,21 +167,21 @@ impl Vmm {
     }
 
     /// Gives back what was kept for a machine that does not come, and goes on ending then.
-    fn give_back(
+    fn release_locks(
         &mut self,
-        kept: KeptOverReboot,
+        locks: RebootLocks,
         (info, consoles): (Box<VmInfo>, Consoles),
     ) -> Next {
         self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after: After::End(None) });
         let mailer = self.mailer.clone();
-        let spawned = spawn_with("vm-shutdown", kept, move |kept| {
-            drop(kept);
+        let spawned = spawn_with("vm-shutdown", locks, move |locks| {
+            drop(locks);
             mailer.send(Message::TornDown);
         });
         match spawned {
             Ok(_detached) => Next::Continue,
-            Err((kept, _)) => {
-                drop(kept);
+            Err((locks, _)) => {
+                drop(locks);
                 self.torn_down()
             }
         }
@@ -213,15 +213,15 @@ impl Vmm {
                 emit("deleted");
                 responder.answer(Ok(ApiReply::Empty));
             }
-            After::Reboot { kept, responder, .. } if self.ending.is_some() => {
+            After::Reboot { locks, responder, .. } if self.ending.is_some() => {
                 tell_failed_reboot();
                 if let Some(responder) = responder {
                     responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, TOLD_TO_END)));
                 }
-                return self.give_back(*kept, (teardown.info, teardown.consoles));
+                return self.release_locks(*locks, (teardown.info, teardown.consoles));
             }
-            After::Reboot { config, consoles, kept, responder } => {
-                let start = Start::Reboot { consoles, kept };
+            After::Reboot { config, consoles, locks, responder } => {
+                let start = Start::Reboot { consoles, locks };
                 return self.start(start, config, teardown.info, responder);
             }
             After::End(error) => {

@@ -170,7 +170,7 @@ impl DestinationVm for ArrivingMachine {
         if let Some(weakness) = self.weakness {
             resident::bring_in(self.memory.ram(), &state.vcpus, weakness)?;
             if weakness.async_page_faults {
-                self.machine.hold_back(resident::hold_back(&mut state.vcpus));
+                self.machine.hold_msrs(resident::hold_msrs(&mut state.vcpus));
             }
         }
         Ok(self.machine.restore(state, ClockPolicy::CatchUp)?)

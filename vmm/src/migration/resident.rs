@@ -103,7 +103,7 @@ fn check(index: usize, sregs: &kvm_sregs, weakness: Weakness) -> Result<(), NotR
 /// all memory is here, by the vCPU's place in the list.
 ///
 /// A KVM that may make them keeps refused faults for itself, and a vCPU would never return.
-pub fn hold_back(vcpus: &mut [VcpuState]) -> Vec<(usize, MsrValue)> {
+pub fn hold_msrs(vcpus: &mut [VcpuState]) -> Vec<(usize, MsrValue)> {
     let mut held = Vec::new();
     for (index, vcpu) in vcpus.iter_mut().enumerate() {
         held.extend(switch_off(&mut vcpu.msrs).map(|msr| (index, msr)));

@@ -11,20 +11,20 @@ use std::sync::Mutex;
 use pci::PciDevice as _;
 use pci::vfio::{HostNotice, Notices, VfioPciDevice};
 
-use super::{Listed, Roll, devices_of, unmap_if_unused};
+use super::{DeviceList, SharedDeviceList, devices_of, unmap_if_unused};
 use crate::events;
 use crate::machine::events::{EventSink, GuestEvent};
 
-/// Listens to the devices of `roll` that are reported to the answer.
+/// Listens to the devices of `list` that are reported to the answer.
 ///
 /// # Errors
 /// No descriptor or no thread.
-pub fn listen(roll: Roll, sink: EventSink) -> io::Result<Notices> {
+pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<Notices> {
     Notices::start(Box::new(move |id, notice| {
-        let devices = devices_of(&roll);
+        let devices = devices_of(&list);
         let Some(device) = devices.iter().find(|device| device.id() == id) else { return };
         match notice {
-            HostNotice::Failed => fail(device, &roll),
+            HostNotice::Failed => fail(device, &list),
             HostNotice::WantedBack => {
                 log::warn!("the host wants device '{id}' back: the guest is asked to let go of it");
                 events::emit("vm", "passthrough-device-wanted", &[("id", id)]);
@@ -34,7 +34,7 @@ pub fn listen(roll: Roll, sink: EventSink) -> io::Result<Notices> {
     }))
 }
 
-fn fail(device: &VfioPciDevice, roll: &Mutex<Listed>) {
+fn fail(device: &VfioPciDevice, list: &Mutex<DeviceList>) {
     if device.is_disarmed() {
         return;
     }
@@ -43,7 +43,7 @@ fn fail(device: &VfioPciDevice, roll: &Mutex<Listed>) {
     device.disarm();
     let reason = "the host reports an error of the device";
     events::emit("vm", "passthrough-device-lost", &[("id", id), ("error", reason)]);
-    unmap_if_unused(roll);
+    unmap_if_unused(list);
 }
 
 #[cfg(test)]
@@ -77,13 +77,14 @@ mod tests {
         pinning.wait().unwrap();
         let memory = pinning.abandonment();
         passthrough.pinning = Some(pinning);
-        let notices = listen(Arc::clone(&passthrough.roll), Arc::clone(&passthrough.sink)).unwrap();
+        let notices =
+            listen(Arc::clone(&passthrough.device_list), Arc::clone(&passthrough.sink)).unwrap();
         for (_, device) in &passthrough.devices {
-            read(&passthrough.roll).devices.push(Arc::downgrade(device));
+            read(&passthrough.device_list).devices.push(Arc::downgrade(device));
             device.report_to(&notices).unwrap();
             device.write_config(4, &[6, 0]);
         }
-        read(&passthrough.roll).memory = Some(memory);
+        read(&passthrough.device_list).memory = Some(memory);
         passthrough.notices = Some(notices);
         assert!(hosts.iter().all(|host| host.is_bus_master()));
         (passthrough, hosts, target)
