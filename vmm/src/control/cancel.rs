@@ -92,7 +92,7 @@ impl Vmm {
                 return responder.answer(Err(arrived()));
             }
             VmLifecycle::None | VmLifecycle::Created(_) | VmLifecycle::Live(_)
-                if self.farewell.is_some() =>
+                if self.pending_exit.is_some() =>
             {
                 return responder.answer(Err(at_destination()));
             }

@@ -20,8 +20,8 @@ const WAIT_MAX: Duration = Duration::from_millis(500);
 /// from it, which are not there before, and a person why it does not come.
 const LAUNCH_INFO_WAIT: Duration = Duration::from_secs(10);
 
-/// How many wait at most; the API has seats for twice as many clients, and what ends the process has to
-/// find one.
+/// How many wait at most; the API has connection slots for twice as many clients, and what ends the
+/// process has to find one.
 const CALLS_MAX: usize = 64;
 
 /// Whether the VM of the command line is being made. No client has been told yet that it is not there, so

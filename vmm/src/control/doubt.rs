@@ -16,7 +16,7 @@ use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::events;
 
 /// What is known of it.
-pub struct Doubtful {
+pub struct InDoubtVm {
     /// What is to be asked.
     pub state: InDoubt,
     /// Its description.
@@ -24,7 +24,7 @@ pub struct Doubtful {
 }
 
 /// A request that has decided it, or that waits for the end of a migration to here.
-pub struct Decider {
+pub struct DecisionRequest {
     decision: Decision,
     responder: Responder,
 }
@@ -53,7 +53,7 @@ fn words(refusal: Refusal) -> ApiError {
 
 impl Receiving {
     /// The doubt, if there is one.
-    pub fn doubtful(&self) -> Option<&Doubtful> {
+    pub fn doubtful(&self) -> Option<&InDoubtVm> {
         self.doubt.as_ref()
     }
 
@@ -70,7 +70,7 @@ impl Receiving {
     /// Answers requests that wait for the end of the migration; `runs` says how a machine that is
     /// here now fares, `None` that there is none.
     pub fn answer_deciders(&mut self, runs: Option<&Result<(), ApiError>>) {
-        for Decider { decision, responder } in self.deciders.drain(..) {
+        for DecisionRequest { decision, responder } in self.decision_requests.drain(..) {
             responder.answer(match (decision, runs) {
                 (Decision::RunsHere, Some(result)) => result.clone().map(|()| ApiReply::Empty),
                 (Decision::GivenUp, None) => Ok(ApiReply::Empty),
@@ -83,7 +83,7 @@ impl Receiving {
 
 impl Vmm {
     /// The migration to here is in doubt (again, when that `lasts`).
-    pub(super) fn doubt(&mut self, doubtful: Doubtful) {
+    pub(super) fn doubt(&mut self, doubtful: InDoubtVm) {
         let VmLifecycle::Receiving(receiving) = &mut self.vm else { return };
         if receiving.doubt.replace(doubtful).is_some() {
             // Requests and signals since it began were made in its knowledge.
@@ -91,7 +91,7 @@ impl Vmm {
         }
         cancel::refuse_all(&mut receiving.cancellers, &in_doubt());
         // What was asked before did not know of this.
-        for Decider { responder, .. } in receiving.deciders.drain(..) {
+        for DecisionRequest { responder, .. } in receiving.decision_requests.drain(..) {
             responder.answer(Err(in_doubt()));
         }
         self.refuse_end(&in_doubt());
@@ -111,7 +111,9 @@ impl Vmm {
             (None, _) => return Some(responder),
         };
         match decision {
-            Ok(decision) => receiving.deciders.push(Decider { decision, responder }),
+            Ok(decision) => {
+                receiving.decision_requests.push(DecisionRequest { decision, responder })
+            }
             Err(error) => responder.answer(Err(error)),
         }
         None

@@ -292,7 +292,7 @@ impl Vmm {
     /// # Errors
     /// The process ends soon.
     pub(super) fn refuse_a_vm_at_the_end(&self) -> Result<(), ApiError> {
-        if self.farewell.is_none() || self.ending.is_none() {
+        if self.pending_exit.is_none() || self.ending.is_none() {
             return Ok(());
         }
         let why = "this VMM has been told to end, and ends within seconds; use another one";

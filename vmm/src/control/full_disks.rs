@@ -3,7 +3,7 @@
 //! A VM that is paused because a disk is full, and goes on when there is room.
 //!
 //! Owns what has been told of full disks, and when it is looked for room: no storage tells of it. What looks is
-//! a thread of its own ([`super::pausing::TransitionKind::Retry`]), as storage may not answer. Must never let a VM go
+//! a thread of its own ([`TransitionKind::Retry`]), as storage may not answer. Must never let a VM go
 //! on that a client has paused, nor write to its disks.
 //!
 //! ```text

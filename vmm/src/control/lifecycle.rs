@@ -24,7 +24,7 @@ impl Vmm {
             ));
         }
         self.refuse_a_vm_at_the_end()?;
-        self.farewell = None;
+        self.pending_exit = None;
         self.vm = VmLifecycle::Created(config);
         emit("created");
         Ok(())

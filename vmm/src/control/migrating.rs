@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use vm_migration::destination::PostcopyPaused;
 use vm_migration::{Cancel, GuestIs, Phase, Snapshot, Steering};
 
-use super::receiving::{self, Arrival, Outcome, Reception};
-use super::sending::{self, Departure};
+use super::receiving::{self, ReceiveContext, ReceiveEnd, ReceiveOutcome};
+use super::sending::{self, SendEnd};
 use super::{GuestPages, HandedOverMemory, Next, VmLifecycle, Vmm, cancel, describe, observer};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiQueue, ApiReply, ApiResult, VmmRequest};
@@ -60,7 +60,7 @@ impl Vmm {
     fn is_settled(&self) -> bool {
         let phase = self.progress.as_ref().map(|progress| progress.phase());
         match (&self.vm, &self.pages) {
-            // A source that is done ends with its process: what it is asked is answered at its farewell.
+            // A source that is done ends with its process: what it is asked is answered as it exits.
             (VmLifecycle::Migrating { .. } | VmLifecycle::Serving(_), _) => {
                 phase != Some(Phase::Failed)
             }
@@ -100,7 +100,7 @@ impl Vmm {
         }
         let document = serde_json::to_value(snapshot)
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
-        if let Some((until, _)) = &mut self.farewell {
+        if let Some((until, _)) = &mut self.pending_exit {
             // This watcher has seen the end.
             *until = (*until).min(Instant::now() + OTHER_WATCHERS_TIME);
         }
@@ -203,14 +203,14 @@ impl Vmm {
         let bound = Cancel::new()
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
             .and_then(|cancel| {
-                let place = receiving::bind(&data.receiver_url, &self.lingering, &cancel)?;
-                Ok((place, cancel))
+                let target = receiving::bind(&data.receiver_url, &self.lingering, &cancel)?;
+                Ok((target, cancel))
             });
-        let (place, cancel) = match bound {
+        let (target, cancel) = match bound {
             Ok(bound) => bound,
             Err(error) => return responder.answer(Err(error)),
         };
-        let reception = Reception {
+        let context = ReceiveContext {
             host: Arc::clone(&self.host),
             sink: self.new_sink(),
             faults,
@@ -220,9 +220,9 @@ impl Vmm {
             mailer: self.mailer.clone(),
         };
         self.prefault_stage2 = data.prefault_stage2;
-        match receiving::start(place, reception, responder, cancel) {
+        match receiving::start(target, context, responder, cancel) {
             Ok(receiving) => {
-                self.farewell = None;
+                self.pending_exit = None;
                 self.progress = Some(Arc::clone(&receiving.progress));
                 self.vm = VmLifecycle::Receiving(receiving);
             }
@@ -245,13 +245,13 @@ impl Vmm {
     }
 
     /// A migration from here is over.
-    pub(super) fn departed(&mut self, departure: Departure) -> Next {
-        let next = self.depart(departure);
+    pub(super) fn send_ended(&mut self, end: SendEnd) -> Next {
+        let next = self.end_send(end);
         self.answer_progress_askers();
         next
     }
 
-    fn depart(&mut self, departure: Departure) -> Next {
+    fn end_send(&mut self, end: SendEnd) -> Next {
         let (sending, left_off) = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Migrating { sending, left_off, .. } => (Some(sending), left_off),
             VmLifecycle::Serving(sending) => (Some(sending), LeftOff::default()),
@@ -261,8 +261,8 @@ impl Vmm {
             .map(|sending| (sending.cancellers, sending.deleters, sending.resumers))
             .unwrap_or_default();
         let is_deleted = !deleters.is_empty();
-        let next = match departure {
-            Departure::Gone(remains) => {
+        let next = match end {
+            SendEnd::Complete(remains) => {
                 let last = self.progress.as_ref().map(|progress| progress.snapshot());
                 tell_end(last.as_ref());
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
@@ -274,11 +274,11 @@ impl Vmm {
                 if stay.is_zero() {
                     Next::Exit(ExitReason::MigratedAway)
                 } else {
-                    self.farewell = Some((Instant::now() + stay, ExitReason::MigratedAway));
+                    self.pending_exit = Some((Instant::now() + stay, ExitReason::MigratedAway));
                     Next::Continue
                 }
             }
-            Departure::Stayed(mut machine, stay) => {
+            SendEnd::Stayed(mut machine, stay) => {
                 machine.stay_with_memory(left_off);
                 if stay.is_cancelled {
                     cancel::tell("source", stay.guest);
@@ -292,7 +292,7 @@ impl Vmm {
                 }
                 self.go_on_ending()
             }
-            Departure::Incomplete { remains, held, reason } => {
+            SendEnd::Incomplete { remains, held, reason } => {
                 events::emit("vm", "migration-failed", &[("error", &reason)]);
                 log::error!("{reason}");
                 cancel::refuse_all(&mut cancellers, &cancel::too_late(&reason));
@@ -318,21 +318,21 @@ impl Vmm {
     }
 
     /// A migration to here is over, or its guest runs.
-    pub(super) fn arrived(&mut self, arrival: Arrival) -> Next {
-        let next = self.arrive(arrival);
+    pub(super) fn receive_ended(&mut self, end: ReceiveEnd) -> Next {
+        let next = self.end_receive(end);
         self.answer_progress_askers();
         next
     }
 
-    fn arrive(&mut self, arrival: Arrival) -> Next {
-        let Arrival { outcome, responder } = arrival;
+    fn end_receive(&mut self, end: ReceiveEnd) -> Next {
+        let ReceiveEnd { outcome, responder } = end;
         let mut steering = Steering::new();
         let mut cancellers = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Receiving(mut receiving) => {
                 let runs = match &outcome {
-                    Outcome::Runs { .. } => Some(Ok(())),
-                    Outcome::Stands { error, .. } => Some(Err(error.clone())),
-                    Outcome::Failed { .. } => None,
+                    ReceiveOutcome::Runs { .. } => Some(Ok(())),
+                    ReceiveOutcome::NotStarted { error, .. } => Some(Err(error.clone())),
+                    ReceiveOutcome::Failed { .. } => None,
                 };
                 receiving.answer_deciders(runs.as_ref());
                 steering = receiving.steering;
@@ -349,7 +349,7 @@ impl Vmm {
             events::emit("vm", "migration-receive-failed", &[("error", &error.to_string())]);
         };
         match outcome {
-            Outcome::Runs { machine, pages_missing } => {
+            ReceiveOutcome::Runs { machine, pages_missing } => {
                 self.vm = VmLifecycle::Live(machine);
                 if pages_missing {
                     self.pages = GuestPages::Arriving { steering };
@@ -365,7 +365,7 @@ impl Vmm {
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());
                 answer(Ok(ApiReply::Empty));
             }
-            Outcome::Stands { machine, error, pages_missing } => {
+            ReceiveOutcome::NotStarted { machine, error, pages_missing } => {
                 failed(&error);
                 self.vm = VmLifecycle::NotStarted { machine, reason: error.to_string() };
                 if pages_missing {
@@ -377,7 +377,7 @@ impl Vmm {
                      it up",
                 )));
             }
-            Outcome::Failed { error, is_cancelled, guest } => {
+            ReceiveOutcome::Failed { error, is_cancelled, guest } => {
                 if is_cancelled {
                     cancel::tell("destination", guest);
                 }

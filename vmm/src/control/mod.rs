@@ -84,7 +84,7 @@ use inbox::{Mailer, Message};
 use pausing::Transition;
 use receiving::Receiving;
 use sending::Sending;
-use snapshot::{Busy, Fill};
+use snapshot::{Busy, MemoryFill};
 use starting::Starting;
 use teardown::Teardown;
 use triple_faults::TripleFaults;
@@ -187,7 +187,7 @@ struct Vmm {
     full: FullDisks,
     pages: GuestPages,
     /// Memory of the live machine that is being brought in from a snapshot.
-    filling: Option<Fill>,
+    filling: Option<MemoryFill>,
     /// Whoever asked for the machine wants the tables of its vCPUs filled when its memory is here.
     prefault_stage2: bool,
     /// All memory came while the machine was with another thread.
@@ -213,7 +213,7 @@ struct Vmm {
     lingering: LateReconnects,
     /// Set when the VM has moved but a watcher may still want to see how that went. It ends when
     /// another VM is made here: the process stays for that one.
-    farewell: Option<(Instant, ExitReason)>,
+    pending_exit: Option<(Instant, ExitReason)>,
     /// When the process ends, whatever it still waits for.
     at_latest: Option<Instant>,
     /// A signal has asked for the end.
@@ -248,7 +248,7 @@ impl Vmm {
             lent,
             deleters: Vec::new(),
             lingering: LateReconnects::default(),
-            farewell: None,
+            pending_exit: None,
             at_latest: None,
             told_by_signal: false,
             deferred: Deferred::default(),
@@ -279,7 +279,7 @@ impl Vmm {
             Next::Continue => {}
             other => return other,
         }
-        match self.farewell {
+        match self.pending_exit {
             Some((until, reason)) if until <= Instant::now() => Next::Exit(reason),
             _ => Next::Continue,
         }
@@ -436,8 +436,8 @@ impl Vmm {
                 self.handed_over();
                 Next::Continue
             }
-            Message::Departed(departure) => self.departed(*departure),
-            Message::Arrived(arrival) => self.arrived(*arrival),
+            Message::SendEnd(end) => self.send_ended(*end),
+            Message::ReceiveEnd(end) => self.receive_ended(*end),
             Message::PagesComplete(result) => self.pages_complete(result),
             Message::Saved(end) => {
                 self.saved(*end);

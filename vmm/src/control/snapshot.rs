@@ -18,7 +18,7 @@ use vm_migration::snapshot::{FillEnd, Filling};
 
 use super::inbox::Message;
 use super::pausing::TransitionKind;
-use super::starting::{Ender, refuse, start_cancelled};
+use super::starting::{EndRequest, refuse, start_cancelled};
 use super::threads::spawn_with;
 use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
@@ -46,7 +46,7 @@ pub struct Busy {
     pub until: Option<Instant>,
     cancel: Cancel,
     /// Requests that have ended a restore.
-    enders: Vec<Ender>,
+    end_requests: Vec<EndRequest>,
     /// Requests that have ended a snapshot.
     cancellers: Vec<Responder>,
 }
@@ -54,8 +54,8 @@ pub struct Busy {
 impl Busy {
     fn new(info: Option<Box<VmInfo>>, cancel: Cancel) -> Self {
         let is_restore = info.is_none();
-        let (enders, cancellers) = (Vec::new(), Vec::new());
-        Self { info, is_restore, at_launch: false, until: None, cancel, enders, cancellers }
+        let (end_requests, cancellers) = (Vec::new(), Vec::new());
+        Self { info, is_restore, at_launch: false, until: None, cancel, end_requests, cancellers }
     }
 
     /// What goes on, for people.
@@ -69,9 +69,9 @@ impl Busy {
     }
 
     /// Has it end for a request, which is answered then.
-    pub fn end_for(&mut self, ender: Ender) {
+    pub fn end_for(&mut self, end_request: EndRequest) {
         self.cancel();
-        self.enders.push(ender);
+        self.end_requests.push(end_request);
     }
 }
 
@@ -91,12 +91,12 @@ pub struct RestoreEnd {
 }
 
 /// Memory of the live machine that is being brought in.
-pub struct Fill {
+pub struct MemoryFill {
     stop: Cancel,
     thread: JoinHandle<()>,
 }
 
-impl Fill {
+impl MemoryFill {
     /// Ends it. The guest must be gone.
     pub fn stop(self) {
         self.stop.cancel();
@@ -246,7 +246,7 @@ impl Vmm {
         });
         match thread {
             Ok(_detached) => {
-                self.farewell = None;
+                self.pending_exit = None;
                 self.vm = VmLifecycle::Busy(Busy { at_launch, ..Busy::new(None, cancel) });
                 Next::Continue
             }
@@ -260,12 +260,12 @@ impl Vmm {
 
     pub(super) fn restored(&mut self, end: RestoreEnd) -> Next {
         let RestoreEnd { restored, resume, prefault, responder } = end;
-        let enders = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
-            VmLifecycle::Busy(busy) => busy.enders,
+        let end_requests = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Busy(busy) => busy.end_requests,
             _ => Vec::new(),
         };
         // What ends has no use for one that runs.
-        let is_cancelled = !enders.is_empty();
+        let is_cancelled = !end_requests.is_empty();
         let is_ending = is_cancelled || self.ending.is_some();
         match (self.settle(restored, prefault), responder) {
             (_, Some(responder)) if is_cancelled => responder.answer(Err(start_cancelled())),
@@ -279,12 +279,12 @@ impl Vmm {
         }
         let is_there = matches!(self.vm, VmLifecycle::Live(_));
         let mut next = Next::Continue;
-        for ender in enders {
+        for end_request in end_requests {
             if is_there {
-                next = next.and_then(|| self.end_for(ender));
+                next = next.and_then(|| self.end_for(end_request));
             } else {
                 // It is not there, which is what was asked for.
-                ender.answer();
+                end_request.answer();
             }
         }
         next.and_then(|| self.go_on_ending())
@@ -318,7 +318,7 @@ impl Vmm {
         filling: Filling<MigratingRam>,
         ram: &Arc<GuestRam>,
         prefault: bool,
-    ) -> Result<Fill, ApiError> {
+    ) -> Result<MemoryFill, ApiError> {
         let stop = filling.stop_handle();
         let own_stop = stop.clone();
         let (ram, mailer, number) = (Arc::clone(ram), self.mailer.clone(), self.machine_number);
@@ -328,7 +328,7 @@ impl Vmm {
             }
         });
         let thread = thread.map_err(|(_, error)| failed(&error))?;
-        Ok(Fill { stop, thread })
+        Ok(MemoryFill { stop, thread })
     }
 
     /// All memory of a restored machine is here.

@@ -48,8 +48,8 @@ pub struct Starting {
     /// The command line asked for it.
     pub at_launch: bool,
     cancel: CancelToken,
-    enders: Vec<Ender>,
-    begun: Begun,
+    end_requests: Vec<EndRequest>,
+    begun: GuestBegun,
     /// When the process ends although the machine is not made, as long as there is no guest that could
     /// lose anything.
     until: Option<Instant>,
@@ -58,9 +58,9 @@ pub struct Starting {
 /// Whether the guest may have begun to run. It does so before its start is over: passed-through devices may
 /// still be waited for.
 #[derive(Clone, Default)]
-struct Begun(Arc<AtomicBool>);
+struct GuestBegun(Arc<AtomicBool>);
 
-impl Begun {
+impl GuestBegun {
     /// From now on it may; false if the start has been given up, and it must not.
     fn begin(&self, cancel: &CancelToken) -> bool {
         // In this order: what is given up later is ended as a guest that runs.
@@ -81,14 +81,14 @@ impl Begun {
 }
 
 /// A request that has ended a start or a restore, and is answered when that is over.
-pub enum Ender {
+pub enum EndRequest {
     /// `vm.shutdown`.
     Shutdown(Responder),
     /// `vm.delete`.
     Delete(Responder),
 }
 
-impl Ender {
+impl EndRequest {
     /// Answers that the VM is not there.
     pub fn answer(self) {
         let (Self::Shutdown(responder) | Self::Delete(responder)) = self;
@@ -159,7 +159,7 @@ impl Start {
         host: &Host,
         sink: EventSink,
         cancel: &CancelToken,
-        begun: &Begun,
+        begun: &GuestBegun,
     ) -> Result<Machine, ApiError> {
         let console = |error: ConsoleError| failed(&error);
         let made = |error: MachineError| failed(&error);
@@ -211,7 +211,7 @@ impl Vmm {
         let at_launch = responder.is_none() && !is_reboot;
         let (cancel, sink) = (CancelToken::default(), self.new_sink());
         let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), cancel.clone());
-        let begun = Begun::default();
+        let begun = GuestBegun::default();
         let own_begun = begun.clone();
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
         let load = (start, config.clone(), responder);
@@ -219,9 +219,9 @@ impl Vmm {
             let result = start.machine(*config, &host, sink, &own, &own_begun).map(Box::new);
             mailer.send(Message::Started(Box::new(StartEnd { result, responder })));
         });
-        let (enders, until) = (Vec::new(), None);
+        let (end_requests, until) = (Vec::new(), None);
         let starting =
-            Starting { info, config, is_reboot, at_launch, cancel, enders, begun, until };
+            Starting { info, config, is_reboot, at_launch, cancel, end_requests, begun, until };
         self.vm = VmLifecycle::Starting(starting);
         match spawned {
             Ok(_detached) => Next::Continue,
@@ -240,13 +240,13 @@ impl Vmm {
         is_delete: bool,
         responder: Responder,
     ) -> Option<Responder> {
-        let ender = if is_delete { Ender::Delete } else { Ender::Shutdown };
+        let end_request = if is_delete { EndRequest::Delete } else { EndRequest::Shutdown };
         match &mut self.vm {
             VmLifecycle::Starting(starting) => {
                 starting.cancel();
-                starting.enders.push(ender(responder));
+                starting.end_requests.push(end_request(responder));
             }
-            VmLifecycle::Busy(busy) if busy.is_restore => busy.end_for(ender(responder)),
+            VmLifecycle::Busy(busy) if busy.is_restore => busy.end_for(end_request(responder)),
             _ => return Some(responder),
         }
         None
@@ -286,28 +286,28 @@ impl Vmm {
                 }
             }
         }
-        for ender in starting.enders {
-            next = next.and_then(|| self.end_for(ender));
+        for end_request in starting.end_requests {
+            next = next.and_then(|| self.end_for(end_request));
         }
         next.and_then(|| self.go_on_ending())
     }
 
-    pub(super) fn end_for(&mut self, ender: Ender) -> Next {
-        match (ender, &self.vm) {
+    pub(super) fn end_for(&mut self, end_request: EndRequest) -> Next {
+        match (end_request, &self.vm) {
             // It has not come to run, which is what was asked for.
-            (Ender::Shutdown(responder), VmLifecycle::Created(_)) => {
+            (EndRequest::Shutdown(responder), VmLifecycle::Created(_)) => {
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Continue
             }
             // An earlier one ends the machine that came up.
-            (Ender::Shutdown(responder), VmLifecycle::TearingDown(_)) => {
+            (EndRequest::Shutdown(responder), VmLifecycle::TearingDown(_)) => {
                 self.call(ApiCall::new(VmmRequest::Shutdown, responder))
             }
-            (Ender::Delete(responder), VmLifecycle::TearingDown(_)) => {
+            (EndRequest::Delete(responder), VmLifecycle::TearingDown(_)) => {
                 self.call(ApiCall::new(VmmRequest::Delete { force: false }, responder))
             }
-            (Ender::Shutdown(responder), _) => self.shutdown_for(Some(responder)),
-            (Ender::Delete(responder), _) => self.delete_for(false, responder),
+            (EndRequest::Shutdown(responder), _) => self.shutdown_for(Some(responder)),
+            (EndRequest::Delete(responder), _) => self.delete_for(false, responder),
         }
     }
 }
@@ -341,8 +341,8 @@ mod tests {
             is_reboot: false,
             at_launch: true,
             cancel: CancelToken::default(),
-            begun: Begun::default(),
-            enders: Vec::new(),
+            begun: GuestBegun::default(),
+            end_requests: Vec::new(),
             until: None,
         };
         let thread = starting.begun.clone();

@@ -7,7 +7,7 @@
 //! behind them takes. What becomes of the VM is decided before, and happens on the VMM thread after.
 
 use super::inbox::Message;
-use super::snapshot::Fill;
+use super::snapshot::MemoryFill;
 use super::starting::{Start, refuse};
 use super::threads::spawn_with;
 use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, emit};
@@ -144,7 +144,7 @@ impl Vmm {
         self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after });
         let mailer = self.mailer.clone();
         let load = (machine, self.filling.take(), going);
-        let end = |(machine, filling, going): (Box<Machine>, Option<Fill>, LockedImages)| {
+        let end = |(machine, filling, going): (Box<Machine>, Option<MemoryFill>, LockedImages)| {
             drop(machine);
             // What was brought in for it is not needed any more.
             if let Some(filling) = filling {

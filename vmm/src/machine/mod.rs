@@ -272,7 +272,7 @@ struct MachineParts {
 }
 
 /// What is there before any device of a machine.
-struct Basis<'a> {
+struct BuildInput<'a> {
     ram: Arc<GuestRam>,
     opening: Opening,
     slot: Option<PrepinnedSlot>,
@@ -285,7 +285,7 @@ impl MachineParts {
         consoles: &Consoles,
         host: &Host,
         sink: EventSink,
-        Basis { ram, opening, slot, images }: Basis<'_>,
+        BuildInput { ram, opening, slot, images }: BuildInput<'_>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let vm = Vm::create_with_memory(
@@ -317,11 +317,10 @@ impl MachineParts {
             config_ports.clone(),
         )?;
         let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
-        let context = PciContext { segment: &segment, vm: &vm, ram: &ram };
+        let pci = PciContext { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
-        let mut devices =
-            VirtioDevices::wire(config, consoles, &context, images, Arc::clone(&sink))?;
-        let passthrough = Passthrough::wire(config, &context, ban, sink, opening, slot)?;
+        let mut devices = VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink))?;
+        let passthrough = Passthrough::wire(config, &pci, ban, sink, opening, slot)?;
         if !passthrough.is_to_settle() {
             devices.place_later(&segment)?;
         }
@@ -417,9 +416,9 @@ impl Machine {
         let locked = std::mem::take(&mut locks.files);
         let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
         let ram = ram::make(&config.memory, bits, origin, cancel)?;
-        let basis = Basis { ram, opening: Opening::Meanwhile, slot, images: &mut locks.disks };
+        let build = BuildInput { ram, opening: Opening::Meanwhile, slot, images: &mut locks.disks };
         let supported = host.supported(&config.cpus)?;
-        let mut parts = MachineParts::build(&config, &consoles, host, sink, basis)?;
+        let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         let vcpus = parts.create_vcpus(&config)?;
         let entry = boot::load(
             &parts.ram,
@@ -514,9 +513,9 @@ impl Machine {
     ) -> Result<Self, MachineError> {
         disks::assume_raw(&mut config);
         let images = &mut LockedImages::default();
-        let basis = Basis { ram, opening: Opening::Before, slot: None, images };
+        let build = BuildInput { ram, opening: Opening::Before, slot: None, images };
         let supported = host.supported(&config.cpus)?;
-        let mut parts = MachineParts::build(&config, &consoles, host, sink, basis)?;
+        let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         parts.passthrough.check_movable(&config)?;
         parts.passthrough.stop()?;
         // On threads of their own; what arrives in a page stays in it.

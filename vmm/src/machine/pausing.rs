@@ -41,12 +41,12 @@ impl CancelToken {
 }
 
 /// Devices that have been told to hold still; they go on when it is dropped.
-struct Begun {
+struct PausingDevices {
     devices: Vec<(String, HoldingStill)>,
     is_kept: bool,
 }
 
-impl Begun {
+impl PausingDevices {
     /// Waits until all hold still.
     fn wait(&self, within: Duration, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
         let until = Instant::now() + within;
@@ -64,7 +64,7 @@ impl Begun {
     }
 }
 
-impl Drop for Begun {
+impl Drop for PausingDevices {
     fn drop(&mut self) {
         if !self.is_kept {
             self.devices.iter().for_each(|(_, device)| device.withdraw());
@@ -74,12 +74,12 @@ impl Drop for Begun {
 
 impl VirtioDevices {
     /// Tells all devices to hold still, but those that a driver has reset at this moment.
-    fn begin_pause(&self) -> Begun {
+    fn begin_pause(&self) -> PausingDevices {
         let begin = |function: &pci::VirtioPciDevice| {
             function.begin_pause().map(|begun| (pci::PciDevice::id(function).to_owned(), begun))
         };
         let devices = self.functions().iter().filter_map(|(_, function)| begin(function));
-        Begun { devices: devices.collect(), is_kept: false }
+        PausingDevices { devices: devices.collect(), is_kept: false }
     }
 }
 
@@ -129,7 +129,7 @@ impl Machine {
         &self,
         within: Duration,
         is_cancelled: &dyn Fn() -> bool,
-    ) -> Result<Begun, MachineError> {
+    ) -> Result<PausingDevices, MachineError> {
         self.passthrough.stop()?;
         let late = self.devices.begin_pause();
         late.wait(within, is_cancelled)?;

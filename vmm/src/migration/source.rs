@@ -175,9 +175,9 @@ impl PausedMachine {
 }
 
 /// Slows the vCPUs down until it is dropped.
-struct Slowing(VcpuThrottle);
+struct VcpuThrottling(VcpuThrottle);
 
-impl Throttle for Slowing {
+impl Throttle for VcpuThrottling {
     fn set(&mut self, percent: u8) {
         self.0.set(percent);
     }
@@ -227,7 +227,7 @@ impl SourceVm for LeavingMachine {
 
     fn throttle(&self) -> Option<Box<dyn Throttle>> {
         let throttle = self.machine.throttle()?;
-        Some(Box::new(Slowing(throttle)))
+        Some(Box::new(VcpuThrottling(throttle)))
     }
 
     fn may_give_hints(&self) -> bool {

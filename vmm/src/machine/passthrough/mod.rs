@@ -7,8 +7,8 @@
 //! guest if it failed.
 
 mod backend;
-mod moving;
-mod notices;
+mod device_events;
+mod migration;
 mod opening;
 mod prepinned;
 mod slots;
@@ -36,9 +36,9 @@ use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use backend::{Backend, shown_place};
-pub use moving::check_config;
+pub use migration::check_config;
 pub use opening::Opening;
-use opening::{ComingDevice, Opened};
+use opening::{Opened, PendingDevice};
 use slots::KvmBarSlots;
 
 pub use prepinned::PrepinnedSlot;
@@ -145,7 +145,7 @@ pub struct Passthrough {
     /// When each of them was open, by id.
     opened: BTreeMap<String, Instant>,
     /// Those that the guest is still to get.
-    coming: Vec<ComingDevice>,
+    pending: Vec<PendingDevice>,
     device_list: SharedDeviceList,
     /// What the devices wait at; another one for the next after the last has gone.
     gate: Arc<DmaGate>,
@@ -206,7 +206,7 @@ impl Passthrough {
             pinning: None,
             devices: Vec::new(),
             opened: BTreeMap::new(),
-            coming: Vec::new(),
+            pending: Vec::new(),
             device_list: SharedDeviceList::default(),
             gate: Arc::default(),
             backend: Backend::of(config),
@@ -293,7 +293,7 @@ impl Passthrough {
     fn listen_to(&mut self, device: &VfioPciDevice) {
         let id = device.id();
         if self.notices.is_none() {
-            match notices::listen(Arc::clone(&self.device_list), Arc::clone(&self.sink)) {
+            match device_events::listen(Arc::clone(&self.device_list), Arc::clone(&self.sink)) {
                 Ok(notices) => self.notices = Some(notices),
                 Err(error) => log::warn!("nobody hears if device '{id}' fails: {error}"),
             }
@@ -333,11 +333,11 @@ impl Passthrough {
     ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
         let open = self.opener(config, id, context)?;
         let Opened { function, at } = open().map_err(|source| no_device(config, id, source))?;
-        Ok((self.dress(function, config, id, number, context)?, at))
+        Ok((self.make_device(function, config, id, number, context)?, at))
     }
 
     /// Makes a device of an open function.
-    fn dress(
+    fn make_device(
         &mut self,
         function: VfioFunction,
         config: &DeviceConfig,

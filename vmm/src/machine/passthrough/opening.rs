@@ -47,7 +47,7 @@ impl Opening {
 
 /// A device that is being opened. Dropping it waits until nobody does that any more: the next VM may
 /// want the device.
-pub struct ComingDevice {
+pub struct PendingDevice {
     config: DeviceConfig,
     id: String,
     number: DeviceNumber,
@@ -64,7 +64,7 @@ pub struct Opened {
     pub at: Instant,
 }
 
-impl ComingDevice {
+impl PendingDevice {
     /// Begins to open a device.
     fn begin(
         config: DeviceConfig,
@@ -112,7 +112,7 @@ fn reset(id: &str, function: VfioFunction, begun: Instant) -> Opened {
     Opened { function, at: Instant::now() }
 }
 
-impl Drop for ComingDevice {
+impl Drop for PendingDevice {
     fn drop(&mut self) {
         drop(self.wait());
     }
@@ -183,13 +183,13 @@ impl Passthrough {
         let requested = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
         let number = context.segment.expect(requested, &id);
         let number = number.map_err(|source| PassthroughError::Bus { id: id.clone(), source })?;
-        let coming = ComingDevice::begin(config.clone(), id.clone(), number, open);
-        let coming = coming.map_err(|source| {
+        let pending = PendingDevice::begin(config.clone(), id.clone(), number, open);
+        let pending = pending.map_err(|source| {
             context.segment.release(number);
             let what = "start the thread that opens it";
             no_device(config, &id, VfioError::Io { what, source })
         })?;
-        self.coming.push(coming);
+        self.pending.push(pending);
         Ok(())
     }
 
@@ -204,7 +204,7 @@ impl Passthrough {
         discarding: &DiscardingDevices,
     ) -> Result<(), PassthroughError> {
         // What a pool has mapped was allowed to it.
-        let is_to_map = !self.coming.is_empty() && self.prepinned.is_none();
+        let is_to_map = !self.pending.is_empty() && self.prepinned.is_none();
         let Some(space) = self.space.as_ref().filter(|_| is_to_map) else {
             return Ok(());
         };
@@ -217,7 +217,7 @@ impl Passthrough {
 
     /// Whether devices are being opened, so that [`Passthrough::settle`] has something to do.
     pub fn is_to_settle(&self) -> bool {
-        !self.coming.is_empty()
+        !self.pending.is_empty()
     }
 
     /// Waits until the devices that are being opened are there, gives them to the guest, and begins to
@@ -231,49 +231,49 @@ impl Passthrough {
         discarding: DiscardingDevices,
         cancel: &CancelToken,
     ) -> Result<(), PassthroughError> {
-        if self.coming.is_empty() {
+        if self.pending.is_empty() {
             return Ok(());
         }
-        for at in 0..self.coming.len() {
+        for at in 0..self.pending.len() {
             // One after the other: what is known of a device that has failed does not wait for those behind it.
             self.await_device(at, cancel)?;
             self.receive(at, context)?;
         }
         // A vCPU that reaches a device finds a thread at work that will open the gate.
         self.map_memory(context.ram, discarding)?;
-        for (coming, (_, device)) in self.coming.iter().zip(&self.devices) {
+        for (pending, (_, device)) in self.pending.iter().zip(&self.devices) {
             let on_bus: Arc<dyn PciDevice> = device.clone();
             context
                 .segment
-                .deliver(&on_bus, coming.number)
-                .map_err(|source| PassthroughError::Bus { id: coming.id.clone(), source })?;
+                .deliver(&on_bus, pending.number)
+                .map_err(|source| PassthroughError::Bus { id: pending.id.clone(), source })?;
         }
-        self.coming.clear();
+        self.pending.clear();
         Ok(())
     }
 
     /// Waits until a device is open, or opening it has failed.
     fn await_device(&self, at: usize, cancel: &CancelToken) -> Result<(), PassthroughError> {
-        if self.coming.get(at).is_none_or(|device| device.is_there(cancel)) {
+        if self.pending.get(at).is_none_or(|device| device.is_there(cancel)) {
             return Ok(());
         }
         Err(PassthroughError::Cancelled)
     }
 
     fn receive(&mut self, at: usize, context: &PciContext<'_>) -> Result<(), PassthroughError> {
-        let Some(coming) = self.coming.get_mut(at) else { return Ok(()) };
-        let opened = coming.wait();
-        let (config, id, number) = (coming.config.clone(), coming.id.clone(), coming.number);
+        let Some(pending) = self.pending.get_mut(at) else { return Ok(()) };
+        let opened = pending.wait();
+        let (config, id, number) = (pending.config.clone(), pending.id.clone(), pending.number);
         let opened = opened.map_err(|source| no_device(&config, &id, source));
         let Opened { function, at } = opened?;
-        let device = self.dress(function, &config, &id, number, context)?;
+        let device = self.make_device(function, &config, &id, number, context)?;
         self.keep(&config, Bdf::on_root_bus(context.segment.segment(), number), device, at);
         Ok(())
     }
 
     /// Lets those vCPUs go on that wait for a device that will not come.
     pub fn forsake(&self, segment: &PciSegment) {
-        self.coming.iter().for_each(|coming| segment.release(coming.number));
+        self.pending.iter().for_each(|pending| segment.release(pending.number));
     }
 }
 
@@ -283,11 +283,11 @@ mod tests {
 
     use std::time::Duration;
 
-    use super::super::moving::tests::two_devices;
+    use super::super::migration::tests::two_devices;
     use super::*;
 
     /// A device that takes until it is told to fail.
-    fn slow(number: u8) -> (ComingDevice, std::sync::mpsc::Sender<()>) {
+    fn slow(number: u8) -> (PendingDevice, std::sync::mpsc::Sender<()>) {
         let (go_on, told) = channel::<()>();
         let open = Box::new(move || {
             let _ = told.recv();
@@ -295,7 +295,7 @@ mod tests {
         });
         let number = DeviceNumber::new(number).unwrap();
         let config = DeviceConfig::default();
-        (ComingDevice::begin(config, "slow".to_owned(), number, open).unwrap(), go_on)
+        (PendingDevice::begin(config, "slow".to_owned(), number, open).unwrap(), go_on)
     }
 
     #[test]
@@ -303,7 +303,7 @@ mod tests {
         let (mut passthrough, _hosts) = two_devices();
         let (first, go_on) = slow(7);
         let (second, never) = slow(8);
-        passthrough.coming = vec![first, second];
+        passthrough.pending = vec![first, second];
         let cancel = CancelToken::default();
         drop(go_on);
         cancel.cancel();

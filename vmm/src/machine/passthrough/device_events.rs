@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What becomes of it when the host says that a device has failed, or wants it back.
+//! Error and request interrupts of VFIO: the host says that a device has failed, or wants it back.
 //!
 //! A device that has failed is gone for the guest at once, as nothing that it reads can be trusted, and
-//! reaches no memory from then on: the guest takes back the pages that it had given to it. One that is wanted back is the guest's until it has let go; the host asks again until it has it.
+//! reaches no memory from then on: the guest takes back the pages that it had given to it. One that is
+//! wanted back is the guest's until it has let go; the host asks again until it has it.
 
 use std::io;
 use std::sync::Mutex;
@@ -56,7 +57,7 @@ mod tests {
     use pci::vfio::fakes::{FakeFunction, FakeTarget};
     use pci::vfio::{GuestRamPopulator, Pieces, PinState, Pinning};
 
-    use super::super::moving::tests::two_devices;
+    use super::super::migration::tests::two_devices;
     use super::super::{Passthrough, PassthroughError, read};
     use super::*;
 

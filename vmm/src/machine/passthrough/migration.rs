@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Passed-through devices of a machine that stops, moves and goes on.
+//! Migration of passed-through devices, and their part in a pause: they stop, move and go on.
 //!
 //! Owns the order for all devices together: none may reach another that has stopped, so all are
 //! quiet before the first stops, and awake before the first works. Says which devices cannot be moved,
@@ -193,7 +193,7 @@ pub(super) mod tests {
             pinning: None,
             devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
             opened: BTreeMap::new(),
-            coming: Vec::new(),
+            pending: Vec::new(),
             device_list: SharedDeviceList::default(),
             gate: Arc::clone(&gate),
             backend: Backend::Type1,
