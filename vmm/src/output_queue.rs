@@ -19,11 +19,11 @@ use crate::events::block_signals;
 /// Written at once: what a pipe or a terminal that is ready takes without waiting.
 const WRITE_BYTES: usize = libc::PIPE_BUF;
 
-/// How often it is looked whether the reader reads, at the end.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often it is polled whether the reader reads, at the end.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// One that has not read anything for so many looks does not read.
-const LOOKS: u32 = 10;
+/// A reader that has not read anything for so many polls does not read.
+const IDLE_POLLS_MAX: u32 = 10;
 
 const STACK_BYTES: usize = 128 << 10;
 
@@ -97,23 +97,23 @@ impl<T: OutputItem> OutputQueue<T> {
     pub fn flush(&self, limit: Duration) -> bool {
         let (done, wait) = sync_channel(1);
         let deadline = Instant::now() + limit;
-        let (mut message, mut looks) = (Message::Flush(done), 0);
+        let (mut message, mut idle_polls) = (Message::Flush(done), 0);
         let mut goes_on = || {
-            looks = if self.waits.load(Relaxed) { looks + 1 } else { 0 };
-            looks < LOOKS && Instant::now() < deadline
+            idle_polls = if self.waits.load(Relaxed) { idle_polls + 1 } else { 0 };
+            idle_polls < IDLE_POLLS_MAX && Instant::now() < deadline
         };
         loop {
             match self.queue.try_send(message) {
                 Ok(()) => break,
                 Err(TrySendError::Full(back)) if goes_on() => {
                     message = back;
-                    std::thread::sleep(LOOK);
+                    std::thread::sleep(POLL_INTERVAL);
                 }
                 Err(_) => return false,
             }
         }
         loop {
-            match wait.recv_timeout(LOOK) {
+            match wait.recv_timeout(POLL_INTERVAL) {
                 Ok(()) => return true,
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}
                 Err(_) => return false,

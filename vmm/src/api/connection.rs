@@ -23,7 +23,7 @@ use super::connection_slots::ConnectionSlot;
 use super::endpoints::{self, Endpoint, Route};
 use super::hangup::Hangup;
 use super::request::{ApiError, ApiErrorKind, ApiHandle, VmmRequest};
-use super::rights::{self, Received};
+use super::rights::{self, ReceivedFds};
 use super::server::Limits;
 use crate::json_text;
 
@@ -34,7 +34,7 @@ pub struct Peer {
     /// Its slot.
     pub slot: Rc<ConnectionSlot>,
     /// Descriptors that it has sent.
-    pub received: Received,
+    pub received: ReceivedFds,
     /// Whether it is gone.
     pub hangup: Rc<Hangup>,
 }

@@ -25,7 +25,7 @@ use super::connection;
 use super::connection_slots::{ConnectionSlot, ConnectionSlots};
 use super::hangup::Hangup;
 use super::request::ApiHandle;
-use super::rights::Received;
+use super::rights::ReceivedFds;
 use super::socket::{ApiListener, SocketError};
 use super::timeout_stream::{HeadClock, StreamTimeouts, TimeoutStream};
 
@@ -235,7 +235,7 @@ async fn client(
     let slot = Rc::new(slot);
     let clock = HeadClock::new();
     let timeouts = StreamTimeouts { head: limits.head_time, write: limits.write_time };
-    let received = Received::default();
+    let received = ReceivedFds::default();
     let hangup = Rc::new(Hangup::of(&stream));
     let io = TokioIo::new(TimeoutStream::new(stream, timeouts, clock.clone(), received.clone()));
     let service = service_fn(|request| {

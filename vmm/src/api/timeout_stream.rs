@@ -19,7 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::time::Sleep;
 
-use super::rights::Received;
+use super::rights::ReceivedFds;
 
 /// Where a connection is, as far as the time limit of a head is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ pub struct TimeoutStream {
     stream: UnixStream,
     timeouts: StreamTimeouts,
     clock: HeadClock,
-    received: Received,
+    received: ReceivedFds,
     head: Option<Pin<Box<Sleep>>>,
     stalled: Option<Pin<Box<Sleep>>>,
 }
@@ -86,7 +86,7 @@ impl TimeoutStream {
         stream: UnixStream,
         timeouts: StreamTimeouts,
         clock: HeadClock,
-        received: Received,
+        received: ReceivedFds,
     ) -> Self {
         Self { stream, timeouts, clock, received, head: None, stalled: None }
     }

@@ -69,7 +69,7 @@ impl Receiving {
 
     /// Answers requests that wait for the end of the migration; `runs` says how a machine that is
     /// here now fares, `None` that there is none.
-    pub fn answer_deciders(&mut self, runs: Option<&Result<(), ApiError>>) {
+    pub fn answer_decision_requests(&mut self, runs: Option<&Result<(), ApiError>>) {
         for DecisionRequest { decision, responder } in self.decision_requests.drain(..) {
             responder.answer(match (decision, runs) {
                 (Decision::RunsHere, Some(result)) => result.clone().map(|()| ApiReply::Empty),

@@ -34,7 +34,7 @@ const OTHER_WATCHERS_TIME: Duration = Duration::from_millis(300);
 
 /// How long the process stays after a migration, from how long ago a client asked that has not seen the
 /// end, and another saw it.
-fn farewell_time(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
+fn exit_delay(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
     match (asked, seen) {
         (Some(asked), _) if asked < WATCHER_TIME => WATCHER_TIME,
         (_, Some(seen)) => OTHER_WATCHERS_TIME.saturating_sub(seen),
@@ -172,7 +172,7 @@ impl Vmm {
                  one with page_server_socket",
             )
         })?;
-        Ok(Some(PageServerPlan { socket, lent: self.lent.clone() }))
+        Ok(Some(PageServerPlan { socket, child_logging: self.child_logging.clone() }))
     }
 
     pub(super) fn receive(&mut self, data: &ReceiveMigrationData, responder: Responder) {
@@ -267,7 +267,7 @@ impl Vmm {
                 tell_end(last.as_ref());
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
                 let age = |at: Instant| at.elapsed();
-                let stay = farewell_time(self.watched_at.map(age), self.end_seen_at.map(age));
+                let stay = exit_delay(self.watched_at.map(age), self.end_seen_at.map(age));
                 // A machine of many vCPUs and much memory takes a while to take apart. Whoever asks
                 // meanwhile is answered afterwards, and has their time from then on.
                 drop(remains);
@@ -334,7 +334,7 @@ impl Vmm {
                     ReceiveOutcome::NotStarted { error, .. } => Some(Err(error.clone())),
                     ReceiveOutcome::Failed { .. } => None,
                 };
-                receiving.answer_deciders(runs.as_ref());
+                receiving.answer_decision_requests(runs.as_ref());
                 steering = receiving.steering;
                 receiving.cancellers
             }
@@ -412,7 +412,7 @@ impl Vmm {
             Ok(()) => {
                 let last = self.progress.as_ref().map(|progress| progress.snapshot());
                 observer::tell_end("postcopy-migration-completed", last.as_ref());
-                self.whole();
+                self.all_pages_resident();
                 GuestPages::Resident
             }
             Err(paused) => {
@@ -434,7 +434,7 @@ impl Vmm {
 
 impl Vmm {
     /// All memory of the live machine is here, and the machine runs.
-    pub(super) fn whole(&mut self) {
+    pub(super) fn all_pages_resident(&mut self) {
         if let VmLifecycle::Live(machine) = &mut self.vm
             && let Err(error) = machine.restore_held_msrs()
         {
@@ -473,14 +473,14 @@ mod tests {
     #[test]
     fn the_process_stays_for_those_who_have_not_seen_the_end() {
         let ms = |ms| Some(Duration::from_millis(ms));
-        assert_eq!(farewell_time(None, None), Duration::ZERO, "no client watches");
-        assert_eq!(farewell_time(ms(100), None), WATCHER_TIME);
+        assert_eq!(exit_delay(None, None), Duration::ZERO, "no client watches");
+        assert_eq!(exit_delay(ms(100), None), WATCHER_TIME);
         // Taking the machine apart may have taken that long already, and that does not count.
-        assert_eq!(farewell_time(ms(9_900), None), WATCHER_TIME);
-        assert_eq!(farewell_time(ms(10_100), None), Duration::ZERO, "they have left");
+        assert_eq!(exit_delay(ms(9_900), None), WATCHER_TIME);
+        assert_eq!(exit_delay(ms(10_100), None), Duration::ZERO, "they have left");
         // One has seen the end, another one that looks as often has not yet.
-        assert_eq!(farewell_time(None, ms(100)), Duration::from_millis(200));
-        assert_eq!(farewell_time(None, ms(400)), Duration::ZERO);
-        assert_eq!(farewell_time(ms(50), ms(100)), WATCHER_TIME);
+        assert_eq!(exit_delay(None, ms(100)), Duration::from_millis(200));
+        assert_eq!(exit_delay(None, ms(400)), Duration::ZERO);
+        assert_eq!(exit_delay(ms(50), ms(100)), WATCHER_TIME);
     }
 }

@@ -67,7 +67,7 @@ use crate::machine::{EventSink, Host, LeftOff, Machine};
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
-use crate::options::{ExitReason, Lent};
+use crate::options::{ChildLogging, ExitReason};
 
 pub(crate) use migrating::WATCHER_TIME;
 pub(crate) use observer::{announce, tell_end};
@@ -206,7 +206,7 @@ struct Vmm {
     /// Path of the API's socket, if it has one.
     api_path: Option<PathBuf>,
     /// For processes that are started from here.
-    lent: Lent,
+    child_logging: ChildLogging,
     /// Requests to give up a machine that was not started and still gets pages.
     deleters: Vec<Responder>,
     /// Migrations to here that are over, and whose sources may not know it.
@@ -223,7 +223,7 @@ struct Vmm {
 }
 
 impl Vmm {
-    fn new(host: Host, mailer: Mailer, no_shutdown: bool, lent: Lent) -> Self {
+    fn new(host: Host, mailer: Mailer, no_shutdown: bool, child_logging: ChildLogging) -> Self {
         Self {
             host: Arc::new(host),
             mailer,
@@ -245,7 +245,7 @@ impl Vmm {
             ending: None,
             no_shutdown,
             api_path: None,
-            lent,
+            child_logging,
             deleters: Vec::new(),
             lingering: LateReconnects::default(),
             pending_exit: None,

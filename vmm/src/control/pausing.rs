@@ -23,7 +23,8 @@ use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmState};
 use crate::control::describe;
 use crate::events;
 use crate::machine::{
-    CancelToken, Consoles, Machine, MachineError, WriteBack, WriteBackError, complain_of_write_back,
+    CancelToken, Consoles, Machine, MachineError, WriteBack, WriteBackError,
+    report_write_back_failure,
 };
 use crate::migration::destination::ArrivingMachine;
 
@@ -300,7 +301,7 @@ impl Vmm {
                 self.vm = VmLifecycle::Live(machine);
                 emit("resumed");
                 if matches!(self.pages, GuestPages::Resident) {
-                    self.whole();
+                    self.all_pages_resident();
                 }
                 responder.answer(Ok(ApiReply::Empty));
             }
@@ -528,7 +529,7 @@ impl Vmm {
         responder.answer(match result {
             Ok(()) => Ok(ApiReply::Empty),
             Err(error) => {
-                complain_of_write_back(&error);
+                report_write_back_failure(&error);
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error).context(
                     "the VM is paused, but its disks do not hold all that the guest has written; \
                      vm.resume lets it go on",

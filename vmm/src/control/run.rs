@@ -89,7 +89,7 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
         panicking::note_socket(path);
     }
     let (mailer, inbox) = Inbox::new().map_err(RunError::Loop)?;
-    let mut vmm = Vmm::new(host, mailer, options.no_shutdown, options.lent);
+    let mut vmm = Vmm::new(host, mailer, options.no_shutdown, options.child_logging);
     vmm.api_path = api_path;
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
     let begun = vmm.begin(options.initial_vm, options.restore);

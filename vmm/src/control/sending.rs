@@ -180,7 +180,7 @@ fn stop_limits(options: &SendOptions, progress: &Arc<Progress>) -> StopLimits {
     StopLimits { downtime: Box::new(downtime), until }
 }
 
-fn carry(
+fn send_machine(
     machine: Box<Machine>,
     page_server: Option<PageServerPlan>,
     options: &SendOptions,
@@ -236,7 +236,7 @@ pub fn start(
     let (steering, mode) = (options.steering.clone(), options.mode());
     let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
     let spawned = spawn_with("migration-send", machine, move |machine| {
-        let end = carry(machine, page_server, &options, &own_progress, &own_cancel);
+        let end = send_machine(machine, page_server, &options, &own_progress, &own_cancel);
         mailer.send(Message::SendEnd(Box::new(end)));
     });
     spawned.map(|_detached| {

@@ -35,8 +35,8 @@ pub enum Start {
     },
 }
 
-/// How often it is looked whether a guest that runs while its devices are opened has ended in order.
-const BEGUN_LOOK: Duration = Duration::from_millis(100);
+/// How often it is polled whether a guest that runs while its devices are opened has ended in order.
+const BEGUN_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A machine that is being made.
 pub struct Starting {
@@ -132,7 +132,7 @@ impl Starting {
     /// When the process ends although the machine is not made. Later than `now` while there is a guest.
     pub fn until(&self, now: Instant) -> Option<Instant> {
         let until = self.until?;
-        Some(if self.has_begun() { until.max(now + BEGUN_LOOK) } else { until })
+        Some(if self.has_begun() { until.max(now + BEGUN_POLL_INTERVAL) } else { until })
     }
 
     /// Whether there may be a guest.

@@ -15,7 +15,7 @@ use memory::LockedFile;
 use thiserror::Error;
 
 use super::virtio::VirtioDevices;
-use super::write_back::{WriteBack, WriteBackError, complain};
+use super::write_back::{WriteBack, WriteBackError, report_write_back_failure};
 use super::{Machine, MachineError};
 use crate::config::VmConfig;
 
@@ -86,7 +86,7 @@ pub(super) fn write_back_and_unlock(id: &str, lock: &DiskLock) {
         return;
     }
     if let Err(error) = WriteBack::start(writable(id, lock)).wait() {
-        complain(&error);
+        report_write_back_failure(&error);
     }
     if let Err(error) = lock.unlock() {
         log::warn!("disk '{id}' stays locked: {error}");
@@ -375,7 +375,7 @@ impl Machine {
     pub(super) fn end_devices(&mut self) {
         self.devices.pause();
         if let Err(error) = self.write_back().wait() {
-            complain(&error);
+            report_write_back_failure(&error);
         }
         // Logged; the end of the descriptors ends the locks.
         let _ = self.devices.release_exclusive();

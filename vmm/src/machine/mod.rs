@@ -86,7 +86,7 @@ pub use state::{
     NARROW_BARS_VERSION, PciFunctionState, StateJsonError,
 };
 pub use virtio::{HotAddError, VirtioError};
-pub use write_back::{WriteBack, WriteBackError, complain as complain_of_write_back};
+pub use write_back::{WriteBack, WriteBackError, report_write_back_failure};
 
 use affinity::affinity_setter;
 use hotplug::Hotplug;
@@ -470,8 +470,8 @@ impl Machine {
             return;
         }
         // A vCPU may be waiting for a device, or for memory that one is to reach.
-        self.passthrough.forsake(&self.segment);
-        self.devices.forsake(&self.segment);
+        self.passthrough.release_numbers(&self.segment);
+        self.devices.release_numbers(&self.segment);
         self.passthrough.cancel();
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end well: {error}");

@@ -13,7 +13,7 @@ use devices::virtio::net::Net;
 
 use super::exclusive::ExclusiveError;
 use super::nets::{self, NetHandle};
-use super::pausing::{CancelToken, LOOK};
+use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::virtio::{HotAddError, VirtioError};
 use super::{LockedImages, MachineError, disks};
 use crate::config::{DeviceConfig, DiskConfig, NetConfig, NewDevice, VmConfig};
@@ -45,7 +45,7 @@ pub fn open(
         .spawn(move || drop(opened.send(open_now(device, config))))
         .map_err(|source| MachineError::OpenThread { id: id.clone(), source })?;
     loop {
-        match is_open.recv_timeout(LOOK) {
+        match is_open.recv_timeout(POLL_INTERVAL) {
             Ok(result) if !cancel.is_cancelled() => return result.map_err(MachineError::HotAdd),
             Err(RecvTimeoutError::Timeout) if !cancel.is_cancelled() => {}
             _ => return Err(MachineError::AddWithdrawn { id }),

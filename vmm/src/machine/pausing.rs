@@ -17,8 +17,8 @@ use hypervisor::ThreadsError;
 use super::virtio::VirtioDevices;
 use super::{Machine, MachineError};
 
-/// How often it is looked whether what is waited for is still wanted.
-pub(super) const LOOK: Duration = Duration::from_millis(20);
+/// How often it is polled whether what is waited for is cancelled.
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// vCPUs have this long at least to leave the guest: on a busy host a thread may not run for a while,
 /// however short the pause is to be.
@@ -51,7 +51,7 @@ impl PausingDevices {
     fn wait(&self, within: Duration, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
         let until = Instant::now() + within;
         for (id, device) in &self.devices {
-            while !device.wait_until(until.min(Instant::now() + LOOK)) {
+            while !device.wait_until(until.min(Instant::now() + POLL_INTERVAL)) {
                 if is_cancelled() {
                     return Err(MachineError::PauseWithdrawn);
                 }

@@ -271,7 +271,7 @@ impl VirtioDevices {
     /// # Errors
     /// Naming the device.
     pub fn place_later(&mut self, segment: &PciSegment) -> Result<(), VirtioError> {
-        // One that fails, and those behind it, are left to `forsake`.
+        // One that fails, and those behind it, are left to `release_numbers`.
         while let Some((number, function)) = self.unplaced.first() {
             let as_pci: Arc<dyn PciDevice> = function.clone();
             segment
@@ -283,7 +283,7 @@ impl VirtioDevices {
     }
 
     /// Lets those vCPUs go on that wait for a device that will not be placed.
-    pub fn forsake(&self, segment: &PciSegment) {
+    pub fn release_numbers(&self, segment: &PciSegment) {
         self.unplaced.iter().for_each(|(number, _)| segment.release(*number));
     }
 

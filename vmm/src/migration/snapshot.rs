@@ -32,7 +32,7 @@ use crate::machine::{
 };
 
 /// How often a snapshot that waits for disks or storage looks whether it is cancelled.
-const CANCEL_LOOK: Duration = Duration::from_millis(50);
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How long the storage of a cancelled snapshot has to finish its writes. Longer than a healthy one takes
 /// for those in flight, a block of memory a thread.
@@ -166,7 +166,7 @@ fn write(
         .map_err(TakeCause::Thread)?;
     let mut cancelled_at = None;
     loop {
-        match has_ended.recv_timeout(CANCEL_LOOK) {
+        match has_ended.recv_timeout(CANCEL_POLL_INTERVAL) {
             Ok(result) => return Ok(result?),
             Err(RecvTimeoutError::Disconnected) => return Err(SnapshotError::Panicked.into()),
             Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => {
@@ -184,7 +184,7 @@ fn write(
 fn write_back(machine: &Machine, cancel: &Cancel) -> Result<(), TakeCause> {
     let disks = machine.write_back();
     while !cancel.is_cancelled() {
-        match disks.wait_within(CANCEL_LOOK) {
+        match disks.wait_within(CANCEL_POLL_INTERVAL) {
             Err(WriteBackError::Slow { .. }) => {}
             other => return Ok(other?),
         }

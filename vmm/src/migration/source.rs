@@ -53,7 +53,7 @@ const DEVICES_TIME_MIN: Duration = Duration::from_millis(50);
 const DEVICES_PACE: u32 = 4;
 
 /// How often it is looked whether the migration is cancelled.
-const CANCEL_LOOK: Duration = Duration::from_millis(20);
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What stopping the guest may cost.
 pub struct StopLimits {
@@ -151,7 +151,7 @@ impl LeavingMachine {
                 if is_cancelled() {
                     return Ok(());
                 }
-                std::thread::sleep(CANCEL_LOOK);
+                std::thread::sleep(CANCEL_POLL_INTERVAL);
             }
         }
     }

@@ -248,7 +248,7 @@ impl Passthrough {
             // The last of the others may have failed since.
             let mapped = self.check_memory();
             let mapped = mapped.and_then(|()| self.map_memory(context.ram, discarding));
-            mapped.inspect_err(|_| self.pull_out(bdf, context.segment)).map(|()| bdf)
+            mapped.inspect_err(|_| self.unplug(bdf, context.segment)).map(|()| bdf)
         });
         self.strict = false;
         self.forget_memory_without_devices();
@@ -428,12 +428,12 @@ impl Passthrough {
     /// memory is unmapped. Returns its id.
     pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
         let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();
-        self.pull_out(bdf, segment);
+        self.unplug(bdf, segment);
         self.forget_memory_without_devices();
         Some(id)
     }
 
-    fn pull_out(&mut self, bdf: Bdf, segment: &PciSegment) {
+    fn unplug(&mut self, bdf: Bdf, segment: &PciSegment) {
         let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
         let (_, device) = self.devices.remove(at);
         self.opened.remove(device.id());

@@ -25,7 +25,7 @@ use super::backend::place_of;
 use super::{DiscardingDevices, Passthrough, PassthroughError, PrepinnedSlot, no_device};
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
-use crate::machine::pausing::{CancelToken, LOOK};
+use crate::machine::pausing::{CancelToken, POLL_INTERVAL};
 use crate::machine::virtio::PciContext;
 
 /// When the devices of a configuration are opened.
@@ -84,7 +84,7 @@ impl PendingDevice {
 
     /// Waits until it is open, or not wanted any more.
     fn is_there(&self, cancel: &CancelToken) -> bool {
-        while self.ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        while self.ended.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             if cancel.is_cancelled() {
                 return false;
             }
@@ -272,7 +272,7 @@ impl Passthrough {
     }
 
     /// Lets those vCPUs go on that wait for a device that will not come.
-    pub fn forsake(&self, segment: &PciSegment) {
+    pub fn release_numbers(&self, segment: &PciSegment) {
         self.pending.iter().for_each(|pending| segment.release(pending.number));
     }
 }
