@@ -112,7 +112,7 @@ impl Vmm {
         };
         match decision {
             Ok(decision) => {
-                receiving.decision_requests.push(DecisionRequest { decision, responder })
+                receiving.decision_requests.push(DecisionRequest { decision, responder });
             }
             Err(error) => responder.answer(Err(error)),
         }

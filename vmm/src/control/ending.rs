@@ -316,7 +316,7 @@ impl Vmm {
                 }
             }
             VmLifecycle::Migrating { sending, .. } | VmLifecycle::Serving(sending) => {
-                sending.cancel.cancel()
+                sending.cancel.cancel();
             }
             VmLifecycle::Receiving(receiving) => receiving.cancel.cancel(),
             VmLifecycle::Busy(busy) => busy.cancel(),

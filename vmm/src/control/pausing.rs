@@ -319,7 +319,7 @@ impl Vmm {
         self.begin_transition_with(kind, responder, move |machine, cancel| {
             match kind {
                 TransitionKind::Pause => {
-                    machine.pause(PAUSE_TIME_MAX, &|| cancel.is_cancelled())?
+                    machine.pause(PAUSE_TIME_MAX, &|| cancel.is_cancelled())?;
                 }
                 TransitionKind::Full => machine.pause(FULL_TIME_MAX, &|| cancel.is_cancelled())?,
                 TransitionKind::Retry
@@ -411,19 +411,7 @@ impl Vmm {
                 answer(responder, Err(error));
             }
             (TransitionKind::Add | TransitionKind::Eject, result) => {
-                let is_cancelled = matches!(
-                    result,
-                    Err(TransitionError::Machine(MachineError::AddWithdrawn { .. }))
-                );
-                let kind = if is_cancelled { ApiErrorKind::Conflict } else { ApiErrorKind::Failed };
-                answer(responder, result.map_err(|error| ApiError::from_error(kind, &error)));
-                if let Some(Adding { id, removers }) = adding {
-                    for remover in removers {
-                        // It may have been there before it was given up.
-                        let gone = if is_cancelled { Ok(()) } else { self.remove_device(&id) };
-                        remover.answer(gone.map(|()| ApiReply::Empty));
-                    }
-                }
+                self.device_change_over(result, responder, adding);
             }
             (TransitionKind::Retry, Ok(_)) => {
                 self.found_room();
@@ -473,12 +461,32 @@ impl Vmm {
             match &self.vm {
                 // The pause was taken back in time.
                 VmLifecycle::Live(machine) if !machine.is_paused() => {
-                    responder.answer(Ok(ApiReply::Empty))
+                    responder.answer(Ok(ApiReply::Empty));
                 }
                 _ => self.resume_for(responder),
             }
         }
         next.and_then(|| self.go_on_ending())
+    }
+
+    /// A device has been added, or given up by requests to remove it, or others have been taken apart.
+    fn device_change_over(
+        &mut self,
+        result: Result<ApiReply, TransitionError>,
+        responder: Option<Responder>,
+        adding: Option<Adding>,
+    ) {
+        let is_cancelled =
+            matches!(result, Err(TransitionError::Machine(MachineError::AddWithdrawn { .. })));
+        let kind = if is_cancelled { ApiErrorKind::Conflict } else { ApiErrorKind::Failed };
+        answer(responder, result.map_err(|error| ApiError::from_error(kind, &error)));
+        if let Some(Adding { id, removers }) = adding {
+            for remover in removers {
+                // It may have been there before it was given up.
+                let gone = if is_cancelled { Ok(()) } else { self.remove_device(&id) };
+                remover.answer(gone.map(|()| ApiReply::Empty));
+            }
+        }
     }
 
     /// Answers when the disks of the paused VM are written back.
