@@ -46,7 +46,7 @@ fn option_strings_parse() {
             "console" => parses::<config::ConsoleConfig>(text),
             "serial" => parses::<config::SerialConfig>(text),
             "debug-console" => parses::<config::DebugConsoleConfig>(text),
-            "numa" => parses::<config::small::NumaConfig>(text),
+            "numa" => parses::<config::numa::NumaConfig>(text),
             "device" => parses::<config::DeviceConfig>(text),
             "send-migration" => config::SendMigrationData::parse_or_url(text)
                 .map(|_| ())

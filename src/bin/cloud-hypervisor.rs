@@ -57,7 +57,7 @@ fn run(args: RunArgs) -> Result<(), Failure> {
     panicking::end_with_process();
     let sandbox = args.seccomp;
     let (mut options, event_target) = args.into_options().map_err(|error| usage(&error))?;
-    options.lent.log = log;
+    options.child_logging.log = log;
     if let Some(target) = event_target {
         events::start(target).map_err(|error| Failure::failed(&error))?;
     }

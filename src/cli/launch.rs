@@ -17,18 +17,19 @@ use vmm::config::BalloonConfig;
 use vmm::config::console::{ConsoleConfig, DebugConsoleConfig, SerialConfig};
 use vmm::config::cpus::CpusConfig;
 use vmm::config::family::Family as _;
-use vmm::config::later::{
-    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
-};
 use vmm::config::memory::{MemoryConfig, MemoryZoneConfig};
 use vmm::config::migration::RestoreConfig;
+use vmm::config::numa::NumaConfig;
 use vmm::config::option_string::OptionError;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
-use vmm::config::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
-use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, VmParams};
+use vmm::config::unsupported::{
+    FsConfig, GenericVhostUserConfig, LandlockConfig, PmemConfig, RtcConfig, TpmConfig,
+    UserDeviceConfig, VdpaConfig, VsockConfig,
+};
+use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, RngConfig, VmParams};
 use vmm::events::{EventError, EventTarget};
-use vmm::options::{Lent, SeccompMode, VmmOptions};
+use vmm::options::{ChildLogging, SeccompMode, VmmOptions};
 
 use super::manual;
 
@@ -150,8 +151,10 @@ impl RunArgs {
         }
         let (seccomp, no_shutdown) = (self.seccomp, self.no_shutdown);
         let (verbosity, log_format) = (self.verbosity, self.log_format);
-        let lent = Lent { verbosity, log_format, log: None };
-        Ok((VmmOptions { api_socket, initial_vm, restore, seccomp, no_shutdown, lent }, events))
+        let child_logging = ChildLogging { verbosity, log_format, log: None };
+        let options =
+            VmmOptions { api_socket, initial_vm, restore, seccomp, no_shutdown, child_logging };
+        Ok((options, events))
     }
 }
 

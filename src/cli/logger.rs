@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use log::{LevelFilter, Log, Metadata, Record};
 use thiserror::Error;
-use vmm::outlet::Outlet;
+use vmm::output_queue::OutputQueue;
 
 use super::log_format::LogFormat;
 
@@ -51,7 +51,7 @@ enum Output {
     /// A file, which has no reader that a write could wait for.
     File(Arc<File>),
     /// A terminal, a pipe or a socket.
-    Reader(Outlet<String>),
+    Reader(OutputQueue<String>),
 }
 
 impl Output {
@@ -60,7 +60,7 @@ impl Output {
             return Ok(Self::File(file));
         }
         let nothing_to_tell = |_: &io::Error| ();
-        Outlet::start("log", file.try_clone()?, QUEUE_LINES, nothing_to_tell).map(Self::Reader)
+        OutputQueue::start("log", file.try_clone()?, QUEUE_LINES, nothing_to_tell).map(Self::Reader)
     }
 }
 
@@ -80,7 +80,7 @@ impl Log for Logger {
         match &self.output {
             // No one is left to be told that telling failed.
             Output::File(file) => drop((&**file).write_all(line.as_bytes())),
-            Output::Reader(outlet) => outlet.put(|lost| match lost {
+            Output::Reader(queue) => queue.put(|lost| match lost {
                 0 => line,
                 lost => format!("({lost} lines are missing here){}{line}", self.line_end),
             }),
@@ -88,8 +88,8 @@ impl Log for Logger {
     }
 
     fn flush(&self) {
-        if let Output::Reader(outlet) = &self.output {
-            outlet.flush(FLUSH_TIME);
+        if let Output::Reader(queue) = &self.output {
+            queue.flush(FLUSH_TIME);
         }
     }
 }

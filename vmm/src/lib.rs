@@ -12,7 +12,7 @@ pub mod events;
 pub mod machine;
 pub mod migration;
 pub mod options;
-pub mod outlet;
+pub mod output_queue;
 pub mod page_server;
 pub mod panicking;
 

@@ -26,7 +26,7 @@ pub enum SeccompMode {
 
 /// What a process that the VMM starts gets of it.
 #[derive(Clone, Debug, Default)]
-pub struct Lent {
+pub struct ChildLogging {
     /// `-v`, counted.
     pub verbosity: u8,
     /// `--log-format`.
@@ -49,7 +49,7 @@ pub struct VmmOptions {
     /// Stay when the guest shuts down (`--no-shutdown`).
     pub no_shutdown: bool,
     /// For processes that it starts.
-    pub lent: Lent,
+    pub child_logging: ChildLogging,
 }
 
 /// Why the VMM ended without an error.

@@ -11,10 +11,10 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use vmm::api::endpoints::Method;
 use vmm::config::codec::{Bytes, ValueCodec as _};
-use vmm::config::later::{
+use vmm::config::migration::RestoreConfig;
+use vmm::config::unsupported::{
     FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
 };
-use vmm::config::migration::RestoreConfig;
 use vmm::config::{
     ConfigFd, DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig,
     ReceiveMigrationData, SendMigrationData,

@@ -7,10 +7,10 @@
 use clap::{Arg, ArgAction, Command};
 use vmm::api::endpoints::Method;
 use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
-use vmm::config::later::{
+use vmm::config::migration::RestoreConfig;
+use vmm::config::unsupported::{
     FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
 };
-use vmm::config::migration::RestoreConfig;
 use vmm::config::{
     DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig, ReceiveMigrationData,
     SendMigrationData,

@@ -19,11 +19,11 @@ use hyper::ext::ReasonPhrase;
 use hyper::header::{ALLOW, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 
+use super::connection_slots::ConnectionSlot;
 use super::endpoints::{self, Endpoint, Route};
 use super::hangup::Hangup;
 use super::request::{ApiError, ApiErrorKind, ApiHandle, VmmRequest};
-use super::rights::{self, Received};
-use super::roster::Seat;
+use super::rights::{self, ReceivedFds};
 use super::server::Limits;
 use crate::json_text;
 
@@ -31,10 +31,10 @@ type HttpResponse = Response<Full<Bytes>>;
 
 /// The client of a request.
 pub struct Peer {
-    /// Its seat.
-    pub seat: Rc<Seat>,
+    /// Its slot.
+    pub slot: Rc<ConnectionSlot>,
     /// Descriptors that it has sent.
-    pub received: Received,
+    pub received: ReceivedFds,
     /// Whether it is gone.
     pub hangup: Rc<Hangup>,
 }
@@ -111,7 +111,7 @@ async fn carry_out(
     handle: &ApiHandle,
     client: &Peer,
 ) -> Result<HttpResponse, ApiError> {
-    let _busy = client.seat.work();
+    let _busy = client.slot.begin_request();
     let (mut asked, mut gone) = (pin!(handle.ask(request)), pin!(client.hangup.wait()));
     let reply = poll_fn(|cx| match asked.as_mut().poll(cx) {
         // Asked at least once: what a client has sent before it went is carried out if nothing is in its way.

@@ -21,10 +21,10 @@ pub mod socket;
 pub mod types;
 
 mod connection;
-mod guarded;
+mod connection_slots;
 mod hangup;
 mod rights;
-mod roster;
+mod timeout_stream;
 
 #[cfg(test)]
 mod tests;

@@ -250,8 +250,8 @@ impl ApiCall {
     }
 
     /// Whether the client has left before it was answered.
-    pub fn is_given_up(&self) -> bool {
-        self.responder.is_given_up()
+    pub fn is_abandoned(&self) -> bool {
+        self.responder.is_abandoned()
     }
 
     /// Takes the call apart; the responder may outlive the request, so that a long one is
@@ -270,7 +270,7 @@ pub struct Responder {
 
 impl Responder {
     /// Whether the client has left.
-    pub fn is_given_up(&self) -> bool {
+    pub fn is_abandoned(&self) -> bool {
         self.reply.as_ref().is_some_and(oneshot::Sender::is_closed)
     }
 

@@ -43,22 +43,22 @@ pub enum RightsError {
 }
 
 #[derive(Debug, Default)]
-struct Arrived {
+struct ArrivedFds {
     fds: Vec<OwnedFd>,
     failure: Option<RightsError>,
 }
 
 /// Descriptors that have come over a connection for its next request.
 #[derive(Clone, Debug, Default)]
-pub struct Received(Rc<RefCell<Arrived>>);
+pub struct ReceivedFds(Rc<RefCell<ArrivedFds>>);
 
-impl Received {
+impl ReceivedFds {
     /// Takes all that has come, for the request that has been read.
     ///
     /// # Errors
     /// Some were lost on the way; the others are closed.
     pub fn take(&self) -> Result<Vec<OwnedFd>, RightsError> {
-        let Arrived { fds, failure } = self.0.take();
+        let ArrivedFds { fds, failure } = self.0.take();
         failure.map_or(Ok(fds), Err)
     }
 

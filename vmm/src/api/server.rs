@@ -22,12 +22,12 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{oneshot, watch};
 
 use super::connection;
-use super::guarded::{Guarded, HeadClock, Times};
+use super::connection_slots::{ConnectionSlot, ConnectionSlots};
 use super::hangup::Hangup;
 use super::request::ApiHandle;
-use super::rights::Received;
-use super::roster::{Roster, Seat};
+use super::rights::ReceivedFds;
 use super::socket::{ApiListener, SocketError};
+use super::timeout_stream::{HeadClock, StreamTimeouts, TimeoutStream};
 
 /// What a client may do.
 #[derive(Clone, Copy, Debug)]
@@ -168,7 +168,7 @@ async fn run(
             return;
         }
     };
-    let roster = Roster::new(limits.connections);
+    let slots = ConnectionSlots::new(limits.connections);
     let (end, ended) = watch::channel(false);
     let mut stopped = pin!(stopped);
     let http = Rc::new(http(limits));
@@ -183,10 +183,10 @@ async fn run(
         };
         match next {
             None => break,
-            Some(Ok((stream, _))) => match roster.sit() {
-                Some((seat, leave)) => {
+            Some(Ok((stream, _))) => match slots.acquire() {
+                Some((slot, leave)) => {
                     let server = Common { http: Rc::clone(&http), handle: handle.clone(), limits };
-                    tokio::task::spawn_local(client(server, stream, seat, leave, ended.clone()));
+                    tokio::task::spawn_local(client(server, stream, slot, leave, ended.clone()));
                 }
                 None => turn_away(stream),
             },
@@ -197,7 +197,7 @@ async fn run(
         }
     }
     let _ = end.send(true);
-    let _ = tokio::time::timeout(limits.end_time, roster.empty()).await;
+    let _ = tokio::time::timeout(limits.end_time, slots.empty()).await;
 }
 
 fn http(limits: Limits) -> http1::Builder {
@@ -210,7 +210,7 @@ fn http(limits: Limits) -> http1::Builder {
         .max_buf_size(limits.head_bytes.max(8192))
         // A client that has nothing more to say waits for its answer; see `hangup` for one that is gone.
         .half_close(true)
-        // The limit of a head is the stream's, see `guarded`: this one would count the time between
+        // The limit of a head is the stream's, see `timeout_stream`: this one would count the time between
         // two requests as well.
         .header_read_timeout(None);
     http
@@ -227,24 +227,24 @@ struct Common {
 async fn client(
     server: Common,
     stream: UnixStream,
-    seat: Seat,
+    slot: ConnectionSlot,
     leave: oneshot::Receiver<()>,
     mut ended: watch::Receiver<bool>,
 ) {
     let Common { http, handle, limits } = server;
-    let seat = Rc::new(seat);
+    let slot = Rc::new(slot);
     let clock = HeadClock::new();
-    let times = Times { head: limits.head_time, write: limits.write_time };
-    let received = Received::default();
+    let timeouts = StreamTimeouts { head: limits.head_time, write: limits.write_time };
+    let received = ReceivedFds::default();
     let hangup = Rc::new(Hangup::of(&stream));
-    let io = TokioIo::new(Guarded::new(stream, times, clock.clone(), received.clone()));
+    let io = TokioIo::new(TimeoutStream::new(stream, timeouts, clock.clone(), received.clone()));
     let service = service_fn(|request| {
-        let (in_request, handle, seat) = (clock.request(), handle.clone(), Rc::clone(&seat));
+        let (request_guard, handle, slot) = (clock.request(), handle.clone(), Rc::clone(&slot));
         let client =
-            connection::Peer { seat, received: received.clone(), hangup: Rc::clone(&hangup) };
+            connection::Peer { slot, received: received.clone(), hangup: Rc::clone(&hangup) };
         async move {
             let answer = connection::serve(request, handle, limits, client).await;
-            drop(in_request);
+            drop(request_guard);
             answer
         }
     });

@@ -110,12 +110,12 @@ fn inherited(fd: i32) -> Result<OwnedFd, SocketError> {
 #[derive(Debug)]
 pub struct ApiListener {
     listener: UnixListener,
-    made: Option<Made>,
+    file: Option<SocketFile>,
 }
 
 /// A socket file that this process made.
 #[derive(Debug)]
-struct Made {
+struct SocketFile {
     path: PathBuf,
     device: u64,
     inode: u64,
@@ -128,7 +128,7 @@ impl ApiListener {
     /// The path is in use, is not a socket, or cannot be made.
     pub fn bind(socket: ApiSocket) -> Result<Self, SocketError> {
         match socket {
-            ApiSocket::Fd(fd) => Ok(Self { listener: UnixListener::from(fd), made: None }),
+            ApiSocket::Fd(fd) => Ok(Self { listener: UnixListener::from(fd), file: None }),
             ApiSocket::Path(path) => {
                 remove_stale(&path)?;
                 let failed = |source| SocketError::Bind { path: path.clone(), source };
@@ -136,7 +136,7 @@ impl ApiListener {
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
                 let metadata = fs::symlink_metadata(&path).map_err(failed)?;
                 let (device, inode) = (metadata.dev(), metadata.ino());
-                Ok(Self { listener, made: Some(Made { path, device, inode }) })
+                Ok(Self { listener, file: Some(SocketFile { path, device, inode }) })
             }
         }
     }
@@ -149,13 +149,13 @@ impl ApiListener {
 
 impl Drop for ApiListener {
     fn drop(&mut self) {
-        let Some(made) = &self.made else { return };
+        let Some(file) = &self.file else { return };
         // Somebody may have put another socket there meanwhile; that one stays.
-        if let Ok(metadata) = fs::symlink_metadata(&made.path)
-            && (metadata.dev(), metadata.ino()) == (made.device, made.inode)
-            && let Err(error) = fs::remove_file(&made.path)
+        if let Ok(metadata) = fs::symlink_metadata(&file.path)
+            && (metadata.dev(), metadata.ino()) == (file.device, file.inode)
+            && let Err(error) = fs::remove_file(&file.path)
         {
-            log::warn!("the API socket '{}' cannot be removed: {error}", made.path.display());
+            log::warn!("the API socket '{}' cannot be removed: {error}", file.path.display());
         }
     }
 }

@@ -53,19 +53,19 @@ fn config() -> VmConfig {
 
 #[test]
 fn what_a_request_brings_goes_to_its_devices_in_order() {
-    let mut wishes: RestoreConfig = serde_json::from_value(json!({
+    let mut restore_config: RestoreConfig = serde_json::from_value(json!({
         "source_url": "file:///s",
         "net_fds": [{"id": "wan", "num_fds": 1}, {"id": "lan", "num_fds": 2, "fds": null}],
         "vfio_fds": [{"id": "gpu", "fd": -1}]}))
     .unwrap();
-    let mut fds = wishes.arriving_fds();
+    let mut fds = restore_config.arriving_fds();
     assert_eq!(fds.expected(), 5);
     let sent: Vec<_> = [11, 12, 13, 14, 15].map(ConfigFd::inherited).into();
     fds.fill(sent.clone());
     assert_eq!(fds.in_order(), sent);
-    wishes.set_arriving_fds(fds);
+    restore_config.set_arriving_fds(fds);
     let mut config = config();
-    wishes.arriving_fds().place(&mut config).unwrap();
+    restore_config.arriving_fds().place(&mut config).unwrap();
     let config = config.complete().unwrap();
     let nets = config.net.as_ref().unwrap();
     assert_eq!(nets[0].fds, Some(ConfigFds::inherited([12, 13])));

@@ -24,10 +24,10 @@ pub mod family;
 pub(crate) mod foreign;
 pub mod grant;
 pub mod hotplug;
-pub mod later;
 pub mod memory;
 pub mod migration;
 pub mod net;
+pub mod numa;
 pub mod option_string;
 pub mod params;
 pub mod payload;
@@ -36,7 +36,8 @@ pub mod prefault;
 pub mod rate_limiter;
 pub mod reference;
 pub mod resize;
-pub mod small;
+pub mod rng;
+pub mod unsupported;
 pub mod value;
 pub mod vm;
 
@@ -68,7 +69,7 @@ pub use payload::PayloadConfig;
 pub use platform::PlatformConfig;
 pub use prefault::Prefault;
 pub use resize::{VmResize, VmResizeZone};
-pub use small::RngConfig;
+pub use rng::RngConfig;
 pub use value::MacAddr;
 pub use vm::{VmConfig, random_bytes};
 
@@ -110,7 +111,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "console" => check::<ConsoleConfig>(text),
         "serial" => check::<SerialConfig>(text),
         "debug-console" => check::<DebugConsoleConfig>(text),
-        "numa" => check::<small::NumaConfig>(text),
+        "numa" => check::<numa::NumaConfig>(text),
         "device" => check::<DeviceConfig>(text),
         "send-migration" => {
             let _ = SendMigrationData::parse_or_url(text).map(|data| data.validate());

@@ -9,7 +9,8 @@ use std::fmt::Write as _;
 
 use super::family::{Family, FamilyInfo, FieldInfo};
 use super::{
-    console, cpus, disk, later, memory, migration, net, payload, platform, rate_limiter, small,
+    console, cpus, disk, memory, migration, net, numa, payload, platform, rate_limiter, rng,
+    unsupported,
 };
 
 /// The families, in the order of the reference page.
@@ -24,8 +25,8 @@ pub fn families() -> Vec<FamilyInfo> {
         disk::DiskConfig::info(),
         net::NetConfig::info(),
         super::DeviceConfig::info(),
-        small::RngConfig::info(),
-        small::RtcConfig::info(),
+        rng::RngConfig::info(),
+        unsupported::RtcConfig::info(),
         console::ConsoleConfig::info(),
         console::SerialConfig::info(),
         console::DebugConsoleConfig::info(),
@@ -35,16 +36,16 @@ pub fn families() -> Vec<FamilyInfo> {
         migration::RestoreConfig::info(),
         migration::VmSnapshotConfig::info(),
         rate_limiter::RateLimitGroupConfig::info(),
-        small::NumaConfig::info(),
-        small::TpmConfig::info(),
-        small::LandlockConfig::info(),
+        numa::NumaConfig::info(),
+        unsupported::TpmConfig::info(),
+        unsupported::LandlockConfig::info(),
         platform::PciSegmentConfig::info(),
-        later::UserDeviceConfig::info(),
-        later::VdpaConfig::info(),
-        later::VsockConfig::info(),
-        later::FsConfig::info(),
-        later::GenericVhostUserConfig::info(),
-        later::PmemConfig::info(),
+        unsupported::UserDeviceConfig::info(),
+        unsupported::VdpaConfig::info(),
+        unsupported::VsockConfig::info(),
+        unsupported::FsConfig::info(),
+        unsupported::GenericVhostUserConfig::info(),
+        unsupported::PmemConfig::info(),
     ]
 }
 

@@ -19,15 +19,17 @@ use super::device::DeviceConfig;
 use super::disk::DiskConfig;
 use super::error::ConfigError;
 use super::family::option_family;
-use super::later::{
-    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
-};
 use super::memory::MemoryConfig;
 use super::net::NetConfig;
+use super::numa::NumaConfig;
 use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::rate_limiter::RateLimitGroupConfig;
-use super::small::{LandlockConfig, NumaConfig, RngConfig, RtcConfig, TpmConfig};
+use super::rng::RngConfig;
+use super::unsupported::{
+    FsConfig, GenericVhostUserConfig, LandlockConfig, PmemConfig, RtcConfig, TpmConfig,
+    UserDeviceConfig, VdpaConfig, VsockConfig,
+};
 use super::value::MacAddr;
 
 /// Name of the console device.

@@ -8,7 +8,7 @@
 
 use vm_migration::GuestIs;
 
-use super::{Pages, Vm, Vmm};
+use super::{GuestPages, VmLifecycle, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, MigrationCancelled};
 use crate::events;
@@ -74,27 +74,35 @@ impl Vmm {
     /// Stops the migration that goes on.
     pub(super) fn cancel_migration(&mut self, responder: Responder) {
         let (side, cancel, cancellers) = match &mut self.vm {
-            Vm::Awaited(receiving) if receiving.doubtful().is_some() => {
+            VmLifecycle::Receiving(receiving) if receiving.doubtful().is_some() => {
                 return responder.answer(Err(super::doubt::in_doubt()));
             }
-            Vm::Leaving { sending, .. } => ("source", &sending.cancel, &mut sending.cancellers),
-            Vm::Awaited(receiving) => ("destination", &receiving.cancel, &mut receiving.cancellers),
-            Vm::Serving(_) => return responder.answer(Err(at_destination())),
-            Vm::HandedOver { reason, .. } => return responder.answer(Err(too_late(reason))),
-            Vm::Standing { .. } => return responder.answer(Err(self.vm.why_not_live())),
-            Vm::Live(_) if matches!(self.pages, Pages::Arriving { .. }) => {
+            VmLifecycle::Migrating { sending, .. } => {
+                ("source", &sending.cancel, &mut sending.cancellers)
+            }
+            VmLifecycle::Receiving(receiving) => {
+                ("destination", &receiving.cancel, &mut receiving.cancellers)
+            }
+            VmLifecycle::Serving(_) => return responder.answer(Err(at_destination())),
+            VmLifecycle::HandedOver { reason, .. } => {
+                return responder.answer(Err(too_late(reason)));
+            }
+            VmLifecycle::NotStarted { .. } => return responder.answer(Err(self.vm.why_not_live())),
+            VmLifecycle::Live(_) if matches!(self.pages, GuestPages::Arriving { .. }) => {
                 return responder.answer(Err(arrived()));
             }
-            Vm::None | Vm::Idle(_) | Vm::Live(_) if self.farewell.is_some() => {
+            VmLifecycle::None | VmLifecycle::Created(_) | VmLifecycle::Live(_)
+                if self.pending_exit.is_some() =>
+            {
                 return responder.answer(Err(at_destination()));
             }
-            Vm::None
-            | Vm::Idle(_)
-            | Vm::Starting(_)
-            | Vm::Live(_)
-            | Vm::Busy(_)
-            | Vm::Turning(_)
-            | Vm::Down(_) => {
+            VmLifecycle::None
+            | VmLifecycle::Created(_)
+            | VmLifecycle::Starting(_)
+            | VmLifecycle::Live(_)
+            | VmLifecycle::Busy(_)
+            | VmLifecycle::Transitioning(_)
+            | VmLifecycle::TearingDown(_) => {
                 return responder.answer(Err(no_migration()));
             }
         };

@@ -9,8 +9,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::pausing::Turn;
-use super::{Next, Vm, Vmm};
+use super::pausing::TransitionKind;
+use super::{Next, VmLifecycle, Vmm};
 use crate::api::{ApiCall, VmmRequest};
 
 /// How long a request waits. A client is to be answered within a second.
@@ -20,33 +20,33 @@ const WAIT_MAX: Duration = Duration::from_millis(500);
 /// from it, which are not there before, and a person why it does not come.
 const LAUNCH_INFO_WAIT: Duration = Duration::from_secs(10);
 
-/// How many wait at most; the API has seats for twice as many clients, and what ends the process has to
-/// find one.
+/// How many wait at most; the API has connection slots for twice as many clients, and what ends the
+/// process has to find one.
 const CALLS_MAX: usize = 64;
 
 /// Whether the VM of the command line is being made. No client has been told yet that it is not there, so
 /// requests wait for it however long that takes: it is the first command that a script runs.
-fn is_launching(vm: &Vm) -> bool {
+fn is_launching(vm: &VmLifecycle) -> bool {
     match vm {
-        Vm::Starting(starting) => starting.at_launch,
-        Vm::Busy(busy) => busy.at_launch,
+        VmLifecycle::Starting(starting) => starting.at_launch,
+        VmLifecycle::Busy(busy) => busy.at_launch,
         _ => false,
     }
 }
 
 /// Whether a request waits for another state of the VM. One that is about the state between does not.
-pub fn waits(vm: &Vm, request: &VmmRequest) -> bool {
-    let gives_up = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
+pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
+    let cancels = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
     let is_between = match vm {
-        Vm::Down(_) => true,
-        Vm::Starting(_) => !gives_up,
-        Vm::Turning(turning) => match request {
-            VmmRequest::Resume => turning.turn != Turn::Pause,
+        VmLifecycle::TearingDown(_) => true,
+        VmLifecycle::Starting(_) => !cancels,
+        VmLifecycle::Transitioning(transition) => match request {
+            VmmRequest::Resume => transition.kind != TransitionKind::Pause,
             VmmRequest::MigrationRecover(_) => false,
-            VmmRequest::RemoveDevice(data) => !turning.is_adding(&data.id),
+            VmmRequest::RemoveDevice(data) => !transition.is_adding(&data.id),
             _ => true,
         },
-        Vm::Busy(busy) => busy.at_launch && !gives_up,
+        VmLifecycle::Busy(busy) => busy.at_launch && !cancels,
         _ => false,
     };
     is_between
@@ -76,7 +76,7 @@ pub struct Deferred {
 
 impl Deferred {
     /// Puts one behind the others.
-    pub fn push(&mut self, vm: &Vm, call: ApiCall) {
+    pub fn push(&mut self, vm: &VmLifecycle, call: ApiCall) {
         let is_info = matches!(call.request(), VmmRequest::Info);
         let wait = match is_launching(vm) {
             _ if self.calls.len() >= CALLS_MAX => Some(Duration::ZERO),
@@ -94,8 +94,8 @@ impl Deferred {
 
     /// The first that need not wait in this state of the VM, or whose time is over. What a client no
     /// longer waits for is not carried out.
-    fn next(&mut self, vm: &Vm, now: Instant) -> Option<ApiCall> {
-        self.calls.retain(|waiting| !waiting.call.is_given_up());
+    fn next(&mut self, vm: &VmLifecycle, now: Instant) -> Option<ApiCall> {
+        self.calls.retain(|waiting| !waiting.call.is_abandoned());
         if !is_launching(vm) {
             for waiting in &mut self.calls {
                 waiting.until.get_or_insert(now + WAIT_MAX);

@@ -10,13 +10,13 @@
 use vm_migration::commit::destination::{Asked, Decision, InDoubt, Refusal};
 
 use super::receiving::Receiving;
-use super::{Pages, Vm, Vmm, cancel};
+use super::{GuestPages, VmLifecycle, Vmm, cancel};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::events;
 
 /// What is known of it.
-pub struct Doubtful {
+pub struct InDoubtVm {
     /// What is to be asked.
     pub state: InDoubt,
     /// Its description.
@@ -24,7 +24,7 @@ pub struct Doubtful {
 }
 
 /// A request that has decided it, or that waits for the end of a migration to here.
-pub struct Decider {
+pub struct DecisionRequest {
     decision: Decision,
     responder: Responder,
 }
@@ -53,7 +53,7 @@ fn words(refusal: Refusal) -> ApiError {
 
 impl Receiving {
     /// The doubt, if there is one.
-    pub fn doubtful(&self) -> Option<&Doubtful> {
+    pub fn doubtful(&self) -> Option<&InDoubtVm> {
         self.doubt.as_ref()
     }
 
@@ -69,8 +69,8 @@ impl Receiving {
 
     /// Answers requests that wait for the end of the migration; `runs` says how a machine that is
     /// here now fares, `None` that there is none.
-    pub fn answer_deciders(&mut self, runs: Option<&Result<(), ApiError>>) {
-        for Decider { decision, responder } in self.deciders.drain(..) {
+    pub fn answer_decision_requests(&mut self, runs: Option<&Result<(), ApiError>>) {
+        for DecisionRequest { decision, responder } in self.decision_requests.drain(..) {
             responder.answer(match (decision, runs) {
                 (Decision::RunsHere, Some(result)) => result.clone().map(|()| ApiReply::Empty),
                 (Decision::GivenUp, None) => Ok(ApiReply::Empty),
@@ -83,15 +83,15 @@ impl Receiving {
 
 impl Vmm {
     /// The migration to here is in doubt (again, when that `lasts`).
-    pub(super) fn doubt(&mut self, doubtful: Doubtful) {
-        let Vm::Awaited(receiving) = &mut self.vm else { return };
+    pub(super) fn doubt(&mut self, doubtful: InDoubtVm) {
+        let VmLifecycle::Receiving(receiving) = &mut self.vm else { return };
         if receiving.doubt.replace(doubtful).is_some() {
             // Requests and signals since it began were made in its knowledge.
             return;
         }
         cancel::refuse_all(&mut receiving.cancellers, &in_doubt());
         // What was asked before did not know of this.
-        for Decider { responder, .. } in receiving.deciders.drain(..) {
+        for DecisionRequest { responder, .. } in receiving.decision_requests.drain(..) {
             responder.answer(Err(in_doubt()));
         }
         self.refuse_end(&in_doubt());
@@ -100,7 +100,7 @@ impl Vmm {
     /// `vm.resume` of a machine in doubt, or `vm.delete` of one that is awaited. Gives the responder
     /// back when there is neither.
     pub(super) fn decide_for(&mut self, asked: Asked, responder: Responder) -> Option<Responder> {
-        let Vm::Awaited(receiving) = &mut self.vm else { return Some(responder) };
+        let VmLifecycle::Receiving(receiving) = &mut self.vm else { return Some(responder) };
         let decision = match (receiving.doubtful().map(|doubtful| doubtful.state), asked) {
             (Some(state), _) => receiving.decide(state, asked),
             (None, Asked::Delete { .. }) => {
@@ -111,7 +111,9 @@ impl Vmm {
             (None, _) => return Some(responder),
         };
         match decision {
-            Ok(decision) => receiving.deciders.push(Decider { decision, responder }),
+            Ok(decision) => {
+                receiving.decision_requests.push(DecisionRequest { decision, responder });
+            }
             Err(error) => responder.answer(Err(error)),
         }
         None
@@ -119,22 +121,22 @@ impl Vmm {
 
     /// `vm.delete` of a machine that has arrived, was not started, and gets pages: the thread that
     /// receives them has to end first.
-    pub(super) fn give_up_standing(&mut self, responder: Responder) {
-        if let Pages::Arriving { steering, .. } = &self.pages {
+    pub(super) fn abandon_not_started(&mut self, responder: Responder) {
+        if let GuestPages::Arriving { steering, .. } = &self.pages {
             steering.abandon();
         }
         self.deleters.push(responder);
     }
 
     /// Such a machine is on its way out.
-    pub(super) fn is_given_up(&self) -> bool {
+    pub(super) fn is_abandoned(&self) -> bool {
         !self.deleters.is_empty()
     }
 
     /// Its pages have ended, and nothing of it waits for one any more: it goes.
-    pub(super) fn standing_is_gone(&mut self) {
-        self.pages = Pages::Here;
-        self.vm = Vm::None;
+    pub(super) fn not_started_is_gone(&mut self) {
+        self.pages = GuestPages::Resident;
+        self.vm = VmLifecycle::None;
         events::emit("vm", "deleted", &[]);
         for responder in self.deleters.drain(..) {
             responder.answer(Ok(ApiReply::Empty));
@@ -146,7 +148,7 @@ impl Vmm {
     /// # Errors
     /// Why it does not: it is not to be lost by a request that did not know of it.
     pub(super) fn end_awaited(&self, force: bool) -> Result<(), ApiError> {
-        let Vm::Awaited(receiving) = &self.vm else { return Ok(()) };
+        let VmLifecycle::Receiving(receiving) = &self.vm else { return Ok(()) };
         let Some(doubtful) = receiving.doubtful() else {
             receiving.cancel.cancel();
             return Ok(());

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use vm_migration::Phase;
 
 use super::snapshot::tell_failed_restore;
-use super::starting::given_up;
-use super::{Next, Pages, Vm, Vmm, emit};
+use super::starting::start_cancelled;
+use super::{GuestPages, Next, VmLifecycle, Vmm, emit};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::options::ExitReason;
@@ -51,28 +51,36 @@ impl Vmm {
     /// `vmm.shutdown`.
     pub(super) fn vmm_shutdown(&mut self, force: bool, responder: Responder) -> Next {
         match &self.vm {
-            Vm::Serving(_) | Vm::Standing { .. } if force => {
+            VmLifecycle::Serving(_) | VmLifecycle::NotStarted { .. } if force => {
                 log::warn!("told to end, whatever is lost by it");
                 self.end_vm();
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Exit(ExitReason::ApiShutdown)
             }
-            Vm::Live(_) | Vm::Starting(_) | Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) if force => {
+            VmLifecycle::Live(_)
+            | VmLifecycle::Starting(_)
+            | VmLifecycle::Transitioning(_)
+            | VmLifecycle::Busy(_)
+            | VmLifecycle::TearingDown(_)
+                if force =>
+            {
                 log::warn!("told to end, whatever is lost by it");
                 self.at_latest = Some(Instant::now() + AT_ONCE);
                 self.end_here(ExitReason::ApiShutdown, Some(responder))
             }
-            Vm::Leaving { .. } | Vm::Serving(_) => {
+            VmLifecycle::Migrating { .. } | VmLifecycle::Serving(_) => {
                 responder.answer(Err(self.vm.why_not_live()));
                 Next::Continue
             }
-            Vm::Live(_) | Vm::Turning(_) | Vm::Standing { .. }
-                if matches!(self.pages, Pages::Arriving { .. }) =>
+            VmLifecycle::Live(_)
+            | VmLifecycle::Transitioning(_)
+            | VmLifecycle::NotStarted { .. }
+                if matches!(self.pages, GuestPages::Arriving { .. }) =>
             {
                 responder.answer(self.refuse_without_all_pages().map(|()| ApiReply::Empty));
                 Next::Continue
             }
-            Vm::Awaited(_) => {
+            VmLifecycle::Receiving(_) => {
                 match self.end_awaited(force) {
                     Ok(()) => {
                         if force {
@@ -103,8 +111,8 @@ impl Vmm {
     /// When the process ends, whatever it still waits for.
     pub(super) fn ends_at_latest(&self, now: Instant) -> Option<Instant> {
         let start = match &self.vm {
-            Vm::Starting(starting) => starting.until(now),
-            Vm::Busy(busy) => busy.until,
+            VmLifecycle::Starting(starting) => starting.until(now),
+            VmLifecycle::Busy(busy) => busy.until,
             _ => None,
         };
         self.at_latest.into_iter().chain(start).min()
@@ -125,7 +133,7 @@ impl Vmm {
                 None | Some(Phase::Idle | Phase::Listen | Phase::Negotiate | Phase::Receive)
             )
         };
-        if matches!(self.vm, Vm::Awaited(_)) && may_be_told() {
+        if matches!(self.vm, VmLifecycle::Receiving(_)) && may_be_told() {
             self.at_latest = None;
             return Next::Continue;
         }
@@ -152,12 +160,18 @@ impl Vmm {
             return Next::Continue;
         }
         match &self.vm {
-            Vm::Live(_) => return self.end_with_machine(None),
-            Vm::Starting(starting) => starting.give_up(),
-            Vm::Turning(turning) => turning.give_up.now(),
-            Vm::Busy(busy) => busy.cancel(),
-            Vm::Down(_) | Vm::Leaving { .. } | Vm::Serving(_) | Vm::Awaited(_) => {}
-            Vm::None | Vm::Idle(_) | Vm::Standing { .. } | Vm::HandedOver { .. } => {
+            VmLifecycle::Live(_) => return self.end_with_machine(None),
+            VmLifecycle::Starting(starting) => starting.cancel(),
+            VmLifecycle::Transitioning(transition) => transition.cancel.cancel(),
+            VmLifecycle::Busy(busy) => busy.cancel(),
+            VmLifecycle::TearingDown(_)
+            | VmLifecycle::Migrating { .. }
+            | VmLifecycle::Serving(_)
+            | VmLifecycle::Receiving(_) => {}
+            VmLifecycle::None
+            | VmLifecycle::Created(_)
+            | VmLifecycle::NotStarted { .. }
+            | VmLifecycle::HandedOver { .. } => {
                 return self.ended();
             }
         }
@@ -173,29 +187,32 @@ impl Vmm {
     fn end_at_once(&mut self) -> ExitReason {
         log::warn!("ending without what has not ended: {}", self.vm.why_not_live());
         let has_machine = match &self.vm {
-            Vm::Turning(turning) => {
-                turning.consoles.close();
+            VmLifecycle::Transitioning(transition) => {
+                transition.consoles.close();
                 true
             }
-            Vm::Down(down) => {
-                down.consoles.close();
-                down.tell_failed();
+            VmLifecycle::TearingDown(teardown) => {
+                teardown.consoles.close();
+                teardown.tell_failed();
                 true
             }
-            Vm::Starting(starting) => {
-                starting.tell_failed(&given_up());
+            VmLifecycle::Starting(starting) => {
+                starting.tell_failed(&start_cancelled());
                 starting.has_begun()
             }
-            Vm::Busy(busy) if busy.is_restore => {
-                tell_failed_restore(&given_up());
+            VmLifecycle::Busy(busy) if busy.is_restore => {
+                tell_failed_restore(&start_cancelled());
                 false
             }
-            Vm::Live(_)
-            | Vm::Busy(_)
-            | Vm::Leaving { .. }
-            | Vm::Serving(_)
-            | Vm::Standing { .. } => true,
-            Vm::None | Vm::Idle(_) | Vm::Awaited(_) | Vm::HandedOver { .. } => false,
+            VmLifecycle::Live(_)
+            | VmLifecycle::Busy(_)
+            | VmLifecycle::Migrating { .. }
+            | VmLifecycle::Serving(_)
+            | VmLifecycle::NotStarted { .. } => true,
+            VmLifecycle::None
+            | VmLifecycle::Created(_)
+            | VmLifecycle::Receiving(_)
+            | VmLifecycle::HandedOver { .. } => false,
         };
         if has_machine {
             emit("shutdown");
@@ -214,7 +231,7 @@ impl Vmm {
     pub(super) fn end_signal(&mut self) -> Next {
         let is_second = self.ending.is_some();
         match &self.vm {
-            Vm::Leaving { sending, .. } => {
+            VmLifecycle::Migrating { sending, .. } => {
                 if is_second {
                     log::warn!("told to end again: the migration is cancelled");
                     sending.cancel.cancel();
@@ -222,10 +239,10 @@ impl Vmm {
                     log::warn!("told to end: that waits until the migration is over");
                 }
             }
-            Vm::Serving(_) => {
+            VmLifecycle::Serving(_) => {
                 log::warn!("told to end: that waits until the destination has the last page");
             }
-            Vm::Awaited(_) => match self.end_awaited(is_second) {
+            VmLifecycle::Receiving(_) => match self.end_awaited(is_second) {
                 Ok(()) => {
                     if is_second {
                         self.at_latest = Some(Instant::now() + AT_ONCE);
@@ -242,13 +259,20 @@ impl Vmm {
                 self.told_by_signal = true;
                 let start_end = Instant::now() + START_END;
                 match &mut self.vm {
-                    Vm::Starting(starting) => starting.end_until(start_end),
-                    Vm::Busy(busy) if busy.is_restore => busy.until = Some(start_end),
+                    VmLifecycle::Starting(starting) => starting.end_until(start_end),
+                    VmLifecycle::Busy(busy) if busy.is_restore => busy.until = Some(start_end),
                     _ => {}
                 }
-                let runs = matches!(&self.vm, Vm::Starting(starting) if starting.has_begun());
+                let runs =
+                    matches!(&self.vm, VmLifecycle::Starting(starting) if starting.has_begun());
                 if runs
-                    || matches!(self.vm, Vm::Turning(_) | Vm::Busy(_) | Vm::Down(_) | Vm::Live(_))
+                    || matches!(
+                        self.vm,
+                        VmLifecycle::Transitioning(_)
+                            | VmLifecycle::Busy(_)
+                            | VmLifecycle::TearingDown(_)
+                            | VmLifecycle::Live(_)
+                    )
                 {
                     log::info!("told to end: when the devices have finished; once more, at once");
                 }
@@ -268,7 +292,7 @@ impl Vmm {
     /// # Errors
     /// The process ends soon.
     pub(super) fn refuse_a_vm_at_the_end(&self) -> Result<(), ApiError> {
-        if self.farewell.is_none() || self.ending.is_none() {
+        if self.pending_exit.is_none() || self.ending.is_none() {
             return Ok(());
         }
         let why = "this VMM has been told to end, and ends within seconds; use another one";
@@ -278,27 +302,34 @@ impl Vmm {
     /// Lets go of the VM, whatever it is, right before the process ends. A machine that is still there
     /// ends with the process.
     pub(super) fn end_vm(&mut self) {
-        match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Live(machine) => {
+        match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Live(machine) => {
                 machine.consoles().close();
-                let waiting = std::mem::replace(&mut self.pages, Pages::Here);
+                let waiting = std::mem::replace(&mut self.pages, GuestPages::Resident);
                 std::mem::forget((machine, waiting));
                 emit("shutdown");
             }
-            Vm::Standing { machine, .. } => match std::mem::replace(&mut self.pages, Pages::Here) {
-                Pages::Here => drop(machine),
-                waiting => std::mem::forget((machine, waiting)),
-            },
-            Vm::Leaving { sending, .. } | Vm::Serving(sending) => sending.cancel.cancel(),
-            Vm::Awaited(receiving) => receiving.cancel.cancel(),
-            Vm::Busy(busy) => busy.cancel(),
-            Vm::Starting(starting) => starting.give_up(),
+            VmLifecycle::NotStarted { machine, .. } => {
+                match std::mem::replace(&mut self.pages, GuestPages::Resident) {
+                    GuestPages::Resident => drop(machine),
+                    waiting => std::mem::forget((machine, waiting)),
+                }
+            }
+            VmLifecycle::Migrating { sending, .. } | VmLifecycle::Serving(sending) => {
+                sending.cancel.cancel();
+            }
+            VmLifecycle::Receiving(receiving) => receiving.cancel.cancel(),
+            VmLifecycle::Busy(busy) => busy.cancel(),
+            VmLifecycle::Starting(starting) => starting.cancel(),
             // What it keeps for the machine after it waits for its disks when it is given back.
-            Vm::Down(down) => std::mem::forget(down),
-            Vm::None | Vm::Idle(_) | Vm::Turning(_) | Vm::HandedOver { .. } => {}
+            VmLifecycle::TearingDown(teardown) => std::mem::forget(teardown),
+            VmLifecycle::None
+            | VmLifecycle::Created(_)
+            | VmLifecycle::Transitioning(_)
+            | VmLifecycle::HandedOver { .. } => {}
         }
         // Threads that wait for pages which do not come must not see others in their place.
-        std::mem::forget(std::mem::replace(&mut self.pages, Pages::Here));
+        std::mem::forget(std::mem::replace(&mut self.pages, GuestPages::Resident));
     }
 
     /// The guest is elsewhere and may need pages from here: that counts more than an earlier
@@ -314,7 +345,7 @@ impl Vmm {
 
     /// A migration to here is over, and the process may have been told to end.
     pub(super) fn end_after_arrival(&mut self) -> Next {
-        if matches!(self.vm, Vm::None) {
+        if matches!(self.vm, VmLifecycle::None) {
             return self.ended();
         }
         let Some(ending) = self.take_ending() else { return Next::Continue };

@@ -3,7 +3,7 @@
 //! A VM that is paused because a disk is full, and goes on when there is room.
 //!
 //! Owns what has been told of full disks, and when it is looked for room: no storage tells of it. What looks is
-//! a thread of its own ([`super::pausing::Turn::Retry`]), as storage may not answer. Must never let a VM go
+//! a thread of its own ([`TransitionKind::Retry`]), as storage may not answer. Must never let a VM go
 //! on that a client has paused, nor write to its disks.
 //!
 //! ```text
@@ -20,8 +20,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::pausing::{Turn, Turning};
-use super::{Pages, Vm, Vmm, emit};
+use super::pausing::{Transition, TransitionKind};
+use super::{GuestPages, VmLifecycle, Vmm, emit};
 use crate::events;
 use crate::machine::FullDiskStatus;
 
@@ -134,8 +134,9 @@ impl Vmm {
     /// say.
     pub(super) fn tell_of_full_disk(&mut self, id: &str) {
         let config = match &self.vm {
-            Vm::Live(machine) => machine.config(),
-            Vm::Leaving { info, .. } | Vm::Turning(Turning { info, .. }) => &info.config,
+            VmLifecycle::Live(machine) => machine.config(),
+            VmLifecycle::Migrating { info, .. }
+            | VmLifecycle::Transitioning(Transition { info, .. }) => &info.config,
             _ => return,
         };
         let mut disks = config.disks.iter().flatten();
@@ -155,7 +156,7 @@ impl Vmm {
 
     /// The machine keeps requests that there was no room for: pauses it if it runs.
     pub(super) fn disk_is_full(&mut self) {
-        let Vm::Live(machine) = &self.vm else { return };
+        let VmLifecycle::Live(machine) = &self.vm else { return };
         let (full, is_paused) = (machine.full_disks(), machine.is_paused());
         if full.is_empty() {
             // Its driver has reset the device meanwhile, or there was room the second time.
@@ -164,7 +165,7 @@ impl Vmm {
         self.tell_full(full);
         if !is_paused && self.full.may_stop(Instant::now()) {
             emit("pausing");
-            self.turn(Turn::Full, None);
+            self.begin_transition(TransitionKind::Full, None);
         }
     }
 
@@ -199,17 +200,17 @@ impl Vmm {
 
     /// Whether the machine is paused and goes on when there is room.
     pub(super) fn waits_for_room(&self) -> bool {
-        matches!(&self.vm, Vm::Live(machine) if machine.is_paused())
+        matches!(&self.vm, VmLifecycle::Live(machine) if machine.is_paused())
             && self.full.is_waiting(self.machine_number)
     }
 
     /// When it is looked for room.
     pub(super) fn looks_for_room_at(&self) -> Option<Instant> {
-        let Vm::Live(machine) = &self.vm else { return None };
+        let VmLifecycle::Live(machine) = &self.vm else { return None };
         let is_told = self.full.machine == self.machine_number && !self.full.told.is_empty();
         // One that runs has not stopped, as another device did not finish.
         let looks = self.full.is_ours || !machine.is_paused();
-        (is_told && looks && matches!(self.pages, Pages::Here)).then_some(self.full.next)
+        (is_told && looks && matches!(self.pages, GuestPages::Resident)).then_some(self.full.next)
     }
 
     /// Looks for room, if it is time.
@@ -217,9 +218,9 @@ impl Vmm {
         if self.looks_for_room_at().is_none_or(|at| at > Instant::now()) {
             return;
         }
-        let Vm::Live(machine) = &self.vm else { return };
+        let VmLifecycle::Live(machine) = &self.vm else { return };
         if machine.is_paused() {
-            self.turn(Turn::Retry, None);
+            self.begin_transition(TransitionKind::Retry, None);
         } else if machine.full_disks().is_empty() {
             self.found_room();
         } else {

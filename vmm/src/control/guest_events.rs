@@ -26,7 +26,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::{Next, Pages, RunError, Vm, Vmm};
+use super::{GuestPages, Next, RunError, VmLifecycle, Vmm};
 use crate::events;
 use crate::machine::GuestEvent;
 
@@ -116,24 +116,31 @@ impl GuestEvents {
 impl Vmm {
     fn machine_is(&self) -> MachineIs {
         match (&self.vm, &self.pages) {
-            (Vm::Live(_), Pages::Arriving { .. }) => MachineIs::AwaitingPages,
-            (Vm::Live(_), Pages::Lost(_)) => MachineIs::LackingPages,
-            (Vm::Live(machine), Pages::Here) if machine.is_paused() && !self.waits_for_room() => {
+            (VmLifecycle::Live(_), GuestPages::Arriving { .. }) => MachineIs::AwaitingPages,
+            (VmLifecycle::Live(_), GuestPages::Lost(_)) => MachineIs::LackingPages,
+            (VmLifecycle::Live(machine), GuestPages::Resident)
+                if machine.is_paused() && !self.waits_for_room() =>
+            {
                 MachineIs::Paused
             }
-            (Vm::Live(_), Pages::Here) => MachineIs::Running,
+            (VmLifecycle::Live(_), GuestPages::Resident) => MachineIs::Running,
             (
-                Vm::Leaving { .. }
-                | Vm::Busy(_)
-                | Vm::Starting(_)
-                | Vm::Turning(_)
-                | Vm::Awaited(_)
-                | Vm::Standing { .. },
+                VmLifecycle::Migrating { .. }
+                | VmLifecycle::Busy(_)
+                | VmLifecycle::Starting(_)
+                | VmLifecycle::Transitioning(_)
+                | VmLifecycle::Receiving(_)
+                | VmLifecycle::NotStarted { .. },
                 _,
             ) => MachineIs::Elsewhere,
-            (Vm::None | Vm::Idle(_) | Vm::Down(_) | Vm::Serving(_) | Vm::HandedOver { .. }, _) => {
-                MachineIs::Gone
-            }
+            (
+                VmLifecycle::None
+                | VmLifecycle::Created(_)
+                | VmLifecycle::TearingDown(_)
+                | VmLifecycle::Serving(_)
+                | VmLifecycle::HandedOver { .. },
+                _,
+            ) => MachineIs::Gone,
         }
     }
 
@@ -142,7 +149,7 @@ impl Vmm {
         if number != self.machine_number {
             return;
         }
-        if let Vm::Leaving { sending, .. } = &self.vm
+        if let VmLifecycle::Migrating { sending, .. } = &self.vm
             && ends_the_guest(&event)
         {
             log::info!(
@@ -189,7 +196,7 @@ impl Vmm {
     fn tell_of_triple_fault(&mut self, vcpu: u32, at: Instant) {
         let ran = match &self.vm {
             // Of a guest from elsewhere it is not known how long it has run.
-            Vm::Live(machine) if self.started_number == self.machine_number => {
+            VmLifecycle::Live(machine) if self.started_number == self.machine_number => {
                 let first_run = machine.first_run();
                 Some(first_run.map_or(Duration::ZERO, |first| at.saturating_duration_since(first)))
             }

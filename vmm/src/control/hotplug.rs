@@ -4,8 +4,8 @@
 //!
 //! Owns their answers: before the guest runs they change what it will have, afterwards what it has.
 
-use super::pausing::Turn;
-use super::{Vm, Vmm};
+use super::pausing::TransitionKind;
+use super::{VmLifecycle, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, PciDeviceInfo};
 use crate::config::{ConfigError, NewDevice, VmConfig};
@@ -35,8 +35,8 @@ impl Vmm {
             Err(error) => return responder.answer(Err(error)),
         };
         let id = device.id().to_owned();
-        self.turn_with(Turn::Add, Some(responder), move |machine, give_up| {
-            let bdf = machine.add_device(&device, config, give_up)?;
+        self.begin_transition_with(TransitionKind::Add, Some(responder), move |machine, cancel| {
+            let bdf = machine.add_device(&device, config, cancel)?;
             let (id, bdf) = (device.id().to_owned(), bdf.to_string());
             Ok(ApiReply::Device(PciDeviceInfo { id, bdf }))
         });
@@ -48,7 +48,7 @@ impl Vmm {
         &mut self,
         device: NewDevice,
     ) -> Result<Option<(VmConfig, NewDevice)>, ApiError> {
-        if let Vm::Idle(config) = &mut self.vm {
+        if let VmLifecycle::Created(config) = &mut self.vm {
             **config = with(device, config)?.0;
             return Ok(None);
         }
@@ -59,7 +59,7 @@ impl Vmm {
 
     /// `vm.remove-device`, also of a device that is being added.
     pub(super) fn remove_device_for(&mut self, id: &str, responder: Responder) {
-        if let Some(responder) = self.give_up_adding(id, responder) {
+        if let Some(responder) = self.cancel_adding(id, responder) {
             responder.answer(self.remove_device(id).map(|()| ApiReply::Empty));
         }
     }
@@ -73,7 +73,7 @@ impl Vmm {
             };
             ApiError::from_error(kind, error)
         };
-        if let Vm::Idle(config) = &mut self.vm {
+        if let VmLifecycle::Created(config) = &mut self.vm {
             let without = config.without(id);
             let unknown = || refused(&RemoveError::Unknown(id.to_owned()));
             **config = without.ok_or_else(unknown)?;
@@ -84,8 +84,8 @@ impl Vmm {
 
     /// The guest has let go of devices. Whatever is in flight in them is waited for elsewhere.
     pub(super) fn devices_ejected(&mut self) {
-        if matches!(self.vm, Vm::Live(_)) {
-            self.turn(Turn::Eject, None);
+        if matches!(self.vm, VmLifecycle::Live(_)) {
+            self.begin_transition(TransitionKind::Eject, None);
         }
     }
 }

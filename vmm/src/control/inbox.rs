@@ -12,10 +12,10 @@ use std::time::Instant;
 use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::doubt::Doubtful;
-use super::pausing::{ArrivedEnd, PauseEnd, TurnEnd};
-use super::receiving::Arrival;
-use super::sending::Departure;
+use super::doubt::InDoubtVm;
+use super::pausing::{ArrivedEnd, PauseEnd, TransitionEnd};
+use super::receiving::ReceiveEnd;
+use super::sending::SendEnd;
 use super::snapshot::{RestoreEnd, SaveEnd};
 use super::starting::StartEnd;
 use crate::machine::GuestEvent;
@@ -26,11 +26,11 @@ pub enum Message {
     /// From the machine with this number, at this moment: those of machines that are gone are ignored.
     Guest(u64, GuestEvent, Instant),
     /// A migration from here is over.
-    Departed(Box<Departure>),
+    SendEnd(Box<SendEnd>),
     /// A migration to here is over, or its guest runs.
-    Arrived(Box<Arrival>),
+    ReceiveEnd(Box<ReceiveEnd>),
     /// Which side has a guest that has arrived is not known.
-    InDoubt(Doubtful),
+    InDoubt(InDoubtVm),
     /// The guest that leaves belongs to the destination; its pages are being served.
     HandedOver,
     /// All pages of a guest that arrived in postcopy are here, or the source is lost.
@@ -38,11 +38,11 @@ pub enum Message {
     /// A machine has been made and runs, or not.
     Started(Box<StartEnd>),
     /// The machine has stopped or started, or not.
-    Turned(Box<TurnEnd>),
+    TransitionOver(Box<TransitionEnd>),
     /// A machine that has arrived and was not started has been, or not.
     ArrivedStarted(Box<ArrivedEnd>),
     /// The machine has ended.
-    IsDown,
+    TornDown,
     /// The VM was saved, or not.
     Saved(Box<SaveEnd>),
     /// The disks of a VM that was paused are written back, or not.

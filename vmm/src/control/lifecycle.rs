@@ -8,8 +8,8 @@ use vm_migration::commit::destination::Asked;
 use vm_migration::progress::Phase;
 
 use super::snapshot::Busy;
-use super::taking_down::After;
-use super::{Next, Pages, Vm, Vmm, emit, failed};
+use super::teardown::After;
+use super::{GuestPages, Next, VmLifecycle, Vmm, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmState};
 use crate::config::VmConfig;
@@ -17,27 +17,27 @@ use crate::events;
 
 impl Vmm {
     pub(super) fn create(&mut self, config: Box<VmConfig>) -> Result<(), ApiError> {
-        if !matches!(self.vm, Vm::None) {
+        if !matches!(self.vm, VmLifecycle::None) {
             return Err(ApiError::new(
                 ApiErrorKind::AlreadyCreated,
                 "there is a VM already; delete it first",
             ));
         }
         self.refuse_a_vm_at_the_end()?;
-        self.farewell = None;
-        self.vm = Vm::Idle(config);
+        self.pending_exit = None;
+        self.vm = VmLifecycle::Created(config);
         emit("created");
         Ok(())
     }
 
     /// `vm.resume`.
     pub(super) fn resume_for(&mut self, responder: Responder) {
-        if self.is_given_up() {
+        if self.is_abandoned() {
             return responder.answer(Err(ApiError::not_created()));
         }
-        let Some(responder) = self.resume_turning(responder) else { return };
+        let Some(responder) = self.resume_in_transition(responder) else { return };
         // A peer that says nothing may take long to be given up, and nothing has been sent to it yet.
-        if let Vm::Leaving { info, sending, .. } = &mut self.vm
+        if let VmLifecycle::Migrating { info, sending, .. } = &mut self.vm
             && info.state == VmState::Paused
             && sending.has_sent_nothing()
         {
@@ -48,7 +48,7 @@ impl Vmm {
             return sending.resumers.push(responder);
         }
         let Some(responder) = self.decide_for(Asked::Resume, responder) else { return };
-        if matches!(self.vm, Vm::Standing { .. }) {
+        if matches!(self.vm, VmLifecycle::NotStarted { .. }) {
             self.start_arrived_for(responder);
         } else {
             self.resume_live_for(responder);
@@ -74,20 +74,20 @@ impl Vmm {
     /// `vm.delete`.
     pub(super) fn delete_for(&mut self, force: bool, responder: Responder) -> Next {
         match &mut self.vm {
-            Vm::Serving(sending) if force => {
+            VmLifecycle::Serving(sending) if force => {
                 log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
                 sending.deleters.push(responder);
                 sending.steering.abandon();
             }
-            Vm::Awaited(_) => drop(self.decide_for(Asked::Delete { force }, responder)),
-            Vm::Standing { .. } if matches!(self.pages, Pages::Arriving { .. }) => {
-                self.give_up_standing(responder);
+            VmLifecycle::Receiving(_) => drop(self.decide_for(Asked::Delete { force }, responder)),
+            VmLifecycle::NotStarted { .. } if matches!(self.pages, GuestPages::Arriving { .. }) => {
+                self.abandon_not_started(responder);
             }
-            Vm::Starting(_) | Vm::Busy(Busy { is_restore: true, .. }) => {
+            VmLifecycle::Starting(_) | VmLifecycle::Busy(Busy { is_restore: true, .. }) => {
                 drop(self.end_starting(true, responder));
             }
-            Vm::Live(_) => match self.refuse_without_all_pages() {
-                Ok(()) => return self.take_down(After::Deleted(responder)),
+            VmLifecycle::Live(_) => match self.refuse_without_all_pages() {
+                Ok(()) => return self.tear_down(After::Deleted(responder)),
                 Err(error) => responder.answer(Err(error)),
             },
             _ => responder.answer(self.delete().map(|()| ApiReply::Empty)),
@@ -97,25 +97,25 @@ impl Vmm {
 
     fn delete(&mut self) -> Result<(), ApiError> {
         match &self.vm {
-            Vm::None => return Err(ApiError::not_created()),
+            VmLifecycle::None => return Err(ApiError::not_created()),
             // What has arrived and was not started, or is kept for a guest elsewhere, is given up; its
-            // pages first, as in `standing_is_gone`.
-            Vm::Standing { .. } => self.pages = Pages::Here,
-            Vm::Idle(_) | Vm::HandedOver { .. } => {}
+            // pages first, as in `not_started_is_gone`.
+            VmLifecycle::NotStarted { .. } => self.pages = GuestPages::Resident,
+            VmLifecycle::Created(_) | VmLifecycle::HandedOver { .. } => {}
             other => return Err(other.why_not_live()),
         }
-        self.vm = Vm::None;
+        self.vm = VmLifecycle::None;
         emit("deleted");
         Ok(())
     }
 
     /// Why the VM waits for pages that do not come, if it does.
     pub(super) fn postcopy_paused(&self) -> Option<String> {
-        if let Pages::Lost(paused) = &self.pages {
+        if let GuestPages::Lost(paused) = &self.pages {
             return Some(failed(&paused.error).to_string());
         }
         let progress =
-            self.progress.as_ref().filter(|_| matches!(self.pages, Pages::Arriving { .. }));
+            self.progress.as_ref().filter(|_| matches!(self.pages, GuestPages::Arriving { .. }));
         let document = progress?.snapshot();
         let lost = matches!(document.phase, Phase::PostcopyPaused | Phase::PostcopyRecover);
         lost.then(|| document.recovery.reason.unwrap_or_default())
@@ -128,22 +128,23 @@ impl Vmm {
 
     pub(super) fn refuse_without_all_pages(&self) -> Result<(), ApiError> {
         match &self.pages {
-            Pages::Here => Ok(()),
-            Pages::Arriving { .. } if self.holds_still() => Err(ApiError::new(
+            GuestPages::Resident => Ok(()),
+            GuestPages::Arriving { .. } if self.holds_still() => Err(ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM waits for pages from a source that cannot be reached; it goes on when the \
                  source has connected again (vm.migration-recover names a new address), and \
                  vmm.shutdown with force ends it with its VMM",
             )),
-            Pages::Arriving { .. } => Err(ApiError::new(
+            GuestPages::Arriving { .. } => Err(ApiError::new(
                 ApiErrorKind::Conflict,
                 "pages of the VM are still arriving from another VMM; wait until they are here",
             )),
-            Pages::Lost(paused) => Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
-                .context(
+            GuestPages::Lost(paused) => {
+                Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error).context(
                     "the VM waits for pages that are lost, and cannot go on or be taken apart; \
                      vmm.shutdown ends it with its VMM",
-                )),
+                ))
+            }
         }
     }
 

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use vm_migration::destination::PostcopyPaused;
 use vm_migration::{Cancel, GuestIs, Phase, Snapshot, Steering};
 
-use super::receiving::{self, Arrival, Outcome, Reception};
-use super::sending::{self, Departure};
-use super::{Kept, Next, Pages, Vm, Vmm, cancel, describe, observer};
+use super::receiving::{self, ReceiveContext, ReceiveEnd, ReceiveOutcome};
+use super::sending::{self, SendEnd};
+use super::{GuestPages, HandedOverMemory, Next, VmLifecycle, Vmm, cancel, describe, observer};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiQueue, ApiReply, ApiResult, VmmRequest};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
@@ -34,7 +34,7 @@ const OTHER_WATCHERS_TIME: Duration = Duration::from_millis(300);
 
 /// How long the process stays after a migration, from how long ago a client asked that has not seen the
 /// end, and another saw it.
-fn farewell_time(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
+fn exit_delay(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
     match (asked, seen) {
         (Some(asked), _) if asked < WATCHER_TIME => WATCHER_TIME,
         (_, Some(seen)) => OTHER_WATCHERS_TIME.saturating_sub(seen),
@@ -60,10 +60,12 @@ impl Vmm {
     fn is_settled(&self) -> bool {
         let phase = self.progress.as_ref().map(|progress| progress.phase());
         match (&self.vm, &self.pages) {
-            // A source that is done ends with its process: what it is asked is answered at its farewell.
-            (Vm::Leaving { .. } | Vm::Serving(_), _) => phase != Some(Phase::Failed),
-            (Vm::Awaited(_), _) => !matches!(phase, Some(Phase::Failed | Phase::Done)),
-            (_, Pages::Arriving { .. }) => phase != Some(Phase::Done),
+            // A source that is done ends with its process: what it is asked is answered as it exits.
+            (VmLifecycle::Migrating { .. } | VmLifecycle::Serving(_), _) => {
+                phase != Some(Phase::Failed)
+            }
+            (VmLifecycle::Receiving(_), _) => !matches!(phase, Some(Phase::Failed | Phase::Done)),
+            (_, GuestPages::Arriving { .. }) => phase != Some(Phase::Done),
             _ => true,
         }
     }
@@ -98,7 +100,7 @@ impl Vmm {
         }
         let document = serde_json::to_value(snapshot)
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
-        if let Some((until, _)) = &mut self.farewell {
+        if let Some((until, _)) = &mut self.pending_exit {
             // This watcher has seen the end.
             *until = (*until).min(Instant::now() + OTHER_WATCHERS_TIME);
         }
@@ -121,7 +123,8 @@ impl Vmm {
         }
         self.refuse_while_memory_arrives("migrated")?;
         let page_server = self.page_server(data)?;
-        let Vm::Live(mut machine) = std::mem::replace(&mut self.vm, Vm::None) else {
+        let VmLifecycle::Live(mut machine) = std::mem::replace(&mut self.vm, VmLifecycle::None)
+        else {
             return Err(ApiError::not_booted());
         };
         let left_off = machine.leave_memory();
@@ -131,12 +134,12 @@ impl Vmm {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.end_seen_at = None;
                 self.progress = Some(Arc::clone(&sending.progress));
-                self.vm = Vm::Leaving { info, sending, left_off };
+                self.vm = VmLifecycle::Migrating { info, sending, left_off };
                 Ok(())
             }
             Err((mut machine, error)) => {
                 machine.stay_with_memory(left_off);
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error))
             }
         }
@@ -169,17 +172,19 @@ impl Vmm {
                  one with page_server_socket",
             )
         })?;
-        Ok(Some(PageServerPlan { socket, lent: self.lent.clone() }))
+        Ok(Some(PageServerPlan { socket, child_logging: self.child_logging.clone() }))
     }
 
     pub(super) fn receive(&mut self, data: &ReceiveMigrationData, responder: Responder) {
         let error = match &self.vm {
-            Vm::None => self.refuse_a_vm_at_the_end().err(),
-            Vm::Awaited(_) => Some(ApiError::new(
+            VmLifecycle::None => self.refuse_a_vm_at_the_end().err(),
+            VmLifecycle::Receiving(_) => Some(ApiError::new(
                 ApiErrorKind::Conflict,
                 "a migration is awaited here already; vm.migration-cancel ends that",
             )),
-            Vm::Serving(_) | Vm::HandedOver { .. } => Some(self.vm.why_not_live()),
+            VmLifecycle::Serving(_) | VmLifecycle::HandedOver { .. } => {
+                Some(self.vm.why_not_live())
+            }
             _ => Some(ApiError::new(
                 ApiErrorKind::AlreadyCreated,
                 "there is a VM already; a migration can only be received without one",
@@ -198,14 +203,14 @@ impl Vmm {
         let bound = Cancel::new()
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
             .and_then(|cancel| {
-                let place = receiving::bind(&data.receiver_url, &self.lingering, &cancel)?;
-                Ok((place, cancel))
+                let target = receiving::bind(&data.receiver_url, &self.lingering, &cancel)?;
+                Ok((target, cancel))
             });
-        let (place, cancel) = match bound {
+        let (target, cancel) = match bound {
             Ok(bound) => bound,
             Err(error) => return responder.answer(Err(error)),
         };
-        let reception = Reception {
+        let context = ReceiveContext {
             host: Arc::clone(&self.host),
             sink: self.new_sink(),
             faults,
@@ -215,11 +220,11 @@ impl Vmm {
             mailer: self.mailer.clone(),
         };
         self.prefault_stage2 = data.prefault_stage2;
-        match receiving::start(place, reception, responder, cancel) {
+        match receiving::start(target, context, responder, cancel) {
             Ok(receiving) => {
-                self.farewell = None;
+                self.pending_exit = None;
                 self.progress = Some(Arc::clone(&receiving.progress));
-                self.vm = Vm::Awaited(receiving);
+                self.vm = VmLifecycle::Receiving(receiving);
             }
             Err((responder, error)) => {
                 responder.answer(Err(ApiError::from_error(ApiErrorKind::Failed, &error)));
@@ -229,51 +234,51 @@ impl Vmm {
 
     /// The guest that leaves belongs to the destination.
     pub(super) fn handed_over(&mut self) {
-        match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { mut sending, .. } => {
+        match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Migrating { mut sending, .. } => {
                 events::emit("vm", "migration-handed-over", &[]);
                 cancel::refuse_all(&mut sending.cancellers, &cancel::at_destination());
-                self.vm = Vm::Serving(sending);
+                self.vm = VmLifecycle::Serving(sending);
             }
             other => self.vm = other,
         }
     }
 
     /// A migration from here is over.
-    pub(super) fn departed(&mut self, departure: Departure) -> Next {
-        let next = self.depart(departure);
+    pub(super) fn send_ended(&mut self, end: SendEnd) -> Next {
+        let next = self.end_send(end);
         self.answer_progress_askers();
         next
     }
 
-    fn depart(&mut self, departure: Departure) -> Next {
-        let (sending, left_off) = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Leaving { sending, left_off, .. } => (Some(sending), left_off),
-            Vm::Serving(sending) => (Some(sending), LeftOff::default()),
+    fn end_send(&mut self, end: SendEnd) -> Next {
+        let (sending, left_off) = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Migrating { sending, left_off, .. } => (Some(sending), left_off),
+            VmLifecycle::Serving(sending) => (Some(sending), LeftOff::default()),
             _ => (None, LeftOff::default()),
         };
         let (mut cancellers, deleters, mut resumers) = sending
             .map(|sending| (sending.cancellers, sending.deleters, sending.resumers))
             .unwrap_or_default();
         let is_deleted = !deleters.is_empty();
-        let next = match departure {
-            Departure::Gone(remains) => {
+        let next = match end {
+            SendEnd::Complete(remains) => {
                 let last = self.progress.as_ref().map(|progress| progress.snapshot());
                 tell_end(last.as_ref());
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
                 let age = |at: Instant| at.elapsed();
-                let stay = farewell_time(self.watched_at.map(age), self.end_seen_at.map(age));
+                let stay = exit_delay(self.watched_at.map(age), self.end_seen_at.map(age));
                 // A machine of many vCPUs and much memory takes a while to take apart. Whoever asks
                 // meanwhile is answered afterwards, and has their time from then on.
                 drop(remains);
                 if stay.is_zero() {
                     Next::Exit(ExitReason::MigratedAway)
                 } else {
-                    self.farewell = Some((Instant::now() + stay, ExitReason::MigratedAway));
+                    self.pending_exit = Some((Instant::now() + stay, ExitReason::MigratedAway));
                     Next::Continue
                 }
             }
-            Departure::Stayed(mut machine, stay) => {
+            SendEnd::Stayed(mut machine, stay) => {
                 machine.stay_with_memory(left_off);
                 if stay.is_cancelled {
                     cancel::tell("source", stay.guest);
@@ -281,13 +286,13 @@ impl Vmm {
                 events::emit("vm", "migration-failed", &[("error", &stay.reason)]);
                 log::error!("{}", stay.reason);
                 cancel::confirm_all(&mut cancellers, "source", stay.guest, &stay.reason);
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 for responder in resumers.drain(..) {
                     self.resume_live_for(responder);
                 }
                 self.go_on_ending()
             }
-            Departure::Incomplete { remains, held, reason } => {
+            SendEnd::Incomplete { remains, held, reason } => {
                 events::emit("vm", "migration-failed", &[("error", &reason)]);
                 log::error!("{reason}");
                 cancel::refuse_all(&mut cancellers, &cancel::too_late(&reason));
@@ -297,8 +302,8 @@ impl Vmm {
                     // A signal that came before may have asked for it.
                     self.go_on_ending()
                 } else {
-                    let kept = Box::new(Kept { _remains: remains, _held: held });
-                    self.vm = Vm::HandedOver { reason, _kept: kept };
+                    let memory = Box::new(HandedOverMemory { _remains: remains, _held: held });
+                    self.vm = VmLifecycle::HandedOver { reason, _memory: memory };
                     self.stay_for_the_pages();
                     Next::Continue
                 }
@@ -313,23 +318,23 @@ impl Vmm {
     }
 
     /// A migration to here is over, or its guest runs.
-    pub(super) fn arrived(&mut self, arrival: Arrival) -> Next {
-        let next = self.arrive(arrival);
+    pub(super) fn receive_ended(&mut self, end: ReceiveEnd) -> Next {
+        let next = self.end_receive(end);
         self.answer_progress_askers();
         next
     }
 
-    fn arrive(&mut self, arrival: Arrival) -> Next {
-        let Arrival { outcome, responder } = arrival;
+    fn end_receive(&mut self, end: ReceiveEnd) -> Next {
+        let ReceiveEnd { outcome, responder } = end;
         let mut steering = Steering::new();
-        let mut cancellers = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Awaited(mut receiving) => {
+        let mut cancellers = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Receiving(mut receiving) => {
                 let runs = match &outcome {
-                    Outcome::Runs { .. } => Some(Ok(())),
-                    Outcome::Stands { error, .. } => Some(Err(error.clone())),
-                    Outcome::Failed { .. } => None,
+                    ReceiveOutcome::Runs { .. } => Some(Ok(())),
+                    ReceiveOutcome::NotStarted { error, .. } => Some(Err(error.clone())),
+                    ReceiveOutcome::Failed { .. } => None,
                 };
-                receiving.answer_deciders(runs.as_ref());
+                receiving.answer_decision_requests(runs.as_ref());
                 steering = receiving.steering;
                 receiving.cancellers
             }
@@ -344,10 +349,10 @@ impl Vmm {
             events::emit("vm", "migration-receive-failed", &[("error", &error.to_string())]);
         };
         match outcome {
-            Outcome::Runs { machine, pages_missing } => {
-                self.vm = Vm::Live(machine);
+            ReceiveOutcome::Runs { machine, pages_missing } => {
+                self.vm = VmLifecycle::Live(machine);
                 if pages_missing {
-                    self.pages = Pages::Arriving { steering };
+                    self.pages = GuestPages::Arriving { steering };
                 } else {
                     self.memory_has_come();
                 }
@@ -360,11 +365,11 @@ impl Vmm {
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());
                 answer(Ok(ApiReply::Empty));
             }
-            Outcome::Stands { machine, error, pages_missing } => {
+            ReceiveOutcome::NotStarted { machine, error, pages_missing } => {
                 failed(&error);
-                self.vm = Vm::Standing { machine, reason: error.to_string() };
+                self.vm = VmLifecycle::NotStarted { machine, reason: error.to_string() };
                 if pages_missing {
-                    self.pages = Pages::Arriving { steering };
+                    self.pages = GuestPages::Arriving { steering };
                 }
                 cancel::refuse_all(&mut cancellers, &self.vm.why_not_live());
                 answer(Err(error.context(
@@ -372,7 +377,7 @@ impl Vmm {
                      it up",
                 )));
             }
-            Outcome::Failed { error, is_cancelled, guest } => {
+            ReceiveOutcome::Failed { error, is_cancelled, guest } => {
                 if is_cancelled {
                     cancel::tell("destination", guest);
                 }
@@ -396,32 +401,32 @@ impl Vmm {
     }
 
     fn settle_pages(&mut self, result: Result<(), Box<PostcopyPaused<MigratingRam>>>) -> Next {
-        if self.is_given_up() {
+        if self.is_abandoned() {
             // The threads that bring its pages go before the machine, which has never run: a device that
             // waits for one would keep it, and this thread.
             drop(result);
-            self.standing_is_gone();
+            self.not_started_is_gone();
             return Next::Continue;
         }
         let next = match result {
             Ok(()) => {
                 let last = self.progress.as_ref().map(|progress| progress.snapshot());
                 observer::tell_end("postcopy-migration-completed", last.as_ref());
-                self.whole();
-                Pages::Here
+                self.all_pages_resident();
+                GuestPages::Resident
             }
             Err(paused) => {
                 debug_assert_eq!(paused.error.guest, GuestIs::PostcopyPaused);
                 let reason = ApiError::from_error(ApiErrorKind::Failed, &paused.error).to_string();
                 // The phase that it ended in has told the event.
                 log::error!("{reason}; {} pages are missing", paused.missing_pages());
-                Pages::Lost(paused)
+                GuestPages::Lost(paused)
             }
         };
         let before = std::mem::replace(&mut self.pages, next);
-        if !matches!(before, Pages::Arriving { .. }) {
+        if !matches!(before, GuestPages::Arriving { .. }) {
             // The machine has ended meanwhile, and nothing waits for its pages.
-            self.pages = Pages::Here;
+            self.pages = GuestPages::Resident;
         }
         Next::Continue
     }
@@ -429,9 +434,9 @@ impl Vmm {
 
 impl Vmm {
     /// All memory of the live machine is here, and the machine runs.
-    pub(super) fn whole(&mut self) {
-        if let Vm::Live(machine) = &mut self.vm
-            && let Err(error) = machine.give_back()
+    pub(super) fn all_pages_resident(&mut self) {
+        if let VmLifecycle::Live(machine) = &mut self.vm
+            && let Err(error) = machine.restore_held_msrs()
         {
             let reason = ApiError::from_error(ApiErrorKind::Failed, &error);
             log::error!("the guest goes on without asynchronous page faults: {reason}");
@@ -468,14 +473,14 @@ mod tests {
     #[test]
     fn the_process_stays_for_those_who_have_not_seen_the_end() {
         let ms = |ms| Some(Duration::from_millis(ms));
-        assert_eq!(farewell_time(None, None), Duration::ZERO, "no client watches");
-        assert_eq!(farewell_time(ms(100), None), WATCHER_TIME);
+        assert_eq!(exit_delay(None, None), Duration::ZERO, "no client watches");
+        assert_eq!(exit_delay(ms(100), None), WATCHER_TIME);
         // Taking the machine apart may have taken that long already, and that does not count.
-        assert_eq!(farewell_time(ms(9_900), None), WATCHER_TIME);
-        assert_eq!(farewell_time(ms(10_100), None), Duration::ZERO, "they have left");
+        assert_eq!(exit_delay(ms(9_900), None), WATCHER_TIME);
+        assert_eq!(exit_delay(ms(10_100), None), Duration::ZERO, "they have left");
         // One has seen the end, another one that looks as often has not yet.
-        assert_eq!(farewell_time(None, ms(100)), Duration::from_millis(200));
-        assert_eq!(farewell_time(None, ms(400)), Duration::ZERO);
-        assert_eq!(farewell_time(ms(50), ms(100)), WATCHER_TIME);
+        assert_eq!(exit_delay(None, ms(100)), Duration::from_millis(200));
+        assert_eq!(exit_delay(None, ms(400)), Duration::ZERO);
+        assert_eq!(exit_delay(ms(50), ms(100)), WATCHER_TIME);
     }
 }

@@ -7,20 +7,21 @@
 //! meanwhile.
 //!
 //! ```text
-//!             create            boot               send-migration
-//!   None <-----------> Idle <---------> Live <---------------------> Leaving --> (process ends)
-//!     |      delete          shutdown    ^  ^   failure, cancel         |             ^
-//!     | receive-migration                |  | resume            postcopy v            |
-//!     +-------------> Awaited -----------+  |                        Serving ---------+
-//!                        |                  |                           | connection lost
-//!                        +-----------> Standing                         v
-//!                     it did not start                              HandedOver
-//!     | restore         snapshot, restore |
-//!     +-------------> Busy <--------------+
+//!             create              boot              send-migration
+//!   None <-----------> Created <-------> Live <---------------------> Migrating -> (process ends)
+//!     |      delete            shutdown   ^  ^   failure, cancel         |             ^
+//!     | receive-migration                 |  | resume            postcopy v            |
+//!     +-------------> Receiving ----------+  |                        Serving ---------+
+//!                        |                   |                           | connection lost
+//!                        +----------> NotStarted                         v
+//!                     it did not start                               HandedOver
+//!     | restore         snapshot, restore  |
+//!     +-------------> Busy <---------------+
 //!
-//!   Idle > Starting > Live, Idle: boot          Live > Down > None, Idle, Starting: delete, shutdown, reboot
-//!   Live > Turning > Live: pause, resume, a device comes or goes       Standing > Turning > Live: resume
-//!   Live > Turning > Live: a disk is full, or has room again
+//!   Created > Starting > Live, Created: boot
+//!   Live > TearingDown > None, Created, Starting: delete, shutdown, reboot
+//!   Live > Transitioning > Live: pause, resume, a device comes or goes; a disk is full, or has room again
+//!   NotStarted > Transitioning > Live: resume
 //! ```
 
 mod cancel;
@@ -45,7 +46,7 @@ mod sending;
 mod signals;
 mod snapshot;
 mod starting;
-mod taking_down;
+mod teardown;
 mod threads;
 mod triple_faults;
 
@@ -66,11 +67,11 @@ use crate::machine::{EventSink, Host, LeftOff, Machine};
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
-use crate::options::{ExitReason, Lent};
+use crate::options::{ChildLogging, ExitReason};
 
 pub(crate) use migrating::WATCHER_TIME;
 pub(crate) use observer::{announce, tell_end};
-pub(crate) use postcopy::recover_wish;
+pub(crate) use postcopy::recover_request;
 pub use run::{RunError, run};
 pub use signals::is_ignored;
 pub(crate) use signals::{Signal, Signals};
@@ -80,52 +81,52 @@ use ending::Ending;
 use full_disks::FullDisks;
 use guest_events::GuestEvents;
 use inbox::{Mailer, Message};
-use pausing::Turning;
+use pausing::Transition;
 use receiving::Receiving;
 use sending::Sending;
-use snapshot::{Busy, Fill};
+use snapshot::{Busy, MemoryFill};
 use starting::Starting;
-use taking_down::Down;
+use teardown::Teardown;
 use triple_faults::TripleFaults;
 
-/// The VM, in the form that it has now.
-enum Vm {
+/// State of the VM in its life cycle, with what exists of it then.
+enum VmLifecycle {
     /// There is none.
     None,
     /// It has a configuration and does not run.
-    Idle(Box<VmConfig>),
+    Created(Box<VmConfig>),
     /// It runs or is paused.
     Live(Box<Machine>),
     /// It is being sent; its machine belongs to the migration.
-    Leaving { info: Box<VmInfo>, sending: Sending, left_off: LeftOff },
+    Migrating { info: Box<VmInfo>, sending: Sending, left_off: LeftOff },
     /// The destination owns the guest, and gets its pages from here.
     Serving(Sending),
-    /// One is awaited.
-    Awaited(Receiving),
+    /// A migration is awaited here, or under way.
+    Receiving(Receiving),
     /// One has arrived whole and did not start; a person decides.
-    Standing { machine: Box<ArrivingMachine>, reason: String },
+    NotStarted { machine: Box<ArrivingMachine>, reason: String },
     /// It is being saved or restored, on a thread that owns its machine.
     Busy(Busy),
     /// Its machine is being made, which may take as long as what it is made from takes.
     Starting(Starting),
     /// It stops or goes on, which may take as long as its disks take.
-    Turning(Turning),
+    Transitioning(Transition),
     /// Its machine ends, which may take as long.
-    Down(Down),
+    TearingDown(Teardown),
     /// The guest is elsewhere and may still need pages from here.
-    HandedOver { reason: String, _kept: Box<Kept> },
+    HandedOver { reason: String, _memory: Box<HandedOverMemory> },
 }
 
-/// What must not end while a guest elsewhere may need it.
-struct Kept {
+/// Memory that was handed over, and must not go while a guest elsewhere may need it.
+struct HandedOverMemory {
     _remains: Remains,
     _held: Option<Held<MigratingRam>>,
 }
 
-/// The pages of the live machine.
-enum Pages {
+/// Where the pages of the live machine are.
+enum GuestPages {
     /// All are here.
-    Here,
+    Resident,
     /// Some are on their way.
     Arriving { steering: Steering },
     /// Some are not going to come; their waiters hold still while this exists.
@@ -171,7 +172,7 @@ fn failed(error: &dyn std::error::Error) -> ApiError {
 struct Vmm {
     host: Arc<Host>,
     mailer: Mailer,
-    vm: Vm,
+    vm: VmLifecycle,
     /// Number of the machine that is live; each has its own.
     machine_number: u64,
     /// Number of the last machine whose guest was started here, and has not come from elsewhere.
@@ -184,9 +185,9 @@ struct Vmm {
     triple_faults: TripleFaults,
     /// Disks that the host has no room for.
     full: FullDisks,
-    pages: Pages,
+    pages: GuestPages,
     /// Memory of the live machine that is being brought in from a snapshot.
-    filling: Option<Fill>,
+    filling: Option<MemoryFill>,
     /// Whoever asked for the machine wants the tables of its vCPUs filled when its memory is here.
     prefault_stage2: bool,
     /// All memory came while the machine was with another thread.
@@ -205,14 +206,14 @@ struct Vmm {
     /// Path of the API's socket, if it has one.
     api_path: Option<PathBuf>,
     /// For processes that are started from here.
-    lent: Lent,
+    child_logging: ChildLogging,
     /// Requests to give up a machine that was not started and still gets pages.
     deleters: Vec<Responder>,
     /// Migrations to here that are over, and whose sources may not know it.
     lingering: LateReconnects,
     /// Set when the VM has moved but a watcher may still want to see how that went. It ends when
     /// another VM is made here: the process stays for that one.
-    farewell: Option<(Instant, ExitReason)>,
+    pending_exit: Option<(Instant, ExitReason)>,
     /// When the process ends, whatever it still waits for.
     at_latest: Option<Instant>,
     /// A signal has asked for the end.
@@ -222,18 +223,18 @@ struct Vmm {
 }
 
 impl Vmm {
-    fn new(host: Host, mailer: Mailer, no_shutdown: bool, lent: Lent) -> Self {
+    fn new(host: Host, mailer: Mailer, no_shutdown: bool, child_logging: ChildLogging) -> Self {
         Self {
             host: Arc::new(host),
             mailer,
-            vm: Vm::None,
+            vm: VmLifecycle::None,
             machine_number: 0,
             started_number: 0,
             tell_size: false,
             guest_events: GuestEvents::default(),
             triple_faults: TripleFaults::default(),
             full: FullDisks::default(),
-            pages: Pages::Here,
+            pages: GuestPages::Resident,
             filling: None,
             prefault_stage2: false,
             memory_came: false,
@@ -244,10 +245,10 @@ impl Vmm {
             ending: None,
             no_shutdown,
             api_path: None,
-            lent,
+            child_logging,
             deleters: Vec::new(),
             lingering: LateReconnects::default(),
-            farewell: None,
+            pending_exit: None,
             at_latest: None,
             told_by_signal: false,
             deferred: Deferred::default(),
@@ -278,7 +279,7 @@ impl Vmm {
             Next::Continue => {}
             other => return other,
         }
-        match self.farewell {
+        match self.pending_exit {
             Some((until, reason)) if until <= Instant::now() => Next::Exit(reason),
             _ => Next::Continue,
         }
@@ -359,7 +360,7 @@ impl Vmm {
     /// The live machine, or the reason why there is none.
     fn machine_mut(&mut self) -> Result<&mut Machine, ApiError> {
         match &mut self.vm {
-            Vm::Live(machine) => Ok(machine),
+            VmLifecycle::Live(machine) => Ok(machine),
             other => Err(other.why_not_live()),
         }
     }
@@ -372,7 +373,7 @@ impl Vmm {
 
     fn tell_of_size(&mut self) {
         if self.tell_size
-            && let Vm::Live(machine) = &self.vm
+            && let VmLifecycle::Live(machine) = &self.vm
         {
             machine.follow_terminal();
             self.tell_size = false;
@@ -381,26 +382,26 @@ impl Vmm {
 
     fn info(&self) -> ApiResult {
         let info = match &self.vm {
-            Vm::Idle(config) => describe::of_config(config),
-            Vm::Live(machine) => {
+            VmLifecycle::Created(config) => describe::of_config(config),
+            VmLifecycle::Live(machine) => {
                 VmInfo { postcopy_paused: self.postcopy_paused(), ..describe::of_machine(machine) }
             }
-            Vm::Turning(Turning { info, .. }) => VmInfo {
+            VmLifecycle::Transitioning(Transition { info, .. }) => VmInfo {
                 doing: self.vm.doing(),
                 postcopy_paused: self.postcopy_paused(),
                 ..info.as_ref().clone()
             },
-            Vm::Leaving { info, .. }
-            | Vm::Busy(Busy { info: Some(info), .. })
-            | Vm::Starting(Starting { info, .. })
-            | Vm::Down(Down { info, .. }) => {
+            VmLifecycle::Migrating { info, .. }
+            | VmLifecycle::Busy(Busy { info: Some(info), .. })
+            | VmLifecycle::Starting(Starting { info, .. })
+            | VmLifecycle::TearingDown(Teardown { info, .. }) => {
                 VmInfo { doing: self.vm.doing(), ..info.as_ref().clone() }
             }
-            Vm::Standing { machine, .. } => VmInfo {
+            VmLifecycle::NotStarted { machine, .. } => VmInfo {
                 postcopy_paused: self.postcopy_paused(),
                 ..describe::of_machine(machine.machine())
             },
-            Vm::Awaited(Receiving { doubt: Some(doubtful), progress, .. }) => {
+            VmLifecycle::Receiving(Receiving { doubt: Some(doubtful), progress, .. }) => {
                 let why = progress.snapshot().recovery.reason.unwrap_or_default();
                 VmInfo { in_doubt: Some(why), ..doubtful.info.as_ref().clone() }
             }
@@ -435,17 +436,17 @@ impl Vmm {
                 self.handed_over();
                 Next::Continue
             }
-            Message::Departed(departure) => self.departed(*departure),
-            Message::Arrived(arrival) => self.arrived(*arrival),
+            Message::SendEnd(end) => self.send_ended(*end),
+            Message::ReceiveEnd(end) => self.receive_ended(*end),
             Message::PagesComplete(result) => self.pages_complete(result),
             Message::Saved(end) => {
                 self.saved(*end);
                 self.go_on_ending()
             }
             Message::Started(end) => self.started(*end),
-            Message::Turned(end) => self.turned(*end),
+            Message::TransitionOver(end) => self.transition_over(*end),
             Message::ArrivedStarted(end) => self.arrived_started(*end),
-            Message::IsDown => self.is_down(),
+            Message::TornDown => self.torn_down(),
             Message::PauseEnd(end) => {
                 self.pause_is_over(*end);
                 Next::Continue
@@ -459,15 +460,15 @@ impl Vmm {
     }
 }
 
-impl Vm {
+impl VmLifecycle {
     /// What goes on that other requests wait for, as `vm.info` has it.
     fn doing(&self) -> Option<String> {
         let doing = match self {
             Self::Starting(starting) => starting.doing(),
             Self::Busy(busy) => busy.name(),
-            Self::Turning(turning) => turning.turn.doing()?,
-            Self::Down(_) => "ended",
-            Self::Leaving { .. } => "migrated",
+            Self::Transitioning(transition) => transition.kind.doing()?,
+            Self::TearingDown(_) => "ended",
+            Self::Migrating { .. } => "migrated",
             _ => return None,
         };
         Some(doing.to_owned())
@@ -477,8 +478,8 @@ impl Vm {
     fn why_not_live(&self) -> ApiError {
         match self {
             Self::None | Self::Live(_) => ApiError::not_created(),
-            Self::Idle(_) => ApiError::not_booted(),
-            Self::Leaving { .. } => ApiError::new(
+            Self::Created(_) => ApiError::not_booted(),
+            Self::Migrating { .. } => ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM is being migrated; wait until that is over, or cancel it with \
                  vm.migration-cancel",
@@ -513,29 +514,29 @@ impl Vm {
                     starting.name()
                 ),
             ),
-            Self::Turning(turning) => ApiError::new(
+            Self::Transitioning(transition) => ApiError::new(
                 ApiErrorKind::Conflict,
                 format!(
                     "the VM is being {}; wait until that is over{}",
-                    turning.turn.name(),
-                    if turning.turn == pausing::Turn::Pause {
+                    transition.kind.name(),
+                    if transition.kind == pausing::TransitionKind::Pause {
                         ", or take it back with vm.resume"
                     } else {
                         ""
                     }
                 ),
             ),
-            Self::Down(_) => ApiError::new(
+            Self::TearingDown(_) => ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM is being ended, which waits until its devices have finished their requests \
                  and its disks are written back; vmm.shutdown with force waits for nothing",
             ),
-            Self::Awaited(receiving) if receiving.doubtful().is_some() => doubt::in_doubt(),
-            Self::Awaited(_) => ApiError::new(
+            Self::Receiving(receiving) if receiving.doubtful().is_some() => doubt::in_doubt(),
+            Self::Receiving(_) => ApiError::new(
                 ApiErrorKind::NotCreated,
                 "a migration is awaited here; there is no VM yet",
             ),
-            Self::Standing { reason, .. } => ApiError::new(
+            Self::NotStarted { reason, .. } => ApiError::new(
                 ApiErrorKind::Conflict,
                 format!(
                     "the VM has arrived and was not started: {reason}; vm.resume starts it, \

@@ -7,13 +7,13 @@ use vm_migration::{Event, Observer, Phase, Side, Snapshot};
 use super::inbox::{Mailer, Message};
 use crate::events;
 
-/// Takes every transition of a migration.
-pub struct Herald {
+/// Observes a migration: its events go to the log and the event monitor.
+pub struct EventObserver {
     /// The VMM thread hears when the guest is given away.
     pub mailer: Mailer,
 }
 
-impl Observer for Herald {
+impl Observer for EventObserver {
     fn event(&self, side: Side, event: Event) {
         announce(side, event);
         let gives_away = [Phase::Serve, Phase::InDoubt].map(Event::Begin);

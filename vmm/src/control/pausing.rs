@@ -17,13 +17,14 @@ use vm_migration::vm::DestinationVm as _;
 
 use super::inbox::Message;
 use super::threads::spawn_with;
-use super::{Next, Pages, RunError, Vm, Vmm, emit, failed};
+use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmState};
 use crate::control::describe;
 use crate::events;
 use crate::machine::{
-    Consoles, GiveUp, Machine, MachineError, WriteBack, WriteBackError, complain_of_write_back,
+    CancelToken, Consoles, Machine, MachineError, WriteBack, WriteBackError,
+    report_write_back_failure,
 };
 use crate::migration::destination::ArrivingMachine;
 
@@ -44,7 +45,7 @@ pub struct PauseEnd {
 
 /// What a machine does between running and not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub enum TransitionKind {
     /// It stops.
     Pause,
     /// It stops, as the host has no room for what its guest writes.
@@ -63,16 +64,16 @@ pub enum Turn {
     Eject,
 }
 
-/// A machine that stops or starts.
-pub struct Turning {
+/// A machine in transition: it stops, starts or is changed.
+pub struct Transition {
     /// Its description.
     pub info: Box<VmInfo>,
     /// Its consoles, for a process that ends without it.
     pub consoles: Consoles,
     /// What it does.
-    pub turn: Turn,
+    pub kind: TransitionKind,
     /// Has it stop stopping, or opening what is added.
-    pub give_up: GiveUp,
+    pub cancel: CancelToken,
     /// Requests to resume, which take a pause back.
     resumers: Vec<Responder>,
     /// The device that is being opened to be added.
@@ -86,9 +87,14 @@ struct Adding {
     removers: Vec<Responder>,
 }
 
-impl Turning {
-    fn new(turn: Turn, info: Box<VmInfo>, consoles: Consoles, give_up: GiveUp) -> Self {
-        Self { info, consoles, turn, give_up, resumers: Vec::new(), adding: None }
+impl Transition {
+    fn new(
+        kind: TransitionKind,
+        info: Box<VmInfo>,
+        consoles: Consoles,
+        cancel: CancelToken,
+    ) -> Self {
+        Self { info, consoles, kind, cancel, resumers: Vec::new(), adding: None }
     }
 
     /// Whether this device is being opened to be added.
@@ -98,16 +104,16 @@ impl Turning {
 }
 
 /// A machine has stopped or started, or not.
-pub struct TurnEnd {
+pub struct TransitionEnd {
     machine: Box<Machine>,
-    turn: Turn,
-    result: Result<ApiReply, TurnError>,
+    kind: TransitionKind,
+    result: Result<ApiReply, TransitionError>,
     responder: Option<Responder>,
 }
 
 /// Why a machine has not stopped or started.
 #[derive(Debug, Error)]
-pub enum TurnError {
+pub enum TransitionError {
     /// It cannot.
     #[error(transparent)]
     Machine(#[from] MachineError),
@@ -124,7 +130,7 @@ pub struct ArrivedEnd {
     responder: Responder,
 }
 
-impl Turn {
+impl TransitionKind {
     /// For people.
     pub fn name(self) -> &'static str {
         match self {
@@ -167,8 +173,8 @@ impl Turn {
     }
 }
 
-fn tell_failed_resume(turn: Turn, error: &ApiError) {
-    if turn == Turn::StartRestored {
+fn tell_failed_resume(kind: TransitionKind, error: &ApiError) {
+    if kind == TransitionKind::StartRestored {
         return super::snapshot::tell_failed_restore(error);
     }
     events::emit("vm", "resume-failed", &[("error", &error.to_string())]);
@@ -193,7 +199,7 @@ impl Vmm {
             return responder.answer(Err(error));
         }
         emit("pausing");
-        self.turn(Turn::Pause, Some(responder));
+        self.begin_transition(TransitionKind::Pause, Some(responder));
     }
 
     fn may_pause(&mut self) -> Result<(), ApiError> {
@@ -214,20 +220,20 @@ impl Vmm {
             }
             Err(error) => return responder.answer(Err(error)),
         };
-        if may_wait && matches!(self.pages, Pages::Here) {
+        if may_wait && matches!(self.pages, GuestPages::Resident) {
             emit("resuming");
-            self.turn(Turn::Resume, Some(responder));
+            self.begin_transition(TransitionKind::Resume, Some(responder));
         } else {
             responder.answer(self.resume().map(|()| ApiReply::Empty));
         }
     }
 
-    /// `vm.resume` while the machine turns; gives the responder back if it does not.
-    pub(super) fn resume_turning(&mut self, responder: Responder) -> Option<Responder> {
+    /// `vm.resume` while the machine is in transition; gives the responder back if it is not.
+    pub(super) fn resume_in_transition(&mut self, responder: Responder) -> Option<Responder> {
         match &mut self.vm {
-            Vm::Turning(turning) if turning.turn == Turn::Pause => {
-                turning.give_up.now();
-                turning.resumers.push(responder);
+            VmLifecycle::Transitioning(transition) if transition.kind == TransitionKind::Pause => {
+                transition.cancel.cancel();
+                transition.resumers.push(responder);
                 None
             }
             _ => Some(responder),
@@ -236,16 +242,18 @@ impl Vmm {
 
     /// Notes which device the machine is being given.
     pub(super) fn note_adding(&mut self, id: String) {
-        if let Vm::Turning(turning) = &mut self.vm {
-            turning.adding = Some(Adding { id, removers: Vec::new() });
+        if let VmLifecycle::Transitioning(transition) = &mut self.vm {
+            transition.adding = Some(Adding { id, removers: Vec::new() });
         }
     }
 
     /// `vm.remove-device` of a device that is being opened; gives the responder back if it is not.
-    pub(super) fn give_up_adding(&mut self, id: &str, responder: Responder) -> Option<Responder> {
+    pub(super) fn cancel_adding(&mut self, id: &str, responder: Responder) -> Option<Responder> {
         match &mut self.vm {
-            Vm::Turning(Turning { adding: Some(adding), give_up, .. }) if adding.id == id => {
-                give_up.now();
+            VmLifecycle::Transitioning(Transition { adding: Some(adding), cancel, .. })
+                if adding.id == id =>
+            {
+                cancel.cancel();
                 adding.removers.push(responder);
                 None
             }
@@ -255,8 +263,8 @@ impl Vmm {
 
     /// Starts a machine that has arrived and was not started.
     pub(super) fn start_arrived_for(&mut self, responder: Responder) {
-        let (machine, reason) = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Standing { machine, reason } => (machine, reason),
+        let (machine, reason) = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::NotStarted { machine, reason } => (machine, reason),
             other => {
                 responder.answer(Err(other.why_not_live()));
                 self.vm = other;
@@ -264,12 +272,12 @@ impl Vmm {
             }
         };
         emit("resuming");
-        let turn = Turn::StartArrived;
+        let kind = TransitionKind::StartArrived;
         let info = Box::new(describe::of_machine(machine.machine()));
-        let (consoles, give_up) = (machine.machine().consoles().clone(), GiveUp::default());
+        let (consoles, cancel) = (machine.machine().consoles().clone(), CancelToken::default());
         let mailer = self.mailer.clone();
         let load = (machine, reason, responder);
-        let spawned = spawn_with(turn.thread_name(), load, move |(machine, reason, responder)| {
+        let spawned = spawn_with(kind.thread_name(), load, move |(machine, reason, responder)| {
             let result = machine.run(true).map(Box::new).map_err(|(machine, error)| {
                 let error = ApiError::from_error(ApiErrorKind::Failed, error.as_ref());
                 (Box::new(machine), error)
@@ -277,9 +285,9 @@ impl Vmm {
             let end = ArrivedEnd { result, reason, responder };
             mailer.send(Message::ArrivedStarted(Box::new(end)));
         });
-        self.vm = Vm::Turning(Turning::new(turn, info, consoles, give_up));
+        self.vm = VmLifecycle::Transitioning(Transition::new(kind, info, consoles, cancel));
         if let Err(((machine, reason, responder), error)) = spawned {
-            let result = Err((machine, failed(&TurnError::Thread(error))));
+            let result = Err((machine, failed(&TransitionError::Thread(error))));
             let end = ArrivedEnd { result, reason, responder };
             self.mailer.send(Message::ArrivedStarted(Box::new(end)));
         }
@@ -290,15 +298,15 @@ impl Vmm {
         let ArrivedEnd { result, reason, responder } = end;
         match result {
             Ok(machine) => {
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 emit("resumed");
-                if matches!(self.pages, Pages::Here) {
-                    self.whole();
+                if matches!(self.pages, GuestPages::Resident) {
+                    self.all_pages_resident();
                 }
                 responder.answer(Ok(ApiReply::Empty));
             }
             Err((machine, error)) => {
-                self.vm = Vm::Standing { machine, reason };
+                self.vm = VmLifecycle::NotStarted { machine, reason };
                 events::emit("vm", "resume-failed", &[("error", &error.to_string())]);
                 responder.answer(Err(error));
             }
@@ -307,30 +315,35 @@ impl Vmm {
     }
 
     /// Has the live machine stop or go on, or what its guest has let go of taken apart.
-    pub(super) fn turn(&mut self, turn: Turn, responder: Option<Responder>) {
-        self.turn_with(turn, responder, move |machine, give_up| {
-            match turn {
-                Turn::Pause => machine.pause(PAUSE_TIME_MAX, &|| give_up.is_told())?,
-                Turn::Full => machine.pause(FULL_TIME_MAX, &|| give_up.is_told())?,
-                Turn::Retry | Turn::Resume | Turn::StartRestored | Turn::StartArrived => {
+    pub(super) fn begin_transition(&mut self, kind: TransitionKind, responder: Option<Responder>) {
+        self.begin_transition_with(kind, responder, move |machine, cancel| {
+            match kind {
+                TransitionKind::Pause => {
+                    machine.pause(PAUSE_TIME_MAX, &|| cancel.is_cancelled())?;
+                }
+                TransitionKind::Full => machine.pause(FULL_TIME_MAX, &|| cancel.is_cancelled())?,
+                TransitionKind::Retry
+                | TransitionKind::Resume
+                | TransitionKind::StartRestored
+                | TransitionKind::StartArrived => {
                     machine.resume_with_room()?;
                 }
-                Turn::Add => {}
-                Turn::Eject => machine.take_ejected(),
+                TransitionKind::Add => {}
+                TransitionKind::Eject => machine.take_ejected(),
             }
             Ok(ApiReply::Empty)
         });
     }
 
     /// Has something done with the live machine that may take long.
-    pub(super) fn turn_with(
+    pub(super) fn begin_transition_with(
         &mut self,
-        turn: Turn,
+        kind: TransitionKind,
         responder: Option<Responder>,
-        work: impl FnOnce(&mut Machine, &GiveUp) -> Result<ApiReply, MachineError> + Send + 'static,
+        work: impl FnOnce(&mut Machine, &CancelToken) -> Result<ApiReply, MachineError> + Send + 'static,
     ) {
-        let machine = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Live(machine) => machine,
+        let machine = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Live(machine) => machine,
             other => {
                 answer(responder, Err(other.why_not_live()));
                 self.vm = other;
@@ -338,56 +351,58 @@ impl Vmm {
             }
         };
         let info = Box::new(describe::of_machine(&machine));
-        let (consoles, give_up) = (machine.consoles().clone(), GiveUp::default());
-        let (mailer, own) = (self.mailer.clone(), give_up.clone());
+        let (consoles, cancel) = (machine.consoles().clone(), CancelToken::default());
+        let (mailer, own) = (self.mailer.clone(), cancel.clone());
         let spawned = spawn_with(
-            turn.thread_name(),
+            kind.thread_name(),
             (machine, responder),
             move |(mut machine, responder): (Box<Machine>, _)| {
-                let result = work(&mut machine, &own).map_err(TurnError::from);
-                let end = TurnEnd { machine, turn, result, responder };
-                mailer.send(Message::Turned(Box::new(end)));
+                let result = work(&mut machine, &own).map_err(TransitionError::from);
+                let end = TransitionEnd { machine, kind, result, responder };
+                mailer.send(Message::TransitionOver(Box::new(end)));
             },
         );
-        self.vm = Vm::Turning(Turning::new(turn, info, consoles, give_up));
+        self.vm = VmLifecycle::Transitioning(Transition::new(kind, info, consoles, cancel));
         if let Err(((mut machine, responder), error)) = spawned {
-            let result = if turn == Turn::Eject {
+            let result = if kind == TransitionKind::Eject {
                 machine.take_ejected();
                 Ok(ApiReply::Empty)
             } else {
-                Err(TurnError::Thread(error))
+                Err(TransitionError::Thread(error))
             };
             // The same follows as if a thread had tried: events, answers, the end of the process.
-            let end = TurnEnd { machine, turn, result, responder };
-            self.mailer.send(Message::Turned(Box::new(end)));
+            let end = TransitionEnd { machine, kind, result, responder };
+            self.mailer.send(Message::TransitionOver(Box::new(end)));
         }
     }
 
     /// The machine has stopped or started, or not.
-    pub(super) fn turned(&mut self, end: TurnEnd) -> Next {
-        let TurnEnd { machine, turn, result, responder } = end;
-        let (resumers, adding) = match std::mem::replace(&mut self.vm, Vm::Live(machine)) {
-            Vm::Turning(turning) => (turning.resumers, turning.adding),
+    pub(super) fn transition_over(&mut self, end: TransitionEnd) -> Next {
+        let TransitionEnd { machine, kind, result, responder } = end;
+        let (resumers, adding) = match std::mem::replace(&mut self.vm, VmLifecycle::Live(machine)) {
+            VmLifecycle::Transitioning(transition) => (transition.resumers, transition.adding),
             _ => (Vec::new(), None),
         };
         if std::mem::take(&mut self.memory_came) {
             self.memory_has_come();
         }
         let mut next = Next::Continue;
-        match (turn, result) {
-            (Turn::Pause, Ok(_)) => {
+        match (kind, result) {
+            (TransitionKind::Pause, Ok(_)) => {
                 self.look_for_no_room();
                 if let Some(responder) = responder {
                     self.write_back_for(responder);
                 }
             }
-            (Turn::Full, Ok(_)) => self.stopped_for_room(),
-            (Turn::Pause | Turn::Full, Err(error)) => {
-                if turn == Turn::Full {
+            (TransitionKind::Full, Ok(_)) => self.stopped_for_room(),
+            (TransitionKind::Pause | TransitionKind::Full, Err(error)) => {
+                if kind == TransitionKind::Full {
                     self.cannot_stop_for_room();
                 }
                 let kind = match error {
-                    TurnError::Machine(MachineError::PauseWithdrawn) => ApiErrorKind::Conflict,
+                    TransitionError::Machine(MachineError::PauseWithdrawn) => {
+                        ApiErrorKind::Conflict
+                    }
                     _ => ApiErrorKind::Failed,
                 };
                 let error = ApiError::from_error(kind, &error).context("the VM runs on");
@@ -395,42 +410,37 @@ impl Vmm {
                 events::emit("vm", "pause-failed", &[("error", &error.to_string())]);
                 answer(responder, Err(error));
             }
-            (Turn::Add | Turn::Eject, result) => {
-                let is_given_up =
-                    matches!(result, Err(TurnError::Machine(MachineError::AddWithdrawn { .. })));
-                let kind = if is_given_up { ApiErrorKind::Conflict } else { ApiErrorKind::Failed };
-                answer(responder, result.map_err(|error| ApiError::from_error(kind, &error)));
-                if let Some(Adding { id, removers }) = adding {
-                    for remover in removers {
-                        // It may have been there before it was given up.
-                        let gone = if is_given_up { Ok(()) } else { self.remove_device(&id) };
-                        remover.answer(gone.map(|()| ApiReply::Empty));
-                    }
-                }
+            (TransitionKind::Add | TransitionKind::Eject, result) => {
+                self.device_change_over(result, responder, adding);
             }
-            (Turn::Retry, Ok(_)) => {
+            (TransitionKind::Retry, Ok(_)) => {
                 self.found_room();
                 emit("resuming");
                 emit("resumed");
             }
             // Without a thread it is not known, and looked for again.
             (
-                Turn::Retry,
-                Err(TurnError::Machine(MachineError::DisksFull(_)) | TurnError::Thread(_)),
+                TransitionKind::Retry,
+                Err(
+                    TransitionError::Machine(MachineError::DisksFull(_))
+                    | TransitionError::Thread(_),
+                ),
             ) => self.found_no_room(),
-            (Turn::Retry, Err(error)) => {
+            (TransitionKind::Retry, Err(error)) => {
                 self.look_for_no_room();
                 let error = failed(&error);
                 log::error!("the VM stays paused: {error}");
-                tell_failed_resume(turn, &error);
+                tell_failed_resume(kind, &error);
             }
-            (turn, result) => {
+            (kind, result) => {
                 if result.is_ok() {
                     self.found_room();
                 }
-                let why = |error: TurnError| {
+                let why = |error: TransitionError| {
                     let kind = match error {
-                        TurnError::Machine(MachineError::DisksFull(_)) => ApiErrorKind::Conflict,
+                        TransitionError::Machine(MachineError::DisksFull(_)) => {
+                            ApiErrorKind::Conflict
+                        }
                         _ => ApiErrorKind::Failed,
                     };
                     ApiError::from_error(kind, &error)
@@ -438,7 +448,7 @@ impl Vmm {
                 let result = result
                     .map_err(why)
                     .inspect(|_| emit("resumed"))
-                    .inspect_err(|error| tell_failed_resume(turn, error));
+                    .inspect_err(|error| tell_failed_resume(kind, error));
                 match (result, responder) {
                     (Err(error), None) if self.ending.is_none() => {
                         next = Next::Fail(RunError::Restore(error));
@@ -450,11 +460,33 @@ impl Vmm {
         for responder in resumers {
             match &self.vm {
                 // The pause was taken back in time.
-                Vm::Live(machine) if !machine.is_paused() => responder.answer(Ok(ApiReply::Empty)),
+                VmLifecycle::Live(machine) if !machine.is_paused() => {
+                    responder.answer(Ok(ApiReply::Empty));
+                }
                 _ => self.resume_for(responder),
             }
         }
         next.and_then(|| self.go_on_ending())
+    }
+
+    /// A device has been added, or given up by requests to remove it, or others have been taken apart.
+    fn device_change_over(
+        &mut self,
+        result: Result<ApiReply, TransitionError>,
+        responder: Option<Responder>,
+        adding: Option<Adding>,
+    ) {
+        let is_cancelled =
+            matches!(result, Err(TransitionError::Machine(MachineError::AddWithdrawn { .. })));
+        let kind = if is_cancelled { ApiErrorKind::Conflict } else { ApiErrorKind::Failed };
+        answer(responder, result.map_err(|error| ApiError::from_error(kind, &error)));
+        if let Some(Adding { id, removers }) = adding {
+            for remover in removers {
+                // It may have been there before it was given up.
+                let gone = if is_cancelled { Ok(()) } else { self.remove_device(&id) };
+                remover.answer(gone.map(|()| ApiReply::Empty));
+            }
+        }
     }
 
     /// Answers when the disks of the paused VM are written back.
@@ -487,12 +519,14 @@ impl Vmm {
     pub(super) fn pause_is_over(&mut self, end: PauseEnd) {
         let PauseEnd { machine, result, responder } = end;
         let is_paused = match &self.vm {
-            Vm::Live(live) => live.is_paused(),
+            VmLifecycle::Live(live) => live.is_paused(),
             // Saved or sent, as it was.
-            Vm::Busy(_) | Vm::Leaving { .. } => true,
+            VmLifecycle::Busy(_) | VmLifecycle::Migrating { .. } => true,
             // It stays as it was, too.
-            Vm::Turning(turning) if matches!(turning.turn, Turn::Add | Turn::Eject) => {
-                turning.info.state == VmState::Paused
+            VmLifecycle::Transitioning(transition)
+                if matches!(transition.kind, TransitionKind::Add | TransitionKind::Eject) =>
+            {
+                transition.info.state == VmState::Paused
             }
             // It goes on, or has ended.
             _ => false,
@@ -503,7 +537,7 @@ impl Vmm {
         responder.answer(match result {
             Ok(()) => Ok(ApiReply::Empty),
             Err(error) => {
-                complain_of_write_back(&error);
+                report_write_back_failure(&error);
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error).context(
                     "the VM is paused, but its disks do not hold all that the guest has written; \
                      vm.resume lets it go on",

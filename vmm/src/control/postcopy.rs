@@ -8,7 +8,7 @@
 use vm_migration::steering::Recover;
 use vm_migration::{Address, MemoryMode, Phase, Steering};
 
-use super::{Pages, Vm, Vmm};
+use super::{GuestPages, VmLifecycle, Vmm};
 use crate::api::{ApiError, ApiErrorKind};
 use crate::config::MigrationRecoverData;
 
@@ -20,15 +20,17 @@ impl Vmm {
     /// `vm.migration-start-postcopy`.
     pub(super) fn start_postcopy(&self) -> Result<(), ApiError> {
         match &self.vm {
-            Vm::Leaving { sending, .. } if sending.mode == MemoryMode::Precopy => Err(conflict(
-                "this migration was begun with memory_mode=precopy; only memory_mode=auto can \
+            VmLifecycle::Migrating { sending, .. } if sending.mode == MemoryMode::Precopy => {
+                Err(conflict(
+                    "this migration was begun with memory_mode=precopy; only memory_mode=auto can \
                  switch to postcopy",
-            )),
-            Vm::Leaving { sending, .. } => {
+                ))
+            }
+            VmLifecycle::Migrating { sending, .. } => {
                 sending.steering.start_postcopy();
                 Ok(())
             }
-            Vm::Serving(_) => Err(conflict("the migration is in postcopy already")),
+            VmLifecycle::Serving(_) => Err(conflict("the migration is in postcopy already")),
             _ => Err(ApiError::new(
                 ApiErrorKind::NotCreated,
                 "no VM is being sent from here that could go on in postcopy",
@@ -39,13 +41,17 @@ impl Vmm {
     /// `vm.migration-recover`.
     pub(super) fn recover_migration(&self, data: &MigrationRecoverData) -> Result<(), ApiError> {
         let steering: &Steering = match (&self.vm, &self.pages) {
-            (Vm::Serving(sending), _) => &sending.steering,
-            (Vm::Awaited(receiving), _) if receiving.doubtful().is_some() => &receiving.steering,
+            (VmLifecycle::Serving(sending), _) => &sending.steering,
+            (VmLifecycle::Receiving(receiving), _) if receiving.doubtful().is_some() => {
+                &receiving.steering
+            }
             (
-                Vm::Live(_) | Vm::Standing { .. } | Vm::Turning(_),
-                Pages::Arriving { steering, .. },
+                VmLifecycle::Live(_)
+                | VmLifecycle::NotStarted { .. }
+                | VmLifecycle::Transitioning(_),
+                GuestPages::Arriving { steering, .. },
             ) => steering,
-            (Vm::Live(_) | Vm::Turning(_), Pages::Lost(paused)) => {
+            (VmLifecycle::Live(_) | VmLifecycle::Transitioning(_), GuestPages::Lost(paused)) => {
                 return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
                     .context("this migration cannot be recovered"));
             }
@@ -57,7 +63,7 @@ impl Vmm {
             }
         };
         let phase = self.progress.as_ref().map_or(Phase::Idle, |progress| progress.phase());
-        let (recover, connections_max) = recover_wish(data, phase)?;
+        let (recover, connections_max) = recover_request(data, phase)?;
         steering.recover_over(recover, connections_max);
         Ok(())
     }
@@ -68,7 +74,7 @@ impl Vmm {
 ///
 /// # Errors
 /// It is in no phase in which it could, or the address is none.
-pub fn recover_wish(
+pub fn recover_request(
     data: &MigrationRecoverData,
     phase: Phase,
 ) -> Result<(Recover, Option<u16>), ApiError> {

@@ -14,9 +14,9 @@ use vm_migration::{
 };
 
 use super::describe;
-use super::doubt::{self, Decider, Doubtful};
+use super::doubt::{self, DecisionRequest, InDoubtVm};
 use super::inbox::{Mailer, Message};
-use super::observer::Herald;
+use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
@@ -28,7 +28,7 @@ use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
 
 /// How a migration to here ended.
-pub enum Outcome {
+pub enum ReceiveOutcome {
     /// The guest is here.
     Runs {
         /// Its machine.
@@ -37,7 +37,7 @@ pub enum Outcome {
         pages_missing: bool,
     },
     /// The guest is here, whole, and did not start; a person decides.
-    Stands {
+    NotStarted {
         /// Its machine.
         machine: Box<ArrivingMachine>,
         /// Why it did not start.
@@ -57,9 +57,9 @@ pub enum Outcome {
 }
 
 /// The end of a migration to here.
-pub struct Arrival {
+pub struct ReceiveEnd {
     /// How it ended.
-    pub outcome: Outcome,
+    pub outcome: ReceiveOutcome,
     /// The request for it, unless that was answered while the migration was in doubt.
     pub responder: Option<Responder>,
 }
@@ -75,13 +75,13 @@ pub struct Receiving {
     /// Whoever asked to end it and waits for the answer.
     pub cancellers: Vec<Responder>,
     /// Which side has the guest is not known.
-    pub doubt: Option<Doubtful>,
+    pub doubt: Option<InDoubtVm>,
     /// Requests that have decided it, or ended the wait, and are answered when that is done.
-    pub deciders: Vec<Decider>,
+    pub decision_requests: Vec<DecisionRequest>,
 }
 
 /// What a receiving thread works with.
-pub struct Reception {
+pub struct ReceiveContext {
     /// This host.
     pub host: Arc<Host>,
     /// Takes events of the guest.
@@ -99,25 +99,29 @@ pub struct Reception {
 }
 
 /// Where a migration is awaited.
-pub enum Place {
+pub enum ListenTarget {
     /// There it is listened already.
     Bound(Listener),
     /// A resolver has to be asked where that is, which may take long.
-    Named(Address),
+    Unresolved(Address),
 }
 
 /// Binds the address, so that a wrong one is told at once, unless a resolver has to be asked.
 ///
 /// # Errors
 /// When it is taken, not ours, or not an address.
-pub fn bind(url: &str, lingering: &LateReconnects, cancel: &Cancel) -> Result<Place, ApiError> {
+pub fn bind(
+    url: &str,
+    lingering: &LateReconnects,
+    cancel: &Cancel,
+) -> Result<ListenTarget, ApiError> {
     let address: Address =
         url.parse().map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
     if address.has_name() {
-        return Ok(Place::Named(address));
+        return Ok(ListenTarget::Unresolved(address));
     }
     Listener::bind_over(&address, lingering, cancel)
-        .map(Place::Bound)
+        .map(ListenTarget::Bound)
         .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
 }
 
@@ -128,20 +132,20 @@ fn tell_ready(listener: &Listener) {
     events::emit("vm", "migration-receive-ready", &[("address", &address)]);
 }
 
-impl Place {
+impl ListenTarget {
     /// Listens there.
     fn listen(
         self,
         lingering: &LateReconnects,
         progress: &Progress,
         cancel: &Cancel,
-    ) -> Result<Listener, Outcome> {
+    ) -> Result<Listener, ReceiveOutcome> {
         let address = match self {
             Self::Bound(listener) => {
                 tell_ready(&listener);
                 return Ok(listener);
             }
-            Self::Named(address) => address,
+            Self::Unresolved(address) => address,
         };
         log::info!("asking where {address} is");
         let bound = Listener::bind_over(&address, lingering, cancel).inspect(tell_ready);
@@ -151,21 +155,23 @@ impl Place {
             let guest = report.guest;
             progress.fail(Phase::Failed, FailureReport { cancelled: is_cancelled, ..report });
             let error = ApiError::from_error(ApiErrorKind::Failed, &error);
-            Outcome::Failed { error, is_cancelled, guest }
+            ReceiveOutcome::Failed { error, is_cancelled, guest }
         })
     }
 }
 
-fn failed(failure: ReceiveFailure<ArrivingMachine>) -> (Outcome, Option<Faulting<MigratingRam>>) {
+fn failed(
+    failure: ReceiveFailure<ArrivingMachine>,
+) -> (ReceiveOutcome, Option<Faulting<MigratingRam>>) {
     let ReceiveFailure { error, vm, faults } = failure;
     let (guest, is_cancelled) = (error.guest, matches!(error.cause, Cause::Cancelled));
     let error = ApiError::from_error(ApiErrorKind::Failed, &error);
     let outcome = match vm {
         Some(machine) if guest != GuestIs::NotHere => {
             let pages_missing = faults.is_some();
-            Outcome::Stands { machine: Box::new(machine), error, pages_missing }
+            ReceiveOutcome::NotStarted { machine: Box::new(machine), error, pages_missing }
         }
-        _ => Outcome::Failed { error, is_cancelled, guest },
+        _ => ReceiveOutcome::Failed { error, is_cancelled, guest },
     };
     (outcome, faults)
 }
@@ -179,7 +185,7 @@ fn take(slot: &Mutex<Option<Responder>>) -> Option<Responder> {
 fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, mailer: Mailer) -> Doubts {
     Box::new(move |machine, state, lasts| {
         let info = Box::new(describe::of_machine(machine));
-        mailer.send(Message::InDoubt(Doubtful { state, info }));
+        mailer.send(Message::InDoubt(InDoubtVm { state, info }));
         if lasts && let Some(responder) = take(&slot) {
             responder.answer(Err(doubt::in_doubt()));
         }
@@ -191,37 +197,37 @@ fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, mailer: Mailer) -> Doubts {
 /// # Errors
 /// The host gives no thread; the responder comes back.
 pub fn start(
-    place: Place,
-    reception: Reception,
+    target: ListenTarget,
+    context: ReceiveContext,
     responder: Responder,
     cancel: Cancel,
 ) -> Result<Receiving, (Responder, std::io::Error)> {
-    let herald = Box::new(Herald { mailer: reception.mailer.clone() });
-    let progress = Arc::new(Progress::observed(Side::Destination, herald));
+    let observer = Box::new(EventObserver { mailer: context.mailer.clone() });
+    let progress = Arc::new(Progress::observed(Side::Destination, observer));
     let options =
-        ReceiveOptions { lingering: reception.lingering.clone(), ..ReceiveOptions::default() };
+        ReceiveOptions { lingering: context.lingering.clone(), ..ReceiveOptions::default() };
     let steering = options.steering.clone();
     let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
     let spawned = spawn_with("migration-recv", responder, move |responder| {
-        let Reception { host, sink, faults, fds, rules, lingering, mailer } = reception;
+        let ReceiveContext { host, sink, faults, fds, rules, lingering, mailer } = context;
         let slot = Arc::new(Mutex::new(Some(responder)));
         let doubts = tell_doubts(Arc::clone(&slot), mailer.clone());
         let builder = ArrivingBuilder::new(host, sink, faults, doubts);
         let builder = builder.within(rules).with_descriptors(fds);
-        let received = place
+        let received = target
             .listen(&lingering, &own_progress, &own_cancel)
             .map(|listener| listener.receive(builder, &options, &own_progress, &own_cancel));
         let (outcome, faults) = match received {
             Ok(Ok(received)) => {
                 let pages_missing = received.faults.is_some();
                 let machine = Box::new(received.vm);
-                (Outcome::Runs { machine, pages_missing }, received.faults)
+                (ReceiveOutcome::Runs { machine, pages_missing }, received.faults)
             }
             Ok(Err(failure)) => failed(*failure),
             Err(outcome) => (outcome, None),
         };
         let responder = take(&slot);
-        mailer.send(Message::Arrived(Box::new(Arrival { outcome, responder })));
+        mailer.send(Message::ReceiveEnd(Box::new(ReceiveEnd { outcome, responder })));
         if let Some(faults) = faults {
             mailer.send(Message::PagesComplete(faults.wait().map(drop)));
         }
@@ -232,6 +238,6 @@ pub fn start(
         steering,
         cancellers: Vec::new(),
         doubt: None,
-        deciders: Vec::new(),
+        decision_requests: Vec::new(),
     })
 }

@@ -4,7 +4,7 @@
 //!
 //! Owns the answers to `vm.resize` and `vm.resize-zone`.
 
-use super::{Vm, Vmm};
+use super::{VmLifecycle, Vmm};
 use crate::api::{ApiError, ApiErrorKind};
 use crate::config::{VmResize, VmResizeZone};
 use crate::events;
@@ -55,7 +55,7 @@ impl Vmm {
     /// All of memory is here: what the guest gave up before may go, the rest gets its huge pages back, and
     /// vCPUs get their tables filled.
     pub(super) fn memory_has_come(&mut self) {
-        if let Vm::Live(machine) = &mut self.vm {
+        if let VmLifecycle::Live(machine) = &mut self.vm {
             machine.retry_giving_back();
             machine.restore_huge_pages();
             if self.prefault_stage2 {

@@ -89,7 +89,7 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
         panicking::note_socket(path);
     }
     let (mailer, inbox) = Inbox::new().map_err(RunError::Loop)?;
-    let mut vmm = Vmm::new(host, mailer, options.no_shutdown, options.lent);
+    let mut vmm = Vmm::new(host, mailer, options.no_shutdown, options.child_logging);
     vmm.api_path = api_path;
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
     let begun = vmm.begin(options.initial_vm, options.restore);
@@ -175,7 +175,7 @@ fn serve(
             }
         }
         vmm.look_for_room();
-        if let Some((until, reason)) = vmm.farewell
+        if let Some((until, reason)) = vmm.pending_exit
             && until <= Instant::now()
         {
             return Ok(reason);
@@ -191,8 +191,8 @@ fn serve(
 /// How long the loop may sleep: for ever, until the last watcher has had its time, until it is looked for
 /// room on a disk, or until nothing is waited for any more.
 fn timeout_ms(vmm: &Vmm) -> i32 {
-    let farewell = vmm.farewell.map(|(until, _)| until);
-    let ends = farewell.into_iter().chain(vmm.ends_at_latest(Instant::now()));
+    let pending_exit = vmm.pending_exit.map(|(until, _)| until);
+    let ends = pending_exit.into_iter().chain(vmm.ends_at_latest(Instant::now()));
     let until = ends.chain(vmm.deferred.until()).chain(vmm.looks_for_room_at()).min();
     until.map_or(-1, |until| {
         let left = until.saturating_duration_since(Instant::now());

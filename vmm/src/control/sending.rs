@@ -16,7 +16,7 @@ use vm_migration::{
 };
 
 use super::inbox::{Mailer, Message};
-use super::observer::Herald;
+use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
@@ -31,11 +31,11 @@ use crate::migration::source::{LeavingMachine, Remains, StopLimits};
 use crate::page_server::PageServerPlan;
 
 /// How a migration from here ended.
-pub enum Departure {
+pub enum SendEnd {
     /// The guest is elsewhere, whole.
-    Gone(Remains),
+    Complete(Remains),
     /// The guest is here, running or paused.
-    Stayed(Box<Machine>, Stay),
+    Stayed(Box<Machine>, StayReason),
     /// The guest is elsewhere, and may miss pages that only this process has.
     Incomplete {
         /// What is left of the machine.
@@ -48,7 +48,7 @@ pub enum Departure {
 }
 
 /// Why a guest stayed, and how it is.
-pub struct Stay {
+pub struct StayReason {
     /// What happened.
     pub reason: String,
     /// Where the guest is.
@@ -57,7 +57,7 @@ pub struct Stay {
     pub is_cancelled: bool,
 }
 
-impl Stay {
+impl StayReason {
     fn new(error: &MigrationError) -> Self {
         let is_cancelled = matches!(error.cause, Cause::Cancelled);
         Self { reason: chain(error), guest: error.guest, is_cancelled }
@@ -180,13 +180,13 @@ fn stop_limits(options: &SendOptions, progress: &Arc<Progress>) -> StopLimits {
     StopLimits { downtime: Box::new(downtime), until }
 }
 
-fn carry(
+fn send_machine(
     machine: Box<Machine>,
     page_server: Option<PageServerPlan>,
     options: &SendOptions,
     progress: &Arc<Progress>,
     cancel: &Cancel,
-) -> Departure {
+) -> SendEnd {
     let limits = stop_limits(options, progress);
     let leaving = match LeavingMachine::new(machine, page_server, limits) {
         Ok(leaving) => leaving,
@@ -195,21 +195,21 @@ fn carry(
             let report = FailureReport::before_the_begin(Side::Source, step, &error);
             let reason = report.chain.join(": ");
             progress.fail(Phase::Failed, report);
-            let stay = Stay { reason, guest: GuestIs::OnSource, is_cancelled: false };
-            return Departure::Stayed(machine, stay);
+            let stay = StayReason { reason, guest: GuestIs::OnSource, is_cancelled: false };
+            return SendEnd::Stayed(machine, stay);
         }
     };
     match migrate(leaving, options, progress, cancel) {
-        Ok(finished) => Departure::Gone(finished.remains),
+        Ok(finished) => SendEnd::Complete(finished.remains),
         Err(failure) => match *failure {
             SendFailure::Resumed { vm, error } => {
-                Departure::Stayed(vm.into_machine(), Stay::new(&error))
+                SendEnd::Stayed(vm.into_machine(), StayReason::new(&error))
             }
             SendFailure::StillPaused { vm, error } => {
-                Departure::Stayed(vm.into_machine(), Stay::new(&error))
+                SendEnd::Stayed(vm.into_machine(), StayReason::new(&error))
             }
             SendFailure::HandedOver { remains, held, error } => {
-                Departure::Incomplete { remains, held, reason: chain(&error) }
+                SendEnd::Incomplete { remains, held, reason: chain(&error) }
             }
         },
     }
@@ -229,13 +229,15 @@ pub fn start(
         Ok(cancel) => cancel,
         Err(error) => return Err((machine, error)),
     };
-    let progress =
-        Arc::new(Progress::observed(Side::Source, Box::new(Herald { mailer: mailer.clone() })));
+    let progress = Arc::new(Progress::observed(
+        Side::Source,
+        Box::new(EventObserver { mailer: mailer.clone() }),
+    ));
     let (steering, mode) = (options.steering.clone(), options.mode());
     let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
     let spawned = spawn_with("migration-send", machine, move |machine| {
-        let departure = carry(machine, page_server, &options, &own_progress, &own_cancel);
-        mailer.send(Message::Departed(Box::new(departure)));
+        let end = send_machine(machine, page_server, &options, &own_progress, &own_cancel);
+        mailer.send(Message::SendEnd(Box::new(end)));
     });
     spawned.map(|_detached| {
         let (cancellers, deleters, resumers) = (Vec::new(), Vec::new(), Vec::new());

@@ -17,10 +17,10 @@ use vm_migration::Cancel;
 use vm_migration::snapshot::{FillEnd, Filling};
 
 use super::inbox::Message;
-use super::pausing::Turn;
-use super::starting::{Ender, given_up, refuse};
+use super::pausing::TransitionKind;
+use super::starting::{EndRequest, refuse, start_cancelled};
 use super::threads::spawn_with;
-use super::{Next, Pages, RunError, Vm, Vmm, describe, emit, failed};
+use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::{RestoreConfig, VmSnapshotConfig};
@@ -46,7 +46,7 @@ pub struct Busy {
     pub until: Option<Instant>,
     cancel: Cancel,
     /// Requests that have ended a restore.
-    enders: Vec<Ender>,
+    end_requests: Vec<EndRequest>,
     /// Requests that have ended a snapshot.
     cancellers: Vec<Responder>,
 }
@@ -54,8 +54,8 @@ pub struct Busy {
 impl Busy {
     fn new(info: Option<Box<VmInfo>>, cancel: Cancel) -> Self {
         let is_restore = info.is_none();
-        let (enders, cancellers) = (Vec::new(), Vec::new());
-        Self { info, is_restore, at_launch: false, until: None, cancel, enders, cancellers }
+        let (end_requests, cancellers) = (Vec::new(), Vec::new());
+        Self { info, is_restore, at_launch: false, until: None, cancel, end_requests, cancellers }
     }
 
     /// What goes on, for people.
@@ -69,9 +69,9 @@ impl Busy {
     }
 
     /// Has it end for a request, which is answered then.
-    pub fn end_for(&mut self, ender: Ender) {
+    pub fn end_for(&mut self, end_request: EndRequest) {
         self.cancel();
-        self.enders.push(ender);
+        self.end_requests.push(end_request);
     }
 }
 
@@ -91,12 +91,12 @@ pub struct RestoreEnd {
 }
 
 /// Memory of the live machine that is being brought in.
-pub struct Fill {
+pub struct MemoryFill {
     stop: Cancel,
     thread: JoinHandle<()>,
 }
 
-impl Fill {
+impl MemoryFill {
     /// Ends it. The guest must be gone.
     pub fn stop(self) {
         self.stop.cancel();
@@ -154,7 +154,7 @@ impl Vmm {
             Ok(prepared) => prepared,
             Err(error) => return Err((error, responder)),
         };
-        let Vm::Live(machine) = std::mem::replace(&mut self.vm, Vm::None) else {
+        let VmLifecycle::Live(machine) = std::mem::replace(&mut self.vm, VmLifecycle::None) else {
             return Err((ApiError::not_booted(), responder));
         };
         let info = Box::new(describe::of_machine(&machine));
@@ -166,11 +166,11 @@ impl Vmm {
         });
         match thread {
             Ok(_detached) => {
-                self.vm = Vm::Busy(Busy::new(Some(info), cancel));
+                self.vm = VmLifecycle::Busy(Busy::new(Some(info), cancel));
                 Ok(())
             }
             Err(((machine, responder), error)) => {
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 Err((failed(&error), responder))
             }
         }
@@ -178,8 +178,8 @@ impl Vmm {
 
     pub(super) fn saved(&mut self, end: SaveEnd) {
         let SaveEnd { machine, result, responder } = end;
-        let cancellers = match std::mem::replace(&mut self.vm, Vm::Live(machine)) {
-            Vm::Busy(busy) => busy.cancellers,
+        let cancellers = match std::mem::replace(&mut self.vm, VmLifecycle::Live(machine)) {
+            VmLifecycle::Busy(busy) => busy.cancellers,
             _ => Vec::new(),
         };
         for canceller in cancellers {
@@ -201,7 +201,7 @@ impl Vmm {
     /// Ends the snapshot that is being written.
     pub(super) fn cancel_snapshot(&mut self, responder: Responder) {
         match &mut self.vm {
-            Vm::Busy(busy) if !busy.is_restore => {
+            VmLifecycle::Busy(busy) if !busy.is_restore => {
                 busy.cancel();
                 busy.cancellers.push(responder);
             }
@@ -210,7 +210,7 @@ impl Vmm {
     }
 
     fn refuse_restore(&self) -> Result<(), ApiError> {
-        if matches!(self.vm, Vm::None) {
+        if matches!(self.vm, VmLifecycle::None) {
             return self.refuse_a_vm_at_the_end();
         }
         let why = "there is a VM already; a VM can only be restored without one";
@@ -246,8 +246,8 @@ impl Vmm {
         });
         match thread {
             Ok(_detached) => {
-                self.farewell = None;
-                self.vm = Vm::Busy(Busy { at_launch, ..Busy::new(None, cancel) });
+                self.pending_exit = None;
+                self.vm = VmLifecycle::Busy(Busy { at_launch, ..Busy::new(None, cancel) });
                 Next::Continue
             }
             Err((responder, error)) => {
@@ -260,31 +260,31 @@ impl Vmm {
 
     pub(super) fn restored(&mut self, end: RestoreEnd) -> Next {
         let RestoreEnd { restored, resume, prefault, responder } = end;
-        let enders = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Busy(busy) => busy.enders,
+        let end_requests = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Busy(busy) => busy.end_requests,
             _ => Vec::new(),
         };
         // What ends has no use for one that runs.
-        let is_given_up = !enders.is_empty();
-        let is_ending = is_given_up || self.ending.is_some();
+        let is_cancelled = !end_requests.is_empty();
+        let is_ending = is_cancelled || self.ending.is_some();
         match (self.settle(restored, prefault), responder) {
-            (_, Some(responder)) if is_given_up => responder.answer(Err(given_up())),
+            (_, Some(responder)) if is_cancelled => responder.answer(Err(start_cancelled())),
             (Ok(()), responder) if resume && !is_ending => {
                 emit("resuming");
-                self.turn(Turn::StartRestored, responder);
+                self.begin_transition(TransitionKind::StartRestored, responder);
             }
             (result, Some(responder)) => responder.answer(result.map(|()| ApiReply::Empty)),
             (Err(error), None) if !is_ending => return Next::Fail(RunError::Restore(error)),
             (_, None) => {}
         }
-        let is_there = matches!(self.vm, Vm::Live(_));
+        let is_there = matches!(self.vm, VmLifecycle::Live(_));
         let mut next = Next::Continue;
-        for ender in enders {
+        for end_request in end_requests {
             if is_there {
-                next = next.and_then(|| self.end_for(ender));
+                next = next.and_then(|| self.end_for(end_request));
             } else {
                 // It is not there, which is what was asked for.
-                ender.answer();
+                end_request.answer();
             }
         }
         next.and_then(|| self.go_on_ending())
@@ -302,7 +302,7 @@ impl Vmm {
                 Some(filling) => Some(self.watch(filling, machine.ram(), prefault)?),
                 None => None,
             };
-            self.vm = Vm::Live(machine);
+            self.vm = VmLifecycle::Live(machine);
             self.filling = fill;
             if self.filling.is_none() {
                 self.memory_has_come();
@@ -318,7 +318,7 @@ impl Vmm {
         filling: Filling<MigratingRam>,
         ram: &Arc<GuestRam>,
         prefault: bool,
-    ) -> Result<Fill, ApiError> {
+    ) -> Result<MemoryFill, ApiError> {
         let stop = filling.stop_handle();
         let own_stop = stop.clone();
         let (ram, mailer, number) = (Arc::clone(ram), self.mailer.clone(), self.machine_number);
@@ -328,7 +328,7 @@ impl Vmm {
             }
         });
         let thread = thread.map_err(|(_, error)| failed(&error))?;
-        Ok(Fill { stop, thread })
+        Ok(MemoryFill { stop, thread })
     }
 
     /// All memory of a restored machine is here.
@@ -337,7 +337,7 @@ impl Vmm {
             && let Some(fill) = self.filling.take()
         {
             fill.stop();
-            if matches!(self.vm, Vm::Live(_)) {
+            if matches!(self.vm, VmLifecycle::Live(_)) {
                 self.memory_has_come();
             } else {
                 self.memory_came = true;
@@ -348,11 +348,11 @@ impl Vmm {
 
     /// Refuses what needs all of memory to be here.
     pub(super) fn refuse_while_memory_arrives(&self, what: &str) -> Result<(), ApiError> {
-        if matches!(self.pages, Pages::Arriving { .. }) || self.filling.is_some() {
+        if matches!(self.pages, GuestPages::Arriving { .. }) || self.filling.is_some() {
             let why = format!("memory of the VM is still arriving; it can be {what} afterwards");
             return Err(ApiError::new(ApiErrorKind::Conflict, why));
         }
-        if let Pages::Lost(paused) = &self.pages {
+        if let GuestPages::Lost(paused) = &self.pages {
             return Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error)
                 .context(format!("pages of the VM are lost, so it cannot be {what}")));
         }

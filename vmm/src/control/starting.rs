@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 
 use super::inbox::Message;
 use super::threads::spawn_with;
-use super::{Next, RunError, Vm, Vmm, describe, emit, failed};
+use super::{Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmInfo, VmmRequest};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{
-    ConsoleError, Consoles, EventSink, GiveUp, Host, KeptOverReboot, Machine, MachineError,
+    CancelToken, ConsoleError, Consoles, EventSink, Host, Machine, MachineError, RebootLocks,
 };
 
 /// What a machine is made from, and after what.
@@ -31,12 +31,12 @@ pub enum Start {
         /// Clients that are attached to them stay so.
         consoles: Consoles,
         /// What no other VM can have in between.
-        kept: Box<KeptOverReboot>,
+        locks: Box<RebootLocks>,
     },
 }
 
-/// How often it is looked whether a guest that runs while its devices are opened has ended in order.
-const BEGUN_LOOK: Duration = Duration::from_millis(100);
+/// How often it is polled whether a guest that runs while its devices are opened has ended in order.
+const BEGUN_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A machine that is being made.
 pub struct Starting {
@@ -47,9 +47,9 @@ pub struct Starting {
     is_reboot: bool,
     /// The command line asked for it.
     pub at_launch: bool,
-    give_up: GiveUp,
-    enders: Vec<Ender>,
-    begun: Begun,
+    cancel: CancelToken,
+    end_requests: Vec<EndRequest>,
+    begun: GuestBegun,
     /// When the process ends although the machine is not made, as long as there is no guest that could
     /// lose anything.
     until: Option<Instant>,
@@ -58,14 +58,14 @@ pub struct Starting {
 /// Whether the guest may have begun to run. It does so before its start is over: passed-through devices may
 /// still be waited for.
 #[derive(Clone, Default)]
-struct Begun(Arc<AtomicBool>);
+struct GuestBegun(Arc<AtomicBool>);
 
-impl Begun {
+impl GuestBegun {
     /// From now on it may; false if the start has been given up, and it must not.
-    fn begin(&self, give_up: &GiveUp) -> bool {
+    fn begin(&self, cancel: &CancelToken) -> bool {
         // In this order: what is given up later is ended as a guest that runs.
         self.0.store(true, Ordering::SeqCst);
-        let is_wanted = !give_up.is_told();
+        let is_wanted = !cancel.is_cancelled();
         self.0.store(is_wanted, Ordering::SeqCst);
         is_wanted
     }
@@ -81,14 +81,14 @@ impl Begun {
 }
 
 /// A request that has ended a start or a restore, and is answered when that is over.
-pub enum Ender {
+pub enum EndRequest {
     /// `vm.shutdown`.
     Shutdown(Responder),
     /// `vm.delete`.
     Delete(Responder),
 }
 
-impl Ender {
+impl EndRequest {
     /// Answers that the VM is not there.
     pub fn answer(self) {
         let (Self::Shutdown(responder) | Self::Delete(responder)) = self;
@@ -104,14 +104,14 @@ pub struct StartEnd {
 }
 
 /// To a request for a VM that another one has given up.
-pub(super) fn given_up() -> ApiError {
+pub(super) fn start_cancelled() -> ApiError {
     ApiError::new(ApiErrorKind::Conflict, "the VM was to end before it ran")
 }
 
 impl Starting {
     /// As `vm.info` has it.
     pub fn doing(&self) -> &'static str {
-        if self.give_up.is_told() { "ended" } else { self.name() }
+        if self.cancel.is_cancelled() { "ended" } else { self.name() }
     }
 
     /// For people.
@@ -120,8 +120,8 @@ impl Starting {
     }
 
     /// Has it end; what there is of the machine goes, and the thread tells so.
-    pub fn give_up(&self) {
-        self.give_up.now();
+    pub fn cancel(&self) {
+        self.cancel.cancel();
     }
 
     /// The process is to end then, unless the guest has begun to run.
@@ -132,7 +132,7 @@ impl Starting {
     /// When the process ends although the machine is not made. Later than `now` while there is a guest.
     pub fn until(&self, now: Instant) -> Option<Instant> {
         let until = self.until?;
-        Some(if self.has_begun() { until.max(now + BEGUN_LOOK) } else { until })
+        Some(if self.has_begun() { until.max(now + BEGUN_POLL_INTERVAL) } else { until })
     }
 
     /// Whether there may be a guest.
@@ -158,27 +158,27 @@ impl Start {
         mut config: VmConfig,
         host: &Host,
         sink: EventSink,
-        give_up: &GiveUp,
-        begun: &Begun,
+        cancel: &CancelToken,
+        begun: &GuestBegun,
     ) -> Result<Machine, ApiError> {
         let console = |error: ConsoleError| failed(&error);
         let made = |error: MachineError| failed(&error);
-        let (consoles, mut kept) = match self {
+        let (consoles, mut locks) = match self {
             Self::Boot => (Consoles::open(&mut config).map_err(console)?, Box::default()),
-            Self::Reboot { consoles, kept } => (consoles, kept),
+            Self::Reboot { consoles, locks } => (consoles, locks),
         };
         let mut machine =
-            Machine::boot(config, consoles, host, sink, &mut kept, give_up).map_err(made)?;
-        if !begun.begin(give_up) {
-            return Err(given_up());
+            Machine::boot(config, consoles, host, sink, &mut locks, cancel).map_err(made)?;
+        if !begun.begin(cancel) {
+            return Err(start_cancelled());
         }
-        if let Err(error) = machine.resume().and_then(|()| machine.settle(give_up)) {
+        if let Err(error) = machine.resume().and_then(|()| machine.settle(cancel)) {
             machine.end();
             // From here on nothing is lost if a device takes longer to be opened than the process lives.
             begun.is_over();
             return Err(made(error));
         }
-        std::mem::take(&mut kept.disks).passed_on();
+        std::mem::take(&mut locks.disks).passed_on();
         Ok(machine)
     }
 }
@@ -187,8 +187,8 @@ impl Vmm {
     /// `vm.boot`, or the command line.
     pub(super) fn boot_for(&mut self, responder: Option<Responder>) -> Next {
         let config = match &self.vm {
-            Vm::Idle(config) => config.clone(),
-            Vm::Live(_) => {
+            VmLifecycle::Created(config) => config.clone(),
+            VmLifecycle::Live(_) => {
                 let error = ApiError::new(ApiErrorKind::NotBooted, "the VM runs already");
                 return refuse(responder, error, RunError::Start);
             }
@@ -209,9 +209,9 @@ impl Vmm {
     ) -> Next {
         let is_reboot = matches!(start, Start::Reboot { .. });
         let at_launch = responder.is_none() && !is_reboot;
-        let (give_up, sink) = (GiveUp::default(), self.new_sink());
-        let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), give_up.clone());
-        let begun = Begun::default();
+        let (cancel, sink) = (CancelToken::default(), self.new_sink());
+        let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), cancel.clone());
+        let begun = GuestBegun::default();
         let own_begun = begun.clone();
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
         let load = (start, config.clone(), responder);
@@ -219,10 +219,10 @@ impl Vmm {
             let result = start.machine(*config, &host, sink, &own, &own_begun).map(Box::new);
             mailer.send(Message::Started(Box::new(StartEnd { result, responder })));
         });
-        let (enders, until) = (Vec::new(), None);
+        let (end_requests, until) = (Vec::new(), None);
         let starting =
-            Starting { info, config, is_reboot, at_launch, give_up, enders, begun, until };
-        self.vm = Vm::Starting(starting);
+            Starting { info, config, is_reboot, at_launch, cancel, end_requests, begun, until };
+        self.vm = VmLifecycle::Starting(starting);
         match spawned {
             Ok(_detached) => Next::Continue,
             Err(((start, _, responder), error)) => {
@@ -240,13 +240,13 @@ impl Vmm {
         is_delete: bool,
         responder: Responder,
     ) -> Option<Responder> {
-        let ender = if is_delete { Ender::Delete } else { Ender::Shutdown };
+        let end_request = if is_delete { EndRequest::Delete } else { EndRequest::Shutdown };
         match &mut self.vm {
-            Vm::Starting(starting) => {
-                starting.give_up();
-                starting.enders.push(ender(responder));
+            VmLifecycle::Starting(starting) => {
+                starting.cancel();
+                starting.end_requests.push(end_request(responder));
             }
-            Vm::Busy(busy) if busy.is_restore => busy.end_for(ender(responder)),
+            VmLifecycle::Busy(busy) if busy.is_restore => busy.end_for(end_request(responder)),
             _ => return Some(responder),
         }
         None
@@ -255,19 +255,19 @@ impl Vmm {
     /// The machine has been made and runs, or not.
     pub(super) fn started(&mut self, end: StartEnd) -> Next {
         let StartEnd { result, responder } = end;
-        let starting = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Starting(starting) => starting,
+        let starting = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Starting(starting) => starting,
             other => {
                 self.vm = other;
                 return Next::Continue;
             }
         };
         let (name, fatal) = (starting.name(), starting.fatal());
-        let is_given_up = starting.give_up.is_told();
+        let is_cancelled = starting.cancel.is_cancelled();
         let mut next = Next::Continue;
         match result {
             Ok(machine) => {
-                self.vm = Vm::Live(machine);
+                self.vm = VmLifecycle::Live(machine);
                 self.started_number = self.machine_number;
                 emit(name);
                 if let Some(responder) = responder {
@@ -276,38 +276,38 @@ impl Vmm {
             }
             Err(error) => {
                 starting.tell_failed(&error);
-                self.vm = Vm::Idle(starting.config);
-                if is_given_up {
+                self.vm = VmLifecycle::Created(starting.config);
+                if is_cancelled {
                     if let Some(responder) = responder {
-                        responder.answer(Err(given_up()));
+                        responder.answer(Err(start_cancelled()));
                     }
                 } else {
                     next = refuse(responder, error, fatal);
                 }
             }
         }
-        for ender in starting.enders {
-            next = next.and_then(|| self.end_for(ender));
+        for end_request in starting.end_requests {
+            next = next.and_then(|| self.end_for(end_request));
         }
         next.and_then(|| self.go_on_ending())
     }
 
-    pub(super) fn end_for(&mut self, ender: Ender) -> Next {
-        match (ender, &self.vm) {
+    pub(super) fn end_for(&mut self, end_request: EndRequest) -> Next {
+        match (end_request, &self.vm) {
             // It has not come to run, which is what was asked for.
-            (Ender::Shutdown(responder), Vm::Idle(_)) => {
+            (EndRequest::Shutdown(responder), VmLifecycle::Created(_)) => {
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Continue
             }
             // An earlier one ends the machine that came up.
-            (Ender::Shutdown(responder), Vm::Down(_)) => {
+            (EndRequest::Shutdown(responder), VmLifecycle::TearingDown(_)) => {
                 self.call(ApiCall::new(VmmRequest::Shutdown, responder))
             }
-            (Ender::Delete(responder), Vm::Down(_)) => {
+            (EndRequest::Delete(responder), VmLifecycle::TearingDown(_)) => {
                 self.call(ApiCall::new(VmmRequest::Delete { force: false }, responder))
             }
-            (Ender::Shutdown(responder), _) => self.shutdown_for(Some(responder)),
-            (Ender::Delete(responder), _) => self.delete_for(false, responder),
+            (EndRequest::Shutdown(responder), _) => self.shutdown_for(Some(responder)),
+            (EndRequest::Delete(responder), _) => self.delete_for(false, responder),
         }
     }
 }
@@ -340,22 +340,22 @@ mod tests {
             config,
             is_reboot: false,
             at_launch: true,
-            give_up: GiveUp::default(),
-            begun: Begun::default(),
-            enders: Vec::new(),
+            cancel: CancelToken::default(),
+            begun: GuestBegun::default(),
+            end_requests: Vec::new(),
             until: None,
         };
         let thread = starting.begun.clone();
         starting.end_until(until);
         assert_eq!(starting.until(until), Some(until), "there is no guest");
-        assert!(thread.begin(&starting.give_up));
+        assert!(thread.begin(&starting.cancel));
         let later = until + Duration::from_hours(1);
         assert!(starting.until(later).is_some_and(|at| at > later), "the guest runs");
         thread.is_over();
         assert_eq!(starting.until(later), Some(until));
         // A start that was given up in time has none.
-        starting.give_up();
-        assert!(!thread.begin(&starting.give_up));
+        starting.cancel();
+        assert!(!thread.begin(&starting.cancel));
         assert_eq!(starting.until(later), Some(until));
     }
 }

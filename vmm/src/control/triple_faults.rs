@@ -28,7 +28,7 @@ pub struct TripleFaults {
 
 /// One of them.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Noted {
+pub struct TripleFault {
     /// Starts in a row that have ended so; 0 if the guest had started.
     pub in_a_row: u64,
     /// What the log is to say, if it is time.
@@ -39,11 +39,17 @@ impl TripleFaults {
     /// Takes note of one on machine `number`, `ran` after the guest's first instruction, or in a guest that
     /// was started elsewhere. Machines are numbered in their order, so one that was ended in any other way
     /// is missing in between.
-    pub fn note(&mut self, number: u64, vcpu: u32, ran: Option<Duration>, now: Instant) -> Noted {
+    pub fn note(
+        &mut self,
+        number: u64,
+        vcpu: u32,
+        ran: Option<Duration>,
+        now: Instant,
+    ) -> TripleFault {
         let Some(ran) = ran.filter(|ran| *ran < START) else {
             *self = Self { machine_number: number, ..Self::default() };
             let text = format!("a triple fault of vCPU {vcpu} resets the guest");
-            return Noted { in_a_row: 0, text: Some(text) };
+            return TripleFault { in_a_row: 0, text: Some(text) };
         };
         if self.machine_number.checked_add(1) != Some(number) {
             *self = Self::default();
@@ -56,7 +62,7 @@ impl TripleFaults {
             let text = format!(
                 "a triple fault of vCPU {vcpu} resets the guest, {ran_ms} ms after it was started"
             );
-            return Noted { in_a_row, text: Some(text) };
+            return TripleFault { in_a_row, text: Some(text) };
         }
         let is_time = self.said_at.is_none_or(|at| now.saturating_duration_since(at) >= SAID_EVERY);
         if is_time {
@@ -70,7 +76,7 @@ impl TripleFaults {
                  it says on its serial port may tell more (--serial, earlyprintk), and vm.shutdown ends it"
             )
         });
-        Noted { in_a_row, text }
+        TripleFault { in_a_row, text }
     }
 }
 

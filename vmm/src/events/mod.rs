@@ -5,7 +5,7 @@
 //!
 //! Owns the clocks of the time stamps (one that never jumps, since the process was started, and that of
 //! the host), and the names of the events ([`NAMES`]). Telling an event never blocks: it is put into an
-//! [`Outlet`], and if the reader of the file does not read for long, or is gone, the event is lost and counted,
+//! [`OutputQueue`], and if the reader of the file does not read for long, or is gone, the event is lost and counted,
 //! and the next one that is told says how many were lost. A reader may end and another one come, a file system
 //! may get room again.
 
@@ -25,7 +25,7 @@ use thiserror::Error;
 pub use names::{NAMES, page};
 use text::Event;
 
-use crate::outlet::{Outlet, Piece};
+use crate::output_queue::{OutputItem, OutputQueue};
 
 /// Events that wait to be written.
 const QUEUE_EVENTS: usize = 1024;
@@ -127,7 +127,7 @@ pub fn utc(at: SystemTime) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
 }
 
-impl Piece for Event {
+impl OutputItem for Event {
     fn into_text(self) -> Vec<u8> {
         Event::into_text(self)
     }
@@ -136,7 +136,7 @@ impl Piece for Event {
 /// A queue with a thread that writes what is in it.
 #[derive(Debug)]
 pub struct EventMonitor {
-    outlet: Outlet<Event>,
+    queue: OutputQueue<Event>,
     /// The file once more, for a process that goes on writing to it.
     lent: File,
 }
@@ -151,9 +151,9 @@ impl EventMonitor {
         let lent = file.try_clone().map_err(EventError::Thread)?;
         let failed =
             |error: &io::Error| log::error!("events are lost, as they cannot be written: {error}");
-        let outlet = Outlet::start("event-monitor", file, QUEUE_EVENTS, failed)
+        let queue = OutputQueue::start("event-monitor", file, QUEUE_EVENTS, failed)
             .map_err(EventError::Thread)?;
-        Ok(Self { outlet, lent })
+        Ok(Self { queue, lent })
     }
 
     /// Tells an event; never blocks.
@@ -163,7 +163,7 @@ impl EventMonitor {
         event: &'static str,
         properties: &[(&'static str, &str)],
     ) {
-        self.outlet.put(|lost| {
+        self.queue.put(|lost| {
             let mut properties: Vec<_> =
                 properties.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
             if lost > 0 {
@@ -176,7 +176,7 @@ impl EventMonitor {
 
     /// Waits until everything told so far is written, or `limit` has passed. True if it is.
     pub fn flush(&self, limit: Duration) -> bool {
-        self.outlet.flush(limit)
+        self.queue.flush(limit)
     }
 }
 

@@ -45,7 +45,7 @@ fn a_reader_that_does_not_read_never_blocks_and_losses_are_counted() {
     for _ in 0..QUEUE_EVENTS * 2 {
         monitor.tell("vm", "migration-failed", &[("error", &long)]);
     }
-    assert!(monitor.outlet.lost() > 0);
+    assert!(monitor.queue.lost() > 0);
     assert!(!monitor.flush(Duration::from_millis(1)));
     // Once it reads, what is left arrives and says how much is missing.
     let reader = std::thread::spawn(move || {

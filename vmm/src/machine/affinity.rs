@@ -16,14 +16,14 @@ pub fn affinity_setter(
     config: &VmConfig,
     topology: &CpuTopology,
 ) -> Arc<dyn Fn(u32) -> std::io::Result<()> + Send + Sync> {
-    let wishes: BTreeMap<u32, Vec<u32>> = config
+    let wanted: BTreeMap<u32, Vec<u32>> = config
         .cpus
         .affinity
         .iter()
         .flatten()
         .map(|entry| (topology.apic_id(entry.vcpu), entry.host_cpus.clone()))
         .collect();
-    Arc::new(move |index| wishes.get(&index).map_or(Ok(()), |cpus| bind_to(cpus)))
+    Arc::new(move |index| wanted.get(&index).map_or(Ok(()), |cpus| bind_to(cpus)))
 }
 
 fn bind_to(cpus: &[u32]) -> std::io::Result<()> {

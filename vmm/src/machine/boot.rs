@@ -239,7 +239,7 @@ pub fn load(
     let rsdp_gpa = acpi::write_tables(memory, &inputs).map_err(MachineBootError::Acpi)?;
     smbios::write_tables(memory, &smbios_inputs(config.platform.as_ref()))
         .map_err(MachineBootError::Smbios)?;
-    let later: Vec<GpaRange> = ram::later(ram)
+    let later: Vec<GpaRange> = ram::hotplug_regions(ram)
         .map(|region| GpaRange { gpa: region.gpa(), len_bytes: region.len_bytes() })
         .collect();
     let spec = BootSpec {

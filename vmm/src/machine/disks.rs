@@ -12,7 +12,7 @@ use devices::virtio::block::{
 };
 use thiserror::Error;
 
-use super::exclusive::KeptDisks;
+use super::exclusive::LockedImages;
 use crate::config::{self, DiskConfig, ImageType, VmConfig};
 
 /// Why a disk is not there.
@@ -87,14 +87,14 @@ fn affinity(config: &DiskConfig) -> Vec<Vec<usize>> {
     queues
 }
 
-/// Opens the image of a disk, or takes it from `kept` with its lock; otherwise the lock is not taken
+/// Opens the image of a disk, or takes it from `images` with its lock; otherwise the lock is not taken
 /// yet.
 ///
 /// # Errors
 /// Naming the disk and its image.
 pub fn make(
     config: &DiskConfig,
-    kept: &mut KeptDisks,
+    images: &mut LockedImages,
 ) -> Result<(Block, DiskLock), DiskWiringError> {
     let id = config.id.clone().unwrap_or_default();
     let path = config.path.clone().ok_or_else(|| DiskWiringError::NoPath(id.clone()))?;
@@ -118,7 +118,7 @@ pub fn make(
             config::OnFull::Pause => OnFull::Pause,
         },
     };
-    let block = match kept.take(&config) {
+    let block = match images.take(&config) {
         Some(lock) => Block::over(config, &lock),
         None => Block::new(config),
     }

@@ -15,7 +15,7 @@ use memory::LockedFile;
 use thiserror::Error;
 
 use super::virtio::VirtioDevices;
-use super::write_back::{WriteBack, WriteBackError, complain};
+use super::write_back::{WriteBack, WriteBackError, report_write_back_failure};
 use super::{Machine, MachineError};
 use crate::config::VmConfig;
 
@@ -81,12 +81,12 @@ pub enum ExclusiveError {
 
 /// Writes an image back and gives its lock back; its device must hold still or be gone. A failure is
 /// told, and keeps nobody from having the image: what is lost is lost.
-pub(super) fn give_back(id: &str, lock: &DiskLock) {
+pub(super) fn write_back_and_unlock(id: &str, lock: &DiskLock) {
     if !lock.is_held() {
         return;
     }
     if let Err(error) = WriteBack::start(writable(id, lock)).wait() {
-        complain(&error);
+        report_write_back_failure(&error);
     }
     if let Err(error) = lock.unlock() {
         log::warn!("disk '{id}' stays locked: {error}");
@@ -99,9 +99,9 @@ fn writable(id: &str, lock: &DiskLock) -> Option<(String, DiskLock)> {
 
 /// What a VM has all the time while its machine is made anew: no other VM can get it in between.
 #[derive(Default)]
-pub struct KeptOverReboot {
+pub struct RebootLocks {
     /// Images of its disks.
-    pub disks: KeptDisks,
+    pub disks: LockedImages,
     /// Files of its memory.
     pub files: Vec<LockedFile>,
 }
@@ -109,24 +109,24 @@ pub struct KeptOverReboot {
 /// Open images with their locks, on their way from one machine to the next one in the same process.
 /// Dropping it gives back what no machine has that runs.
 #[derive(Default)]
-pub struct KeptDisks {
-    disks: Vec<Kept>,
+pub struct LockedImages {
+    disks: Vec<LockedImage>,
 }
 
-struct Kept {
+struct LockedImage {
     id: String,
     lock: DiskLock,
     /// A device of the next machine has it.
     is_taken: bool,
 }
 
-impl KeptDisks {
+impl LockedImages {
     /// The image that such a device is to have, if it is there.
     pub fn take(&mut self, config: &BlockConfig) -> Option<DiskLock> {
-        let fits = |kept: &&mut Kept| kept.id == config.id && kept.lock.fits(config);
-        let kept = self.disks.iter_mut().find(fits)?;
-        kept.is_taken = true;
-        Some(kept.lock.clone())
+        let fits = |image: &&mut LockedImage| image.id == config.id && image.lock.fits(config);
+        let image = self.disks.iter_mut().find(fits)?;
+        image.is_taken = true;
+        Some(image.lock.clone())
     }
 
     /// Takes out those that a machine of this configuration does not have.
@@ -135,21 +135,21 @@ impl KeptDisks {
         let mut wanted = config.disks.iter().flatten().filter_map(|disk| disk.id.as_deref());
         let ids: std::collections::BTreeSet<_> = wanted.by_ref().collect();
         let disks = std::mem::take(&mut self.disks);
-        let (stay, go) = disks.into_iter().partition(|kept| ids.contains(kept.id.as_str()));
+        let (stay, go) = disks.into_iter().partition(|image| ids.contains(image.id.as_str()));
         self.disks = stay;
         Self { disks: go }
     }
 
     /// The next machine runs, and the images that were taken are its own.
     pub fn passed_on(mut self) {
-        self.disks.retain(|kept| !kept.is_taken);
+        self.disks.retain(|image| !image.is_taken);
     }
 }
 
-impl Drop for KeptDisks {
+impl Drop for LockedImages {
     fn drop(&mut self) {
-        for Kept { id, lock, .. } in self.disks.drain(..) {
-            give_back(&id, &lock);
+        for LockedImage { id, lock, .. } in self.disks.drain(..) {
+            write_back_and_unlock(&id, &lock);
         }
     }
 }
@@ -364,18 +364,18 @@ impl Machine {
 
     /// Takes the open images out of a machine that ends, for the next one: no other VM can have
     /// them in between. Its devices work with them until it is dropped.
-    pub fn keep_disks(&mut self) -> KeptDisks {
+    pub fn take_locked_images(&mut self) -> LockedImages {
         let locks = std::mem::take(&mut self.devices.locks);
         let held = locks.into_iter().filter(|(_, lock)| lock.is_held());
-        let kept = |(id, lock)| Kept { id, lock, is_taken: false };
-        KeptDisks { disks: held.map(kept).collect() }
+        let image = |(id, lock)| LockedImage { id, lock, is_taken: false };
+        LockedImages { disks: held.map(image).collect() }
     }
 
     /// Has what the devices work on finished, then written back, then given back.
     pub(super) fn end_devices(&mut self) {
         self.devices.pause();
         if let Err(error) = self.write_back().wait() {
-            complain(&error);
+            report_write_back_failure(&error);
         }
         // Logged; the end of the descriptors ends the locks.
         let _ = self.devices.release_exclusive();

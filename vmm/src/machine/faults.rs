@@ -37,8 +37,8 @@ impl Machine {
     }
 
     /// Registers, by the vCPU's place among the vCPUs, that were left out of their state.
-    pub fn hold_back(&mut self, registers: Vec<(usize, MsrValue)>) {
-        self.held_back = registers;
+    pub fn hold_msrs(&mut self, registers: Vec<(usize, MsrValue)>) {
+        self.held_msrs = registers;
     }
 
     /// All memory is here: vCPUs get what was held back, unless the guest has written it meanwhile.
@@ -46,8 +46,8 @@ impl Machine {
     ///
     /// # Errors
     /// The vCPUs cannot be stopped, or do not take it.
-    pub fn give_back(&mut self) -> Result<(), MachineError> {
-        let held = std::mem::take(&mut self.held_back);
+    pub fn restore_held_msrs(&mut self) -> Result<(), MachineError> {
+        let held = std::mem::take(&mut self.held_msrs);
         if held.is_empty() {
             return Ok(());
         }

@@ -20,8 +20,8 @@ use thiserror::Error;
 use super::events::{EventSink, GuestEvent};
 use super::opening::{self, Opened};
 use super::space::AddressSpace;
-use super::virtio::{HotAddError, Sockets};
-use super::{GiveUp, Machine, MachineError};
+use super::virtio::{HotAddError, PciContext};
+use super::{CancelToken, Machine, MachineError};
 use crate::config::{NewDevice, VmConfig};
 use crate::events;
 
@@ -98,23 +98,24 @@ impl Machine {
         &mut self,
         device: &NewDevice,
         config: VmConfig,
-        give_up: &GiveUp,
+        cancel: &CancelToken,
     ) -> Result<Bdf, MachineError> {
-        let (opened, config) = opening::open(device, config, give_up)?;
-        let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
+        let (opened, config) = opening::open(device, config, cancel)?;
+        let context = PciContext { segment: &self.segment, vm: &self.vm, ram: &self.ram };
         let bdf = match opened {
             Opened::Host(device) => {
-                let bdf = self.passthrough.add(&device, &sockets, self.devices.borrowers())?;
+                let bdf =
+                    self.passthrough.add(&device, &context, self.devices.discarding_devices())?;
                 self.stop_added();
                 bdf
             }
             Opened::Disk(disk, made) => self
                 .devices
-                .add_disk(&disk, made, &sockets, self.paused)
+                .add_disk(&disk, made, &context, self.paused)
                 .map_err(HotAddError::from)?,
             Opened::Net(net, made) => self
                 .devices
-                .add_net(&net, made, &sockets, self.paused)
+                .add_net(&net, made, &context, self.paused)
                 .map_err(HotAddError::from)?,
         };
         self.config = config;

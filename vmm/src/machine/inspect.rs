@@ -83,8 +83,8 @@ impl Machine {
         let LeftOff { populating, collapsing, filling } = left_off;
         if populating {
             let memory = &self.config.memory;
-            let wishes = ram::prefault_wishes(memory);
-            self.prefault = Background::start(&self.ram, memory, &wishes);
+            let modes = ram::prefault_modes(memory);
+            self.prefault = Background::start(&self.ram, memory, &modes);
         }
         if collapsing {
             self.restore_huge_pages();

@@ -3,7 +3,7 @@
 //! Wiring of memory that the guest gets while it runs.
 //!
 //! Owns the translation from options to memory devices, one for each zone that may grow, and back from
-//! a wish for a size to the amount that a device is to give.
+//! a requested size to the amount that a device is to give.
 
 use std::sync::Arc;
 
@@ -61,7 +61,7 @@ pub struct Wired {
 /// # Errors
 /// A zone that is to have more than it can.
 pub fn make(config: &MemoryConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, MemError> {
-    let wire = |zone: ram::LaterZone| {
+    let wire = |zone: ram::HotplugZone| {
         let id = zone.id;
         let requested_bytes = zone.plugged_bytes;
         let config = MemConfig { id: id.clone(), zone: id.clone(), requested_bytes };
@@ -69,7 +69,7 @@ pub fn make(config: &MemoryConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, Me
         let handle = device.handle();
         Ok(Wired { id, device, handle })
     };
-    ram::later_zones(config).into_iter().map(wire).collect()
+    ram::hotplug_zones(config).into_iter().map(wire).collect()
 }
 
 impl Machine {

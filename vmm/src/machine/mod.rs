@@ -68,7 +68,7 @@ pub use balloons::ResizeBalloonError;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
 pub use events::{EventSink, GuestEvent, Power};
-pub use exclusive::{ExclusiveError, KeptDisks, KeptOverReboot, WriteBackFailed};
+pub use exclusive::{ExclusiveError, LockedImages, RebootLocks, WriteBackFailed};
 pub use faults::MissingPages;
 pub use full_disks::{DisksFull, FullDiskStatus};
 pub use generation::GenerationError;
@@ -78,7 +78,7 @@ pub use inspect::{FunctionInfo, LeftOff};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
-pub use pausing::GiveUp;
+pub use pausing::CancelToken;
 pub use prefault::{PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{
@@ -86,14 +86,14 @@ pub use state::{
     NARROW_BARS_VERSION, PciFunctionState, StateJsonError,
 };
 pub use virtio::{HotAddError, VirtioError};
-pub use write_back::{WriteBack, WriteBackError, complain as complain_of_write_back};
+pub use write_back::{WriteBack, WriteBackError, report_write_back_failure};
 
 use affinity::affinity_setter;
 use hotplug::Hotplug;
 use legacy::LegacyDevices;
 use passthrough::{Opening, Passthrough, PrepinnedSlot};
 use space::{AddressSpace, Exits};
-use virtio::{Sockets, VirtioDevices};
+use virtio::{PciContext, VirtioDevices};
 
 /// Why a machine cannot be made, run, stopped, saved or restored.
 #[derive(Debug, Error)]
@@ -244,8 +244,8 @@ pub struct Machine {
     ram: Arc<GuestRam>,
     consoles: Consoles,
     topology: CpuTopology,
-    /// See [`Machine::give_back`].
-    held_back: Vec<(usize, MsrValue)>,
+    /// See [`Machine::restore_held_msrs`].
+    held_msrs: Vec<(usize, MsrValue)>,
     /// What vCPUs would be made to show if the guest booted here.
     cpuid: VmCpuid,
     /// What they were made to show when it booted, here or elsewhere.
@@ -256,7 +256,7 @@ pub struct Machine {
 }
 
 /// A machine without vCPU threads.
-struct Chassis {
+struct MachineParts {
     devices: VirtioDevices,
     passthrough: Passthrough,
     legacy: LegacyDevices,
@@ -272,20 +272,20 @@ struct Chassis {
 }
 
 /// What is there before any device of a machine.
-struct Basis<'a> {
+struct BuildInput<'a> {
     ram: Arc<GuestRam>,
     opening: Opening,
     slot: Option<PrepinnedSlot>,
-    kept: &'a mut KeptDisks,
+    images: &'a mut LockedImages,
 }
 
-impl Chassis {
+impl MachineParts {
     fn build(
         config: &VmConfig,
         consoles: &Consoles,
         host: &Host,
         sink: EventSink,
-        Basis { ram, opening, slot, kept }: Basis<'_>,
+        BuildInput { ram, opening, slot, images }: BuildInput<'_>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let vm = Vm::create_with_memory(
@@ -317,10 +317,10 @@ impl Chassis {
             config_ports.clone(),
         )?;
         let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
-        let sockets = Sockets { segment: &segment, vm: &vm, ram: &ram };
+        let pci = PciContext { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
-        let mut devices = VirtioDevices::wire(config, consoles, &sockets, kept, Arc::clone(&sink))?;
-        let passthrough = Passthrough::wire(config, &sockets, ban, sink, opening, slot)?;
+        let mut devices = VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink))?;
+        let passthrough = Passthrough::wire(config, &pci, ban, sink, opening, slot)?;
         if !passthrough.is_to_settle() {
             devices.place_later(&segment)?;
         }
@@ -385,7 +385,7 @@ impl Chassis {
             ram: self.ram,
             consoles,
             topology: self.topology,
-            held_back: Vec::new(),
+            held_msrs: Vec::new(),
             shown: features::shown(&cpuid),
             feature_msrs: Vec::new(),
             cpuid,
@@ -396,7 +396,7 @@ impl Chassis {
 
 impl Machine {
     /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow.
-    /// Images and files of memory that are in `kept` are not opened again. Populating memory ends early
+    /// Images and files of memory that are in `locks` are not opened again. Populating memory ends early
     /// when it is to be given up.
     ///
     /// # Errors
@@ -406,47 +406,47 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
-        kept: &mut KeptOverReboot,
-        give_up: &GiveUp,
+        locks: &mut RebootLocks,
+        cancel: &CancelToken,
     ) -> Result<Self, MachineError> {
         disks::settle_formats(&mut config).map_err(VirtioError::from)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
         let provided = slot.iter().map(PrepinnedSlot::memory).collect();
-        let locked = std::mem::take(&mut kept.files);
+        let locked = std::mem::take(&mut locks.files);
         let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
-        let ram = ram::make(&config.memory, bits, origin, give_up)?;
-        let basis = Basis { ram, opening: Opening::Meanwhile, slot, kept: &mut kept.disks };
+        let ram = ram::make(&config.memory, bits, origin, cancel)?;
+        let build = BuildInput { ram, opening: Opening::Meanwhile, slot, images: &mut locks.disks };
         let supported = host.supported(&config.cpus)?;
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
-        let vcpus = chassis.create_vcpus(&config)?;
+        let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
+        let vcpus = parts.create_vcpus(&config)?;
         let entry = boot::load(
-            &chassis.ram,
+            &parts.ram,
             &config,
-            &chassis.topology,
-            chassis.windows,
+            &parts.topology,
+            parts.windows,
             &passthrough::routes(),
             consoles.serial.is_some(),
         )?;
-        generation::write_new(&chassis.ram)?;
-        chassis.legacy.generation().set_present(true);
-        let cpuid = chassis.cpuid(&vcpus, &supported, &config);
+        generation::write_new(&parts.ram)?;
+        parts.legacy.generation().set_present(true);
+        let cpuid = parts.cpuid(&vcpus, &supported, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
             let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };
             let cpuid = cpuid.for_vcpu(index)?;
             vcpu.init(&boot::vcpu_init(cpuid, registers))
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }
-        let borrowers = chassis.devices.borrowers();
-        chassis.passthrough.check_limits(&chassis.ram, &borrowers)?;
-        chassis.passthrough.map_memory(&chassis.ram, borrowers)?;
+        let discarding = parts.devices.discarding_devices();
+        parts.passthrough.check_limits(&parts.ram, &discarding)?;
+        parts.passthrough.map_memory(&parts.ram, discarding)?;
         let described =
             vcpus.first().map(|vcpu| vcpu.read_registers(&arch::feature_msrs::indices()));
-        let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
+        let mut machine = parts.start(vcpus, cpuid, config, consoles)?;
         machine.feature_msrs = described.transpose()?.unwrap_or_default();
         let memory = &machine.config.memory;
-        let wishes = ram::prefault_wishes(memory);
-        machine.prefault = prefault::Background::start(&machine.ram, memory, &wishes);
+        let modes = ram::prefault_modes(memory);
+        machine.prefault = prefault::Background::start(&machine.ram, memory, &modes);
         Ok(machine)
     }
 
@@ -456,9 +456,9 @@ impl Machine {
     /// # Errors
     /// Naming the device, or that it was given up; the machine is of no use then, and its guest has run:
     /// [`Machine::end`] has to follow.
-    pub fn settle(&mut self, give_up: &GiveUp) -> Result<(), MachineError> {
-        let sockets = Sockets { segment: &self.segment, vm: &self.vm, ram: &self.ram };
-        self.passthrough.settle(&sockets, self.devices.borrowers(), give_up)?;
+    pub fn settle(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
+        let context = PciContext { segment: &self.segment, vm: &self.vm, ram: &self.ram };
+        self.passthrough.settle(&context, self.devices.discarding_devices(), cancel)?;
         Ok(self.devices.place_later(&self.segment)?)
     }
 
@@ -470,8 +470,8 @@ impl Machine {
             return;
         }
         // A vCPU may be waiting for a device, or for memory that one is to reach.
-        self.passthrough.forsake(&self.segment);
-        self.devices.forsake(&self.segment);
+        self.passthrough.release_numbers(&self.segment);
+        self.devices.release_numbers(&self.segment);
         self.passthrough.cancel();
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end well: {error}");
@@ -496,7 +496,7 @@ impl Machine {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
-        Ok(ram::make(&config.memory, bits, origin, &GiveUp::default())?)
+        Ok(ram::make(&config.memory, bits, origin, &CancelToken::default())?)
     }
 
     /// A machine on such memory, whose state is still to come, paused. Does not touch what is in
@@ -512,17 +512,17 @@ impl Machine {
         ram: Arc<GuestRam>,
     ) -> Result<Self, MachineError> {
         disks::assume_raw(&mut config);
-        let kept = &mut KeptDisks::default();
-        let basis = Basis { ram, opening: Opening::Before, slot: None, kept };
+        let images = &mut LockedImages::default();
+        let build = BuildInput { ram, opening: Opening::Before, slot: None, images };
         let supported = host.supported(&config.cpus)?;
-        let mut chassis = Chassis::build(&config, &consoles, host, sink, basis)?;
-        chassis.passthrough.check_movable(&config)?;
-        chassis.passthrough.stop()?;
+        let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
+        parts.passthrough.check_movable(&config)?;
+        parts.passthrough.stop()?;
         // On threads of their own; what arrives in a page stays in it.
-        chassis.passthrough.map_memory(&chassis.ram, chassis.devices.borrowers())?;
-        let vcpus = chassis.create_vcpus(&config)?;
-        let cpuid = chassis.cpuid(&vcpus, &supported, &config);
-        let mut machine = chassis.start(vcpus, cpuid, config, consoles)?;
+        parts.passthrough.map_memory(&parts.ram, parts.devices.discarding_devices())?;
+        let vcpus = parts.create_vcpus(&config)?;
+        let cpuid = parts.cpuid(&vcpus, &supported, &config);
+        let mut machine = parts.start(vcpus, cpuid, config, consoles)?;
         machine.disks_are_stale = true;
         machine.has_arrived = true;
         machine.devices.pause();

@@ -13,9 +13,9 @@ use devices::virtio::net::Net;
 
 use super::exclusive::ExclusiveError;
 use super::nets::{self, NetHandle};
-use super::pausing::{GiveUp, LOOK};
+use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::virtio::{HotAddError, VirtioError};
-use super::{KeptDisks, MachineError, disks};
+use super::{LockedImages, MachineError, disks};
 use crate::config::{DeviceConfig, DiskConfig, NetConfig, NewDevice, VmConfig};
 
 /// A device that can be plugged into a machine.
@@ -35,7 +35,7 @@ pub enum Opened {
 pub fn open(
     device: &NewDevice,
     config: VmConfig,
-    give_up: &GiveUp,
+    cancel: &CancelToken,
 ) -> Result<(Opened, VmConfig), MachineError> {
     let (id, device) = (device.id().to_owned(), device.clone());
     let (opened, is_open) = channel();
@@ -45,9 +45,9 @@ pub fn open(
         .spawn(move || drop(opened.send(open_now(device, config))))
         .map_err(|source| MachineError::OpenThread { id: id.clone(), source })?;
     loop {
-        match is_open.recv_timeout(LOOK) {
-            Ok(result) if !give_up.is_told() => return result.map_err(MachineError::HotAdd),
-            Err(RecvTimeoutError::Timeout) if !give_up.is_told() => {}
+        match is_open.recv_timeout(POLL_INTERVAL) {
+            Ok(result) if !cancel.is_cancelled() => return result.map_err(MachineError::HotAdd),
+            Err(RecvTimeoutError::Timeout) if !cancel.is_cancelled() => {}
             _ => return Err(MachineError::AddWithdrawn { id }),
         }
     }
@@ -58,7 +58,8 @@ fn open_now(device: NewDevice, mut config: VmConfig) -> Result<(Opened, VmConfig
         NewDevice::Host(device) => Opened::Host(device),
         NewDevice::Disk(disk) => {
             disks::settle_formats(&mut config).map_err(VirtioError::from)?;
-            let made = disks::make(&disk, &mut KeptDisks::default()).map_err(VirtioError::from)?;
+            let made =
+                disks::make(&disk, &mut LockedImages::default()).map_err(VirtioError::from)?;
             let id = || disk.id.clone().unwrap_or_default();
             made.1.lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
             Opened::Disk(disk, made)

@@ -17,42 +17,42 @@ use hypervisor::ThreadsError;
 use super::virtio::VirtioDevices;
 use super::{Machine, MachineError};
 
-/// How often it is looked whether what is waited for is still wanted.
-pub(super) const LOOK: Duration = Duration::from_millis(20);
+/// How often it is polled whether what is waited for is cancelled.
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// vCPUs have this long at least to leave the guest: on a busy host a thread may not run for a while,
 /// however short the pause is to be.
 const VCPUS_TIME_MIN: Duration = Duration::from_secs(1);
 
-/// Says that what goes on is not wanted any more, a pause for example; cheap to clone.
+/// Cancels a start, a pause or a hot-plug that is under way; cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub struct GiveUp(Arc<AtomicBool>);
+pub struct CancelToken(Arc<AtomicBool>);
 
-impl GiveUp {
-    /// From now on it is not.
-    pub fn now(&self) {
+impl CancelToken {
+    /// From now on it is cancelled.
+    pub fn cancel(&self) {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Whether it is not.
-    pub fn is_told(&self) -> bool {
+    /// Whether it is.
+    pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
 
 /// Devices that have been told to hold still; they go on when it is dropped.
-struct Begun {
+struct PausingDevices {
     devices: Vec<(String, HoldingStill)>,
     is_kept: bool,
 }
 
-impl Begun {
+impl PausingDevices {
     /// Waits until all hold still.
-    fn wait(&self, within: Duration, is_given_up: &dyn Fn() -> bool) -> Result<(), MachineError> {
+    fn wait(&self, within: Duration, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
         let until = Instant::now() + within;
         for (id, device) in &self.devices {
-            while !device.wait_until(until.min(Instant::now() + LOOK)) {
-                if is_given_up() {
+            while !device.wait_until(until.min(Instant::now() + POLL_INTERVAL)) {
+                if is_cancelled() {
                     return Err(MachineError::PauseWithdrawn);
                 }
                 if Instant::now() >= until {
@@ -64,7 +64,7 @@ impl Begun {
     }
 }
 
-impl Drop for Begun {
+impl Drop for PausingDevices {
     fn drop(&mut self) {
         if !self.is_kept {
             self.devices.iter().for_each(|(_, device)| device.withdraw());
@@ -74,12 +74,12 @@ impl Drop for Begun {
 
 impl VirtioDevices {
     /// Tells all devices to hold still, but those that a driver has reset at this moment.
-    fn begin_pause(&self) -> Begun {
+    fn begin_pause(&self) -> PausingDevices {
         let begin = |function: &pci::VirtioPciDevice| {
             function.begin_pause().map(|begun| (pci::PciDevice::id(function).to_owned(), begun))
         };
         let devices = self.functions().iter().filter_map(|(_, function)| begin(function));
-        Begun { devices: devices.collect(), is_kept: false }
+        PausingDevices { devices: devices.collect(), is_kept: false }
     }
 }
 
@@ -89,22 +89,22 @@ impl Machine {
     ///
     /// # Errors
     /// [`MachineError::DeviceBusy`] names a device that takes longer, [`MachineError::PauseWithdrawn`]
-    /// says that `is_given_up`; also when a vCPU or a passed-through device cannot be stopped. The
+    /// says that `is_cancelled`; also when a vCPU or a passed-through device cannot be stopped. The
     /// machine is as before, but that a passed-through device that could be stopped stays so if the
     /// machine was paused.
     pub fn pause(
         &mut self,
         within: Duration,
-        is_given_up: &dyn Fn() -> bool,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), MachineError> {
         if self.paused {
             // Whatever has happened since the pause: who calls this counts on nothing being written.
             return Ok(self.passthrough.stop()?);
         }
         let early = self.devices.begin_pause();
-        early.wait(within, is_given_up)?;
-        self.pause_vcpus(within.max(VCPUS_TIME_MIN), is_given_up)?;
-        let stopped = self.stop_devices(within, is_given_up);
+        early.wait(within, is_cancelled)?;
+        self.pause_vcpus(within.max(VCPUS_TIME_MIN), is_cancelled)?;
+        let stopped = self.stop_devices(within, is_cancelled);
         match stopped {
             Ok(mut late) => {
                 let mut early = early;
@@ -128,25 +128,25 @@ impl Machine {
     fn stop_devices(
         &self,
         within: Duration,
-        is_given_up: &dyn Fn() -> bool,
-    ) -> Result<Begun, MachineError> {
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<PausingDevices, MachineError> {
         self.passthrough.stop()?;
         let late = self.devices.begin_pause();
-        late.wait(within, is_given_up)?;
+        late.wait(within, is_cancelled)?;
         Ok(late)
     }
 
     fn pause_vcpus(
         &self,
         within: Duration,
-        is_given_up: &dyn Fn() -> bool,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), MachineError> {
         let until = Instant::now() + within;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             match self.vcpus.pause_all_within(left.min(VCPUS_TIME_MIN)) {
                 Ok(()) => return Ok(()),
-                Err(ThreadsError::Timeout { .. }) if is_given_up() => {
+                Err(ThreadsError::Timeout { .. }) if is_cancelled() => {
                     return Err(MachineError::PauseWithdrawn);
                 }
                 Err(ThreadsError::Timeout { index, .. }) if left <= VCPUS_TIME_MIN => {
@@ -166,11 +166,11 @@ impl Machine {
     pub fn try_devices(
         &self,
         within: Duration,
-        is_given_up: &dyn Fn() -> bool,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), MachineError> {
         if self.paused {
             return Ok(());
         }
-        self.devices.begin_pause().wait(within, is_given_up)
+        self.devices.begin_pause().wait(within, is_cancelled)
     }
 }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use memory::available::InsufficientMemory;
 use memory::{GuestRam, PrefaultError, PrefaultEvent, PrefaultOptions, PrefaultProgress};
 
-use super::GiveUp;
+use super::CancelToken;
 use crate::config::{MemoryConfig, Prefault};
 use crate::events;
 
@@ -66,7 +66,7 @@ fn start(
     zones: &[(String, Prefault)],
     when: Prefault,
 ) -> Result<Option<Background>, PrefaultError> {
-    let asks = |id: &str| zones.iter().any(|(zone, wish)| zone == id && *wish == when);
+    let asks = |id: &str| zones.iter().any(|(zone, mode)| zone == id && *mode == when);
     let regions: Vec<_> = ram
         .regions()
         .iter()
@@ -123,7 +123,7 @@ fn start(
 /// # Errors
 /// Who has too little.
 pub fn check_room(ram: &GuestRam, zones: &[(String, Prefault)]) -> Result<(), InsufficientMemory> {
-    let asks = |id: &str| zones.iter().any(|(zone, wish)| zone == id && *wish != Prefault::Off);
+    let asks = |id: &str| zones.iter().any(|(zone, mode)| zone == id && *mode != Prefault::Off);
     let asking = ram.regions().iter().filter(|region| asks(region.zone_id()));
     memory::check_available(&asking.cloned().collect::<Vec<_>>())
 }
@@ -136,10 +136,10 @@ pub fn complete(
     ram: &GuestRam,
     config: &MemoryConfig,
     zones: &[(String, Prefault)],
-    give_up: &GiveUp,
+    cancel: &CancelToken,
 ) -> Result<(), PrefaultError> {
     let Some(running) = start(ram, config, zones, Prefault::Boot)? else { return Ok(()) };
-    running.engine.wait_unless(&|| give_up.is_told())
+    running.engine.wait_unless(&|| cancel.is_cancelled())
 }
 
 impl Background {

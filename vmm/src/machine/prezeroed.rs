@@ -58,10 +58,10 @@ pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
     let mut all = Vec::new();
     for (zone, socket) in zones {
         let Some(socket) = socket else { continue };
-        let wish =
+        let request =
             Take { size_bytes: zone.size_bytes, pages: pages(zone), node: zone.host_numa_node };
         let taken = pools.at(socket).and_then(|pool| match pool {
-            Some(pool) => pool.take(&wish).map(|memory| Some((pool, memory))),
+            Some(pool) => pool.take(&request).map(|memory| Some((pool, memory))),
             None => Ok(None),
         });
         match taken {

@@ -15,7 +15,7 @@ use memory::{
 };
 use thiserror::Error;
 
-use super::{GiveUp, prefault, prezeroed};
+use super::{CancelToken, prefault, prezeroed};
 use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault};
 
 /// Name of the only zone of a machine without zones.
@@ -75,7 +75,7 @@ fn zone_spec(config: &MemoryZoneConfig, thp: bool) -> Result<ZoneSpec, MachineRa
 }
 
 /// A zone, or the part of one, that the guest gets while it runs.
-pub struct LaterZone {
+pub struct HotplugZone {
     /// Its own name, which is also that of its device.
     pub id: String,
     /// What the guest is to have of it at first.
@@ -90,20 +90,20 @@ pub fn later_id(zone: &str) -> String {
 }
 
 /// The parts of memory that come later, as the options describe them.
-pub fn later_zones(config: &MemoryConfig) -> Vec<LaterZone> {
+pub fn hotplug_zones(config: &MemoryConfig) -> Vec<HotplugZone> {
     let of_zone = |zone: MemoryZoneConfig| {
         let (size, block_bytes) = zone.later()?;
         let id = later_id(&zone.id);
         let plugged_bytes = zone.hotplugged_size.unwrap_or(0);
         let prefault = Prefault::Off;
         let spec = MemoryZoneConfig { id: id.clone(), size, prefault, prezeroed: None, ..zone };
-        Some(LaterZone { id, plugged_bytes, spec, block_bytes })
+        Some(HotplugZone { id, plugged_bytes, spec, block_bytes })
     };
     zones(config).into_iter().filter_map(of_zone).collect()
 }
 
 /// The regions that come later.
-pub fn later(ram: &GuestRam) -> impl Iterator<Item = &Arc<RamRegion>> {
+pub fn hotplug_regions(ram: &GuestRam) -> impl Iterator<Item = &Arc<RamRegion>> {
     ram.regions().iter().filter(|region| region.block_bytes().is_some())
 }
 
@@ -129,7 +129,7 @@ fn zones(config: &MemoryConfig) -> Vec<MemoryZoneConfig> {
 }
 
 /// When each zone is populated, by name.
-pub fn prefault_wishes(config: &MemoryConfig) -> Vec<(String, Prefault)> {
+pub fn prefault_modes(config: &MemoryConfig) -> Vec<(String, Prefault)> {
     zones(config).into_iter().map(|zone| (zone.id, zone.prefault)).collect()
 }
 
@@ -150,7 +150,7 @@ pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, M
     let zones = zones(config);
     let [zone] = zones.as_slice() else { return Ok(None) };
     let Some(socket) = zone.prezeroed.clone() else { return Ok(None) };
-    if !later_zones(config).is_empty() {
+    if !hotplug_zones(config).is_empty() {
         return Ok(None);
     }
     Ok(Some((zone_spec(zone, config.thp)?, socket)))
@@ -165,35 +165,35 @@ pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
     mut origin: RamSources,
-    give_up: &GiveUp,
+    cancel: &CancelToken,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
     let populate = origin.contents == InitialContents::AsFound;
     let zones = zones(config);
     let mut specs =
         zones.iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<Vec<_>, _>>()?;
-    for later in later_zones(config) {
-        let spec = zone_spec(&later.spec, config.thp)?;
-        specs.push(ZoneSpec { block_bytes: Some(later.block_bytes), ..spec });
+    for zone in hotplug_zones(config) {
+        let spec = zone_spec(&zone.spec, config.thp)?;
+        specs.push(ZoneSpec { block_bytes: Some(zone.block_bytes), ..spec });
     }
     let layout = layout_of(phys_bits);
     if populate {
         // Contents that arrive want memory that is not there yet.
         let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
         let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
-        let wishes: Vec<_> =
+        let requests: Vec<_> =
             specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
-        let taken = prezeroed::take(&wishes);
+        let taken = prezeroed::take(&requests);
         origin.provided.extend(taken);
     }
     let ram = with_origin(&RamConfig { zones: specs }, layout, origin)?;
     for warning in ram.warnings() {
         log::warn!("{warning}");
     }
-    let wishes = prefault_wishes(config);
+    let modes = prefault_modes(config);
     if populate {
-        prefault::complete(&ram, config, &wishes, give_up).map_err(MachineRamError::Prefault)?;
+        prefault::complete(&ram, config, &modes, cancel).map_err(MachineRamError::Prefault)?;
     } else {
-        let room = prefault::check_room(&ram, &wishes);
+        let room = prefault::check_room(&ram, &modes);
         room.map_err(|error| MachineRamError::Prefault(error.into()))?;
     }
     Ok(Arc::new(ram))

@@ -32,10 +32,10 @@ use super::balloons;
 use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
 use super::events::{EventSink, GuestEvent};
-use super::exclusive::{self, ExclusiveError, KeptDisks};
+use super::exclusive::{self, ExclusiveError, LockedImages};
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
-use super::passthrough::Borrowers;
+use super::passthrough::DiscardingDevices;
 use crate::config::{DiskConfig, NetConfig, VmConfig};
 
 /// Why a machine lacks a virtio device.
@@ -109,13 +109,13 @@ pub struct VirtioDevices {
     mems: Vec<(String, MemHandle)>,
     counters: Vec<(String, Arc<dyn Counters>)>,
     /// Those whose numbers are kept, and whose BARs are to be placed after those of passed-through devices.
-    later: Vec<(DeviceNumber, Arc<VirtioPciDevice>)>,
+    unplaced: Vec<(DeviceNumber, Arc<VirtioPciDevice>)>,
     /// Hears of disks that are full.
     sink: Option<EventSink>,
 }
 
-/// Where devices are plugged into.
-pub struct Sockets<'a> {
+/// What a device on the PCI bus is made with.
+pub struct PciContext<'a> {
     /// The bus.
     pub segment: &'a Arc<PciSegment>,
     /// The VM, for interrupts and notifications.
@@ -125,7 +125,7 @@ pub struct Sockets<'a> {
 }
 
 impl VirtioDevices {
-    /// Makes all devices of the configuration. Locks and taps are not taken yet, but those of `kept`
+    /// Makes all devices of the configuration. Locks and taps are not taken yet, but those of `images`
     /// that fit a disk. What the guest does is told to `sink`.
     ///
     /// # Errors
@@ -133,16 +133,16 @@ impl VirtioDevices {
     pub fn wire(
         config: &VmConfig,
         consoles: &Consoles,
-        sockets: &Sockets<'_>,
-        kept: &mut KeptDisks,
+        context: &PciContext<'_>,
+        images: &mut LockedImages,
         sink: EventSink,
     ) -> Result<Self, VirtioError> {
         let mut devices = Self { sink: Some(sink), ..Self::default() };
         let width = disk_width(config);
         let mut taken = BTreeSet::new();
-        for (id, number) in wishes(config) {
+        for (id, number) in requested_numbers(config) {
             taken.insert(number.get());
-            sockets
+            context
                 .segment
                 .reserve(number, &id)
                 .map_err(|source| VirtioError::Bus { id, source })?;
@@ -152,35 +152,35 @@ impl VirtioDevices {
             let console =
                 Console::new(ConsoleConfig { id: id.clone(), endpoint: Arc::clone(endpoint) });
             devices.console = Some(console.resizer());
-            devices.plug(sockets, &id, Box::new(console), config.console.pci_device_id)?;
+            devices.plug(context, &id, Box::new(console), config.console.pci_device_id)?;
         }
         for disk in config.disks.iter().flatten() {
-            devices.plug_disk(disk, disks::make(disk, kept)?, sockets, width)?;
+            devices.plug_disk(disk, disks::make(disk, images)?, context, width)?;
         }
         for net in config.net.iter().flatten() {
-            devices.plug_net(net, nets::make(net)?, sockets)?;
+            devices.plug_net(net, nets::make(net)?, context)?;
         }
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
-        devices.plug(sockets, &id, Box::new(rng), config.rng.pci_device_id)?;
+        devices.plug(context, &id, Box::new(rng), config.rng.pci_device_id)?;
         // Before the balloon, here and when they come back: how large it may be follows from them.
-        for Wired { id, device, handle } in mems::make(&config.memory, sockets.ram)? {
+        for Wired { id, device, handle } in mems::make(&config.memory, context.ram)? {
             devices.mems.push((id.clone(), handle));
             // From the end, and so the same elsewhere whatever has come and gone before it.
             let free = |number: &u8| taken.insert(*number);
             let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
-            devices.plug(sockets, &id, Box::new(device), number)?;
+            devices.plug(context, &id, Box::new(device), number)?;
         }
         if let Some(balloon) = &config.balloon {
             let id = balloon.id.clone().unwrap_or_default();
-            let device = balloons::make(balloon, sockets.ram, devices.coming_bytes())?;
+            let device = balloons::make(balloon, context.ram, devices.coming_bytes())?;
             for (_, mem) in &devices.mems {
                 let handle = device.handle();
                 mem.on_growth(Arc::new(move || handle.memory_has_grown()));
             }
             devices.balloon = Some(device.handle());
             devices.counters.push((id.clone(), device.counters()));
-            devices.plug(sockets, &id, Box::new(device), balloon.pci_device_id)?;
+            devices.plug(context, &id, Box::new(device), balloon.pci_device_id)?;
         }
         Ok(devices)
     }
@@ -189,13 +189,13 @@ impl VirtioDevices {
         &mut self,
         disk: &DiskConfig,
         (block, lock): (Block, DiskLock),
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
         width: Width,
     ) -> Result<Bdf, VirtioError> {
         let id = disk.id.clone().unwrap_or_default();
         let counters = block.counters();
         let full_disk = block.full_disk();
-        let bdf = self.plug_with(sockets, &id, Box::new(block), disk.pci_device_id, width)?;
+        let bdf = self.plug_with(context, &id, Box::new(block), disk.pci_device_id, width)?;
         self.locks.push((id.clone(), lock));
         if let Some(full_disk) = full_disk {
             if let Some(sink) = self.sink.clone() {
@@ -212,10 +212,10 @@ impl VirtioDevices {
         &mut self,
         net: &NetConfig,
         (device, handle): (Net, NetHandle),
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
     ) -> Result<Bdf, VirtioError> {
         let id = net.id.clone().unwrap_or_default();
-        let bdf = self.plug(sockets, &id, Box::new(device), net.pci_device_id)?;
+        let bdf = self.plug(context, &id, Box::new(device), net.pci_device_id)?;
         self.counters.push((id.clone(), handle.counters()));
         self.nets.push((id, handle));
         Ok(bdf)
@@ -223,42 +223,42 @@ impl VirtioDevices {
 
     fn plug(
         &mut self,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
         id: &str,
         device: Box<dyn VirtioDevice>,
-        wish: Option<u8>,
+        requested: Option<u8>,
     ) -> Result<Bdf, VirtioError> {
-        self.plug_with(sockets, id, device, wish, Width::Wide)
+        self.plug_with(context, id, device, requested, Width::Wide)
     }
 
     fn plug_with(
         &mut self,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
         id: &str,
         device: Box<dyn VirtioDevice>,
-        wish: Option<u8>,
+        requested: Option<u8>,
         width: Width,
     ) -> Result<Bdf, VirtioError> {
-        let number = wish.map(|number| device_number(id, number)).transpose()?;
-        let events: Arc<dyn IoEvents> = Arc::new(sockets.vm.clone());
+        let number = requested.map(|number| device_number(id, number)).transpose()?;
+        let events: Arc<dyn IoEvents> = Arc::new(context.vm.clone());
         let function = VirtioPciDevice::new(
             id.to_owned(),
             device,
             width.of_bar(),
-            sockets.ram.guest_memory(),
-            sockets.vm,
+            context.ram.guest_memory(),
+            context.vm,
             events,
         )
         .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
         let function = Arc::new(function);
         let bus = |source| VirtioError::Bus { id: id.to_owned(), source };
         let bdf = if width == Width::NarrowLater {
-            let number = sockets.segment.expect(number, id).map_err(bus)?;
-            self.later.push((number, Arc::clone(&function)));
-            Bdf::on_root_bus(sockets.segment.segment(), number)
+            let number = context.segment.expect(number, id).map_err(bus)?;
+            self.unplaced.push((number, Arc::clone(&function)));
+            Bdf::on_root_bus(context.segment.segment(), number)
         } else {
             let as_pci: Arc<dyn PciDevice> = function.clone();
-            sockets.segment.add_device(&as_pci, number).map_err(bus)?
+            context.segment.add_device(&as_pci, number).map_err(bus)?
         };
         self.functions.push((bdf, function));
         Ok(bdf)
@@ -271,20 +271,20 @@ impl VirtioDevices {
     /// # Errors
     /// Naming the device.
     pub fn place_later(&mut self, segment: &PciSegment) -> Result<(), VirtioError> {
-        // One that fails, and those behind it, are left to `forsake`.
-        while let Some((number, function)) = self.later.first() {
+        // One that fails, and those behind it, are left to `release_numbers`.
+        while let Some((number, function)) = self.unplaced.first() {
             let as_pci: Arc<dyn PciDevice> = function.clone();
             segment
                 .deliver(&as_pci, *number)
                 .map_err(|source| VirtioError::Bus { id: as_pci.id().to_owned(), source })?;
-            self.later.remove(0);
+            self.unplaced.remove(0);
         }
         Ok(())
     }
 
     /// Lets those vCPUs go on that wait for a device that will not be placed.
-    pub fn forsake(&self, segment: &PciSegment) {
-        self.later.iter().for_each(|(number, _)| segment.release(*number));
+    pub fn release_numbers(&self, segment: &PciSegment) {
+        self.unplaced.iter().for_each(|(number, _)| segment.release(*number));
     }
 
     /// Takes the device at `bdf` off the bus and apart, writes its image back, and gives its lock or
@@ -306,7 +306,7 @@ impl VirtioDevices {
         self.counters.retain(|(other, _)| *other != id);
         self.full_disks.retain(|(other, _)| *other != id);
         if let Some((id, lock)) = lock.map(|at| self.locks.remove(at)) {
-            exclusive::give_back(&id, &lock);
+            exclusive::write_back_and_unlock(&id, &lock);
         }
         if let Some((_, net)) = net.map(|at| self.nets.remove(at)) {
             net.detach();
@@ -346,10 +346,10 @@ impl VirtioDevices {
         &mut self,
         disk: &DiskConfig,
         made: (Block, DiskLock),
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
         is_paused: bool,
     ) -> Result<Bdf, VirtioError> {
-        let bdf = self.plug_disk(disk, made, sockets, Width::Wide)?;
+        let bdf = self.plug_disk(disk, made, context, Width::Wide)?;
         self.hold_still(is_paused);
         Ok(bdf)
     }
@@ -362,10 +362,10 @@ impl VirtioDevices {
         &mut self,
         net: &NetConfig,
         made: (Net, NetHandle),
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
         is_paused: bool,
     ) -> Result<Bdf, VirtioError> {
-        let bdf = self.plug_net(net, made, sockets)?;
+        let bdf = self.plug_net(net, made, context)?;
         self.hold_still(is_paused);
         Ok(bdf)
     }
@@ -388,9 +388,9 @@ impl VirtioDevices {
     }
 
     /// The devices by which memory comes and goes.
-    pub fn borrowers(&self) -> Borrowers {
+    pub fn discarding_devices(&self) -> DiscardingDevices {
         let mems = self.mems.iter().map(|(_, device)| device.clone()).collect();
-        Borrowers { balloon: self.balloon.clone(), mems }
+        DiscardingDevices { balloon: self.balloon.clone(), mems }
     }
 
     /// Memory that the guest is to get by them and has not.
@@ -446,7 +446,7 @@ fn device_number(id: &str, number: u8) -> Result<DeviceNumber, VirtioError> {
 }
 
 /// Devices that ask for a number, so that no other gets it first.
-fn wishes(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
+fn requested_numbers(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
     let disks = config.disks.iter().flatten().map(|disk| (&disk.id, disk.pci_device_id));
     let nets = config.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
     let devices = config.devices.iter().flatten().map(|device| (&device.id, device.pci_device_id));
@@ -460,8 +460,8 @@ fn wishes(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
         .chain(devices)
         .chain(others)
         .chain(balloon)
-        .filter_map(|(id, wish)| {
-            let number = DeviceNumber::new(wish?).ok()?;
+        .filter_map(|(id, requested)| {
+            let number = DeviceNumber::new(requested?).ok()?;
             Some((id.clone().unwrap_or_default(), number))
         })
         .collect()

@@ -203,7 +203,7 @@ impl WriteBack {
 }
 
 /// Tells of a failure that no request can be answered with.
-pub fn complain(error: &WriteBackError) {
+pub fn report_write_back_failure(error: &WriteBackError) {
     let reason = error_text::chain(error);
     log::error!("{reason}");
     events::emit("vm", "disk-write-back-failed", &[("id", error.id()), ("error", &reason)]);

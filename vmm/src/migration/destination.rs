@@ -3,7 +3,7 @@
 //! A machine that arrives.
 //!
 //! Owns the machine from the configuration that the source sent to the moment it runs. The
-//! configuration and the state come from a peer: both are checked as if a stranger had sent them.
+//! configuration and the state come from a peer: both are checked as data of an unrelated peer would be.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
 use super::grants;
 use super::memory::MigratingRam;
-use super::resident::{self, Weakness};
+use super::resident::{self, KvmLimits};
 use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 
@@ -76,7 +76,7 @@ pub struct ArrivingMachine {
     /// Until somebody asks.
     faults: Option<FaultPlan>,
     /// vCPUs are refused missing pages, and KVM's own accesses fail there.
-    weakness: Option<Weakness>,
+    kvm_limits: Option<KvmLimits>,
     doubts: Doubts,
 }
 
@@ -143,7 +143,7 @@ impl MappedMachine for MappedArrival {
         machine.check_exclusive()?;
         // Once more when the state is here; then there is next to nothing left of it.
         machine.drop_disk_caches()?;
-        Ok(ArrivingMachine { machine, memory, faults: Some(faults), weakness: None, doubts })
+        Ok(ArrivingMachine { machine, memory, faults: Some(faults), kvm_limits: None, doubts })
     }
 }
 
@@ -157,7 +157,7 @@ impl DestinationVm for ArrivingMachine {
         }
         let Some(plan) = self.faults.take() else { return Ok(None) };
         let Some(faulting) = plan.set_up(&self.machine, &self.memory)? else { return Ok(None) };
-        self.weakness = faulting.weakness;
+        self.kvm_limits = faulting.kvm_limits;
         Ok(Some(faulting.source))
     }
 
@@ -167,10 +167,10 @@ impl DestinationVm for ArrivingMachine {
         // the guest back; and so does one whose storage does not answer, before the source's time is over.
         self.machine.drop_disk_caches_within(DROP_CACHES_TIME_MAX)?;
         let mut state = MachineState::from_json(state_json)?;
-        if let Some(weakness) = self.weakness {
-            resident::bring_in(self.memory.ram(), &state.vcpus, weakness)?;
-            if weakness.async_page_faults {
-                self.machine.hold_back(resident::hold_back(&mut state.vcpus));
+        if let Some(kvm_limits) = self.kvm_limits {
+            resident::bring_in(self.memory.ram(), &state.vcpus, kvm_limits)?;
+            if kvm_limits.async_page_faults {
+                self.machine.hold_msrs(resident::hold_msrs(&mut state.vcpus));
             }
         }
         Ok(self.machine.restore(state, ClockPolicy::CatchUp)?)
@@ -181,11 +181,11 @@ impl DestinationVm for ArrivingMachine {
     }
 
     fn run(self, resume: bool) -> Result<Machine, (Self, VmError)> {
-        let Self { mut machine, memory, faults, weakness, doubts } = self;
+        let Self { mut machine, memory, faults, kvm_limits, doubts } = self;
         let running = if resume { machine.resume() } else { machine.take_exclusive() };
         match running {
             Ok(()) => Ok(machine),
-            Err(error) => Err((Self { machine, memory, faults, weakness, doubts }, error.into())),
+            Err(error) => Err((Self { machine, memory, faults, kvm_limits, doubts }, error.into())),
         }
     }
 }

@@ -28,7 +28,7 @@ const SHORT: Duration = Duration::from_millis(20);
 const SETTLE_PASSES_MAX: u32 = 8;
 
 /// How often it is looked whether the migration is cancelled.
-const CANCEL_LOOK: Duration = Duration::from_millis(50);
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
 struct State {
@@ -116,7 +116,7 @@ impl DiskWriter {
         state.wanted = state.wanted.max(target);
         self.shared.changed.notify_all();
         while state.done < target && state.failure.is_none() && !is_cancelled() {
-            let waited = self.shared.changed.wait_timeout(state, CANCEL_LOOK);
+            let waited = self.shared.changed.wait_timeout(state, CANCEL_POLL_INTERVAL);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         if let Some(failure) = state.failure.take() {

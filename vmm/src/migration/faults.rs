@@ -24,7 +24,7 @@ use vm_migration::uffd::{OwnFaults, Refused, UffdError};
 
 use super::fault_choice::{Choice, Circumstances, Obstacle, choose, may_nest};
 use super::memory::MigratingRam;
-use super::resident::Weakness;
+use super::resident::KvmLimits;
 use crate::config::{FaultSourceChoice, MigrationMode};
 use crate::machine::{Host, Machine, MissingPages};
 
@@ -68,7 +68,7 @@ pub enum FaultSetupError {
     Uffd(#[from] UffdError),
     /// KVM's bitmaps.
     #[error("pages cannot be marked as missing for KVM")]
-    Marks(#[from] MemslotError),
+    SetBitmap(#[from] MemslotError),
     /// Memory for them.
     #[error("there is no memory for the marks of missing pages")]
     Bitmap(#[source] io::Error),
@@ -82,7 +82,7 @@ pub enum FaultPlan {
     /// They wait, as everybody does.
     Wait,
     /// They are refused; with a tracer where KVM does not say what.
-    Refuse(Option<FaultTracer>, Weakness),
+    Refuse(Option<FaultTracer>, KvmLimits),
     /// KVM looks at a bitmap.
     Mark,
     /// What is best, as soon as memory and guest are known.
@@ -93,7 +93,7 @@ pub enum FaultPlan {
 pub struct Undecided {
     /// What memory and guest may still change.
     known: Circumstances,
-    weakness: Weakness,
+    kvm_limits: KvmLimits,
 }
 
 impl FaultPlan {
@@ -110,7 +110,7 @@ impl FaultPlan {
         let patched = capabilities.userfault;
         let has_bitmap = patched.is_some_and(|support| support.slot_flag.is_some());
         let says_where = patched.is_some_and(|support| support.refused_faults);
-        let weakness = Weakness {
+        let kvm_limits = KvmLimits {
             shadow_paging: capabilities.uses_shadow_paging(),
             async_page_faults: !says_where,
         };
@@ -121,18 +121,18 @@ impl FaultPlan {
             FaultSourceChoice::Sigbus => {
                 let tracer =
                     if says_where { None } else { Some(FaultTracer::start(capabilities)?) };
-                Self::Refuse(tracer, weakness)
+                Self::Refuse(tracer, kvm_limits)
             }
             FaultSourceChoice::Auto => {
                 let known = Circumstances {
                     has_bitmap,
-                    shadow_paging: weakness.shadow_paging,
+                    shadow_paging: kvm_limits.shadow_paging,
                     says_where,
                     shared_memory: true,
                     expects_postcopy: mode != MigrationMode::Precopy,
                     may_nest: false,
                 };
-                Self::Auto(Undecided { known, weakness })
+                Self::Auto(Undecided { known, kvm_limits })
             }
         })
     }
@@ -165,25 +165,26 @@ impl FaultPlan {
         machine: &Machine,
         memory: &Arc<MigratingRam>,
     ) -> Result<Option<OwnFaulting>, FaultSetupError> {
-        let seats = machine.vcpu_numbers();
+        let vcpu_numbers = machine.vcpu_numbers();
         let ram = Arc::clone(memory.ram());
-        let (tracer, faults, weakness) = match self {
+        let (tracer, faults, kvm_limits) = match self {
             // What is not decided by now is not going to be.
             Self::Wait | Self::Auto(_) => return Ok(None),
-            Self::Refuse(tracer, weakness) => {
+            Self::Refuse(tracer, kvm_limits) => {
                 let tracer: Tracer = Arc::new(RwLock::new(tracer));
-                let tracing = Box::new(Tracing(Arc::clone(&tracer)));
-                let faults = OwnFaults::refusing(Arc::clone(memory), READERS, seats, tracing)?;
-                (tracer, faults, Some(weakness))
+                let tracing = Box::new(FaultTracing(Arc::clone(&tracer)));
+                let faults =
+                    OwnFaults::refusing(Arc::clone(memory), READERS, vcpu_numbers, tracing)?;
+                (tracer, faults, Some(kvm_limits))
             }
             Self::Mark => {
-                let marks = Box::new(Marks::set(machine.vm(), &ram)?);
-                let faults = OwnFaults::marked(Arc::clone(memory), READERS, seats, marks)?;
+                let bitmaps = Box::new(UserfaultBitmaps::set(machine.vm(), &ram)?);
+                let faults = OwnFaults::marked(Arc::clone(memory), READERS, vcpu_numbers, bitmaps)?;
                 (Tracer::default(), faults, None)
             }
         };
         let faults = Arc::new(faults);
-        let repeats = (0..seats).map(|_| Repeats::default()).collect();
+        let repeats = (0..vcpu_numbers).map(|_| RepeatedFaults::default()).collect();
         let when_here = if machine.vm().capabilities().pre_fault_memory {
             FaultAction::Map
         } else {
@@ -193,18 +194,18 @@ impl FaultPlan {
         let start = Instant::now();
         let pages = VcpuFaults { faults, tracer, repeats, start, ram, when_here };
         machine.bring_pages_by(Arc::new(pages));
-        Ok(Some(OwnFaulting { source, weakness }))
+        Ok(Some(OwnFaulting { source, kvm_limits }))
     }
 }
 
 impl Undecided {
     fn decide(self, ram: &GuestRam, shown: &[CpuidEntry]) -> FaultPlan {
-        let Self { known, weakness } = self;
+        let Self { known, kvm_limits } = self;
         let shared = ram.regions().iter().all(|region| region.kind() == ZoneKind::Shared);
         let known = Circumstances { shared_memory: shared, may_nest: may_nest(shown), ..known };
         match choose(known) {
             Choice::Exit => FaultPlan::Mark,
-            Choice::Sigbus => FaultPlan::Refuse(None, weakness),
+            Choice::Sigbus => FaultPlan::Refuse(None, kvm_limits),
             Choice::Uffd(obstacle) => {
                 explain(obstacle);
                 FaultPlan::Wait
@@ -229,13 +230,13 @@ pub struct OwnFaulting {
     /// For the migration.
     pub source: Arc<dyn FaultSource>,
     /// What KVM cannot reach: `None` where its own accesses wait.
-    pub weakness: Option<Weakness>,
+    pub kvm_limits: Option<KvmLimits>,
 }
 
 /// Tracing goes on for as long as anybody may be refused.
-struct Tracing(Tracer);
+struct FaultTracing(Tracer);
 
-impl VcpuBarrier for Tracing {
+impl VcpuBarrier for FaultTracing {
     fn let_through(&self, _run: PageRun) {}
 
     fn open(&self) {}
@@ -247,12 +248,12 @@ impl VcpuBarrier for Tracing {
 }
 
 /// KVM's bitmaps, one for each region; the slot has the region's number.
-struct Marks {
+struct UserfaultBitmaps {
     vm: Vm,
     bitmaps: Vec<Arc<UserfaultBitmap>>,
 }
 
-impl Marks {
+impl UserfaultBitmaps {
     /// Marks every page.
     fn set(vm: &Vm, ram: &GuestRam) -> Result<Self, FaultSetupError> {
         let mut bitmaps = Vec::new();
@@ -272,7 +273,7 @@ fn open_all(bitmaps: &[Arc<UserfaultBitmap>]) {
     }
 }
 
-impl VcpuBarrier for Marks {
+impl VcpuBarrier for UserfaultBitmaps {
     fn let_through(&self, run: PageRun) {
         if let Some(bitmap) = self.bitmaps.get(run.region) {
             bitmap.clear_range(run.first, run.count);
@@ -291,14 +292,14 @@ impl VcpuBarrier for Marks {
 
 /// Where a vCPU was refused last without postcopy's doing, and since when. Written by its own thread.
 #[derive(Default)]
-struct Repeats {
+struct RepeatedFaults {
     page: AtomicU64,
     /// When that began, and when it was last, in microseconds.
     since_us: AtomicU64,
     last_us: AtomicU64,
 }
 
-impl Repeats {
+impl RepeatedFaults {
     /// Notes a refusal at a time; false when it has gone on for too long.
     fn note(&self, page: u64, now: Duration) -> bool {
         let now_us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
@@ -316,7 +317,7 @@ impl Repeats {
 struct VcpuFaults {
     faults: Arc<OwnFaults<MigratingRam>>,
     tracer: Tracer,
-    repeats: Vec<Repeats>,
+    repeats: Vec<RepeatedFaults>,
     /// What the times in `repeats` count from.
     start: Instant,
     ram: Arc<GuestRam>,
@@ -349,10 +350,10 @@ impl MissingPages for VcpuFaults {
     }
 
     fn bring(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
-        let seat = vcpu as usize;
+        let vcpu_index = vcpu as usize;
         // Without an address it may be a refusal of the past, or not one of memory at all.
         let Some(gpa) = access.gpa else { return self.not_by_us(vcpu, access) };
-        match self.faults.refused(seat, gpa) {
+        match self.faults.refused(vcpu_index, gpa) {
             Ok(Refused::TryAgain) => self.when_here,
             Ok(Refused::NotByUs) => self.not_by_us(vcpu, access),
             Ok(Refused::NotRam) => FaultAction::Stop,
@@ -382,7 +383,7 @@ mod tests {
 
     #[test]
     fn only_refusals_of_one_page_without_a_pause_add_up() {
-        let repeats = Repeats::default();
+        let repeats = RepeatedFaults::default();
         let ms = Duration::from_millis;
         let refused = |from: u64, until: u64, page| {
             (from..until).step_by(500).all(|at| repeats.note(page, ms(at)))

@@ -37,7 +37,7 @@ const TABLES_MAX: usize = 1 << 18;
 
 /// What KVM cannot do for a vCPU that is refused pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Weakness {
+pub struct KvmLimits {
     /// It reads the guest's page tables itself.
     pub shadow_paging: bool,
     /// It makes asynchronous page faults of refused ones, and waits for ever.
@@ -71,29 +71,29 @@ pub enum NotRefusable {
 pub fn bring_in(
     ram: &GuestRam,
     vcpus: &[VcpuState],
-    weakness: Weakness,
+    kvm_limits: KvmLimits,
 ) -> Result<(), NotRefusable> {
     let handle = ram.guest_memory();
     let memory = handle.memory();
     for (index, vcpu) in vcpus.iter().enumerate() {
-        check(index, &vcpu.sregs, weakness)?;
+        check(index, &vcpu.sregs, kvm_limits)?;
         let cr3 = vcpu.sregs.cr3 & ENTRY_ADDRESS;
         for page in vcpu.pages_used_by_kvm().into_iter().chain([cr3]) {
             // Addresses that are not RAM are the guest's mistake, which KVM knows how to take.
             let _ = memory.read_obj::<u8>(GuestAddress(page));
         }
-        if weakness.shadow_paging && vcpu.sregs.cr0 & CR0_PG != 0 {
+        if kvm_limits.shadow_paging && vcpu.sregs.cr0 & CR0_PG != 0 {
             tables(index, &vcpu.sregs, &memory)?;
         }
     }
     Ok(())
 }
 
-fn check(index: usize, sregs: &kvm_sregs, weakness: Weakness) -> Result<(), NotRefusable> {
+fn check(index: usize, sregs: &kvm_sregs, kvm_limits: KvmLimits) -> Result<(), NotRefusable> {
     if sregs.cr4 & CR4_VMXE != 0 || sregs.efer & EFER_SVME != 0 {
         return Err(NotRefusable::Nested(index));
     }
-    if weakness.shadow_paging && sregs.idt.base != 0 && sregs.idt.limit >= IDT_LIMIT_MIN {
+    if kvm_limits.shadow_paging && sregs.idt.base != 0 && sregs.idt.limit >= IDT_LIMIT_MIN {
         return Err(NotRefusable::ShadowPaging(index));
     }
     Ok(())
@@ -103,7 +103,7 @@ fn check(index: usize, sregs: &kvm_sregs, weakness: Weakness) -> Result<(), NotR
 /// all memory is here, by the vCPU's place in the list.
 ///
 /// A KVM that may make them keeps refused faults for itself, and a vCPU would never return.
-pub fn hold_back(vcpus: &mut [VcpuState]) -> Vec<(usize, MsrValue)> {
+pub fn hold_msrs(vcpus: &mut [VcpuState]) -> Vec<(usize, MsrValue)> {
     let mut held = Vec::new();
     for (index, vcpu) in vcpus.iter_mut().enumerate() {
         held.extend(switch_off(&mut vcpu.msrs).map(|msr| (index, msr)));

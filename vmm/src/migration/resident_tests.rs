@@ -10,7 +10,7 @@ use memory::{Backing, RamConfig, RamLayout, ZoneSpec};
 use super::*;
 
 const MIB: u64 = 1 << 20;
-const STRONG: Weakness = Weakness { shadow_paging: false, async_page_faults: false };
+const STRONG: KvmLimits = KvmLimits { shadow_paging: false, async_page_faults: false };
 
 fn ram() -> GuestRam {
     let zone = ZoneSpec { backing: Backing::Memfd, ..ZoneSpec::new("t", 8 * MIB) };
@@ -78,7 +78,7 @@ fn guests_that_this_kvm_would_fail_are_named() {
         ..long_mode(0x1000)
     };
     check(0, &system, STRONG).unwrap();
-    let shadow = Weakness { shadow_paging: true, ..STRONG };
+    let shadow = KvmLimits { shadow_paging: true, ..STRONG };
     assert_eq!(check(2, &system, shadow), Err(NotRefusable::ShadowPaging(2)));
     check(2, &long_mode(0x1000), shadow).unwrap();
     for nested in [

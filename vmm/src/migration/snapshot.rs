@@ -4,7 +4,7 @@
 //!
 //! Owns the order in which a machine is restored: what can fail cheaply first, locks and taps
 //! before memory is read, memory before state (setting state reads memory). Configuration and state
-//! come from files of a user and are checked as if a stranger had sent them.
+//! come from files of a user and are trusted no more than those of an unrelated peer.
 
 use std::io;
 use std::path::Path;
@@ -32,7 +32,7 @@ use crate::machine::{
 };
 
 /// How often a snapshot that waits for disks or storage looks whether it is cancelled.
-const CANCEL_LOOK: Duration = Duration::from_millis(50);
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How long the storage of a cancelled snapshot has to finish its writes. Longer than a healthy one takes
 /// for those in flight, a block of memory a thread.
@@ -166,7 +166,7 @@ fn write(
         .map_err(TakeCause::Thread)?;
     let mut cancelled_at = None;
     loop {
-        match has_ended.recv_timeout(CANCEL_LOOK) {
+        match has_ended.recv_timeout(CANCEL_POLL_INTERVAL) {
             Ok(result) => return Ok(result?),
             Err(RecvTimeoutError::Disconnected) => return Err(SnapshotError::Panicked.into()),
             Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => {
@@ -184,7 +184,7 @@ fn write(
 fn write_back(machine: &Machine, cancel: &Cancel) -> Result<(), TakeCause> {
     let disks = machine.write_back();
     while !cancel.is_cancelled() {
-        match disks.wait_within(CANCEL_LOOK) {
+        match disks.wait_within(CANCEL_POLL_INTERVAL) {
             Err(WriteBackError::Slow { .. }) => {}
             other => return Ok(other?),
         }
@@ -210,7 +210,7 @@ pub fn restore(
 
 fn restore_from(
     directory: &Path,
-    wishes: &RestoreConfig,
+    request: &RestoreConfig,
     host: &Host,
     sink: EventSink,
     cancel: &Cancel,
@@ -220,24 +220,24 @@ fn restore_from(
         serde_json::from_slice(snapshot.config_json()).map_err(RestoreCause::ConfigJson)?;
     let mut config = config;
     // Under the names that the devices had, so before any is changed.
-    wishes.arriving_fds().place(&mut config)?;
-    updates::change_config(&mut config, wishes)?;
+    request.arriving_fds().place(&mut config)?;
+    updates::change_config(&mut config, request)?;
     let mut config = config.complete_begun()?;
     let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
-    if has_devices && wishes.memory_restore_mode == MemoryRestoreMode::OnDemand {
+    if has_devices && request.memory_restore_mode == MemoryRestoreMode::OnDemand {
         return Err(DmaToMissingPages.into());
     }
     // Before anything is made: a state that nobody can read needs no machine.
     let mut state =
         MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
-    updates::change_state(&mut state, wishes)?;
+    updates::change_state(&mut state, request)?;
     let first = state.vcpus.first().map(|vcpu| features::describing(&vcpu.msrs));
     host.check_shown(&config, &state.shown, &first.unwrap_or_default())
         .map_err(RestoreCause::State)?;
     let consoles = Consoles::open(&mut config)?;
     let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing)
         .map_err(RestoreCause::Make)?;
-    if wishes.prefault {
+    if request.prefault {
         // All of it is to be there at the end, so it is better to know at the begin that it cannot be.
         memory::check_available(ram.regions()).map_err(PrefaultError::from)?;
     }
@@ -246,7 +246,7 @@ fn restore_from(
         Machine::arriving(config, consoles, host, sink, ram).map_err(RestoreCause::Make)?;
     let mut restored = Restored { machine: Box::new(machine), filling: None };
     restored.machine.take_exclusive().map_err(RestoreCause::Make)?;
-    match wishes.memory_restore_mode {
+    match request.memory_restore_mode {
         MemoryRestoreMode::Copy => {
             let report = copy_in(&snapshot, &*memory, default_threads(), cancel)?;
             log::info!(
@@ -254,14 +254,14 @@ fn restore_from(
                 report.data_bytes >> 20,
                 report.took.as_millis()
             );
-            prefault(&restored.machine, wishes, cancel)?;
+            prefault(&restored.machine, request, cancel)?;
         }
         MemoryRestoreMode::OnDemand => {
             let stop = Cancel::new().map_err(SnapshotError::Resource)?;
             restored.filling = Some(Filling::start(snapshot, &memory, stop)?);
         }
     }
-    let clock = match wishes.clock {
+    let clock = match request.clock {
         GuestClock::CatchUp => ClockPolicy::CatchUp,
         GuestClock::Continue => ClockPolicy::Continue,
     };
@@ -282,10 +282,10 @@ fn restore_from(
 /// Naming the zone and the limit.
 pub fn prefault(
     machine: &Machine,
-    wishes: &RestoreConfig,
+    request: &RestoreConfig,
     cancel: &Cancel,
 ) -> Result<(), PrefaultError> {
-    prefault_ram(machine.ram(), wishes.prefault, cancel)
+    prefault_ram(machine.ram(), request.prefault, cancel)
 }
 
 /// The same for memory alone. A cancel ends it early.

@@ -53,7 +53,7 @@ const DEVICES_TIME_MIN: Duration = Duration::from_millis(50);
 const DEVICES_PACE: u32 = 4;
 
 /// How often it is looked whether the migration is cancelled.
-const CANCEL_LOOK: Duration = Duration::from_millis(20);
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What stopping the guest may cost.
 pub struct StopLimits {
@@ -151,7 +151,7 @@ impl LeavingMachine {
                 if is_cancelled() {
                     return Ok(());
                 }
-                std::thread::sleep(CANCEL_LOOK);
+                std::thread::sleep(CANCEL_POLL_INTERVAL);
             }
         }
     }
@@ -175,9 +175,9 @@ impl PausedMachine {
 }
 
 /// Slows the vCPUs down until it is dropped.
-struct Slowing(VcpuThrottle);
+struct VcpuThrottling(VcpuThrottle);
 
-impl Throttle for Slowing {
+impl Throttle for VcpuThrottling {
     fn set(&mut self, percent: u8) {
         self.0.set(percent);
     }
@@ -227,7 +227,7 @@ impl SourceVm for LeavingMachine {
 
     fn throttle(&self) -> Option<Box<dyn Throttle>> {
         let throttle = self.machine.throttle()?;
-        Some(Box::new(Slowing(throttle)))
+        Some(Box::new(VcpuThrottling(throttle)))
     }
 
     fn may_give_hints(&self) -> bool {

@@ -44,9 +44,9 @@ pub enum UpdateError {
 ///
 /// # Errors
 /// Naming what is not there.
-pub fn change_config(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<(), UpdateError> {
+pub fn change_config(config: &mut VmConfig, request: &RestoreConfig) -> Result<(), UpdateError> {
     let unknown = |list, id: &String| UpdateError::Unknown { list, id: id.clone() };
-    for update in wishes.zone_updates.iter().flatten() {
+    for update in request.zone_updates.iter().flatten() {
         let zones = config.memory.zones.iter_mut().flatten();
         let zone = zones.into_iter().find(|zone| zone.id == update.id);
         let zone = zone.ok_or_else(|| unknown("zone_updates", &update.id))?;
@@ -60,7 +60,7 @@ pub fn change_config(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<()
             Err(UpdateError::Twice { list, id: id.clone() })
         }
     };
-    for update in wishes.net_updates.iter().flatten() {
+    for update in request.net_updates.iter().flatten() {
         once("net_updates", &update.id)?;
         let id = Some(&update.id);
         let net = config.net.iter_mut().flatten().find(|net| net.id.as_ref() == id);
@@ -71,7 +71,7 @@ pub fn change_config(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<()
         net.mac = update.mac.or(net.mac);
         net.tap = update.tap.clone().or_else(|| net.tap.take());
     }
-    for update in wishes.disk_updates.iter().flatten() {
+    for update in request.disk_updates.iter().flatten() {
         once("disk_updates", &update.id)?;
         let id = Some(&update.id);
         let disk = config.disks.iter_mut().flatten().find(|disk| disk.id.as_ref() == id);
@@ -79,7 +79,7 @@ pub fn change_config(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<()
         disk.path = update.path.clone().or_else(|| disk.path.take());
     }
     // Names last and all at once, so that two devices can change theirs for each other's.
-    let renamed = renamed(wishes);
+    let renamed = renamed(request);
     let nets = config.net.iter_mut().flatten().map(|net| &mut net.id);
     let disks = config.disks.iter_mut().flatten().map(|disk| &mut disk.id);
     for id in nets.chain(disks).flatten() {
@@ -91,9 +91,9 @@ pub fn change_config(config: &mut VmConfig, wishes: &RestoreConfig) -> Result<()
 }
 
 /// Old and new names.
-fn renamed(wishes: &RestoreConfig) -> Vec<(&str, &str)> {
-    let nets = wishes.net_updates.iter().flatten().map(|update| (&update.id, &update.new_id));
-    let disks = wishes.disk_updates.iter().flatten().map(|update| (&update.id, &update.new_id));
+fn renamed(request: &RestoreConfig) -> Vec<(&str, &str)> {
+    let nets = request.net_updates.iter().flatten().map(|update| (&update.id, &update.new_id));
+    let disks = request.disk_updates.iter().flatten().map(|update| (&update.id, &update.new_id));
     nets.chain(disks).filter_map(|(id, new)| Some((id.as_str(), new.as_deref()?))).collect()
 }
 
@@ -101,8 +101,8 @@ fn renamed(wishes: &RestoreConfig) -> Vec<(&str, &str)> {
 ///
 /// # Errors
 /// Naming the device whose state has no place for it.
-pub fn change_state(state: &mut MachineState, wishes: &RestoreConfig) -> Result<(), UpdateError> {
-    for update in wishes.net_updates.iter().flatten() {
+pub fn change_state(state: &mut MachineState, request: &RestoreConfig) -> Result<(), UpdateError> {
+    for update in request.net_updates.iter().flatten() {
         let Some(mac) = update.mac else { continue };
         // The transport's state has that of the device, which has what the guest reads.
         let function = state.pci.get_mut(&update.id);
@@ -112,7 +112,7 @@ pub fn change_state(state: &mut MachineState, wishes: &RestoreConfig) -> Result<
         *saved = mac.bytes().to_vec().into();
     }
     let mut moved = Vec::new();
-    for (old, new) in renamed(wishes) {
+    for (old, new) in renamed(request) {
         if let Some(function) = state.pci.remove(old) {
             moved.push((new.to_owned(), function));
         }

@@ -29,7 +29,7 @@ fn state() -> MachineState {
     MachineState::from_json(state.to_string().as_bytes()).unwrap()
 }
 
-fn wishes(json: serde_json::Value) -> RestoreConfig {
+fn request(json: serde_json::Value) -> RestoreConfig {
     let mut json = json;
     json["source_url"] = json!("file:///s");
     serde_json::from_value(json).unwrap()
@@ -37,13 +37,13 @@ fn wishes(json: serde_json::Value) -> RestoreConfig {
 
 #[test]
 fn a_copy_gets_what_it_may_not_share() {
-    let wishes = wishes(json!({
+    let request = request(json!({
         "net_updates": [{"id": "lan", "mac": "02:00:00:00:00:77", "tap": "tap1", "new_id": "_disk0"}],
         "disk_updates": [{"id": "_disk0", "path": "/b", "new_id": "lan"}]}));
     let (mut config, mut state) = (config(), state());
     let before = state.pci["_disk0"].bdf.clone();
-    change_config(&mut config, &wishes).unwrap();
-    change_state(&mut state, &wishes).unwrap();
+    change_config(&mut config, &request).unwrap();
+    change_state(&mut state, &request).unwrap();
     let config = config.complete().unwrap();
     let (net, disk) = (&config.net.as_ref().unwrap()[0], &config.disks.as_ref().unwrap()[0]);
     assert_eq!((net.id.as_deref(), net.tap.as_deref()), (Some("_disk0"), Some("tap1")));
@@ -61,7 +61,7 @@ fn a_copy_gets_what_it_may_not_share() {
 fn what_is_not_asked_for_stays() {
     let (mut changed, mut there) = (config(), state());
     let nothing =
-        wishes(json!({"net_updates": [{"id": "lan"}], "disk_updates": [{"id": "_disk0"}]}));
+        request(json!({"net_updates": [{"id": "lan"}], "disk_updates": [{"id": "_disk0"}]}));
     change_config(&mut changed, &nothing).unwrap();
     change_state(&mut there, &nothing).unwrap();
     assert_eq!(changed, config());
@@ -70,7 +70,7 @@ fn what_is_not_asked_for_stays() {
 
 #[test]
 fn what_is_not_there_or_named_twice_is_refused() {
-    let refused = |json| change_config(&mut config(), &wishes(json)).unwrap_err();
+    let refused = |json| change_config(&mut config(), &request(json)).unwrap_err();
     let unknown = |list, id: &str| UpdateError::Unknown { list, id: id.to_owned() };
     assert_eq!(
         refused(json!({"net_updates": [{"id": "_disk0"}]})),
@@ -83,14 +83,14 @@ fn what_is_not_there_or_named_twice_is_refused() {
     assert!(matches!(twice, UpdateError::Twice { .. }), "{twice}");
     // Two devices of one name are refused with all other rules.
     let mut config = config();
-    let same = wishes(json!({"net_updates": [{"id": "lan", "new_id": "_disk0"}]}));
+    let same = request(json!({"net_updates": [{"id": "lan", "new_id": "_disk0"}]}));
     change_config(&mut config, &same).unwrap();
     assert!(config.complete().is_err());
 }
 
 #[test]
 fn an_address_of_zeros_is_none() {
-    let wishes = wishes(json!({"net_updates": [{"id": "lan", "mac": "00:00:00:00:00:00"}]}));
-    let refused = change_config(&mut config(), &wishes);
+    let request = request(json!({"net_updates": [{"id": "lan", "mac": "00:00:00:00:00:00"}]}));
+    let refused = change_config(&mut config(), &request);
     assert_eq!(refused, Err(UpdateError::ZeroMac("lan".to_owned())));
 }

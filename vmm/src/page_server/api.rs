@@ -16,7 +16,7 @@ use crate::api::request::Responder;
 use crate::api::{
     ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmmPingResponse, VmmRequest,
 };
-use crate::control::{WATCHER_TIME, recover_wish};
+use crate::control::{WATCHER_TIME, recover_request};
 use crate::events;
 
 /// How long a client that follows a migration may take from the VMM to here: a few looks of ch-remote.
@@ -67,12 +67,11 @@ impl PageServerApi {
             VmmRequest::Ping => Ok(ApiReply::Ping(VmmPingResponse::default())),
             VmmRequest::MigrationProgress => self.show_progress(),
             VmmRequest::MigrationReport => document(self.progress.history()),
-            VmmRequest::MigrationRecover(data) => {
-                recover_wish(&data, self.progress.phase()).map(|(recover, connections_max)| {
+            VmmRequest::MigrationRecover(data) => recover_request(&data, self.progress.phase())
+                .map(|(recover, connections_max)| {
                     self.steering.recover_over(recover, connections_max);
                     ApiReply::Empty
-                })
-            }
+                }),
             VmmRequest::VmmShutdown { force: true } | VmmRequest::Delete { force: true } => {
                 return self.give_up(responder);
             }

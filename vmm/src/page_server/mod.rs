@@ -69,9 +69,9 @@ pub enum PageServerError {
 }
 
 /// Tells log and events how it goes.
-struct Crier;
+struct EventObserver;
 
-impl Observer for Crier {
+impl Observer for EventObserver {
     fn event(&self, side: Side, event: Event) {
         announce(side, event);
     }
@@ -110,7 +110,7 @@ pub fn run(options: PageServerOptions) -> Result<(), PageServerError> {
     let link = io::stdin().as_fd().try_clone_to_owned().map_err(PageServerError::SetUp)?;
     let mut page_server =
         PageServerEnd::new(UnixStream::from(link)).map_err(PageServerError::Memory)?;
-    let progress = Arc::new(Progress::observed(Side::Source, Box::new(Crier)));
+    let progress = Arc::new(Progress::observed(Side::Source, Box::new(EventObserver)));
     let socket = options.socket.display().to_string();
     progress.has_page_server(Identity { socket, pid: std::process::id() });
     let shared = Arc::new(Shared { progress, steering: Steering::new() });

@@ -19,7 +19,7 @@ use vm_migration::{Cause, Limits, VmError};
 
 use crate::events;
 use crate::migration::memory::MigratingRam;
-use crate::options::Lent;
+use crate::options::ChildLogging;
 
 /// This program, even if another one has its name by now.
 const THIS_PROGRAM: &str = "/proc/self/exe";
@@ -30,7 +30,7 @@ pub struct PageServerPlan {
     /// Where it takes requests.
     pub socket: PathBuf,
     /// What it gets of this process.
-    pub lent: Lent,
+    pub child_logging: ChildLogging,
 }
 
 /// Why there is no page server.
@@ -75,7 +75,7 @@ impl PageServerProcess {
         let socket = std::path::absolute(&plan.socket).map_err(ProcessError::Start)?;
         let failed = |source| ProcessError::Memory { socket: socket.clone(), source };
         let source_end = SourceEnd::new(ours, Limits::default()).map_err(failed)?;
-        let child = spawn(theirs, &socket, &plan.lent).map_err(ProcessError::Start)?;
+        let child = spawn(theirs, &socket, &plan.child_logging).map_err(ProcessError::Start)?;
         let pid = child.id();
         let (child, has_socket) = (Some(child), false);
         let mut process = Self { child, source_end, socket: socket.clone(), has_socket, pid };
@@ -86,15 +86,15 @@ impl PageServerProcess {
     }
 }
 
-fn spawn(link: UnixStream, socket: &Path, lent: &Lent) -> io::Result<Child> {
+fn spawn(link: UnixStream, socket: &Path, child_logging: &ChildLogging) -> io::Result<Child> {
     let mut command = Command::new(THIS_PROGRAM);
     let uptime_us = events::uptime().as_micros().to_string();
     command.arg0("cloud-hypervisor").args(["--page-server", &uptime_us]);
     command.arg("--api-socket").arg(socket);
-    for _ in 0..lent.verbosity {
+    for _ in 0..child_logging.verbosity {
         command.arg("-v");
     }
-    if let Some(format) = &lent.log_format {
+    if let Some(format) = &child_logging.log_format {
         command.arg("--log-format").arg(format);
     }
     match events::lend()? {
@@ -105,7 +105,7 @@ fn spawn(link: UnixStream, socket: &Path, lent: &Lent) -> io::Result<Child> {
             command.stdout(Stdio::null());
         }
     }
-    if let Some(log) = &lent.log {
+    if let Some(log) = &child_logging.log {
         command.stderr(log.try_clone()?);
     }
     // What ends a VMM in a terminal does not end its page server, and no directory is held.

@@ -347,7 +347,7 @@ fn a_client_that_has_said_all_still_waits_for_the_answer() {
     for _ in 0..20 {
         fixture.ping();
     }
-    assert!(!responder.is_given_up());
+    assert!(!responder.is_abandoned());
     responder.answer(Ok(ApiReply::Empty));
     let text = read_to_end(&mut stream);
     assert!(text.starts_with("HTTP/1.1 204"), "{text}");
@@ -368,7 +368,7 @@ fn what_a_client_that_has_left_wanted_is_given_up() {
         }
         drop(stream);
         let begun = Instant::now();
-        while !responder.is_given_up() {
+        while !responder.is_abandoned() {
             assert!(begun.elapsed() < Duration::from_secs(20), "the request still waits");
             std::thread::yield_now();
         }

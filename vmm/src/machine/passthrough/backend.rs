@@ -10,7 +10,7 @@ use std::sync::Arc;
 use pci::vfio::{DmaSpace, HostPlace, IommufdSpace, Type1Container, VfioError};
 
 use crate::config::{ConfigFd, DeviceConfig, VmConfig};
-use crate::machine::virtio::Sockets;
+use crate::machine::virtio::PciContext;
 
 /// A way into the IOMMU.
 pub enum Backend {
@@ -38,8 +38,8 @@ impl Backend {
     ///
     /// # Errors
     /// Saying what the host lacks.
-    pub fn new_space(&self, sockets: &Sockets<'_>) -> Result<Arc<dyn DmaSpace>, VfioError> {
-        let (vm, ram) = (sockets.vm, Arc::clone(sockets.ram));
+    pub fn new_space(&self, context: &PciContext<'_>) -> Result<Arc<dyn DmaSpace>, VfioError> {
+        let (vm, ram) = (context.vm, Arc::clone(context.ram));
         Ok(match self {
             Self::Type1 => Arc::new(Type1Container::new(vm, ram)?),
             Self::Iommufd { given } => {

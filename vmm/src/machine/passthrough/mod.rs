@@ -7,8 +7,8 @@
 //! guest if it failed.
 
 mod backend;
-mod moving;
-mod notices;
+mod device_events;
+mod migration;
 mod opening;
 mod prepinned;
 mod slots;
@@ -32,13 +32,13 @@ use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegm
 use thiserror::Error;
 
 use super::events::EventSink;
-use super::virtio::Sockets;
+use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use backend::{Backend, shown_place};
-pub use moving::check_config;
+pub use migration::check_config;
 pub use opening::Opening;
-use opening::{ComingDevice, Opened};
+use opening::{Opened, PendingDevice};
 use slots::KvmBarSlots;
 
 pub use prepinned::PrepinnedSlot;
@@ -98,7 +98,7 @@ pub enum PassthroughError {
     NotMovable(String),
     /// The VM is to end.
     #[error("the VM was to end before its passed-through devices were open")]
-    GivenUp,
+    Cancelled,
     /// A device does not stop.
     #[error("cannot stop passed-through device '{id}'")]
     Stop {
@@ -117,21 +117,21 @@ fn no_device(config: &DeviceConfig, id: &str, source: VfioError) -> PassthroughE
 /// The devices of a machine and the memory that is mapped for them, for the threads that hear of a failure.
 /// Devices come and go meanwhile.
 #[derive(Default)]
-struct Listed {
+struct DeviceList {
     devices: Vec<Weak<VfioPciDevice>>,
     /// What is or will be mapped, if anything.
     memory: Option<Abandonment>,
 }
 
-/// Held for an instant.
-type Roll = Arc<Mutex<Listed>>;
+/// Locked for an instant.
+type SharedDeviceList = Arc<Mutex<DeviceList>>;
 
-fn read(roll: &Mutex<Listed>) -> MutexGuard<'_, Listed> {
-    roll.lock().unwrap_or_else(PoisonError::into_inner)
+fn read(list: &Mutex<DeviceList>) -> MutexGuard<'_, DeviceList> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn devices_of(roll: &Mutex<Listed>) -> Vec<Arc<VfioPciDevice>> {
-    read(roll).devices.iter().filter_map(Weak::upgrade).collect()
+fn devices_of(list: &Mutex<DeviceList>) -> Vec<Arc<VfioPciDevice>> {
+    read(list).devices.iter().filter_map(Weak::upgrade).collect()
 }
 
 /// The passed-through devices of one machine.
@@ -145,8 +145,8 @@ pub struct Passthrough {
     /// When each of them was open, by id.
     opened: BTreeMap<String, Instant>,
     /// Those that the guest is still to get.
-    coming: Vec<ComingDevice>,
-    roll: Roll,
+    pending: Vec<PendingDevice>,
+    device_list: SharedDeviceList,
     /// What the devices wait at; another one for the next after the last has gone.
     gate: Arc<DmaGate>,
     backend: Backend,
@@ -194,7 +194,7 @@ impl Passthrough {
     /// Naming the device.
     pub fn wire(
         config: &VmConfig,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
         ban: Option<DiscardBan>,
         sink: EventSink,
         opening: Opening,
@@ -206,8 +206,8 @@ impl Passthrough {
             pinning: None,
             devices: Vec::new(),
             opened: BTreeMap::new(),
-            coming: Vec::new(),
-            roll: Roll::default(),
+            pending: Vec::new(),
+            device_list: SharedDeviceList::default(),
             gate: Arc::default(),
             backend: Backend::of(config),
             space: None,
@@ -221,9 +221,9 @@ impl Passthrough {
         let overlaps = opening.overlaps(config);
         for config in config.devices.iter().flatten() {
             if overlaps {
-                this.expect(config, sockets)?;
+                this.expect(config, context)?;
             } else {
-                this.plug(config, sockets)?;
+                this.plug(config, context)?;
             }
         }
         Ok(this)
@@ -237,18 +237,18 @@ impl Passthrough {
     pub fn add(
         &mut self,
         config: &DeviceConfig,
-        sockets: &Sockets<'_>,
-        borrowers: Borrowers,
+        context: &PciContext<'_>,
+        discarding: DiscardingDevices,
     ) -> Result<Bdf, PassthroughError> {
         self.check_memory()?;
         // Nothing is given back to the host from here on; what has been comes back, and what is in a
         // balloon goes again when everything is mapped.
-        self.ban.get_or_insert_with(|| Arc::new(ban(sockets.ram)));
-        let added = self.plug(config, sockets).and_then(|bdf| {
+        self.ban.get_or_insert_with(|| Arc::new(ban(context.ram)));
+        let added = self.plug(config, context).and_then(|bdf| {
             // The last of the others may have failed since.
             let mapped = self.check_memory();
-            let mapped = mapped.and_then(|()| self.map_memory(sockets.ram, borrowers));
-            mapped.inspect_err(|_| self.pull_out(bdf, sockets.segment)).map(|()| bdf)
+            let mapped = mapped.and_then(|()| self.map_memory(context.ram, discarding));
+            mapped.inspect_err(|_| self.unplug(bdf, context.segment)).map(|()| bdf)
         });
         self.strict = false;
         self.forget_memory_without_devices();
@@ -265,18 +265,18 @@ impl Passthrough {
     fn plug(
         &mut self,
         config: &DeviceConfig,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
     ) -> Result<Bdf, PassthroughError> {
         let id = config.id.clone().unwrap_or_default();
         let bus = |source| PassthroughError::Bus { id: id.clone(), source };
-        let wish = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
-        let number = sockets.segment.choose(wish, &id).map_err(bus)?;
-        let device = self.open(config, &id, number, sockets);
+        let requested = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
+        let number = context.segment.choose(requested, &id).map_err(bus)?;
+        let device = self.open(config, &id, number, context);
         let added = device.and_then(|(device, at)| {
             let on_bus: Arc<dyn PciDevice> = device.clone();
-            Ok((sockets.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device, at))
+            Ok((context.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device, at))
         });
-        let (bdf, device, at) = added.inspect_err(|_| sockets.segment.release(number))?;
+        let (bdf, device, at) = added.inspect_err(|_| context.segment.release(number))?;
         self.keep(config, bdf, device, at);
         Ok(bdf)
     }
@@ -284,7 +284,7 @@ impl Passthrough {
     fn keep(&mut self, config: &DeviceConfig, bdf: Bdf, device: Arc<VfioPciDevice>, at: Instant) {
         self.opened.insert(device.id().to_owned(), at);
         self.strict |= config.pin == PinMode::Strict;
-        read(&self.roll).devices.push(Arc::downgrade(&device));
+        read(&self.device_list).devices.push(Arc::downgrade(&device));
         self.listen_to(&device);
         self.devices.push((bdf, device));
     }
@@ -293,7 +293,7 @@ impl Passthrough {
     fn listen_to(&mut self, device: &VfioPciDevice) {
         let id = device.id();
         if self.notices.is_none() {
-            match notices::listen(Arc::clone(&self.roll), Arc::clone(&self.sink)) {
+            match device_events::listen(Arc::clone(&self.device_list), Arc::clone(&self.sink)) {
                 Ok(notices) => self.notices = Some(notices),
                 Err(error) => log::warn!("nobody hears if device '{id}' fails: {error}"),
             }
@@ -305,13 +305,13 @@ impl Passthrough {
         }
     }
 
-    fn space(&mut self, sockets: &Sockets<'_>) -> Result<Arc<dyn DmaSpace>, PassthroughError> {
+    fn space(&mut self, context: &PciContext<'_>) -> Result<Arc<dyn DmaSpace>, PassthroughError> {
         if let Some(space) = &self.space {
             return Ok(Arc::clone(space));
         }
         let space = match &mut self.prepinned {
-            Some(slot) => slot.space(sockets),
-            None => self.backend.new_space(sockets),
+            Some(slot) => slot.space(context),
+            None => self.backend.new_space(context),
         };
         let space = space.map_err(PassthroughError::Vfio)?;
         Ok(Arc::clone(self.space.insert(space)))
@@ -329,33 +329,33 @@ impl Passthrough {
         config: &DeviceConfig,
         id: &str,
         number: DeviceNumber,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
     ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
-        let open = self.opener(config, id, sockets)?;
+        let open = self.opener(config, id, context)?;
         let Opened { function, at } = open().map_err(|source| no_device(config, id, source))?;
-        Ok((self.dress(function, config, id, number, sockets)?, at))
+        Ok((self.make_device(function, config, id, number, context)?, at))
     }
 
     /// Makes a device of an open function.
-    fn dress(
+    fn make_device(
         &mut self,
         function: VfioFunction,
         config: &DeviceConfig,
         id: &str,
         number: DeviceNumber,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
     ) -> Result<Arc<VfioPciDevice>, PassthroughError> {
-        let space = self.space(sockets)?;
+        let space = self.space(context)?;
         let peers = self.peers(&space);
         let slots =
-            self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(sockets.vm.clone())));
-        let line = sockets
+            self.slots.get_or_insert_with(|| Arc::new(KvmBarSlots::new(context.vm.clone())));
+        let line = context
             .vm
             .create_level_line(line_of(number))
             .map_err(|source| PassthroughError::Line { id: id.to_owned(), source })?;
         let trapped = config.x_exclude_mmap_bars.iter();
         let wiring = VfioWiring {
-            msi_source: sockets.vm,
+            msi_source: context.vm,
             slots: slots.clone(),
             gate: Arc::clone(&self.gate),
             intx: Some(Box::new(line) as Box<dyn IntxLine>),
@@ -377,7 +377,7 @@ impl Passthrough {
     pub fn map_memory(
         &mut self,
         ram: &Arc<GuestRam>,
-        borrowers: Borrowers,
+        discarding: DiscardingDevices,
     ) -> Result<(), PassthroughError> {
         let Some(space) = self.space.as_ref().filter(|_| !self.devices.is_empty()) else {
             return Ok(());
@@ -387,22 +387,22 @@ impl Passthrough {
             none => {
                 let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
                 let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
-                let roll = Arc::clone(&self.roll);
-                let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &roll));
+                let list = Arc::clone(&self.device_list);
+                let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &list));
                 let prepinned = self.prepinned.take();
                 let is_prepinned = prepinned.is_some();
                 let pieces = if let Some(slot) = prepinned {
                     slot.pieces(target, on_lost)
                 } else {
-                    let lent = borrowers.balloon.is_some();
-                    Pieces::plan(target, populator.as_ref(), lent, on_lost)
+                    let discards = discarding.balloon.is_some();
+                    Pieces::plan(target, populator.as_ref(), discards, on_lost)
                 };
-                let (total_bytes, roll) = (ram.total_bytes(), Arc::clone(&self.roll));
-                let lend = Lend::new(borrowers, self.ban.as_ref(), &pieces);
+                let (total_bytes, list) = (ram.total_bytes(), Arc::clone(&self.device_list));
+                let enable = EnableDiscards::new(discarding, self.ban.as_ref(), &pieces);
                 let on_end = Box::new(move |state: &PinState| {
-                    tell(state, total_bytes, &roll);
-                    if let (PinState::Pinned(_), Some(lend)) = (state, lend) {
-                        lend.begin();
+                    tell(state, total_bytes, &list);
+                    if let (PinState::Pinned(_), Some(enable)) = (state, enable) {
+                        enable.apply();
                     }
                 });
                 let pinning = if is_prepinned {
@@ -410,7 +410,7 @@ impl Passthrough {
                 } else {
                     Pinning::start(pieces, populator, gate, !self.strict, on_end)?
                 };
-                read(&self.roll).memory = Some(pinning.abandonment());
+                read(&self.device_list).memory = Some(pinning.abandonment());
                 none.insert(pinning)
             }
         };
@@ -428,12 +428,12 @@ impl Passthrough {
     /// memory is unmapped. Returns its id.
     pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
         let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();
-        self.pull_out(bdf, segment);
+        self.unplug(bdf, segment);
         self.forget_memory_without_devices();
         Some(id)
     }
 
-    fn pull_out(&mut self, bdf: Bdf, segment: &PciSegment) {
+    fn unplug(&mut self, bdf: Bdf, segment: &PciSegment) {
         let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
         let (_, device) = self.devices.remove(at);
         self.opened.remove(device.id());
@@ -445,7 +445,7 @@ impl Passthrough {
         }
         device.disarm();
         if self.devices.is_empty() {
-            read(&self.roll).memory = None;
+            read(&self.device_list).memory = None;
             // Turns a vCPU away that waits for memory, and ends what maps it.
             self.pinning = None;
             if let Some(space) = &self.space {
@@ -454,7 +454,7 @@ impl Passthrough {
         }
         // The group goes back with the device, which no mapping may need any more.
         drop(device);
-        read(&self.roll).devices.retain(|device| device.strong_count() > 0);
+        read(&self.device_list).devices.retain(|device| device.strong_count() > 0);
     }
 
     /// Without devices all is as if there had never been one.
@@ -516,7 +516,7 @@ fn ban(ram: &GuestRam) -> DiscardBan {
 
 /// The devices by which memory comes and goes.
 #[derive(Default)]
-pub struct Borrowers {
+pub struct DiscardingDevices {
     /// The balloon.
     pub balloon: Option<BalloonHandle>,
     /// The memory devices.
@@ -524,28 +524,28 @@ pub struct Borrowers {
 }
 
 /// What happens with them when all memory is mapped.
-struct Lend {
-    borrowers: Borrowers,
+struct EnableDiscards {
+    discarding: DiscardingDevices,
     ban: Arc<DiscardBan>,
     pieces: Arc<Pieces>,
 }
 
-impl Lend {
+impl EnableDiscards {
     fn new(
-        borrowers: Borrowers,
+        discarding: DiscardingDevices,
         ban: Option<&Arc<DiscardBan>>,
         pieces: &Arc<Pieces>,
     ) -> Option<Self> {
-        if borrowers.balloon.is_none() && borrowers.mems.is_empty() {
+        if discarding.balloon.is_none() && discarding.mems.is_empty() {
             return None;
         }
-        Some(Self { borrowers, ban: Arc::clone(ban?), pieces: Arc::clone(pieces) })
+        Some(Self { discarding, ban: Arc::clone(ban?), pieces: Arc::clone(pieces) })
     }
 
-    fn begin(self) {
+    fn apply(self) {
         let piece_bytes = self.pieces.piece_bytes();
         self.ban.except_unpinned(self.pieces);
-        if let Some(balloon) = self.borrowers.balloon {
+        if let Some(balloon) = self.discarding.balloon {
             log::info!(
                 "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \
                  passed-through devices",
@@ -553,12 +553,12 @@ impl Lend {
             );
             balloon.retry();
         }
-        self.borrowers.mems.iter().for_each(MemHandle::retry);
+        self.discarding.mems.iter().for_each(MemHandle::retry);
     }
 }
 
 /// Tells how mapping ended, and takes the devices from the guest if it failed.
-fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Listed>) {
+fn tell(state: &PinState, total_bytes: u64, list: &Mutex<DeviceList>) {
     let bytes = total_bytes.to_string();
     match state {
         PinState::Pinning => {}
@@ -570,27 +570,27 @@ fn tell(state: &PinState, total_bytes: u64, roll: &Mutex<Listed>) {
             );
             events::emit("vm", "passthrough-pinned", &[("bytes", &bytes), ("took_ms", &took_ms)]);
         }
-        PinState::Failed(reason) => lose_all(reason, roll),
+        PinState::Failed(reason) => lose_all(reason, list),
     }
 }
 
 /// Takes the devices from the guest, and memory from the devices.
-fn lose_all(reason: &Arc<str>, roll: &Mutex<Listed>) {
+fn lose_all(reason: &Arc<str>, list: &Mutex<DeviceList>) {
     log::error!("passed-through devices are taken from the guest: {reason}");
     events::emit("vm", "passthrough-failed", &[("error", reason)]);
-    for device in devices_of(roll) {
+    for device in devices_of(list) {
         // It may have been at work.
         device.disarm();
         let lost = [("id", device.id()), ("error", reason.as_ref())];
         events::emit("vm", "passthrough-device-lost", &lost);
     }
-    unmap_if_unused(roll);
+    unmap_if_unused(list);
 }
 
 /// Unmaps memory once each device has been disarmed, so that none reaches pages that the guest uses for
 /// something else. Takes as long as the kernel does.
-fn unmap_if_unused(roll: &Mutex<Listed>) {
-    let listed = read(roll);
+fn unmap_if_unused(list: &Mutex<DeviceList>) {
+    let listed = read(list);
     let is_used = |device: Arc<VfioPciDevice>| !device.is_disarmed();
     if listed.devices.iter().filter_map(Weak::upgrade).any(is_used) {
         return;

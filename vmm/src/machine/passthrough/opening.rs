@@ -22,11 +22,11 @@ use pci::vfio::{
 use pci::{Bdf, DeviceNumber, PciDevice, PciSegment};
 
 use super::backend::place_of;
-use super::{Borrowers, Passthrough, PassthroughError, PrepinnedSlot, no_device};
+use super::{DiscardingDevices, Passthrough, PassthroughError, PrepinnedSlot, no_device};
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
-use crate::machine::pausing::{GiveUp, LOOK};
-use crate::machine::virtio::Sockets;
+use crate::machine::pausing::{CancelToken, POLL_INTERVAL};
+use crate::machine::virtio::PciContext;
 
 /// When the devices of a configuration are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ impl Opening {
 
 /// A device that is being opened. Dropping it waits until nobody does that any more: the next VM may
 /// want the device.
-pub struct ComingDevice {
+pub struct PendingDevice {
     config: DeviceConfig,
     id: String,
     number: DeviceNumber,
@@ -64,7 +64,7 @@ pub struct Opened {
     pub at: Instant,
 }
 
-impl ComingDevice {
+impl PendingDevice {
     /// Begins to open a device.
     fn begin(
         config: DeviceConfig,
@@ -83,9 +83,9 @@ impl ComingDevice {
     }
 
     /// Waits until it is open, or not wanted any more.
-    fn is_there(&self, give_up: &GiveUp) -> bool {
-        while self.ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-            if give_up.is_told() {
+    fn is_there(&self, cancel: &CancelToken) -> bool {
+        while self.ended.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            if cancel.is_cancelled() {
                 return false;
             }
         }
@@ -112,7 +112,7 @@ fn reset(id: &str, function: VfioFunction, begun: Instant) -> Opened {
     Opened { function, at: Instant::now() }
 }
 
-impl Drop for ComingDevice {
+impl Drop for PendingDevice {
     fn drop(&mut self) {
         drop(self.wait());
     }
@@ -128,16 +128,16 @@ impl Passthrough {
         &mut self,
         config: &DeviceConfig,
         id: &str,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
     ) -> Result<Opener, PassthroughError> {
         let begun = Instant::now();
         let name = id.to_owned();
-        if let Some(function) = self.attach_that_of_slot(config, id, sockets) {
+        if let Some(function) = self.attach_that_of_slot(config, id, context) {
             return Ok(Box::new(move || Ok(reset(&name, function, begun))));
         }
         let place = place_of(config).and_then(|place| place.check().map(|()| place));
         let place = place.map_err(|source| no_device(config, id, source))?;
-        let space = self.space(sockets)?;
+        let space = self.space(context)?;
         Ok(Box::new(move || {
             let function = VfioFunction::attach(&name, place, space.as_ref())?;
             Ok(reset(&name, function, begun))
@@ -149,10 +149,10 @@ impl Passthrough {
         &mut self,
         config: &DeviceConfig,
         id: &str,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
     ) -> Option<VfioFunction> {
         self.prepinned.as_ref().filter(|slot| slot.has_device())?;
-        let attached = self.space(sockets).and_then(|space| {
+        let attached = self.space(context).and_then(|space| {
             let place = self.prepinned.as_mut().and_then(PrepinnedSlot::take_device);
             let place = place.map_or_else(|| place_of(config), Ok);
             place
@@ -176,20 +176,20 @@ impl Passthrough {
     pub(super) fn expect(
         &mut self,
         config: &DeviceConfig,
-        sockets: &Sockets<'_>,
+        context: &PciContext<'_>,
     ) -> Result<(), PassthroughError> {
         let id = config.id.clone().unwrap_or_default();
-        let open = self.opener(config, &id, sockets)?;
-        let wish = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
-        let number = sockets.segment.expect(wish, &id);
+        let open = self.opener(config, &id, context)?;
+        let requested = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
+        let number = context.segment.expect(requested, &id);
         let number = number.map_err(|source| PassthroughError::Bus { id: id.clone(), source })?;
-        let coming = ComingDevice::begin(config.clone(), id.clone(), number, open);
-        let coming = coming.map_err(|source| {
-            sockets.segment.release(number);
+        let pending = PendingDevice::begin(config.clone(), id.clone(), number, open);
+        let pending = pending.map_err(|source| {
+            context.segment.release(number);
             let what = "start the thread that opens it";
             no_device(config, &id, VfioError::Io { what, source })
         })?;
-        self.coming.push(coming);
+        self.pending.push(pending);
         Ok(())
     }
 
@@ -201,23 +201,23 @@ impl Passthrough {
     pub fn check_limits(
         &self,
         ram: &Arc<GuestRam>,
-        borrowers: &Borrowers,
+        discarding: &DiscardingDevices,
     ) -> Result<(), PassthroughError> {
         // What a pool has mapped was allowed to it.
-        let is_to_map = !self.coming.is_empty() && self.prepinned.is_none();
+        let is_to_map = !self.pending.is_empty() && self.prepinned.is_none();
         let Some(space) = self.space.as_ref().filter(|_| is_to_map) else {
             return Ok(());
         };
         let populator = GuestRamPopulator(Arc::clone(ram));
-        let lends = borrowers.balloon.is_some();
+        let discards = discarding.balloon.is_some();
         let target: Arc<dyn DmaTarget> = Arc::<dyn DmaSpace>::clone(space);
-        let pieces = Pieces::plan(target, &populator, lends, Box::new(|_| {}));
+        let pieces = Pieces::plan(target, &populator, discards, Box::new(|_| {}));
         Ok(Pinning::check(&pieces, &populator)?)
     }
 
     /// Whether devices are being opened, so that [`Passthrough::settle`] has something to do.
     pub fn is_to_settle(&self) -> bool {
-        !self.coming.is_empty()
+        !self.pending.is_empty()
     }
 
     /// Waits until the devices that are being opened are there, gives them to the guest, and begins to
@@ -227,53 +227,53 @@ impl Passthrough {
     /// Naming the device; or it is to be given up while one is being opened. The machine is of no use then.
     pub fn settle(
         &mut self,
-        sockets: &Sockets<'_>,
-        borrowers: Borrowers,
-        give_up: &GiveUp,
+        context: &PciContext<'_>,
+        discarding: DiscardingDevices,
+        cancel: &CancelToken,
     ) -> Result<(), PassthroughError> {
-        if self.coming.is_empty() {
+        if self.pending.is_empty() {
             return Ok(());
         }
-        for at in 0..self.coming.len() {
+        for at in 0..self.pending.len() {
             // One after the other: what is known of a device that has failed does not wait for those behind it.
-            self.await_device(at, give_up)?;
-            self.receive(at, sockets)?;
+            self.await_device(at, cancel)?;
+            self.receive(at, context)?;
         }
         // A vCPU that reaches a device finds a thread at work that will open the gate.
-        self.map_memory(sockets.ram, borrowers)?;
-        for (coming, (_, device)) in self.coming.iter().zip(&self.devices) {
+        self.map_memory(context.ram, discarding)?;
+        for (pending, (_, device)) in self.pending.iter().zip(&self.devices) {
             let on_bus: Arc<dyn PciDevice> = device.clone();
-            sockets
+            context
                 .segment
-                .deliver(&on_bus, coming.number)
-                .map_err(|source| PassthroughError::Bus { id: coming.id.clone(), source })?;
+                .deliver(&on_bus, pending.number)
+                .map_err(|source| PassthroughError::Bus { id: pending.id.clone(), source })?;
         }
-        self.coming.clear();
+        self.pending.clear();
         Ok(())
     }
 
     /// Waits until a device is open, or opening it has failed.
-    fn await_device(&self, at: usize, give_up: &GiveUp) -> Result<(), PassthroughError> {
-        if self.coming.get(at).is_none_or(|device| device.is_there(give_up)) {
+    fn await_device(&self, at: usize, cancel: &CancelToken) -> Result<(), PassthroughError> {
+        if self.pending.get(at).is_none_or(|device| device.is_there(cancel)) {
             return Ok(());
         }
-        Err(PassthroughError::GivenUp)
+        Err(PassthroughError::Cancelled)
     }
 
-    fn receive(&mut self, at: usize, sockets: &Sockets<'_>) -> Result<(), PassthroughError> {
-        let Some(coming) = self.coming.get_mut(at) else { return Ok(()) };
-        let opened = coming.wait();
-        let (config, id, number) = (coming.config.clone(), coming.id.clone(), coming.number);
+    fn receive(&mut self, at: usize, context: &PciContext<'_>) -> Result<(), PassthroughError> {
+        let Some(pending) = self.pending.get_mut(at) else { return Ok(()) };
+        let opened = pending.wait();
+        let (config, id, number) = (pending.config.clone(), pending.id.clone(), pending.number);
         let opened = opened.map_err(|source| no_device(&config, &id, source));
         let Opened { function, at } = opened?;
-        let device = self.dress(function, &config, &id, number, sockets)?;
-        self.keep(&config, Bdf::on_root_bus(sockets.segment.segment(), number), device, at);
+        let device = self.make_device(function, &config, &id, number, context)?;
+        self.keep(&config, Bdf::on_root_bus(context.segment.segment(), number), device, at);
         Ok(())
     }
 
     /// Lets those vCPUs go on that wait for a device that will not come.
-    pub fn forsake(&self, segment: &PciSegment) {
-        self.coming.iter().for_each(|coming| segment.release(coming.number));
+    pub fn release_numbers(&self, segment: &PciSegment) {
+        self.pending.iter().for_each(|pending| segment.release(pending.number));
     }
 }
 
@@ -283,11 +283,11 @@ mod tests {
 
     use std::time::Duration;
 
-    use super::super::moving::tests::two_devices;
+    use super::super::migration::tests::two_devices;
     use super::*;
 
     /// A device that takes until it is told to fail.
-    fn slow(number: u8) -> (ComingDevice, std::sync::mpsc::Sender<()>) {
+    fn slow(number: u8) -> (PendingDevice, std::sync::mpsc::Sender<()>) {
         let (go_on, told) = channel::<()>();
         let open = Box::new(move || {
             let _ = told.recv();
@@ -295,7 +295,7 @@ mod tests {
         });
         let number = DeviceNumber::new(number).unwrap();
         let config = DeviceConfig::default();
-        (ComingDevice::begin(config, "slow".to_owned(), number, open).unwrap(), go_on)
+        (PendingDevice::begin(config, "slow".to_owned(), number, open).unwrap(), go_on)
     }
 
     #[test]
@@ -303,19 +303,19 @@ mod tests {
         let (mut passthrough, _hosts) = two_devices();
         let (first, go_on) = slow(7);
         let (second, never) = slow(8);
-        passthrough.coming = vec![first, second];
-        let give_up = GiveUp::default();
+        passthrough.pending = vec![first, second];
+        let cancel = CancelToken::default();
         drop(go_on);
-        give_up.now();
+        cancel.cancel();
         let (waited, is_over) = channel();
         std::thread::spawn(move || {
-            let result = (0..2).try_for_each(|at| passthrough.await_device(at, &give_up));
+            let result = (0..2).try_for_each(|at| passthrough.await_device(at, &cancel));
             let _ = waited.send((passthrough, result));
         });
-        let (passthrough, given_up) = is_over.recv_timeout(Duration::from_mins(1)).unwrap();
-        assert!(matches!(given_up, Err(PassthroughError::GivenUp)), "{given_up:?}");
+        let (passthrough, result) = is_over.recv_timeout(Duration::from_mins(1)).unwrap();
+        assert!(matches!(result, Err(PassthroughError::Cancelled)), "{result:?}");
         drop(never);
         // What has come of each is found out when it is received.
-        (0..2).try_for_each(|at| passthrough.await_device(at, &GiveUp::default())).unwrap();
+        (0..2).try_for_each(|at| passthrough.await_device(at, &CancelToken::default())).unwrap();
     }
 }

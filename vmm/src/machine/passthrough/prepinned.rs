@@ -22,7 +22,7 @@ use crate::config::VmConfig;
 use crate::events;
 use crate::machine::prezeroed;
 use crate::machine::ram::{self, MachineRamError};
-use crate::machine::virtio::Sockets;
+use crate::machine::virtio::PciContext;
 
 /// What came from a pool.
 pub struct PrepinnedSlot {
@@ -68,7 +68,7 @@ impl PrepinnedSlot {
         // Whoever opens it says what is wrong with the path.
         let Some(device) = address_of(&path) else { return Ok(None) };
         let layout = ram::layout_of(phys_bits);
-        let wish = TakePinned {
+        let request = TakePinned {
             size_bytes: zone.size_bytes,
             pages: prezeroed::pages(&zone),
             node: zone.host_numa_node,
@@ -77,7 +77,7 @@ impl PrepinnedSlot {
             device,
         };
         let taken = PoolConnection::open(&socket)
-            .and_then(|pool| pool.take_pinned(&wish).map(|memory| (pool, memory)));
+            .and_then(|pool| pool.take_pinned(&request).map(|memory| (pool, memory)));
         let (pool, memory) = match taken {
             Ok(taken) => taken,
             Err(error) => {
@@ -107,11 +107,14 @@ impl PrepinnedSlot {
     ///
     /// # Errors
     /// What is mapped in it is not the machine's memory.
-    pub(super) fn space(&mut self, sockets: &Sockets<'_>) -> Result<Arc<dyn DmaSpace>, VfioError> {
-        self.mapped = mapped_pieces(sockets.ram, &self.grant)?;
+    pub(super) fn space(
+        &mut self,
+        context: &PciContext<'_>,
+    ) -> Result<Arc<dyn DmaSpace>, VfioError> {
+        self.mapped = mapped_pieces(context.ram, &self.grant)?;
         let iommufd = self.iommufd.take().ok_or(VfioError::OtherMemory("it is in use"))?;
-        let ram = Arc::clone(sockets.ram);
-        Ok(Arc::new(IommufdSpace::prepinned(sockets.vm, ram, iommufd, &self.grant)?))
+        let ram = Arc::clone(context.ram);
+        Ok(Arc::new(IommufdSpace::prepinned(context.vm, ram, iommufd, &self.grant)?))
     }
 
     /// Whether the device is still to be taken.

@@ -35,7 +35,7 @@ impl KvmBarSlots {
         number
     }
 
-    fn give_back(&self, number: u32) {
+    fn release(&self, number: u32) {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
     }
 }
@@ -55,7 +55,7 @@ impl BarSlots for KvmBarSlots {
         // holds a share; nothing in this process reads or writes it.
         let made = unsafe { self.vm.set_memory_slot(config, Arc::<BarMapping>::clone(memory)) };
         made.map_err(|error| {
-            self.give_back(slot);
+            self.release(slot);
             MapError { source: Box::new(error) }
         })?;
         Ok(slot)
@@ -63,7 +63,7 @@ impl BarSlots for KvmBarSlots {
 
     fn unmap(&self, slot: u32) -> Result<(), MapError> {
         self.vm.remove_memory_slot(slot).map_err(|error| MapError { source: Box::new(error) })?;
-        self.give_back(slot);
+        self.release(slot);
         Ok(())
     }
 }

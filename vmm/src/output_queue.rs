@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Text for a reader that may be slow, or not read at all: that of the log, that of the events.
+//! A queue of text for a reader that may be slow, or not read at all: that of the log, that of the events.
 //!
-//! Owns a queue, and the thread that writes what is in it. Putting a piece into it never waits: one that
+//! Owns a queue, and the thread that writes what is in it. Putting an item into it never waits: one that
 //! finds no room is lost and counted, and so is one that cannot be written. It must never know what the text
 //! is about, and never give up: one reader may end and another begin, a file system may be full for a while.
 
@@ -19,43 +19,43 @@ use crate::events::block_signals;
 /// Written at once: what a pipe or a terminal that is ready takes without waiting.
 const WRITE_BYTES: usize = libc::PIPE_BUF;
 
-/// How often it is looked whether the reader reads, at the end.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often it is polled whether the reader reads, at the end.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// One that has not read anything for so many looks does not read.
-const LOOKS: u32 = 10;
+/// A reader that has not read anything for so many polls does not read.
+const IDLE_POLLS_MAX: u32 = 10;
 
 const STACK_BYTES: usize = 128 << 10;
 
-/// What is put into an outlet.
-pub trait Piece: Send + 'static {
-    /// Its text. Called on the outlet's thread.
+/// What is put into an output queue.
+pub trait OutputItem: Send + 'static {
+    /// Its text. Called on the queue's thread.
     fn into_text(self) -> Vec<u8>;
 }
 
-impl Piece for String {
+impl OutputItem for String {
     fn into_text(self) -> Vec<u8> {
         self.into_bytes()
     }
 }
 
 enum Message<T> {
-    /// A piece, and how many were lost before it.
-    Piece(T, u64),
+    /// An item, and how many were lost before it.
+    Item(T, u64),
     Flush(SyncSender<()>),
 }
 
 /// A queue with a thread that writes what is in it.
 #[derive(Debug)]
-pub struct Outlet<T> {
+pub struct OutputQueue<T> {
     queue: SyncSender<Message<T>>,
     lost: Arc<AtomicU64>,
     /// The thread waits for the reader.
     waits: Arc<AtomicBool>,
 }
 
-impl<T: Piece> Outlet<T> {
-    /// Starts a thread of this name that writes to `file`; `room` pieces may wait for it. When the file
+impl<T: OutputItem> OutputQueue<T> {
+    /// Starts a thread of this name that writes to `file`; `room` items may wait for it. When the file
     /// cannot be written to `failed` is called, once until it can; what comes meanwhile is lost.
     ///
     /// # Errors
@@ -66,23 +66,23 @@ impl<T: Piece> Outlet<T> {
         room: usize,
         failed: impl Fn(&io::Error) + Send + 'static,
     ) -> io::Result<Self> {
-        let (queue, pieces) = sync_channel(room);
+        let (queue, items) = sync_channel(room);
         let (waits, lost) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let target = Target { file, rest: Vec::new(), waits: Arc::clone(&waits) };
         let missed = Arc::clone(&lost);
         std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(
             move || {
                 block_signals();
-                write_all(&pieces, target, &missed, failed);
+                write_all(&items, target, &missed, failed);
             },
         )?;
         Ok(Self { queue, lost, waits })
     }
 
-    /// Puts in a piece that is made with the number of those that were lost before it.
-    pub fn put(&self, piece: impl FnOnce(u64) -> T) {
+    /// Puts in an item that is made with the number of those that were lost before it.
+    pub fn put(&self, item: impl FnOnce(u64) -> T) {
         let lost = self.lost.swap(0, Relaxed);
-        if let Err(TrySendError::Full(_)) = self.queue.try_send(Message::Piece(piece(lost), lost)) {
+        if let Err(TrySendError::Full(_)) = self.queue.try_send(Message::Item(item(lost), lost)) {
             self.lost.fetch_add(lost.saturating_add(1), Relaxed);
         }
     }
@@ -97,23 +97,23 @@ impl<T: Piece> Outlet<T> {
     pub fn flush(&self, limit: Duration) -> bool {
         let (done, wait) = sync_channel(1);
         let deadline = Instant::now() + limit;
-        let (mut message, mut looks) = (Message::Flush(done), 0);
+        let (mut message, mut idle_polls) = (Message::Flush(done), 0);
         let mut goes_on = || {
-            looks = if self.waits.load(Relaxed) { looks + 1 } else { 0 };
-            looks < LOOKS && Instant::now() < deadline
+            idle_polls = if self.waits.load(Relaxed) { idle_polls + 1 } else { 0 };
+            idle_polls < IDLE_POLLS_MAX && Instant::now() < deadline
         };
         loop {
             match self.queue.try_send(message) {
                 Ok(()) => break,
                 Err(TrySendError::Full(back)) if goes_on() => {
                     message = back;
-                    std::thread::sleep(LOOK);
+                    std::thread::sleep(POLL_INTERVAL);
                 }
                 Err(_) => return false,
             }
         }
         loop {
-            match wait.recv_timeout(LOOK) {
+            match wait.recv_timeout(POLL_INTERVAL) {
                 Ok(()) => return true,
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}
                 Err(_) => return false,
@@ -122,16 +122,16 @@ impl<T: Piece> Outlet<T> {
     }
 }
 
-fn write_all<T: Piece>(
-    pieces: &Receiver<Message<T>>,
+fn write_all<T: OutputItem>(
+    items: &Receiver<Message<T>>,
     mut target: Target,
     lost: &AtomicU64,
     failed: impl Fn(&io::Error),
 ) {
     let mut fails = false;
-    while let Ok(message) = pieces.recv() {
+    while let Ok(message) = items.recv() {
         match message {
-            Message::Piece(piece, lost_before) => match target.write(piece.into_text()) {
+            Message::Item(item, lost_before) => match target.write(item.into_text()) {
                 Ok(()) => fails = false,
                 Err(error) => {
                     // What it would have told is told by a later one.
@@ -154,14 +154,14 @@ fn write_all<T: Piece>(
 /// Where it is written to.
 struct Target {
     file: File,
-    /// What is left of a piece of which some is written: it comes first, so that no other is glued to a part of
+    /// What is left of an item of which some is written: it comes first, so that no other is glued to a part of
     /// one.
     rest: Vec<u8>,
     waits: Arc<AtomicBool>,
 }
 
 impl Target {
-    /// Writes a piece, after what is left of the one before it. One of which some is written counts as written:
+    /// Writes an item, after what is left of the one before it. One of which some is written counts as written:
     /// the rest follows.
     fn write(&mut self, text: Vec<u8>) -> io::Result<()> {
         self.write_rest()?;
@@ -199,7 +199,7 @@ impl Target {
         };
         self.rest.drain(..written);
         if result.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::BrokenPipe) {
-            // Its reader is gone, and the next one has no use for half of a piece.
+            // Its reader is gone, and the next one has no use for half of an item.
             self.rest.clear();
         }
         result
@@ -233,37 +233,37 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(20);
 
-    fn outlet(file: File) -> Outlet<String> {
-        Outlet::start("outlet", file, 8, |_| ()).unwrap()
+    fn queue(file: File) -> OutputQueue<String> {
+        OutputQueue::start("output-queue", file, 8, |_| ()).unwrap()
     }
 
     /// More than a pipe takes and may wait.
-    fn overflow(outlet: &Outlet<String>) {
+    fn overflow(queue: &OutputQueue<String>) {
         let mut taken = 0;
-        while taken < 16 || outlet.lost() == 0 {
-            outlet.put(|_| "x".repeat(5000));
-            taken += u32::from(outlet.lost() == 0);
+        while taken < 16 || queue.lost() == 0 {
+            queue.put(|_| "x".repeat(5000));
+            taken += u32::from(queue.lost() == 0);
         }
     }
 
     #[test]
     fn a_reader_that_does_not_read_is_not_waited_for_at_the_end() {
         let (mut reader, pipe) = io::pipe().unwrap();
-        let outlet = outlet(File::from(OwnedFd::from(pipe)));
-        overflow(&outlet);
+        let queue = queue(File::from(OwnedFd::from(pipe)));
+        overflow(&queue);
         let began = Instant::now();
-        assert!(!outlet.flush(LONG));
+        assert!(!queue.flush(LONG));
         assert!(began.elapsed() < LONG / 4, "{:?}", began.elapsed());
-        // Once it reads it gets whole pieces, and is told how many are missing.
+        // Once it reads it gets whole items, and is told how many are missing.
         let text = std::thread::spawn(move || {
             let mut text = String::new();
             reader.read_to_string(&mut text).unwrap();
             text
         });
-        while !outlet.flush(LONG) {}
-        outlet.put(|lost| format!("{} lost", lost.min(1)));
-        assert!(outlet.flush(LONG));
-        drop(outlet);
+        while !queue.flush(LONG) {}
+        queue.put(|lost| format!("{} lost", lost.min(1)));
+        assert!(queue.flush(LONG));
+        drop(queue);
         let text = text.join().unwrap();
         let rest = text.trim_start_matches('x');
         assert_eq!((rest, (text.len() - rest.len()) % 5000), ("1 lost", 0));
@@ -276,14 +276,14 @@ mod tests {
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
         // Without a reader, and so that writes do not wait.
         let file = devices::endpoint::open_output(&path).unwrap();
-        let outlet = outlet(file);
-        overflow(&outlet);
+        let queue = queue(file);
+        overflow(&queue);
         let mut options = File::options();
         let mut reader = options.read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
         let (mut text, mut chunk) = (Vec::new(), [0; 4096]);
         let began = Instant::now();
         while !text.ends_with(b"the end") {
-            outlet.put(|_| "the end".to_owned());
+            queue.put(|_| "the end".to_owned());
             if let Ok(len_bytes) = reader.read(&mut chunk) {
                 text.extend_from_slice(&chunk[..len_bytes]);
             }
@@ -314,15 +314,15 @@ mod tests {
 
     #[test]
     fn what_a_lost_piece_would_have_told_is_told_by_a_later_one() {
-        let outlet = outlet(unread_pipe());
+        let queue = queue(unread_pipe());
         for lost in 0..5 {
-            outlet.put(|lost_before| {
+            queue.put(|lost_before| {
                 assert_eq!(lost_before, lost);
                 "one".to_owned()
             });
-            assert!(outlet.flush(LONG));
+            assert!(queue.flush(LONG));
         }
-        assert_eq!(outlet.lost(), 5);
+        assert_eq!(queue.lost(), 5);
     }
 
     #[test]
@@ -343,13 +343,13 @@ mod tests {
     fn a_reader_that_is_gone_is_told_once() {
         let (told, tells) = std::sync::mpsc::channel();
         let failed = move |error: &io::Error| told.send(error.kind()).unwrap();
-        let outlet = Outlet::start("outlet", unread_pipe(), 8, failed).unwrap();
-        outlet.put(|_| "one".to_owned());
-        outlet.put(|_| "two".to_owned());
-        assert!(outlet.flush(LONG));
-        assert_eq!(outlet.lost(), 2);
+        let queue = OutputQueue::start("output-queue", unread_pipe(), 8, failed).unwrap();
+        queue.put(|_| "one".to_owned());
+        queue.put(|_| "two".to_owned());
+        assert!(queue.flush(LONG));
+        assert_eq!(queue.lost(), 2);
         // With its thread what tells goes.
-        drop(outlet);
+        drop(queue);
         assert_eq!(tells.iter().collect::<Vec<_>>(), [io::ErrorKind::BrokenPipe]);
     }
 }

@@ -1,46 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Small families: `--rng`, `--numa`, `--tpm`, `--landlock-rules` and the real-time
-//! clock.
+//! NUMA nodes of the guest (`--numa`).
 //!
-//! Owns their definitions. All but the first are known by name only in this version.
+//! Owns their definition. This version knows them by name only.
 
-use std::path::PathBuf;
-
-use super::codec::{
-    File, Id, Int, IntList, JsonOnly, One, Opt, Text, TextList, Toggle, ValueCodec, pair_items,
-};
+use super::codec::{Id, Int, IntList, JsonOnly, One, Opt, TextList, ValueCodec, pair_items};
 use super::family::option_family;
-
-option_family! {
-    /// The entropy device.
-    RngConfig "rng" {
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
-        /// Source of entropy.
-        src: PathBuf = PathBuf::from("/dev/urandom"), "src" as One<File>, required_json();
-    }
-}
-
-option_family! {
-    /// The virtio real-time clock.
-    RtcConfig "rtc" {
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>;
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>;
-    }
-}
 
 option_family! {
     /// Distance to another NUMA node.
@@ -67,24 +32,6 @@ option_family! {
         pci_segments: Option<Vec<u16>> = None, "pci_segments" as Opt<IntList>;
         /// Its device.
         device_id: Option<String> = None, "device_id" as Opt<Id>;
-    }
-}
-
-option_family! {
-    /// A trusted platform module.
-    TpmConfig "tpm" {
-        /// Socket of the process that implements it.
-        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
-    }
-}
-
-option_family! {
-    /// A path that the sandboxed process may use.
-    LandlockConfig "landlock-rules" {
-        /// The path.
-        path: PathBuf = PathBuf::new(), "path" as One<File>, required();
-        /// `r`, `w` or `rw`.
-        access: String = String::new(), "access" as One<Text>, required();
     }
 }
 

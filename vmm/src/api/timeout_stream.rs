@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A socket whose peer must finish the head that it has begun, and read what it asked for.
+//! A stream with timeouts: its peer must finish the head that it has begun, and read what it asked for.
 //!
 //! Owns the limits on the time for a request head and on how long a write may stand still, and
 //! reads in the way that keeps descriptors which come with the bytes. A body
@@ -19,11 +19,11 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::time::Sleep;
 
-use super::rights::Received;
+use super::rights::ReceivedFds;
 
 /// Where a connection is, as far as the time limit of a head is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reading {
+enum ReadPhase {
     /// Between two requests: no limit.
     Idle,
     /// A head has begun, and is not complete.
@@ -34,35 +34,35 @@ enum Reading {
 
 /// What the HTTP layer tells the stream of its requests.
 #[derive(Clone, Debug)]
-pub struct HeadClock(Rc<Cell<Reading>>);
+pub struct HeadClock(Rc<Cell<ReadPhase>>);
 
 impl HeadClock {
     /// The clock of a new connection.
     pub fn new() -> Self {
-        Self(Rc::new(Cell::new(Reading::Idle)))
+        Self(Rc::new(Cell::new(ReadPhase::Idle)))
     }
 
     /// A head is complete. What is read until the guard goes is not part of a head, but for one
     /// that the client sends ahead of the answer: that one has no limit before its next byte.
-    pub fn request(&self) -> InRequest {
-        self.0.set(Reading::Request);
-        InRequest(self.clone())
+    pub fn request(&self) -> RequestGuard {
+        self.0.set(ReadPhase::Request);
+        RequestGuard(self.clone())
     }
 }
 
 /// A request that has not been answered yet.
 #[derive(Debug)]
-pub struct InRequest(HeadClock);
+pub struct RequestGuard(HeadClock);
 
-impl Drop for InRequest {
+impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.0.0.set(Reading::Idle);
+        self.0.0.set(ReadPhase::Idle);
     }
 }
 
-/// Times that a client has.
+/// Time limits of a connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Times {
+pub struct StreamTimeouts {
     /// From the first byte of a head to its last.
     pub head: Duration,
     /// Without taking a byte of its answer.
@@ -71,19 +71,24 @@ pub struct Times {
 
 /// A stream that fails when the peer takes longer than that.
 #[derive(Debug)]
-pub struct Guarded {
+pub struct TimeoutStream {
     stream: UnixStream,
-    times: Times,
+    timeouts: StreamTimeouts,
     clock: HeadClock,
-    received: Received,
+    received: ReceivedFds,
     head: Option<Pin<Box<Sleep>>>,
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
-impl Guarded {
-    /// Guards the stream; descriptors that come are kept in `received`.
-    pub fn new(stream: UnixStream, times: Times, clock: HeadClock, received: Received) -> Self {
-        Self { stream, times, clock, received, head: None, stalled: None }
+impl TimeoutStream {
+    /// Limits the stream; descriptors that come are kept in `received`.
+    pub fn new(
+        stream: UnixStream,
+        timeouts: StreamTimeouts,
+        clock: HeadClock,
+        received: ReceivedFds,
+    ) -> Self {
+        Self { stream, timeouts, clock, received, head: None, stalled: None }
     }
 
     fn receive(&self, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
@@ -104,12 +109,16 @@ impl Guarded {
     }
 
     /// Starts or polls the clock of a write that makes no progress, and stops it otherwise.
-    fn guard<T>(&mut self, cx: &mut Context<'_>, poll: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn limit_stall<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        poll: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
         if poll.is_ready() {
             self.stalled = None;
             return poll;
         }
-        let limit = self.times.write;
+        let limit = self.timeouts.write;
         let clock = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
         match clock.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
@@ -120,7 +129,7 @@ impl Guarded {
 
 use std::future::Future as _;
 
-impl AsyncRead for Guarded {
+impl AsyncRead for TimeoutStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -128,14 +137,14 @@ impl AsyncRead for Guarded {
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         let poll = self.receive(cx, buf);
-        if buf.filled().len() > before && self.clock.0.get() == Reading::Idle {
-            self.clock.0.set(Reading::Head);
+        if buf.filled().len() > before && self.clock.0.get() == ReadPhase::Idle {
+            self.clock.0.set(ReadPhase::Head);
         }
-        if self.clock.0.get() != Reading::Head {
+        if self.clock.0.get() != ReadPhase::Head {
             self.head = None;
             return poll;
         }
-        let limit = self.times.head;
+        let limit = self.timeouts.head;
         let clock = self.head.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
         match clock.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
@@ -144,19 +153,19 @@ impl AsyncRead for Guarded {
     }
 }
 
-impl AsyncWrite for Guarded {
+impl AsyncWrite for TimeoutStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let poll = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.guard(cx, poll)
+        self.limit_stall(cx, poll)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let poll = Pin::new(&mut self.stream).poll_flush(cx);
-        if poll.is_pending() { self.guard(cx, poll) } else { poll }
+        if poll.is_pending() { self.limit_stall(cx, poll) } else { poll }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

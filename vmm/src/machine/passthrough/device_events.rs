@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What becomes of it when the host says that a device has failed, or wants it back.
+//! Error and request interrupts of VFIO: the host says that a device has failed, or wants it back.
 //!
 //! A device that has failed is gone for the guest at once, as nothing that it reads can be trusted, and
-//! reaches no memory from then on: the guest takes back the pages that it had given to it. One that is wanted back is the guest's until it has let go; the host asks again until it has it.
+//! reaches no memory from then on: the guest takes back the pages that it had given to it. One that is
+//! wanted back is the guest's until it has let go; the host asks again until it has it.
 
 use std::io;
 use std::sync::Mutex;
@@ -11,20 +12,20 @@ use std::sync::Mutex;
 use pci::PciDevice as _;
 use pci::vfio::{HostNotice, Notices, VfioPciDevice};
 
-use super::{Listed, Roll, devices_of, unmap_if_unused};
+use super::{DeviceList, SharedDeviceList, devices_of, unmap_if_unused};
 use crate::events;
 use crate::machine::events::{EventSink, GuestEvent};
 
-/// Listens to the devices of `roll` that are reported to the answer.
+/// Listens to the devices of `list` that are reported to the answer.
 ///
 /// # Errors
 /// No descriptor or no thread.
-pub fn listen(roll: Roll, sink: EventSink) -> io::Result<Notices> {
+pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<Notices> {
     Notices::start(Box::new(move |id, notice| {
-        let devices = devices_of(&roll);
+        let devices = devices_of(&list);
         let Some(device) = devices.iter().find(|device| device.id() == id) else { return };
         match notice {
-            HostNotice::Failed => fail(device, &roll),
+            HostNotice::Failed => fail(device, &list),
             HostNotice::WantedBack => {
                 log::warn!("the host wants device '{id}' back: the guest is asked to let go of it");
                 events::emit("vm", "passthrough-device-wanted", &[("id", id)]);
@@ -34,7 +35,7 @@ pub fn listen(roll: Roll, sink: EventSink) -> io::Result<Notices> {
     }))
 }
 
-fn fail(device: &VfioPciDevice, roll: &Mutex<Listed>) {
+fn fail(device: &VfioPciDevice, list: &Mutex<DeviceList>) {
     if device.is_disarmed() {
         return;
     }
@@ -43,7 +44,7 @@ fn fail(device: &VfioPciDevice, roll: &Mutex<Listed>) {
     device.disarm();
     let reason = "the host reports an error of the device";
     events::emit("vm", "passthrough-device-lost", &[("id", id), ("error", reason)]);
-    unmap_if_unused(roll);
+    unmap_if_unused(list);
 }
 
 #[cfg(test)]
@@ -56,7 +57,7 @@ mod tests {
     use pci::vfio::fakes::{FakeFunction, FakeTarget};
     use pci::vfio::{GuestRamPopulator, Pieces, PinState, Pinning};
 
-    use super::super::moving::tests::two_devices;
+    use super::super::migration::tests::two_devices;
     use super::super::{Passthrough, PassthroughError, read};
     use super::*;
 
@@ -77,13 +78,14 @@ mod tests {
         pinning.wait().unwrap();
         let memory = pinning.abandonment();
         passthrough.pinning = Some(pinning);
-        let notices = listen(Arc::clone(&passthrough.roll), Arc::clone(&passthrough.sink)).unwrap();
+        let notices =
+            listen(Arc::clone(&passthrough.device_list), Arc::clone(&passthrough.sink)).unwrap();
         for (_, device) in &passthrough.devices {
-            read(&passthrough.roll).devices.push(Arc::downgrade(device));
+            read(&passthrough.device_list).devices.push(Arc::downgrade(device));
             device.report_to(&notices).unwrap();
             device.write_config(4, &[6, 0]);
         }
-        read(&passthrough.roll).memory = Some(memory);
+        read(&passthrough.device_list).memory = Some(memory);
         passthrough.notices = Some(notices);
         assert!(hosts.iter().all(|host| host.is_bus_master()));
         (passthrough, hosts, target)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Families of devices that this version knows by name only: file systems, persistent memory,
-//! vsock, vDPA and other vhost-user devices.
+//! Families that this version knows by name only: file systems, persistent memory, vsock, vDPA and
+//! other vhost-user devices, the virtio real-time clock, the TPM and Landlock rules.
 //!
 //! Owns their definitions, so that option strings and JSON are checked the same as ever and the
 //! refusal names what is missing rather than calling it unknown.
@@ -116,5 +116,37 @@ option_family! {
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
+    }
+}
+
+option_family! {
+    /// The virtio real-time clock.
+    RtcConfig "rtc" {
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>;
+    }
+}
+
+option_family! {
+    /// A trusted platform module.
+    TpmConfig "tpm" {
+        /// Socket of the process that implements it.
+        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
+    }
+}
+
+option_family! {
+    /// A path that the sandboxed process may use.
+    LandlockConfig "landlock-rules" {
+        /// The path.
+        path: PathBuf = PathBuf::new(), "path" as One<File>, required();
+        /// `r`, `w` or `rw`.
+        access: String = String::new(), "access" as One<Text>, required();
     }
 }

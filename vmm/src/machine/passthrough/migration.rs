@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Passed-through devices of a machine that stops, moves and goes on.
+//! Migration of passed-through devices, and their part in a pause: they stop, move and go on.
 //!
 //! Owns the order for all devices together: none may reach another that has stopped, so all are
 //! quiet before the first stops, and awake before the first works. Says which devices cannot be moved,
@@ -35,7 +35,7 @@ pub fn check_config(config: &VmConfig) -> Result<(), PassthroughError> {
             reason(id, &"it was given as a descriptor, which does not travel; give its path")
         })
         .collect();
-    if !devices.is_empty() && !ram::later_zones(&config.memory).is_empty() {
+    if !devices.is_empty() && !ram::hotplug_zones(&config.memory).is_empty() {
         reasons
             .push("devices beside memory that the guest gets while it runs (hotplug_size)".into());
     }
@@ -137,7 +137,7 @@ impl Passthrough {
             log::error!("passed-through device '{id}' is gone for the guest: {reason}");
             let lost = [("id", id), ("error", reason.as_str())];
             events::emit("vm", "passthrough-device-lost", &lost);
-            unmap_if_unused(&self.roll);
+            unmap_if_unused(&self.device_list);
         }
     }
 
@@ -164,7 +164,7 @@ pub(super) mod tests {
     use pci::vfio::migration::fakes::Mishap;
     use pci::vfio::{DmaGate, VfioWiring};
 
-    use super::super::{Backend, Roll};
+    use super::super::{Backend, SharedDeviceList};
     use super::*;
 
     /// Devices 'one' and 'two', which can be moved, and what the host has of them.
@@ -193,8 +193,8 @@ pub(super) mod tests {
             pinning: None,
             devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
             opened: BTreeMap::new(),
-            coming: Vec::new(),
-            roll: Roll::default(),
+            pending: Vec::new(),
+            device_list: SharedDeviceList::default(),
             gate: Arc::clone(&gate),
             backend: Backend::Type1,
             space: None,

@@ -7,22 +7,22 @@
 //! behind them takes. What becomes of the VM is decided before, and happens on the VMM thread after.
 
 use super::inbox::Message;
-use super::snapshot::Fill;
+use super::snapshot::MemoryFill;
 use super::starting::{Start, refuse};
 use super::threads::spawn_with;
-use super::{Next, Pages, RunError, Vm, Vmm, emit};
+use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, emit};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::VmConfig;
 use crate::control::describe;
 use crate::events;
-use crate::machine::{Consoles, KeptDisks, KeptOverReboot, Machine};
+use crate::machine::{Consoles, LockedImages, Machine, RebootLocks};
 use crate::options::ExitReason;
 
 /// What becomes of the VM when its machine has ended.
 pub enum After {
     /// It stays as it was asked to be.
-    Idle {
+    Created {
         /// What it was asked to be.
         config: Box<VmConfig>,
         /// The request; none if the guest did it by itself.
@@ -37,7 +37,7 @@ pub enum After {
         /// Clients that are attached to them stay so.
         consoles: Consoles,
         /// What no other VM can have in between.
-        kept: Box<KeptOverReboot>,
+        locks: Box<RebootLocks>,
         /// The request; none if the guest did it by itself.
         responder: Option<Responder>,
     },
@@ -46,7 +46,7 @@ pub enum After {
 }
 
 /// A machine that ends.
-pub struct Down {
+pub struct Teardown {
     /// Its description.
     pub info: Box<VmInfo>,
     /// Its consoles, for a process that ends without it.
@@ -57,14 +57,14 @@ pub struct Down {
 impl After {
     fn name(&self) -> &'static str {
         match self {
-            Self::Idle { .. } | Self::End(_) => "vm-shutdown",
+            Self::Created { .. } | Self::End(_) => "vm-shutdown",
             Self::Deleted(_) => "vm-delete",
             Self::Reboot { .. } => "vm-reboot",
         }
     }
 }
 
-impl Down {
+impl Teardown {
     /// Tells that the VM does not come back, if it was to.
     pub fn tell_failed(&self) {
         if matches!(self.after, After::Reboot { .. }) {
@@ -92,7 +92,7 @@ impl Vmm {
 
     fn shutdown_live(&mut self, responder: Option<Responder>) -> Next {
         match self.lasting_config() {
-            Ok(config) => self.take_down(After::Idle { config, responder }),
+            Ok(config) => self.tear_down(After::Created { config, responder }),
             Err(error) => refuse(responder, error, RunError::Shutdown),
         }
     }
@@ -104,12 +104,12 @@ impl Vmm {
             Err(error) => return refuse(responder, error, RunError::Reboot),
         };
         emit("rebooting");
-        let Vm::Live(machine) = &mut self.vm else { return Next::Continue };
+        let VmLifecycle::Live(machine) = &mut self.vm else { return Next::Continue };
         let (consoles, files) = (machine.consoles().clone(), machine.ram().locked_files());
-        let mut disks = machine.keep_disks();
+        let mut disks = machine.take_locked_images();
         let going = disks.not_in(&config);
-        let kept = Box::new(KeptOverReboot { disks, files });
-        self.take_down_with(After::Reboot { config, consoles, kept, responder }, going)
+        let locks = Box::new(RebootLocks { disks, files });
+        self.tear_down_with(After::Reboot { config, consoles, locks, responder }, going)
     }
 
     fn lasting_config(&mut self) -> Result<Box<VmConfig>, ApiError> {
@@ -125,14 +125,14 @@ impl Vmm {
     }
 
     /// Begins to end the live machine.
-    pub(super) fn take_down(&mut self, after: After) -> Next {
-        self.take_down_with(after, KeptDisks::default())
+    pub(super) fn tear_down(&mut self, after: After) -> Next {
+        self.tear_down_with(after, LockedImages::default())
     }
 
     /// The same, with what it has no more and no machine after it gets.
-    fn take_down_with(&mut self, after: After, going: KeptDisks) -> Next {
-        let machine = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Live(machine) => machine,
+    fn tear_down_with(&mut self, after: After, going: LockedImages) -> Next {
+        let machine = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Live(machine) => machine,
             other => {
                 self.vm = other;
                 return Next::Continue;
@@ -141,10 +141,10 @@ impl Vmm {
         let info = Box::new(describe::of_machine(&machine));
         let consoles = machine.consoles().clone();
         let name = after.name();
-        self.vm = Vm::Down(Down { info, consoles, after });
+        self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after });
         let mailer = self.mailer.clone();
         let load = (machine, self.filling.take(), going);
-        let end = |(machine, filling, going): (Box<Machine>, Option<Fill>, KeptDisks)| {
+        let end = |(machine, filling, going): (Box<Machine>, Option<MemoryFill>, LockedImages)| {
             drop(machine);
             // What was brought in for it is not needed any more.
             if let Some(filling) = filling {
@@ -154,52 +154,52 @@ impl Vmm {
         };
         let spawned = spawn_with(name, load, move |load| {
             end(load);
-            mailer.send(Message::IsDown);
+            mailer.send(Message::TornDown);
         });
         match spawned {
             Ok(_detached) => Next::Continue,
             Err((load, error)) => {
                 log::warn!("the VMM waits for the devices itself: {error}");
                 end(load);
-                self.is_down()
+                self.torn_down()
             }
         }
     }
 
     /// Gives back what was kept for a machine that does not come, and goes on ending then.
-    fn give_back(
+    fn release_locks(
         &mut self,
-        kept: KeptOverReboot,
+        locks: RebootLocks,
         (info, consoles): (Box<VmInfo>, Consoles),
     ) -> Next {
-        self.vm = Vm::Down(Down { info, consoles, after: After::End(None) });
+        self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after: After::End(None) });
         let mailer = self.mailer.clone();
-        let spawned = spawn_with("vm-shutdown", kept, move |kept| {
-            drop(kept);
-            mailer.send(Message::IsDown);
+        let spawned = spawn_with("vm-shutdown", locks, move |locks| {
+            drop(locks);
+            mailer.send(Message::TornDown);
         });
         match spawned {
             Ok(_detached) => Next::Continue,
-            Err((kept, _)) => {
-                drop(kept);
-                self.is_down()
+            Err((locks, _)) => {
+                drop(locks);
+                self.torn_down()
             }
         }
     }
 
     /// The machine has ended.
-    pub(super) fn is_down(&mut self) -> Next {
-        let down = match std::mem::replace(&mut self.vm, Vm::None) {
-            Vm::Down(down) => down,
+    pub(super) fn torn_down(&mut self) -> Next {
+        let teardown = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::TearingDown(teardown) => teardown,
             other => {
                 self.vm = other;
                 return Next::Continue;
             }
         };
         let mut next = Next::Continue;
-        match down.after {
-            After::Idle { config, responder } => {
-                self.vm = Vm::Idle(config);
+        match teardown.after {
+            After::Created { config, responder } => {
+                self.vm = VmLifecycle::Created(config);
                 emit("shutdown");
                 match responder {
                     Some(responder) => responder.answer(Ok(ApiReply::Empty)),
@@ -213,16 +213,16 @@ impl Vmm {
                 emit("deleted");
                 responder.answer(Ok(ApiReply::Empty));
             }
-            After::Reboot { kept, responder, .. } if self.ending.is_some() => {
+            After::Reboot { locks, responder, .. } if self.ending.is_some() => {
                 tell_failed_reboot();
                 if let Some(responder) = responder {
                     responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, TOLD_TO_END)));
                 }
-                return self.give_back(*kept, (down.info, down.consoles));
+                return self.release_locks(*locks, (teardown.info, teardown.consoles));
             }
-            After::Reboot { config, consoles, kept, responder } => {
-                let start = Start::Reboot { consoles, kept };
-                return self.start(start, config, down.info, responder);
+            After::Reboot { config, consoles, locks, responder } => {
+                let start = Start::Reboot { consoles, locks };
+                return self.start(start, config, teardown.info, responder);
             }
             After::End(error) => {
                 emit("shutdown");
@@ -241,11 +241,11 @@ impl Vmm {
     /// pages are not all here is never taken apart: a thread that waits for one must not see anything else
     /// in its place, or a disk would be written with it. The end of the process ends them all.
     pub(super) fn end_with_machine(&mut self, error: Option<RunError>) -> Next {
-        if matches!(self.pages, Pages::Here) {
-            return self.take_down(After::End(error));
+        if matches!(self.pages, GuestPages::Resident) {
+            return self.tear_down(After::End(error));
         }
-        let machine = std::mem::replace(&mut self.vm, Vm::None);
-        let waiting = std::mem::replace(&mut self.pages, Pages::Here);
+        let machine = std::mem::replace(&mut self.vm, VmLifecycle::None);
+        let waiting = std::mem::replace(&mut self.pages, GuestPages::Resident);
         std::mem::forget((machine, waiting));
         emit("shutdown");
         match error {

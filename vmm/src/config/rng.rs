@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The entropy device (`--rng`).
+//!
+//! Owns its definition.
+
+use std::path::PathBuf;
+
+use super::codec::{File, Id, Int, One, Opt, Toggle};
+use super::family::option_family;
+
+option_family! {
+    /// The entropy device.
+    RngConfig "rng" {
+        /// Name of the device.
+        id: Option<String> = None, "id" as Opt<Id>;
+        /// PCI segment.
+        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        /// PCI device number.
+        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
+        /// Behind the virtual IOMMU.
+        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        /// Source of entropy.
+        src: PathBuf = PathBuf::from("/dev/urandom"), "src" as One<File>, required_json();
+    }
+}
