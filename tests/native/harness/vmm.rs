@@ -227,7 +227,8 @@ impl Vmm {
         let guest = self.attach();
         guest
             .wait_until("the workload", GUEST_PATIENCE, |status| {
-                let filled = status.known().all(|vcpu| vcpu.state != "prefill");
+                // A vCPU is off until it has read its parameters, which the first one does not wait for.
+                let filled = status.known().all(|vcpu| !["off", "prefill"].contains(&vcpu.state));
                 status.stage == "running" && status.complete() && filled
             })
             .unwrap_or_else(|error| panic!("{error}\n{}", self.output()));
