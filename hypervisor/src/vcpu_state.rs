@@ -121,7 +121,7 @@ pub enum VcpuStateError {
     Version(u32),
     /// It has what its version does not know.
     #[error("vCPU state of version {version} has {what}, which came with a later version")]
-    BeforeItsTime {
+    NotInVersion {
         /// Its version.
         version: u32,
         /// What is in it.
@@ -216,7 +216,7 @@ impl VcpuState {
             return Err(VcpuStateError::Version(self.version));
         }
         if let (Some(what), version @ 1) = (self.beyond_version_1(), self.version) {
-            return Err(VcpuStateError::BeforeItsTime { version, what });
+            return Err(VcpuStateError::NotInVersion { version, what });
         }
         at_most("CPUID leaves", self.cpuid.len(), KVM_MAX_CPUID_ENTRIES)?;
         at_most("model-specific registers", self.msrs.len(), MSRS_MAX)?;

@@ -64,7 +64,7 @@ fn version_1_has_nothing_that_came_later() {
     // A program of that time knows no such field, and refuses such a flag of events.
     assert!(!serde_json::to_string(&old).unwrap().contains("ssp"));
     let refused = |state: VcpuState| match state.check() {
-        Err(VcpuStateError::BeforeItsTime { version: 1, what }) => what,
+        Err(VcpuStateError::NotInVersion { version: 1, what }) => what,
         other => panic!("{other:?}"),
     };
     assert_eq!(refused(VcpuState { ssp: Some(0), ..old.clone() }), "a shadow-stack pointer");

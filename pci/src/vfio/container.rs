@@ -20,8 +20,8 @@ use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
 use super::mapping::BarMapping;
-use super::peers::PeerTarget;
-use super::space::{DmaSpace, OpenedFunction, Piece};
+use super::p2p::P2pTarget;
+use super::space::{DmaSpace, Mapping, OpenedFunction};
 use super::sysfs::{HostPlace, SysfsFunction};
 use crate::locks::lock;
 
@@ -69,7 +69,7 @@ impl DmaSpace for Type1Container {
         Arc::clone(&self.ram)
     }
 
-    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn PeerTarget>> {
+    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>> {
         Some(self)
     }
 }
@@ -83,7 +83,7 @@ fn errno_of(error: IoctlError) -> io::Error {
     }
 }
 
-impl PeerTarget for Type1Container {
+impl P2pTarget for Type1Container {
     fn map_bar(&self, gpa: u64, memory: &BarMapping) -> io::Result<()> {
         let len = usize::try_from(memory.len_bytes()).map_err(io::Error::other)?;
         // SAFETY: the address and the length are those of one mapping of device memory, which nothing in
@@ -121,7 +121,7 @@ impl DmaTarget for Type1Container {
     }
 
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
-        let Piece { gpa, len, address } = Piece::of(&self.ram, region, range)?;
+        let Mapping { gpa, len, address } = Mapping::of(&self.ram, region, range)?;
         // SAFETY: the range lies in a region of `self.ram`, which outlives the container and so its
         // mappings (this value and every function opened in it hold it). Guest RAM is reached only by
         // volatile and atomic accesses and by system calls: vCPUs write to it at any time, too.

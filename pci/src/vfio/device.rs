@@ -6,7 +6,7 @@
 //! still there for the guest. The write that would let it reach memory waits at the gate; when memory
 //! will not be mapped, the function is gone for the guest, as if pulled out.
 //!
-//! Locks: configuration, then BARs or interrupts, then those of [`PeerBars`]. None is held at the gate by a
+//! Locks: configuration, then BARs or interrupts, then those of [`P2pBars`]. None is held at the gate by a
 //! vCPU. Whether the function is gone is looked at again under the lock of the configuration before anything
 //! is written to the host, and what takes it from the guest passes through that lock after it has set the
 //! mark: a write either came before that, or never reaches the host.
@@ -22,14 +22,14 @@ use log::{error, warn};
 
 use super::bars::{self, MsixRanges};
 use super::config::{MsiLayout, MsixLayout, ShadowConfig};
+use super::device_events::DeviceEvents;
 use super::error::VfioError;
 use super::gate::DmaGate;
 use super::host::{HostFunction, InterruptKind};
 use super::interrupts::{Interrupts, IntxLine};
 use super::mapping::BarMapping;
 use super::migration::{INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, VFIO_STATE_VERSION};
-use super::notices::Notices;
-use super::peers::{Peer, PeerBars};
+use super::p2p::{P2pBars, Peer};
 use crate::bar::{BarDecode, BarDescription, BarKind, MapError};
 use crate::config_space::register;
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
@@ -68,7 +68,7 @@ pub struct VfioWiring<'a> {
     /// BARs that every access to leaves the guest, by their indexes.
     pub trapped_bars: Vec<u8>,
     /// The functions that are to reach its BARs by DMA, and it theirs.
-    pub peers: Option<Arc<PeerBars>>,
+    pub peers: Option<Arc<P2pBars>>,
 }
 
 /// A part of a BAR that the guest may reach directly.
@@ -213,7 +213,7 @@ impl VfioPciDevice {
     ///
     /// # Errors
     /// The host refuses.
-    pub fn report_to(&self, notices: &Notices) -> Result<(), VfioError> {
+    pub fn report_to(&self, notices: &DeviceEvents) -> Result<(), VfioError> {
         notices.watch(&self.id, self.host.as_ref())
     }
 

@@ -20,12 +20,12 @@ use vmm_sys_util::tempfile::TempFile;
 use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::gate::DmaGate;
-use super::host::{HostBar, HostFunction, HostNotice, InterruptKind};
+use super::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
 use super::limits::DmaLimits;
 use super::mapping::BarMapping;
 use super::migration::fakes::FakeMigration;
 use super::migration::{DeviceState, MigrationPort, MigrationSupport};
-use super::peers::PeerTarget;
+use super::p2p::P2pTarget;
 use super::{BarSlots, IntxLine};
 use crate::bar::MapError;
 use crate::config_space::register;
@@ -49,7 +49,7 @@ pub struct FakeFunction {
     connected: Mutex<Option<(InterruptKind, usize)>>,
     resample: Mutex<bool>,
     violations: Mutex<Vec<String>>,
-    notices: Mutex<BTreeMap<HostNotice, File>>,
+    notices: Mutex<BTreeMap<DeviceEvent, File>>,
     is_silent: AtomicBool,
     /// Has no eventfd by which the pin is unmasked.
     pub never_resamples: AtomicBool,
@@ -144,7 +144,7 @@ impl FakeFunction {
     }
 
     /// Tells what a host would; false if nobody is connected to hear it.
-    pub fn tell(&self, notice: HostNotice) -> bool {
+    pub fn tell(&self, notice: DeviceEvent) -> bool {
         let notices = lock(&self.notices);
         notices.get(&notice).is_some_and(|mut event| event.write_all(&1_u64.to_ne_bytes()).is_ok())
     }
@@ -266,7 +266,11 @@ impl HostFunction for FakeFunction {
         Ok(())
     }
 
-    fn connect_notice(&self, notice: HostNotice, event: BorrowedFd<'_>) -> Result<bool, VfioError> {
+    fn connect_device_event(
+        &self,
+        notice: DeviceEvent,
+        event: BorrowedFd<'_>,
+    ) -> Result<bool, VfioError> {
         if self.is_silent.load(Ordering::Relaxed) {
             return Ok(false);
         }
@@ -467,7 +471,7 @@ impl DmaTarget for FakeTarget {
 }
 
 /// An IOMMU that takes device memory which the guest reaches, and no other.
-pub struct FakePeers {
+pub struct FakeP2p {
     pub slots: Arc<FakeSlots>,
     pub gate: Arc<DmaGate>,
     pub entries: Option<u64>,
@@ -480,7 +484,7 @@ pub struct FakePeers {
     violations: Mutex<Vec<String>>,
 }
 
-impl FakePeers {
+impl FakeP2p {
     pub fn new(slots: Arc<FakeSlots>, gate: Arc<DmaGate>) -> Self {
         Self {
             slots,
@@ -515,7 +519,7 @@ impl FakePeers {
     }
 }
 
-impl PeerTarget for FakePeers {
+impl P2pTarget for FakeP2p {
     fn map_bar(&self, gpa: u64, memory: &BarMapping) -> io::Result<()> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let range = gpa..gpa.saturating_add(memory.len_bytes());

@@ -24,7 +24,7 @@ use vfio_ioctls::{VfioDevice, VfioRegionInfoCap};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::error::VfioError;
-use super::host::{HostBar, HostFunction, HostNotice, InterruptKind};
+use super::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
 use super::mapping::BarMapping;
 use super::space::{DmaSpace, OpenedFunction};
 use super::sysfs::HostPlace;
@@ -209,10 +209,14 @@ impl HostFunction for VfioFunction {
             .map_err(Self::refused("unmask the interrupt pin".to_owned()))
     }
 
-    fn connect_notice(&self, notice: HostNotice, event: BorrowedFd<'_>) -> Result<bool, VfioError> {
+    fn connect_device_event(
+        &self,
+        notice: DeviceEvent,
+        event: BorrowedFd<'_>,
+    ) -> Result<bool, VfioError> {
         let index = match notice {
-            HostNotice::Failed => VFIO_PCI_ERR_IRQ_INDEX,
-            HostNotice::WantedBack => VFIO_PCI_REQ_IRQ_INDEX,
+            DeviceEvent::Failed => VFIO_PCI_ERR_IRQ_INDEX,
+            DeviceEvent::WantedBack => VFIO_PCI_REQ_IRQ_INDEX,
         };
         if self.device.get_irq_info(index).is_none_or(|info| info.count == 0) {
             return Ok(false);

@@ -17,8 +17,8 @@ use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
 use devices::bus::BusDevice as _;
 
-use super::fakes::{FakeFunction, FakeLine, FakePeers, FakeSlots};
-use super::{DmaGate, HostFunction, PeerBars, VfioPciDevice, VfioWiring};
+use super::fakes::{FakeFunction, FakeLine, FakeP2p, FakeSlots};
+use super::{DmaGate, HostFunction, P2pBars, VfioPciDevice, VfioWiring};
 
 const PORTS: MmioRange = MmioRange { start_gpa: 0x1000, len_bytes: 0xf000 };
 const WINDOWS: MmioWindows = MmioWindows {
@@ -70,8 +70,8 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     let Ok(host) = FakeFunction::new(config, Arc::clone(&gate)) else { return };
     let slots = Arc::new(FakeSlots::default());
     let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
-    let iommu = Arc::new(FakePeers::new(Arc::clone(&slots), Arc::clone(&gate)));
-    let peers = PeerBars::new(iommu.clone());
+    let iommu = Arc::new(FakeP2p::new(Arc::clone(&slots), Arc::clone(&gate)));
+    let peers = P2pBars::new(iommu.clone());
     // Another function, so that it matters.
     let _other = peers.join("other");
     drive(&host, &slots, &mapper, (&gate, &peers), input);
@@ -128,7 +128,7 @@ fn drive(
     host: &Arc<FakeFunction>,
     slots: &Arc<FakeSlots>,
     mapper: &Arc<FakeMapper>,
-    (gate, peers): (&Arc<DmaGate>, &Arc<PeerBars>),
+    (gate, peers): (&Arc<DmaGate>, &Arc<P2pBars>),
     mut input: &[u8],
 ) {
     let line = std::fs::File::open("/dev/null").ok();

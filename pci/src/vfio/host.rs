@@ -27,7 +27,7 @@ pub enum InterruptKind {
 
 /// What the host tells of a function by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum HostNotice {
+pub enum DeviceEvent {
     /// It has failed beyond repair.
     Failed,
     /// The host wants it back, and waits for it.
@@ -87,7 +87,11 @@ pub trait HostFunction: MigrationPort {
     ///
     /// # Errors
     /// The host refuses.
-    fn connect_notice(&self, notice: HostNotice, event: BorrowedFd<'_>) -> Result<bool, VfioError>;
+    fn connect_device_event(
+        &self,
+        notice: DeviceEvent,
+        event: BorrowedFd<'_>,
+    ) -> Result<bool, VfioError>;
     /// Lets it interrupt in that way no more.
     ///
     /// # Errors

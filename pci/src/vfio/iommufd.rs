@@ -31,9 +31,9 @@ use vfio_ioctls::{VfioDevice, VfioError as IoctlError, VfioIommufd};
 use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
-use super::peers::PeerTarget;
+use super::p2p::P2pTarget;
 use super::prepinned::mapped_pieces;
-use super::space::{DmaSpace, OpenedFunction, Piece};
+use super::space::{DmaSpace, Mapping, OpenedFunction};
 use super::sysfs::{HostPlace, SysfsFunction, is_node_of};
 use crate::locks::lock;
 
@@ -114,7 +114,7 @@ impl IommufdSpace {
     }
 
     /// Maps a piece by the file that it is in; false if the kernel cannot do that.
-    fn map_file(&self, region: &RamRegion, start: u64, piece: &Piece) -> io::Result<bool> {
+    fn map_file(&self, region: &RamRegion, start: u64, piece: &Mapping) -> io::Result<bool> {
         let Some(file) = region.file().filter(|_| self.maps_files.load(Ordering::Relaxed)) else {
             return Ok(false);
         };
@@ -134,7 +134,7 @@ impl IommufdSpace {
         }
     }
 
-    fn map_address(&self, piece: &Piece) -> io::Result<()> {
+    fn map_address(&self, piece: &Mapping) -> io::Result<()> {
         // The piece lies in a region of `self.ram`, which outlives the address space and so its mappings
         // (this value and every function opened in it hold it). Guest RAM is reached only by volatile and
         // atomic accesses and by system calls: vCPUs write to it at any time, too.
@@ -244,14 +244,14 @@ impl DmaSpace for IommufdSpace {
     }
 
     /// Device memory has no pages that `IOMMU_IOAS_MAP` could pin: every kernel refuses it.
-    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn PeerTarget>> {
+    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>> {
         None
     }
 }
 
 impl DmaTarget for IommufdSpace {
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
-        let piece = Piece::of(&self.ram, region, range)?;
+        let piece = Mapping::of(&self.ram, region, range)?;
         if !self.map_file(region, range.start, &piece)? {
             self.map_address(&piece)?;
         }

@@ -12,7 +12,7 @@
 //!   interrupt    <── irqfd of a vector <── eventfd <── HostFunction
 //!   DMA          ──> guest memory that Pinning has mapped through a DmaTarget, in Pieces; the target is
 //!                    a DmaSpace: Type1Container or IommufdSpace
-//!                ──> BARs of the VM's other functions that PeerBars has mapped through a PeerTarget
+//!                ──> BARs of the VM's other functions that P2pBars has mapped through a P2pTarget
 //! ```
 //!
 //! The kernel clears Bus Master Enable when it opens a function, and DMA needs it. So the guest may
@@ -24,7 +24,9 @@ mod capabilities;
 mod config;
 mod container;
 mod device;
+mod device_events;
 mod dma;
+mod dma_map;
 mod error;
 mod express;
 #[doc(hidden)]
@@ -40,9 +42,7 @@ mod limits;
 mod mapping;
 pub mod migration;
 mod msi;
-mod notices;
-mod peers;
-mod pieces;
+mod p2p;
 mod pinning;
 #[cfg(test)]
 mod pinning_tests;
@@ -55,19 +55,19 @@ mod unmasking;
 
 pub use container::Type1Container;
 pub use device::{BarSlots, VFIO_PCI_KIND, VfioPciDevice, VfioWiring};
+pub use device_events::{DeviceEvents, OnDeviceEvent};
 pub use dma::{DmaTarget, GuestRamPopulator, Help, Populating, Populator};
+pub use dma_map::{DmaMap, OnLost};
 pub use error::{PinError, VfioError};
 pub use function::VfioFunction;
 pub use gate::{DmaGate, GateClosed};
-pub use host::{HostBar, HostFunction, HostNotice, InterruptKind};
+pub use host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
 pub use interrupts::IntxLine;
 pub use iommufd::IommufdSpace;
 pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
 pub use migration::INTEGRATED_ENDPOINT_VERSION;
-pub use notices::{Notices, OnNotice};
-pub use peers::{Peer, PeerBars, PeerTarget};
-pub use pieces::{OnLost, Pieces};
+pub use p2p::{P2pBars, P2pTarget, Peer};
 pub use pinning::{Abandonment, PinProgress, PinState, Pinning};
 pub use prepinned::mapped_pieces;
 pub use space::{DmaSpace, OpenedFunction};

@@ -13,9 +13,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::dma::{Populating, Populator};
+use super::dma_map::DmaMap;
 use super::error::PinError;
 use super::gate::DmaGate;
-use super::pieces::Pieces;
 use crate::locks::lock;
 
 /// How far it is.
@@ -42,7 +42,7 @@ pub struct PinProgress {
 
 struct Shared {
     total_bytes: u64,
-    pieces: Arc<Pieces>,
+    dma_map: Arc<DmaMap>,
     stop: AtomicBool,
     state: Mutex<PinState>,
     gate: Arc<DmaGate>,
@@ -65,17 +65,17 @@ impl Pinning {
     /// # Errors
     /// A limit that is too low, or no thread.
     pub fn start(
-        pieces: Arc<Pieces>,
+        dma_map: Arc<DmaMap>,
         populator: Arc<dyn Populator>,
         gate: Arc<DmaGate>,
         gives_way: bool,
         on_end: OnEnd,
     ) -> Result<Self, PinError> {
-        Self::check(&pieces, populator.as_ref())?;
+        Self::check(&dma_map, populator.as_ref())?;
         let (total_bytes, _) = populator.total_bytes();
         let shared = Arc::new(Shared {
             total_bytes,
-            pieces,
+            dma_map,
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
             gate,
@@ -90,12 +90,12 @@ impl Pinning {
     }
 
     /// All memory of `pieces` is mapped: the gate is open, and nothing remains to be done.
-    pub fn complete(pieces: Arc<Pieces>, gate: Arc<DmaGate>, on_end: OnEnd) -> Self {
+    pub fn complete(dma_map: Arc<DmaMap>, gate: Arc<DmaGate>, on_end: OnEnd) -> Self {
         gate.open();
         let state = PinState::Pinned(Duration::ZERO);
         let shared = Arc::new(Shared {
-            total_bytes: pieces.mapped_bytes(),
-            pieces,
+            total_bytes: dma_map.mapped_bytes(),
+            dma_map,
             stop: AtomicBool::new(false),
             state: Mutex::new(state.clone()),
             gate,
@@ -109,17 +109,17 @@ impl Pinning {
     ///
     /// # Errors
     /// The one that is too low.
-    pub fn check(pieces: &Pieces, populator: &dyn Populator) -> Result<(), PinError> {
+    pub fn check(dma_map: &DmaMap, populator: &dyn Populator) -> Result<(), PinError> {
         let (total_bytes, counted_bytes) = populator.total_bytes();
-        let entries = populator.chunks(pieces.piece_bytes());
-        pieces.target().limits().check(entries, total_bytes, counted_bytes)
+        let entries = populator.chunks(dma_map.piece_bytes());
+        dma_map.target().limits().check(entries, total_bytes, counted_bytes)
     }
 
     /// How far it is.
     pub fn progress(&self) -> PinProgress {
-        let Shared { total_bytes, pieces, state, .. } = &*self.shared;
-        let lost = pieces.lost().map(PinState::Failed);
-        let pinned_bytes = pieces.mapped_bytes();
+        let Shared { total_bytes, dma_map, state, .. } = &*self.shared;
+        let lost = dma_map.lost().map(PinState::Failed);
+        let pinned_bytes = dma_map.mapped_bytes();
         PinProgress {
             pinned_bytes,
             // A guest may have got more memory since.
@@ -150,7 +150,7 @@ impl Pinning {
     pub fn cancel(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.gate.fail("the VM ends");
-        self.shared.pieces.close();
+        self.shared.dma_map.close();
     }
 }
 
@@ -169,12 +169,12 @@ impl Abandonment {
         let reason = failed.as_ref().unwrap_or(reason);
         self.0.stop.store(true, Ordering::Relaxed);
         self.0.gate.fail(reason);
-        self.0.pieces.lose(reason);
+        self.0.dma_map.lose(reason);
     }
 
     /// Unmaps and unpins everything, after [`begin`](Self::begin). No function may reach memory.
     pub fn unmap(&self) {
-        self.0.pieces.unmap_lost();
+        self.0.dma_map.unmap_lost();
     }
 }
 
@@ -183,7 +183,7 @@ impl Drop for Pinning {
         self.cancel();
         // The failure of something that nobody wants any more.
         let _ = self.wait();
-        self.shared.pieces.settle();
+        self.shared.dma_map.settle();
     }
 }
 
@@ -227,14 +227,14 @@ impl Shared {
         let (shared, kept) = (Arc::clone(self), Arc::new(Mutex::new(Vec::new())));
         let keep = Arc::clone(&kept);
         populator.populate(Populating {
-            chunk_bytes: self.pieces.chunk_bytes(),
+            chunk_bytes: self.dma_map.chunk_bytes(),
             on_chunk: Arc::new(move |region, range| {
                 shared.go_on()?;
-                if shared.pieces.target().maps_last(region) {
+                if shared.dma_map.target().maps_last(region) {
                     lock(&keep).push((region.gpa(), range));
                     return Ok(());
                 }
-                Ok(shared.pieces.map(region, &range)?)
+                Ok(shared.dma_map.map(region, &range)?)
             }),
             gives_way: self.gives_way,
             begun: &|help| {
@@ -246,11 +246,11 @@ impl Shared {
         for (gpa, range) in std::mem::take(&mut *lock(&kept)) {
             self.go_on()?;
             if let Some(region) = populator.regions().iter().find(|region| region.gpa() == gpa) {
-                self.pieces.map(region, &range)?;
+                self.dma_map.map(region, &range)?;
             }
         }
         // What was left out, such as memory whose contents are still to arrive, is not mapped.
-        let is_whole = self.pieces.mapped_bytes() == self.total_bytes;
+        let is_whole = self.dma_map.mapped_bytes() == self.total_bytes;
         if is_whole { Ok(()) } else { Err(PinError::Cancelled) }
     }
 }

@@ -25,8 +25,8 @@ fn ram(len_bytes: u64) -> Arc<GuestRam> {
     Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
 }
 
-fn pieces(target: Arc<FakeTarget>, populator: &GuestRamPopulator) -> Arc<Pieces> {
-    Pieces::plan(target, populator, false, Box::new(|reason| panic!("{reason}")))
+fn dma_map(target: Arc<FakeTarget>, populator: &GuestRamPopulator) -> Arc<DmaMap> {
+    DmaMap::plan(target, populator, false, Box::new(|reason| panic!("{reason}")))
 }
 
 fn start(
@@ -35,8 +35,8 @@ fn start(
     gate: &Arc<DmaGate>,
 ) -> Result<Pinning, PinError> {
     let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
-    let pieces = pieces(Arc::new(target), &populator);
-    Pinning::start(pieces, populator, Arc::clone(gate), true, Box::new(|_| {}))
+    let dma_map = dma_map(Arc::new(target), &populator);
+    Pinning::start(dma_map, populator, Arc::clone(gate), true, Box::new(|_| {}))
 }
 
 /// Ranges that follow each other as one.
@@ -69,8 +69,8 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
     let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
     let (told, end) = mpsc::channel();
     let on_end = Box::new(move |state: &PinState| told.send(state.clone()).unwrap());
-    let pieces = pieces(target.clone(), &populator);
-    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), false, on_end).unwrap();
+    let dma_map = dma_map(target.clone(), &populator);
+    let mut pinning = Pinning::start(dma_map, populator, Arc::clone(&gate), false, on_end).unwrap();
     gate.wait().unwrap();
     assert!(matches!(end.recv_timeout(PATIENCE), Ok(PinState::Pinned(_))));
     pinning.wait().unwrap();
@@ -126,9 +126,9 @@ impl Populator for Watched {
 fn who_waits_at_the_gate_helps() {
     let (ram, gate) = (ram(4 * MIB), Arc::new(DmaGate::default()));
     let populator = Watched::new(&ram, true);
-    let pieces = pieces(Arc::default(), &populator.inner);
+    let dma_map = dma_map(Arc::default(), &populator.inner);
     let on_end = Box::new(|_: &PinState| {});
-    let _pinning = Pinning::start(pieces, populator, Arc::clone(&gate), true, on_end).unwrap();
+    let _pinning = Pinning::start(dma_map, populator, Arc::clone(&gate), true, on_end).unwrap();
     gate.wait().unwrap();
     assert!(gate.is_open());
 }
@@ -145,9 +145,9 @@ fn what_is_mapped_last_waits_for_all_memory() {
     });
     let target =
         Arc::new(FakeTarget { maps_last: true, before: Some(before), ..FakeTarget::default() });
-    let pieces = pieces(target.clone(), &populator.inner);
+    let dma_map = dma_map(target.clone(), &populator.inner);
     let on_end = Box::new(|_: &PinState| {});
-    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), false, on_end).unwrap();
+    let mut pinning = Pinning::start(dma_map, populator, Arc::clone(&gate), false, on_end).unwrap();
     pinning.wait().unwrap();
     assert!(gate.is_open());
     let of_region = |region: &Arc<RamRegion>| region.gpa()..region.gpa() + region.len_bytes();
@@ -191,9 +191,9 @@ fn memory_that_no_function_needs_is_unmapped_and_nobody_waits_for_it() {
         ..FakeTarget::default()
     });
     let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
-    let pieces = pieces(target.clone(), &populator);
+    let dma_map = dma_map(target.clone(), &populator);
     let on_end = Box::new(|_: &PinState| panic!("the end of it is known already"));
-    let mut pinning = Pinning::start(pieces, populator, Arc::clone(&gate), true, on_end).unwrap();
+    let mut pinning = Pinning::start(dma_map, populator, Arc::clone(&gate), true, on_end).unwrap();
     at_map.recv_timeout(PATIENCE).unwrap();
     let guest = {
         let gate = Arc::clone(&gate);

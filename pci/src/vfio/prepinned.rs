@@ -54,7 +54,7 @@ mod tests {
 
     use super::*;
     use crate::vfio::fakes::FakeTarget;
-    use crate::vfio::{DmaGate, Pieces, PinState, Pinning};
+    use crate::vfio::{DmaGate, DmaMap, PinState, Pinning};
 
     const MIB: u64 = 1 << 20;
     const LAYOUT: RamLayout = RamLayout { hole_start: 4 * MIB, hole_end: 8 * MIB, end: 1 << 40 };
@@ -92,9 +92,9 @@ mod tests {
     #[test]
     fn what_is_mapped_is_compared_with_the_memory() {
         let ram_of_pool = ram(true);
-        let pieces = mapped_pieces(&ram_of_pool, &grant()).unwrap();
+        let mapped = mapped_pieces(&ram_of_pool, &grant()).unwrap();
         let all = [0, 1, 2, 3, 8, 9].map(|at| (at * MIB, MIB));
-        assert_eq!(pieces.into_iter().collect::<Vec<_>>(), all);
+        assert_eq!(mapped.into_iter().collect::<Vec<_>>(), all);
         assert!(mapped_pieces(&ram(false), &grant()).is_err(), "not the pool's memory");
         let changes: [fn(&mut PinnedGrant); 4] = [
             |grant| grant.regions[1].gpa += MIB,
@@ -114,11 +114,11 @@ mod tests {
         let target = Arc::new(FakeTarget::default());
         let mapped = mapped_pieces(&ram(true), &grant()).unwrap();
         let no_loss = Box::new(|reason: &Arc<str>| panic!("{reason}"));
-        let pieces = Pieces::prepinned(target.clone(), mapped, MIB, no_loss);
+        let dma_map = DmaMap::prepinned(target.clone(), mapped, MIB, no_loss);
         let gate = Arc::new(DmaGate::default());
         let (told, tell) = std::sync::mpsc::channel();
         let on_end = Box::new(move |state: &PinState| told.send(state.clone()).unwrap());
-        let mut pinning = Pinning::complete(pieces, Arc::clone(&gate), on_end);
+        let mut pinning = Pinning::complete(dma_map, Arc::clone(&gate), on_end);
         assert!(gate.is_open() && pinning.wait().is_ok());
         let progress = pinning.progress();
         assert_eq!((progress.pinned_bytes, progress.total_bytes), (6 * MIB, 6 * MIB));

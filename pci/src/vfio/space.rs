@@ -15,7 +15,7 @@ use vfio_ioctls::VfioDevice;
 
 use super::dma::DmaTarget;
 use super::error::VfioError;
-use super::peers::PeerTarget;
+use super::p2p::P2pTarget;
 use super::sysfs::HostPlace;
 
 /// One IOMMU address space for all passed-through functions of a VM.
@@ -28,7 +28,7 @@ pub trait DmaSpace: DmaTarget {
     /// The memory that may be mapped in it. Whoever holds a function of the space holds this, too.
     fn memory(&self) -> Arc<GuestRam>;
     /// The same as what takes device memory beside it, if it does.
-    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn PeerTarget>>;
+    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>>;
 }
 
 /// A function in a space. It leaves it when it is dropped.
@@ -40,13 +40,13 @@ pub struct OpenedFunction {
 }
 
 /// A checked part of guest memory.
-pub(super) struct Piece {
+pub(super) struct Mapping {
     pub gpa: u64,
     pub len: usize,
     pub address: *mut u8,
 }
 
-impl Piece {
+impl Mapping {
     /// `range` of `region`, which is one of `ram`.
     ///
     /// # Errors
@@ -83,8 +83,8 @@ mod tests {
     fn memory_of_another_vm_is_none() {
         let (ours, theirs) = (ram(), ram());
         let range = 0..MIB;
-        assert!(Piece::of(&ours, &ours.regions()[1], &range).is_ok());
-        assert!(Piece::of(&ours, &theirs.regions()[1], &range).is_err());
+        assert!(Mapping::of(&ours, &ours.regions()[1], &range).is_ok());
+        assert!(Mapping::of(&ours, &theirs.regions()[1], &range).is_err());
     }
 
     proptest! {
@@ -95,7 +95,7 @@ mod tests {
         ) {
             let ram = ram();
             let region = &ram.regions()[1];
-            match Piece::of(&ram, region, &(start..end)) {
+            match Mapping::of(&ram, region, &(start..end)) {
                 Ok(piece) => {
                     prop_assert!(start < end && end <= region.len_bytes());
                     prop_assert_eq!(piece.gpa, region.gpa() + start);

@@ -133,7 +133,7 @@ pub enum VirtioStateError {
     },
     /// There is more in it than its version knows.
     #[error("virtio state version {found} has a 32-bit BAR, which came with {NARROW_BAR_VERSION}")]
-    BeforeItsTime {
+    NotInVersion {
         /// Version found.
         found: u32,
     },
@@ -340,7 +340,7 @@ impl Transport {
             return Err(VirtioStateError::Version { found: state.version });
         }
         if state.version < needed_version(&state.config) {
-            return Err(VirtioStateError::BeforeItsTime { found: state.version });
+            return Err(VirtioStateError::NotInVersion { found: state.version });
         }
         let (found, expected) = (state.device_id, self.device.device_id());
         if found != expected {

@@ -135,7 +135,7 @@ pub enum MachineStateError {
     },
     /// There is more in it than its version knows.
     #[error("the machine state has version {version} and {part}, which came with a later version")]
-    BeforeItsTime {
+    NotInVersion {
         /// Its version.
         version: u32,
         /// What is in it.
@@ -196,7 +196,7 @@ impl MachineState {
         let state: Self = serde_json::from_slice(bytes).map_err(MachineStateError::Malformed)?;
         match state.newest_part() {
             Some((needed, part)) if state.version < needed => {
-                Err(MachineStateError::BeforeItsTime { version: state.version, part })
+                Err(MachineStateError::NotInVersion { version: state.version, part })
             }
             _ => Ok(state),
         }

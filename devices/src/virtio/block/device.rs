@@ -11,9 +11,9 @@ use virtio_queue::QueueState;
 
 use super::config::{self, ConfigInput};
 use super::counters::BlockCounters;
-use super::full::{Full, FullDisk, OnFull};
 use super::image::{Disk, DiskError};
 use super::lock::{DiskLock, LockGranularity};
+use super::no_space::{FullDisk, NoSpace, OnFull};
 use super::perform::{CacheMode, Engine};
 use super::request::SERIAL_BYTES;
 use super::ring::Ring;
@@ -88,7 +88,7 @@ pub struct Block {
     acknowledged: u64,
     writeback: Arc<AtomicBool>,
     counters: Arc<BlockCounters>,
-    full: Arc<Full>,
+    full: Arc<NoSpace>,
     workers: Workers,
 }
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use log::warn;
 use thiserror::Error;
 
-use super::stable::Condition;
+use super::stable_storage::Condition;
 use crate::syscalls::check;
 
 /// Unit of sector numbers (virtio 1.3, 5.2.4).

@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memory::GuestMemory;
 
-use super::full::OnFull;
 use super::image::Disk;
+use super::no_space::OnFull;
 use super::request::{Operation, SERIAL_BYTES, Status};
 use super::synchronous;
 

@@ -16,7 +16,7 @@ use memory::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::image::Disk;
-use super::long::UNDER_WAY_BYTES;
+use super::long_transfer::UNDER_WAY_BYTES;
 use super::request::Request;
 use crate::virtio::buffers::HostRanges;
 

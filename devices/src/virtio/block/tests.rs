@@ -4,10 +4,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-mod full;
-mod long;
+mod long_transfer;
+mod no_space;
 mod specification;
-mod stable;
+mod stable_storage;
 
 use std::io::{Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use tempfile::NamedTempFile;
 use virtio_bindings::virtio_blk as abi;
 
-pub(super) use self::full::Refusal;
+pub(super) use self::no_space::Refusal;
 use super::image::Disk;
 use super::ring::Ring;
 use super::{Block, BlockConfig, DiskError, LockGranularity};

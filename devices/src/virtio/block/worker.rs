@@ -12,9 +12,9 @@ use memory::GuestMemory;
 use virtio_queue::QueueState;
 
 use super::counters::BlockCounters;
-use super::full::{self, Full, OnFull};
 use super::image::Disk;
-use super::long::{Long, Progress, UNDER_WAY_BYTES};
+use super::long_transfer::{LongTransfer, Progress, UNDER_WAY_BYTES};
+use super::no_space::{self, NoSpace, OnFull};
 use super::perform::{Engine, Failure, Stability};
 use super::request::{Limits, Operation, Request, Status};
 use super::ring::{Action, Done, Job, Ring};
@@ -35,7 +35,7 @@ pub(crate) struct Shared {
     pub(crate) engine: Engine,
     pub(crate) counters: Arc<BlockCounters>,
     /// The requests that the host had no room for.
-    pub(crate) full: Arc<Full>,
+    pub(crate) full: Arc<NoSpace>,
     /// Failed requests are logged by it; the counter has them all.
     pub(crate) log: Arc<LogLimit>,
 }
@@ -46,7 +46,7 @@ pub(crate) struct BlockWorker {
     shared: Shared,
     ring: Option<Ring>,
     /// The request that was taken last, if it is long; then no other one is under way.
-    long: Option<Long>,
+    long: Option<LongTransfer>,
     /// Requests of the queue are kept, and no other is begun before they are.
     is_full: bool,
     /// Those that were kept have been begun again, and are to be done before any other is begun.
@@ -133,7 +133,7 @@ impl BlockWorker {
             let head = chain.head;
             let request = Request::parse(chain, memory, self.limits())
                 .map_err(|why| self.queue.bad_chain(head, why))?;
-            let request = match Long::begin(request) {
+            let request = match LongTransfer::begin(request) {
                 Ok(_) if self.ring.as_ref().is_some_and(|ring| !ring.is_idle()) => {
                     // Whatever completes will come back here, and it is taken when all have.
                     self.queue.undo_pop();
@@ -154,7 +154,7 @@ impl BlockWorker {
     }
 
     /// Does a piece of a long request.
-    fn go_on(&mut self, long: Long, memory: &Arc<GuestMemory>) -> Result<(), Broken> {
+    fn go_on(&mut self, long: LongTransfer, memory: &Arc<GuestMemory>) -> Result<(), Broken> {
         match long.go_on(|operation| self.shared.engine.perform(operation, memory)) {
             Progress::Unfinished(long) => {
                 self.long = Some(long);
@@ -197,7 +197,7 @@ impl BlockWorker {
         self.is_retrying = !kept.is_empty();
         let memory = self.queue.memory().into_inner();
         for request in kept {
-            match Long::begin(request) {
+            match LongTransfer::begin(request) {
                 Ok(long) => self.long = Some(long),
                 Err(request) => {
                     self.begin(request, &memory)?;
@@ -305,7 +305,7 @@ impl BlockWorker {
         self.shared.engine.on_full == OnFull::Pause
             && request.operation.takes_room()
             && !self.is_broken.get()
-            && full::is_full(error)
+            && no_space::is_full(error)
     }
 
     fn keep(&mut self, request: Request, error: &io::Error) {

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Mutex;
 
 use pci::PciDevice as _;
-use pci::vfio::{HostNotice, Notices, VfioPciDevice};
+use pci::vfio::{DeviceEvent, DeviceEvents, VfioPciDevice};
 
 use super::{DeviceList, SharedDeviceList, devices_of, unmap_if_unused};
 use crate::events;
@@ -20,13 +20,13 @@ use crate::machine::events::{EventSink, GuestEvent};
 ///
 /// # Errors
 /// No descriptor or no thread.
-pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<Notices> {
-    Notices::start(Box::new(move |id, notice| {
+pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<DeviceEvents> {
+    DeviceEvents::start(Box::new(move |id, notice| {
         let devices = devices_of(&list);
         let Some(device) = devices.iter().find(|device| device.id() == id) else { return };
         match notice {
-            HostNotice::Failed => fail(device, &list),
-            HostNotice::WantedBack => {
+            DeviceEvent::Failed => fail(device, &list),
+            DeviceEvent::WantedBack => {
                 log::warn!("the host wants device '{id}' back: the guest is asked to let go of it");
                 events::emit("vm", "passthrough-device-wanted", &[("id", id)]);
                 sink(GuestEvent::DeviceWanted { id: id.to_owned() });
@@ -55,7 +55,7 @@ mod tests {
 
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
     use pci::vfio::fakes::{FakeFunction, FakeTarget};
-    use pci::vfio::{GuestRamPopulator, Pieces, PinState, Pinning};
+    use pci::vfio::{DmaMap, GuestRamPopulator, PinState, Pinning};
 
     use super::super::migration::tests::two_devices;
     use super::super::{Passthrough, PassthroughError, read};
@@ -72,9 +72,9 @@ mod tests {
         let target = Arc::new(FakeTarget::default());
         let populator = Arc::new(GuestRamPopulator(ram));
         let on_lost = Box::new(|reason: &Arc<str>| panic!("{reason}"));
-        let pieces = Pieces::plan(target.clone(), populator.as_ref(), false, on_lost);
+        let dma_map = DmaMap::plan(target.clone(), populator.as_ref(), false, on_lost);
         let (gate, on_end) = (Arc::clone(&passthrough.gate), Box::new(|_: &PinState| {}));
-        let mut pinning = Pinning::start(pieces, populator, gate, true, on_end).unwrap();
+        let mut pinning = Pinning::start(dma_map, populator, gate, true, on_end).unwrap();
         pinning.wait().unwrap();
         let memory = pinning.abandonment();
         passthrough.pinning = Some(pinning);
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn a_device_that_fails_reaches_no_memory_and_the_others_go_on() {
         let (passthrough, [one, two], target) = at_work();
-        assert!(one.tell(HostNotice::Failed));
+        assert!(one.tell(DeviceEvent::Failed));
         until("it is disarmed", || passthrough.devices[0].1.is_disarmed());
         assert!(!one.is_bus_master() && resets(&one) == 1);
         passthrough.devices[0].1.write_config(4, &[6, 0]);
@@ -123,7 +123,7 @@ mod tests {
         let is_harmless = |host: &FakeFunction| !host.is_bus_master() && resets(host) == 1;
         let before = Box::new(move || assert!(is_harmless(&first) && is_harmless(&second)));
         assert!(target.before_unmap_all.set(before).is_ok());
-        assert!(one.tell(HostNotice::Failed) && two.tell(HostNotice::Failed));
+        assert!(one.tell(DeviceEvent::Failed) && two.tell(DeviceEvent::Failed));
         until("memory is unmapped", || target.mapped.lock().unwrap().is_empty());
         // What comes next would find nothing mapped.
         until("it says so", || {

@@ -200,7 +200,7 @@ pub(super) mod tests {
             space: None,
             slots: None,
             prepinned: None,
-            meets_peers: false,
+            needs_p2p: false,
             peers: None,
             strict: false,
             ban: None,

@@ -25,7 +25,7 @@ use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::migration::MigrationError;
 use pci::vfio::{
-    Abandonment, DmaGate, DmaSpace, GuestRamPopulator, IntxLine, Notices, PeerBars, Pieces,
+    Abandonment, DeviceEvents, DmaGate, DmaMap, DmaSpace, GuestRamPopulator, IntxLine, P2pBars,
     PinError, PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
@@ -137,7 +137,7 @@ fn devices_of(list: &Mutex<DeviceList>) -> Vec<Arc<VfioPciDevice>> {
 /// The passed-through devices of one machine.
 pub struct Passthrough {
     /// Of the devices, from the first one on.
-    notices: Option<Notices>,
+    notices: Option<DeviceEvents>,
     sink: EventSink,
     /// Before the devices, so that nothing is mapped any more when the devices go.
     pinning: Option<Pinning>,
@@ -156,9 +156,9 @@ pub struct Passthrough {
     /// Memory that was mapped before, until somebody asks for it to be mapped.
     prepinned: Option<PrepinnedSlot>,
     /// Devices are to reach each other by DMA.
-    meets_peers: bool,
+    needs_p2p: bool,
     /// What they reach of each other; another one after the last has gone, as the gate.
-    peers: Option<Arc<PeerBars>>,
+    peers: Option<Arc<P2pBars>>,
     /// A device wants all memory mapped before the guest goes on.
     strict: bool,
     /// Last: what devices may write stays theirs until they are gone, or until it is let go of.
@@ -213,7 +213,7 @@ impl Passthrough {
             space: None,
             slots: None,
             prepinned: slot,
-            meets_peers: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
+            needs_p2p: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
             peers: None,
             strict: false,
             ban: ban.map(Arc::new),
@@ -317,9 +317,9 @@ impl Passthrough {
         Ok(Arc::clone(self.space.insert(space)))
     }
 
-    fn peers(&mut self, space: &Arc<dyn DmaSpace>) -> Option<Arc<PeerBars>> {
-        if self.peers.is_none() && self.meets_peers {
-            self.peers = Arc::clone(space).peer_target().map(PeerBars::new);
+    fn peers(&mut self, space: &Arc<dyn DmaSpace>) -> Option<Arc<P2pBars>> {
+        if self.peers.is_none() && self.needs_p2p {
+            self.peers = Arc::clone(space).peer_target().map(P2pBars::new);
         }
         self.peers.clone()
     }
@@ -391,14 +391,14 @@ impl Passthrough {
                 let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &list));
                 let prepinned = self.prepinned.take();
                 let is_prepinned = prepinned.is_some();
-                let pieces = if let Some(slot) = prepinned {
-                    slot.pieces(target, on_lost)
+                let dma_map = if let Some(slot) = prepinned {
+                    slot.dma_map(target, on_lost)
                 } else {
                     let discards = discarding.balloon.is_some();
-                    Pieces::plan(target, populator.as_ref(), discards, on_lost)
+                    DmaMap::plan(target, populator.as_ref(), discards, on_lost)
                 };
                 let (total_bytes, list) = (ram.total_bytes(), Arc::clone(&self.device_list));
-                let enable = EnableDiscards::new(discarding, self.ban.as_ref(), &pieces);
+                let enable = EnableDiscards::new(discarding, self.ban.as_ref(), &dma_map);
                 let on_end = Box::new(move |state: &PinState| {
                     tell(state, total_bytes, &list);
                     if let (PinState::Pinned(_), Some(enable)) = (state, enable) {
@@ -406,9 +406,9 @@ impl Passthrough {
                     }
                 });
                 let pinning = if is_prepinned {
-                    Pinning::complete(pieces, gate, on_end)
+                    Pinning::complete(dma_map, gate, on_end)
                 } else {
-                    Pinning::start(pieces, populator, gate, !self.strict, on_end)?
+                    Pinning::start(dma_map, populator, gate, !self.strict, on_end)?
                 };
                 read(&self.device_list).memory = Some(pinning.abandonment());
                 none.insert(pinning)
@@ -527,27 +527,27 @@ pub struct DiscardingDevices {
 struct EnableDiscards {
     discarding: DiscardingDevices,
     ban: Arc<DiscardBan>,
-    pieces: Arc<Pieces>,
+    dma_map: Arc<DmaMap>,
 }
 
 impl EnableDiscards {
     fn new(
         discarding: DiscardingDevices,
         ban: Option<&Arc<DiscardBan>>,
-        pieces: &Arc<Pieces>,
+        dma_map: &Arc<DmaMap>,
     ) -> Option<Self> {
         if discarding.balloon.is_none() && discarding.mems.is_empty() {
             return None;
         }
-        Some(Self { discarding, ban: Arc::clone(ban?), pieces: Arc::clone(pieces) })
+        Some(Self { discarding, ban: Arc::clone(ban?), dma_map: Arc::clone(dma_map) })
     }
 
     fn apply(self) {
-        let piece_bytes = self.pieces.piece_bytes();
-        self.ban.except_unpinned(self.pieces);
+        let piece_bytes = self.dma_map.piece_bytes();
+        self.ban.except_unpinned(self.dma_map);
         if let Some(balloon) = self.discarding.balloon {
             log::info!(
-                "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \
+                "memory goes from the balloon to the host in dma_map of {} MiB, as it is mapped for \
                  passed-through devices",
                 piece_bytes >> 20
             );

@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use memory::GuestRam;
 use pci::vfio::{
-    DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pieces, Pinning, VfioError, VfioFunction,
+    DmaMap, DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pinning, VfioError, VfioFunction,
 };
 use pci::{Bdf, DeviceNumber, PciDevice, PciSegment};
 
@@ -211,8 +211,8 @@ impl Passthrough {
         let populator = GuestRamPopulator(Arc::clone(ram));
         let discards = discarding.balloon.is_some();
         let target: Arc<dyn DmaTarget> = Arc::<dyn DmaSpace>::clone(space);
-        let pieces = Pieces::plan(target, &populator, discards, Box::new(|_| {}));
-        Ok(Pinning::check(&pieces, &populator)?)
+        let dma_map = DmaMap::plan(target, &populator, discards, Box::new(|_| {}));
+        Ok(Pinning::check(&dma_map, &populator)?)
     }
 
     /// Whether devices are being opened, so that [`Passthrough::settle`] has something to do.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use memory::ProvidedFile;
 use memory::pool::{DeviceAddress, PinnedGrant, PoolConnection, TakePinned};
 use pci::vfio::{
-    DmaSpace, DmaTarget, HostPlace, IommufdSpace, OnLost, Pieces, VfioError, mapped_pieces,
+    DmaMap, DmaSpace, DmaTarget, HostPlace, IommufdSpace, OnLost, VfioError, mapped_pieces,
 };
 
 use super::PassthroughError;
@@ -128,9 +128,9 @@ impl PrepinnedSlot {
     }
 
     /// All memory, mapped.
-    pub(super) fn pieces(self, target: Arc<dyn DmaSpace>, on_lost: OnLost) -> Arc<Pieces> {
+    pub(super) fn dma_map(self, target: Arc<dyn DmaSpace>, on_lost: OnLost) -> Arc<DmaMap> {
         let target: Arc<dyn DmaTarget> = target;
-        Pieces::prepinned(target, self.mapped, self.grant.piece_bytes, on_lost)
+        DmaMap::prepinned(target, self.mapped, self.grant.piece_bytes, on_lost)
     }
 
     /// Says why the machine does without. The device is free when this returns.

@@ -23,7 +23,7 @@ pub(super) const PIECE_BYTES: u64 = 16 << 20;
 pub(super) const UNDER_WAY_BYTES: u64 = 64 << 20;
 
 /// A long transfer that is under way.
-pub(super) struct Long {
+pub(super) struct LongTransfer {
     request: Request,
     started: Instant,
     done_bytes: u64,
@@ -33,7 +33,7 @@ pub(super) struct Long {
 /// What a piece has come to.
 pub(super) enum Progress {
     /// There are more.
-    Unfinished(Long),
+    Unfinished(LongTransfer),
     /// The request is to be answered.
     Finished { request: Request, started: Instant, outcome: Result<u64, Failure> },
 }
@@ -48,7 +48,7 @@ impl Operation {
     }
 }
 
-impl Long {
+impl LongTransfer {
     /// Begins with a request if it is one of these; otherwise it comes back.
     pub(super) fn begin(request: Request) -> Result<Self, Request> {
         match &request.operation {

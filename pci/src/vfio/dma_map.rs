@@ -55,7 +55,7 @@ struct State {
 }
 
 /// See the module.
-pub struct Pieces {
+pub struct DmaMap {
     target: Arc<dyn DmaTarget>,
     piece_bytes: u64,
     chunk_bytes: u64,
@@ -76,9 +76,9 @@ fn overlapping(map: &BTreeMap<u64, u64>, range: &Range<u64>) -> Vec<(u64, u64)> 
 }
 
 /// The lengths of pieces that follow each other without a gap, as runs.
-fn runs(pieces: &[(u64, u64)]) -> Vec<Vec<(u64, u64)>> {
+fn runs(mappings: &[(u64, u64)]) -> Vec<Vec<(u64, u64)>> {
     let mut runs: Vec<Vec<(u64, u64)>> = Vec::new();
-    for piece in pieces {
+    for piece in mappings {
         match runs.last_mut() {
             Some(run) if run.last().is_some_and(|(start, len)| start + len == piece.0) => {
                 run.push(*piece);
@@ -94,7 +94,7 @@ fn span(run: &[(u64, u64)]) -> Range<u64> {
     start..run.last().map_or(start, |(start, len)| start + len)
 }
 
-impl Pieces {
+impl DmaMap {
     /// Nothing is mapped yet. `lent`: memory is to go and come back, so the pieces are small; as small as
     /// the limit on mappings allows, of which a quarter is left for other things.
     pub fn plan(
@@ -253,7 +253,7 @@ impl Pieces {
     }
 }
 
-impl Pins for Pieces {
+impl Pins for DmaMap {
     fn grain_bytes(&self, region: &RamRegion) -> u64 {
         // All are powers of two. What comes block by block goes so, too.
         region.block_bytes().unwrap_or_else(|| self.piece_bytes.max(region.page_bytes()))
@@ -339,14 +339,14 @@ mod tests {
         Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
     }
 
-    fn pieces(target: &Arc<FakeTarget>, ram: &Arc<GuestRam>, on_lost: OnLost) -> Arc<Pieces> {
+    fn dma_map(target: &Arc<FakeTarget>, ram: &Arc<GuestRam>, on_lost: OnLost) -> Arc<DmaMap> {
         let populator = GuestRamPopulator(Arc::clone(ram));
         let target: Arc<dyn DmaTarget> = target.clone();
-        let pieces = Pieces::plan(target, &populator, true, on_lost);
+        let dma_map = DmaMap::plan(target, &populator, true, on_lost);
         for region in ram.regions() {
-            pieces.map(region, &(0..region.len_bytes())).unwrap();
+            dma_map.map(region, &(0..region.len_bytes())).unwrap();
         }
-        pieces
+        dma_map
     }
 
     fn no_loss() -> OnLost {
@@ -360,7 +360,7 @@ mod tests {
             let limits = DmaLimits { entries, ..DmaLimits::default() };
             let target = Arc::new(FakeTarget { limits, ..FakeTarget::default() });
             let populator = GuestRamPopulator(Arc::clone(&ram));
-            Pieces::plan(target, &populator, lent, no_loss()).piece_bytes()
+            DmaMap::plan(target, &populator, lent, no_loss()).piece_bytes()
         };
         assert_eq!((size(None, true), size(None, false)), (2 * MIB, 64 * MIB));
         assert_eq!((size(Some(65535), true), size(Some(100), true)), (2 * MIB, 4 * MIB));
@@ -371,14 +371,17 @@ mod tests {
         let ram = ram(8 * MIB);
         let region = &ram.regions()[0];
         let target = Arc::new(FakeTarget::default());
-        let pieces = pieces(&target, &ram, no_loss());
-        assert_eq!(pieces.unpin(region, &(MIB..7 * MIB)), [Range { start: 2 * MIB, end: 6 * MIB }]);
-        assert_eq!((pieces.mapped_bytes(), target.unmaps()), (4 * MIB, 1));
-        assert!(pieces.unpin(region, &(2 * MIB..6 * MIB)).is_empty(), "once");
+        let dma_map = dma_map(&target, &ram, no_loss());
+        assert_eq!(
+            dma_map.unpin(region, &(MIB..7 * MIB)),
+            [Range { start: 2 * MIB, end: 6 * MIB }]
+        );
+        assert_eq!((dma_map.mapped_bytes(), target.unmaps()), (4 * MIB, 1));
+        assert!(dma_map.unpin(region, &(2 * MIB..6 * MIB)).is_empty(), "once");
         ram.discard_in_region(0, &(2 * MIB..6 * MIB)).unwrap();
-        pieces.repin(region, &(0..2 * MIB));
-        assert_eq!(pieces.mapped_bytes(), 4 * MIB);
-        pieces.repin(region, &(4 * MIB - 1..4 * MIB));
+        dma_map.repin(region, &(0..2 * MIB));
+        assert_eq!(dma_map.mapped_bytes(), 4 * MIB);
+        dma_map.repin(region, &(4 * MIB - 1..4 * MIB));
         assert_eq!(target.is_mapped(2 * MIB..4 * MIB), Some(1), "in one mapping");
         assert_eq!(target.is_mapped(4 * MIB..6 * MIB), None);
         let there = region.populated_runs(&(0..region.len_bytes())).unwrap();
@@ -408,14 +411,14 @@ mod tests {
                 told.fetch_add(1, Ordering::Relaxed);
             }
         });
-        let pieces = pieces(&target, &ram, on_lost);
-        assert_eq!(pieces.unpin(region, &(0..4 * MIB)).len(), 1);
+        let dma_map = dma_map(&target, &ram, on_lost);
+        assert_eq!(dma_map.unpin(region, &(0..4 * MIB)).len(), 1);
         full.store(true, Ordering::Relaxed);
-        pieces.repin(region, &(0..MIB));
-        pieces.repin(region, &(0..MIB));
+        dma_map.repin(region, &(0..MIB));
+        dma_map.repin(region, &(0..MIB));
         assert_eq!(told.load(Ordering::Relaxed), 1);
-        assert!(pieces.unpin(region, &(4 * MIB..8 * MIB)).is_empty(), "nothing goes any more");
-        assert!(pieces.lost().unwrap().contains("ulimit -l"));
+        assert!(dma_map.unpin(region, &(4 * MIB..8 * MIB)).is_empty(), "nothing goes any more");
+        assert!(dma_map.lost().unwrap().contains("ulimit -l"));
     }
 
     proptest! {
@@ -426,26 +429,26 @@ mod tests {
         ) {
             let ram = ram(19 * MIB);
             let target = Arc::new(FakeTarget::default());
-            let pieces = pieces(&target, &ram, no_loss());
+            let dma_map = dma_map(&target, &ram, no_loss());
             for (goes, start, len) in steps {
                 for region in ram.regions() {
                     let end = (start + len).min(region.len_bytes()) / 4096 * 4096;
                     let range = (start / 4096 * 4096).min(end)..end;
                     if goes {
-                        for part in pieces.unpin(region, &range) {
+                        for part in dma_map.unpin(region, &range) {
                             prop_assert!(range.start <= part.start && part.end <= range.end);
                             let gpa = region.gpa() + part.start..region.gpa() + part.end;
                             prop_assert_eq!(target.mapped_bytes_in(&gpa), 0);
                         }
                     } else {
-                        pieces.repin(region, &range);
+                        dma_map.repin(region, &range);
                         let gpa = region.gpa() + range.start..region.gpa() + range.end;
                         prop_assert_eq!(target.mapped_bytes_in(&gpa), range.end - range.start);
                     }
                 }
             }
             for region in ram.regions() {
-                pieces.repin(region, &(0..region.len_bytes()));
+                dma_map.repin(region, &(0..region.len_bytes()));
             }
             let mapped: Vec<_> = target.mapped.lock().unwrap().clone();
             prop_assert_eq!(mapped.len(), 10);

@@ -43,13 +43,13 @@ struct Kept {
 
 /// The requests of one device that are kept.
 #[derive(Default)]
-pub(crate) struct Full {
+pub(crate) struct NoSpace {
     /// Held for an instant, never while a request is carried out.
     kept: Mutex<Vec<Kept>>,
     tell: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
-impl Full {
+impl NoSpace {
     fn lock(&self) -> MutexGuard<'_, Vec<Kept>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -92,12 +92,12 @@ impl Full {
 /// What the owner of a VM may ask of a disk that keeps requests; cheap to clone.
 #[derive(Clone)]
 pub struct FullDisk {
-    full: Arc<Full>,
+    full: Arc<NoSpace>,
     disk: Arc<Disk>,
 }
 
 impl FullDisk {
-    pub(super) fn new(full: &Arc<Full>, disk: &Arc<Disk>) -> Self {
+    pub(super) fn new(full: &Arc<NoSpace>, disk: &Arc<Disk>) -> Self {
         Self { full: Arc::clone(full), disk: Arc::clone(disk) }
     }
 

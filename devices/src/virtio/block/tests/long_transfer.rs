@@ -2,8 +2,8 @@
 
 //! Long transfers: done in pieces, given back in between, and begun anew.
 
-use super::super::full::OnFull;
-use super::super::long::{PIECE_BYTES, UNDER_WAY_BYTES};
+use super::super::long_transfer::{PIECE_BYTES, UNDER_WAY_BYTES};
+use super::super::no_space::OnFull;
 use super::super::perform::{CacheMode, Engine};
 use super::super::worker::{BlockWorker, Shared};
 use super::*;

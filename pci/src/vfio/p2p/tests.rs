@@ -12,7 +12,7 @@ use crate::bar::{MmioRange, MmioWindows};
 use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;
 use crate::fakes::{FakeMapper, FakeMsiSource};
-use crate::vfio::fakes::{FakeFunction, FakePeers, FakeSlots};
+use crate::vfio::fakes::{FakeFunction, FakeP2p, FakeSlots};
 use crate::vfio::{DmaGate, VfioPciDevice, VfioWiring};
 
 const BELOW: u64 = 0xc000_0000;
@@ -22,8 +22,8 @@ const MIB: u64 = 1 << 20;
 const NOTHING: Range<u64> = 0..0;
 
 struct Rig {
-    iommu: Arc<FakePeers>,
-    peers: Arc<PeerBars>,
+    iommu: Arc<FakeP2p>,
+    peers: Arc<P2pBars>,
     slots: Arc<FakeSlots>,
     gate: Arc<DmaGate>,
     hosts: Vec<Arc<FakeFunction>>,
@@ -43,12 +43,12 @@ impl Rig {
             above_4g: MmioRange { start_gpa: ABOVE, len_bytes: 0x100_0000 },
         };
         let (gate, slots) = (Arc::new(DmaGate::default()), Arc::new(FakeSlots::default()));
-        let mut iommu = FakePeers::new(slots.clone(), gate.clone());
+        let mut iommu = FakeP2p::new(slots.clone(), gate.clone());
         iommu.entries = entries;
         let iommu = Arc::new(iommu);
         let mapper = Arc::new(FakeMapper::new(vec![windows.below_4g, windows.above_4g]));
         let segment = PciSegment::new(PciSegmentOptions { segment: 0, windows }, mapper).unwrap();
-        let peers = PeerBars::new(iommu.clone());
+        let peers = P2pBars::new(iommu.clone());
         let ecam = PciEcam::new(&segment);
         let (hosts, devices) = (Vec::new(), Vec::new());
         let mut rig = Self { iommu, peers, slots, gate, hosts, devices, ecam, segment };

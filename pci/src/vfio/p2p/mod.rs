@@ -33,7 +33,7 @@ use crate::locks::lock;
 const ENTRIES_SHARE: u64 = 8;
 
 /// An IOMMU that takes device memory.
-pub trait PeerTarget: Send + Sync {
+pub trait P2pTarget: Send + Sync {
     /// Maps device memory at a guest physical address. Whoever calls keeps `memory` until it is unmapped.
     ///
     /// # Errors
@@ -85,17 +85,17 @@ struct State {
 }
 
 /// The BARs of all functions that share one set of DMA mappings.
-pub struct PeerBars {
-    target: Arc<dyn PeerTarget>,
+pub struct P2pBars {
+    target: Arc<dyn P2pTarget>,
     entries_max: u64,
     /// Held while BARs are mapped and unmapped. Only changes of the decoding of BARs, and writes that set
     /// Bus Master Enable, come here; locked last.
     state: Mutex<State>,
 }
 
-impl PeerBars {
+impl P2pBars {
     /// None yet.
-    pub fn new(target: Arc<dyn PeerTarget>) -> Arc<Self> {
+    pub fn new(target: Arc<dyn P2pTarget>) -> Arc<Self> {
         let entries_max = target.entries().map_or(u64::MAX, |entries| entries / ENTRIES_SHARE);
         Arc::new(Self { target, entries_max, state: Mutex::default() })
     }
@@ -144,9 +144,9 @@ impl Owner {
     }
 }
 
-/// A function among [`PeerBars`].
+/// A function among [`P2pBars`].
 pub struct Peer {
-    bars: Arc<PeerBars>,
+    bars: Arc<P2pBars>,
     owner: Arc<Owner>,
 }
 

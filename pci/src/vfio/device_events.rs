@@ -16,18 +16,18 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::error::VfioError;
-use super::host::{HostFunction, HostNotice};
+use super::host::{DeviceEvent, HostFunction};
 use crate::locks::lock;
 
 /// Told of the function's id and of what there is to tell; must not wait.
-pub type OnNotice = Box<dyn Fn(&str, HostNotice) + Send>;
+pub type OnDeviceEvent = Box<dyn Fn(&str, DeviceEvent) + Send>;
 
 /// The token of the event that ends the thread.
 const STOP: u64 = 0;
 
 struct Source {
     id: String,
-    notice: HostNotice,
+    notice: DeviceEvent,
     event: EventFd,
 }
 
@@ -45,7 +45,7 @@ struct Sources {
 }
 
 /// Listens until it is dropped.
-pub struct Notices {
+pub struct DeviceEvents {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -54,12 +54,12 @@ fn new_event() -> io::Result<EventFd> {
     EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)
 }
 
-impl Notices {
+impl DeviceEvents {
     /// Begins to listen, to nobody yet.
     ///
     /// # Errors
     /// No descriptor or no thread.
-    pub fn start(on_notice: OnNotice) -> io::Result<Self> {
+    pub fn start(on_notice: OnDeviceEvent) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             epoll: Epoll::new()?,
             stop: new_event()?,
@@ -79,12 +79,12 @@ impl Notices {
     /// # Errors
     /// The host refuses; what was connected before stays.
     pub fn watch(&self, id: &str, function: &dyn HostFunction) -> Result<(), VfioError> {
-        for notice in [HostNotice::Failed, HostNotice::WantedBack] {
+        for notice in [DeviceEvent::Failed, DeviceEvent::WantedBack] {
             let failed = |source| VfioError::Io { what: "make an eventfd for notices", source };
             let event = new_event().map_err(failed)?;
             // SAFETY: the eventfd is open for as long as `event` lives, which is beyond the call.
             let borrowed = unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) };
-            if function.connect_notice(notice, borrowed)? {
+            if function.connect_device_event(notice, borrowed)? {
                 let source = Source { id: id.to_owned(), notice, event };
                 self.shared.add(source).map_err(failed)?;
             }
@@ -107,7 +107,7 @@ impl Notices {
     }
 }
 
-impl Drop for Notices {
+impl Drop for DeviceEvents {
     fn drop(&mut self) {
         // A full counter wakes as well.
         let _ = self.shared.stop.write(1);
@@ -128,7 +128,7 @@ impl Shared {
         Ok(())
     }
 
-    fn listen(&self, on_notice: &OnNotice) {
+    fn listen(&self, on_notice: &OnDeviceEvent) {
         let mut ready = [EpollEvent::default(); 8];
         loop {
             let count = match self.epoll.wait(-1, &mut ready) {
@@ -151,7 +151,7 @@ impl Shared {
     }
 
     /// What an event stands for, unless nobody listens to it any more.
-    fn take(&self, token: u64) -> Option<(String, HostNotice)> {
+    fn take(&self, token: u64) -> Option<(String, DeviceEvent)> {
         let sources = lock(&self.sources);
         let source = sources.by_token.get(&token)?;
         source.event.read().ok()?;
@@ -172,11 +172,11 @@ mod tests {
     /// Longer than anything here takes.
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    fn rig() -> (Notices, mpsc::Receiver<(String, HostNotice)>) {
+    fn rig() -> (DeviceEvents, mpsc::Receiver<(String, DeviceEvent)>) {
         let (told, heard) = mpsc::channel();
         let on_notice =
             Box::new(move |id: &str, notice| told.send((id.to_owned(), notice)).unwrap());
-        (Notices::start(on_notice).unwrap(), heard)
+        (DeviceEvents::start(on_notice).unwrap(), heard)
     }
 
     fn function() -> Arc<FakeFunction> {
@@ -189,13 +189,13 @@ mod tests {
         let (gpu, nic) = (function(), function());
         notices.watch("gpu", gpu.as_ref()).unwrap();
         notices.watch("nic", nic.as_ref()).unwrap();
-        assert!(nic.tell(HostNotice::WantedBack));
-        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("nic".into(), HostNotice::WantedBack));
-        assert!(gpu.tell(HostNotice::Failed));
-        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("gpu".into(), HostNotice::Failed));
+        assert!(nic.tell(DeviceEvent::WantedBack));
+        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("nic".into(), DeviceEvent::WantedBack));
+        assert!(gpu.tell(DeviceEvent::Failed));
+        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("gpu".into(), DeviceEvent::Failed));
         // The host asks again until it has it.
-        assert!(nic.tell(HostNotice::WantedBack));
-        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("nic".into(), HostNotice::WantedBack));
+        assert!(nic.tell(DeviceEvent::WantedBack));
+        assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("nic".into(), DeviceEvent::WantedBack));
     }
 
     #[test]
@@ -205,8 +205,8 @@ mod tests {
         notices.watch("gpu", gpu.as_ref()).unwrap();
         notices.watch("nic", nic.as_ref()).unwrap();
         notices.forget("gpu");
-        gpu.tell(HostNotice::Failed);
-        nic.tell(HostNotice::Failed);
+        gpu.tell(DeviceEvent::Failed);
+        nic.tell(DeviceEvent::Failed);
         assert_eq!(heard.recv_timeout(PATIENCE).unwrap().0, "nic");
         drop(notices);
         assert!(heard.try_recv().is_err(), "and the thread has ended");
@@ -218,6 +218,6 @@ mod tests {
         let silent = function();
         silent.be_silent();
         notices.watch("old", silent.as_ref()).unwrap();
-        assert!(!silent.tell(HostNotice::Failed));
+        assert!(!silent.tell(DeviceEvent::Failed));
     }
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use super::super::full::{FullDisk, OnFull};
+use super::super::no_space::{FullDisk, OnFull};
 use super::*;
 
 /// A wait that takes this long has failed.
@@ -45,13 +45,13 @@ impl Refusal {
 }
 
 /// A device on a disk that may be full, with what it tells its owner.
-struct Full {
+struct NoSpace {
     fixture: Fixture,
     disk: FullDisk,
     told: Receiver<()>,
 }
 
-impl Full {
+impl NoSpace {
     fn new(change: impl FnOnce(&mut BlockConfig)) -> Self {
         Self::with_features(change, u64::MAX)
     }
@@ -148,7 +148,7 @@ fn without_the_option_the_driver_gets_an_error() {
 #[test]
 fn a_write_is_kept_until_there_is_room_and_answered_once() {
     with_both_engines(|synchronous| {
-        let mut full = Full::new(|config| config.disable_io_uring = synchronous);
+        let mut full = NoSpace::new(|config| config.disable_io_uring = synchronous);
         full.refuse(libc::ENOSPC);
         full.write(0, 0, 5);
         full.wait_told();
@@ -182,7 +182,7 @@ fn a_write_is_kept_until_there_is_room_and_answered_once() {
 #[test]
 fn all_that_is_under_way_is_kept_and_each_is_answered_once() {
     with_both_engines(|synchronous| {
-        let mut full = Full::new(|config| {
+        let mut full = NoSpace::new(|config| {
             config.disable_io_uring = synchronous;
             config.num_queues = 2;
         });
@@ -213,7 +213,7 @@ fn all_that_is_under_way_is_kept_and_each_is_answered_once() {
 fn what_frees_or_clears_space_is_kept_too() {
     for number in [libc::ENOSPC, libc::EDQUOT] {
         for kind in [abi::VIRTIO_BLK_T_DISCARD, abi::VIRTIO_BLK_T_WRITE_ZEROES] {
-            let mut full = Full::new(|_| ());
+            let mut full = NoSpace::new(|_| ());
             full.refuse(number);
             let mut range = [0; 16];
             range[0] = 64;
@@ -233,7 +233,7 @@ fn what_frees_or_clears_space_is_kept_too() {
 
 #[test]
 fn a_pause_that_is_taken_back_begins_it_again() {
-    let mut full = Full::new(|_| ());
+    let mut full = NoSpace::new(|_| ());
     full.refuse(libc::ENOSPC);
     full.write(0, 0, 5);
     full.wait_told();
@@ -252,7 +252,7 @@ fn a_pause_that_is_taken_back_begins_it_again() {
 #[test]
 fn a_reset_drops_what_is_kept() {
     with_both_engines(|synchronous| {
-        let mut full = Full::new(|config| config.disable_io_uring = synchronous);
+        let mut full = NoSpace::new(|config| config.disable_io_uring = synchronous);
         full.refuse(libc::ENOSPC);
         full.write(0, 0, 5);
         full.wait_told();
@@ -280,7 +280,7 @@ fn a_flush_is_never_kept() {
     // What the page cache could not write back for lack of room is lost, and the driver has to know.
     with_both_engines(|synchronous| {
         let no_room = || Err(io::Error::from_raw_os_error(libc::ENOSPC));
-        let mut full = Full::new(|config| config.disable_io_uring = synchronous);
+        let mut full = NoSpace::new(|config| config.disable_io_uring = synchronous);
         full.fixture.device.lock().disk.note_flush(no_room()).unwrap_err();
         assert_eq!(full.fixture.request(abi::VIRTIO_BLK_T_FLUSH, 0, &[]).0, IO_ERROR);
         assert_eq!(full.disk.kept(), 0);
@@ -288,7 +288,7 @@ fn a_flush_is_never_kept() {
         // A write that is to be stable at once is kept for its own lack of room, not for that of others.
         let flushes = 1 << abi::VIRTIO_BLK_F_FLUSH | 1 << abi::VIRTIO_BLK_F_CONFIG_WCE;
         let engine = |config: &mut BlockConfig| config.disable_io_uring = synchronous;
-        let mut through = Full::with_features(engine, !flushes);
+        let mut through = NoSpace::with_features(engine, !flushes);
         through.refuse(libc::ENOSPC);
         through.write(0, 0, 5);
         through.wait_told();
@@ -312,7 +312,7 @@ fn a_driver_that_breaks_the_rules_is_waited_for_no_longer() {
         eprintln!("SKIPPED: io_uring cannot be used here");
         return;
     }
-    let mut full = Full::new(|_| ());
+    let mut full = NoSpace::new(|_| ());
     full.fixture.device.pause();
     full.refuse(libc::ENOSPC);
     full.write(0, 0, 5);
