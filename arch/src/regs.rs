@@ -154,7 +154,7 @@ fn flat_segment(selector: u16, type_: u8, long_mode: bool) -> kvm_segment {
     }
 }
 
-/// VM entry insists on a busy task segment although nobody uses it.
+/// VM entry insists on a busy task segment although it is not used.
 fn task_segment() -> kvm_segment {
     kvm_segment { limit: 0x67, type_: TSS_BUSY, present: 1, ..kvm_segment::default() }
 }

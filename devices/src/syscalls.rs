@@ -164,7 +164,7 @@ pub(crate) fn open_pty() -> io::Result<(OwnedFd, OwnedFd, String)> {
     let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;
     // SAFETY: the path is a C string; the result is checked before use.
     let fd = check(unsafe { libc::open(c"/dev/ptmx".as_ptr(), flags | libc::O_NONBLOCK) })?;
-    // SAFETY: `fd` was just opened and belongs to nobody else.
+    // SAFETY: `fd` was just opened and has no other owner.
     let master = unsafe { OwnedFd::from_raw_fd(fd) };
     let unlock: libc::c_int = 0;
     // SAFETY: TIOCSPTLCK reads one int; the descriptor is open.
@@ -174,7 +174,7 @@ pub(crate) fn open_pty() -> io::Result<(OwnedFd, OwnedFd, String)> {
     check(unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCGPTN, &raw mut number) })?;
     // SAFETY: TIOCGPTPEER takes open flags and returns a descriptor; the descriptor is open.
     let fd = check(unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCGPTPEER, flags) })?;
-    // SAFETY: `fd` was just opened and belongs to nobody else.
+    // SAFETY: `fd` was just opened and has no other owner.
     let slave = unsafe { OwnedFd::from_raw_fd(fd) };
     Ok((master, slave, format!("/dev/pts/{number}")))
 }
@@ -254,7 +254,7 @@ pub(crate) fn random(buffer: &mut [u8]) -> io::Result<()> {
 pub(crate) fn memory_file(len_bytes: u64) -> io::Result<std::fs::File> {
     // SAFETY: the name is a C string; the result is checked before use.
     let fd = check(unsafe { libc::memfd_create(c"devices".as_ptr(), libc::MFD_CLOEXEC) })?;
-    // SAFETY: `fd` was just opened and belongs to nobody else.
+    // SAFETY: `fd` was just opened and has no other owner.
     let file = std::fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(len_bytes)?;
     Ok(file)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Errors as people read them: what failed, and what was behind it, outermost first.
+//! Errors as text: what failed, and its causes, outermost first.
 //!
 //! Owns the form of that text for all crates, in logs, in answers and to a peer. Must never know a
 //! particular error.

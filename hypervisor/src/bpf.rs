@@ -134,7 +134,7 @@ unsafe fn bpf<T>(request: libc::c_int, attributes: &mut T) -> io::Result<libc::c
 /// Owns a descriptor that a request gave.
 fn own(answer: libc::c_long) -> io::Result<OwnedFd> {
     let fd = i32::try_from(answer).map_err(io::Error::other)?;
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

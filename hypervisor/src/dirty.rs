@@ -2,7 +2,7 @@
 
 //! The dirty log as its readers see it.
 //!
-//! Owns the trait between the VM and whoever copies its memory. Must never know who that is.
+//! Owns the trait between the VM and the code that copies its memory. Must never know which that is.
 
 use crate::memslots::MemslotError;
 

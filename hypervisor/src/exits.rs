@@ -86,7 +86,7 @@ pub enum StopReason {
         /// Error number.
         errno: i32,
     },
-    /// An exit that nobody asked for.
+    /// An unexpected exit.
     UnexpectedExit {
         /// What kvm-ioctls calls it.
         name: String,

@@ -3,7 +3,7 @@
 //! Reading and writing many model-specific registers, some of which the kernel refuses.
 //!
 //! Owns the choice of registers to save and the walk around those that cannot be read or written.
-//! Must never drop a value in silence: whoever writes gets the list of what was refused.
+//! Must never drop a value silently: the caller gets the list of what was refused.
 
 use std::collections::BTreeSet;
 

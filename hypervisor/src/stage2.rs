@@ -4,7 +4,7 @@
 //!
 //! A guest that came from elsewhere has all of its memory and nothing in the tables of its vCPUs:
 //! each page costs a fault when it is touched first. This fills the tables before that, on the vCPUs'
-//! threads, for KVM lets nobody else do it. Owns what is still to be filled and the turns: a vCPU
+//! threads, because KVM allows no other thread to do it. Owns what is still to be filled and the turns: a vCPU
 //! works for a short time, all of them at once, and then has at least as long for the guest. Must
 //! never populate memory: it is told what is there.
 
@@ -59,7 +59,7 @@ pub struct Stage2Filled {
     pub took: Duration,
     /// Why it ended before its end.
     pub error: Option<KvmError>,
-    /// Somebody stopped it.
+    /// It was stopped.
     pub is_stopped: bool,
 }
 

@@ -3,7 +3,7 @@
 //! vCPUs on threads of their own.
 //!
 //! Owns the threads, their pause and resume, and the kick that gets a vCPU out of the guest. Must
-//! never look at guest state: whoever needs it runs a closure on the parked vCPU.
+//! never look at guest state: a caller that needs it runs a closure on the parked vCPU.
 //!
 //! ```text
 //!            resume_all               KVM_RUN fails, triple fault ...
@@ -176,7 +176,7 @@ struct Shared {
     /// of `control`, and cleared by the vCPU's thread before it looks for them.
     tasks_pending: AtomicBool,
     run_page: Arc<RunPage>,
-    /// The thread, until somebody joins it. Held for one signal, or to take it.
+    /// The thread, until it is joined. Held for one signal, or to take it.
     handle: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -518,7 +518,7 @@ impl Thread {
 impl Drop for VcpuThreads {
     fn drop(&mut self) {
         if self.stop_all().is_err() {
-            // The last owner is a handler: its own thread ends by itself, nobody waits for it.
+            // The last owner is a handler: its own thread ends by itself, and is not joined.
             self.threads.iter().for_each(|thread| thread.request(Want::Exit));
         }
     }

@@ -2,7 +2,7 @@
 
 //! What a VM offers to passed-through devices: KVM's VFIO device and level-triggered lines.
 //!
-//! Owns the eventfds of a line, and which files KVM was told of. Knows nothing of VFIO itself: whoever
+//! Owns the eventfds of a line, and which files KVM was told of. Knows nothing of VFIO itself: the caller that
 //! opens a group or a device tells KVM of it through what is made here.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -45,7 +45,7 @@ impl LevelLine {
     }
 }
 
-/// KVM's VFIO device, for whoever opens devices one by one. A VM has one at most.
+/// KVM's VFIO device, for a caller that opens devices one by one. A VM has one at most.
 #[derive(Clone)]
 pub struct VfioFiles(Arc<DeviceFd>);
 

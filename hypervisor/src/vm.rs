@@ -40,7 +40,7 @@ pub(crate) struct VmShared {
     pub(crate) capabilities: Capabilities,
     pub(crate) msr_indices: Arc<[u32]>,
     pub(crate) routes: Routes,
-    /// Frequency that a vCPU has before anybody sets it; unknown until there is a vCPU.
+    /// Frequency that a vCPU has before it is set; unknown until there is a vCPU.
     pub(crate) host_tsc_khz: OnceLock<u32>,
     /// Last, so that the mappings outlive the VM's file descriptor.
     pub(crate) slots: Memslots,

@@ -3,7 +3,7 @@
 //! An I/O address space of iommufd by its number, as those use it who did not make it, or who hand it on.
 //!
 //! Owns the kernel's structures (Linux, `include/uapi/linux/iommufd.h`). Must never destroy anything: an
-//! address space ends with its iommufd, or with whoever made it.
+//! address space ends with its iommufd, or with the process that made it.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};

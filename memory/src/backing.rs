@@ -283,8 +283,8 @@ impl ZoneBacking {
         Ok(())
     }
 
-    /// The backing of `zone` from a file that somebody handed over. It must be of the kind that the
-    /// zone asks for, and nobody may be able to make it shorter: that would be a SIGBUS later.
+    /// The backing of `zone` from a file that was handed over. It must be of the kind that the
+    /// zone asks for, and no process may be able to make it shorter: that would be a SIGBUS later.
     ///
     /// Where its content is known to be zero it is not looked for, which would take time that grows
     /// with the size.
@@ -391,7 +391,7 @@ pub(crate) fn memfd(name: &str, flags: u32) -> io::Result<File> {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: a new descriptor that nobody else owns.
+        // SAFETY: a new descriptor that nothing else owns.
         Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
     };
     match create(common | libc::MFD_NOEXEC_SEAL) {

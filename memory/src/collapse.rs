@@ -3,7 +3,7 @@
 //! Huge pages for guest memory that has come from elsewhere, made while the guest runs.
 //!
 //! Memory arrives in small pages: making huge ones at that moment costs time in which the guest, or
-//! whoever waits for it, stands still. Afterwards this makes them, for zones that are to have huge
+//! a thread that waits for it, stands still. Afterwards this makes them, for zones that are to have huge
 //! pages and whose host does not give them by itself.
 //!
 //! Owns one thread, which works for a tenth of the time. Must never populate memory, must not be used

@@ -21,7 +21,7 @@ use crate::mapping::Mapping;
 ///
 /// Off at first. A log that belongs to a [`RamRegion`](crate::RamRegion) also keeps the region's
 /// mapping alive: it travels inside every view of guest memory, so memory stays mapped for as long
-/// as anybody can reach it.
+/// as any thread can reach it.
 #[derive(Debug, Clone, Default)]
 pub struct DeviceDirtyLog {
     log: Option<Arc<Log>>,

@@ -21,7 +21,7 @@
 //! `thp=on` and the host's `shmem_enabled` keeps huge pages away from shared memory. Then it gets
 //! private anonymous memory, as upstream would have given it, because a guest on 4 KiB pages is
 //! slower for as long as it lives, whereas migration of private memory costs one copy per page
-//! once. Whoever wants the second mapping all the same asks for `shared=on`
+//! once. For the second mapping all the same there is `shared=on`
 //! ([`Backing::Memfd`]) or hugetlb. Upstream maps `hugepages=on,shared=off` and
 //! `file=PATH,shared=off` privately; we do so only where it protects what a file already holds,
 //! since a private mapping of a memfd keeps every written page twice.

@@ -104,7 +104,7 @@ impl Mapping {
         let len = to_usize(request.len_bytes);
         let align = to_usize(request.align_bytes);
         // Room to align, and a page that is never mapped on either side: running over the edge of
-        // guest memory is a fault, not somebody else's data.
+        // guest memory is a fault, not other data.
         let room = len
             .checked_add(align)
             .and_then(|room| room.checked_add(GUARD_BYTES))

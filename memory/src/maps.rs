@@ -16,7 +16,7 @@ use crate::bitmap::{PageBitmap, Runs};
 /// Pages whose content is here: it has arrived, or it was always local.
 ///
 /// Stored as the pages that are **absent**, so that a guest that was booted here has an untouched
-/// map. Written by the destination of a migration (all absent at first; whoever brings a page in
+/// map. Written by the destination of a migration (all absent at first; the thread that brings a page in
 /// claims it) and by restore on demand; not by discard, so that what was received in part and is thrown
 /// away to be sent again is still absent. Read by prefault and DMA mapping, which leave absent pages alone, and by recovery, which sends the
 /// map to the source.
@@ -46,7 +46,7 @@ impl ResidentMap {
     }
 
     /// Takes it upon the caller to bring `page` in; true for exactly one caller. The page counts
-    /// as resident from here on, so claim after the content is in place, or let nobody look.
+    /// as resident from here on, so claim after the content is in place, or before any reader exists.
     pub fn claim_absent(&self, page: u64) -> bool {
         self.absent.claim(page)
     }
@@ -71,7 +71,7 @@ impl ResidentMap {
 /// received as zero.
 ///
 /// Stored as the pages that **may hold data**. Written by discard and by receivers of zero pages
-/// (zero), by whoever writes through the alias (data), and by
+/// (zero), by writers through the alias (data), and by
 /// [`RamRegion::sync_zero_map`](crate::RamRegion::sync_zero_map) (data wherever the kernel has a
 /// page).
 ///

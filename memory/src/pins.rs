@@ -160,6 +160,6 @@ mod tests {
         assert_eq!(ram.discard_unpinned(0..MIB).len_bytes(), MIB);
         drop(first);
         assert_eq!(ram.discard(MIB..2 * MIB).len_bytes(), MIB);
-        assert_eq!(pins.gone.lock().unwrap().len(), 1, "nobody is asked without a ban");
+        assert_eq!(pins.gone.lock().unwrap().len(), 1, "no holder is asked without a ban");
     }
 }

@@ -171,11 +171,11 @@ impl GuestRam {
             .clear_in_place(&bytes)
             .map_err(|source| PlugError::NotCleared { gpa: gpa.start, source })?;
         if region.is_hugetlb() || region.spec().reserve || pins.is_some() {
-            // Later it would be a SIGBUS for the guest, or for nobody.
+            // Later it would be a SIGBUS for the guest, or never be noticed.
             let populated = region.populate(&bytes, |_| Ok(()));
             populated.inspect_err(|_: &PopulateError| drop(self.discard_unpinned(gpa.clone())))?;
         }
-        // Whoever forbids it now maps all memory that the guest has afterwards.
+        // A caller that forbids it now maps all memory that the guest has afterwards.
         let noted = self.discards().unless_banned(pins.is_some(), || {
             plugged.unreturned.clear_range(blocks.clone());
             plugged.blocks.set_range(blocks.clone());

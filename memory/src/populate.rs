@@ -160,8 +160,8 @@ impl PopulateTarget<'_> {
             let word = unsafe { self.mapping.start().add(to_usize(offset)) }.cast::<u64>();
             // SAFETY: as above; an atomic may alias whatever else writes this memory.
             let word = unsafe { AtomicU64::from_ptr(word) };
-            // A write that changes nothing, whoever else writes: if the value is no longer the
-            // one just read, somebody has written the page already.
+            // A write that changes nothing, whatever others write: if the value is no longer the
+            // one just read, the page has been written already.
             let now = word.load(Ordering::Relaxed);
             let _ = word.compare_exchange(now, now, Ordering::Relaxed, Ordering::Relaxed);
         }

@@ -119,7 +119,7 @@ fn next_data(file: &File, at: u64, range: &Range<u64>) -> io::Result<Option<u64>
 }
 
 /// `lseek`; `None` where there is nothing of the kind up to the end. The file's position changes,
-/// which nobody uses: all access is by mapping or by offset.
+/// which is not used: all access is by mapping or by offset.
 fn seek(file: &File, at: u64, whence: i32) -> io::Result<Option<u64>> {
     let offset = libc::off_t::try_from(at).map_err(io::Error::other)?;
     // SAFETY: takes and returns numbers; the descriptor is open for as long as `file` lives.

@@ -74,7 +74,7 @@ pub struct PrefaultOptions {
     pub on_chunk: Option<ChunkHook>,
     /// Told of progress and of the end.
     pub observer: Option<PrefaultObserver>,
-    /// The threads let everybody else in the process go first. Where they get next to nothing so, whoever
+    /// The threads let all others in the process go first. Where they get next to nothing so, a caller that
     /// comes to wait for them should [help](Prefault::helper).
     pub gives_way: bool,
 }
@@ -183,7 +183,7 @@ struct Engine {
     working: Mutex<usize>,
     /// Woken when none is left.
     idle: Condvar,
-    /// The first failure; taken once by `wait`. Locked for an instant by whoever fails.
+    /// The first failure; taken once by `wait`. Locked for an instant by a thread that fails.
     failure: Mutex<Option<PrefaultError>>,
 }
 
@@ -298,7 +298,7 @@ impl Drop for Prefault {
     fn drop(&mut self) {
         self.cancel();
         for thread in self.threads.drain(..) {
-            // A panic was reported by the thread itself, and nobody asks for the result here.
+            // A panic was reported by the thread itself, and the result is not used here.
             let _ = thread.join();
         }
     }
@@ -309,7 +309,7 @@ impl Drop for Prefault {
 pub struct PrefaultHelper(Arc<Engine>);
 
 impl PrefaultHelper {
-    /// Populates what nobody else is at, on the calling thread and as it is: its own priority, and the CPUs
+    /// Populates what no other thread is at, on the calling thread and as it is: its own priority, and the CPUs
     /// that it has. Returns when nothing is left to begin.
     pub fn help(&self) {
         let mut working = lock(&self.0.working);
@@ -383,7 +383,7 @@ impl Engine {
     fn tell_end(&self) {
         let Some(observer) = &self.observer else { return };
         let progress = self.progress();
-        // Nobody else is left that could want the lock for long.
+        // No other thread is left that could hold the lock for long.
         let failure = lock(&self.failure);
         observer(match &*failure {
             Some(error) => PrefaultEvent::Failed(error),
@@ -423,7 +423,7 @@ impl Engine {
     }
 }
 
-/// Memory that can be populated piece by piece, for whoever has something to do with each piece as
+/// Memory that can be populated piece by piece, for a caller that has something to do with each piece as
 /// soon as it is there: a DMA mapping is the next step of a pipeline.
 pub trait Populate: Send + Sync {
     /// Populates `range` (bytes, whole pages) on the calling thread and calls `done` for each chunk

@@ -449,7 +449,7 @@ fn check_hugetlb(zones: &[Arc<Zone>], host: &Host) -> Result<(), RamError> {
     /// Pages, and the zones that need them.
     type Need<'a> = (u64, Vec<&'a str>);
     let mut needs: BTreeMap<(u64, Option<u32>), Need<'_>> = BTreeMap::new();
-    // A file that holds data has pages already, nobody knows how many more it takes; and what comes
+    // A file that holds data has pages already, and how many more it takes is unknown; and what comes
     // later gets its pages when it comes.
     let now = |zone: &&Arc<Zone>| {
         zone.backing.hugetlb && !zone.backing.holds_data && zone.spec.block_bytes.is_none()
@@ -532,7 +532,7 @@ fn warnings(regions: &[Arc<RamRegion>], policy: HugePagePolicy) -> Vec<String> {
         let spec = region.spec();
         let id = &spec.id;
         let small_pages = region.kind() == ZoneKind::Shared && !region.is_hugetlb();
-        // Whoever made that memory has chosen its pages.
+        // The maker of that memory has chosen its pages.
         let small_pages = small_pages && !region.is_prezeroed();
         if region.gpa() % THP_BYTES != region.file_offset() % THP_BYTES && small_pages && spec.thp {
             warnings.push(format!(

@@ -379,7 +379,7 @@ mod tests {
         let error = ram.discard_in_region(0, &(0..MIB)).unwrap_err();
         assert!(matches!(error, AccessError::Banned { reason: "a test", .. }), "{error}");
         assert_eq!(byte(&ram, 0), 7);
-        // Whoever lets go of pages does so for guests that ask, and this one does not.
+        // Pages are given up for guests that ask, and this one does not.
         ban.except_unpinned(Arc::new(UnpinsAll));
         assert!(ram.discard_in_region(0, &(0..MIB)).is_err());
         drop(ban);

@@ -19,7 +19,7 @@ pub fn is_zero(bytes: &[u8]) -> bool {
 
 /// Whether `len_bytes` bytes at `start` are zero, read once each and without a reference to them.
 ///
-/// The answer may be stale at once if somebody writes; it is never made up.
+/// The answer may be stale at once if another thread writes; it is never made up.
 ///
 /// # Safety
 /// `start` is aligned to 8 bytes, `len_bytes` is a multiple of [`STRIDE_BYTES`], and the range is

@@ -103,7 +103,7 @@ pub enum PciStateError {
 /// locks. Any offset and any length are allowed in accesses; what makes no sense reads as ones
 /// (configuration space) or zeroes (BARs) and is ignored when written.
 pub trait PciDevice: Send + Sync {
-    /// Id given by the person who configured the VM.
+    /// Id given in the VM's configuration.
     fn id(&self) -> &str;
     /// Kind of function, as it stands in saved state.
     fn kind(&self) -> &'static str;

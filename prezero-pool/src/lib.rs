@@ -4,8 +4,8 @@
 //!
 //! Owns the slots: which are ready, who has which, and what becomes of those that come back. Knows
 //! nothing of virtual machines but where their memory begins and ends: a slot is a memfd, perhaps mapped
-//! for a device, and its user is whoever holds the connection over which it was taken. Must never hand
-//! out a byte that somebody wrote.
+//! for a device, and its user is the holder of the connection over which it was taken. Must never hand
+//! out a byte that was written.
 //!
 //! ```text
 //!                build (kernel zeroes, every byte is looked at)
@@ -18,11 +18,11 @@
 //!
 //! # Why memory can be used again
 //!
-//! A memfd that comes back is cleared in place only when nobody else can reach it: no descriptor,
+//! A memfd that comes back is cleared in place only when no other process can reach it: no descriptor,
 //! no mapping, none on its way through a socket. The kernel tells that of an *open file*: it grants
 //! a write lease on one only if no other open file of that inode exists. So the pool keeps an open
 //! file of its own, hands out another one, made for this user, and asks for the lease when the user
-//! is gone; while it is refused, somebody still has the memory (another process of a VM that
+//! is gone; while it is refused, a process still has the memory (another process of a VM that
 //! moved, say) and it stays `lent`. The memfd's mode keeps users from opening it a third time.
 //!
 //! # Slots with a device
@@ -30,12 +30,12 @@
 //! ```text
 //!   memory is clear --> waiting ---- opens and binds the device, maps, fills a page table ----> ready
 //!                         ^                                                                      |
-//!                         +--- somebody has the device; or its user was refused the slot --------+
+//!                         +--- the device is in use, or its user was refused the slot ------------+
 //! ```
 //!
 //! The memory is mapped by its file, so the iommufd has an open file of it until it is gone itself, and
-//! it cannot go before the device was let go of. The lease is refused for as long as anybody has any of
-//! the three, whoever that is: what the first user passed on is found in the same way.
+//! it cannot go before the device was let go of. The lease is refused for as long as any process has one of
+//! the three, whichever it is: what the first user passed on is found in the same way.
 //!
 //! Pages can be held without a file, in a pipe for instance, by a process that means to. So what
 //! one user had is only ever given to the same user again; for another one it goes back to the

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that is mapped for a device before anybody needs it.
+//! Memory that is mapped for a device in advance.
 //!
 //! Owns the iommufd and the device until they are handed over with the memory, and then nothing of them:
 //! who has an iommufd controls every address space in it, so there is one for each slot. Must never
@@ -40,7 +40,7 @@ pub enum PinError {
          the pool open what is in /dev/vfio/devices?)"
     )]
     Open(DeviceAddress, #[source] VfioError),
-    /// Somebody else has it.
+    /// Another process has it.
     #[error("cannot have device {0}: a VM or another process has it")]
     Bind(DeviceAddress, #[source] VfioError),
     /// An object of iommufd.

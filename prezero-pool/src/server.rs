@@ -2,7 +2,7 @@
 
 //! The daemon's one thread that listens, answers, and notices when a user has gone.
 //!
-//! Owns the sockets and the connections. Must never wait for a client: whoever does not read its
+//! Owns the sockets and the connections. Must never wait for a client: one that does not read its
 //! answer, or says nothing for long without having anything, is cut off.
 
 use std::collections::BTreeMap;
@@ -34,7 +34,7 @@ const CONNECTIONS_MAX: usize = 512;
 const CONNECTIONS_PER_USER_MAX: usize = 128;
 /// A connection without memory says what it wants within this time.
 const IDLE_MAX: Duration = Duration::from_secs(10);
-/// For whoever reads statistics.
+/// For readers of statistics.
 const STATS_TIME: Duration = Duration::from_secs(2);
 
 const CLIENTS: u64 = 0;
@@ -54,7 +54,7 @@ pub enum ServeError {
         #[source]
         source: io::Error,
     },
-    /// Somebody else is there.
+    /// Another daemon is there.
     #[error("another pool listens at {}", path.display())]
     InUse {
         /// The path.
@@ -286,7 +286,7 @@ impl Server {
 impl Connection {
     fn hear(&mut self, number: u64, broker: &mut Broker) -> ConnectionStatus {
         let mut buffer = [0; MESSAGE_BYTES_MAX];
-        // One read each time: nobody keeps the others waiting. Descriptors that a client sends go
+        // One read each time: no client keeps the others waiting. Descriptors that a client sends go
         // nowhere, as this is no recvmsg.
         match self.stream.read(&mut buffer) {
             Ok(0) => return ConnectionStatus::Closed,
@@ -382,7 +382,7 @@ impl Connection {
 /// Reads the statistics of a running daemon.
 ///
 /// # Errors
-/// Nobody listens, or nothing comes.
+/// Nothing listens, or nothing comes.
 pub fn read_stats(path: &Path) -> io::Result<String> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(STATS_TIME))?;

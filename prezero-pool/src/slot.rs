@@ -3,7 +3,7 @@
 //! The memory of one slot: made, leased, proved free, cleared.
 //!
 //! Owns the pool's own open file of the memfd. Must never call memory zero that was not looked at
-//! byte by byte, and never clear memory that somebody else may have.
+//! byte by byte, and never clear memory that another process may have.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io;
@@ -152,7 +152,7 @@ impl SlotMemory {
         sys::users_of(&self.file)
     }
 
-    /// Fills holes, clears all of it in place, and looks at every byte. Nobody else may have it.
+    /// Fills holes, clears all of it in place, and looks at every byte. No other process may have it.
     ///
     /// # Errors
     /// There is no memory for the holes, or it does not stay zero.

@@ -9,13 +9,13 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 
-/// Whether anybody else has a file.
+/// Whether another process has a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Users {
-    /// Nobody has another open file of the inode, be it a descriptor, a mapping, or on its way
+    /// There is no other open file of the inode, be it a descriptor, a mapping, or on its way
     /// through a socket.
     OnlyUs,
-    /// Somebody has.
+    /// There is one.
     Others,
     /// This kernel does not say so for this kind of file.
     Unknown,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The threads that make and clear memory, when nobody else wants the processor.
+//! The threads that make and clear memory, when no other thread wants the processor.
 //!
 //! Owns the threads and their queues, one for each NUMA node. Must never decide what is done.
 
@@ -22,7 +22,7 @@ use crate::sys;
 pub enum Job {
     /// Make its memory.
     Build { slot: usize, class: Class },
-    /// Clear its memory, which nobody else has.
+    /// Clear its memory, which no other process has.
     Scrub { slot: usize, class: Class, memory: SlotMemory },
     /// Map it for its device.
     Pin { slot: usize, class: Class, memory: SlotMemory },

@@ -31,7 +31,7 @@ pub const USAGE: u8 = 2;
 
 /// A migration was cancelled; the guest goes on at the source.
 pub const CANCELLED: u8 = 3;
-/// A migration ended such that a person has to look where the guest is.
+/// A migration ended such that the operator has to look where the guest is.
 pub const LOOK: u8 = 4;
 /// There was no answer in the time that was given.
 pub const TIMEOUT: u8 = 5;
@@ -43,7 +43,7 @@ pub struct Failure {
     pub code: u8,
     /// What is printed: the sentences of the whole chain.
     pub message: String,
-    /// What the person may do.
+    /// What the operator may do.
     pub hint: Option<String>,
 }
 

@@ -168,7 +168,7 @@ where
     I::Item: Into<OsString>,
 {
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
-    // Making the help texts costs more than everything else, and almost nobody reads them.
+    // Making the help texts costs more than everything else, and they are seldom read.
     let with_help = args.len() == 1 || args.iter().any(|arg| arg == "--help" || arg == "-h");
     let matches = command(with_help).try_get_matches_from(args)?;
     Ok(read(&matches))

@@ -237,7 +237,7 @@ struct Moment {
     micros: i64,
 }
 
-/// A moment as people write it.
+/// A point in time as text.
 #[derive(Clone, Copy, Debug)]
 struct Calendar {
     year: i64,

@@ -23,7 +23,7 @@ pub mod pool;
 pub mod remote;
 pub mod watch;
 
-/// Prints lines on stdout. Whoever reads it may have left; the exit code still tells.
+/// Prints lines on stdout. Its reader may have closed it; the exit code still tells.
 pub fn print_line(line: &str) {
     use std::io::Write;
     let mut out = std::io::stdout();

@@ -25,7 +25,7 @@ pub enum PoolCommandError {
     /// The configuration names no socket for statistics.
     #[error("the configuration names no stats_socket, so there are no statistics to read")]
     NoStats,
-    /// Nobody answers.
+    /// There is no answer.
     #[error("cannot read the statistics at {}", path.display())]
     Stats {
         /// The socket.

@@ -278,7 +278,7 @@ impl Document {
     }
 }
 
-/// A time for people.
+/// A time as text.
 fn time_us(us: u64) -> String {
     match us {
         0..1000 => format!("{us} us"),
@@ -388,7 +388,7 @@ impl Screen {
     }
 }
 
-/// Lets the VMM know that somebody is going to look, so that it stays until they have seen the end.
+/// Tells the VMM that there is a watcher, so that it stays until the watcher has read the end.
 pub fn announce(client: &Client) {
     // There may be nothing to see yet, and a VMM that is not there is found out about soon.
     let _ = client.ask(Method::Get, "vm.migration-progress", None);

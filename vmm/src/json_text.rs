@@ -79,7 +79,7 @@ pub fn answer<T: Serialize>(value: &T) -> serde_json::Result<Vec<u8>> {
     written(value, CompactFormatter, false)
 }
 
-/// An event: several lines, for people.
+/// An event: several lines, indented.
 ///
 /// # Errors
 /// The value cannot be written as JSON.

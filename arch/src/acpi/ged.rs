@@ -9,7 +9,7 @@
 //! - one byte, I/O port [`crate::layout::GED_PORT`], read only; writes are ignored;
 //! - bit n set means that event n happened since the register was last read;
 //! - reading returns all bits **and clears them**, as one atomic step (several vCPUs may read);
-//! - whoever sets a bit then raises interrupt [`crate::layout::GED_GSI`] once (an edge). Setting a
+//! - the device that sets a bit then raises interrupt [`crate::layout::GED_GSI`] once (an edge). Setting a
 //!   bit that is already set raises it again, which is harmless: the guest finds nothing the
 //!   second time. Bits first, then the interrupt, so that none is lost.
 //! - at reset the register is 0. It is part of the machine's state: a migration carries it.

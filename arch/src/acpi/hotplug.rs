@@ -13,9 +13,9 @@
 //! | 4 | `PCID` | devices that are asked to go; reading clears | ignored |
 //! | 8 | `B0EJ` | 0 | the guest has let go of these |
 //!
-//! - Whoever sets a bit of the first two then signals event [`super::ged::EVENT_PCI`].
+//! - The side that sets a bit of the first two then signals event [`super::ged::EVENT_PCI`].
 //! - Asking again for a device that has not gone sets its bit again.
-//! - An ejection that nobody asked for is ignored: a guest may switch a slot off and on again.
+//! - An ejection that was not requested is ignored: a guest may switch a slot off and on again.
 //! - All of it is part of the machine's state.
 //!
 //! Names are those that guests of cloud-hypervisor see. Owns the offsets; must never know a device.

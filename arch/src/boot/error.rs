@@ -2,7 +2,7 @@
 
 //! Why a guest could not be prepared for its first instruction.
 //!
-//! Owns the error type of the boot module; each variant tells the person who started the VM what
+//! Owns the error type of the boot module; each variant tells the operator what
 //! to change. Must never name a path: the caller, who opened the file, adds that.
 
 use std::fmt;

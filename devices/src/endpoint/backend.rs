@@ -221,7 +221,7 @@ impl Backend {
         Ok(Self { channel: Channel::default(), keeper })
     }
 
-    /// Whether output can never be read by anybody.
+    /// Whether output can never be read.
     pub(super) fn discards(&self) -> bool {
         self.channel.output.is_none() && !matches!(self.keeper, Keeper::Listener(_))
     }

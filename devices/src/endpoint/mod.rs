@@ -3,7 +3,7 @@
 //! The outer ends of serial port, virtio console and debug console.
 //!
 //! Owns the terminal, pseudo terminal, file or socket that a guest's console is connected to.
-//! Output never waits for whoever reads it: what cannot be written at once is kept, up to a limit
+//! Output never waits for its reader: what cannot be written at once is kept, up to a limit
 //! from which the oldest is lost. So a vCPU may write from its own thread. Input is taken only
 //! when the device has room for it.
 //!
@@ -223,7 +223,7 @@ impl ConsoleEndpoint {
         }
     }
 
-    /// Bytes of output that were lost because nobody took them.
+    /// Bytes of output that were lost because they were not read.
     pub fn lost_bytes(&self) -> u64 {
         self.with(|inner, _| inner.lost_bytes)
     }

@@ -98,7 +98,7 @@ impl BusDevice for PciHotplug {
             DOWN_OFFSET => &self.down,
             _ => return,
         };
-        // Whoever reads a part of a word would clear bits that it does not see.
+        // A guest that reads a part of a word would clear bits that it does not see.
         if data.len() == 4 {
             let value = register.swap(0, Ordering::AcqRel).to_le_bytes();
             read_config_bytes(&value, 0, data);

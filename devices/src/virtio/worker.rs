@@ -39,7 +39,7 @@ const EVENTS_MAX: usize = 16;
 /// What a worker's thread runs. All methods are called on that thread.
 pub(crate) trait Work: Send + 'static {
     /// Begins to work, or goes on after a pause: sets what is to be watched and serves what has
-    /// come already, as notifications may have been taken by whoever served the queue before.
+    /// come already, as notifications may have been taken by the thread that served the queue before.
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken>;
     /// Something that is watched is ready.
     fn ready(&mut self, token: u64, watch: &mut Watch) -> Result<(), Broken>;

@@ -2,8 +2,8 @@
 
 //! One bit per 4 KiB page, shared by threads without a lock.
 //!
-//! Ownership of a page is a bit: whoever changes it from one to zero ([`PageBitmap::claim`]) owns
-//! the page, and nobody else gets it. Owns nothing but its words. Must never panic on a page
+//! Ownership of a page is a bit: the thread that changes it from one to zero ([`PageBitmap::claim`]) owns
+//! the page, and no other thread gets it. Owns nothing but its words. Must never panic on a page
 //! number: pages past the end are never set, and writes to them are ignored, since page numbers
 //! come from peers and guests.
 
@@ -170,7 +170,7 @@ impl PageBitmap {
             if let Some(run) = self.claim_run_at(first, max_pages.min(end - first)) {
                 return Some(run);
             }
-            // Somebody else was quicker with exactly this page.
+            // Another thread has claimed exactly this page.
             from = first;
         }
     }
@@ -279,7 +279,7 @@ impl PageBitmap {
     }
 
     /// Makes `range` equal to `words` (layout of [`to_words`](Self::to_words)). Pages for which
-    /// `words` has no bit are left alone. Not one atomic step: nobody else may change `range`.
+    /// `words` has no bit are left alone. Not one atomic step: no other thread may change `range`.
     pub fn assign_words(&self, range: Range<u64>, words: &[u64]) {
         self.each_piece_with(range, words, |word, mask, bits| {
             let before = word.load(Ordering::Acquire);

@@ -87,7 +87,7 @@ mod mapped {
     impl Drop for Words {
         fn drop(&mut self) {
             if self.count > 0 {
-                // SAFETY: exactly the mapping made in `new`; nobody can hold a reference into it
+                // SAFETY: exactly the mapping made in `new`; no code can hold a reference into it
                 // beyond the life of `self`.
                 unsafe { libc::munmap(self.start.as_ptr().cast(), self.count * 8) };
             }

@@ -24,7 +24,7 @@ use super::protocol::{MESSAGE_BYTES_MAX, ProtocolError, Refusal, Reply, SlotPage
 
 /// A pool answers within a millisecond; one that is stopped or overrun does not hold a VM up.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// For a device that the pool has at hand while it maps memory: without the answer nobody else could have
+/// For a device that the pool has at hand while it maps memory: without the answer no other process could have
 /// it, and the pool itself gives up before.
 const PATIENCE_PINNED: Duration = Duration::from_secs(12);
 /// Descriptors that come with an answer.
@@ -33,7 +33,7 @@ const DESCRIPTORS_MAX: usize = 3;
 /// Why a pool gave no memory.
 #[derive(Debug, Error)]
 pub enum PoolError {
-    /// Nobody is there.
+    /// There is no daemon.
     #[error("the pool of prezeroed memory at {} cannot be reached", path.display())]
     Connect {
         /// Its socket.
@@ -75,7 +75,7 @@ pub enum PoolError {
         path: PathBuf,
         /// Why, for programs.
         reason: Refusal,
-        /// Why, for people.
+        /// Why, for messages.
         text: String,
     },
 }
@@ -116,7 +116,7 @@ impl PoolConnection {
     /// Connects.
     ///
     /// # Errors
-    /// Nobody listens, or whoever does takes no more connections for now.
+    /// Nothing listens, or the listener takes no more connections for now.
     pub fn open(path: &Path) -> Result<Self, PoolError> {
         let stream =
             connect(path).map_err(|source| PoolError::Connect { path: path.to_owned(), source })?;
@@ -148,7 +148,7 @@ impl PoolConnection {
                 Ok(PoolMemory { file, size_bytes, pages })
             }
             (Reply::Granted { .. }, None) => Err(misbehaved("granted memory and sent none")),
-            (Reply::GrantedPinned(_), _) => Err(misbehaved("gave a device that nobody asked for")),
+            (Reply::GrantedPinned(_), _) => Err(misbehaved("gave a device that was not asked for")),
             (Reply::Refused { .. }, Some(_)) => Err(misbehaved("sent memory that it refused")),
             (Reply::Refused { reason, text }, None) => {
                 Err(PoolError::Refused { path: path(), reason, text })
@@ -355,7 +355,7 @@ mod tests {
                 } else {
                     stream.write_all(&[*byte]).is_ok()
                 };
-                // Whoever has heard enough hangs up.
+                // A client that has read enough hangs up.
                 if !sent {
                     break;
                 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that a pool on this host has populated and zeroed before anybody needed it.
+//! Memory that a pool on this host has populated and zeroed in advance.
 //!
 //! Owns the language between a VMM and the pool (`protocol`) and the VMM's end of it (`client`).
 //! Must never know how a pool keeps its memory, and must never wait for one for long.

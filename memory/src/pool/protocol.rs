@@ -102,7 +102,7 @@ pub enum Reply {
     Refused {
         /// Why, for programs.
         reason: Refusal,
-        /// Why, for people.
+        /// Why, for messages.
         text: String,
     },
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Pages from the host for a region, before somebody needs them.
+//! Populates a region in advance.
 //!
 //! Owns which part of a range may be populated, and through which mapping. Must never populate what
 //! is still to arrive. How it is done is in `populate`.

@@ -2,7 +2,7 @@
 
 //! The wait of a vCPU for a function that is still being opened.
 //!
-//! Owns the wake-up and nothing else: whether there is something to wait for is in the slots. Whoever
+//! Owns the wake-up and nothing else: whether there is something to wait for is in the slots. The thread that
 //! changes a slot tells it here afterwards.
 
 use std::sync::{Condvar, Mutex, PoisonError};

@@ -157,7 +157,7 @@ impl PciSegment {
     }
 
     /// Keeps `wish`, or the lowest free number, for a device that is about to be made; `wish` may be
-    /// kept for it already. Whoever does not add the device gives the number back with
+    /// kept for it already. A caller that does not add the device releases the number with
     /// [`PciSegment::release`].
     ///
     /// # Errors
@@ -322,7 +322,7 @@ impl PciSegment {
         let Some((number, device)) = self.function(address) else { return };
         device.write_config(address.offset, data);
         if concerns_decoding(address.offset, data.len()) {
-            // Whoever comes last sees the registers as they are by then, so the mappings end up
+            // The last thread sees the registers as they are by then, so the mappings end up
             // right in whatever order concurrent writers get here.
             lock(&self.placement).refresh(number);
         }

@@ -87,7 +87,7 @@ impl P2pTarget for Type1Container {
     fn map_bar(&self, gpa: u64, memory: &BarMapping) -> io::Result<()> {
         let len = usize::try_from(memory.len_bytes()).map_err(io::Error::other)?;
         // SAFETY: the address and the length are those of one mapping of device memory, which nothing in
-        // this process ever reads or writes, so whatever functions do to it nobody here can notice. Should
+        // this process ever reads or writes, so nothing here can notice what functions do to it. Should
         // it be unmapped from the process first, the IOMMU goes on translating to the device alone.
         unsafe { self.container.vfio_dma_map(gpa, len, memory.as_ptr()) }.map_err(errno_of)
     }
@@ -111,7 +111,7 @@ impl DmaTarget for Type1Container {
     }
 
     /// The kernel pins what the process's page tables have; memory that came populated is not in them yet,
-    /// and one fault for each of its pages would come while nobody else can map.
+    /// and one fault for each of its pages would come while no other thread can map.
     fn prepare(&self, region: &RamRegion, range: &Range<u64>) {
         if region.is_prezeroed()
             && let Err(error) = region.map_present(range)

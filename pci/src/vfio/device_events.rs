@@ -55,7 +55,7 @@ fn new_event() -> io::Result<EventFd> {
 }
 
 impl DeviceEvents {
-    /// Begins to listen, to nobody yet.
+    /// Starts the thread, without a function yet.
     ///
     /// # Errors
     /// No descriptor or no thread.
@@ -99,7 +99,7 @@ impl DeviceEvents {
             let stays = source.id != id;
             if !stays {
                 let (fd, none) = (source.event.as_raw_fd(), EpollEvent::default());
-                // An event that is closed next is of no use to anybody.
+                // An event that is closed next has no use.
                 let _ = self.shared.epoll.ctl(ControlOperation::Delete, fd, none);
             }
             stays
@@ -150,7 +150,7 @@ impl Shared {
         }
     }
 
-    /// What an event stands for, unless nobody listens to it any more.
+    /// What an event stands for, unless it is not listened to any more.
     fn take(&self, token: u64) -> Option<(String, DeviceEvent)> {
         let sources = lock(&self.sources);
         let source = sources.by_token.get(&token)?;

@@ -143,7 +143,7 @@ impl FakeFunction {
         self.command() & 4 != 0
     }
 
-    /// Tells what a host would; false if nobody is connected to hear it.
+    /// Signals what a host would; false if no event is connected.
     pub fn tell(&self, notice: DeviceEvent) -> bool {
         let notices = lock(&self.notices);
         notices.get(&notice).is_some_and(|mut event| event.write_all(&1_u64.to_ne_bytes()).is_ok())

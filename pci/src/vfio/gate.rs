@@ -138,7 +138,7 @@ mod tests {
                 gate.open();
             }
         }));
-        assert!(gate.wait().is_ok(), "nobody else opens it");
+        assert!(gate.wait().is_ok(), "nothing else opens it");
         gate.helped_by(Arc::new(|| panic!("there is nothing left to do")));
         assert!(gate.wait().is_ok());
     }

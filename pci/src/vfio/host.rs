@@ -72,7 +72,7 @@ pub trait HostFunction: MigrationPort {
     /// # Errors
     /// The host refuses, mostly for want of interrupt vectors.
     fn connect(&self, kind: InterruptKind, events: &[BorrowedFd<'_>]) -> Result<(), VfioError>;
-    /// Unmasks the pin whenever `event` is signalled; false if the host cannot, and somebody has to call
+    /// Unmasks the pin whenever `event` is signalled; false if the host cannot, and the caller has to call
     /// [`HostFunction::unmask_pin`] then.
     ///
     /// # Errors

@@ -62,7 +62,7 @@ pub struct Interrupts {
     msi: Option<Msi>,
     intx: Option<Box<dyn IntxLine>>,
     connected: Mutex<Connected>,
-    /// For a pin that the kernel does not unmask. Taken after `connected`, by whoever changes that.
+    /// For a pin that the kernel does not unmask. Taken after `connected`, by the thread that changes that.
     unmasking: Mutex<Option<Unmasking>>,
     log_limit: LogLimit,
 }

@@ -31,7 +31,7 @@ impl LockedMemory {
     }
 
     /// As the kernel has it now for iommufd. That counts all processes of the user together, but how
-    /// much that is nobody can read: what this process has pinned is the least that it can be.
+    /// much that is cannot be read: what this process has pinned is the least that it can be.
     pub fn for_iommufd() -> Self {
         Self::counted_by("VmPin:")
     }
@@ -60,7 +60,7 @@ fn may_lock(status: &str) -> bool {
     effective.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 != 0)
 }
 
-/// All limits on DMA mappings; what is `None` is not limited, as far as anybody knows.
+/// All limits on DMA mappings; what is `None` is not limited, as far as can be known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DmaLimits {
     /// Mappings that the IOMMU driver takes.

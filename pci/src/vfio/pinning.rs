@@ -146,7 +146,7 @@ impl Pinning {
         Abandonment(Arc::clone(&self.shared))
     }
 
-    /// Ends it soon; whoever waits at the gate is turned away. Nothing is mapped again.
+    /// Ends it soon; accesses that wait at the gate are refused. Nothing is mapped again.
     pub fn cancel(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.gate.fail("the VM ends");
@@ -181,7 +181,7 @@ impl Abandonment {
 impl Drop for Pinning {
     fn drop(&mut self) {
         self.cancel();
-        // The failure of something that nobody wants any more.
+        // The failure of something that is not wanted any more.
         let _ = self.wait();
         self.shared.dma_map.settle();
     }
@@ -211,7 +211,7 @@ impl Shared {
         };
         *lock(&self.state) = state.clone();
         match &state {
-            // Whoever is told looks at functions that have been let through, or turned away.
+            // The callback looks at functions that have been let through, or refused.
             PinState::Failed(reason) => self.gate.fail(reason),
             _ => self.gate.open(),
         }

@@ -25,7 +25,7 @@ pub trait DmaSpace: DmaTarget {
     /// # Errors
     /// Saying what the host lacks.
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError>;
-    /// The memory that may be mapped in it. Whoever holds a function of the space holds this, too.
+    /// The memory that may be mapped in it. The holder of a function of the space holds this, too.
     fn memory(&self) -> Arc<GuestRam>;
     /// The same as what takes device memory beside it, if it does.
     fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>>;

@@ -16,7 +16,7 @@ use super::error::VfioError;
 pub enum HostPlace {
     /// Its directory in sysfs.
     Sysfs(PathBuf),
-    /// Its character device, which somebody has opened already.
+    /// Its character device, opened already.
     Descriptor(OwnedFd),
     /// The same, bound to an iommufd in which memory is mapped for it; and where it is to be.
     Prepinned {

@@ -75,7 +75,7 @@ impl Notify {
         self.register(&mut registrations);
     }
 
-    /// Ends that, and forgets signals that nobody took.
+    /// Ends that, and drops signals that were not taken.
     pub fn disarm(&self) {
         let mut registrations = lock(&self.registrations);
         self.unregister(&mut registrations);

@@ -22,7 +22,7 @@ use crate::worker::{Job, JobOutcome, JobResult};
 
 pub use pinned::PinnedAnswer;
 
-/// How soon memory whose user has gone is looked at again while somebody still has it: soon at
+/// How soon memory whose user has gone is looked at again while a process still has it: soon at
 /// first, for a process that ends takes a moment, then seldom.
 const RECHECK_MIN: Duration = Duration::from_millis(10);
 const RECHECK_MAX: Duration = Duration::from_secs(2);
@@ -43,11 +43,11 @@ enum State {
     Waiting { memory: SlotMemory, owner: Option<u32>, at: Instant, wait: Duration },
     /// A worker maps it for its device.
     Pinning { owner: Option<u32>, wait: Duration },
-    /// It can be leased: to `owner` alone, if somebody has had it.
+    /// It can be leased: to `owner` alone, if it has had one.
     Ready { memory: SlotMemory, owner: Option<u32>, prepinned: Option<Prepinned> },
-    /// Somebody has it.
+    /// A process has it.
     Leased { memory: SlotMemory, uid: u32, lessee: Lessee },
-    /// Whoever had it has gone; whether others have it is looked at.
+    /// Its user has gone; whether other processes have it is looked at.
     Lingering { memory: SlotMemory, uid: u32, at: Instant, wait: Duration },
 }
 
@@ -81,7 +81,7 @@ impl State {
 struct PoolSlot {
     class: usize,
     state: State,
-    /// Its device is left alone until then, for somebody who was refused the slot.
+    /// Its device is left alone until then, for a user that was refused the slot.
     hold_off: Option<Instant>,
     /// What kept it from its device, as it was said last.
     problem: Option<String>,
@@ -185,7 +185,7 @@ impl Broker {
         Err((Refusal::Empty, format!("none of its {} slots of this kind is ready", fitting.len())))
     }
 
-    /// Memory that only other users may have is made anew for everybody, once somebody wants it.
+    /// Memory that only other users may have is made anew for all, once a client asks for it.
     fn renew_of_others(&mut self, uid: u32, slots: &[usize]) {
         for slot in slots {
             let Some(entry) = self.slots.get_mut(*slot) else { continue };

@@ -2,7 +2,7 @@
 
 //! Slots that are mapped for a device: who gets them, and when the pool has the device.
 //!
-//! Owns the rule that whoever may have a device and does not get its slot finds the device free, for a
+//! Owns the rule that a user who may have a device and does not get its slot finds the device free, for a
 //! VM without the pool opens it itself. Must never give a device to a user who is not named.
 
 use std::fs::File;
@@ -17,10 +17,10 @@ use crate::prepinned::{PinError, Prepinned};
 use crate::slot::SlotMemory;
 use crate::worker::Job;
 
-/// How long a device is left alone when somebody who was refused its slot is about to open it: far more
+/// How long a device is left alone when a user that was refused its slot is about to open it: far more
 /// than a VMM takes.
 const HOLD_OFF: Duration = Duration::from_secs(10);
-/// How seldom a device is looked for that somebody has. To look costs next to nothing.
+/// How seldom a device in use is looked for. To look costs next to nothing.
 const DEVICE_RETRY_MAX: Duration = Duration::from_secs(30);
 
 /// What goes to a user.
@@ -120,7 +120,7 @@ impl Broker {
                 entry.state = State::Ready { memory, owner, prepinned: Some(prepinned) };
                 Ok(Some(slot))
             }
-            // Whoever asks for it does not have the device: the pool may get it at last.
+            // The client that asks for it does not have the device: the pool may get it at last.
             State::Waiting { memory, owner, .. } if !has_waited => {
                 entry.state = State::Pinning { owner, wait: RETRY_MIN };
                 self.jobs.push_back(Job::Pin { slot, class, memory });

@@ -33,7 +33,7 @@ struct Pool {
     now: Instant,
     /// Ends when neither the pool nor a user has the device.
     device: Option<UnixStream>,
-    /// Somebody else has it.
+    /// Another process has it.
     is_taken: bool,
 }
 

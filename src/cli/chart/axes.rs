@@ -238,7 +238,7 @@ fn short(value: f64) -> String {
     format!("{value:.digits$}")
 }
 
-/// Bytes for people.
+/// Bytes as text.
 pub fn bytes_of(bytes: f64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes;
@@ -251,7 +251,7 @@ pub fn bytes_of(bytes: f64) -> String {
     String::new()
 }
 
-/// A time in microseconds for people.
+/// A time in microseconds as text.
 pub fn time_of(us: f64) -> String {
     match us {
         _ if us <= 0.0 => "0".to_owned(),
@@ -261,7 +261,7 @@ pub fn time_of(us: f64) -> String {
     }
 }
 
-/// A number of things for people.
+/// A count as text.
 pub fn count_of(count: f64) -> String {
     match count {
         _ if count < 1e4 => short(count),

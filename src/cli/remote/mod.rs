@@ -187,7 +187,7 @@ fn open(fds: &[ConfigFd]) -> Result<Vec<OwnedFd>, RemoteError> {
     fds.iter().map(duplicate).collect()
 }
 
-/// JSON for people.
+/// Indented JSON.
 fn pretty(command: &str, text: &str) -> Result<String, RemoteError> {
     serde_json::from_str::<Value>(text)
         .and_then(|value| serde_json::to_string_pretty(&value))

@@ -30,7 +30,7 @@ const MAX_RESPONSE_BYTES: usize = 64 << 20;
 /// Why there is no good answer.
 #[derive(Debug, Error)]
 pub enum ClientError {
-    /// Nobody listens.
+    /// Nothing listens.
     #[error("the API socket '{path}' cannot be reached")]
     Connect {
         /// Path of the socket.

@@ -4,7 +4,7 @@
 //!
 //! Owns the slots. A client whose request is being carried out keeps its slot; of the others
 //! (idle, slow to ask, slow to read) the one that has been so for longest gives its slot up. So a
-//! client that only holds connections open cannot keep anybody out.
+//! client that only holds connections open cannot keep others out.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

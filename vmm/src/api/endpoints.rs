@@ -398,7 +398,7 @@ pub enum Route {
     WrongMethod(&'static Endpoint),
     /// Known and not built.
     Unsupported(&'static str),
-    /// Nobody knows it.
+    /// It is unknown.
     Unknown,
 }
 

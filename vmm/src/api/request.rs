@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The messages between whoever asks (HTTP clients, `main`) and the VMM thread that answers.
+//! The messages between those who ask (HTTP clients, `main`) and the VMM thread that answers.
 //!
 //! Owns the closed set of requests, answers and errors, and the queue with its event descriptor.
 //! A request is answered exactly once; one that is dropped unanswered answers itself with an
-//! error, so that nobody waits for ever. It must never know HTTP beyond one table of status codes.
+//! error, so that no client waits for ever. It must never know HTTP beyond one table of status codes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::config::{
 /// What can be asked of the VMM.
 #[derive(Debug)]
 pub enum VmmRequest {
-    /// Is anybody there?
+    /// Does the VMM answer?
     Ping,
     /// Take this (complete) configuration.
     Create(Box<VmConfig>),
@@ -255,7 +255,7 @@ impl ApiCall {
     }
 
     /// Takes the call apart; the responder may outlive the request, so that a long one is
-    /// answered later by somebody else.
+    /// answered later by another thread.
     pub fn into_parts(self) -> (VmmRequest, Responder) {
         (self.request, self.responder)
     }
@@ -274,7 +274,7 @@ impl Responder {
         self.reply.as_ref().is_some_and(oneshot::Sender::is_closed)
     }
 
-    /// Answers. Whoever asked may be gone; that is no failure.
+    /// Answers. The client may be gone; that is no failure.
     pub fn answer(mut self, result: ApiResult) {
         if let Err(error) = &result {
             log::warn!("{} failed: {error}", self.name);
@@ -360,7 +360,7 @@ impl ApiQueue {
         self.calls.try_recv().ok()
     }
 
-    /// Waits for a call, for tests without an event loop; `None` if nobody can ask any more.
+    /// Waits for a call, for tests without an event loop; `None` if no sender is left.
     #[cfg(test)]
     pub(super) fn wait(&self) -> Option<ApiCall> {
         self.calls.recv().ok()

@@ -3,7 +3,7 @@
 //! The Unix socket on which the API listens.
 //!
 //! Owns taking the path over from a dead process, refusing it to a second live one, and removing
-//! it at the end. It must never remove a socket that somebody else answers on.
+//! it at the end. It must never remove a socket on which another process answers.
 
 use std::fs;
 use std::io;
@@ -39,7 +39,7 @@ pub enum SocketError {
         /// The descriptor.
         fd: i32,
     },
-    /// Somebody answers at the path.
+    /// A process answers at the path.
     #[error("the API socket '{path}' is in use by another process, choose another path")]
     Live {
         /// The path.
@@ -101,8 +101,8 @@ fn inherited(fd: i32) -> Result<OwnedFd, SocketError> {
     if !known || accepts == 0 || domain != libc::AF_UNIX {
         return Err(SocketError::BadFd { fd });
     }
-    // SAFETY: the descriptor is open (getsockopt has just succeeded on it); the person who gave
-    // its number on the command line gives it to this process, and nothing else here knows it.
+    // SAFETY: the descriptor is open (getsockopt has just succeeded on it); the command line that names
+    // its number gives it to this process, and nothing else here knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -150,7 +150,7 @@ impl ApiListener {
 impl Drop for ApiListener {
     fn drop(&mut self) {
         let Some(file) = &self.file else { return };
-        // Somebody may have put another socket there meanwhile; that one stays.
+        // Another process may have put its socket there meanwhile; that one stays.
         if let Ok(metadata) = fs::symlink_metadata(&file.path)
             && (metadata.dev(), metadata.ino()) == (file.device, file.inode)
             && let Err(error) = fs::remove_file(&file.path)
@@ -182,7 +182,7 @@ fn remove_stale(path: &Path) -> Result<(), SocketError> {
     }
 }
 
-/// Whether somebody listens. Does not wait for a listener whose queue is full: connecting to that
+/// Whether a process listens. Does not wait for a listener whose queue is full: connecting to that
 /// one fails with `WouldBlock`, which also means that it lives.
 fn probe(path: &Path) -> io::Result<()> {
     // SAFETY: all zero is a valid sockaddr_un.
@@ -201,7 +201,7 @@ fn probe(path: &Path) -> io::Result<()> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let len = libc::socklen_t::try_from(size_of_val(&address)).unwrap_or_default();
     // SAFETY: `address` is an initialised sockaddr_un of `len` bytes that outlives the call.

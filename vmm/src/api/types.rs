@@ -185,7 +185,7 @@ option_family! {
         side: String = String::new(), "" as JsonOnly, answer(), required_json();
         /// Where the guest is now: on-source, paused-on-source, not-here.
         guest: String = String::new(), "" as JsonOnly, answer(), required_json();
-        /// The same for people.
+        /// The same as text.
         message: String = String::new(), "" as JsonOnly, answer(), required_json();
     }
 }

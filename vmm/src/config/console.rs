@@ -26,7 +26,7 @@ option_enum! {
         Tty = "tty",
         /// To a file.
         File = "file",
-        /// To whoever connects to a socket.
+        /// To clients of a socket.
         Socket = "socket",
         /// Nowhere.
         Null = "null",
@@ -93,7 +93,7 @@ fn validate_target(
         ConsoleMode::Socket => {
             Err(ConfigError::Unsupported { names: vec![format!("{what} mode Socket")] })
         }
-        // `vm.info` tells the path of a pseudo terminal here, and people send back what they got.
+        // `vm.info` tells the path of a pseudo terminal here, and clients send back what they got.
         ConsoleMode::Pty | ConsoleMode::File => Ok(()),
         _ if file.is_some() => refuse("file needs mode File"),
         _ if socket.is_some() => refuse("socket needs mode Socket"),

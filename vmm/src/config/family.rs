@@ -35,7 +35,7 @@ pub struct FieldSpec {
     pub field: &'static str,
     /// Key in the option string; empty if there is none.
     pub key: &'static str,
-    /// One or two sentences for people.
+    /// One or two sentences of documentation.
     pub help: &'static str,
     /// JSON must have it.
     pub required_json: bool,
@@ -98,7 +98,7 @@ impl FieldSpec {
         self
     }
 
-    /// Not shown to people.
+    /// Not documented.
     #[must_use]
     pub const fn hidden(mut self) -> Self {
         self.hidden = true;

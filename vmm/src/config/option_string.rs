@@ -2,7 +2,7 @@
 
 //! The outer form of an option string: `key=value,flag,key=[a,b],key="x,y"`.
 //!
-//! Owns splitting, quoting, the error for a key nobody knows, and the printer that is the exact
+//! Owns splitting, quoting, the error for an unknown key, and the printer that is the exact
 //! inverse. It must never know what a key means, and never panic on any input.
 //!
 //! Rules: commas inside `[...]` or `"..."` do not separate; inside quotes `""` is a literal quote;

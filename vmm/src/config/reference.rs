@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Everything that people read about the options: the syntax lines of `--help` and the reference
+//! The documentation of the options: the syntax lines of `--help` and the reference
 //! page in `docs/options.md`. Both come from the definitions.
 //!
 //! Owns the list of families. It must never contain text about a particular option.

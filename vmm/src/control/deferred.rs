@@ -17,7 +17,7 @@ use crate::api::{ApiCall, VmmRequest};
 const WAIT_MAX: Duration = Duration::from_millis(500);
 
 /// How long `vm.info` waits for the VM of the command line: a script reads its terminals and addresses
-/// from it, which are not there before, and a person why it does not come.
+/// from it, which are not there before, and clients why it does not come.
 const LAUNCH_INFO_WAIT: Duration = Duration::from_secs(10);
 
 /// How many wait at most; the API has connection slots for twice as many clients, and what ends the

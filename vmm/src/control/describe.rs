@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Descriptions of the VM for people who ask: `vm.info` and `vm.counters`.
+//! Descriptions of the VM: `vm.info` and `vm.counters`.
 
 use std::time::Instant;
 

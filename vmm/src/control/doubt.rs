@@ -4,7 +4,7 @@
 //!
 //! Owns what requests and signals may do to it: the rules are those of
 //! [`vm_migration::commit::destination`], and the words are here. The machine stays with the thread
-//! that received it, which waits for the source's word all the time; what a person decides goes to
+//! that received it, which waits for the source's word all the time; what the operator decides goes to
 //! that thread, and the request is answered when it has acted on it.
 
 use vm_migration::commit::destination::{Asked, Decision, InDoubt, Refusal};

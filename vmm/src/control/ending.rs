@@ -2,7 +2,7 @@
 
 //! The end of the process, asked for by a signal or the API, also in the middle of a migration.
 //!
-//! Owns the rule: whoever can be answered is refused while a guest leaves; a signal cannot be
+//! Owns the rule: a request is refused while a guest leaves; a signal cannot be
 //! answered, so it is remembered until the migration is over, and a second one cancels it. A guest
 //! that has been given away or has just arrived is never ended by a request that did not know it.
 //! A VM that stays ends in order, however long its disks take; with force, or at the second signal,

@@ -61,7 +61,7 @@ pub struct Mailer {
 }
 
 impl Mailer {
-    /// Puts a message into the queue. Nobody may be there any more; then nobody needs it.
+    /// Puts a message into the queue. Its reader may be gone; then the message is not needed.
     pub fn send(&self, message: Message) {
         if self.sender.send(message).is_ok() {
             // A full counter wakes as well.

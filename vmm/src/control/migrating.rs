@@ -25,7 +25,7 @@ use crate::migration::memory::MigratingRam;
 use crate::options::ExitReason;
 use crate::page_server::{PageServerPlan, socket_beside};
 
-/// Whoever asked for the progress of a migration has this long to ask once more and see its end,
+/// A client that asked for the progress of a migration has this long to ask once more and see its end,
 /// before the process ends. Long enough for a slow poll on a busy host.
 pub(crate) const WATCHER_TIME: Duration = Duration::from_secs(10);
 
@@ -70,7 +70,7 @@ impl Vmm {
         }
     }
 
-    /// Answers whoever asked while an end was being settled.
+    /// Answers clients that asked while an end was being settled.
     fn answer_progress_askers(&mut self) {
         for responder in std::mem::take(&mut self.progress_askers) {
             self.progress_for(responder);
@@ -268,7 +268,7 @@ impl Vmm {
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
                 let age = |at: Instant| at.elapsed();
                 let stay = exit_delay(self.watched_at.map(age), self.end_seen_at.map(age));
-                // A machine of many vCPUs and much memory takes a while to take apart. Whoever asks
+                // A machine of many vCPUs and much memory takes a while to take apart. A client that asks
                 // meanwhile is answered afterwards, and has their time from then on.
                 drop(remains);
                 if stay.is_zero() {

@@ -103,7 +103,7 @@ enum VmLifecycle {
     Serving(Sending),
     /// A migration is awaited here, or under way.
     Receiving(Receiving),
-    /// One has arrived whole and did not start; a person decides.
+    /// One has arrived whole and did not start; the operator decides.
     NotStarted { machine: Box<ArrivingMachine>, reason: String },
     /// It is being saved or restored, on a thread that owns its machine.
     Busy(Busy),
@@ -188,13 +188,13 @@ struct Vmm {
     pages: GuestPages,
     /// Memory of the live machine that is being brought in from a snapshot.
     filling: Option<MemoryFill>,
-    /// Whoever asked for the machine wants the tables of its vCPUs filled when its memory is here.
+    /// The client that asked for the machine wants the tables of its vCPUs filled when its memory is here.
     prefault_stage2: bool,
     /// All memory came while the machine was with another thread.
     memory_came: bool,
     /// Of the last migration.
     progress: Option<Arc<Progress>>,
-    /// When somebody last asked for the progress of a migration.
+    /// When a client last asked for the progress of a migration.
     watched_at: Option<Instant>,
     /// When a client first saw the end of it.
     end_seen_at: Option<Instant>,
@@ -286,7 +286,7 @@ impl Vmm {
     }
 
     /// The only place that knows which request is whose. Each is answered here, or its responder goes
-    /// to whoever answers it; what to do next comes from the one that ends the process.
+    /// to the code that answers it; what to do next comes from the one that ends the process.
     fn dispatch(&mut self, request: VmmRequest, responder: Responder) -> Option<Next> {
         let empty = |result: Result<(), ApiError>| result.map(|()| ApiReply::Empty);
         let answer = match request {

@@ -56,7 +56,7 @@ pub enum TransitionKind {
     Resume,
     /// It starts for the first time, after a restore.
     StartRestored,
-    /// It starts although it was not started when it arrived: a person says that it runs nowhere else.
+    /// It starts although it was not started when it arrived: the operator says that it runs nowhere else.
     StartArrived,
     /// A device is opened and added. It runs or not, as before.
     Add,
@@ -131,7 +131,7 @@ pub struct ArrivedEnd {
 }
 
 impl TransitionKind {
-    /// For people.
+    /// For messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pause => "paused, which waits until its devices have finished their requests",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a person may ask of a postcopy migration: to begin it, and to connect again.
+//! Requests to a postcopy migration: to begin it, and to connect again.
 //!
 //! Owns the answers. Both take effect on the thread of the migration; the progress document says
 //! what came of them. It must never decide where a guest is.

@@ -36,7 +36,7 @@ pub enum ReceiveOutcome {
         /// Whether pages still arrive.
         pages_missing: bool,
     },
-    /// The guest is here, whole, and did not start; a person decides.
+    /// The guest is here, whole, and did not start; the operator decides.
     NotStarted {
         /// Its machine.
         machine: Box<ArrivingMachine>,
@@ -49,7 +49,7 @@ pub enum ReceiveOutcome {
     Failed {
         /// Why.
         error: ApiError,
-        /// Somebody here asked for it.
+        /// A client on this side asked for it.
         is_cancelled: bool,
         /// Where the guest is.
         guest: GuestIs,
@@ -72,7 +72,7 @@ pub struct Receiving {
     pub cancel: Cancel,
     /// What may be asked of it.
     pub steering: Steering,
-    /// Whoever asked to end it and waits for the answer.
+    /// Clients that asked to end it and wait for the answer.
     pub cancellers: Vec<Responder>,
     /// Which side has the guest is not known.
     pub doubt: Option<InDoubtVm>,

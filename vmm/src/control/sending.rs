@@ -74,9 +74,9 @@ pub struct Sending {
     pub steering: Steering,
     /// How memory travels.
     pub mode: MemoryMode,
-    /// Whoever asked to end it and waits for the answer.
+    /// Clients that asked to end it and wait for the answer.
     pub cancellers: Vec<Responder>,
-    /// Whoever gave up the pages that are served, and waits until that is done.
+    /// Clients that gave up the pages that are served, and wait until that is done.
     pub deleters: Vec<Responder>,
     /// Requests to resume the paused VM, which ended the migration.
     pub resumers: Vec<Responder>,

@@ -5,7 +5,7 @@
 //! Owns the machine while it is saved, on a thread of its own, so that the VMM thread answers other
 //! requests meanwhile; and, after an on-demand restore, the thread that waits for the last page.
 //! If a page cannot be brought in, that thread ends the process: a vCPU or a device waits for
-//! contents that nobody has, and any other way to end it would show them zeros.
+//! contents that are nowhere, and any other way to end it would show them zeros.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -58,7 +58,7 @@ impl Busy {
         Self { info, is_restore, at_launch: false, until: None, cancel, end_requests, cancellers }
     }
 
-    /// What goes on, for people.
+    /// What goes on, as text.
     pub fn name(&self) -> &'static str {
         if self.is_restore { "restored" } else { "saved" }
     }

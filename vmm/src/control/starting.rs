@@ -114,7 +114,7 @@ impl Starting {
         if self.cancel.is_cancelled() { "ended" } else { self.name() }
     }
 
-    /// For people.
+    /// For messages.
     pub fn name(&self) -> &'static str {
         if self.is_reboot { "rebooted" } else { "booted" }
     }

@@ -88,8 +88,8 @@ impl EventTarget {
             if fd < 0 || flags < 0 || flags & libc::O_ACCMODE == libc::O_RDONLY {
                 return Err(EventError::BadFd { fd });
             }
-            // SAFETY: the descriptor is open (fcntl has just succeeded on it); the person who
-            // gave its number on the command line gives it to this process.
+            // SAFETY: the descriptor is open (fcntl has just succeeded on it); the command
+            // line that names its number gives it to this process.
             return Ok(Self::Fd(unsafe { OwnedFd::from_raw_fd(fd) }));
         }
         match text.strip_prefix("path=") {

@@ -2,7 +2,7 @@
 
 //! Wiring of the balloon.
 //!
-//! Owns the translation from options to a device. Whoever passes a device through forbids that
+//! Owns the translation from options to a device. A passed-through device forbids that
 //! memory is given back with [`GuestRam::ban_discards`] before this is called: reports are not
 //! offered to the guest then, and what it puts into the balloon goes only as far as it is unmapped.
 

@@ -2,7 +2,7 @@
 
 //! The ends of a machine's consoles on the host: terminals, files, sockets.
 //!
-//! Owns the endpoints. They outlive a reboot, so that whoever is attached stays attached.
+//! Owns the endpoints. They outlive a reboot, so that clients stay attached.
 
 use std::path::PathBuf;
 use std::sync::Arc;

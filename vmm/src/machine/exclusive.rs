@@ -80,7 +80,7 @@ pub enum ExclusiveError {
 }
 
 /// Writes an image back and gives its lock back; its device must hold still or be gone. A failure is
-/// told, and keeps nobody from having the image: what is lost is lost.
+/// told, and does not keep the image locked: what is lost is lost.
 pub(super) fn write_back_and_unlock(id: &str, lock: &DiskLock) {
     if !lock.is_held() {
         return;
@@ -176,7 +176,7 @@ impl VirtioDevices {
         taken
     }
 
-    /// Whether the taps could be taken, if nobody else had them.
+    /// Whether the taps could be taken, if no other process had them.
     ///
     /// # Errors
     /// Naming the device.

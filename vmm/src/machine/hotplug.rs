@@ -4,7 +4,7 @@
 //!
 //! Owns the registers by which the guest is told, and the order of things: a device is on the bus
 //! before the guest hears of it, and is taken apart only when the guest has let go of it. The guest
-//! lets go on a vCPU's thread, where the device disappears at once; the rest happens when whoever owns
+//! lets go on a vCPU's thread, where the device disappears at once; the rest happens when the owner of
 //! the machine comes to it ([`Machine::take_ejected`]), here or, if the guest has moved meanwhile,
 //! where it runs then.
 
@@ -158,7 +158,7 @@ impl Machine {
             return Err(RemoveError::Fixed(id.to_owned()));
         }
         self.hotplug.registers.ask_to_go(function.bdf.device());
-        // Nobody waits for this: there is less to wait for when the guest has let go of it.
+        // No thread waits for this: there is less to wait for when the guest has let go of it.
         drop(self.write_back_early(id));
         self.legacy.tell_pci_changed();
         events::emit("vm", "device-removing", &[("id", id)]);

@@ -18,7 +18,7 @@ use super::prefault::{Background, PrefaultStatus};
 use super::ram;
 use super::{Machine, ResizeBalloonError};
 
-/// One PCI function, for people who ask.
+/// One PCI function, for `vm.info`.
 pub struct FunctionInfo {
     /// Its id.
     pub id: String,
@@ -60,7 +60,7 @@ pub struct LeftOff {
 }
 
 impl Machine {
-    /// How far memory is populated in the background; `None` where nobody asked for it.
+    /// How far memory is populated in the background; `None` where it was not asked for.
     pub fn prefault_status(&self) -> Option<PrefaultStatus> {
         self.prefault.as_ref().map(Background::status)
     }

@@ -58,7 +58,7 @@ impl NetHandle {
         self.tap.acquire()
     }
 
-    /// Whether the tap could be opened, if nobody else had it.
+    /// Whether the tap could be opened, if no other process had it.
     ///
     /// # Errors
     /// As [`NetHandle::attach`].

@@ -2,7 +2,7 @@
 
 //! Guest memory that is populated ahead of time: before the guest runs, or while it does.
 //!
-//! Owns which zones are populated when, the events about it, and how far it is for whoever asks.
+//! Owns which zones are populated when, the events about it, and how far it is.
 //! Must never populate memory whose contents are still to arrive.
 
 use std::num::NonZeroUsize;
@@ -42,7 +42,7 @@ pub struct PrefaultStatus {
 /// Memory that is being populated while the guest runs, or was.
 pub struct Background {
     engine: memory::Prefault,
-    /// Locked for an instant, by the thread that ends it and by whoever asks.
+    /// Locked for an instant, by the thread that ends it and by readers.
     end: Arc<Mutex<Option<PrefaultEnd>>>,
 }
 

@@ -301,7 +301,7 @@ impl VirtioDevices {
         if let Ok(number) = DeviceNumber::new(bdf.device()) {
             segment.remove_device(number);
         }
-        // Its threads end here; then nobody writes to the image, or takes frames.
+        // Its threads end here; then no thread writes to the image, or takes frames.
         function.reset();
         self.counters.retain(|(other, _)| *other != id);
         self.full_disks.retain(|(other, _)| *other != id);

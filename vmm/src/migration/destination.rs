@@ -73,7 +73,7 @@ pub struct MappedArrival {
 pub struct ArrivingMachine {
     machine: Machine,
     memory: Arc<MigratingRam>,
-    /// Until somebody asks.
+    /// Until a client asks.
     faults: Option<FaultPlan>,
     /// vCPUs are refused missing pages, and KVM's own accesses fail there.
     kvm_limits: Option<KvmLimits>,

@@ -34,7 +34,7 @@ const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 struct State {
     /// Passes that are over.
     done: u64,
-    /// Passes that somebody waits for.
+    /// Passes that a thread waits for.
     wanted: u64,
     /// One is under way.
     is_busy: bool,
@@ -128,7 +128,7 @@ impl DiskWriter {
 
 impl Drop for DiskWriter {
     fn drop(&mut self) {
-        // Nobody waits for it: a pass that is under way writes nothing that the last one has not to
+        // No thread waits for it: a pass that is under way writes nothing that the last one has not to
         // write anyway, and ends by itself.
         self.shared.lock().is_over = true;
         self.shared.changed.notify_all();

@@ -24,7 +24,7 @@ pub struct Circumstances {
     pub says_where: bool,
     /// vCPUs can have a mapping of their own of all memory.
     pub shared_memory: bool,
-    /// Whoever waits for the VM has said that its memory may follow it.
+    /// The receive request has said that the VM's memory may follow it.
     pub expects_postcopy: bool,
     /// The guest may run guests of its own.
     pub may_nest: bool,

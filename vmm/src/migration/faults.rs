@@ -49,7 +49,7 @@ pub enum FaultPlanError {
          load it with scripts/kvm-modules, or use fault_source=uffd"
     )]
     NoExits,
-    /// KVM says no address, and nobody else may.
+    /// KVM says no address, and nothing else may.
     #[error("fault_source=sigbus cannot be used here; fault_source=uffd needs none of this")]
     Trace(#[from] FaultTraceError),
 }
@@ -97,7 +97,7 @@ pub struct Undecided {
 }
 
 impl FaultPlan {
-    /// What `choice` means on this host; `mode` is what whoever asks expects to be sent.
+    /// What `choice` means on this host; `mode` is what the request expects to be sent.
     ///
     /// # Errors
     /// What is missing, and how to get it. Never with `auto` and `uffd`.
@@ -233,7 +233,7 @@ pub struct OwnFaulting {
     pub kvm_limits: Option<KvmLimits>,
 }
 
-/// Tracing goes on for as long as anybody may be refused.
+/// Tracing goes on for as long as an access may be refused.
 struct FaultTracing(Tracer);
 
 impl VcpuBarrier for FaultTracing {
@@ -358,7 +358,7 @@ impl MissingPages for VcpuFaults {
             Ok(Refused::NotByUs) => self.not_by_us(vcpu, access),
             Ok(Refused::NotRam) => FaultAction::Stop,
             Err(error) => {
-                // As with userfaultfd it waits, until somebody ends or pauses it.
+                // As with userfaultfd it waits, until it is ended or paused.
                 log::warn!("vcpu{vcpu} waits: {error}");
                 std::thread::park();
                 FaultAction::Retry

@@ -141,7 +141,7 @@ fn tables(index: usize, sregs: &kvm_sregs, memory: &GuestMemory) -> Result<(), N
         match read {
             Ok(()) => {}
             Err(_) if level == top => return Err(NotRefusable::NotRam(index)),
-            // An entry may say anything while nobody uses it.
+            // An entry may say anything while it is not used.
             Err(_) => continue,
         }
         if level == 1 {

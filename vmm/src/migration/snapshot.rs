@@ -227,7 +227,7 @@ fn restore_from(
     if has_devices && request.memory_restore_mode == MemoryRestoreMode::OnDemand {
         return Err(DmaToMissingPages.into());
     }
-    // Before anything is made: a state that nobody can read needs no machine.
+    // Before anything is made: a state that cannot be read needs no machine.
     let mut state =
         MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
     updates::change_state(&mut state, request)?;

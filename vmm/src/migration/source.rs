@@ -33,8 +33,8 @@ const SWITCH_OVER_BASE: Duration = Duration::from_millis(6);
 /// What each vCPU adds: state saved, sent as JSON, put in.
 const SWITCH_OVER_VCPU: Duration = Duration::from_millis(1);
 
-/// What each MiB of the state of passed-through hardware adds: read, sent as JSON, put in. Nobody has
-/// measured it: it is what 100 MiB/s would take.
+/// What each MiB of the state of passed-through hardware adds: read, sent as JSON, put in. Not
+/// measured: it is what 100 MiB/s would take.
 const SWITCH_OVER_HARDWARE_MIB: Duration = Duration::from_millis(10);
 
 /// How long the guest stands still for its disks to be written back. Less than a destination waits for

@@ -35,7 +35,7 @@ pub enum Next {
 pub struct PageServerApi {
     progress: Arc<Progress>,
     steering: Steering,
-    /// When somebody last asked how far it is.
+    /// When a client last asked how far it is.
     watched_at: Option<Instant>,
     /// Who has given the pages up, and waits until that is done.
     given_up_by: Vec<Responder>,
@@ -54,7 +54,7 @@ fn document<T: Serialize>(value: T) -> ApiResult {
 }
 
 impl PageServerApi {
-    /// Nobody has asked for anything yet.
+    /// No request yet.
     pub fn new(progress: Arc<Progress>, steering: Steering) -> Self {
         Self { progress, steering, watched_at: None, given_up_by: Vec::new(), farewell: None }
     }
@@ -125,7 +125,7 @@ impl PageServerApi {
         }
     }
 
-    /// It serves no more, because somebody wanted that, or for `error`.
+    /// It serves no more, because a client asked for that, or for `error`.
     pub fn given_up(&mut self, error: PageServerError) -> Result<(), PageServerError> {
         if self.given_up_by.is_empty() {
             return Err(error);
@@ -138,7 +138,7 @@ impl PageServerApi {
         Ok(())
     }
 
-    /// Whether there is still somebody to wait for.
+    /// Whether there is still a client to wait for.
     pub fn next(&self, now: Instant) -> Next {
         if self.farewell.is_some_and(|until| until <= now) { Next::End } else { Next::Continue }
     }

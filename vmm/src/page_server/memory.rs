@@ -162,7 +162,7 @@ mod tests {
             description(&json!([region(0, 3 << 12, 0), region(1 << 32, 1 << 12, 3 << 12)]));
         let ram = ServedRam::map(&served, vec![file]).unwrap();
         assert_eq!((ram.len_bytes(), ram.layout().regions().len()), (4 << 12, 2));
-        // SAFETY: one byte of a mapping that `ram` holds; nobody writes to it.
+        // SAFETY: one byte of a mapping that `ram` holds; no code writes to it.
         assert_eq!(unsafe { ram.main(1).read_volatile() }, b's');
         let run = PageRun { region: 0, first: 0, count: 1 };
         assert!(ram.discard(run).is_err());

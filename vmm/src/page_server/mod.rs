@@ -92,10 +92,10 @@ struct Shared {
 }
 
 /// Makes this process a page server and nothing else: closes what it was started with beside the
-/// three standard descriptors, and takes a name by which people find it. First thing in `main`.
+/// three standard descriptors, and takes a name by which it is found. First thing in `main`.
 pub fn begin() {
     // SAFETY: takes no pointer. Nothing in this process has opened a descriptor yet, so none of
-    // those that are closed is anybody's; they are left from whoever started the VMM.
+    // those that are closed is in use; they are left from the process that started the VMM.
     unsafe { libc::syscall(libc::SYS_close_range, 3_u32, u32::MAX, 0_u32) };
     // SAFETY: reads a constant, terminated text and changes the name of the calling thread.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"page-server".as_ptr()) };
@@ -191,7 +191,7 @@ const API: u64 = 0;
 const SIGNALS: u64 = 1;
 const ENDED: u64 = 2;
 
-/// Answers requests until serving has ended, and whoever watches has seen that.
+/// Answers requests until serving has ended, and watchers have seen that.
 fn attend(
     api: &mut PageServerApi,
     queue: &ApiQueue,

@@ -129,7 +129,7 @@ impl PageServerHandle for PageServerProcess {
 impl Drop for PageServerProcess {
     fn drop(&mut self) {
         let Some(mut child) = self.child.take() else { return };
-        // Whoever goes on in its place must be sure that it does nothing any more.
+        // The process that goes on in its place must be sure that it does nothing any more.
         if let Err(error) = child.kill().and_then(|()| child.wait().map(drop)) {
             log::error!("the page server (process {}) could not be ended: {error}", self.pid);
         }

@@ -44,7 +44,7 @@ struct State {
     command: u32,
     /// The last number that was a command; none is used twice in a row.
     last: u32,
-    /// By region, while somebody wants hints.
+    /// By region, while hints are wanted.
     maps: Option<Arc<Vec<PageBitmap>>>,
 }
 
@@ -84,7 +84,7 @@ impl Hinting {
         state.command = DONE;
     }
 
-    /// Asks for hints; `None` while somebody else does. The driver has to be told of the change.
+    /// Asks for hints; `None` while another migration does. The driver has to be told of the change.
     pub(super) fn ask(&self, maps: Vec<PageBitmap>) -> Option<Arc<Vec<PageBitmap>>> {
         let mut state = self.lock();
         if state.stage != Stage::Idle {
@@ -118,7 +118,7 @@ impl Hinting {
         state.maps.clone().filter(|_| state.stage == Stage::Receiving)
     }
 
-    /// Nobody wants hints any more.
+    /// Hints are not wanted any more.
     pub(super) fn end(&self, command_is: HintingEnd) {
         let mut state = self.lock();
         state.stage = Stage::Idle;
@@ -141,7 +141,7 @@ impl Hinting {
     }
 }
 
-/// What a driver finds when nobody wants hints any more.
+/// What a driver finds when hints are not wanted any more.
 #[derive(Clone, Copy)]
 pub(super) enum HintingEnd {
     /// It may use what it named.

@@ -145,7 +145,7 @@ impl Shared {
         (driver.features & F_FREE_PAGE_HINT != 0).then_some(driver.interrupt)
     }
 
-    /// As if a migration had asked, for whoever has no driver.
+    /// As if a migration had asked, for callers without a driver.
     pub(crate) fn want_hints(&self) {
         self.hinting.ask(super::hinting::maps(&self.ram).unwrap_or_default());
     }

@@ -289,7 +289,7 @@ impl Work for BalloonWorker {
                 "the timer of the statistics cannot be stopped: {error}"
             );
         }
-        // Whoever serves the queue next takes the kept buffer again.
+        // The thread that serves the queue next takes the kept buffer again.
         if let (Some(queue), Some(_)) = (&mut self.queues.statistics, self.kept.take()) {
             queue.undo_pop();
         }

@@ -69,7 +69,7 @@ pub(super) enum Operation {
 }
 
 impl Operation {
-    /// For people.
+    /// For messages.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Read { .. } => "read",
@@ -132,7 +132,7 @@ impl Request {
     }
 
     /// Writes the answer. An answer that cannot be written is lost, and so is the chain's use to
-    /// the driver; there is nobody to tell.
+    /// the driver; there is no place for an answer.
     pub(super) fn answer(&self, memory: &GuestMemory, status: Status) {
         let _ = self.status.copy_in(memory, &[status.byte()]);
     }

@@ -70,7 +70,7 @@ fn announce_once(link: &Link) -> bool {
 }
 
 /// A reverse ARP request by the guest for itself (RFC 903), with the tap's header before it. It
-/// needs no IP address and is answered by nobody.
+/// needs no IP address and gets no answer.
 fn announcement(mac: MacAddress) -> [u8; HEADER_BYTES + FRAME_BYTES] {
     let mut bytes = [0; HEADER_BYTES + FRAME_BYTES];
     let mut position = HEADER_BYTES;

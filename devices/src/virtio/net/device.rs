@@ -36,7 +36,7 @@ pub struct NetConfig {
     pub id: String,
     /// The tap, if it is opened by name. Its `queue_pairs` is that of the device.
     pub tap: TapConfig,
-    /// Descriptors of the tap, one for each queue pair, if somebody else opened it.
+    /// Descriptors of the tap, one for each queue pair, if another process opened it.
     pub fds: Vec<OwnedFd>,
     /// The guest's Ethernet address; a random one if none.
     pub mac: Option<MacAddress>,

@@ -112,7 +112,7 @@ impl TapSlot {
         match Tap::open(self.config.name.as_deref(), self.config.queue_pairs) {
             Ok(_) => Ok(()),
             Err(TapError::InUse { name }) if Tap::is_persistent(&name) => Ok(()),
-            // It goes with whoever has it, and is made anew then.
+            // It goes with the process that has it, and is made anew then.
             Err(TapError::InUse { name }) => match Tap::open(None, 1) {
                 Ok(_) => Ok(()),
                 Err(TapError::Missing { .. } | TapError::Permission { .. }) => {

@@ -98,7 +98,7 @@ pub enum TapError {
         /// Name of the tap.
         name: String,
     },
-    /// Somebody else has it open.
+    /// Another process has it open.
     #[error("tap {name} is in use by another process")]
     InUse {
         /// Name of the tap.
@@ -217,7 +217,7 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Whether the tap stays when nobody has it open.
+    /// Whether the tap stays when no process has it open.
     pub(super) fn is_persistent(name: &str) -> bool {
         let flags =
             std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("tun_flags"));
@@ -227,7 +227,7 @@ impl Tap {
         flags.is_some_and(|flags| flags & PERSISTENT != 0)
     }
 
-    /// Takes a descriptor that somebody else has opened.
+    /// Takes a descriptor that another process has opened.
     pub(super) fn from_fd(fd: OwnedFd) -> Result<Self, TapError> {
         let number = fd.as_raw_fd();
         let not_tap = |source| TapError::NotTap { fd: number, source };
@@ -444,7 +444,7 @@ fn open_error(name: &str, multi_queue: bool, existed: bool, source: io::Error) -
 fn socket(family: libc::c_int) -> io::Result<OwnedFd> {
     // SAFETY: only numbers are passed; the result is checked before use.
     let fd = check(unsafe { libc::socket(family, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) })?;
-    // SAFETY: `fd` was just opened and belongs to nobody else.
+    // SAFETY: `fd` was just opened and has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

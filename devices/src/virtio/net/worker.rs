@@ -35,7 +35,7 @@ pub(crate) struct NetWorker {
     counters: Arc<NetCounters>,
     /// The driver takes a frame in several buffers.
     mergeable: bool,
-    /// Only while running: paused, the tap may be given to somebody else.
+    /// Only while running: paused, the tap may be given to another process.
     tap: Option<Arc<Tap>>,
     /// What does not fit into the first buffer is read into here.
     tail: Box<[u8]>,

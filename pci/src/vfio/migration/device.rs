@@ -154,7 +154,7 @@ impl VfioPciDevice {
                 return Err(MsixError::StateLength { found, expected }.into());
             }
         }
-        // The guest does not run, so nobody waits for these registers meanwhile.
+        // The guest does not run, so no vCPU waits for these registers meanwhile.
         self.gate.wait()?;
         let complete = || self.complete(&mut config, registers, &raw, state);
         let put = self.migration.load(&state.state.0, complete);

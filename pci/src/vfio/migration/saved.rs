@@ -163,7 +163,7 @@ impl Hardware {
     }
 }
 
-/// Entries of a list that a message names: as many capabilities as there could be of use to anybody.
+/// Entries of a list that a message names: as many capabilities as could have a use.
 const SHOWN_MAX: usize = 48;
 
 fn differs(what: &'static str, found: String, expected: String) -> MigrationError {

@@ -3,7 +3,7 @@
 //! One function on its way through the states of VFIO migration v2.
 //!
 //! Owns which state it is in, and the only ways from one to the next. Never guesses: after a step that
-//! failed the kernel is asked where the function is, and where nobody knows it counts as failed.
+//! failed the kernel is asked where the function is, and where that is unknown it counts as failed.
 //!
 //! ```text
 //!   RUNNING <-> RUNNING_P2P <-> STOP <-> STOP_COPY   its state is read

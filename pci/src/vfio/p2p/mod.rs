@@ -11,7 +11,7 @@
 //!   nothing is mapped -- two functions, and the first of them passes the gate --> BARs are mapped
 //! ```
 //!
-//! Before that nobody could use it: without Bus Master Enable there is no DMA, and a function has no need
+//! Before that it could not be used: without Bus Master Enable there is no DMA, and a function has no need
 //! of the IOMMU to reach its own BARs. So the guest's first accesses to configuration space do not wait
 //! for the kernel, which is busy with guest memory then, and a VM with one device never does.
 
@@ -34,7 +34,7 @@ const ENTRIES_SHARE: u64 = 8;
 
 /// An IOMMU that takes device memory.
 pub trait P2pTarget: Send + Sync {
-    /// Maps device memory at a guest physical address. Whoever calls keeps `memory` until it is unmapped.
+    /// Maps device memory at a guest physical address. The caller keeps `memory` until it is unmapped.
     ///
     /// # Errors
     /// The kernel's answer.
@@ -59,7 +59,7 @@ struct Owner {
 /// What became of a part of a BAR.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fate {
-    /// Nobody could use it yet.
+    /// It could not be used yet.
     Waits,
     Mapped,
     /// The kernel did not want it; it is asked again when the BAR moves.

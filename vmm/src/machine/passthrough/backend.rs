@@ -50,7 +50,7 @@ impl Backend {
     }
 }
 
-/// Where a device is, for people.
+/// Where a device is, for messages.
 pub fn shown_place(config: &DeviceConfig) -> String {
     match (&config.fd, &config.path) {
         (Some(fd), _) => format!("descriptor {}", fd.number()),

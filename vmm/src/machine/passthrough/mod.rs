@@ -153,7 +153,7 @@ pub struct Passthrough {
     /// Made for the first device, and kept: KVM is told of VFIO once.
     space: Option<Arc<dyn DmaSpace>>,
     slots: Option<Arc<KvmBarSlots>>,
-    /// Memory that was mapped before, until somebody asks for it to be mapped.
+    /// Memory that was mapped before, until it is to be mapped.
     prepinned: Option<PrepinnedSlot>,
     /// Devices are to reach each other by DMA.
     needs_p2p: bool,
@@ -416,7 +416,7 @@ impl Passthrough {
         };
         if self.strict {
             pinning.wait()?;
-            // Somebody else may have waited before.
+            // Another caller may have waited before.
             if let PinState::Failed(reason) = pinning.progress().state {
                 return Err(PassthroughError::MemoryFailed(reason));
             }

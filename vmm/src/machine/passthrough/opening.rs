@@ -45,7 +45,7 @@ impl Opening {
     }
 }
 
-/// A device that is being opened. Dropping it waits until nobody does that any more: the next VM may
+/// A device that is being opened. Dropping it waits until no thread does that any more: the next VM may
 /// want the device.
 pub struct PendingDevice {
     config: DeviceConfig,

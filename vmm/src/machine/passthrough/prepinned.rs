@@ -65,7 +65,7 @@ impl PrepinnedSlot {
         let first = config.devices.iter().flatten().next().filter(|device| device.fd.is_none());
         let Some(path) = first.and_then(|device| device.path.clone()) else { return Ok(None) };
         let Some((zone, socket)) = ram::only_zone(&config.memory)? else { return Ok(None) };
-        // Whoever opens it says what is wrong with the path.
+        // Opening it says what is wrong with the path.
         let Some(device) = address_of(&path) else { return Ok(None) };
         let layout = ram::layout_of(phys_bits);
         let request = TakePinned {
