@@ -3,7 +3,21 @@
 //! The VMM: what a VM is made of, the API that drives it, and the wiring of all rooms.
 //!
 //! Owns the life cycle of the VM, the configuration, the HTTP API and the event monitor. It must
-//! never contain wire formats or ioctls; those belong to the rooms below.
+//! never contain wire formats or ioctls; those belong to the crates below.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `api` | HTTP API on a Unix socket: endpoints, OpenAPI, descriptors that come along |
+//! | `config` | option families: option strings, JSON, schema and rules of a VM configuration |
+//! | `control` | the VMM thread: the life cycle of the VM, one request at a time |
+//! | `machine` | a machine: memory, vCPUs and devices, wired together |
+//! | `migration` | a machine as `vm-migration` needs it: memory, dirty log, state, faults |
+//! | `page_server` | this program as the process that sends the last pages of a postcopy |
+//! | `events` | the event monitor |
+//! | `options` | what `main` passes to the VMM, and why the VMM ended |
+//! | `output_queue` | a bounded queue of text for a slow reader: log, events |
+//! | `panicking` | the end of a process in which a thread panics |
+//! | `json_text` | JSON as text |
 
 pub mod api;
 pub mod config;

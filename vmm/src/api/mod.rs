@@ -11,6 +11,19 @@
 //! Owns the endpoints ([`endpoints`]: one table that routing and OpenAPI share), the server, the
 //! messages and the client that `ch-remote` uses. It must never know how a request is carried
 //! out, and a client must never be able to hold up another one or the VMM.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `server` | accepts connections: one thread, one task per connection |
+//! | `connection_slots` | which clients are connected, and which is closed for a new one |
+//! | `timeout_stream`, `hangup` | timeouts of a client; whether it is gone |
+//! | `connection` | one HTTP request, from head to response |
+//! | `rights` | descriptors with a request (SCM_RIGHTS) |
+//! | `endpoints` | the table of endpoints: routing, OpenAPI, refusals |
+//! | `openapi`, `types` | the description, and the answers as JSON |
+//! | `request` | messages to the VMM thread and its replies |
+//! | `socket` | the Unix socket |
+//! | `client` | a blocking client |
 
 pub mod client;
 pub mod endpoints;

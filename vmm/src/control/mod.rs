@@ -23,6 +23,32 @@
 //!   Live > Transitioning > Live: pause, resume, a device comes or goes; a disk is full, or has room again
 //!   NotStarted > Transitioning > Live: resume
 //! ```
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `run` | the event loop of the VMM thread |
+//! | `inbox` | messages of other threads to it |
+//! | `signals` | signals as its events |
+//! | `lifecycle` | create, resume, delete |
+//! | `starting` | the start of a machine: boot, start of the process, reset |
+//! | `teardown` | the end of a machine: shutdown, reboot, delete, end of the process |
+//! | `ending` | the end of the process, also in the middle of a migration |
+//! | `pausing` | pause and resume, device changes that wait for the machine |
+//! | `deferred` | requests that meet a VM between two states |
+//! | `hotplug` | `vm.add-*` and `vm.remove-device` |
+//! | `resize` | memory and balloon size of a VM that exists |
+//! | `full_disks` | a VM that is paused because a disk is full |
+//! | `guest_events` | resets, shutdowns and crashes of the guest |
+//! | `triple_faults` | guests that reset by a triple fault |
+//! | `snapshot` | the threads that save and restore |
+//! | `migrating` | begin and end of migrations |
+//! | `sending`, `receiving` | the threads that own the machine while it moves |
+//! | `postcopy` | start-postcopy and recover |
+//! | `cancel` | which requests end a migration, and until when |
+//! | `doubt` | a VM that has arrived, while it is unknown whether its source runs it |
+//! | `observer` | migrations in log and events |
+//! | `describe`, `device_tree` | `vm.info` and `vm.counters` |
+//! | `threads` | threads that own what the VMM thread has given them |
 
 mod cancel;
 mod deferred;

@@ -11,6 +11,27 @@
 //!                v                       v
 //!               resume <-> pause -> save, write_back, release_exclusive
 //! ```
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `ram` | guest RAM: from options to memory slots |
+//! | `prefault`, `prezeroed`, `stage2` | populating it ahead of time, from the pool, in second-stage tables |
+//! | `faults` | guest RAM of which vCPUs may be refused a page |
+//! | `boot` | CPUID, tables, kernel, registers |
+//! | `affinity` | host CPUs of vCPU threads |
+//! | `features`, `generation`, `host` | the processor, the generation ID, this host |
+//! | `space` | ports and MMIO: what vCPU exits do |
+//! | `virtio` | virtio devices on the PCI bus |
+//! | `disks`, `nets`, `consoles`, `balloons`, `mems`, `legacy` | wiring of each kind of device |
+//! | `passthrough` | VFIO devices |
+//! | `opening` | opening what is behind an added device |
+//! | `hotplug` | devices that come and go |
+//! | `exclusive` | images and taps that only one VM may use |
+//! | `full_disks`, `write_back` | disks without space; writing back to stable storage |
+//! | `pausing` | stopping a machine within a time limit |
+//! | `saving`, `state` | its state, and the format of that |
+//! | `events` | guest events that the VMM must act on |
+//! | `inspect` | counters and requests to a running machine |
 
 mod affinity;
 mod balloons;

@@ -4,6 +4,22 @@
 //!
 //! Owns the adapters between [`crate::machine`] and the traits of the `vm-migration` crate. Knows
 //! nothing of the wire and nothing of the HTTP API.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `source` | a machine that leaves |
+//! | `destination` | a machine that arrives |
+//! | `snapshot` | a machine into a directory, and out of one |
+//! | `memory` | guest RAM as `vm-migration` sees it |
+//! | `dirty` | the dirty log of guest and devices |
+//! | `faults`, `fault_choice` | fault sources of postcopy, and which one `auto` means |
+//! | `resident` | pages that must be present before a vCPU runs that is refused missing ones |
+//! | `hints` | free page hints |
+//! | `disk_writer` | write-back of disks during precopy |
+//! | `document` | configuration and processor features for the destination |
+//! | `grants` | what an arriving configuration may name on this host |
+//! | `updates` | changes of configuration on restore |
+//! | `json_bound` | bounds on JSON from outside |
 
 pub mod destination;
 pub mod dirty;

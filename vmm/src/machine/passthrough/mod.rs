@@ -5,6 +5,15 @@
 //! Owns the devices and the pipeline that maps memory for them, from the moment the devices are open
 //! until the machine ends. Tells the event monitor how mapping ended, and takes the devices from the
 //! guest if it failed.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `opening` | devices that are opened while the guest runs |
+//! | `backend` | VFIO container or iommufd |
+//! | `prepinned` | memory from a pool that is mapped for the device already |
+//! | `slots` | BARs as memory slots of KVM |
+//! | `device_events` | error and request interrupts of the host |
+//! | `migration` | migration of devices, and their part in a pause |
 
 mod backend;
 mod device_events;
