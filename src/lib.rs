@@ -5,3 +5,6 @@
 //! It must never know how anything works; that is the business of the `vmm` crate.
 
 pub mod cli;
+
+#[cfg(test)]
+mod architecture_tests;

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! The table of crates in `docs/architecture.md` against the workspace: every crate has a row, and a row
+//! names exactly the crates that its crate depends on.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+use serde_json::Value;
+
+/// By crate, the crates of the workspace that it depends on.
+type Imports = BTreeMap<String, BTreeSet<String>>;
+
+/// Packages that only tests and benchmarks are made of.
+const TEST_PACKAGES: [&str; 3] = ["godwit-bench", "guest-reader", "native-tests"];
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+fn names(list: &Value) -> impl Iterator<Item = &Value> {
+    list.as_array().expect("a list").iter()
+}
+
+/// What cargo says.
+fn workspace() -> Imports {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
+        .current_dir(ROOT)
+        .output()
+        .expect("cargo");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let name = |value: &Value| value["name"].as_str().expect("a name").to_owned();
+    let packages: BTreeSet<String> = names(&metadata["packages"]).map(name).collect();
+    names(&metadata["packages"])
+        .filter(|package| !TEST_PACKAGES.contains(&name(package).as_str()))
+        .map(|package| {
+            let imports = names(&package["dependencies"])
+                .filter(|dependency| dependency["kind"].is_null())
+                .map(name)
+                .filter(|dependency| packages.contains(dependency));
+            (name(package), imports.collect())
+        })
+        .collect()
+}
+
+/// What the table says.
+fn documented() -> Imports {
+    let path = format!("{ROOT}/docs/architecture.md");
+    let text = std::fs::read_to_string(path).expect("the document");
+    let quoted = |cell: &str| -> BTreeSet<String> {
+        cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+    };
+    text.lines()
+        .skip_while(|line| !line.starts_with("| crate | imports |"))
+        .skip(2)
+        .take_while(|line| line.starts_with('|'))
+        .map(|line| {
+            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+            let name =
+                if cells[1] == "root package" { "godwit" } else { cells[1].trim_matches('`') };
+            (name.to_owned(), quoted(cells[2]))
+        })
+        .collect()
+}
+
+#[test]
+fn the_table_of_crates_is_true() {
+    let documented = documented();
+    assert!(!documented.is_empty(), "no table of crates in docs/architecture.md");
+    assert_eq!(documented, workspace());
+}
