@@ -23,8 +23,13 @@ use crate::locks::lock;
 pub enum PinState {
     /// Under way.
     Pinning,
-    /// All memory is mapped, after this long.
-    Pinned(Duration),
+    /// All memory is mapped.
+    Pinned {
+        /// For how long it was being mapped.
+        took: Duration,
+        /// When the last piece was. The gate opens after this.
+        at: Instant,
+    },
     /// It is not, and will not be: the reason.
     Failed(Arc<str>),
 }
@@ -91,8 +96,8 @@ impl Pinning {
 
     /// All memory of `pieces` is mapped: the gate is open, and nothing remains to be done.
     pub fn complete(dma_map: Arc<DmaMap>, gate: Arc<DmaGate>, on_end: OnEnd) -> Self {
+        let state = PinState::Pinned { took: Duration::ZERO, at: Instant::now() };
         gate.open();
-        let state = PinState::Pinned(Duration::ZERO);
         let shared = Arc::new(Shared {
             total_bytes: dma_map.mapped_bytes(),
             dma_map,
@@ -206,7 +211,10 @@ impl Shared {
             return Err(PinError::Cancelled);
         }
         let state = match &result {
-            Ok(()) => PinState::Pinned(start.elapsed()),
+            Ok(()) => {
+                let at = Instant::now();
+                PinState::Pinned { took: at - start, at }
+            }
             Err(error) => PinState::Failed(error_text::chain(error).into()),
         };
         *lock(&self.state) = state.clone();

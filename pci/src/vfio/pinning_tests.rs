@@ -72,7 +72,7 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
     let dma_map = dma_map(target.clone(), &populator);
     let mut pinning = Pinning::start(dma_map, populator, Arc::clone(&gate), false, on_end).unwrap();
     gate.wait().unwrap();
-    assert!(matches!(end.recv_timeout(PATIENCE), Ok(PinState::Pinned(_))));
+    assert!(matches!(end.recv_timeout(PATIENCE), Ok(PinState::Pinned { .. })));
     pinning.wait().unwrap();
     let of_region = |region: &Arc<RamRegion>| region.gpa()..region.gpa() + region.len_bytes();
     let expected: Vec<_> = ram.regions().iter().map(of_region).collect();

@@ -122,7 +122,7 @@ mod tests {
         assert!(gate.is_open() && pinning.wait().is_ok());
         let progress = pinning.progress();
         assert_eq!((progress.pinned_bytes, progress.total_bytes), (6 * MIB, 6 * MIB));
-        assert!(matches!(tell.recv().unwrap(), PinState::Pinned(_)));
+        assert!(matches!(tell.recv().unwrap(), PinState::Pinned { .. }));
         assert!(target.mapped.lock().unwrap().is_empty(), "nothing was mapped again");
     }
 }

@@ -72,12 +72,12 @@ read_guest() { guest-reader --json --timeout-ms 60000 --pid "$(cat $T/$1.pid)" w
 said() { tr -d ' \n' <$T/guest | sed -n "s/.*\"bus_master\":{[^}]*\"$1\":\([0-9]*\).*/\1/p"; }
 waits_exactly() {
   read_guest e || return 1
-  took_ms=$(sed -n '/passthrough-pinned/,/}/s/.*"took_ms": "\([0-9]*\)".*/\1/p' $T/e.events)
-  opened=$(counter e opened_monotonic_us) asked=$(counter e bus_master_asked_monotonic_us)
+  pinned=$(counter e pinned_monotonic_us) asked=$(counter e bus_master_asked_monotonic_us)
   waited=$(counter e bus_master_waited_us)
-  late=$((asked + waited - opened - took_ms * 1000))
-  echo "asked $((asked - opened)) us after the device was there, waited $waited us of $took_ms ms, $late us too long"
-  [ $((asked - opened)) -lt 500000 ] && [ $waited -gt 100000 ] && [ $late -gt -2000 ] && [ $late -lt 250000 ] &&
+  early=$((pinned - asked)) late=$((asked + waited - pinned))
+  echo "asked $early us before the last piece was mapped, went on $late us after that"
+  # How fast this machine is does not matter: it maps no faster than it lets a vCPU go on.
+  [ $early -gt 0 ] && [ $late -ge 0 ] && [ $late -lt $((early / 2)) ] &&
     [ $(($(said command) & 4)) = 4 ] && [ "$(said waited_ns)" -gt 0 ]
 }
 start_early e || failed start "the VMM did not start"

@@ -75,7 +75,7 @@ fn full_disks(machine: &Machine) -> Option<Vec<FullDiskInfo>> {
 fn pinning(progress: PinProgress) -> PassthroughInfo {
     let (state, error) = match progress.state {
         PinState::Pinning => (PinningState::Pinning, None),
-        PinState::Pinned(_) => (PinningState::Pinned, None),
+        PinState::Pinned { .. } => (PinningState::Pinned, None),
         PinState::Failed(reason) => (PinningState::Failed, Some(reason.to_string())),
     };
     PassthroughInfo {

@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use pci::PciDevice as _;
 use pci::vfio::{DeviceEvent, DeviceEvents, VfioPciDevice};
 
-use super::{DeviceList, SharedDeviceList, devices_of, unmap_if_unused};
+use super::outcome::{DeviceList, SharedDeviceList, devices_of, unmap_if_unused};
 use crate::events;
 use crate::machine::events::{EventSink, GuestEvent};
 
@@ -113,7 +113,7 @@ mod tests {
         assert!(!one.is_bus_master());
         assert!(two.is_bus_master() && resets(&two) == 0 && !passthrough.devices[1].1.is_lost());
         assert!(target.is_mapped(0..4 << 20).is_some(), "the other one needs it");
-        assert!(matches!(passthrough.progress().unwrap().state, PinState::Pinned(_)));
+        assert!(matches!(passthrough.progress().unwrap().state, PinState::Pinned { .. }));
     }
 
     #[test]

@@ -12,7 +12,8 @@ use pci::vfio::VfioPciDevice;
 use pci::vfio::migration::{DmaLog, MigrationError, STATE_LEN_BYTES_MAX};
 use pci::{Bdf, PciDevice as _};
 
-use super::{Passthrough, PassthroughError, unmap_if_unused};
+use super::outcome::unmap_if_unused;
+use super::{Passthrough, PassthroughError};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::ram;

@@ -3,8 +3,7 @@
 //! Wiring of passed-through devices, and of guest memory into the IOMMU.
 //!
 //! Owns the devices and the pipeline that maps memory for them, from the moment the devices are open
-//! until the machine ends. Tells the event monitor how mapping ended, and takes the devices from the
-//! guest if it failed.
+//! until the machine ends.
 //!
 //! | module | owns |
 //! | --- | --- |
@@ -12,6 +11,7 @@
 //! | `backend` | VFIO container or iommufd |
 //! | `prepinned` | memory from a pool that is mapped for the device already |
 //! | `slots` | BARs as memory slots of KVM |
+//! | `outcome` | what follows when memory is mapped, or cannot be |
 //! | `device_events` | error and request interrupts of the host |
 //! | `migration` | migration of devices, and their part in a pause |
 
@@ -19,23 +19,22 @@ mod backend;
 mod device_events;
 mod migration;
 mod opening;
+mod outcome;
 mod prepinned;
 mod slots;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::Arc;
 use std::time::Instant;
 
 use arch::acpi::IntxRoute;
 use arch::layout;
-use devices::virtio::balloon::BalloonHandle;
-use devices::virtio::mem::MemHandle;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::vfio::migration::MigrationError;
 use pci::vfio::{
-    Abandonment, DeviceEvents, DmaGate, DmaMap, DmaSpace, GuestRamPopulator, IntxLine, P2pBars,
-    PinError, PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    DeviceEvents, DmaGate, DmaMap, DmaSpace, GuestRamPopulator, IntxLine, P2pBars, PinError,
+    PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
 use thiserror::Error;
@@ -43,11 +42,12 @@ use thiserror::Error;
 use super::events::EventSink;
 use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
-use crate::events;
 use backend::{Backend, shown_place};
 pub use migration::check_config;
 pub use opening::Opening;
 use opening::{Opened, PendingDevice};
+pub use outcome::DiscardingDevices;
+use outcome::{EnableDiscards, SharedDeviceList, lose_all, read, tell};
 use slots::KvmBarSlots;
 
 pub use prepinned::PrepinnedSlot;
@@ -121,26 +121,6 @@ pub enum PassthroughError {
 
 fn no_device(config: &DeviceConfig, id: &str, source: VfioError) -> PassthroughError {
     PassthroughError::Device { id: id.to_owned(), place: shown_place(config), source }
-}
-
-/// The devices of a machine and the memory that is mapped for them, for the threads that hear of a failure.
-/// Devices come and go meanwhile.
-#[derive(Default)]
-struct DeviceList {
-    devices: Vec<Weak<VfioPciDevice>>,
-    /// What is or will be mapped, if anything.
-    memory: Option<Abandonment>,
-}
-
-/// Locked for an instant.
-type SharedDeviceList = Arc<Mutex<DeviceList>>;
-
-fn read(list: &Mutex<DeviceList>) -> MutexGuard<'_, DeviceList> {
-    list.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn devices_of(list: &Mutex<DeviceList>) -> Vec<Arc<VfioPciDevice>> {
-    read(list).devices.iter().filter_map(Weak::upgrade).collect()
 }
 
 /// The passed-through devices of one machine.
@@ -410,7 +390,7 @@ impl Passthrough {
                 let enable = EnableDiscards::new(discarding, self.ban.as_ref(), &dma_map);
                 let on_end = Box::new(move |state: &PinState| {
                     tell(state, total_bytes, &list);
-                    if let (PinState::Pinned(_), Some(enable)) = (state, enable) {
+                    if let (PinState::Pinned { .. }, Some(enable)) = (state, enable) {
                         enable.apply();
                     }
                 });
@@ -492,12 +472,16 @@ impl Passthrough {
         &self.devices
     }
 
-    /// When each device was open, when its driver asked for DMA, and how long it waited, in
-    /// microseconds.
+    /// When each device was open and all memory mapped for it, when its driver asked for DMA, and how
+    /// long it waited, in microseconds.
     pub fn counters(
         &self,
         clock_us: impl Fn(Instant) -> u64,
     ) -> BTreeMap<String, BTreeMap<String, u64>> {
+        let pinned = match self.progress().map(|progress| progress.state) {
+            Some(PinState::Pinned { at, .. }) => Some(at),
+            _ => None,
+        };
         let of_device = |device: &VfioPciDevice| {
             let times = device.bus_master_times();
             let mut counters = BTreeMap::new();
@@ -512,6 +496,9 @@ impl Passthrough {
                 let waited = u64::try_from(waited).unwrap_or(u64::MAX);
                 counters.insert("bus_master_waited_us".to_owned(), waited);
             }
+            if let Some(at) = pinned {
+                counters.insert("pinned_monotonic_us".to_owned(), clock_us(at));
+            }
             counters.insert("lost".to_owned(), u64::from(device.is_lost()));
             counters
         };
@@ -521,92 +508,4 @@ impl Passthrough {
 
 fn ban(ram: &GuestRam) -> DiscardBan {
     ram.ban_discards("passed-through devices may write all guest memory")
-}
-
-/// The devices by which memory comes and goes.
-#[derive(Default)]
-pub struct DiscardingDevices {
-    /// The balloon.
-    pub balloon: Option<BalloonHandle>,
-    /// The memory devices.
-    pub mems: Vec<MemHandle>,
-}
-
-/// What happens with them when all memory is mapped.
-struct EnableDiscards {
-    discarding: DiscardingDevices,
-    ban: Arc<DiscardBan>,
-    dma_map: Arc<DmaMap>,
-}
-
-impl EnableDiscards {
-    fn new(
-        discarding: DiscardingDevices,
-        ban: Option<&Arc<DiscardBan>>,
-        dma_map: &Arc<DmaMap>,
-    ) -> Option<Self> {
-        if discarding.balloon.is_none() && discarding.mems.is_empty() {
-            return None;
-        }
-        Some(Self { discarding, ban: Arc::clone(ban?), dma_map: Arc::clone(dma_map) })
-    }
-
-    fn apply(self) {
-        let piece_bytes = self.dma_map.piece_bytes();
-        self.ban.except_unpinned(self.dma_map);
-        if let Some(balloon) = self.discarding.balloon {
-            log::info!(
-                "memory goes from the balloon to the host in dma_map of {} MiB, as it is mapped for \
-                 passed-through devices",
-                piece_bytes >> 20
-            );
-            balloon.retry();
-        }
-        self.discarding.mems.iter().for_each(MemHandle::retry);
-    }
-}
-
-/// Tells how mapping ended, and takes the devices from the guest if it failed.
-fn tell(state: &PinState, total_bytes: u64, list: &Mutex<DeviceList>) {
-    let bytes = total_bytes.to_string();
-    match state {
-        PinState::Pinning => {}
-        PinState::Pinned(took) => {
-            let took_ms = took.as_millis().to_string();
-            log::info!(
-                "{} MiB of guest memory are mapped for DMA after {took_ms} ms",
-                total_bytes >> 20
-            );
-            events::emit("vm", "passthrough-pinned", &[("bytes", &bytes), ("took_ms", &took_ms)]);
-        }
-        PinState::Failed(reason) => lose_all(reason, list),
-    }
-}
-
-/// Takes the devices from the guest, and memory from the devices.
-fn lose_all(reason: &Arc<str>, list: &Mutex<DeviceList>) {
-    log::error!("passed-through devices are taken from the guest: {reason}");
-    events::emit("vm", "passthrough-failed", &[("error", reason)]);
-    for device in devices_of(list) {
-        // It may have been at work.
-        device.disarm();
-        let lost = [("id", device.id()), ("error", reason.as_ref())];
-        events::emit("vm", "passthrough-device-lost", &lost);
-    }
-    unmap_if_unused(list);
-}
-
-/// Unmaps memory once each device has been disarmed, so that none reaches pages that the guest uses for
-/// something else. Takes as long as the kernel does.
-fn unmap_if_unused(list: &Mutex<DeviceList>) {
-    let listed = read(list);
-    let is_used = |device: Arc<VfioPciDevice>| !device.is_disarmed();
-    if listed.devices.iter().filter_map(Weak::upgrade).any(is_used) {
-        return;
-    }
-    let Some(memory) = listed.memory.clone() else { return };
-    // A device that comes next is listed after this, and finds that it has failed.
-    memory.begin(&"all passed-through devices have failed".into());
-    drop(listed);
-    memory.unmap();
 }
