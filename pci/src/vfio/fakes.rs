@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use memory::RamRegion;
+use memory::{GuestRam, RamRegion};
 use vmm_sys_util::tempfile::TempFile;
 
 use super::dma::DmaTarget;
@@ -26,6 +26,8 @@ use super::mapping::BarMapping;
 use super::migration::fakes::FakeMigration;
 use super::migration::{DeviceState, MigrationPort, MigrationSupport};
 use super::p2p::P2pTarget;
+use super::space::{DmaSpace, OpenedFunction};
+use super::sysfs::HostPlace;
 use super::{BarSlots, IntxLine};
 use crate::bar::MapError;
 use crate::config_space::register;
@@ -422,6 +424,24 @@ impl FakeTarget {
         let is_whole = self.mapped_bytes_in(&gpa) == gpa.end - gpa.start;
         let touches = |piece: &&Range<u64>| piece.start < gpa.end && gpa.start < piece.end;
         is_whole.then(|| lock(&self.mapped).iter().filter(touches).count())
+    }
+}
+
+/// Without functions.
+impl DmaSpace for FakeTarget {
+    fn open(&self, _place: HostPlace) -> Result<OpenedFunction, VfioError> {
+        Err(VfioError::Io {
+            what: "open a function of a fake",
+            source: io::ErrorKind::NotFound.into(),
+        })
+    }
+
+    fn memory(&self) -> Arc<GuestRam> {
+        unreachable!("it has no functions")
+    }
+
+    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>> {
+        None
     }
 }
 

@@ -8,6 +8,7 @@
 //! told to everybody who waits; nothing of it may end in waiting for ever.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -61,6 +62,8 @@ pub type OnEnd = Box<dyn FnOnce(&PinState) + Send>;
 pub struct Pinning {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<Result<(), PinError>>>,
+    /// Disconnected when the thread has nothing more to do.
+    ended: Receiver<()>,
 }
 
 impl Pinning {
@@ -87,11 +90,14 @@ impl Pinning {
             gives_way,
         });
         let inner = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name("pin".to_owned())
-            .spawn(move || inner.run(populator.as_ref(), on_end))
-            .map_err(PinError::Thread)?;
-        Ok(Self { shared, thread: Some(thread) })
+        let (end, ended) = channel();
+        let run = move || {
+            let result = inner.run(populator.as_ref(), on_end);
+            drop::<Sender<()>>(end);
+            result
+        };
+        let thread = std::thread::Builder::new().name("pin".to_owned()).spawn(run);
+        Ok(Self { shared, thread: Some(thread.map_err(PinError::Thread)?), ended })
     }
 
     /// All memory of `pieces` is mapped: the gate is open, and nothing remains to be done.
@@ -107,7 +113,7 @@ impl Pinning {
             gives_way: false,
         });
         on_end(&state);
-        Self { shared, thread: None }
+        Self { shared, thread: None, ended: channel().1 }
     }
 
     /// Whether the limits allow it, without beginning.
@@ -131,6 +137,13 @@ impl Pinning {
             total_bytes: pinned_bytes.max(*total_bytes),
             state: lost.unwrap_or_else(|| lock(state).clone()),
         }
+    }
+
+    /// Waits for the end, for no longer than `timeout`; returns whether it has ended. [`Pinning::wait`] does
+    /// not block then.
+    pub fn has_ended_within(&self, timeout: Duration) -> bool {
+        self.shared.gate.help();
+        self.ended.recv_timeout(timeout) != Err(RecvTimeoutError::Timeout)
     }
 
     /// Waits for the end.

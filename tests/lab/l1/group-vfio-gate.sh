@@ -122,3 +122,28 @@ cannot_be_opened() {
   [ $code = 1 ] && grep -q "cannot pass through 'disk' ($disk)" $T/refused.log
 }
 check says_that_a_device_cannot_be_opened cannot_be_opened
+
+# A device whose opening hangs is given up by removing it; it is closed when it is open at last, and can be added.
+LAUNCH=$(slow SLOW_OPEN_S=20)
+start_guest h 1 || failed start "the VMM did not start"
+check boots_without_the_device wait_until $WAIT_S says h "GUEST-READY 1 vcpus"
+is_adding() { remote h info | tr -d ' ' | grep -q '"doing":"changed"'; }
+gives_it_up() {
+  remote h add-device path=$disk,id=disk >$T/added.log 2>&1 &
+  added=$!
+  wait_until 15 is_adding || { cat $T/added.log; return 1; }
+  asked=$(cut -d. -f1 /proc/uptime)
+  remote h remove-device disk || return 1
+  [ $(($(cut -d. -f1 /proc/uptime) - asked)) -lt 10 ] || { echo "it waited until the device was open"; return 1; }
+  wait $added && { cat $T/added.log; return 1; }
+  cat $T/added.log
+  grep -q "'disk' was given up" $T/added.log && state_is h Running && ! info h '"id": *"disk"' && ! info h passthrough
+}
+check gives_up_a_device_whose_opening_hangs gives_it_up
+adds_it() { remote h add-device path=$disk,id=disk; }
+check adds_it_when_it_is_closed wait_until 120 adds_it
+guest_has_it() { guest h "for i in \$(seq 200); do test -b /dev/nvme0n1 && break; sleep 0.1; done; test -b /dev/nvme0n1"; }
+check guest_finds_the_device guest_has_it
+check reads_by_dma_of_the_device reads_what_is_there h
+check power_button_ends_the_vmm_that_gave_up power_button h
+LAUNCH=

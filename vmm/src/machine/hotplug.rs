@@ -19,6 +19,7 @@ use thiserror::Error;
 
 use super::events::{EventSink, GuestEvent};
 use super::opening::{self, Opened};
+use super::passthrough::PassthroughError;
 use super::space::AddressSpace;
 use super::virtio::{HotAddError, PciContext};
 use super::{CancelToken, Machine, MachineError};
@@ -104,8 +105,14 @@ impl Machine {
         let context = PciContext { segment: &self.segment, vm: &self.vm, ram: &self.ram };
         let bdf = match opened {
             Opened::Host(device) => {
-                let bdf =
-                    self.passthrough.add(&device, &context, self.devices.discarding_devices())?;
+                let discarding = self.devices.discarding_devices();
+                let added = self.passthrough.add(&device, &context, discarding, cancel);
+                let bdf = added.map_err(|error| match error {
+                    PassthroughError::Cancelled => {
+                        MachineError::AddWithdrawn { id: device.id.clone().unwrap_or_default() }
+                    }
+                    error => error.into(),
+                })?;
                 self.stop_added();
                 bdf
             }

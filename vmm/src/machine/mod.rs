@@ -112,7 +112,7 @@ pub use write_back::{WriteBack, WriteBackError, report_write_back_failure};
 use affinity::affinity_setter;
 use hotplug::Hotplug;
 use legacy::LegacyDevices;
-use passthrough::{Opening, Passthrough, PrepinnedSlot};
+use passthrough::{OpenInput, Opening, Passthrough, PrepinnedSlot};
 use space::{AddressSpace, Exits};
 use virtio::{PciContext, VirtioDevices};
 
@@ -295,8 +295,7 @@ struct MachineParts {
 /// What is there before any device of a machine.
 struct BuildInput<'a> {
     ram: Arc<GuestRam>,
-    opening: Opening,
-    slot: Option<PrepinnedSlot>,
+    open: OpenInput<'a>,
     images: &'a mut LockedImages,
 }
 
@@ -306,7 +305,7 @@ impl MachineParts {
         consoles: &Consoles,
         host: &Host,
         sink: EventSink,
-        BuildInput { ram, opening, slot, images }: BuildInput<'_>,
+        BuildInput { ram, open, images }: BuildInput<'_>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let vm = Vm::create_with_memory(
@@ -341,7 +340,7 @@ impl MachineParts {
         let pci = PciContext { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
         let mut devices = VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink))?;
-        let passthrough = Passthrough::wire(config, &pci, ban, sink, opening, slot)?;
+        let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
         if !passthrough.is_to_settle() {
             devices.place_later(&segment)?;
         }
@@ -437,7 +436,9 @@ impl Machine {
         let locked = std::mem::take(&mut locks.files);
         let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
         let ram = ram::make(&config.memory, bits, origin, cancel)?;
-        let build = BuildInput { ram, opening: Opening::Meanwhile, slot, images: &mut locks.disks };
+        let images = &mut locks.disks;
+        let open = OpenInput { opening: Opening::Meanwhile, slot, cancel };
+        let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         let vcpus = parts.create_vcpus(&config)?;
@@ -460,7 +461,7 @@ impl Machine {
         }
         let discarding = parts.devices.discarding_devices();
         parts.passthrough.check_limits(&parts.ram, &discarding)?;
-        parts.passthrough.map_memory(&parts.ram, discarding)?;
+        parts.passthrough.map_memory(&parts.ram, discarding, cancel)?;
         let described =
             vcpus.first().map(|vcpu| vcpu.read_registers(&arch::feature_msrs::indices()));
         let mut machine = parts.start(vcpus, cpuid, config, consoles)?;
@@ -534,13 +535,16 @@ impl Machine {
     ) -> Result<Self, MachineError> {
         disks::assume_raw(&mut config);
         let images = &mut LockedImages::default();
-        let build = BuildInput { ram, opening: Opening::Before, slot: None, images };
+        let cancel = &CancelToken::default();
+        let open = OpenInput { opening: Opening::Before, slot: None, cancel };
+        let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         parts.passthrough.check_movable(&config)?;
         parts.passthrough.stop()?;
         // On threads of their own; what arrives in a page stays in it.
-        parts.passthrough.map_memory(&parts.ram, parts.devices.discarding_devices())?;
+        let discarding = parts.devices.discarding_devices();
+        parts.passthrough.map_memory(&parts.ram, discarding, cancel)?;
         let vcpus = parts.create_vcpus(&config)?;
         let cpuid = parts.cpuid(&vcpus, &supported, &config);
         let mut machine = parts.start(vcpus, cpuid, config, consoles)?;

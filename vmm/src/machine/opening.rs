@@ -4,8 +4,9 @@
 //!
 //! Owns a thread that the machine is not on: a path may take for ever to open, and a device that is given up
 //! keeps the machine no longer. What such a thread opens after that is closed again. Passed-through devices
-//! are opened with the machine, in [`super::passthrough`].
+//! are opened with the memory that they are to reach, by [`super::passthrough`].
 
+use std::io;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
 use devices::virtio::block::{Block, DiskLock};
@@ -38,17 +39,32 @@ pub fn open(
     cancel: &CancelToken,
 ) -> Result<(Opened, VmConfig), MachineError> {
     let (id, device) = (device.id().to_owned(), device.clone());
+    match run_unless_cancelled(move || open_now(device, config), cancel) {
+        Ok(Some(result)) => result.map_err(MachineError::HotAdd),
+        Ok(None) => Err(MachineError::AddWithdrawn { id }),
+        Err(source) => Err(MachineError::OpenThread { id, source }),
+    }
+}
+
+/// Runs `open` on a thread of its own and waits for it, unless it is cancelled: what the thread opens after that
+/// is closed again.
+///
+/// # Errors
+/// There is no thread.
+pub fn run_unless_cancelled<T: Send + 'static>(
+    open: impl FnOnce() -> T + Send + 'static,
+    cancel: &CancelToken,
+) -> io::Result<Option<T>> {
     let (opened, is_open) = channel();
     std::thread::Builder::new()
         .name("open-device".to_owned())
         // Without a receiver what was opened is dropped.
-        .spawn(move || drop(opened.send(open_now(device, config))))
-        .map_err(|source| MachineError::OpenThread { id: id.clone(), source })?;
+        .spawn(move || drop(opened.send(open())))?;
     loop {
         match is_open.recv_timeout(POLL_INTERVAL) {
-            Ok(result) if !cancel.is_cancelled() => return result.map_err(MachineError::HotAdd),
+            Ok(result) if !cancel.is_cancelled() => return Ok(Some(result)),
             Err(RecvTimeoutError::Timeout) if !cancel.is_cancelled() => {}
-            _ => return Err(MachineError::AddWithdrawn { id }),
+            _ => return Ok(None),
         }
     }
 }
@@ -72,4 +88,42 @@ fn open_now(device: NewDevice, mut config: VmConfig) -> Result<(Opened, VmConfig
         }
     };
     Ok((opened, config))
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Longer than anything here takes.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn what_is_open_after_it_was_cancelled_is_closed_again() {
+        let cancel = CancelToken::default();
+        let ((begun, has_begun), (go_on, hold)) = (channel(), channel::<()>());
+        // Dropped with what was opened.
+        let (open, is_closed) = channel::<()>();
+        let asked = cancel.clone();
+        let waits = std::thread::spawn(move || {
+            let open = move || {
+                let _ = begun.send(());
+                let _ = hold.recv();
+                open
+            };
+            run_unless_cancelled(open, &asked).unwrap().is_none()
+        });
+        has_begun.recv_timeout(PATIENCE).unwrap();
+        cancel.cancel();
+        assert!(waits.join().unwrap(), "it came although it still hangs");
+        drop(go_on);
+        assert_eq!(is_closed.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected));
+    }
+
+    #[test]
+    fn what_is_open_in_time_is_there() {
+        assert_eq!(run_unless_cancelled(|| 7, &CancelToken::default()).unwrap(), Some(7));
+    }
 }

@@ -59,6 +59,14 @@ pub fn shown_place(config: &DeviceConfig) -> String {
     }
 }
 
+/// Where a device is, by the one name that a path of sysfs has without links.
+pub fn real_place(config: &DeviceConfig) -> String {
+    match config.path.as_deref().map(std::fs::canonicalize) {
+        Some(Ok(path)) => path.display().to_string(),
+        _ => shown_place(config),
+    }
+}
+
 /// Where a device is.
 ///
 /// # Errors

@@ -201,6 +201,7 @@ pub(super) mod tests {
             space: None,
             slots: None,
             prepinned: None,
+            withdrawn: Vec::new(),
             needs_p2p: false,
             peers: None,
             strict: false,

@@ -7,6 +7,7 @@
 //!
 //! | module | owns |
 //! | --- | --- |
+//! | `adding` | devices that come and go while the machine is there |
 //! | `opening` | devices that are opened while the guest runs |
 //! | `backend` | VFIO container or iommufd |
 //! | `prepinned` | memory from a pool that is mapped for the device already |
@@ -15,6 +16,7 @@
 //! | `device_events` | error and request interrupts of the host |
 //! | `migration` | migration of devices, and their part in a pause |
 
+mod adding;
 mod backend;
 mod device_events;
 mod migration;
@@ -24,7 +26,7 @@ mod prepinned;
 mod slots;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use arch::acpi::IntxRoute;
@@ -36,13 +38,15 @@ use pci::vfio::{
     DeviceEvents, DmaGate, DmaMap, DmaSpace, GuestRamPopulator, IntxLine, P2pBars, PinError,
     PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
-use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment};
+use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError};
 use thiserror::Error;
 
 use super::events::EventSink;
+use super::opening::run_unless_cancelled;
+use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
-use backend::{Backend, shown_place};
+use backend::{Backend, real_place, shown_place};
 pub use migration::check_config;
 pub use opening::Opening;
 use opening::{Opened, PendingDevice};
@@ -105,8 +109,19 @@ pub enum PassthroughError {
          them first"
     )]
     NotMovable(String),
-    /// The VM is to end.
-    #[error("the VM was to end before its passed-through devices were open")]
+    /// The same device, which was given up while it was opened.
+    #[error(
+        "'{id}' ({place}) was given up before, and the host is still opening it for that; add it again when \
+         it is done"
+    )]
+    Withdrawn {
+        /// Its id.
+        id: String,
+        /// Where it is.
+        place: String,
+    },
+    /// The VM is to end, or the device that is added was withdrawn.
+    #[error("it was cancelled before all passed-through devices were of use")]
     Cancelled,
     /// A device does not stop.
     #[error("cannot stop passed-through device '{id}'")]
@@ -144,6 +159,8 @@ pub struct Passthrough {
     slots: Option<Arc<KvmBarSlots>>,
     /// Memory that was mapped before, until it is to be mapped.
     prepinned: Option<PrepinnedSlot>,
+    /// Devices that were given up while they were opened, by their place, until they are closed.
+    withdrawn: Vec<(String, Weak<()>)>,
     /// Devices are to reach each other by DMA.
     needs_p2p: bool,
     /// What they reach of each other; another one after the last has gone, as the gate.
@@ -167,6 +184,16 @@ pub fn routes() -> Vec<IntxRoute> {
         .collect()
 }
 
+/// How the devices of a configuration are opened.
+pub struct OpenInput<'a> {
+    /// When.
+    pub opening: Opening,
+    /// What a pool has for the first one.
+    pub slot: Option<PrepinnedSlot>,
+    /// Ends every wait for a device and for its memory.
+    pub cancel: &'a CancelToken,
+}
+
 impl Passthrough {
     /// With passed-through devices no memory is given back to the host: they would go on writing
     /// pages that the guest no longer has. To be called before a balloon is made, which then does
@@ -186,8 +213,7 @@ impl Passthrough {
         context: &PciContext<'_>,
         ban: Option<DiscardBan>,
         sink: EventSink,
-        opening: Opening,
-        slot: Option<PrepinnedSlot>,
+        OpenInput { opening, slot, cancel }: OpenInput<'_>,
     ) -> Result<Self, PassthroughError> {
         let mut this = Self {
             notices: None,
@@ -202,6 +228,7 @@ impl Passthrough {
             space: None,
             slots: None,
             prepinned: slot,
+            withdrawn: Vec::new(),
             needs_p2p: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
             peers: None,
             strict: false,
@@ -212,55 +239,24 @@ impl Passthrough {
             if overlaps {
                 this.expect(config, context)?;
             } else {
-                this.plug(config, context)?;
+                this.plug(config, context, cancel)?;
             }
         }
         Ok(this)
     }
 
-    /// Adds a device to a machine that is there. The first one begins to map memory, whose guest may
-    /// run meanwhile.
-    ///
-    /// # Errors
-    /// Naming the device; everything is as before.
-    pub fn add(
-        &mut self,
-        config: &DeviceConfig,
-        context: &PciContext<'_>,
-        discarding: DiscardingDevices,
-    ) -> Result<Bdf, PassthroughError> {
-        self.check_memory()?;
-        // Nothing is given back to the host from here on; what has been comes back, and what is in a
-        // balloon goes again when everything is mapped.
-        self.ban.get_or_insert_with(|| Arc::new(ban(context.ram)));
-        let added = self.plug(config, context).and_then(|bdf| {
-            // The last of the others may have failed since.
-            let mapped = self.check_memory();
-            let mapped = mapped.and_then(|()| self.map_memory(context.ram, discarding));
-            mapped.inspect_err(|_| self.unplug(bdf, context.segment)).map(|()| bdf)
-        });
-        self.strict = false;
-        self.forget_memory_without_devices();
-        added
-    }
-
-    fn check_memory(&self) -> Result<(), PassthroughError> {
-        match self.progress().map(|progress| progress.state) {
-            Some(PinState::Failed(reason)) => Err(PassthroughError::MemoryFailed(reason)),
-            _ => Ok(()),
-        }
-    }
-
+    /// Opens a device and puts it on the bus.
     fn plug(
         &mut self,
         config: &DeviceConfig,
         context: &PciContext<'_>,
+        cancel: &CancelToken,
     ) -> Result<Bdf, PassthroughError> {
         let id = config.id.clone().unwrap_or_default();
         let bus = |source| PassthroughError::Bus { id: id.clone(), source };
         let requested = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
         let number = context.segment.choose(requested, &id).map_err(bus)?;
-        let device = self.open(config, &id, number, context);
+        let device = self.open(config, &id, number, context, cancel);
         let added = device.and_then(|(device, at)| {
             let on_bus: Arc<dyn PciDevice> = device.clone();
             Ok((context.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device, at))
@@ -268,6 +264,31 @@ impl Passthrough {
         let (bdf, device, at) = added.inspect_err(|_| context.segment.release(number))?;
         self.keep(config, bdf, device, at);
         Ok(bdf)
+    }
+
+    fn open(
+        &mut self,
+        config: &DeviceConfig,
+        id: &str,
+        number: DeviceNumber,
+        context: &PciContext<'_>,
+        cancel: &CancelToken,
+    ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
+        self.refuse_withdrawn(config, id)?;
+        let open = self.opener(config, id, context)?;
+        // Lives as long as a thread has the device open that nothing waits for any more.
+        let token = Arc::new(());
+        self.withdrawn.retain(|(_, token)| token.strong_count() > 0);
+        self.withdrawn.push((real_place(config), Arc::downgrade(&token)));
+        let Opened { function, at } = match run_unless_cancelled(|| (open(), token), cancel) {
+            Ok(Some((opened, _))) => opened.map_err(|source| no_device(config, id, source))?,
+            Ok(None) => return Err(PassthroughError::Cancelled),
+            Err(source) => {
+                let what = "start the thread that opens it";
+                return Err(no_device(config, id, VfioError::Io { what, source }));
+            }
+        };
+        Ok((self.make_device(function, config, id, number, context)?, at))
     }
 
     fn keep(&mut self, config: &DeviceConfig, bdf: Bdf, device: Arc<VfioPciDevice>, at: Instant) {
@@ -313,18 +334,6 @@ impl Passthrough {
         self.peers.clone()
     }
 
-    fn open(
-        &mut self,
-        config: &DeviceConfig,
-        id: &str,
-        number: DeviceNumber,
-        context: &PciContext<'_>,
-    ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
-        let open = self.opener(config, id, context)?;
-        let Opened { function, at } = open().map_err(|source| no_device(config, id, source))?;
-        Ok((self.make_device(function, config, id, number, context)?, at))
-    }
-
     /// Makes a device of an open function.
     fn make_device(
         &mut self,
@@ -362,11 +371,12 @@ impl Passthrough {
     /// With a balloon memory is mapped in small pieces, which go and come back with what is in it.
     ///
     /// # Errors
-    /// A limit that is too low, or memory cannot be mapped.
+    /// A limit that is too low, or memory cannot be mapped; or it is cancelled while a device waits for that.
     pub fn map_memory(
         &mut self,
         ram: &Arc<GuestRam>,
         discarding: DiscardingDevices,
+        cancel: &CancelToken,
     ) -> Result<(), PassthroughError> {
         let Some(space) = self.space.as_ref().filter(|_| !self.devices.is_empty()) else {
             return Ok(());
@@ -404,6 +414,11 @@ impl Passthrough {
             }
         };
         if self.strict {
+            while !pinning.has_ended_within(POLL_INTERVAL) {
+                if cancel.is_cancelled() {
+                    return Err(PassthroughError::Cancelled);
+                }
+            }
             pinning.wait()?;
             // Another caller may have waited before.
             if let PinState::Failed(reason) = pinning.progress().state {
@@ -411,48 +426,6 @@ impl Passthrough {
             }
         }
         Ok(())
-    }
-
-    /// Takes the device at `bdf` from the guest and gives it back to the host; with the last one
-    /// memory is unmapped. Returns its id.
-    pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
-        let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();
-        self.unplug(bdf, segment);
-        self.forget_memory_without_devices();
-        Some(id)
-    }
-
-    fn unplug(&mut self, bdf: Bdf, segment: &PciSegment) {
-        let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
-        let (_, device) = self.devices.remove(at);
-        self.opened.remove(device.id());
-        if let Ok(number) = DeviceNumber::new(bdf.device()) {
-            segment.remove_device(number);
-        }
-        if let Some(notices) = &self.notices {
-            notices.forget(device.id());
-        }
-        device.disarm();
-        if self.devices.is_empty() {
-            read(&self.device_list).memory = None;
-            // Turns a vCPU away that waits for memory, and ends what maps it.
-            self.pinning = None;
-            if let Some(space) = &self.space {
-                space.unmap_all();
-            }
-        }
-        // The group goes back with the device, which no mapping may need any more.
-        drop(device);
-        read(&self.device_list).devices.retain(|device| device.strong_count() > 0);
-    }
-
-    /// Without devices all is as if there had never been one.
-    fn forget_memory_without_devices(&mut self) {
-        if self.devices.is_empty() {
-            self.gate = Arc::default();
-            self.peers = None;
-            self.ban = None;
-        }
     }
 
     /// Lets every vCPU go that waits for memory.

@@ -240,7 +240,7 @@ impl Passthrough {
             self.receive(at, context)?;
         }
         // A vCPU that reaches a device finds a thread at work that will open the gate.
-        self.map_memory(context.ram, discarding)?;
+        self.map_memory(context.ram, discarding, cancel)?;
         for (pending, (_, device)) in self.pending.iter().zip(&self.devices) {
             let on_bus: Arc<dyn PciDevice> = device.clone();
             context

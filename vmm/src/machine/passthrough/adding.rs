@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Passed-through devices that come and go while the machine is there.
+//!
+//! Owns the order of both: a device is open before memory is mapped for the first one, and with the last one
+//! memory is unmapped before the device goes back to the host. It must never leave half of a device behind: what
+//! fails or is cancelled is undone.
+
+use std::sync::{Arc, Weak};
+
+use pci::vfio::PinState;
+use pci::{Bdf, DeviceNumber, PciDevice as _, PciSegment};
+
+use super::backend::real_place;
+use super::outcome::read;
+use super::{DiscardingDevices, Passthrough, PassthroughError, ban};
+use crate::config::DeviceConfig;
+use crate::machine::pausing::CancelToken;
+use crate::machine::virtio::PciContext;
+
+impl Passthrough {
+    /// Adds a device to a machine that is there. The first one begins to map memory, whose guest may
+    /// run meanwhile.
+    ///
+    /// # Errors
+    /// Naming the device, or that it was cancelled while the device was opened or all memory mapped for it;
+    /// everything is as before. A thread that still opens the device closes it when it is open: until then the
+    /// host has it in use, and the memory of this VM stays.
+    pub fn add(
+        &mut self,
+        config: &DeviceConfig,
+        context: &PciContext<'_>,
+        discarding: DiscardingDevices,
+        cancel: &CancelToken,
+    ) -> Result<Bdf, PassthroughError> {
+        self.check_memory()?;
+        // Nothing is given back to the host from here on; what has been comes back, and what is in a
+        // balloon goes again when everything is mapped.
+        self.ban.get_or_insert_with(|| Arc::new(ban(context.ram)));
+        let added = self.plug(config, context, cancel).and_then(|bdf| {
+            // The last of the others may have failed since.
+            let mapped = self.check_memory();
+            let mapped = mapped.and_then(|()| self.map_memory(context.ram, discarding, cancel));
+            mapped.inspect_err(|_| self.unplug(bdf, context.segment)).map(|()| bdf)
+        });
+        self.strict = false;
+        self.forget_memory_without_devices();
+        added
+    }
+
+    pub(super) fn check_memory(&self) -> Result<(), PassthroughError> {
+        match self.progress().map(|progress| progress.state) {
+            Some(PinState::Failed(reason)) => Err(PassthroughError::MemoryFailed(reason)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The thread that opens a device that was given up resets it when it is open, also if it was opened again since.
+    pub(super) fn refuse_withdrawn(
+        &self,
+        config: &DeviceConfig,
+        id: &str,
+    ) -> Result<(), PassthroughError> {
+        let place = real_place(config);
+        let is_open =
+            |(other, token): &(String, Weak<()>)| *other == place && token.strong_count() > 0;
+        if self.withdrawn.iter().any(is_open) {
+            return Err(PassthroughError::Withdrawn { id: id.to_owned(), place });
+        }
+        Ok(())
+    }
+
+    /// Takes the device at `bdf` from the guest and gives it back to the host; with the last one
+    /// memory is unmapped. Returns its id.
+    pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
+        let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();
+        self.unplug(bdf, segment);
+        self.forget_memory_without_devices();
+        Some(id)
+    }
+
+    fn unplug(&mut self, bdf: Bdf, segment: &PciSegment) {
+        let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
+        let (_, device) = self.devices.remove(at);
+        self.opened.remove(device.id());
+        if let Ok(number) = DeviceNumber::new(bdf.device()) {
+            segment.remove_device(number);
+        }
+        if let Some(notices) = &self.notices {
+            notices.forget(device.id());
+        }
+        device.disarm();
+        if self.devices.is_empty() {
+            read(&self.device_list).memory = None;
+            // Turns a vCPU away that waits for memory, and ends what maps it.
+            self.pinning = None;
+            if let Some(space) = &self.space {
+                space.unmap_all();
+            }
+        }
+        // The group goes back with the device, which no mapping may need any more.
+        drop(device);
+        read(&self.device_list).devices.retain(|device| device.strong_count() > 0);
+    }
+
+    /// Without devices all is as if there had never been one.
+    fn forget_memory_without_devices(&mut self) {
+        if self.devices.is_empty() {
+            self.gate = Arc::default();
+            self.peers = None;
+            self.ban = None;
+        }
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::io;
+    use std::sync::Mutex;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+    use pci::vfio::DmaGate;
+    use pci::vfio::fakes::FakeTarget;
+
+    use super::super::migration::tests::two_devices;
+    use super::*;
+
+    /// Longer than anything here takes.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn memory_that_a_device_waits_for_is_waited_for_until_that_is_cancelled() {
+        let (mut passthrough, _hosts) = two_devices();
+        let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 4 << 20) }];
+        let ram = Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap());
+        let (kernel, (arrived, at_map)) = (Arc::new(DmaGate::default()), channel());
+        let (hold, arrived) = (Arc::clone(&kernel), Mutex::new(arrived));
+        let before = Box::new(move |_| {
+            let _ = arrived.lock().unwrap().send(());
+            hold.wait().map_err(io::Error::other)
+        });
+        passthrough.space =
+            Some(Arc::new(FakeTarget { before: Some(before), ..FakeTarget::default() }));
+        passthrough.strict = true;
+        let cancel = CancelToken::default();
+        let (over, is_over) = channel();
+        let asked = cancel.clone();
+        std::thread::spawn(move || {
+            let result = passthrough.map_memory(&ram, DiscardingDevices::default(), &asked);
+            let _ = over.send(result);
+            drop(passthrough);
+        });
+        at_map.recv_timeout(PATIENCE).unwrap();
+        assert!(is_over.try_recv().is_err(), "the device waits for its memory");
+        cancel.cancel();
+        let result = is_over.recv_timeout(PATIENCE).unwrap();
+        assert!(matches!(result, Err(PassthroughError::Cancelled)), "{result:?}");
+        kernel.open();
+    }
+
+    #[test]
+    fn a_device_that_is_still_being_opened_for_nothing_is_refused() {
+        let (mut passthrough, _hosts) = two_devices();
+        let place =
+            |path: &str| DeviceConfig { path: Some(path.into()), ..DeviceConfig::default() };
+        let token = Arc::new(());
+        passthrough.withdrawn.push((real_place(&place("/one")), Arc::downgrade(&token)));
+        let refused = passthrough.refuse_withdrawn(&place("/one"), "again");
+        assert!(matches!(refused, Err(PassthroughError::Withdrawn { .. })), "{refused:?}");
+        passthrough.refuse_withdrawn(&place("/two"), "other").unwrap();
+        drop(token);
+        passthrough.refuse_withdrawn(&place("/one"), "again").unwrap();
+    }
+}
