@@ -226,18 +226,18 @@ mod tests {
     fn the_kernel_takes_the_program_and_nothing_is_noted_without_a_fault() {
         let hypervisor = match Hypervisor::open(std::path::Path::new("/dev/kvm")) {
             Ok(hypervisor) => hypervisor,
-            Err(error) => return eprintln!("SKIPPED: {error}"),
+            Err(error) => return test_skip::skip!("{error}"),
         };
         match FaultTracer::start(hypervisor.capabilities()) {
             Ok(tracer) => assert_eq!(tracer.take(), None),
-            Err(error @ FaultTraceError::NotPermitted { .. }) => eprintln!("SKIPPED: {error}"),
+            Err(error @ FaultTraceError::NotPermitted { .. }) => test_skip::skip!("{error}"),
             Err(error) => panic!("{error}: {:?}", std::error::Error::source(&error)),
         }
     }
 
     #[test]
     fn a_table_says_that_it_has_no_value() {
-        let Ok(table) = bpf::create_table(4) else { return eprintln!("SKIPPED: no BPF") };
+        let Ok(table) = bpf::create_table(4) else { return test_skip::skip!("no BPF") };
         assert_eq!(bpf::take_value(&table, 7).unwrap_err().raw_os_error(), Some(libc::ENOENT));
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Interrupts and I/O events on real KVM. Skipped, loudly, without /dev/kvm.
+//! Interrupts and I/O events on real KVM. Skipped without /dev/kvm.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guests on real KVM: exits, pausing, stopping. Skipped, loudly, without /dev/kvm.
+//! Guests on real KVM: exits, pausing, stopping. Skipped without /dev/kvm.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 

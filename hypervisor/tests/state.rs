@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Saved state, clocks and dirty logs on real KVM. Skipped, loudly, without /dev/kvm.
+//! Saved state, clocks and dirty logs on real KVM. Skipped without /dev/kvm.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -100,7 +100,7 @@ fn the_tsc_goes_on_from_the_saved_value() {
     // Guest time stood still between the two, so little has passed; and never less than nothing.
     assert!(passed < khz * 1000 * 30, "{} then {}", saved.tsc.value, here.tsc.value);
     if saved.tsc.offset == Some(0) {
-        eprintln!("SKIPPED: exact TSC, as this host cannot move a guest's TSC away from its own");
+        test_skip::skip!("exact TSC, as this host cannot move a guest's TSC away from its own");
         return;
     }
     // With the TSC of the guest in hand at both clock readings, the offset must be exact.

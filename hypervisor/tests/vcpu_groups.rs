@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Every group of a vCPU's state on real KVM: an unusual value in each goes in by `set_state` and must
-//! come out by `state`, so that a group which either of them leaves out fails. Skipped, loudly, without
+//! come out by `state`, so that a group which either of them leaves out fails. Skipped without
 //! /dev/kvm.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
@@ -297,7 +297,7 @@ fn features_and_counter_come_out_as_they_went_in() {
     assert_eq!(brand(&here), brand(&odd));
     assert_eq!(here.cpuid.len(), odd.cpuid.len());
     if odd.tsc.offset == Some(1 << 50) && here.tsc.offset == Some(0) {
-        eprintln!("SKIPPED: the TSC, as this host cannot move a guest's TSC away from its own");
+        test_skip::skip!("the TSC, as this host cannot move a guest's TSC away from its own");
         return;
     }
     assert!(here.tsc.value >= odd.tsc.value, "{:?} {:?}", here.tsc, odd.tsc);
@@ -307,7 +307,7 @@ fn features_and_counter_come_out_as_they_went_in() {
 fn page_directory_pointers_come_out_as_they_went_in() {
     let Some(kvm) = kvm() else { return };
     if !kvm.capabilities().sregs2 {
-        eprintln!("SKIPPED: this KVM does not tell page directory pointers");
+        test_skip::skip!("this KVM does not tell page directory pointers");
         return;
     }
     let mut odd = fresh(&kvm);
@@ -317,7 +317,7 @@ fn page_directory_pointers_come_out_as_they_went_in() {
     odd.pdptrs = Some([0x7001, 0x8001, 0x9001, 0xa001]);
     let here = through(&kvm, &odd);
     if here.sregs.cr0 & CR0_PAGING == 0 {
-        eprintln!("SKIPPED: this KVM does not take 32-bit paging");
+        test_skip::skip!("this KVM does not take 32-bit paging");
         return;
     }
     assert_eq!(here.pdptrs, odd.pdptrs);

@@ -161,12 +161,12 @@ mod tests {
         region.write_range(8 * MIB, &data[..1 << 20]).unwrap();
         let before = region.populated_runs(&(0..32 * MIB)).unwrap();
         let Some(collapse) = Collapse::start(ram.regions()).unwrap() else {
-            eprintln!("SKIPPED: this host gives huge pages to shared memory by itself");
+            test_skip::skip!("this host gives huge pages to shared memory by itself");
             return;
         };
         let blocks = collapse.wait().unwrap();
         if blocks.huge == 0 {
-            eprintln!("SKIPPED: this kernel does not collapse");
+            test_skip::skip!("this kernel does not collapse");
             return;
         }
         assert_eq!(blocks, Collapsed { huge: 3, sparse: 13, refused: 0 });

@@ -76,20 +76,20 @@ pub struct BorrowedHugePages {
 }
 
 impl BorrowedHugePages {
-    /// `None`, loudly, where the host will not lend any (not root, no memory, no hugetlb).
-    pub fn new(test: &str, pages: u64) -> Option<Self> {
+    /// `None`, with the test said to be skipped, where the host will not lend any (not root, no memory, no hugetlb).
+    pub fn new(pages: u64) -> Option<Self> {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let pool = Host::hugetlb_path(2 << 20);
         let number = || fs::read_to_string(&pool).ok()?.trim().parse::<u64>().ok();
         let Some(before) = number() else {
-            eprintln!("SKIPPED {test}: no {}", pool.display());
+            test_skip::skip!("no {}", pool.display());
             return None;
         };
         let written = fs::write(&pool, (before + pages).to_string());
         let borrowed = Self { pool: pool.clone(), before, _turn: turn };
         if written.is_err() || number() != Some(before + pages) {
-            eprintln!("SKIPPED {test}: could not get {pages} huge pages ({written:?})");
+            test_skip::skip!("could not get {pages} huge pages ({written:?})");
             return None;
         }
         Some(borrowed)

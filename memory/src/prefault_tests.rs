@@ -34,7 +34,7 @@ fn all_mapped(region: &RamRegion) -> bool {
 
 #[test]
 fn everything_is_resident_afterwards_and_nothing_changed() {
-    let borrowed = BorrowedHugePages::new("prefault of hugetlb", 8);
+    let borrowed = BorrowedHugePages::new(8);
     let huge = Backing::Hugetlb { page_size: HugePageSize::Mib2 };
     let dir = tempfile::tempdir().unwrap();
     let file = Backing::File(dir.path().to_owned());
@@ -66,7 +66,7 @@ fn huge_pages_come_where_the_host_has_them() {
         ram.prefault(&small_chunks()).unwrap().wait().unwrap();
         assert_eq!(smaps_bytes(ram.regions()[0].as_ptr(), "AnonHugePages"), 16 * MIB);
     } else {
-        eprintln!("SKIPPED huge pages for private memory: the host's setting is 'never'");
+        test_skip::skip!("huge pages for private memory: the host's setting is 'never'");
     }
     // Shared memory: by advice where allowed, by collapse where the kernel can.
     let shared = |id| ram(id, 16 * MIB, Backing::Memfd, true);
@@ -78,7 +78,7 @@ fn huge_pages_come_where_the_host_has_them() {
         shared.prefault(&small_chunks()).unwrap().wait().unwrap();
         assert_eq!(smaps_bytes(shared.regions()[0].as_ptr(), "ShmemPmdMapped"), 16 * MIB);
     } else {
-        eprintln!("SKIPPED huge pages for shared memory: neither advice nor collapse give any");
+        test_skip::skip!("huge pages for shared memory: neither advice nor collapse give any");
     }
     let small = ram("small", 16 * MIB, Backing::Anonymous, false);
     small.prefault(&small_chunks()).unwrap().wait().unwrap();
@@ -188,7 +188,7 @@ fn a_panicking_hook_is_an_error() {
 #[test]
 fn a_bound_zone_is_populated_on_its_node() {
     if !Host::real().has_node(0) {
-        eprintln!("SKIPPED a_bound_zone_is_populated_on_its_node: no NUMA in this kernel");
+        test_skip::skip!("no NUMA in this kernel");
         return;
     }
     let zone = ZoneSpec { host_numa_node: Some(0), prefault: true, ..ZoneSpec::new("n", 4 * MIB) };

@@ -265,7 +265,7 @@ fn a_hugetlb_pool_that_is_too_small_is_named() {
 
 #[test]
 fn hugetlb_memory_is_promised_when_it_is_made() {
-    let Some(_borrowed) = BorrowedHugePages::new("hugetlb promise", 4) else { return };
+    let Some(_borrowed) = BorrowedHugePages::new(4) else { return };
     let huge = |id| {
         let backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 };
         zone(id, 8 * MIB, |z| z.backing = backing)
@@ -321,7 +321,7 @@ fn what_is_handed_over_is_not_counted_a_second_time() {
     // Huge pages that nobody has touched yet are promised to their file already.
     let huge =
         || zone("a", 4 * MIB, |z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 });
-    let Some(_borrowed) = BorrowedHugePages::new("huge pages handed over", 2) else { return };
+    let Some(_borrowed) = BorrowedHugePages::new(2) else { return };
     let source = make(vec![huge()]).unwrap();
     let refused = make_on(&host, vec![huge()]).unwrap_err();
     assert!(matches!(refused, RamError::HugetlbPool { .. }), "{refused}");

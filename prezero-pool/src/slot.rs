@@ -258,7 +258,7 @@ mod tests {
         use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
         let memory = SlotMemory::build(&class(), &options()).unwrap();
         if memory.users() == Users::Unknown {
-            eprintln!("SKIPPED users of a memfd: this kernel gives no leases on them");
+            test_skip::skip!("users of a memfd: this kernel gives no leases on them");
             return;
         }
         assert_eq!(memory.users(), Users::OnlyUs);

@@ -391,7 +391,7 @@ fn files_load_as_well_as_bytes() {
 #[test]
 fn real_bzimage_is_accepted() {
     let Some(path) = std::env::var_os("GODWIT_TEST_BZIMAGE") else {
-        eprintln!("skipped: GODWIT_TEST_BZIMAGE does not name a bzImage");
+        test_skip::skip!("GODWIT_TEST_BZIMAGE does not name a bzImage");
         return;
     };
     let mem = guest(&[(0, 512 * MIB)]);

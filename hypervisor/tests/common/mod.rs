@@ -29,13 +29,9 @@ pub const LEAVE_PORT: u16 = 0x10;
 /// A write to this port makes the handler panic.
 pub const PANIC_PORT: u16 = 0x66;
 
-/// Opens KVM, or says loudly that the test is skipped.
+/// Opens KVM, or says that the test is skipped.
 pub fn kvm() -> Option<Hypervisor> {
-    if !Path::new("/dev/kvm").exists() {
-        eprintln!("SKIPPED: no /dev/kvm");
-        return None;
-    }
-    Some(Hypervisor::open(Path::new("/dev/kvm")).unwrap())
+    test_skip::kvm().then(|| Hypervisor::open(Path::new("/dev/kvm")).unwrap())
 }
 
 /// Anonymous memory that the guest and the test share.

@@ -42,14 +42,14 @@ fn hugetlb() -> GuestRam {
 }
 
 /// Every kind that this machine has, each with 8 MiB; `test` is told which.
-fn each_kind(name: &str, test: impl Fn(&GuestRam, &RamRegion)) {
+fn each_kind(test: impl Fn(&GuestRam, &RamRegion)) {
     let dir = tempfile::tempdir().unwrap();
     let private = dir.path().join("private");
     std::fs::write(&private, vec![0; 8 << 20]).unwrap();
     let private_file = ram(|z| z.backing = Backing::File(private));
     assert_eq!(private_file.regions()[0].kind(), ZoneKind::PrivateFile);
     let mut all = vec![anonymous(), memfd(), file(dir.path()), private_file];
-    let borrowed = BorrowedHugePages::new(name, 8);
+    let borrowed = BorrowedHugePages::new(8);
     if borrowed.is_some() {
         all.push(hugetlb());
     }
@@ -75,7 +75,7 @@ fn contains(runs: &[std::ops::Range<u64>], offset: u64) -> bool {
 
 #[test]
 fn devices_and_migration_see_the_same_bytes() {
-    each_kind("devices_and_migration_see_the_same_bytes", |ram, region| {
+    each_kind(|ram, region| {
         write_main(ram, 0x3ff8, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
         let mut got = [0; 10];
         region.read_page_range(0x3ff8, &mut got).unwrap();
@@ -88,7 +88,7 @@ fn devices_and_migration_see_the_same_bytes() {
 
 #[test]
 fn the_alias_is_another_mapping_of_shared_memory_only() {
-    each_kind("the_alias_is_another_mapping_of_shared_memory_only", |_, region| {
+    each_kind(|_, region| {
         let alias = region.alias_slice(&(0..4096));
         if region.kind() == ZoneKind::Shared {
             let address = alias.unwrap().ptr_guard().as_ptr().addr() as u64;
@@ -110,7 +110,7 @@ fn the_alias_is_another_mapping_of_shared_memory_only() {
 
 #[test]
 fn discarded_memory_is_zero_and_the_maps_know() {
-    each_kind("discarded_memory_is_zero_and_the_maps_know", |ram, region| {
+    each_kind(|ram, region| {
         write_main(ram, 0, &vec![7; 8 << 20]);
         region.sync_zero_map(&(0..8 * MIB)).unwrap();
         assert_eq!(region.zero().data_count(), region.len_pages());
@@ -170,7 +170,7 @@ fn populated_runs_are_found_without_populating() {
 
 #[test]
 fn populated_runs_never_leave_data_out() {
-    each_kind("populated_runs_never_leave_data_out", |ram, region| {
+    each_kind(|ram, region| {
         write_main(ram, 2 * MIB + 5, &[1]);
         region.write_range(7 * MIB, &[1]).unwrap();
         let runs = region.populated_runs(&(0..8 * MIB)).unwrap();
@@ -183,8 +183,7 @@ fn populated_runs_never_leave_data_out() {
 
 #[test]
 fn populated_huge_pages_are_found_in_every_mapping() {
-    let name = "populated_huge_pages_are_found_in_every_mapping";
-    let Some(_borrowed) = BorrowedHugePages::new(name, 4) else { return };
+    let Some(_borrowed) = BorrowedHugePages::new(4) else { return };
     let ram = hugetlb();
     let region = &ram.regions()[0];
     let all = 0..8 * MIB;
@@ -282,7 +281,7 @@ fn small_pages_become_huge_by_collapse() {
     let done = region.collapse(&(0..8 * MIB)).unwrap();
     let huge = smaps_bytes(region.as_ptr(), "ShmemPmdMapped");
     if !done {
-        eprintln!("SKIPPED small_pages_become_huge_by_collapse: this kernel does not collapse");
+        test_skip::skip!("this kernel does not collapse");
         return;
     }
     assert_eq!(huge, 8 * MIB);
@@ -291,7 +290,7 @@ fn small_pages_become_huge_by_collapse() {
 
 #[test]
 fn memory_is_prepared_with_the_pages_that_it_is_to_have() {
-    each_kind("prepared memory", |ram, region| {
+    each_kind(|ram, region| {
         write_main(ram, 5 * MIB, &[0xa5]);
         region.prepare_for_io(&(2 * MIB..6 * MIB)).unwrap();
         assert_eq!(read_main(ram, 5 * MIB, 2), [0xa5, 0]);
@@ -306,7 +305,7 @@ fn memory_is_prepared_with_the_pages_that_it_is_to_have() {
 
 #[test]
 fn cleared_memory_is_zero_to_the_last_byte_and_only_there() {
-    each_kind("cleared memory", |ram, region| {
+    each_kind(|ram, region| {
         region.fill(&(0..8 * MIB)).unwrap();
         for at in [0, MIB - 1, MIB, 2 * MIB - 1, 2 * MIB] {
             write_main(ram, at, &[0xa5]);
@@ -324,7 +323,7 @@ fn cleared_memory_is_zero_to_the_last_byte_and_only_there() {
 
 #[test]
 fn vcpus_with_a_mapping_of_their_own_see_the_same_memory() {
-    each_kind("region-vcpus", |ram, region| {
+    each_kind(|ram, region| {
         assert_eq!(region.slot_addr(), region.host_addr());
         if region.kind() != ZoneKind::Shared {
             assert!(matches!(region.map_for_vcpus(), Err(AccessError::NoAlias { .. })));
@@ -368,7 +367,7 @@ fn no_mapping_of_shared_memory_gets_huge_pages_while_small_ones_are_wanted() {
         mappings.iter().all(|start| vm_flags(*start).split_whitespace().any(|one| one == flag))
     };
     if !all_have("hg") {
-        eprintln!("SKIPPED: this kernel has no transparent huge pages");
+        test_skip::skip!("this kernel has no transparent huge pages");
         return;
     }
     region.use_small_pages(true);

@@ -229,7 +229,7 @@ mod tests {
     fn a_hole_in_a_huge_page_that_cannot_be_split_is_found() {
         let memory = memory(&[]);
         let Some(huge) = Unsplittable::new(&memory) else {
-            eprintln!("SKIPPED: this host makes no huge pages of shared memory");
+            test_skip::skip!("this host makes no huge pages of shared memory");
             return;
         };
         let error = empty(&memory, &units([7])).unwrap_err();

@@ -131,7 +131,7 @@ fn on_demand_shows_what_was_saved_to_whoever_touches_it() {
         let folder = taken(&filled(Backing::Shared));
         let memory = memory(backing);
         if let Err(error) = uffd::check(memory.layout().regions()) {
-            eprintln!("SKIPPED: {error}");
+            test_skip::skip!("{error}");
             return;
         }
         let snapshot = Opened::open(folder.path()).unwrap();
@@ -153,7 +153,7 @@ fn on_demand_shows_what_was_saved_to_whoever_touches_it() {
 }
 
 /// A file of memory that gets huge pages wherever a mapping does not refuse them, whatever the host's
-/// settings are; `None`, loudly, where this process may not make one.
+/// settings are; `None` where this process may not make one.
 fn huge_file(len_bytes: u64) -> Option<fs::File> {
     use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
     const SET_STRING: libc::c_uint = 1;
@@ -180,7 +180,7 @@ fn huge_file(len_bytes: u64) -> Option<fs::File> {
         })
     };
     let Some(file) = file.map(fs::File::from) else {
-        eprintln!("SKIPPED: no file system with huge pages may be mounted here");
+        test_skip::skip!("no file system with huge pages may be mounted here");
         return None;
     };
     file.set_len(len_bytes).unwrap();
@@ -192,7 +192,7 @@ fn on_demand_brings_each_page_where_the_host_makes_huge_ones() {
     let folder = taken(&filled(Backing::Shared));
     let layout = memory(Backing::Shared).layout().clone();
     if let Err(error) = uffd::check(layout.regions()) {
-        eprintln!("SKIPPED: {error}");
+        test_skip::skip!("{error}");
         return;
     }
     let files = layout.regions().iter().map(|info| huge_file(info.len_bytes));
@@ -212,7 +212,7 @@ fn on_demand_ends_when_the_host_has_what_it_needs_to_stop_watching() {
     let folder = taken(&filled(Backing::Shared));
     let memory = memory(Backing::Shared);
     if uffd::check(memory.layout().regions()).is_err() {
-        eprintln!("SKIPPED: no userfaultfd");
+        test_skip::skip!("no userfaultfd");
         return;
     }
     let snapshot = Opened::open(folder.path()).unwrap();
@@ -229,7 +229,7 @@ fn on_demand_can_be_ended_early() {
     let folder = taken(&filled(Backing::Shared));
     let memory = memory(Backing::Shared);
     if uffd::check(memory.layout().regions()).is_err() {
-        eprintln!("SKIPPED: no userfaultfd");
+        test_skip::skip!("no userfaultfd");
         return;
     }
     let stop = Cancel::new().unwrap();
@@ -247,7 +247,7 @@ fn on_demand_never_shows_damaged_pages() {
     file.write_all_at(&[0xee; 4096], at).unwrap();
     let memory = memory(Backing::Shared);
     if uffd::check(memory.layout().regions()).is_err() {
-        eprintln!("SKIPPED: no userfaultfd");
+        test_skip::skip!("no userfaultfd");
         return;
     }
     let snapshot = Opened::open(folder.path()).unwrap();

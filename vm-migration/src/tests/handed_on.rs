@@ -149,6 +149,9 @@ fn a_page_server_that_ends_half_way_leaves_the_source_to_go_on() {
 
 #[test]
 fn without_a_page_server_that_was_asked_for_the_guest_stays() {
+    if !have_uffd() {
+        return;
+    }
     let from = memory();
     let guest = Guest::new(&from, 5);
     let to = memory();
@@ -170,6 +173,9 @@ fn without_a_page_server_that_was_asked_for_the_guest_stays() {
 
 #[test]
 fn private_memory_has_no_page_server() {
+    if !have_uffd() {
+        return;
+    }
     let from = FakeMemory::new(super::REGIONS, Backing::Anonymous, 4096).unwrap();
     let guest = Guest::new(&from, 5);
     let to = memory();
@@ -185,6 +191,9 @@ fn private_memory_has_no_page_server() {
 
 #[test]
 fn a_migration_that_ends_in_precopy_needs_no_page_server() {
+    if !have_uffd() {
+        return;
+    }
     let from = memory();
     let guest = Guest::new(&from, 5);
     guest.fill(&from, 60);

@@ -88,12 +88,12 @@ pub(super) fn loopback() -> Address {
     "tcp:127.0.0.1:0".parse().unwrap()
 }
 
-/// False, loudly, where this machine lets nobody use userfaultfd.
+/// Whether this process may use userfaultfd; says that the test is skipped if not.
 pub(super) fn have_uffd() -> bool {
     match crate::uffd::check(memory().layout_regions()) {
         Ok(()) => true,
         Err(error) => {
-            eprintln!("SKIPPED: {error}");
+            test_skip::skip!("{error}");
             false
         }
     }

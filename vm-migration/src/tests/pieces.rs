@@ -216,11 +216,11 @@ pub(super) fn onto_large_pages() -> Option<(Arc<FakeMemory>, Arc<FakeMemory>, Hu
     let regions = &[(0, COUNT * UNIT)];
     let pool = HugePool::ask(2 * COUNT);
     if !HugePool::has(COUNT) {
-        eprintln!("SKIPPED: the host gives no 2 MiB pages");
+        test_skip::skip!("the host gives no 2 MiB pages");
         return None;
     }
     let Ok(to) = FakeMemory::new(regions, Backing::Shared, LARGE_BYTES) else {
-        eprintln!("SKIPPED: no memfd of 2 MiB pages");
+        test_skip::skip!("no memfd of 2 MiB pages");
         return None;
     };
     let from = FakeMemory::new(regions, Backing::Shared, PAGE_BYTES).unwrap();

@@ -32,11 +32,11 @@ fn is_refused(memory: &FakeMemory, page: u64) -> bool {
     vcpu_reads(memory, page).is_err_and(|error| error.raw_os_error() == Some(libc::EFAULT))
 }
 
-/// Memory that is watched, or nothing, loudly, where that is not permitted.
+/// Memory that is watched, or nothing where that is not permitted.
 fn watched() -> Option<(Arc<FakeMemory>, Arc<OwnFaults<FakeMemory>>)> {
     let memory = FakeMemory::new(&[(GPA, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
     if let Err(error) = check(memory.layout().regions()) {
-        eprintln!("SKIPPED: {error}");
+        test_skip::skip!("{error}");
         return None;
     }
     let sigbus = Arc::new(

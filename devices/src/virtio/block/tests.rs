@@ -118,7 +118,7 @@ fn with_both_engines(test: impl Fn(bool)) {
     if Ring::is_available() {
         test(false);
     } else {
-        eprintln!("SKIPPED: io_uring cannot be used here");
+        test_skip::skip!("io_uring cannot be used here");
     }
 }
 
@@ -214,7 +214,7 @@ fn direct_io_takes_buffers_at_any_address() {
         let device = match Block::new(change) {
             Ok(device) => device,
             Err(error) => {
-                eprintln!("SKIPPED: no direct I/O in the directory for temporary files: {error}");
+                test_skip::skip!("no direct I/O in the directory for temporary files: {error}");
                 return;
             }
         };

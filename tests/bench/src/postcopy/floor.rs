@@ -76,8 +76,6 @@ fn distribution(mut times: Vec<Duration>) -> RoundTrips {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
-
     use super::*;
 
     #[test]
@@ -91,7 +89,7 @@ mod tests {
 
     #[test]
     fn faults_are_counted_and_ordered() {
-        let faults = faults(50).unwrap();
+        let Some(faults) = test_skip::permitted(faults(50)) else { return };
         assert_eq!(faults.count, 50);
         assert!(faults.p50_ns > 0 && faults.p50_ns <= faults.p99_ns);
         assert!(faults.p99_ns <= faults.max_ns);

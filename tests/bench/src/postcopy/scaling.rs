@@ -197,14 +197,13 @@ extern "C" fn resolve(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
-
     use super::*;
 
     #[test]
     fn every_way_resolves_every_fault() {
         for way in WAYS {
-            assert!(way.measure(3).unwrap() > Duration::ZERO, "{way:?}");
+            let Some(time) = test_skip::permitted(way.measure(3)) else { return };
+            assert!(time > Duration::ZERO, "{way:?}");
         }
     }
 }

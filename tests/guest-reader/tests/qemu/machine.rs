@@ -24,19 +24,16 @@ pub fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Whether QEMU, and KVM if wanted, are there; says loudly when not. Written past the capture of
-/// the test harness, so that a skipped test is seen.
-pub fn available(test: &str, kvm: bool) -> bool {
+/// Whether QEMU, and KVM if wanted, are there; says that the test is skipped if not.
+pub fn available(kvm: bool) -> bool {
     let reason = if Command::new("qemu-system-x86_64").arg("--version").output().is_err() {
         "qemu-system-x86_64 is not installed"
     } else if !Path::new(QBOOT).exists() {
         "QEMU's qboot.rom is not installed"
-    } else if kvm && std::fs::File::options().read(true).write(true).open("/dev/kvm").is_err() {
-        "/dev/kvm cannot be opened"
     } else {
-        return true;
+        return !kvm || test_skip::kvm();
     };
-    let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {reason}");
+    test_skip::skip!("{reason}");
     false
 }
 

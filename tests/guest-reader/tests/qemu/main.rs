@@ -32,7 +32,7 @@ fn assert_clean(guest: &Guest) {
 
 #[test]
 fn every_workload_does_its_work() {
-    if !available("every_workload_does_its_work", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -72,7 +72,7 @@ fn every_workload_does_its_work() {
 
 #[test]
 fn all_vcpus_come_up_and_work_on_pages_of_their_own() {
-    if !available("all_vcpus_come_up_and_work_on_pages_of_their_own", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -92,7 +92,7 @@ fn all_vcpus_come_up_and_work_on_pages_of_their_own() {
 
 #[test]
 fn memory_above_four_gib_is_used() {
-    if !available("memory_above_four_gib_is_used", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -118,7 +118,7 @@ fn memory_above_four_gib_is_used() {
 /// Breaks pages in every way that counts, and expects both the reader and the guest to say so.
 #[test]
 fn wrong_pages_are_found_by_reader_and_guest() {
-    if !available("wrong_pages_are_found_by_reader_and_guest", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -175,7 +175,7 @@ fn wrong_pages_are_found_by_reader_and_guest() {
 
 #[test]
 fn a_page_that_should_be_zero_and_is_not_is_found() {
-    if !available("a_page_that_should_be_zero_and_is_not_is_found", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -203,7 +203,7 @@ fn ram_file(pid: u32) -> fs::File {
 
 #[test]
 fn reading_leaves_missing_pages_missing() {
-    if !available("reading_leaves_missing_pages_missing", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -222,7 +222,7 @@ fn reading_leaves_missing_pages_missing() {
 
 #[test]
 fn a_stop_is_seen_as_the_longest_gap() {
-    if !available("a_stop_is_seen_as_the_longest_gap", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -259,7 +259,7 @@ fn a_stop_is_seen_as_the_longest_gap() {
 
 #[test]
 fn a_paced_workload_keeps_its_pace() {
-    if !available("a_paced_workload_keeps_its_pace", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -280,7 +280,7 @@ fn a_paced_workload_keeps_its_pace() {
 
 #[test]
 fn private_memory_is_found_and_read() {
-    if !available("private_memory_is_found_and_read", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -295,7 +295,7 @@ fn private_memory_is_found_and_read() {
 
 #[test]
 fn it_runs_in_pure_emulation() {
-    if !available("it_runs_in_pure_emulation", false) {
+    if !available(false) {
         return;
     }
     let _turn = turn();
@@ -313,7 +313,7 @@ fn it_runs_in_pure_emulation() {
 /// of the size of what QEMU says.
 #[test]
 fn contents_survive_a_migration_by_qemu() {
-    if !available("contents_survive_a_migration_by_qemu", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();
@@ -368,7 +368,7 @@ fn contents_survive_a_migration_by_qemu() {
 /// The command says by its exit code what it found: 0 fine, 1 errors, 3 not in time.
 #[test]
 fn the_command_reports_by_exit_code() {
-    if !available("the_command_reports_by_exit_code", true) {
+    if !available(true) {
         return;
     }
     let _turn = turn();

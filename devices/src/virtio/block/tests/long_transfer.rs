@@ -170,7 +170,7 @@ fn what_is_under_way_is_bounded() {
 #[test]
 fn a_long_transfer_waits_for_those_before_it() {
     if !Ring::is_available() {
-        return eprintln!("SKIPPED: io_uring cannot be used here");
+        return test_skip::skip!("io_uring cannot be used here");
     }
     let mut steps = Steps::new(true);
     steps.ask(abi::VIRTIO_BLK_T_IN, 0, 1);

@@ -309,7 +309,7 @@ fn a_flush_is_never_kept() {
 #[test]
 fn a_driver_that_breaks_the_rules_is_waited_for_no_longer() {
     if !Ring::is_available() {
-        eprintln!("SKIPPED: io_uring cannot be used here");
+        test_skip::skip!("io_uring cannot be used here");
         return;
     }
     let mut full = NoSpace::new(|_| ());

@@ -38,7 +38,7 @@ impl Drop for Loop {
 #[test]
 fn a_discard_on_a_block_device_is_a_discard() {
     let Some(device) = Loop::new() else {
-        eprintln!("SKIPPED: no loop devices here");
+        test_skip::skip!("no loop devices here");
         return;
     };
     let before = device.discards();
