@@ -44,7 +44,8 @@ fn main() -> ExitCode {
             .subcommand(
                 common("precopy", "3")
                     .about("Live migration while the guest writes, beside a raw copy and QEMU")
-                    .arg(number("downtime-ms", "300", "Downtime that every VMM may take")),
+                    .arg(number("downtime-ms", "300", "Downtime that every VMM may take"))
+                    .arg(path("baseline", BASELINE_HELP)),
             )
             .subcommand(common("snapshot", "5").about(
                 "Snapshot and restore beside the raw disk, time to run after an on-demand restore",
@@ -65,9 +66,11 @@ fn main() -> ExitCode {
                     .arg(path("log", "The log").required(true)),
             )
             .subcommand(
-                common("postcopy-latency", "3").about(
-                    "A guest's accesses that wait for a page, beside the raw socket and QEMU",
-                ),
+                common("postcopy-latency", "3")
+                    .about(
+                        "A guest's accesses that wait for a page, beside the raw socket and QEMU",
+                    )
+                    .arg(path("baseline", BASELINE_HELP)),
             )
             .subcommand(common("postcopy-throughput", "3").about(
                 "The time until the last page beside a raw copy, the guest's speed meanwhile",
@@ -104,20 +107,38 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
     let runs = usize::try_from(runs)?;
     let remote = vmm.with_file_name("ch-remote");
     let programs = pair::Programs { vmm: &vmm, remote: &remote, guest: &guest };
+    let baseline = baseline(arguments)?;
+    let baseline =
+        baseline.as_ref().map(|(vmm, remote)| pair::Programs { vmm, remote, ..programs });
     match name {
         "boot" => boot::run(&vmm, &guest, runs),
         "snapshot" => snapshot::run(&vmm, &guest, runs),
         "prefault" => prefault::run(runs),
         "prezero-pool" => prezero::run(&vmm, &guest, runs),
         "prezero-hints" => reuse::run(&programs, runs),
-        "postcopy-latency" => postcopy::latency::run(&programs, runs),
+        "postcopy-latency" => postcopy::latency::run(&programs, baseline.as_ref(), runs),
         "postcopy-throughput" => postcopy::throughput::run(&programs, runs),
         "postcopy-scaling" => postcopy::scaling::run(runs),
         _ => {
             let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);
-            precopy::run(&precopy::Setup { programs, downtime_ms }, runs)
+            precopy::run(&precopy::Setup { programs, baseline, downtime_ms }, runs)
         }
     }
+}
+
+const BASELINE_HELP: &str =
+    "Another build of cloud-hypervisor, with its ch-remote beside it, that is measured as well";
+
+/// The programs of the other build, if one is named.
+fn baseline(arguments: &ArgMatches) -> Result<Option<(PathBuf, PathBuf)>, String> {
+    let Ok(Some(vmm)) = arguments.try_get_one::<PathBuf>("baseline") else { return Ok(None) };
+    let remote = vmm.with_file_name("ch-remote");
+    for program in [vmm, &remote] {
+        if !program.is_file() {
+            return Err(format!("--baseline: there is no file {}", program.display()));
+        }
+    }
+    Ok(Some((vmm.clone(), remote)))
 }
 
 /// A subcommand with what all of them have.

@@ -23,6 +23,8 @@ use crate::report::{Figure, Report, Target};
 const COUNT: usize = 5000;
 /// 1 Gbit/s, in bytes per second.
 const GIGABIT: u64 = 125_000_000;
+/// A build may be so much slower than the other in one run before it counts.
+const BASELINE_RATIO_MAX: f64 = 1.1;
 /// As fast as it goes.
 const FULL: u64 = 0;
 
@@ -31,18 +33,22 @@ const FULL: u64 = 0;
 enum Candidate {
     /// This program; the limit of the background, and whether requests have their own connections.
     Ours { bytes_per_s: u64, preempt: bool },
+    /// Another build of this program, likewise.
+    Baseline { bytes_per_s: u64, preempt: bool },
     /// QEMU, likewise.
     Qemu { bytes_per_s: u64, preempt: bool },
 }
 
-use Candidate::{Ours as Godwit, Qemu as Other};
+use Candidate::{Baseline, Ours as Godwit, Qemu as Other};
 
-const CANDIDATES: [Candidate; 8] = [
+const CANDIDATES: [Candidate; 10] = [
     Godwit { bytes_per_s: FULL, preempt: true },
     Godwit { bytes_per_s: 10 * GIGABIT, preempt: true },
     Godwit { bytes_per_s: GIGABIT, preempt: true },
     Godwit { bytes_per_s: FULL, preempt: false },
     Godwit { bytes_per_s: GIGABIT, preempt: false },
+    Baseline { bytes_per_s: FULL, preempt: true },
+    Baseline { bytes_per_s: GIGABIT, preempt: true },
     Other { bytes_per_s: FULL, preempt: false },
     Other { bytes_per_s: FULL, preempt: true },
     Other { bytes_per_s: GIGABIT, preempt: true },
@@ -53,19 +59,30 @@ impl Candidate {
         let (who, bytes_per_s, how) = match self {
             Godwit { bytes_per_s, preempt: true } => ("godwit", bytes_per_s, ""),
             Godwit { bytes_per_s, preempt: false } => ("godwit", bytes_per_s, ", preempt=0"),
+            Baseline { bytes_per_s, preempt: true } => ("baseline", bytes_per_s, ""),
+            Baseline { bytes_per_s, preempt: false } => ("baseline", bytes_per_s, ", preempt=0"),
             Other { bytes_per_s, preempt: true } => ("qemu", bytes_per_s, ", postcopy-preempt"),
             Other { bytes_per_s, preempt: false } => ("qemu", bytes_per_s, ", postcopy"),
         };
         format!("{who}{how}, {}", rate(bytes_per_s))
     }
 
-    fn start(self, programs: &Programs) -> Result<Box<dyn Pair>, Box<dyn Error>> {
+    fn start(
+        self,
+        programs: &Programs,
+        baseline: Option<&Programs>,
+    ) -> Result<Box<dyn Pair>, Box<dyn Error>> {
         let cmdline = RANDOM_WRITING.cmdline;
+        let start = |programs: &Programs, bytes_per_s: u64, preempt: bool| {
+            let off = if preempt { "" } else { ",preempt=0" };
+            let send = format!(",memory_mode=postcopy,bandwidth={bytes_per_s}{off}");
+            Ours::start(programs, cmdline, ",memory_mode=postcopy", &send)
+        };
         Ok(match self {
-            Godwit { bytes_per_s, preempt } => {
-                let off = if preempt { "" } else { ",preempt=0" };
-                let send = format!(",memory_mode=postcopy,bandwidth={bytes_per_s}{off}");
-                Box::new(Ours::start(programs, cmdline, ",memory_mode=postcopy", &send)?)
+            Godwit { bytes_per_s, preempt } => Box::new(start(programs, bytes_per_s, preempt)?),
+            Baseline { bytes_per_s, preempt } => {
+                let baseline = baseline.ok_or("there is no other build")?;
+                Box::new(start(baseline, bytes_per_s, preempt)?)
             }
             Other { bytes_per_s, preempt } => {
                 Box::new(Qemu::start(programs, cmdline, Way::Postcopy { preempt, bytes_per_s })?)
@@ -131,7 +148,11 @@ const TOTAL: &str = "until the last page";
 type Value = (String, &'static str, &'static str, f64);
 
 /// Measures.
-pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
+pub fn run(
+    programs: &Programs,
+    baseline: Option<&Programs>,
+    runs: usize,
+) -> Result<Report, Box<dyn Error>> {
     let mut notes = vec![format!(
         "an access of the guest counts as one that waited when it took {CUT_US} us or more; above \
          4 ms its time is known to the next power of two"
@@ -156,13 +177,18 @@ pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
             let Some(candidate) = CANDIDATES.get((turn + run) % CANDIDATES.len()).copied() else {
                 continue;
             };
-            if missing.is_some() && matches!(candidate, Other { .. }) {
+            let takes_part = match candidate {
+                Godwit { .. } => true,
+                Baseline { .. } => baseline.is_some(),
+                Other { .. } => missing.is_none(),
+            };
+            if !takes_part {
                 continue;
             }
             let name = candidate.name();
             eprintln!("run {} of {runs}: {name}", run + 1);
             let moved = candidate
-                .start(programs)
+                .start(programs, baseline)
                 .and_then(|mut pair| guest::migration(pair.as_mut(), RANDOM_WRITING))
                 .map_err(|error| format!("{name}: {error}"))?;
             values.extend(values_of(&name, &moved));
@@ -216,6 +242,14 @@ fn targets(figures: &[Figure]) -> Vec<Target> {
             let name = format!("{}: {what} by that of the idle floor", us.name());
             let found = ratio(what, us, &FLOOR.name());
             targets.extend(found.map(|value| Target::at_most(&name, value, limit)));
+        }
+    }
+    for bytes_per_s in [FULL, GIGABIT] {
+        let (us, other) = (ours(bytes_per_s, true), Baseline { bytes_per_s, preempt: true });
+        for what in [MEDIAN, TOTAL] {
+            let name = format!("{}: {what} by the baseline's", us.name());
+            let found = ratio(what, us, &other.name());
+            targets.extend(found.map(|value| Target::at_most(&name, value, BASELINE_RATIO_MAX)));
         }
     }
     let full = ours(FULL, true);

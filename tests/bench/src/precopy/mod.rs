@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `bench precopy`: what a live migration costs, beside a raw copy over the same loopback, beside
-//! ourselves with the dirty log cleared once per round, and beside QEMU.
+//! ourselves with the dirty log cleared once per round, beside another build of this program where one is named, and
+//! beside QEMU.
 //!
 //! Owns the workloads, the candidates and their order: in each run every candidate migrates each
 //! guest once, so that a machine that gets slower meanwhile does so for all. What is measured of a
@@ -48,6 +49,8 @@ pub enum Candidate {
     OursPerRound,
     /// This program, memory handed over instead of copied: what moving costs beside the copy.
     OursLocal,
+    /// Another build of this program, so many connections.
+    Baseline(u16),
     /// QEMU, one stream.
     Qemu,
     /// QEMU, multifd with 4 channels.
@@ -55,7 +58,7 @@ pub enum Candidate {
 }
 
 impl Candidate {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 11] = [
         Self::RawAlone,
         Self::RawBeside,
         Self::RawNew,
@@ -63,6 +66,8 @@ impl Candidate {
         Self::Ours(4),
         Self::OursPerRound,
         Self::OursLocal,
+        Self::Baseline(1),
+        Self::Baseline(4),
         Self::Qemu,
         Self::QemuMultifd,
     ];
@@ -77,6 +82,8 @@ impl Candidate {
             Self::Ours(count) => format!("godwit, {count} connections"),
             Self::OursPerRound => "godwit, dirty_clear=round".to_owned(),
             Self::OursLocal => "godwit, local=on".to_owned(),
+            Self::Baseline(1) => "baseline".to_owned(),
+            Self::Baseline(count) => format!("baseline, {count} connections"),
             Self::Qemu => "qemu".to_owned(),
             Self::QemuMultifd => "qemu, multifd 4".to_owned(),
         }
@@ -88,6 +95,8 @@ impl Candidate {
 pub struct Setup<'a> {
     /// The programs.
     pub programs: Programs<'a>,
+    /// Another build of them, to compare with.
+    pub baseline: Option<Programs<'a>>,
     /// Allowed downtime, the same for all.
     pub downtime_ms: u64,
 }
@@ -155,6 +164,7 @@ fn available(setup: &Setup, notes: &mut Vec<String>) -> Vec<Candidate> {
         .into_iter()
         .filter(|candidate| match candidate {
             Candidate::OursPerRound => per_round,
+            Candidate::Baseline(_) => setup.baseline.is_some(),
             Candidate::Qemu | Candidate::QemuMultifd => qemu.is_none(),
             _ => true,
         })
@@ -167,10 +177,11 @@ fn sample(
     workload: Workload,
 ) -> Result<Sample, Box<dyn Error>> {
     let (programs, downtime_ms) = (&setup.programs, setup.downtime_ms);
-    let ours = |option: &str| {
+    let start = |programs: &Programs, option: &str| {
         let send = format!(",downtime_ms={downtime_ms}{option}");
         Ours::start(programs, workload.cmdline, "", &send)
     };
+    let ours = |option: &str| start(programs, option);
     let local = || {
         let send = format!(",downtime_ms={downtime_ms},local=on");
         Ours::start_local(programs, workload.cmdline, &send)
@@ -188,6 +199,10 @@ fn sample(
             return Ok(Sample::raw(raw::copy(prepared.populated_bytes, to)?));
         }
         Candidate::Ours(connections) => Box::new(ours(&format!(",connections={connections}"))?),
+        Candidate::Baseline(connections) => {
+            let baseline = setup.baseline.as_ref().ok_or("there is no other build")?;
+            Box::new(start(baseline, &format!(",connections={connections}"))?)
+        }
         Candidate::OursPerRound => Box::new(ours(",dirty_clear=round")?),
         Candidate::OursLocal => Box::new(local()?),
         Candidate::Qemu => Box::new(qemu(None)?),
