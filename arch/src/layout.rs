@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_goes_on_at_four_gib() {
+    fn ram_continues_at_four_gib() {
         assert_eq!(
             ram_ranges(4 * GIB, HighHole::None).unwrap(),
             [GpaRange { gpa: 0, len_bytes: 3 * GIB }, GpaRange { gpa: 4 * GIB, len_bytes: GIB }]

@@ -15,5 +15,5 @@ mod state;
 mod syscalls;
 pub mod virtio;
 
-pub use log_limit::{LeftOut, LogLimit};
+pub use log_limit::{LogLimit, SuppressedLines};
 pub use state::Snapshot;

@@ -29,7 +29,7 @@ struct State {
     used: u32,
     /// When a line was last added to those that may be written; set while some are used.
     refilled: Option<Instant>,
-    left_out: u64,
+    suppressed: u64,
 }
 
 impl State {
@@ -55,28 +55,28 @@ impl LogLimit {
     }
 
     /// Whether one more line may be written, and what it has to end with.
-    pub fn take(&self) -> Option<LeftOut> {
+    pub fn take(&self) -> Option<SuppressedLines> {
         self.take_at(Instant::now())
     }
 
-    fn take_at(&self, now: Instant) -> Option<LeftOut> {
+    fn take_at(&self, now: Instant) -> Option<SuppressedLines> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.refill(now);
         if state.used >= self.burst_lines {
-            state.left_out = state.left_out.saturating_add(1);
+            state.suppressed = state.suppressed.saturating_add(1);
             return None;
         }
         state.used += 1;
         state.refilled.get_or_insert(now);
-        Some(LeftOut(std::mem::take(&mut state.left_out)))
+        Some(SuppressedLines(std::mem::take(&mut state.suppressed)))
     }
 }
 
 /// How many lines were left out before this one; nothing is written for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LeftOut(u64);
+pub struct SuppressedLines(u64);
 
-impl fmt::Display for LeftOut {
+impl fmt::Display for SuppressedLines {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             0 => Ok(()),
@@ -92,9 +92,9 @@ impl fmt::Display for LeftOut {
 macro_rules! log_limited {
     ($limit:expr, $level:ident, $($text:tt)+) => {
         if ::log::log_enabled!(::log::Level::$level)
-            && let Some(left_out) = $limit.take()
+            && let Some(suppressed) = $limit.take()
         {
-            ::log::log!(::log::Level::$level, "{}{left_out}", format_args!($($text)+));
+            ::log::log!(::log::Level::$level, "{}{suppressed}", format_args!($($text)+));
         }
     };
 }
@@ -111,12 +111,15 @@ mod tests {
         let granted = (0..1_000_000).filter(|_| limit.take_at(start).is_some()).count();
         assert_eq!(u64::try_from(granted), Ok(burst));
         assert_eq!(limit.take_at(start + LINE_EVERY / 2), None);
-        let left_out = 1_000_001 - burst;
-        assert_eq!(limit.take_at(start + LINE_EVERY), Some(LeftOut(left_out)));
+        let suppressed = 1_000_001 - burst;
+        assert_eq!(limit.take_at(start + LINE_EVERY), Some(SuppressedLines(suppressed)));
         assert_eq!(limit.take_at(start + LINE_EVERY), None);
-        assert_eq!(limit.take_at(start + LINE_EVERY * 2), Some(LeftOut(1)));
-        assert_eq!(LeftOut(1).to_string(), " (1 line about this device was left out before)");
-        assert!(LeftOut(left_out).to_string().contains("999969 lines"));
+        assert_eq!(limit.take_at(start + LINE_EVERY * 2), Some(SuppressedLines(1)));
+        assert_eq!(
+            SuppressedLines(1).to_string(),
+            " (1 line about this device was left out before)"
+        );
+        assert!(SuppressedLines(suppressed).to_string().contains("999969 lines"));
     }
 
     #[test]
@@ -134,7 +137,10 @@ mod tests {
     fn a_line_at_times_is_never_left_out() {
         let limit = LogLimit::default();
         let start = Instant::now();
-        assert!((0..1000).all(|line| limit.take_at(start + LINE_EVERY * line) == Some(LeftOut(0))));
-        assert_eq!(LeftOut(0).to_string(), "");
+        assert!(
+            (0..1000)
+                .all(|line| limit.take_at(start + LINE_EVERY * line) == Some(SuppressedLines(0)))
+        );
+        assert_eq!(SuppressedLines(0).to_string(), "");
     }
 }

@@ -14,7 +14,7 @@ use kvm_bindings::{
 use kvm_ioctls::VcpuExit;
 
 use crate::fault_trace::FaultedAt;
-use crate::stage2::FillsTables;
+use crate::stage2::MapStage2;
 use crate::vcpu::Vcpu;
 
 /// What a guest misses at a time.
@@ -125,7 +125,7 @@ pub trait ExitHandler: Send + Sync {
 
 /// What came of one pass.
 #[derive(Debug)]
-pub(crate) enum Pass {
+pub(crate) enum RunOutcome {
     /// An exit was dealt with; the next pass finishes it.
     Handled,
     /// The same, and the vCPU is to park itself.
@@ -136,7 +136,7 @@ pub(crate) enum Pass {
     Stopped(StopReason),
 }
 
-impl From<AfterExit> for Pass {
+impl From<AfterExit> for RunOutcome {
     fn from(after: AfterExit) -> Self {
         match after {
             AfterExit::Resume => Self::Handled,
@@ -146,14 +146,14 @@ impl From<AfterExit> for Pass {
 }
 
 /// Enters the guest once, and deals with the exit.
-pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
+pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> RunOutcome {
     let pass = enter_once(vcpu, handler);
     match &pass {
-        Pass::Stopped(StopReason::InternalError { suberror, text })
+        RunOutcome::Stopped(StopReason::InternalError { suberror, text })
             if *suberror == KVM_INTERNAL_ERROR_DELIVERY_EV && vcpu.lost_deliveries.again() =>
         {
             log::debug!("vcpu{}: {text}; trying again", vcpu.index());
-            Pass::Handled
+            RunOutcome::Handled
         }
         _ => {
             vcpu.lost_deliveries.none();
@@ -162,14 +162,14 @@ pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
     }
 }
 
-fn enter_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
+fn enter_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> RunOutcome {
     let index = vcpu.index();
     match vcpu.fd.run() {
         Ok(VcpuExit::IoIn(port, data)) => {
             // A string instruction comes as one exit with all its elements.
             let element_len_bytes = vcpu.run_page.pio_element_len_bytes();
             data.chunks_mut(element_len_bytes).for_each(|data| handler.pio_read(port, data));
-            Pass::Handled
+            RunOutcome::Handled
         }
         Ok(VcpuExit::IoOut(port, data)) => {
             let element_len_bytes = vcpu.run_page.pio_element_len_bytes();
@@ -183,53 +183,53 @@ fn enter_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> Pass {
         }
         Ok(VcpuExit::MmioRead(gpa, data)) => {
             handler.mmio_read(gpa, data);
-            Pass::Handled
+            RunOutcome::Handled
         }
         Ok(VcpuExit::MmioWrite(gpa, data)) => handler.mmio_write(gpa, data).into(),
         Ok(VcpuExit::MemoryFault { flags, gpa, size }) => {
             let access = FaultedAccess { gpa: Some(gpa), len_bytes: size, flags };
             fault(handler, vcpu, index, access)
         }
-        Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => Pass::Handled,
-        Ok(VcpuExit::Shutdown) => Pass::Stopped(StopReason::Shutdown),
-        Ok(VcpuExit::Hlt) => Pass::Stopped(StopReason::Halted),
-        Ok(VcpuExit::SystemEvent(kind, _)) => Pass::Stopped(StopReason::SystemEvent { kind }),
+        Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => RunOutcome::Handled,
+        Ok(VcpuExit::Shutdown) => RunOutcome::Stopped(StopReason::Shutdown),
+        Ok(VcpuExit::Hlt) => RunOutcome::Stopped(StopReason::Halted),
+        Ok(VcpuExit::SystemEvent(kind, _)) => RunOutcome::Stopped(StopReason::SystemEvent { kind }),
         Ok(VcpuExit::FailEntry(hardware_reason, cpu)) => {
-            Pass::Stopped(StopReason::FailEntry { hardware_reason, cpu })
+            RunOutcome::Stopped(StopReason::FailEntry { hardware_reason, cpu })
         }
-        Ok(VcpuExit::InternalError) => Pass::Stopped(internal_error(vcpu)),
-        Ok(other) => Pass::Stopped(StopReason::UnexpectedExit { name: format!("{other:?}") }),
+        Ok(VcpuExit::InternalError) => RunOutcome::Stopped(internal_error(vcpu)),
+        Ok(other) => RunOutcome::Stopped(StopReason::UnexpectedExit { name: format!("{other:?}") }),
         Err(error) => match error.errno() {
-            libc::EINTR => Pass::Interrupted,
+            libc::EINTR => RunOutcome::Interrupted,
             // A vCPU that waited for INIT and SIPI was woken up.
-            libc::EAGAIN => Pass::Handled,
+            libc::EAGAIN => RunOutcome::Handled,
             libc::EFAULT => {
                 let gpa = handler.faulted_at(index).and_then(|at| vcpu.gpa_of(at));
                 let access = FaultedAccess { gpa, len_bytes: 0, flags: 0 };
                 fault(handler, vcpu, index, access)
             }
-            errno => Pass::Stopped(StopReason::RunFailed { errno }),
+            errno => RunOutcome::Stopped(StopReason::RunFailed { errno }),
         },
     }
 }
 
 fn fault(
     handler: &dyn ExitHandler,
-    vcpu: &dyn FillsTables,
+    vcpu: &dyn MapStage2,
     index: u32,
     access: FaultedAccess,
-) -> Pass {
+) -> RunOutcome {
     match handler.memory_fault(index, access) {
-        FaultAction::Retry => Pass::Handled,
+        FaultAction::Retry => RunOutcome::Handled,
         FaultAction::Map => {
             let page = access.gpa.map(|gpa| gpa & !(PAGE_BYTES - 1));
             // What KVM cannot map ahead, the guest's own access maps, or is refused again.
             if let Some(Err(error)) = page.map(|page| vcpu.fill(page, PAGE_BYTES)) {
                 log::trace!("vcpu{index}: {error}: {}", error.source);
             }
-            Pass::Handled
+            RunOutcome::Handled
         }
-        FaultAction::Stop => Pass::Stopped(StopReason::MemoryFault(access)),
+        FaultAction::Stop => RunOutcome::Stopped(StopReason::MemoryFault(access)),
     }
 }
 
@@ -295,7 +295,7 @@ mod tests {
     #[derive(Default)]
     struct Tables(Mutex<Vec<(u64, u64)>>);
 
-    impl FillsTables for Tables {
+    impl MapStage2 for Tables {
         fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
             self.0.lock().unwrap().push((gpa, len_bytes));
             Err(KvmError { what: "fill", source: io::Error::from_raw_os_error(libc::EAGAIN) })
@@ -307,8 +307,8 @@ mod tests {
         let access = FaultedAccess { gpa: Some(0x5008), len_bytes: 4096, flags: 0 };
         let tables = Tables::default();
         let after = |action| fault(&Faults(action), &tables, 3, access);
-        assert!(matches!(after(FaultAction::Retry), Pass::Handled));
-        let Pass::Stopped(reason) = after(FaultAction::Stop) else {
+        assert!(matches!(after(FaultAction::Retry), RunOutcome::Handled));
+        let RunOutcome::Stopped(reason) = after(FaultAction::Stop) else {
             panic!("the vCPU goes on without its memory");
         };
         assert_eq!(reason, StopReason::MemoryFault(access));
@@ -316,11 +316,11 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_mapped_ahead_when_the_handler_says_so_and_the_guest_goes_on_without() {
+    fn a_page_is_mapped_ahead_when_the_handler_says_so_and_the_guest_continues_without() {
         let access = FaultedAccess { gpa: Some(0x5008), len_bytes: 0, flags: 0 };
         let tables = Tables::default();
         let after = fault(&Faults(FaultAction::Map), &tables, 3, access);
-        assert!(matches!(after, Pass::Handled));
+        assert!(matches!(after, RunOutcome::Handled));
         assert_eq!(*tables.0.lock().unwrap(), [(0x5000, 4096)]);
     }
 

@@ -29,19 +29,19 @@ const PIECE_BYTES: u64 = 2 << 20;
 const LOOK: Duration = Duration::from_millis(20);
 
 /// A vCPU whose tables can be filled.
-pub(crate) trait FillsTables {
+pub(crate) trait MapStage2 {
     /// Fills from `gpa` on; returns the bytes that were done.
     fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError>;
 }
 
-impl FillsTables for Vcpu {
+impl MapStage2 for Vcpu {
     fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
         self.pre_fault_memory(gpa, len_bytes)
     }
 }
 
 /// Work on a vCPU's thread.
-pub(crate) type VcpuTask = Box<dyn FnOnce(&dyn FillsTables) + Send>;
+pub(crate) type VcpuTask = Box<dyn FnOnce(&dyn MapStage2) + Send>;
 
 /// A vCPU whose thread takes such work.
 pub(crate) trait RunOnVcpu: Send + Sync {
@@ -168,7 +168,7 @@ impl Work {
     }
 
     /// One vCPU works for its time.
-    fn turn(&self, vcpu: &dyn FillsTables) {
+    fn turn(&self, vcpu: &dyn MapStage2) {
         let begin = Instant::now();
         while begin.elapsed() < TIME_SLICE && !self.is_over() {
             let Some(piece) = self.take() else { return };
@@ -226,7 +226,7 @@ mod tests {
         fail: Mutex<Vec<i32>>,
     }
 
-    impl FillsTables for Fake {
+    impl MapStage2 for Fake {
         fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
             if let Some(errno) = self.fail.lock().unwrap().pop() {
                 let source = io::Error::from_raw_os_error(errno);
@@ -247,9 +247,9 @@ mod tests {
     }
 
     /// A vCPU whose thread has gone.
-    struct Gone;
+    struct ExitedVcpu;
 
-    impl RunOnVcpu for Gone {
+    impl RunOnVcpu for ExitedVcpu {
         fn run_on_vcpu(&self, _task: VcpuTask) -> bool {
             false
         }
@@ -305,14 +305,14 @@ mod tests {
 
     #[test]
     fn it_ends_with_the_vcpus() {
-        let end = fill(vec![Arc::new(Gone)], vec![0..MIB, 2 * MIB..64 * MIB]);
+        let end = fill(vec![Arc::new(ExitedVcpu)], vec![0..MIB, 2 * MIB..64 * MIB]);
         assert!(end.is_stopped && end.filled_bytes == 0, "{end:?}");
     }
 
     /// Takes tasks and never does them.
-    struct Deaf(Mutex<Vec<VcpuTask>>);
+    struct UnresponsiveVcpu(Mutex<Vec<VcpuTask>>);
 
-    impl RunOnVcpu for Deaf {
+    impl RunOnVcpu for UnresponsiveVcpu {
         fn run_on_vcpu(&self, task: VcpuTask) -> bool {
             self.0.lock().unwrap().push(task);
             true
@@ -322,9 +322,9 @@ mod tests {
     #[test]
     fn dropping_it_waits_for_no_vcpu() {
         let (tell, told) = mpsc::channel();
-        let deaf: Arc<dyn RunOnVcpu> = Arc::new(Deaf(Mutex::default()));
+        let unresponsive: Arc<dyn RunOnVcpu> = Arc::new(UnresponsiveVcpu(Mutex::default()));
         let filling = Stage2Fill::start(
-            vec![deaf],
+            vec![unresponsive],
             || vec![0..MIB, 2 * MIB..3 * MIB],
             move |end| {
                 tell.send(end).unwrap();

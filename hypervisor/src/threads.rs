@@ -135,7 +135,7 @@ pub enum ThreadsError {
 
 /// What a thread should do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Want {
+enum Target {
     Park,
     Run,
     Exit,
@@ -157,7 +157,7 @@ enum Phase {
 type Job = Box<dyn FnOnce(&mut Vcpu) + Send>;
 
 struct Control {
-    want: Want,
+    target: Target,
     phase: Phase,
     jobs: VecDeque<Job>,
 }
@@ -226,14 +226,14 @@ impl Shared {
     fn next(&self) -> Next {
         let mut control = self.lock();
         loop {
-            if control.want == Want::Exit {
+            if control.target == Target::Exit {
                 control.jobs.clear();
                 return Next::Exit;
             }
             if let Some(job) = control.jobs.pop_front() {
                 return Next::Job(job);
             }
-            if control.want == Want::Run && control.phase == Phase::Parked {
+            if control.target == Target::Run && control.phase == Phase::Parked {
                 control.phase = Phase::Running;
                 self.leave.store(false, Ordering::SeqCst);
                 return Next::Run;
@@ -255,13 +255,13 @@ struct Thread {
 
 impl Thread {
     /// Asks the thread to leave the guest; does not wait.
-    fn request(&self, want: Want) {
+    fn request(&self, target: Target) {
         let mut control = self.shared.lock();
-        if control.want == Want::Exit || control.phase == Phase::Exited {
+        if control.target == Target::Exit || control.phase == Phase::Exited {
             return;
         }
-        control.want = want;
-        if want != Want::Run && control.phase == Phase::Running {
+        control.target = target;
+        if target != Target::Run && control.phase == Phase::Running {
             self.shared.leave.store(true, Ordering::SeqCst);
             self.shared.run_page.set_immediate_exit(true);
             self.shared.signal();
@@ -341,7 +341,7 @@ impl VcpuThreads {
         let shared = Arc::new(Shared {
             index,
             control: Mutex::new(Control {
-                want: Want::Park,
+                target: Target::Park,
                 phase: Phase::Parked,
                 jobs: VecDeque::new(),
             }),
@@ -403,7 +403,7 @@ impl VcpuThreads {
     /// Waits for handlers: a vCPU whose handler does not return cannot be paused.
     pub fn pause_all(&self) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
-        self.threads.iter().for_each(|thread| thread.request(Want::Park));
+        self.threads.iter().for_each(|thread| thread.request(Target::Park));
         self.threads.iter().for_each(Thread::wait_out);
         Ok(())
     }
@@ -415,26 +415,26 @@ impl VcpuThreads {
     pub fn pause_all_within(&self, within: Duration) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
         let until = Instant::now() + within;
-        let before: Vec<Want> =
-            self.threads.iter().map(|thread| thread.shared.lock().want).collect();
-        self.threads.iter().for_each(|thread| thread.request(Want::Park));
+        let before: Vec<Target> =
+            self.threads.iter().map(|thread| thread.shared.lock().target).collect();
+        self.threads.iter().for_each(|thread| thread.request(Target::Park));
         let Some(slow) = self.threads.iter().find(|thread| !thread.is_out_by(until)) else {
             return Ok(());
         };
-        let ran = self.threads.iter().zip(before).filter(|(_, before)| *before == Want::Run);
-        ran.for_each(|(thread, _)| thread.request(Want::Run));
+        let ran = self.threads.iter().zip(before).filter(|(_, before)| *before == Target::Run);
+        ran.for_each(|(thread, _)| thread.request(Target::Run));
         Err(ThreadsError::Timeout { index: slow.shared.index, within })
     }
 
     /// Lets every vCPU run that has not stopped for good. Returns at once.
     pub fn resume_all(&self) {
-        self.threads.iter().for_each(|thread| thread.request(Want::Run));
+        self.threads.iter().for_each(|thread| thread.request(Target::Run));
     }
 
     /// Ends all threads, wherever their vCPUs are, and waits for them.
     pub fn stop_all(&self) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
-        self.threads.iter().for_each(|thread| thread.request(Want::Exit));
+        self.threads.iter().for_each(|thread| thread.request(Target::Exit));
         self.threads.iter().for_each(Thread::join);
         Ok(())
     }
@@ -499,12 +499,12 @@ impl Thread {
         let index = self.shared.index;
         let (done, answer) = mpsc::sync_channel(1);
         let mut control = self.shared.lock();
-        match (control.phase, control.want) {
-            (Phase::Exited, _) | (_, Want::Exit) => return Err(ThreadsError::Exited { index }),
-            (Phase::Running, _) | (Phase::Parked, Want::Run) => {
+        match (control.phase, control.target) {
+            (Phase::Exited, _) | (_, Target::Exit) => return Err(ThreadsError::Exited { index }),
+            (Phase::Running, _) | (Phase::Parked, Target::Run) => {
                 return Err(ThreadsError::NotParked { index });
             }
-            (Phase::Parked, Want::Park) | (Phase::Stopped, _) => {}
+            (Phase::Parked, Target::Park) | (Phase::Stopped, _) => {}
         }
         control.jobs.push_back(Box::new(move |vcpu: &mut Vcpu| {
             let _ = done.send(f(vcpu));
@@ -519,7 +519,7 @@ impl Drop for VcpuThreads {
     fn drop(&mut self) {
         if self.stop_all().is_err() {
             // The last owner is a handler: its own thread ends by itself, and is not joined.
-            self.threads.iter().for_each(|thread| thread.request(Want::Exit));
+            self.threads.iter().for_each(|thread| thread.request(Target::Exit));
         }
     }
 }

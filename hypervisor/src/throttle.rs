@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_held_at_zero_nor_after_the_end() {
+    fn no_vcpu_is_held_at_zero_nor_after_the_end() {
         let fake = Arc::new(Fake::default());
         let throttle = VcpuThrottle::start(vec![fake.clone()]).expect("a thread");
         assert_eq!(fake.times.load(Ordering::SeqCst), 0);

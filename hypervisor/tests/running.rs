@@ -61,7 +61,7 @@ fn a_string_instruction_is_split_into_its_elements() {
 }
 
 #[test]
-fn a_vcpu_that_leaves_has_finished_its_access_and_goes_on_behind_it() {
+fn a_vcpu_that_leaves_has_finished_its_access_and_continues_after_it() {
     let Some(kvm) = kvm() else { return };
     #[rustfmt::skip]
     let guest = Guest::new(&kvm, &[

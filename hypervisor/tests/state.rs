@@ -60,7 +60,7 @@ fn restore(kvm: &Hypervisor, from: &Guest, state: &VcpuState, clock: &ClockState
 }
 
 #[test]
-fn a_guest_goes_on_in_another_vm_with_exactly_its_state() {
+fn a_guest_continues_in_another_vm_with_exactly_its_state() {
     let Some(kvm) = kvm() else { return };
     let guest = paused_counter(&kvm);
     let text = serde_json::to_string(&state_of(&guest)).unwrap();
@@ -88,7 +88,7 @@ fn a_guest_goes_on_in_another_vm_with_exactly_its_state() {
 }
 
 #[test]
-fn the_tsc_goes_on_from_the_saved_value() {
+fn the_tsc_continues_from_the_saved_value() {
     let Some(kvm) = kvm() else { return };
     let guest = paused_counter(&kvm);
     let clock = guest.vm.clock().unwrap();

@@ -44,7 +44,7 @@ pub enum InitialContents {
     Nothing,
     /// The same, and no file that holds anything is emptied: it is refused, because only what sends the
     /// contents has named it.
-    NothingToLose,
+    MustBeEmpty,
 }
 
 impl InitialContents {
@@ -251,7 +251,7 @@ impl ZoneBacking {
                 None => Ok(Self::anonymous()),
             };
         }
-        if start == InitialContents::NothingToLose && found.holds_data() {
+        if start == InitialContents::MustBeEmpty && found.holds_data() {
             return Err(BackingError::HoldsData { zone: zone.id.clone(), path: path.to_owned() });
         }
         found.size(zone)?;

@@ -169,7 +169,7 @@ mod tests {
     const A_WHILE: Duration = Duration::from_millis(100);
 
     #[test]
-    fn all_that_is_given_back_waits_for_so_long_together() {
+    fn all_discards_share_one_time_limit() {
         let holds = Holds::default();
         let _held = holds.hold(0..1 << 20);
         let began = Instant::now();
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_to_be_given_back_comes_before_what_is_held_later() {
+    fn a_waiting_discard_comes_before_later_holds() {
         let holds = Holds::default();
         let first = holds.hold(0..10);
         let (held, is_held) = channel();

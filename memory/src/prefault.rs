@@ -76,7 +76,7 @@ pub struct PrefaultOptions {
     pub observer: Option<PrefaultObserver>,
     /// The threads let all others in the process go first. Where they get next to nothing so, a caller that
     /// comes to wait for them should [help](Prefault::helper).
-    pub gives_way: bool,
+    pub yields_to_guest: bool,
 }
 
 impl Default for PrefaultOptions {
@@ -86,7 +86,7 @@ impl Default for PrefaultOptions {
             chunk_bytes: CHUNK_BYTES,
             on_chunk: None,
             observer: None,
-            gives_way: false,
+            yields_to_guest: false,
         }
     }
 }
@@ -98,7 +98,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("chunk_bytes", &self.chunk_bytes)
             .field("on_chunk", &self.on_chunk.is_some())
             .field("observer", &self.observer.is_some())
-            .field("gives_way", &self.gives_way)
+            .field("yields_to_guest", &self.yields_to_guest)
             .finish()
     }
 }
@@ -178,7 +178,7 @@ struct Engine {
     stop: AtomicBool,
     on_chunk: Option<ChunkHook>,
     observer: Option<PrefaultObserver>,
-    gives_way: bool,
+    yields_to_guest: bool,
     /// Threads that have not ended, and helpers; the last one tells the end. Locked for an instant.
     working: Mutex<usize>,
     /// Woken when none is left.
@@ -219,7 +219,7 @@ impl Prefault {
             stop: AtomicBool::new(false),
             on_chunk: options.on_chunk.clone(),
             observer: options.observer.clone(),
-            gives_way: options.gives_way,
+            yields_to_guest: options.yields_to_guest,
             working: Mutex::new(counts.iter().sum()),
             idle: Condvar::new(),
             failure: Mutex::new(None),
@@ -258,13 +258,13 @@ impl Prefault {
         self.engine.stop.store(true, Ordering::Relaxed);
     }
 
-    /// Waits for the end, which comes early when `is_given_up` says so; it is asked now and then.
+    /// Waits for the end, which comes early when `is_cancelled` says so; it is asked now and then.
     ///
     /// # Errors
     /// As [`Prefault::wait`].
-    pub fn wait_unless(self, is_given_up: &dyn Fn() -> bool) -> Result<(), PrefaultError> {
+    pub fn wait_unless(self, is_cancelled: &dyn Fn() -> bool) -> Result<(), PrefaultError> {
         while !self.engine.ends_within(GIVE_UP_LOOK) {
-            if is_given_up() {
+            if is_cancelled() {
                 self.cancel();
                 break;
             }
@@ -347,8 +347,8 @@ impl Engine {
     fn serve(&self, queue: usize) {
         let _working = WorkerGuard(self);
         let Some(queue) = self.queues.get(queue) else { return };
-        if self.gives_way {
-            give_way();
+        if self.yields_to_guest {
+            yield_processor();
         }
         if let Some(node) = queue.node {
             run_on_node(node);
@@ -540,7 +540,7 @@ fn share_threads(queues: &[Queue], threads: Option<NonZeroUsize>) -> Vec<usize> 
 /// Lets all others go first that want the calling thread's CPU, as long as it lives: a tenth of it is left
 /// to the thread then. Counted from where the process is: one that was started niced has threads that
 /// go last all the same, and setting a lower value than it has would need a privilege.
-fn give_way() {
+fn yield_processor() {
     const NICER_BY: libc::c_int = 10;
     const NICEST: libc::c_int = 19;
     // SAFETY: both calls read or change how the calling thread is scheduled, and touch no memory; 0 is

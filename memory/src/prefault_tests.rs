@@ -348,7 +348,7 @@ fn who_waits_does_what_is_left() {
         threads: NonZeroUsize::new(1),
         chunk_bytes: 4 * MIB,
         on_chunk: Some(on_chunk),
-        gives_way: true,
+        yields_to_guest: true,
         ..PrefaultOptions::default()
     };
     let prefault = Prefault::start(ram.regions(), &options).unwrap();

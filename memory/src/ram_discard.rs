@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_back_is_zero_and_gone_and_counts_as_written() {
+    fn discarded_memory_is_zero_and_gone_and_counts_as_written() {
         for backing in [Backing::Memfd, Backing::Anonymous] {
             let ram = ram(&backing);
             fill(&ram);
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_is_given_back_when_it_has_been() {
+    fn memory_being_read_is_discarded_afterwards() {
         use std::sync::mpsc::{RecvTimeoutError, channel};
         let ram = ram(&Backing::Memfd);
         fill(&ram);
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_given_back_under_a_ban() {
+    fn nothing_is_discarded_under_a_ban() {
         let ram = ram(&Backing::Memfd);
         fill(&ram);
         let (first, second) = (ram.ban_discards("a test"), ram.ban_discards("another"));

@@ -188,7 +188,7 @@ fn a_held_file_that_is_not_at_its_path_any_more_is_let_be() {
 fn a_file_that_only_an_arriving_configuration_names_is_not_emptied() {
     let dir = tempfile::tempdir().unwrap();
     let path = old_file(dir.path(), MIB);
-    let contents = InitialContents::NothingToLose;
+    let contents = InitialContents::MustBeEmpty;
     let sources = RamSources { contents, ..RamSources::default() };
     let error = made(vec![zone(&path, true)], &sources).unwrap_err();
     assert!(matches!(error, RamError::Backing(BackingError::HoldsData { .. })), "{error}");

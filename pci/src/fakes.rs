@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use devices::bus::BusDevice;
 use devices::virtio::{
-    ActivateError, Activation, DeviceSnapshot, HoldingStill, StateError, VirtioDevice,
+    ActivateError, Activation, DeviceSnapshot, PendingPause, StateError, VirtioDevice,
     VirtioInterrupt,
 };
 use hypervisor::irq::{IoEventAddress, IoEvents, IrqError, MsiMessage, MsiSource, MsiVector};
@@ -394,8 +394,8 @@ impl VirtioDevice for FakeDevice {
         record.activation = None;
     }
 
-    fn begin_pause(&mut self) -> HoldingStill {
-        HoldingStill::default()
+    fn begin_pause(&mut self) -> PendingPause {
+        PendingPause::default()
     }
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {

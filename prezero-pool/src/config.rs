@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_else_gets_anything_unless_it_is_said() {
+    fn no_other_user_gets_anything_unless_it_is_configured() {
         let config = Config::parse("socket = '/s'").unwrap();
         assert_eq!(config.limits.of(1000, 7), 0);
         assert_eq!((config.bandwidth, config.idle_only), (Some(2 << 30), true));

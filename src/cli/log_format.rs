@@ -158,10 +158,10 @@ impl LogFormat {
 
     /// The line of a record, without its end. All tokens of a line are of one moment.
     pub fn line(&self, record: &Record<'_>) -> String {
-        self.line_at(record, Moment::now())
+        self.line_at(record, Timestamp::now())
     }
 
-    fn line_at(&self, record: &Record<'_>, moment: Moment) -> String {
+    fn line_at(&self, record: &Record<'_>, moment: Timestamp) -> String {
         let mut out = String::with_capacity(128);
         for token in &self.0 {
             // Writing to a string cannot fail.
@@ -175,7 +175,7 @@ fn write_token(
     out: &mut String,
     token: &Token,
     record: &Record<'_>,
-    moment: Moment,
+    moment: Timestamp,
 ) -> std::fmt::Result {
     match token {
         Token::Text(text) => out.write_str(text),
@@ -232,7 +232,7 @@ fn write_token(
 
 /// A moment of the real-time clock.
 #[derive(Clone, Copy, Debug)]
-struct Moment {
+struct Timestamp {
     seconds: libc::time_t,
     micros: i64,
 }
@@ -250,7 +250,7 @@ struct Calendar {
     offset_s: i64,
 }
 
-impl Moment {
+impl Timestamp {
     fn now() -> Self {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: the call writes one timespec, which it gets; this clock always exists.
@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     /// 2024-05-21 08:02:15.542701 UTC.
-    const MOMENT: Moment = Moment { seconds: 1_716_278_535, micros: 542_701 };
+    const MOMENT: Timestamp = Timestamp { seconds: 1_716_278_535, micros: 542_701 };
 
     fn line(format: &str) -> String {
         let record = Record::builder()

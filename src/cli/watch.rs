@@ -191,7 +191,7 @@ impl Document {
     }
 
     /// Who goes on, when the VMM does not.
-    fn handed_on_to(&self) -> Option<&Path> {
+    fn page_server_socket(&self) -> Option<&Path> {
         let server = self.page_server.as_ref().filter(|_| self.phase == "handed-on");
         server.map(|server| server.socket.as_path())
     }
@@ -422,7 +422,7 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
             }
         };
         let now = Instant::now();
-        if let Some(socket) = document.handed_on_to() {
+        if let Some(socket) = document.page_server_socket() {
             screen.show(&document, 0, now);
             client = client.at(socket);
             rate = Rate::default();
@@ -509,11 +509,11 @@ mod tests {
     fn a_page_server_is_asked_when_the_vmm_has_handed_on() {
         let server = json!({"state": "serving", "socket": "/run/a.sock.pages", "pid": 7});
         let on = document(json!({"phase": "handed-on", "page_server": server}));
-        assert_eq!(on.handed_on_to(), Some(Path::new("/run/a.sock.pages")));
+        assert_eq!(on.page_server_socket(), Some(Path::new("/run/a.sock.pages")));
         assert!(!on.is_over(), "pages are still on their way");
         let before = document(json!({"phase": "serve", "page_server": server}));
-        assert_eq!(before.handed_on_to(), None);
-        assert_eq!(document(json!({"phase": "handed-on"})).handed_on_to(), None);
+        assert_eq!(before.page_server_socket(), None);
+        assert_eq!(document(json!({"phase": "handed-on"})).page_server_socket(), None);
     }
 
     #[test]

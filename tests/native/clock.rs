@@ -20,7 +20,7 @@ const ERROR_MAX: Duration = Duration::from_millis(50);
 const PAUSE: Duration = Duration::from_millis(400);
 
 pub fn add(suite: &mut Suite) {
-    suite.add("clock::goes_on_over_a_pause", paused);
+    suite.add("clock::continues_over_a_pause", paused);
     for mode in [Mode::Precopy, Mode::Postcopy] {
         let name = mode.name();
         suite.add(&format!("clock::goes_on_over_a_{name}_migration"), move || moved(mode));

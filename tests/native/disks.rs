@@ -34,7 +34,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("disks::the_end_of_the_vm_writes_back", ended);
     suite.add("disks::a_disk_that_goes_with_a_reboot_is_written_back", rebooted);
     suite.add(
-        "disks::a_disk_that_the_guest_lets_go_of_is_written_back_before_its_lock_is_free",
+        "disks::a_disk_that_the_guest_ejects_is_written_back_before_its_lock_is_free",
         ejected,
     );
     suite.add("disks::a_reboot_keeps_the_lock", lock_over_reboot);
@@ -45,7 +45,7 @@ pub fn add(suite: &mut Suite) {
         "disks::one_that_cannot_be_read_anew_keeps_the_guest_at_the_source",
         cannot_be_read_anew,
     );
-    suite.add("disks::one_that_cannot_be_read_anew_late_is_given_back", cannot_be_read_anew_late);
+    suite.add("disks::one_that_cannot_be_read_anew_late_is_released", cannot_be_read_anew_late);
     suite.add(
         "disks::one_that_cannot_be_unlocked_keeps_the_guest_at_the_source",
         cannot_be_unlocked,

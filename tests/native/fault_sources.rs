@@ -22,7 +22,9 @@ pub fn add(suite: &mut Suite) {
     let moves = std::env::var("GODWIT_FAULT_MOVES").ok().and_then(|text| text.parse().ok());
     let moves = moves.unwrap_or(4);
     let limit = Duration::from_mins(1) + LIMIT_EACH_MOVE * moves;
-    suite.add_long("fault_sources::sigbus_moves_and_uffd_beside", limit, move || rounds(moves));
+    suite.add_long("fault_sources::sigbus_moves_with_uffd_for_other_threads", limit, move || {
+        rounds(moves);
+    });
     suite.add("fault_sources::sigbus_after_precopy", after_precopy);
     suite.add("fault_sources::sigbus_with_zones_and_shared_connections", zones);
     suite.add("fault_sources::sigbus_with_large_pages_in_pieces", large_pages);

@@ -11,7 +11,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("http::malformed_requests", malformed);
     suite.add("http::bodies_that_are_wrong", bodies);
     suite.add("http::oversized_body", oversized);
-    suite.add("http::slow_and_silent_clients_disturb_nobody", slow);
+    suite.add("http::slow_and_silent_clients_disturb_no_other", slow);
     suite.add("http::many_clients_at_once", many);
     suite.add("http::connection_is_kept_open", keep_alive);
 }

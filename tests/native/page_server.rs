@@ -27,8 +27,8 @@ pub fn add(suite: &mut Suite) {
     suite.add("page_server::it_holds_nothing_but_memory", clean);
     suite.add("page_server::cuts_heal", cuts);
     suite.add("page_server::recovery_on_command_at_another_address", recover);
-    suite.add("page_server::needed_pages_are_not_given_up_without_force", force);
-    suite.add("page_server::whoever_waits_sees_the_last_page", followed);
+    suite.add("page_server::needed_pages_are_not_discarded_without_force", force);
+    suite.add("page_server::a_waiting_client_sees_the_last_page", followed);
     suite.add("page_server::after_precopy_and_with_zones", zones);
     suite.add("page_server::of_memory_of_huge_pages", huge_pages);
     suite.add("page_server::vcpus_that_bring_their_pages_do_not_notice", own_faults);

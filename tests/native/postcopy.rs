@@ -40,10 +40,8 @@ pub fn add(suite: &mut Suite) {
     suite.add("postcopy::recovery_on_command_at_another_address", recover);
     suite.add("postcopy::auto_switches_on_command", switch);
     suite.add("postcopy::a_source_with_needed_pages_is_not_ended_without_force", force);
-    suite.add(
-        "postcopy::a_source_that_was_told_to_end_ends_when_it_is_given_up",
-        force_after_signal,
-    );
+    suite
+        .add("postcopy::a_source_that_was_told_to_end_ends_when_it_is_deleted", force_after_signal);
     suite.add("postcopy::a_pause_is_refused_until_the_last_page", pause);
     suite.add("postcopy::requests_may_share_the_bulk_connection", no_preempt);
     suite.add("postcopy::many_connections_of_each_kind", many);

@@ -5,7 +5,7 @@
 use crate::harness::{Suite, Vmm, VmmBuilder, process, wait_for};
 
 pub fn add(suite: &mut Suite) {
-    suite.add("prefault::in_the_background_beside_the_guest", beside_the_guest);
+    suite.add("prefault::in_the_background_while_the_guest_runs", while_the_guest_runs);
     suite.add("prefault::before_boot_is_told_too", before_boot);
     suite.add("prefault::ends_with_the_vm", ends_with_the_vm);
 }
@@ -14,7 +14,7 @@ fn count(vmm: &Vmm, event: &str) -> usize {
     vmm.event_names().iter().filter(|name| *name == event).count()
 }
 
-fn beside_the_guest() {
+fn while_the_guest_runs() {
     let memory = "size=2G,shared=on,thp=off,prefault=background,prefault_threads=1";
     let vmm = Vmm::boot(1, memory, "workload=random-write mem=32M");
     let info = vmm.api().get("vm.info").ok().json();

@@ -37,12 +37,12 @@ pub fn add(suite: &mut Suite) {
     suite.add("remote::life_cycle", life_cycle);
     suite.add("remote::help_of_each_subcommand", help);
     suite.add("remote::errors_are_told_once", errors);
-    suite.add("remote::nobody_has_to_read_the_answer", nobody_has_to_read_the_answer);
+    suite.add("remote::the_answer_need_not_be_read", the_answer_need_not_be_read);
     suite.add("remote::an_answer_may_take_so_long_and_no_longer", timeout);
     suite.add("remote::an_answer_that_goes_nowhere_is_a_failure", full);
     suite.add("remote::what_cannot_be_read_is_a_failure", unreadable);
-    suite.add("remote::nobody_has_to_read_the_reason", nobody_has_to_read_the_reason);
-    suite.add("remote::interrupted_it_says_that_the_migration_goes_on", interrupted);
+    suite.add("remote::the_reason_need_not_be_read", the_reason_need_not_be_read);
+    suite.add("remote::interrupted_it_says_that_the_migration_continues", interrupted);
 }
 
 fn json(text: &str) -> Value {
@@ -119,7 +119,7 @@ fn errors() {
 }
 
 /// The exit code tells as well.
-fn nobody_has_to_read_the_reason() {
+fn the_reason_need_not_be_read() {
     for (program, words) in [
         (CH_REMOTE, ["--api-socket", "/nonexistent/api", "ping"]),
         (VMM, ["--kernel", "/nonexistent", "-v"]),
@@ -131,7 +131,7 @@ fn nobody_has_to_read_the_reason() {
     }
 }
 
-fn nobody_has_to_read_the_answer() {
+fn the_answer_need_not_be_read() {
     let vmm = Vmm::empty();
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);

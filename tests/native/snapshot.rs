@@ -28,7 +28,7 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("snapshot::{mode}_prefault"), move || prefault(mode));
     }
     suite.add("snapshot::ondemand_can_be_shut_down_at_once", shut_down_at_once);
-    suite.add("snapshot::stays_paused_and_goes_on", stays_paused);
+    suite.add("snapshot::stays_paused_and_resumes", stays_paused);
     suite.add("snapshot::events", events);
     suite.add("snapshot::zeros_are_holes", holes);
     suite.add("snapshot::disk_lock_stays_with_the_source", disk_lock);

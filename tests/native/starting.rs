@@ -26,15 +26,15 @@ use crate::snapshot::{place, save};
 
 pub fn add(suite: &mut Suite) {
     suite.add("starting::a_boot_waits_and_all_are_answered", boot);
-    suite.add("starting::a_boot_is_given_up", given_up);
+    suite.add("starting::a_boot_is_cancelled", boot_cancelled);
     suite.add("starting::a_signal_ends_a_boot_that_waits", signal);
     suite.add("starting::requests_wait_for_the_vm_of_the_command_line", at_launch);
-    suite.add("starting::a_restore_is_given_up", restore_given_up);
+    suite.add("starting::a_restore_is_cancelled", restore_cancelled);
     suite.add("starting::a_signal_ends_a_restore_that_waits", restore_signal);
     suite.add("starting::who_has_said_all_is_answered", half_closed);
     suite.add("starting::a_pause_without_a_thread_is_told", no_thread);
     suite.add("starting::a_disk_is_added_and_all_are_answered", add_disk);
-    suite.add("starting::a_disk_that_does_not_open_is_given_up", give_up_disk);
+    suite.add("starting::a_disk_that_does_not_open_is_cancelled", cancel_disk);
     suite.add("starting::pipes_are_refused_by_name", pipes);
 }
 
@@ -143,7 +143,7 @@ fn boot() {
     vmm.shut_down();
 }
 
-fn given_up() {
+fn boot_cancelled() {
     let mut slow = Slow::new();
     let vmm = Vmm::empty();
     let api = vmm.api();
@@ -235,7 +235,7 @@ fn send(api: &Api, name: &str) -> UnixStream {
     stream
 }
 
-fn restore_given_up() {
+fn restore_cancelled() {
     for name in ["vm.shutdown", "vm.delete"] {
         for at_launch in [true, false] {
             let (mut slow, _folder, option) = slow_snapshot();
@@ -355,7 +355,7 @@ fn add_disk() {
 }
 
 /// A disk that does not open is given up by its removal, and the VM has its time back.
-fn give_up_disk() {
+fn cancel_disk() {
     let mut slow = Slow::new();
     let vmm = Vmm::boot(1, "size=96M,shared=on", "workload=random-write mem=16M");
     let api = vmm.api();

@@ -40,7 +40,7 @@ pub fn add(suite: &mut Suite) {
     for (name, scene) in scenes {
         suite.add(&format!("states::requests_and_signals_while_{name}"), move || check(scene()));
     }
-    suite.add("states::a_restore_is_given_up", give_up_restore);
+    suite.add("states::a_restore_is_cancelled", cancel_restore);
     suite.add("states::a_wait_for_a_name_is_cancelled", cancel_resolution);
 }
 
@@ -216,7 +216,7 @@ fn restored() -> Scene {
 }
 
 /// A restore that waits is given up by `vm.delete`, which is answered when what waits has ended.
-fn give_up_restore() {
+fn cancel_restore() {
     let (vmm, mut slow) = (Vmm::empty(), Slow::new());
     let folder = TempDir::with_prefix("godwit-snapshot-").expect("a folder");
     let body = snapshot_of(&mut slow, folder.path());

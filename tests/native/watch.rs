@@ -22,7 +22,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("watch::exit_code_of_a_failure", failure);
     suite.add("watch::told_of_a_failure_the_guest_can_be_paused", paused_at_once);
     suite.add("watch::exit_code_of_a_cancel", cancel);
-    suite.add("watch::goes_on_while_in_doubt", doubt);
+    suite.add("watch::continues_while_in_doubt", doubt);
     suite.add("watch::exit_code_of_a_vmm_that_is_gone", gone);
     suite.add("watch::nothing_to_watch", nothing);
 }

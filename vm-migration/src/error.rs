@@ -37,7 +37,7 @@ impl fmt::Display for Side {
 /// Where the guest is after a failure, as far as the side that reports it can know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum GuestIs {
+pub enum GuestLocation {
     /// On the source, as before the migration.
     OnSource,
     /// On the source, but it could not be resumed.
@@ -53,7 +53,7 @@ pub enum GuestIs {
     PostcopyPaused,
 }
 
-impl fmt::Display for GuestIs {
+impl fmt::Display for GuestLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::OnSource => "the guest goes on at the source",
@@ -215,7 +215,7 @@ pub struct MigrationError {
     /// The step in the phase.
     pub step: &'static str,
     /// Where the guest is now.
-    pub guest: GuestIs,
+    pub guest: GuestLocation,
     /// Why.
     #[source]
     pub cause: Cause,

@@ -48,22 +48,22 @@ pub enum FaultWait {
 pub trait FaultResolver: Send + Sync {
     /// Requests a page that the calling thread needs, unless it was requested, and returns when it is
     /// here, or as soon as the thread is unparked: then the caller sees to that, and comes
-    /// again if it still needs the page. `seat` is the calling thread's own number.
+    /// again if it still needs the page. `vcpu` is the calling thread's own number.
     ///
     /// # Errors
     /// The page cannot be made visible; the source has been told why.
-    fn bring(&self, seat: usize, fault: Fault) -> Result<(), NotBrought>;
+    fn resolve(&self, vcpu: usize, fault: Fault) -> Result<(), FaultError>;
 }
 
 /// A page that could not be made visible to the thread that needs it; the migration reports the cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a missing page cannot be brought in")]
-pub struct NotBrought;
+pub struct FaultError;
 
 /// What stands before vCPUs beside, or instead of, a watch on their mapping.
 pub trait VcpuBarrier: Send + Sync {
     /// The run's pages are here and visible.
-    fn let_through(&self, run: PageRun);
+    fn unblock(&self, run: PageRun);
 
     /// Every page of all regions is here: from now on no vCPU is refused one. Takes effect at once
     /// and for all of memory, without a system call; [`remove`](Self::remove) follows, which may take
@@ -93,7 +93,7 @@ pub trait FaultSource: Send + Sync {
 
     /// Number of threads whose accesses are refused instead of waiting, and that bring their pages
     /// themselves.
-    fn seats(&self) -> usize {
+    fn vcpus(&self) -> usize {
         0
     }
 

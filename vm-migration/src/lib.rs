@@ -97,7 +97,7 @@ mod tests;
 
 pub use cancel::Cancel;
 pub use document::Mode;
-pub use error::{Cause, GuestIs, MigrationError, Side};
+pub use error::{Cause, GuestLocation, MigrationError, Side};
 pub use history::History;
 pub use options::{
     Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,

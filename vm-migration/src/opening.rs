@@ -103,7 +103,7 @@ impl Opening<'_> {
 
     fn one(&self, role: Role, stop: &Cancel) -> Result<Channel, Cause> {
         let Limits { connect, answer, .. } = *self.limits;
-        let connection = self.beside.connect_beside(self.to, stop, connect, answer)?;
+        let connection = self.beside.connect_extra(self.to, stop, connect, answer)?;
         Channel::introduce(connection, role, self.token, answer)
     }
 }

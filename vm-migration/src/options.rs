@@ -320,5 +320,5 @@ pub struct ReceiveOptions {
     /// Requests to the migration while it runs.
     pub steering: Steering,
     /// The migrations to this process that are over, and whose sources may not know it.
-    pub lingering: LateReconnects,
+    pub late_reconnects: LateReconnects,
 }

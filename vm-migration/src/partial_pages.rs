@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_missing_or_somebody_elses_is_not_to_be_had() {
+    fn pages_that_are_present_or_claimed_cannot_be_claimed() {
         let (_, pieces) = pieces(2, &[1], 8);
         assert!(!pieces.claim(7, 1), "of a host page that is here");
         assert!(!pieces.are_absent(7, 2));
@@ -193,7 +193,7 @@ mod model {
 
     use super::*;
 
-    fn bring(pieces: &PartialPages, first: u64, contents: bool) -> u32 {
+    fn arrive(pieces: &PartialPages, first: u64, contents: bool) -> u32 {
         if !pieces.claim(first, 1) {
             return 0;
         }
@@ -218,9 +218,9 @@ mod model {
             let pieces = Arc::new(PartialPages::new(&missing, 3));
             let other = {
                 let pieces = Arc::clone(&pieces);
-                thread::spawn(move || bring(&pieces, 0, true) + bring(&pieces, 2, false))
+                thread::spawn(move || arrive(&pieces, 0, true) + arrive(&pieces, 2, false))
             };
-            let here = bring(&pieces, 1, false) + bring(&pieces, 2, false);
+            let here = arrive(&pieces, 1, false) + arrive(&pieces, 2, false);
             assert_eq!(here + other.join().unwrap(), 1);
         });
     }

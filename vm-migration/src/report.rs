@@ -7,7 +7,7 @@
 
 use serde::Serialize;
 
-use crate::error::{Cause, GuestIs, MigrationError, Side};
+use crate::error::{Cause, GuestLocation, MigrationError, Side};
 use crate::progress::Phase;
 
 /// Why a migration failed.
@@ -20,7 +20,7 @@ pub struct FailureReport {
     /// The step in the phase, as a phrase after "while".
     pub step: String,
     /// Where the guest is now, as far as this side can know.
-    pub guest: GuestIs,
+    pub guest: GuestLocation,
     /// A stop was requested on this side.
     pub cancelled: bool,
     /// One sentence per layer, outermost first.
@@ -47,8 +47,8 @@ impl FailureReport {
         error: &(dyn std::error::Error + 'static),
     ) -> Self {
         let guest = match side {
-            Side::Source => GuestIs::OnSource,
-            Side::Destination => GuestIs::NotHere,
+            Side::Source => GuestLocation::OnSource,
+            Side::Destination => GuestLocation::NotHere,
         };
         let mut chain = vec![format!("the migration could not begin, while {step}; {guest}")];
         chain.extend(error_text::sentences(error));
@@ -69,7 +69,7 @@ mod tests {
             side: Side::Source,
             phase: Phase::Precopy,
             step: "sending memory",
-            guest: GuestIs::OnSource,
+            guest: GuestLocation::OnSource,
             cause: Cause::Transport(TransportError::Closed),
         }
     }

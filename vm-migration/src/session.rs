@@ -23,14 +23,14 @@ pub(crate) const ALIVE_EVERY: Duration = Duration::from_secs(1);
 
 /// How a set of connections stands. Shared by its threads.
 #[derive(Debug)]
-pub(crate) struct Fate {
+pub(crate) struct SessionState {
     /// Ends every wait on the set's connections.
     stop: Cancel,
     /// What went wrong first. Held for one look.
     failure: Mutex<Option<Failure>>,
 }
 
-impl Fate {
+impl SessionState {
     /// Notes a failure and ends the set.
     pub(crate) fn fail(&self, failure: Failure) {
         // What others suffer because of the stop is not a cause.
@@ -62,7 +62,7 @@ pub(crate) enum Urgency {
 /// A set. Dropping it ends it.
 #[derive(Debug)]
 pub(crate) struct Session {
-    fate: Arc<Fate>,
+    fate: Arc<SessionState>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -72,11 +72,11 @@ impl Session {
         #[cfg(test)]
         test_short_of_descriptors().map_err(Cause::Resource).step(STEP)?;
         let stop = Cancel::new().map_err(Cause::Resource).step(STEP)?;
-        let fate = Arc::new(Fate { stop, failure: Mutex::new(None) });
+        let fate = Arc::new(SessionState { stop, failure: Mutex::new(None) });
         Ok(Self { fate, threads: Vec::new() })
     }
 
-    pub(crate) fn fate(&self) -> &Arc<Fate> {
+    pub(crate) fn fate(&self) -> &Arc<SessionState> {
         &self.fate
     }
 

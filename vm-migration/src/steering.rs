@@ -91,7 +91,7 @@ impl Steering {
         self.0.abandoned.store(true, Ordering::Release);
     }
 
-    pub(crate) fn gives_up(&self) -> bool {
+    pub(crate) fn is_abandoned(&self) -> bool {
         self.0.abandoned.load(Ordering::Acquire)
     }
 }

@@ -152,7 +152,7 @@ pub trait SourceVm: Sized + Send {
     ///
     /// # Errors
     /// Naming what would keep the guest from being moved.
-    fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+    fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
         let _ = is_cancelled;
         Ok(())
     }

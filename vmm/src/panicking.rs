@@ -32,16 +32,17 @@ const LOCK_TIME: Duration = Duration::from_millis(50);
 const END_TIME: Duration = Duration::from_secs(2);
 
 /// What this process has changed outside of itself.
-struct Outside {
+struct PanicCleanup {
     consoles: Vec<Weak<ConsoleEndpoint>>,
     /// A socket file that was made here: path, device, inode.
     socket: Option<(PathBuf, u64, u64)>,
 }
 
 /// Locked for an instant, by each open and at the end.
-static OUTSIDE: Mutex<Outside> = Mutex::new(Outside { consoles: Vec::new(), socket: None });
+static OUTSIDE: Mutex<PanicCleanup> =
+    Mutex::new(PanicCleanup { consoles: Vec::new(), socket: None });
 
-fn outside() -> MutexGuard<'static, Outside> {
+fn outside() -> MutexGuard<'static, PanicCleanup> {
     OUTSIDE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -159,7 +159,7 @@ impl Channel {
 }
 
 /// What keeps the channel open or makes new ones.
-enum Keeper {
+enum OutputSource {
     Nothing,
     /// Standard output as it was given, and what is dropped with the endpoint.
     Standard {
@@ -176,30 +176,33 @@ enum Keeper {
 
 pub(super) struct Backend {
     pub(super) channel: Channel,
-    keeper: Keeper,
+    source: OutputSource,
 }
 
 impl Backend {
     pub(super) fn null() -> Self {
-        Self { channel: Channel::default(), keeper: Keeper::Nothing }
+        Self { channel: Channel::default(), source: OutputSource::Nothing }
     }
 
     pub(super) fn file(path: &Path) -> io::Result<Self> {
         let output = super::open_output(path)?;
-        Ok(Self { channel: Channel { input: None, output: Some(output) }, keeper: Keeper::Nothing })
+        Ok(Self {
+            channel: Channel { input: None, output: Some(output) },
+            source: OutputSource::Nothing,
+        })
     }
 
     /// What `input` and `output` are connected to; a terminal at the input is in raw mode as long as this
     /// lives.
     pub(super) fn standard(input: BorrowedFd<'_>, output: BorrowedFd<'_>) -> io::Result<Self> {
         let standard::Output { file, carrier } = standard::output(output)?;
-        let keeper = Keeper::Standard {
+        let source = OutputSource::Standard {
             output: output.try_clone_to_owned()?,
             _carrier: carrier,
             _raw: RawTerminal::enter(input)?,
         };
         let channel = Channel { input: Some(standard::input(input)?), output: Some(file) };
-        Ok(Self { channel, keeper })
+        Ok(Self { channel, source })
     }
 
     pub(super) fn pty() -> io::Result<(Self, PathBuf)> {
@@ -211,33 +214,33 @@ impl Backend {
                 input: Some(master.try_clone()?.into()),
                 output: Some(master.into()),
             },
-            keeper: Keeper::Slave { _slave: slave },
+            source: OutputSource::Slave { _slave: slave },
         };
         Ok((backend, path.into()))
     }
 
     pub(super) fn socket(path: &Path) -> io::Result<Self> {
-        let keeper = Keeper::Listener(PathListener::bind(path)?);
-        Ok(Self { channel: Channel::default(), keeper })
+        let source = OutputSource::Listener(PathListener::bind(path)?);
+        Ok(Self { channel: Channel::default(), source })
     }
 
     /// Whether output can never be read.
     pub(super) fn discards(&self) -> bool {
-        self.channel.output.is_none() && !matches!(self.keeper, Keeper::Listener(_))
+        self.channel.output.is_none() && !matches!(self.source, OutputSource::Listener(_))
     }
 
     /// The terminal whose size is the console's, if it is one.
     pub(super) fn screen(&self) -> Option<BorrowedFd<'_>> {
-        match &self.keeper {
-            Keeper::Standard { output, .. } => Some(output.as_fd()),
+        match &self.source {
+            OutputSource::Standard { output, .. } => Some(output.as_fd()),
             _ => self.channel.output.as_ref().map(AsFd::as_fd),
         }
     }
 
     /// The listener's descriptor while there is no peer.
     pub(super) fn waiting_listener(&self) -> Option<RawFd> {
-        match &self.keeper {
-            Keeper::Listener(listener) if self.needs_peer() => Some(listener.as_raw_fd()),
+        match &self.source {
+            OutputSource::Listener(listener) if self.needs_peer() => Some(listener.as_raw_fd()),
             _ => None,
         }
     }
@@ -247,7 +250,7 @@ impl Backend {
     }
 
     pub(super) fn accept(&mut self) {
-        let Keeper::Listener(listener) = &self.keeper else { return };
+        let OutputSource::Listener(listener) = &self.source else { return };
         if !self.needs_peer() {
             return;
         }
@@ -261,7 +264,7 @@ impl Backend {
             return len_bytes;
         }
         self.channel.input = None;
-        if matches!(self.keeper, Keeper::Listener(_)) {
+        if matches!(self.source, OutputSource::Listener(_)) {
             self.channel.output = None;
         }
         0

@@ -29,7 +29,7 @@ fn slave(endpoint: &ConsoleEndpoint) -> std::fs::File {
 }
 
 #[test]
-fn a_pty_without_a_reader_blocks_nobody_and_keeps_the_newest() {
+fn a_pty_without_a_reader_does_not_block_and_keeps_the_newest() {
     let endpoint = ConsoleEndpoint::pty().unwrap();
     let block = [b'.'; 4096];
     for _ in 0..100 {
@@ -133,7 +133,7 @@ fn an_endpoint_that_another_thread_has_is_not_waited_for() {
 }
 
 #[test]
-fn a_socket_peer_that_does_not_read_blocks_nobody() {
+fn a_socket_peer_that_does_not_read_does_not_block() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("console.sock");
     let endpoint = ConsoleEndpoint::socket(&path).unwrap();

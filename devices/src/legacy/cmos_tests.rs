@@ -157,7 +157,7 @@ fn calendar_knows_leap_years() {
 }
 
 #[test]
-fn a_clock_that_the_guest_sets_goes_on_from_there() {
+fn a_clock_that_the_guest_sets_continues_from_there() {
     let clock = FixedClock::at(1_795_234_991, 0);
     let cmos = cmos_with(&clock);
     // As Linux does: time is held meanwhile.

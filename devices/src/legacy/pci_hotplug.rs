@@ -54,7 +54,7 @@ impl PciHotplug {
     }
 
     /// A device is to go; the guest has to be told by the event device.
-    pub fn ask_to_go(&self, number: u8) {
+    pub fn request_unplug(&self, number: u8) {
         self.leaving.fetch_or(bit(number), Ordering::AcqRel);
         self.down.fetch_or(bit(number), Ordering::AcqRel);
     }
@@ -189,9 +189,9 @@ mod tests {
     fn only_what_is_to_go_can_be_ejected() {
         let (device, told) = rig();
         device.write(EJECT_OFFSET, &[0xff; 4]);
-        device.ask_to_go(4);
+        device.request_unplug(4);
         assert_eq!(read(&device, DOWN_OFFSET), 1 << 4);
-        device.ask_to_go(4);
+        device.request_unplug(4);
         assert_eq!(read(&device, DOWN_OFFSET), 1 << 4, "asked again");
         device.write(EJECT_OFFSET, &(1_u32 << 5).to_le_bytes());
         assert_eq!((device.leaving(), device.ejected()), (1 << 4, 0));
@@ -207,8 +207,8 @@ mod tests {
     fn state_survives_and_contradictions_are_refused() {
         let (device, _) = rig();
         device.add(1);
-        device.ask_to_go(2);
-        device.ask_to_go(3);
+        device.request_unplug(2);
+        device.request_unplug(3);
         device.write(EJECT_OFFSET, &8_u32.to_le_bytes());
         let saved = device.save();
         let (other, told) = rig();
@@ -232,7 +232,7 @@ mod tests {
             let (device, told) = rig();
             let mut may_go = 0;
             for number in asked {
-                device.ask_to_go(number);
+                device.request_unplug(number);
                 may_go |= bit(number);
             }
             for (offset, mut data, is_write) in accesses {

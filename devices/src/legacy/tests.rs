@@ -110,7 +110,7 @@ fn event_device_shows_events_once() {
 }
 
 #[test]
-fn an_event_whose_interrupt_was_under_way_is_told_again_where_the_guest_goes_on() {
+fn an_event_with_a_pending_interrupt_is_signalled_again_after_the_move() {
     let source = GedDevice::new(line());
     source.set_power_button();
     let interrupt = line();
@@ -159,7 +159,7 @@ fn ticks(timer: &PmTimer) -> u32 {
 }
 
 #[test]
-fn pm_timer_runs_at_its_rate_and_goes_on_after_a_restore() {
+fn pm_timer_runs_at_its_rate_and_continues_after_a_restore() {
     let timer = PmTimer::new();
     let before = Instant::now();
     let first = ticks(&timer);

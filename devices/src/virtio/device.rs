@@ -10,7 +10,7 @@ use thiserror::Error;
 use virtio_queue::{Queue, QueueState};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::worker::HoldingStill;
+use super::worker::PendingPause;
 
 /// How a device tells the driver something (virtio 1.3, 2.3).
 pub trait VirtioInterrupt: Send + Sync {
@@ -146,9 +146,9 @@ pub trait VirtioDevice: Send {
     /// does not touch guest memory before `resume`: that is how a VM is restored.
     fn pause(&mut self) -> Vec<(u16, QueueState)>;
     /// Begins what `pause` does, and waits for nothing: no new request is taken from now on. `pause`
-    /// waits for the rest. Who begins it may take it back ([`HoldingStill::withdraw`]), however far
+    /// waits for the rest. Who begins it may take it back ([`PendingPause::withdraw`]), however far
     /// it is; a driver that resets and activates the device anew has it work again, too.
-    fn begin_pause(&mut self) -> HoldingStill;
+    fn begin_pause(&mut self) -> PendingPause;
     /// Goes on after `pause`. Idempotent.
     fn resume(&mut self);
     /// The device's own state (not the queues'); called while paused or not active.

@@ -45,9 +45,9 @@ pub const USED_OFFSET: u64 = 0x800;
 pub const QUEUE_SIZE: u16 = 16;
 const DISK_BYTES: u64 = 64 << 10;
 
-struct Nobody;
+struct NoInterrupt;
 
-impl VirtioInterrupt for Nobody {
+impl VirtioInterrupt for NoInterrupt {
     fn queue_used(&self, _queue_index: u16) {}
     fn config_changed(&self) {}
     fn needs_reset(&self) {}
@@ -73,7 +73,7 @@ impl Guest {
     }
 
     fn over(memory: GuestMemoryHandle, features: u64) -> Self {
-        Self { memory, interrupt: Arc::new(Nobody), features }
+        Self { memory, interrupt: Arc::new(NoInterrupt), features }
     }
 
     fn queue(&self, index: u16) -> Setup<WorkQueue> {

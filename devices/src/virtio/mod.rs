@@ -43,7 +43,7 @@ pub use device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
     VirtioInterrupt,
 };
-pub use worker::HoldingStill;
+pub use worker::PendingPause;
 
 /// Features that every device offers, whatever it does.
 pub(crate) const RING_FEATURES: u64 =

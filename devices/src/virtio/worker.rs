@@ -179,7 +179,7 @@ impl Control {
     }
 
     /// Waits until the thread has paused or ended, or the time has come; whether it has.
-    fn is_still_by(&self, until: Instant) -> bool {
+    fn is_paused_by(&self, until: Instant) -> bool {
         let mut state = self.lock();
         loop {
             if !matches!(state.1, Actual::Running) {
@@ -211,12 +211,12 @@ impl Control {
 
 /// The threads of devices that have been told to hold still.
 #[derive(Clone, Default)]
-pub struct HoldingStill(Vec<Arc<Control>>);
+pub struct PendingPause(Vec<Arc<Control>>);
 
-impl HoldingStill {
+impl PendingPause {
     /// Waits until all do, or the time has come; whether they do.
     pub fn wait_until(&self, until: Instant) -> bool {
-        self.0.iter().all(|control| control.is_still_by(until))
+        self.0.iter().all(|control| control.is_paused_by(until))
     }
 
     /// Lets them go on, whether they hold still by now or not. Only as long as no thread has had the
@@ -318,11 +318,11 @@ impl Workers {
     }
 
     /// Tells all threads to finish what is in flight and to stop. Those that come meanwhile run.
-    pub(crate) fn begin_pause(&mut self) -> HoldingStill {
+    pub(crate) fn begin_pause(&mut self) -> PendingPause {
         for worker in &self.threads {
             worker.control.want(Wanted::Pause);
         }
-        HoldingStill(self.threads.iter().map(|worker| Arc::clone(&worker.control)).collect())
+        PendingPause(self.threads.iter().map(|worker| Arc::clone(&worker.control)).collect())
     }
 
     /// Makes all threads finish what is in flight and stop; returns the states of their queues in

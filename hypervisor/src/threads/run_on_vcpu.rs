@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::runner::Runner;
-use super::{Job, Phase, Shared, Thread, VcpuThreads, Want};
+use super::{Job, Phase, Shared, Target, Thread, VcpuThreads};
 use crate::stage2::{RunOnVcpu, Stage2Fill, Stage2Filled, VcpuTask};
 use crate::vcpu::Vcpu;
 
@@ -19,7 +19,7 @@ impl Shared {
     /// Has a job done on the vCPU's thread, while the guest runs or not; false when the thread ends.
     fn begin_job(&self, job: Job) -> bool {
         let mut control = self.lock();
-        if control.phase == Phase::Exited || control.want == Want::Exit {
+        if control.phase == Phase::Exited || control.target == Target::Exit {
             return false;
         }
         control.jobs.push_back(job);

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use super::{Job, Next, Phase, Shared, Want};
-use crate::exits::{ExitHandler, Pass, StopReason, run_once};
+use super::{Job, Next, Phase, Shared, Target};
+use crate::exits::{ExitHandler, RunOutcome, StopReason, run_once};
 use crate::vcpu::Vcpu;
 
 /// A vCPU's thread from the inside.
@@ -57,13 +57,13 @@ impl Runner<'_> {
                 run_page.set_immediate_exit(true);
             }
             match run_once(&mut self.vcpu, &*self.handler) {
-                Pass::Interrupted if is(leave) => return Ok(()),
-                Pass::Interrupted if is(hold) => self.shared.stand_by(),
-                Pass::Interrupted if is(tasks_pending) => self.run_pending_tasks(),
+                RunOutcome::Interrupted if is(leave) => return Ok(()),
+                RunOutcome::Interrupted if is(hold) => self.shared.stand_by(),
+                RunOutcome::Interrupted if is(tasks_pending) => self.run_pending_tasks(),
                 // Interrupted without being asked to leave: by a signal that came late.
-                Pass::Handled | Pass::Interrupted => {}
-                Pass::Leave => self.leave_by_itself(),
-                Pass::Stopped(reason) => return Err(reason),
+                RunOutcome::Handled | RunOutcome::Interrupted => {}
+                RunOutcome::Leave => self.leave_by_itself(),
+                RunOutcome::Stopped(reason) => return Err(reason),
             }
         }
     }
@@ -71,8 +71,8 @@ impl Runner<'_> {
     /// As if this vCPU had been paused.
     fn leave_by_itself(&self) {
         let mut control = self.shared.lock();
-        if control.want == Want::Run {
-            control.want = Want::Park;
+        if control.target == Target::Run {
+            control.target = Target::Park;
         }
         self.shared.leave.store(true, Ordering::SeqCst);
     }

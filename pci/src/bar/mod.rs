@@ -331,7 +331,7 @@ impl BarPlacement {
             }
         }
         // Others may have waited for these ranges.
-        self.settle();
+        self.resolve_claims();
     }
 
     fn place(&mut self, id: &str, bar: BarDescription) -> Result<Claim, PlacementError> {
@@ -360,13 +360,13 @@ impl BarPlacement {
     /// Brings the mappings of a function in line with its registers.
     pub fn refresh(&mut self, owner: DeviceNumber) {
         self.observe(|bar| bar.owner == owner);
-        self.settle();
+        self.resolve_claims();
     }
 
     /// Brings all mappings in line with the registers.
     pub fn refresh_all(&mut self) {
         self.observe(|_| true);
-        self.settle();
+        self.resolve_claims();
     }
 
     fn observe(&mut self, of_interest: impl Fn(&PlacedBar) -> bool) {
@@ -387,7 +387,7 @@ impl BarPlacement {
     ///
     /// Ends because a decoding BAR only ever takes a range that is free or softly held, and others
     /// take free ones only.
-    fn settle(&mut self) {
+    fn resolve_claims(&mut self) {
         // First of all, as the range of a BAR that does not decode may be taken at once.
         for at in 0..self.bars.len() {
             if !self.bars[at].decodes {
@@ -408,13 +408,13 @@ impl BarPlacement {
     fn step(&mut self, at: usize) -> bool {
         let mut changed = false;
         if !self.bars[at].claims_wanted() {
-            let given_up = self.bars[at].claim.take();
-            if let Some(claim) = given_up {
+            let released = self.bars[at].claim.take();
+            if let Some(claim) = released {
                 self.free(claim);
             }
             let claim = self.claim_wanted(at);
             self.bars[at].claim = claim;
-            changed |= given_up.is_some() || claim.is_some();
+            changed |= released.is_some() || claim.is_some();
             if claim.is_some() {
                 self.relocate(at);
             } else {

@@ -85,7 +85,7 @@ enum Slot {
     /// Kept for a device that will ask for this number.
     Reserved,
     /// Kept for one that the guest has, though it is still being opened.
-    Coming,
+    Opening,
     Taken(Arc<dyn PciDevice>),
 }
 
@@ -149,7 +149,7 @@ impl PciSegment {
                 *slot = Slot::Reserved;
                 Ok(())
             }
-            Slot::Reserved | Slot::Coming => {
+            Slot::Reserved | Slot::Opening => {
                 Err(self.taken(number, id, "another device's pci_device_id"))
             }
             Slot::Taken(holder) => Err(self.taken(number, id, holder.id())),
@@ -178,14 +178,14 @@ impl PciSegment {
     pub fn expect(&self, wish: Option<DeviceNumber>, id: &str) -> Result<DeviceNumber, PciError> {
         let mut slots = write(&self.slots);
         let number = self.number_for(&*slots, wish, id)?;
-        slots[usize::from(number.get())] = Slot::Coming;
+        slots[usize::from(number.get())] = Slot::Opening;
         Ok(number)
     }
 
     /// Gives a number back that was kept for a device.
     pub fn release(&self, number: DeviceNumber) {
         let slot = &mut write(&self.slots)[usize::from(number.get())];
-        if matches!(slot, Slot::Reserved | Slot::Coming) {
+        if matches!(slot, Slot::Reserved | Slot::Opening) {
             *slot = Slot::Free;
         }
         self.arrivals.tell();
@@ -200,7 +200,7 @@ impl PciSegment {
         match wish {
             Some(number) => match &slots[usize::from(number.get())] {
                 Slot::Taken(holder) => Err(self.taken(number, id, holder.id())),
-                Slot::Coming => Err(self.taken(number, id, "a device that is being opened")),
+                Slot::Opening => Err(self.taken(number, id, "a device that is being opened")),
                 Slot::Free | Slot::Reserved => Ok(number),
             },
             None => DeviceNumber::all()
@@ -298,7 +298,7 @@ impl PciSegment {
                 Slot::Taken(device) => {
                     Some((Bdf::on_root_bus(self.segment, number), Arc::clone(device)))
                 }
-                Slot::Free | Slot::Reserved | Slot::Coming => None,
+                Slot::Free | Slot::Reserved | Slot::Opening => None,
             })
             .collect()
     }
@@ -340,7 +340,7 @@ impl PciSegment {
         let look = || match &read(&self.slots)[usize::from(number.get())] {
             Slot::Taken(device) => Some(Some((number, Arc::clone(device)))),
             Slot::Free | Slot::Reserved => Some(None),
-            Slot::Coming => None,
+            Slot::Opening => None,
         };
         look().unwrap_or_else(|| self.arrivals.wait_for(look))
     }

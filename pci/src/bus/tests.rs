@@ -97,7 +97,7 @@ fn reserved_numbers_wait_for_their_device() {
 }
 
 #[test]
-fn a_chosen_number_is_kept_and_can_be_given_back() {
+fn a_chosen_number_is_kept_and_can_be_released() {
     let (segment, _) = segment(0);
     let first = segment.choose(None, "a").unwrap();
     assert_eq!(first.get(), 1);
@@ -305,7 +305,7 @@ fn who_looks_at_a_coming_function_waits_for_it() {
 }
 
 #[test]
-fn what_cannot_be_delivered_is_waited_for_until_its_number_is_given_back() {
+fn an_undelivered_interrupt_is_awaited_until_its_number_is_released() {
     let (segment, _) = segment(0);
     let number = segment.expect(None, "a").unwrap();
     segment.add_device(&device("a"), None).unwrap();
@@ -322,15 +322,15 @@ fn what_cannot_be_delivered_is_waited_for_until_its_number_is_given_back() {
 }
 
 /// A function whose one BAR has 32 bits, and takes the whole window of those.
-struct Greedy(Arc<dyn PciDevice>);
+struct WholeWindowDevice(Arc<dyn PciDevice>);
 
-impl PciDevice for Greedy {
+impl PciDevice for WholeWindowDevice {
     fn id(&self) -> &'static str {
-        "greedy"
+        "whole_window"
     }
 
     fn kind(&self) -> &'static str {
-        "greedy"
+        "whole_window"
     }
 
     fn read_config(&self, offset: u16, data: &mut [u8]) {
@@ -373,8 +373,9 @@ fn a_device_that_can_do_with_another_place_is_delivered_after_one_that_cannot() 
     let (segment, _) = segment(0);
     let disk = device_of("disk", BarWidth::Bits32);
     let disk_number = segment.expect(None, "disk").unwrap();
-    let greedy: Arc<dyn PciDevice> = Arc::new(Greedy(device_of("model", BarWidth::Bits32)));
-    let bdf = segment.add_device(&greedy, None).unwrap();
+    let whole_window: Arc<dyn PciDevice> =
+        Arc::new(WholeWindowDevice(device_of("model", BarWidth::Bits32)));
+    let bdf = segment.add_device(&whole_window, None).unwrap();
     assert_eq!(bdf.device(), 2, "numbers are as if the disk had come first");
     assert_eq!(segment.deliver(&disk, disk_number).unwrap().device(), 1);
     assert_eq!(disk.bar_decode().gpas[0].1, HIGH, "above 4 GiB");

@@ -64,13 +64,13 @@ pub struct Populating<'a> {
     /// Called, on several threads, for each piece as soon as its pages are there.
     pub on_chunk: ChunkHook,
     /// The guest runs meanwhile and goes first.
-    pub gives_way: bool,
+    pub yields_to_guest: bool,
     /// Told at the beginning what a thread can do that would only wait.
-    pub begun: &'a dyn Fn(Help),
+    pub begun: &'a dyn Fn(PopulateHelper),
 }
 
 /// Called by who would only wait; returns when there is nothing left to do but that.
-pub type Help = Arc<dyn Fn() + Send + Sync>;
+pub type PopulateHelper = Arc<dyn Fn() + Send + Sync>;
 
 /// The engine of the memory room, on all of a guest's RAM.
 pub struct GuestRamPopulator(pub Arc<GuestRam>);
@@ -95,7 +95,7 @@ impl Populator for GuestRamPopulator {
         let options = PrefaultOptions {
             chunk_bytes: how.chunk_bytes,
             on_chunk: Some(how.on_chunk),
-            gives_way: how.gives_way,
+            yields_to_guest: how.yields_to_guest,
             ..PrefaultOptions::default()
         };
         let prefault = Prefault::start(self.0.regions(), &options)?;

@@ -205,7 +205,7 @@ impl DmaMap {
     }
 
     /// Waits for that piece.
-    pub(super) fn settle(&self) {
+    pub(super) fn wait_for_call(&self) {
         drop(lock(&self.state));
     }
 

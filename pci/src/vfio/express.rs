@@ -26,7 +26,7 @@ const LINK_2: u16 = 0x2c;
 const LINK_LEN_BYTES: u16 = 8;
 
 /// Bits that are made up: where, which, and their values.
-pub(super) type MadeUp = (u16, &'static [u8], &'static [u8]);
+pub(super) type EmulatedBits = (u16, &'static [u8], &'static [u8]);
 
 const NO_LINK: (&[u8], &[u8]) = (&[0xff; LINK_LEN_BYTES as usize], &[0; LINK_LEN_BYTES as usize]);
 
@@ -61,7 +61,7 @@ impl Express {
     }
 
     /// All bits that are made up.
-    pub(super) fn made_up(self) -> impl Iterator<Item = MadeUp> {
+    pub(super) fn made_up(self) -> impl Iterator<Item = EmulatedBits> {
         const PORT: (&[u8], &[u8]) = (&[PORT_MASK], &[INTEGRATED_ENDPOINT << PORT_SHIFT]);
         const NO_CAPABILITY: (&[u8], &[u8]) = (&[0xff], &[0]);
         let second = (self.version >= 2).then_some((LINK_2, NO_LINK));
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_was_shown_an_endpoint_goes_on_seeing_one() {
+    fn a_guest_that_was_shown_an_endpoint_keeps_seeing_one() {
         let new = || ShadowConfig::new(&FakeFunction::config(), &[], None, None, false).unwrap();
         let state = new().save();
         let mut earlier = state.clone();

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use thiserror::Error;
 
-use super::dma::Help;
+use super::dma::PopulateHelper;
 use crate::locks::lock;
 
 /// Guest memory will not be mapped.
@@ -24,7 +24,7 @@ pub struct GateClosed {
 #[derive(Clone)]
 enum State {
     /// What those can do who wait, once that is known.
-    Closed(Option<Help>),
+    Closed(Option<PopulateHelper>),
     Open,
     Failed(GateClosed),
 }
@@ -44,15 +44,15 @@ impl Default for DmaGate {
 impl DmaGate {
     /// All memory is mapped: lets everybody through, now and for ever. No effect after a failure.
     pub fn open(&self) {
-        self.settle(State::Open);
+        self.decide(State::Open);
     }
 
     /// Memory will not be mapped: turns everybody away. No effect once the gate is open.
     pub fn fail(&self, reason: &str) {
-        self.settle(State::Failed(GateClosed { reason: reason.into() }));
+        self.decide(State::Failed(GateClosed { reason: reason.into() }));
     }
 
-    fn settle(&self, end: State) {
+    fn decide(&self, end: State) {
         let mut state = lock(&self.state);
         if matches!(*state, State::Closed(_)) {
             *state = end;
@@ -66,7 +66,7 @@ impl DmaGate {
     }
 
     /// Says what those can do who wait, from now on. No effect once it is settled.
-    pub fn helped_by(&self, help: Help) {
+    pub fn helped_by(&self, help: PopulateHelper) {
         let mut state = lock(&self.state);
         if matches!(*state, State::Closed(_)) {
             *state = State::Closed(Some(help));
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn all_who_wait_go_on() {
+    fn all_waiters_continue() {
         let gate = Arc::new(DmaGate::default());
         let waiters: Vec<_> = (0..4)
             .map(|_| {

@@ -52,7 +52,7 @@ struct Shared {
     stop: AtomicBool,
     state: Mutex<PinState>,
     gate: Arc<DmaGate>,
-    gives_way: bool,
+    yields_to_guest: bool,
 }
 
 /// Told once how it ended, unless it was cancelled; on the pipeline's thread.
@@ -67,7 +67,7 @@ pub struct Pinning {
 }
 
 impl Pinning {
-    /// Checks the limits and begins; `gate` is settled at the end, whatever that is. `gives_way`: the guest runs
+    /// Checks the limits and begins; `gate` is settled at the end, whatever that is. `yields_to_guest`: the guest runs
     /// meanwhile, and goes first until it waits at the gate.
     ///
     /// # Errors
@@ -76,7 +76,7 @@ impl Pinning {
         dma_map: Arc<DmaMap>,
         populator: Arc<dyn Populator>,
         gate: Arc<DmaGate>,
-        gives_way: bool,
+        yields_to_guest: bool,
         on_end: OnEnd,
     ) -> Result<Self, PinError> {
         Self::check(&dma_map, populator.as_ref())?;
@@ -87,7 +87,7 @@ impl Pinning {
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
             gate,
-            gives_way,
+            yields_to_guest,
         });
         let inner = Arc::clone(&shared);
         let (end, ended) = channel();
@@ -110,7 +110,7 @@ impl Pinning {
             stop: AtomicBool::new(false),
             state: Mutex::new(state.clone()),
             gate,
-            gives_way: false,
+            yields_to_guest: false,
         });
         on_end(&state);
         Self { shared, thread: None, ended: channel().1 }
@@ -160,8 +160,8 @@ impl Pinning {
     }
 
     /// What ends it without owning it.
-    pub fn abandonment(&self) -> Abandonment {
-        Abandonment(Arc::clone(&self.shared))
+    pub fn abandonment(&self) -> PinningAbort {
+        PinningAbort(Arc::clone(&self.shared))
     }
 
     /// Ends it soon; accesses that wait at the gate are refused. Nothing is mapped again.
@@ -174,9 +174,9 @@ impl Pinning {
 
 /// Ends a [`Pinning`] without owning it: no function needs memory any more, nor will one again.
 #[derive(Clone)]
-pub struct Abandonment(Arc<Shared>);
+pub struct PinningAbort(Arc<Shared>);
 
-impl Abandonment {
+impl PinningAbort {
     /// Nothing more is mapped; the state is failed from here on, for this reason or the one for which mapping
     /// has failed already, and vCPUs that wait at the gate go on without. Does not wait.
     pub fn begin(&self, reason: &Arc<str>) {
@@ -201,14 +201,14 @@ impl Drop for Pinning {
         self.cancel();
         // The failure of something that is not wanted any more.
         let _ = self.wait();
-        self.shared.dma_map.settle();
+        self.shared.dma_map.wait_for_call();
     }
 }
 
 /// Settles the gate in whatever way its thread ends.
-struct Settle<'a>(&'a DmaGate);
+struct FailGateOnExit<'a>(&'a DmaGate);
 
-impl Drop for Settle<'_> {
+impl Drop for FailGateOnExit<'_> {
     fn drop(&mut self) {
         self.0.fail("the thread that maps it has ended");
     }
@@ -216,7 +216,7 @@ impl Drop for Settle<'_> {
 
 impl Shared {
     fn run(self: Arc<Self>, populator: &dyn Populator, on_end: OnEnd) -> Result<(), PinError> {
-        let _settle = Settle(&self.gate);
+        let _fail_gate = FailGateOnExit(&self.gate);
         let start = Instant::now();
         let result = self.pin(populator);
         if self.stop.load(Ordering::Relaxed) {
@@ -257,9 +257,9 @@ impl Shared {
                 }
                 Ok(shared.dma_map.map(region, &range)?)
             }),
-            gives_way: self.gives_way,
+            yields_to_guest: self.yields_to_guest,
             begun: &|help| {
-                if self.gives_way {
+                if self.yields_to_guest {
                     self.gate.helped_by(help);
                 }
             },

@@ -110,7 +110,7 @@ impl Populator for Watched {
     }
 
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
-        assert_eq!(how.gives_way, self.needs_help, "whether the guest goes first");
+        assert_eq!(how.yields_to_guest, self.needs_help, "whether the guest goes first");
         if self.needs_help {
             let (help, helped) = mpsc::channel();
             (how.begun)(Arc::new(move || help.send(()).unwrap()));
@@ -155,7 +155,7 @@ fn what_is_mapped_last_waits_for_all_memory() {
 }
 
 #[test]
-fn a_failure_in_the_middle_turns_everybody_away() {
+fn a_failure_in_the_middle_fails_every_waiter() {
     let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
     let count = Mutex::new(0);
     let target = FakeTarget {
@@ -176,7 +176,7 @@ fn a_failure_in_the_middle_turns_everybody_away() {
 }
 
 #[test]
-fn memory_that_no_function_needs_is_unmapped_and_nobody_waits_for_it() {
+fn memory_that_no_function_needs_is_unmapped_and_not_waited_for() {
     let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
     let (arrived, at_map) = mpsc::channel();
     let (arrived, hold) = (Mutex::new(arrived), Arc::new(DmaGate::default()));
@@ -214,7 +214,7 @@ fn memory_that_no_function_needs_is_unmapped_and_nobody_waits_for_it() {
 }
 
 #[test]
-fn a_machine_that_goes_waits_for_nobody() {
+fn a_machine_that_ends_does_not_wait() {
     let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
     let (arrived, at_map) = mpsc::channel();
     let (arrived, hold) = (Mutex::new(arrived), Arc::new(DmaGate::default()));

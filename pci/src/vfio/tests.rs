@@ -396,7 +396,7 @@ fn a_failure_pulls_the_device_out() {
 }
 
 #[test]
-fn a_device_is_harmless_before_it_is_given_back() {
+fn a_device_is_harmless_before_it_is_released() {
     let rig = Rig::new();
     rig.write(4, &[2, 0]);
     rig.write(MSIX_OFFSET + 2, &[4, 0x80]);

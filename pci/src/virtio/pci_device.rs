@@ -9,7 +9,7 @@
 
 use std::sync::{Arc, Mutex, TryLockError};
 
-use devices::virtio::{HoldingStill, VirtioDevice};
+use devices::virtio::{PendingPause, VirtioDevice};
 use hypervisor::irq::{IoEvents, MsiSource};
 use memory::GuestMemoryHandle;
 use thiserror::Error;
@@ -171,7 +171,7 @@ impl VirtioPciDevice {
 
     /// Tells the device to hold still, without waiting for it or for a driver that has it reset now:
     /// `None` then. [`VirtioPciDevice::pause`] waits for the rest.
-    pub fn begin_pause(&self) -> Option<HoldingStill> {
+    pub fn begin_pause(&self) -> Option<PendingPause> {
         match self.transport.try_lock() {
             Ok(mut transport) => Some(transport.begin_pause()),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner().begin_pause()),

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use devices::virtio::{Activation, ActiveQueue, HoldingStill, VirtioDevice, VirtioInterrupt};
+use devices::virtio::{Activation, ActiveQueue, PendingPause, VirtioDevice, VirtioInterrupt};
 use devices::{LogLimit, log_limited};
 use memory::GuestMemoryHandle;
 use virtio_bindings::virtio_config as feature;
@@ -256,10 +256,10 @@ impl Transport {
     }
 
     /// Tells an active device to hold still.
-    pub(super) fn begin_pause(&mut self) -> HoldingStill {
+    pub(super) fn begin_pause(&mut self) -> PendingPause {
         match self.run {
             Run::Running => self.device.begin_pause(),
-            _ => HoldingStill::default(),
+            _ => PendingPause::default(),
         }
     }
 

@@ -181,7 +181,7 @@ fn what_the_user_passed_on_keeps_the_memory_from_others() {
 }
 
 #[test]
-fn a_user_who_is_not_named_gets_nothing_and_disturbs_nobody() {
+fn a_user_that_is_not_named_gets_nothing_and_disturbs_no_other() {
     let mut pool = Pool::new();
     pool.settle(0);
     assert_eq!(refusal(&pool.take(EVE)), Some(Refusal::NotAllowed));
@@ -196,7 +196,7 @@ fn a_user_who_is_not_named_gets_nothing_and_disturbs_nobody() {
 }
 
 #[test]
-fn whoever_is_refused_finds_the_device_free() {
+fn a_refused_client_finds_the_device_free() {
     for change in [
         |request: &mut TakePinned| request.size_bytes += MIB,
         |request: &mut TakePinned| request.hole_start -= 4096,

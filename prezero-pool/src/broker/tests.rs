@@ -152,7 +152,7 @@ fn what_comes_back_is_zero_again_and_only_for_the_same_user() {
 }
 
 #[test]
-fn memory_that_somebody_still_has_is_not_touched() {
+fn memory_that_another_process_still_maps_is_not_touched() {
     let mut broker = broker(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
     let (_, file) = broker.take(1, ALICE, &request(4));
     let file = file.unwrap();

@@ -39,7 +39,7 @@ const GREY: &str = "#777";
 #[serde(default)]
 pub struct Report {
     progress: Progress,
-    phases: Vec<Passage>,
+    phases: Vec<PhaseSpan>,
     timeline: Vec<Sample>,
     rounds: Vec<Round>,
     latency: Vec<Bucket>,
@@ -81,7 +81,7 @@ struct Quantiles {
 
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
-struct Passage {
+struct PhaseSpan {
     at_ms: u64,
     phase: String,
 }

@@ -282,7 +282,7 @@ impl Worker {
             }
             workload::FILL => self.step_fill(state::WORK),
             workload::BALLOON_REPORT | workload::BALLOON_INFLATE => {
-                if let Err(why) = self.give_up_and_take() {
+                if let Err(why) = self.inflate_and_deflate() {
                     self.block.set(vcpu::BALLOON_FAILURE, why);
                     self.enter(state::DONE, 0);
                     return;
@@ -333,7 +333,7 @@ impl Worker {
     }
 
     /// Gives all pages up, takes them again, and fills them.
-    fn give_up_and_take(&mut self) -> Result<(), u64> {
+    fn inflate_and_deflate(&mut self) -> Result<(), u64> {
         if self.vcpus != 1 {
             return Err(balloon_failure::VCPUS);
         }

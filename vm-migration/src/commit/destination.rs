@@ -7,10 +7,10 @@
 //!   |  |                  |
 //!   |  +--Abandon--> NotHere +--does not start--> NotStarted --operator: again--> Owned
 //!   | connection lost     ^                          |
-//!   v                     | Withheld                 +--operator: gives it up--> GivenUp
+//!   v                     | Withheld                 +--operator: gives it up--> Discarded
 //! InDoubt ----------------+
 //!   +--Committed, or operator: it runs here--> Owned
-//!   +--operator: it does not--> GivenUp
+//!   +--operator: it does not--> Discarded
 //! ```
 //!
 //! Times are of the clock of the host, sleep included. There is no transition by time alone: the
@@ -24,7 +24,7 @@ use super::Verdict;
 
 /// What is asked of a machine that has arrived and does not run, by a request or a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Asked {
+pub enum OperatorRequest {
     /// `vm.migration-cancel`.
     Cancel,
     /// `vm.resume`: it runs nowhere else, so it is to run here.
@@ -56,7 +56,7 @@ pub enum Decision {
     /// The operator says that it runs here and nowhere else.
     RunsHere,
     /// The operator says that it does not.
-    GivenUp,
+    Discarded,
 }
 
 /// The destination has acknowledged: it keeps the machine until it hears from the source.
@@ -85,13 +85,13 @@ pub(crate) struct NotHere;
 
 /// How a doubt ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Known {
+pub(crate) enum DoubtOutcome {
     /// The guest is here.
     Owned(Owned),
     /// The source has it.
     NotHere(NotHere),
     /// The operator has given it up here.
-    GivenUp,
+    Discarded,
 }
 
 impl Promised {
@@ -125,17 +125,17 @@ impl Promised {
         any(not(test), loom),
         expect(dead_code, reason = "a request has no way in; for the model")
     )]
-    pub(crate) fn asked(self, _: Asked) -> (Self, Refusal) {
+    pub(crate) fn asked(self, _: OperatorRequest) -> (Self, Refusal) {
         (self, Refusal::TooLate)
     }
 }
 
 impl InDoubt {
     /// The source says which it is.
-    pub(crate) fn hears(self, verdict: Verdict) -> Known {
+    pub(crate) fn hears(self, verdict: Verdict) -> DoubtOutcome {
         match verdict {
-            Verdict::Committed => Known::Owned(Owned),
-            Verdict::Withheld => Known::NotHere(NotHere),
+            Verdict::Committed => DoubtOutcome::Owned(Owned),
+            Verdict::Withheld => DoubtOutcome::NotHere(NotHere),
         }
     }
 
@@ -146,23 +146,27 @@ impl InDoubt {
     ///
     /// # Errors
     /// Why it is refused.
-    pub fn asked(self, asked: Asked, now: Duration) -> Result<Decision, Refusal> {
+    pub fn asked(self, asked: OperatorRequest, now: Duration) -> Result<Decision, Refusal> {
         match asked {
-            Asked::Resume => Ok(Decision::RunsHere),
-            Asked::Delete { force: true } | Asked::End { force: true } => Ok(Decision::GivenUp),
-            Asked::Delete { force: false } if now > self.until => Ok(Decision::GivenUp),
-            Asked::Delete { force: false } => {
+            OperatorRequest::Resume => Ok(Decision::RunsHere),
+            OperatorRequest::Delete { force: true } | OperatorRequest::End { force: true } => {
+                Ok(Decision::Discarded)
+            }
+            OperatorRequest::Delete { force: false } if now > self.until => Ok(Decision::Discarded),
+            OperatorRequest::Delete { force: false } => {
                 Err(Refusal::Promised(self.until.saturating_sub(now)))
             }
-            Asked::Cancel | Asked::End { force: false } => Err(Refusal::TooLate),
+            OperatorRequest::Cancel | OperatorRequest::End { force: false } => {
+                Err(Refusal::TooLate)
+            }
         }
     }
 
     /// The operator has decided.
-    pub(crate) fn decided(self, decision: Decision) -> Known {
+    pub(crate) fn decided(self, decision: Decision) -> DoubtOutcome {
         match decision {
-            Decision::RunsHere => Known::Owned(Owned),
-            Decision::GivenUp => Known::GivenUp,
+            Decision::RunsHere => DoubtOutcome::Owned(Owned),
+            Decision::Discarded => DoubtOutcome::Discarded,
         }
     }
 
@@ -201,8 +205,11 @@ mod tests {
     #[test]
     fn no_ordinary_request_ends_what_has_been_acknowledged() {
         let promised = Promised::new(s(10), s(60));
-        let asks = [Asked::Cancel, Asked::End { force: false }];
-        for asked in asks.into_iter().chain([Asked::Delete { force: true }, Asked::Resume]) {
+        let asks = [OperatorRequest::Cancel, OperatorRequest::End { force: false }];
+        for asked in asks
+            .into_iter()
+            .chain([OperatorRequest::Delete { force: true }, OperatorRequest::Resume])
+        {
             assert_eq!(promised.asked(asked), (promised, Refusal::TooLate));
         }
         let doubt = promised.lost();
@@ -217,11 +224,14 @@ mod tests {
     fn giving_up_without_force_waits_for_the_end_of_the_promise() {
         let promised = Promised::new(s(10), s(60)).renewed(s(20), s(60));
         let doubt = promised.lost();
-        let delete = Asked::Delete { force: false };
+        let delete = OperatorRequest::Delete { force: false };
         assert_eq!(doubt.asked(delete, s(30)), Err(Refusal::Promised(s(50))));
-        assert_eq!(doubt.asked(delete, s(81)), Ok(Decision::GivenUp));
+        assert_eq!(doubt.asked(delete, s(81)), Ok(Decision::Discarded));
         assert!(doubt.promise_is_over(s(81)) && !doubt.promise_is_over(s(80)));
-        assert_eq!(doubt.asked(Asked::Delete { force: true }, s(30)), Ok(Decision::GivenUp));
-        assert_eq!(doubt.asked(Asked::Resume, s(30)), Ok(Decision::RunsHere));
+        assert_eq!(
+            doubt.asked(OperatorRequest::Delete { force: true }, s(30)),
+            Ok(Decision::Discarded)
+        );
+        assert_eq!(doubt.asked(OperatorRequest::Resume, s(30)), Ok(Decision::RunsHere));
     }
 }

@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn who_drips_bytes_holds_nobody_up_and_goes_in_the_end() {
+    fn a_client_that_drips_bytes_delays_no_other_and_is_dropped() {
         let (listener, at) = listen();
         let mut arrivals = Arrivals::new(Expect::Message, Duration::from_millis(300));
         let mut slow = TcpStream::connect(&at).unwrap();

@@ -17,7 +17,7 @@ use super::receive::Agreed;
 use super::rejoin::HELLO_TIMEOUT;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
-use crate::commit::destination::{InDoubt, Known};
+use crate::commit::destination::{DoubtOutcome, InDoubt};
 use crate::commit::{Verdict, clock};
 use crate::error::Failure;
 use crate::progress::Phase;
@@ -56,7 +56,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         vm: &mut V,
         lost: &Failure,
         context: Context<'_>,
-    ) -> (Known, Resolution) {
+    ) -> (DoubtOutcome, Resolution) {
         log::warn!("which side has the guest is in doubt: {}", lost.for_peer());
         if let Some(faults) = &mut self.faults {
             faults.disconnect();
@@ -114,19 +114,19 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         &mut self,
         hello: Hello,
         context: Context<'_>,
-    ) -> Result<(Known, Resolution), (Option<&'static str>, Channel)> {
+    ) -> Result<(DoubtOutcome, Resolution), (Option<&'static str>, Channel)> {
         let refused = |reason, channel| Err((Some(reason), channel));
         match hello {
             Hello::Message(Message::Verdict { id, verdict }, control) if id == self.agreed.id => {
                 let known = self.state.hears(verdict);
-                if matches!(known, Known::NotHere(_)) {
+                if matches!(known, DoubtOutcome::NotHere(_)) {
                     // It goes on whether it hears this or not.
                     let _ = control.yes();
                 }
                 Ok((known, Resolution::Verdict(control)))
             }
             Hello::Message(Message::Recover(recover), control)
-                if late_reconnects::is_past(context.pasts, &recover.id) =>
+                if late_reconnects::is_past(context.ended, &recover.id) =>
             {
                 Err((None, control))
             }

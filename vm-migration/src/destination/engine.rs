@@ -71,7 +71,7 @@ pub(crate) struct Engine<M> {
     /// Readable once the engine itself failed, or its threads are to end for good.
     failed: Cancel,
     /// What failed first, and whether the guest may run on this memory. Held for one look.
-    fate: Mutex<Fate>,
+    fate: Mutex<EngineState>,
     /// Threads that bring their own pages.
     waiters: Waiters,
     pub(super) progress: Arc<Progress>,
@@ -79,7 +79,7 @@ pub(crate) struct Engine<M> {
 
 /// How the engine stands.
 #[derive(Default)]
-struct Fate {
+struct EngineState {
     committed: bool,
     failure: Option<Failure>,
 }
@@ -141,7 +141,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         }
         progress.counters.remaining_bytes.set(missing_bytes);
         let engine = Self {
-            waiters: Waiters::new(source.seats()),
+            waiters: Waiters::new(source.vcpus()),
             source,
             demand: Demand::new(missing),
             pieces,
@@ -227,16 +227,16 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Accesses are not caught any more. While the host lacks something for that it is tried again, until
-    /// `gives_up` says that it is not worth it any longer.
+    /// `is_abandoned` says that it is not worth it any longer.
     ///
     /// # Errors
     /// What the host said last.
-    pub(crate) fn release(&self, gives_up: impl Fn() -> bool) -> Result<(), UffdError> {
+    pub(crate) fn release(&self, is_abandoned: impl Fn() -> bool) -> Result<(), UffdError> {
         let mut warned = false;
         loop {
             match self.source.release() {
                 Ok(()) => return Ok(()),
-                Err(error) if gives_up() => return Err(error),
+                Err(error) if is_abandoned() => return Err(error),
                 Err(error) if !warned => {
                     warned = true;
                     log::warn!("accesses are still watched: {}", error_text::chain(&error));
@@ -289,16 +289,16 @@ impl<M: GuestMemoryMap> Engine<M> {
     ///
     /// # Errors
     /// As [`take_faults`](Self::take_faults).
-    pub(crate) fn bring(
+    pub(crate) fn resolve(
         &self,
-        seat: usize,
+        vcpu: usize,
         fault: Fault,
         ask: impl FnOnce(Vec<GpaRange>),
     ) -> Result<(), Cause> {
         let index = fault.page / self.unit_pages[fault.region];
-        let Some(waiter) = self.waiters.register(seat, fault.region, index) else {
+        let Some(waiter) = self.waiters.register(vcpu, fault.region, index) else {
             let what =
-                format!("thread {seat} brings pages, which only {} may", self.source.seats());
+                format!("thread {vcpu} brings pages, which only {} may", self.source.vcpus());
             return Err(Cause::Unsupported { what, remedy: "this is a defect, please report it" });
         };
         ask(self.take_faults(&[fault])?);

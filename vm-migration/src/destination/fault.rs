@@ -25,7 +25,7 @@ use crate::poll_thread::poll_while;
 use crate::protocol::message::Message;
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
-use crate::session::{Fate, Session, Urgency};
+use crate::session::{Session, SessionState, Urgency};
 use crate::stride::Strides;
 use crate::transport::Connection;
 
@@ -40,7 +40,7 @@ pub(super) struct Asker {
     /// Held for one message.
     one_at_a_time: Mutex<()>,
     connection: Arc<Connection>,
-    fate: Arc<Fate>,
+    fate: Arc<SessionState>,
 }
 
 impl Asker {
@@ -107,7 +107,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         urgent: Vec<Channel>,
     ) -> Result<Self, Failure> {
         let readers = engine.source().readers();
-        let slots = (0..readers + engine.source().seats()).map(|_| Mutex::new(None)).collect();
+        let slots = (0..readers + engine.source().vcpus()).map(|_| Mutex::new(None)).collect();
         let askers = Arc::new(Askers(slots));
         let resolver = Arc::new(VcpuFaultResolver::new(&engine, &askers));
         let (readers_session, session) = (Session::new()?, Session::new()?);
@@ -170,7 +170,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         self.askers.set(&[]);
         let (engine, steering) = (&self.engine, &self.rejoin.steering);
         let look = || {
-            if steering.gives_up() {
+            if steering.is_abandoned() {
                 engine.failed().cancel();
                 engine.source().stop_readers();
             }
@@ -208,7 +208,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         };
         let (steering, connection) = (self.rejoin.steering.clone(), returned.connection());
         let look = || {
-            if steering.gives_up() {
+            if steering.is_abandoned() {
                 connection.shut_down();
             }
         };
@@ -219,9 +219,9 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         Ok(control)
     }
 
-    /// Every page is here: see [`Rejoin::linger`].
-    pub(super) fn linger(&self, knows: bool) {
-        self.rejoin.linger(knows);
+    /// Every page is here: see [`Rejoin::answer_late_reconnects`].
+    pub(super) fn answer_late_reconnects(&self, knows: bool) {
+        self.rejoin.answer_late_reconnects(knows);
     }
 
     /// Nothing is received any more: see [`Rejoin::answer_for_others`].
@@ -231,7 +231,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
 
     /// The machine is about to be thrown away without having run: nothing of it waits for a page any
     /// more, or it would not end.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn release_waiters(&self) {
         let since = Instant::now();
         if let Err(error) = self.engine.release(|| since.elapsed() > LET_GO_MAX) {
             log::warn!("the machine may not end: {}", error_text::chain(&error));
@@ -260,7 +260,7 @@ impl<M: GuestMemoryMap> Drop for FaultThreads<M> {
 
 /// A lost connection ends its set; a host that cannot show pages ends the engine. Once every page
 /// is here neither happens: the other connections stay open until the source knows.
-fn receiver_failed<M: GuestMemoryMap>(engine: &Engine<M>, fate: &Fate, failure: Failure) {
+fn receiver_failed<M: GuestMemoryMap>(engine: &Engine<M>, fate: &SessionState, failure: Failure) {
     if engine.complete().is_cancelled() {
         log::debug!("after the last page: {}", failure.for_peer());
     } else if matches!(failure.cause, Cause::Uffd(_) | Cause::Memory(_) | Cause::Panicked) {

@@ -143,10 +143,10 @@ fn giving_up_ends_a_wait_for_memory_of_the_host_when_connections_are_lost() {
 }
 
 #[test]
-fn a_machine_that_is_thrown_away_is_let_go_of_until_the_host_does_so() {
+fn the_release_of_a_discarded_machine_is_retried_until_it_succeeds() {
     let source = Starved::new(3);
     let (threads, _theirs) = starving(&source);
-    threads.let_go();
+    threads.release_waiters();
     assert_eq!(source.refusals.load(Ordering::SeqCst), 0);
     assert!(source.release().is_ok());
 }

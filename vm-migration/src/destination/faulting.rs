@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::fault::FaultThreads;
 use super::rejoin::Returned;
 use crate::channel::Channel;
-use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step};
+use crate::error::{Cause, Failure, GuestLocation, MigrationError, Side, Step};
 use crate::progress::{Phase, Progress, Snapshot};
 use crate::protocol::message::{Answer, Message};
 use crate::ram::GuestMemoryMap;
@@ -106,7 +106,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                     let why = failure.for_peer();
                     log::warn!("the source does not know that all pages are here: {why}");
                 }
-                self.threads.linger(said.is_ok());
+                self.threads.answer_late_reconnects(said.is_ok());
                 progress.finish(Phase::Done);
                 Ok(progress.snapshot())
             }
@@ -116,7 +116,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                     side: Side::Destination,
                     phase: Phase::Fault,
                     step,
-                    guest: GuestIs::PostcopyPaused,
+                    guest: GuestLocation::PostcopyPaused,
                     cause,
                 };
                 progress.fail(Phase::PostcopyPaused, FailureReport::new(&error));
@@ -143,7 +143,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
     fn release(&self) -> Result<(), Failure> {
         let engine = &self.threads.engine;
         let steering = &self.threads.rejoin.steering;
-        engine.release(|| steering.gives_up()).step("leaving postcopy")?;
+        engine.release(|| steering.is_abandoned()).step("leaving postcopy")?;
         engine.memory.use_small_pages(false);
         Ok(())
     }
@@ -198,7 +198,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
             if let Some((failure, returned)) = lost {
                 return Ok(End::Lost(failure, returned));
             }
-            if self.threads.rejoin.steering.gives_up() {
+            if self.threads.rejoin.steering.is_abandoned() {
                 return Err(Cause::Cancelled).step(STEP);
             }
         }

@@ -110,7 +110,7 @@ impl Helpers {
 
     /// Everything that they were sent is acknowledged: they can go, and their connections are
     /// wanted for something else.
-    pub(super) fn give_back(&mut self) -> Result<Vec<Channel>, Failure> {
+    pub(super) fn return_channels(&mut self) -> Result<Vec<Channel>, Failure> {
         self.stop.cancel();
         let mut channels = Vec::new();
         for (_, thread) in self.threads.drain(..) {

@@ -22,12 +22,12 @@ use crate::transport::{Address, Listener, TransportError, WaitEnd, wait_readable
 
 /// A migration that is over here, well.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Past {
+pub(crate) struct EndedMigration {
     id: [u8; TOKEN_BYTES],
     until: Instant,
 }
 
-impl Past {
+impl EndedMigration {
     fn lasts(&self) -> bool {
         Instant::now() < self.until
     }
@@ -36,7 +36,7 @@ impl Past {
 /// An address at which some are answered for.
 #[derive(Debug)]
 struct Entry {
-    pasts: Vec<Past>,
+    ended: Vec<EndedMigration>,
     listener: Arc<Listener>,
     stop: Cancel,
     thread: JoinHandle<()>,
@@ -63,9 +63,9 @@ impl LateReconnects {
         &self,
         address: &Address,
         cancel: &Cancel,
-    ) -> Result<(Arc<Listener>, Vec<Past>), TransportError> {
-        let (mut listener, mut pasts, mut elsewhere) = (None, Vec::new(), Vec::new());
-        for Entry { pasts: more, listener: there, stop, thread } in self.take(address) {
+    ) -> Result<(Arc<Listener>, Vec<EndedMigration>), TransportError> {
+        let (mut listener, mut ended, mut elsewhere) = (None, Vec::new(), Vec::new());
+        for Entry { ended: more, listener: there, stop, thread } in self.take(address) {
             stop.cancel();
             // It waits for nothing that the cancel does not end.
             let _ = thread.join();
@@ -74,19 +74,19 @@ impl LateReconnects {
             } else {
                 elsewhere.push((there.address().clone(), more.clone()));
             }
-            pasts.extend(more.into_iter().filter(Past::lasts));
+            ended.extend(more.into_iter().filter(EndedMigration::lasts));
         }
         let bind = || Listener::bind_unless(address, cancel).map(Arc::new);
         let bound = listener.map_or_else(bind, Ok);
         if bound.is_err() {
-            for (address, pasts) in elsewhere {
+            for (address, ended) in elsewhere {
                 match Listener::bind(&address) {
-                    Ok(listener) => self.go_on(&Arc::new(listener), pasts),
+                    Ok(listener) => self.answer_for(&Arc::new(listener), ended),
                     Err(error) => warn_of_silence(&error),
                 }
             }
         }
-        Ok((bound?, pasts))
+        Ok((bound?, ended))
     }
 
     fn take(&self, address: &Address) -> Vec<Entry> {
@@ -95,31 +95,31 @@ impl LateReconnects {
     }
 
     /// Answers for these, as far as they last, where no other thread does any more.
-    pub(super) fn go_on(&self, listener: &Arc<Listener>, mut pasts: Vec<Past>) {
-        pasts.retain(Past::lasts);
-        if pasts.is_empty() {
+    pub(super) fn answer_for(&self, listener: &Arc<Listener>, mut ended: Vec<EndedMigration>) {
+        ended.retain(EndedMigration::lasts);
+        if ended.is_empty() {
             return;
         }
-        if let Err(error) = self.start(Arc::clone(listener), pasts) {
+        if let Err(error) = self.start(Arc::clone(listener), ended) {
             warn_of_silence(&error);
         }
     }
 
-    fn start(&self, listener: Arc<Listener>, pasts: Vec<Past>) -> std::io::Result<()> {
+    fn start(&self, listener: Arc<Listener>, ended: Vec<EndedMigration>) -> std::io::Result<()> {
         let stop = Cancel::new()?;
         // Locked until the entry is there for its thread to take out.
         let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let thread = {
             let (all, listener) = (self.clone(), Arc::clone(&listener));
-            let (pasts, stop) = (pasts.clone(), stop.clone());
+            let (ended, stop) = (ended.clone(), stop.clone());
             std::thread::Builder::new().name("mig-linger".into()).spawn(move || {
-                if answer_all(&listener, &pasts, &stop) {
+                if answer_all(&listener, &ended, &stop) {
                     let mut entries = all.0.lock().unwrap_or_else(PoisonError::into_inner);
                     entries.retain(|entry| !Arc::ptr_eq(&entry.listener, &listener));
                 }
             })?
         };
-        entries.push(Entry { pasts, listener, stop, thread });
+        entries.push(Entry { ended, listener, stop, thread });
         Ok(())
     }
 }
@@ -132,9 +132,9 @@ fn warn_of_silence(error: &dyn std::error::Error) {
 }
 
 /// Answers every connection, until the time is over (true) or another listener does so.
-fn answer_all(listener: &Listener, pasts: &[Past], stop: &Cancel) -> bool {
+fn answer_all(listener: &Listener, ended: &[EndedMigration], stop: &Cancel) -> bool {
     let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
-    while pasts.iter().any(Past::lasts) {
+    while ended.iter().any(EndedMigration::lasts) {
         let mut fds = Vec::new();
         arrivals.add_fds(listener, &mut fds);
         match wait_readable(&fds, stop, Some(LOOK_EVERY)) {
@@ -144,7 +144,7 @@ fn answer_all(listener: &Listener, pasts: &[Past], stop: &Cancel) -> bool {
         }
         for hello in arrivals.take(listener, stop) {
             let (answer, channel) = match hello {
-                Hello::Message(message, channel) => (reply(&message, pasts), channel),
+                Hello::Message(message, channel) => (reply(&message, ended), channel),
                 Hello::Extra(_, _, channel) | Hello::Other(channel) => (Err(NOTHING), channel),
             };
             let answer = answer.map_or_else(
@@ -172,8 +172,8 @@ fn collide(one: &Address, other: &Address) -> bool {
 const NOTHING: &str = "a migration to here is over, and nothing is awaited";
 
 /// True of a migration that is over here and is answered for.
-pub(super) fn is_past(pasts: &[Past], id: &[u8; TOKEN_BYTES]) -> bool {
-    pasts.iter().any(|past| past.id == *id && past.lasts())
+pub(super) fn is_past(ended: &[EndedMigration], id: &[u8; TOKEN_BYTES]) -> bool {
+    ended.iter().any(|migration| migration.id == *id && migration.lasts())
 }
 
 /// What a source is told that may be one of a migration that is over; no token in the answer, for there
@@ -181,9 +181,9 @@ pub(super) fn is_past(pasts: &[Past], id: &[u8; TOKEN_BYTES]) -> bool {
 ///
 /// # Errors
 /// It is not.
-pub(super) fn reply(message: &Message, pasts: &[Past]) -> Result<(), &'static str> {
+pub(super) fn reply(message: &Message, ended: &[EndedMigration]) -> Result<(), &'static str> {
     match message {
-        Message::Recover(recover) if is_past(pasts, &recover.id) => Ok(()),
+        Message::Recover(recover) if is_past(ended, &recover.id) => Ok(()),
         Message::Recover(_) => {
             Err("no VM of another host waits here for its pages; recover where the VM runs")
         }
@@ -195,17 +195,20 @@ pub(super) fn reply(message: &Message, pasts: &[Past]) -> Result<(), &'static st
 impl Rejoin {
     /// Every page is here. A source that may not know it is told whenever it comes back, for as long as
     /// it tries by itself; so are those of earlier migrations.
-    pub(crate) fn linger(&self, knows: bool) {
-        let mut pasts = self.pasts.clone();
+    pub(crate) fn answer_late_reconnects(&self, knows: bool) {
+        let mut ended = self.ended.clone();
         if !knows {
-            pasts.push(Past { id: self.id, until: Instant::now() + self.linger });
+            ended.push(EndedMigration {
+                id: self.id,
+                until: Instant::now() + self.reconnect_window,
+            });
         }
-        self.lingering.go_on(&self.listener, pasts);
+        self.late_reconnects.answer_for(&self.listener, ended);
     }
 
     /// Pages of this migration come no more. The sources of earlier ones may still ask.
     pub(crate) fn answer_for_others(&self) {
-        self.lingering.go_on(&self.listener, self.pasts.clone());
+        self.late_reconnects.answer_for(&self.listener, self.ended.clone());
     }
 }
 
@@ -213,16 +216,16 @@ impl Rejoin {
 #[cfg(test)]
 pub(crate) fn late_reconnects_for_tests(
     at: &Address,
-    lingering: &LateReconnects,
+    late_reconnects: &LateReconnects,
 ) -> (Address, [u8; TOKEN_BYTES]) {
-    let rejoin = rejoin_for_tests(at, lingering);
-    rejoin.linger(false);
+    let rejoin = rejoin_for_tests(at, late_reconnects);
+    rejoin.answer_late_reconnects(false);
     (rejoin.listener.address().clone(), rejoin.id)
 }
 
 /// Where a source may come back to an address.
 #[cfg(test)]
-pub(super) fn rejoin_for_tests(at: &Address, lingering: &LateReconnects) -> Rejoin {
+pub(super) fn rejoin_for_tests(at: &Address, late_reconnects: &LateReconnects) -> Rejoin {
     #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
     use std::time::Duration;
     Rejoin {
@@ -231,8 +234,8 @@ pub(super) fn rejoin_for_tests(at: &Address, lingering: &LateReconnects) -> Rejo
         attempt: 0,
         stall: Duration::from_secs(5),
         steering: crate::Steering::new(),
-        linger: Duration::from_mins(1),
-        lingering: lingering.clone(),
-        pasts: Vec::new(),
+        reconnect_window: Duration::from_mins(1),
+        late_reconnects: late_reconnects.clone(),
+        ended: Vec::new(),
     }
 }

@@ -53,7 +53,7 @@ use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::channel::Channel;
-use crate::error::{Failure, GuestIs, MigrationError, Side};
+use crate::error::{Failure, GuestLocation, MigrationError, Side};
 use crate::options::ReceiveOptions;
 use crate::progress::{Phase, Progress};
 use crate::report::FailureReport;
@@ -62,8 +62,8 @@ use crate::vm::{DestinationBuilder, DestinationVm};
 
 pub(crate) use engine::{Engine, Via};
 pub use faulting::{Faulting, PostcopyPaused};
+use late_reconnects::EndedMigration;
 pub use late_reconnects::LateReconnects;
-use late_reconnects::Past;
 #[cfg(test)]
 pub(crate) use late_reconnects::late_reconnects_for_tests;
 
@@ -75,21 +75,21 @@ pub(crate) struct Context<'a> {
     pub cancel: &'a Cancel,
     pub listener: &'a Arc<transport::Listener>,
     /// Migrations that are over here, whose sources may still ask.
-    pub pasts: &'a [Past],
+    pub ended: &'a [EndedMigration],
 }
 
 /// A place where a source can connect. One migration at a time.
 #[derive(Debug)]
 pub struct Listener {
     socket: Arc<transport::Listener>,
-    pasts: Vec<Past>,
-    lingering: LateReconnects,
+    ended: Vec<EndedMigration>,
+    late_reconnects: LateReconnects,
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
         // However it went, those who asked before may ask again.
-        self.lingering.go_on(&self.socket, std::mem::take(&mut self.pasts));
+        self.late_reconnects.answer_for(&self.socket, std::mem::take(&mut self.ended));
     }
 }
 
@@ -111,8 +111,8 @@ impl<V: DestinationVm> std::fmt::Debug for Received<V> {
 pub struct ReceiveFailure<V: DestinationVm> {
     /// What happened, and where the guest is.
     pub error: MigrationError,
-    /// The machine, when it is complete and did not start: see [`GuestIs::InDoubt`] and
-    /// [`GuestIs::OnDestination`]. `None` when there is nothing worth keeping.
+    /// The machine, when it is complete and did not start: see [`GuestLocation::InDoubt`] and
+    /// [`GuestLocation::OnDestination`]. `None` when there is nothing worth keeping.
     pub vm: Option<V>,
     /// Pages of that machine still arrive, as in [`Received::faults`]: the source serves them
     /// whether the guest runs yet or not.
@@ -129,7 +129,7 @@ impl<V: DestinationVm> std::fmt::Debug for ReceiveFailure<V> {
 pub(crate) struct PhaseFailure<V: DestinationVm> {
     pub peer: Option<Channel>,
     pub failure: Failure,
-    pub guest: GuestIs,
+    pub guest: GuestLocation,
     pub vm: Option<V>,
     pub faults: Option<Box<Faulting<V::Memory>>>,
 }
@@ -137,7 +137,7 @@ pub(crate) struct PhaseFailure<V: DestinationVm> {
 impl<V: DestinationVm> PhaseFailure<V> {
     /// A failure before the handover.
     pub(crate) fn early(peer: Option<Channel>, failure: Failure) -> Self {
-        Self { peer, failure, guest: GuestIs::NotHere, vm: None, faults: None }
+        Self { peer, failure, guest: GuestLocation::NotHere, vm: None, faults: None }
     }
 }
 
@@ -148,7 +148,7 @@ impl Listener {
     /// When the address is taken, not ours, or does not resolve.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
         let socket = Arc::new(transport::Listener::bind(address)?);
-        Ok(Self { socket, pasts: Vec::new(), lingering: LateReconnects::default() })
+        Ok(Self { socket, ended: Vec::new(), late_reconnects: LateReconnects::default() })
     }
 
     /// The same, in place of listeners of this process that are there only to answer sources of
@@ -159,11 +159,11 @@ impl Listener {
     /// As [`bind`](Self::bind).
     pub fn bind_over(
         address: &Address,
-        lingering: &LateReconnects,
+        late_reconnects: &LateReconnects,
         cancel: &Cancel,
     ) -> Result<Self, TransportError> {
-        let (socket, pasts) = lingering.bind(address, cancel)?;
-        Ok(Self { socket, pasts, lingering: lingering.clone() })
+        let (socket, ended) = late_reconnects.bind(address, cancel)?;
+        Ok(Self { socket, ended, late_reconnects: late_reconnects.clone() })
     }
 
     /// Where it listens.
@@ -188,8 +188,8 @@ impl Listener {
         progress: &Arc<Progress>,
         cancel: &Cancel,
     ) -> Result<Received<B::Vm>, Box<ReceiveFailure<B::Vm>>> {
-        let Self { socket: listener, pasts, .. } = &self;
-        let context = Context { options, progress, cancel, listener, pasts };
+        let Self { socket: listener, ended, .. } = &self;
+        let context = Context { options, progress, cancel, listener, ended };
         let (result, pages_come) = match drive(builder, context) {
             Ok(received) => {
                 let pages_come = received.faults.is_some();
@@ -206,7 +206,7 @@ impl Listener {
         };
         if pages_come {
             // The threads that bring them listen, and answer for these as well.
-            self.pasts.clear();
+            self.ended.clear();
         }
         result
     }

@@ -76,7 +76,7 @@ pub(crate) fn listen<V: crate::vm::DestinationVm>(
                 Hello::Message(
                     message @ (Message::Recover(_) | Message::Verdict { .. }),
                     other,
-                ) => match late_reconnects::reply(&message, context.pasts) {
+                ) => match late_reconnects::reply(&message, context.ended) {
                     Ok(()) => arrivals.dismiss(other, &Answer::ok()),
                     Err(reason) => arrivals.refuse(other, reason),
                 },

@@ -35,7 +35,7 @@ const RETRY_AFTER: u32 = 64;
 
 /// How pages are got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Method {
     Huge,
     Small,
 }
@@ -49,25 +49,28 @@ struct Costs {
 }
 
 impl Costs {
-    fn way(&self) -> Way {
-        let (cheaper, other) =
-            if self.huge <= self.small { (Way::Huge, Way::Small) } else { (Way::Small, Way::Huge) };
+    fn way(&self) -> Method {
+        let (cheaper, other) = if self.huge <= self.small {
+            (Method::Huge, Method::Small)
+        } else {
+            (Method::Small, Method::Huge)
+        };
         match (self.huge, self.small) {
-            (0, _) => Way::Huge,
-            (_, 0) => Way::Small,
+            (0, _) => Method::Huge,
+            (_, 0) => Method::Small,
             _ if self.since_retry >= RETRY_AFTER => other,
             _ => cheaper,
         }
     }
 
-    fn took(&mut self, way: Way, pages: u64, time: Duration) {
+    fn took(&mut self, way: Method, pages: u64, time: Duration) {
         let now = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX) / pages.max(1);
         let both_tried = self.huge > 0 && self.small > 0;
         self.since_retry =
             if both_tried && self.since_retry < RETRY_AFTER { self.since_retry + 1 } else { 0 };
         let cost = match way {
-            Way::Huge => &mut self.huge,
-            Way::Small => &mut self.small,
+            Method::Huge => &mut self.huge,
+            Method::Small => &mut self.small,
         };
         *cost = if *cost == 0 { now } else { *cost / 2 + now / 2 }.max(1);
     }
@@ -171,8 +174,8 @@ fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Unpopulated
         let way = costs.way();
         let began = Instant::now();
         let prepared = match way {
-            Way::Huge => memory.prepare(run),
-            Way::Small => memory.populate(run),
+            Method::Huge => memory.prepare(run),
+            Method::Small => memory.populate(run),
         };
         if let Err(error) = prepared {
             log::debug!("memory that will come is not prepared: {error}");
@@ -247,15 +250,15 @@ mod tests {
             for _ in 0..2 + 2 * (RETRY_AFTER + 1) {
                 let way = costs.way();
                 ways.push(way);
-                let us = if way == Way::Huge { huge_us } else { small_us };
+                let us = if way == Method::Huge { huge_us } else { small_us };
                 costs.took(way, CHUNK_PAGES, Duration::from_micros(us));
             }
             ways
         };
         for (ways, cheaper) in
-            [(host(4_000, 20_000), Way::Huge), (host(65_000, 20_000), Way::Small)]
+            [(host(4_000, 20_000), Method::Huge), (host(65_000, 20_000), Method::Small)]
         {
-            assert_eq!(ways[..2], [Way::Huge, Way::Small]);
+            assert_eq!(ways[..2], [Method::Huge, Method::Small]);
             let others = ways[2..].iter().filter(|way| **way != cheaper).count();
             assert_eq!(others, 2, "{ways:?}");
             assert_eq!(ways[2], cheaper);

@@ -194,7 +194,7 @@ impl<V: DestinationVm> Mapped<V> {
                 }
                 Message::Stale(units) if self.mode() == MemoryMode::Auto && faults.is_none() => {
                     // From here on memory comes to the engine only.
-                    self.bulk.extend(helpers.give_back()?);
+                    self.bulk.extend(helpers.return_channels()?);
                     let stale = stale.get_or_insert_with(|| Stale::new(memory));
                     let thrown_away = stale.throw_away(memory, &units, context.cancel);
                     thrown_away.step("throwing away what is old")?;
@@ -253,7 +253,7 @@ impl<V: DestinationVm> Mapped<V> {
             for hello in arrivals.take(context.listener, context.cancel) {
                 let hello = match hello {
                     Hello::Message(Message::Recover(recover), channel)
-                        if late_reconnects::is_past(context.pasts, &recover.id) =>
+                        if late_reconnects::is_past(context.ended, &recover.id) =>
                     {
                         arrivals.dismiss(channel, &Answer::ok());
                         continue;
@@ -358,7 +358,7 @@ impl<V: DestinationVm> Mapped<V> {
             return Err(unexpected(&Message::Pending(Vec::new()), "Memory or State"));
         };
         if offer.memory_mode == MemoryMode::Auto {
-            self.bulk.extend(helpers.give_back()?);
+            self.bulk.extend(helpers.return_channels()?);
             self.parts.building.wait(&mut self.control, context.cancel)?;
             let mut vm = self.parts.building.finish()?;
             let watched = watch(&mut vm, &self.parts.memory, offer, context);
@@ -391,9 +391,9 @@ impl<V: DestinationVm> Mapped<V> {
             attempt: 0,
             stall: context.options.limits.stall,
             steering: context.options.steering.clone(),
-            linger: RECOVER_TIMEOUT_DEFAULT.max(offer.recover_timeout()),
-            lingering: context.options.lingering.clone(),
-            pasts: context.pasts.to_vec(),
+            reconnect_window: RECOVER_TIMEOUT_DEFAULT.max(offer.recover_timeout()),
+            late_reconnects: context.options.late_reconnects.clone(),
+            ended: context.ended.to_vec(),
         };
         FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent)
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
-use super::late_reconnects::{LateReconnects, Past, is_past};
+use super::late_reconnects::{EndedMigration, LateReconnects, is_past};
 use super::negotiate::random_token;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -40,10 +40,10 @@ pub(crate) struct Rejoin {
     pub stall: Duration,
     pub steering: Steering,
     /// How long a source that has not heard the end may come back and be told.
-    pub linger: Duration,
-    pub lingering: LateReconnects,
+    pub reconnect_window: Duration,
+    pub late_reconnects: LateReconnects,
     /// Migrations that are over here, whose sources may still ask.
-    pub pasts: Vec<Past>,
+    pub ended: Vec<EndedMigration>,
 }
 
 /// A source that has proved to be ours.
@@ -79,7 +79,7 @@ impl Rejoin {
         for hello in arrivals.take(&self.listener, cancel) {
             let (reason, channel) = match hello {
                 Hello::Message(Message::Recover(recover), control)
-                    if is_past(&self.pasts, &recover.id) =>
+                    if is_past(&self.ended, &recover.id) =>
                 {
                     arrivals.dismiss(control, &Answer::ok());
                     continue;
@@ -148,7 +148,7 @@ impl Rejoin {
     ) -> Result<Returned, Cause> {
         let mut arrivals = self.arrivals();
         loop {
-            if self.steering.gives_up() {
+            if self.steering.is_abandoned() {
                 return Err(Cause::Cancelled);
             }
             if let Some(steering::Recover::At(address)) = self.steering.take_recover() {

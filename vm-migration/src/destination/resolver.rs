@@ -13,7 +13,7 @@ use super::engine::Engine;
 use super::fault::{Askers, Requests};
 use crate::bitmap::change_then_look;
 use crate::error::Failure;
-use crate::fault::{Fault, FaultResolver, NotBrought};
+use crate::fault::{Fault, FaultError, FaultResolver};
 use crate::ram::GuestMemoryMap;
 use crate::stride::Strides;
 
@@ -21,28 +21,28 @@ use crate::stride::Strides;
 pub(super) struct VcpuFaultResolver<M: GuestMemoryMap> {
     engine: Arc<Engine<M>>,
     askers: Arc<Askers>,
-    /// Askers that belong to readers; those of seats are behind them.
+    /// Askers that belong to readers; those of vcpus are behind them.
     readers: usize,
-    /// What each seat's thread did before. Each is its own thread's.
+    /// What each vcpu's thread did before. Each is its own thread's.
     strides: Vec<Mutex<Strides>>,
 }
 
 impl<M: GuestMemoryMap> VcpuFaultResolver<M> {
     pub(super) fn new(engine: &Arc<Engine<M>>, askers: &Arc<Askers>) -> Self {
-        let (readers, seats) = (engine.source().readers(), engine.source().seats());
+        let (readers, vcpus) = (engine.source().readers(), engine.source().vcpus());
         Self {
             engine: Arc::clone(engine),
             askers: Arc::clone(askers),
             readers,
-            strides: (0..seats).map(|_| Mutex::default()).collect(),
+            strides: (0..vcpus).map(|_| Mutex::default()).collect(),
         }
     }
 }
 
 impl<M: GuestMemoryMap> FaultResolver for VcpuFaultResolver<M> {
-    fn bring(&self, seat: usize, fault: Fault) -> Result<(), NotBrought> {
-        let brought = self.engine.bring(seat, fault, |waited_for| {
-            let strides = self.strides.get(seat);
+    fn resolve(&self, vcpu: usize, fault: Fault) -> Result<(), FaultError> {
+        let brought = self.engine.resolve(vcpu, fault, |waited_for| {
+            let strides = self.strides.get(vcpu);
             let ahead = strides.map_or_else(Vec::new, |strides| {
                 let mut strides = strides.lock().unwrap_or_else(PoisonError::into_inner);
                 self.engine.ahead_of(&[fault], &mut strides)
@@ -51,13 +51,13 @@ impl<M: GuestMemoryMap> FaultResolver for VcpuFaultResolver<M> {
                 return;
             }
             change_then_look();
-            if let Some(asker) = self.askers.of(self.readers + seat) {
+            if let Some(asker) = self.askers.of(self.readers + vcpu) {
                 asker.ask(&Requests { waited_for, ahead });
             }
         });
         brought.map_err(|cause| {
             self.engine.fail(Failure::new("bringing a page for a vCPU", cause));
-            NotBrought
+            FaultError
         })
     }
 }

@@ -19,8 +19,8 @@ use super::{Context, PhaseFailure, Received};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::commit::clock;
-use crate::commit::destination::{Known, NotHere, NotStarted, Owned, Promised};
-use crate::error::{Cause, Failure, GuestIs, Step};
+use crate::commit::destination::{DoubtOutcome, NotHere, NotStarted, Owned, Promised};
+use crate::error::{Cause, Failure, GuestLocation, Step};
 use crate::figures::Figures;
 use crate::latency::micros;
 use crate::poll_thread::poll_while;
@@ -48,7 +48,7 @@ struct Commit {
 }
 
 /// What waits for the start of the guest, to be told.
-enum Teller {
+enum StartReport {
     /// The source, on the first connection, by the answer to this message.
     Control,
     /// The source, on a connection for nothing else.
@@ -57,7 +57,7 @@ enum Teller {
     Silence,
 }
 
-impl Teller {
+impl StartReport {
     fn tell(&self, control: &Channel, answer: &Answer) -> Result<(), TransportError> {
         match self {
             Self::Control => control.connection.send(&answer.encode()),
@@ -85,7 +85,7 @@ impl<V: DestinationVm> HasState<V> {
                 let failure = explain(self.faults.as_ref(), failure);
                 // Before the machine ends, which may take its time while the guest stands still.
                 failure.tell(&self.control);
-                self.faults.iter().for_each(FaultThreads::let_go);
+                self.faults.iter().for_each(FaultThreads::release_waiters);
                 Err(PhaseFailure::early(None, failure))
             }
         }
@@ -179,7 +179,7 @@ impl<V: DestinationVm> HasState<V> {
 struct SoleOwner {
     owned: Owned,
     /// What waits to be told how it starts.
-    teller: Teller,
+    teller: StartReport,
     /// The connections that pages come over were lost.
     lost: Option<Failure>,
     /// The operator wants it to run, however it was at the source.
@@ -208,7 +208,7 @@ impl<V: DestinationVm> Ready<V> {
                     context.progress.heard(&figures);
                     let owned = promised.confirmed();
                     let (teller, stopped) =
-                        (Teller::Control, told.and_then(|told| told.stopped(at)));
+                        (StartReport::Control, told.and_then(|told| told.stopped(at)));
                     return Ok(SoleOwner { owned, teller, lost: None, wanted: false, stopped });
                 }
                 Ok(Message::Renew) => {
@@ -231,25 +231,25 @@ impl<V: DestinationVm> Ready<V> {
         let doubt = Doubt { state: promised.lost(), agreed: &agreed, faults, never: &never };
         let (known, word) = doubt.resolve(&mut self.vm, &lost, context);
         match known {
-            Known::Owned(owned) => {
+            DoubtOutcome::Owned(owned) => {
                 context.progress.enter(Phase::Run);
                 let wanted = matches!(word, Resolution::Operator);
                 let (teller, lost) = match word {
-                    Resolution::Verdict(channel) => (Teller::Verdict(channel), Some(lost)),
+                    Resolution::Verdict(channel) => (StartReport::Verdict(channel), Some(lost)),
                     Resolution::Returned(control) => {
                         self.control = control;
-                        (Teller::Silence, None)
+                        (StartReport::Silence, None)
                     }
-                    Resolution::Lost | Resolution::Operator => (Teller::Silence, Some(lost)),
+                    Resolution::Lost | Resolution::Operator => (StartReport::Silence, Some(lost)),
                 };
                 Ok(SoleOwner { owned, teller, lost, wanted, stopped: None })
             }
-            Known::NotHere(NotHere) => {
+            DoubtOutcome::NotHere(NotHere) => {
                 let why = "it goes on with the guest, and the connection was lost before it could \
                            say so";
                 Err(Cause::Abandoned(why.to_string())).step(STEP)
             }
-            Known::GivenUp => Err(Cause::Cancelled).step(STEP),
+            DoubtOutcome::Discarded => Err(Cause::Cancelled).step(STEP),
         }
     }
 
@@ -261,7 +261,7 @@ impl<V: DestinationVm> Ready<V> {
             Ok(here) => here,
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
-                self.faults.iter().for_each(FaultThreads::let_go);
+                self.faults.iter().for_each(FaultThreads::release_waiters);
                 return Err(PhaseFailure::early(None, failure));
             }
         };
@@ -283,12 +283,12 @@ impl<V: DestinationVm> Ready<V> {
             (Err((vm, reason)), faults) => {
                 let NotStarted = owned.does_not_start();
                 let failure = Failure::new("starting the guest", Cause::Vm(reason));
-                let guest = GuestIs::OnDestination;
+                let guest = GuestLocation::OnDestination;
                 let Some(threads) = faults else {
                     let peer = match teller {
-                        Teller::Control => Some(control),
-                        Teller::Verdict(channel) => Some(channel),
-                        Teller::Silence => None,
+                        StartReport::Control => Some(control),
+                        StartReport::Verdict(channel) => Some(channel),
+                        StartReport::Silence => None,
                     };
                     return Err(PhaseFailure { peer, failure, guest, vm: Some(vm), faults: None });
                 };

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_are_made_until_somebody_cancels() {
+    fn zeros_are_made_until_cancelled() {
         let memory = memory();
         let progress = Progress::new(Side::Destination);
         let (never, cancelled) = (Cancel::new().unwrap(), Cancel::new().unwrap());

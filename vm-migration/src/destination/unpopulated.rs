@@ -62,7 +62,7 @@ mod tests {
     use crate::testing::FakeMemory;
 
     #[test]
-    fn whole_stretches_are_populated_once_and_nothing_beside_the_run() {
+    fn whole_stretches_are_populated_once_and_nothing_outside_the_run() {
         let memory = FakeMemory::new(&[(0, 1000)], Backing::Shared, PAGE_BYTES).unwrap();
         let fresh = Unpopulated::new(memory.layout());
         let populated = || memory.populated_bytes(0).unwrap() / PAGE_BYTES;

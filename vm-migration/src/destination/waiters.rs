@@ -182,7 +182,7 @@ mod model {
     /// A vCPU sleeps for its page while that arrives: it always gets up (a model in which it does
     /// not ends in a deadlock).
     #[test]
-    fn a_sleeper_and_the_arrival_of_its_page_never_miss_each_other() {
+    fn a_waiter_and_the_arrival_of_its_page_never_miss_each_other() {
         loom::model(|| {
             let page = Page::new(1);
             let vcpu = {
@@ -196,7 +196,7 @@ mod model {
 
     /// Two vCPUs need one page: at most one asks, and both get up.
     #[test]
-    fn two_sleepers_for_one_page_ask_once_and_both_get_up() {
+    fn two_waiters_for_one_page_ask_once_and_both_wake() {
         let mut bounded = loom::model::Builder::new();
         bounded.preemption_bound = Some(3);
         bounded.check(|| {

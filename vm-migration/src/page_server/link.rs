@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use super::takeover::{ServedMemory, TakeoverRequest};
-use super::{Taken, take_over_limit};
+use super::{TakeoverOutcome, take_over_limit};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::Cause;
@@ -133,12 +133,12 @@ impl SourceEnd {
     ///
     /// # Errors
     /// When it cannot, or does not answer in time: see [`super::PageServerHandle::take_over`].
-    pub fn takeover(&mut self, takeover: &TakeoverRequest) -> Result<Taken, Cause> {
+    pub fn takeover(&mut self, takeover: &TakeoverRequest) -> Result<TakeoverOutcome, Cause> {
         self.order(&Order::TakeoverRequest(takeover.to_json()), None)?;
         let answer = self.channel.answer(take_over_limit(&self.limits))?;
         match answer.payload.as_slice() {
-            [] => Ok(Taken::Serving),
-            _ => Ok(Taken::Complete),
+            [] => Ok(TakeoverOutcome::Serving),
+            _ => Ok(TakeoverOutcome::Complete),
         }
     }
 }
@@ -173,7 +173,7 @@ impl PageServerEnd {
         make: impl FnOnce(&ServedMemory, Vec<File>) -> Result<T, Cause>,
     ) -> Result<(ServedMemory, T), Cause> {
         let taken = self.try_take_memory(make);
-        self.tell(taken.as_ref().map(|_| Taken::Serving));
+        self.tell(taken.as_ref().map(|_| TakeoverOutcome::Serving));
         taken
     }
 
@@ -234,10 +234,10 @@ impl PageServerEnd {
     }
 
     /// Answers. A source that is gone needs no answer: what was taken over stays so.
-    pub fn tell(&self, taken: Result<Taken, &Cause>) {
+    pub fn tell(&self, taken: Result<TakeoverOutcome, &Cause>) {
         let answer = match taken {
-            Ok(Taken::Serving) => Answer::ok(),
-            Ok(Taken::Complete) => Answer::Ok { offer_taken: false, payload: vec![1] },
+            Ok(TakeoverOutcome::Serving) => Answer::ok(),
+            Ok(TakeoverOutcome::Complete) => Answer::Ok { offer_taken: false, payload: vec![1] },
             Err(cause) => Answer::Error { reason: error_text::chain(cause) },
         };
         if let Err(error) = self.channel.connection.send(&answer.encode()) {

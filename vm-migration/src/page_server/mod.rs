@@ -55,7 +55,7 @@ pub struct Identity {
 
 /// What taking over has come to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Taken {
+pub enum TakeoverOutcome {
     /// It serves the pages that are left.
     Serving,
     /// There is none left.
@@ -71,7 +71,7 @@ pub trait PageServerHandle: Send + fmt::Debug {
     ///
     /// # Errors
     /// Why it has not. It has ended by then, or it could disturb the process that goes on in its place.
-    fn take_over(self: Box<Self>, takeover: &TakeoverRequest) -> Result<Taken, VmError>;
+    fn take_over(self: Box<Self>, takeover: &TakeoverRequest) -> Result<TakeoverOutcome, VmError>;
 }
 
 /// How long a page server may take to take over: it connects, asks, and hears what is missing.

@@ -137,7 +137,7 @@ fn linked(made: Result<(), &'static str>) -> (Result<SourceEnd, Cause>, Told) {
         })?;
         assert_eq!(files[1].metadata().unwrap().len(), 64 * PAGE_BYTES);
         let takeover = page_server.wait_for_takeover(&layout())?;
-        page_server.tell(Ok(Taken::Complete));
+        page_server.tell(Ok(TakeoverOutcome::Complete));
         Ok(takeover)
     });
     let memory = FakeMemory::new(&REGIONS, Backing::Shared, PAGE_BYTES).unwrap();
@@ -150,7 +150,7 @@ fn linked(made: Result<(), &'static str>) -> (Result<SourceEnd, Cause>, Told) {
 fn memory_and_charge_arrive() {
     let (source_end, page_server) = linked(Ok(()));
     let takeover = takeover([(1, 512), (1, 1)]);
-    assert_eq!(source_end.unwrap().takeover(&takeover).unwrap(), Taken::Complete);
+    assert_eq!(source_end.unwrap().takeover(&takeover).unwrap(), TakeoverOutcome::Complete);
     assert_eq!(page_server.join().unwrap().unwrap(), Some(takeover));
 }
 

@@ -313,7 +313,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         let unit = run.first / CHUNK_PAGES / self.unit_chunks[run.region];
         self.trail.store((run.region as u64) << TRAIL_UNIT_BITS | (unit + 1), Ordering::Relaxed);
         if self.unread[run.region].claim(unit) {
-            self.bring(self.pages_of(run.region, unit, 1), buffer, Via::Urgent)?;
+            self.resolve(self.pages_of(run.region, unit, 1), buffer, Via::Urgent)?;
         }
         Ok(())
     }
@@ -333,7 +333,7 @@ impl<M: GuestMemoryMap> Shared<M> {
             let Some((region, claimed)) = self.claim_from(at) else { return Ok(()) };
             at = (region, claimed.base);
             for (unit, count) in claimed.runs() {
-                self.bring(self.pages_of(region, unit, count), &mut buffer, Via::Bulk)?;
+                self.resolve(self.pages_of(region, unit, count), &mut buffer, Via::Bulk)?;
             }
         }
         Ok(())
@@ -354,7 +354,7 @@ impl<M: GuestMemoryMap> Shared<M> {
     }
 
     /// Reads whole units, verifies them, and lets the guest see them.
-    fn bring(
+    fn resolve(
         &self,
         run: PageRun,
         buffer: &mut AlignedBuffer,

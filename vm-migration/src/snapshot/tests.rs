@@ -126,7 +126,7 @@ fn never_populated_memory_is_not_populated_and_takes_no_room() {
 }
 
 #[test]
-fn on_demand_shows_what_was_saved_to_whoever_touches_it() {
+fn on_demand_shows_what_was_saved_to_each_access() {
     for backing in [Backing::Shared, Backing::Anonymous] {
         let folder = taken(&filled(Backing::Shared));
         let memory = memory(backing);
@@ -364,7 +364,7 @@ fn whatever_a_crash_leaves_is_no_snapshot_and_no_obstacle() {
 }
 
 #[test]
-fn a_directory_of_somebody_else_is_neither_restored_nor_touched() {
+fn a_foreign_directory_is_neither_restored_nor_touched() {
     let folder = TempDir::with_prefix("snapshot-").unwrap();
     for name in [CONFIG_FILE, STATE_FILE, MEMORY_FILE] {
         fs::write(folder.path().join(name), "theirs").unwrap();

@@ -52,7 +52,7 @@ pub(crate) enum Decision {
     /// Stop the guest now.
     Stop,
     /// The downtime will not be reached and the options do not allow to exceed it.
-    GiveUp,
+    Abort,
     /// It will not be reached; let the rest of memory follow the guest.
     Postcopy,
 }
@@ -198,7 +198,7 @@ impl Policy {
         let (ends, end) = match self.strategy {
             _ if self.may_postcopy => (true, Decision::Postcopy),
             TimeoutStrategy::Ignore => (true, Decision::Stop),
-            TimeoutStrategy::Cancel => (false, Decision::GiveUp),
+            TimeoutStrategy::Cancel => (false, Decision::Abort),
         };
         if elapsed >= self.timeout {
             return (end, None);
@@ -338,7 +338,7 @@ mod tests {
     #[test]
     fn the_timeout_does_what_the_strategy_says() {
         let at_end = |strategy| policy(strategy).decide(1000, pages(HOUR), HOUR);
-        assert_eq!(at_end(TimeoutStrategy::Cancel), (Decision::GiveUp, None));
+        assert_eq!(at_end(TimeoutStrategy::Cancel), (Decision::Abort, None));
         assert_eq!(at_end(TimeoutStrategy::Ignore), STOP);
     }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::negotiate::{Links, Terms};
 use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
 use super::stop::Stopped;
-use super::verdict::{Retraction, Teller, note_standing};
+use super::verdict::{Retraction, VerdictSender, note_standing};
 use super::{Context, PhaseFailure, Remains, check_cancel};
 use crate::channel::Channel;
 use crate::commit::clock;
@@ -46,7 +46,7 @@ pub(crate) struct Doubt {
     pub failure: Failure,
     pub state: Unconfirmed,
     /// In precopy; in postcopy it learns it from the connections that are made again.
-    pub teller: Option<Teller>,
+    pub teller: Option<VerdictSender>,
 }
 
 /// Acknowledgements that may become too old before one is used: a source that does not get to it in

@@ -38,7 +38,7 @@ use std::sync::Arc;
 
 use crate::cancel::Cancel;
 use crate::channel::Channel;
-use crate::error::{Failure, GuestIs, MigrationError, Side, Step};
+use crate::error::{Failure, GuestLocation, MigrationError, Side, Step};
 use crate::options::SendOptions;
 use crate::progress::{Phase, Progress, Snapshot};
 use crate::report::FailureReport;
@@ -185,7 +185,7 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
     match phase_failure {
         PhaseFailure::Running(vm, peer, failure) => {
             tell_peer(peer, &failure);
-            let error = fail(Phase::Failed, GuestIs::OnSource, failure);
+            let error = fail(Phase::Failed, GuestLocation::OnSource, failure);
             SendFailure::Resumed { vm, error }
         }
         PhaseFailure::Paused { vm, peer, failure, retraction, log } => {
@@ -198,20 +198,20 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
             }
             match resumed {
                 Ok(vm) => {
-                    let error = fail(Phase::Failed, GuestIs::OnSource, failure);
+                    let error = fail(Phase::Failed, GuestLocation::OnSource, failure);
                     SendFailure::Resumed { vm, error }
                 }
                 Err((vm, reason)) => {
                     log::error!("the guest could not be resumed: {}", error_text::chain(&*reason));
-                    let error = fail(Phase::Failed, GuestIs::PausedOnSource, failure);
+                    let error = fail(Phase::Failed, GuestLocation::PausedOnSource, failure);
                     SendFailure::StillPaused { vm, error }
                 }
             }
         }
         PhaseFailure::HandedOver(remains, held, failure) => {
             let (last, guest) = match held {
-                Some(_) => (Phase::PostcopyPaused, GuestIs::PostcopyPaused),
-                None => (Phase::Failed, GuestIs::OnDestination),
+                Some(_) => (Phase::PostcopyPaused, GuestLocation::PostcopyPaused),
+                None => (Phase::Failed, GuestLocation::OnDestination),
             };
             let error = fail(last, guest, failure);
             SendFailure::HandedOver { remains, held, error }

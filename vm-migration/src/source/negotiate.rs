@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::send_stream::Record;
-use super::verdict::Teller;
+use super::verdict::VerdictSender;
 use super::{Connected, Context, PhaseFailure};
 use crate::channel::Channel;
 use crate::commit::usable;
@@ -62,9 +62,9 @@ impl Links {
     }
 
     /// How a destination in doubt is told which side has the guest, if it listens to that.
-    pub(super) fn teller(&self, context: Context<'_>) -> Option<Teller> {
+    pub(super) fn teller(&self, context: Context<'_>) -> Option<VerdictSender> {
         let id = self.token.filter(|_| self.terms.hears_verdicts());
-        id.map(|id| Teller::new(context, id))
+        id.map(|id| VerdictSender::new(context, id))
     }
 }
 

@@ -45,7 +45,7 @@ const HINTS_LOOK: Duration = Duration::from_millis(50);
 
 /// How often the end of precopy is put off because the machine took long to settle, and memory was
 /// dirtied meanwhile. A guest whose disks are always that slow is moved all the same.
-const SETTLES_MAX: u32 = 3;
+const PREPARES_MAX: u32 = 3;
 
 /// Both sides agree, the destination has mapped the memory; the guest runs here.
 pub(crate) struct Negotiated<V: SourceVm> {
@@ -100,7 +100,7 @@ impl<V: SourceVm> Negotiated<V> {
     fn remaining(&mut self, context: Context<'_>) -> Result<RemainingMemory<V::Log>, Failure> {
         if self.links.terms.local() {
             self.await_machine(context.options.limits.prepare)?;
-            self.settle(context)?;
+            self.prepare_stop(context)?;
             return Ok(RemainingMemory::Shared);
         }
         let log = self.start_log()?;
@@ -110,7 +110,7 @@ impl<V: SourceVm> Negotiated<V> {
                 Rounds::Switched(pages, told) => Ok(RemainingMemory::Later(log, pages, told)),
             },
             MemoryMode::Postcopy => {
-                self.settle(context)?;
+                self.prepare_stop(context)?;
                 let pages = scan(&*self.memory, &log)?;
                 Ok(RemainingMemory::Later(log, pages, None))
             }
@@ -127,7 +127,7 @@ impl<V: SourceVm> Negotiated<V> {
         let mut controller = ConvergenceController::new(&self.vm, &self.links, context)?;
         let mut remaining_bytes = self.memory.layout().pages() * PAGE_BYTES;
         let mut machine_is_built = !self.links.terms.early_memory();
-        let mut settles = 0;
+        let mut prepares = 0;
         log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
         let mut hints = self.ask_for_hints(log, context)?;
         for number in 1u32.. {
@@ -168,17 +168,17 @@ impl<V: SourceVm> Negotiated<V> {
                         self.await_machine(options.limits.prepare)?
                     };
                     machine_is_built = true;
-                    let settled = self.settle(context)?;
-                    let counts = settles < SETTLES_MAX;
-                    settles += 1;
-                    if controller.may_stop_after(if counts { waited + settled } else { waited }) {
+                    let prepared = self.prepare_stop(context)?;
+                    let counts = prepares < PREPARES_MAX;
+                    prepares += 1;
+                    if controller.may_stop_after(if counts { waited + prepared } else { waited }) {
                         break;
                     }
                 }
                 Decision::Postcopy => {
                     return self.switch(log, None, machine_is_built, context);
                 }
-                Decision::GiveUp => {
+                Decision::Abort => {
                     return Err(controller.not_converging(number, remaining_bytes))
                         .step("waiting for the guest to converge");
                 }
@@ -228,7 +228,7 @@ impl<V: SourceVm> Negotiated<V> {
         if !machine_is_built {
             self.await_machine(context.options.limits.prepare)?;
         }
-        self.settle(context)?;
+        self.prepare_stop(context)?;
         let maps = unsent.unwrap_or_else(|| empty_maps(self.memory.layout()));
         let told = if self.links.terms.stale() {
             Some(self.tell_what_is_stale(log, &maps, context)?)
@@ -274,10 +274,10 @@ impl<V: SourceVm> Negotiated<V> {
     }
 
     /// Has the machine do what would keep the guest standing still; returns how long that took.
-    fn settle(&self, context: Context<'_>) -> Result<Duration, Failure> {
+    fn prepare_stop(&self, context: Context<'_>) -> Result<Duration, Failure> {
         const STEP: &str = "writing back disks before the stop";
         let began = Instant::now();
-        self.vm.settle(&|| context.cancel.is_cancelled()).map_err(Cause::Vm).step(STEP)?;
+        self.vm.prepare_stop(&|| context.cancel.is_cancelled()).map_err(Cause::Vm).step(STEP)?;
         check_cancel(context.cancel, STEP)?;
         Ok(began.elapsed())
     }

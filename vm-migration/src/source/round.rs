@@ -257,7 +257,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             }
         }
         sent += self.flush(stream, &mut content)?;
-        stream.settle()?;
+        stream.wait_for_answers()?;
         Ok(sent)
     }
 

@@ -163,7 +163,7 @@ impl<'a> SendStream<'a> {
     }
 
     /// Waits for all answers.
-    pub(crate) fn settle(&mut self) -> Result<(), Failure> {
+    pub(crate) fn wait_for_answers(&mut self) -> Result<(), Failure> {
         while !self.waiting.is_empty() {
             self.take_answer()?;
         }
@@ -201,7 +201,7 @@ impl<'a> SendStream<'a> {
             return self.send_plain(memory, data);
         };
         if choice.begins_trial() {
-            self.settle()?;
+            self.wait_for_answers()?;
             self.trial = Some(Instant::now());
         }
         let encoding = self
@@ -223,7 +223,7 @@ impl<'a> SendStream<'a> {
             .as_mut()
             .is_some_and(|page_compressor| page_compressor.choice.sent(bytes));
         if ends {
-            self.settle()?;
+            self.wait_for_answers()?;
             let took = self.trial.take().map(|began| began.elapsed()).unwrap_or_default();
             let page_compressor = self.record.page_compressor.as_mut();
             if let Some(now) =

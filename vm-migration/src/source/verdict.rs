@@ -35,7 +35,7 @@ const STEP: &str = "telling the destination which side has the guest";
 
 /// Where a destination is told, and for how long.
 #[derive(Clone, Debug)]
-pub(crate) struct Teller {
+pub(crate) struct VerdictSender {
     to: Address,
     id: [u8; TOKEN_BYTES],
     limits: Limits,
@@ -47,7 +47,7 @@ pub(crate) struct Teller {
 #[derive(Debug)]
 pub(crate) struct Retraction {
     pub withheld: Withheld,
-    pub teller: Teller,
+    pub teller: VerdictSender,
 }
 
 impl Retraction {
@@ -59,7 +59,7 @@ impl Retraction {
                 Ok(never) => never,
                 Err(error) => return log::warn!("the destination is not told: {error}"),
             };
-            match teller.tell(withheld.says(), Late(None), &never) {
+            match teller.tell(withheld.says(), HandoverAnswer(None), &never) {
                 Ok(()) => log::info!("the destination knows that the guest is here"),
                 Err(failure) => log::info!("the destination is not told: {}", failure.for_peer()),
             }
@@ -72,9 +72,9 @@ impl Retraction {
 
 /// The connection of the handover, where the answer to the last message may come late: the destination
 /// says it as soon as its guest runs, and then listens no more.
-struct Late(Option<Channel>);
+struct HandoverAnswer(Option<Channel>);
 
-impl Late {
+impl HandoverAnswer {
     /// The answer, if it is there.
     fn answer(&mut self) -> Option<Result<(), Cause>> {
         let control = self.0.as_mut()?;
@@ -122,7 +122,7 @@ enum Attempt {
     Unreachable(Cause),
 }
 
-impl Teller {
+impl VerdictSender {
     /// Of a migration whose token is `id`.
     pub(crate) fn new(context: Context<'_>, id: [u8; TOKEN_BYTES]) -> Self {
         let options = context.options;
@@ -146,14 +146,19 @@ impl Teller {
         context: Context<'_>,
     ) -> Result<(), Failure> {
         let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
-        let told = self.tell(unconfirmed.says(), Late(Some(control)), &never);
+        let told = self.tell(unconfirmed.says(), HandoverAnswer(Some(control)), &never);
         if let Err(failure) = &told {
             context.progress.cannot_recover(failure.for_peer());
         }
         told
     }
 
-    fn tell(self, verdict: Verdict, mut late: Late, never: &Cancel) -> Result<(), Failure> {
+    fn tell(
+        self,
+        verdict: Verdict,
+        mut late: HandoverAnswer,
+        never: &Cancel,
+    ) -> Result<(), Failure> {
         let told = self.tell_anew(verdict, &mut late, never);
         match told {
             // It may have come meanwhile, and that is why nothing listens there any more.
@@ -165,7 +170,7 @@ impl Teller {
     fn tell_anew(
         mut self,
         verdict: Verdict,
-        late: &mut Late,
+        late: &mut HandoverAnswer,
         never: &Cancel,
     ) -> Result<(), Failure> {
         let since = Instant::now();
@@ -200,7 +205,7 @@ impl Teller {
     fn wait(&mut self, since: Instant, pause: Duration) -> Result<bool, Failure> {
         let next = Instant::now() + pause;
         loop {
-            if self.steering.gives_up() {
+            if self.steering.is_abandoned() {
                 return Err(Cause::Cancelled).step(STEP);
             }
             match self.steering.take_recover() {

@@ -13,7 +13,7 @@ use crate::layout::PageRun;
 use crate::ram::{GuestMemoryMap as _, Hold};
 
 #[derive(Debug)]
-struct Leaver {
+struct PendingDiscard {
     run: PageRun,
     /// Looks that are to find it before.
     looks_left: u32,
@@ -21,7 +21,7 @@ struct Leaver {
 
 #[derive(Debug, Default)]
 struct State {
-    leavers: Vec<Leaver>,
+    leavers: Vec<PendingDiscard>,
     /// Looked at, and on their way.
     due: Vec<PageRun>,
     held: Vec<(usize, Range<u64>)>,
@@ -56,15 +56,15 @@ impl Drop for Held<'_> {
         if let Some(at) = state.held.iter().position(is_this) {
             state.held.swap_remove(at);
         }
-        self.memory.let_go(state);
+        self.memory.leave(state);
     }
 }
 
 impl FakeMemory {
     /// The guest gives these pages back right after the look number `look` (from 1 on) that finds them
     /// populated; before that it writes them after each look, so that there is a next one.
-    pub fn give_back_at_look(&self, run: PageRun, look: u32) {
-        self.leaving().state().leavers.push(Leaver { run, looks_left: look });
+    pub fn discard_at_scan(&self, run: PageRun, look: u32) {
+        self.leaving().state().leavers.push(PendingDiscard { run, looks_left: look });
     }
 
     /// Blocks of 512 bytes that the host has for the file of a region.
@@ -90,7 +90,7 @@ impl FakeMemory {
     pub(super) fn looked_at(&self, region: usize, populated: &[Range<u64>]) {
         let mut state = self.leaving().state();
         let State { leavers, due, .. } = &mut *state;
-        leavers.retain_mut(|Leaver { run, looks_left }| {
+        leavers.retain_mut(|PendingDiscard { run, looks_left }| {
             if !populated.iter().any(|pages| overlaps(run, region, pages)) {
                 return true;
             }
@@ -102,11 +102,11 @@ impl FakeMemory {
             due.push(*run);
             false
         });
-        self.let_go(state);
+        self.leave(state);
     }
 
     /// What is not held leaves.
-    fn let_go(&self, mut state: MutexGuard<'_, State>) {
+    fn leave(&self, mut state: MutexGuard<'_, State>) {
         let State { due, held, .. } = &mut *state;
         due.retain(|run| {
             let is_held = held.iter().any(|(region, pages)| overlaps(run, *region, pages));

@@ -33,7 +33,7 @@ pub enum Inject {
     Nothing,
     Config,
     StartLog,
-    Settle,
+    PrepareStop,
     Pause,
     State,
     Release,
@@ -43,9 +43,9 @@ pub enum Inject {
     Apply,
     Run,
     /// No failure: settling takes longer than the downtime.
-    SettlesSlowly,
+    PreparesStopSlowly,
     /// No failure: settling takes until it is cancelled.
-    SettlesNever,
+    NeverPreparesStop,
     /// `Run`, the first time.
     RunOnce,
     /// No failure: letting go of exclusive resources takes a second.
@@ -349,13 +349,13 @@ impl SourceVm for FakeVm {
         Duration::from_micros(200)
     }
 
-    fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
-        self.common.call(Inject::Settle, "settle")?;
-        if let Inject::SettlesSlowly = self.common.inject {
+    fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+        self.common.call(Inject::PrepareStop, "prepare_stop")?;
+        if let Inject::PreparesStopSlowly = self.common.inject {
             // Longer than any part of the downtime.
             std::thread::sleep(Duration::from_millis(200));
         }
-        if let Inject::SettlesNever = self.common.inject {
+        if let Inject::NeverPreparesStop = self.common.inject {
             while !is_cancelled() {
                 std::thread::yield_now();
             }
@@ -561,7 +561,7 @@ impl DestinationVm for FakeDestination {
         if !own_faults {
             return Ok(None);
         }
-        Ok(Some(memory.refuse_vcpus(to_usize(*vcpus))?))
+        Ok(Some(memory.refuse_missing_pages(to_usize(*vcpus))?))
     }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {

@@ -57,7 +57,7 @@ pub struct FakeMemory {
 struct NoBarrier;
 
 impl VcpuBarrier for NoBarrier {
-    fn let_through(&self, _: PageRun) {}
+    fn unblock(&self, _: PageRun) {}
 
     fn open(&self) {}
 
@@ -161,7 +161,10 @@ impl FakeMemory {
     ///
     /// # Errors
     /// When the host does not allow to watch this memory.
-    pub fn refuse_vcpus(self: &Arc<Self>, vcpus: usize) -> Result<Arc<OwnFaults<Self>>, UffdError> {
+    pub fn refuse_missing_pages(
+        self: &Arc<Self>,
+        vcpus: usize,
+    ) -> Result<Arc<OwnFaults<Self>>, UffdError> {
         let faults = OwnFaults::refusing(Arc::clone(self), 1, vcpus, Box::new(NoBarrier))?;
         let faults = Arc::new(faults);
         let _ = self.refusing.set(Arc::downgrade(&faults));

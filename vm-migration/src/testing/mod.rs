@@ -17,4 +17,4 @@ pub use machine::{
     Builder, Calls, FakeDestination, FakeMapped, FakePaused, FakeVm, Inject, Throttled,
 };
 pub use memory::{FakeLog, FakeMemory, FakeMemoryError};
-pub use page_server::{Conduct, FakePageServer, Served};
+pub use page_server::{Behaviour, FakePageServer, Served};

@@ -12,7 +12,7 @@ use crate::channel::Channel;
 use crate::error::{Cause, Side};
 use crate::options::Limits;
 use crate::page_server::{
-    Identity, PageServerEnd, PageServerHandle, SourceEnd, Taken, TakeoverRequest,
+    Identity, PageServerEnd, PageServerHandle, SourceEnd, TakeoverOutcome, TakeoverRequest,
 };
 use crate::progress::{Progress, Snapshot};
 use crate::protocol::message::{Message, Recover};
@@ -23,7 +23,7 @@ use crate::vm::VmError;
 
 /// What a fake page server does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Conduct {
+pub enum Behaviour {
     /// What it should.
     #[default]
     Serves,
@@ -32,7 +32,7 @@ pub enum Conduct {
     /// It ends when it is told to take over.
     Vanishes,
     /// It connects where there is no listener.
-    FindsNobody,
+    NoDestination,
     /// It ends when the destination has let go of the source for it.
     EndsHalfWay,
     /// It connects when it is asked to recover, and not before.
@@ -42,7 +42,7 @@ pub enum Conduct {
 /// A page server to be, and what becomes of it.
 #[derive(Debug)]
 pub struct FakePageServer {
-    conduct: Conduct,
+    behaviour: Behaviour,
     limits: Limits,
     /// How far it is.
     pub progress: Arc<Progress>,
@@ -57,10 +57,10 @@ pub type Served = Result<Option<Snapshot>, String>;
 
 impl FakePageServer {
     /// One that is not there yet.
-    pub fn new(conduct: Conduct, limits: Limits) -> Arc<Self> {
+    pub fn new(behaviour: Behaviour, limits: Limits) -> Arc<Self> {
         let progress = Arc::new(Progress::new(Side::Source));
         let (steering, thread) = (Steering::new(), Mutex::new(None));
-        Arc::new(Self { conduct, limits, progress, steering, thread })
+        Arc::new(Self { behaviour, limits, progress, steering, thread })
     }
 
     /// Starts it with this memory.
@@ -80,8 +80,8 @@ impl FakePageServer {
     fn run(&self, socket: UnixStream) -> Served {
         let said = |cause: Cause| error_text::chain(&cause);
         let mut page_server = PageServerEnd::new(socket).map_err(said)?;
-        let made = page_server.take_memory(|description, files| match self.conduct {
-            Conduct::RefusesMemory => Err(Cause::Vm("there is no room".into())),
+        let made = page_server.take_memory(|description, files| match self.behaviour {
+            Behaviour::RefusesMemory => Err(Cause::Vm("there is no room".into())),
             _ => FakeMemory::over(&description.layout()?, files).map_err(Cause::Vm),
         });
         let (description, memory) = made.map_err(said)?;
@@ -89,20 +89,20 @@ impl FakePageServer {
         let Some(takeover) = page_server.wait_for_takeover(&layout).map_err(said)? else {
             return Ok(None);
         };
-        if self.conduct == Conduct::Vanishes {
+        if self.behaviour == Behaviour::Vanishes {
             return Ok(None);
         }
-        if self.conduct == Conduct::EndsHalfWay {
+        if self.behaviour == Behaviour::EndsHalfWay {
             return half_way(&takeover, &self.limits).map(|()| None).map_err(said);
         }
-        while self.conduct == Conduct::ComesLate && self.steering.take_recover().is_none() {
+        while self.behaviour == Behaviour::ComesLate && self.steering.take_recover().is_none() {
             std::thread::yield_now();
         }
-        let takeover = match self.conduct {
-            Conduct::FindsNobody => elsewhere(&takeover)?,
+        let takeover = match self.behaviour {
+            Behaviour::NoDestination => elsewhere(&takeover)?,
             _ => takeover,
         };
-        let taken = |taken: Result<Taken, &Cause>| page_server.tell(taken);
+        let taken = |taken: Result<TakeoverOutcome, &Cause>| page_server.tell(taken);
         let served = serve_for_another(memory, &takeover, &self.steering, &self.progress, taken);
         served.map(Some).map_err(|error| error_text::chain(&*error))
     }
@@ -143,7 +143,10 @@ impl PageServerHandle for FakePageServerHandle {
         Identity { socket: "/page-server".to_owned(), pid: std::process::id() }
     }
 
-    fn take_over(mut self: Box<Self>, takeover: &TakeoverRequest) -> Result<Taken, VmError> {
+    fn take_over(
+        mut self: Box<Self>,
+        takeover: &TakeoverRequest,
+    ) -> Result<TakeoverOutcome, VmError> {
         Ok(self.0.takeover(takeover)?)
     }
 }

@@ -76,7 +76,7 @@ fn anonymous_memory_is_discarded_where_it_is_stale() {
 }
 
 #[test]
-fn the_clock_and_a_person_end_a_round_in_its_middle() {
+fn the_clock_and_the_operator_end_a_round_in_its_middle() {
     if !have_uffd() {
         return;
     }

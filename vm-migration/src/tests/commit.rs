@@ -26,8 +26,8 @@ use crate::testing::{Calls, FakeDestination, FakeMemory, Inject};
 use crate::transport::Connection;
 use crate::vm::DestinationVm as _;
 use crate::{
-    Address, Cancel, Cause, Convergence, GuestIs, Limits, MemoryMode, Progress, ReceiveOptions,
-    SendOptions, Side, steering,
+    Address, Cancel, Cause, Convergence, GuestLocation, Limits, MemoryMode, Progress,
+    ReceiveOptions, SendOptions, Side, steering,
 };
 
 #[test]
@@ -60,9 +60,9 @@ enum Arrived {
     /// The guest, with all its pages.
     Whole(FakeVm),
     /// The guest, which did not start; all pages.
-    NotStarted(FakeDestination, GuestIs),
+    NotStarted(FakeDestination, GuestLocation),
     /// Nothing.
-    Failed(GuestIs, String),
+    Failed(GuestLocation, String),
 }
 
 /// Cancels when a phase begins.
@@ -229,9 +229,9 @@ impl Run {
         let (sent, arrived, guest, _) = self.arrives();
         let SendFailure::Resumed { mut vm, error } = *sent.unwrap_err() else { panic!() };
         assert!(vm.runs());
-        assert_eq!(error.guest, GuestIs::OnSource);
+        assert_eq!(error.guest, GuestLocation::OnSource);
         let Arrived::Failed(at, why) = arrived else { panic!("it is at the destination, too") };
-        assert_eq!(at, GuestIs::NotHere, "{why}");
+        assert_eq!(at, GuestLocation::NotHere, "{why}");
         vm.stop();
         assert_whole(&guest, &from);
         error_text::chain(&error)
@@ -267,7 +267,7 @@ fn a_machine_that_is_not_to_run_ends_although_something_of_it_waits() {
     if !have_uffd() {
         return;
     }
-    for decision in [None, Some(Decision::GivenUp)] {
+    for decision in [None, Some(Decision::Discarded)] {
         let special = Special::new(MemoryMode::Postcopy, ACKNOWLEDGED());
         let recover_timeout = decision.map_or(special.recover_timeout, |_| Duration::ZERO);
         let at_destination = Inject::TouchInDoubt;
@@ -310,9 +310,9 @@ fn an_outage_longer_than_the_promise_is_waited_out() {
 }
 
 #[test]
-fn a_person_decides_where_the_source_does_not_come_back() {
+fn the_operator_decides_when_the_source_does_not_reconnect() {
     for mode in modes() {
-        for decision in [Decision::RunsHere, Decision::GivenUp] {
+        for decision in [Decision::RunsHere, Decision::Discarded] {
             let special = Special::new(mode, CONFIRM());
             let recover_timeout = Duration::ZERO;
             let run = Run::start(Special { limits: BRIEF, recover_timeout, ..special });
@@ -334,8 +334,8 @@ fn a_person_decides_where_the_source_does_not_come_back() {
                     vm.stop();
                     assert_whole(&guest, &to);
                 }
-                (Decision::GivenUp, Arrived::Failed(guest, _)) => {
-                    assert_eq!(guest, GuestIs::NotHere);
+                (Decision::Discarded, Arrived::Failed(guest, _)) => {
+                    assert_eq!(guest, GuestLocation::NotHere);
                 }
                 _ => panic!("{mode:?} {decision:?}"),
             }
@@ -397,7 +397,7 @@ fn a_guest_that_does_not_start_in_postcopy_stays_and_gets_its_pages() {
         // The source has served every page, and is free.
         sent.unwrap();
         let Arrived::NotStarted(vm, at) = arrived else { panic!("it was dropped") };
-        assert_eq!(at, GuestIs::OnDestination);
+        assert_eq!(at, GuestLocation::OnDestination);
         let mut vm = vm.run(true).map_err(|(_, error)| error).unwrap();
         vm.stop();
         assert_whole(&guest, &to);
@@ -437,14 +437,15 @@ fn a_precopy_that_is_told_to_stop_telling_says_where_the_guest_is() {
     let (sent, ..) = run.arrives();
     let failure = *sent.unwrap_err();
     assert!(matches!(&failure, SendFailure::HandedOver { held: None, .. }), "{failure:?}");
-    assert_eq!(failure.error().guest, GuestIs::OnDestination);
+    assert_eq!(failure.error().guest, GuestLocation::OnDestination);
 }
 
 /// A postcopy of which the last message is lost, and what is left at the destination.
 fn ended_without_a_word() -> (Address, LateReconnects, [u8; 16]) {
-    let lingering = LateReconnects::default();
-    let (address, id) = crate::destination::late_reconnects_for_tests(&loopback(), &lingering);
-    (address, lingering, id)
+    let late_reconnects = LateReconnects::default();
+    let (address, id) =
+        crate::destination::late_reconnects_for_tests(&loopback(), &late_reconnects);
+    (address, late_reconnects, id)
 }
 
 #[test]
@@ -480,20 +481,20 @@ fn hears_the_end(address: &Address, id: [u8; 16]) {
 #[test]
 fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
     let never = Cancel::new().unwrap();
-    let (address, lingering, id) = ended_without_a_word();
+    let (address, late_reconnects, id) = ended_without_a_word();
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 6);
     guest.fill(&from, 20);
     // A port that is taken over and cannot be used.
     let Address::Tcp { port, .. } = address else { panic!() };
     let elsewhere: Address = format!("tcp:192.0.2.1:{port}").parse().unwrap();
-    Listener::bind_over(&elsewhere, &lingering, &never).unwrap_err();
+    Listener::bind_over(&elsewhere, &late_reconnects, &never).unwrap_err();
     hears_the_end(&address, id);
     // No reception begins.
-    drop(Listener::bind_over(&address, &lingering, &never).unwrap());
+    drop(Listener::bind_over(&address, &late_reconnects, &never).unwrap());
     hears_the_end(&address, id);
     for fails in [true, false] {
-        let listener = Listener::bind_over(&address, &lingering, &never).unwrap();
+        let listener = Listener::bind_over(&address, &late_reconnects, &never).unwrap();
         let builder = Builder::new(&to, &guest);
         let (cancel, progress) = (Cancel::new().unwrap(), Progress::new(Side::Destination));
         let progress = Arc::new(progress);
@@ -529,18 +530,18 @@ fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
     if !have_uffd() {
         return;
     }
-    let (address, lingering, id) = ended_without_a_word();
+    let (address, late_reconnects, id) = ended_without_a_word();
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 6);
     guest.fill(&from, 60);
-    let listener = Listener::bind_over(&address, &lingering, &never).unwrap();
+    let listener = Listener::bind_over(&address, &late_reconnects, &never).unwrap();
     let steering = Steering::new();
     let receiver = {
         let (builder, steering) = (Builder::new(&to, &guest), steering.clone());
-        let lingering = lingering.clone();
+        let late_reconnects = late_reconnects.clone();
         std::thread::spawn(move || {
             let options =
-                ReceiveOptions { limits: LIMITS, steering, lingering, ..Default::default() };
+                ReceiveOptions { limits: LIMITS, steering, late_reconnects, ..Default::default() };
             let progress = Arc::new(Progress::new(Side::Destination));
             listener.receive(builder, &options, &progress, &Cancel::new().unwrap())
         })
@@ -571,12 +572,12 @@ fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
 #[test]
 fn a_new_migration_takes_the_place_of_one_that_is_answered_for() {
     let never = Cancel::new().unwrap();
-    let (address, lingering, id) = ended_without_a_word();
+    let (address, late_reconnects, id) = ended_without_a_word();
     assert!(Listener::bind(&address).is_err(), "it listens there");
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 5);
     guest.fill(&from, 20);
-    let listener = Listener::bind_over(&address, &lingering, &never).unwrap();
+    let listener = Listener::bind_over(&address, &late_reconnects, &never).unwrap();
     assert_eq!(*listener.address(), address);
     let builder = Builder::new(&to, &guest);
     let progress = Arc::new(Progress::new(Side::Destination));

@@ -22,7 +22,7 @@ use crate::protocol::capabilities::{
 use crate::protocol::message::Command;
 use crate::source::SendFailure;
 use crate::testing::FakeMemory;
-use crate::{Address, Compression, GuestIs, Limits, MemoryMode};
+use crate::{Address, Compression, GuestLocation, Limits, MemoryMode};
 
 /// Limits of the cases in which somebody stalls; each costs that much.
 const SHORT: Limits =
@@ -90,7 +90,7 @@ fn run_within(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
             Err(paused) => {
                 // The guest has to be gone before its missing pages are given up; its writers
                 // would wait for ever, so they are let go and stopped, and nothing is checked.
-                assert_eq!(paused.error.guest, GuestIs::PostcopyPaused);
+                assert_eq!(paused.error.guest, GuestLocation::PostcopyPaused);
                 false
             }
         });
@@ -131,7 +131,7 @@ fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
                 );
                 assert!(vm.runs(), "{case}");
                 let failure = received.as_ref().map(drop).unwrap_err();
-                assert_eq!(failure.error.guest, GuestIs::NotHere, "{case}: {failure:?}");
+                assert_eq!(failure.error.guest, GuestLocation::NotHere, "{case}: {failure:?}");
                 assert!(failure.vm.is_none(), "{case}");
                 vm.stop();
                 assert_whole(&guest, &from);
@@ -221,7 +221,7 @@ fn a_cut_at_any_message_of_postcopy() {
 
 /// A peer that is older lacks some of what both could do.
 #[test]
-fn peers_without_a_feature_go_on_without_it_or_say_what_is_missing() {
+fn peers_without_a_feature_continue_without_it_or_say_what_is_missing() {
     let optional = |feature, mode, kind| {
         let run = run_within(LIMITS, mode, kind, Rule::Without(feature));
         run.sent.unwrap_or_else(|failure| panic!("{feature}: {failure:?}"));

@@ -143,12 +143,12 @@ fn the_source_hears_of_a_failure_before_the_machine_ends() {
 }
 
 /// A host that has no memory for letting go of what it watches, some times.
-struct Stubborn {
+struct RefusesRelease {
     faults: Uffd<FakeMemory>,
     refusals: AtomicU32,
 }
 
-impl FaultSource for Stubborn {
+impl FaultSource for RefusesRelease {
     fn kind(&self) -> FaultSourceKind {
         self.faults.kind()
     }
@@ -195,14 +195,14 @@ impl FaultSource for Stubborn {
 }
 
 #[test]
-fn a_wait_for_a_page_ends_although_the_host_does_not_let_go_at_once() {
+fn a_wait_for_a_page_ends_although_the_host_does_not_release_at_once() {
     if !have_uffd() {
         return;
     }
     let to = memory();
     let guest = Guest::new(&to, 57);
     let faults = Uffd::register(Arc::clone(&to), 1).unwrap();
-    let faults = Arc::new(Stubborn { faults, refusals: AtomicU32::new(3) });
+    let faults = Arc::new(RefusesRelease { faults, refusals: AtomicU32::new(3) });
     let (_, end) = channel();
     let builder = Heavy {
         machine: Builder::new(&to, &guest).touch(vec![(0, 0)]),

@@ -13,7 +13,7 @@ use super::{
 use crate::progress::{Event, Observer, Phase};
 use crate::source::{SendFailure, migrate};
 use crate::testing::{FakeMemory, Inject};
-use crate::{Cancel, Cause, Convergence, GuestIs, MemoryMode, Progress, Side};
+use crate::{Cancel, Cause, Convergence, GuestLocation, MemoryMode, Progress, Side};
 
 struct Rig {
     from: Arc<FakeMemory>,
@@ -46,7 +46,7 @@ impl Rig {
     }
 
     /// The guest goes on at the source, whole.
-    fn assert_goes_on(&self, vm: &mut FakeVm) {
+    fn assert_continues(&self, vm: &mut FakeVm) {
         assert!(vm.runs());
         let before = self.guest.visits();
         while self.guest.visits() < before + 1000 {
@@ -71,7 +71,7 @@ fn a_source_that_fails_at_any_step_keeps_its_guest() {
         for inject in [
             Inject::Config,
             Inject::StartLog,
-            Inject::Settle,
+            Inject::PrepareStop,
             Inject::Pause,
             Inject::State,
             Inject::Release,
@@ -83,13 +83,13 @@ fn a_source_that_fails_at_any_step_keeps_its_guest() {
             let SendFailure::Resumed { mut vm, error } = failure else {
                 panic!("{mode:?} {inject:?}: {failure:?}")
             };
-            assert_eq!(error.guest, GuestIs::OnSource);
+            assert_eq!(error.guest, GuestLocation::OnSource);
             assert!(
                 error_text::chain(&error).contains("injected failure"),
                 "{}",
                 error_text::chain(&error)
             );
-            rig.assert_goes_on(&mut vm);
+            rig.assert_continues(&mut vm);
             let error = target.join().unwrap_err().error;
             let told = error_text::chain(&error);
             assert!(told.contains("injected failure"), "{mode:?} {inject:?}: {told}");
@@ -127,15 +127,15 @@ fn a_machine_settles_while_its_guest_runs_and_is_not_waited_for_for_ever() {
     let rig = Rig::new(MemoryMode::Precopy);
     let target = rig.target(Inject::Nothing);
     let options = rig.options(&target);
-    let vm = rig.vm(Inject::SettlesSlowly);
+    let vm = rig.vm(Inject::PreparesStopSlowly);
     let calls = vm.calls();
     send(vm, &options).unwrap();
     target.join().unwrap();
     let calls = calls.lock().unwrap().clone();
-    let settles = calls.iter().filter(|call| **call == "settle").count();
+    let settles = calls.iter().filter(|call| **call == "prepare_stop").count();
     let pause = calls.iter().position(|call| *call == "pause").unwrap();
     assert!((1..=4).contains(&settles), "{calls:?}");
-    assert_eq!(calls.get(pause - 1), Some(&"settle"), "{calls:?}");
+    assert_eq!(calls.get(pause - 1), Some(&"prepare_stop"), "{calls:?}");
 }
 
 #[test]
@@ -144,12 +144,12 @@ fn a_machine_that_does_not_settle_can_be_cancelled() {
         let rig = Rig::new(mode);
         let target = rig.target(Inject::Nothing);
         let options = rig.options(&target);
-        let vm = rig.vm(Inject::SettlesNever);
+        let vm = rig.vm(Inject::NeverPreparesStop);
         let (calls, cancel) = (vm.calls(), Cancel::new().unwrap());
         let failure = std::thread::scope(|scope| {
             let sending = scope
                 .spawn(|| migrate(vm, &options, &Arc::new(Progress::new(Side::Source)), &cancel));
-            while !calls.lock().unwrap().contains(&"settle") {
+            while !calls.lock().unwrap().contains(&"prepare_stop") {
                 std::thread::yield_now();
             }
             cancel.cancel();
@@ -157,7 +157,7 @@ fn a_machine_that_does_not_settle_can_be_cancelled() {
         });
         let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
         assert!(matches!(error.cause, Cause::Cancelled), "{error:?}");
-        rig.assert_goes_on(&mut vm);
+        rig.assert_continues(&mut vm);
         target.join().unwrap_err();
     }
 }
@@ -169,7 +169,7 @@ fn a_guest_that_cannot_be_resumed_comes_back_paused() {
     let options = rig.options(&target);
     let failure = *send(rig.vm(Inject::Resume), &options).unwrap_err();
     assert!(matches!(failure, SendFailure::StillPaused { .. }), "{failure:?}");
-    assert_eq!(failure.error().guest, GuestIs::PausedOnSource);
+    assert_eq!(failure.error().guest, GuestLocation::PausedOnSource);
     target.join().unwrap_err();
 }
 
@@ -185,9 +185,9 @@ fn the_reason_of_the_destination_reaches_the_source() {
             assert!(
                 matches!(&error.cause, Cause::Refused(why) if why.contains("injected failure"))
             );
-            rig.assert_goes_on(&mut vm);
+            rig.assert_continues(&mut vm);
             let error = target.join().unwrap_err().error;
-            assert_eq!((error.side, error.guest), (Side::Destination, GuestIs::NotHere));
+            assert_eq!((error.side, error.guest), (Side::Destination, GuestLocation::NotHere));
         }
     }
 }
@@ -201,7 +201,7 @@ fn a_guest_that_does_not_start_at_the_destination_is_not_resumed_at_the_source()
     assert!(matches!(failure, SendFailure::HandedOver { .. }), "{failure:?}");
     assert!(error_text::chain(failure.error()).contains("injected failure"));
     let failure = *target.join().unwrap_err();
-    assert_eq!(failure.error.guest, GuestIs::OnDestination);
+    assert_eq!(failure.error.guest, GuestLocation::OnDestination);
     assert!(failure.vm.is_some(), "the machine is kept for another try");
     assert_whole(&rig.guest, &rig.to);
 }
@@ -220,7 +220,7 @@ fn different_memory_layouts_are_refused_with_both_named() {
 }
 
 #[test]
-fn nobody_there_is_an_error_that_says_so() {
+fn no_listener_is_an_error_that_says_so() {
     let rig = Rig::new(MemoryMode::Precopy);
     // Bound and not listening: nobody else gets the port, and nobody answers on it.
     let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
@@ -235,7 +235,7 @@ fn nobody_there_is_an_error_that_says_so() {
         "{}",
         error_text::chain(&error)
     );
-    rig.assert_goes_on(&mut vm);
+    rig.assert_continues(&mut vm);
 }
 
 /// Cancels when a phase begins.
@@ -267,7 +267,7 @@ fn a_cancel_in_any_phase_leaves_the_guest_at_the_source() {
             };
             assert!(matches!(error.cause, Cause::Cancelled), "{mode:?} {phase}: {error:?}");
             assert_eq!(progress.phase(), Phase::Failed);
-            rig.assert_goes_on(&mut vm);
+            rig.assert_continues(&mut vm);
             // Before the connection is made, the destination hears of nothing.
             target.cancel.cancel();
             target.join().unwrap_err();
@@ -291,7 +291,7 @@ fn a_cancel_at_the_destination_is_told_to_the_source() {
     let failure = *send(rig.vm(Inject::Nothing), &options).unwrap_err();
     let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
     assert!(error_text::chain(&error).contains("cancelled"), "{}", error_text::chain(&error));
-    rig.assert_goes_on(&mut vm);
+    rig.assert_continues(&mut vm);
     assert!(matches!(receiver.join().unwrap().cause, Cause::Cancelled));
 }
 
@@ -305,7 +305,7 @@ fn a_guest_that_never_converges_stays_when_it_must_not_be_stopped_for_long() {
     let failure = *send(rig.vm(Inject::Busy), &options).unwrap_err();
     let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
     assert!(matches!(error.cause, Cause::NotConverging { .. }), "{error:?}");
-    rig.assert_goes_on(&mut vm);
+    rig.assert_continues(&mut vm);
     target.join().unwrap_err();
 }
 

@@ -8,21 +8,21 @@ use std::sync::Arc;
 use super::recovery::{Run, SLOW, wait_until};
 use super::{Builder, FakeVm, Guest, LIMITS, Target, have_uffd, loopback, memory, options, send};
 use crate::Limits;
-use crate::error::GuestIs;
+use crate::error::GuestLocation;
 use crate::layout::Backing;
 use crate::page_server::PageServerState;
 use crate::progress::{Phase, Snapshot};
 use crate::source::SendFailure;
-use crate::testing::{Conduct, FakeMemory, FakePageServer};
+use crate::testing::{Behaviour, FakeMemory, FakePageServer};
 use crate::{MemoryMode, SendOptions};
 
 /// A migration with a page server.
 fn run(
-    conduct: Conduct,
+    behaviour: Behaviour,
     limits: Limits,
     adjust: impl FnOnce(&mut SendOptions),
 ) -> (Run, Arc<FakePageServer>) {
-    let page_server = FakePageServer::new(conduct, limits);
+    let page_server = FakePageServer::new(behaviour, limits);
     let equip = |vm: FakeVm| vm.page_server(&page_server);
     let run = Run::of(&memory(), memory(), 2, limits, adjust, equip);
     (run, page_server)
@@ -38,7 +38,7 @@ fn the_source_is_done_when_the_page_server_serves() {
         return;
     }
     let (run, page_server) =
-        run(Conduct::Serves, LIMITS, |options| options.bandwidth_bytes_per_s = SLOW / 2);
+        run(Behaviour::Serves, LIMITS, |options| options.bandwidth_bytes_per_s = SLOW / 2);
     wait_until("the end of the source", || run.source_is_over());
     let now = run.destination.snapshot();
     assert!(now.remaining_bytes > Some(0), "pages are still to come: {now:?}");
@@ -57,7 +57,7 @@ fn what_a_page_server_loses_heals() {
         return;
     }
     let (run, page_server) =
-        run(Conduct::Serves, LIMITS, |options| options.bandwidth_bytes_per_s = SLOW / 4);
+        run(Behaviour::Serves, LIMITS, |options| options.bandwidth_bytes_per_s = SLOW / 4);
     wait_until("the end of the source", || run.source_is_over());
     for cuts in 1..=3 {
         run.proxy.cut_all();
@@ -74,7 +74,7 @@ fn what_a_page_server_loses_heals() {
 #[test]
 fn large_host_pages_that_came_in_part_come_again_from_the_page_server() {
     let Some((from, to, _pool)) = super::pieces::onto_large_pages() else { return };
-    let page_server = FakePageServer::new(Conduct::Serves, LIMITS);
+    let page_server = FakePageServer::new(Behaviour::Serves, LIMITS);
     let equip = |vm: FakeVm| vm.page_server(&page_server);
     let slow = |options: &mut SendOptions| options.bandwidth_bytes_per_s = SLOW / 2;
     let run = Run::of(&from, to, 0, LIMITS, slow, equip);
@@ -88,7 +88,8 @@ fn without_connections_of_their_own_requests_are_served_too() {
     if !have_uffd() {
         return;
     }
-    let (run, page_server) = run(Conduct::Serves, LIMITS, |options| options.urgent_connections = 0);
+    let (run, page_server) =
+        run(Behaviour::Serves, LIMITS, |options| options.urgent_connections = 0);
     run.finish();
     assert!(page_server.join().unwrap().is_some());
 }
@@ -98,7 +99,7 @@ fn a_source_whose_page_server_vanishes_serves_by_itself() {
     if !have_uffd() {
         return;
     }
-    let (run, page_server) = run(Conduct::Vanishes, LIMITS, |_| {});
+    let (run, page_server) = run(Behaviour::Vanishes, LIMITS, |_| {});
     let (source, destination) = run.finish();
     assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Failed)));
     assert!(source.page_server.unwrap().reason.is_some());
@@ -111,7 +112,7 @@ fn a_source_whose_page_server_cannot_connect_serves_by_itself() {
     if !have_uffd() {
         return;
     }
-    let (run, page_server) = run(Conduct::FindsNobody, LIMITS, |_| {});
+    let (run, page_server) = run(Behaviour::NoDestination, LIMITS, |_| {});
     let (source, destination) = run.finish();
     assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Failed)));
     let reason = source.page_server.unwrap().reason.unwrap();
@@ -125,7 +126,7 @@ fn a_page_server_that_comes_after_the_last_page_has_not_failed() {
     if !have_uffd() {
         return;
     }
-    let (run, page_server) = run(Conduct::ComesLate, LIMITS, |_| {});
+    let (run, page_server) = run(Behaviour::ComesLate, LIMITS, |_| {});
     wait_until("the last page", || run.destination.phase() == Phase::Done);
     page_server.steering.recover(crate::steering::Recover::There);
     let (source, _) = run.finish();
@@ -135,11 +136,11 @@ fn a_page_server_that_comes_after_the_last_page_has_not_failed() {
 }
 
 #[test]
-fn a_page_server_that_ends_half_way_leaves_the_source_to_go_on() {
+fn a_page_server_that_ends_half_way_leaves_the_source_serving() {
     if !have_uffd() {
         return;
     }
-    let (run, page_server) = run(Conduct::EndsHalfWay, LIMITS, |_| {});
+    let (run, page_server) = run(Behaviour::EndsHalfWay, LIMITS, |_| {});
     let (source, destination) = run.finish();
     assert_eq!((source.phase, state(&source)), (Phase::Done, Some(PageServerState::Failed)));
     assert_eq!((source.recovery.losses, source.recovery.recoveries), (1, 1));
@@ -156,13 +157,16 @@ fn without_a_page_server_that_was_asked_for_the_guest_stays() {
     let guest = Guest::new(&from, 5);
     let to = memory();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    let page_server = FakePageServer::new(Conduct::RefusesMemory, LIMITS);
+    let page_server = FakePageServer::new(Behaviour::RefusesMemory, LIMITS);
     let mut options = options(&target.address);
     options.memory_mode = MemoryMode::Postcopy;
     let vm = FakeVm::new(&from, &guest).page_server(&page_server).running();
     match *send(vm, &options).unwrap_err() {
         SendFailure::Resumed { vm, error } => {
-            assert_eq!((error.step, error.guest), ("starting the page server", GuestIs::OnSource));
+            assert_eq!(
+                (error.step, error.guest),
+                ("starting the page server", GuestLocation::OnSource)
+            );
             assert!(error_text::chain(&error).contains("there is no room"), "{error}");
             assert!(vm.runs());
         }
@@ -180,7 +184,7 @@ fn private_memory_has_no_page_server() {
     let guest = Guest::new(&from, 5);
     let to = memory();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    let page_server = FakePageServer::new(Conduct::Serves, LIMITS);
+    let page_server = FakePageServer::new(Behaviour::Serves, LIMITS);
     let mut options = options(&target.address);
     options.memory_mode = MemoryMode::Postcopy;
     let failure = send(FakeVm::new(&from, &guest).page_server(&page_server), &options).unwrap_err();
@@ -199,7 +203,7 @@ fn a_migration_that_ends_in_precopy_needs_no_page_server() {
     guest.fill(&from, 60);
     let to = memory();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    let page_server = FakePageServer::new(Conduct::Serves, LIMITS);
+    let page_server = FakePageServer::new(Behaviour::Serves, LIMITS);
     let mut options = options(&target.address);
     options.memory_mode = MemoryMode::Auto;
     let vm = FakeVm::new(&from, &guest).page_server(&page_server);

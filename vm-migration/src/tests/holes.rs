@@ -15,7 +15,7 @@ use crate::{Compression, DirtyClear};
 const GIVEN: PageRun = PageRun { region: 0, first: 100, count: 24 };
 
 /// The guest's pages are as they were, but for those that it has given back, which are empty.
-fn assert_given_back(guest: &Guest, to: &FakeMemory) {
+fn assert_discarded(guest: &Guest, to: &FakeMemory) {
     let given: Vec<_> = (GIVEN.first..GIVEN.end()).map(|page| (GIVEN.region, page)).collect();
     assert_eq!(guest.wrong_pages(to), given);
     for (region, page) in given {
@@ -35,7 +35,7 @@ fn idle(from: &Arc<FakeMemory>, guest: &Arc<Guest>) -> FakeVm {
 }
 
 #[test]
-fn pages_given_back_between_look_and_sending_stay_given_back() {
+fn pages_discarded_between_scan_and_sending_stay_discarded() {
     for (look, clear, connections, compression) in [
         (1, DirtyClear::Slice, 1, Compression::None),
         (2, DirtyClear::Slice, 1, Compression::None),
@@ -47,7 +47,7 @@ fn pages_given_back_between_look_and_sending_stay_given_back() {
         let guest = Guest::new(&from, 94);
         guest.fill(&from, 100);
         let before = from.blocks(GIVEN.region);
-        from.give_back_at_look(GIVEN, look);
+        from.discard_at_scan(GIVEN, look);
         let builder = Builder::new(&to, &guest).load(0, 0, Pace::Full);
         let target = Target::start(&loopback(), builder, LIMITS);
         let mut options = options(&target.address);
@@ -60,7 +60,7 @@ fn pages_given_back_between_look_and_sending_stay_given_back() {
             GIVEN.count * PAGE_BYTES,
             "{look} {clear:?} {compression:?}"
         );
-        assert_given_back(&guest, &to);
+        assert_discarded(&guest, &to);
     }
 }
 
@@ -70,7 +70,7 @@ fn what_an_old_destination_is_sent_of_holes_makes_no_pages() {
     let guest = Guest::new(&from, 95);
     guest.fill(&from, 100);
     let before = from.blocks(GIVEN.region);
-    from.give_back_at_look(GIVEN, 1);
+    from.discard_at_scan(GIVEN, 1);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let options = options(&tcp(&listener));
     let peer = {
@@ -80,5 +80,5 @@ fn what_an_old_destination_is_sent_of_holes_makes_no_pages() {
     send(idle(&from, &guest), &options).unwrap();
     peer.join().unwrap();
     assert_eq!(left(&from, before), GIVEN.count * PAGE_BYTES);
-    assert_given_back(&guest, &to);
+    assert_discarded(&guest, &to);
 }

@@ -23,7 +23,7 @@ use crate::{Cancel, Cause};
 const HUGE: u64 = 1 << 62;
 
 /// A source that is negotiated up to the point where memory may come.
-struct Enemy {
+struct HostileSource {
     control: Channel,
     target: Target,
     to: Arc<FakeMemory>,
@@ -31,7 +31,7 @@ struct Enemy {
     cancel: Cancel,
 }
 
-impl Enemy {
+impl HostileSource {
     fn connect(limits: Limits) -> Self {
         let to = memory();
         let target = Target::start(&loopback(), Builder::new(&to, &Guest::new(&to, 1)), limits);
@@ -125,7 +125,7 @@ fn tables_that_leave_guest_memory_are_refused_before_a_byte_is_taken() {
         let ranges: Vec<_> =
             ranges.into_iter().map(|(gpa, len_bytes)| GpaRange { gpa, len_bytes }).collect();
         for message in [Message::Memory(ranges.clone()), Message::Coming(ranges.clone())] {
-            let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&message.encode());
+            let cause = HostileSource::negotiated(MemoryMode::Precopy).provoke(&message.encode());
             assert!(
                 matches!(cause, Cause::Protocol(ProtocolError::Layout(_))),
                 "{message:?}: {cause:?}"
@@ -138,7 +138,7 @@ fn tables_that_leave_guest_memory_are_refused_before_a_byte_is_taken() {
 fn lengths_beyond_every_limit_are_refused_without_allocating() {
     for code in [2u16, 3, 4, 6, 9, 0x4701, 0x4702, 0x4703, 0x4705, 0x4713] {
         let bytes = Header::new(code, HUGE).encode();
-        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&bytes);
+        let cause = HostileSource::negotiated(MemoryMode::Precopy).provoke(&bytes);
         assert!(
             matches!(cause, Cause::Protocol(ProtocolError::TooLong { len_bytes: HUGE, .. })),
             "{code:#x}: {cause:?}"
@@ -166,7 +166,7 @@ fn compressed_memory_that_lies_is_refused_before_a_page_is_written() {
         message(2048, &frame),
         message(1, &vec![0; 5000]),
     ] {
-        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&bytes);
+        let cause = HostileSource::negotiated(MemoryMode::Precopy).provoke(&bytes);
         assert!(
             matches!(
                 cause,
@@ -193,7 +193,7 @@ fn messages_out_of_place_are_refused() {
     ];
     for message in wrong {
         let name = message.command().name();
-        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&message.encode());
+        let cause = HostileSource::negotiated(MemoryMode::Precopy).provoke(&message.encode());
         assert!(
             matches!(&cause, Cause::Protocol(ProtocolError::Unexpected { got, .. }) if *got == name),
             "{name}: {cause:?}"
@@ -211,7 +211,7 @@ fn tables_that_name_more_than_the_guest_has_are_refused() {
         Message::Coming(ranges),
     ] {
         let name = message.command().name();
-        let cause = Enemy::negotiated(MemoryMode::Precopy).provoke(&message.encode());
+        let cause = HostileSource::negotiated(MemoryMode::Precopy).provoke(&message.encode());
         assert!(
             matches!(cause, Cause::Protocol(ProtocolError::Malformed { .. })),
             "{name}: {cause:?}"
@@ -221,7 +221,7 @@ fn tables_that_name_more_than_the_guest_has_are_refused() {
 
 #[test]
 fn extra_connections_have_a_limit() {
-    let enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let enemy = HostileSource::negotiated(MemoryMode::Precopy);
     let most = 2 * usize::from(CONNECTIONS_MAX);
     let kept: Vec<_> = (0..most).map(|_| enemy.extra(Role::Memory)).collect();
     let more = enemy.extra(Role::Memory);
@@ -235,7 +235,7 @@ fn extra_connections_have_a_limit() {
 #[test]
 fn a_message_that_trickles_has_an_end() {
     let limits = Limits { answer: Duration::from_millis(400), ..LIMITS };
-    let enemy = Enemy::negotiated_within(limits, MemoryMode::Precopy);
+    let enemy = HostileSource::negotiated_within(limits, MemoryMode::Precopy);
     let began = Instant::now();
     let connection = &enemy.control.connection;
     connection.send(&Header::new(Command::State.code(), 1 << 20).encode()).unwrap();
@@ -260,7 +260,7 @@ fn a_message_that_trickles_has_an_end() {
 
 #[test]
 fn announcements_get_pages_and_nothing_else() {
-    let mut enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let mut enemy = HostileSource::negotiated(MemoryMode::Precopy);
     let coming = |gpa, pages| {
         Message::Coming(vec![GpaRange { gpa: gpa * PAGE_BYTES, len_bytes: pages * PAGE_BYTES }])
     };
@@ -284,7 +284,7 @@ fn announcements_are_refused_where_pages_are_missing() {
     if !have_uffd() {
         return;
     }
-    let mut enemy = Enemy::negotiated(MemoryMode::Postcopy);
+    let mut enemy = HostileSource::negotiated(MemoryMode::Postcopy);
     let _extra = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
     enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
     let range = GpaRange { gpa: 0, len_bytes: PAGE_BYTES };
@@ -297,7 +297,7 @@ fn announcements_get_no_pages_where_pages_may_have_to_be_missing() {
     if !have_uffd() {
         return;
     }
-    let mut enemy = Enemy::negotiated(MemoryMode::Auto);
+    let mut enemy = HostileSource::negotiated(MemoryMode::Auto);
     let range = GpaRange { gpa: 0, len_bytes: 512 * PAGE_BYTES };
     enemy.control.ask(&Message::Coming(vec![range]), LIMITS.answer).unwrap();
     // Whatever gets pages ends with the reception.
@@ -311,7 +311,7 @@ fn strangers_do_not_stand_for_a_source_that_is_silent() {
     let to = memory();
     let limits = crate::Limits { answer: std::time::Duration::from_secs(2), ..LIMITS };
     let target = Target::start(&loopback(), Builder::new(&to, &Guest::new(&to, 1)), limits);
-    let enemy = Enemy::negotiated_with(target, to, MemoryMode::Precopy);
+    let enemy = HostileSource::negotiated_with(target, to, MemoryMode::Precopy);
     let address = enemy.target.address.clone();
     let over = std::sync::atomic::AtomicBool::new(false);
     let began = std::time::Instant::now();
@@ -335,8 +335,8 @@ fn strangers_do_not_stand_for_a_source_that_is_silent() {
 }
 
 #[test]
-fn a_stranger_with_the_wrong_token_is_turned_away_and_the_migration_goes_on() {
-    let mut enemy = Enemy::negotiated(MemoryMode::Precopy);
+fn a_client_with_the_wrong_token_is_refused_and_the_migration_continues() {
+    let mut enemy = HostileSource::negotiated(MemoryMode::Precopy);
     let stranger = Channel::open_extra(
         &enemy.target.address,
         Role::Memory,
@@ -361,7 +361,7 @@ fn a_stranger_with_the_wrong_token_is_turned_away_and_the_migration_goes_on() {
 
 #[test]
 fn a_second_source_hears_at_once_that_another_vm_arrives() {
-    let enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let enemy = HostileSource::negotiated(MemoryMode::Precopy);
     let address = &enemy.target.address;
     let connection =
         Connection::connect(address, &enemy.cancel, LIMITS.connect, LIMITS.answer).unwrap();
@@ -376,12 +376,12 @@ fn a_second_source_hears_at_once_that_another_vm_arrives() {
 }
 
 /// A postcopy up to the state, which touches page 0. The source has that and never sends it.
-fn touches_what_never_comes(stall: Duration) -> (Enemy, [Channel; 2]) {
+fn touches_what_never_comes(stall: Duration) -> (HostileSource, [Channel; 2]) {
     let to = memory();
     let builder = Builder::new(&to, &Guest::new(&to, 1)).touch(vec![(0, 0)]);
     let limits = Limits { stall, ..LIMITS };
     let target = Target::start(&loopback(), builder, limits);
-    let mut enemy = Enemy::negotiated_with(target, to, MemoryMode::Postcopy);
+    let mut enemy = HostileSource::negotiated_with(target, to, MemoryMode::Postcopy);
     let mut links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
     enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
     enemy.control.tell(&Message::State(b"{}".to_vec())).unwrap();
@@ -425,7 +425,7 @@ fn an_answer_that_trickles_is_a_loss_while_pages_arrive() {
     let builder = Builder::new(&to, &Guest::new(&to, 1));
     let limits = Limits { stall: Duration::from_secs(3), ..LIMITS };
     let target = Target::steered(&loopback(), builder, limits, steering.clone());
-    let mut enemy = Enemy::negotiated_with(target, to, MemoryMode::Postcopy);
+    let mut enemy = HostileSource::negotiated_with(target, to, MemoryMode::Postcopy);
     let _links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
     enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
     enemy.control.ask(&Message::State(b"{}".to_vec()), LIMITS.answer).unwrap();
@@ -449,7 +449,7 @@ fn an_answer_that_trickles_is_a_loss_while_pages_arrive() {
 
 #[test]
 fn a_bad_table_on_an_extra_connection_ends_the_migration() {
-    let mut enemy = Enemy::negotiated(MemoryMode::Precopy);
+    let mut enemy = HostileSource::negotiated(MemoryMode::Precopy);
     let mut extra = enemy.extra(Role::Memory);
     extra.connection.send(&memory_of(&[(HUGE, PAGE_BYTES)])).unwrap();
     let refusal = extra.answer(LIMITS.answer);
@@ -477,21 +477,23 @@ fn nonsense_as_the_set_of_missing_pages_is_refused() {
         &[0, 1, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 1, 0, 0],
         &[1, 0, 0],
     ] {
-        let enemy = Enemy::negotiated(MemoryMode::Postcopy);
+        let enemy = HostileSource::negotiated(MemoryMode::Postcopy);
         let _links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
         enemy.provoke(&Message::Pending(bytes.to_vec()).encode());
     }
     // Without the connections that postcopy needs, and state before the set.
-    Enemy::negotiated(MemoryMode::Postcopy).provoke(&Message::Pending(vec![0, 0, 0, 0]).encode());
-    Enemy::negotiated(MemoryMode::Postcopy).provoke(&Message::State(b"{}".to_vec()).encode());
+    HostileSource::negotiated(MemoryMode::Postcopy)
+        .provoke(&Message::Pending(vec![0, 0, 0, 0]).encode());
+    HostileSource::negotiated(MemoryMode::Postcopy)
+        .provoke(&Message::State(b"{}".to_vec()).encode());
 }
 
 #[test]
-fn pages_that_nobody_misses_are_not_overwritten_in_postcopy() {
+fn pages_that_are_not_missing_are_not_overwritten_in_postcopy() {
     if !have_uffd() {
         return;
     }
-    let mut enemy = Enemy::negotiated(MemoryMode::Postcopy);
+    let mut enemy = HostileSource::negotiated(MemoryMode::Postcopy);
     let links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
     // Page 0 of region 0 is missing, nothing else.
     enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();

@@ -24,7 +24,7 @@ fn unix(dir: &tempfile::TempDir) -> Address {
 }
 
 #[test]
-fn the_guest_goes_on_in_the_same_memory_and_nothing_is_copied() {
+fn the_guest_continues_in_the_same_memory_and_nothing_is_copied() {
     let dir = tempfile::tempdir().unwrap();
     for seed in 1..=5 {
         let (from, unused) = (memory(), memory());

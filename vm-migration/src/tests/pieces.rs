@@ -161,7 +161,7 @@ fn a_large_page_is_shown_once_with_its_last_piece() {
 }
 
 #[test]
-fn a_large_page_of_zeros_stays_a_hole_unless_somebody_waits() {
+fn a_large_page_of_zeros_stays_a_hole_unless_a_thread_waits() {
     let bench = Bench::new();
     bench.zeros(0, 200).unwrap();
     bench.zeros(200, UNIT - 200).unwrap();
@@ -175,7 +175,7 @@ fn a_large_page_of_zeros_stays_a_hole_unless_somebody_waits() {
 }
 
 #[test]
-fn pieces_that_nobody_lacks_are_refused_and_write_nothing() {
+fn pieces_that_are_not_missing_are_refused_and_write_nothing() {
     let bench = Bench::new();
     bench.contents(0, 10).unwrap();
     let before = bench.word(9);

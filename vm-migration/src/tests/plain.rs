@@ -95,8 +95,16 @@ fn an_old_destination_gets_plain_precopy() {
     assert_eq!(commands[commands.len() - 2..], [3, 5]);
     assert!(commands[2..commands.len() - 2].iter().all(|code| *code == 4));
     assert_whole(&guest, &to);
-    let expected =
-        ["config", "start log", "settle", "pause", "state", "release", "handed over", "log ends"];
+    let expected = [
+        "config",
+        "start log",
+        "prepare_stop",
+        "pause",
+        "state",
+        "release",
+        "handed over",
+        "log ends",
+    ];
     let mut calls = calls.lock().unwrap().clone();
     // Once more where that took long.
     calls.dedup();
@@ -104,7 +112,7 @@ fn an_old_destination_gets_plain_precopy() {
 }
 
 #[test]
-fn postcopy_to_an_old_destination_is_refused_and_the_guest_goes_on() {
+fn postcopy_to_an_old_destination_is_refused_and_the_guest_continues() {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 22);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -354,7 +354,7 @@ fn many_connections_over_a_long_link_are_made_at_once() {
 }
 
 #[test]
-fn a_person_may_ask_for_fewer_connections() {
+fn the_operator_may_ask_for_fewer_connections() {
     if !have_uffd() {
         return;
     }
@@ -480,7 +480,7 @@ fn a_recovery_that_goes_to_a_third_host_is_refused_there() {
 }
 
 #[test]
-fn a_person_who_gives_up_gets_what_is_left() {
+fn an_operator_that_abandons_gets_what_is_left() {
     if !have_uffd() {
         return;
     }

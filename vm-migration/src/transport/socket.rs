@@ -82,7 +82,7 @@ impl Connection {
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
-    pub(crate) fn connect_beside(
+    pub(crate) fn connect_extra(
         &self,
         to: &Address,
         cancel: &Cancel,

@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::{Uffd, UffdError, in_place_of};
 use crate::fault::{
-    Fault, FaultResolver, FaultSource, FaultSourceKind, FaultWait, NotBrought, VcpuBarrier,
+    Fault, FaultError, FaultResolver, FaultSource, FaultSourceKind, FaultWait, VcpuBarrier,
 };
 use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
@@ -42,7 +42,7 @@ pub struct OwnFaults<M: GuestMemoryMap> {
     /// The watch on the vCPUs' own mapping; without it the barrier has marks.
     refusing: Option<Uffd<M>>,
     barrier: Box<dyn VcpuBarrier>,
-    seats: usize,
+    vcpus: usize,
     resolver: OnceLock<Weak<dyn FaultResolver>>,
     released: AtomicBool,
 }
@@ -55,19 +55,19 @@ impl<M: GuestMemoryMap> std::fmt::Debug for OwnFaults<M> {
 
 impl<M: GuestMemoryMap> OwnFaults<M> {
     /// Watches both mappings of all of `memory`: `main` over up to `descriptors` descriptors. There
-    /// are `seats` threads that may be refused; `barrier` is what helps them while they are.
+    /// are `vcpus` threads that may be refused; `barrier` is what helps them while they are.
     ///
     /// # Errors
     /// See [`UffdError`].
     pub fn refusing(
         memory: Arc<M>,
         descriptors: usize,
-        seats: usize,
+        vcpus: usize,
         barrier: Box<dyn VcpuBarrier>,
     ) -> Result<Self, UffdError> {
         let refusing = Uffd::register_refusing(Arc::clone(&memory))?;
         let others = Uffd::register_missing(Arc::clone(&memory), descriptors)?;
-        let mut faults = Self::with(memory, others, seats, barrier);
+        let mut faults = Self::with(memory, others, vcpus, barrier);
         faults.refusing = Some(refusing);
         Ok(faults)
     }
@@ -80,23 +80,23 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     pub fn marked(
         memory: Arc<M>,
         descriptors: usize,
-        seats: usize,
+        vcpus: usize,
         barrier: Box<dyn VcpuBarrier>,
     ) -> Result<Self, UffdError> {
         let others = Uffd::register_missing(Arc::clone(&memory), descriptors)?;
-        Ok(Self::with(memory, others, seats, barrier))
+        Ok(Self::with(memory, others, vcpus, barrier))
     }
 
-    fn with(memory: Arc<M>, others: Uffd<M>, seats: usize, barrier: Box<dyn VcpuBarrier>) -> Self {
+    fn with(memory: Arc<M>, others: Uffd<M>, vcpus: usize, barrier: Box<dyn VcpuBarrier>) -> Self {
         let (resolver, released) = (OnceLock::new(), AtomicBool::new(false));
-        Self { others, memory, refusing: None, barrier, seats, resolver, released }
+        Self { others, memory, refusing: None, barrier, vcpus, resolver, released }
     }
 
-    /// The calling thread, whose number is `seat`, was refused the page at `gpa`: brings it.
+    /// The calling thread, whose number is `vcpu`, was refused the page at `gpa`: brings it.
     ///
     /// # Errors
     /// The page cannot be brought; the thread that waits for the last page gets the reason.
-    pub fn refused(&self, seat: usize, gpa: u64) -> Result<Refused, NotBrought> {
+    pub fn refused(&self, vcpu: usize, gpa: u64) -> Result<Refused, FaultError> {
         let page = GpaRange { gpa: gpa & !(PAGE_BYTES - 1), len_bytes: PAGE_BYTES };
         let Ok(run) = self.memory.layout().locate(page) else { return Ok(Refused::NotRam) };
         let resolver = self.resolver.get().and_then(Weak::upgrade);
@@ -104,18 +104,18 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
             return Ok(Refused::NotByUs);
         };
         let fault = Fault { region: run.region, page: run.first, thread: Some(thread_id()) };
-        resolver.bring(seat, fault).map(|()| Refused::TryAgain)
+        resolver.resolve(vcpu, fault).map(|()| Refused::TryAgain)
     }
 
     /// The run's pages are here, and everybody else sees them: vCPUs do now.
-    fn let_through(&self, run: PageRun) -> Result<(), UffdError> {
+    fn unblock(&self, run: PageRun) -> Result<(), UffdError> {
         let info = &self.memory.layout().regions()[run.region];
         if let Some(refusing) = &self.refusing
             && in_place_of(info, false)
         {
             refusing.make_present(run)?;
         }
-        self.barrier.let_through(run);
+        self.barrier.unblock(run);
         Ok(())
     }
 }
@@ -135,8 +135,8 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         self.others.readers()
     }
 
-    fn seats(&self) -> usize {
-        self.seats
+    fn vcpus(&self) -> usize {
+        self.vcpus
     }
 
     fn set_resolver(&self, resolver: Weak<dyn FaultResolver>) {
@@ -163,17 +163,17 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
 
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
         self.others.make_present(run)?;
-        self.let_through(run)
+        self.unblock(run)
     }
 
     fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
         self.others.copy_in(run, bytes)?;
-        self.let_through(run)
+        self.unblock(run)
     }
 
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
         self.others.make_zero(run)?;
-        self.let_through(run)
+        self.unblock(run)
     }
 
     fn wake(&self, run: PageRun) -> Result<(), UffdError> {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::{OwnFaults, Refused};
-use crate::fault::{Fault, FaultResolver, FaultSource, FaultSourceKind, NotBrought, VcpuBarrier};
+use crate::fault::{Fault, FaultError, FaultResolver, FaultSource, FaultSourceKind, VcpuBarrier};
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
 use crate::testing::FakeMemory;
@@ -49,11 +49,11 @@ fn watched() -> Option<(Arc<FakeMemory>, Arc<OwnFaults<FakeMemory>>)> {
 struct Nines(Arc<OwnFaults<FakeMemory>>, AtomicUsize);
 
 impl FaultResolver for Nines {
-    fn bring(&self, seat: usize, fault: Fault) -> Result<(), NotBrought> {
-        assert_eq!((seat, fault.region), (1, 0));
+    fn resolve(&self, vcpu: usize, fault: Fault) -> Result<(), FaultError> {
+        assert_eq!((vcpu, fault.region), (1, 0));
         assert!(fault.thread.is_some_and(|thread| thread > 0));
         self.1.fetch_add(1, Ordering::SeqCst);
-        self.0.copy_in(run(fault.page, 1), &[9; 4096]).map_err(|_| NotBrought)
+        self.0.copy_in(run(fault.page, 1), &[9; 4096]).map_err(|_| FaultError)
     }
 }
 
@@ -104,7 +104,7 @@ fn who_is_refused_brings_the_page_at_the_desk() {
 }
 
 #[test]
-fn after_the_release_nobody_is_refused() {
+fn after_the_release_no_thread_is_refused() {
     let Some((memory, sigbus)) = watched() else { return };
     assert!(is_refused(&memory, 1));
     sigbus.release().unwrap();
@@ -128,7 +128,7 @@ fn memory_with_one_mapping_is_refused_with_what_to_do() {
 struct Noted(Arc<Mutex<(Vec<PageRun>, Vec<usize>)>>);
 
 impl VcpuBarrier for Noted {
-    fn let_through(&self, run: PageRun) {
+    fn unblock(&self, run: PageRun) {
         self.0.lock().unwrap().0.push(run);
     }
 
@@ -169,7 +169,7 @@ struct Slow {
 const SECOND: u64 = 1 << 32;
 
 impl VcpuBarrier for Slow {
-    fn let_through(&self, _: PageRun) {}
+    fn unblock(&self, _: PageRun) {}
 
     fn open(&self) {
         self.open.store(true, Ordering::SeqCst);
@@ -188,9 +188,9 @@ impl VcpuBarrier for Slow {
 struct Holes(Weak<OwnFaults<FakeMemory>>);
 
 impl FaultResolver for Holes {
-    fn bring(&self, _: usize, fault: Fault) -> Result<(), NotBrought> {
+    fn resolve(&self, _: usize, fault: Fault) -> Result<(), FaultError> {
         let run = PageRun { region: fault.region, first: fault.page, count: 1 };
-        self.0.upgrade().unwrap().make_zero(run).map_err(|_| NotBrought)
+        self.0.upgrade().unwrap().make_zero(run).map_err(|_| FaultError)
     }
 }
 

@@ -99,7 +99,7 @@ fn anonymous_memory_is_filled_by_copy_and_never_twice() {
 }
 
 #[test]
-fn release_lets_everybody_go_and_later_operations_do_nothing() {
+fn release_wakes_every_waiter_and_later_operations_do_nothing() {
     let Some((memory, uffd)) = watched(Backing::Shared) else { return };
     assert_eq!(touch(&memory, &uffd, 1, |_| uffd.release().unwrap()), 0);
     uffd.make_zero(run(40, 2)).unwrap();
@@ -108,7 +108,7 @@ fn release_lets_everybody_go_and_later_operations_do_nothing() {
 }
 
 #[test]
-fn what_the_host_refuses_to_let_go_of_keeps_nothing_else_and_is_tried_again() {
+fn a_failed_unregister_keeps_nothing_else_and_is_retried() {
     let memory =
         FakeMemory::new(&[(0, PAGES), (1 << 32, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
     if check(memory.layout().regions()).is_err() {

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_stay_whoever_goes() {
+    fn numbers_stay_whichever_device_goes() {
         let mut config = config();
         for (id, number) in [("data", 4), ("__console", 1), ("__rng", 5), ("__balloon", 6)] {
             config.set_pci_device_id(id, number);

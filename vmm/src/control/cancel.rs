@@ -6,7 +6,7 @@
 //! guest is, never before; one that comes too late is refused with the place of the guest. It must
 //! never decide where that is.
 
-use vm_migration::GuestIs;
+use vm_migration::GuestLocation;
 
 use super::{GuestPages, VmLifecycle, Vmm};
 use crate::api::request::Responder;
@@ -43,24 +43,29 @@ pub fn refuse_all(cancellers: &mut Vec<Responder>, error: &ApiError) {
 }
 
 /// The event.
-pub fn tell(side: &str, guest: GuestIs) {
+pub fn tell(side: &str, guest: GuestLocation) {
     events::emit("vm", "migration-cancelled", &[("side", side), ("guest", name(guest))]);
 }
 
 /// As the progress document has it.
-fn name(guest: GuestIs) -> &'static str {
+fn name(guest: GuestLocation) -> &'static str {
     match guest {
-        GuestIs::OnSource => "on-source",
-        GuestIs::PausedOnSource => "paused-on-source",
-        GuestIs::NotHere => "not-here",
-        GuestIs::OnDestination => "on-destination",
-        GuestIs::InDoubt => "in-doubt",
-        GuestIs::PostcopyPaused => "postcopy-paused",
+        GuestLocation::OnSource => "on-source",
+        GuestLocation::PausedOnSource => "paused-on-source",
+        GuestLocation::NotHere => "not-here",
+        GuestLocation::OnDestination => "on-destination",
+        GuestLocation::InDoubt => "in-doubt",
+        GuestLocation::PostcopyPaused => "postcopy-paused",
     }
 }
 
 /// Tells all who wait where the guest is now; it has not gone.
-pub fn confirm_all(cancellers: &mut Vec<Responder>, side: &str, guest: GuestIs, reason: &str) {
+pub fn confirm_all(
+    cancellers: &mut Vec<Responder>,
+    side: &str,
+    guest: GuestLocation,
+    reason: &str,
+) {
     for responder in cancellers.drain(..) {
         responder.answer(Ok(ApiReply::Cancelled(MigrationCancelled {
             side: side.to_owned(),

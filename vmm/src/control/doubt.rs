@@ -7,7 +7,7 @@
 //! that received it, which waits for the source's word all the time; what the operator decides goes to
 //! that thread, and the request is answered when it has acted on it.
 
-use vm_migration::commit::destination::{Asked, Decision, InDoubt, Refusal};
+use vm_migration::commit::destination::{Decision, InDoubt, OperatorRequest, Refusal};
 
 use super::receiving::Receiving;
 use super::{GuestPages, VmLifecycle, Vmm, cancel};
@@ -61,7 +61,7 @@ impl Receiving {
     ///
     /// # Errors
     /// Why it may not.
-    fn decide(&self, state: InDoubt, asked: Asked) -> Result<Decision, ApiError> {
+    fn decide(&self, state: InDoubt, asked: OperatorRequest) -> Result<Decision, ApiError> {
         let decision = state.asked(asked, vm_migration::commit::now()).map_err(words)?;
         self.steering.decide(decision);
         Ok(decision)
@@ -73,8 +73,8 @@ impl Receiving {
         for DecisionRequest { decision, responder } in self.decision_requests.drain(..) {
             responder.answer(match (decision, runs) {
                 (Decision::RunsHere, Some(result)) => result.clone().map(|()| ApiReply::Empty),
-                (Decision::GivenUp, None) => Ok(ApiReply::Empty),
-                (Decision::GivenUp, Some(_)) => Err(cancel::arrived()),
+                (Decision::Discarded, None) => Ok(ApiReply::Empty),
+                (Decision::Discarded, Some(_)) => Err(cancel::arrived()),
                 (Decision::RunsHere, None) => Err(ApiError::not_created()),
             });
         }
@@ -99,14 +99,18 @@ impl Vmm {
 
     /// `vm.resume` of a machine in doubt, or `vm.delete` of one that is awaited. Gives the responder
     /// back when there is neither.
-    pub(super) fn decide_for(&mut self, asked: Asked, responder: Responder) -> Option<Responder> {
+    pub(super) fn decide_for(
+        &mut self,
+        asked: OperatorRequest,
+        responder: Responder,
+    ) -> Option<Responder> {
         let VmLifecycle::Receiving(receiving) = &mut self.vm else { return Some(responder) };
         let decision = match (receiving.doubtful().map(|doubtful| doubtful.state), asked) {
             (Some(state), _) => receiving.decide(state, asked),
-            (None, Asked::Delete { .. }) => {
+            (None, OperatorRequest::Delete { .. }) => {
                 // Answered when it is known whether that came in time.
                 receiving.cancel.cancel();
-                Ok(Decision::GivenUp)
+                Ok(Decision::Discarded)
             }
             (None, _) => return Some(responder),
         };
@@ -153,6 +157,6 @@ impl Vmm {
             receiving.cancel.cancel();
             return Ok(());
         };
-        receiving.decide(doubtful.state, Asked::End { force }).map(drop)
+        receiving.decide(doubtful.state, OperatorRequest::End { force }).map(drop)
     }
 }

@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_goes_on_by_itself_only_if_it_was_paused_for_it() {
+    fn a_machine_resumes_by_itself_only_if_it_was_paused_for_it() {
         let (mut disks, now) = (FullDisks::default(), Instant::now());
         disks.note(3, full(&["a"]), now);
         assert!(!disks.is_waiting(3), "a client has paused it");

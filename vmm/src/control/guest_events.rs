@@ -32,7 +32,7 @@ use crate::machine::GuestEvent;
 
 /// What can be done with the machine now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum MachineIs {
+enum MachineStatus {
     /// It runs, with all of its memory.
     Running,
     /// It is stopped by request.
@@ -67,7 +67,7 @@ fn ends_the_guest(event: &GuestEvent) -> bool {
     }
 }
 
-impl MachineIs {
+impl MachineStatus {
     fn may_act_on(self, event: &GuestEvent) -> bool {
         match self {
             Self::Running => true,
@@ -97,8 +97,8 @@ impl GuestEvents {
 
     /// The next event of machine `number` whose time has come. Those of other machines are
     /// forgotten. What ends the guest is never overtaken by a later event that does so too.
-    fn next(&mut self, number: u64, machine: MachineIs) -> Option<(GuestEvent, Instant)> {
-        self.waiting.retain(|(of, ..)| *of == number && machine != MachineIs::Gone);
+    fn next(&mut self, number: u64, machine: MachineStatus) -> Option<(GuestEvent, Instant)> {
+        self.waiting.retain(|(of, ..)| *of == number && machine != MachineStatus::Gone);
         let mut end_waits = false;
         let is_next = |(_, event, _): &(u64, GuestEvent, Instant)| {
             let ends = ends_the_guest(event);
@@ -114,16 +114,16 @@ impl GuestEvents {
 }
 
 impl Vmm {
-    fn machine_is(&self) -> MachineIs {
+    fn machine_status(&self) -> MachineStatus {
         match (&self.vm, &self.pages) {
-            (VmLifecycle::Live(_), GuestPages::Arriving { .. }) => MachineIs::AwaitingPages,
-            (VmLifecycle::Live(_), GuestPages::Lost(_)) => MachineIs::LackingPages,
+            (VmLifecycle::Live(_), GuestPages::Arriving { .. }) => MachineStatus::AwaitingPages,
+            (VmLifecycle::Live(_), GuestPages::Lost(_)) => MachineStatus::LackingPages,
             (VmLifecycle::Live(machine), GuestPages::Resident)
                 if machine.is_paused() && !self.waits_for_room() =>
             {
-                MachineIs::Paused
+                MachineStatus::Paused
             }
-            (VmLifecycle::Live(_), GuestPages::Resident) => MachineIs::Running,
+            (VmLifecycle::Live(_), GuestPages::Resident) => MachineStatus::Running,
             (
                 VmLifecycle::Migrating { .. }
                 | VmLifecycle::Busy(_)
@@ -132,7 +132,7 @@ impl Vmm {
                 | VmLifecycle::Receiving(_)
                 | VmLifecycle::NotStarted { .. },
                 _,
-            ) => MachineIs::Elsewhere,
+            ) => MachineStatus::Elsewhere,
             (
                 VmLifecycle::None
                 | VmLifecycle::Created(_)
@@ -140,7 +140,7 @@ impl Vmm {
                 | VmLifecycle::Serving(_)
                 | VmLifecycle::HandedOver { .. },
                 _,
-            ) => MachineIs::Gone,
+            ) => MachineStatus::Gone,
         }
     }
 
@@ -160,19 +160,19 @@ impl Vmm {
         if let GuestEvent::DiskFull { id } = &event {
             self.tell_of_full_disk(id);
         }
-        let machine = self.machine_is();
+        let machine = self.machine_status();
         if !machine.may_act_on(&event) {
             match machine {
-                MachineIs::AwaitingPages => {
+                MachineStatus::AwaitingPages => {
                     log::info!("what the guest does ({event:?}) waits until its last page is here");
                 }
-                MachineIs::LackingPages => log::warn!(
+                MachineStatus::LackingPages => log::warn!(
                     "the guest does {event:?}, and pages of it are lost: it stays as it is"
                 ),
-                MachineIs::Paused => {
+                MachineStatus::Paused => {
                     log::info!("what the guest did ({event:?}) waits until it is resumed");
                 }
-                MachineIs::Running | MachineIs::Elsewhere | MachineIs::Gone => {}
+                MachineStatus::Running | MachineStatus::Elsewhere | MachineStatus::Gone => {}
             }
         }
         self.guest_events.note(number, event, at);
@@ -182,7 +182,7 @@ impl Vmm {
     pub(super) fn act_on_guest(&mut self) -> Next {
         loop {
             // Asked anew each time: what was done may have made another machine.
-            let (number, machine) = (self.machine_number, self.machine_is());
+            let (number, machine) = (self.machine_number, self.machine_status());
             let Some((event, told)) = self.guest_events.next(number, machine) else {
                 return Next::Continue;
             };
@@ -262,7 +262,7 @@ mod tests {
     }
 
     /// All events that machine 7 may be done with now, as they would be acted on.
-    fn all(events: &mut GuestEvents, machine: MachineIs) -> Vec<String> {
+    fn all(events: &mut GuestEvents, machine: MachineStatus) -> Vec<String> {
         let next = || events.next(7, machine);
         std::iter::from_fn(next).map(|(event, _)| format!("{event:?}")).collect()
     }
@@ -275,10 +275,10 @@ mod tests {
     #[test]
     fn what_comes_before_the_machine_is_here_waits_in_order() {
         let mut events = of_seven([GuestEvent::Ejected, wanted(), GuestEvent::Shutdown]);
-        assert_eq!(all(&mut events, MachineIs::Elsewhere), [""; 0]);
+        assert_eq!(all(&mut events, MachineStatus::Elsewhere), [""; 0]);
         let expected = ["Ejected", "DeviceWanted { id: \"nic\" }", "Shutdown"];
-        assert_eq!(all(&mut events, MachineIs::Running), expected);
-        assert_eq!(all(&mut events, MachineIs::Running), [""; 0], "an event is acted on once");
+        assert_eq!(all(&mut events, MachineStatus::Running), expected);
+        assert_eq!(all(&mut events, MachineStatus::Running), [""; 0], "an event is acted on once");
     }
 
     #[test]
@@ -288,13 +288,13 @@ mod tests {
             let mut events = GuestEvents::default();
             events.note(6, GuestEvent::Reset, Instant::now());
             events.note(6, late, Instant::now());
-            assert!(matches!(events.next(6, MachineIs::Running), Some((GuestEvent::Reset, _))));
-            assert_eq!(all(&mut events, MachineIs::Running), [""; 0]);
+            assert!(matches!(events.next(6, MachineStatus::Running), Some((GuestEvent::Reset, _))));
+            assert_eq!(all(&mut events, MachineStatus::Running), [""; 0]);
             assert!(events.waiting.is_empty());
         }
         let mut events = of_seven([GuestEvent::Reset]);
-        assert_eq!(all(&mut events, MachineIs::Gone), [""; 0]);
-        assert_eq!(all(&mut events, MachineIs::Running), [""; 0]);
+        assert_eq!(all(&mut events, MachineStatus::Gone), [""; 0]);
+        assert_eq!(all(&mut events, MachineStatus::Running), [""; 0]);
     }
 
     #[test]
@@ -303,8 +303,8 @@ mod tests {
         for ending in [GuestEvent::Reset, triple_fault, GuestEvent::Shutdown, stopped()] {
             let name = format!("{ending:?}");
             let mut events = of_seven([ending, GuestEvent::Ejected]);
-            assert_eq!(all(&mut events, MachineIs::Paused), ["Ejected"], "{name}");
-            assert_eq!(all(&mut events, MachineIs::Running), [name]);
+            assert_eq!(all(&mut events, MachineStatus::Paused), ["Ejected"], "{name}");
+            assert_eq!(all(&mut events, MachineStatus::Running), [name]);
         }
     }
 
@@ -315,23 +315,25 @@ mod tests {
         for id in ["a", "b", "a", "a"] {
             events.note(7, full(id), Instant::now());
         }
-        for machine in [MachineIs::Elsewhere, MachineIs::AwaitingPages, MachineIs::LackingPages] {
+        for machine in
+            [MachineStatus::Elsewhere, MachineStatus::AwaitingPages, MachineStatus::LackingPages]
+        {
             assert_eq!(all(&mut events, machine), [""; 0]);
         }
-        let told = all(&mut events, MachineIs::Paused);
+        let told = all(&mut events, MachineStatus::Paused);
         assert_eq!(told, ["DiskFull { id: \"a\" }", "DiskFull { id: \"b\" }"]);
         events.note(7, full("a"), Instant::now());
-        assert_eq!(all(&mut events, MachineIs::Running).len(), 1, "it is full again");
+        assert_eq!(all(&mut events, MachineStatus::Running).len(), 1, "it is full again");
     }
 
     #[test]
     fn while_pages_arrive_the_first_end_is_the_one_that_counts() {
         let mut events = of_seven([GuestEvent::Reset, stopped(), wanted(), GuestEvent::Ejected]);
-        let now = all(&mut events, MachineIs::AwaitingPages);
+        let now = all(&mut events, MachineStatus::AwaitingPages);
         assert_eq!(now, ["DeviceWanted { id: \"nic\" }"]);
-        assert!(matches!(events.next(7, MachineIs::Running), Some((GuestEvent::Reset, _))));
+        assert!(matches!(events.next(7, MachineStatus::Running), Some((GuestEvent::Reset, _))));
         let mut events = of_seven([GuestEvent::Ejected, stopped()]);
-        let now = all(&mut events, MachineIs::AwaitingPages);
+        let now = all(&mut events, MachineStatus::AwaitingPages);
         assert_eq!(now.len(), 1, "a vCPU that cannot go on waits for no page: {now:?}");
     }
 }

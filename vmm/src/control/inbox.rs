@@ -55,12 +55,12 @@ pub enum Message {
 
 /// The sending end; cheap to clone.
 #[derive(Clone)]
-pub struct Mailer {
+pub struct InboxSender {
     sender: Sender<Message>,
     event: Arc<EventFd>,
 }
 
-impl Mailer {
+impl InboxSender {
     /// Puts a message into the queue. Its reader may be gone; then the message is not needed.
     pub fn send(&self, message: Message) {
         if self.sender.send(message).is_ok() {
@@ -81,10 +81,10 @@ impl Inbox {
     ///
     /// # Errors
     /// The host gives no descriptor.
-    pub fn new() -> io::Result<(Mailer, Self)> {
+    pub fn new() -> io::Result<(InboxSender, Self)> {
         let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
         let (sender, receiver) = channel();
-        Ok((Mailer { sender, event: Arc::clone(&event) }, Self { receiver, event }))
+        Ok((InboxSender { sender, event: Arc::clone(&event) }, Self { receiver, event }))
     }
 
     /// Readable while there may be messages.

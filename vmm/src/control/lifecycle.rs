@@ -4,11 +4,11 @@
 //!
 //! Owns the events that tell about it.
 
-use vm_migration::commit::destination::Asked;
+use vm_migration::commit::destination::OperatorRequest;
 use vm_migration::progress::Phase;
 
 use super::snapshot::Busy;
-use super::teardown::After;
+use super::teardown::AfterTeardown;
 use super::{GuestPages, Next, VmLifecycle, Vmm, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmState};
@@ -47,7 +47,7 @@ impl Vmm {
             sending.cancel.cancel();
             return sending.resumers.push(responder);
         }
-        let Some(responder) = self.decide_for(Asked::Resume, responder) else { return };
+        let Some(responder) = self.decide_for(OperatorRequest::Resume, responder) else { return };
         if matches!(self.vm, VmLifecycle::NotStarted { .. }) {
             self.start_arrived_for(responder);
         } else {
@@ -79,7 +79,9 @@ impl Vmm {
                 sending.deleters.push(responder);
                 sending.steering.abandon();
             }
-            VmLifecycle::Receiving(_) => drop(self.decide_for(Asked::Delete { force }, responder)),
+            VmLifecycle::Receiving(_) => {
+                drop(self.decide_for(OperatorRequest::Delete { force }, responder));
+            }
             VmLifecycle::NotStarted { .. } if matches!(self.pages, GuestPages::Arriving { .. }) => {
                 self.abandon_not_started(responder);
             }
@@ -87,7 +89,7 @@ impl Vmm {
                 drop(self.end_starting(true, responder));
             }
             VmLifecycle::Live(_) => match self.refuse_without_all_pages() {
-                Ok(()) => return self.tear_down(After::Deleted(responder)),
+                Ok(()) => return self.tear_down(AfterTeardown::Deleted(responder)),
                 Err(error) => responder.answer(Err(error)),
             },
             _ => responder.answer(self.delete().map(|()| ApiReply::Empty)),
@@ -122,14 +124,14 @@ impl Vmm {
     }
 
     /// Postcopy to here has lost its connections.
-    fn holds_still(&self) -> bool {
+    fn is_stopped(&self) -> bool {
         self.progress.as_ref().is_some_and(|progress| progress.phase() == Phase::PostcopyPaused)
     }
 
     pub(super) fn refuse_without_all_pages(&self) -> Result<(), ApiError> {
         match &self.pages {
             GuestPages::Resident => Ok(()),
-            GuestPages::Arriving { .. } if self.holds_still() => Err(ApiError::new(
+            GuestPages::Arriving { .. } if self.is_stopped() => Err(ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM waits for pages from a source that cannot be reached; it goes on when the \
                  source has connected again (vm.migration-recover names a new address), and \

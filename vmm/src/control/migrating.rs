@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vm_migration::destination::PostcopyPaused;
-use vm_migration::{Cancel, GuestIs, Phase, Snapshot, Steering};
+use vm_migration::{Cancel, GuestLocation, Phase, Snapshot, Steering};
 
 use super::receiving::{self, ReceiveContext, ReceiveEnd, ReceiveOutcome};
 use super::sending::{self, SendEnd};
@@ -19,11 +19,11 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiQueue, ApiReply, ApiResult, VmmRequest};
 use crate::config::{ReceiveMigrationData, SendMigrationData};
 use crate::events;
-use crate::machine::LeftOff;
+use crate::machine::StoppedMemoryWork;
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
 use crate::options::ExitReason;
-use crate::page_server::{PageServerPlan, socket_beside};
+use crate::page_server::{PageServerPlan, default_socket};
 
 /// A client that asked for the progress of a migration has this long to ask once more and see its end,
 /// before the process ends. Long enough for a slow poll on a busy host.
@@ -127,9 +127,9 @@ impl Vmm {
         else {
             return Err(ApiError::not_booted());
         };
-        let left_off = machine.leave_memory();
+        let left_off = machine.stop_memory_work();
         let info = Box::new(describe::of_machine(&machine));
-        match sending::start(machine, options, page_server, self.mailer.clone()) {
+        match sending::start(machine, options, page_server, self.inbox_sender.clone()) {
             Ok(sending) => {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.end_seen_at = None;
@@ -138,7 +138,7 @@ impl Vmm {
                 Ok(())
             }
             Err((mut machine, error)) => {
-                machine.stay_with_memory(left_off);
+                machine.resume_memory_work(left_off);
                 self.vm = VmLifecycle::Live(machine);
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error))
             }
@@ -164,7 +164,7 @@ impl Vmm {
                 ),
             ));
         }
-        let beside = self.api_path.as_deref().map(socket_beside);
+        let beside = self.api_path.as_deref().map(default_socket);
         let socket = data.page_server_socket.clone().or(beside).ok_or_else(|| {
             ApiError::new(
                 ApiErrorKind::BadRequest,
@@ -203,7 +203,7 @@ impl Vmm {
         let bound = Cancel::new()
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
             .and_then(|cancel| {
-                let target = receiving::bind(&data.receiver_url, &self.lingering, &cancel)?;
+                let target = receiving::bind(&data.receiver_url, &self.late_reconnects, &cancel)?;
                 Ok((target, cancel))
             });
         let (target, cancel) = match bound {
@@ -216,8 +216,8 @@ impl Vmm {
             faults,
             fds: data.arriving_fds(),
             rules: data.allow.clone(),
-            lingering: self.lingering.clone(),
-            mailer: self.mailer.clone(),
+            late_reconnects: self.late_reconnects.clone(),
+            inbox_sender: self.inbox_sender.clone(),
         };
         self.prefault_stage2 = data.prefault_stage2;
         match receiving::start(target, context, responder, cancel) {
@@ -254,8 +254,8 @@ impl Vmm {
     fn end_send(&mut self, end: SendEnd) -> Next {
         let (sending, left_off) = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Migrating { sending, left_off, .. } => (Some(sending), left_off),
-            VmLifecycle::Serving(sending) => (Some(sending), LeftOff::default()),
-            _ => (None, LeftOff::default()),
+            VmLifecycle::Serving(sending) => (Some(sending), StoppedMemoryWork::default()),
+            _ => (None, StoppedMemoryWork::default()),
         };
         let (mut cancellers, deleters, mut resumers) = sending
             .map(|sending| (sending.cancellers, sending.deleters, sending.resumers))
@@ -278,8 +278,8 @@ impl Vmm {
                     Next::Continue
                 }
             }
-            SendEnd::Stayed(mut machine, stay) => {
-                machine.stay_with_memory(left_off);
+            SendEnd::Returned(mut machine, stay) => {
+                machine.resume_memory_work(left_off);
                 if stay.is_cancelled {
                     cancel::tell("source", stay.guest);
                 }
@@ -395,12 +395,15 @@ impl Vmm {
         &mut self,
         result: Result<(), Box<PostcopyPaused<MigratingRam>>>,
     ) -> Next {
-        let next = self.settle_pages(result);
+        let next = self.finish_page_transfer(result);
         self.answer_progress_askers();
         next
     }
 
-    fn settle_pages(&mut self, result: Result<(), Box<PostcopyPaused<MigratingRam>>>) -> Next {
+    fn finish_page_transfer(
+        &mut self,
+        result: Result<(), Box<PostcopyPaused<MigratingRam>>>,
+    ) -> Next {
         if self.is_abandoned() {
             // The threads that bring its pages go before the machine, which has never run: a device that
             // waits for one would keep it, and this thread.
@@ -416,7 +419,7 @@ impl Vmm {
                 GuestPages::Resident
             }
             Err(paused) => {
-                debug_assert_eq!(paused.error.guest, GuestIs::PostcopyPaused);
+                debug_assert_eq!(paused.error.guest, GuestLocation::PostcopyPaused);
                 let reason = ApiError::from_error(ApiErrorKind::Failed, &paused.error).to_string();
                 // The phase that it ended in has told the event.
                 log::error!("{reason}; {} pages are missing", paused.missing_pages());

@@ -89,7 +89,7 @@ use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
 use crate::config::VmConfig;
 use crate::events;
-use crate::machine::{EventSink, Host, LeftOff, Machine};
+use crate::machine::{EventSink, Host, Machine, StoppedMemoryWork};
 use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
@@ -106,7 +106,7 @@ use deferred::Deferred;
 use ending::Ending;
 use full_disks::FullDisks;
 use guest_events::GuestEvents;
-use inbox::{Mailer, Message};
+use inbox::{InboxSender, Message};
 use pausing::Transition;
 use receiving::Receiving;
 use sending::Sending;
@@ -124,7 +124,7 @@ enum VmLifecycle {
     /// It runs or is paused.
     Live(Box<Machine>),
     /// It is being sent; its machine belongs to the migration.
-    Migrating { info: Box<VmInfo>, sending: Sending, left_off: LeftOff },
+    Migrating { info: Box<VmInfo>, sending: Sending, left_off: StoppedMemoryWork },
     /// The destination owns the guest, and gets its pages from here.
     Serving(Sending),
     /// A migration is awaited here, or under way.
@@ -197,7 +197,7 @@ fn failed(error: &dyn std::error::Error) -> ApiError {
 /// The VMM.
 struct Vmm {
     host: Arc<Host>,
-    mailer: Mailer,
+    inbox_sender: InboxSender,
     vm: VmLifecycle,
     /// Number of the machine that is live; each has its own.
     machine_number: u64,
@@ -236,7 +236,7 @@ struct Vmm {
     /// Requests to give up a machine that was not started and still gets pages.
     deleters: Vec<Responder>,
     /// Migrations to here that are over, and whose sources may not know it.
-    lingering: LateReconnects,
+    late_reconnects: LateReconnects,
     /// Set when the VM has moved but a watcher may still want to see how that went. It ends when
     /// another VM is made here: the process stays for that one.
     pending_exit: Option<(Instant, ExitReason)>,
@@ -249,10 +249,15 @@ struct Vmm {
 }
 
 impl Vmm {
-    fn new(host: Host, mailer: Mailer, no_shutdown: bool, child_logging: ChildLogging) -> Self {
+    fn new(
+        host: Host,
+        inbox_sender: InboxSender,
+        no_shutdown: bool,
+        child_logging: ChildLogging,
+    ) -> Self {
         Self {
             host: Arc::new(host),
-            mailer,
+            inbox_sender,
             vm: VmLifecycle::None,
             machine_number: 0,
             started_number: 0,
@@ -273,7 +278,7 @@ impl Vmm {
             api_path: None,
             child_logging,
             deleters: Vec::new(),
-            lingering: LateReconnects::default(),
+            late_reconnects: LateReconnects::default(),
             pending_exit: None,
             at_latest: None,
             told_by_signal: false,
@@ -284,8 +289,8 @@ impl Vmm {
     /// Where the next machine's events go.
     fn new_sink(&mut self) -> EventSink {
         self.machine_number += 1;
-        let (number, mailer) = (self.machine_number, self.mailer.clone());
-        Arc::new(move |event| mailer.send(Message::Guest(number, event, Instant::now())))
+        let (number, inbox_sender) = (self.machine_number, self.inbox_sender.clone());
+        Arc::new(move |event| inbox_sender.send(Message::Guest(number, event, Instant::now())))
     }
 
     /// Carries out a request and answers it, or sees to it that it is answered later. One that meets a

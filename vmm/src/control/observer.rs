@@ -4,13 +4,13 @@
 
 use vm_migration::{Event, Observer, Phase, Side, Snapshot};
 
-use super::inbox::{Mailer, Message};
+use super::inbox::{InboxSender, Message};
 use crate::events;
 
 /// Observes a migration: its events go to the log and the event monitor.
 pub struct EventObserver {
     /// The VMM thread hears when the guest is given away.
-    pub mailer: Mailer,
+    pub inbox_sender: InboxSender,
 }
 
 impl Observer for EventObserver {
@@ -18,7 +18,7 @@ impl Observer for EventObserver {
         announce(side, event);
         let gives_away = [Phase::Serve, Phase::InDoubt].map(Event::Begin);
         if side == Side::Source && gives_away.contains(&event) {
-            self.mailer.send(Message::HandedOver);
+            self.inbox_sender.send(Message::HandedOver);
         }
     }
 }

@@ -275,7 +275,7 @@ impl Vmm {
         let kind = TransitionKind::StartArrived;
         let info = Box::new(describe::of_machine(machine.machine()));
         let (consoles, cancel) = (machine.machine().consoles().clone(), CancelToken::default());
-        let mailer = self.mailer.clone();
+        let inbox_sender = self.inbox_sender.clone();
         let load = (machine, reason, responder);
         let spawned = spawn_with(kind.thread_name(), load, move |(machine, reason, responder)| {
             let result = machine.run(true).map(Box::new).map_err(|(machine, error)| {
@@ -283,13 +283,13 @@ impl Vmm {
                 (Box::new(machine), error)
             });
             let end = ArrivedEnd { result, reason, responder };
-            mailer.send(Message::ArrivedStarted(Box::new(end)));
+            inbox_sender.send(Message::ArrivedStarted(Box::new(end)));
         });
         self.vm = VmLifecycle::Transitioning(Transition::new(kind, info, consoles, cancel));
         if let Err(((machine, reason, responder), error)) = spawned {
             let result = Err((machine, failed(&TransitionError::Thread(error))));
             let end = ArrivedEnd { result, reason, responder };
-            self.mailer.send(Message::ArrivedStarted(Box::new(end)));
+            self.inbox_sender.send(Message::ArrivedStarted(Box::new(end)));
         }
     }
 
@@ -352,14 +352,14 @@ impl Vmm {
         };
         let info = Box::new(describe::of_machine(&machine));
         let (consoles, cancel) = (machine.consoles().clone(), CancelToken::default());
-        let (mailer, own) = (self.mailer.clone(), cancel.clone());
+        let (inbox_sender, own) = (self.inbox_sender.clone(), cancel.clone());
         let spawned = spawn_with(
             kind.thread_name(),
             (machine, responder),
             move |(mut machine, responder): (Box<Machine>, _)| {
                 let result = work(&mut machine, &own).map_err(TransitionError::from);
                 let end = TransitionEnd { machine, kind, result, responder };
-                mailer.send(Message::TransitionOver(Box::new(end)));
+                inbox_sender.send(Message::TransitionOver(Box::new(end)));
             },
         );
         self.vm = VmLifecycle::Transitioning(Transition::new(kind, info, consoles, cancel));
@@ -372,7 +372,7 @@ impl Vmm {
             };
             // The same follows as if a thread had tried: events, answers, the end of the process.
             let end = TransitionEnd { machine, kind, result, responder };
-            self.mailer.send(Message::TransitionOver(Box::new(end)));
+            self.inbox_sender.send(Message::TransitionOver(Box::new(end)));
         }
     }
 
@@ -501,11 +501,11 @@ impl Vmm {
             let result = write_back.wait();
             return self.pause_is_over(PauseEnd { machine, result, responder });
         }
-        let mailer = self.mailer.clone();
+        let inbox_sender = self.inbox_sender.clone();
         let load = (write_back, responder);
         let spawned = spawn_with("pause", load, move |(write_back, responder)| {
             let result = WriteBack::wait(write_back);
-            mailer.send(Message::PauseEnd(Box::new(PauseEnd { machine, result, responder })));
+            inbox_sender.send(Message::PauseEnd(Box::new(PauseEnd { machine, result, responder })));
         });
         if let Err(((_left_to_it, responder), error)) = spawned {
             emit("paused");

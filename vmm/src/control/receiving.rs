@@ -10,12 +10,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vm_migration::destination::{Faulting, LateReconnects, Listener, ReceiveFailure};
 use vm_migration::transport::TransportError;
 use vm_migration::{
-    Address, Cancel, Cause, FailureReport, GuestIs, Phase, Progress, ReceiveOptions, Side, Steering,
+    Address, Cancel, Cause, FailureReport, GuestLocation, Phase, Progress, ReceiveOptions, Side,
+    Steering,
 };
 
 use super::describe;
 use super::doubt::{self, DecisionRequest, InDoubtVm};
-use super::inbox::{Mailer, Message};
+use super::inbox::{InboxSender, Message};
 use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
@@ -23,7 +24,7 @@ use crate::api::{ApiError, ApiErrorKind};
 use crate::config::{ArrivingFds, Grant};
 use crate::events;
 use crate::machine::{EventSink, Host, Machine};
-use crate::migration::destination::{ArrivingBuilder, ArrivingMachine, Doubts};
+use crate::migration::destination::{ArrivingBuilder, ArrivingMachine, DoubtObserver};
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
 
@@ -52,7 +53,7 @@ pub enum ReceiveOutcome {
         /// A client on this side asked for it.
         is_cancelled: bool,
         /// Where the guest is.
-        guest: GuestIs,
+        guest: GuestLocation,
     },
 }
 
@@ -93,9 +94,9 @@ pub struct ReceiveContext {
     /// What the configuration may name on this host; anything if there are none.
     pub rules: Option<Vec<Grant>>,
     /// Migrations to this process that are over, and whose sources may not know it.
-    pub lingering: LateReconnects,
+    pub late_reconnects: LateReconnects,
     /// The way back.
-    pub mailer: Mailer,
+    pub inbox_sender: InboxSender,
 }
 
 /// Where a migration is awaited.
@@ -112,7 +113,7 @@ pub enum ListenTarget {
 /// When it is taken, not ours, or not an address.
 pub fn bind(
     url: &str,
-    lingering: &LateReconnects,
+    late_reconnects: &LateReconnects,
     cancel: &Cancel,
 ) -> Result<ListenTarget, ApiError> {
     let address: Address =
@@ -120,7 +121,7 @@ pub fn bind(
     if address.has_name() {
         return Ok(ListenTarget::Unresolved(address));
     }
-    Listener::bind_over(&address, lingering, cancel)
+    Listener::bind_over(&address, late_reconnects, cancel)
         .map(ListenTarget::Bound)
         .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
 }
@@ -136,7 +137,7 @@ impl ListenTarget {
     /// Listens there.
     fn listen(
         self,
-        lingering: &LateReconnects,
+        late_reconnects: &LateReconnects,
         progress: &Progress,
         cancel: &Cancel,
     ) -> Result<Listener, ReceiveOutcome> {
@@ -148,7 +149,7 @@ impl ListenTarget {
             Self::Unresolved(address) => address,
         };
         log::info!("asking where {address} is");
-        let bound = Listener::bind_over(&address, lingering, cancel).inspect(tell_ready);
+        let bound = Listener::bind_over(&address, late_reconnects, cancel).inspect(tell_ready);
         bound.map_err(|error| {
             let is_cancelled = matches!(error, TransportError::Cancelled);
             let report = FailureReport::before_the_begin(Side::Destination, "listening", &error);
@@ -167,7 +168,7 @@ fn failed(
     let (guest, is_cancelled) = (error.guest, matches!(error.cause, Cause::Cancelled));
     let error = ApiError::from_error(ApiErrorKind::Failed, &error);
     let outcome = match vm {
-        Some(machine) if guest != GuestIs::NotHere => {
+        Some(machine) if guest != GuestLocation::NotHere => {
             let pages_missing = faults.is_some();
             ReceiveOutcome::NotStarted { machine: Box::new(machine), error, pages_missing }
         }
@@ -182,10 +183,10 @@ fn take(slot: &Mutex<Option<Responder>>) -> Option<Responder> {
 
 /// Tells the VMM thread of a machine in doubt. The request that awaits the machine is answered when
 /// the doubt lasts.
-fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, mailer: Mailer) -> Doubts {
+fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, inbox_sender: InboxSender) -> DoubtObserver {
     Box::new(move |machine, state, lasts| {
         let info = Box::new(describe::of_machine(machine));
-        mailer.send(Message::InDoubt(InDoubtVm { state, info }));
+        inbox_sender.send(Message::InDoubt(InDoubtVm { state, info }));
         if lasts && let Some(responder) = take(&slot) {
             responder.answer(Err(doubt::in_doubt()));
         }
@@ -202,20 +203,23 @@ pub fn start(
     responder: Responder,
     cancel: Cancel,
 ) -> Result<Receiving, (Responder, std::io::Error)> {
-    let observer = Box::new(EventObserver { mailer: context.mailer.clone() });
+    let observer = Box::new(EventObserver { inbox_sender: context.inbox_sender.clone() });
     let progress = Arc::new(Progress::observed(Side::Destination, observer));
-    let options =
-        ReceiveOptions { lingering: context.lingering.clone(), ..ReceiveOptions::default() };
+    let options = ReceiveOptions {
+        late_reconnects: context.late_reconnects.clone(),
+        ..ReceiveOptions::default()
+    };
     let steering = options.steering.clone();
     let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
     let spawned = spawn_with("migration-recv", responder, move |responder| {
-        let ReceiveContext { host, sink, faults, fds, rules, lingering, mailer } = context;
+        let ReceiveContext { host, sink, faults, fds, rules, late_reconnects, inbox_sender } =
+            context;
         let slot = Arc::new(Mutex::new(Some(responder)));
-        let doubts = tell_doubts(Arc::clone(&slot), mailer.clone());
+        let doubts = tell_doubts(Arc::clone(&slot), inbox_sender.clone());
         let builder = ArrivingBuilder::new(host, sink, faults, doubts);
         let builder = builder.within(rules).with_descriptors(fds);
         let received = target
-            .listen(&lingering, &own_progress, &own_cancel)
+            .listen(&late_reconnects, &own_progress, &own_cancel)
             .map(|listener| listener.receive(builder, &options, &own_progress, &own_cancel));
         let (outcome, faults) = match received {
             Ok(Ok(received)) => {
@@ -227,9 +231,9 @@ pub fn start(
             Err(outcome) => (outcome, None),
         };
         let responder = take(&slot);
-        mailer.send(Message::ReceiveEnd(Box::new(ReceiveEnd { outcome, responder })));
+        inbox_sender.send(Message::ReceiveEnd(Box::new(ReceiveEnd { outcome, responder })));
         if let Some(faults) = faults {
-            mailer.send(Message::PagesComplete(faults.wait().map(drop)));
+            inbox_sender.send(Message::PagesComplete(faults.wait().map(drop)));
         }
     });
     spawned.map(|_detached| Receiving {

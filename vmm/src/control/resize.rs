@@ -56,7 +56,7 @@ impl Vmm {
     /// vCPUs get their tables filled.
     pub(super) fn memory_has_come(&mut self) {
         if let VmLifecycle::Live(machine) = &mut self.vm {
-            machine.retry_giving_back();
+            machine.retry_discards();
             machine.restore_huge_pages();
             if self.prefault_stage2 {
                 machine.prefault_stage2();

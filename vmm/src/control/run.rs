@@ -88,8 +88,8 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
     if let Some(path) = &api_path {
         panicking::note_socket(path);
     }
-    let (mailer, inbox) = Inbox::new().map_err(RunError::Loop)?;
-    let mut vmm = Vmm::new(host, mailer, options.no_shutdown, options.child_logging);
+    let (inbox_sender, inbox) = Inbox::new().map_err(RunError::Loop)?;
+    let mut vmm = Vmm::new(host, inbox_sender, options.no_shutdown, options.child_logging);
     vmm.api_path = api_path;
     let (handle, queue) = api::channel().map_err(RunError::Loop)?;
     let begun = vmm.begin(options.initial_vm, options.restore);

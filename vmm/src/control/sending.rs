@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use vm_migration::options::urgent_connections_for;
 use vm_migration::source::{Held, SendFailure, migrate};
 use vm_migration::{
-    Address, Cancel, Cause, Compression, Convergence, DirtyClear, FailureReport, GuestIs,
+    Address, Cancel, Cause, Compression, Convergence, DirtyClear, FailureReport, GuestLocation,
     MemoryMode, MigrationError, Phase, Progress, SendOptions, Side, Steering, TimeoutStrategy,
 };
 
-use super::inbox::{Mailer, Message};
+use super::inbox::{InboxSender, Message};
 use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
@@ -35,7 +35,7 @@ pub enum SendEnd {
     /// The guest is elsewhere, whole.
     Complete(Remains),
     /// The guest is here, running or paused.
-    Stayed(Box<Machine>, StayReason),
+    Returned(Box<Machine>, ReturnReason),
     /// The guest is elsewhere, and may miss pages that only this process has.
     Incomplete {
         /// What is left of the machine.
@@ -48,16 +48,16 @@ pub enum SendEnd {
 }
 
 /// Why a guest stayed, and how it is.
-pub struct StayReason {
+pub struct ReturnReason {
     /// What happened.
     pub reason: String,
     /// Where the guest is.
-    pub guest: GuestIs,
+    pub guest: GuestLocation,
     /// It was asked for.
     pub is_cancelled: bool,
 }
 
-impl StayReason {
+impl ReturnReason {
     fn new(error: &MigrationError) -> Self {
         let is_cancelled = matches!(error.cause, Cause::Cancelled);
         Self { reason: chain(error), guest: error.guest, is_cancelled }
@@ -195,18 +195,18 @@ fn send_machine(
             let report = FailureReport::before_the_begin(Side::Source, step, &error);
             let reason = report.chain.join(": ");
             progress.fail(Phase::Failed, report);
-            let stay = StayReason { reason, guest: GuestIs::OnSource, is_cancelled: false };
-            return SendEnd::Stayed(machine, stay);
+            let stay = ReturnReason { reason, guest: GuestLocation::OnSource, is_cancelled: false };
+            return SendEnd::Returned(machine, stay);
         }
     };
     match migrate(leaving, options, progress, cancel) {
         Ok(finished) => SendEnd::Complete(finished.remains),
         Err(failure) => match *failure {
             SendFailure::Resumed { vm, error } => {
-                SendEnd::Stayed(vm.into_machine(), StayReason::new(&error))
+                SendEnd::Returned(vm.into_machine(), ReturnReason::new(&error))
             }
             SendFailure::StillPaused { vm, error } => {
-                SendEnd::Stayed(vm.into_machine(), StayReason::new(&error))
+                SendEnd::Returned(vm.into_machine(), ReturnReason::new(&error))
             }
             SendFailure::HandedOver { remains, held, error } => {
                 SendEnd::Incomplete { remains, held, reason: chain(&error) }
@@ -223,7 +223,7 @@ pub fn start(
     machine: Box<Machine>,
     options: SendOptions,
     page_server: Option<PageServerPlan>,
-    mailer: Mailer,
+    inbox_sender: InboxSender,
 ) -> Result<Sending, (Box<Machine>, std::io::Error)> {
     let cancel = match Cancel::new() {
         Ok(cancel) => cancel,
@@ -231,13 +231,13 @@ pub fn start(
     };
     let progress = Arc::new(Progress::observed(
         Side::Source,
-        Box::new(EventObserver { mailer: mailer.clone() }),
+        Box::new(EventObserver { inbox_sender: inbox_sender.clone() }),
     ));
     let (steering, mode) = (options.steering.clone(), options.mode());
     let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
     let spawned = spawn_with("migration-send", machine, move |machine| {
         let end = send_machine(machine, page_server, &options, &own_progress, &own_cancel);
-        mailer.send(Message::SendEnd(Box::new(end)));
+        inbox_sender.send(Message::SendEnd(Box::new(end)));
     });
     spawned.map(|_detached| {
         let (cancellers, deleters, resumers) = (Vec::new(), Vec::new(), Vec::new());

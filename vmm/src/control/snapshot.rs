@@ -159,10 +159,10 @@ impl Vmm {
         };
         let info = Box::new(describe::of_machine(&machine));
         emit("snapshotting");
-        let (mailer, own_cancel) = (self.mailer.clone(), cancel.clone());
+        let (inbox_sender, own_cancel) = (self.inbox_sender.clone(), cancel.clone());
         let thread = spawn_with("snapshot", (machine, responder), move |(machine, responder)| {
             let end = save_on_thread(machine, &directory, &own_cancel, responder);
-            mailer.send(Message::Saved(Box::new(end)));
+            inbox_sender.send(Message::Saved(Box::new(end)));
         });
         match thread {
             Ok(_detached) => {
@@ -234,10 +234,10 @@ impl Vmm {
         self.prefault_stage2 = config.prefault_stage2;
         let at_launch = responder.is_none();
         let (host, sink) = (Arc::clone(&self.host), self.new_sink());
-        let (mailer, own_cancel) = (self.mailer.clone(), cancel.clone());
+        let (inbox_sender, own_cancel) = (self.inbox_sender.clone(), cancel.clone());
         let thread = spawn_with("restore", responder, move |responder| {
             let restored = snapshot::restore(&config, &host, sink, &own_cancel);
-            mailer.send(Message::Restored(Box::new(RestoreEnd {
+            inbox_sender.send(Message::Restored(Box::new(RestoreEnd {
                 restored: restored.map_err(|error| failed(&error)),
                 resume: config.resume,
                 prefault: config.prefault,
@@ -267,7 +267,7 @@ impl Vmm {
         // What ends has no use for one that runs.
         let is_cancelled = !end_requests.is_empty();
         let is_ending = is_cancelled || self.ending.is_some();
-        match (self.settle(restored, prefault), responder) {
+        match (self.finish_restore(restored, prefault), responder) {
             (_, Some(responder)) if is_cancelled => responder.answer(Err(start_cancelled())),
             (Ok(()), responder) if resume && !is_ending => {
                 emit("resuming");
@@ -291,7 +291,7 @@ impl Vmm {
     }
 
     /// Makes a restored machine the live one.
-    fn settle(
+    fn finish_restore(
         &mut self,
         restored: Result<Restored, ApiError>,
         prefault: bool,
@@ -321,10 +321,11 @@ impl Vmm {
     ) -> Result<MemoryFill, ApiError> {
         let stop = filling.stop_handle();
         let own_stop = stop.clone();
-        let (ram, mailer, number) = (Arc::clone(ram), self.mailer.clone(), self.machine_number);
+        let (ram, inbox_sender, number) =
+            (Arc::clone(ram), self.inbox_sender.clone(), self.machine_number);
         let thread = spawn_with("restore-wait", filling, move |filling| {
             if wait_for_memory(filling, &ram, prefault, &own_stop) {
-                mailer.send(Message::MemoryComplete(number));
+                inbox_sender.send(Message::MemoryComplete(number));
             }
         });
         let thread = thread.map_err(|(_, error)| failed(&error))?;

@@ -172,7 +172,7 @@ impl Start {
         if !begun.begin(cancel) {
             return Err(start_cancelled());
         }
-        if let Err(error) = machine.resume().and_then(|()| machine.settle(cancel)) {
+        if let Err(error) = machine.resume().and_then(|()| machine.finish_opening(cancel)) {
             machine.end();
             // From here on nothing is lost if a device takes longer to be opened than the process lives.
             begun.is_over();
@@ -210,14 +210,15 @@ impl Vmm {
         let is_reboot = matches!(start, Start::Reboot { .. });
         let at_launch = responder.is_none() && !is_reboot;
         let (cancel, sink) = (CancelToken::default(), self.new_sink());
-        let (host, mailer, own) = (self.host.clone(), self.mailer.clone(), cancel.clone());
+        let (host, inbox_sender, own) =
+            (self.host.clone(), self.inbox_sender.clone(), cancel.clone());
         let begun = GuestBegun::default();
         let own_begun = begun.clone();
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
         let load = (start, config.clone(), responder);
         let spawned = spawn_with(name, load, move |(start, config, responder)| {
             let result = start.machine(*config, &host, sink, &own, &own_begun).map(Box::new);
-            mailer.send(Message::Started(Box::new(StartEnd { result, responder })));
+            inbox_sender.send(Message::Started(Box::new(StartEnd { result, responder })));
         });
         let (end_requests, until) = (Vec::new(), None);
         let starting =

@@ -20,7 +20,7 @@ use crate::machine::{Consoles, LockedImages, Machine, RebootLocks};
 use crate::options::ExitReason;
 
 /// What becomes of the VM when its machine has ended.
-pub enum After {
+pub enum AfterTeardown {
     /// It stays as it was asked to be.
     Created {
         /// What it was asked to be.
@@ -51,10 +51,10 @@ pub struct Teardown {
     pub info: Box<VmInfo>,
     /// Its consoles, for a process that ends without it.
     pub consoles: Consoles,
-    after: After,
+    after: AfterTeardown,
 }
 
-impl After {
+impl AfterTeardown {
     fn name(&self) -> &'static str {
         match self {
             Self::Created { .. } | Self::End(_) => "vm-shutdown",
@@ -67,7 +67,7 @@ impl After {
 impl Teardown {
     /// Tells that the VM does not come back, if it was to.
     pub fn tell_failed(&self) {
-        if matches!(self.after, After::Reboot { .. }) {
+        if matches!(self.after, AfterTeardown::Reboot { .. }) {
             tell_failed_reboot();
         }
     }
@@ -92,7 +92,7 @@ impl Vmm {
 
     fn shutdown_live(&mut self, responder: Option<Responder>) -> Next {
         match self.lasting_config() {
-            Ok(config) => self.tear_down(After::Created { config, responder }),
+            Ok(config) => self.tear_down(AfterTeardown::Created { config, responder }),
             Err(error) => refuse(responder, error, RunError::Shutdown),
         }
     }
@@ -109,7 +109,7 @@ impl Vmm {
         let mut disks = machine.take_locked_images();
         let going = disks.not_in(&config);
         let locks = Box::new(RebootLocks { disks, files });
-        self.tear_down_with(After::Reboot { config, consoles, locks, responder }, going)
+        self.tear_down_with(AfterTeardown::Reboot { config, consoles, locks, responder }, going)
     }
 
     fn lasting_config(&mut self) -> Result<Box<VmConfig>, ApiError> {
@@ -125,12 +125,12 @@ impl Vmm {
     }
 
     /// Begins to end the live machine.
-    pub(super) fn tear_down(&mut self, after: After) -> Next {
+    pub(super) fn tear_down(&mut self, after: AfterTeardown) -> Next {
         self.tear_down_with(after, LockedImages::default())
     }
 
     /// The same, with what it has no more and no machine after it gets.
-    fn tear_down_with(&mut self, after: After, going: LockedImages) -> Next {
+    fn tear_down_with(&mut self, after: AfterTeardown, going: LockedImages) -> Next {
         let machine = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Live(machine) => machine,
             other => {
@@ -142,7 +142,7 @@ impl Vmm {
         let consoles = machine.consoles().clone();
         let name = after.name();
         self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after });
-        let mailer = self.mailer.clone();
+        let inbox_sender = self.inbox_sender.clone();
         let load = (machine, self.filling.take(), going);
         let end = |(machine, filling, going): (Box<Machine>, Option<MemoryFill>, LockedImages)| {
             drop(machine);
@@ -154,7 +154,7 @@ impl Vmm {
         };
         let spawned = spawn_with(name, load, move |load| {
             end(load);
-            mailer.send(Message::TornDown);
+            inbox_sender.send(Message::TornDown);
         });
         match spawned {
             Ok(_detached) => Next::Continue,
@@ -172,11 +172,12 @@ impl Vmm {
         locks: RebootLocks,
         (info, consoles): (Box<VmInfo>, Consoles),
     ) -> Next {
-        self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after: After::End(None) });
-        let mailer = self.mailer.clone();
+        self.vm =
+            VmLifecycle::TearingDown(Teardown { info, consoles, after: AfterTeardown::End(None) });
+        let inbox_sender = self.inbox_sender.clone();
         let spawned = spawn_with("vm-shutdown", locks, move |locks| {
             drop(locks);
-            mailer.send(Message::TornDown);
+            inbox_sender.send(Message::TornDown);
         });
         match spawned {
             Ok(_detached) => Next::Continue,
@@ -198,7 +199,7 @@ impl Vmm {
         };
         let mut next = Next::Continue;
         match teardown.after {
-            After::Created { config, responder } => {
+            AfterTeardown::Created { config, responder } => {
                 self.vm = VmLifecycle::Created(config);
                 emit("shutdown");
                 match responder {
@@ -208,23 +209,23 @@ impl Vmm {
                     None => next = Next::Exit(ExitReason::GuestShutdown),
                 }
             }
-            After::Deleted(responder) => {
+            AfterTeardown::Deleted(responder) => {
                 emit("shutdown");
                 emit("deleted");
                 responder.answer(Ok(ApiReply::Empty));
             }
-            After::Reboot { locks, responder, .. } if self.ending.is_some() => {
+            AfterTeardown::Reboot { locks, responder, .. } if self.ending.is_some() => {
                 tell_failed_reboot();
                 if let Some(responder) = responder {
                     responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, TOLD_TO_END)));
                 }
                 return self.release_locks(*locks, (teardown.info, teardown.consoles));
             }
-            After::Reboot { config, consoles, locks, responder } => {
+            AfterTeardown::Reboot { config, consoles, locks, responder } => {
                 let start = Start::Reboot { consoles, locks };
                 return self.start(start, config, teardown.info, responder);
             }
-            After::End(error) => {
+            AfterTeardown::End(error) => {
                 emit("shutdown");
                 if let Some(error) = error {
                     next = Next::Fail(error);
@@ -242,7 +243,7 @@ impl Vmm {
     /// in its place, or a disk would be written with it. The end of the process ends them all.
     pub(super) fn end_with_machine(&mut self, error: Option<RunError>) -> Next {
         if matches!(self.pages, GuestPages::Resident) {
-            return self.tear_down(After::End(error));
+            return self.tear_down(AfterTeardown::End(error));
         }
         let machine = std::mem::replace(&mut self.vm, VmLifecycle::None);
         let waiting = std::mem::replace(&mut self.pages, GuestPages::Resident);

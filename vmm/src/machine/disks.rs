@@ -52,7 +52,7 @@ pub enum DiskWiringError {
 ///
 /// # Errors
 /// An image has another format, or cannot be read.
-pub fn settle_formats(config: &mut VmConfig) -> Result<(), DiskWiringError> {
+pub fn detect_formats(config: &mut VmConfig) -> Result<(), DiskWiringError> {
     let unknown = |disk: &&mut DiskConfig| disk.image_type == ImageType::Unknown;
     for disk in config.disks.iter_mut().flatten().filter(unknown) {
         let Some(path) = &disk.path else { continue };
@@ -153,7 +153,7 @@ mod tests {
         let mut image = NamedTempFile::new().unwrap();
         image.write_all(&[0; 4096]).unwrap();
         let mut unsaid = config(&image, ImageType::Unknown);
-        settle_formats(&mut unsaid).unwrap();
+        detect_formats(&mut unsaid).unwrap();
         assert_eq!(type_of(&unsaid), ImageType::Raw);
 
         // The guest writes a first sector that looks like something else.
@@ -161,12 +161,12 @@ mod tests {
         let mut image = image.reopen().map(|file| (image, file)).unwrap();
         image.1.write_all(b"QFI\xfb\0\0\0\x03").unwrap();
         image.1.set_len(4096).unwrap();
-        settle_formats(&mut unsaid).unwrap();
+        detect_formats(&mut unsaid).unwrap();
         let mut said = config(&image.0, ImageType::Raw);
-        settle_formats(&mut said).unwrap();
+        detect_formats(&mut said).unwrap();
 
         let mut unsaid = config(&image.0, ImageType::Unknown);
-        let error = settle_formats(&mut unsaid).unwrap_err().to_string();
+        let error = detect_formats(&mut unsaid).unwrap_err().to_string();
         assert!(error.contains("'root'") && error.contains("is a qcow2 image"), "{error}");
         assert_eq!(type_of(&unsaid), ImageType::Unknown);
         assume_raw(&mut unsaid);

@@ -18,7 +18,7 @@ pub trait MissingPages: Send + Sync {
 
     /// The vCPU with this number was refused; returns when its page is here, or when its thread was
     /// kicked.
-    fn bring(&self, vcpu: u32, access: FaultedAccess) -> FaultAction;
+    fn resolve(&self, vcpu: u32, access: FaultedAccess) -> FaultAction;
 
     /// KVM could not read RAM for an instruction that it emulates, and took it for a device's; false
     /// if it is one's. Waits for the page.
@@ -63,7 +63,7 @@ impl Machine {
     }
 
     /// Lets vCPUs bring pages that they are refused. Once, before the guest runs.
-    pub fn bring_pages_by(&self, pages: Arc<dyn MissingPages>) {
+    pub fn set_missing_page_handler(&self, pages: Arc<dyn MissingPages>) {
         self.space.set_missing_pages(pages);
     }
 }

@@ -126,7 +126,7 @@ impl Machine {
                 .map_err(HotAddError::from)?,
         };
         self.config = config;
-        self.settle_numbers();
+        self.record_device_numbers();
         self.hotplug.registers.add(bdf.device());
         self.legacy.tell_pci_changed();
         let id = device.id();
@@ -148,7 +148,7 @@ impl Machine {
 
     /// Writes down where every device sits, so that it is found there after a reboot and a move,
     /// whichever devices have come and gone before it.
-    fn settle_numbers(&mut self) {
+    fn record_device_numbers(&mut self) {
         for function in self.functions() {
             self.config.set_pci_device_id(&function.id, function.bdf.device());
         }
@@ -164,7 +164,7 @@ impl Machine {
         if self.config.without(id).is_none() {
             return Err(RemoveError::Fixed(id.to_owned()));
         }
-        self.hotplug.registers.ask_to_go(function.bdf.device());
+        self.hotplug.registers.request_unplug(function.bdf.device());
         // No thread waits for this: there is less to wait for when the guest has let go of it.
         drop(self.write_back_early(id));
         self.legacy.tell_pci_changed();
@@ -180,7 +180,7 @@ impl Machine {
             let id = id.or_else(|| self.devices.remove(bdf, &self.segment));
             self.hotplug.registers.gone(number.get());
             let Some(id) = id else { continue };
-            self.settle_numbers();
+            self.record_device_numbers();
             if let Some(config) = self.config.without(&id) {
                 self.config = config;
             }
@@ -188,7 +188,7 @@ impl Machine {
             events::emit("vm", "device-removed", &[("id", &id)]);
         }
         // What it holds may go back to the host when no passed-through device is left.
-        self.retry_giving_back();
+        self.retry_discards();
     }
 
     /// Its configuration as it is to be after the guest's end: without the devices that were to go.

@@ -53,7 +53,7 @@ fn placed(bars: Vec<BarDescription>, decode: &BarDecode) -> Vec<(BarDescription,
 
 /// Work on guest memory that has ended before it was done, as the guest was to go elsewhere.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct LeftOff {
+pub struct StoppedMemoryWork {
     populating: bool,
     collapsing: bool,
     filling: bool,
@@ -67,20 +67,20 @@ impl Machine {
 
     /// Leaves memory as it is, for a guest that is about to go elsewhere: populates no more of it in
     /// the background, makes no more huge pages, and fills no more tables.
-    /// What was not done is begun again by [`Machine::stay_with_memory`].
-    pub fn leave_memory(&mut self) -> LeftOff {
+    /// What was not done is begun again by [`Machine::resume_memory_work`].
+    pub fn stop_memory_work(&mut self) -> StoppedMemoryWork {
         let is_populating = |running: &Background| running.status().end.is_none();
         let populating = self.prefault.as_ref().is_some_and(is_populating);
         if let Some(prefault) = &self.prefault {
             prefault.cancel();
         }
         let collapsing = self.collapse.take().is_some();
-        LeftOff { populating, collapsing, filling: self.stop_stage2() }
+        StoppedMemoryWork { populating, collapsing, filling: self.stop_stage2() }
     }
 
     /// Goes on with what ended for a guest that has not gone after all.
-    pub fn stay_with_memory(&mut self, left_off: LeftOff) {
-        let LeftOff { populating, collapsing, filling } = left_off;
+    pub fn resume_memory_work(&mut self, left_off: StoppedMemoryWork) {
+        let StoppedMemoryWork { populating, collapsing, filling } = left_off;
         if populating {
             let memory = &self.config.memory;
             let modes = ram::prefault_modes(memory);

@@ -95,7 +95,7 @@ pub use full_disks::{DisksFull, FullDiskStatus};
 pub use generation::GenerationError;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
-pub use inspect::{FunctionInfo, LeftOff};
+pub use inspect::{FunctionInfo, StoppedMemoryWork};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
@@ -341,7 +341,7 @@ impl MachineParts {
         let ban = Passthrough::ban_discards(config, &ram);
         let mut devices = VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink))?;
         let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
-        if !passthrough.is_to_settle() {
+        if !passthrough.is_opening() {
             devices.place_later(&segment)?;
         }
         let topology = boot::topology(&config.cpus)?;
@@ -415,7 +415,7 @@ impl MachineParts {
 }
 
 impl Machine {
-    /// A machine at its first instruction, paused. When it runs, [`Machine::settle`] has to follow.
+    /// A machine at its first instruction, paused. When it runs, [`Machine::finish_opening`] has to follow.
     /// Images and files of memory that are in `locks` are not opened again. Populating memory ends early
     /// when it is to be given up.
     ///
@@ -429,7 +429,7 @@ impl Machine {
         locks: &mut RebootLocks,
         cancel: &CancelToken,
     ) -> Result<Self, MachineError> {
-        disks::settle_formats(&mut config).map_err(VirtioError::from)?;
+        disks::detect_formats(&mut config).map_err(VirtioError::from)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
         let provided = slot.iter().map(PrepinnedSlot::memory).collect();
@@ -478,9 +478,9 @@ impl Machine {
     /// # Errors
     /// Naming the device, or that it was given up; the machine is of no use then, and its guest has run:
     /// [`Machine::end`] has to follow.
-    pub fn settle(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
+    pub fn finish_opening(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
         let context = PciContext { segment: &self.segment, vm: &self.vm, ram: &self.ram };
-        self.passthrough.settle(&context, self.devices.discarding_devices(), cancel)?;
+        self.passthrough.finish_opening(&context, self.devices.discarding_devices(), cancel)?;
         Ok(self.devices.place_later(&self.segment)?)
     }
 

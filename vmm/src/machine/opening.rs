@@ -73,7 +73,7 @@ fn open_now(device: NewDevice, mut config: VmConfig) -> Result<(Opened, VmConfig
     let opened = match device {
         NewDevice::Host(device) => Opened::Host(device),
         NewDevice::Disk(disk) => {
-            disks::settle_formats(&mut config).map_err(VirtioError::from)?;
+            disks::detect_formats(&mut config).map_err(VirtioError::from)?;
             let made =
                 disks::make(&disk, &mut LockedImages::default()).map_err(VirtioError::from)?;
             let id = || disk.id.clone().unwrap_or_default();

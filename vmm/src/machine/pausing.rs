@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use devices::virtio::HoldingStill;
+use devices::virtio::PendingPause;
 use hypervisor::ThreadsError;
 
 use super::virtio::VirtioDevices;
@@ -42,7 +42,7 @@ impl CancelToken {
 
 /// Devices that have been told to hold still; they go on when it is dropped.
 struct PausingDevices {
-    devices: Vec<(String, HoldingStill)>,
+    devices: Vec<(String, PendingPause)>,
     is_kept: bool,
 }
 

@@ -182,7 +182,7 @@ impl ExitHandler for Exits {
 
     fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
         let missing = self.space.missing.get();
-        missing.map_or(FaultAction::Stop, |pages| pages.bring(vcpu_index, access))
+        missing.map_or(FaultAction::Stop, |pages| pages.resolve(vcpu_index, access))
     }
 
     fn stopped(&self, vcpu_index: u32, reason: StopReason) {

@@ -190,7 +190,7 @@ impl VirtioDevices {
         disk: &DiskConfig,
         (block, lock): (Block, DiskLock),
         context: &PciContext<'_>,
-        width: Width,
+        width: BarPlacement,
     ) -> Result<Bdf, VirtioError> {
         let id = disk.id.clone().unwrap_or_default();
         let counters = block.counters();
@@ -228,7 +228,7 @@ impl VirtioDevices {
         device: Box<dyn VirtioDevice>,
         requested: Option<u8>,
     ) -> Result<Bdf, VirtioError> {
-        self.plug_with(context, id, device, requested, Width::Wide)
+        self.plug_with(context, id, device, requested, BarPlacement::Wide)
     }
 
     fn plug_with(
@@ -237,7 +237,7 @@ impl VirtioDevices {
         id: &str,
         device: Box<dyn VirtioDevice>,
         requested: Option<u8>,
-        width: Width,
+        width: BarPlacement,
     ) -> Result<Bdf, VirtioError> {
         let number = requested.map(|number| device_number(id, number)).transpose()?;
         let events: Arc<dyn IoEvents> = Arc::new(context.vm.clone());
@@ -252,7 +252,7 @@ impl VirtioDevices {
         .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
         let function = Arc::new(function);
         let bus = |source| VirtioError::Bus { id: id.to_owned(), source };
-        let bdf = if width == Width::NarrowLater {
+        let bdf = if width == BarPlacement::NarrowLater {
             let number = context.segment.expect(number, id).map_err(bus)?;
             self.unplaced.push((number, Arc::clone(&function)));
             Bdf::on_root_bus(context.segment.segment(), number)
@@ -349,8 +349,8 @@ impl VirtioDevices {
         context: &PciContext<'_>,
         is_paused: bool,
     ) -> Result<Bdf, VirtioError> {
-        let bdf = self.plug_disk(disk, made, context, Width::Wide)?;
-        self.hold_still(is_paused);
+        let bdf = self.plug_disk(disk, made, context, BarPlacement::Wide)?;
+        self.pause_if_machine_is(is_paused);
         Ok(bdf)
     }
 
@@ -366,12 +366,12 @@ impl VirtioDevices {
         is_paused: bool,
     ) -> Result<Bdf, VirtioError> {
         let bdf = self.plug_net(net, made, context)?;
-        self.hold_still(is_paused);
+        self.pause_if_machine_is(is_paused);
         Ok(bdf)
     }
 
     /// The newest device in a machine that is paused.
-    fn hold_still(&self, is_paused: bool) {
+    fn pause_if_machine_is(&self, is_paused: bool) {
         if is_paused && let Some((_, function)) = self.functions.last() {
             function.pause();
         }
@@ -417,7 +417,7 @@ impl VirtioDevices {
 
 /// How wide the BAR of a device is, and when it is placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Width {
+enum BarPlacement {
     /// 64 bits, at once.
     Wide,
     /// 32 bits if there is room, at once.
@@ -426,7 +426,7 @@ enum Width {
     NarrowLater,
 }
 
-impl Width {
+impl BarPlacement {
     fn of_bar(self) -> BarWidth {
         match self {
             Self::Wide => BarWidth::Bits64,
@@ -436,9 +436,9 @@ impl Width {
 }
 
 /// The disks' that are there at boot.
-fn disk_width(config: &VmConfig) -> Width {
+fn disk_width(config: &VmConfig) -> BarPlacement {
     let passes_through = config.devices.iter().flatten().next().is_some();
-    if passes_through { Width::NarrowLater } else { Width::Narrow }
+    if passes_through { BarPlacement::NarrowLater } else { BarPlacement::Narrow }
 }
 
 fn device_number(id: &str, number: u8) -> Result<DeviceNumber, VirtioError> {
@@ -477,11 +477,11 @@ mod tests {
     fn disks_come_after_passed_through_devices() {
         let mut config: VmConfig =
             serde_json::from_str(r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/d"}]}"#).unwrap();
-        assert_eq!(disk_width(&config), Width::Narrow);
+        assert_eq!(disk_width(&config), BarPlacement::Narrow);
         config.devices = Some(Vec::new());
-        assert_eq!(disk_width(&config), Width::Narrow);
+        assert_eq!(disk_width(&config), BarPlacement::Narrow);
         let device = r#"{"path":"/sys/bus/pci/devices/0000:01:00.0"}"#;
         config.devices = Some(vec![serde_json::from_str(device).unwrap()]);
-        assert_eq!(disk_width(&config), Width::NarrowLater);
+        assert_eq!(disk_width(&config), BarPlacement::NarrowLater);
     }
 }

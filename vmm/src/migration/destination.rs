@@ -34,18 +34,18 @@ pub struct ArrivingBuilder {
     sink: EventSink,
     faults: FaultPlan,
     rules: Option<Vec<Grant>>,
-    doubts: Doubts,
+    doubts: DoubtObserver,
     fds: ArrivingFds,
 }
 
 /// Hears when a machine comes into doubt, and (`true`) when that lasts longer than its source can
 /// act on the acknowledgement.
-pub type Doubts = Box<dyn Fn(&Machine, InDoubt, bool) + Send>;
+pub type DoubtObserver = Box<dyn Fn(&Machine, InDoubt, bool) + Send>;
 
 impl ArrivingBuilder {
     /// On this host; events of the guest go to `sink`; `faults` says how accesses to missing pages
     /// are caught; `doubts` hears of doubts. A configuration may name anything on this host.
-    pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: Doubts) -> Self {
+    pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: DoubtObserver) -> Self {
         Self { host, sink, faults, rules: None, doubts, fds: ArrivingFds::default() }
     }
 
@@ -77,7 +77,7 @@ pub struct ArrivingMachine {
     faults: Option<FaultPlan>,
     /// vCPUs are refused missing pages, and KVM's own accesses fail there.
     kvm_limits: Option<KvmLimits>,
-    doubts: Doubts,
+    doubts: DoubtObserver,
 }
 
 /// A device cannot wait for a page as a vCPU does.
@@ -118,8 +118,7 @@ impl DestinationBuilder for ArrivingBuilder {
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         // Without rules only the source has named the files: one that holds something is not its to empty.
         let ruled = self.rules.is_some();
-        let contents =
-            if ruled { InitialContents::Nothing } else { InitialContents::NothingToLose };
+        let contents = if ruled { InitialContents::Nothing } else { InitialContents::MustBeEmpty };
         let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
         self.faults.prepare(&ram, &common_cpuid)?;
         let memory = Arc::new(MigratingRam::new(ram)?);

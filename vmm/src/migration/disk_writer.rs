@@ -24,7 +24,7 @@ const PACE_SHARE: u32 = 4;
 /// A pass that is no longer than this leaves too little behind for another one to be worth it.
 const SHORT: Duration = Duration::from_millis(20);
 
-/// Passes of [`DiskWriter::settle`] at most.
+/// Passes of [`DiskWriter::prepare_stop`] at most.
 const SETTLE_PASSES_MAX: u32 = 8;
 
 /// How often it is looked whether the migration is cancelled.
@@ -97,7 +97,7 @@ impl DiskWriter {
     ///
     /// # Errors
     /// Naming the disk that cannot be written back.
-    pub fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), WriteBackError> {
+    pub fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), WriteBackError> {
         let mut before = Duration::MAX;
         for _ in 0..SETTLE_PASSES_MAX {
             let took = self.pass(is_cancelled)?;

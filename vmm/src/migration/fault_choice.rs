@@ -15,7 +15,7 @@ const SVM: (u32, u32) = (0x8000_0001, 1 << 2);
 
 /// What is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Circumstances {
+pub struct HostAndGuest {
     /// KVM looks at a bitmap before the host's memory.
     pub has_bitmap: bool,
     /// KVM reads the guest's page tables itself.
@@ -38,12 +38,12 @@ pub enum Choice {
     /// vCPUs are refused pages.
     Sigbus,
     /// Everybody waits.
-    Uffd(Obstacle),
+    Uffd(VcpuFaultsUnavailable),
 }
 
 /// Why vCPUs wait for missing pages instead of bringing them.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-pub enum Obstacle {
+pub enum VcpuFaultsUnavailable {
     /// KVM would fail to read page tables that are missing.
     #[error("KVM uses no two-dimensional paging here, so it reads the guest's page tables itself")]
     ShadowPaging,
@@ -70,20 +70,20 @@ pub enum Obstacle {
 }
 
 /// The best that works for certain.
-pub fn choose(known: Circumstances) -> Choice {
-    let obstacles = [
-        (known.shadow_paging, Obstacle::ShadowPaging),
-        (!known.expects_postcopy, Obstacle::NotExpected),
-        (!known.says_where, Obstacle::NoAddress),
-        (!known.shared_memory, Obstacle::PrivateMemory),
-        (known.may_nest, Obstacle::Nesting),
+pub fn choose(known: HostAndGuest) -> Choice {
+    let reasons = [
+        (known.shadow_paging, VcpuFaultsUnavailable::ShadowPaging),
+        (!known.expects_postcopy, VcpuFaultsUnavailable::NotExpected),
+        (!known.says_where, VcpuFaultsUnavailable::NoAddress),
+        (!known.shared_memory, VcpuFaultsUnavailable::PrivateMemory),
+        (known.may_nest, VcpuFaultsUnavailable::Nesting),
     ];
     if known.has_bitmap {
         // KVM's own accesses wait there: nothing stands in its way.
         return Choice::Exit;
     }
-    match obstacles.iter().find(|(is_there, _)| *is_there) {
-        Some((_, obstacle)) => Choice::Uffd(*obstacle),
+    match reasons.iter().find(|(is_there, _)| *is_there) {
+        Some((_, reason)) => Choice::Uffd(*reason),
         None => Choice::Sigbus,
     }
 }
@@ -105,7 +105,7 @@ mod tests {
 
     use super::*;
 
-    const BEST_WITHOUT_BITMAP: Circumstances = Circumstances {
+    const BEST_WITHOUT_BITMAP: HostAndGuest = HostAndGuest {
         has_bitmap: false,
         shadow_paging: false,
         says_where: true,
@@ -118,14 +118,14 @@ mod tests {
     fn vcpus_are_refused_pages_only_where_nothing_speaks_against_it() {
         let best = BEST_WITHOUT_BITMAP;
         assert_eq!(choose(best), Choice::Sigbus);
-        for (known, obstacle) in [
-            (Circumstances { shadow_paging: true, ..best }, Obstacle::ShadowPaging),
-            (Circumstances { says_where: false, ..best }, Obstacle::NoAddress),
-            (Circumstances { shared_memory: false, ..best }, Obstacle::PrivateMemory),
-            (Circumstances { expects_postcopy: false, ..best }, Obstacle::NotExpected),
-            (Circumstances { may_nest: true, ..best }, Obstacle::Nesting),
+        for (known, reason) in [
+            (HostAndGuest { shadow_paging: true, ..best }, VcpuFaultsUnavailable::ShadowPaging),
+            (HostAndGuest { says_where: false, ..best }, VcpuFaultsUnavailable::NoAddress),
+            (HostAndGuest { shared_memory: false, ..best }, VcpuFaultsUnavailable::PrivateMemory),
+            (HostAndGuest { expects_postcopy: false, ..best }, VcpuFaultsUnavailable::NotExpected),
+            (HostAndGuest { may_nest: true, ..best }, VcpuFaultsUnavailable::Nesting),
         ] {
-            assert_eq!(choose(known), Choice::Uffd(obstacle), "{known:?}");
+            assert_eq!(choose(known), Choice::Uffd(reason), "{known:?}");
         }
     }
 
@@ -133,7 +133,7 @@ mod tests {
         #[test]
         fn marks_are_used_wherever_they_are(flags in any::<[bool; 5]>()) {
             let [shadow_paging, says_where, shared_memory, expects_postcopy, may_nest] = flags;
-            let known = Circumstances {
+            let known = HostAndGuest {
                 has_bitmap: true,
                 shadow_paging,
                 says_where,
@@ -142,8 +142,8 @@ mod tests {
                 may_nest,
             };
             prop_assert_eq!(choose(known), Choice::Exit);
-            let without = choose(Circumstances { has_bitmap: false, ..known });
-            let best = Circumstances { has_bitmap: false, ..known } == BEST_WITHOUT_BITMAP;
+            let without = choose(HostAndGuest { has_bitmap: false, ..known });
+            let best = HostAndGuest { has_bitmap: false, ..known } == BEST_WITHOUT_BITMAP;
             prop_assert_eq!(without == Choice::Sigbus, best);
         }
     }

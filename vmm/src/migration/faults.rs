@@ -22,7 +22,7 @@ use vm_migration::fault::{FaultSource, VcpuBarrier};
 use vm_migration::layout::{PAGE_BYTES, PageRun};
 use vm_migration::uffd::{OwnFaults, Refused, UffdError};
 
-use super::fault_choice::{Choice, Circumstances, Obstacle, choose, may_nest};
+use super::fault_choice::{Choice, HostAndGuest, VcpuFaultsUnavailable, choose, may_nest};
 use super::memory::MigratingRam;
 use super::resident::KvmLimits;
 use crate::config::{FaultSourceChoice, MigrationMode};
@@ -92,7 +92,7 @@ pub enum FaultPlan {
 /// What is known of the host before memory and guest are.
 pub struct Undecided {
     /// What memory and guest may still change.
-    known: Circumstances,
+    known: HostAndGuest,
     kvm_limits: KvmLimits,
 }
 
@@ -124,7 +124,7 @@ impl FaultPlan {
                 Self::Refuse(tracer, kvm_limits)
             }
             FaultSourceChoice::Auto => {
-                let known = Circumstances {
+                let known = HostAndGuest {
                     has_bitmap,
                     shadow_paging: kvm_limits.shadow_paging,
                     says_where,
@@ -193,7 +193,7 @@ impl FaultPlan {
         let source: Arc<dyn FaultSource> = faults.clone();
         let start = Instant::now();
         let pages = VcpuFaults { faults, tracer, repeats, start, ram, when_here };
-        machine.bring_pages_by(Arc::new(pages));
+        machine.set_missing_page_handler(Arc::new(pages));
         Ok(Some(OwnFaulting { source, kvm_limits }))
     }
 }
@@ -202,12 +202,12 @@ impl Undecided {
     fn decide(self, ram: &GuestRam, shown: &[CpuidEntry]) -> FaultPlan {
         let Self { known, kvm_limits } = self;
         let shared = ram.regions().iter().all(|region| region.kind() == ZoneKind::Shared);
-        let known = Circumstances { shared_memory: shared, may_nest: may_nest(shown), ..known };
+        let known = HostAndGuest { shared_memory: shared, may_nest: may_nest(shown), ..known };
         match choose(known) {
             Choice::Exit => FaultPlan::Mark,
             Choice::Sigbus => FaultPlan::Refuse(None, kvm_limits),
-            Choice::Uffd(obstacle) => {
-                explain(obstacle);
+            Choice::Uffd(reason) => {
+                explain(reason);
                 FaultPlan::Wait
             }
         }
@@ -215,12 +215,12 @@ impl Undecided {
 }
 
 /// Says once what is missing for vCPUs that bring their pages, what it would bring, and how to get it.
-fn explain(obstacle: Obstacle) {
-    if obstacle == Obstacle::NotExpected {
+fn explain(reason: VcpuFaultsUnavailable) {
+    if reason == VcpuFaultsUnavailable::NotExpected {
         return;
     }
     log::info!(
-        "fault_source=auto takes uffd: {obstacle}. With the patched KVM (scripts/kvm-modules) \
+        "fault_source=auto takes uffd: {reason}. With the patched KVM (scripts/kvm-modules) \
          each vCPU would bring the pages that it needs itself, without a queue that all share"
     );
 }
@@ -237,7 +237,7 @@ pub struct OwnFaulting {
 struct FaultTracing(Tracer);
 
 impl VcpuBarrier for FaultTracing {
-    fn let_through(&self, _run: PageRun) {}
+    fn unblock(&self, _run: PageRun) {}
 
     fn open(&self) {}
 
@@ -274,7 +274,7 @@ fn open_all(bitmaps: &[Arc<UserfaultBitmap>]) {
 }
 
 impl VcpuBarrier for UserfaultBitmaps {
-    fn let_through(&self, run: PageRun) {
+    fn unblock(&self, run: PageRun) {
         if let Some(bitmap) = self.bitmaps.get(run.region) {
             bitmap.clear_range(run.first, run.count);
         }
@@ -349,7 +349,7 @@ impl MissingPages for VcpuFaults {
         tracer.as_ref().and_then(FaultTracer::take)
     }
 
-    fn bring(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
+    fn resolve(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
         let vcpu_index = vcpu as usize;
         // Without an address it may be a refusal of the past, or not one of memory at all.
         let Some(gpa) = access.gpa else { return self.not_by_us(vcpu, access) };

@@ -131,7 +131,7 @@ impl LeavingMachine {
 
     /// Waits, while the guest runs, until its devices finish within the allowed downtime what they work
     /// on.
-    fn settle_devices(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
+    fn prepare_devices(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
         let latest = Instant::now() + DEVICES_TIME_MAX;
         let latest = self.limits.until.map_or(latest, |until| until.min(latest));
         loop {
@@ -255,13 +255,13 @@ impl SourceVm for LeavingMachine {
             + disks
     }
 
-    fn settle(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+    fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
         // First: a disk that answers no request writes nothing back either.
-        self.settle_devices(is_cancelled)?;
+        self.prepare_devices(is_cancelled)?;
         // Its guest waits for room, and so would the stop.
         self.machine.check_room()?;
         match &self.disk_writer {
-            Some(writer) => Ok(writer.settle(is_cancelled)?),
+            Some(writer) => Ok(writer.prepare_stop(is_cancelled)?),
             None => Ok(()),
         }
     }

@@ -38,9 +38,9 @@ pub struct PageServerApi {
     /// When a client last asked how far it is.
     watched_at: Option<Instant>,
     /// Who has given the pages up, and waits until that is done.
-    given_up_by: Vec<Responder>,
+    abandoners: Vec<Responder>,
     /// All is over, and those who watch have until then.
-    farewell: Option<Instant>,
+    exit_at: Option<Instant>,
 }
 
 fn conflict(text: &str) -> ApiError {
@@ -56,7 +56,7 @@ fn document<T: Serialize>(value: T) -> ApiResult {
 impl PageServerApi {
     /// No request yet.
     pub fn new(progress: Arc<Progress>, steering: Steering) -> Self {
-        Self { progress, steering, watched_at: None, given_up_by: Vec::new(), farewell: None }
+        Self { progress, steering, watched_at: None, abandoners: Vec::new(), exit_at: None }
     }
 
     /// Answers a request, or keeps it until it can be answered.
@@ -73,7 +73,7 @@ impl PageServerApi {
                     ApiReply::Empty
                 }),
             VmmRequest::VmmShutdown { force: true } | VmmRequest::Delete { force: true } => {
-                return self.give_up(responder);
+                return self.abandon(responder);
             }
             _ => Err(conflict(
                 "this is the page server of a VM that runs at the destination of its migration, \
@@ -94,14 +94,14 @@ impl PageServerApi {
         if snapshot.phase == Phase::Done {
             // Who has seen the end needs no more time.
             self.watched_at = None;
-            self.farewell = self.farewell.map(|_| Instant::now());
+            self.exit_at = self.exit_at.map(|_| Instant::now());
         } else {
             self.watched_at = Some(Instant::now());
         }
         document(snapshot)
     }
 
-    fn give_up(&mut self, responder: Responder) {
+    fn abandon(&mut self, responder: Responder) {
         match self.progress.phase() {
             Phase::Idle => responder.answer(Err(conflict(
                 "the VM has not left its VMM yet; cancel the migration there",
@@ -109,7 +109,7 @@ impl PageServerApi {
             Phase::Done => responder.answer(Ok(ApiReply::Empty)),
             _ => {
                 log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
-                self.given_up_by.push(responder);
+                self.abandoners.push(responder);
                 self.steering.abandon();
             }
         }
@@ -119,20 +119,20 @@ impl PageServerApi {
     pub fn served(&mut self, now: Instant) {
         let watched = self.watched_at.is_some_and(|at| now.duration_since(at) < WATCHER_TIME);
         // A client that was sent on here by the VMM may be on the way.
-        self.farewell = Some(now + if watched { WATCHER_TIME } else { ARRIVAL_TIME });
-        for responder in self.given_up_by.drain(..) {
+        self.exit_at = Some(now + if watched { WATCHER_TIME } else { ARRIVAL_TIME });
+        for responder in self.abandoners.drain(..) {
             responder.answer(Ok(ApiReply::Empty));
         }
     }
 
     /// It serves no more, because a client asked for that, or for `error`.
-    pub fn given_up(&mut self, error: PageServerError) -> Result<(), PageServerError> {
-        if self.given_up_by.is_empty() {
+    pub fn abandoned(&mut self, error: PageServerError) -> Result<(), PageServerError> {
+        if self.abandoners.is_empty() {
             return Err(error);
         }
         let reason = ApiError::from_error(ApiErrorKind::Failed, &error).to_string();
         events::emit("vm", "migration-failed", &[("error", &reason)]);
-        for responder in self.given_up_by.drain(..) {
+        for responder in self.abandoners.drain(..) {
             responder.answer(Ok(ApiReply::Empty));
         }
         Ok(())
@@ -140,12 +140,12 @@ impl PageServerApi {
 
     /// Whether there is still a client to wait for.
     pub fn next(&self, now: Instant) -> Next {
-        if self.farewell.is_some_and(|until| until <= now) { Next::End } else { Next::Continue }
+        if self.exit_at.is_some_and(|until| until <= now) { Next::End } else { Next::Continue }
     }
 
     /// How long the loop may sleep.
     pub fn timeout_ms(&self) -> i32 {
-        self.farewell.map_or(-1, |until| {
+        self.exit_at.map_or(-1, |until| {
             let left: Duration = until.saturating_duration_since(Instant::now());
             i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)
         })

@@ -26,7 +26,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
 use thiserror::Error;
-use vm_migration::page_server::{Identity, PageServerEnd, Taken};
+use vm_migration::page_server::{Identity, PageServerEnd, TakeoverOutcome};
 use vm_migration::source::serve_for_another;
 use vm_migration::{Cause, Event, MigrationError, Observer, Progress, Side, Steering};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -174,8 +174,8 @@ fn serve(
     let Some(takeover) = takeover else { return Ok(End::Unneeded) };
     let Shared { progress, steering } = shared;
     let mut end = End::Unneeded;
-    let taken = |taken: Result<Taken, &Cause>| {
-        if matches!(taken, Ok(Taken::Serving)) {
+    let taken = |taken: Result<TakeoverOutcome, &Cause>| {
+        if matches!(taken, Ok(TakeoverOutcome::Serving)) {
             events::emit("vm", "page-server-serving", &[]);
             log::info!("the page server has taken over");
             end = End::Served;
@@ -233,7 +233,7 @@ fn attend(
                 tell_end("migration-finished", Some(&api.snapshot()));
                 api.served(Instant::now());
             }
-            Ok(Err(error)) => return api.given_up(error),
+            Ok(Err(error)) => return api.abandoned(error),
             Err(_) => {}
         }
         queue.clear();
@@ -247,7 +247,7 @@ fn attend(
 }
 
 /// Where a VMM whose API is at `api` has its page server.
-pub fn socket_beside(api: &std::path::Path) -> PathBuf {
+pub fn default_socket(api: &std::path::Path) -> PathBuf {
     let mut path = api.as_os_str().to_owned();
     path.push(".pages");
     PathBuf::from(path)

@@ -14,7 +14,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use thiserror::Error;
-use vm_migration::page_server::{Identity, PageServerHandle, SourceEnd, Taken, TakeoverRequest};
+use vm_migration::page_server::{
+    Identity, PageServerHandle, SourceEnd, TakeoverOutcome, TakeoverRequest,
+};
 use vm_migration::{Cause, Limits, VmError};
 
 use crate::events;
@@ -118,7 +120,10 @@ impl PageServerHandle for PageServerProcess {
         Identity { socket: self.socket.display().to_string(), pid: self.pid }
     }
 
-    fn take_over(mut self: Box<Self>, takeover: &TakeoverRequest) -> Result<Taken, VmError> {
+    fn take_over(
+        mut self: Box<Self>,
+        takeover: &TakeoverRequest,
+    ) -> Result<TakeoverOutcome, VmError> {
         let taken = self.source_end.takeover(takeover).map_err(ProcessError::TakeOver)?;
         // It goes on without this process, and ends by itself.
         self.child = None;

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{HoldingStill, Workers};
+use crate::virtio::worker::{PendingPause, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of traditional balloons.
@@ -267,7 +267,7 @@ impl VirtioDevice for Balloon {
         self.workers.pause()
     }
 
-    fn begin_pause(&mut self) -> HoldingStill {
+    fn begin_pause(&mut self) -> PendingPause {
         self.workers.begin_pause()
     }
 

@@ -28,7 +28,7 @@ pub(super) struct Driver {
 
 /// What is changed together.
 #[derive(Default)]
-struct Held {
+struct GuardedConfig {
     space: ConfigSpace,
     /// While the guest is still to get some of its memory.
     staged: Option<StagedTarget>,
@@ -41,7 +41,7 @@ pub(crate) struct Shared {
     pub(super) hinting: Hinting,
     /// For what goes wrong because of what the driver does.
     pub(super) log: Arc<LogLimit>,
-    config: Mutex<Held>,
+    config: Mutex<GuardedConfig>,
     statistics: Mutex<Statistics>,
     driver: Mutex<Option<Driver>>,
     /// Signalled when memory may be discarded that could not be discarded before.

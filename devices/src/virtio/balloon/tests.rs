@@ -192,7 +192,7 @@ fn reported_pages_go_back_and_the_used_length_is_true() {
 }
 
 #[test]
-fn reports_that_wrap_round_overlap_or_are_nothing_harm_nobody() {
+fn reports_that_wrap_overlap_or_are_empty_are_harmless() {
     let mut guest = Guest::new(|_| {}).start();
     let last = u64::MAX - PAGE_BYTES + 1;
     // The end of the address space and over it; over the end of RAM; nowhere.
@@ -288,7 +288,7 @@ fn a_guest_that_fills_free_pages_keeps_them() {
 }
 
 #[test]
-fn what_is_given_back_counts_as_written_for_a_migration() {
+fn discarded_pages_count_as_written_for_a_migration() {
     let mut guest = Guest::new(|_| {}).start();
     guest.ram.track_device_writes(true);
     guest.send_pages(INFLATE, &[pfn(GIVEN_UP)]);
@@ -298,7 +298,7 @@ fn what_is_given_back_counts_as_written_for_a_migration() {
 }
 
 #[test]
-fn pages_that_are_still_to_arrive_are_given_back_when_they_have() {
+fn missing_pages_are_discarded_when_they_arrive() {
     let mut guest = Guest::new(|_| {}).start();
     let arriving = guest.ram.regions()[1].resident();
     arriving.set_absent(0..4);
@@ -317,7 +317,7 @@ fn pages_that_are_still_to_arrive_are_given_back_when_they_have() {
 }
 
 #[test]
-fn beside_a_device_that_writes_memory_reports_are_not_offered_and_nothing_is_given_back() {
+fn with_a_dma_device_reporting_is_not_offered_and_nothing_is_discarded() {
     let mut guest = Guest::new(|_| {}).start();
     let ban = guest.ram.ban_discards("a device writes guest memory");
     assert_eq!(guest.request(REPORTING, &[writable(GIVEN_UP, PAGE)]), 0);

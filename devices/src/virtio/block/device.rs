@@ -23,7 +23,7 @@ use crate::log_limited;
 use crate::virtio::buffers::RANGES_MAX;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{HoldingStill, Workers};
+use crate::virtio::worker::{PendingPause, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of block devices.
@@ -299,7 +299,7 @@ impl VirtioDevice for Block {
         self.workers.pause()
     }
 
-    fn begin_pause(&mut self) -> HoldingStill {
+    fn begin_pause(&mut self) -> PendingPause {
         self.workers.begin_pause()
     }
 

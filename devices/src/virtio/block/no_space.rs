@@ -34,7 +34,7 @@ pub(super) fn is_full(error: &io::Error) -> bool {
 }
 
 /// One that is kept.
-struct Kept {
+struct PendingRequest {
     queue: u16,
     request: Request,
     engine: Engine,
@@ -45,12 +45,12 @@ struct Kept {
 #[derive(Default)]
 pub(crate) struct NoSpace {
     /// Held for an instant, never while a request is carried out.
-    kept: Mutex<Vec<Kept>>,
+    kept: Mutex<Vec<PendingRequest>>,
     tell: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl NoSpace {
-    fn lock(&self) -> MutexGuard<'_, Vec<Kept>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<PendingRequest>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -62,7 +62,7 @@ impl NoSpace {
         engine: Engine,
         memory: GuestMemoryHandle,
     ) {
-        self.lock().push(Kept { queue, request, engine, memory });
+        self.lock().push(PendingRequest { queue, request, engine, memory });
     }
 
     /// Says that there are requests that are kept. Called once by each queue after it was started.
@@ -79,7 +79,7 @@ impl NoSpace {
         let (own, others) =
             std::mem::take(&mut *kept).into_iter().partition(|kept| kept.queue == queue);
         *kept = others;
-        let own: Vec<Kept> = own;
+        let own: Vec<PendingRequest> = own;
         own.into_iter().map(|kept| kept.request).collect()
     }
 

@@ -13,7 +13,7 @@ use crate::virtio::device::{
     ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice, VirtioInterrupt,
 };
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{HoldingStill, Workers};
+use crate::virtio::worker::{PendingPause, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of consoles.
@@ -171,7 +171,7 @@ impl VirtioDevice for Console {
         self.workers.pause()
     }
 
-    fn begin_pause(&mut self) -> HoldingStill {
+    fn begin_pause(&mut self) -> PendingPause {
         self.workers.begin_pause()
     }
 

@@ -13,7 +13,7 @@ use super::worker::MemWorker;
 use super::{F_UNPLUGGED_INACCESSIBLE, Shared, state};
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::one_queue::only_queue;
-use crate::virtio::worker::{HoldingStill, Workers};
+use crate::virtio::worker::{PendingPause, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of memory devices.
@@ -187,7 +187,7 @@ impl VirtioDevice for Mem {
         self.workers.pause()
     }
 
-    fn begin_pause(&mut self) -> HoldingStill {
+    fn begin_pause(&mut self) -> PendingPause {
         self.workers.begin_pause()
     }
 

@@ -100,7 +100,7 @@ fn a_guest_gets_what_it_is_to_have_and_no_more() {
 }
 
 #[test]
-fn what_is_given_up_goes_to_the_host() {
+fn unplugged_memory_is_returned_to_the_host() {
     let mut guest = Guest::new(4);
     assert_eq!(guest.blocks(PLUG, 0, 4), ACK);
     let region = Arc::clone(&guest.ram.regions()[1]);

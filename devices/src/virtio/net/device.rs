@@ -21,7 +21,7 @@ use crate::virtio::device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
 };
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{HoldingStill, Workers};
+use crate::virtio::worker::{PendingPause, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of network devices.
@@ -360,7 +360,7 @@ impl VirtioDevice for Net {
         self.workers.pause()
     }
 
-    fn begin_pause(&mut self) -> HoldingStill {
+    fn begin_pause(&mut self) -> PendingPause {
         self.workers.begin_pause()
     }
 

@@ -85,7 +85,7 @@ fn frames_leave_as_the_driver_wrote_them() {
 }
 
 #[test]
-fn impossible_frames_are_dropped_and_given_back() {
+fn impossible_frames_are_dropped_and_completed() {
     let mut fixture = Fixture::new(0);
     for buffer in [readable(DATA, 12), readable(DATA, 100_000), readable(1 << 40, 100)] {
         fixture.driver.queues[TRANSMIT].add(&[buffer]);

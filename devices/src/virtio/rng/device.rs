@@ -16,7 +16,7 @@ use super::worker::RngWorker;
 use crate::virtio::RING_FEATURES;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::one_queue::only_queue;
-use crate::virtio::worker::{HoldingStill, Workers};
+use crate::virtio::worker::{PendingPause, Workers};
 
 /// Virtio device ID of entropy devices.
 const DEVICE_ID: u16 = 4;
@@ -105,7 +105,7 @@ impl VirtioDevice for Rng {
         self.workers.pause()
     }
 
-    fn begin_pause(&mut self) -> HoldingStill {
+    fn begin_pause(&mut self) -> PendingPause {
         self.workers.begin_pause()
     }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use memory::GuestRam;
 
 use super::dma_log::DmaLog;
-use super::error::{Immovable, MigrationError};
+use super::error::{MigrationError, NotMigratable};
 use super::port::{MigrationPort, MigrationSupport};
 use super::saved::{Hardware, HardwareState, VfioState};
 use crate::config_space::register;
@@ -34,8 +34,8 @@ impl VfioPciDevice {
     ///
     /// # Errors
     /// Why it cannot be moved.
-    pub fn movable(&self) -> Result<MigrationSupport, &Immovable> {
-        if self.is_lost() { Err(&Immovable::Lost) } else { self.migration.support() }
+    pub fn movable(&self) -> Result<MigrationSupport, &NotMigratable> {
+        if self.is_lost() { Err(&NotMigratable::Lost) } else { self.migration.support() }
     }
 
     /// Begins nothing that reaches other functions from here on.
@@ -96,10 +96,10 @@ impl VfioPciDevice {
         if self.is_lost() {
             return Ok(());
         }
-        step(self).inspect_err(|error| self.give_up_if_failed(error))
+        step(self).inspect_err(|error| self.mark_lost_if_failed(error))
     }
 
-    fn give_up_if_failed(&self, error: &MigrationError) {
+    fn mark_lost_if_failed(&self, error: &MigrationError) {
         if matches!(error, MigrationError::Failed { .. }) {
             self.disarm();
         }
@@ -112,12 +112,12 @@ impl VfioPciDevice {
     /// Its state. It has to be stopped.
     pub(in crate::vfio) fn saved(&self) -> Result<VfioState, MigrationError> {
         if self.is_lost() {
-            return Err(Immovable::Lost.into());
+            return Err(NotMigratable::Lost.into());
         }
         if let Err(reason) = self.migration.support() {
             return Err(reason.clone().into());
         }
-        let data = self.migration.save().inspect_err(|error| self.give_up_if_failed(error))?;
+        let data = self.migration.save().inspect_err(|error| self.mark_lost_if_failed(error))?;
         let raw = self.raw_config();
         let mut command = [0; 2];
         self.read_config(register::COMMAND, &mut command);
@@ -137,7 +137,7 @@ impl VfioPciDevice {
     /// Puts a state in; waits until all guest memory is mapped. It has to be stopped.
     pub(in crate::vfio) fn put_in(&self, state: &VfioState) -> Result<(), MigrationError> {
         if self.is_lost() {
-            return Err(Immovable::Lost.into());
+            return Err(NotMigratable::Lost.into());
         }
         if let Err(reason) = self.migration.support() {
             return Err(reason.clone().into());
@@ -160,7 +160,7 @@ impl VfioPciDevice {
         let put = self.migration.load(&state.state.0, complete);
         put.inspect_err(|error| {
             drop(config);
-            self.give_up_if_failed(error);
+            self.mark_lost_if_failed(error);
         })
     }
 

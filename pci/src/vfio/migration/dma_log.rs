@@ -21,20 +21,20 @@ use crate::vfio::VfioPciDevice;
 const REPORT_BYTES: u64 = 1 << 30;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Knowledge {
+enum Tracking {
     /// The function logs.
     Logged,
     /// It may write anything, until it stops.
     Anything,
     /// Nothing is to come: it has stopped, and what it may have written is known.
-    Settled,
+    Complete,
 }
 
 /// The writes of one function, from the moment at which this is made until it is dropped.
 pub struct DmaLog {
     device: Arc<VfioPciDevice>,
     /// Locked by the one thread that begins a round.
-    knowledge: Mutex<Knowledge>,
+    tracking: Mutex<Tracking>,
 }
 
 impl DmaLog {
@@ -43,14 +43,14 @@ impl DmaLog {
         let id = device.id();
         let ranges: Vec<_> =
             ram.regions().iter().map(|region| span(region.gpa(), region)).collect();
-        let knowledge = if device.is_stopped() {
+        let tracking = if device.is_stopped() {
             // Stopped by its owner, so it has written nothing since memory was last looked at.
-            Knowledge::Settled
+            Tracking::Complete
         } else {
             match device.port().start_dma_log(&ranges) {
                 Ok(()) => {
                     info!("passed-through device {id} logs what it writes to guest memory");
-                    Knowledge::Logged
+                    Tracking::Logged
                 }
                 Err(error) => {
                     warn!(
@@ -58,19 +58,19 @@ impl DmaLog {
                          ({error}): all of it will be sent again when the guest has stopped, \
                          whatever downtime_ms allows"
                     );
-                    Knowledge::Anything
+                    Tracking::Anything
                 }
             }
         };
-        Self { device, knowledge: Mutex::new(knowledge) }
+        Self { device, tracking: Mutex::new(tracking) }
     }
 
     /// Marks what was written since the last time in the regions' own logs of device writes.
     pub fn collect(&self, ram: &GuestRam) {
-        let mut knowledge = lock(&self.knowledge);
+        let mut tracking = lock(&self.tracking);
         // Before the log is read: what is written between the two is in the next report.
         let stopped = self.device.is_stopped();
-        if *knowledge == Knowledge::Logged
+        if *tracking == Tracking::Logged
             && let Err(error) = self.take(ram)
         {
             warn!(
@@ -79,13 +79,13 @@ impl DmaLog {
                 self.device.id()
             );
             self.end();
-            *knowledge = Knowledge::Anything;
+            *tracking = Tracking::Anything;
         }
-        if *knowledge == Knowledge::Anything && stopped {
+        if *tracking == Tracking::Anything && stopped {
             for region in ram.regions() {
                 mark_all(region);
             }
-            *knowledge = Knowledge::Settled;
+            *tracking = Tracking::Complete;
         }
     }
 
@@ -135,7 +135,7 @@ fn mark_all(region: &memory::RamRegion) {
 
 impl Drop for DmaLog {
     fn drop(&mut self) {
-        if *lock(&self.knowledge) == Knowledge::Logged {
+        if *lock(&self.tracking) == Tracking::Logged {
             self.end();
         }
     }

@@ -17,7 +17,7 @@ use crate::vfio::gate::GateClosed;
 
 /// Why a function cannot be moved at all.
 #[derive(Clone, Debug, Error)]
-pub enum Immovable {
+pub enum NotMigratable {
     /// No driver for it.
     #[error(
         "its driver on the host cannot save the state of the hardware (no VFIO migration v2, as with \
@@ -40,7 +40,7 @@ pub enum Immovable {
 pub enum MigrationError {
     /// It never could.
     #[error(transparent)]
-    Immovable(#[from] Immovable),
+    NotMigratable(#[from] NotMigratable),
     /// A step that does not follow on the last.
     #[error("the device is in state {now}, and has to be in {needed} for this")]
     Order {

@@ -16,7 +16,7 @@ use crate::locks::lock;
 
 /// What becomes of a step that goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mishap {
+pub enum StepFailure {
     /// It is refused, nothing changes.
     Refused,
     /// The function fails.
@@ -32,7 +32,7 @@ pub struct FakeHardware {
     /// What it remembers.
     pub memory: Vec<u8>,
     /// Steps to that state go wrong.
-    pub mishap: Option<(DeviceState, Mishap)>,
+    pub failure: Option<(DeviceState, StepFailure)>,
     /// Reading ends with an error after so many bytes.
     pub breaks_after: Option<usize>,
     /// Its state never ends.
@@ -61,7 +61,7 @@ impl Default for FakeHardware {
             support: None,
             state: DeviceState::Running,
             memory: Vec::new(),
-            mishap: None,
+            failure: None,
             breaks_after: None,
             is_endless: false,
             estimate_bytes: None,
@@ -149,11 +149,11 @@ impl FakeMigration {
     pub(crate) fn set_state(&self, to: DeviceState) -> io::Result<()> {
         let mut hardware = lock(&self.0);
         let Some(support) = hardware.support else { return Err(refusal(libc::ENOTTY)) };
-        if let Some((_, mishap)) = hardware.mishap.filter(|(state, _)| *state == to) {
-            if mishap != Mishap::Refused {
+        if let Some((_, failure)) = hardware.failure.filter(|(state, _)| *state == to) {
+            if failure != StepFailure::Refused {
                 hardware.state = DeviceState::Error;
             }
-            hardware.is_silent = mishap == Mishap::Silent;
+            hardware.is_silent = failure == StepFailure::Silent;
             return Err(refusal(libc::EIO));
         }
         let is_unknown = match to {

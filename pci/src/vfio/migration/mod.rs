@@ -18,7 +18,7 @@ mod session;
 mod tests;
 
 pub use dma_log::DmaLog;
-pub use error::{Immovable, MigrationError};
+pub use error::{MigrationError, NotMigratable};
 pub use port::{DeviceState, LOG_PAGE_BYTES, MigrationPort, MigrationSupport};
 pub use saved::{
     Hardware, HardwareState, INTEGRATED_ENDPOINT_VERSION, VFIO_STATE_VERSION, VfioState,

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 
 use log::warn;
 
-use super::error::{Immovable, MigrationError};
+use super::error::{MigrationError, NotMigratable};
 use super::port::{DeviceState, MigrationPort, MigrationSupport};
 use crate::locks::lock;
 
@@ -32,7 +32,7 @@ const READ_BYTES: usize = 1 << 20;
 pub struct Migration {
     id: String,
     port: Arc<dyn MigrationPort>,
-    support: Result<MigrationSupport, Immovable>,
+    support: Result<MigrationSupport, NotMigratable>,
     /// As far as is known here. Held across a step.
     state: Mutex<DeviceState>,
 }
@@ -43,9 +43,9 @@ impl Migration {
     pub fn new(id: &str, port: Arc<dyn MigrationPort>) -> Self {
         let support = match port.migration_support() {
             Ok(Some(support)) if support.stop_copy => Ok(support),
-            Ok(Some(_)) => Err(Immovable::NoStopCopy),
-            Ok(None) => Err(Immovable::Unsupported),
-            Err(error) => Err(Immovable::Unknown(Arc::new(error))),
+            Ok(Some(_)) => Err(NotMigratable::NoStopCopy),
+            Ok(None) => Err(NotMigratable::Unsupported),
+            Err(error) => Err(NotMigratable::Unknown(Arc::new(error))),
         };
         let found = support.as_ref().ok().and_then(|_| port.device_state().ok());
         let state = found.and_then(DeviceState::from_number).unwrap_or(DeviceState::Running);
@@ -61,7 +61,7 @@ impl Migration {
     ///
     /// # Errors
     /// It cannot be moved.
-    pub fn support(&self) -> Result<MigrationSupport, &Immovable> {
+    pub fn support(&self) -> Result<MigrationSupport, &NotMigratable> {
         self.support.as_ref().copied()
     }
 

@@ -10,7 +10,7 @@ use hypervisor::irq::MsiVector as _;
 use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
 use serde_json::{Value, json};
 
-use super::fakes::Mishap;
+use super::fakes::StepFailure;
 use super::*;
 use crate::device::{PciDevice as _, PciDeviceState};
 use crate::vfio::HostFunction as _;
@@ -53,7 +53,7 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 #[test]
-fn a_function_that_somebody_left_stopped_works_when_it_is_taken() {
+fn a_function_that_was_left_stopped_works_when_it_is_opened() {
     let rig = Rig::prepared(FakeFunction::config(), |host| {
         host.migration.allow(true, FIRMWARE);
         host.migration.hardware_mut().state = DeviceState::Stop;
@@ -63,7 +63,7 @@ fn a_function_that_somebody_left_stopped_works_when_it_is_taken() {
 }
 
 #[test]
-fn a_function_goes_on_elsewhere_as_it_was() {
+fn a_function_continues_at_the_destination_as_it_was() {
     let source = rig(true);
     source.write(0x10, &0x0010_0000_u32.to_le_bytes());
     source.write(0x20, &[0x60, 0xc0]);
@@ -106,7 +106,7 @@ fn a_function_goes_on_elsewhere_as_it_was() {
 }
 
 #[test]
-fn the_source_goes_on_after_it_was_saved() {
+fn the_source_continues_after_it_was_saved() {
     let source = rig(true);
     source.write(4, &[6, 0]);
     source.write(MSI_OFFSET + 16, &[1, 0, 0, 0]);
@@ -202,10 +202,10 @@ fn no_state_is_put_in_before_memory_is_mapped() {
 fn a_step_that_is_refused_changes_nothing_and_one_that_fails_loses_the_device() {
     let steps = [DeviceState::RunningP2p, DeviceState::Stop, DeviceState::StopCopy];
     for to in steps {
-        for mishap in [Mishap::Refused, Mishap::Failed, Mishap::Silent] {
+        for failure in [StepFailure::Refused, StepFailure::Failed, StepFailure::Silent] {
             let source = rig(true);
             source.write(4, &[6, 0]);
-            source.host.migration.hardware_mut().mishap = Some((to, mishap));
+            source.host.migration.hardware_mut().failure = Some((to, failure));
             let device = &source.device;
             let stopped = device.quiesce().and_then(|()| device.stop());
             let error = match stopped {
@@ -214,12 +214,12 @@ fn a_step_that_is_refused_changes_nothing_and_one_that_fails_loses_the_device() 
             };
             let is_named = error.contains(&format!("to {to}"))
                 || error.contains(&format!("state RUNNING_P2P to {to}"));
-            assert!(is_named, "{to} {mishap:?}: {error}");
+            assert!(is_named, "{to} {failure:?}: {error}");
             assert!(error.contains("os error 5"), "{error}");
-            let is_lost = mishap != Mishap::Refused;
-            assert_eq!(device.is_lost(), is_lost, "{to} {mishap:?}");
+            let is_lost = failure != StepFailure::Refused;
+            assert_eq!(device.is_lost(), is_lost, "{to} {failure:?}");
             assert_eq!(*source.host.resets.lock().unwrap(), u32::from(is_lost));
-            source.host.migration.hardware_mut().mishap = None;
+            source.host.migration.hardware_mut().failure = None;
             device.wake().unwrap();
             device.run().unwrap();
             assert_eq!(state_of(&source), DeviceState::Running);
@@ -230,15 +230,15 @@ fn a_step_that_is_refused_changes_nothing_and_one_that_fails_loses_the_device() 
 }
 
 #[test]
-fn a_device_that_does_not_go_on_says_so() {
+fn a_device_that_does_not_resume_reports_it() {
     for to in [DeviceState::RunningP2p, DeviceState::Running] {
-        for mishap in [Mishap::Refused, Mishap::Failed] {
+        for failure in [StepFailure::Refused, StepFailure::Failed] {
             let source = rig(true);
             saved(&source);
-            source.host.migration.hardware_mut().mishap = Some((to, mishap));
+            source.host.migration.hardware_mut().failure = Some((to, failure));
             let device = &source.device;
             assert!(device.wake().and_then(|()| device.run()).is_err());
-            assert_eq!(device.is_lost(), mishap == Mishap::Failed);
+            assert_eq!(device.is_lost(), failure == StepFailure::Failed);
         }
     }
 }
@@ -319,11 +319,11 @@ fn hardware_that_does_not_take_its_state_refuses() {
     };
     let (is_lost, error) = refused(&|hardware| hardware.takes_at_most = Some(8));
     assert!(!is_lost && error.contains("does not take its state, 36 bytes"), "{error}");
-    let way_in = Some((DeviceState::Resuming, Mishap::Refused));
-    let (is_lost, error) = refused(&|hardware| hardware.mishap = way_in);
+    let way_in = Some((DeviceState::Resuming, StepFailure::Refused));
+    let (is_lost, error) = refused(&|hardware| hardware.failure = way_in);
     assert!(!is_lost && error.contains("from state STOP to RESUMING"), "{error}");
-    let way_out = Some((DeviceState::Stop, Mishap::Failed));
-    let (is_lost, error) = refused(&|hardware| hardware.mishap = way_out);
+    let way_out = Some((DeviceState::Stop, StepFailure::Failed));
+    let (is_lost, error) = refused(&|hardware| hardware.failure = way_out);
     assert!(is_lost && error.contains("from state RESUMING to STOP"), "{error}");
 }
 
@@ -379,7 +379,7 @@ fn what_a_function_logs_is_dirty() {
 }
 
 #[test]
-fn what_nobody_logs_is_all_dirty_once_the_function_has_stopped() {
+fn without_a_dirty_log_all_memory_is_dirty_once_the_function_has_stopped() {
     for loses in [false, true] {
         let (source, ram) = (rig(true), ram());
         source.host.migration.hardware_mut().logs = loses;

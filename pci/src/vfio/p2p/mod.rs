@@ -58,7 +58,7 @@ struct Owner {
 
 /// What became of a part of a BAR.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Fate {
+enum MapState {
     /// It could not be used yet.
     Waits,
     Mapped,
@@ -70,7 +70,7 @@ enum Fate {
 struct Bar {
     owner: Arc<Owner>,
     memory: Arc<BarMapping>,
-    fate: Fate,
+    state: MapState,
 }
 
 #[derive(Default)]
@@ -115,17 +115,17 @@ impl P2pBars {
             return;
         }
         let State { bars, mapped, .. } = state;
-        for (gpa, bar) in bars.iter_mut().filter(|(_, bar)| bar.fate == Fate::Waits) {
+        for (gpa, bar) in bars.iter_mut().filter(|(_, bar)| bar.state == MapState::Waits) {
             let result = if *mapped < self.entries_max {
                 self.target.map_bar(*gpa, &bar.memory)
             } else {
                 Err(io::Error::other("too many are (dma_entry_limit of vfio_iommu_type1)"))
             };
             if let Err(error) = result {
-                bar.fate = Fate::Refused;
+                bar.state = MapState::Refused;
                 bar.owner.tell(*gpa, bar.memory.len_bytes(), &error);
             } else {
-                bar.fate = Fate::Mapped;
+                bar.state = MapState::Mapped;
                 *mapped += 1;
             }
         }
@@ -156,14 +156,14 @@ impl Peer {
         let mut state = lock(&self.bars.state);
         let (owner, memory) = (Arc::clone(&self.owner), Arc::clone(memory));
         // BARs never overlap in the guest, so nothing can be there.
-        state.bars.entry(gpa).or_insert(Bar { owner, memory, fate: Fate::Waits });
+        state.bars.entry(gpa).or_insert(Bar { owner, memory, state: MapState::Waits });
         self.bars.map_what_is_not(&mut state);
     }
 
     /// The guest is about to reach it there no more.
     pub fn hide(&self, gpa: u64, memory: &Arc<BarMapping>) {
         let mut state = lock(&self.bars.state);
-        let Some(bar) = state.bars.remove(&gpa).filter(|bar| bar.fate == Fate::Mapped) else {
+        let Some(bar) = state.bars.remove(&gpa).filter(|bar| bar.state == MapState::Mapped) else {
             return;
         };
         match self.bars.target.unmap_bar(&(gpa..gpa.saturating_add(memory.len_bytes()))) {

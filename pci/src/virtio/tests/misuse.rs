@@ -3,7 +3,7 @@
 //! What a driver must not do, and devices that no transport can carry.
 
 use devices::virtio::{
-    ActivateError, Activation, DeviceSnapshot, HoldingStill, StateError, VirtioDevice,
+    ActivateError, Activation, DeviceSnapshot, PendingPause, StateError, VirtioDevice,
 };
 use virtio_queue::QueueState;
 
@@ -213,13 +213,13 @@ fn reads_of_any_width_agree() {
 }
 
 /// A device of whatever shape.
-struct Odd {
+struct OddDevice {
     device_id: u16,
     features: u64,
     queue_sizes: Vec<u16>,
 }
 
-impl VirtioDevice for Odd {
+impl VirtioDevice for OddDevice {
     fn device_id(&self) -> u16 {
         self.device_id
     }
@@ -239,8 +239,8 @@ impl VirtioDevice for Odd {
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
         Vec::new()
     }
-    fn begin_pause(&mut self) -> HoldingStill {
-        HoldingStill::default()
+    fn begin_pause(&mut self) -> PendingPause {
+        PendingPause::default()
     }
     fn resume(&mut self) {}
     fn save(&self) -> DeviceSnapshot {
@@ -259,7 +259,7 @@ fn odd(
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
     VirtioPciDevice::new(
         "odd".to_owned(),
-        Box::new(Odd { device_id, features, queue_sizes }),
+        Box::new(OddDevice { device_id, features, queue_sizes }),
         BarWidth::Bits64,
         GuestMemoryHandle::new(memory),
         &FakeMsiSource::new(8),

@@ -90,7 +90,7 @@ fn nothing_under_way_is_lost() {
 }
 
 #[test]
-fn the_source_goes_on_after_a_failed_migration() {
+fn the_source_continues_after_a_failed_migration() {
     let rig = paused();
     let before = save(&rig);
     rig.device.resume();

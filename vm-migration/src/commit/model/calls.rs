@@ -6,7 +6,7 @@ use super::world::{
     Answer, Call, Destination, End, Next, Reply, Server, Setup, Source, Who, Word, World,
 };
 use crate::commit::Verdict;
-use crate::commit::destination::Known;
+use crate::commit::destination::DoubtOutcome;
 
 impl World {
     /// What each process would say on a connection of its own now.
@@ -93,10 +93,10 @@ impl World {
             (Destination::InDoubt(doubt), Word::Verdict(verdict)) => {
                 self.step(all, "the destination hears the verdict", |next| {
                     match doubt.hears(verdict) {
-                        Known::Owned(owned) => {
+                        DoubtOutcome::Owned(owned) => {
                             next.destination = Destination::Owned(owned, Reply::Call);
                         }
-                        Known::NotHere(_) | Known::GivenUp => {
+                        DoubtOutcome::NotHere(_) | DoubtOutcome::Discarded => {
                             next.destination = Destination::Gone;
                             answered(next, Answer::Heard);
                         }
@@ -105,7 +105,7 @@ impl World {
             }
             (Destination::InDoubt(doubt), Word::Recover) => {
                 self.step(all, "the source is back at the destination", |next| {
-                    if let Known::Owned(owned) = doubt.hears(Verdict::Committed) {
+                    if let DoubtOutcome::Owned(owned) = doubt.hears(Verdict::Committed) {
                         next.destination = Destination::Owned(owned, Reply::Nothing);
                         linked(next);
                     }

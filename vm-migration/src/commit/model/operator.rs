@@ -3,7 +3,7 @@
 //! Requests, signals, operators who have looked at both sides, and hosts that die.
 
 use super::world::{Destination, Kind, Next, Reply, Server, Setup, Source, ToSource, Who, World};
-use crate::commit::destination::{Asked, Decision, InDoubt, Known};
+use crate::commit::destination::{Decision, DoubtOutcome, InDoubt, OperatorRequest};
 
 impl World {
     pub(super) fn operator(&self, setup: &Setup, all: &mut Vec<Next>) {
@@ -19,9 +19,11 @@ impl World {
                 all.push((Kind::Request, "a cancel at the destination", ended));
             }
             Destination::Promised(promised) => {
-                for asked in
-                    [Asked::Cancel, Asked::Delete { force: true }, Asked::End { force: true }]
-                {
+                for asked in [
+                    OperatorRequest::Cancel,
+                    OperatorRequest::Delete { force: true },
+                    OperatorRequest::End { force: true },
+                ] {
                     let (stays, _) = promised.asked(asked);
                     let asked = self.change(|next| next.destination = Destination::Promised(stays));
                     all.push((Kind::Request, "a request to a destination that promised", asked));
@@ -40,36 +42,40 @@ impl World {
         }
         let serves = matches!(self.source, Source::Serving | Source::Lost | Source::Unconfirmed(_));
         if serves && setup.postcopy {
-            let given_up = self.change(|next| (next.source, next.insisted) = (Source::Left, true));
-            all.push((Kind::Request, "the source is told to give pages up, by force", given_up));
+            let discarded = self.change(|next| (next.source, next.insisted) = (Source::Left, true));
+            all.push((Kind::Request, "the source is told to give pages up, by force", discarded));
         }
     }
 
     pub(super) fn ask_in_doubt(&self, doubt: InDoubt, setup: &Setup, all: &mut Vec<Next>) {
         let asks = [
-            Asked::Cancel,
-            Asked::End { force: false },
-            Asked::End { force: true },
-            Asked::Delete { force: false },
-            Asked::Delete { force: true },
-            Asked::Resume,
+            OperatorRequest::Cancel,
+            OperatorRequest::End { force: false },
+            OperatorRequest::End { force: true },
+            OperatorRequest::Delete { force: false },
+            OperatorRequest::Delete { force: true },
+            OperatorRequest::Resume,
         ];
         for asked in asks {
             // Insisting on it loses nothing where the guest is seen to run at the source.
             let seen = matches!(self.source, Source::Running(_));
-            let forces =
-                matches!(asked, Asked::End { force: true } | Asked::Delete { force: true });
+            let forces = matches!(
+                asked,
+                OperatorRequest::End { force: true } | OperatorRequest::Delete { force: true }
+            );
             let insists = forces && !seen;
             let (kind, name) = match asked {
-                Asked::Delete { force: true } if seen => (
+                OperatorRequest::Delete { force: true } if seen => (
                     Kind::Operator,
                     "vm.delete in doubt, by force, of a guest that the source runs",
                 ),
-                Asked::Cancel => (Kind::Request, "a cancel in doubt"),
-                Asked::End { .. } => (Kind::Request, "SIGTERM in doubt"),
-                Asked::Delete { force: true } => (Kind::Request, "vm.delete in doubt, by force"),
-                Asked::Delete { force: false } => (Kind::Operator, "vm.delete in doubt"),
-                Asked::Resume => (Kind::Operator, "vm.resume in doubt"),
+                OperatorRequest::Cancel => (Kind::Request, "a cancel in doubt"),
+                OperatorRequest::End { .. } => (Kind::Request, "SIGTERM in doubt"),
+                OperatorRequest::Delete { force: true } => {
+                    (Kind::Request, "vm.delete in doubt, by force")
+                }
+                OperatorRequest::Delete { force: false } => (Kind::Operator, "vm.delete in doubt"),
+                OperatorRequest::Resume => (Kind::Operator, "vm.resume in doubt"),
             };
             if kind == Kind::Request && !insists && setup.broken.cancel_ends_doubt {
                 let next = self.change(|next| next.destination = Destination::Gone);
@@ -78,8 +84,8 @@ impl World {
             }
             // The document says: look at the source first.
             let looked = match asked {
-                Asked::Resume => !self.source_has(),
-                Asked::Delete { force: false } => self.source_has(),
+                OperatorRequest::Resume => !self.source_has(),
+                OperatorRequest::Delete { force: false } => self.source_has(),
                 _ => true,
             };
             let Ok(decision) = doubt.asked(asked, self.now()) else { continue };
@@ -89,11 +95,11 @@ impl World {
             let next = self.change(|next| {
                 next.insisted |= insists;
                 next.destination = match doubt.decided(decision) {
-                    Known::Owned(owned) => {
+                    DoubtOutcome::Owned(owned) => {
                         debug_assert_eq!(decision, Decision::RunsHere);
                         Destination::Owned(owned, Reply::Nothing)
                     }
-                    Known::NotHere(_) | Known::GivenUp => Destination::Gone,
+                    DoubtOutcome::NotHere(_) | DoubtOutcome::Discarded => Destination::Gone,
                 };
             });
             all.push((kind, name, next));

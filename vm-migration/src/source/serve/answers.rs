@@ -90,7 +90,7 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
     }
 
     /// These may come along.
-    pub(super) fn bring_along(&mut self, ranges: &[GpaRange]) -> Result<(), ProtocolError> {
+    pub(super) fn add_readahead(&mut self, ranges: &[GpaRange]) -> Result<(), ProtocolError> {
         self.ahead.extend(self.server.stretches(ranges)?);
         let too_many = self.ahead.len().saturating_sub(AHEAD_MAX);
         self.ahead.drain(..too_many);
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_has_given_back_stays_a_hole() {
+    fn what_the_guest_has_discarded_stays_a_hole() {
         let server = server();
         let given = PageRun { region: 0, first: 3, count: 20 };
         crate::ram::GuestMemoryMap::discard(&*server.memory, given).unwrap();
@@ -280,10 +280,10 @@ mod tests {
     }
 
     #[test]
-    fn what_may_come_along_goes_when_nobody_waits() {
+    fn readahead_is_sent_when_no_request_waits() {
         let server = server();
         let mut answers = Answers::new(&server);
-        answers.bring_along(&[unit(3)]).unwrap();
+        answers.add_readahead(&[unit(3)]).unwrap();
         let (reply, why) = answers.next_piece().unwrap();
         assert_eq!((pages(&reply.data).len(), why), (16, SendReason::Readahead));
         answers.wait_for(&[small(1)]).unwrap();

@@ -318,7 +318,7 @@ impl<M: GuestMemoryMap> Server<M> {
                 Ok(End::Done) => return Ok(Phase::Done),
                 Ok(End::HandedOn) => return Ok(Phase::HandedOn),
                 // A waiting thread is also stopped by the end of another connection of its set.
-                Err(failure) if context.options.steering.gives_up() => return Err(failure),
+                Err(failure) if context.options.steering.is_abandoned() => return Err(failure),
                 Ok(End::Lost(failure)) | Err(failure) => failure,
             };
             session.end();
@@ -414,7 +414,7 @@ impl<M: GuestMemoryMap> Server<M> {
                 }
             }
             rates.sample(&self.progress);
-            if context.options.steering.gives_up() {
+            if context.options.steering.is_abandoned() {
                 return Err(Cause::Cancelled).step(STEP);
             }
         }

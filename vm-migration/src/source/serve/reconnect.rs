@@ -115,7 +115,7 @@ impl Reconnect {
     fn wait(&mut self, since: Instant, pause: Duration) -> Result<(), Cause> {
         let next = Instant::now() + pause;
         loop {
-            if self.steering.gives_up() {
+            if self.steering.is_abandoned() {
                 return Err(Cause::Cancelled);
             }
             if let Some((recover, connections_max)) = self.steering.take_recovery() {
@@ -157,26 +157,26 @@ impl Reconnect {
         server: &Arc<Server<M>>,
     ) -> Result<Option<Connections>, Failure> {
         const STEP: &str = "connecting again";
-        let given_up = Cancel::new().map_err(Cause::Resource).step(STEP)?;
+        let abandoned = Cancel::new().map_err(Cause::Resource).step(STEP)?;
         let steering = self.steering.clone();
         let look = || {
-            if steering.gives_up() {
-                given_up.cancel();
+            if steering.is_abandoned() {
+                abandoned.cancel();
             }
         };
-        let connected = poll_while(look, || self.connect_until(&given_up, server));
+        let connected = poll_while(look, || self.connect_until(&abandoned, server));
         connected.map_err(Cause::Resource).step(STEP)?
     }
 
     fn connect_until<M: GuestMemoryMap>(
         &mut self,
-        given_up: &Cancel,
+        abandoned: &Cancel,
         server: &Arc<Server<M>>,
     ) -> Result<Option<Connections>, Failure> {
         const STEP: &str = "connecting again";
         let limits = &self.limits;
         let connection =
-            Connection::connect(&self.to, given_up, limits.connect, limits.answer).step(STEP)?;
+            Connection::connect(&self.to, abandoned, limits.connect, limits.answer).step(STEP)?;
         let mut control = Channel::new(connection);
         self.attempt += 1;
         let Self { id, attempt, bulk, urgent, .. } = *self;
@@ -194,7 +194,7 @@ impl Reconnect {
             .step("asking to go on")?;
         let beside = &*control.connection;
         let opening =
-            Opening { to: &self.to, beside, token: Some(&token), cancel: given_up, limits };
+            Opening { to: &self.to, beside, token: Some(&token), cancel: abandoned, limits };
         let mut roles = vec![Role::Memory; bulk.into()];
         roles.resize(usize::from(bulk) + usize::from(urgent), Role::Fault);
         let mut bulk_channels = opening.all(&roles).step("opening further connections")?;

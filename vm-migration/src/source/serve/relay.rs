@@ -15,9 +15,9 @@ use super::{End, Grain, Server};
 use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
-use crate::error::{Cause, Failure, GuestIs, MigrationError, Side, Step};
+use crate::error::{Cause, Failure, GuestLocation, MigrationError, Side, Step};
 use crate::options::SendOptions;
-use crate::page_server::{PageServerHandle, Taken, TakeoverRequest, Terms};
+use crate::page_server::{PageServerHandle, TakeoverOutcome, TakeoverRequest, Terms};
 use crate::progress::{Event as ProgressEvent, Phase, Progress, Snapshot};
 use crate::ram::GuestMemoryMap;
 use crate::report::FailureReport;
@@ -46,18 +46,18 @@ impl<M: GuestMemoryMap> Server<M> {
         };
         let takeover = self.takeover(&mut relay.reconnect);
         std::thread::scope(|scope| {
-            let hand_on = || self.hand_on(page_server, &takeover, session);
+            let transfer = || self.transfer(page_server, &takeover, session);
             let thread = std::thread::Builder::new().name("mig-hand-on".into());
-            let handing = thread.spawn_scoped(scope, hand_on);
+            let transferring = thread.spawn_scoped(scope, transfer);
             let end = self.watch(control, session, context);
-            match handing {
-                Ok(handing) => match handing.join() {
-                    Ok(Some(Taken::Serving)) => Ok(End::HandedOn),
-                    Ok(Some(Taken::Complete)) => Ok(End::Done),
+            match transferring {
+                Ok(transferring) => match transferring.join() {
+                    Ok(Some(TakeoverOutcome::Serving)) => Ok(End::HandedOn),
+                    Ok(Some(TakeoverOutcome::Complete)) => Ok(End::Done),
                     Ok(None) | Err(_) => end,
                 },
                 Err(error) => {
-                    self.not_handed_on(format!("there is no thread for it: {error}"));
+                    self.takeover_failed(format!("there is no thread for it: {error}"));
                     end
                 }
             }
@@ -65,12 +65,12 @@ impl<M: GuestMemoryMap> Server<M> {
     }
 
     /// Lets the page server take over; the set of connections ends when it has.
-    fn hand_on(
+    fn transfer(
         &self,
         page_server: Box<dyn PageServerHandle>,
         takeover: &TakeoverRequest,
         session: &Session,
-    ) -> Option<Taken> {
+    ) -> Option<TakeoverOutcome> {
         let began = Instant::now();
         match page_server.take_over(takeover) {
             Ok(taken) => {
@@ -84,13 +84,13 @@ impl<M: GuestMemoryMap> Server<M> {
                 None
             }
             Err(error) => {
-                self.not_handed_on(error_text::chain(&*error));
+                self.takeover_failed(error_text::chain(&*error));
                 None
             }
         }
     }
 
-    fn not_handed_on(&self, why: String) {
+    fn takeover_failed(&self, why: String) {
         log::error!("the page server has not taken over, this process goes on: {why}");
         self.progress.page_server.failed(why);
         self.progress.tell(ProgressEvent::PageServerFailed);
@@ -116,11 +116,11 @@ pub fn serve_for_another<M: GuestMemoryMap>(
     takeover: &TakeoverRequest,
     steering: &Steering,
     progress: &Arc<Progress>,
-    taken: impl FnOnce(Result<Taken, &Cause>),
+    taken: impl FnOnce(Result<TakeoverOutcome, &Cause>),
 ) -> Result<Snapshot, Box<MigrationError>> {
     let began = Instant::now();
     let mut taken = Some(taken);
-    let mut answer = |result: Result<Taken, &Cause>| {
+    let mut answer = |result: Result<TakeoverOutcome, &Cause>| {
         if let Some(taken) = taken.take() {
             if result.is_ok() {
                 progress.page_server.serves(began.elapsed());
@@ -141,13 +141,13 @@ pub fn serve_for_another<M: GuestMemoryMap>(
         reconnect.next_attempt_is(takeover.attempt);
         let connected = progress.run(Phase::Connect, || reconnect.connect(&server))?;
         let Some(connections) = connected else {
-            answer(Ok(Taken::Complete));
+            answer(Ok(TakeoverOutcome::Complete));
             return Ok(());
         };
         progress.run(Phase::Serve, || {
             let mut session = Session::new()?;
             let control = server.serve_on_set(&mut session, connections)?;
-            answer(Ok(Taken::Serving));
+            answer(Ok(TakeoverOutcome::Serving));
             let relay = Relay { reconnect, page_server: None };
             let result = server.watch(control, &session, context);
             server.serve_on(result, session, relay, context).map(drop)
@@ -161,7 +161,8 @@ pub fn serve_for_another<M: GuestMemoryMap>(
         }
         Err(Failure { step, cause }) => {
             answer(Err(&cause));
-            let (side, phase, guest) = (Side::Source, progress.phase(), GuestIs::PostcopyPaused);
+            let (side, phase, guest) =
+                (Side::Source, progress.phase(), GuestLocation::PostcopyPaused);
             let error = MigrationError { side, phase, step, guest, cause };
             progress.fail(Phase::PostcopyPaused, FailureReport::new(&error));
             Err(Box::new(error))

@@ -63,9 +63,9 @@ fn take_back(listener: &Listener, first: &[u8], more: &[u8], begun: &Sender<()>)
     go_on(&control.connection, first, more);
 }
 
-/// Comes back to such a destination; a person gives up when `gives_up`. Gives how it ends, and after
+/// Comes back to such a destination; a person gives up when `is_abandoned`. Gives how it ends, and after
 /// which time.
-fn come_back(first: &[u8], more: &[u8], gives_up: bool) -> (Failure, Duration) {
+fn come_back(first: &[u8], more: &[u8], is_abandoned: bool) -> (Failure, Duration) {
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
     let options = options(listener.address());
     let server = server(&options);
@@ -76,7 +76,7 @@ fn come_back(first: &[u8], more: &[u8], gives_up: bool) -> (Failure, Duration) {
         let steering = options.steering.clone();
         scope.spawn(move || {
             begins.recv().unwrap();
-            if gives_up {
+            if is_abandoned {
                 steering.abandon();
             }
         });
@@ -87,7 +87,7 @@ fn come_back(first: &[u8], more: &[u8], gives_up: bool) -> (Failure, Duration) {
 }
 
 #[test]
-fn a_person_gives_up_whatever_the_destination_says() {
+fn an_operator_can_abandon_whatever_the_destination_says() {
     let alive = Message::Alive.encode();
     let pending = Header::new(Command::Pending.code(), PENDING_BYTES_MAX).encode();
     // For ever, and with contents that take a good part of an hour at the slowest that is allowed.

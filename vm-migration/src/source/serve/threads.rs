@@ -95,7 +95,7 @@ fn push_bulk<M: GuestMemoryMap>(
             answer(&mut answers, server, channel, stop)?;
         }
         // Before the claim: what is claimed cannot be asked for until it has come.
-        give_way(server);
+        yield_to_requests(server);
         let turn = server.turn();
         let pause = server.bandwidth_limit.reserve(0);
         if !pause.is_zero() {
@@ -121,7 +121,7 @@ fn has_data(connection: &Connection, stop: &Cancel) -> Result<bool, Cause> {
     }
 }
 
-fn give_way<M>(server: &Server<M>) {
+fn yield_to_requests<M>(server: &Server<M>) {
     if server.in_service.load(Ordering::Relaxed) == 0 {
         return;
     }
@@ -195,7 +195,7 @@ fn take_request<M: GuestMemoryMap>(
     const STEP: &str = "taking page requests";
     match channel.timed(Message::read).step(STEP)? {
         Message::PageFault(ranges) => answers.wait_for(&ranges).step(STEP),
-        Message::Ahead(ranges) => answers.bring_along(&ranges).step(STEP),
+        Message::Ahead(ranges) => answers.add_readahead(&ranges).step(STEP),
         other => {
             let got = other.command().name();
             Err(ProtocolError::Unexpected { got, expected: "PageFault" }).step(STEP)

@@ -200,7 +200,7 @@ fn a_refusal_is_answered_after_the_body() {
 }
 
 #[test]
-fn slow_bodies_are_given_up() {
+fn slow_bodies_time_out() {
     let fixture = Fixture::with(Limits { body_time: SHORT, ..Limits::default() });
     let mut slow = fixture.connect();
     slow.write_all(head("vm.create", "Content-Length: 100\r\n").as_bytes()).unwrap();
@@ -210,7 +210,7 @@ fn slow_bodies_are_given_up() {
 }
 
 #[test]
-fn clients_that_do_not_read_are_given_up() {
+fn clients_that_do_not_read_time_out() {
     let fixture = Fixture::with(Limits { write_time: SHORT, ..Limits::default() });
     let mut deaf = fixture.connect();
     deaf.set_write_timeout(Some(Duration::from_secs(20))).unwrap();
@@ -265,7 +265,7 @@ fn many_clients_at_once() {
 }
 
 #[test]
-fn clients_that_only_hold_connections_keep_nobody_out() {
+fn clients_that_only_hold_connections_keep_no_other_out() {
     let fixture = Fixture::with(Limits {
         connections: 2,
         head_time: Duration::from_mins(10),
@@ -306,7 +306,7 @@ fn when_all_clients_are_busy_others_are_told_so() {
 }
 
 #[test]
-fn a_long_request_blocks_nobody_and_is_answered_when_it_ends() {
+fn a_long_request_blocks_no_other_and_is_answered_when_it_ends() {
     let fixture = Fixture::new();
     let waiting = fixture.client();
     let body = r#"{"receiver_url":"unix:/x"}"#.to_owned();
@@ -354,7 +354,7 @@ fn a_client_that_has_said_all_still_waits_for_the_answer() {
 }
 
 #[test]
-fn what_a_client_that_has_left_wanted_is_given_up() {
+fn the_request_of_a_client_that_has_left_is_cancelled() {
     let fixture = Fixture::new();
     for with_half_close in [false, true] {
         let mut stream = fixture.connect();

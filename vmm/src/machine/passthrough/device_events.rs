@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_fails_reaches_no_memory_and_the_others_go_on() {
+    fn a_device_that_fails_reaches_no_memory_and_the_others_continue() {
         let (passthrough, [one, two], target) = at_work();
         assert!(one.tell(DeviceEvent::Failed));
         until("it is disarmed", || passthrough.devices[0].1.is_disarmed());

@@ -162,7 +162,7 @@ pub(super) mod tests {
     use pci::fakes::FakeMsiSource;
     use pci::vfio::fakes::{FakeFunction, FakeSlots};
     use pci::vfio::migration::DeviceState;
-    use pci::vfio::migration::fakes::Mishap;
+    use pci::vfio::migration::fakes::StepFailure;
     use pci::vfio::{DmaGate, VfioWiring};
 
     use super::super::{Backend, SharedDeviceList};
@@ -218,7 +218,7 @@ pub(super) mod tests {
     fn none_stops_before_all_are_quiet() {
         use DeviceState::{Running, RunningP2p};
         let (passthrough, [one, two]) = two_devices();
-        two.migration.hardware_mut().mishap = Some((RunningP2p, Mishap::Refused));
+        two.migration.hardware_mut().failure = Some((RunningP2p, StepFailure::Refused));
         let error = passthrough.stop().unwrap_err();
         assert_eq!(error.to_string(), "cannot stop passed-through device 'two'");
         assert_eq!(history(&one), [RunningP2p]);
@@ -229,16 +229,16 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn when_one_does_not_stop_all_go_on() {
+    fn when_one_does_not_stop_all_continue() {
         use DeviceState::{Running, RunningP2p, Stop};
         let (passthrough, [one, two]) = two_devices();
-        two.migration.hardware_mut().mishap = Some((Stop, Mishap::Refused));
+        two.migration.hardware_mut().failure = Some((Stop, StepFailure::Refused));
         assert!(passthrough.stop().is_err());
         assert_eq!(history(&one), [RunningP2p, Stop], "nothing works that was stopped");
         passthrough.run();
         assert_eq!(history(&one), [RunningP2p, Stop, RunningP2p, Running]);
         assert_eq!(history(&two), [RunningP2p, Running]);
-        two.migration.hardware_mut().mishap = None;
+        two.migration.hardware_mut().failure = None;
         passthrough.stop().unwrap();
         passthrough.stop().unwrap();
         assert_eq!(passthrough.state_len_bytes(), 2 * 14);
@@ -247,10 +247,10 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn one_that_fails_is_gone_and_the_others_go_on() {
+    fn one_that_fails_is_gone_and_the_others_continue() {
         let (passthrough, [one, two]) = two_devices();
         passthrough.stop().unwrap();
-        one.migration.hardware_mut().mishap = Some((DeviceState::Running, Mishap::Refused));
+        one.migration.hardware_mut().failure = Some((DeviceState::Running, StepFailure::Refused));
         passthrough.run();
         let is_lost = |index: usize| passthrough.devices[index].1.is_lost();
         assert!(is_lost(0) && !is_lost(1));

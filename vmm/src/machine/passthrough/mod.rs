@@ -203,7 +203,7 @@ impl Passthrough {
         has_devices.then(|| ban(ram))
     }
 
-    /// Opens the devices and puts them on the bus, or begins to, and [`Passthrough::settle`] does the
+    /// Opens the devices and puts them on the bus, or begins to, and [`Passthrough::finish_opening`] does the
     /// rest.
     ///
     /// # Errors

@@ -215,8 +215,8 @@ impl Passthrough {
         Ok(Pinning::check(&dma_map, &populator)?)
     }
 
-    /// Whether devices are being opened, so that [`Passthrough::settle`] has something to do.
-    pub fn is_to_settle(&self) -> bool {
+    /// Whether devices are being opened, so that [`Passthrough::finish_opening`] has something to do.
+    pub fn is_opening(&self) -> bool {
         !self.pending.is_empty()
     }
 
@@ -225,7 +225,7 @@ impl Passthrough {
     ///
     /// # Errors
     /// Naming the device; or it is to be given up while one is being opened. The machine is of no use then.
-    pub fn settle(
+    pub fn finish_opening(
         &mut self,
         context: &PciContext<'_>,
         discarding: DiscardingDevices,
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_that_is_given_up_waits_for_no_device() {
+    fn a_start_that_is_cancelled_waits_for_no_device() {
         let (mut passthrough, _hosts) = two_devices();
         let (first, go_on) = slow(7);
         let (second, never) = slow(8);

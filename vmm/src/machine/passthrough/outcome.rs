@@ -12,7 +12,7 @@ use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::mem::MemHandle;
 use memory::DiscardBan;
 use pci::PciDevice;
-use pci::vfio::{Abandonment, DmaMap, PinState, VfioPciDevice};
+use pci::vfio::{DmaMap, PinState, PinningAbort, VfioPciDevice};
 
 use crate::events;
 
@@ -22,7 +22,7 @@ use crate::events;
 pub(super) struct DeviceList {
     pub(super) devices: Vec<Weak<VfioPciDevice>>,
     /// What is or will be mapped, if anything.
-    pub(super) memory: Option<Abandonment>,
+    pub(super) memory: Option<PinningAbort>,
 }
 
 /// Locked for an instant.

@@ -117,7 +117,7 @@ fn a_long_transfer_is_done_in_pieces() {
 }
 
 #[test]
-fn a_long_transfer_is_given_back_and_begun_anew() {
+fn a_long_transfer_is_requeued_and_restarted() {
     for with_ring in [false, Ring::is_available()] {
         let mut steps = Steps::new(with_ring);
         steps.ask(abi::VIRTIO_BLK_T_IN, 0, BUFFERS);
