@@ -88,7 +88,7 @@ impl Stage2Fill {
                 done(work.end(begin.elapsed()));
             }
         };
-        let thread = std::thread::Builder::new().name("stage2-fill".to_owned()).spawn(body)?;
+        let thread = stoppable_thread::spawn("stage2-fill", body)?;
         Ok(Self { work, thread: Some(thread) })
     }
 }

@@ -369,9 +369,7 @@ impl VcpuThreads {
                 shared.set_phase(Phase::Exited);
             }
         };
-        let handle = std::thread::Builder::new()
-            .name(format!("vcpu{index}"))
-            .spawn(body)
+        let handle = stoppable_thread::spawn(format!("vcpu{index}"), body)
             .map_err(|source| ThreadsError::Spawn { index, source })?;
         *shared.handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
         let thread = Thread { shared };

@@ -87,7 +87,7 @@ impl VcpuThrottle {
         };
         // Managers look for the threads of vCPUs by names that begin with `vcpu`, and give up at
         // one that no number follows.
-        let thread = std::thread::Builder::new().name("throttle".into()).spawn(body)?;
+        let thread = stoppable_thread::spawn("throttle", body)?;
         Ok(Self { shared, thread: Some(thread) })
     }
 

@@ -12,7 +12,7 @@
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::populate::THP_BYTES;
@@ -80,9 +80,7 @@ impl Collapse {
         let stop = Arc::new(Stop::default());
         let thread = {
             let stop = Arc::clone(&stop);
-            thread::Builder::new()
-                .name("huge-pages".to_owned())
-                .spawn(move || collapse_all(&regions, &stop))?
+            stoppable_thread::spawn("huge-pages", move || collapse_all(&regions, &stop))?
         };
         Ok(Some(Self { stop, thread: Some(thread) }))
     }

@@ -229,7 +229,7 @@ impl Prefault {
             for number in 0..count {
                 let engine = Arc::clone(&engine);
                 let name = format!("prefault{queue}.{number}");
-                let builder = thread::Builder::new().name(name).stack_size(STACK_BYTES);
+                let builder = stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES);
                 let thread =
                     builder.spawn(move || engine.serve(queue)).map_err(PrefaultError::Spawn)?;
                 started.threads.push(thread);

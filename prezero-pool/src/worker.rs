@@ -91,8 +91,7 @@ impl Workers {
                     wake: wake.try_clone()?,
                     options: Arc::clone(&options),
                 };
-                let builder = std::thread::Builder::new().name("zeroer".to_owned());
-                builder.spawn(move || worker.run())?;
+                stoppable_thread::spawn("zeroer", move || worker.run())?;
             }
         }
         Ok(Self { queues, done })

@@ -82,7 +82,7 @@ impl Failure {
             let _ = writeln!(std::io::stderr(), "{text}");
             let _ = printed.send(());
         };
-        if std::thread::Builder::new().spawn(print).is_ok() {
+        if stoppable_thread::spawn("print-error", print).is_ok() {
             let _ = is_printed.recv_timeout(PRINT_TIME);
         }
         ExitCode::from(self.code)

@@ -37,7 +37,7 @@ pub fn explain(words: String) {
         // SAFETY: sends a signal to this thread, which ends the process.
         unsafe { libc::raise(libc::SIGINT) };
     };
-    if std::thread::Builder::new().name("interrupt".to_owned()).spawn(wait).is_err() {
+    if stoppable_thread::spawn("interrupt", wait).is_err() {
         // SAFETY: as above.
         unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut()) };
     }

@@ -108,8 +108,7 @@ impl Channel {
             }
         };
         std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("mig-alive".into());
-            if let Err(error) = thread.spawn_scoped(scope, tell) {
+            if let Err(error) = stoppable_thread::spawn_scoped(scope, "mig-alive", tell) {
                 log::warn!("the peer does not hear from this side while it works: {error}");
             }
             let done = work();

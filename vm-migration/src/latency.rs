@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn threads_are_told_apart_by_name_and_all_are_counted_together() {
         let mut latencies = Latencies::new();
-        let this = std::thread::Builder::new().name("vcpu7".into());
+        let this = stoppable_thread::Builder::new("vcpu7");
         // SAFETY: asks for the number of the calling thread.
         let this = this.spawn(|| unsafe { libc::gettid() }.cast_unsigned());
         latencies.record(Some(u32::MAX), 10);

@@ -65,9 +65,8 @@ impl Opening<'_> {
         let channels: Vec<Channel> = std::thread::scope(|scope| {
             let mut threads = Vec::with_capacity(roles.len());
             for role in roles {
-                let thread = std::thread::Builder::new()
-                    .name("mig-connect".into())
-                    .stack_size(STACK_BYTES)
+                let thread = stoppable_thread::Builder::new("mig-connect")
+                    .stack_bytes(STACK_BYTES)
                     .spawn_scoped(scope, || open(*role));
                 match thread {
                     Ok(thread) => threads.push(thread),

@@ -24,7 +24,7 @@ pub(crate) fn poll_while<T>(
         }
     };
     std::thread::scope(|scope| {
-        std::thread::Builder::new().name("mig-look".into()).spawn_scoped(scope, looks)?;
+        stoppable_thread::spawn_scoped(scope, "mig-look", looks)?;
         let done = work();
         drop(working);
         Ok(done)

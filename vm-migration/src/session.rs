@@ -102,7 +102,7 @@ impl Session {
             }
             drop(part);
         };
-        let thread = std::thread::Builder::new().name(name.into()).spawn(body);
+        let thread = stoppable_thread::spawn(name, body);
         self.threads.push(thread.map_err(Cause::Resource).step("starting a page thread")?);
         Ok(())
     }

@@ -70,12 +70,10 @@ impl<T: OutputItem> OutputQueue<T> {
         let (waits, lost) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let target = Target { file, rest: Vec::new(), waits: Arc::clone(&waits) };
         let missed = Arc::clone(&lost);
-        std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(
-            move || {
-                block_signals();
-                write_all(&items, target, &missed, failed);
-            },
-        )?;
+        stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES).spawn(move || {
+            block_signals();
+            write_all(&items, target, &missed, failed);
+        })?;
         Ok(Self { queue, lost, waits })
     }
 

@@ -88,7 +88,7 @@ fn put_back() {
 fn begin_to_put_back() -> Receiver<()> {
     let (done, is_done) = channel();
     // Without a thread `done` is dropped here.
-    let _ = std::thread::Builder::new().name("put-back".to_owned()).spawn(move || {
+    let _ = stoppable_thread::spawn("put-back", move || {
         put_back();
         drop(done);
     });
@@ -116,7 +116,7 @@ fn end_soon() -> io::Result<()> {
         std::thread::sleep(END_TIME);
         end_now();
     };
-    std::thread::Builder::new().name("end".to_owned()).spawn(end).map(drop)
+    stoppable_thread::spawn("end", end).map(drop)
 }
 
 /// Writes on stderr what that takes at once, for a process that is about to end: a pager that shows a full

@@ -29,5 +29,5 @@ pub fn no_more_threads() {
     let limit = libc::rlimit { rlim_cur: most_bytes, rlim_max: most_bytes };
     // SAFETY: one rlimit is read, which lives during the call.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) }, 0);
-    assert!(std::thread::Builder::new().spawn(|| {}).is_err());
+    assert!(stoppable_thread::spawn("one-more", || {}).is_err());
 }

@@ -106,7 +106,7 @@ pub(super) fn carried(mut to: File) -> io::Result<Output> {
     let pipe = OwnedFd::from(pipe);
     syscalls::set_nonblocking(pipe.as_fd())?;
     let (running, done) = channel::<()>();
-    std::thread::Builder::new().name("console-out".to_owned()).spawn(move || {
+    stoppable_thread::spawn("console-out", move || {
         let _running = running;
         let mut buffer = [0; CARRY_BYTES];
         loop {

@@ -133,9 +133,7 @@ impl Serial {
         add(shared.endpoint.poll_fd(), ENDPOINT_TOKEN)?;
         add(std::os::fd::AsRawFd::as_raw_fd(&stop), STOP_TOKEN)?;
         let for_thread = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name("serial".to_owned())
-            .spawn(move || serve(&for_thread, &epoll))?;
+        let thread = stoppable_thread::spawn("serial", move || serve(&for_thread, &epoll))?;
         Ok(Self { shared, stop, thread: Some(thread) })
     }
 

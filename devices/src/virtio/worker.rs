@@ -300,7 +300,7 @@ impl Workers {
         let for_thread = Arc::clone(&control);
         let (cpus, log, device) = (cpus.to_vec(), Arc::clone(&self.log), name.to_owned());
         // Linux cuts names of threads off after 15 bytes.
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        let thread = stoppable_thread::spawn(name, move || {
             let guard = EndGuard(for_thread);
             if cpus.is_empty() {
                 if let Err(error) = syscalls::unbind_thread() {

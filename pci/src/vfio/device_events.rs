@@ -68,9 +68,7 @@ impl DeviceEvents {
         let event = EpollEvent::new(EventSet::IN, STOP);
         shared.epoll.ctl(ControlOperation::Add, shared.stop.as_raw_fd(), event)?;
         let inner = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name("vfio-notices".to_owned())
-            .spawn(move || inner.listen(&on_notice))?;
+        let thread = stoppable_thread::spawn("vfio-notices", move || inner.listen(&on_notice))?;
         Ok(Self { shared, thread: Some(thread) })
     }
 

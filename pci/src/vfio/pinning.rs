@@ -96,7 +96,7 @@ impl Pinning {
             drop::<Sender<()>>(end);
             result
         };
-        let thread = std::thread::Builder::new().name("pin".to_owned()).spawn(run);
+        let thread = stoppable_thread::spawn("pin", run);
         Ok(Self { shared, thread: Some(thread.map_err(PinError::Thread)?), ended })
     }
 

@@ -43,9 +43,9 @@ impl Unmasking {
             epoll.ctl(ControlOperation::Add, event.as_raw_fd(), interest)?;
         }
         let id = id.to_owned();
-        let thread = std::thread::Builder::new()
-            .name("vfio-unmask".to_owned())
-            .spawn(move || unmask(&id, host.as_ref(), &epoll, &done))?;
+        let thread = stoppable_thread::spawn("vfio-unmask", move || {
+            unmask(&id, host.as_ref(), &epoll, &done);
+        })?;
         Ok(Self { stop, thread: Some(thread) })
     }
 }

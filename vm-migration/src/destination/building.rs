@@ -63,7 +63,7 @@ impl<V: Send + 'static> Building<V> {
                 result
             }
         };
-        let thread = std::thread::Builder::new().name("mig-build".into()).spawn(body);
+        let thread = stoppable_thread::spawn("mig-build", body);
         let thread = thread.map_err(Cause::Resource).step(STEP)?;
         Ok(Self { work: Work::Thread(thread), ended, failed })
     }

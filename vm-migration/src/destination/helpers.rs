@@ -80,7 +80,7 @@ impl Helpers {
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("mig-receive".into()).spawn(body);
+        let thread = stoppable_thread::spawn("mig-receive", body);
         let thread = thread.map_err(Cause::Resource).step("starting a receiver thread")?;
         self.threads.push((connection, thread));
         Ok(())

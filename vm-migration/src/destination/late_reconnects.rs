@@ -112,7 +112,7 @@ impl LateReconnects {
         let thread = {
             let (all, listener) = (self.clone(), Arc::clone(&listener));
             let (ended, stop) = (ended.clone(), stop.clone());
-            std::thread::Builder::new().name("mig-linger".into()).spawn(move || {
+            stoppable_thread::spawn("mig-linger", move || {
                 if answer_all(&listener, &ended, &stop) {
                     let mut entries = all.0.lock().unwrap_or_else(PoisonError::into_inner);
                     entries.retain(|entry| !Arc::ptr_eq(&entry.listener, &listener));

@@ -139,9 +139,9 @@ impl Preparing {
         for _ in 0..self.threads_max {
             let (queue, memory, fresh) =
                 (Arc::clone(&self.queue), Arc::clone(memory), Arc::clone(fresh));
-            let spawned = std::thread::Builder::new()
-                .name("mig-prepare".to_owned())
-                .spawn(move || prepare_all(&queue, &*memory, &fresh));
+            let spawned = stoppable_thread::spawn("mig-prepare", move || {
+                prepare_all(&queue, &*memory, &fresh);
+            });
             match spawned {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => log::debug!("no thread prepares memory: {error}"),

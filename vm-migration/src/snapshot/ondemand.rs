@@ -157,7 +157,7 @@ impl<M: GuestMemoryMap> Filling<M> {
                 shared.fail(error);
             }
         };
-        let thread = std::thread::Builder::new().name(name.into()).spawn(body);
+        let thread = stoppable_thread::spawn(name, body);
         self.threads.push(thread.map_err(SnapshotError::Resource)?);
         Ok(())
     }

@@ -187,8 +187,8 @@ pub(crate) fn for_each_block(
     let threads = threads.clamp(1, usize::try_from(blocks).unwrap_or(usize::MAX).max(1));
     std::thread::scope(|scope| {
         let spawn = |_| {
-            let builder = std::thread::Builder::new().name("snapshot-mem".into());
-            builder.spawn_scoped(scope, loop_of_one).map_err(SnapshotError::Resource)
+            let thread = stoppable_thread::spawn_scoped(scope, "snapshot-mem", loop_of_one);
+            thread.map_err(SnapshotError::Resource)
         };
         let all: Vec<_> = (0..threads).map(spawn).collect();
         let mut result = Ok(());

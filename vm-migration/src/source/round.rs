@@ -186,9 +186,9 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             let mut workers = Vec::new();
             for stream in &mut streams {
                 let announcer = announcer.take();
-                let spawned = std::thread::Builder::new()
-                    .name("mig-send".into())
-                    .spawn_scoped(scope, move || self.work(stream, announcer));
+                let spawned = stoppable_thread::spawn_scoped(scope, "mig-send", move || {
+                    self.work(stream, announcer)
+                });
                 match spawned {
                     Ok(worker) => workers.push(worker),
                     Err(error) => {

@@ -64,7 +64,7 @@ impl Retraction {
                 Err(failure) => log::info!("the destination is not told: {}", failure.for_peer()),
             }
         };
-        if let Err(error) = std::thread::Builder::new().name("mig-verdict".into()).spawn(body) {
+        if let Err(error) = stoppable_thread::spawn("mig-verdict", body) {
             log::warn!("the destination is not told that the guest is here: {error}");
         }
     }

@@ -154,7 +154,7 @@ impl Writers {
                 let (guest, memory, stop) =
                     (Arc::clone(guest), Arc::clone(memory), Arc::clone(&stop));
                 let work = move || write(&guest, &memory, &stop, (index, count), hot, pace);
-                std::thread::Builder::new().name(format!("vcpu{index}")).spawn(work)
+                stoppable_thread::spawn(format!("vcpu{index}"), work)
             })
             .map(|thread| thread.expect("a thread for the fake guest"))
             .collect();

@@ -71,13 +71,11 @@ pub(super) fn resolve(
         return Ok(vec![SocketAddr::new(ip, port).into()]);
     }
     let (sender, receiver) = mpsc::channel();
-    std::thread::Builder::new()
-        .name("mig-resolve".into())
-        .spawn(move || {
-            let found = (host.as_str(), port).to_socket_addrs();
-            let _ = sender.send(found.map(|all| all.map(SockAddr::from).collect::<Vec<_>>()));
-        })
-        .map_err(failed)?;
+    stoppable_thread::spawn("mig-resolve", move || {
+        let found = (host.as_str(), port).to_socket_addrs();
+        let _ = sender.send(found.map(|all| all.map(SockAddr::from).collect::<Vec<_>>()));
+    })
+    .map_err(failed)?;
     let deadline = Instant::now() + timeout;
     loop {
         match receiver.recv_timeout(RESOLVE_POLL) {

@@ -98,9 +98,8 @@ impl ApiServer {
     ) -> Result<Self, SocketError> {
         let (stop, stopped) = oneshot::channel();
         let (started, start) = std::sync::mpsc::sync_channel(1);
-        let thread = std::thread::Builder::new()
-            .name("http-server".to_owned())
-            .stack_size(STACK_BYTES)
+        let thread = stoppable_thread::Builder::new("http-server")
+            .stack_bytes(STACK_BYTES)
             .spawn(move || {
                 crate::events::block_signals();
                 match prepare(&listener) {

@@ -18,7 +18,7 @@ pub fn spawn_with<T: Send + 'static>(
     let slot = Arc::new(Mutex::new(Some(load)));
     let take = |slot: &Mutex<Option<T>>| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
     let inner = Arc::clone(&slot);
-    let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+    let spawned = stoppable_thread::spawn(name, move || {
         if let Some(load) = take(&inner) {
             work(load);
         }

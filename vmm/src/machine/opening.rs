@@ -56,10 +56,8 @@ pub fn run_unless_cancelled<T: Send + 'static>(
     cancel: &CancelToken,
 ) -> io::Result<Option<T>> {
     let (opened, is_open) = channel();
-    std::thread::Builder::new()
-        .name("open-device".to_owned())
-        // Without a receiver what was opened is dropped.
-        .spawn(move || drop(opened.send(open())))?;
+    // Without a receiver what was opened is dropped.
+    stoppable_thread::spawn("open-device", move || drop(opened.send(open())))?;
     loop {
         match is_open.recv_timeout(POLL_INTERVAL) {
             Ok(result) if !cancel.is_cancelled() => return Ok(Some(result)),

@@ -102,7 +102,7 @@ struct Spawn {
 
 impl Spawn {
     fn thread(self, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-        std::thread::Builder::new().name(self.name.to_owned()).spawn(work).map(drop)
+        stoppable_thread::spawn(self.name, work).map(drop)
     }
 }
 

@@ -70,9 +70,7 @@ impl DiskWriter {
         }
         let shared = Arc::new(Shared::default());
         let for_thread = Arc::clone(&shared);
-        let spawned = std::thread::Builder::new()
-            .name("disk-writer".to_owned())
-            .spawn(move || run(&disks, &for_thread));
+        let spawned = stoppable_thread::spawn("disk-writer", move || run(&disks, &for_thread));
         match spawned {
             Ok(_detached) => Some(Self { shared }),
             Err(error) => {

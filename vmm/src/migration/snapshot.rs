@@ -153,8 +153,7 @@ fn write(
 ) -> Result<SaveReport, TakeCause> {
     let (directory, own_cancel) = (directory.to_owned(), cancel.clone());
     let (end, has_ended) = channel();
-    std::thread::Builder::new()
-        .name("snapshot-write".to_owned())
+    stoppable_thread::Builder::new("snapshot-write")
         .spawn(move || {
             let saved = Saved { config_json: &config_json, state_json: &state_json };
             let result = save(&directory, saved, &memory, default_threads(), &own_cancel);

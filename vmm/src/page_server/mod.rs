@@ -153,7 +153,7 @@ fn start(page_server: PageServerEnd, ram: ServedRam, shared: &Arc<Shared>) -> io
     let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
     let (wake, (sender, end)) = (event.try_clone()?, channel());
     let shared = Arc::clone(shared);
-    std::thread::Builder::new().name("serve".to_owned()).spawn(move || {
+    stoppable_thread::spawn("serve", move || {
         let result = serve(page_server, ram, &shared);
         if sender.send(result).is_ok() {
             // A full counter wakes as well.

@@ -36,8 +36,7 @@ impl Announcer {
         announce_once(&self.link);
         // The others are not waited for, least of all by a guest that is about to run.
         let link = Arc::downgrade(&self.link);
-        let thread = std::thread::Builder::new().name("announce".to_owned());
-        if let Err(error) = thread.spawn(move || repeat(&link)) {
+        if let Err(error) = stoppable_thread::spawn("announce", move || repeat(&link)) {
             debug!("only one announcement is sent: {error}");
         }
     }

@@ -47,8 +47,7 @@ impl<M: GuestMemoryMap> Server<M> {
         let takeover = self.takeover(&mut relay.reconnect);
         std::thread::scope(|scope| {
             let transfer = || self.transfer(page_server, &takeover, session);
-            let thread = std::thread::Builder::new().name("mig-hand-on".into());
-            let transferring = thread.spawn_scoped(scope, transfer);
+            let transferring = stoppable_thread::spawn_scoped(scope, "mig-hand-on", transfer);
             let end = self.watch(control, session, context);
             match transferring {
                 Ok(transferring) => match transferring.join() {

@@ -12,7 +12,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 use memory::GuestRam;
@@ -78,7 +78,7 @@ impl PendingDevice {
             drop::<std::sync::mpsc::Sender<()>>(end);
             opened
         };
-        let thread = thread::Builder::new().name("vfio-open".to_owned()).spawn(work)?;
+        let thread = stoppable_thread::spawn("vfio-open", work)?;
         Ok(Self { config, id, number, thread: Some(thread), ended })
     }
 

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The start of a thread: its name, its stack, and what the process has every thread do first.
+//!
+//! Owns the hook. Must never start a thread that does not run it.
+
+use std::io;
+use std::sync::OnceLock;
+use std::thread::{JoinHandle, Scope, ScopedJoinHandle};
+
+/// Is called on each new thread with its name, before its body.
+///
+/// The name is the whole one, also where Linux cuts it off after 15 bytes. The hook is the place for what a
+/// thread of that name needs for the whole of its life, such as a filter of system calls. It cannot fail: where a
+/// thread must not run without it, it has to end the process.
+pub type StartHook = fn(&str);
+
+static START_HOOK: OnceLock<StartHook> = OnceLock::new();
+
+/// There is a hook already, which stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HookIsSet;
+
+/// From now on each thread that is started calls `hook` first, until the process ends. Threads that run
+/// already do not, `main` among them.
+///
+/// # Errors
+/// There is a hook already.
+pub fn set_start_hook(hook: StartHook) -> Result<(), HookIsSet> {
+    START_HOOK.set(hook).map_err(|_| HookIsSet)
+}
+
+fn run_start_hook(name: &str) {
+    if let Some(hook) = START_HOOK.get() {
+        hook(name);
+    }
+}
+
+/// A thread to be started.
+#[derive(Debug)]
+pub struct Builder {
+    name: String,
+    stack_bytes: Option<usize>,
+}
+
+impl Builder {
+    /// A thread of this name, with the usual stack.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { name: name.into(), stack_bytes: None }
+    }
+
+    /// With a stack of so many bytes.
+    #[must_use]
+    pub fn stack_bytes(self, bytes: usize) -> Self {
+        Self { stack_bytes: Some(bytes), ..self }
+    }
+
+    fn of_std(&self) -> std::thread::Builder {
+        let builder = std::thread::Builder::new().name(self.name.clone());
+        match self.stack_bytes {
+            Some(bytes) => builder.stack_size(bytes),
+            None => builder,
+        }
+    }
+
+    /// Starts it.
+    ///
+    /// # Errors
+    /// The host gives no thread.
+    pub fn spawn<T: Send + 'static>(
+        self,
+        body: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<JoinHandle<T>> {
+        self.of_std().spawn(move || {
+            run_start_hook(&self.name);
+            body()
+        })
+    }
+
+    /// Starts it in a scope, which waits for its end.
+    ///
+    /// # Errors
+    /// The host gives no thread.
+    pub fn spawn_scoped<'scope, T: Send + 'scope>(
+        self,
+        scope: &'scope Scope<'scope, '_>,
+        body: impl FnOnce() -> T + Send + 'scope,
+    ) -> io::Result<ScopedJoinHandle<'scope, T>> {
+        self.of_std().spawn_scoped(scope, move || {
+            run_start_hook(&self.name);
+            body()
+        })
+    }
+}
+
+/// Starts a thread of this name.
+///
+/// # Errors
+/// The host gives no thread.
+pub fn spawn<T: Send + 'static>(
+    name: impl Into<String>,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    Builder::new(name).spawn(body)
+}
+
+/// Starts a thread of this name in a scope, which waits for its end.
+///
+/// # Errors
+/// The host gives no thread.
+pub fn spawn_scoped<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    name: impl Into<String>,
+    body: impl FnOnce() -> T + Send + 'scope,
+) -> io::Result<ScopedJoinHandle<'scope, T>> {
+    Builder::new(name).spawn_scoped(scope, body)
+}

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The start hook. In a process of its own, as there is one hook a process.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+use std::cell::RefCell;
+
+use stoppable_thread::{Builder, HookIsSet, set_start_hook, spawn, spawn_scoped};
+
+thread_local! {
+    /// Names that the hook was called with on this thread.
+    static SEEN: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+}
+
+fn note(name: &str) {
+    SEEN.with_borrow_mut(|seen| seen.push(name.to_owned()));
+}
+
+fn seen() -> Vec<String> {
+    SEEN.with_borrow(Vec::clone)
+}
+
+/// A name that Linux cuts off.
+const LONG: &str = "a-name-of-more-than-fifteen-bytes";
+
+#[test]
+fn each_thread_runs_the_hook_once_before_its_body() {
+    let before = spawn("early", seen).unwrap();
+    assert!(before.join().unwrap().is_empty());
+    set_start_hook(note).unwrap();
+    assert_eq!(set_start_hook(|_| {}), Err(HookIsSet));
+
+    let named = || (std::thread::current().name().unwrap().to_owned(), seen());
+    let expected = |name: &str| (name.to_owned(), vec![name.to_owned()]);
+    assert_eq!(spawn(LONG, named).unwrap().join().unwrap(), expected(LONG));
+    let small = Builder::new("small").stack_bytes(64 << 10);
+    assert_eq!(small.spawn(named).unwrap().join().unwrap(), expected("small"));
+    std::thread::scope(|scope| {
+        let scoped = spawn_scoped(scope, "scoped", named).unwrap();
+        assert_eq!(scoped.join().unwrap(), expected("scoped"));
+    });
+    assert!(seen().is_empty(), "not on the thread that starts others");
+}
