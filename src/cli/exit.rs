@@ -4,11 +4,11 @@
 //!
 //! | code | meaning |
 //! | --- | --- |
-//! | 0 | done: the guest shut down, was sent away, or the VMM was told to end; for `ch-remote`, the request was carried out |
-//! | 1 | it failed: the host cannot do it, the VM could not be started or ended badly; for `ch-remote`, no answer or a refusal |
-//! | 2 | the command line is wrong: nothing was started, nothing was sent |
-//! | 3 | `ch-remote --wait`, `--watch`: the migration was cancelled, the guest goes on at the source |
-//! | 4 | `ch-remote --wait`, `--watch`: where the guest is, or whether it is whole, has to be looked at |
+//! | 0 | success: the guest shut down or was migrated, or the VMM was asked to end; for `ch-remote`, the request was carried out |
+//! | 1 | failure: the VM could not be started or ended with an error; for `ch-remote`, no answer or a refusal |
+//! | 2 | invalid command line: nothing was started, nothing was sent |
+//! | 3 | `ch-remote --wait`, `--watch`: the migration was cancelled, the guest runs at the source |
+//! | 4 | `ch-remote --wait`, `--watch`: an operator must check where the guest is and whether its memory is complete |
 //! | 5 | `ch-remote --timeout`: there was no answer in time; the request may still be carried out |
 //!
 //! A process that a signal kills has no code of ours (the shell shows 128 plus the signal).
@@ -29,21 +29,21 @@ pub const FAILED: u8 = 1;
 /// The command line is wrong.
 pub const USAGE: u8 = 2;
 
-/// A migration was cancelled; the guest goes on at the source.
+/// A migration was cancelled; the guest runs at the source.
 pub const CANCELLED: u8 = 3;
-/// A migration ended such that the operator has to look where the guest is.
+/// A migration ended in a way that requires an operator to check where the guest is.
 pub const LOOK: u8 = 4;
-/// There was no answer in the time that was given.
+/// No answer within the time limit.
 pub const TIMEOUT: u8 = 5;
 
-/// Why a program ends badly.
+/// An error that ends a program.
 #[derive(Debug)]
 pub struct Failure {
     /// [`FAILED`], [`USAGE`], [`CANCELLED`], [`LOOK`] or [`TIMEOUT`].
     pub code: u8,
     /// What is printed: the sentences of the whole chain.
     pub message: String,
-    /// What the operator may do.
+    /// A hint for the operator.
     pub hint: Option<String>,
 }
 
@@ -72,7 +72,7 @@ impl Failure {
         self
     }
 
-    /// Prints it once, on stderr, and gives the exit code. Where nothing reads that, it is not waited for.
+    /// Prints it once, on stderr, and returns the exit code. Does not wait for a reader of stderr.
     pub fn report(&self) -> ExitCode {
         log::logger().flush();
         let text = self.text();

@@ -33,18 +33,18 @@ use vmm::options::{ChildLogging, SeccompMode, VmmOptions};
 
 use super::manual;
 
-/// What the command line asks for.
+/// The action that the command line requests.
 #[derive(Debug)]
 pub enum Launch {
-    /// Print this and end.
+    /// Print this text and exit.
     Print(String),
     /// Run a VMM.
     Run(Box<RunArgs>),
-    /// Be the page server of one.
+    /// Run as the page server of a VMM.
     ServePages(PageServerArgs),
 }
 
-/// How to be a page server. The VMM that starts one gives these.
+/// Arguments of a page server, given by the VMM that starts it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PageServerArgs {
     /// `-v`, counted.
@@ -53,13 +53,13 @@ pub struct PageServerArgs {
     pub event_monitor: Option<String>,
     /// `--log-format`.
     pub log_format: Option<String>,
-    /// Where it takes requests.
+    /// Path of its API socket.
     pub socket: PathBuf,
-    /// What the clock of the VMM shows.
+    /// Uptime of the VMM.
     pub uptime: Duration,
 }
 
-/// How to run a VMM. Descriptors and sockets are still texts: they are opened later, once.
+/// Arguments of a VMM. Descriptors and sockets are still text: they are opened later, once.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct RunArgs {
     /// `-v`, counted.
@@ -82,32 +82,36 @@ pub struct RunArgs {
     pub restore: Option<String>,
 }
 
-/// What is wrong with a command line that clap accepts.
+/// Errors in a command line that clap accepts.
 #[derive(Debug, Error)]
 pub enum LaunchError {
     /// The configuration.
     #[error("the configuration is not valid")]
     Config(#[source] ConfigError),
     /// `--api-socket`.
-    #[error("the API cannot be offered")]
+    #[error("the API socket cannot be opened")]
     ApiSocket(#[source] SocketError),
     /// `--restore`.
-    #[error("--restore cannot be read")]
+    #[error("the value of --restore cannot be parsed")]
     Restore(#[source] OptionError),
     /// `--restore` with a URL that is none.
     #[error("--restore cannot be used")]
     RestoreUrl(#[source] ConfigError),
     /// `--event-monitor`.
-    #[error("events cannot be written")]
+    #[error("the event monitor cannot be opened")]
     Events(#[source] EventError),
-    /// Two VMs.
-    #[error("--restore brings its own VM, so --{option} cannot be given with it")]
+    /// A restored VM together with options of a VM.
+    #[error(
+        "--restore takes the configuration from the snapshot, so --{option} cannot be given with it"
+    )]
     TwoVms {
         /// The option.
         option: String,
     },
-    /// A VM without anything to boot.
-    #[error("--{option} describes a VM, and there is no --kernel or --firmware for it to boot")]
+    /// Options of a VM without a boot payload.
+    #[error(
+        "--{option} is part of a VM's configuration, but neither --kernel nor --firmware is given"
+    )]
     NoKernel {
         /// The option.
         option: String,
@@ -119,7 +123,7 @@ pub enum LaunchError {
         option: String,
     },
     /// Nothing to do.
-    #[error("there is nothing to do: give a VM (--kernel) or an API socket (--api-socket)")]
+    #[error("nothing to do: give a VM (--kernel) or an API socket (--api-socket)")]
     Nothing,
 }
 
@@ -266,7 +270,7 @@ const VM_OPTIONS: [&str; 29] = [
     "landlock-rules",
 ];
 
-/// Options of other builds of the program whose command line this is: refused by name.
+/// Options of other builds of cloud-hypervisor: refused by name.
 const ELSEWHERE: [&str; 3] = ["fw-cfg-config", "gdb", "ivshmem"];
 
 fn given(matches: &ArgMatches, name: &str) -> bool {
@@ -335,13 +339,13 @@ pub fn command(with_help: bool) -> Command {
         Arg::new(name).long(name).num_args(1).value_name("path=PATH|fd=FD").help(say(help))
     };
     Command::new("cloud-hypervisor")
-        .about("Launch a VMM, and in it a VM if one is described.")
+        .about("Launch a VMM, and a VM if its configuration is given.")
         .arg_required_else_help(true)
         .args_override_self(false)
-        .after_help(say("Exit codes: 0 done, 1 it failed, 2 the command line is wrong.\n\
+        .after_help(say("Exit codes: 0 success, 1 failure, 2 invalid command line.\n\
              -h shows the syntax of the options, --help the meaning of each key."))
         .args(vec![
-            where_to("api-socket", "Unix socket on which the HTTP API listens"),
+            where_to("api-socket", "Unix socket of the HTTP API"),
             manual::option::<BalloonConfig>("balloon", with_help),
             one("cmdline", say("Kernel command line").to_owned()).value_name("TEXT"),
             manual::option::<ConsoleConfig>("console", with_help),
@@ -349,8 +353,8 @@ pub fn command(with_help: bool) -> Command {
             manual::option::<DebugConsoleConfig>("debug-console", with_help),
             manual::list::<DeviceConfig>("device", with_help),
             manual::list::<DiskConfig>("disk", with_help),
-            where_to("event-monitor", "Where events are written"),
-            path("firmware", "Firmware in the place of a kernel: an ELF file with a PVH entry"),
+            where_to("event-monitor", "File to which events are written"),
+            path("firmware", "Firmware instead of a kernel: an ELF file with a PVH entry"),
             manual::list::<FsConfig>("fs", with_help),
             manual::list::<GenericVhostUserConfig>("generic-vhost-user", with_help),
             one("host-data", say("Host data (not supported by this version)").to_owned())
@@ -358,13 +362,13 @@ pub fn command(with_help: bool) -> Command {
             path("igvm", "IGVM image (not supported by this version)"),
             path("initramfs", "Initial RAM file system"),
             path("kernel", "Kernel: an ELF file with a PVH entry, or a bzImage"),
-            flag("landlock", "Confine the process (not supported by this version)"),
+            flag("landlock", "Confine the process with Landlock (not supported by this version)"),
             manual::list::<LandlockConfig>("landlock-rules", with_help),
             path("log-file", "File for log messages instead of stderr"),
             one(
                 "log-format",
                 say(
-                    "How a log line looks: tokens like {wallclock}, {boottime}, {thread}, {level}, \
+                    "Format of log lines, with tokens like {wallclock}, {boottime}, {thread}, {level}, \
                      {location}, {msg}; docs/usage.md lists all",
                 )
                 .to_owned(),
@@ -373,7 +377,7 @@ pub fn command(with_help: bool) -> Command {
             manual::option::<MemoryConfig>("memory", with_help),
             manual::list::<MemoryZoneConfig>("memory-zone", with_help),
             manual::list::<NetConfig>("net", with_help),
-            flag("no-shutdown", "Stay when the guest shuts down"),
+            flag("no-shutdown", "Keep the VMM running when the guest shuts down"),
             manual::list::<NumaConfig>("numa", with_help),
             Arg::new("page-server")
                 .long("page-server")
@@ -381,7 +385,7 @@ pub fn command(with_help: bool) -> Command {
                 .value_name("US")
                 .value_parser(clap::value_parser!(u64))
                 .requires("api-socket")
-                .help(say("Be the page server of the VMM at the other end of standard input"))
+                .help(say("Run as the page server of the VMM at the other end of standard input"))
                 .hide(true),
             manual::list::<PciSegmentConfig>("pci-segment", with_help),
             manual::option::<PlatformConfig>("platform", with_help),
@@ -392,7 +396,7 @@ pub fn command(with_help: bool) -> Command {
             manual::option::<RestoreConfig>("restore", with_help),
             manual::option::<RngConfig>("rng", with_help),
             manual::option::<RtcConfig>("rtc", with_help),
-            one("seccomp", say("What happens at a forbidden system call").to_owned())
+            one("seccomp", say("Action on a forbidden system call").to_owned())
                 .value_name("MODE")
                 .value_parser(["true", "false", "log", "errno"])
                 .default_value("true"),
@@ -402,7 +406,7 @@ pub fn command(with_help: bool) -> Command {
             Arg::new("v")
                 .short('v')
                 .action(ArgAction::Count)
-                .help(say("More messages; twice, more")),
+                .help(say("Increase the log level; may be given several times")),
             manual::list::<VdpaConfig>("vdpa", with_help),
             flag("version", "Print the version").short('V'),
             manual::option::<VsockConfig>("vsock", with_help),

@@ -2,7 +2,7 @@
 
 //! The command line of `prezero-pool`.
 //!
-//! Owns the words. What a pool does is in the crate of that name.
+//! Owns options and messages. The pool itself is the crate `prezero-pool`.
 
 use std::path::PathBuf;
 
@@ -10,17 +10,17 @@ use clap::{Arg, ArgMatches, Command, value_parser};
 use prezero_pool::{Config, ConfigError, ServeError};
 use thiserror::Error;
 
-/// Where the configuration is looked for.
+/// Default path of the configuration.
 const CONFIG: &str = "/etc/prezero-pool.toml";
 
-/// Why it did not do what it was asked.
+/// Errors of the program.
 #[derive(Debug, Error)]
 pub enum PoolCommandError {
     /// The configuration.
-    #[error("the pool is not configured")]
+    #[error("the configuration of the pool is not valid")]
     Config(#[from] ConfigError),
     /// The daemon.
-    #[error("the pool cannot run")]
+    #[error("the pool cannot be served")]
     Serve(#[from] ServeError),
     /// The configuration names no socket for statistics.
     #[error("the configuration names no stats_socket, so there are no statistics to read")]
@@ -43,28 +43,28 @@ pub fn command() -> Command {
         .global(true)
         .value_parser(value_parser!(PathBuf))
         .default_value(CONFIG)
-        .help("The configuration file (TOML)");
+        .help("Configuration file (TOML)");
     let verbosity = Arg::new("v")
         .short('v')
         .action(clap::ArgAction::Count)
-        .help("More messages; twice for still more");
+        .help("Increase the log level; may be given several times");
     Command::new("prezero-pool")
-        .about("Keeps populated and zeroed memory ready for virtual machines")
+        .about("Keep populated, zeroed memory ready for virtual machines")
         .version(env!("CARGO_PKG_VERSION"))
         .subcommand_required(true)
         .arg_required_else_help(true)
         .arg(config)
-        .subcommand(Command::new("run").about("Runs the daemon in the foreground").arg(verbosity))
-        .subcommand(Command::new("check").about("Reads the configuration and says what is wrong"))
-        .subcommand(Command::new("stats").about("Prints the statistics for Prometheus"))
+        .subcommand(Command::new("run").about("Run the daemon in the foreground").arg(verbosity))
+        .subcommand(Command::new("check").about("Check the configuration"))
+        .subcommand(Command::new("stats").about("Print statistics in the Prometheus format"))
 }
 
-/// What is to be done.
+/// The requested action.
 pub struct Call {
     /// `run`, `check` or `stats`.
     name: String,
     config: PathBuf,
-    /// How much is logged.
+    /// Log verbosity.
     pub verbosity: u8,
 }
 

@@ -56,7 +56,7 @@ pub enum FollowError {
     #[error("there is no migration to follow")]
     Nothing(#[source] ClientError),
     /// What the VMM says of it makes no sense.
-    #[error("the VMM's account of the migration cannot be read")]
+    #[error("the progress document of the VMM cannot be read")]
     Document(#[source] serde_json::Error),
     /// It failed, or was cancelled.
     #[error("{}", failure.text())]
@@ -65,7 +65,7 @@ pub enum FollowError {
         failure: Box<Failure>,
     },
     /// The VMM went away.
-    #[error("the VMM ended in phase {phase} of the migration, look at the other side")]
+    #[error("the VMM ended in phase {phase} of the migration; check the other side")]
     Vanished {
         /// The last phase that was seen.
         phase: String,
@@ -110,7 +110,7 @@ pub struct Failure {
 impl Failure {
     fn text(&self) -> String {
         if self.chain.is_empty() {
-            return "the migration failed, the log of the VMM says why".to_owned();
+            return "the migration failed; see the log of the VMM".to_owned();
         }
         self.chain.join(": ")
     }
@@ -190,7 +190,7 @@ impl Document {
         own.unwrap_or(0)
     }
 
-    /// Who goes on, when the VMM does not.
+    /// The page server that took over from the VMM.
     fn page_server_socket(&self) -> Option<&Path> {
         let server = self.page_server.as_ref().filter(|_| self.phase == "handed-on");
         server.map(|server| server.socket.as_path())

@@ -234,7 +234,7 @@ fn unreadable() {
     let (code, error) = fake.run(&["info"]);
     assert!(code == 1 && error.contains("answer to info cannot be read"), "{code}: {error}");
     let (code, error) = fake.run(&["migration-progress", "--watch"]);
-    assert!(code == 4 && error.contains("account of the migration"), "{code}: {error}");
+    assert!(code == 4 && error.contains("progress document"), "{code}: {error}");
 }
 
 fn interrupted() {
@@ -248,7 +248,7 @@ fn interrupted() {
     assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
     let (code, error) = told(&finish(child));
     assert_eq!(code, -libc::SIGINT, "{error}");
-    assert!(error.contains("The migration goes on"), "{error}");
+    assert!(error.contains("The migration continues"), "{error}");
     let cancel = format!("{} migration-cancel", fake.folder.path().join("api").display());
     assert!(error.contains(&cancel), "{error}");
 }

@@ -196,7 +196,7 @@ fn gone() {
     source.signal(libc::SIGKILL);
     let (code, _, error) = end(watcher);
     assert_eq!(code, Some(4), "{error}");
-    assert!(error.contains("look at the other side"), "{error}");
+    assert!(error.contains("check the other side"), "{error}");
     relay.cut();
     reception.finish();
 }

@@ -2,7 +2,7 @@
 
 //! The subcommands of `ch-remote` and their help.
 //!
-//! Owns their names and arguments; what becomes of them is in [`super::call`].
+//! Owns their names and arguments; [`super::call`] turns them into requests.
 
 use clap::{Arg, ArgAction, Command};
 use vmm::api::endpoints::Method;
@@ -21,41 +21,41 @@ use crate::cli::manual;
 /// A subcommand without arguments.
 pub(super) const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ("boot", Method::Put, "vm.boot", "Boot a created VM"),
-    ("counters", Method::Get, "vm.counters", "Counters from the VM"),
-    ("info", Method::Get, "vm.info", "Info on the VM"),
+    ("counters", Method::Get, "vm.counters", "Show the counters of the VM's devices"),
+    ("info", Method::Get, "vm.info", "Show configuration and state of the VM"),
     (
         "migration-cancel",
         Method::Put,
         "vm.migration-cancel",
-        "Cancel the migration that goes on; returns when the guest runs at the source",
+        "Cancel the current migration; returns when the guest runs at the source",
     ),
     (
         "migration-start-postcopy",
         Method::Put,
         "vm.migration-start-postcopy",
-        "Let a migration with memory_mode=auto go on in postcopy now",
+        "Switch a migration with memory_mode=auto to postcopy now",
     ),
     ("nmi", Method::Put, "vm.nmi", "Trigger an NMI"),
     ("pause", Method::Put, "vm.pause", "Pause the VM"),
-    ("ping", Method::Get, "vmm.ping", "Ping the VMM to check for API server availability"),
-    ("power-button", Method::Put, "vm.power-button", "Trigger a power button in the VM"),
+    ("ping", Method::Get, "vmm.ping", "Check that the VMM responds"),
+    ("power-button", Method::Put, "vm.power-button", "Press the power button of the VM"),
     ("reboot", Method::Put, "vm.reboot", "Reboot the VM"),
     ("resume", Method::Put, "vm.resume", "Resume the VM"),
-    ("shutdown", Method::Put, "vm.shutdown", "Shutdown the VM"),
+    ("shutdown", Method::Put, "vm.shutdown", "Shut the VM down"),
     (
         "snapshot-cancel",
         Method::Put,
         "vm.snapshot-cancel",
-        "Cancel the snapshot that is being written; returns when the VM is paused as before",
+        "Cancel the snapshot being written; returns when the VM is paused as before",
     ),
 ];
 
-/// A subcommand that takes the keys of a family.
+/// A subcommand that takes the keys of an option family.
 fn of_family<T: Family>(name: &'static str) -> Command {
     option(name, manual::about::<T>()).after_help(manual::page::<T>(manual::width()))
 }
 
-/// A subcommand with one argument that it cannot do without.
+/// A subcommand with one required argument.
 fn option(name: &'static str, help: String) -> Command {
     Command::new(name).arg(Arg::new("config").index(1).required(true).help(help))
 }
@@ -69,11 +69,11 @@ fn flag(name: &'static str, help: &'static str) -> Arg {
 }
 
 fn watch() -> Arg {
-    flag("watch", "Show the progress until the migration has ended; the exit code says how")
+    flag("watch", "Show the progress until the migration has ended; the exit code tells the result")
 }
 
 fn force() -> Arg {
-    flag("force", "Even if a VM elsewhere still needs pages from here, and is lost")
+    flag("force", "Even if a migrated VM still needs pages from this process, and is lost")
 }
 
 fn device_commands() -> Vec<Command> {
@@ -85,7 +85,8 @@ fn device_commands() -> Vec<Command> {
             .about("Add a vhost-user device"),
         of_family::<NetConfig>("add-net").about("Add a network device"),
         of_family::<PmemConfig>("add-pmem").about("Add persistent memory"),
-        of_family::<UserDeviceConfig>("add-user-device").about("Add a device of another process"),
+        of_family::<UserDeviceConfig>("add-user-device")
+            .about("Add a device emulated by another process"),
         of_family::<VdpaConfig>("add-vdpa").about("Add a vDPA device"),
         of_family::<VsockConfig>("add-vsock").about("Add a socket device"),
         option("remove-device", "Name of the device".to_owned()).about("Remove a device"),
@@ -107,16 +108,16 @@ fn device_commands() -> Vec<Command> {
 
 fn life_cycle_commands() -> Vec<Command> {
     vec![
-        option("coredump", "Where the dump goes: file:///<path>".to_owned())
-            .about("Create a coredump from the VM"),
+        option("coredump", "Destination of the dump: file:///<path>".to_owned())
+            .about("Create a coredump of the VM"),
         Command::new("create").about("Create a VM from a JSON configuration").arg(
             Arg::new("path").index(1).default_value("-").help("File with the JSON, - for stdin"),
         ),
         of_family::<RestoreConfig>("restore").about("Restore a VM from a snapshot"),
         Command::new("delete").about("Delete a VM").arg(force()),
-        Command::new("shutdown-vmm").about("Shutdown the VMM").arg(force()),
+        Command::new("shutdown-vmm").about("Shut the VMM down").arg(force()),
         option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
-            .about("Create a snapshot from the VM"),
+            .about("Create a snapshot of the VM"),
     ]
 }
 
@@ -124,27 +125,27 @@ fn migration_commands() -> Vec<Command> {
     vec![
         of_family::<ReceiveMigrationData>("receive-migration")
             .mut_arg("config", |arg| arg.help("<receiver_url>, or keys as below"))
-            .about("Receive a VM migration"),
+            .about("Receive a VM from another VMM"),
         of_family::<SendMigrationData>("send-migration")
             .mut_arg("config", |arg| arg.help("<destination_url>, or keys as below"))
-            .about("Send the VM to another VMM")
+            .about("Migrate the VM to another VMM")
             .arg(flag("local", "Same as local=on (older spelling)"))
             .arg(flag("wait", "Return when the migration has ended; the exit code says how"))
             .arg(watch()),
         Command::new("migration-progress")
-            .about("Progress of the migration that goes on, or the last one")
+            .about("Show the progress of the current or last migration")
             .arg(watch()),
         Command::new("migration-report")
-            .about("Report of the last migration: its course in time, how long each vCPU waited")
+            .about("Show the report of the current or last migration: timeline, and waits of each vCPU")
             .arg(
                 Arg::new("svg")
                     .long("svg")
                     .num_args(1)
                     .value_name("FILE")
-                    .help("Draw it into this file instead of printing it as JSON, - for stdout"),
+                    .help("Draw a chart into this SVG file instead of printing JSON; - for stdout"),
             ),
         Command::new("migration-recover")
-            .about("Make the connections of a postcopy migration again that has lost them")
+            .about("Re-establish the lost connections of a postcopy migration")
             .arg(
                 Arg::new("config")
                     .index(1)

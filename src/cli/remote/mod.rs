@@ -97,7 +97,7 @@ pub enum RemoteError {
         source: serde_json::Error,
     },
     /// The answer cannot be passed on.
-    #[error("{command} was carried out, and its answer cannot be written to standard output")]
+    #[error("{command} succeeded, but its answer cannot be written to standard output")]
     Output {
         /// The subcommand.
         command: String,
@@ -149,8 +149,8 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
     let client = Client::new(socket).with_limit(limit);
     if call.follow.is_some() {
         interrupt::explain(format!(
-            "The migration goes on. To end it: ch-remote --api-socket {vm} migration-cancel\n\
-             To see it again: ch-remote --api-socket {vm} migration-progress --watch"
+            "The migration continues. To cancel it: ch-remote --api-socket {vm} migration-cancel\n\
+             To follow it again: ch-remote --api-socket {vm} migration-progress --watch"
         ));
     }
     let request = |source| RemoteError::Request { command: name.to_owned(), source };

@@ -37,7 +37,7 @@ check memory_is_mapped_for_it memory_is_mapped
 check reads_by_dma reads_what_is_there a
 check writes_by_dma writes_and_reads_back a
 check refuses_an_id_twice refused "used twice" add-disk path=/tmp/none,id=disk
-check refuses_a_device_twice refused "passed through already" add-device path=$disk,id=other
+check refuses_a_device_twice refused "already passed through" add-device path=$disk,id=other
 check refuses_what_is_not_there refused "there is no PCI device" add-device path=$PCI/0000:00:1e.7,id=other
 check refuses_to_remove_a_stranger refused "has no device 'nobody'" remove-device nobody
 check refuses_to_remove_the_console refused "cannot be removed" remove-device __console

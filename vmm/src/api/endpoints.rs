@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The endpoints: one table from which routing, the OpenAPI description and the refusal of what
-//! is not built are made.
+//! The table of API endpoints, from which routing, the OpenAPI description and the refusal of
+//! unsupported endpoints are derived.
 //!
-//! Owns paths, methods, bodies and what they turn into. It must never know sockets.
+//! Owns paths, methods, request and response bodies. It must never know sockets.
 
 use serde::de::DeserializeOwned;
 
@@ -14,10 +14,10 @@ use crate::config::{
 };
 use crate::json_text;
 
-/// Where all paths begin.
+/// Prefix of all paths.
 pub const API_ROOT: &str = "/api/v1/";
 
-/// The methods that occur.
+/// HTTP methods in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     /// GET.
@@ -27,7 +27,7 @@ pub enum Method {
 }
 
 impl Method {
-    /// As in the request line.
+    /// Name as in the HTTP request line.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Get => "GET",
@@ -36,7 +36,7 @@ impl Method {
     }
 }
 
-/// The JSON that goes in or comes out, by the name of its schema.
+/// The JSON body of a request or response, by the name of its schema.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Body {
     /// None.
@@ -47,22 +47,22 @@ pub enum Body {
     Optional(&'static str),
 }
 
-/// An endpoint that works.
+/// A supported endpoint.
 #[derive(Debug)]
 pub struct Endpoint {
     /// Path without [`API_ROOT`].
     pub path: &'static str,
     /// Method.
     pub method: Method,
-    /// What it does.
+    /// Summary for the API description.
     pub summary: &'static str,
     /// Name of the operation for generated clients.
     pub operation: Option<&'static str>,
-    /// What it takes.
+    /// Body of the request.
     pub takes: Body,
-    /// What it gives.
+    /// Body of the response.
     pub gives: Body,
-    /// Failures that it may have beside 400 and 500.
+    /// Possible failures besides 400 and 500.
     pub errors: &'static [ApiErrorKind],
     /// Turns the body into a request.
     pub decode: fn(&[u8]) -> Result<VmmRequest, ApiError>,
@@ -75,12 +75,12 @@ use Method::{Get, Put};
 
 const LIVE: &[ApiErrorKind] = &[NotCreated, NotBooted, Conflict];
 
-/// The endpoints that work.
+/// The supported endpoints.
 pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vmm.ping",
         method: Get,
-        summary: "Says that the VMM is there, and which one.",
+        summary: "Checks that the VMM responds, and returns its version.",
         operation: None,
         takes: Body::Empty,
         gives: Body::Schema("VmmPingResponse"),
@@ -90,7 +90,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vmm.shutdown",
         method: Put,
-        summary: "Ends the VMM.",
+        summary: "Shuts the VM down and ends the VMM process.",
         operation: Some("shutdownVMM"),
         takes: Body::Optional("ForceData"),
         gives: Body::Empty,
@@ -100,7 +100,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.info",
         method: Get,
-        summary: "Describes the VM.",
+        summary: "Returns the configuration and state of the VM.",
         operation: None,
         takes: Body::Empty,
         gives: Body::Schema("VmInfo"),
@@ -110,7 +110,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.counters",
         method: Get,
-        summary: "Gives the counters of the VM's devices.",
+        summary: "Returns the counters of the VM's devices.",
         operation: None,
         takes: Body::Empty,
         gives: Body::Schema("VmCounters"),
@@ -160,7 +160,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.resume",
         method: Put,
-        summary: "Lets the vCPUs of the paused VM go on.",
+        summary: "Resumes the vCPUs of the paused VM.",
         operation: Some("resumeVM"),
         takes: Body::Empty,
         gives: Body::Empty,
@@ -170,7 +170,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.shutdown",
         method: Put,
-        summary: "Stops the VM and keeps its configuration.",
+        summary: "Shuts the VM down and keeps its configuration.",
         operation: Some("shutdownVM"),
         takes: Body::Empty,
         gives: Body::Empty,
@@ -180,7 +180,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.reboot",
         method: Put,
-        summary: "Stops the VM and boots it again.",
+        summary: "Reboots the VM.",
         operation: Some("rebootVM"),
         takes: Body::Empty,
         gives: Body::Empty,
@@ -210,8 +210,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.add-device",
         method: Put,
-        summary: "Passes a device of the host through to the VM. While the VM runs, the answer says \
-                  where it is; before, it will be there when the VM boots.",
+        summary: "Adds a passed-through host device to the VM. If the VM is running, it is hot-plugged \
+                  and its PCI address returned; otherwise it is present at the next boot.",
         operation: None,
         takes: Body::Schema("DeviceConfig"),
         gives: Body::Optional("PciDeviceInfo"),
@@ -241,8 +241,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.remove-device",
         method: Put,
-        summary: "Asks the guest to let go of a disk, network device or passed-through device, which \
-                  is removed when it has; before the VM boots, takes it from the configuration.",
+        summary: "Removes a disk, network device or passed-through device. If the VM is running, the \
+                  guest is asked to eject it; otherwise it is removed from the configuration.",
         operation: None,
         takes: Body::Schema("VmRemoveDevice"),
         gives: Body::Empty,
@@ -252,8 +252,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.resize",
         method: Put,
-        summary: "Changes the size of the VM's memory, as far as hotplug_size allows, or of its balloon. \
-                  vCPUs cannot be changed by this version.",
+        summary: "Changes the size of the VM's memory, up to hotplug_size, or of its balloon. The \
+                  number of vCPUs cannot be changed in this version.",
         operation: None,
         takes: Body::Schema("VmResize"),
         gives: Body::Empty,
@@ -264,7 +264,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.resize-zone",
         method: Put,
-        summary: "Changes the size of a memory zone, as far as its hotplug_size allows.",
+        summary: "Changes the size of a memory zone, up to its hotplug_size.",
         operation: None,
         takes: Body::Schema("VmResizeZone"),
         gives: Body::Empty,
@@ -274,7 +274,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.send-migration",
         method: Put,
-        summary: "Starts sending the VM to another VMM.",
+        summary: "Starts migrating the VM to another VMM.",
         operation: None,
         takes: Body::Schema("SendMigrationData"),
         gives: Body::Empty,
@@ -284,7 +284,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.receive-migration",
         method: Put,
-        summary: "Waits for a VM from another VMM, and answers when it has arrived.",
+        summary: "Receives a VM from another VMM; answered when the migration has completed.",
         operation: None,
         takes: Body::Schema("ReceiveMigrationData"),
         gives: Body::Empty,
@@ -294,7 +294,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.migration-progress",
         method: Get,
-        summary: "Gives the progress of the migration that goes on, or the report of the last one.",
+        summary: "Returns the progress of the current migration, or the result of the last one.",
         operation: None,
         takes: Body::Empty,
         gives: Body::Schema("MigrationProgress"),
@@ -304,8 +304,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.migration-report",
         method: Get,
-        summary: "Gives the progress document of the migration that goes on, or of the last one, \
-                  with its phases, its course in time, and how long each thread waited.",
+        summary: "Returns the progress document of the current or last migration, with its phases, \
+                  a timeline, and the time that each thread waited for pages.",
         operation: None,
         takes: Body::Empty,
         gives: Body::Schema("MigrationReport"),
@@ -315,8 +315,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.migration-cancel",
         method: Put,
-        summary: "Cancels the migration that goes on, and answers when it is over and the guest \
-                  runs at the source. Refused once the guest belongs to the destination.",
+        summary: "Cancels the current migration; answered when it has ended and the guest runs at \
+                  the source. Refused once the destination owns the guest.",
         operation: None,
         takes: Body::Empty,
         gives: Body::Schema("MigrationCancelled"),
@@ -326,7 +326,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.migration-start-postcopy",
         method: Put,
-        summary: "Lets a migration with memory_mode=auto go on in postcopy now.",
+        summary: "Switches a migration with memory_mode=auto to postcopy now.",
         operation: None,
         takes: Body::Empty,
         gives: Body::Empty,
@@ -336,8 +336,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.migration-recover",
         method: Put,
-        summary: "Makes the connections of a postcopy migration again that has lost them; at the \
-                  source, or at the destination to listen at another address.",
+        summary: "Re-establishes the lost connections of a postcopy migration; at the destination, \
+                  listens at another address.",
         operation: None,
         takes: Body::Schema("MigrationRecoverData"),
         gives: Body::Empty,
@@ -347,7 +347,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.snapshot",
         method: Put,
-        summary: "Saves the paused VM to a directory.",
+        summary: "Saves a snapshot of the paused VM to a directory.",
         operation: None,
         takes: Body::Schema("VmSnapshotConfig"),
         gives: Body::Empty,
@@ -357,8 +357,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.snapshot-cancel",
         method: Put,
-        summary: "Cancels the snapshot that is being written, and answers when the VM is paused as \
-                  before. Storage that does not answer is not waited for.",
+        summary: "Cancels the snapshot being written; answered when the VM is paused as before, \
+                  without waiting for storage that does not respond.",
         operation: None,
         takes: Body::Empty,
         gives: Body::Empty,
@@ -368,7 +368,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.restore",
         method: Put,
-        summary: "Restores a VM from a directory.",
+        summary: "Restores a VM from a snapshot.",
         operation: None,
         takes: Body::Schema("RestoreConfig"),
         gives: Body::Empty,
@@ -377,7 +377,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     },
 ];
 
-/// Endpoints that clients may know and that are answered with "not supported".
+/// Endpoints of cloud-hypervisor that are answered with "not supported".
 pub const UNSUPPORTED: [&str; 8] = [
     "vm.add-fs",
     "vm.add-generic-vhost-user",
@@ -389,14 +389,14 @@ pub const UNSUPPORTED: [&str; 8] = [
     "vm.resize-disk",
 ];
 
-/// What became of a path and a method.
+/// Result of looking up a path and a method.
 #[derive(Debug)]
 pub enum Route {
     /// An endpoint.
     Found(&'static Endpoint),
     /// The path exists with this other method.
     WrongMethod(&'static Endpoint),
-    /// Known and not built.
+    /// Known and not supported.
     Unsupported(&'static str),
     /// It is unknown.
     Unknown,

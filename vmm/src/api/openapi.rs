@@ -92,7 +92,7 @@ fn schemas() -> SchemaSet {
         RefOr::T(
             ArrayBuilder::new()
                 .items(<String as FieldValue>::schema())
-                .description(Some("What failed and why, one sentence a layer, outermost first."))
+                .description(Some("What failed and why, one sentence per layer, outermost first."))
                 .into(),
         ),
     );
@@ -118,18 +118,18 @@ fn operation(endpoint: &Endpoint) -> OperationBuilder {
     let mut responses = ResponsesBuilder::new();
     responses = match endpoint.gives {
         Body::Empty => {
-            responses.response("204", ResponseBuilder::new().description("Done.").build())
+            responses.response("204", ResponseBuilder::new().description("Success.").build())
         }
         Body::Schema(name) | Body::Optional(name) => responses.response(
             "200",
             ResponseBuilder::new()
-                .description("The answer.")
+                .description("Success.")
                 .content("application/json", content(name))
                 .build(),
         ),
     };
     if matches!(endpoint.gives, Body::Optional(_)) {
-        let done = ResponseBuilder::new().description("Done, without an answer.");
+        let done = ResponseBuilder::new().description("Success, without a body.");
         responses = responses.response("204", done.build());
     }
     let mut failures = vec![ApiErrorKind::Failed];
@@ -155,13 +155,13 @@ const fn describe(kind: ApiErrorKind) -> &'static str {
     match kind {
         ApiErrorKind::BadRequest | ApiErrorKind::BadConfig => "The request is not valid.",
         ApiErrorKind::NotCreated => "There is no VM.",
-        ApiErrorKind::NotFound => "There is no VM, or nothing of that name.",
-        ApiErrorKind::NotBooted => "The VM is not in a state for this.",
+        ApiErrorKind::NotFound => "There is no VM, or no device or zone of that name.",
+        ApiErrorKind::NotBooted => "The VM is not in a state that allows this.",
         ApiErrorKind::AlreadyCreated | ApiErrorKind::Conflict => {
-            "There is a VM already, or something goes on that excludes this."
+            "There is a VM already, or an operation in progress excludes this."
         }
-        ApiErrorKind::NotNow => "Not now: something else goes on; it may succeed later.",
+        ApiErrorKind::NotNow => "Another operation is in progress; retry later.",
         ApiErrorKind::NotSupported => "Not supported by this version.",
-        ApiErrorKind::Failed => "It was tried and failed.",
+        ApiErrorKind::Failed => "The operation failed.",
     }
 }

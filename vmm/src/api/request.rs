@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The messages between those who ask (HTTP clients, `main`) and the VMM thread that answers.
+//! The messages between the HTTP server (or `main`) and the VMM thread.
 //!
 //! Owns the closed set of requests, answers and errors, and the queue with its event descriptor.
 //! A request is answered exactly once; one that is dropped unanswered answers itself with an
-//! error, so that no client waits for ever. It must never know HTTP beyond one table of status codes.
+//! error, so that no client waits forever. It must never know HTTP beyond one table of status codes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,67 +19,67 @@ use crate::config::{
     VmConfig, VmRemoveDevice, VmResize, VmResizeZone, VmSnapshotConfig,
 };
 
-/// What can be asked of the VMM.
+/// A request to the VMM.
 #[derive(Debug)]
 pub enum VmmRequest {
-    /// Does the VMM answer?
+    /// Check that the VMM responds.
     Ping,
-    /// Take this (complete) configuration.
+    /// Create a VM with this (complete) configuration.
     Create(Box<VmConfig>),
     /// Start the guest.
     Boot,
-    /// Describe the VM.
+    /// Return configuration and state.
     Info,
-    /// Count.
+    /// Return the counters of the devices.
     Counters,
     /// Stop the vCPUs.
     Pause,
-    /// Let them go on.
+    /// Resume the vCPUs.
     Resume,
-    /// Stop the guest and keep the configuration.
+    /// Shut the guest down and keep the configuration.
     Shutdown,
-    /// Stop the guest and start it again.
+    /// Reboot the guest.
     Reboot,
     /// Press the power button.
     PowerButton,
     /// Send a non-maskable interrupt to each vCPU.
     Nmi,
-    /// Forget the VM.
+    /// Delete the VM.
     Delete {
-        /// Even if a VM elsewhere needs pages from here.
+        /// Even if a migrated VM still needs pages from this process.
         force: bool,
     },
     /// Add a device.
     AddDevice(Box<NewDevice>),
-    /// Ask the guest to let go of a device.
+    /// Ask the guest to eject a device.
     RemoveDevice(VmRemoveDevice),
     /// Change the size of the VM.
     Resize(Box<VmResize>),
     /// Change the size of a memory zone.
     ResizeZone(VmResizeZone),
-    /// Start sending the VM; answered when the migration has been started.
+    /// Start migrating the VM; answered when the migration has been started.
     SendMigration(Box<SendMigrationData>),
-    /// Wait for a VM; answered when it has arrived.
+    /// Receive a VM; answered when it has arrived.
     ReceiveMigration(Box<ReceiveMigrationData>),
-    /// How far is the migration?
+    /// Return the progress of the migration.
     MigrationProgress,
-    /// What has the migration been like?
+    /// Return the report of the migration.
     MigrationReport,
-    /// Stop the migration; answered when it is over.
+    /// Cancel the migration; answered when it has ended.
     MigrationCancel,
-    /// Send the rest of memory after the VM.
+    /// Switch the migration to postcopy.
     MigrationStartPostcopy,
-    /// Connect again in postcopy.
+    /// Re-establish the connections of a postcopy migration.
     MigrationRecover(Box<MigrationRecoverData>),
-    /// Save the paused VM; answered when that is done.
+    /// Save the paused VM; answered when the snapshot is complete.
     Snapshot(Box<VmSnapshotConfig>),
-    /// End the snapshot that is being written; answered when the machine is back.
+    /// Cancel the snapshot being written; answered when the VM is paused as before.
     SnapshotCancel,
-    /// Restore a VM; answered when that is done.
+    /// Restore a VM; answered when it is restored.
     Restore(Box<RestoreConfig>),
     /// End the process.
     VmmShutdown {
-        /// Even if a VM elsewhere needs pages from here.
+        /// Even if a migrated VM still needs pages from this process.
         force: bool,
     },
 }
@@ -123,7 +123,7 @@ impl VmmRequest {
     }
 }
 
-/// What the VMM answers.
+/// An answer of the VMM.
 #[derive(Debug)]
 pub enum ApiReply {
     /// Done.
@@ -145,30 +145,30 @@ pub enum ApiReply {
 /// The kind of a failure, from which the HTTP status follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ApiErrorKind {
-    /// The request itself is wrong.
+    /// The request is malformed.
     BadRequest,
-    /// The configuration is wrong.
+    /// The configuration is invalid.
     BadConfig,
     /// There is no VM.
     NotCreated,
-    /// There is nothing of that name.
+    /// There is no device or zone of that name.
     NotFound,
     /// The VM does not run, or not in the way that the request needs.
     NotBooted,
     /// There is a VM already.
     AlreadyCreated,
-    /// Something else goes on that excludes this, such as a migration.
+    /// An operation in progress excludes this, such as a migration.
     Conflict,
-    /// Something else goes on; the same request may succeed later.
+    /// Another operation is in progress; the same request may succeed later.
     NotNow,
-    /// Known and not built.
+    /// Known and not supported.
     NotSupported,
-    /// It was tried and failed.
+    /// The operation failed.
     Failed,
 }
 
 impl ApiErrorKind {
-    /// The HTTP status; this is the only place that knows.
+    /// The HTTP status; the only place that maps errors to one.
     pub const fn http_status(self) -> u16 {
         match self {
             Self::BadRequest | Self::BadConfig => 400,
@@ -182,7 +182,7 @@ impl ApiErrorKind {
     }
 }
 
-/// A failure with its whole chain of reasons, outermost first.
+/// An error with its whole chain of causes, outermost first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiError {
     /// What kind of failure.
@@ -297,7 +297,7 @@ fn gone() -> ApiError {
     ApiError::new(ApiErrorKind::Failed, "the VMM ended before it answered")
 }
 
-/// The asking end; cheap to clone.
+/// The requesting end of the queue; cheap to clone.
 #[derive(Clone)]
 pub struct ApiHandle {
     calls: Sender<ApiCall>,
@@ -341,7 +341,7 @@ impl ApiHandle {
     }
 }
 
-/// The answering end, for the event loop of the VMM thread.
+/// The answering end of the queue, for the event loop of the VMM thread.
 #[derive(Debug)]
 pub struct ApiQueue {
     calls: Receiver<ApiCall>,

@@ -2,8 +2,8 @@
 
 //! Descriptors that come with a request over the API socket (SCM_RIGHTS).
 //!
-//! Owns those that have come and that no request has taken yet, and the rule which request takes
-//! them. A descriptor comes with bytes of its request, and is given to the request whose body has
+//! Owns descriptors that have arrived and not yet been taken by a request, and the rule for which request
+//! takes them. A descriptor comes with bytes of its request, and is given to the request whose body has
 //! been read when it has come; a request that takes none is refused rather than its descriptors
 //! dropped. None outlives its connection.
 
@@ -28,13 +28,13 @@ const MAX_MESSAGE_FDS: usize = 253;
 /// Most descriptors of a request: a network device has at most 254 queue pairs.
 pub const MAX_REQUEST_FDS: usize = 512;
 
-/// Why descriptors did not come.
+/// Why descriptors could not be received.
 #[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
 pub enum RightsError {
     /// There are too many.
     #[error("more than {MAX_REQUEST_FDS} descriptors came with one request")]
     TooMany,
-    /// This process may not have more.
+    /// The descriptor limit of this process is reached.
     #[error(
         "not all descriptors that were sent could be taken: the VMM has as many open as it may \
          (RLIMIT_NOFILE)"

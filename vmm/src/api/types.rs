@@ -15,7 +15,7 @@ use crate::config::codec::JsonOnly;
 use crate::config::family::{option_enum, option_family};
 use crate::config::value::{FieldValue, SchemaSet};
 
-/// Version of the program whose interface this is; clients choose by it what they may ask for.
+/// Version of cloud-hypervisor whose API this is; clients select features by it.
 pub const COMPATIBLE_VERSION: &str = "53.0.0";
 
 /// Version of this program.
@@ -25,31 +25,31 @@ pub const BUILD_VERSION: &str = concat!("godwit v", env!("CARGO_PKG_VERSION"));
 pub const API_VERSION: &str = "0.3.0";
 
 option_enum! {
-    /// Where a VM is in its life.
+    /// State of a VM.
     VmState = "created|running|shutdown|paused|breakpoint", default Created {
-        /// It has a configuration and has not run yet.
+        /// Configured, not yet booted.
         Created = "created",
-        /// Its vCPUs run.
+        /// The vCPUs run.
         Running = "running",
-        /// It has run and was shut down.
+        /// Shut down after having run.
         Shutdown = "shutdown",
-        /// Its vCPUs stand still.
+        /// The vCPUs are stopped.
         Paused = "paused",
-        /// It stands at a breakpoint.
+        /// Stopped at a breakpoint.
         BreakPoint = "breakpoint",
     }
 }
 
 option_family! {
-    /// What answers at the other end.
+    /// Identity of the VMM.
     VmmPingResponse "ping" {
         /// Name and version of the program.
         build_version: String = BUILD_VERSION.to_owned(), "" as JsonOnly, answer();
-        /// Version of the interface.
+        /// Version of the API that is implemented.
         version: String = COMPATIBLE_VERSION.to_owned(), "" as JsonOnly, answer(), required_json();
-        /// Process.
+        /// Process ID of the VMM.
         pid: i64 = i64::from(std::process::id()), "" as JsonOnly, answer();
-        /// Optional features that were built in.
+        /// Optional features of this build.
         features: Vec<String> = vec!["kvm".to_owned()], "" as JsonOnly, answer();
     }
 }
@@ -59,37 +59,37 @@ option_family! {
     DeviceNode "device-node" {
         /// Name.
         id: String = String::new(), "" as JsonOnly, answer();
-        /// What it uses.
+        /// Resources that the device uses.
         resources: Vec<serde_json::Value> = Vec::new(), "" as JsonOnly, answer();
-        /// What it hangs on.
+        /// Parent device.
         parent: Option<String> = None, "" as JsonOnly, answer();
-        /// What hangs on it.
+        /// Child devices.
         children: Vec<String> = Vec::new(), "" as JsonOnly, answer();
-        /// Its place on the PCI bus.
+        /// PCI address (segment, bus, device, function).
         pci_bdf: Option<String> = None, "" as JsonOnly, answer();
     }
 }
 
 option_family! {
-    /// A device that was added to a VM that runs.
+    /// A device that was added to a running VM.
     PciDeviceInfo "pci-device-info" {
         /// Name.
         id: String = String::new(), "" as JsonOnly, answer(), required_json();
-        /// Its place on the PCI bus.
+        /// PCI address (segment, bus, device, function).
         bdf: String = String::new(), "" as JsonOnly, answer(), required_json();
     }
 }
 
 option_enum! {
-    /// What has become of memory that is populated in the background.
+    /// State of background population of guest memory.
     PrefaultState = "running|completed|failed|cancelled", default Running {
-        /// It goes on.
+        /// In progress.
         Running = "running",
-        /// All of it is there.
+        /// All memory is populated.
         Completed = "completed",
-        /// The host has no more memory; the guest gets the rest when it touches it, if it can.
+        /// The host ran out of memory; remaining pages are allocated on first access, if possible.
         Failed = "failed",
-        /// The VM is going elsewhere.
+        /// Ended early, because the VM is being migrated.
         Cancelled = "cancelled",
     }
 }
@@ -97,95 +97,95 @@ option_enum! {
 option_enum! {
     /// Whether guest memory is mapped for the DMA of passed-through devices.
     PinningState = "pinning|pinned|failed", default Pinning {
-        /// Under way.
+        /// In progress.
         Pinning = "pinning",
-        /// All of it is.
+        /// All guest memory is mapped and pinned.
         Pinned = "pinned",
-        /// It is not; the devices are gone for the guest.
+        /// Mapping failed; the guest can no longer reach the devices.
         Failed = "failed",
     }
 }
 
 option_family! {
-    /// Memory that is populated in the background (prefault=background).
+    /// Progress of background population (prefault=background).
     PrefaultInfo "prefault-info" {
-        /// What has become of it.
+        /// State.
         state: PrefaultState = PrefaultState::Running, "" as JsonOnly, answer(), required_json();
-        /// Bytes that are populated.
+        /// Bytes populated so far.
         done_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
-        /// Bytes in all.
+        /// Total bytes.
         total_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
-        /// Why it failed.
+        /// Reason of the failure.
         error: Option<String> = None, "" as JsonOnly, answer();
     }
 }
 
 option_family! {
-    /// Guest memory on its way to the DMA of passed-through devices.
+    /// Progress of mapping guest memory for DMA by passed-through devices.
     PassthroughInfo "passthrough-info" {
-        /// Bytes that are mapped and pinned.
+        /// Bytes mapped and pinned so far.
         pinned_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
-        /// Bytes in all.
+        /// Total bytes.
         total_bytes: u64 = 0, "" as JsonOnly, answer(), required_json();
-        /// What becomes of it.
+        /// State.
         state: PinningState = PinningState::Pinning, "" as JsonOnly, answer(), required_json();
-        /// Why it failed.
+        /// Reason of the failure.
         error: Option<String> = None, "" as JsonOnly, answer();
     }
 }
 
 option_family! {
-    /// A disk that the host has no room for (on_full=pause).
+    /// A disk whose backing storage is full (on_full=pause).
     FullDiskInfo "full-disk-info" {
         /// Name of the device.
         id: String = String::new(), "" as JsonOnly, answer(), required_json();
-        /// Its image.
+        /// Path of the image.
         path: String = String::new(), "" as JsonOnly, answer(), required_json();
-        /// Requests of the guest that wait for room.
+        /// Guest requests waiting for free space.
         requests: u64 = 0, "" as JsonOnly, answer(), required_json();
     }
 }
 
 option_family! {
-    /// A VM: its configuration and what has become of it.
+    /// A VM: its configuration and current state.
     VmInfo "info" {
-        /// Configuration, with everything that was filled in.
+        /// Configuration, with all defaults filled in.
         config: VmConfig = VmConfig::default(), "" as JsonOnly, answer(), required_json();
-        /// Where it is in its life.
+        /// State.
         state: VmState = VmState::Created, "" as JsonOnly, answer(), required_json();
-        /// Bytes of memory that the guest has now.
+        /// Current size of guest memory in bytes.
         memory_actual_size: u64 = 0, "" as JsonOnly, answer();
-        /// The balloon, if there is one: what it is to have, what it has, and what the guest last
-        /// said of its memory.
+        /// The balloon, if configured: target size, actual size, and the memory statistics last
+        /// reported by the guest.
         balloon: Option<BTreeMap<String, u64>> = None, "" as JsonOnly, answer();
-        /// Its devices by name.
+        /// Devices by name.
         device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
-        /// What goes on with it, while something does that other requests wait for: booted, rebooted,
+        /// The operation in progress that other requests wait for, if any: booted, rebooted,
         /// paused, resumed, changed, saved, restored, migrated, ended.
         doing: Option<String> = None, "" as JsonOnly, answer();
-        /// Of a VM that has arrived (its state is Paused) while it is not known whether its source
-        /// runs it: why not.
+        /// Set at a migration destination while it is not known whether the source still runs the VM
+        /// (the state is Paused): the reason.
         in_doubt: Option<String> = None, "" as JsonOnly, answer();
-        /// Of a VM that has arrived in postcopy and has lost the connections over which its pages come
-        /// (its state is Running, and what touches a missing page waits): why.
+        /// Set at a postcopy destination that has lost its connections to the source (the state is
+        /// Running; an access to a missing page blocks): the reason.
         postcopy_paused: Option<String> = None, "" as JsonOnly, answer();
-        /// Disks that the host has no room for; the VM is paused until there is.
+        /// Disks whose backing storage is full; the VM is paused until there is free space.
         full_disks: Option<Vec<FullDiskInfo>> = None, "" as JsonOnly, answer();
-        /// How far memory is populated in the background.
+        /// Progress of background population of memory.
         prefault: Option<PrefaultInfo> = None, "" as JsonOnly, answer();
-        /// How much memory is ready for passed-through devices, if it has any.
+        /// Progress of mapping memory for passed-through devices, if the VM has any.
         passthrough: Option<PassthroughInfo> = None, "" as JsonOnly, answer();
     }
 }
 
 option_family! {
-    /// A migration that was cancelled.
+    /// Result of a cancelled migration.
     MigrationCancelled "migration-cancelled" {
-        /// The side that answers: source or destination.
+        /// The side that was asked: source or destination.
         side: String = String::new(), "" as JsonOnly, answer(), required_json();
-        /// Where the guest is now: on-source, paused-on-source, not-here.
+        /// Location of the guest: on-source, paused-on-source, not-here.
         guest: String = String::new(), "" as JsonOnly, answer(), required_json();
-        /// The same as text.
+        /// The same as a sentence.
         message: String = String::new(), "" as JsonOnly, answer(), required_json();
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `--balloon`: the device by which a guest gives memory back.
+//! `--balloon`: the virtio-balloon device.
 //!
 //! Owns its definition and the rules within it.
 
@@ -8,7 +8,7 @@ use super::codec::{Bytes, Id, Int, One, Opt, Toggle};
 use super::error::ConfigError;
 use super::family::option_family;
 
-/// Pages of a balloon have this size, whatever the guest's.
+/// Page size of the balloon, whatever the page size of the guest.
 const PAGE_BYTES: u64 = 4096;
 
 option_family! {
@@ -20,20 +20,20 @@ option_family! {
         pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
-        /// Bytes that the balloon takes from the guest.
+        /// Target size of the balloon in bytes.
         size: u64 = 0, "size" as One<Bytes>, required_json();
-        /// Let the guest take memory out of the balloon when it runs out of it.
+        /// Deflate the balloon when the guest runs out of memory.
         deflate_on_oom: bool = false, "deflate_on_oom" as One<Toggle>;
-        /// Let the guest report free pages, which go back to the host at once.
+        /// Free page reporting: pages reported free by the guest are returned to the host at once.
         free_page_reporting: bool = false, "free_page_reporting" as One<Toggle>;
-        /// Let migrations ask the guest for free pages, which they then do not send.
+        /// Free page hints: a migration asks the guest for its free pages and does not send them.
         free_page_hinting: bool = false, "free_page_hinting" as One<Toggle>;
-        /// Ask the guest for memory statistics every so many seconds; 0 for never.
+        /// Interval in seconds at which the guest is asked for memory statistics; 0 for never.
         statistics_interval_s: u32 = 0, "statistics_interval_s" as One<Int>, range(0, 86400);
-        /// Tell the guest which pages come back zeroed, by feature bits that are proposed and not
-        /// yet part of the standard.
+        /// Tell the guest which pages are zero when returned to it, with feature bits that are proposed
+        /// and not yet part of the standard.
         prezero_hints: bool = false, "prezero_hints" as One<Toggle>;
     }
 }

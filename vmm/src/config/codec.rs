@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How a field is written in an option string. A [`ValueCodec`] reads and prints one value; a
+//! Text forms of option values. A [`ValueCodec`] parses and prints one value; a
 //! [`Codec`] ties it to its key or keys.
 //!
 //! Owns the text forms (`on|off`, `1G`, `[0-3]`, `[1@20]`). Every parser is bounded: a short text

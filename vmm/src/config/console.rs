@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `--console`, `--serial`, `--debug-console`: where the guest's text goes.
+//! `--console`, `--serial`, `--debug-console`: output of the guest's consoles.
 //!
 //! Owns the families. In an option string the mode is a bare word (`tty`), or follows from
 //! `file=` or `socket=`.
@@ -16,19 +16,19 @@ use super::option_string::{KeySyntax, OptionError, Options, Printer};
 pub const DEBUG_CONSOLE_PORT: u16 = 0xe9;
 
 option_enum! {
-    /// Where the text of a console goes.
+    /// Backend of a console.
     ConsoleMode = "off|pty|tty|file|socket|null", default Off {
-        /// There is no such device.
+        /// The device is absent.
         Off = "off",
-        /// To a pseudo terminal that is made for it.
+        /// A newly created pseudo-terminal.
         Pty = "pty",
-        /// To the terminal of this process.
+        /// The terminal of this process.
         Tty = "tty",
-        /// To a file.
+        /// A file.
         File = "file",
-        /// To clients of a socket.
+        /// Clients of a Unix socket.
         Socket = "socket",
-        /// Nowhere.
+        /// Output is discarded.
         Null = "null",
     }
 }
@@ -36,13 +36,13 @@ option_enum! {
 option_family! {
     /// The virtio console.
     ConsoleConfig "console" {
-        /// Where the text goes.
+        /// Backend.
         mode: ConsoleMode = ConsoleMode::Tty, "" as ModeWords, required();
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;
         /// Socket for mode `Socket`.
         socket: Option<PathBuf> = None, "socket" as Opt<File>, unsupported();
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
@@ -56,7 +56,7 @@ option_family! {
 option_family! {
     /// The serial port (16550, COM1).
     SerialConfig "serial" {
-        /// Where the text goes.
+        /// Backend.
         mode: ConsoleMode = ConsoleMode::Null, "" as ModeWords, required();
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;
@@ -68,7 +68,7 @@ option_family! {
 option_family! {
     /// The debug console, one I/O port.
     DebugConsoleConfig "debug-console" {
-        /// Where the text goes.
+        /// Backend.
         mode: ConsoleMode = ConsoleMode::Off, "" as ModeWords, required();
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;

@@ -2,14 +2,14 @@
 
 //! `--cpus`: how many vCPUs, how they look to the guest, where they run.
 //!
-//! Owns the family and the rules within it. It must never ask the host what it can do.
+//! Owns the family and the rules within it. It must never query the host's capabilities.
 
 use super::codec::{Choice, Int, IntList, JsonOnly, One, Opt, Toggle, ValueCodec, pair_items};
 use super::error::ConfigError;
 use super::family::{option_enum, option_family};
 use super::option_string::list_items;
 
-/// Most vCPUs of a VM: local APIC ids are eight bits wide in the tables that the guest gets, and
+/// Maximum number of vCPUs: local APIC ids are eight bits wide in the guest's firmware tables, and
 /// 255 means "all".
 pub const MAX_VCPUS: u32 = 254;
 
@@ -22,23 +22,23 @@ pub const DEFAULT_MAX_PHYS_BITS: u8 = 46;
 option_enum! {
     /// Which vCPUs may share a physical core at the same time.
     CoreSchedulingMode = "vm|off", default Vm {
-        /// Those of one VM.
+        /// Only vCPUs of the same VM.
         Vm = "vm",
-        /// None but the vCPU itself; refused.
+        /// Only the vCPU itself; refused.
         Vcpu = "vcpu",
-        /// Anything may.
+        /// No restriction.
         Off = "off",
     }
 }
 
 option_family! {
-    /// Number of threads, cores, dies and packages that the guest sees.
+    /// CPU topology: number of threads, cores, dies and packages.
     CpuTopology "topology" {
-        /// Threads of a core.
+        /// Threads per core.
         threads_per_core: u16 = 1, "" as JsonOnly, range(1, 254);
-        /// Cores of a die.
+        /// Cores per die.
         cores_per_die: u16 = 1, "" as JsonOnly, range(1, 254);
-        /// Dies of a package.
+        /// Dies per package.
         dies_per_package: u16 = 1, "" as JsonOnly, range(1, 254);
         /// Packages (sockets).
         packages: u16 = 1, "" as JsonOnly, range(1, 254);
@@ -80,7 +80,7 @@ option_family! {
 }
 
 option_family! {
-    /// CPU features beyond what every host has.
+    /// Optional CPU features.
     CpuFeatures "features" {
         /// Advanced matrix extensions.
         amx: bool = false, "" as JsonOnly;
@@ -90,23 +90,23 @@ option_family! {
 option_family! {
     /// Virtual CPUs.
     CpusConfig "cpus" {
-        /// Number of vCPUs that run at boot.
+        /// Number of vCPUs at boot.
         boot_vcpus: u32 = 1, "boot" as One<Int>, required_json(), range(1, 254);
-        /// Number of vCPUs that the guest is prepared for; as many as at boot unless given.
+        /// Maximum number of vCPUs; by default the number at boot.
         max_vcpus: u32 = 1, "max" as One<Int>, required_json(), range(1, 254);
         /// Threads, cores, dies and packages; their product must be the maximum number of vCPUs.
         topology: Option<CpuTopology> = None, "topology" as Opt<TopologyText>;
         /// Hyper-V enlightenments.
         kvm_hyperv: bool = false, "kvm_hyperv" as One<Toggle>, unsupported();
-        /// Most physical address bits that the guest sees.
+        /// Maximum number of physical address bits visible to the guest.
         max_phys_bits: u8 = DEFAULT_MAX_PHYS_BITS, "max_phys_bits" as One<Int>, range(32, 52);
         /// Host CPUs for each vCPU.
         affinity: Option<Vec<CpuAffinity>> = None, "affinity" as Opt<AffinityText>;
-        /// CPU features to switch on.
+        /// CPU features to enable.
         features: CpuFeatures = CpuFeatures::default(), "features" as One<FeaturesText>;
-        /// Whether the guest may use virtualization itself, where the host has it.
+        /// Allow nested virtualization, where the host supports it.
         nested: bool = true, "nested" as One<Toggle>;
-        /// Core scheduling; vcpu is known by name and refused.
+        /// Core scheduling; `vcpu` is not supported.
         core_scheduling: CoreSchedulingMode = CoreSchedulingMode::Vm,
             "core_scheduling" as One<Choice>;
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Descriptors that a configuration names, and those that a request brings for a VM that arrives.
+//! File descriptors in a configuration, and those that come with a request for an incoming VM.
 //!
 //! Owns a descriptor that came with a request for as long as any configuration names it. An
 //! inherited one belongs to the process that started this one and is never closed. A number means nothing
@@ -78,7 +78,7 @@ impl ConfigFd {
         match self.number {
             _ if self.owner.is_some() => Ok(()),
             i32::MIN..0 => Err(
-                "a descriptor does not travel in JSON: give it on the command line, or send it \
+                "a descriptor cannot be passed in JSON: give it on the command line, or send it \
                  with the request (SCM_RIGHTS)",
             ),
             0..=2 => Err("descriptors 0 to 2 are stdin, stdout and stderr"),
@@ -194,24 +194,24 @@ impl ValueCodec<ConfigFds> for Fds {
 }
 
 option_family! {
-    /// Open tap descriptors for a network device of a VM that arrives, in place of those that it
-    /// had where it was saved or runs.
+    /// Open tap descriptors for a network device of a migrated or restored VM, in place of those
+    /// that it had before.
     RestoredNetConfig "net-fds" {
         /// The device.
         id: String = String::new(), "" as JsonOnly, required_json();
-        /// How many descriptors come for it with the request.
+        /// Number of descriptors sent for it with the request.
         num_fds: u16 = 0, "" as JsonOnly, required_json(), range(1, 254);
-        /// The descriptors; in a request they come by SCM_RIGHTS.
+        /// The descriptors; in a request they are sent by SCM_RIGHTS.
         fds: Option<ConfigFds> = None, "" as JsonOnly;
     }
 }
 
 option_family! {
-    /// An open descriptor for a passed-through device of a VM that arrives.
+    /// An open descriptor for a passed-through device of a migrated or restored VM.
     RestoredVfioConfig "vfio-fds" {
         /// The device.
         id: String = String::new(), "" as JsonOnly, required_json();
-        /// The descriptor of its node in /dev/vfio/devices; in a request it comes by SCM_RIGHTS.
+        /// The descriptor of its node in /dev/vfio/devices; in a request it is sent by SCM_RIGHTS.
         fd: Option<ConfigFd> = None, "" as JsonOnly;
     }
 }
@@ -262,7 +262,7 @@ impl ValueCodec<Vec<RestoredVfioConfig>> for VfioFds {
     }
 }
 
-/// All descriptors that a restore or a reception has for its VM.
+/// All descriptors for the devices of a restored or incoming VM.
 #[derive(Clone, Debug, Default)]
 pub struct ArrivingFds {
     /// By network device.

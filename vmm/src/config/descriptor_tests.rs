@@ -106,5 +106,5 @@ fn devices_that_are_not_there_are_refused_by_name() {
     assert!(error.contains("twice"), "{error}");
     // A guest that had descriptors elsewhere, and gets none here.
     let error = config().complete().unwrap_err().to_string();
-    assert!(error.contains("does not travel in JSON"), "{error}");
+    assert!(error.contains("cannot be passed in JSON"), "{error}");
 }

@@ -12,13 +12,13 @@ use super::error::ConfigError;
 use super::family::{option_enum, option_family};
 use super::platform::PlatformConfig;
 
-/// BARs of a PCI function.
+/// Number of BARs of a PCI function.
 const BARS_COUNT: u64 = 6;
 
 option_enum! {
     /// When guest memory is mapped for the DMA of passed-through devices.
     PinMode = "overlap|strict", default Overlap {
-        /// While the guest runs; its driver waits for what is missing when it enables DMA.
+        /// While the guest runs; enabling DMA blocks until all memory is mapped.
         Overlap = "overlap",
         /// Before the guest's first instruction.
         Strict = "strict",
@@ -28,11 +28,11 @@ option_enum! {
 option_family! {
     /// A passed-through host device (VFIO).
     DeviceConfig "device" {
-        /// The device in sysfs.
+        /// Path of the device in sysfs.
         path: Option<PathBuf> = None, "path" as Opt<File>;
-        /// Open descriptor of the device's node in /dev/vfio/devices, in place of a path.
+        /// Open descriptor of the device's node in /dev/vfio/devices, instead of a path.
         fd: Option<ConfigFd> = None, "fd" as Opt<Fd>;
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
@@ -40,10 +40,10 @@ option_family! {
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
-        /// GPUDirect clique.
+        /// GPUDirect clique of the device.
         x_nv_gpudirect_clique: Option<u8> = None, "x_nv_gpudirect_clique" as Opt<Int>,
             unsupported();
-        /// BARs that are not mapped.
+        /// BARs that are not mapped into the guest.
         x_exclude_mmap_bars: Vec<u64> = Vec::new(), "x_exclude_mmap_bars" as One<IntList>;
         /// When guest memory is mapped for DMA.
         pin: PinMode = PinMode::Overlap, "pin" as One<Choice>;

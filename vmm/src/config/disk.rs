@@ -16,7 +16,7 @@ use super::rate_limiter::{RateLimiterConfig, RateLimiterKeys};
 /// Bytes of a serial number in the virtio block specification (5.2.6.1).
 pub const MAX_SERIAL_BYTES: usize = 20;
 
-/// Smallest queue that a block device works with: a request takes three descriptors.
+/// Smallest usable queue: a request takes three descriptors.
 pub const MIN_QUEUE_SIZE: u16 = 4;
 
 option_enum! {
@@ -30,27 +30,27 @@ option_enum! {
         Raw = "raw",
         /// VHDX.
         Vhdx = "vhdx",
-        /// To be found out.
+        /// Detected when the image is opened.
         Unknown = "unknown",
     }
 }
 
 option_enum! {
-    /// What is locked while a disk image is in use.
+    /// Which part of a disk image is locked while it is in use.
     LockGranularity = "byte-range|full", default ByteRange {
-        /// The bytes that the image has when it is opened.
+        /// The byte range that the image has when it is opened.
         ByteRange = "byte-range",
-        /// The whole file, however it grows.
+        /// The whole file, even if it grows.
         Full = "full",
     }
 }
 
 option_enum! {
-    /// What becomes of a request of the guest that the host has no room for.
+    /// Handling of a guest request that fails because the host's storage is full.
     OnFull = "report|pause", default Report {
         /// The guest gets an I/O error.
         Report = "report",
-        /// The VM is paused until there is room.
+        /// The VM is paused until there is free space.
         Pause = "pause",
     }
 }
@@ -70,21 +70,21 @@ option_family! {
     DiskConfig "disk" {
         /// Disk image or block device.
         path: Option<PathBuf> = None, "path" as Opt<File>;
-        /// The guest cannot write.
+        /// Read-only for the guest.
         readonly: bool = false, "readonly" as One<Toggle>;
         /// Bypass the host's page cache.
         direct: bool = false, "direct" as One<Toggle>;
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// Number of queues.
         num_queues: u16 = 1, "num_queues" as One<Int>, range(1, 254);
         /// Descriptors of each queue, a power of two.
         queue_size: u16 = 128, "queue_size" as One<Int>, range(4, 32768);
-        /// Served by another process through vhost-user.
+        /// Served by another process over vhost-user.
         vhost_user: bool = false, "vhost_user" as One<Toggle>, unsupported();
         /// Socket of that process.
         vhost_socket: Option<String> = None, "socket" as Opt<Text>, unsupported();
-        /// Limits of bytes and operations.
+        /// Limits on bandwidth and operations.
         rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys, unsupported();
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
@@ -101,15 +101,15 @@ option_family! {
             "queue_affinity" as Opt<QueueAffinityText>;
         /// Follow references to backing files in the image.
         backing_files: bool = false, "backing_files" as One<Toggle>, unsupported();
-        /// Give space back to the host when the guest discards.
+        /// Deallocate storage on the host when the guest discards blocks.
         sparse: bool = true, "sparse" as One<Toggle>;
         /// Format of the image; qcow2, vhd and vhdx are known by name and refused.
         image_type: ImageType = ImageType::Unknown, "image_type" as One<Choice>;
-        /// What is locked while the image is in use.
+        /// Which part of the image is locked while it is in use.
         lock_granularity: LockGranularity = LockGranularity::ByteRange,
             "lock_granularity" as One<Choice>;
-        /// What becomes of a write that the host has no room for (ENOSPC, EDQUOT): the guest gets an I/O
-        /// error, or the VM is paused until there is room.
+        /// Handling of a write that fails because the host's storage is full (ENOSPC, EDQUOT): report an
+        /// I/O error to the guest, or pause the VM until there is free space.
         on_full: OnFull = OnFull::Report, "on_full" as One<Choice>;
         /// Do not use io_uring.
         disable_io_uring: bool = false, "_disable_io_uring" as One<Toggle>, hidden();

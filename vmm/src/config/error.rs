@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What can be wrong with a configuration.
+//! Configuration errors.
 //!
 //! Owns one enum; each variant names the thing and says what to change.
 
@@ -20,24 +20,24 @@ pub enum ConfigError {
         #[source]
         source: OptionError,
     },
-    /// Things that are known but not built.
+    /// Options that are recognised but not supported.
     #[error("{} not supported by this version", list_names(names))]
     Unsupported {
         /// JSON paths or options.
         names: Vec<String>,
     },
-    /// There is nothing to boot.
+    /// No boot payload.
     #[error(
         "there is no kernel to boot, give --kernel or payload.kernel, or --firmware or payload.firmware"
     )]
     KernelMissing,
-    /// There are two things to boot.
+    /// Both kernel and firmware.
     #[error(
         "a VM boots a kernel or firmware, not both: leave payload.kernel or payload.firmware out"
     )]
     TwoPayloads,
     /// The command line does not fit.
-    #[error("the kernel command line has {bytes} bytes, at most {max_bytes} are possible")]
+    #[error("the kernel command line has {bytes} bytes; the maximum is {max_bytes}")]
     CmdlineTooLong {
         /// Bytes that it has.
         bytes: usize,
@@ -56,7 +56,7 @@ pub enum ConfigError {
         boot: u32,
     },
     /// The topology describes another number of vCPUs.
-    #[error("the topology has {product} logical CPUs, the VM has at most {max} vCPUs")]
+    #[error("the topology has {product} logical CPUs, but the VM has at most {max} vCPUs")]
     TopologyProduct {
         /// Threads times cores times dies times packages.
         product: u64,
@@ -65,7 +65,7 @@ pub enum ConfigError {
     },
     /// The topology leaves gaps in the numbers of vCPUs.
     #[error(
-        "the topology gives a vCPU the APIC id {apic_id}, and interrupts reach ids up to {max}: use \
+        "the topology gives a vCPU the APIC id {apic_id}, but interrupts reach ids up to {max} only: use \
          counts of threads, cores and dies that are powers of two, or fewer packages"
     )]
     TopologyApicId {
@@ -75,7 +75,7 @@ pub enum ConfigError {
         max: u32,
     },
     /// Affinity of a vCPU that is not there.
-    #[error("affinity names vCPU {vcpu}, the VM has at most {max}")]
+    #[error("affinity names vCPU {vcpu}, but the VM has at most {max} vCPUs")]
     AffinityVcpu {
         /// The vCPU.
         vcpu: u32,
@@ -106,14 +106,14 @@ pub enum ConfigError {
         /// What is wrong.
         problem: String,
     },
-    /// Two things have one name.
+    /// A name that is used twice.
     #[error("the id '{id}' is used twice")]
     DuplicateId {
         /// The name.
         id: String,
     },
-    /// A name that devices of the VMM have.
-    #[error("the id '{id}' begins with '__', which is kept for names given by the VMM")]
+    /// A reserved name.
+    #[error("the id '{id}' begins with '__', which is reserved for names assigned by the VMM")]
     ReservedId {
         /// The name.
         id: String,
@@ -131,13 +131,13 @@ pub enum ConfigError {
         slot: u8,
     },
     /// One device of the host twice.
-    #[error("the device at {path} is passed through already")]
+    #[error("the device at {path} is already passed through")]
     DuplicatePath {
         /// The device.
         path: std::path::PathBuf,
     },
-    /// What only one device can have.
-    #[error("'{first}' and '{second}' are both to have {what}, which only one can")]
+    /// A resource that only one device can use.
+    #[error("'{first}' and '{second}' both name {what}, which only one device can use")]
     InUse {
         /// An image or a tap.
         what: String,
@@ -150,7 +150,7 @@ pub enum ConfigError {
     #[error("console and serial cannot both be tty, set one of them to off, null or file")]
     DoubleTty,
     /// Not an address of a snapshot.
-    #[error("'{url}' is not an address of a snapshot; give file://<directory>")]
+    #[error("'{url}' is not a snapshot URL, expected file://<directory>")]
     SnapshotUrl {
         /// What was given.
         url: String,
@@ -162,7 +162,7 @@ pub enum ConfigError {
         url: String,
     },
     /// No random bytes for a MAC address.
-    #[error("the host gave no random bytes for a MAC address")]
+    #[error("the host provided no random bytes for a MAC address")]
     Random,
 }
 

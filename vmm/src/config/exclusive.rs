@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What only one device of a VM can have: an image, a tap.
+//! Exclusive resources: images and taps that only one device of a VM can use.
 //!
-//! Owns the rules between devices and the names that the VMM keeps for itself. It must never look at the
+//! Owns the rules between devices and the names that are reserved for the VMM. It must never look at the
 //! host: two paths to one image are found out when its lock is taken.
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use super::error::ConfigError;
 use super::net::NetConfig;
 use super::value::MacAddr;
 
-/// Of names that the VMM gives.
+/// Prefix of names that the VMM assigns.
 pub const RESERVED_PREFIX: &str = "__";
 
 fn id(id: Option<&String>) -> String {
@@ -28,7 +28,7 @@ pub(super) fn check_mac(net: &NetConfig) -> Result<(), ConfigError> {
     if !net.mac.is_some_and(MacAddr::is_zero) {
         return Ok(());
     }
-    let problem = "a MAC address of zeros is none; leave mac out for a random one".to_owned();
+    let problem = "a MAC address of zeros is not valid; leave mac out for a random one".to_owned();
     Err(ConfigError::Device { what: "net", id: id(net.id.as_ref()), problem })
 }
 
@@ -108,7 +108,7 @@ mod tests {
         let disks = |first: Value, second: Value| complete(json!({ "disks": [first, second] }));
         let (a, b) = (json!({ "path": "/i", "id": "a" }), json!({ "path": "//i", "id": "b" }));
         let error = disks(a.clone(), b).unwrap_err();
-        assert_eq!(error, "'a' and 'b' are both to have the image /i, which only one can");
+        assert_eq!(error, "'a' and 'b' both name the image /i, which only one device can use");
         disks(a.clone(), json!({ "path": "/i", "readonly": true })).unwrap_err();
         disks(a, json!({ "path": "/j" })).unwrap();
         let read = json!({ "path": "/i", "readonly": true });
@@ -116,7 +116,7 @@ mod tests {
 
         let nets = json!({ "net": [{ "tap": "t", "id": "x" }, { "tap": "t" }] });
         let error = complete(nets).unwrap_err();
-        assert_eq!(error, "'x' and '_net0' are both to have the tap t, which only one can");
+        assert_eq!(error, "'x' and '_net0' both name the tap t, which only one device can use");
         complete(json!({ "net": [{ "tap": "t" }, { "tap": "u" }, {}, {}] })).unwrap();
         complete(json!({ "net": [{ "tap": "vmtap%d" }, { "tap": "vmtap%d" }] })).unwrap();
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! An option family is written down once, with [`option_family!`]; the struct, its defaults, the
-//! option string, the JSON form, the schema, help and the reference page all come from there.
+//! Definition of option families. Each is defined once, with [`option_family!`], from which the struct, its
+//! defaults, the option string, the JSON form, the schema, help and the reference page are derived.
 //!
 //! Owns the description of a field ([`FieldSpec`]) and the macros. It must never contain a rule
 //! about a particular family.

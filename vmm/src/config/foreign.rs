@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Fields of cloud-hypervisor's configuration that this program does not have.
+//! Configuration fields of cloud-hypervisor that are unknown to this program.
 //!
-//! Owns their names, of versions 40 to 53 and the one in the making, and the values with which a client says nothing in them:
-//! generated clients send every field of every version that they were made for. A field that does
-//! say something is refused with its name, as any unknown field is; this must never make one of
-//! them mean anything.
+//! Owns their names, of versions 40 to 53 and the one in development, and their default values: generated
+//! clients send every field of the version that they were generated for. A field with another value than
+//! its default is refused by name, as any unknown field is; this must never give one of them a meaning.
 
 use serde_json::Value;
 

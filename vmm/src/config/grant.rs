@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Rules of `receive-migration`: what an arriving configuration may name on this host.
+//! Access rules of `receive-migration`: which host resources an incoming configuration may name.
 //!
 //! Owns the form of a rule, `<root>:<kind>[+<kind>]`. What a root is depends on the kind: a file or
 //! directory, the name of a tap, or the terminal. It must never look at the host.
@@ -17,7 +17,7 @@ use super::codec::ValueCodec;
 use super::option_string::{list_items, quote, unquote};
 use super::value::FieldValue;
 
-/// What a name in a configuration is for.
+/// The kind of a host resource that a configuration names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GrantKind {
     /// Images of disks.
@@ -102,7 +102,7 @@ impl FromStr for Grant {
         for name in names.split('+') {
             let kind = GRANT_KINDS.iter().find(|(_, known)| *known == name).ok_or_else(|| {
                 let known: Vec<_> = GRANT_KINDS.iter().map(|(_, name)| *name).collect();
-                format!("a rule is about {}, and not about {name:?}", known.join(", "))
+                format!("a rule is about {}, not about {name:?}", known.join(", "))
             })?;
             if kinds.contains(&kind.0) {
                 return Err(format!("the rule {text:?} names {name} twice"));
@@ -114,13 +114,13 @@ impl FromStr for Grant {
                 return Err(format!("the path of the rule {text:?} contains '..'"));
             }
             if kinds.contains(&GrantKind::Tap) {
-                return Err("a tap has a name, or a beginning of one (vm*:tap), and no path".into());
+                return Err("a tap is given by name or prefix (vm*:tap), not by path".into());
             }
         } else if kinds == [GrantKind::Tap] {
             let name = root.strip_suffix('*').unwrap_or(root);
             let fits = root == "*" || !name.is_empty() && name.len() <= INTERFACE_CHARS_MAX;
             if !fits || name.contains(|c: char| c.is_whitespace() || matches!(c, '/' | '*')) {
-                return Err(format!("{root:?} is neither the name of a tap nor a beginning (vm*)"));
+                return Err(format!("{root:?} is neither the name of a tap nor a prefix (vm*)"));
             }
         } else if root != TERMINAL || kinds != [GrantKind::Console] {
             return Err(format!("the rule {text:?} needs a path that begins with '/'"));
@@ -216,8 +216,8 @@ mod tests {
             ("/var/../etc:disk", "'..'"),
             ("var/lib:disk", "begins with '/'"),
             ("tty:disk", "begins with '/'"),
-            ("/dev:tap", "no path"),
-            ("/dev:disk+tap", "no path"),
+            ("/dev:tap", "not by path"),
+            ("/dev:disk+tap", "not by path"),
             ("vm*:tap+disk", "begins with '/'"),
             ("v*m:tap", "neither"),
             (":tap", "neither"),

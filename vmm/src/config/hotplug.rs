@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Devices that are added to a configuration and taken out of it again.
+//! Adding devices to a configuration and removing them (hot-plug).
 //!
-//! Owns the bodies of `vm.remove-device` and what it means for a whole configuration that a device
-//! comes or goes. It must never look at the host.
+//! Owns the body of `vm.remove-device` and the effect on a whole configuration of adding or removing a
+//! device. It must never look at the host.
 
 use super::codec::JsonOnly;
 use super::error::ConfigError;
@@ -12,14 +12,14 @@ use super::family::option_family;
 use super::{DeviceConfig, DiskConfig, NetConfig, VmConfig};
 
 option_family! {
-    /// The device that is to go.
+    /// The device to remove.
     VmRemoveDevice "remove-device" {
-        /// Its name.
+        /// Name of the device.
         id: String = String::new(), "" as JsonOnly;
     }
 }
 
-/// A device that is to be added.
+/// A device to add.
 #[derive(Clone, Debug, PartialEq)]
 pub enum NewDevice {
     /// A passed-through device.
@@ -45,7 +45,7 @@ impl NewDevice {
     /// in before, and may have begun with what is refused now; rules of the begin are for the device alone.
     ///
     /// # Errors
-    /// A rule that it breaks, by itself or beside what is there.
+    /// A rule that it breaks, by itself or together with the existing devices.
     pub fn add_to(self, config: &VmConfig) -> Result<(VmConfig, Self), ConfigError> {
         let mut config = config.clone();
         match &self {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `--memory` and `--memory-zone`: how much guest memory, in which pieces, from what.
+//! `--memory` and `--memory-zone`: size, layout and backing of guest memory.
 //!
 //! Owns the families and their rules. Whether the host has the memory is not decided here.
 
@@ -18,17 +18,17 @@ pub const PAGE_BYTES: u64 = 4096;
 /// Huge page size that is assumed for rules if none is given.
 pub const DEFAULT_HUGEPAGE_BYTES: u64 = 2 << 20;
 
-/// Memory that comes later comes in blocks of at least this length.
+/// Minimum block size of hot-plugged memory.
 const BLOCK_BYTES_MIN: u64 = 2 << 20;
 
-/// Most blocks of a zone, as long as those are no longer than need be.
+/// Maximum number of blocks of a zone with blocks of minimum size.
 const BLOCKS_MAX: u64 = 16 << 10;
 
 /// Guest memory if no size is given.
 pub const DEFAULT_MEMORY_BYTES: u64 = 512 << 20;
 
 option_enum! {
-    /// How memory is added to a running guest.
+    /// Method of memory hot-plug.
     HotplugMethod = "acpi|virtio-mem", default Acpi {
         /// Memory devices in ACPI.
         Acpi = "acpi",
@@ -38,7 +38,7 @@ option_enum! {
 }
 
 option_family! {
-    /// A piece of guest memory with properties of its own.
+    /// A part of guest memory with its own properties.
     MemoryZoneConfig "memory-zone" {
         /// Name of the zone.
         id: String = String::new(), "id" as One<Id>, required();
@@ -46,26 +46,26 @@ option_family! {
         size: u64 = DEFAULT_MEMORY_BYTES, "size" as One<Bytes>, required_json();
         /// File or directory that backs the zone.
         file: Option<PathBuf> = None, "file" as Opt<File>;
-        /// Let the host merge equal pages.
+        /// Let the host merge identical pages (KSM).
         mergeable: bool = false, "mergeable" as One<Toggle>;
-        /// Shareable with other processes.
+        /// Use a shared mapping, so that other processes can share the memory.
         shared: bool = false, "shared" as One<Toggle>;
-        /// Back with huge pages.
+        /// Use hugetlb pages.
         hugepages: bool = false, "hugepages" as One<Toggle>;
         /// Size of a huge page in bytes.
         hugepage_size: Option<u64> = None, "hugepage_size" as Opt<Bytes>;
         /// Host NUMA node that the memory comes from.
         host_numa_node: Option<u32> = None, "host_numa_node" as Opt<Int>;
-        /// Bytes that may be added later.
+        /// Maximum size of hot-plugged memory in bytes.
         hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>;
-        /// Bytes that have been added.
+        /// Current size of hot-plugged memory in bytes.
         hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>;
-        /// Allocate all pages before the guest runs, or in the background while it runs; in JSON
+        /// Populate all pages before the guest runs, or in the background while it runs; in JSON
         /// true, false or "background".
         prefault: Prefault = Prefault::Off, "prefault" as One<PrefaultWord>;
-        /// Fail at once if the host cannot promise the memory.
+        /// Reserve the memory at start, and fail if the host cannot.
         reserve: bool = false, "reserve" as One<Toggle>;
-        /// Take memory that a pool has populated and zeroed before: the pool's socket.
+        /// Socket of a prezero-pool to take populated, zeroed memory from.
         prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
     }
 }
@@ -75,37 +75,37 @@ option_family! {
     MemoryConfig "memory" {
         /// Size in bytes; 0 if zones are given.
         size: u64 = DEFAULT_MEMORY_BYTES, "size" as One<Bytes>, required_json();
-        /// Bytes that may be added later.
+        /// Maximum size of hot-plugged memory in bytes.
         hotplug_size: Option<u64> = None, "hotplug_size" as Opt<Bytes>;
-        /// Bytes that have been added.
+        /// Current size of hot-plugged memory in bytes.
         hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>;
-        /// Let the host merge equal pages.
+        /// Let the host merge identical pages (KSM).
         mergeable: bool = false, "mergeable" as One<Toggle>;
-        /// How memory is added: by virtio-mem, the only way in this version.
+        /// How memory is hot-plugged; virtio-mem is the only supported method.
         hotplug_method: HotplugMethod = HotplugMethod::Acpi, "hotplug_method" as One<Choice>;
-        /// Shareable with other processes.
+        /// Use a shared mapping, so that other processes can share the memory.
         shared: bool = false, "shared" as One<Toggle>;
-        /// Back with huge pages.
+        /// Use hugetlb pages.
         hugepages: bool = false, "hugepages" as One<Toggle>;
         /// Size of a huge page in bytes.
         hugepage_size: Option<u64> = None, "hugepage_size" as Opt<Bytes>;
-        /// Allocate all pages before the guest runs, or in the background while it runs; in JSON
+        /// Populate all pages before the guest runs, or in the background while it runs; in JSON
         /// true, false or "background".
         prefault: Prefault = Prefault::Off, "prefault" as One<PrefaultWord>;
-        /// Fail at once if the host cannot promise the memory.
+        /// Reserve the memory at start, and fail if the host cannot.
         reserve: bool = false, "reserve" as One<Toggle>;
-        /// Threads that allocate pages for prefault; one for each CPU, at most 16, if not given.
+        /// Threads that populate pages for prefault; by default one for each CPU, at most 16.
         prefault_threads: Option<u32> = None, "prefault_threads" as Opt<Int>, range(1, 512);
-        /// Take memory that a pool has populated and zeroed before: the pool's socket.
+        /// Socket of a prezero-pool to take populated, zeroed memory from.
         prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
-        /// Ask for transparent huge pages.
+        /// Request transparent huge pages.
         thp: bool = true, "thp" as One<Toggle>;
-        /// The zones, if the memory is made of zones.
+        /// Memory zones, if memory is divided into zones.
         zones: Option<Vec<MemoryZoneConfig>> = None, "" as JsonOnly;
     }
 }
 
-/// The properties that a whole memory and a zone have in common.
+/// The properties that memory as a whole and a zone have in common.
 struct Backing<'a> {
     what: &'a str,
     size_bytes: u64,

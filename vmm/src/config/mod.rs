@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a VM is made of: one module per option family, and what holds them together.
+//! The configuration of a VM: one module per option family, and the rules across families.
 //!
 //! ```text
 //! command line ──> VmParams ──> raw VmConfig ──complete()──> VmConfig ──> the VM, vm.info,

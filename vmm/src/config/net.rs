@@ -20,7 +20,7 @@ pub const MIN_MTU: u16 = 1280;
 pub const MAX_IFNAME_BYTES: usize = 15;
 
 option_enum! {
-    /// Who listens on a vhost-user socket.
+    /// Which side listens on a vhost-user socket.
     VhostMode = "client|server", default Client {
         /// The other process.
         Client = "client",
@@ -32,9 +32,9 @@ option_enum! {
 option_family! {
     /// A network device.
     NetConfig "net" {
-        /// Tap interface; one is made if there is no name.
+        /// Name of the tap interface; created if not given.
         tap: Option<String> = None, "tap" as Opt<Id>;
-        /// Address of the host's end.
+        /// IP address of the host's end.
         ip: Option<IpAddr> = None, "ip" as Opt<Address>;
         /// Netmask of the host's end.
         mask: Option<IpAddr> = None, "mask" as Opt<Address>;
@@ -42,19 +42,19 @@ option_family! {
         mac: Option<MacAddr> = None, "mac" as Opt<Address>;
         /// MAC address of the host's end.
         host_mac: Option<MacAddr> = None, "host_mac" as Opt<Address>;
-        /// Largest packet.
+        /// Maximum transmission unit.
         mtu: Option<u16> = None, "mtu" as Opt<Int>, range(1280, 65535);
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
-        /// Number of queues, two for each pair.
+        /// Number of queues, two for each queue pair.
         num_queues: u16 = 2, "num_queues" as One<Int>, range(2, 508);
         /// Descriptors of each queue, a power of two.
         queue_size: u16 = 256, "queue_size" as One<Int>, range(2, 32768);
-        /// Served by another process through vhost-user.
+        /// Served by another process over vhost-user.
         vhost_user: bool = false, "vhost_user" as One<Toggle>, unsupported();
         /// Socket of that process.
         vhost_socket: Option<String> = None, "socket" as Opt<Text>, unsupported();
-        /// Who listens on the socket.
+        /// Which side listens on the socket.
         vhost_mode: VhostMode = VhostMode::Client, "vhost_mode" as One<Choice>, unsupported();
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
@@ -64,7 +64,7 @@ option_family! {
         pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Limits of bytes and operations.
+        /// Limits on bandwidth and operations.
         rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys, unsupported();
         /// TCP segmentation offload.
         offload_tso: bool = true, "offload_tso" as One<Toggle>;

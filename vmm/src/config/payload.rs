@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `--kernel`, `--initramfs`, `--cmdline`, `--firmware`: what the guest starts with.
+//! `--kernel`, `--initramfs`, `--cmdline`, `--firmware`: the guest's boot payload.
 //!
 //! Owns the JSON object. Whether the files can be read and loaded is decided at boot.
 
@@ -14,9 +14,9 @@ use super::family::option_family;
 pub const MAX_CMDLINE_BYTES: usize = 2047;
 
 option_family! {
-    /// What the guest boots.
+    /// Boot payload of the guest.
     PayloadConfig "payload" {
-        /// Firmware in the place of a kernel: an ELF file with a PVH entry, which gets no command line
+        /// Firmware instead of a kernel: an ELF file with a PVH entry, which gets no command line
         /// and no initramfs.
         firmware: Option<PathBuf> = None, "firmware" as Opt<File>;
         /// Kernel: an ELF file with a PVH entry, or a bzImage.

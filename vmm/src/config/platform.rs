@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `--platform` and `--pci-segment`: what the machine says about itself, and its PCI segments.
+//! `--platform` and `--pci-segment`: SMBIOS strings, platform options and PCI segments.
 //!
 //! Owns the families and the rules within them.
 
@@ -25,7 +25,7 @@ option_family! {
 }
 
 option_family! {
-    /// The machine as a whole.
+    /// Options of the machine as a whole.
     PlatformConfig "platform" {
         /// Number of PCI segments.
         num_pci_segments: u16 = 1, "num_pci_segments" as One<Int>, unsupported();
@@ -33,37 +33,37 @@ option_family! {
         iommu_segments: Option<Vec<u16>> = None, "iommu_segments" as Opt<IntList>, unsupported();
         /// Address bits of the virtual IOMMU.
         iommu_address_width_bits: u8 = 64, "iommu_address_width" as One<Int>, unsupported();
-        /// Serial number in the system table.
+        /// System serial number (SMBIOS).
         system_serial_number: Option<String> = None, "system_serial_number" as Opt<Text>;
-        /// Serial number in the system table, older name.
+        /// System serial number (SMBIOS), older name.
         serial_number: Option<String> = None, "serial_number" as Opt<Text>, deprecated();
-        /// UUID in the system table.
+        /// System UUID (SMBIOS).
         system_uuid: Option<String> = None, "system_uuid" as Opt<Text>;
-        /// UUID in the system table, older name.
+        /// System UUID (SMBIOS), older name.
         uuid: Option<String> = None, "uuid" as Opt<Text>, deprecated();
-        /// Strings in the OEM table.
+        /// OEM strings (SMBIOS).
         oem_strings: Option<Vec<String>> = None, "oem_strings" as Opt<TextList>;
-        /// Manufacturer in the system table.
+        /// System manufacturer (SMBIOS).
         system_manufacturer: Option<String> = None, "system_manufacturer" as Opt<Text>;
-        /// Product name in the system table.
+        /// System product name (SMBIOS).
         system_product_name: Option<String> = None, "system_product_name" as Opt<Text>;
-        /// Version in the system table.
+        /// System version (SMBIOS).
         system_version: Option<String> = None, "system_version" as Opt<Text>;
-        /// Family in the system table.
+        /// System family (SMBIOS).
         system_family: Option<String> = None, "system_family" as Opt<Text>;
-        /// SKU number in the system table.
+        /// System SKU number (SMBIOS).
         system_sku_number: Option<String> = None, "system_sku_number" as Opt<Text>;
-        /// Asset tag in the chassis table.
+        /// Chassis asset tag (SMBIOS).
         chassis_asset_tag: Option<String> = None, "chassis_asset_tag" as Opt<Text>;
         /// Intel TDX guest.
         tdx: bool = false, "tdx" as One<Toggle>, unsupported();
         /// AMD SEV-SNP guest.
         sev_snp: bool = false, "sev_snp" as One<Toggle>, unsupported();
-        /// Pass devices through by iommufd, in place of type1.
+        /// Use iommufd for passed-through devices, instead of a type1 container.
         iommufd: bool = false, "iommufd" as One<Toggle>;
         /// Open descriptor of /dev/iommu.
         iommufd_fd: Option<ConfigFd> = None, "iommufd_fd" as Opt<Fd>;
-        /// DMA between passed-through devices, by type1.
+        /// Peer-to-peer DMA between passed-through devices; with type1 containers only.
         vfio_p2p_dma: bool = true, "vfio_p2p_dma" as One<Toggle>;
     }
 }

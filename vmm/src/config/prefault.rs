@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `prefault=on|off|background`: when guest memory gets its pages.
+//! `prefault=on|off|background`: when guest memory is populated.
 //!
-//! Owns its two forms. JSON has a boolean, as clients know it, and the word `"background"` for what
-//! they do not know. It must never know what memory is.
+//! Owns its two forms. JSON has a boolean, as existing clients use it, or the word `"background"`. It must never know what memory is.
 
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -15,15 +14,15 @@ use super::value::FieldValue;
 
 const BACKGROUND: &str = "background";
 
-/// When memory gets its pages.
+/// When guest memory is populated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Prefault {
-    /// When they are touched.
+    /// On first access.
     #[default]
     Off,
-    /// All before the guest's first instruction.
+    /// Entirely, before the guest's first instruction.
     Boot,
-    /// All of them from now on, while the guest runs.
+    /// Entirely, in the background while the guest runs.
     Background,
 }
 

@@ -13,27 +13,27 @@ option_family! {
     /// A token bucket: it holds `size` tokens, starts with `one_time_burst` more, and refills at
     /// `size` tokens per `refill_time`.
     TokenBucket "token-bucket" {
-        /// Tokens that the bucket holds.
+        /// Capacity of the bucket in tokens.
         size: u64 = 0, "" as JsonOnly, required_json();
-        /// Tokens that it has once, at the start.
+        /// Additional tokens at the start, not refilled.
         one_time_burst: Option<u64> = None, "" as JsonOnly;
-        /// Milliseconds in which an empty bucket fills.
+        /// Milliseconds in which an empty bucket is refilled.
         refill_time: u64 = 0, "" as JsonOnly, required_json();
     }
 }
 
 option_family! {
-    /// Limits of bytes and of operations.
+    /// Limits on bandwidth and operations.
     RateLimiterConfig "rate-limiter" {
-        /// Bytes.
+        /// Limit on bytes.
         bandwidth: Option<TokenBucket> = None, "" as JsonOnly;
-        /// Operations.
+        /// Limit on operations.
         ops: Option<TokenBucket> = None, "" as JsonOnly;
     }
 }
 
 option_family! {
-    /// A rate limiter that several disks share.
+    /// A rate limiter shared by several disks.
     RateLimitGroupConfig "rate-limit-group" {
         /// Name of the group.
         id: String = String::new(), "id" as One<Id>, required();

@@ -2,29 +2,29 @@
 
 //! The bodies of `vm.resize` and `vm.resize-zone`.
 //!
-//! Owns their definitions. What is left out stays as it is.
+//! Owns their definitions. An omitted field leaves the value unchanged.
 
 use super::codec::JsonOnly;
 use super::family::option_family;
 
 option_family! {
-    /// What a VM is to have from now on.
+    /// New sizes of a VM's resources.
     VmResize "resize" {
         /// Number of vCPUs.
         desired_vcpus: Option<u32> = None, "" as JsonOnly;
-        /// Bytes of memory.
+        /// Size of memory in bytes.
         desired_ram: Option<u64> = None, "" as JsonOnly;
-        /// Bytes in the balloon.
+        /// Size of the balloon in bytes.
         desired_balloon: Option<u64> = None, "" as JsonOnly;
     }
 }
 
 option_family! {
-    /// What a memory zone is to have from now on.
+    /// New size of a memory zone.
     VmResizeZone "resize-zone" {
         /// Name of the zone.
         id: String = String::new(), "" as JsonOnly;
-        /// Bytes of memory.
+        /// Size of memory in bytes.
         desired_ram: Option<u64> = None, "" as JsonOnly;
     }
 }

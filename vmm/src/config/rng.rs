@@ -18,9 +18,9 @@ option_family! {
         pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
-        /// Source of entropy.
+        /// File that entropy is read from.
         src: PathBuf = PathBuf::from("/dev/urandom"), "src" as One<File>, required_json();
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Families that this version knows by name only: file systems, persistent memory, vsock, vDPA and
+//! Option families that are recognised but not supported: file systems, persistent memory, vsock, vDPA and
 //! other vhost-user devices, the virtio real-time clock, the TPM and Landlock rules.
 //!
-//! Owns their definitions, so that option strings and JSON are checked the same as ever and the
-//! refusal names what is missing rather than calling it unknown.
+//! Owns their definitions, so that option strings and JSON are still checked, and the error says that
+//! the option is unsupported rather than unknown.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use super::family::option_family;
 option_family! {
     /// A shared directory (virtio-fs).
     FsConfig "fs" {
-        /// Name by which the guest mounts it.
+        /// Mount tag in the guest.
         tag: String = String::new(), "tag" as One<Text>, required();
         /// Socket of the file server.
         socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
@@ -32,7 +32,7 @@ option_family! {
 }
 
 option_family! {
-    /// A virtio device of any kind that another process serves through vhost-user.
+    /// A virtio device of any type, served by another process over vhost-user.
     GenericVhostUserConfig "generic-vhost-user" {
         /// Socket of that process.
         socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
@@ -44,7 +44,7 @@ option_family! {
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
-        /// Number of the virtio device type.
+        /// Virtio device type.
         device_type: u32 = 0, "virtio_id" as One<Int>, required();
     }
 }
@@ -52,13 +52,13 @@ option_family! {
 option_family! {
     /// Persistent memory.
     PmemConfig "pmem" {
-        /// File behind it.
+        /// Backing file.
         file: PathBuf = PathBuf::new(), "file" as One<File>, required();
         /// Size in bytes.
         size: Option<u64> = None, "size" as Opt<Bytes>;
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>;
-        /// Forget what the guest writes.
+        /// Discard guest writes when the VM ends.
         discard_writes: bool = false, "discard_writes" as One<Toggle>;
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>;
@@ -72,11 +72,11 @@ option_family! {
 option_family! {
     /// A socket device (virtio-vsock).
     VsockConfig "vsock" {
-        /// Context id of the guest.
+        /// Context ID of the guest.
         cid: u64 = 3, "cid" as One<Int>, required(), range(3, 0xffff_ffff);
-        /// Unix socket behind it.
+        /// Unix socket that backs it.
         socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>;
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>;
@@ -88,7 +88,7 @@ option_family! {
 }
 
 option_family! {
-    /// A device of another process (vfio-user).
+    /// A device emulated by another process (vfio-user).
     UserDeviceConfig "user-device" {
         /// Socket of that process.
         socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
@@ -104,11 +104,11 @@ option_family! {
 option_family! {
     /// A vDPA device.
     VdpaConfig "vdpa" {
-        /// The device.
+        /// Path of the device.
         path: PathBuf = PathBuf::new(), "path" as One<File>, required();
         /// Number of queues.
         num_queues: u16 = 1, "num_queues" as One<Int>, required_json();
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>;
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>;
@@ -128,7 +128,7 @@ option_family! {
         pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>;
     }
 }

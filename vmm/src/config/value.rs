@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What every type that can stand in a configuration field knows about itself: its JSON schema,
-//! its value as a number (for ranges), and which unsupported things it contains.
+//! The trait of types that can be configuration fields: JSON schema, value as a number (for ranges), and
+//! unsupported values that it contains.
 //!
 //! Owns the small value types that several families share. It must never read files or devices.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The whole configuration of a VM, as JSON has it, and the rules that span families.
+//! The complete configuration of a VM, its JSON form, and the rules across option families.
 //!
 //! Raw values (what was asked for) become complete ones in [`VmConfig::complete`]: rules checked,
 //! names and MAC addresses filled in. After that the value is what `vm.info` shows and what
@@ -46,9 +46,9 @@ option_family! {
         cpus: CpusConfig = CpusConfig::default(), "" as JsonOnly;
         /// Guest memory.
         memory: MemoryConfig = MemoryConfig::default(), "" as JsonOnly;
-        /// What the guest boots.
+        /// Boot payload: kernel or firmware.
         payload: PayloadConfig = PayloadConfig::default(), "" as JsonOnly, required_json();
-        /// Rate limiters that disks share.
+        /// Rate limiters shared by disks.
         rate_limit_groups: Option<Vec<RateLimitGroupConfig>> = None, "" as JsonOnly, unsupported();
         /// Block devices.
         disks: Option<Vec<DiskConfig>> = None, "" as JsonOnly;
@@ -73,11 +73,11 @@ option_family! {
         debug_console: DebugConsoleConfig = DebugConsoleConfig::default(), "" as JsonOnly;
         /// Passed-through host devices.
         devices: Option<Vec<DeviceConfig>> = None, "" as JsonOnly;
-        /// Devices of other processes.
+        /// Devices emulated by other processes (vfio-user).
         user_devices: Option<Vec<UserDeviceConfig>> = None, "" as JsonOnly, unsupported();
         /// vDPA devices.
         vdpa: Option<Vec<VdpaConfig>> = None, "" as JsonOnly, unsupported();
-        /// Socket device.
+        /// Socket device (virtio-vsock).
         vsock: Option<VsockConfig> = None, "" as JsonOnly, unsupported();
         /// NUMA nodes of the guest.
         numa: Option<Vec<NumaConfig>> = None, "" as JsonOnly, unsupported();
@@ -91,13 +91,13 @@ option_family! {
         pvpanic: bool = false, "" as JsonOnly, unsupported();
         /// PCI segments.
         pci_segments: Option<Vec<PciSegmentConfig>> = None, "" as JsonOnly, unsupported();
-        /// The machine as a whole.
+        /// Options of the machine as a whole.
         platform: Option<PlatformConfig> = None, "" as JsonOnly;
         /// Trusted platform module.
         tpm: Option<TpmConfig> = None, "" as JsonOnly, unsupported();
         /// Confine the process with Landlock.
         landlock_enable: bool = false, "" as JsonOnly, unsupported();
-        /// Paths that stay usable then.
+        /// Paths that remain accessible with Landlock.
         landlock_rules: Option<Vec<LandlockConfig>> = None, "" as JsonOnly, unsupported();
     }
 }
@@ -114,8 +114,8 @@ impl VmConfig {
         })
     }
 
-    /// The same for a guest that has begun to run elsewhere, or in a snapshot. Names and numbers that it
-    /// could begin with in an earlier version do it no harm, and are its own.
+    /// The same for a guest that already runs, at a migration source or in a snapshot: names and numbers
+    /// that an earlier version accepted are kept.
     ///
     /// # Errors
     /// As above.
