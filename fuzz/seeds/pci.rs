@@ -106,7 +106,7 @@ fn driver(queues: u64, msix: bool) -> Vec<u8> {
 }
 
 /// Sizes and places the first BAR of a passed-through function, switches MSI and MSI-X on and off, and
-/// then bus mastering. The form is that of `pci/src/vfio/fuzzing.rs`: the gate, patches (none), accesses of
+/// then bus mastering. The form is that of `vfio/src/fuzzing.rs`: the gate, patches (none), accesses of
 /// a kind, an offset in two bytes (the second chooses a register) and data.
 fn passthrough(gate_open: bool) -> Vec<u8> {
     const COMMAND: u8 = 0;

@@ -4,4 +4,4 @@
 
 #![no_main]
 
-godwit_fuzz::target!(pci::vfio::fuzzing::fuzz_vfio_config);
+godwit_fuzz::target!(vfio::fuzzing::fuzz_vfio_config);

@@ -25,7 +25,7 @@ pub struct PciDeviceState {
 
 impl PciDeviceState {
     /// Wraps a function's own state.
-    pub(crate) fn encode<T: Serialize>(
+    pub fn encode<T: Serialize>(
         device: &dyn PciDevice,
         version: u32,
         state: &T,
@@ -36,7 +36,7 @@ impl PciDeviceState {
     }
 
     /// Unwraps a function's own state, if it is of this function's kind and version.
-    pub(crate) fn decode<T: DeserializeOwned>(
+    pub fn decode<T: DeserializeOwned>(
         &self,
         device: &dyn PciDevice,
         version_newest: u32,

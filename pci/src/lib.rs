@@ -2,9 +2,8 @@
 
 //! The PCI room: how a guest finds a device, reaches its registers and is interrupted by it.
 //!
-//! Owns configuration space, the placement and mapping of BARs, MSI-X, the virtio transport over
-//! PCI, and passed-through functions with their DMA mappings ([`vfio`]). Knows nothing of what a
-//! device does or of configuration files, and of KVM only that it has to be told of VFIO groups:
+//! Owns configuration space, the placement and mapping of BARs, MSI-X and the virtio transport over
+//! PCI. Knows nothing of what a device does, of the host's devices, of KVM or of configuration files:
 //! interrupts and I/O events come through the traits of `hypervisor::irq`, mappings go out through
 //! [`BarMapper`].
 //!
@@ -22,12 +21,12 @@ mod bar;
 mod bus;
 mod config_space;
 mod device;
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub mod fakes;
+#[cfg(any(test, feature = "testing"))]
 mod fuzzing;
 mod locks;
 mod msix;
-pub mod vfio;
 mod virtio;
 
 pub use address::{Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber};
@@ -40,12 +39,13 @@ pub use bus::{
     PciSegmentOptions,
 };
 pub use config_space::{
-    CONFIG_SPACE_LEN_BYTES, ConfigError, ConfigSpace, ConfigSpaceState, ConfigStateError, Identity,
+    BAR_PORTS_LENS, BARS_COUNT, CONFIG_SPACE_LEN_BYTES, ConfigError, ConfigSpace, ConfigSpaceState,
+    ConfigStateError, Identity, register,
 };
 pub use device::{PciDevice, PciDeviceState, PciStateError};
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub use fuzzing::{fuzz_config_space, fuzz_state, fuzz_transport};
-pub use msix::{Msix, MsixEntryState, MsixError, MsixState, NO_VECTOR};
+pub use msix::{ENTRY_LEN_BYTES, Msix, MsixEntryState, MsixError, MsixState, NO_VECTOR};
 pub use virtio::{
     BarWidth, CommonState, NARROW_BAR_VERSION, QueueError, QueueProgressState, QueueRegisterState,
     VIRTIO_PCI_KIND, VIRTIO_QUEUES_MAX_COUNT, VirtioPciDevice, VirtioPciError, VirtioPciState,

@@ -69,7 +69,7 @@ const BAR_PORTS_MASK: u64 = !0x3;
 /// The flag bits leave this as the smallest memory BAR (PCI 3.0, 6.2.5.1).
 const BAR_LEN_MIN_BYTES: u64 = 16;
 /// Lengths of an I/O BAR, by the same.
-pub(crate) const BAR_PORTS_LENS: std::ops::RangeInclusive<u64> = 4..=256;
+pub const BAR_PORTS_LENS: std::ops::RangeInclusive<u64> = 4..=256;
 
 /// Why a configuration space could not be laid out. These are mistakes of the program.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -314,14 +314,14 @@ impl ConfigSpace {
     }
 
     /// Sets registers that the guest cannot write.
-    pub(crate) fn put(&mut self, offset: u16, data: &[u8]) {
+    pub fn put(&mut self, offset: u16, data: &[u8]) {
         for (byte, current) in data.iter().zip(self.bytes.iter_mut().skip(offset.into())) {
             *current = *byte;
         }
     }
 
     /// Marks bits that the guest can write.
-    pub(crate) fn allow(&mut self, offset: u16, masks: &[u8]) {
+    pub fn allow(&mut self, offset: u16, masks: &[u8]) {
         for (mask, current) in masks.iter().zip(self.writable.iter_mut().skip(offset.into())) {
             *current |= mask;
         }

@@ -5,7 +5,7 @@
 use std::time::Instant;
 
 use devices::virtio::balloon::BalloonHandle;
-use pci::vfio::{PinProgress, PinState};
+use vfio::{PinProgress, PinState};
 
 use super::device_tree;
 use crate::api::{

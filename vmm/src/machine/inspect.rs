@@ -10,9 +10,9 @@ use std::time::Instant;
 use devices::virtio::balloon::BalloonHandle;
 use hypervisor::VcpuThrottle;
 use memory::Collapse;
-use pci::vfio::migration::DmaLog;
-use pci::vfio::{PinProgress, VfioPciDevice};
 use pci::{BarDecode, BarDescription, BarKind, Bdf, PciDevice};
+use vfio::migration::DmaLog;
+use vfio::{PinProgress, VfioPciDevice};
 
 use super::prefault::{Background, PrefaultStatus};
 use super::ram;

@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use devices::legacy::{CMOS_CLOCK_VERSION, Cmos};
 use devices::virtio::DeviceSnapshot;
 use hypervisor::{ClockState, CpuidEntry, IrqchipState, VCPU_STATE_VERSION, VcpuState};
-use pci::vfio::{INTEGRATED_ENDPOINT_VERSION, VFIO_PCI_KIND};
 use pci::{NARROW_BAR_VERSION, PciDeviceState, VIRTIO_PCI_KIND};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+use vfio::{INTEGRATED_ENDPOINT_VERSION, VFIO_PCI_KIND};
 use vm_migration::vm::STATE_BYTES_MAX;
 
 use crate::migration::json_bound::{self, STATE_VALUES_MAX, TooManyValues};

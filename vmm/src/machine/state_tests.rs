@@ -305,7 +305,7 @@ fn hardware_at_its_limit_leaves_room_for_all_else() {
         let hardware_bytes = hardware_state_len_bytes_max(vcpus);
         let left_bytes = STATE_BYTES_MAX - hardware_bytes.div_ceil(3) * 4;
         assert!(left_bytes >= (16 << 20) + u64::from(vcpus) * (128 << 10) - 4, "{vcpus}");
-        assert!(hardware_bytes > pci::vfio::migration::STATE_LEN_BYTES_MAX, "one at its limit");
+        assert!(hardware_bytes > vfio::migration::STATE_LEN_BYTES_MAX, "one at its limit");
     }
     assert_eq!(hardware_state_len_bytes_max(u32::MAX), 0);
 }

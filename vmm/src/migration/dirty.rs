@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use hypervisor::{DirtyLogSource, ManualDirtyLog, MemslotError, Vm};
 use memory::GuestRam;
-use pci::vfio::migration::DmaLog;
+use vfio::migration::DmaLog;
 use vm_migration::VmError;
 use vm_migration::vm::DirtyLog;
 

@@ -8,8 +8,8 @@
 
 use std::sync::{Arc, Weak};
 
-use pci::vfio::PinState;
 use pci::{Bdf, DeviceNumber, PciDevice as _, PciSegment};
+use vfio::PinState;
 
 use super::backend::real_place;
 use super::outcome::read;
@@ -122,8 +122,8 @@ mod tests {
     use std::time::Duration;
 
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
-    use pci::vfio::DmaGate;
-    use pci::vfio::fakes::FakeTarget;
+    use vfio::DmaGate;
+    use vfio::fakes::FakeTarget;
 
     use super::super::migration::tests::two_devices;
     use super::*;

@@ -7,7 +7,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use pci::vfio::{DmaSpace, HostPlace, IommufdSpace, Type1Container, VfioError};
+use vfio::{DmaSpace, HostPlace, IommufdSpace, Type1Container, VfioError};
 
 use crate::config::{ConfigFd, DeviceConfig, VmConfig};
 use crate::machine::virtio::PciContext;

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Mutex;
 
 use pci::PciDevice as _;
-use pci::vfio::{DeviceEvent, DeviceEvents, VfioPciDevice};
+use vfio::{DeviceEvent, DeviceEvents, VfioPciDevice};
 
 use super::outcome::{DeviceList, SharedDeviceList, devices_of, unmap_if_unused};
 use crate::events;
@@ -54,8 +54,8 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
-    use pci::vfio::fakes::{FakeFunction, FakeTarget};
-    use pci::vfio::{DmaMap, GuestRamPopulator, PinState, Pinning};
+    use vfio::fakes::{FakeFunction, FakeTarget};
+    use vfio::{DmaMap, GuestRamPopulator, PinState, Pinning};
 
     use super::super::migration::tests::two_devices;
     use super::super::{Passthrough, PassthroughError, read};

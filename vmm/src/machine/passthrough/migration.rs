@@ -8,9 +8,9 @@
 
 use std::sync::Arc;
 
-use pci::vfio::VfioPciDevice;
-use pci::vfio::migration::{DmaLog, MigrationError, STATE_LEN_BYTES_MAX};
 use pci::{Bdf, PciDevice as _};
+use vfio::VfioPciDevice;
+use vfio::migration::{DmaLog, MigrationError, STATE_LEN_BYTES_MAX};
 
 use super::outcome::unmap_if_unused;
 use super::{Passthrough, PassthroughError};
@@ -160,10 +160,10 @@ pub(super) mod tests {
     use std::collections::BTreeMap;
 
     use pci::fakes::FakeMsiSource;
-    use pci::vfio::fakes::{FakeFunction, FakeSlots};
-    use pci::vfio::migration::DeviceState;
-    use pci::vfio::migration::fakes::StepFailure;
-    use pci::vfio::{DmaGate, VfioWiring};
+    use vfio::fakes::{FakeFunction, FakeSlots};
+    use vfio::migration::DeviceState;
+    use vfio::migration::fakes::StepFailure;
+    use vfio::{DmaGate, VfioWiring};
 
     use super::super::{Backend, SharedDeviceList};
     use super::*;

@@ -33,13 +33,13 @@ use arch::acpi::IntxRoute;
 use arch::layout;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
-use pci::vfio::migration::MigrationError;
-use pci::vfio::{
+use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError};
+use thiserror::Error;
+use vfio::migration::MigrationError;
+use vfio::{
     DeviceEvents, DmaGate, DmaMap, DmaSpace, GuestRamPopulator, IntxLine, P2pBars, PinError,
     PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
-use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError};
-use thiserror::Error;
 
 use super::events::EventSink;
 use super::opening::run_unless_cancelled;

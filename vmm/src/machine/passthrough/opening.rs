@@ -16,10 +16,10 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use memory::GuestRam;
-use pci::vfio::{
+use pci::{Bdf, DeviceNumber, PciDevice, PciSegment};
+use vfio::{
     DmaMap, DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pinning, VfioError, VfioFunction,
 };
-use pci::{Bdf, DeviceNumber, PciDevice, PciSegment};
 
 use super::backend::place_of;
 use super::{DiscardingDevices, Passthrough, PassthroughError, PrepinnedSlot, no_device};

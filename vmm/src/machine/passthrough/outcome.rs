@@ -12,7 +12,7 @@ use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::mem::MemHandle;
 use memory::DiscardBan;
 use pci::PciDevice;
-use pci::vfio::{DmaMap, PinState, PinningAbort, VfioPciDevice};
+use vfio::{DmaMap, PinState, PinningAbort, VfioPciDevice};
 
 use crate::events;
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use memory::ProvidedFile;
 use memory::pool::{DeviceAddress, PinnedGrant, PoolConnection, TakePinned};
-use pci::vfio::{
+use vfio::{
     DmaMap, DmaSpace, DmaTarget, HostPlace, IommufdSpace, OnLost, VfioError, mapped_pieces,
 };
 

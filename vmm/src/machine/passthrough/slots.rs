@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use hypervisor::{MemslotConfig, Vm};
 use pci::MapError;
-use pci::vfio::{BarMapping, BarSlots};
+use vfio::{BarMapping, BarSlots};
 
 /// Numbers of memory slots from here on are for BARs; those below are for RAM.
 const FIRST_BAR_SLOT: u32 = 1024;

@@ -29,16 +29,17 @@ mod dma;
 mod dma_map;
 mod error;
 mod express;
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub mod fakes;
 mod function;
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 mod gate;
 mod host;
 mod interrupts;
 mod iommufd;
 mod limits;
+mod locks;
 mod mapping;
 pub mod migration;
 mod msi;

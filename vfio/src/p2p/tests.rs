@@ -7,13 +7,13 @@
 use devices::bus::BusDevice as _;
 
 use super::*;
-use crate::address::DeviceNumber;
-use crate::bar::{MmioRange, MmioWindows};
-use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
-use crate::device::PciDevice;
-use crate::fakes::{FakeMapper, FakeMsiSource};
-use crate::vfio::fakes::{FakeFunction, FakeP2p, FakeSlots};
-use crate::vfio::{DmaGate, VfioPciDevice, VfioWiring};
+use crate::fakes::{FakeFunction, FakeP2p, FakeSlots};
+use crate::{DmaGate, VfioPciDevice, VfioWiring};
+use pci::DeviceNumber;
+use pci::PciDevice;
+use pci::fakes::{FakeMapper, FakeMsiSource};
+use pci::{MmioRange, MmioWindows};
+use pci::{PciEcam, PciSegment, PciSegmentOptions};
 
 const BELOW: u64 = 0xc000_0000;
 const BELOW_LEN_BYTES: u64 = 0x100_0000;

@@ -13,9 +13,9 @@ use log::{info, warn};
 use memory::GuestRam;
 
 use super::port::LOG_PAGE_BYTES;
-use crate::device::PciDevice as _;
+use crate::VfioPciDevice;
 use crate::locks::lock;
-use crate::vfio::VfioPciDevice;
+use pci::PciDevice as _;
 
 /// What is asked for at once: 32 KiB of bits.
 const REPORT_BYTES: u64 = 1 << 30;

@@ -9,9 +9,9 @@ use std::ops::Range;
 use super::capabilities::double_word;
 use super::config::MsixLayout;
 use super::host::{HostBar, HostFunction};
-use crate::bar::{BarDescription, BarKind};
-use crate::config_space::{BAR_PORTS_LENS, BARS_COUNT, register};
-use crate::msix::ENTRY_LEN_BYTES;
+use pci::ENTRY_LEN_BYTES;
+use pci::{BAR_PORTS_LENS, BARS_COUNT, register};
+use pci::{BarDescription, BarKind};
 
 /// Grain of memory slots and of the host's mappings.
 const PAGE_BYTES: u64 = 4096;

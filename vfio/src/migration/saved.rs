@@ -16,10 +16,10 @@ use thiserror::Error;
 
 use super::error::MigrationError;
 use super::session::STATE_LEN_BYTES_MAX;
-use crate::bar::BarDescription;
-use crate::config_space::{ConfigSpaceState, register};
-use crate::msix::MsixState;
-use crate::vfio::capabilities::{self, HIDDEN_EXTENDED, double_word};
+use crate::capabilities::{self, HIDDEN_EXTENDED, double_word};
+use pci::BarDescription;
+use pci::MsixState;
+use pci::{ConfigSpaceState, register};
 
 /// Version of [`VfioState`] of a function that the guest has been shown as an integrated endpoint, which it is not
 /// on the host.

@@ -15,8 +15,8 @@ use hypervisor::irq::MsiMessage;
 use super::capabilities::{self, HIDDEN_EXTENDED, double_word, word};
 use super::error::VfioError;
 use super::express::{Express, Port};
-use crate::bar::{BarDecode, BarDescription};
-use crate::config_space::{
+use pci::{BarDecode, BarDescription};
+use pci::{
     CONFIG_SPACE_LEN_BYTES, ConfigSpace, ConfigSpaceState, ConfigStateError, Identity, register,
 };
 

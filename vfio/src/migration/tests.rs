@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 
 use super::fakes::StepFailure;
 use super::*;
-use crate::device::{PciDevice as _, PciDeviceState};
-use crate::vfio::HostFunction as _;
-use crate::vfio::fakes::{FakeFunction, MSI_OFFSET, MSIX_OFFSET, TABLE_OFFSET};
-use crate::vfio::tests::{ABOVE, Rig};
+use crate::HostFunction as _;
+use crate::fakes::{FakeFunction, MSI_OFFSET, MSIX_OFFSET, TABLE_OFFSET};
+use crate::tests::{ABOVE, Rig};
+use pci::{PciDevice as _, PciDeviceState};
 
 const FIRMWARE: &[u8] = b"rings, filters and counters";
 const MIB: u64 = 1 << 20;
@@ -111,7 +111,7 @@ fn the_source_continues_after_it_was_saved() {
     source.write(4, &[6, 0]);
     source.write(MSI_OFFSET + 16, &[1, 0, 0, 0]);
     source.write(MSI_OFFSET + 2, &[1, 0]);
-    source.msi.vector(usize::from(crate::vfio::fakes::MSIX_COUNT)).unwrap().trigger().unwrap();
+    source.msi.vector(usize::from(crate::fakes::MSIX_COUNT)).unwrap().trigger().unwrap();
     let first = saved(&source);
     assert_eq!(first.data["msi_pending"], json!(1));
     assert_eq!(saved(&source), first, "nothing was lost by looking");

@@ -12,8 +12,8 @@ use hypervisor::irq::IrqError;
 use memory::{AccessError, PrefaultError};
 use thiserror::Error;
 
-use crate::config_space::ConfigError;
-use crate::msix::MsixError;
+use pci::ConfigError;
+use pci::MsixError;
 
 /// Why a function could not be passed through.
 #[derive(Debug, Error)]

@@ -22,7 +22,7 @@ use vfio_bindings::bindings::vfio::{
 };
 use vfio_ioctls::{DmaLoggingRange, VfioError as IoctlError};
 
-use super::super::function::VfioFunction;
+use crate::function::VfioFunction;
 
 /// Grain of the log of a function's writes: a page of the guest.
 pub const LOG_PAGE_BYTES: u64 = 4096;

@@ -8,7 +8,7 @@
 //! endpoint cannot be one, as it may need ports (1.3.2.3), and has no capability.
 
 use super::capabilities::{self, word};
-use crate::config_space::{ConfigSpace, ConfigSpaceState};
+use pci::{ConfigSpace, ConfigSpaceState};
 
 const CONVENTIONAL_END: u16 = 0x100;
 /// Flags of the capability (7.5.3.2): version and type of port.
@@ -111,8 +111,8 @@ impl Express {
 #[cfg(test)]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-    use super::super::config::ShadowConfig;
-    use super::super::fakes::FakeFunction;
+    use crate::config::ShadowConfig;
+    use crate::fakes::FakeFunction;
 
     /// What a guest reads of the capability, over the host's registers, which are ones.
     fn read(shadow: &ShadowConfig) -> (u8, [u8; 8]) {

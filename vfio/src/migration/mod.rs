@@ -9,7 +9,7 @@
 mod device;
 mod dma_log;
 mod error;
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub mod fakes;
 mod port;
 mod saved;

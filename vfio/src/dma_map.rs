@@ -327,8 +327,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::vfio::fakes::FakeTarget;
-    use crate::vfio::{DmaLimits, GuestRamPopulator};
+    use crate::fakes::FakeTarget;
+    use crate::{DmaLimits, GuestRamPopulator};
 
     const MIB: u64 = 1 << 20;
     const GPA: u64 = 8 * MIB;

@@ -16,11 +16,11 @@ use super::fakes::{
     SRIOV_OFFSET, TABLE_OFFSET,
 };
 use super::*;
-use crate::address::DeviceNumber;
-use crate::bar::{MmioRange, MmioWindows, PortWindow};
-use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
-use crate::device::PciDevice;
-use crate::fakes::{FakeMapper, FakeMsiSource};
+use pci::DeviceNumber;
+use pci::PciDevice;
+use pci::fakes::{FakeMapper, FakeMsiSource};
+use pci::{MmioRange, MmioWindows, PortWindow};
+use pci::{PciEcam, PciSegment, PciSegmentOptions};
 
 const BELOW: u64 = 0xc000_0000;
 /// Where the first BAR of a page is placed.

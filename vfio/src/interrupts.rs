@@ -21,7 +21,7 @@ use super::host::{HostFunction, InterruptKind};
 use super::msi::Msi;
 use super::unmasking::Unmasking;
 use crate::locks::lock;
-use crate::msix::Msix;
+use pci::Msix;
 
 const MSIX_ENABLE: u16 = 1 << 15;
 

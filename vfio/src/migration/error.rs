@@ -10,10 +10,10 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use super::port::DeviceState;
-use crate::config_space::ConfigStateError;
-use crate::msix::MsixError;
-use crate::vfio::VfioError;
-use crate::vfio::gate::GateClosed;
+use crate::VfioError;
+use crate::gate::GateClosed;
+use pci::ConfigStateError;
+use pci::MsixError;
 
 /// Why a function cannot be moved at all.
 #[derive(Clone, Debug, Error)]

@@ -28,7 +28,7 @@ use super::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
 use super::mapping::BarMapping;
 use super::space::{DmaSpace, OpenedFunction};
 use super::sysfs::HostPlace;
-use crate::config_space::BARS_COUNT;
+use pci::BARS_COUNT;
 
 /// A function that belongs to this VM until it is dropped.
 pub struct VfioFunction {

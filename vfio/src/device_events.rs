@@ -163,9 +163,9 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    use super::super::fakes::FakeFunction;
-    use super::super::gate::DmaGate;
     use super::*;
+    use crate::fakes::FakeFunction;
+    use crate::gate::DmaGate;
 
     /// Longer than anything here takes.
     const PATIENCE: Duration = Duration::from_secs(20);

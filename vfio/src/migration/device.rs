@@ -14,13 +14,13 @@ use super::dma_log::DmaLog;
 use super::error::{MigrationError, NotMigratable};
 use super::port::{MigrationPort, MigrationSupport};
 use super::saved::{Hardware, HardwareState, VfioState};
-use crate::config_space::register;
-use crate::device::{PciDevice as _, PciStateError};
+use crate::capabilities::{self, word};
+use crate::config::ShadowConfig;
 use crate::locks::lock;
-use crate::msix::MsixError;
-use crate::vfio::capabilities::{self, word};
-use crate::vfio::config::ShadowConfig;
-use crate::vfio::{VfioError, VfioPciDevice};
+use crate::{VfioError, VfioPciDevice};
+use pci::MsixError;
+use pci::register;
+use pci::{PciDevice as _, PciStateError};
 
 /// Device control, and device control 2, in the capability of PCI Express.
 const EXPRESS_CONTROLS: [u16; 2] = [0x08, 0x28];
@@ -105,12 +105,12 @@ impl VfioPciDevice {
         }
     }
 
-    pub(in crate::vfio) fn state_error(&self, error: MigrationError) -> PciStateError {
+    pub(crate) fn state_error(&self, error: MigrationError) -> PciStateError {
         PciStateError::Device { id: self.id.clone(), source: Box::new(error) }
     }
 
     /// Its state. It has to be stopped.
-    pub(in crate::vfio) fn saved(&self) -> Result<VfioState, MigrationError> {
+    pub(crate) fn saved(&self) -> Result<VfioState, MigrationError> {
         if self.is_lost() {
             return Err(NotMigratable::Lost.into());
         }
@@ -128,14 +128,14 @@ impl VfioPciDevice {
             command: u16::from_le_bytes(command),
             express_controls: express_controls(&raw)
                 .map(|places| places.map(|at| word(&raw, at).unwrap_or(0))),
-            msix: self.interrupts.msix().map(crate::msix::Msix::save),
-            msi_pending: self.interrupts.msi().map_or(0, crate::vfio::msi::Msi::pending),
+            msix: self.interrupts.msix().map(pci::Msix::save),
+            msi_pending: self.interrupts.msi().map_or(0, crate::msi::Msi::pending),
             state: HardwareState(data),
         })
     }
 
     /// Puts a state in; waits until all guest memory is mapped. It has to be stopped.
-    pub(in crate::vfio) fn put_in(&self, state: &VfioState) -> Result<(), MigrationError> {
+    pub(crate) fn put_in(&self, state: &VfioState) -> Result<(), MigrationError> {
         if self.is_lost() {
             return Err(NotMigratable::Lost.into());
         }
@@ -168,7 +168,7 @@ impl VfioPciDevice {
     fn complete(
         &self,
         config: &mut ShadowConfig,
-        registers: crate::config_space::ConfigSpace,
+        registers: pci::ConfigSpace,
         raw: &[u8],
         state: &VfioState,
     ) -> Result<(), MigrationError> {

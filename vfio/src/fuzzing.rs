@@ -10,12 +10,12 @@
 
 use std::sync::Arc;
 
-use crate::address::DeviceNumber;
-use crate::bar::{MmioRange, MmioWindows, PortWindow};
-use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
-use crate::device::PciDevice;
-use crate::fakes::{FakeMapper, FakeMsiSource};
 use devices::bus::BusDevice as _;
+use pci::DeviceNumber;
+use pci::PciDevice;
+use pci::fakes::{FakeMapper, FakeMsiSource};
+use pci::{MmioRange, MmioWindows, PortWindow};
+use pci::{PciEcam, PciSegment, PciSegmentOptions};
 
 use super::fakes::{FakeFunction, FakeLine, FakeP2p, FakeSlots};
 use super::{DmaGate, HostFunction, P2pBars, VfioPciDevice, VfioWiring};

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::config_space::register;
+use pci::register;
 
 /// MSI (PCI 3.0, 6.8.1).
 pub const MSI: u8 = 0x05;

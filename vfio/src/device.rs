@@ -30,10 +30,10 @@ use super::interrupts::{Interrupts, IntxLine};
 use super::mapping::BarMapping;
 use super::migration::{INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, VFIO_STATE_VERSION};
 use super::p2p::{P2pBars, Peer};
-use crate::bar::{BarDecode, BarDescription, BarKind, MapError};
-use crate::config_space::register;
-use crate::device::{PciDevice, PciDeviceState, PciStateError};
 use crate::locks::lock;
+use pci::register;
+use pci::{BarDecode, BarDescription, BarKind, MapError};
+use pci::{PciDevice, PciDeviceState, PciStateError};
 
 /// Kind of a passed-through function, as it stands in saved state.
 pub const VFIO_PCI_KIND: &str = "vfio-pci";

@@ -91,9 +91,9 @@ fn unmask(id: &str, host: &dyn HostFunction, epoll: &Epoll, done: &EventFd) {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use super::super::fakes::FakeFunction;
-    use super::super::gate::DmaGate;
     use super::*;
+    use crate::fakes::FakeFunction;
+    use crate::gate::DmaGate;
 
     #[test]
     fn the_pin_is_unmasked_each_time_the_guest_is_done() {

@@ -29,9 +29,9 @@ use super::p2p::P2pTarget;
 use super::space::{DmaSpace, OpenedFunction};
 use super::sysfs::HostPlace;
 use super::{BarSlots, IntxLine};
-use crate::bar::MapError;
-use crate::config_space::register;
 use crate::locks::lock;
+use pci::MapError;
+use pci::register;
 
 /// Offsets of the capabilities of [`FakeFunction::config`].
 pub const MSI_OFFSET: u16 = 0x50;

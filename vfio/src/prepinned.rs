@@ -53,8 +53,8 @@ mod tests {
     use memory::{ProvidedFile, RamConfig, RamLayout, ZoneSpec};
 
     use super::*;
-    use crate::vfio::fakes::FakeTarget;
-    use crate::vfio::{DmaGate, DmaMap, PinState, Pinning};
+    use crate::fakes::FakeTarget;
+    use crate::{DmaGate, DmaMap, PinState, Pinning};
 
     const MIB: u64 = 1 << 20;
     const LAYOUT: RamLayout = RamLayout { hole_start: 4 * MIB, hole_end: 8 * MIB, end: 1 << 40 };
