@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Options of a migration, and the time limit of each wait.
+//! Options of a migration: the choices, their defaults and limits, and which of them exclude each other.
 //!
-//! Owns resolved values only: the monitor parses option strings and API bodies. [`SendOptions::check`]
-//! checks that the values are compatible.
+//! Owns the only definition of each and the only check of their combinations, [`SendOptions::check`]. The
+//! monitor gives the choices names in its option strings and API bodies, and asks that check before
+//! anything starts. Must never parse text.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -16,10 +18,13 @@ use crate::transport::Address;
 /// Most connections for memory, as upstream has it.
 pub const CONNECTIONS_MAX: u16 = 128;
 
-/// Downtime that precopy aims at when nothing is said.
-pub const DOWNTIME_DEFAULT: Duration = Duration::from_millis(300);
+/// Downtime that precopy aims at by default, in milliseconds.
+pub const DOWNTIME_DEFAULT_MS: u64 = 300;
 
-/// Longest precopy when nothing is said.
+/// Least bandwidth limit: with less, the peer would take the silence for a lost connection.
+pub const BANDWIDTH_MIN_BYTES_PER_S: u64 = 64 << 10;
+
+/// Longest precopy by default.
 pub const TIMEOUT_DEFAULT: Duration = Duration::from_hours(1);
 
 /// Longest wait for a connection to be made. Name resolution is counted.
@@ -31,7 +36,7 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait for the destination to build the machine: large hugetlb guests take long.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_mins(10);
 
-/// How long both sides of a postcopy try to connect again by themselves when nothing is said.
+/// How long both sides of a postcopy try to reconnect by themselves by default.
 pub const RECOVER_TIMEOUT_DEFAULT: Duration = Duration::from_mins(10);
 
 /// Connections for requested pages when neither the options nor the machine say how many.
@@ -56,17 +61,16 @@ pub const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// will. After it the machine is kept all the same; the operator's decision counts without force.
 pub const REJOIN_TIMEOUT: Duration = Duration::from_mins(1);
 
-/// How memory travels.
+/// When memory is sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemoryMode {
-    /// All memory before the guest moves.
+    /// All of it before the guest runs at the destination.
     #[default]
     Precopy,
-    /// The guest moves at once, pages follow on demand and in the background.
+    /// After the guest has started there, on demand and in the background.
     Postcopy,
-    /// As in precopy, until that no longer helps or the operator ends it; what is then
-    /// left follows as in postcopy.
+    /// Precopy until further rounds do not help or the operator ends it; the rest by postcopy.
     Auto,
 }
 
@@ -77,51 +81,48 @@ impl MemoryMode {
     }
 }
 
-/// What happens when precopy does not reach its downtime in time.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+/// What happens when precopy has not converged at the timeout.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TimeoutStrategy {
-    /// The migration fails and the guest stays.
+    /// The migration fails and the guest keeps running at the source.
     #[default]
     Cancel,
-    /// The guest is stopped and moved regardless.
+    /// The guest is stopped and moved, however long the downtime.
     Ignore,
 }
 
-/// What is done when rounds of precopy no longer help.
+/// How precopy is made to converge when further rounds do not help.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Convergence {
-    /// Nothing: the guest may calm down until the timeout.
+    /// Not at all: the guest may write less before the timeout.
     #[default]
     None,
-    /// The guest's vCPUs are slowed down, step by step.
+    /// The vCPUs are throttled: 20 % of the time, then 10 % more at each step, up to 99 %.
     Throttle,
-    /// A longer downtime is allowed, step by step, up to [`SendOptions::downtime_max`].
+    /// The allowed downtime is doubled at each step, up to [`SendOptions::downtime_max`].
     RaiseDowntime,
-    /// The rest of memory follows the guest: [`MemoryMode::Auto`] by another name.
+    /// The rest is sent by postcopy: the same as [`MemoryMode::Auto`].
     Postcopy,
 }
 
-/// When dirty bits are cleared and tracking is re-armed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+/// When dirty bits are cleared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DirtyClear {
-    /// Slice by slice, each just before it is copied.
+    /// For each slice of memory just before it is copied.
     #[default]
     Slice,
-    /// For all of memory at the beginning of a round. For comparison.
+    /// For all memory at the beginning of a round; for comparison.
     Round,
 }
 
-/// Whether bulk memory is compressed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+/// Whether memory is compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Compression {
     /// Never.
     #[default]
     None,
-    /// With zstd, on each connection as long as more memory arrives that way.
+    /// With zstd, on each connection on which that is faster.
     Zstd,
 }
 
@@ -168,14 +169,16 @@ pub struct SendOptions {
     /// Connections that carry memory, 1 to [`CONNECTIONS_MAX`].
     pub connections: u16,
     /// Connections for requested pages in postcopy, up to [`CONNECTIONS_MAX`]; with 0 requested
-    /// pages share the connections of all others.
-    pub urgent_connections: u16,
-    /// With [`MemoryMode::Auto`], longest precopy.
+    /// pages share the other connections, and `None` takes the number from `vcpus`.
+    pub urgent_connections: Option<u16>,
+    /// vCPUs of the machine, where they are known.
+    pub vcpus: Option<u32>,
+    /// Longest precopy before [`MemoryMode::Auto`] switches to postcopy.
     pub postcopy_after: Option<Duration>,
-    /// Most bytes per second for memory that no fault waits for: all of it in precopy, what is not asked
-    /// for in postcopy; 0 for no limit.
+    /// Bandwidth limit for memory that no fault waits for: all memory in precopy, background pages in
+    /// postcopy; 0 for no limit.
     pub bandwidth_bytes_per_s: u64,
-    /// How long a postcopy that lost its connections tries to connect again by itself.
+    /// How long a postcopy that lost its connections tries to reconnect by itself.
     pub recover_timeout: Duration,
     /// Requests to the migration while it runs.
     pub steering: Steering,
@@ -183,22 +186,27 @@ pub struct SendOptions {
     pub downtime: Duration,
     /// Longest precopy.
     pub timeout: Duration,
-    /// What happens after `timeout`.
+    /// What happens then.
     pub timeout_strategy: TimeoutStrategy,
-    /// What is done about rounds that do not help.
+    /// How precopy is made to converge.
     pub convergence: Convergence,
     /// Longest downtime that `convergence` may allow; `None` for [`DOWNTIME_MAX_FACTOR`] times
     /// `downtime`.
     pub downtime_max: Option<Duration>,
     /// When dirty bits are cleared.
     pub dirty_clear: DirtyClear,
-    /// Whether bulk memory is compressed. Precopy only.
+    /// Whether memory is compressed; precopy only.
     pub compression: Compression,
+    /// A page server sends the last pages of a postcopy. The machine provides it
+    /// ([`crate::vm::PausedVm::page_server`]).
+    pub page_server: bool,
+    /// Where the page server takes requests, if that was given.
+    pub page_server_socket: Option<PathBuf>,
     /// Limits of single waits.
     pub limits: Limits,
 }
 
-/// A combination of choices that cannot work.
+/// Options that cannot work together, or out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionsError {
     /// local=on over a network.
@@ -220,14 +228,41 @@ pub enum OptionsError {
     /// compression with postcopy.
     #[error("compression=zstd works with memory_mode=precopy only; leave one of the two out")]
     CompressionPostcopy,
-    /// A cap below what is allowed from the start.
+    /// An option of postcopy, and there will be none.
+    #[error(
+        "{0} has no effect in precopy: it needs memory_mode=postcopy, memory_mode=auto or \
+         convergence=postcopy"
+    )]
+    NeedsPostcopy(&'static str),
+    /// postcopy_after_s without a precopy that postcopy could end.
+    #[error("postcopy_after_s has no effect without memory_mode=auto or convergence=postcopy")]
+    PostcopyAfter,
+    /// A socket for a page server that was not asked for.
+    #[error("page_server_socket has no effect without page_server=on")]
+    PageServerSocket,
+    /// A way to make precopy converge, and there is no precopy.
+    #[error(
+        "convergence has no effect with memory_mode=postcopy, which has no rounds; leave one of the \
+         two out"
+    )]
+    ConvergencePostcopy,
+    /// A maximum of the downtime that nothing raises.
+    #[error("downtime_max_ms has no effect without convergence=raise-downtime")]
+    DowntimeMaxUnused,
+    /// A maximum of the downtime below where it starts.
     #[error("downtime_max_ms={max_ms} is less than downtime_ms={downtime_ms}")]
     DowntimeMax {
-        /// The cap.
+        /// The maximum.
         max_ms: u128,
         /// Where it starts.
         downtime_ms: u128,
     },
+    /// A bandwidth limit that keeps a migration from ending.
+    #[error(
+        "bandwidth={0} is too low for a migration to finish: give at least 64K bytes per second, or \
+         0 for no limit"
+    )]
+    Bandwidth(u64),
 }
 
 impl SendOptions {
@@ -238,50 +273,46 @@ impl SendOptions {
             memory_mode: MemoryMode::Precopy,
             local: false,
             connections: 1,
-            urgent_connections: URGENT_CONNECTIONS_DEFAULT,
+            urgent_connections: None,
+            vcpus: None,
             postcopy_after: None,
             bandwidth_bytes_per_s: 0,
             recover_timeout: RECOVER_TIMEOUT_DEFAULT,
             steering: Steering::default(),
-            downtime: DOWNTIME_DEFAULT,
+            downtime: Duration::from_millis(DOWNTIME_DEFAULT_MS),
             timeout: TIMEOUT_DEFAULT,
             timeout_strategy: TimeoutStrategy::Cancel,
             convergence: Convergence::None,
             downtime_max: None,
             dirty_clear: DirtyClear::Slice,
             compression: Compression::None,
+            page_server: false,
+            page_server_socket: None,
             limits: Limits::default(),
         }
     }
 
-    /// Checks the values against each other.
+    /// Checks the values, and that they work together. Nothing else knows these rules.
     ///
     /// # Errors
-    /// See [`OptionsError`].
+    /// The first rule that is broken.
     pub fn check(&self) -> Result<(), OptionsError> {
-        if self.local {
-            if !matches!(self.to, Address::Unix(_)) {
-                return Err(OptionsError::Local(self.to.clone()));
-            }
-            if self.memory_mode == MemoryMode::Postcopy {
-                return Err(OptionsError::LocalAnd("memory_mode=postcopy"));
-            }
-            if self.compression != Compression::None {
-                return Err(OptionsError::LocalAnd("compression"));
-            }
-        }
         let counts =
-            [("connections", self.connections, 1), ("preempt", self.urgent_connections, 0)];
+            [("connections", Some(self.connections), 1), ("preempt", self.urgent_connections, 0)];
         for (name, value, min) in counts {
-            if value < min || value > CONNECTIONS_MAX {
+            if let Some(value) = value.filter(|value| *value < min || *value > CONNECTIONS_MAX) {
                 return Err(OptionsError::Connections { name, value, min });
             }
         }
-        let postcopy = self.memory_mode == MemoryMode::Postcopy;
-        if postcopy && self.compression != Compression::None {
-            return Err(OptionsError::CompressionPostcopy);
+        if (1..BANDWIDTH_MIN_BYTES_PER_S).contains(&self.bandwidth_bytes_per_s) {
+            return Err(OptionsError::Bandwidth(self.bandwidth_bytes_per_s));
         }
+        self.check_local()?;
+        self.check_postcopy()?;
         match self.downtime_max {
+            Some(_) if self.convergence != Convergence::RaiseDowntime => {
+                Err(OptionsError::DowntimeMaxUnused)
+            }
             Some(max) if max < self.downtime => Err(OptionsError::DowntimeMax {
                 max_ms: max.as_millis(),
                 downtime_ms: self.downtime.as_millis(),
@@ -290,7 +321,62 @@ impl SendOptions {
         }
     }
 
-    /// How memory travels, whichever of the options says so.
+    /// What local=on excludes.
+    fn check_local(&self) -> Result<(), OptionsError> {
+        if !self.local {
+            return Ok(());
+        }
+        if !matches!(self.to, Address::Unix(_)) {
+            return Err(OptionsError::Local(self.to.clone()));
+        }
+        let excluded = [
+            (self.memory_mode == MemoryMode::Postcopy, "memory_mode=postcopy"),
+            (self.memory_mode == MemoryMode::Auto, "memory_mode=auto"),
+            (self.convergence == Convergence::Postcopy, "convergence=postcopy"),
+            (self.compression != Compression::None, "compression"),
+            (self.bandwidth_bytes_per_s > 0, "bandwidth"),
+            (self.connections > 1, "connections"),
+        ];
+        match excluded.into_iter().find(|(is_set, _)| *is_set) {
+            Some((_, name)) => Err(OptionsError::LocalAnd(name)),
+            None => Ok(()),
+        }
+    }
+
+    /// What needs postcopy, or a precopy before it, and what excludes it.
+    fn check_postcopy(&self) -> Result<(), OptionsError> {
+        if self.mode() == MemoryMode::Precopy {
+            let needs =
+                [(self.page_server, "page_server"), (self.urgent_connections.is_some(), "preempt")];
+            if let Some((_, name)) = needs.into_iter().find(|(is_set, _)| *is_set) {
+                return Err(OptionsError::NeedsPostcopy(name));
+            }
+        }
+        if self.postcopy_after.is_some() && self.mode() != MemoryMode::Auto {
+            return Err(OptionsError::PostcopyAfter);
+        }
+        if self.page_server_socket.is_some() && !self.page_server {
+            return Err(OptionsError::PageServerSocket);
+        }
+        if self.mode() != MemoryMode::Postcopy {
+            return Ok(());
+        }
+        if self.compression != Compression::None {
+            return Err(OptionsError::CompressionPostcopy);
+        }
+        if matches!(self.convergence, Convergence::Throttle | Convergence::RaiseDowntime) {
+            return Err(OptionsError::ConvergencePostcopy);
+        }
+        Ok(())
+    }
+
+    /// Connections for requested pages in postcopy.
+    pub fn urgent_connections(&self) -> u16 {
+        let by_vcpus = || self.vcpus.map_or(URGENT_CONNECTIONS_DEFAULT, urgent_connections_for);
+        self.urgent_connections.unwrap_or_else(by_vcpus)
+    }
+
+    /// When memory is sent, whichever of the options says so.
     pub fn mode(&self) -> MemoryMode {
         match (self.memory_mode, self.convergence) {
             (MemoryMode::Precopy, Convergence::Postcopy) => MemoryMode::Auto,

@@ -275,7 +275,7 @@ fn extra_connections(context: Context<'_>) -> (u16, u16) {
         _ if options.local => (0, 0),
         MemoryMode::Precopy => (options.connections - 1, 0),
         MemoryMode::Postcopy | MemoryMode::Auto => {
-            (options.connections, options.urgent_connections)
+            (options.connections, options.urgent_connections())
         }
     }
 }

@@ -8,11 +8,10 @@ use std::time::Duration;
 
 use super::moves::Case;
 use super::relay::{Relay, Rule};
-use super::{LIMITS, Target, assert_whole, have_uffd, loopback, memory, options, send};
+use super::{LIMITS, Target, assert_whole, have_uffd, loopback, memory, migrate, options, send};
 use crate::layout::{Backing, PAGE_BYTES};
 use crate::progress::{Event, Observer, Phase};
 use crate::protocol::capabilities::FEATURE_STALE;
-use crate::source::migrate;
 use crate::testing::{Builder, FakeMemory, FakeVm, Guest, Inject, Pace};
 use crate::{Cancel, Convergence, DirtyClear, MemoryMode, Progress, SendOptions, Side, Steering};
 
@@ -51,7 +50,7 @@ fn a_guest_that_does_not_converge_is_moved_twenty_times() {
         let (source, destination) = case.go(&loopback(), |options| {
             out_of_reach(options);
             options.connections = if seed % 2 == 0 { 1 } else { 3 };
-            options.urgent_connections = u16::try_from(seed % 3).unwrap();
+            options.urgent_connections = Some(u16::try_from(seed % 3).unwrap());
         });
         assert_eq!((source.phase, destination.phase), (Phase::Done, Phase::Done));
         let moved = &destination.faults;

@@ -12,7 +12,7 @@ use super::recovery::wait_until;
 use super::relay::{Act, Cut, Point, Relay, Rule};
 use super::{
     Builder, FakeVm, Guest, LIMITS, SendResult, Target, assert_whole, have_uffd, loopback, memory,
-    options,
+    migrate, options,
 };
 use crate::channel::Channel;
 use crate::commit::Verdict;
@@ -20,7 +20,7 @@ use crate::commit::destination::Decision;
 use crate::destination::{LateReconnects, Listener};
 use crate::progress::{Event, Observer, Phase};
 use crate::protocol::message::{Command, Message, Recover};
-use crate::source::{SendFailure, migrate};
+use crate::source::SendFailure;
 use crate::steering::Steering;
 use crate::testing::{Calls, FakeDestination, FakeMemory, Inject};
 use crate::transport::Connection;

@@ -5,9 +5,11 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, options};
+use super::{
+    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, migrate, options,
+};
 use crate::progress::{Event, Observer, Snapshot};
-use crate::source::{SendFailure, migrate};
+use crate::source::SendFailure;
 use crate::testing::{Inject, Pace};
 use crate::{Cancel, Cause, Convergence, DirtyClear, Progress, SendOptions, Side};
 

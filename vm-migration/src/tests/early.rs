@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use super::hostile::agree;
 use super::{
-    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, options,
+    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, migrate,
+    options,
 };
 use crate::channel::Channel;
 use crate::progress::Phase;
 use crate::protocol::message::Message;
-use crate::source::{SendFailure, migrate};
+use crate::source::SendFailure;
 use crate::testing::Inject;
 use crate::transport::{Connection, TransportError};
 use crate::{Cancel, Cause, Convergence, MemoryMode, Progress, Side};

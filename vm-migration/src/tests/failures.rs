@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::{
-    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, options,
-    send,
+    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, migrate,
+    options, send,
 };
 use crate::progress::{Event, Observer, Phase};
-use crate::source::{SendFailure, migrate};
+use crate::source::SendFailure;
 use crate::testing::{FakeMemory, Inject};
 use crate::{Cancel, Cause, Convergence, GuestLocation, MemoryMode, Progress, Side};
 

@@ -89,7 +89,7 @@ fn without_connections_of_their_own_requests_are_served_too() {
         return;
     }
     let (run, page_server) =
-        run(Behaviour::Serves, LIMITS, |options| options.urgent_connections = 0);
+        run(Behaviour::Serves, LIMITS, |options| options.urgent_connections = Some(0));
     run.finish();
     assert!(page_server.join().unwrap().is_some());
 }

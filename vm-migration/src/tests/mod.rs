@@ -64,7 +64,7 @@ use std::time::Duration;
 use crate::destination::{Listener, ReceiveFailure, Received};
 use crate::layout::{Backing, PAGE_BYTES};
 use crate::options::{Convergence, Limits, ReceiveOptions, SendOptions};
-use crate::source::{Finished, SendFailure, migrate};
+use crate::source::{self, Finished, SendFailure};
 use crate::testing::{Builder, FakeDestination, FakeMemory, FakeVm, Guest};
 use crate::{Address, Cancel, Progress, Side};
 
@@ -164,6 +164,23 @@ pub(super) fn options(to: &Address) -> SendOptions {
         downtime_max: Some(Duration::from_secs(10)),
         ..SendOptions::new(to.clone())
     }
+}
+
+/// Sends with these options, less those of [`options`] that have no meaning in the mode of the test.
+pub(super) fn migrate(
+    vm: FakeVm,
+    options: &SendOptions,
+    progress: &Arc<Progress>,
+    cancel: &Cancel,
+) -> SendResult {
+    let mut options = options.clone();
+    if options.mode() == crate::MemoryMode::Postcopy {
+        options.convergence = Convergence::None;
+    }
+    if options.convergence != Convergence::RaiseDowntime {
+        options.downtime_max = None;
+    }
+    source::migrate(vm, &options, progress, cancel)
 }
 
 /// Sends with a progress and a cancel of its own.

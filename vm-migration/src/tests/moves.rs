@@ -202,7 +202,7 @@ fn postcopy_with_several_channels_of_each_kind() {
     for seed in 1..=5 {
         Case::new(memory(), memory(), seed).go(&loopback(), |options| {
             postcopy(options);
-            (options.connections, options.urgent_connections) = (3, 2);
+            (options.connections, options.urgent_connections) = (3, Some(2));
         });
     }
 }

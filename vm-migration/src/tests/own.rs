@@ -11,7 +11,7 @@ use crate::progress::Snapshot;
 fn postcopy(case: &Case, urgent_connections: u16) -> Snapshot {
     let (_, destination) = case.go(&loopback(), |options| {
         options.memory_mode = MemoryMode::Postcopy;
-        options.urgent_connections = urgent_connections;
+        options.urgent_connections = Some(urgent_connections);
         options.bandwidth_bytes_per_s = 32 << 20;
     });
     assert_eq!(destination.faults.source, Some(FaultSourceKind::Sigbus));

@@ -236,7 +236,7 @@ fn postcopy_onto_large_pages_puts_them_together() {
         let (source, destination) = case.go(&loopback(), |options| {
             postcopy(options);
             options.connections = 1 + u16::try_from(seed % 3).unwrap();
-            options.urgent_connections = u16::try_from(seed % 4).unwrap();
+            options.urgent_connections = Some(u16::try_from(seed % 4).unwrap());
         });
         assert_eq!(source.memory_bytes_sent, destination.memory_bytes_received);
         assert_eq!(destination.remaining_bytes, Some(0));
@@ -254,7 +254,7 @@ fn without_pieces_large_pages_come_whole() {
         case.go(&loopback(), |options| {
             postcopy(options);
             options.connections = 1 + u16::try_from(seed % 3).unwrap();
-            options.urgent_connections = u16::try_from(seed % 3).unwrap();
+            options.urgent_connections = Some(u16::try_from(seed % 3).unwrap());
             let between = Relay::start(&options.to, Rule::Without(FEATURE_PIECES));
             options.to = relay.insert(between).address.clone();
         });
@@ -271,7 +271,7 @@ fn auto_onto_large_pages_puts_stale_ones_together() {
         case.pace = Pace::Full;
         case.go(&loopback(), |options| {
             out_of_reach(options);
-            options.urgent_connections = u16::try_from(seed % 3).unwrap();
+            options.urgent_connections = Some(u16::try_from(seed % 3).unwrap());
         });
     }
 }

@@ -11,13 +11,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::{
-    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, options,
+    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, migrate,
+    options,
 };
 use crate::channel::Channel;
 use crate::destination::Faulting;
 use crate::progress::{Phase, Snapshot};
 use crate::protocol::message::{Message, Recover};
-use crate::source::migrate;
 use crate::steering::{self, Steering};
 use crate::testing::{FakeMemory, Inject, Pace};
 use crate::transport::Connection;
@@ -329,7 +329,7 @@ fn requests_that_share_the_bulk_connection_heal_too() {
     if !have_uffd() {
         return;
     }
-    let run = Run::start(LIMITS, |options| options.urgent_connections = 0);
+    let run = Run::start(LIMITS, |options| options.urgent_connections = Some(0));
     run.proxy.cut_all();
     let (_, destination) = run.finish();
     assert_eq!(destination.recovery.recoveries, 1);

@@ -9,9 +9,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use super::early::wait_for;
-use super::{Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, options};
+use super::{Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, migrate, options};
 use crate::layout::{Backing, PAGE_BYTES};
-use crate::source::migrate;
 use crate::testing::FakeMemory;
 use crate::{Address, Cancel, Progress, Side};
 

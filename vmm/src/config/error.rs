@@ -5,6 +5,8 @@
 //! Owns one enum; each variant names the thing and says what to change.
 
 use thiserror::Error;
+use vm_migration::options::OptionsError;
+use vm_migration::transport::AddressError;
 
 use super::option_string::OptionError;
 
@@ -156,11 +158,11 @@ pub enum ConfigError {
         url: String,
     },
     /// Not an address of a migration.
-    #[error("'{url}' is not an address, expected tcp:<host>:<port> or unix:<path>")]
-    MigrationUrl {
-        /// The text.
-        url: String,
-    },
+    #[error(transparent)]
+    MigrationAddress(#[from] AddressError),
+    /// Options of a migration that cannot be, or not together.
+    #[error(transparent)]
+    MigrationOptions(#[from] OptionsError),
     /// No random bytes for a MAC address.
     #[error("the host provided no random bytes for a MAC address")]
     Random,

@@ -336,6 +336,76 @@ macro_rules! option_enum {
     };
 }
 
+/// Names the values of an enum of another crate, in JSON (the variants) and in option strings. The
+/// configuration has a wrapper of the enum under the name of its schema. A variant without a name does not
+/// compile.
+macro_rules! option_names {
+    (
+        $(#[doc = $about:literal])+
+        $name:ident($target:ident) = $syntax:literal {
+            $( $variant:ident = $text:literal, )+
+        }
+    ) => {
+        $(#[doc = $about])+
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct $name(pub $target);
+
+        impl $name {
+            /// Names in JSON.
+            const JSON_NAMES: &'static [&'static str] = &[ $( stringify!($variant) ),+ ];
+
+            /// Name in JSON.
+            const fn json_name(self) -> &'static str {
+                match self.0 {
+                    $( $target::$variant => stringify!($variant), )+
+                }
+            }
+        }
+
+        impl serde::Serialize for $name {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.serialize_str(self.json_name())
+            }
+        }
+
+        impl<'de> serde::Deserialize<'de> for $name {
+            fn deserialize<D: serde::Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+                match String::deserialize(d)?.as_str() {
+                    $( stringify!($variant) => Ok(Self($target::$variant)), )+
+                    other => Err(serde::de::Error::unknown_variant(other, Self::JSON_NAMES)),
+                }
+            }
+        }
+
+        impl $crate::config::codec::OptionEnum for $name {
+            const SYNTAX: &'static str = $syntax;
+            const NAMES: &'static [(Self, &'static str)] =
+                &[ $( (Self($target::$variant), $text) ),+ ];
+        }
+
+        impl $crate::config::value::FieldValue for $name {
+            fn schema() -> utoipa::openapi::RefOr<utoipa::openapi::schema::Schema> {
+                utoipa::openapi::Ref::from_schema_name(stringify!($name)).into()
+            }
+
+            fn type_name() -> String {
+                Self::JSON_NAMES.join(", ")
+            }
+
+            fn collect_schemas(out: &mut $crate::config::value::SchemaSet) {
+                out.entry(stringify!($name).to_owned()).or_insert_with(|| {
+                    $crate::config::family::enum_schema(
+                        concat!($($about),+),
+                        Self::JSON_NAMES,
+                        Self::default().json_name(),
+                    )
+                    .into()
+                });
+            }
+        }
+    };
+}
+
 /// Defines an option family; see the head of this module.
 macro_rules! option_family {
     (
@@ -577,4 +647,4 @@ macro_rules! option_family {
     };
 }
 
-pub(crate) use {option_enum, option_family};
+pub(crate) use {option_enum, option_family, option_names};

@@ -58,9 +58,8 @@ pub use grant::Grant;
 pub use hotplug::{NewDevice, VmRemoveDevice};
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
-    ConvergencePolicy, DirtyClearing, FaultSourceChoice, ForceData, GuestClock, MemoryRestoreMode,
-    MigrationCompression, MigrationMode, MigrationRecoverData, MigrationUrl, ReceiveMigrationData,
-    RestoreConfig, SendMigrationData, TimeoutStrategy, VmSnapshotConfig,
+    FaultSourceChoice, ForceData, GuestClock, MemoryRestoreMode, MigrationRecoverData,
+    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmSnapshotConfig,
 };
 pub use net::NetConfig;
 pub use option_string::OptionError;

@@ -116,10 +116,13 @@ impl Vmm {
 
     pub(super) fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
         let vcpus = self.machine_mut()?.config().cpus.boot_vcpus;
-        let mut options = sending::options(data, vcpus)?;
+        let mut options = data
+            .options()
+            .map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
+        options.vcpus = Some(vcpus);
         self.refuse_unmovable()?;
         if self.machine_mut()?.has_passthrough() {
-            sending::without_postcopy(&mut options, data)?;
+            sending::without_postcopy(&mut options)?;
         }
         self.refuse_while_memory_arrives("migrated")?;
         let page_server = self.page_server(data)?;
@@ -193,7 +196,7 @@ impl Vmm {
         if let Some(error) = error {
             return responder.answer(Err(error));
         }
-        let faults = match FaultPlan::new(data.fault_source, data.memory_mode, &self.host) {
+        let faults = match FaultPlan::new(data.fault_source, data.memory_mode.0, &self.host) {
             Ok(faults) => faults,
             Err(error) => {
                 let error = ApiError::from_error(ApiErrorKind::Failed, &error);

@@ -8,11 +8,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vm_migration::options::urgent_connections_for;
 use vm_migration::source::{Held, SendFailure, migrate};
 use vm_migration::{
-    Address, Cancel, Cause, Compression, Convergence, DirtyClear, FailureReport, GuestLocation,
-    MemoryMode, MigrationError, Phase, Progress, SendOptions, Side, Steering, TimeoutStrategy,
+    Cancel, Cause, Convergence, FailureReport, GuestLocation, MemoryMode, MigrationError, Phase,
+    Progress, SendOptions, Side, Steering, TimeoutStrategy,
 };
 
 use super::inbox::{InboxSender, Message};
@@ -20,10 +19,6 @@ use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
-use crate::config::{
-    ConvergencePolicy, DirtyClearing, MigrationCompression, MigrationMode, SendMigrationData,
-    TimeoutStrategy as ConfigStrategy,
-};
 use crate::machine::Machine;
 use crate::migration::destination::DmaToMissingPages;
 use crate::migration::memory::MigratingRam;
@@ -93,75 +88,20 @@ impl Sending {
 ///
 /// # Errors
 /// Nothing else was asked for.
-pub fn without_postcopy(
-    options: &mut SendOptions,
-    data: &SendMigrationData,
-) -> Result<(), ApiError> {
-    if options.memory_mode == MemoryMode::Postcopy || data.page_server {
-        let error = ApiError::from_error(ApiErrorKind::Conflict, &DmaToMissingPages);
-        return Err(error);
+pub fn without_postcopy(options: &mut SendOptions) -> Result<(), ApiError> {
+    match options.mode() {
+        MemoryMode::Precopy => return Ok(()),
+        MemoryMode::Auto if !options.page_server => {}
+        _ => return Err(ApiError::from_error(ApiErrorKind::Conflict, &DmaToMissingPages)),
     }
-    let may_switch =
-        options.memory_mode == MemoryMode::Auto || options.convergence == Convergence::Postcopy;
-    if may_switch {
-        log::info!("a VM with passed-through devices moves in precopy only: no switch to postcopy");
-        options.memory_mode = MemoryMode::Precopy;
-        options.postcopy_after = None;
-        if options.convergence == Convergence::Postcopy {
-            options.convergence = Convergence::None;
-        }
+    log::info!("a VM with passed-through devices moves in precopy only: no switch to postcopy");
+    options.memory_mode = MemoryMode::Precopy;
+    options.urgent_connections = None;
+    options.postcopy_after = None;
+    if options.convergence == Convergence::Postcopy {
+        options.convergence = Convergence::None;
     }
     Ok(())
-}
-
-/// Turns the request into options.
-///
-/// # Errors
-/// What cannot be.
-pub fn options(data: &SendMigrationData, vcpus: u32) -> Result<SendOptions, ApiError> {
-    let preempt = data.preempt.map_or_else(
-        || urgent_connections_for(vcpus),
-        |preempt| u16::try_from(preempt).unwrap_or(u16::MAX),
-    );
-    let bad = |error: &dyn std::error::Error| ApiError::from_error(ApiErrorKind::BadRequest, error);
-    let to: Address = data.destination_url.parse().map_err(|error| bad(&error))?;
-    let options = SendOptions {
-        memory_mode: match data.memory_mode {
-            MigrationMode::Precopy => MemoryMode::Precopy,
-            MigrationMode::Postcopy => MemoryMode::Postcopy,
-            MigrationMode::Auto => MemoryMode::Auto,
-        },
-        urgent_connections: preempt,
-        postcopy_after: data.postcopy_after_s.map(Duration::from_secs),
-        bandwidth_bytes_per_s: data.bandwidth,
-        recover_timeout: Duration::from_secs(data.recover_timeout_s),
-        local: data.local,
-        connections: u16::try_from(data.connections).unwrap_or(u16::MAX),
-        downtime: Duration::from_millis(data.downtime_ms),
-        timeout: Duration::from_secs(data.timeout_s),
-        timeout_strategy: match data.timeout_strategy {
-            ConfigStrategy::Cancel => TimeoutStrategy::Cancel,
-            ConfigStrategy::Ignore => TimeoutStrategy::Ignore,
-        },
-        convergence: match data.convergence {
-            ConvergencePolicy::None => Convergence::None,
-            ConvergencePolicy::Throttle => Convergence::Throttle,
-            ConvergencePolicy::RaiseDowntime => Convergence::RaiseDowntime,
-            ConvergencePolicy::Postcopy => Convergence::Postcopy,
-        },
-        downtime_max: data.downtime_max_ms.map(Duration::from_millis),
-        dirty_clear: match data.dirty_clear {
-            DirtyClearing::Slice => DirtyClear::Slice,
-            DirtyClearing::Round => DirtyClear::Round,
-        },
-        compression: match data.compression {
-            MigrationCompression::None => Compression::None,
-            MigrationCompression::Zstd => Compression::Zstd,
-        },
-        ..SendOptions::new(to)
-    };
-    options.check().map_err(|error| bad(&error))?;
-    Ok(options)
 }
 
 fn chain(error: &MigrationError) -> String {
@@ -249,21 +189,31 @@ pub fn start(
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
+    use crate::config::SendMigrationData;
 
     fn with_devices(keys: &str) -> Result<SendOptions, String> {
         let data = format!("destination_url=tcp:h:1,{keys}");
-        let data = SendMigrationData::parse_or_url(&data).unwrap();
-        let mut sent = options(&data, 1).map_err(|error| error.to_string())?;
-        without_postcopy(&mut sent, &data).map_err(|error| error.to_string())?;
+        let mut sent = SendMigrationData::parse_or_url(&data).unwrap().options().unwrap();
+        without_postcopy(&mut sent).map_err(|error| error.to_string())?;
         Ok(sent)
     }
 
     #[test]
     fn passed_through_devices_move_in_precopy_only() {
-        let auto = with_devices("memory_mode=auto,postcopy_after_s=3").unwrap();
-        assert_eq!((auto.memory_mode, auto.postcopy_after), (MemoryMode::Precopy, None));
-        assert_eq!(with_devices("downtime_ms=7").unwrap().memory_mode, MemoryMode::Precopy);
-        for refused in ["memory_mode=postcopy", "memory_mode=auto,page_server=on"] {
+        for keys in [
+            "memory_mode=auto,postcopy_after_s=3,preempt=2",
+            "convergence=postcopy",
+            "downtime_ms=7",
+        ] {
+            let sent = with_devices(keys).unwrap();
+            assert_eq!((sent.mode(), sent.postcopy_after), (MemoryMode::Precopy, None), "{keys}");
+            assert_eq!(sent.check(), Ok(()), "{keys}");
+        }
+        for refused in [
+            "memory_mode=postcopy",
+            "memory_mode=auto,page_server=on",
+            "convergence=postcopy,page_server=on",
+        ] {
             let error = with_devices(refused).unwrap_err();
             assert!(error.contains("cannot wait for pages that are still to come"), "{error}");
         }

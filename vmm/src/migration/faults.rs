@@ -18,6 +18,7 @@ use hypervisor::{
 use memory::{AccessError, GuestRam, ZoneKind};
 use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
+use vm_migration::MemoryMode;
 use vm_migration::fault::{FaultSource, VcpuBarrier};
 use vm_migration::layout::{PAGE_BYTES, PageRun};
 use vm_migration::uffd::{OwnFaults, Refused, UffdError};
@@ -25,7 +26,7 @@ use vm_migration::uffd::{OwnFaults, Refused, UffdError};
 use super::fault_choice::{Choice, HostAndGuest, VcpuFaultsUnavailable, choose, may_nest};
 use super::memory::MigratingRam;
 use super::resident::KvmLimits;
-use crate::config::{FaultSourceChoice, MigrationMode};
+use crate::config::FaultSourceChoice;
 use crate::machine::{Host, Machine, MissingPages};
 
 /// userfaultfds for accesses of everybody but vCPUs, each with a reader.
@@ -103,7 +104,7 @@ impl FaultPlan {
     /// What is missing, and how to get it. Never with `auto` and `uffd`.
     pub fn new(
         choice: FaultSourceChoice,
-        mode: MigrationMode,
+        mode: MemoryMode,
         host: &Host,
     ) -> Result<Self, FaultPlanError> {
         let capabilities = host.capabilities();
@@ -129,7 +130,7 @@ impl FaultPlan {
                     shadow_paging: kvm_limits.shadow_paging,
                     says_where,
                     shared_memory: true,
-                    expects_postcopy: mode != MigrationMode::Precopy,
+                    expects_postcopy: mode != MemoryMode::Precopy,
                     may_nest: false,
                 };
                 Self::Auto(Undecided { known, kvm_limits })

@@ -103,7 +103,7 @@ fn bodies_that_are_wrong_get_reasons() {
     assert!(unsupported.ends_with("'pvpanic' is not supported by this version"), "{unsupported}");
     assert!(refused("vm.send-migration", "{}").contains("destination_url"));
     let url = r#"{"destination_url":"http://x"}"#;
-    assert!(refused("vm.send-migration", url).contains("is not an address"));
+    assert!(refused("vm.send-migration", url).contains("is not a migration address"));
     let unknown = refused("vm.create", r#"{"payload":{"kernel":"/k"},"no_field":{"x":1}}"#);
     assert!(unknown.contains("unknown field `no_field` of VmConfig"), "{unknown}");
     let good = r#"{"payload":{"kernel":"/k"}}"#.to_owned();
