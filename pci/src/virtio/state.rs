@@ -9,6 +9,7 @@
 use devices::virtio::{DeviceSnapshot, StateError};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+use virtio_queue::QueueState;
 
 use super::interrupt::{ISR_CONFIG, ISR_QUEUE, PciInterrupt};
 use super::layout::BarWidth;
@@ -116,14 +117,6 @@ pub enum VirtioStateError {
     InUse {
         /// Its id.
         id: String,
-    },
-    /// The device did not say where a queue stands.
-    #[error("virtio device {id} reported nothing about its queue {index}")]
-    NotReported {
-        /// Its id.
-        id: String,
-        /// Index of the queue.
-        index: u16,
     },
     /// A newer program wrote it.
     #[error("virtio state version {found} is not known here (newest known: {VERSION})")]
@@ -248,13 +241,13 @@ impl Transport {
                 .find(|active| active.index == index)
                 .map(|active| active.queue.state()),
             Run::Paused(states) => {
-                states.iter().find(|(at, _)| *at == index).map(|(_, state)| *state)
+                let of = |states: &[(u16, QueueState)]| {
+                    states.iter().find(|(at, _)| *at == index).map(|(_, state)| *state)
+                };
+                of(states).or_else(|| of(&self.begun))
             }
         };
         let in_use = queue.enabled && !matches!(self.run, Run::Stopped);
-        if in_use && reported.is_none() {
-            return Err(VirtioStateError::NotReported { id: self.id.clone(), index });
-        }
         let progress = reported.filter(|_| in_use).map(|state| QueueProgressState {
             next_avail: state.next_avail,
             next_used: state.next_used,

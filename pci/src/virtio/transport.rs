@@ -64,6 +64,9 @@ pub(super) struct Transport {
     pub(super) queue_select: u16,
     pub(super) queues: Vec<QueueRegisters>,
     pub(super) run: Run,
+    /// Where the queues stood when the device was activated. A driver may enable queues that belong to
+    /// features it has not accepted; a device that serves none of them reports nothing about them.
+    pub(super) begun: Vec<(u16, QueueState)>,
     /// Whether the function may reach guest memory.
     pub(super) bus_master: BusMaster,
     log_limit: LogLimit,
@@ -92,6 +95,7 @@ impl Transport {
             queue_select: 0,
             queues,
             run: Run::Stopped,
+            begun: Vec::new(),
             bus_master: BusMaster::NotUsed,
             log_limit: LogLimit::default(),
         }
@@ -202,6 +206,8 @@ impl Transport {
 
     fn start(&mut self, activation: Activation) {
         self.notify.arm(activation.queues.iter().map(|queue| queue.index).collect());
+        let positions = activation.queues.iter().map(|queue| (queue.index, queue.queue.state()));
+        self.begun = positions.collect();
         match self.device.activate(activation) {
             Ok(()) => self.run = Run::Running,
             Err(error) => {
