@@ -23,6 +23,7 @@ mod file_zones;
 mod firmware;
 mod full_disk;
 mod harness;
+mod hostile;
 mod hotplug;
 mod http;
 mod hung_disk;
@@ -111,6 +112,7 @@ fn main() -> ExitCode {
     prezero::add(&mut suite);
     fault_sources::add(&mut suite);
     fault_stress::add(&mut suite);
+    hostile::add(&mut suite);
     hotplug::add(&mut suite);
     descriptors::add(&mut suite);
     clients::add(&mut suite);

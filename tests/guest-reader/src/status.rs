@@ -188,6 +188,8 @@ pub struct VcpuStatus {
     pub error_records: Vec<ErrorRecord>,
     /// What the balloon workloads did.
     pub balloon: BalloonStatus,
+    /// Attacks of each kind by the hostile workload; none where it found nothing to attack.
+    pub attacks: Option<Vec<u64>>,
 }
 
 /// What a vCPU did with the balloon.
@@ -278,6 +280,9 @@ impl VcpuStatus {
                 features: page.at(vcpu::BALLOON_FEATURES),
                 failure: balloon_failure_name(page.at(vcpu::BALLOON_FAILURE)),
             },
+            attacks: (page.at(vcpu::HOSTILE_FAILURE) == 0).then(|| {
+                (0..vcpu::ATTACK_KINDS).map(|kind| page.at(vcpu::ATTACKS + kind * 8)).collect()
+            }),
         }
     }
 }

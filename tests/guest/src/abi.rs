@@ -222,8 +222,10 @@ pub mod workload {
     pub const BALLOON_INFLATE: u64 = 8;
     /// Write numbered blocks to the first disk, over and over, and read each before it is overwritten.
     pub const DISK_WRITE: u64 = 9;
+    /// vCPU 0 attacks all devices at random, see `hostile.rs`; the others write at random.
+    pub const HOSTILE: u64 = 10;
     /// Names, by number.
-    pub const NAMES: [&str; 10] = [
+    pub const NAMES: [&str; 11] = [
         "idle",
         "fill",
         "verify",
@@ -234,6 +236,7 @@ pub mod workload {
         "balloon-report",
         "balloon-inflate",
         "disk-write",
+        "hostile",
     ];
 }
 
@@ -332,6 +335,13 @@ pub mod vcpu {
     pub const DISK_WRITES: u64 = 0x118;
     /// One of `balloon_failure` or `disk_failure`, 0 when there is none.
     pub const DISK_FAILURE: u64 = 0x120;
+
+    /// Attacks of each kind, `ATTACK_KINDS` counters.
+    pub const ATTACKS: u64 = 0x130;
+    /// Kinds of attack.
+    pub const ATTACK_KINDS: u64 = 12;
+    /// Not 0 when there is nothing to attack.
+    pub const HOSTILE_FAILURE: u64 = 0x1a0;
 
     /// Error records of `ERROR_BYTES`; see `error`.
     pub const ERROR_RECORDS: u64 = 0x400;

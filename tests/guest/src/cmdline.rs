@@ -79,6 +79,8 @@ pub struct Settings {
     pub ecam: u64,
     /// `bus_master=`: a device on the first bus that may have DMA before anything else is done; 0: none.
     pub bus_master: u64,
+    /// `reserve=`: bytes at the end of RAM without test pages.
+    pub reserve: u64,
     /// Words that were not understood.
     pub refused: u64,
 }
@@ -109,6 +111,7 @@ impl Settings {
             balloon_poison: 0,
             ecam: ECAM_GPA,
             bus_master: 0,
+            reserve: 0,
             refused: 0,
         }
     }
@@ -133,6 +136,10 @@ impl Settings {
             b"mem" => self.window = window(value)?,
             b"verify" => self.verify = named(&["none", "light", "full"], value)?,
             b"after" => self.after = after_bits(value)?,
+            b"reserve" => match amount(value)? {
+                Amount::Bytes(bytes) => self.reserve = bytes,
+                Amount::Percent(_) => return None,
+            },
             _ => *self.numeric(name)? = number(value)?,
         }
         Some(())
@@ -196,6 +203,7 @@ impl Settings {
             balloon_poison: get(param::BALLOON_POISON),
             ecam: get(param::ECAM_GPA),
             bus_master: 0,
+            reserve: 0,
             refused: 0,
         }
     }

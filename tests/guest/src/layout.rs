@@ -54,6 +54,11 @@ impl<T: Copy + Default> List<T> {
         true
     }
 
+    /// The last item.
+    pub fn last_mut(&mut self) -> Option<&mut T> {
+        self.len.checked_sub(1).and_then(|last| self.items.get_mut(last))
+    }
+
     /// The items.
     pub fn as_slice(&self) -> &[T] {
         self.items.get(..self.len).unwrap_or(&[])
@@ -83,6 +88,8 @@ pub struct Layout {
     pub ram_bytes: u64,
     /// End of RAM.
     pub ram_end: u64,
+    /// RAM at the end that holds no test pages.
+    pub reserved: Span,
 }
 
 impl Layout {
@@ -112,6 +119,7 @@ impl Layout {
             ranges: List::new(),
             ram_bytes,
             ram_end,
+            reserved: Span { start: ram_end, end: ram_end },
         };
         for span in ram {
             let gpa = span.start.max(test_start).next_multiple_of(PAGE_BYTES);
@@ -125,6 +133,15 @@ impl Layout {
             layout.pages += pages;
         }
         Some(layout)
+    }
+
+    /// Takes test pages away from the end of RAM, at least one of the last run is left.
+    pub fn reserve(&mut self, bytes: u64) {
+        let Some(last) = self.ranges.last_mut() else { return };
+        let pages = (bytes / PAGE_BYTES).min(last.pages.saturating_sub(1));
+        last.pages -= pages;
+        self.pages -= pages;
+        self.reserved.start = last.gpa + last.pages * PAGE_BYTES;
     }
 
     /// Gpa of a test page (0 when there is no such page).

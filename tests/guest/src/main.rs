@@ -15,6 +15,7 @@ mod clock;
 #[expect(dead_code, reason = "some of it is for the reader on the host")]
 mod cmdline;
 mod disk;
+mod hostile;
 mod layout;
 mod master;
 mod mem;
@@ -70,7 +71,8 @@ extern "C" fn bsp_main(start_info: u64) -> ! {
     }
     CONTROL.set(control::VCPUS, vcpus);
 
-    let Some(layout) = Layout::new(info.ram.as_slice(), vcpus) else { fail(failure::MEMORY) };
+    let Some(mut layout) = Layout::new(info.ram.as_slice(), vcpus) else { fail(failure::MEMORY) };
+    layout.reserve(settings.reserve);
     map_high_memory(info.ram.as_slice(), layout.tables_gpa);
     let (khz, source) = clock::frequency_khz(settings.tsc_khz);
     CONTROL.set(control::SEED, settings.seed);

@@ -23,6 +23,7 @@ const BAR_COUNT: u64 = 6;
 const BAR_64: u32 = 4;
 const CAPABILITIES: u64 = 0x34;
 const CAPABILITY_VENDOR: u32 = 9;
+const CAPABILITY_MSIX: u32 = 0x11;
 /// More than any list has.
 const CAPABILITIES_MAX: usize = 48;
 const CAP_COMMON: u32 = 1;
@@ -31,11 +32,11 @@ const CAP_DEVICE: u32 = 4;
 
 /// BARs that lie where nothing is mapped are moved here, 16 MiB apart: below the addresses that the
 /// events are written to, in what every machine leaves to devices.
-const BARS_GPA: u64 = 0xd000_0000;
+pub const BARS_GPA: u64 = 0xd000_0000;
 const BARS_DISTANCE: u64 = 16 << 20;
 
 /// Registers of the common configuration.
-mod common {
+pub mod common {
     pub const DEVICE_FEATURE_SELECT: u64 = 0;
     pub const DEVICE_FEATURE: u64 = 4;
     pub const DRIVER_FEATURE_SELECT: u64 = 8;
@@ -44,6 +45,7 @@ mod common {
     pub const STATUS: u64 = 20;
     pub const QUEUE_SELECT: u64 = 22;
     pub const QUEUE_SIZE: u64 = 24;
+    pub const QUEUE_MSIX_VECTOR: u64 = 26;
     pub const QUEUE_ENABLE: u64 = 28;
     pub const QUEUE_NOTIFY_OFF: u64 = 30;
     pub const QUEUE_DESC: u64 = 32;
@@ -98,14 +100,79 @@ fn register(function: u64, at: u64) -> u32 {
     mem::load32(function + at)
 }
 
-/// The function's configuration space, if a device of this type is there.
-fn find(ecam: u64, device_type: u32) -> Option<u64> {
-    let id = (FIRST_MODERN + device_type) << 16 | VENDOR;
-    (0..DEVICES).map(|device| ecam + device * CONFIG_BYTES).find(|at| register(*at, 0) == id)
+/// Configuration space of each function 0 of the first bus.
+pub fn functions(ecam: u64) -> impl Iterator<Item = u64> {
+    (0..DEVICES)
+        .map(move |device| ecam + device * CONFIG_BYTES)
+        .filter(|at| register(*at, 0) != u32::MAX)
 }
 
-/// Gives every BAR that is not below 4 GiB a place there, and lets the device be reached.
-fn place_bars(function: u64) {
+/// What kind of modern virtio device a function is.
+pub fn device_type(function: u64) -> Option<u32> {
+    let id = register(function, 0);
+    (id & 0xffff == VENDOR).then(|| (id >> 16).checked_sub(FIRST_MODERN))?
+}
+
+/// The function's configuration space, if a device of this type is there.
+fn find(ecam: u64, wanted: u32) -> Option<u64> {
+    functions(ecam).find(|at| device_type(*at) == Some(wanted))
+}
+
+/// Where the registers of a function are; 0 for those that it does not have.
+#[derive(Clone, Copy, Default)]
+pub struct Regions {
+    /// The common configuration.
+    pub common: u64,
+    /// The first notification register.
+    pub notify: u64,
+    /// The distance of two of them by their numbers.
+    pub notify_multiplier: u64,
+    /// The device's own configuration.
+    pub config: u64,
+    /// The table of MSI-X.
+    pub msix: u64,
+}
+
+/// Looks for the regions that a function's capabilities name.
+pub fn regions(function: u64) -> Regions {
+    let mut found = Regions::default();
+    if register(function, COMMAND) & STATUS_CAPABILITIES == 0 {
+        return found;
+    }
+    let base = |bar: u32| {
+        let bar = u64::from(bar).min(BAR_COUNT - 1);
+        u64::from(register(function, BARS + bar * 4) & !0xf)
+    };
+    let mut at = u64::from(register(function, CAPABILITIES) & 0xfc);
+    for _ in 0..CAPABILITIES_MAX {
+        if at == 0 {
+            break;
+        }
+        let head = register(function, at);
+        if head & 0xff == CAPABILITY_VENDOR {
+            let gpa =
+                base(register(function, at + 4) & 0xff) + u64::from(register(function, at + 8));
+            match head >> 24 {
+                CAP_COMMON => found.common = gpa,
+                CAP_NOTIFY => {
+                    found.notify = gpa;
+                    found.notify_multiplier = u64::from(register(function, at + 16));
+                }
+                CAP_DEVICE => found.config = gpa,
+                _ => {}
+            }
+        } else if head & 0xff == CAPABILITY_MSIX {
+            let table = register(function, at + 4);
+            found.msix = base(table & 7) + u64::from(table & !7);
+        }
+        at = u64::from(head >> 8 & 0xfc);
+    }
+    found
+}
+
+/// Gives every BAR that is not below 4 GiB a place there, from `gpa` on in such distances, and lets the
+/// device be reached.
+pub fn place_bars(function: u64, gpa: u64, distance: u64) {
     let command = register(function, COMMAND) & 0xffff;
     mem::store32(function + COMMAND, command & !COMMAND_MEMORY_AND_BUS_MASTER);
     let mut bar = 0;
@@ -120,7 +187,7 @@ fn place_bars(function: u64) {
         let high = if wide { mem::load32(at + 4) } else { 0 };
         // A BAR that is not there reads as zero and stays so.
         if low & !0xf == 0 || high != 0 {
-            mem::store32(at, low_half(BARS_GPA + bar * BARS_DISTANCE));
+            mem::store32(at, low_half(gpa + bar * distance));
             if wide {
                 mem::store32(at + 4, 0);
             }
@@ -134,33 +201,8 @@ impl Device {
     /// Finds a device of this type and resets it.
     pub fn find(ecam: u64, device_type: u32) -> Result<Self, u64> {
         let function = find(ecam, device_type).ok_or(balloon_failure::DEVICE)?;
-        if register(function, COMMAND) & STATUS_CAPABILITIES == 0 {
-            return Err(balloon_failure::LEGACY);
-        }
-        place_bars(function);
-        let (mut common, mut notify, mut config, mut notify_multiplier) = (0, 0, 0, 0);
-        let mut at = u64::from(register(function, CAPABILITIES) & 0xfc);
-        for _ in 0..CAPABILITIES_MAX {
-            if at == 0 {
-                break;
-            }
-            let head = register(function, at);
-            if head & 0xff == CAPABILITY_VENDOR {
-                let bar = u64::from(register(function, at + 4) & 0xff).min(BAR_COUNT - 1);
-                let base = u64::from(register(function, BARS + bar * 4) & !0xf);
-                let gpa = base + u64::from(register(function, at + 8));
-                match head >> 24 {
-                    CAP_COMMON => common = gpa,
-                    CAP_NOTIFY => {
-                        notify = gpa;
-                        notify_multiplier = u64::from(register(function, at + 16));
-                    }
-                    CAP_DEVICE => config = gpa,
-                    _ => {}
-                }
-            }
-            at = u64::from(head >> 8 & 0xfc);
-        }
+        place_bars(function, BARS_GPA, BARS_DISTANCE);
+        let Regions { common, notify, notify_multiplier, config, .. } = regions(function);
         if common == 0 || notify == 0 || config == 0 {
             return Err(balloon_failure::LEGACY);
         }

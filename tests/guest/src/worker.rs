@@ -10,6 +10,7 @@ use crate::abi::{
 use crate::balloon::Balloon;
 use crate::clock::{self, Clock};
 use crate::disk::{self, Disk};
+use crate::hostile::Attacker;
 use crate::layout::{Layout, Own};
 use crate::mem::{self, Block};
 use crate::pattern::{Mismatch, Pattern, Random};
@@ -55,6 +56,8 @@ pub struct Worker {
     balloon: Option<Balloon>,
     /// From the first iteration of the disk workload on.
     disk: Option<Disk>,
+    /// From the first attack on.
+    attacker: Option<Attacker>,
 }
 
 impl Worker {
@@ -90,6 +93,7 @@ impl Worker {
             state: state::OFF,
             balloon: None,
             disk: None,
+            attacker: None,
         };
         worker.clock.reset();
         worker.clock.tick();
@@ -132,9 +136,14 @@ impl Worker {
         let own = Own::new(first, pages, self.vcpu, self.vcpus);
         let active = self.vcpu < PARAM.get(param::ACTIVE_VCPUS) && own.count > 0;
         let hot = u128::from(own.count) * u128::from(PARAM.get(param::HOT_PERMILLE)) / 1000;
+        let workload = match PARAM.get(param::WORKLOAD) {
+            _ if !active => workload::IDLE,
+            workload::HOSTILE if self.vcpu != 0 => workload::RANDOM_WRITE,
+            workload => workload,
+        };
         self.now = Parameters {
             generation,
-            workload: if active { PARAM.get(param::WORKLOAD) } else { workload::IDLE },
+            workload,
             iterations: PARAM.get(param::ITERATIONS),
             pace_ticks: clock::ticks(PARAM.get(param::PACE_NS), self.khz),
             verify: PARAM.get(param::VERIFY),
@@ -153,6 +162,7 @@ impl Worker {
         let fills = self.now.prefill || self.now.workload == workload::FILL;
         match self.now.workload {
             workload::IDLE => self.enter(state::DONE, 0),
+            workload::HOSTILE => self.enter(state::WORK, self.now.iterations),
             _ if fills => self.enter(state::PREFILL, 0),
             _ => self.enter(state::WORK, self.now.iterations),
         }
@@ -304,6 +314,7 @@ impl Worker {
                     return;
                 }
             }
+            workload::HOSTILE => self.attack(),
             _ => core::hint::spin_loop(),
         }
         if self.left > 0 {
@@ -313,6 +324,23 @@ impl Worker {
                 self.finish_phase(state::DONE);
             }
         }
+    }
+
+    /// Attacks once.
+    fn attack(&mut self) {
+        if self.attacker.is_none() {
+            let seed = self.random.number();
+            let Layout { reserved, ram_end, .. } = *self.layout;
+            self.attacker = Attacker::start(PARAM.get(param::ECAM_GPA), seed, reserved, ram_end);
+        }
+        let Some(attacker) = &mut self.attacker else {
+            self.block.set(vcpu::HOSTILE_FAILURE, 1);
+            self.enter(state::DONE, 0);
+            return;
+        };
+        let kind = attacker.step();
+        self.block.add(vcpu::ATTACKS + kind.min(vcpu::ATTACK_KINDS - 1) * 8, 1);
+        self.block.add(vcpu::ITERATIONS, 1);
     }
 
     /// Writes one block to the disk; vCPU 0 alone does so.
