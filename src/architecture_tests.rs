@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The table of crates in `docs/architecture.md` against the workspace: every crate has a row, and a row
-//! names exactly the crates that its crate depends on.
+//! Two documents against the workspace: in `docs/architecture.md` every crate has a row, which names exactly
+//! the crates that it depends on; in `docs/dependencies.md` every crate of others has its reason.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -19,15 +19,20 @@ fn names(list: &Value) -> impl Iterator<Item = &Value> {
     list.as_array().expect("a list").iter()
 }
 
-/// What cargo says.
-fn workspace() -> Imports {
+/// What cargo says of the workspace's packages.
+fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
         .current_dir(ROOT)
         .output()
         .expect("cargo");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let metadata: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// Its crates, and what they import of each other.
+fn workspace() -> Imports {
+    let metadata = metadata();
     let name = |value: &Value| value["name"].as_str().expect("a name").to_owned();
     let packages: BTreeSet<String> = names(&metadata["packages"]).map(name).collect();
     names(&metadata["packages"])
@@ -67,4 +72,32 @@ fn the_table_of_crates_is_true() {
     let documented = documented();
     assert!(!documented.is_empty(), "no table of crates in docs/architecture.md");
     assert_eq!(documented, workspace());
+}
+
+/// Crates of others that get into the programs.
+fn external() -> BTreeSet<String> {
+    let metadata = metadata();
+    names(&metadata["packages"])
+        .filter(|package| !TEST_PACKAGES.contains(&package["name"].as_str().expect("a name")))
+        .flat_map(|package| names(&package["dependencies"]))
+        .filter(|dependency| dependency["kind"] != "dev" && dependency["path"].is_null())
+        // Loom replaces the standard library's atomics in models alone.
+        .filter(|dependency| dependency["target"] != "cfg(loom)" && dependency["optional"] == false)
+        .map(|dependency| dependency["name"].as_str().expect("a name").to_owned())
+        .collect()
+}
+
+#[test]
+fn every_dependency_has_its_reason() {
+    let text =
+        std::fs::read_to_string(format!("{ROOT}/docs/dependencies.md")).expect("the document");
+    let documented: BTreeSet<String> = text
+        .lines()
+        .skip_while(|line| !line.starts_with("| crate | of | why |"))
+        .skip(2)
+        .take_while(|line| line.starts_with('|'))
+        .flat_map(|line| line.split('|').nth(1).unwrap_or_default().split('`').skip(1).step_by(2))
+        .map(str::to_owned)
+        .collect();
+    assert_eq!(documented, external());
 }
