@@ -11,10 +11,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 
+use page_bitmap::PageBitmap;
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
 
 use crate::PAGE_BYTES;
-use crate::bitmap::PageBitmap;
 use crate::mapping::Mapping;
 
 /// The dirty log of one region, in pages of 4 KiB. Clones share the log.
@@ -41,7 +41,7 @@ impl DeviceDirtyLog {
     /// # Errors
     /// The host has no address space left for the bitmap.
     pub fn for_len(len_bytes: u64) -> io::Result<Self> {
-        let pages = PageBitmap::new(len_bytes.div_ceil(PAGE_BYTES))?;
+        let pages = PageBitmap::sparse(len_bytes.div_ceil(PAGE_BYTES))?;
         let log = Arc::new(Log { tracking: AtomicBool::new(false), pages });
         Ok(Self { log: Some(log), _keeps_mapped: None })
     }
@@ -57,7 +57,7 @@ impl DeviceDirtyLog {
     pub fn set_tracking(&self, on: bool) {
         let Some(log) = &self.log else { return };
         if on && !log.tracking.load(Ordering::Relaxed) {
-            log.pages.clear_range(0..log.pages.len_pages());
+            log.pages.clear();
         }
         log.tracking.store(on, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -114,7 +114,7 @@ impl Bitmap for DeviceDirtyLog {
     }
 
     fn dirty_at(&self, offset: usize) -> bool {
-        self.log.as_ref().is_some_and(|log| log.pages.test(offset as u64 / PAGE_BYTES))
+        self.log.as_ref().is_some_and(|log| log.pages.get(offset as u64 / PAGE_BYTES))
     }
 
     fn slice_at(&self, offset: usize) -> RefSlice<'_, DeviceDirtyLog> {

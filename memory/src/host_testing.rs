@@ -27,8 +27,8 @@ pub fn resident_bytes(start: *const u8, len_bytes: u64) -> u64 {
         return runs.into_iter().map(|run| run.end - run.start).sum();
     }
     // Before Linux 6.7: every entry by itself, told from the zero page by its frame.
-    let probe = crate::PageBitmap::new(1).unwrap();
-    assert!(!probe.test(0));
+    let probe = page_bitmap::PageBitmap::sparse(1).unwrap();
+    assert!(!probe.get(0));
     let zero_page = page_entry(&pagemap, probe.storage());
     assert_ne!(zero_page << 9, 0, "frame numbers are for root only");
     let pages = (0..len_bytes).step_by(4096);

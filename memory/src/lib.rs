@@ -60,7 +60,6 @@ compile_error!("guest RAM needs a 64-bit host");
 
 pub mod available;
 mod backing;
-mod bitmap;
 mod collapse;
 mod config;
 mod dirty;
@@ -84,8 +83,9 @@ mod region;
 mod zero;
 mod zone_file;
 
+pub use page_bitmap::PageBitmap;
+
 pub use backing::{BackingError, InitialContents};
-pub use bitmap::{PageBitmap, Runs};
 pub use collapse::{Collapse, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;

@@ -11,13 +11,12 @@
 use std::io;
 use std::ops::Range;
 
-use crate::bitmap::{PageBitmap, Runs};
+use page_bitmap::PageBitmap;
 
 /// Pages whose content is here: it has arrived, or it was always local.
 ///
 /// Stored as the pages that are **absent**, so that a guest that was booted here has an untouched
-/// map. Written by the destination of a migration (all absent at first; the thread that brings a page in
-/// claims it) and by restore on demand; not by discard, so that what was received in part and is thrown
+/// map. Written by the destination of a migration (all absent at first) and by restore on demand; not by discard, so that what was received in part and is thrown
 /// away to be sent again is still absent. Read by prefault and DMA mapping, which leave absent pages alone, and by recovery, which sends the
 /// map to the source.
 #[derive(Debug)]
@@ -27,17 +26,17 @@ pub struct ResidentMap {
 
 impl ResidentMap {
     pub(crate) fn new(len_pages: u64) -> io::Result<Self> {
-        Ok(Self { absent: PageBitmap::new(len_pages)? })
+        Ok(Self { absent: PageBitmap::sparse(len_pages)? })
     }
 
     /// Whether the content of `page` is here. True for pages past the end: nothing is awaited.
     pub fn is_resident(&self, page: u64) -> bool {
-        !self.absent.test(page)
+        !self.absent.get(page)
     }
 
     /// The content of these pages is here.
     pub fn set_resident(&self, pages: Range<u64>) {
-        self.absent.clear_range(pages);
+        self.absent.claim_range(pages);
     }
 
     /// The content of these pages is still to arrive.
@@ -45,24 +44,14 @@ impl ResidentMap {
         self.absent.set_range(pages);
     }
 
-    /// Takes it upon the caller to bring `page` in; true for exactly one caller. The page counts
-    /// as resident from here on, so claim after the content is in place, or before any reader exists.
-    pub fn claim_absent(&self, page: u64) -> bool {
-        self.absent.claim(page)
-    }
-
-    /// Number of pages still to arrive.
-    pub fn absent_count(&self) -> u64 {
-        self.absent.count()
-    }
-
     /// Runs of pages still to arrive.
-    pub fn absent_runs(&self, pages: Range<u64>) -> Runs<'_> {
-        self.absent.runs(pages)
+    pub fn absent_runs(&self, pages: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        self.absent.runs_in(pages)
     }
 
-    /// The bitmap of absent pages, for claims of runs and for words to and from a peer.
-    pub fn absent(&self) -> &PageBitmap {
+    /// The bitmap of absent pages.
+    #[cfg(all(test, not(loom)))]
+    pub(crate) fn absent(&self) -> &PageBitmap {
         &self.absent
     }
 }
@@ -86,17 +75,17 @@ pub struct ZeroMap {
 
 impl ZeroMap {
     pub(crate) fn new(len_pages: u64) -> io::Result<Self> {
-        Ok(Self { data: PageBitmap::new(len_pages)? })
+        Ok(Self { data: PageBitmap::sparse(len_pages)? })
     }
 
     /// Whether `page` was zero when last looked at. False past the end: nothing is known there.
     pub fn is_zero(&self, page: u64) -> bool {
-        page < self.data.len_pages() && !self.data.test(page)
+        page < self.data.len() && !self.data.get(page)
     }
 
     /// These pages are zero.
     pub fn set_zero(&self, pages: Range<u64>) {
-        self.data.clear_range(pages);
+        self.data.claim_range(pages);
     }
 
     /// These pages may hold data.
@@ -105,17 +94,36 @@ impl ZeroMap {
     }
 
     /// Number of pages that may hold data.
-    pub fn data_count(&self) -> u64 {
+    #[cfg(all(test, not(loom)))]
+    pub(crate) fn data_count(&self) -> u64 {
         self.data.count()
     }
 
-    /// Runs of pages that may hold data.
-    pub fn data_runs(&self, pages: Range<u64>) -> Runs<'_> {
-        self.data.runs(pages)
-    }
-
     /// The bitmap of pages that may hold data.
-    pub fn data(&self) -> &PageBitmap {
+    #[cfg(all(test, not(loom)))]
+    pub(crate) fn data(&self) -> &PageBitmap {
         &self.data
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::host::testing::resident_bytes;
+
+    #[test]
+    fn the_map_of_a_terabyte_uses_no_memory_until_written() {
+        let pages = (1 << 40) / 4096;
+        let map = ResidentMap::new(pages).unwrap();
+        let bytes = || resident_bytes(map.absent.storage(), pages / 8);
+        assert_eq!(bytes(), 0);
+        map.set_absent(pages / 2..pages / 2 + 1);
+        assert_eq!(bytes(), 4096);
+        // Clearing what is clear reads only; reads map the shared zero page and allocate nothing.
+        map.set_resident(0..pages);
+        assert_eq!(map.absent_runs(0..pages).next(), None);
+        assert_eq!(bytes(), 4096);
     }
 }

@@ -13,7 +13,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::bitmap::PageBitmap;
+use page_bitmap::PageBitmap;
+
 use crate::pins::Pins;
 use crate::populate::PopulateError;
 use crate::ram::GuestRam;
@@ -76,8 +77,8 @@ impl Plugged {
         let count = len_bytes / block_bytes.max(1);
         Ok(Self {
             block_bytes,
-            blocks: PageBitmap::new(count)?,
-            unreturned: PageBitmap::new(count)?,
+            blocks: PageBitmap::sparse(count)?,
+            unreturned: PageBitmap::sparse(count)?,
         })
     }
 
@@ -102,10 +103,7 @@ impl RamRegion {
     pub fn usable_runs(&self) -> Vec<Range<u64>> {
         match self.plugged() {
             None => std::iter::once(0..self.len_bytes()).collect(),
-            Some(plugged) => {
-                let runs = plugged.blocks.runs(0..plugged.blocks.len_pages());
-                runs.map(|run| plugged.range_of(&run)).collect()
-            }
+            Some(plugged) => plugged.blocks.runs().map(|run| plugged.range_of(&run)).collect(),
         }
     }
 
@@ -128,7 +126,7 @@ impl RamRegion {
             let all = self.gpa()..self.gpa() + self.len_bytes();
             return Err(not_blocks(&all, "plugged"));
         };
-        plugged.blocks.clear_range(0..plugged.blocks.len_pages());
+        plugged.blocks.clear();
         for run in blocks {
             plugged.blocks.set_range(run);
         }
@@ -177,7 +175,7 @@ impl GuestRam {
         }
         // A caller that forbids it now maps all memory that the guest has afterwards.
         let noted = self.discards().unless_banned(pins.is_some(), || {
-            plugged.unreturned.clear_range(blocks.clone());
+            plugged.unreturned.claim_range(blocks.clone());
             plugged.blocks.set_range(blocks.clone());
         });
         if let Err(reason) = noted {
@@ -187,7 +185,7 @@ impl GuestRam {
         if let Some(pins) = pins
             && let Err(source) = pins.pin(region, &bytes)
         {
-            plugged.blocks.clear_range(blocks);
+            plugged.blocks.claim_range(blocks);
             self.discard_unpinned(gpa.clone());
             return Err(PlugError::NotMapped { gpa: gpa.start, source });
         }
@@ -206,7 +204,7 @@ impl GuestRam {
         }
         let pins = self.pins_or_busy()?;
         let noted = self.discards().unless_banned(pins.is_some(), || {
-            plugged.blocks.clear_range(blocks.clone());
+            plugged.blocks.claim_range(blocks.clone());
             plugged.unreturned.set_range(blocks.clone());
         });
         noted.map_err(|reason| PlugError::Busy { reason })?;
@@ -218,7 +216,7 @@ impl GuestRam {
     fn return_pages(&self, plugged: &Plugged, gpa: &Range<u64>, blocks: Range<u64>) {
         let discarded = self.discard_unpinned(gpa.clone());
         if discarded.covers(gpa) {
-            plugged.unreturned.clear_range(blocks);
+            plugged.unreturned.claim_range(blocks);
         } else if let Some(error) = discarded.error {
             // The guest has no use for it; the host will miss it.
             log::warn!("unplugged memory stays with the guest: {error}");
@@ -230,8 +228,8 @@ impl GuestRam {
     /// `budget_bytes` or one block at a time; returns the block to go on with, if there are more.
     pub fn retry_unplugged(&self, region: &RamRegion, from: u64, budget_bytes: u64) -> Option<u64> {
         let plugged = region.plugged()?;
-        let all = plugged.unreturned.len_pages();
-        let run = plugged.unreturned.runs(from.min(all)..all).next()?;
+        let all = plugged.unreturned.len();
+        let run = plugged.unreturned.runs_in(from..all).next()?;
         let end = run.end.min(run.start + (budget_bytes / plugged.block_bytes).max(1));
         let bytes = plugged.range_of(&(run.start..end));
         let gpa = region.gpa() + bytes.start..region.gpa() + bytes.end;

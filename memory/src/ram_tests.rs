@@ -59,7 +59,7 @@ fn making_a_large_guest_uses_no_memory() {
                 assert!(region.zero().is_zero(region.len_pages() - 1));
                 let maps = [region.resident().absent(), region.zero().data()];
                 for map in maps {
-                    let len = map.len_pages() / 8;
+                    let len = map.len() / 8;
                     assert_eq!(resident_bytes(map.storage(), len), 0, "{backing:?}");
                 }
             }

@@ -16,7 +16,7 @@
 //! | [`page_server`] | another process that sends the last pages |
 //! | [`snapshot`] | a guest in a directory, and back |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
-//! | [`layout`], [`bitmap`] | guest addresses and pages; ownership of pages |
+//! | [`layout`] | guest addresses and pages; `page-bitmap` has the ownership of pages |
 //! | [`options`], [`progress`], [`history`], [`error`], [`report`] | options of the user, and what they are shown |
 //! | `document`, `figures` | the progress document; what each side tells the other of it at the end |
 //! | [`cancel`], [`steering`] | cancel, and other requests to a running migration |
@@ -57,7 +57,6 @@
 //! ```
 
 mod bandwidth_limit;
-pub mod bitmap;
 pub mod cancel;
 mod channel;
 pub mod commit;

@@ -12,7 +12,8 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::bitmap::ClaimMap;
+use page_bitmap::PageBitmap;
+
 use crate::layout::to_usize;
 
 /// The pieces of a region.
@@ -21,26 +22,26 @@ pub(crate) struct PartialPages {
     /// Pages of 4 KiB in a host page.
     unit_pages: u64,
     /// Per page: no thread has begun to receive it.
-    absent: ClaimMap,
+    absent: PageBitmap,
     /// Per host page: pages that are not in place.
     open: Box<[AtomicU64]>,
     /// Per host page: it has contents, not only zeros.
-    filled: ClaimMap,
+    filled: PageBitmap,
 }
 
 impl PartialPages {
     /// Everything of the host pages that `missing` names is still to come.
-    pub(crate) fn new(missing: &ClaimMap, unit_pages: u64) -> Self {
+    pub(crate) fn new(missing: &PageBitmap, unit_pages: u64) -> Self {
         let units = missing.len();
         let pieces = Self {
             unit_pages,
-            absent: ClaimMap::new(units * unit_pages),
+            absent: PageBitmap::new(units * unit_pages),
             open: (0..units).map(|_| AtomicU64::new(0)).collect(),
-            filled: ClaimMap::new(units),
+            filled: PageBitmap::new(units),
         };
         // Nothing of them is claimed, so the bits are all that there is to say.
-        for (first, count) in missing.runs() {
-            pieces.absent.set_run(first * unit_pages, count * unit_pages);
+        for run in missing.runs() {
+            pieces.absent.set_range(run.start * unit_pages..run.end * unit_pages);
         }
         pieces.begin_again(missing, |_| {});
         pieces
@@ -49,12 +50,12 @@ impl PartialPages {
     /// All of the host pages that are still missing is to come again. `partly` is called for each of
     /// which something may have come: that is to be thrown away. No thread may receive anything
     /// meanwhile.
-    pub(crate) fn begin_again(&self, missing: &ClaimMap, mut partly: impl FnMut(u64)) {
-        for unit in missing.runs().flat_map(|(first, count)| first..first + count) {
+    pub(crate) fn begin_again(&self, missing: &PageBitmap, mut partly: impl FnMut(u64)) {
+        for unit in missing.runs().flatten() {
             let first_page = unit * self.unit_pages;
             if !self.are_absent(first_page, self.unit_pages) {
                 partly(unit);
-                self.absent.set_run(first_page, self.unit_pages);
+                self.absent.set_range(first_page..first_page + self.unit_pages);
                 self.filled.claim(unit);
             }
             self.open[to_usize(unit)].store(self.unit_pages, Ordering::Release);
@@ -63,13 +64,13 @@ impl PartialPages {
 
     /// True when no thread has begun to receive any of these pages.
     pub(crate) fn are_absent(&self, first: u64, count: u64) -> bool {
-        self.absent.count_run(first, count) == count
+        self.absent.count_range(first..first + count) == count
     }
 
     /// Takes pages, all or none for the caller's purposes: false means that another thread brings
     /// one of them in, and the caller must bring in none.
     pub(crate) fn claim(&self, first: u64, count: u64) -> bool {
-        self.absent.claim_run(first, count) == count
+        self.absent.claim_range(first..first + count) == count
     }
 
     /// Pages that the caller has claimed are in place, as contents or as zeros. `complete` is
@@ -108,8 +109,8 @@ mod tests {
 
     use super::*;
 
-    fn pieces(units: u64, missing: &[u64], unit_pages: u64) -> (ClaimMap, PartialPages) {
-        let map = ClaimMap::new(units);
+    fn pieces(units: u64, missing: &[u64], unit_pages: u64) -> (PageBitmap, PartialPages) {
+        let map = PageBitmap::new(units);
         for unit in missing {
             map.set(*unit);
         }
@@ -213,7 +214,7 @@ mod model {
     #[test]
     fn pieces_from_two_connections_complete_a_host_page_once() {
         loom::model(|| {
-            let missing = ClaimMap::new(1);
+            let missing = PageBitmap::new(1);
             missing.set(0);
             let pieces = Arc::new(PartialPages::new(&missing, 3));
             let other = {

@@ -10,7 +10,8 @@
 
 use std::time::Duration;
 
-use crate::bitmap::{ClaimMap, change_then_look};
+use page_bitmap::{PageBitmap, change_then_look};
+
 use crate::waits::Waits;
 
 /// What a fault found.
@@ -36,21 +37,21 @@ pub(super) struct Arrival {
 /// Two bits a unit, by region, and the waits.
 pub(super) struct Demand {
     /// Contents are still to arrive.
-    missing: Vec<ClaimMap>,
+    missing: Vec<PageBitmap>,
     /// There was a fault, and the source has been asked. Never cleared.
-    wanted: Vec<ClaimMap>,
+    wanted: Vec<PageBitmap>,
     waits: Waits,
 }
 
 impl Demand {
     /// Nothing is wanted yet of what is missing.
-    pub(super) fn new(missing: Vec<ClaimMap>) -> Self {
-        let wanted = missing.iter().map(|map| ClaimMap::new(map.len())).collect();
+    pub(super) fn new(missing: Vec<PageBitmap>) -> Self {
+        let wanted = missing.iter().map(|map| PageBitmap::new(map.len())).collect();
         Self { missing, wanted, waits: Waits::new() }
     }
 
     /// What is missing, one map a region.
-    pub(super) fn missing(&self) -> &[ClaimMap] {
+    pub(super) fn missing(&self) -> &[PageBitmap] {
         &self.missing
     }
 
@@ -94,7 +95,7 @@ impl Demand {
         mut wake: impl FnMut(u64) -> Result<(), E>,
         mut waited: impl FnMut(Option<u32>, Duration),
     ) -> Result<Arrival, E> {
-        let cleared = self.missing[region].claim_run(first, count);
+        let cleared = self.missing[region].claim_range(first..first + count);
         change_then_look();
         let mut wanted = 0;
         for unit in (first..first + count).filter(|unit| self.is_wanted(region, *unit)) {
@@ -114,8 +115,7 @@ impl Demand {
 
     /// Units of a region that are wanted and still missing; see [`begin_wishes`](Self::begin_wishes).
     pub(super) fn wishes(&self, region: usize) -> impl Iterator<Item = u64> {
-        let both = self.wanted[region].common_runs(&self.missing[region]);
-        both.flat_map(|(first, count)| first..first + count)
+        self.wanted[region].common_runs(&self.missing[region]).flatten()
     }
 
     /// Orders a change of who may be asked before the look at the wishes, and counts all waits as
@@ -136,7 +136,7 @@ mod model {
     use super::*;
 
     fn page() -> Arc<Demand> {
-        let missing = ClaimMap::new(1);
+        let missing = PageBitmap::new(1);
         missing.set(0);
         Arc::new(Demand::new(vec![missing]))
     }

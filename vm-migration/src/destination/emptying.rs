@@ -12,7 +12,8 @@ use std::io;
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::bitmap::ClaimMap;
+use page_bitmap::PageBitmap;
+
 use crate::cancel::Cancel;
 use crate::error::Cause;
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
@@ -36,7 +37,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 pub(super) fn empty_units<M: GuestMemoryMap>(
     memory: &M,
     region: usize,
-    units: &ClaimMap,
+    units: &PageBitmap,
     cancel: &Cancel,
 ) -> Result<(), Cause> {
     let info = &memory.layout().regions()[region];
@@ -52,7 +53,7 @@ pub(super) fn empty_units<M: GuestMemoryMap>(
             return Err(Cause::Cancelled);
         }
         let in_units = pages.start / unit_pages..pages.end / unit_pages;
-        if units.count_run(in_units.start, in_units.end - in_units.start) == 0 {
+        if !units.any(in_units) {
             continue;
         }
         for try_number in 0.. {
@@ -89,7 +90,7 @@ fn held_of<M: GuestMemoryMap>(
     memory: &M,
     region: usize,
     pages: &Range<u64>,
-    units: &ClaimMap,
+    units: &PageBitmap,
     unit_pages: u64,
 ) -> Result<Vec<PageRun>, Cause> {
     let populated = memory.populated_runs(region, pages.clone()).map_err(Cause::Memory)?;
@@ -99,18 +100,18 @@ fn held_of<M: GuestMemoryMap>(
     for there in populated {
         let there_units = there.start / unit_pages..there.end.div_ceil(unit_pages);
         let mut end_of_last = None;
-        for (first, count) in units.runs_in(there_units.clone()) {
-            let joins = to_the_end && first == there_units.start;
+        for run in units.runs_in(there_units.clone()) {
+            let joins = to_the_end && run.start == there_units.start;
             match held.last_mut() {
-                Some(last) if joins => last.count = (first + count) * unit_pages - last.first,
+                Some(last) if joins => last.count = run.end * unit_pages - last.first,
                 _ => held.push(PageRun {
                     region,
-                    first: first * unit_pages,
-                    count: count * unit_pages,
+                    first: run.start * unit_pages,
+                    count: (run.end - run.start) * unit_pages,
                 }),
             }
             to_the_end = false;
-            end_of_last = Some(first + count);
+            end_of_last = Some(run.end);
         }
         to_the_end = end_of_last == Some(there_units.end);
     }
@@ -135,15 +136,15 @@ mod tests {
         memory
     }
 
-    fn units(set: impl IntoIterator<Item = u64>) -> ClaimMap {
-        let map = ClaimMap::new(600);
+    fn units(set: impl IntoIterator<Item = u64>) -> PageBitmap {
+        let map = PageBitmap::new(600);
         for unit in set {
             map.set(unit);
         }
         map
     }
 
-    fn empty(memory: &FakeMemory, units: &ClaimMap) -> Result<(), Cause> {
+    fn empty(memory: &FakeMemory, units: &PageBitmap) -> Result<(), Cause> {
         empty_units(memory, 0, units, &Cancel::new().unwrap())
     }
 

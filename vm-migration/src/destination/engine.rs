@@ -11,11 +11,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use page_bitmap::PageBitmap;
+
 use super::demand::{Demand, FaultLookup};
 use super::emptying::empty_units;
 use super::tables::locate;
 use super::waiters::Waiters;
-use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
 use crate::fault::{Fault, FaultSource};
@@ -108,7 +109,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     pub(crate) fn with_missing(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
-        missing: Vec<ClaimMap>,
+        missing: Vec<PageBitmap>,
         progress: Arc<Progress>,
     ) -> Result<Self, Cause> {
         for (region, units) in missing.iter().enumerate() {
@@ -121,7 +122,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     pub(crate) fn with_emptied(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
-        missing: Vec<ClaimMap>,
+        missing: Vec<PageBitmap>,
         progress: Arc<Progress>,
     ) -> Result<Self, Cause> {
         let regions = memory.layout().regions();
@@ -340,7 +341,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// What is missing, one map a region, in units.
-    pub(crate) fn missing(&self) -> &[ClaimMap] {
+    pub(crate) fn missing(&self) -> &[PageBitmap] {
         self.demand.missing()
     }
 
@@ -362,9 +363,12 @@ impl<M: GuestMemoryMap> Engine<M> {
         for run in &partly {
             let unit = self.unit_pages[run.region];
             let units = run.first / unit..run.end() / unit;
-            for (first, count) in self.missing()[run.region].runs_in(units) {
-                let pages =
-                    PageRun { region: run.region, first: first * unit, count: count * unit };
+            for units in self.missing()[run.region].runs_in(units) {
+                let pages = PageRun {
+                    region: run.region,
+                    first: units.start * unit,
+                    count: (units.end - units.start) * unit,
+                };
                 let emptied = self.memory.discard(pages);
                 if emptied.is_err() {
                     // To be done by the next attempt.
@@ -567,7 +571,7 @@ impl<M: GuestMemoryMap> Engine<M> {
 }
 
 /// Units whose contents here are old, by region: nothing is held of them any more.
-pub(crate) struct Stale(Vec<ClaimMap>);
+pub(crate) struct Stale(Vec<PageBitmap>);
 
 impl Stale {
     /// None yet.
@@ -594,15 +598,16 @@ impl Stale {
 }
 
 /// Lets the memory know which units are to arrive.
-fn mark_absent<M: GuestMemoryMap>(memory: &M, region: usize, units: &ClaimMap) {
+fn mark_absent<M: GuestMemoryMap>(memory: &M, region: usize, units: &PageBitmap) {
     let unit = memory.layout().regions()[region].host_page_bytes / PAGE_BYTES;
-    for (first, count) in units.runs() {
-        memory.mark_absent(PageRun { region, first: first * unit, count: count * unit });
+    for run in units.runs() {
+        let count = (run.end - run.start) * unit;
+        memory.mark_absent(PageRun { region, first: run.start * unit, count });
     }
 }
 
 /// A clear bit for every unit of every region.
-fn maps<M: GuestMemoryMap>(memory: &M) -> Vec<ClaimMap> {
+fn maps<M: GuestMemoryMap>(memory: &M) -> Vec<PageBitmap> {
     let regions = memory.layout().regions().iter();
-    regions.map(|region| ClaimMap::new(region.len_bytes / region.host_page_bytes)).collect()
+    regions.map(|region| PageBitmap::new(region.len_bytes / region.host_page_bytes)).collect()
 }

@@ -11,11 +11,12 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use page_bitmap::change_then_look;
+
 use super::engine::{Engine, Via};
 use super::negotiate::unexpected;
 use super::rejoin::{Connections, Rejoin, Returned};
 use super::resolver::VcpuFaultResolver;
-use crate::bitmap::change_then_look;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};

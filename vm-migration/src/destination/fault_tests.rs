@@ -9,8 +9,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 
+use page_bitmap::PageBitmap;
+
 use super::*;
-use crate::bitmap::ClaimMap;
 use crate::destination::late_reconnects::{LateReconnects, rejoin_for_tests};
 use crate::fault::{Fault, FaultSource, FaultSourceKind};
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
@@ -94,8 +95,8 @@ impl FaultSource for Starved {
 /// The threads of a guest that may run, one of which waits for memory; and the source's end of its connection.
 fn starving(source: &Arc<Starved>) -> (FaultThreads<FakeMemory>, Connection) {
     let memory = FakeMemory::new(&[(0, 4)], Backing::Shared, PAGE_BYTES).unwrap();
-    let missing = ClaimMap::new(4);
-    missing.set_run(0, 4);
+    let missing = PageBitmap::new(4);
+    missing.set_range(0..4);
     let progress = Arc::new(Progress::new(Side::Destination));
     let source_of_faults: Arc<dyn FaultSource> = source.clone();
     let engine = Engine::with_missing(&memory, source_of_faults, vec![missing], progress).unwrap();

@@ -9,9 +9,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use page_bitmap::change_then_look;
+
 use super::engine::Engine;
 use super::fault::{Askers, Requests};
-use crate::bitmap::change_then_look;
 use crate::error::Failure;
 use crate::fault::{Fault, FaultError, FaultResolver};
 use crate::ram::GuestMemoryMap;

@@ -9,7 +9,8 @@
 
 use std::io;
 
-use crate::bitmap::ClaimMap;
+use page_bitmap::PageBitmap;
+
 use crate::layout::{Layout, PageRun};
 use crate::ram::GuestMemoryMap;
 
@@ -18,14 +19,14 @@ const STRETCH_PAGES: u64 = 64;
 
 /// Which stretches are still to be filled, by region.
 #[derive(Debug)]
-pub(crate) struct Unpopulated(Vec<ClaimMap>);
+pub(crate) struct Unpopulated(Vec<PageBitmap>);
 
 impl Unpopulated {
     /// All of them.
     pub(crate) fn new(layout: &Layout) -> Self {
         let map = |pages: u64| {
-            let map = ClaimMap::new(pages / STRETCH_PAGES);
-            map.set_run(0, map.len());
+            let map = PageBitmap::new(pages / STRETCH_PAGES);
+            map.set_range(0..map.len());
             map
         };
         Self(layout.regions().iter().map(|region| map(region.pages())).collect())
@@ -34,8 +35,7 @@ impl Unpopulated {
     /// Gets pages for a run of which some whole stretch was never filled.
     pub(crate) fn populate<M: GuestMemoryMap>(&self, memory: &M, run: PageRun) -> io::Result<()> {
         let first = run.first.div_ceil(STRETCH_PAGES);
-        let count = (run.end() / STRETCH_PAGES).saturating_sub(first);
-        if count > 0 && self.0[run.region].claim_run(first, count) > 0 {
+        if self.0[run.region].claim_range(first..run.end() / STRETCH_PAGES) > 0 {
             memory.populate(run)?;
         }
         Ok(())
@@ -45,10 +45,10 @@ impl Unpopulated {
     /// already, and then nothing is claimed.
     pub(crate) fn take(&self, run: PageRun) -> bool {
         let first = run.first.div_ceil(STRETCH_PAGES);
-        let count = (run.end() / STRETCH_PAGES).saturating_sub(first);
+        let end = run.end() / STRETCH_PAGES;
         let map = &self.0[run.region];
-        count > 0 && map.claim(first) && {
-            map.claim_run(first, count);
+        first < end && map.claim(first) && {
+            map.claim_range(first..end);
             true
         }
     }

@@ -134,19 +134,19 @@ mod model {
     use loom::sync::Arc;
     use loom::sync::atomic::AtomicBool;
     use loom::thread;
+    use page_bitmap::{PageBitmap, change_then_look};
 
     use super::*;
-    use crate::bitmap::{ClaimMap, change_then_look};
 
     struct Page {
-        missing: ClaimMap,
-        wanted: ClaimMap,
+        missing: PageBitmap,
+        wanted: PageBitmap,
         waiters: Waiters,
     }
 
     impl Page {
         fn new(count: usize) -> Arc<Self> {
-            let (missing, wanted) = (ClaimMap::new(1), ClaimMap::new(1));
+            let (missing, wanted) = (PageBitmap::new(1), PageBitmap::new(1));
             missing.set(0);
             Arc::new(Self { missing, wanted, waiters: Waiters::new(count) })
         }

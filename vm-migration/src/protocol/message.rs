@@ -501,7 +501,8 @@ impl Role {
 /// against a small machine: the whole of what is read from a peer, for fuzzing.
 #[doc(hidden)]
 pub fn fuzz_stream(data: &[u8]) {
-    use crate::bitmap::ClaimMap;
+    use page_bitmap::PageBitmap;
+
     use crate::layout::{Backing, Layout, PAGE_BYTES, RegionInfo};
     let region = |gpa, pages: u64| RegionInfo {
         name: String::new(),
@@ -537,8 +538,8 @@ pub fn fuzz_stream(data: &[u8]) {
                 }
             }
             Message::Pending(bytes) | Message::Stale(bytes) => {
-                let maps: Vec<ClaimMap> =
-                    layout.regions().iter().map(|r| ClaimMap::new(r.pages())).collect();
+                let maps: Vec<PageBitmap> =
+                    layout.regions().iter().map(|r| PageBitmap::new(r.pages())).collect();
                 let _ = super::runs::decode(bytes, &maps);
             }
             Message::Capabilities(bytes) => {

@@ -6,16 +6,17 @@
 //! numbers) or the plain bitmap, whichever is shorter, so that neither a nearly full nor a finely
 //! scattered set is large. Decoding checks every number against the region before it is used.
 
+use page_bitmap::PageBitmap;
+
 use super::ProtocolError;
 use super::codec::{PENDING_BYTES_MAX, put_varint, take_varint};
-use crate::bitmap::ClaimMap;
 use crate::layout::{Layout, RegionInfo, to_usize};
 
 const TAG_RUNS: u8 = 0;
 const TAG_BITMAP: u8 = 1;
 
 /// Encodes the sets of all regions, in order.
-pub fn encode<'m>(maps: impl IntoIterator<Item = &'m ClaimMap>) -> Vec<u8> {
+pub fn encode<'m>(maps: impl IntoIterator<Item = &'m PageBitmap>) -> Vec<u8> {
     let mut out = Vec::new();
     for map in maps {
         let bitmap_bytes = map.words().len() * 8;
@@ -56,7 +57,7 @@ pub fn check_fits(layout: &Layout) -> Result<(), ProtocolError> {
 /// The runs of a map; `None` where they take more than `bytes_max`. How many runs there are is
 /// found in the words before any is written, because a finely scattered set has as many as half of
 /// its bits.
-fn encode_runs(map: &ClaimMap, bytes_max: usize) -> Option<Vec<u8>> {
+fn encode_runs(map: &PageBitmap, bytes_max: usize) -> Option<Vec<u8>> {
     let mut before = 0;
     let runs: u64 = map
         .words()
@@ -74,10 +75,10 @@ fn encode_runs(map: &ClaimMap, bytes_max: usize) -> Option<Vec<u8>> {
         return None;
     }
     let (mut at, mut left) = (0, runs);
-    for (first, count) in map.runs().take(to_usize(runs)) {
-        put_varint(&mut body, first - at);
-        put_varint(&mut body, count);
-        (at, left) = (first + count, left - 1);
+    for run in map.runs().take(to_usize(runs)) {
+        put_varint(&mut body, run.start - at);
+        put_varint(&mut body, run.end - run.start);
+        (at, left) = (run.end, left - 1);
         if body.len() > bytes_max {
             return None;
         }
@@ -90,7 +91,7 @@ fn encode_runs(map: &ClaimMap, bytes_max: usize) -> Option<Vec<u8>> {
 ///
 /// # Errors
 /// When the bytes are cut off, name pages beyond a region, or are too many.
-pub fn decode(mut bytes: &[u8], maps: &[ClaimMap]) -> Result<(), ProtocolError> {
+pub fn decode(mut bytes: &[u8], maps: &[PageBitmap]) -> Result<(), ProtocolError> {
     for map in maps {
         let (tag, rest) = bytes.split_first().ok_or(bad("it is cut off"))?;
         bytes = rest;
@@ -107,7 +108,7 @@ const fn bad(why: &'static str) -> ProtocolError {
     ProtocolError::Malformed { what: "set of pending pages", why }
 }
 
-fn take_runs(bytes: &mut &[u8], map: &ClaimMap) -> Result<(), ProtocolError> {
+fn take_runs(bytes: &mut &[u8], map: &PageBitmap) -> Result<(), ProtocolError> {
     let runs = take_varint(bytes).ok_or(bad("a number is cut off"))?;
     let mut at = 0u64;
     for _ in 0..runs {
@@ -121,13 +122,13 @@ fn take_runs(bytes: &mut &[u8], map: &ClaimMap) -> Result<(), ProtocolError> {
         if count == 0 || end > map.len() {
             return Err(bad("a run is empty or beyond its region"));
         }
-        map.set_run(first, count);
+        map.set_range(first..end);
         at = end;
     }
     Ok(())
 }
 
-fn take_bitmap(bytes: &mut &[u8], map: &ClaimMap) -> Result<(), ProtocolError> {
+fn take_bitmap(bytes: &mut &[u8], map: &PageBitmap) -> Result<(), ProtocolError> {
     let len = map.words().len() * 8;
     let (bitmap, rest) = bytes.split_at_checked(len).ok_or(bad("a bitmap is cut off"))?;
     *bytes = rest;
@@ -179,9 +180,9 @@ mod tests {
     #[test]
     fn a_scattered_set_is_as_long_as_the_check_expects_and_no_longer() {
         // Every other page: as many runs as there can be.
-        let map = ClaimMap::new(1 << 20);
+        let map = PageBitmap::new(1 << 20);
         for page in 0..1 << 19 {
-            map.set_run(page * 2, 1);
+            map.set(page * 2);
         }
         assert_eq!(encode([&map]).len(), 1 + (1 << 20) / 8);
     }

@@ -5,6 +5,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+use page_bitmap::PageBitmap;
 use proptest::prelude::*;
 
 use super::ProtocolError;
@@ -15,7 +16,6 @@ use super::codec::{
 };
 use super::message::{Answer, Command, Message, Recover, Role, VERSION, fuzz_stream};
 use super::runs;
-use crate::bitmap::ClaimMap;
 use crate::commit::Verdict;
 use crate::layout::GpaRange;
 
@@ -237,9 +237,9 @@ fn reasons_are_cut_to_the_limit_and_cannot_control_a_terminal() {
 }
 
 /// Maps with these bits set, of these lengths.
-fn maps(sets: &[(u64, Vec<u64>)]) -> Vec<ClaimMap> {
+fn maps(sets: &[(u64, Vec<u64>)]) -> Vec<PageBitmap> {
     let one = |(len, bits): &(u64, Vec<u64>)| {
-        let map = ClaimMap::new(*len);
+        let map = PageBitmap::new(*len);
         for bit in bits.iter().filter(|bit| *bit < len) {
             map.set(*bit);
         }
@@ -248,17 +248,17 @@ fn maps(sets: &[(u64, Vec<u64>)]) -> Vec<ClaimMap> {
     sets.iter().map(one).collect()
 }
 
-fn empty_like(maps: &[ClaimMap]) -> Vec<ClaimMap> {
-    maps.iter().map(|map| ClaimMap::new(map.len())).collect()
+fn empty_like(maps: &[PageBitmap]) -> Vec<PageBitmap> {
+    maps.iter().map(|map| PageBitmap::new(map.len())).collect()
 }
 
 #[test]
 fn a_full_and_a_scattered_set_stay_small() {
     let pages = 262_144;
-    let full = ClaimMap::new(pages);
-    full.set_run(0, pages);
+    let full = PageBitmap::new(pages);
+    full.set_range(0..pages);
     assert!(runs::encode(&[full]).len() < 16);
-    let every_other = ClaimMap::new(pages);
+    let every_other = PageBitmap::new(pages);
     for page in (0..pages).step_by(2) {
         every_other.set(page);
     }
@@ -280,7 +280,7 @@ proptest! {
 
     #[test]
     fn nonsense_as_a_page_set_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
-        let maps = [ClaimMap::new(100), ClaimMap::new(7)];
+        let maps = [PageBitmap::new(100), PageBitmap::new(7)];
         let _ = runs::decode(&bytes, &maps);
     }
 

@@ -13,6 +13,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use page_bitmap::PageBitmap;
+
 use super::block::{checksum_of, present_runs};
 use super::copy::damaged;
 use super::error::SnapshotError;
@@ -20,7 +22,6 @@ use super::file::{AlignedBuffer, MemoryFile};
 use super::geometry::{CHUNK_PAGES, Geometry};
 use super::index::Index;
 use super::open::Opened;
-use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::destination::{Engine, Via};
 use crate::error::{Cause, Failure, Side};
@@ -51,7 +52,7 @@ struct Shared<M: GuestMemoryMap> {
     geometry: Geometry,
     index: Index,
     /// Per region: units that have not been read.
-    unread: Vec<ClaimMap>,
+    unread: Vec<PageBitmap>,
     /// Per region: chunks that become visible together, as a host page does.
     unit_chunks: Vec<u64>,
     /// Faults that are being answered.
@@ -233,8 +234,8 @@ impl<M: GuestMemoryMap> Drop for Filling<M> {
 
 /// What is missing and in which pieces it is read.
 struct Plan {
-    missing: Vec<ClaimMap>,
-    unread: Vec<ClaimMap>,
+    missing: Vec<PageBitmap>,
+    unread: Vec<PageBitmap>,
     unit_chunks: Vec<u64>,
 }
 
@@ -244,8 +245,8 @@ impl Plan {
         for (region, info) in memory.layout().regions().iter().enumerate() {
             let host_pages = info.host_page_bytes / PAGE_BYTES;
             let unit_chunks = (host_pages / CHUNK_PAGES).max(1);
-            let missing = ClaimMap::new(info.pages() / host_pages);
-            let unread = ClaimMap::new(info.pages().div_ceil(CHUNK_PAGES).div_ceil(unit_chunks));
+            let missing = PageBitmap::new(info.pages() / host_pages);
+            let unread = PageBitmap::new(info.pages().div_ceil(CHUNK_PAGES).div_ceil(unit_chunks));
             let all = PageRun { region, first: 0, count: info.pages() };
             for (number, chunk) in geometry.chunks_of(all) {
                 let present = index.entry(number).present;
@@ -255,7 +256,7 @@ impl Plan {
                 unread.set(chunk.first / CHUNK_PAGES / unit_chunks);
                 for run in present_runs(chunk, present) {
                     let first = run.first / host_pages;
-                    missing.set_run(first, run.end().div_ceil(host_pages) - first);
+                    missing.set_range(first..run.end().div_ceil(host_pages));
                 }
             }
             plan.missing.push(missing);
@@ -332,15 +333,19 @@ impl<M: GuestMemoryMap> Shared<M> {
             }
             let Some((region, claimed)) = self.claim_from(at) else { return Ok(()) };
             at = (region, claimed.base);
-            for (unit, count) in claimed.runs() {
-                self.resolve(self.pages_of(region, unit, count), &mut buffer, Via::Bulk)?;
+            for run in claimed.runs() {
+                self.resolve(
+                    self.pages_of(region, run.start, run.end - run.start),
+                    &mut buffer,
+                    Via::Bulk,
+                )?;
             }
         }
         Ok(())
     }
 
     /// Claims the next units from a place on, or from the beginning when there are none.
-    fn claim_from(&self, (region, unit): (usize, u64)) -> Option<(usize, crate::bitmap::Claimed)> {
+    fn claim_from(&self, (region, unit): (usize, u64)) -> Option<(usize, page_bitmap::Claimed)> {
         let claim = |region: usize, from: u64| {
             let units = if self.unit_chunks[region] == 1 { FILL_UNITS } else { 1 };
             Some((region, self.unread.get(region)?.claim_next(from, units)?))

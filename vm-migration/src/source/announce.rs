@@ -43,14 +43,14 @@ impl Announcer {
     }
 }
 
-/// The blocks of a populated run, (first, count) in pages, that are worth being announced.
+/// The blocks of a populated run of pages that are worth being announced.
 pub(super) fn full_blocks<M: GuestMemoryMap>(
     memory: &M,
     region: usize,
-    (first, count): (u64, u64),
+    run: Range<u64>,
 ) -> impl Iterator<Item = PageRun> {
-    let end = first + count;
-    let starts = (first.next_multiple_of(BLOCK_PAGES)..end).step_by(to_usize(BLOCK_PAGES));
+    let end = run.end;
+    let starts = (run.start.next_multiple_of(BLOCK_PAGES)..end).step_by(to_usize(BLOCK_PAGES));
     let whole = starts.filter(move |start| end - start >= BLOCK_PAGES);
     whole.filter(move |start| is_full(memory, region, *start)).map(move |start| PageRun {
         region,
@@ -96,7 +96,7 @@ mod tests {
             ram::slice(&*memory, PageRun { region: 0, first: page, count: 1 }).write(&content);
         }
         let blocks = |first, count| {
-            let blocks = full_blocks(&*memory, 0, (first, count));
+            let blocks = full_blocks(&*memory, 0, first..first + count);
             blocks.map(|run| (run.first, run.count)).collect::<Vec<_>>()
         };
         let (one, two) = ((0, BLOCK_PAGES), (BLOCK_PAGES, BLOCK_PAGES));

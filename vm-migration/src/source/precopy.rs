@@ -9,13 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use page_bitmap::PageBitmap;
+
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
 use super::negotiate::{Links, Terms};
 use super::round::{Pass, RoundKind, clear_all, send_round};
 use super::stop::{add_dirty, in_units};
 use super::unit_space::{Slice, UnitSpace};
 use super::{Context, PhaseFailure, check_cancel};
-use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{Backing, Layout, PAGE_BYTES, to_usize};
@@ -72,7 +73,7 @@ pub(crate) enum RemainingMemory<L> {
     /// These pages (in postcopy all that had been populated when the scan passed) are served after
     /// the handover, together with what was dirtied and not sent since then. The destination knows
     /// some of them already (the second maps, in its units).
-    Later(L, Vec<ClaimMap>, Option<Vec<ClaimMap>>),
+    Later(L, Vec<PageBitmap>, Option<Vec<PageBitmap>>),
     /// Both sides have the same memory already.
     Shared,
 }
@@ -82,7 +83,7 @@ enum Rounds {
     /// What is left may be sent with the guest stopped.
     Enough(Option<Box<dyn Throttle>>),
     /// It follows the guest, and with it these pages; the destination knows of these units.
-    Switched(Vec<ClaimMap>, Option<Vec<ClaimMap>>),
+    Switched(Vec<PageBitmap>, Option<Vec<PageBitmap>>),
 }
 
 impl<V: SourceVm> Negotiated<V> {
@@ -220,7 +221,7 @@ impl<V: SourceVm> Negotiated<V> {
     fn switch(
         &mut self,
         log: &V::Log,
-        unsent: Option<Vec<ClaimMap>>,
+        unsent: Option<Vec<PageBitmap>>,
         machine_is_built: bool,
         context: Context<'_>,
     ) -> Result<Rounds, Failure> {
@@ -244,21 +245,21 @@ impl<V: SourceVm> Negotiated<V> {
     fn tell_what_is_stale(
         &mut self,
         log: &V::Log,
-        pages: &[ClaimMap],
+        pages: &[PageBitmap],
         context: Context<'_>,
-    ) -> Result<Vec<ClaimMap>, Failure> {
+    ) -> Result<Vec<PageBitmap>, Failure> {
         const STEP: &str = "telling the destination what is old";
         let mut told = in_units(pages, &self.links);
-        told.iter().for_each(ClaimMap::clear);
+        told.iter().for_each(PageBitmap::clear);
         let mut before = u64::MAX;
         for _ in 0..STALE_ROUNDS_MAX {
             check_cancel(context.cancel, STEP)?;
             log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
             add_dirty(&*self.memory, log, pages)?;
             let now = in_units(pages, &self.links);
-            let more: Vec<ClaimMap> =
+            let more: Vec<PageBitmap> =
                 now.iter().zip(&told).map(|(now, told)| now.without(told)).collect();
-            let count = more.iter().map(ClaimMap::count).sum();
+            let count = more.iter().map(PageBitmap::count).sum();
             if count == 0 {
                 break;
             }
@@ -445,13 +446,13 @@ fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-pub(super) fn empty_maps(layout: &Layout) -> Vec<ClaimMap> {
-    layout.regions().iter().map(|info| ClaimMap::new(info.pages())).collect()
+pub(super) fn empty_maps(layout: &Layout) -> Vec<PageBitmap> {
+    layout.regions().iter().map(|info| PageBitmap::new(info.pages())).collect()
 }
 
 /// Notes which pages there are, for postcopy. The dirty bits are cleared first, so that a page
 /// that the scan misses because it is populated only later is found dirty at the stop.
-fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<ClaimMap>, Failure> {
+fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<PageBitmap>, Failure> {
     log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
     let layout = memory.layout();
     let maps = empty_maps(layout);
@@ -466,7 +467,7 @@ fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<ClaimM
             .map_err(Cause::Memory)
             .step("finding populated memory")?;
         for run in runs {
-            maps[region].set_run(run.start, run.end - run.start);
+            maps[region].set_range(run);
         }
     }
     Ok(maps)

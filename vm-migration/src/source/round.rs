@@ -13,6 +13,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use page_bitmap::{PageBitmap, runs_in_words};
+
 use super::announce::{Announcer, full_blocks};
 use super::negotiate::Links;
 use super::precopy::{Switch, empty_maps};
@@ -20,7 +22,6 @@ use super::send_stream::{Record, SendStream, UNIT_BYTES, UNIT_PAGES, UNITS_MAX};
 use super::unit_space::{Slice, UnitSpace};
 use super::{Context, check_cancel};
 use crate::bandwidth_limit::BandwidthLimit;
-use crate::bitmap::{ClaimMap, word_runs};
 use crate::channel::Channel;
 use crate::cursor::Cursor;
 use crate::error::{Cause, Failure, Step};
@@ -71,7 +72,7 @@ pub(crate) struct Sent {
     /// Pages that were not looked at because the round was ended before, and that the next round's
     /// dirty bits do not have, by region; `None` where that is none. Bits and no runs: of memory that is
     /// populated here and there, a run for every second page would be a hundred times as much.
-    pub unsent: Option<Vec<ClaimMap>>,
+    pub unsent: Option<Vec<PageBitmap>>,
 }
 
 /// One pass over memory, or as much of it as there is time for. All that is sent is acknowledged
@@ -308,13 +309,13 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
 
     /// What no connection has claimed, as far as it is not found dirty later: of a first round everything
     /// that is populated, of others what was cleared before.
-    fn unsent(&self) -> Result<Option<Vec<ClaimMap>>, Failure> {
-        let mut unsent: Option<Vec<ClaimMap>> = None;
+    fn unsent(&self) -> Result<Option<Vec<PageBitmap>>, Failure> {
+        let mut unsent: Option<Vec<PageBitmap>> = None;
         let mut words = vec![0; to_usize(UNITS_MAX * UNIT_PAGES / 64)];
         while let Some(slice) = self.space.claim(&self.cursor, |_| UNITS_MAX) {
             check_cancel(self.context.cancel, "looking for what is not sent")?;
             let Slice { region, first, pages } = slice;
-            let runs: Vec<(u64, u64)> = match (self.kind, &self.cleared) {
+            let runs: Vec<Run> = match (self.kind, &self.cleared) {
                 (RoundKind::First, cleared) => {
                     if matches!(cleared, Cleared::BySlice) {
                         // The log began with everything, holes as well. What is populated from here on is
@@ -333,12 +334,12 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
                     let end = start + to_usize(pages.div_ceil(64));
                     let mut words = all[region][start..end].to_vec();
                     mask_tail(&mut words, pages);
-                    word_runs(&words, first)
+                    runs_in_words(&words, first).collect()
                 }
             };
             let maps = unsent.get_or_insert_with(|| empty_maps(self.memory.layout()));
-            for (first, count) in runs {
-                maps[region].set_run(first, count);
+            for run in runs {
+                maps[region].set_range(run);
             }
         }
         Ok(unsent)
@@ -346,12 +347,12 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
 
     /// What is populated of a slice and not known to be free, as runs, and the number of pages that
     /// are free.
-    fn wanted(&self, slice: Slice) -> Result<(Vec<(u64, u64)>, u64), Failure> {
+    fn wanted(&self, slice: Slice) -> Result<(Vec<Run>, u64), Failure> {
         let Slice { region, first, pages } = slice;
         let runs = self.memory.populated_runs(region, first..first + pages);
         let runs = runs.map_err(Cause::Memory).step("finding populated memory")?;
         let Some(hints) = self.hints else {
-            return Ok((runs.into_iter().map(|run| (run.start, run.end - run.start)).collect(), 0));
+            return Ok((runs, 0));
         };
         let mut free = vec![0; to_usize(pages.div_ceil(64))];
         hints.free_words(region, first..first + pages, &mut free);
@@ -364,7 +365,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             left_out += u64::from((*word & free).count_ones());
             *word &= !free;
         }
-        Ok((word_runs(&populated, first), left_out))
+        Ok((runs_in_words(&populated, first).collect(), left_out))
     }
 
     /// Divides dirty runs into what is populated and what is not (any more): the guest's balloon has given
@@ -376,10 +377,10 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         region: usize,
         dirty: Vec<Run>,
     ) -> Result<(Vec<Run>, Vec<Run>), Failure> {
-        let (Some((start, _)), Some((last, count))) = (dirty.first(), dirty.last()) else {
+        let (Some(first), Some(last)) = (dirty.first(), dirty.last()) else {
             return Ok((dirty, Vec::new()));
         };
-        let populated = self.memory.populated_runs(region, *start..last + count);
+        let populated = self.memory.populated_runs(region, first.start..last.end);
         let populated = populated.map_err(Cause::Memory).step("finding populated memory")?;
         Ok(divide(&dirty, &populated))
     }
@@ -409,7 +410,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
                     .step("reading the dirty log")?;
             }
         }
-        let runs: Vec<(u64, u64)> = match self.kind {
+        let runs: Vec<Run> = match self.kind {
             RoundKind::First => {
                 held = memory.hold(region, first..first + pages);
                 let (runs, free) = self.wanted(slice)?;
@@ -420,24 +421,23 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             }
             RoundKind::Dirty => {
                 mask_tail(words, pages);
-                let dirty = word_runs(words, first);
-                content.done_pages += dirty.iter().map(|(_, count)| count).sum::<u64>();
+                let dirty: Vec<Run> = runs_in_words(words, first).collect();
+                content.done_pages += dirty.iter().map(|run| run.end - run.start).sum::<u64>();
                 held = match (dirty.first(), dirty.last()) {
-                    (Some((start, _)), Some((last, count))) => {
-                        memory.hold(region, *start..last + count)
-                    }
+                    (Some(first), Some(last)) => memory.hold(region, first.start..last.end),
                     _ => Hold::default(),
                 };
                 let (populated, holes) = self.without_holes(region, dirty)?;
-                for (first, count) in holes {
-                    content.add_zero(PageRun { region, first, count }, self.zero_flags);
+                for Run { start, end } in holes {
+                    let run = PageRun { region, first: start, count: end - start };
+                    content.add_zero(run, self.zero_flags);
                 }
                 populated
             }
         };
         let mut is_sent = false;
-        for (first, count) in runs {
-            for page in first..first + count {
+        for run in runs {
+            for page in run.clone() {
                 let run = PageRun { region, first: page, count: 1 };
                 if !ram::is_zero(memory, run) {
                     push(&mut content.data, run);
@@ -485,24 +485,24 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     }
 }
 
-/// First page and number of pages.
-type Run = (u64, u64);
+/// Pages of a region.
+type Run = Range<u64>;
 
 /// The parts of `runs` that lie in `populated`, and those that do not; all of them ascending.
-fn divide(runs: &[Run], populated: &[Range<u64>]) -> (Vec<Run>, Vec<Run>) {
+fn divide(runs: &[Run], populated: &[Run]) -> (Vec<Run>, Vec<Run>) {
     let (mut inside, mut outside) = (Vec::new(), Vec::new());
     let mut rest = populated.iter().peekable();
-    for (first, count) in runs {
-        let (mut at, end) = (*first, first + count);
+    for Run { start, end } in runs {
+        let (mut at, end) = (*start, *end);
         while at < end {
             while rest.next_if(|run| run.end <= at).is_some() {}
             let next = rest.peek().map_or(end..end, |run| run.start.min(end)..run.end.min(end));
             if at < next.start {
-                outside.push((at, next.start - at));
+                outside.push(at..next.start);
                 at = next.start;
             }
             if at < next.end {
-                inside.push((at, next.end - at));
+                inside.push(at..next.end);
                 at = next.end;
             }
         }
@@ -592,16 +592,10 @@ mod tests {
     proptest! {
         #[test]
         fn each_dirty_page_is_populated_or_not(dirty: [u64; 2], present: [u64; 2]) {
-            let pages = |words: &[u64]| {
-                let runs = word_runs(words, 7);
-                runs.into_iter().flat_map(|(first, count)| first..first + count).collect::<Vec<_>>()
-            };
-            let populated: Vec<_> =
-                word_runs(&present, 7).into_iter().map(|(first, count)| first..first + count).collect();
-            let (inside, outside) = divide(&word_runs(&dirty, 7), &populated);
-            let listed = |runs: Vec<Run>| {
-                runs.into_iter().flat_map(|(first, count)| first..first + count).collect::<Vec<_>>()
-            };
+            let runs = |words: &[u64]| runs_in_words(words, 7).collect::<Vec<Run>>();
+            let listed = |runs: Vec<Run>| runs.into_iter().flatten().collect::<Vec<_>>();
+            let pages = |words: &[u64]| listed(runs(words));
+            let (inside, outside) = divide(&runs(&dirty), &runs(&present));
             prop_assert_eq!(listed(inside), pages(&[dirty[0] & present[0], dirty[1] & present[1]]));
             prop_assert_eq!(listed(outside), pages(&[dirty[0] & !present[0], dirty[1] & !present[1]]));
         }

@@ -8,12 +8,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use page_bitmap::{PageBitmap, runs_in_words};
+
 use super::negotiate::Links;
 use super::precopy::{Copied, RemainingMemory, Switch};
 use super::round::{Pass, RoundKind, send_round};
 use super::serve::{Grain, Server};
 use super::{Context, PhaseFailure};
-use crate::bitmap::{ClaimMap, word_runs};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{PAGE_BYTES, to_usize};
@@ -115,14 +116,14 @@ enum StopTransfer {
     /// What is dirty, now; the guest was slowed down for it.
     BeforeHandover(Option<Box<dyn Throttle>>),
     /// These pages and what is dirty, after the guest; the destination knows of some.
-    AfterHandover(Vec<ClaimMap>, Option<Vec<ClaimMap>>),
+    AfterHandover(Vec<PageBitmap>, Option<Vec<PageBitmap>>),
 }
 
 /// Adds the pages that were dirtied since the scan.
 pub(super) fn add_dirty<M: GuestMemoryMap>(
     memory: &M,
     log: &impl DirtyLog,
-    maps: &[ClaimMap],
+    maps: &[PageBitmap],
 ) -> Result<(), Failure> {
     let mut words = vec![0; to_usize(COLLECT_PAGES / 64)];
     for (region, info) in memory.layout().regions().iter().enumerate() {
@@ -132,9 +133,8 @@ pub(super) fn add_dirty<M: GuestMemoryMap>(
             log.collect_and_clear(region, first..first + count, words)
                 .map_err(Cause::Vm)
                 .step("reading the dirty log")?;
-            for (run_first, run_count) in word_runs(words, first) {
-                let run_end = (run_first + run_count).min(info.pages());
-                maps[region].set_run(run_first, run_end.saturating_sub(run_first));
+            for run in runs_in_words(words, first) {
+                maps[region].set_range(run);
             }
         }
     }
@@ -142,16 +142,15 @@ pub(super) fn add_dirty<M: GuestMemoryMap>(
 }
 
 /// The same pages in the units that the destination knows.
-pub(super) fn in_units(pages: &[ClaimMap], links: &Links) -> Vec<ClaimMap> {
-    let convert = |(region, map): (usize, &ClaimMap)| {
+pub(super) fn in_units(pages: &[PageBitmap], links: &Links) -> Vec<PageBitmap> {
+    let convert = |(region, map): (usize, &PageBitmap)| {
         let unit = links.unit_pages(region);
         if unit == 1 {
             return map.copy();
         }
-        let units = ClaimMap::new(map.len() / unit);
-        for (first, count) in map.runs() {
-            let start = first / unit;
-            units.set_run(start, (first + count).div_ceil(unit) - start);
+        let units = PageBitmap::new(map.len() / unit);
+        for run in map.runs() {
+            units.set_range(run.start / unit..run.end.div_ceil(unit));
         }
         units
     };

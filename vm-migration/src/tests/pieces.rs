@@ -6,12 +6,13 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use page_bitmap::PageBitmap;
+
 use super::auto::out_of_reach;
 use super::moves::{Case, postcopy};
 use super::relay::{Relay, Rule};
 use super::{FakeMemory, have_uffd, loopback};
 use crate::Side;
-use crate::bitmap::ClaimMap;
 use crate::destination::{Engine, Via};
 use crate::error::Cause;
 use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
@@ -98,7 +99,7 @@ impl Bench {
     fn new() -> Self {
         let memory = FakeMemory::pretending(&[(0, 3 * UNIT)], LARGE_BYTES).unwrap();
         let shown = Arc::new(Shown::default());
-        let missing = ClaimMap::new(3);
+        let missing = PageBitmap::new(3);
         missing.set(0);
         missing.set(2);
         let progress = Arc::new(Progress::new(Side::Destination));

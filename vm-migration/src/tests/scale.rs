@@ -6,8 +6,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use page_bitmap::PageBitmap;
+
 use super::waits::NoFaults;
-use crate::bitmap::ClaimMap;
 use crate::destination::{Engine, Via};
 use crate::fault::Fault;
 use crate::layout::{Backing, GpaRange, PAGE_BYTES};
@@ -27,8 +28,8 @@ fn timed<T>(what: &str, work: impl FnOnce() -> T) -> T {
 }
 
 /// Every second page is missing: as many runs as there can be.
-fn alternating() -> ClaimMap {
-    let map = ClaimMap::new(PAGES);
+fn alternating() -> PageBitmap {
+    let map = PageBitmap::new(PAGES);
     for word in 0..PAGES / 64 {
         map.set_word(word, 0x5555_5555_5555_5555);
     }
@@ -71,8 +72,8 @@ fn a_recovery_of_a_tebibyte_looks_at_words_and_discards_only_what_came_in_part()
     assert_eq!(wishes, [range(1 << 27)]);
     let bytes = timed("encode", || runs::encode(engine.missing()));
     assert_eq!(bytes.len() as u64, 1 + PAGES / 8);
-    let pending = [ClaimMap::new(PAGES)];
-    pending[0].set_run(0, PAGES);
+    let pending = [PageBitmap::new(PAGES)];
+    pending[0].set_range(0..PAGES);
     timed("pend", || {
         pending[0].clear();
         runs::decode(&bytes, &pending).unwrap();

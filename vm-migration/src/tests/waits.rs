@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::bitmap::ClaimMap;
+use page_bitmap::PageBitmap;
+
 use crate::destination::{Engine, Via};
 use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
 use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun};
@@ -73,8 +74,8 @@ fn meet(mine: &AtomicU64, other: &AtomicU64, step: u64) {
 fn every_wait_ends_with_the_arrival_of_its_page() {
     const PAGES: u64 = 1 << 15;
     let memory = FakeMemory::new(&[(0, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
-    let map = ClaimMap::new(PAGES);
-    map.set_run(0, PAGES);
+    let map = PageBitmap::new(PAGES);
+    map.set_range(0..PAGES);
     let progress = Arc::new(Progress::new(Side::Destination));
     let engine = Engine::with_missing(&memory, Arc::new(NoFaults), vec![map], progress).unwrap();
     let (reader, receiver) = (AtomicU64::new(0), AtomicU64::new(0));

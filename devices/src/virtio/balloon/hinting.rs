@@ -152,7 +152,7 @@ pub(super) enum HintingEnd {
 
 /// An empty map for each region.
 pub(super) fn maps(ram: &GuestRam) -> io::Result<Vec<PageBitmap>> {
-    ram.regions().iter().map(|region| PageBitmap::new(region.len_pages())).collect()
+    ram.regions().iter().map(|region| PageBitmap::sparse(region.len_pages())).collect()
 }
 
 /// Notes the whole pages of a hint; returns the bytes that are RAM.

@@ -137,7 +137,7 @@ impl BalloonPages {
             for (index, part) in self.parts(&run) {
                 counters.deflated_pages.add(part.end - part.start);
                 if let Some(map) = self.inflated.get(index) {
-                    map.clear_range(part);
+                    map.claim_range(part);
                 }
             }
         }
@@ -153,7 +153,7 @@ impl BalloonPages {
         }
         let mut discarded = Discarded::default();
         for (index, map) in self.inflated.iter().enumerate() {
-            for run in map.runs(0..map.len_pages()) {
+            for run in map.runs() {
                 self.discard_whole_units(index, run, &mut discarded);
             }
         }

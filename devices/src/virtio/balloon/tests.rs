@@ -470,7 +470,7 @@ fn hints_count_under_the_command_that_they_answer() {
     command(&mut guest, 0);
     assert!(hints.wait(Duration::from_secs(20)));
     hint(&mut guest, 4);
-    assert_eq!(hints.maps()[1].runs(0..512).collect::<Vec<_>>(), [3..4, 8..9]);
+    assert_eq!(hints.maps()[1].runs_in(0..512).collect::<Vec<_>>(), [3..4, 8..9]);
     assert_eq!(guest.byte(GIVEN_UP + 3 * PAGE_BYTES), 7, "a hint changes nothing");
     drop(hints);
     assert_eq!(guest.config_field(8), 1, "done");

@@ -156,8 +156,9 @@ mod tests {
     use std::collections::BTreeSet;
     use std::sync::Arc;
 
+    use page_bitmap::PageBitmap;
+
     use super::*;
-    use crate::bitmap::ClaimMap;
     use crate::layout::{Backing, PAGE_BYTES, PageRun};
     use crate::progress::Progress;
     use crate::source::serve::Grain;
@@ -172,9 +173,9 @@ mod tests {
         let regions = [(0, 4 * UNIT), (SMALL, 64)];
         let memory = FakeMemory::new(&regions, Backing::Shared, PAGE_BYTES).unwrap();
         Guest::new(&memory, 1).fill(&memory, 100);
-        let missing = vec![ClaimMap::new(4), ClaimMap::new(64)];
+        let missing = vec![PageBitmap::new(4), PageBitmap::new(64)];
         for map in &missing {
-            map.set_run(0, map.len());
+            map.set_range(0..map.len());
         }
         let grains = vec![Grain::new(1, UNIT), Grain::new(1, 1)];
         let options = SendOptions::new("tcp:127.0.0.1:1".parse().unwrap());
@@ -315,7 +316,7 @@ mod tests {
         let mut answers = Answers::new(&server);
         answers.wait_for(&[unit(0), unit(1)]).unwrap();
         while answers.next_piece().is_some() {}
-        let lacks = [ClaimMap::new(4), ClaimMap::new(64)];
+        let lacks = [PageBitmap::new(4), PageBitmap::new(64)];
         lacks[0].set(1);
         server.pend(&crate::protocol::runs::encode(&lacks)).unwrap();
         assert_eq!(server.pending_pages(), UNIT);

@@ -32,10 +32,17 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use page_bitmap::PageBitmap;
+use pages::HINT_NONE;
+use reconnect::Connections;
+pub(crate) use reconnect::Reconnect;
+use relay::Relay;
+pub use relay::serve_for_another;
+pub(crate) use threads::{serve_bulk, serve_urgent};
+
 use super::handover::{HandedOver, Pages};
 use super::{Context, PhaseFailure, Remains};
 use crate::bandwidth_limit::BandwidthLimit;
-use crate::bitmap::ClaimMap;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::PAGE_BYTES;
@@ -48,14 +55,6 @@ use crate::session::{Rates, Session};
 use crate::steering::LOOK_EVERY;
 use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::vm::SourceVm;
-
-pub(crate) use reconnect::Reconnect;
-pub use relay::serve_for_another;
-pub(crate) use threads::{serve_bulk, serve_urgent};
-
-use pages::HINT_NONE;
-use reconnect::Connections;
-use relay::Relay;
 
 /// How pages of a region go out.
 #[derive(Clone, Copy, Debug)]
@@ -78,21 +77,20 @@ impl Grain {
     }
 
     /// Sets all pieces of the units that are set.
-    fn set_pieces(&self, pieces: &ClaimMap, units: &ClaimMap) {
-        for (first, count) in units.runs() {
-            pieces.set_run(first * self.unit_pieces, count * self.unit_pieces);
+    fn set_pieces(&self, pieces: &PageBitmap, units: &PageBitmap) {
+        for run in units.runs() {
+            pieces.set_range(run.start * self.unit_pieces..run.end * self.unit_pieces);
         }
     }
 
     /// The units of which a piece is set; `None` where that is the same.
-    fn units_of(&self, pieces: &ClaimMap) -> Option<ClaimMap> {
+    fn units_of(&self, pieces: &PageBitmap) -> Option<PageBitmap> {
         if self.unit_pieces == 1 {
             return None;
         }
-        let units = ClaimMap::new(pieces.len() / self.unit_pieces);
-        for (first, count) in pieces.runs() {
-            let start = first / self.unit_pieces;
-            units.set_run(start, (first + count).div_ceil(self.unit_pieces) - start);
+        let units = PageBitmap::new(pieces.len() / self.unit_pieces);
+        for run in pieces.runs() {
+            units.set_range(run.start / self.unit_pieces..run.end.div_ceil(self.unit_pieces));
         }
         Some(units)
     }
@@ -105,12 +103,12 @@ const PIECES_IN_STALL: u64 = 4;
 pub(crate) struct Server<M> {
     memory: Arc<M>,
     /// Per region, in pieces: still to be sent.
-    pending: Vec<ClaimMap>,
+    pending: Vec<PageBitmap>,
     /// Per region: what a piece and a unit are.
     grains: Vec<Grain>,
     /// What the destination has still to be told of what is pending at the handover, in units; `None`
     /// when that is all of it.
-    untold: Option<Vec<ClaimMap>>,
+    untold: Option<Vec<PageBitmap>>,
     /// Where the guest faulted last, for the pushers.
     hint: AtomicU64,
     /// Requests that are being answered now: pushers let them go first.
@@ -137,7 +135,7 @@ impl<M: GuestMemoryMap> Server<M> {
     /// Begins with the units that the destination lacks.
     pub(crate) fn new(
         memory: Arc<M>,
-        missing: Vec<ClaimMap>,
+        missing: Vec<PageBitmap>,
         grains: Vec<Grain>,
         options: &SendOptions,
         progress: Arc<Progress>,
@@ -146,7 +144,7 @@ impl<M: GuestMemoryMap> Server<M> {
             if grain.unit_pieces == 1 {
                 return units;
             }
-            let pieces = ClaimMap::new(units.len() * grain.unit_pieces);
+            let pieces = PageBitmap::new(units.len() * grain.unit_pieces);
             grain.set_pieces(&pieces, &units);
             pieces
         });
@@ -169,7 +167,7 @@ impl<M: GuestMemoryMap> Server<M> {
     }
 
     /// The destination has been told of these units.
-    pub(crate) fn has_told(&mut self, told: &[ClaimMap]) {
+    pub(crate) fn has_told(&mut self, told: &[PageBitmap]) {
         let pending = self.pending.iter().zip(&self.grains).zip(told);
         let untold = pending.map(|((pieces, grain), told)| match grain.units_of(pieces) {
             Some(units) => units.without(told),
@@ -184,7 +182,7 @@ impl<M: GuestMemoryMap> Server<M> {
             return runs::encode(untold);
         }
         let units = self.pending.iter().zip(&self.grains);
-        let units: Vec<Option<ClaimMap>> =
+        let units: Vec<Option<PageBitmap>> =
             units.map(|(pieces, grain)| grain.units_of(pieces)).collect();
         let maps = self.pending.iter().zip(&units);
         runs::encode(maps.map(|(pieces, units)| units.as_ref().unwrap_or(pieces)))
@@ -197,7 +195,7 @@ impl<M: GuestMemoryMap> Server<M> {
 
     /// Pages of 4 KiB that are not claimed.
     fn pending_pages(&self) -> u64 {
-        let counts = self.pending.iter().map(ClaimMap::count);
+        let counts = self.pending.iter().map(PageBitmap::count);
         counts.zip(&self.grains).map(|(pieces, grain)| pieces * grain.piece_pages).sum()
     }
 
@@ -218,8 +216,8 @@ impl<M: GuestMemoryMap> Server<M> {
             return Ok(());
         }
         let maps = self.pending.iter().zip(&self.grains);
-        let units: Vec<ClaimMap> =
-            maps.map(|(map, grain)| ClaimMap::new(map.len() / grain.unit_pieces)).collect();
+        let units: Vec<PageBitmap> =
+            maps.map(|(map, grain)| PageBitmap::new(map.len() / grain.unit_pieces)).collect();
         runs::decode(missing, &units)?;
         for ((map, units), grain) in self.pending.iter().zip(&units).zip(&self.grains) {
             grain.set_pieces(map, units);

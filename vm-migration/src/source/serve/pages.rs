@@ -5,10 +5,12 @@
 //! Owns the claims: a chunk of the background at a time, beginning where the guest faulted last, and pieces
 //! of requested units. It sends on a connection that it is given and never blocks on another thread.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
+use page_bitmap::Claimed;
+
 use super::{Grain, Server};
-use crate::bitmap::Claimed;
 use crate::error::Cause;
 use crate::layout::{GpaRange, PAGE_BYTES, PageRun, to_usize};
 use crate::protocol::ProtocolError;
@@ -81,8 +83,8 @@ impl<M: GuestMemoryMap> Server<M> {
     pub(super) fn next_chunk(&self, at: &mut (usize, u64)) -> Option<Reply> {
         let (region, claimed) = self.claim_chunk(at)?;
         let mut reply = Reply::default();
-        for (first, count) in claimed.runs() {
-            self.add(&mut reply, region, first, count);
+        for run in claimed.runs() {
+            self.add(&mut reply, region, run);
         }
         Some(reply)
     }
@@ -107,8 +109,7 @@ impl<M: GuestMemoryMap> Server<M> {
             let chunk_pieces = chunk_bytes / (self.grains[region].piece_pages * PAGE_BYTES);
             let max = u32::try_from(chunk_pieces.clamp(1, 64)).unwrap_or(1);
             if let Some(claimed) = self.pending[region].claim_next(from, max) {
-                let last = claimed.base + 63 - u64::from(claimed.mask.leading_zeros());
-                *at = (region, last + 1);
+                *at = (region, claimed.end());
                 return Some((region, claimed));
             }
         }
@@ -119,7 +120,7 @@ impl<M: GuestMemoryMap> Server<M> {
     fn is_within_unit(&self, (region, piece): (usize, u64)) -> bool {
         let unit_pieces = self.grains[region].unit_pieces;
         let done = piece % unit_pieces;
-        done != 0 && self.pending[region].count_run(piece, unit_pieces - done) > 0
+        done != 0 && self.pending[region].count_range(piece..piece - done + unit_pieces) > 0
     }
 
     /// What a request names, a stretch for each unit; pushers go on behind it.
@@ -148,7 +149,7 @@ impl<M: GuestMemoryMap> Server<M> {
     /// Pieces of a stretch that are not claimed.
     pub(super) fn pending_of(&self, stretch: UnitRange) -> u64 {
         let UnitRange { region, next, end } = stretch;
-        self.pending[region].count_run(next, end - next)
+        self.pending[region].count_range(next..end)
     }
 
     /// Claims from the begin of a stretch until a reply is large enough; returns how many pieces
@@ -157,7 +158,7 @@ impl<M: GuestMemoryMap> Server<M> {
         let UnitRange { region, end, .. } = *stretch;
         let piece_bytes = self.grains[region].piece_pages * PAGE_BYTES;
         let room = reply.room_bytes().div_ceil(piece_bytes);
-        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let mut runs: Vec<Range<u64>> = Vec::new();
         let mut claimed = 0;
         while stretch.next < end && claimed < room {
             let piece = stretch.next;
@@ -165,13 +166,13 @@ impl<M: GuestMemoryMap> Server<M> {
             if self.pending[region].claim(piece) {
                 claimed += 1;
                 match runs.last_mut() {
-                    Some((first, count)) if *first + *count == piece => *count += 1,
-                    _ => runs.push((piece, 1)),
+                    Some(run) if run.end == piece => run.end += 1,
+                    _ => runs.push(piece..piece + 1),
                 }
             }
         }
-        for (first, count) in runs {
-            self.add(reply, region, first, count);
+        for run in runs {
+            self.add(reply, region, run);
         }
         claimed
     }
@@ -190,10 +191,11 @@ impl<M: GuestMemoryMap> Server<M> {
 
     /// Adds claimed pieces, as data or as zeros. What the guest has given back since it was found to be
     /// populated stays a hole here.
-    fn add(&self, reply: &mut Reply, region: usize, first: u64, count: u64) {
-        let zero = ram::zero_pages(&*self.memory, self.pages_of(region, first, count));
+    fn add(&self, reply: &mut Reply, region: usize, run: Range<u64>) {
+        let count = run.end - run.start;
+        let zero = ram::zero_pages(&*self.memory, self.pages_of(region, run.start, count));
         let pieces = zero.chunks(to_usize(self.grains[region].piece_pages));
-        for (index, zero) in (first..).zip(pieces) {
+        for (index, zero) in run.zip(pieces) {
             let is_zero = zero.iter().all(|is_zero| *is_zero);
             let run = self.pages_of(region, index, 1);
             push(if is_zero { &mut reply.zero } else { &mut reply.data }, run);

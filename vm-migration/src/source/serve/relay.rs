@@ -10,9 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use page_bitmap::PageBitmap;
+
 use super::reconnect::Reconnect;
 use super::{End, Grain, Server};
-use crate::bitmap::ClaimMap;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, GuestLocation, MigrationError, Side, Step};
@@ -177,7 +178,8 @@ fn empty_server<M: GuestMemoryMap>(
     progress: &Arc<Progress>,
 ) -> Server<M> {
     let regions = memory.layout().regions().iter().zip(&takeover.units);
-    let missing = regions.map(|(region, (_, unit))| ClaimMap::new(region.pages() / unit)).collect();
+    let missing =
+        regions.map(|(region, (_, unit))| PageBitmap::new(region.pages() / unit)).collect();
     let grains = takeover.units.iter().map(|(piece, unit)| Grain::new(*piece, *unit)).collect();
     Server::new(memory, missing, grains, options, Arc::clone(progress))
 }

@@ -35,7 +35,7 @@ fn options(to: &crate::Address) -> SendOptions {
 fn server(options: &SendOptions) -> Arc<Server<FakeMemory>> {
     let memory = FakeMemory::new(&[(0, 1)], Backing::Shared, PAGE_BYTES).unwrap();
     let progress = Arc::new(Progress::new(Side::Source));
-    let missing = vec![ClaimMap::new(1)];
+    let missing = vec![PageBitmap::new(1)];
     Arc::new(Server::new(memory, missing, vec![Grain::new(1, 1)], options, progress))
 }
 
@@ -155,8 +155,8 @@ fn what_waits_for_its_turn_in_the_background_can_be_asked_for() {
     for page in 0..2 {
         memory.word(0, page, 0).store(page + 1, Ordering::Relaxed);
     }
-    let missing = ClaimMap::new(2);
-    missing.set_run(0, 2);
+    let missing = PageBitmap::new(2);
+    missing.set_range(0..2);
     let progress = Arc::new(Progress::new(Side::Source));
     let grains = vec![Grain::new(1, 1)];
     let server = Arc::new(Server::new(memory, vec![missing], grains, &options, progress));

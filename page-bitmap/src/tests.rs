@@ -10,7 +10,7 @@ use std::sync::Barrier;
 
 use proptest::prelude::*;
 
-use super::PageBitmap;
+use super::{Claimed, PageBitmap, runs_in_words};
 
 const PAGES: u64 = 300;
 
@@ -19,12 +19,13 @@ enum Step {
     Set(u64),
     Claim(u64),
     SetRange(Range<u64>),
-    ClearRange(Range<u64>),
-    ClaimRun(u64, u64),
-    ClaimRunAt(u64, u64),
+    ClaimRange(Range<u64>),
+    ClaimNext(u64, u32),
+    Clear,
+    Add(Vec<u64>),
+    SetWord(u64, u64),
     Take(Range<u64>),
     Or(Range<u64>, Vec<u64>),
-    Assign(Range<u64>, Vec<u64>),
 }
 
 /// Numbers inside, at and past the end: the bitmap must take them all.
@@ -44,12 +45,13 @@ fn step() -> impl Strategy<Value = Step> {
         page().prop_map(Step::Set),
         page().prop_map(Step::Claim),
         range().prop_map(Step::SetRange),
-        range().prop_map(Step::ClearRange),
-        (page(), 0..150_u64).prop_map(|(from, max)| Step::ClaimRun(from, max)),
-        (page(), page()).prop_map(|(from, max)| Step::ClaimRunAt(from, max)),
+        range().prop_map(Step::ClaimRange),
+        (page(), 0..70_u32).prop_map(|(from, max)| Step::ClaimNext(from, max)),
+        Just(Step::Clear),
+        prop::collection::vec(0..PAGES, 0..40).prop_map(Step::Add),
+        (0..8_u64, any::<u64>()).prop_map(|(index, bits)| Step::SetWord(index, bits)),
         finite().prop_map(Step::Take),
         (finite(), words()).prop_map(|(at, words)| Step::Or(at, words)),
-        (finite(), words()).prop_map(|(at, words)| Step::Assign(at, words)),
     ]
 }
 
@@ -62,12 +64,25 @@ fn bit(words: &[u64], index: u64) -> Option<bool> {
     Some(word >> (index % 64) & 1 == 1)
 }
 
-fn run_at(model: &BTreeSet<u64>, first: u64, max: u64) -> Option<Range<u64>> {
-    let mut end = first;
-    while model.contains(&end) && end - first < max {
-        end += 1;
+/// The pages of `model` in the first word that has any from `from` on, within `max` of the first.
+fn next_of(model: &BTreeSet<u64>, from: u64, max: u32) -> Vec<u64> {
+    let Some(first) = model.range(from..).next().copied() else { return Vec::new() };
+    let end = (first / 64 * 64 + 64).min(first + u64::from(max.clamp(1, 64)));
+    model.range(first..end).copied().collect()
+}
+
+fn bitmap_of(pages: &BTreeSet<u64>) -> PageBitmap {
+    let bitmap = PageBitmap::new(PAGES);
+    for page in pages {
+        assert!(bitmap.set(*page));
     }
-    (end > first).then_some(first..end)
+    bitmap
+}
+
+fn pages_of(runs: impl Iterator<Item = Range<u64>>) -> Vec<u64> {
+    let runs: Vec<_> = runs.collect();
+    assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start), "not maximal: {runs:?}");
+    runs.into_iter().flatten().collect()
 }
 
 fn apply(bitmap: &PageBitmap, model: &mut BTreeSet<u64>, step: Step) {
@@ -78,24 +93,39 @@ fn apply(bitmap: &PageBitmap, model: &mut BTreeSet<u64>, step: Step) {
         }
         Step::Claim(page) => assert_eq!(bitmap.claim(page), model.remove(&page)),
         Step::SetRange(range) => {
-            bitmap.set_range(range.clone());
+            let before = model.len();
             model.extend(clip(&range));
+            assert_eq!(bitmap.set_range(range), (model.len() - before) as u64);
         }
-        Step::ClearRange(range) => {
+        Step::ClaimRange(range) => {
             let before = model.len();
             model.retain(|page| !range.contains(page));
-            assert_eq!(bitmap.clear_range(range), (before - model.len()) as u64);
+            assert_eq!(bitmap.claim_range(range), (before - model.len()) as u64);
         }
-        Step::ClaimRun(from, max) => {
-            let first = model.range(from..).next().copied();
-            let want = first.and_then(|first| run_at(model, first, max));
-            assert_eq!(bitmap.claim_run(from, max), want);
-            want.into_iter().flatten().for_each(|page| assert!(model.remove(&page)));
+        Step::ClaimNext(from, max) => {
+            let want = next_of(model, from, max);
+            let got = bitmap.claim_next(from, max);
+            assert_eq!(got.map_or(Vec::new(), |claimed| pages_of(claimed.runs())), want);
+            assert_eq!(got.map_or(0, Claimed::count), want.len() as u64);
+            assert_eq!(got.map(Claimed::end), want.last().map(|page| page + 1));
+            for page in want {
+                assert!(model.remove(&page));
+            }
         }
-        Step::ClaimRunAt(from, max) => {
-            let want = run_at(model, from, max);
-            assert_eq!(bitmap.claim_run_at(from, max), want);
-            want.into_iter().flatten().for_each(|page| assert!(model.remove(&page)));
+        Step::Clear => {
+            bitmap.clear();
+            model.clear();
+        }
+        Step::Add(pages) => {
+            let pages = BTreeSet::from_iter(pages);
+            bitmap.add(&bitmap_of(&pages));
+            model.extend(pages);
+        }
+        Step::SetWord(index, bits) => {
+            let pages = (0..64).filter(|bit| bits >> bit & 1 == 1).map(|bit| index * 64 + bit);
+            let inside: Vec<u64> = pages.clone().filter(|page| *page < PAGES).collect();
+            assert_eq!(bitmap.set_word(index, bits), inside.len() == pages.count());
+            model.extend(inside);
         }
         Step::Take(range) => {
             let mut out = bitmap.to_words(range.clone());
@@ -111,23 +141,17 @@ fn apply(bitmap: &PageBitmap, model: &mut BTreeSet<u64>, step: Step) {
             let set = |page: &u64| bit(&words, page - range.start) == Some(true);
             model.extend(clip(&range).filter(set));
         }
-        Step::Assign(range, words) => {
-            bitmap.assign_words(range.clone(), &words);
-            for page in clip(&range) {
-                match bit(&words, page - range.start) {
-                    Some(true) => drop(model.insert(page)),
-                    Some(false) => drop(model.remove(&page)),
-                    None => {}
-                }
-            }
-        }
     }
 }
 
 proptest! {
     #[test]
-    fn behaves_like_a_set(steps in prop::collection::vec(step(), 0..60), window in range()) {
-        let bitmap = PageBitmap::new(PAGES).unwrap();
+    fn behaves_like_a_set(
+        steps in prop::collection::vec(step(), 0..60), window in range(),
+        other in prop::collection::btree_set(0..PAGES, 0..100), is_sparse: bool,
+    ) {
+        let bitmap =
+            if is_sparse { PageBitmap::sparse(PAGES).unwrap() } else { PageBitmap::new(PAGES) };
         let mut model = BTreeSet::new();
         for step in steps {
             apply(&bitmap, &mut model, step);
@@ -136,16 +160,23 @@ proptest! {
         let inside = |page: &u64| window.contains(page);
         let expected: Vec<u64> = model.iter().copied().filter(inside).collect();
         prop_assert_eq!(bitmap.count_range(window.clone()), expected.len() as u64);
-        prop_assert_eq!(bitmap.next_set(window.clone()), expected.first().copied());
         prop_assert_eq!(bitmap.any(window.clone()), !expected.is_empty());
         let clear = clip(&window).find(|page| !model.contains(page));
         prop_assert_eq!(bitmap.next_clear(window.clone()), clear);
-        let runs: Vec<_> = bitmap.runs(window.clone()).collect();
-        prop_assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start), "not maximal");
-        let listed: Vec<u64> = runs.into_iter().flatten().collect();
-        prop_assert_eq!(listed, expected);
-        prop_assert!((0..PAGES).all(|page| bitmap.test(page) == model.contains(&page)));
-        prop_assert!(!bitmap.test(PAGES) && !bitmap.test(u64::MAX));
+        prop_assert_eq!(pages_of(bitmap.runs_in(window)), expected);
+        let all: Vec<u64> = model.iter().copied().collect();
+        prop_assert_eq!(pages_of(bitmap.runs()), all.clone());
+        prop_assert_eq!(pages_of(bitmap.copy().runs()), all);
+        let words: Vec<u64> = bitmap.words().collect();
+        let shifted = pages_of(runs_in_words(&words, 7));
+        prop_assert!(shifted.iter().map(|page| page - 7).eq(model.iter().copied()));
+        let with = bitmap_of(&other);
+        let common: Vec<u64> = model.intersection(&other).copied().collect();
+        prop_assert_eq!(pages_of(bitmap.common_runs(&with)), common);
+        let without: Vec<u64> = model.difference(&other).copied().collect();
+        prop_assert_eq!(pages_of(bitmap.without(&with).runs()), without);
+        prop_assert!((0..PAGES).all(|page| bitmap.get(page) == model.contains(&page)));
+        prop_assert!(!bitmap.get(PAGES) && !bitmap.get(u64::MAX));
     }
 }
 
@@ -153,23 +184,23 @@ proptest! {
 fn each_page_is_claimed_exactly_once_by_many_threads() {
     const THREADS: u64 = 8;
     const MANY: u64 = 100_000;
-    let bitmap = PageBitmap::new(MANY).unwrap();
+    let bitmap = PageBitmap::new(MANY);
     bitmap.set_range(0..MANY);
     let start = Barrier::new(usize::try_from(THREADS).unwrap());
     let claimer = |thread: u64| {
         let mut mine = Vec::new();
         start.wait();
         if thread.is_multiple_of(2) {
-            // A bulk pusher: runs, from its own starting point round the end.
+            // A bulk sender: runs, from its own starting point round the end.
             for from in [thread * MANY / THREADS, 0] {
                 let mut at = from;
-                while let Some(run) = bitmap.claim_run(at, 37) {
-                    at = run.end;
-                    mine.extend(run);
+                while let Some(claimed) = bitmap.claim_next(at, 37) {
+                    at = claimed.end();
+                    mine.extend(claimed.runs().flatten());
                 }
             }
         } else {
-            // An urgent server: single pages, all over the place.
+            // An urgent sender: single pages, all over the place.
             mine.extend((0..MANY).map(|n| n * 7919 % MANY).filter(|page| bitmap.claim(*page)));
         }
         mine
@@ -186,22 +217,9 @@ fn each_page_is_claimed_exactly_once_by_many_threads() {
 }
 
 #[test]
-fn a_terabyte_bitmap_uses_no_memory_until_written() {
-    let pages = (1 << 40) / 4096;
-    let bitmap = PageBitmap::new(pages).unwrap();
-    let bytes = || crate::host::testing::resident_bytes(bitmap.storage(), pages / 8);
-    assert_eq!(bytes(), 0);
-    bitmap.set(pages / 2);
-    assert_eq!(bytes(), 4096);
-    // Clearing what is clear reads only; reads map the shared zero page and allocate nothing.
-    assert_eq!(bitmap.clear_range(0..pages), 1);
-    assert_eq!(bitmap.count(), 0);
-}
-
-#[test]
 fn an_empty_bitmap_has_no_pages() {
-    let bitmap = PageBitmap::new(0).unwrap();
+    let bitmap = PageBitmap::new(0);
     assert!(!bitmap.set(0));
-    assert_eq!(bitmap.claim_run(0, 10), None);
-    assert_eq!(bitmap.runs(0..10).count(), 0);
+    assert_eq!(bitmap.claim_next(0, 10), None);
+    assert_eq!(bitmap.runs().chain(bitmap.runs_in(0..10)).count(), 0);
 }

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The storage under [`PageBitmap`](super::PageBitmap): atomic words that start as zero and cost
-//! nothing until touched.
+//! The storage under [`PageBitmap`](super::PageBitmap): an array of atomic words, all zero at first.
 //!
-//! Owns one anonymous mapping. Must never touch it while allocating: a bitmap for a terabyte has
-//! 32 MiB, and boot must not pay for them.
+//! Owns one anonymous mapping, sparse or populated. Must never touch a sparse one while allocating: a
+//! bitmap for a terabyte has 32 MiB, and boot must not pay for them.
 
 #[cfg(loom)]
-pub use loom::sync::atomic::{AtomicU64, Ordering};
+pub use loom::sync::atomic::{AtomicU64, Ordering, fence};
 #[cfg(not(loom))]
-pub use std::sync::atomic::{AtomicU64, Ordering};
+pub use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 #[cfg(not(loom))]
 pub use mapped::Words;
@@ -18,6 +17,7 @@ pub use modelled::Words;
 
 #[cfg(not(loom))]
 mod mapped {
+    use std::alloc::{Layout, handle_alloc_error};
     use std::io;
     use std::ops::Deref;
     use std::ptr::NonNull;
@@ -42,7 +42,21 @@ mod mapped {
     unsafe impl Sync for Words {}
 
     impl Words {
-        pub fn new(count: usize) -> io::Result<Self> {
+        /// Words that take memory as they are written.
+        pub fn sparse(count: usize) -> io::Result<Self> {
+            Self::map(count, libc::MAP_NORESERVE)
+        }
+
+        /// Words with their memory; ends the process when there is none, as every collection does.
+        pub fn populated(count: usize) -> Self {
+            Self::map(count, libc::MAP_POPULATE).unwrap_or_else(|_| {
+                let layout =
+                    Layout::array::<AtomicU64>(count).unwrap_or(Layout::new::<AtomicU64>());
+                handle_alloc_error(layout)
+            })
+        }
+
+        fn map(count: usize, flags: libc::c_int) -> io::Result<Self> {
             if count == 0 {
                 return Ok(Self { start: NonNull::dangling(), count });
             }
@@ -55,7 +69,7 @@ mod mapped {
                     std::ptr::null_mut(),
                     len_bytes,
                     libc::PROT_READ | libc::PROT_WRITE,
-                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags,
                     -1,
                     0,
                 )
@@ -107,8 +121,12 @@ mod modelled {
     pub struct Words(Vec<AtomicU64>);
 
     impl Words {
-        pub fn new(count: usize) -> io::Result<Self> {
-            Ok(Self((0..count).map(|_| AtomicU64::new(0)).collect()))
+        pub fn sparse(count: usize) -> io::Result<Self> {
+            Ok(Self::populated(count))
+        }
+
+        pub fn populated(count: usize) -> Self {
+            Self((0..count).map(|_| AtomicU64::new(0)).collect())
         }
     }
 
